@@ -45,6 +45,7 @@ from radix_ext.eviction import (
     reused_priority,
 )
 from radix_ext.fusion_request import FusionRequest
+from radix_ext.heads import Heads, Outline, Parting
 from radix_ext.invest import Growth
 from radix_ext.offloading import HOST_ADMISSIONS, HostAdmission, worth_offloading
 from radix_ext.order import (
@@ -58,6 +59,7 @@ from radix_ext.order import (
     order_per_rank,
 )
 from radix_ext.overlap import Overlap, Seen
+from radix_ext.places import Place, Places
 from radix_ext.prefix_tree import ChunkPrefixTree, HeldStats, Plan, TreeStats
 from radix_ext.replay import (
     ADMISSION_POLICIES,
@@ -98,6 +100,7 @@ __all__ = [
     "EvictionQueue",
     "FusionRequest",
     "Growth",
+    "Heads",
     "HeldStats",
     "HostAdmission",
     "HostStats",
@@ -107,7 +110,11 @@ __all__ = [
     "MessageError",
     "OrderPolicy",
     "Ordering",
+    "Outline",
     "Overlap",
+    "Parting",
+    "Place",
+    "Places",
     "Plan",
     "PolicyError",
     "Replay",

@@ -94,6 +94,11 @@ class ChunkPrefixTree:
         """Where the chains of a namespace begin, None if there are none."""
         return self._roots.get(namespace)
 
+    @property
+    def roots(self) -> tuple[ChainNode, ...]:
+        """Where chains begin, one for each namespace that has some. O(namespaces)."""
+        return tuple(self._roots.values())
+
     def find(self, chain: ChainId) -> ChainNode | None:
         """The node at the end of a chain, held or planned."""
         return self._nodes.get(chain)

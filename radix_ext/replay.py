@@ -3,7 +3,8 @@
 One rank serves the requests one after the other: order, count the hits, count the accesses, insert, evict. The parts are
 the ones the server runs, so a hit rate found here is what the same traffic finds cached, counting whole chunks and no
 questions. A later turn of a conversation follows its history in the prompt: nothing is reordered before the history and no
-chunk of the turn is a prefix hit, but what the conversation has shown can be dropped.
+chunk of the turn is a prefix hit, but what the conversation has shown can be dropped. A request may name its head, the text in
+front of its chunks: behind different heads nothing is shared, a history neither. Access counts know no heads, as on a server.
 
 With a host tier, what leaves the device stays there if host memory has a copy, and is loaded by the next request whose chain goes
 on with it. Copies and loads take no time here.
@@ -130,6 +131,10 @@ class HostStats(NamedTuple):
     num_tokens: int
 
 
+def _namespace(head: str | None) -> str:
+    return _NAMESPACE if head is None else f"{_NAMESPACE}\0{head}"
+
+
 class _History(NamedTuple):
     """The chunks of a conversation in the order of its prompt: all that it has shown. `num_first` are of its first turn."""
 
@@ -147,13 +152,16 @@ def replay_trace(
     settings: ReplaySettings,
     *,
     conversations: Iterable[str | None] | None = None,
+    heads: Iterable[str | None] | None = None,
 ) -> ReplayResult:
     """Serve a short trace and keep the counts of every request; a long one goes through `Replay`, a request at a time.
 
-    `conversations` names the conversation of each request, None for a request without one.
+    `conversations` names the conversation of each request, None for a request without one; `heads` its head, None for the common
+    one.
     """
     replay = Replay(settings)
-    counts = [replay.step(*turn) for turn in zip(requests, conversations or repeat(None), strict=False)]
+    turns = zip(requests, conversations or repeat(None), heads or repeat(None), strict=False)
+    counts = [replay.step(request, conversation, head=head) for request, conversation, head in turns]
     return ReplayResult(
         tuple(counts), replay.num_evicted, replay.peak_nodes, replay.order_us(0.5), replay.order_us(0.99)
     )
@@ -188,27 +196,34 @@ class Replay:
         self._num_orders, self._times_stride = 0, 1
 
     def step(
-        self, request: Sequence[Chunk], conversation: str | None = None, *, is_last_turn: bool = False
+        self,
+        request: Sequence[Chunk],
+        conversation: str | None = None,
+        *,
+        is_last_turn: bool = False,
+        head: str | None = None,
     ) -> RequestCount:
         """Serve one request: its distinct chunks in retriever order, and the name of its conversation, if any.
 
-        `is_last_turn`: the conversation is forgotten afterwards; its chunks stay cached until they are evicted.
+        `is_last_turn`: the conversation is forgotten afterwards; its chunks stay cached until they are evicted. `head` names the
+        text before the first chunk.
         """
+        namespace = _namespace(head)
         history = self._histories.pop(conversation, None) if conversation is not None else None
         if conversation is None or history is None:
-            chain, count = self._first_turn(request)
+            chain, count = self._first_turn(request, namespace)
             history, is_first = _History(chain, len(chain)), True
         else:
-            history, count = self._later_turn(request, history, conversation)
+            history, count = self._later_turn(request, history, conversation, namespace)
             chain, is_first = history.chain(conversation), False
         if conversation is not None and not is_last_turn:
             self._histories[conversation] = history
         self._table.observe([chunk.id for chunk in request])
         if self._host is not None:
-            num_loaded, loaded_tokens = self._load(chain)
+            num_loaded, loaded_tokens = self._load(chain, namespace)
             if is_first:
                 count = count._replace(num_host_hits=num_loaded, num_host_token_hits=loaded_tokens)
-        leaf = self._insert(chain, counts_hits=is_first)
+        leaf = self._insert(chain, namespace, counts_hits=is_first)
         if self._host is not None and leaf is not None:
             self._offload(self._host, leaf)
         if self._is_limited:
@@ -237,7 +252,7 @@ class Replay:
         """
         self._tree.check_integrity()
         violations = [*self._host.violations()] if self._host is not None else []
-        pending = [*root.child_nodes()] if (root := self._tree.root(_NAMESPACE)) is not None else []
+        pending = [node for root in self._tree.roots for node in root.child_nodes()]
         for node in pending:  # grows meanwhile
             pending += node.child_nodes()
             on_device, parent = node.tier(_RANK) is Tier.DEVICE, node.parent
@@ -254,7 +269,7 @@ class Replay:
 
     # Private, in order of use
 
-    def _first_turn(self, request: Sequence[Chunk]) -> tuple[tuple[Chunk, ...], RequestCount]:
+    def _first_turn(self, request: Sequence[Chunk], namespace: str) -> tuple[tuple[Chunk, ...], RequestCount]:
         """Order the chunks and count those held; returns the prompt's chain."""
         settings = self._settings
         start = perf_counter()
@@ -263,7 +278,7 @@ class Replay:
             settings.tail,
             self._tree,
             self._table,
-            _NAMESPACE,
+            namespace,
             request,
             rank=_RANK,
             max_visits=settings.max_visits,
@@ -282,20 +297,20 @@ class Replay:
         self._num_orders += 1
 
     def _later_turn(
-        self, request: Sequence[Chunk], history: _History, conversation: str
+        self, request: Sequence[Chunk], history: _History, conversation: str, namespace: str
     ) -> tuple[_History, RequestCount]:
         """Count what is dropped and what of the history is lost; returns the history with the turn's own chunks."""
         shown = {chunk.id for chunk in history.chunks} if self._settings.dedup == "shown" else ()
         fresh = [chunk for chunk in request if chunk.id not in shown]
-        lost = history.chunks[len(self._held(history.chain(conversation))) :]
+        lost = history.chunks[len(self._held(history.chain(conversation), namespace)) :]
         num_tokens, num_dropped = _tokens(request), len(request) - len(fresh)
         dropped_tokens = num_tokens - _tokens(fresh)
         count = RequestCount(len(request), 0, num_dropped, len(lost), num_tokens, 0, dropped_tokens, _tokens(lost))
         return _History((*history.chunks, *fresh), history.num_first), count
 
-    def _load(self, chain: Iterable[Chunk]) -> tuple[int, int]:
+    def _load(self, chain: Iterable[Chunk], namespace: str) -> tuple[int, int]:
         """What of the chain only host memory has is on the device, too, from now on. Returns (chunks, tokens)."""
-        loaded = [node for node in self._held(chain) if node.tier(_RANK) is Tier.HOST]
+        loaded = [node for node in self._held(chain, namespace) if node.tier(_RANK) is Tier.HOST]
         for node in loaded:
             self._tree.move(node.chain, rank=_RANK, tier=Tier.DEVICE)
         if loaded:  # where the prompt is cached up to a promoted run only, the device's chain ends here
@@ -304,15 +319,15 @@ class Replay:
         self._num_loaded, self._loaded_tokens = self._num_loaded + len(loaded), self._loaded_tokens + num_tokens
         return len(loaded), num_tokens
 
-    def _insert(self, chain: Sequence[Chunk], *, counts_hits: bool) -> ChainNode | None:
+    def _insert(self, chain: Sequence[Chunk], namespace: str, *, counts_hits: bool) -> ChainNode | None:
         """Cache the chain, or its promoted run. A later turn counts no hits on its own history, as in the server."""
         promoted_len = self._table.promoted_run((chunk.id for chunk in chain), self._settings.threshold)
         if self._settings.admission == "promoted":
             chain = chain[:promoted_len]
-        held = [] if counts_hits else self._held(chain)
+        held = [] if counts_hits else self._held(chain, namespace)
         if not held:
-            return self._tree.insert(_NAMESPACE, chain, rank=_RANK, tier=Tier.DEVICE, promoted_len=promoted_len)
-        self._tree.mark_promoted(_NAMESPACE, (chunk.id for chunk in chain), promoted_len=promoted_len)
+            return self._tree.insert(namespace, chain, rank=_RANK, tier=Tier.DEVICE, promoted_len=promoted_len)
+        self._tree.mark_promoted(namespace, (chunk.id for chunk in chain), promoted_len=promoted_len)
         rest, rest_promoted_len = chain[len(held) :], max(0, promoted_len - len(held))
         return self._tree.extend(held[-1].chain, rest, rank=_RANK, tier=Tier.DEVICE, promoted_len=rest_promoted_len)
 
@@ -337,8 +352,8 @@ class Replay:
             if parent is not None and parent.parent is not None:
                 queue.push(parent)
 
-    def _held(self, chain: Iterable[Chunk]) -> Sequence[ChainNode]:
-        return self._tree.match(_NAMESPACE, (chunk.id for chunk in chain))
+    def _held(self, chain: Iterable[Chunk], namespace: str) -> Sequence[ChainNode]:
+        return self._tree.match(namespace, (chunk.id for chunk in chain))
 
     def _is_over(self) -> bool:
         max_nodes, max_tokens = self._settings.capacity, self._settings.capacity_tokens

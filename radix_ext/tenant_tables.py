@@ -50,6 +50,10 @@ class TenantTables:
         """`AccessTable.num_entries` over all tenants."""
         return self._num_entries
 
+    def __contains__(self, tenant: str) -> bool:
+        """Whether a request of the tenant's was counted and is not forgotten."""
+        return tenant in self._tables
+
     def __len__(self) -> int:
         """Tenants."""
         return len(self._tables)

@@ -44,6 +44,8 @@ MAX_WAITING_CAPTURES = 256
 MAX_CAPTURED_TOKENS = 512
 """Of chunks scored and stored after one forward: the answers under way wait for them."""
 
+MAX_HEADS, MAX_HEAD_TOKENS, MAX_HEAD_BYTES = 4, 16_384, 16 * 2**20
+"""Heads of one tenant that are remembered, tokens of one, bytes of all: only what two heads have in common is read of them."""
 
 STORAGE_BACKENDS = ("file", "dynamic")
 """Of HiCache's, those that read and write one tensor by its key."""

@@ -10,8 +10,8 @@
   can put off a request itself (None for a load), but is only asked for what it has found already.
 - BEFORE all of `SchedulerWeightUpdaterManager` that changes weights, with a storage only: where the client asks for no flush, or
   an update fails half-way, nothing else tells that KV is of other weights, and what outlives the process is named by them.
-- AROUND `TokenizerManager.generate_request`, in the main process and with `--chunkcache-guard on` only: the one place that every
-  endpoint's request passes before it goes to the scheduler.
+- AROUND `TokenizerManager.generate_request`, in the main process only: the one place that every endpoint's request passes before
+  it goes to the scheduler. Looks for `chunks` that nobody reads, and guards with `--chunkcache-guard on`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from sglang_chunkcache.wire.state import NOTHING, STATE_KEY, Asked
 if TYPE_CHECKING:
     from sglang_chunkcache.config import ChunkCacheConfig
     from sglang_chunkcache.front.guard import Guard
+    from sglang_chunkcache.front.misplaced import Misplaced
     from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 
 GET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
@@ -47,8 +48,10 @@ POLL_S = 0.0002
 """Between two looks at what is loaded, where there is nothing else to do."""
 
 
-def register_hooks(settings: ChunkCacheConfig | None, *, guard: Guard | None = None) -> None:
-    """Register every hook; SGLang applies them when all plugins are loaded. `guard`: of the main process."""
+def register_hooks(
+    settings: ChunkCacheConfig | None, *, misplaced: Misplaced | None = None, guard: Guard | None = None
+) -> None:
+    """Register every hook; SGLang applies them when all plugins are loaded. `misplaced`, `guard`: of the main process."""
     HookRegistry.register(GET_INTERNAL_STATE, _add_stats, HookType.AFTER)
     if settings is None:
         return
@@ -59,8 +62,8 @@ def register_hooks(settings: ChunkCacheConfig | None, *, guard: Guard | None = N
         HookRegistry.register(ADD_TO_BATCH, _wait_for_loads, HookType.AROUND)
         for target in UPDATES:
             HookRegistry.register(target, _tell_update, HookType.BEFORE)
-    if guard is not None:
-        HookRegistry.register(GENERATE_REQUEST, _guarded(guard), HookType.AROUND)
+    if misplaced is not None:
+        HookRegistry.register(GENERATE_REQUEST, _watched(misplaced, guard), HookType.AROUND)
 
 
 def missing_hooks(settings: ChunkCacheConfig, *, is_main: bool) -> list[str]:
@@ -70,7 +73,7 @@ def missing_hooks(settings: ChunkCacheConfig, *, is_main: bool) -> list[str]:
         targets.append(FORWARD)
     if settings.storage_backend is not None:
         targets += [ADD_TO_BATCH, *UPDATES]
-    if is_main and settings.guard == "on":
+    if is_main:
         targets.append(GENERATE_REQUEST)
     return [target for target in targets if target not in HookRegistry._patched]
 
@@ -121,15 +124,17 @@ def _tell_update(updater: Any, *args: Any, **kwargs: Any) -> None:
         cache.doubt_weights()
 
 
-def _guarded(guard: Guard) -> Any:
+def _watched(misplaced: Misplaced, guard: Guard | None) -> Any:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    def generate_request(generate: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        is_prompt = isinstance(obj, GenerateReqInput)
-        if is_prompt and (error := guard.refusal(obj)):
+    def generate_request(generate: Any, manager: Any, obj: Any, request: Any = None, **kwargs: Any) -> Any:
+        misplaced.look(request)
+        if guard is None or not isinstance(obj, GenerateReqInput):
+            return generate(manager, obj, request, **kwargs)
+        if error := guard.refusal(obj):
             return _raising(error)
-        outputs = generate(manager, obj, *args, **kwargs)
-        return _forgotten(outputs, manager, obj) if is_prompt and _asks_for_several(obj) else outputs
+        outputs = generate(manager, obj, request, **kwargs)
+        return _forgotten(outputs, manager, obj) if _asks_for_several(obj) else outputs
 
     return generate_request
 

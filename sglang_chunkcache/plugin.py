@@ -35,12 +35,12 @@ def register() -> None:
     if activate() is not None:
         register_attention_backend("torch_native")(create_cpu_attention)
     settings = config.from_env()
-    guard = None
+    misplaced = guard = None
     if settings is not None and multiprocessing.parent_process() is None:
         from sglang_chunkcache.front.app import install
 
-        guard = install(settings)
-    register_hooks(settings, guard=guard)
+        misplaced, guard = install(settings)
+    register_hooks(settings, misplaced=misplaced, guard=guard)
 
 
 def create_cpu_attention(runner: Any) -> Any:

@@ -206,6 +206,7 @@ def test_state_on_sglangs_objects_has_one_home() -> None:
     homes = {
         "config.py": "our own dataclass and argparse's namespace",
         "front/engine.py": "starlette's state, and a proxy's __getattr__",
+        "front/misplaced.py": "what Starlette keeps of a body",
         "front/prompt.py": "a tokenizer of transformers",
         "front/tokenizer.py": "a tokenizer of transformers",
         "scheduler/node.py": "the two functions",

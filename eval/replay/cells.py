@@ -88,12 +88,14 @@ class TraceCell:
 
     @property
     def sample(self) -> Sample:
-        """`overlap` of the whole trace, and per bin the chunks that were retrieved before."""
+        """`overlap` and `heads` of the whole trace, and per bin the chunks that were retrieved before."""
         overlap = self._overlap
         estimated_from = overlap.num_measured if overlap.is_estimate else None
         figures = {"prefix": overlap.prefix, "total": overlap.total, "estimated_from": estimated_from}
         unknown = {} if self._facts.has_lengths else {"tokens": None, "seen_tokens": None}
-        return {"k": self._k, "overlap": figures, **self._bins.sample, **unknown}
+        facts = self._facts
+        heads = {"requests": facts.num_counted, "headed": facts.num_headed, "heads": facts.num_heads}
+        return {"k": self._k, "heads": heads, "overlap": figures, **self._bins.sample, **unknown}
 
 
 class ReplayCell:
@@ -124,7 +126,9 @@ class ReplayCell:
         if conversation in self._turns_left:
             self._turns_left[conversation] -= 1
             is_last_turn = not self._turns_left[conversation]
-        count = self._replay.step(request.chunks[: self._cell.k], conversation, is_last_turn=is_last_turn)
+        count = self._replay.step(
+            request.chunks[: self._cell.k], conversation, is_last_turn=is_last_turn, head=request.head
+        )
         if count.num_chunks:
             self._bins.add(count)
 

@@ -9,8 +9,9 @@ What is moved from where, what the store keeps and what leaves are the server's 
     insert, evict    from the first moved chunk on under keys that name the recipe: no exact request matches them
     capture          chunks with enough accesses whose KV was computed, before the next request
 
-Not modelled: text between chunks, other system prompts, a question asked twice, slots shared with a source (every chunk takes
-room), the focus of `context`. Scores are those of attention that is even over all tokens.
+A source behind another head is taken where there is none behind the request's own. Not modelled: text between chunks, a
+question asked twice, slots shared with a source (every chunk takes room), the focus of `context`. Scores are those of attention
+that is even over all tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from radix_ext.variants import VariantIndex
 from sglang_chunkcache import ChunkCacheConfig
 from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_COPIES, MAX_WAITING_CAPTURES
 
-_RANK, _NAMESPACE = 0, "replay"
+_RANK = 0
 
 
 class FusedCount(NamedTuple):
@@ -83,6 +84,8 @@ class _History(NamedTuple):
     keys: tuple[str, ...]
     recipe: str
     is_fused: bool
+    head: str
+    """Names the text before the first chunk: exact chains are behind it."""
 
 
 @dataclass(slots=True)
@@ -176,12 +179,17 @@ class FusedReplay:
         self.fallbacks: Counter[str] = Counter()
 
     def step(
-        self, request: Sequence[Chunk], conversation: str | None = None, *, is_last_turn: bool = False
+        self,
+        request: Sequence[Chunk],
+        conversation: str | None = None,
+        *,
+        is_last_turn: bool = False,
+        head: str | None = None,
     ) -> FusedCount:
         """Serve one request, as `Replay.step`. A later turn's history is part of its prompt."""
         self.num_requests += 1
         history = self._histories.pop(conversation or "", None)
-        prompt = self._prompt(request, conversation, history)
+        prompt = self._prompt(request, conversation, history, head or "")
         if conversation is not None and not is_last_turn:
             self._histories[conversation] = prompt
         self._table.observe([chunk.id for chunk in request])
@@ -199,6 +207,7 @@ class FusedReplay:
                 candidates=self._sources.candidates,
                 fusion=self._fusion,
                 limits=self._limits,
+                heads=(prompt.head,) * len(spans),
                 exact=self._exact_gaps(prompt, spans, start) if len(found) == num_exact else frozenset(),
             )
         locked = {*found, *_sources(plan)}
@@ -215,7 +224,7 @@ class FusedReplay:
         self._make_room(chain[len(found) :], locked)
         hit_len = 0 if history else num_exact
         leaf = self._tree.insert(
-            _NAMESPACE,
+            prompt.head,
             chain,
             rank=_RANK,
             tier=Tier.DEVICE,
@@ -223,7 +232,7 @@ class FusedReplay:
             hit_len=hit_len,
         )
         nodes = self._learn(leaf, prompt, len(found), moved)
-        self.store.ask((self._known[node].chunk, "", self._known[node].prefix) for node in nodes)
+        self.store.ask((self._known[node].chunk, prompt.head, self._known[node].prefix) for node in nodes)
         keep = self._table.frequent((chunk.id for chunk in prompt.chunks), self._config.store_threshold)
         self._captures.add(nodes, keep, is_preprocessing=False, selector=self._fusion.selector)
         self._capture()
@@ -235,11 +244,13 @@ class FusedReplay:
 
     # Private, in order of use
 
-    def _prompt(self, request: Sequence[Chunk], conversation: str | None, history: _History | None) -> _History:
+    def _prompt(
+        self, request: Sequence[Chunk], conversation: str | None, history: _History | None, head: str
+    ) -> _History:
         """The prompt's chunks in order, and what the tree calls them where their KV is exact."""
         if history is None:
             by, visits = self._settings, self._settings.max_visits
-            parts = self._tree, self._table, _NAMESPACE
+            parts = self._tree, self._table, head
             recipe = str(self.num_requests) if self._fusion.asks_the_question else "all"
             is_fused = int(self.num_requests * self._share) > int((self.num_requests - 1) * self._share)
             shared = recipe if is_fused and not self._fusion.asks_the_question else None
@@ -247,18 +258,18 @@ class FusedReplay:
             chunks = order_chunks(
                 by.order, by.tail, *parts, request, rank=_RANK, max_visits=visits, recipe=shared, growth=growth
             ).chunks
-            return _History(chunks, tuple(chunk.id for chunk in chunks), recipe, is_fused)
+            return _History(chunks, tuple(chunk.id for chunk in chunks), recipe, is_fused, head)
         shown = {chunk.id for chunk in history.chunks} if self._settings.dedup == "shown" else ()
         fresh = [chunk for chunk in request if chunk.id not in shown]
         keys = (f"{conversation}\0{chunk.id}" for chunk in fresh)  # as in `Replay`: after a question and an answer
-        return history._replace(chunks=(*history.chunks, *fresh), keys=(*history.keys, *keys))
+        return history._replace(chunks=(*history.chunks, *fresh), keys=(*history.keys, *keys), head=head)
 
     def _match(self, prompt: _History) -> tuple[int, Sequence[ChainNode]]:
         """How many leading chunks are cached exactly, and their nodes with those cached fused after them."""
-        exact = self._tree.match(_NAMESPACE, map(ChunkId, prompt.keys))
+        exact = self._tree.match(prompt.head, map(ChunkId, prompt.keys))
         if not prompt.is_fused:
             return len(exact), exact
-        return len(exact), self._tree.match(_NAMESPACE, (chunk.id for chunk in _chain(prompt, len(exact))))
+        return len(exact), self._tree.match(prompt.head, (chunk.id for chunk in _chain(prompt, len(exact))))
 
     def _exact_gaps(self, prompt: _History, spans: Sequence[Span], start: int) -> frozenset[int]:
         """As `Fuser`: in the first chunk area, which is the first turn's."""
@@ -316,7 +327,7 @@ class FusedReplay:
         start = 0
         for index, node in enumerate(nodes):
             if index >= num_found:
-                self._known[node] = _Known(start, prefix=before[:index], chunk=before[index])
+                self._known[node] = _Known(start, head=prompt.head, prefix=before[:index], chunk=before[index])
                 if index not in moved:
                     self._copies.add(node)
             start += node.num_tokens

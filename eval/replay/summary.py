@@ -144,7 +144,7 @@ def _overlap(sample: Sample, share: Share) -> dict[str, Any]:
     """CRAFT's prefix and total of the whole trace, and the share of chunks (tokens) retrieved before."""
     seen = {unit: share(sample, sample[f"seen_{unit}"], unit) for unit in METRICS if sample[unit]}
     figures = {"seen_before": seen["chunks"], "seen_before_tokens": seen.get("tokens")}
-    return {"k": sample["k"], **sample["overlap"], **figures}
+    return {"k": sample["k"], "heads": sample["heads"], **sample["overlap"], **figures}
 
 
 def _share(block: int, sample: Sample, parts: Sequence[float], unit: str) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 One JSON object per line, in the order of arrival, UTF-8, plain or gzip (if the name ends in `.gz`):
 ```
-{"passages": ["doc7#2", "doc1#0"], "lengths": [212, 198], "timestamp": 12.5, "conversation": "c41"}
+{"passages": ["doc7#2", "doc1#0"], "lengths": [212, 198], "timestamp": 12.5, "conversation": "c41", "head": "support bot, v3"}
 ```
 - `passages` (or `chunks`): ids in retriever order, strings or integers; 7 and "7" are the same. A repeated id counts once. A
   request without any is left out; one with a `conversation` is a turn of it, but is in no figure.
@@ -11,6 +11,9 @@ One JSON object per line, in the order of arrival, UTF-8, plain or gzip (if the 
 - `timestamp`, optional: arrival in seconds, not before the previous line; only load generation uses it.
 - `conversation`, optional: a string or integer that the turns of one conversation share. A later turn's chunks come after the
   conversation's history: they have no prefix hits, and chunks that an earlier turn has shown may be dropped.
+- `head`, optional: a string or integer that stands for all text before the first chunk, system prompt and tools; with a time or
+  a user's name in it that is another one each time. Chunks behind different heads share nothing in exact mode. Lines without a
+  head share one.
 - `question_tokens`, `system_tokens`, `output_tokens`, optional: token counts for `python -m eval serve --task trace`.
 - Other fields are ignored. No text is needed: hash your ids if they are confidential.
 
@@ -40,6 +43,7 @@ class TraceRequest(NamedTuple):
     has_lengths: bool
     timestamp: float | None = None
     conversation: str | None = None
+    head: str | None = None
     question_tokens: int | None = None
     system_tokens: int | None = None
     output_tokens: int | None = None
@@ -60,6 +64,9 @@ class TraceFacts:
     distinct_tokens: int = 0
     largest_chunks: int = 0
     largest_tokens: int = 0
+    num_headed: int = 0
+    """Of the counted ones, those that name a head, and how many different heads these are."""
+    num_heads: int = 0
     sha256: str = ""
 
 
@@ -68,10 +75,12 @@ def scan(trace: Iterable[TraceRequest]) -> TraceFacts:
     facts, digest = TraceFacts(), hashlib.sha256()
     num_turns: Counter[str] = Counter()
     ids: set[ChunkId] = set()
+    heads: set[int] = set()
     for request in trace:
         lengths = [chunk.num_tokens for chunk in request.chunks]
         key = "\0".join([chunk.id for chunk in request.chunks])
-        digest.update(f"{key}\0\0{request.conversation}\0{lengths}\n".encode("utf-8", "surrogatepass"))
+        head = "" if request.head is None else f"\0{request.head}"
+        digest.update(f"{key}\0\0{request.conversation}\0{lengths}{head}\n".encode("utf-8", "surrogatepass"))
         facts.num_requests += 1
         if request.conversation is not None:
             num_turns[request.conversation] += 1
@@ -82,7 +91,11 @@ def scan(trace: Iterable[TraceRequest]) -> TraceFacts:
             facts.largest_tokens = max(facts.largest_tokens, sum(lengths))
             facts.distinct_tokens += sum(chunk.num_tokens for chunk in request.chunks if chunk.id not in ids)
             ids.update(chunk.id for chunk in request.chunks)
+            if request.head is not None:
+                facts.num_headed += 1
+                heads.add(hash(request.head))
     facts.num_turns = {name: turns for name, turns in num_turns.items() if turns > 1}
+    facts.num_heads = len(heads)
     facts.distinct_chunks, facts.sha256 = len(ids), digest.hexdigest()[:16]
     return facts
 
@@ -126,9 +139,9 @@ class TraceFile:
     def _request(self, row: Row, where: str) -> TraceRequest:
         chunks, has_lengths = self._chunks(row, where)
         timestamp = _given(number_of, row, "timestamp", where)
-        conversation = _given(name_of, row, "conversation", where)
+        conversation, head = (_given(name_of, row, name, where) for name in ("conversation", "head"))
         counts = (_given(count_of, row, f"{name}_tokens", where) for name in ("question", "system", "output"))
-        return TraceRequest(chunks, has_lengths, timestamp, conversation, *counts)
+        return TraceRequest(chunks, has_lengths, timestamp, conversation, head, *counts)
 
     def _chunks(self, row: Row, where: str) -> tuple[tuple[Chunk, ...], bool]:
         """The distinct chunks of one line, and whether their lengths are known."""

@@ -15,6 +15,8 @@ from eval.replay.grid import baseline_of, craft_of, is_stock
 
 MIN_REQUESTS = 100
 """With fewer requests there is no verdict: an interval needs at least ten blocks of ten requests."""
+HEADS = ("requests", "headed", "heads")
+"""Of a trace: requests, those that name a head, different heads."""
 SHORT_TRACE = 200
 TREND = 0.02
 """A larger difference of the second half from the whole shows that the cache is still filling, or that the traffic changes."""
@@ -87,6 +89,7 @@ class _Verdict:
             *map(self._at_most, self._overlaps),
             *([_CONVERSATIONS] if "reduction" in self._cells[0] else []),
             *([_TREND] if self._ours[0]["n"] >= SHORT_TRACE and any(map(_has_trend, self._cells)) else []),
+            self._assumed(),
             *(self._answers(judged) if judged else [_NO_VERDICT]),
             _LIMITS,
         ]
@@ -125,6 +128,22 @@ class _Verdict:
         first = f" of the first {overlap['k']} of each request" if overlap["k"] else ""
         seen = overlap["seen_before_tokens" if self._unit == "tokens" else "seen_before"]
         return f"Reuse at any position, with unlimited capacity, could find at most {seen['value']:.1%}{first}."
+
+    def _assumed(self) -> str:
+        """Which text stands in front of the chunks: exact reuse depends on it."""
+        num_requests, num_headed, num_heads = (self._overlaps[0]["heads"][name] for name in HEADS)
+        if not num_headed:
+            return (
+                "Assumed: one system prompt for all requests, since no line names a `head`. Where a time or a user's name stands "
+                "before the chunks, every request has another head and finds nothing."
+            )
+        others = (
+            f"; {num_requests - num_headed:,} requests name none and share one" if num_headed < num_requests else ""
+        )
+        return (
+            f"Heads: {num_heads:,} different ones in {num_headed:,} requests{others}. "
+            "Chunks behind different heads share nothing."
+        )
 
     def _answers(self, judged: Sequence[Results]) -> list[str]:
         """The verdict, grouping replays with the same one."""

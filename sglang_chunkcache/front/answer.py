@@ -7,7 +7,8 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from sglang_chunkcache.front.request import Draft, Planned, RagRequest
+from sglang_chunkcache.front.reasons import fallbacks, missed
+from sglang_chunkcache.front.request import Draft, Missed, Planned, RagRequest
 from sglang_chunkcache.wire.report import Explanation, JointReport, Report, Source
 
 
@@ -31,12 +32,14 @@ def answer(rag: RagRequest) -> dict[str, Any]:
         "joint": _encoded(rag),
         "retrieval": planned.draft.options.retrieval,
         "fallbacks": rag.fallbacks,
+        "missed": _missed(planned, rag.missed),
     }
 
 
 def explained(planned: Planned, found: Explanation) -> dict[str, Any]:
     """A plan, for people: what the front would send, and `found`, what the rank would do with it."""
     labels = planned.labels
+    unfound = missed(planned, found.exact + found.loaded + found.stored)
     return {
         "order": planned.order,
         "dropped": planned.draft.dropped,
@@ -62,7 +65,8 @@ def explained(planned: Planned, found: Explanation) -> dict[str, Any]:
         "estimated_ms": found.estimated_ms,
         "selected_by": found.selector,
         "sources": [{**_shown(labels, source), "start": source.start, "end": source.end} for source in found.sources],
-        "fallbacks": (*planned.fallbacks, *found.fallbacks),
+        "fallbacks": tuple(dict.fromkeys((*planned.fallbacks, *found.fallbacks, *fallbacks(planned, unfound)))),
+        "missed": _missed(planned, unfound),
     }
 
 
@@ -76,6 +80,22 @@ def _turns(draft: Draft) -> dict[str, int]:
         "turns_unknown": draft.num_unknown,
         "turns_departed": draft.num_departed,
     }
+
+
+def _missed(planned: Planned, found: Sequence[Missed] | None) -> list[dict[str, Any]] | None:
+    """None: not known, or the request has asked for moved KV."""
+    labels = planned.labels
+    if found is None:
+        return None
+    return [
+        {
+            "reason": each.reason.fallback,
+            "chunks": [labels[i] for i in each.spans],
+            "tokens": each.num_tokens,
+            **(each.reason.parting._asdict() if each.reason.parting else {}),
+        }
+        for each in found
+    ]
 
 
 def _fused(rag: RagRequest) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.drain import Drain
 from sglang_chunkcache.front.guard import Guard
+from sglang_chunkcache.front.misplaced import Misplaced
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.routes import Routes, refused
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 _parts: Parts | None = None
 
 
-def install(config: ChunkCacheConfig) -> Guard | None:
-    """Put our routes into SGLang's app, and what ends it in front of them. Returns the guard for `generate_request`, None where
-    a flag has switched it off."""
+def install(config: ChunkCacheConfig) -> tuple[Misplaced, Guard | None]:
+    """Put our routes into SGLang's app, and what ends it in front of them. Returns what looks at the requests of
+    `generate_request`; the guard is None where a flag has switched it off."""
     global _parts
     _parts = parts = Parts(config)
     http_server.app.add_middleware(
@@ -31,7 +32,7 @@ def install(config: ChunkCacheConfig) -> Guard | None:
         # Not include_router: it hides the endpoints from SGLang's auth levels.
         http_server.app.add_api_route(path, handler, methods=[method])
     http_server.app.add_exception_handler(RequestError, refused)  # the guard's, where an endpoint does not catch it
-    return _parts.guard if config.guard == "on" else None
+    return _parts.misplaced, _parts.guard if config.guard == "on" else None
 
 
 def started() -> None:

@@ -32,7 +32,8 @@ from sglang_chunkcache.front.conversation import Conversation, Told
 from sglang_chunkcache.front.fusion_options import fused_request, spans_to_keep
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.rank_mirror import RankMirror
-from sglang_chunkcache.front.request import Planned, RagRequest
+from sglang_chunkcache.front.reasons import Reasons, counts, fallbacks, missed
+from sglang_chunkcache.front.request import Missed, Planned, RagRequest
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer, Fallback, Report
 from sglang_chunkcache.wire.spans import RequestSpans, pack
@@ -86,12 +87,14 @@ class Bookkeeper:
         self.forget()
 
     def forget(self) -> None:
-        """Forget which chunks were asked for and what conversations were like. The cache stays, and the tree that mirrors it."""
+        """Forget which chunks were asked for, where they were cached, and what conversations were like. The cache stays, and the
+        tree that mirrors it."""
         self.tables = TenantTables(
             window=self._config.window_requests,
             max_tenants=self._config.max_tenants,
             max_entries=self._config.max_access_entries,
         )
+        self.reasons = Reasons(self._config, self.tree, self.tables, clock=self._clock)
         self.conversations = ConversationMap(
             max_conversations=self._config.max_conversations,
             max_tokens=self._config.max_conversation_tokens,
@@ -209,6 +212,7 @@ class Bookkeeper:
             "conversations": {"count": len(self.conversations), "tokens": self.conversations.num_tokens},
             "prompt_tokens_in_flight": list(self.router.in_flight),
             "hit_rates": self._hit_rates(),
+            "reasons": self.metrics.shares("chunks_by_reason", "tokens_by_reason"),
             "order_us_mean": round(1e6 * self.metrics.order_seconds / orders, 1) if orders else None,
             "reuse": self._config.reuse,
             "reuse_seconds": {phase: round(total, 6) for phase, total in self.metrics.phase_seconds.items()},
@@ -232,6 +236,7 @@ class Bookkeeper:
         self.metrics.observe_order(planned.order_seconds)
         if draft.is_preprocessing:
             return
+        self.reasons.count(draft.identity)
         self.tables.observe(draft.identity.tenant, draft.retrieved)
         for kind, amount in (
             ("retrieved", len(draft.retrieved)),
@@ -302,7 +307,8 @@ class Bookkeeper:
         fusion, has_tokens = rag.planned.fusion, meta.get("completion_tokens", 0) > 0
         is_plain = has_tokens and not was_heard  # the rank could not read our spans; its log says why
         rag.report = answer.report if answer and fusion else None
-        if is_plain or (has_tokens and answer is None and fusion is None):
+        is_unread = is_plain or (has_tokens and answer is None and fusion is None)
+        if is_unread:
             self._fall_back(rag, Fallback.PLAIN_TEXT)
         elif has_tokens and fusion and rag.report is None:
             self._fall_back(rag, Fallback.NO_REPORT)
@@ -310,6 +316,7 @@ class Bookkeeper:
             self._fall_back(rag, Fallback.JOINT_FAILED)
         if rag.planned.draft.options.num_answers > 1:
             self._fall_back(rag, Fallback.PARALLEL_SAMPLING)
+            self.reasons.learn(rag)
             return
         if rag.report:
             rag.known = {
@@ -322,6 +329,10 @@ class Bookkeeper:
             cached = min(int(meta.get("cached_tokens", 0)), len(rag.planned.input_ids))
             rag.known = {"exact": cached, "relocated": 0, "recomputed": 0}
         self._book_fates(rag)
+        if rag.known is not None:
+            self._book_missed(rag, missed(rag.planned, rag.known["exact"], is_plain=is_unread))
+        if not is_unread:
+            self.reasons.learn(rag)
 
     def _book_report(self, rag: RagRequest, report: Report) -> None:
         for reason in report.fallbacks:
@@ -340,6 +351,16 @@ class Bookkeeper:
             rag.hit_len = sum(1 for span in rag.planned.area if span.end <= exact)
             self.tree.count_hits(rag.plan, min(rag.hit_len, rag.planned.fused_from))
             self.metrics.count("chunks", "hit", rag.hit_len)
+
+    def _book_missed(self, rag: RagRequest, found: tuple[Missed, ...] | None) -> None:
+        rag.missed = found
+        for reason in fallbacks(rag.planned, found):
+            if reason not in rag.fallbacks:
+                self._fall_back(rag, reason)
+        if found is not None:
+            for name, counted in zip(("chunks_by_reason", "tokens_by_reason"), counts(rag.planned, found), strict=True):
+                for label, amount in counted.items():
+                    self.metrics.count(name, label, amount)
 
     def _fall_back(self, rag: RagRequest, reason: Fallback) -> None:
         rag.fallbacks.append(reason)

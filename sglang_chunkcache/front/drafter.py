@@ -136,6 +136,12 @@ class Drafter:
             )
             if conversation
             else None,
+            outline=(
+                ("model", identity.lora),
+                ("tools", tools),
+                ("chat_template_kwargs", template_kwargs),
+                *((f"messages.{i}", message) for i, message in enumerate(messages[:start])),
+            ),
         )
 
     def parts(
@@ -184,6 +190,7 @@ class Drafter:
             retrieved=area.ids,
             repeated=tuple(area.repeated),
             empty=tuple(area.empty),
+            outline=tuple((f"parts.{i}", part) for i, part in enumerate(parts[:first])),
         )
 
     def preprocessing(

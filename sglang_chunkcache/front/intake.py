@@ -206,6 +206,7 @@ class Intake:
             order=body.order,
             fusion=body.fusion_request(self._config),
             joint=body.joint_request(self._config),
+            logprob_start=body.logprob_start_len if body.return_logprob and body.logprob_start_len >= 0 else None,
         )
         identity = _identity(raw_request, body.cache_salt, body.extra_key)
         draft = partial(self._parts.drafter.parts, parts, identity=identity, options=options)

@@ -25,6 +25,9 @@ COUNTERS = {
     "searches": ("outcome", "searches of the index by outcome: found, empty, refused, failed, cancelled, full (queue)"),
     "guarded": ("field", "requests refused because SGLang would have ended, on any endpoint, by field"),
     "audit_skips": ("reason", "requests drawn for an audit that were not compared, by reason"),
+    "chunks_by_reason": ("reason", "chunks of exact requests, by why they were computed; found: they were not"),
+    "tokens_by_reason": ("reason", "tokens of these chunks, likewise"),
+    "misplaced": ("field", "requests to /v1 with chunks, which only /rag/v1 reads, by field: chunks, messages.chunks"),
     "fallbacks": ("reason", "things that were computed because reuse was not possible, by reason"),
 }
 """Name -> (label, help). Every count is a number of requests, tokens, chunks or searches, as its name says."""
@@ -106,6 +109,14 @@ class Metrics:
     def totals(self) -> dict[str, dict[str, int]]:
         """All counts since the start."""
         return {name: dict(counter) for name, counter in self._totals.items()}
+
+    def shares(self, *names: str) -> dict[str, dict[str, float]]:
+        """Of each of these counters, the share that each label has. Empty before any count."""
+        totals = {name: self._totals[name] for name in names}
+        return {
+            name: {label: count / counter.total() for label, count in counter.items()}
+            for name, counter in totals.items()
+        }
 
     def _export(self, name: str) -> Any:
         if name not in self._exported:

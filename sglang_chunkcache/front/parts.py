@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from sglang_chunkcache.front.draft_queue import DraftQueue
 from sglang_chunkcache.front.drafter import Drafter
 from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.guard import Guard, Limits
+from sglang_chunkcache.front.misplaced import Misplaced
 from sglang_chunkcache.front.planner import Planner
 from sglang_chunkcache.front.prompt import PromptAssembler, read_template
 from sglang_chunkcache.front.readiness import Readiness
@@ -86,6 +88,11 @@ class Parts:
     def readiness(self) -> Readiness:
         """What `/ready` says."""
         return Readiness(lambda: self.manager)
+
+    @cached_property
+    def misplaced(self) -> Misplaced:
+        """Sees requests with chunks that nobody reads."""
+        return Misplaced(lambda: self.books.metrics, clock=time.monotonic)
 
     @cached_property
     def limits(self) -> Limits:

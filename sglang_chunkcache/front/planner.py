@@ -57,6 +57,10 @@ class Planner:
         _check_blocks(draft.options.joint, spans, len(ids))
         area = leading_area(spans)
         num_exact = ordering.held_len + ordering.planned_len - ordering.num_fused
+        expected = None
+        if draft.options.fusion is None:
+            places = {"area_len": len(area), "held_len": ordering.held_len, "rank": rank}
+            expected = self._books.reasons.expect(draft, namespace, ids, spans, **places)
         return Planned(
             draft,
             ids.tolist(),
@@ -71,6 +75,7 @@ class Planner:
             order_seconds=seconds,
             exact_gaps=growth.num_chunks if growth else 0,
             terms=terms,
+            expected=expected,
         )
 
     # Private, in order of use

@@ -10,9 +10,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from radix_ext import Chunk, ChunkId, FusionRequest, OrderPolicy, Plan, Span, fused_chunk
+from radix_ext import Chunk, ChunkId, FusionRequest, OrderPolicy, Outline, Parting, Plan, Span, fused_chunk
 from radix_ext.audit import Terms
 from sglang_chunkcache.front.conversation import OpenTurn
 from sglang_chunkcache.front.prompt import Piece, TokenizedChunk, joined
@@ -36,11 +36,16 @@ class Identity:
     cache_salt: str | None = None
     extra_key: str | None = None
     lora: str | None = None
+    tenant: str = field(init=False, compare=False)
+    """Names those who share KV, whatever the adapter. A digest: clients may send long salts."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tenant", namespace_of((), self.extra_key, self.cache_salt))
 
     @property
-    def tenant(self) -> str:
-        """Names those who share KV, whatever the adapter. A digest: clients may send long salts."""
-        return namespace_of((), self.extra_key, self.cache_salt)
+    def is_named(self) -> bool:
+        """The request names its tenant."""
+        return self.cache_salt is not None or self.extra_key is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,8 @@ class Options:
     """With more than one SGLang fills its cache with a request of its own first, and does not report what was cached."""
     retrieval: Mapping[str, Any] | None = None
     """What was searched for and found, to be shown. None: the client sent its chunks."""
+    logprob_start: int | None = None
+    """Logprobs of the prompt are asked for from this token on, so it is computed from there on. None: of no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,8 @@ class Draft:
     """What the conversation keeps when the answer is complete. None: the request belongs to no conversation."""
     is_preprocessing: bool = False
     """Fills the store ahead of requests: its chunks count neither as accesses nor as hits."""
+    outline: Outline = ()
+    """What `head` is rendered from, by the client's names."""
 
     @property
     def head(self) -> array[int]:
@@ -116,6 +125,33 @@ class Draft:
         """The prompt's ids and spans with the chunks in this order."""
         ids, spans = joined(self.before, [*((item.token_ids, item.chunk.id) for item in ordered), *self.after])
         return ids, (*self.history, *spans)
+
+
+class Reason(NamedTuple):
+    """Why a chunk is computed. `parting`: where the text before it parts from what it is cached behind (`other_head`)."""
+
+    fallback: Fallback
+    parting: Parting | None = None
+
+
+class Missed(NamedTuple):
+    """Chunks of a prompt that were not found cached, all for one reason. `spans` are indices."""
+
+    reason: Reason
+    spans: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What is known of a prompt's chunks before it runs, span by span."""
+
+    reasons: tuple[Reason, ...]
+    """Why the chunk is computed, if it is."""
+    texts: tuple[str, ...]
+    """Names the text before the chunk that is no chunk."""
+    is_new_head: bool
+    """Nothing is cached behind the text before the first chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +178,8 @@ class Planned:
     """Chunks that its exact chain may grow by although they could be moved."""
     terms: Terms | None = None
     """Of the audit. None: it asks for no moved KV, or nothing is audited."""
+    expected: Expected | None = None
+    """None: it asks for moved KV, which has reasons of its own."""
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
@@ -199,6 +237,8 @@ class RagRequest:
     report: Report | None = None
     """What the rank did for a fused request."""
     fallbacks: list[Fallback] = field(default_factory=list)
+    missed: tuple[Missed, ...] | None = None
+    """The chunks that were computed. None: not known, or it asked for moved KV."""
     is_sampled: bool = False
     """Its answer waits for an audit, or was audited."""
     is_refused: bool = False

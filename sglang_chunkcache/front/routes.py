@@ -9,12 +9,13 @@ POST /chunkcache/prefetch       what a request will need of the storage, ahead o
 GET  /chunkcache/stats          counts only
 GET  /chunkcache/tree           the global tree, depth-limited
 POST /chunkcache/forget         forget access counts and conversations, as a restart would
+GET  /chunkcache/hints          what of the traffic keeps chunks from being found
 POST /chunkcache/explain        what would become of a chat request that is not run
 POST /chunkcache/preprocess     a chunk's KV after its neighbours, into the store (`--reuse fused`)
 POST /chunkcache/clear_store    empty every rank's store, preprocessed chunks included
 POST /chunkcache/calibrate      find out by which layers and heads the tokens to recompute are told
 
-The last six show or change what other tenants see, so they ask for the admin level.
+The last seven show or change what other tenants see, so they ask for the admin level.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Routes:
             ("GET", "/chunkcache/stats", self.chunkcache_stats),
             ("GET", "/chunkcache/tree", self.chunkcache_tree),
             ("POST", "/chunkcache/forget", self.chunkcache_forget),
+            ("GET", "/chunkcache/hints", self.chunkcache_hints),
             ("POST", "/chunkcache/explain", self.chunkcache_explain),
             ("POST", "/chunkcache/preprocess", self.chunkcache_preprocess),
             ("POST", "/chunkcache/clear_store", self.chunkcache_clear_store),
@@ -127,6 +129,11 @@ class Routes:
         """Forget what requests were like, as a restart would. `/flush_cache` empties the cache, `clear_store` the store."""
         self._parts.books.forget()
         return ORJSONResponse({"forgotten": ["table", "conversations"]})
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
+    async def chunkcache_hints(self) -> Any:
+        """What of the traffic keeps chunks from being found, over all tenants."""
+        return ORJSONResponse(self._parts.books.reasons.hints())
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def chunkcache_explain(self, raw_request: Request) -> Any:

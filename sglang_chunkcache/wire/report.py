@@ -17,7 +17,10 @@ FATES = ("exact", "relocated", "recomputed")
 
 
 class Fallback(StrEnum):
-    """Why tokens were computed although reuse was asked for: every reason there is. README tables are made from it."""
+    """Why tokens were computed that might have been reused: every reason there is. README tables are made from it.
+
+    From `NO_CHUNKS` to `OTHER_RANK` they are exact reuse's, decided by the tenant's own requests (front/reasons.py).
+    """
 
     meaning: str
     """One sentence."""
@@ -45,6 +48,55 @@ class Fallback(StrEnum):
         "parallel_sampling",
         "The request asks for more than one answer (`n` > 1), for which SGLang does not report what it found cached.",
         "Nothing is lost but the figures; send `n` requests if you need them.",
+    )
+    NO_CHUNKS = (
+        "no_chunks",
+        "The prompt has no chunk: the request came with none, or its search found none.",
+        "Send retrieved passages as `chunks`. In the text of a message they are found only where the whole prompt begins like an "
+        "earlier one.",
+    )
+    NEW_CHUNK = (
+        "new_chunk",
+        "No earlier answer of this tenant (`cache_salt` and `extra_key`) had a chunk of exactly this text.",
+        "Expected for new texts. If the same passages come again and again, look for what differs in them: a score or rank in "
+        "the text, windows that overlap, white space.",
+    )
+    NEW_TENANT = (
+        "new_tenant",
+        "No request with this `cache_salt` and `extra_key` came before, and tenants share nothing.",
+        "Expected for a tenant's first request. A salt for each request switches reuse off: let it name a user, a team or a data "
+        "set.",
+    )
+    OTHER_HEAD = (
+        "other_head",
+        "The chunk is cached, or was, behind other text that is no chunk: another system prompt, other tools, another history. "
+        "`missed` says in which `field` of the request and at which `token` of the prompt the texts part.",
+        "Put what changes with each request (a time, a user's name) after the chunks, into the question. Expected for chunks of "
+        "a conversation's later turns. `--reuse fused` moves such chunks.",
+    )
+    OTHER_ORDER = (
+        "other_order",
+        "The chunk is cached behind the same text, but after other chunks than in this prompt.",
+        "Leave the order to the server (`--chunkcache-order tree`). What stays are chunks behind one that this request does not "
+        "have; `--reuse fused` moves them.",
+    )
+    EVICTED = (
+        "evicted",
+        "The chunk was cached in this place and has left the cache, for want of room or because that was emptied, or could not "
+        "be loaded back.",
+        "Enlarge the KV pool (`--mem-fraction-static`, `--max-total-tokens`) or `--chunkcache-host-mib`.",
+    )
+    MUST_COMPUTE = (
+        "must_compute",
+        "The chunk is cached in this place, but tokens of it must be computed: the prompt's last one, or those whose logprobs "
+        "the request asks for.",
+        "Put the question after the chunks; ask for no logprobs of the prompt (`logprob_start_len`).",
+    )
+    OTHER_RANK = (
+        "other_rank",
+        "Another data-parallel rank has the chunk in this place, and this one has served the request.",
+        "Expected where the rank that has it is over its share of the load (`--chunkcache-max-load-ratio`), and with "
+        "`--chunkcache-routing round_robin`.",
     )
     NO_REPORT = (
         "no_report",

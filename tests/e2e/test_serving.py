@@ -188,6 +188,56 @@ def test_own_routes_and_metrics(rag_server: Server) -> None:
     assert 'chunkcache:prompt_tokens_total{fate="exact"}' in text
 
 
+def test_why_nothing_was_found_is_told(rag_server: Server) -> None:
+    """The usual mistakes, on a real server: a reason in the answer, beforehand in `explain`, and its share in the stats."""
+    flush(rag_server)
+    path, stats = "/rag/v1/chat/completions", rag_server.url + "/chunkcache/stats"
+    salt = "why"
+
+    def body(system: str, **extra: Any) -> dict[str, Any]:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": "What does Dravex make?"}]
+        return {"messages": messages, "chunks": CHUNKS[:2], "cache_salt": salt, "max_tokens": 1, **extra}
+
+    def why(**sent: Any) -> list[tuple[str, list[str], str | None]]:
+        plan = post(rag_server.url + "/chunkcache/explain", sent)
+        reply = post(rag_server.url + path, sent)["chunkcache"]
+        assert (plan["missed"], list(plan["fallbacks"])) == (reply["missed"], reply["fallbacks"])
+        found = sum(span["end"] - span["start"] for span in plan["spans"]) - sum(m["tokens"] for m in reply["missed"])
+        assert (found > 0) == (reply["chunks_hit"] > 0)
+        return [(each["reason"], each["chunks"], each.get("field")) for each in reply["missed"]]
+
+    before = get(stats)["chunks_by_reason"]
+    both = ["doc0", "doc1"]
+    assert why(**body("Be brief. It is 12:00:01.")) == [("new_tenant", both, None)]
+    assert why(**body("Be brief. It is 12:00:01.")) == []
+    assert why(**body("Be brief. It is 12:00:02.")) == [("other_head", both, "messages.0")]
+    assert why(**body("Be brief. It is 12:00:02.", chunks=CHUNKS[1::-1], order="retriever")) == [
+        ("other_order", both[::-1], None)
+    ]
+    scored = [{**chunk, "text": f"[score 0.9] {chunk['text']}"} for chunk in CHUNKS[:2]]
+    assert why(**body("Be brief. It is 12:00:02.", chunks=scored)) == [("new_chunk", both, None)]
+    flush(rag_server)
+    assert why(**body("Be brief. It is 12:00:02.")) == [("evicted", both, None)]
+    after = get(stats)
+    counted = {reason: count - before.get(reason, 0) for reason, count in after["chunks_by_reason"].items()}
+    assert {reason: count for reason, count in counted.items() if count} == {
+        "new_tenant": 2, "found": 2, "other_head": 2, "other_order": 2, "new_chunk": 2, "evicted": 2}  # fmt: skip
+    assert sum(after["reasons"]["tokens_by_reason"].values()) == pytest.approx(1)
+
+
+def test_chunks_on_v1_are_counted(rag_server: Server) -> None:
+    """SGLang ignores them, and its answer stays as it is; a log line and a count say that nobody read them."""
+    stats, url = rag_server.url + "/chunkcache/stats", rag_server.url + "/v1/chat/completions"
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "temperature": 0}
+    before, plain = get(stats)["misplaced"], post(url, body)
+    in_a_message = {**body, "messages": [{**body["messages"][0], "chunks": CHUNKS[:1]}]}  # type: ignore[index]
+    for sent in ({**body, "chunks": CHUNKS[:1]}, in_a_message):
+        assert post(url, sent)["choices"] == plain["choices"]
+    counted = {field: count - before.get(field, 0) for field, count in get(stats)["misplaced"].items()}
+    assert counted == {"chunks": 1, "messages.chunks": 1}
+    assert "/v1/chat/completions got `chunks`, which SGLang ignores" in rag_server.log_tail(10_000)
+
+
 def test_plain_traffic_is_cached_as_ever(rag_server: Server) -> None:
     """Requests without spans see SGLang's own radix cache."""
     flush(rag_server)

@@ -56,6 +56,18 @@ def test_moved_chunks_by_hand() -> None:
     assert fates(replay, "BD") == (0, 8, 2, 10)
 
 
+def test_another_head_is_a_source_and_no_prefix() -> None:
+    """Chunks behind another head are moved; a source behind the request's own head comes first."""
+    replay = make_replay(selector="query")
+    replay.step(request("AB"), head="x")
+    moved = replay.step(request("AB"), head="y")
+    assert (moved.exact, moved.relocated + moved.recomputed, moved.from_device) == (0, 20, 20)
+    assert replay.step(request("AB"), head="x").exact == 20
+    replay.step(request("CB"), head="y")
+    copies = replay._sources.candidates(ChunkId("C"), "y")
+    assert [copy.head for copy in copies] == ["y"]
+
+
 def test_moved_kv_ends_the_exact_chain() -> None:
     """B after nothing was moved, so B-A is not found as it is; C behind it was computed, and still no exact KV."""
     replay = make_replay(selector="query")

@@ -208,6 +208,29 @@ def test_comparison_of_a_clear_win(tmp_path: Path, capsys: pytest.CaptureFixture
     assert any("WORTH IT with unlimited capacity" in line for line in results["verdict"])
 
 
+def assumed(results: dict[str, Any]) -> str:
+    """What the verdict says of heads, right before it judges."""
+    number = next(i for i, line in enumerate(results["verdict"]) if line.startswith("Verdict"))
+    return str(results["verdict"][number - 1])
+
+
+def test_verdict_says_which_heads_it_assumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One system prompt for all, unless the trace says otherwise; one for each request is a clear loss."""
+    records = popular_sets(400)
+    _, common = compare(capsys, write_trace(tmp_path / "trace.jsonl", records))
+    assert assumed(common).startswith("Assumed: one system prompt for all requests, since no line names a `head`.")
+    (tmp_path / "own").mkdir()
+    own = [record | {"head": f"It is {number}."} for number, record in enumerate(records)]
+    _, results = compare(capsys, write_trace(tmp_path / "own" / "trace.jsonl", own))
+    assert assumed(results).startswith("Heads: 400 different ones in 400 requests. Chunks behind")
+    assert {cell["chunk_hit_rate"]["value"] for cell in results["cells"]} == {0}
+    assert any(line.startswith("Verdict: NOT WORTH IT with unlimited") for line in results["verdict"])
+    (tmp_path / "some").mkdir()
+    some = [record | {"head": number % 2} if number % 4 else record for number, record in enumerate(records)]
+    _, results = compare(capsys, write_trace(tmp_path / "some" / "trace.jsonl", some))
+    assert assumed(results).startswith("Heads: 2 different ones in 300 requests; 100 requests name none and share one.")
+
+
 def test_trace_without_any_overlap_is_not_worth_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No chunk occurs twice: zero for every policy, and a verdict against ours."""
     records: list[dict[str, object]] = [{"passages": [f"{n}-{i}" for i in range(5)]} for n in range(300)]

@@ -39,12 +39,14 @@ def test_every_field_is_read(tmp_path: Path) -> None:
         "lengths": [5, 3, 5],
         "timestamp": 2,
         "conversation": 9,
+        "head": 3,
         "question": "not looked at",
     }
     counts = {"question_tokens": 4, "system_tokens": 0, "output_tokens": 8}
     requests, facts = read(write(tmp_path / "t.jsonl", line | counts))
     chunks = (Chunk(ChunkId("a"), 5), Chunk(ChunkId("7"), 3))
-    assert requests == [TraceRequest(chunks, True, 2.0, "9", 4, 0, 8)]
+    assert requests == [TraceRequest(chunks, True, 2.0, "9", "3", 4, 0, 8)]
+    assert (facts.num_headed, facts.num_heads) == (1, 1)
     assert facts.has_lengths
 
 

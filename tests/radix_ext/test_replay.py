@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,14 @@ def settings_of(
     )
 
 
-def run(trace: list[list[Chunk]], *, conversations: list[str | None] | None = None, **settings: Any) -> ReplayResult:
-    return replay_trace(trace, settings_of(**settings), conversations=conversations)
+def run(
+    trace: list[list[Chunk]],
+    *,
+    conversations: list[str | None] | None = None,
+    heads: Iterable[str] | None = None,
+    **settings: Any,
+) -> ReplayResult:
+    return replay_trace(trace, settings_of(**settings), conversations=conversations, heads=heads)
 
 
 @pytest.mark.parametrize("capacity", [None, 3, 25])
@@ -208,6 +215,30 @@ def test_later_turn_hits_no_prefix_and_drops_what_was_shown() -> None:
     ]
     counts = run(trace, conversations=names, dedup="off").requests
     assert [(count.num_hits, count.num_dropped) for count in counts] == [(0, 0), (1, 0), (0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("capacity", [None, 12])
+def test_heads_keep_chunks_apart(capacity: int | None) -> None:
+    """As if each head had chunks of its own; a head for each request finds nothing, one for all changes nothing."""
+    trace = as_chunks(make_trace(80))
+    heads = [f"{number % 3}" for number in range(80)]
+    renamed = [
+        [Chunk(ChunkId(f"{head} {chunk.id}"), chunk.num_tokens) for chunk in request]
+        for head, request in zip(heads, trace, strict=True)
+    ]
+    found = run(trace, heads=heads, capacity=capacity, tail="rank")
+    assert found.requests == run(renamed, capacity=capacity, tail="rank").requests
+    alone = run(trace, capacity=capacity)
+    assert 0 < found.total.num_hits < alone.total.num_hits
+    assert run(trace, heads=["x"] * 80, capacity=capacity).requests == alone.requests
+    assert run(trace, heads=map(str, range(80)), capacity=capacity).total.num_hits == 0
+
+
+def test_history_behind_another_head_is_lost() -> None:
+    """The system prompt was edited between two turns: what the conversation has shown is computed again."""
+    trace = as_chunks([["a", "b"], ["c"], ["d"]])
+    counts = run(trace, conversations=[*"xxx"], heads=["1", "2", "2"]).requests
+    assert [count.num_lost for count in counts] == [0, 2, 0]
 
 
 def test_conversations_of_one_turn_change_nothing() -> None:

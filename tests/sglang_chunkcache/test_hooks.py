@@ -20,22 +20,25 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.guard import Guard, Limits
 from sglang_chunkcache.front.metrics import Metrics
+from sglang_chunkcache.front.misplaced import Misplaced
 from sglang_chunkcache.scheduler.node import RequestState
 
 MANAGER = SimpleNamespace()
+METRICS = Metrics(prometheus=False)
 
 
-def outputs(obj: Any, raw_request: Any = None) -> list[Any]:
-    """What a guarded `generate_request` gives for `obj`: SGLang's, which says what it was called with."""
+def outputs(obj: Any, raw_request: Any = None, *, guarded: bool = True) -> list[Any]:
+    """What a watched `generate_request` gives for `obj`: SGLang's, which says what it was called with."""
 
     async def generate(*given: Any) -> AsyncIterator[Any]:
         yield given
 
     guard = Guard(lambda: Limits(1101, None), lambda: Metrics(prometheus=False))
-    guarded = hooks._guarded(guard)(generate, MANAGER, obj, raw_request)
+    misplaced = Misplaced(lambda: METRICS, clock=lambda: 0.0)
+    watched = hooks._watched(misplaced, guard if guarded else None)(generate, MANAGER, obj, raw_request)
 
     async def collected() -> list[Any]:
-        return [output async for output in guarded]
+        return [output async for output in watched]
 
     return asyncio.run(collected())
 
@@ -44,6 +47,15 @@ def test_lethal_request_does_not_reach_sglang() -> None:
     """The error comes where SGLang's own come: with the first step, not with the call."""
     with pytest.raises(RequestError, match="priority: must fit"):
         outputs(GenerateReqInput(text="x", priority=2**63))
+
+
+def test_chunks_on_v1_are_seen_with_and_without_the_guard() -> None:
+    """SGLang gets the request as it came, its body untouched."""
+    request = SimpleNamespace(scope={"path": "/v1/chat/completions"}, _json={"chunks": [{"text": "x"}]})
+    obj = GenerateReqInput(text="x", priority=2**63)
+    assert outputs(obj, request, guarded=False) == [(MANAGER, obj, request)]
+    assert outputs(GenerateReqInput(text="x"), request)[0][2] is request
+    assert METRICS.totals()["misplaced"] == {"chunks": 2}
 
 
 @pytest.mark.parametrize("obj", [GenerateReqInput(text="x"), EmbeddingReqInput(text="x"), None], ids=type)
@@ -100,12 +112,12 @@ def test_request_that_waits_for_its_loads_is_put_off(preempted: list[Any], monke
     assert hooks._wait_for_loads(lambda *args: "added", adder, waits) == "added"
 
 
-def test_start_without_the_guard_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a flag has switched it off."""
+def test_start_without_a_hook_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the guard is off: chunks on `/v1` are looked for."""
     monkeypatch.setattr(HookRegistry, "_patched", {hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE, hooks.FORWARD})
     said: list[str] = []
     for guard in ("off", "on"):
         settings = ChunkCacheConfig(guard=guard)
         monkeypatch.setattr(config, "from_env", lambda settings=settings: settings)
         launch_server._check_hooks(said.append)  # type: ignore[arg-type]
-    assert [hooks.GENERATE_REQUEST in text for text in said] == [True]
+    assert [hooks.GENERATE_REQUEST in text for text in said] == [True, True]

@@ -82,6 +82,18 @@ class Rank:
             parent = chain
         return [encode(Answer(self.log.unread(spans.ack), report)), None]
 
+    def found(self, params: Any, input_ids: Sequence[int]) -> int:
+        """Prompt tokens up to the end of the leading chunks that it holds, of the first chunk area."""
+        spans = unpack(params, array("q", input_ids), secret=SECRET)
+        assert spans is not None
+        chain, end = root_chain(spans.namespace), 0
+        for span in spans.spans[: spans.area_len]:
+            chain = extend_chain(chain, span.chunk)
+            if chain not in self.held:
+                break
+            end = span.end
+        return end
+
     def evict_all(self) -> None:
         for chain in self.held:
             self.log.append(Evicted(chain))
@@ -203,6 +215,11 @@ class Bench:
         self.end(request)
         self.books.finish(request, self.books.closed(request, text if content == "" else content))
         return request
+
+    def run(self, messages: Any, *passages: Passage, **options: Any) -> Asked:
+        """Ask, find what the rank holds, and answer."""
+        request = self.ask(messages, *passages, **options)
+        return self.reply(request, cached=self.ranks[request.rank].found(request.custom_params, request.input_ids))
 
     def turn(
         self, messages: list[dict[str, str]], *passages: Passage, to: str = "c", text: str = "ok", **options: Any

@@ -458,11 +458,11 @@ def test_broken_terms_of_the_server_are_paused_loudly(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         shown = [bed.serve().answer() for _ in range(6)]
     assert [one["reuse"] and one["reuse"]["ratio"] for one in shown] == [0.15] * 5 + [None]
-    assert [one["fallbacks"] for one in shown] == [[]] * 5 + [["audit_paused"]]
+    assert [one["fallbacks"] for one in shown] == [[]] * 5 + [["audit_paused", "evicted"]]
     (pause,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     wanted = "selector query at ratio 0.15 (the server's terms) is paused (was asked): of 5 audited answers 5 agree"
     assert wanted in pause.getMessage()
-    assert bed.bench.books.metrics.totals()["fallbacks"] == {"audit_paused": 1}
+    assert bed.bench.books.metrics.totals()["fallbacks"] == {"audit_paused": 1, "evicted": 1}
     assert [(one["ratio"], one["samples"], one["below_target"]) for one in bed.figures] == [(0.15, 5, 5)]
 
 
@@ -475,7 +475,7 @@ def test_broken_terms_of_a_tenants_own_are_no_error(caplog: pytest.LogCaptureFix
     (pause,) = caplog.records
     assert pause.levelno == logging.WARNING
     assert f"selector query at ratio 0.0 (terms of tenant {Identity('me').tenant}) is paused" in pause.getMessage()
-    assert bed.serve(fusion=tried).answer()["fallbacks"] == ["audit_paused"]
+    assert bed.serve(fusion=tried).answer()["fallbacks"] == ["audit_paused", "evicted"]
     assert bed.serve().answer()["fallbacks"] == []
     assert bed.bench.plan("q", A, B, fusion=tried, who=Identity("me", cache_salt="other")).fallbacks == ()
 

@@ -21,7 +21,8 @@ from transformers import BatchEncoding
 
 from sglang_chunkcache.front.guard import REQUEST_RULES, SAMPLING_RULES, Guard, Limits
 from sglang_chunkcache.front.metrics import Metrics
-from sglang_chunkcache.hooks import _guarded
+from sglang_chunkcache.front.misplaced import Misplaced
+from sglang_chunkcache.hooks import _watched
 from tests.e2e.lethal import LETHAL
 
 VOCAB = 1101
@@ -146,13 +147,14 @@ def test_several_answers_leave_nothing_behind(stream: bool) -> None:
     manager = SimpleNamespace(rid_to_state={"a": 1, "b": 2, "other": 3})
     obj = GenerateReqInput(text="hi", sampling_params={"n": 2}, stream=stream)
 
-    async def generate(manager: Any, obj: Any) -> AsyncIterator[int]:
+    async def generate(manager: Any, obj: Any, request: Any) -> AsyncIterator[int]:
         obj.rid = ["a", "b"]
         for output in range(3):
             yield output
 
     async def outputs() -> list[int]:
-        found = _guarded(guard()[0])(generate, manager, obj)
+        misplaced = Misplaced(lambda: Metrics(prometheus=False), clock=lambda: 0.0)
+        found = _watched(misplaced, guard()[0])(generate, manager, obj)
         return [output async for output in found] if stream else [await anext(found)]
 
     assert asyncio.run(outputs()) == ([0, 1, 2] if stream else [0])

@@ -24,6 +24,9 @@ def test_counts_add_up_by_label() -> None:
         "searches": {},
         "guarded": {},
         "audit_skips": {},
+        "chunks_by_reason": {},
+        "tokens_by_reason": {},
+        "misplaced": {},
         "fallbacks": {},
     }
 

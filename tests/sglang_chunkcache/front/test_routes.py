@@ -172,7 +172,9 @@ def call() -> Iterator[MakeServer]:
         search.close()
 
 
-@pytest.mark.parametrize("endpoint", [chunkcache_explain, chunkcache_preprocess, chunkcache_clear_store])
+@pytest.mark.parametrize(
+    "endpoint", [chunkcache_explain, chunkcache_preprocess, chunkcache_clear_store, Routes.chunkcache_hints]
+)
 def test_other_tenants_business_asks_for_the_admin_level(endpoint: Any) -> None:
     """As the tree does."""
     assert endpoint._auth_level == AuthLevel.ADMIN_OPTIONAL
@@ -302,7 +304,7 @@ def test_joint_encoding_is_told_and_shown(call: Any) -> None:
         "compression": 1.3333,
         "ms": 1.5,
     }
-    assert reply["chunkcache"]["fallbacks"] == []
+    assert reply["chunkcache"]["fallbacks"] == ["new_chunk"]
     assert bench.books.stats()["tree"]["nodes"] == 0
     _, plain = send(rag_generate, body)
     assert plain["chunkcache"]["joint"] is None
@@ -314,8 +316,8 @@ def test_joint_encoding_that_failed_is_counted(call: Any) -> None:
     body = {"parts": ["x", {"chunks": CHUNKS}], "joint": {"threshold": 0.9}}
     _, reply = send(rag_generate, body)
     assert reply["chunkcache"]["joint"] == {"threshold": 0.9, "ratio": None, "block": 16, "over": "chunks"}
-    assert reply["chunkcache"]["fallbacks"] == ["joint_failed"]
-    assert bench.books.metrics.totals()["fallbacks"] == {"joint_failed": 1}
+    assert reply["chunkcache"]["fallbacks"] == ["joint_failed", "new_chunk"]
+    assert bench.books.metrics.totals()["fallbacks"] == {"joint_failed": 1, "new_chunk": 1}
 
 
 @pytest.mark.parametrize(("over", "units", "blocks", "exact"), [("chunks", 2, 4, 3), ("batch", 1, 6, 4)])

@@ -1,0 +1,47 @@
+"""Requests to SGLang's own `/v1` that come with `chunks`: SGLang ignores the field, so the model answers without the passages.
+
+Nothing of the answer changes. The body is not read for this: FastAPI has parsed it before SGLang calls `generate_request`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_chunkcache.front.hint_log import HintLog
+from sglang_chunkcache.front.metrics import Metrics
+
+
+class Misplaced:
+    """Counts and logs them.
+
+    Args:
+        metrics: asked for when it is first needed, since SGLang must be up.
+    """
+
+    def __init__(self, metrics: Callable[[], Metrics], *, clock: Callable[[], float]) -> None:
+        self._metrics, self._log = metrics, HintLog(clock)
+
+    def look(self, raw_request: Any) -> None:
+        """At the HTTP request of one engine request, None where it has none."""
+        field = chunks_field(raw_request)
+        if field is not None:
+            self._metrics().count("misplaced", field)
+            self._log.warn(
+                field,
+                "chunk cache: %s got `%s`, which SGLang ignores: the model does not see these passages. Use base_url /rag/v1",
+                raw_request.scope["path"],
+                field,
+            )
+
+
+def chunks_field(raw_request: Any) -> str | None:
+    """Where a request to `/v1` has chunks: `chunks`, `messages.chunks`, or nowhere."""
+    body = getattr(raw_request, "_json", None)  # what Starlette keeps of `Request.json`
+    if not isinstance(body, dict) or not raw_request.scope["path"].startswith("/v1/"):
+        return None
+    if "chunks" in body:
+        return "chunks"
+    messages = body.get("messages")
+    are_in_one = isinstance(messages, list) and any(isinstance(each, dict) and "chunks" in each for each in messages)
+    return "messages.chunks" if are_in_one else None

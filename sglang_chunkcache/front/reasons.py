@@ -1,0 +1,276 @@
+"""Why a chunk was not found cached in its place, for every chunk of an exact request: exactly one reason each.
+
+    before the request runs                                        by the tree, and by what the tenant's answers had
+      in the tree in its place                                     evicted (the tree was behind), must_compute
+      seen behind the same text        still there, elsewhere      other_order, other_rank
+                                       gone                        evicted
+      seen behind other text alone                                 other_head, and where the two texts part
+      never seen                                                   new_chunk; new_tenant, where the tenant is new
+    with its answer                                                what was not found takes its reason; all is noted
+
+Text means all before the chunk that is no chunk (`text_before`), as with moved KV. So the chunks of a conversation's later turns,
+which follow its history, are `other_head` if they were seen elsewhere; the texts part where the first area ends.
+
+Everything is read of the request's own tenant: nothing here differs with what another one has cached. What compares tenants
+(`hints`) is for operators.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
+from typing import Any
+
+from radix_ext import (
+    ChunkPrefixTree,
+    Heads,
+    Parting,
+    Place,
+    Places,
+    Span,
+    TenantTables,
+    text_before,
+)
+from sglang_chunkcache.config import MAX_HEAD_BYTES, MAX_HEAD_TOKENS, MAX_HEADS, ChunkCacheConfig
+from sglang_chunkcache.front.hint_log import HintLog
+from sglang_chunkcache.front.request import Draft, Expected, Identity, Missed, Planned, RagRequest, Reason
+from sglang_chunkcache.wire.report import Fallback
+
+logger = logging.getLogger(__name__)
+
+OF = {fallback: Reason(fallback) for fallback in Fallback}
+
+HEADS_IN_A_ROW = 20
+"""Requests of one tenant whose chunks are known and whose heads never are, from which on that is said."""
+
+SALTS, NEW_SALTS = 1000, 950
+"""Of so many requests with a salt so many with a new one: that is said. A server with many tenants begins a little like that."""
+
+HISTORY = "+"
+"""In front of the names of texts that begin with a first area's chunks."""
+
+MAX_ROWS = 10_000
+"""Tenants whose heads in a row are counted."""
+
+
+class Reasons:
+    """What tells reasons apart, of all tenants, within bounds."""
+
+    def __init__(
+        self, config: ChunkCacheConfig, tree: ChunkPrefixTree, tables: TenantTables, *, clock: Callable[[], float]
+    ) -> None:
+        self._tree, self._tables = tree, tables
+        self._admits_all = config.admission == "all"
+        self._places = Places(max_places=config.max_tree_nodes)
+        self._heads = Heads(max_heads=MAX_HEADS, max_tokens=MAX_HEAD_TOKENS, max_bytes=MAX_HEAD_BYTES)
+        self._rows: OrderedDict[str, tuple[int, Parting | None]] = OrderedDict()
+        """Tenant -> requests in a row whose chunks were cached behind other heads, and where the last one's parted."""
+        self._salts: deque[bool] = deque(maxlen=SALTS)
+        self._num_new_salts = 0
+        self._log = HintLog(clock)
+
+    def expect(
+        self,
+        draft: Draft,
+        namespace: str,
+        ids: Sequence[int],
+        spans: Sequence[Span],
+        *,
+        area_len: int,
+        held_len: int,
+        rank: int,
+    ) -> Expected:
+        """Why each chunk would be computed. Changes nothing.
+
+        Args:
+            ids: the prompt, as array 'i'.
+            area_len: chunks of the first area.
+            held_len: of these, leading ones that `rank` is expected to hold in this place.
+        """
+        tenant = draft.identity.tenant
+        texts = _texts(namespace, spans, ids, area_len)
+        prefixes = () if area_len == len(spans) else tuple(_prefixes(spans))
+        must_from = min(len(ids) - 1, len(ids) if draft.options.logprob_start is None else draft.options.logprob_start)
+        is_new = draft.identity.is_named and tenant not in self._tables
+        new = OF[Fallback.NEW_TENANT if is_new else Fallback.NEW_CHUNK]
+        reasons = [OF[Fallback.MUST_COMPUTE if span.end > must_from else Fallback.EVICTED] for span in spans]
+        others = dict[int, str]()
+        for index in range(held_len, len(spans)):
+            chunk = spans[index].chunk
+            if (place := self._places.behind(texts[index], chunk)) is not None:
+                is_first = index < area_len
+                other = self._elsewhere(place, rank) if is_first else _elsewhere(place, prefixes[index], rank)
+                if other is not None:
+                    reasons[index] = OF[other]
+                continue
+            reasons[index] = new
+            if (seen := self._places.last_text(tenant, chunk)) is not None:
+                others[index] = seen
+        for index, reason in self._other_heads(draft, namespace, spans, area_len, others):
+            reasons[index] = reason
+        return Expected(tuple(reasons), texts, self._tree.root(namespace) is None)
+
+    def count(self, identity: Identity) -> None:
+        """A request runs; its tenant is not counted yet."""
+        if not identity.is_named:
+            return
+        is_new = identity.tenant not in self._tables
+        self._num_new_salts += is_new - (self._salts[0] if len(self._salts) == SALTS else 0)
+        self._salts.append(is_new)
+        if self._do_salts_vary():
+            self._log.warn(
+                "salts",
+                "chunk cache: of the last %d requests with a cache_salt or extra_key, %d had one that never came before; tenants "
+                "share nothing, so a salt for each request switches reuse off",
+                SALTS,
+                self._num_new_salts,
+            )
+
+    def learn(self, rag: RagRequest) -> None:
+        """The request is answered, so its chunks are cached where they stand."""
+        planned, draft = rag.planned, rag.planned.draft
+        if draft.is_preprocessing or draft.options.joint is not None or rag.plan is None:
+            return
+        tenant, rank = draft.identity.tenant, rag.served_by or 0
+        path = rag.plan.node.path()[: planned.fused_from] if rag.plan.node is not None else ()
+        if not self._admits_all:
+            path = tuple(takewhile(lambda node: node.is_held(rank), path))
+        for node in path:
+            self._places.note(tenant, planned.namespace, node.chunk_id, Place(node.chain, rank))
+        if path:
+            self._heads.note(tenant, planned.namespace, draft.head, draft.outline)
+        if planned.expected is None:
+            return
+        if (num_area := len(planned.area)) < len(planned.spans):
+            # What was found has been noted. None: not known.
+            new = range(len(planned.spans)) if rag.missed is None else {i for each in rag.missed for i in each.spans}
+            for i, (span, prefix) in enumerate(zip(planned.spans, _prefixes(planned.spans), strict=True)):
+                if i >= num_area and i in new:
+                    self._places.note(tenant, planned.expected.texts[i], span.chunk, Place(prefix, rank))
+        if not draft.history:
+            self._count_heads(tenant, planned.expected)
+
+    def hints(self) -> dict[str, Any]:
+        """What of the traffic keeps chunks from being found, over all tenants: for operators."""
+        rows = ((tenant, *row) for tenant, row in self._rows.items() if row[0] >= HEADS_IN_A_ROW)
+        return {
+            "salts": {"requests": len(self._salts), "new": self._num_new_salts, "never_recur": self._do_salts_vary()},
+            "heads": [
+                {"tenant": tenant, "requests": number, **(parting or Parting(None, None))._asdict()}
+                for tenant, number, parting in rows
+            ],
+        }
+
+    # Private, in order of use
+
+    def _elsewhere(self, place: Place, rank: int) -> Fallback | None:
+        """Of a chunk in the first area, which the tree knows. None: gone."""
+        node = self._tree.find(place.chain)  # type: ignore[arg-type]
+        if node is None or not node.is_held():
+            return None
+        return Fallback.OTHER_ORDER if node.is_held(rank) else Fallback.OTHER_RANK
+
+    def _other_heads(
+        self, draft: Draft, namespace: str, spans: Sequence[Span], area_len: int, others: dict[int, str]
+    ) -> Iterator[tuple[int, Reason]]:
+        """Index and reason of chunks that were seen behind these other texts."""
+        heads = {text for text in others.values() if not text.startswith(HISTORY)} - {namespace}
+        parting = None
+        if heads:
+            tenant = draft.identity.tenant
+            parting = self._heads.parting(tenant, namespace, draft.head, draft.outline, among=heads)
+        for index, text in others.items():
+            if text in heads:
+                yield index, Reason(Fallback.OTHER_HEAD, parting)
+            else:  # one of the two texts goes on where the other one ends
+                end = spans[0].start if index < area_len else spans[area_len - 1].end
+                yield index, Reason(Fallback.OTHER_HEAD, Parting("history", end))
+
+    def _do_salts_vary(self) -> bool:
+        return len(self._salts) == SALTS and self._num_new_salts >= NEW_SALTS
+
+    def _count_heads(self, tenant: str, expected: Expected) -> None:
+        of_head = next((r for r in expected.reasons if r.fallback is Fallback.OTHER_HEAD), None)
+        if not expected.is_new_head:
+            self._rows.pop(tenant, None)
+        elif of_head is not None:
+            number = self._rows.pop(tenant, (0, None))[0] + 1
+            self._rows[tenant] = number, of_head.parting
+            if len(self._rows) > MAX_ROWS:
+                self._rows.popitem(last=False)
+            if number >= HEADS_IN_A_ROW:
+                self._warn_of_heads(number, of_head.parting)
+
+    def _warn_of_heads(self, number: int, parting: Parting | None) -> None:
+        field, token = parting or Parting(None, None)
+        self._log.warn(
+            "heads",
+            "chunk cache: the last %d requests of a tenant had chunks that are cached, each behind another text, so that none "
+            "was found (the texts part in %s, at token %s); put what changes, as a time or a user's name, after the chunks",
+            number,
+            field,
+            token,
+        )
+
+
+def missed(planned: Planned, num_found: int, *, is_plain: bool = False) -> tuple[Missed, ...] | None:
+    """The chunks that end after the first `num_found` tokens, which were found cached, by reason. None: the request asked for
+    moved KV. `is_plain`: the rank has not read where chunks are."""
+    if planned.expected is None:
+        return None
+    if not planned.spans or planned.spans[-1].end <= num_found:
+        return ()
+    found: dict[Reason, list[int]] = {}
+    for index, (span, reason) in enumerate(zip(planned.spans, planned.expected.reasons, strict=True)):
+        if span.end > num_found:
+            found.setdefault(OF[Fallback.PLAIN_TEXT] if is_plain else reason, []).append(index)
+    lens = [span.end - span.start for span in planned.spans]
+    return tuple(Missed(reason, tuple(spans), sum(lens[i] for i in spans)) for reason, spans in found.items())
+
+
+def fallbacks(planned: Planned, missed: Sequence[Missed] | None) -> Iterator[Fallback]:
+    """Its reasons; one may come twice."""
+    draft = planned.draft
+    if planned.expected is not None and not planned.spans and not draft.is_preprocessing:
+        yield Fallback.NO_CHUNKS
+    yield from (each.reason.fallback for each in missed or ())
+
+
+def counts(planned: Planned, missed: Sequence[Missed]) -> tuple[Counter[str], Counter[str]]:
+    """Chunks, and their tokens, by reason or `found`: those sent with the request, and those of its history that it missed."""
+    chunks, tokens = Counter[str](), Counter[str]()
+    own = planned.spans[len(planned.spans) - len(planned.order) :]
+    chunks["found"], tokens["found"] = len(own), sum(span.end - span.start for span in own)
+    first = len(planned.spans) - len(own)
+    for each in missed:
+        chunks[each.reason.fallback] += len(each.spans)
+        tokens[each.reason.fallback] += each.num_tokens
+        mine = [planned.spans[i] for i in each.spans if i >= first]
+        chunks["found"] -= len(mine)
+        tokens["found"] -= sum(span.end - span.start for span in mine)
+    return chunks, tokens
+
+
+def _texts(namespace: str, spans: Sequence[Span], ids: Sequence[int], area_len: int) -> tuple[str, ...]:
+    """Names the text before each chunk."""
+    if area_len == len(spans):
+        return (namespace,) * area_len
+    later = text_before(namespace, spans, ids)[area_len:]
+    return (*(namespace,) * area_len, *(HISTORY + name for name in later))
+
+
+def _prefixes(spans: Sequence[Span]) -> Iterator[int]:
+    """Names the chunks up to and with each."""
+    prefix = 0
+    for span in spans:
+        prefix = hash((prefix, span.chunk))
+        yield prefix
+
+
+def _elsewhere(place: Place, prefix: int, rank: int) -> Fallback | None:
+    """Of a chunk behind the first area, of which the tree knows nothing. None: gone."""
+    if place.rank != rank:
+        return Fallback.OTHER_RANK
+    return None if place.chain == prefix else Fallback.OTHER_ORDER
