@@ -17,8 +17,8 @@ PAIRED = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL", "THAI", "LAO", "KHMER", "MYAN
 """How the names begin of characters that are indexed in pairs."""
 
 
-LEFT_OUT = ("MAI EK", "MAI THO", "MAI TRI", "COENG", "VIRAMA", "ASAT", "SIGN DOT BELOW")
-LEFT_OUT += ("COMBINING KATAKANA-HIRAGANA VOICED SOUND MARK",)
+_VOICED = "COMBINING KATAKANA-HIRAGANA VOICED SOUND MARK"
+LEFT_OUT = (_VOICED, "MAI EK", "MAI THO", "MAI TRI", "COENG", "VIRAMA", "ASAT", "SIGN DOT BELOW")
 """Last words of the names of tones and viramas, of those that tests use."""
 
 
