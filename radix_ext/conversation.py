@@ -38,6 +38,16 @@ class ConversationKey(NamedTuple):
     conversation_id: str
 
 
+class Home(NamedTuple):
+    """Who has served a turn: its tokens, and all before them in its prompt, are in this rank's cache."""
+
+    rank: int
+    epoch: int
+    """Of the rank's cache."""
+    start: int
+    """Tokens before the turn in that prompt. A turn that stands elsewhere is of no use to the rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One finished turn.
@@ -45,7 +55,7 @@ class Turn:
     `num_messages` and `messages_hash` describe all messages up to and including this turn's answer; `lead_ids` are the
     template's tokens that join it to the turn before; `body_ids` (array 'i') are chunks, question, template and answer;
     `spans` are relative to the body; `seen` is every chunk shown so far, turns that have left included; `tag` is the
-    caller's own.
+    caller's own; `home` is who served it, None where nobody is known to have kept it.
     """
 
     num_messages: int
@@ -55,6 +65,7 @@ class Turn:
     spans: tuple[Span, ...]
     seen: frozenset[ChunkId]
     tag: str = ""
+    home: Home | None = None
 
     @property
     def num_tokens(self) -> int:

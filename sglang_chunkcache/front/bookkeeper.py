@@ -14,12 +14,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from radix_ext import (
     ChunkPrefixTree,
     ConversationKey,
     ConversationMap,
+    Home,
     KvAware,
     RoundRobin,
     Router,
@@ -115,7 +117,10 @@ class Bookkeeper:
             self.router.begin(planned.rank, len(planned.input_ids))
             taken.callback(self.router.end, planned.rank, len(planned.input_ids))
             taken.callback(self._count_outcome, rag)
-            self._begin_terms(rag)
+            for reason in planned.fallbacks:
+                self._fall_back(rag, reason)
+            if self.audit is not None and planned.terms is not None:
+                self._tell(self.audit.begin(planned.terms))
             yield rag
 
     def told(self, planned: Planned, *, is_counted: bool = True) -> RequestSpans:
@@ -169,6 +174,7 @@ class Bookkeeper:
             return
         tag = planned.fusion.recipe if planned.fusion and planned.spans else ""
         closed = turn.closed(planned.input_ids, planned.spans, rag.output_ids, content=content, tag=tag)
+        closed = replace(closed, home=self._home(rag, sum(each.num_tokens for each in turn.history)))
         self.conversations.finish(turn.key, turn.history, closed, self._clock())
 
     def audited(self, terms: Terms, agreement: float) -> None:
@@ -227,11 +233,12 @@ class Bookkeeper:
         ):
             self.metrics.count("chunks", kind, amount)
 
-    def _begin_terms(self, rag: RagRequest) -> None:
-        if self.audit is not None and rag.planned.terms is not None:
-            for reason in rag.planned.fallbacks:
-                self._fall_back(rag, reason)
-            self._tell(self.audit.begin(rag.planned.terms))
+    def _home(self, rag: RagRequest, start: int) -> Home | None:
+        """Who has the turn's KV. None: nobody keeps it, or no rank has said that it read the request."""
+        is_kept = rag.planned.draft.options.joint is None and self._config.admission == "all"
+        if rag.decoded is None or not is_kept:
+            return None
+        return Home(rag.served_by or 0, rag.decoded.events.epoch, start)
 
     def _tell(self, change: Change | None) -> None:
         """Log a selector's new state, loudly where nothing is moved any more."""

@@ -134,11 +134,14 @@ class Planned:
     """Chunks that its exact chain may grow by although they could be moved."""
     terms: Terms | None = None
     """Of the audit. None: it asks for no moved KV, or nothing is audited."""
+    is_away: bool = False
+    """Another rank has more of its conversation's history."""
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
-        """Why it is not served as it asks."""
-        return (Fallback.AUDIT_PAUSED,) if self.terms is not None and not self.terms.is_moved else ()
+        """Why it is not served as it asks, or not where it would find most."""
+        is_paused = self.terms is not None and not self.terms.is_moved
+        return (*((Fallback.AUDIT_PAUSED,) if is_paused else ()), *((Fallback.OTHER_RANK,) if self.is_away else ()))
 
     @property
     def labels(self) -> list[str]:

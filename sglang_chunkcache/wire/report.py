@@ -59,6 +59,12 @@ class Fallback(StrEnum):
         "Read the log's error line and `audit` in `/chunkcache/stats`; choose another selector or a larger ratio, or allow for "
         "less agreement (`--chunkcache-audit-agreement`).",
     )
+    OTHER_RANK = (
+        "other_rank",
+        "The rank that has the conversation's history had too many prompt tokens in flight, or was not next with "
+        "`--chunkcache-routing round_robin`, so another rank served the turn and computed the history.",
+        "Expected now and then under load; raise `--chunkcache-max-load-ratio` if it is a large share of the turns.",
+    )
     NO_SOURCE = (
         NotMoved.NO_SOURCE,
         "None of the chunks after the exact prefix is cached anywhere, in the tree or in the store.",
