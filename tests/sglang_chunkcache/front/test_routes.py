@@ -30,6 +30,7 @@ from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.routes import Routes
 from sglang_chunkcache.front.sampling import SamplingCheck
 from sglang_chunkcache.front.search import RagSearch
+from sglang_chunkcache.wire.events import Batch
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Explanation, Fallback, JointReport, Report, Source
 from sglang_chunkcache.wire.spans import MARK_KEY, JointRequest, checked, unpack
@@ -102,7 +103,7 @@ def state_of(
 ) -> dict[str, Any]:
     """A rank's internal state."""
     told = (explanation,) if explanation else ()
-    state = RankState(rank, 5, seq=0, digest=0, chunk_nodes=0, counts=counts, explanations=told, cleared=cleared)
+    state = RankState(rank, Batch(5, 0, (), 0, 0, 0), counts, explanations=told, cleared=cleared)
     return {"chunkcache": encode(state)}
 
 
@@ -459,7 +460,7 @@ def test_stats_show_every_rank_with_its_mirror(call: Any) -> None:
     manager.states = [state_of(1, free=7), state_of(0, free=8)]
     status, stats = send(chunkcache_stats)
     assert (status, stats["retrieval"], stats["reuse"]) == (200, None, "exact")
-    mirror = {"chunk_nodes": 0, "events_behind": 0, "agrees": True, "restarts": 0, "gaps": 0}
+    mirror = {"chunk_nodes": 0, "events_behind": 0, "agrees": True, "restarts": 0, "gaps": 0, "resyncs": 0}
     assert stats["ranks"] == [
         {"dp_rank": rank, "seq": 0, "chunk_nodes": 0, "free": free, "mirror": mirror} for rank, free in ((0, 8), (1, 7))
     ]
