@@ -40,8 +40,6 @@ class CalibrationPrompt(Record, frozen=True):
 class Asked(Record, frozen=True):
     """What the front asks of a rank, beside its state."""
 
-    read: tuple[Reading, ...] = ()
-    """Of any ranks: what comes next is wanted."""
     explain: tuple[ExplainRequest, ...] = ()
     """Of any ranks."""
     expect: ExplainRequest | None = None
@@ -50,6 +48,8 @@ class Asked(Record, frozen=True):
     """Why `expect`."""
     clear_store: bool = False
     calibrate: list[CalibrationPrompt] | None = None
+    read: tuple[Reading, ...] = ()
+    """Of any ranks: what comes next is wanted."""
 
 
 NOTHING = Asked()

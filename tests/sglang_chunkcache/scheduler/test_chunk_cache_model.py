@@ -209,7 +209,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.mirror.apply(batch)
             self.acks.append(self.mirror.acknowledgement)
 
-    @precondition(lambda self: len(self.tree))
+    @precondition(lambda self: len(self.tree) > 0)
     @rule()
     def forget(self) -> None:
         """As a front that was replaced: it has heard nothing, and what the log has forgotten is a gap."""
