@@ -23,6 +23,7 @@ from radix_ext.conversation import (
     SHOWN_POLICIES,
     ConversationKey,
     ConversationMap,
+    Home,
     ShownPolicy,
     Turn,
     keep_recent,
@@ -46,6 +47,7 @@ from radix_ext.eviction import (
 )
 from radix_ext.fusion_request import FusionRequest
 from radix_ext.heads import Heads, Outline, Parting
+from radix_ext.homes import held_history
 from radix_ext.invest import Growth
 from radix_ext.offloading import HOST_ADMISSIONS, HostAdmission, worth_offloading
 from radix_ext.order import (
@@ -102,6 +104,7 @@ __all__ = [
     "Growth",
     "Heads",
     "HeldStats",
+    "Home",
     "HostAdmission",
     "HostStats",
     "IntegrityError",
@@ -136,6 +139,7 @@ __all__ = [
     "chunk_id",
     "extend_chain",
     "fused_chunk",
+    "held_history",
     "is_fused_chunk",
     "keep_recent",
     "leading_area",

@@ -27,7 +27,9 @@ SHOWN_POLICIES: tuple[ShownPolicy, ...] = get_args(ShownPolicy)
 _IDS_PER_TURN = 230  # a turn and its places in the map are about 920 bytes besides its tokens
 _IDS_PER_SPAN = 40  # a span is about 160 bytes, an id 4
 _IDS_PER_SEEN = 20  # an entry of a set of shared strings, about 80 bytes
-_MAX_HEADS = 4  # of one conversation: a head that changes with every turn must not fill the map with copies of its history
+_MAX_HEADS = (
+    4  # of one conversation: a head that changes with every turn must not fill the map with copies of its history
+)
 
 
 class ConversationKey(NamedTuple):
@@ -39,6 +41,16 @@ class ConversationKey(NamedTuple):
     conversation_id: str
 
 
+class Home(NamedTuple):
+    """Who has served a turn: its tokens, and all before them in its prompt, are in this rank's cache."""
+
+    rank: int
+    epoch: int
+    """Of the rank's cache."""
+    start: int
+    """Tokens before the turn in that prompt. A turn that stands elsewhere is of no use to the rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One turn, finished or not.
@@ -46,7 +58,8 @@ class Turn:
     `num_messages` and `messages_hash` describe all messages up to and including this turn's answer, `asked_hash` its
     user's messages and those before; `lead_ids` are the template's tokens that join it to the turn before; `body_ids`
     (array 'i') are chunks, question, template and answer; `spans` are relative to the body; `seen` is every chunk shown
-    so far, turns that have left included; `tag` is the caller's own.
+    so far, turns that have left included; `tag` is the caller's own;
+    `home` is who served it, None where nobody is known to have kept it.
     """
 
     num_messages: int
@@ -57,6 +70,7 @@ class Turn:
     seen: frozenset[ChunkId]
     tag: str = ""
     asked_hash: str = ""
+    home: Home | None = None
 
     @property
     def chunks(self) -> frozenset[ChunkId]:

@@ -195,6 +195,29 @@ class Replay:
         self._order_us: list[float] = []
         self._num_orders, self._times_stride = 0, 1
 
+    def beside(self) -> "Replay":
+        """Another rank behind the same front: a cache of its own, the same counts and conversations."""
+        other = Replay(self._settings)
+        other._table, other._histories = self._table, self._histories
+        return other
+
+    def worth(self, request: Sequence[Chunk], conversation: str | None = None, *, head: str | None = None) -> int:
+        """Tokens that the cache has of the request's chunks, in the order that it would get; of a later turn those of the
+        conversation's first one. What a router compares; changes nothing."""
+        settings = self._settings
+        history = self._histories.get(conversation) if conversation is not None else None
+        return order_chunks(
+            settings.order if history is None else "retriever",
+            settings.tail,
+            self._tree,
+            self._table,
+            _namespace(head),
+            request if history is None else history.chunks[: history.num_first],
+            rank=_RANK,
+            max_visits=settings.max_visits,
+            host_worth=settings.host_worth,
+        ).worth(settings.host_worth)
+
     def step(
         self,
         request: Sequence[Chunk],

@@ -12,6 +12,7 @@ from typing import Any
 
 from eval.progress import Bar
 from eval.replay.grid import Cell
+from eval.replay.ranks import RanksReplay
 from eval.replay.trace import TraceFacts, TraceRequest
 from radix_ext import Overlap, Replay, Seen
 
@@ -146,6 +147,7 @@ class ReplayCell:
             "cell": self._cell.label,
             **{name: None if name in unknown else bins[name] for name in bins if name in names},
             **({"host": stats._asdict()} if stats else {}),
+            **({"ranks": replay.figures} if isinstance(replay, RanksReplay) else {}),
             "num_evicted": replay.num_evicted,
             "peak_nodes": replay.peak_nodes,
             "order_us_p50": round(replay.order_us(0.5), 2),

@@ -4,6 +4,7 @@
     python -m eval replay --trace FILE.jsonl.gz --order tree --capacity 3000 --json                           one replay
     python -m eval replay --trace FILE.jsonl.gz --order frequency --window 10 100 1000 10000        every combination
     python -m eval replay --generate 1000000 --order retriever frequency tree --capacity 20000       no data at hand
+    python -m eval replay --trace FILE.jsonl.gz --ranks 4            of a server with --dp-size 4 (eval/replay/ranks.py)
     python -m eval replay --trace FILE.jsonl.gz --reuse fused        also with every request's KV moved (eval/replay/fused.py)
 
 Needs Python alone, no model and no server. The trace format is in eval/replay/trace.py and in `--help`.
@@ -27,6 +28,7 @@ from eval.replay.cells import ReplayCell, TraceCell, measure
 from eval.replay.fused_cell import FusedCell, add_options, server_config
 from eval.replay.generated import GeneratedTrace, PooledTrace
 from eval.replay.grid import AXES, Cell, comparison, derived_capacities, grid
+from eval.replay.ranks import RanksReplay
 from eval.replay.summary import MIN_BLOCKS, summarize
 from eval.replay.trace import TraceFacts, TraceFile, TraceRequest, scan
 from eval.run import Run, new_folder
@@ -42,8 +44,10 @@ from radix_ext import (
     Chunk,
     ChunkId,
 )
+from sglang_chunkcache import ChunkCacheConfig
 
 BLOCK = 50
+IN_FLIGHT_PER_RANK = 16
 MAX_BLOCKS = 1000
 """More do not make an interval more exact, but slower to compute."""
 WORLD_REQUESTS = 1000
@@ -105,6 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of --generate and --fusionrag; default: %(default)s")
     _add_axes(parser)
     add_options(parser)
+    text = "data-parallel ranks, each with a cache of its own; default: %(default)s"
+    add("--ranks", type=_at_least(1), default=1, help=text)
+    text = f"requests under way at once, with several ranks; default: {IN_FLIGHT_PER_RANK} for each of them"
+    add("--in-flight", metavar="N", type=_at_least(1), help=text)
     add("--warm-up", type=_at_least(0), default=0, help="serve the first N requests without measuring them")
     text = f"in requests; default: {BLOCK}, at least a {MAX_BLOCKS}th and at most a {MIN_BLOCKS}th of those measured"
     add("--block", type=_at_least(1), help=f"block length of the bootstrap, {text}")
@@ -198,15 +206,28 @@ def _block(block: int | None, num_requests: int) -> int:
 def _measured(options: argparse.Namespace, facts: TraceFacts) -> dict[str, Create]:
     """Key of a sample -> what measures it: first the trace itself, once per k, then the cells."""
     config = server_config(options)
+    if options.in_flight is not None and options.ranks == 1:
+        raise CommandError("--in-flight needs --ranks 2 or more")
+    if config is not None and options.ranks > 1:
+        raise CommandError("--ranks is not replayed with --reuse fused")
     cells = _cells(options, facts)
     found: dict[str, Create] = {}
     for cell in cells:
         found[f"trace/k={cell.k}"] = partial(TraceCell, cell.k, facts, warm_up=options.warm_up)
     for cell in cells:
-        found[cell.key] = partial(ReplayCell, cell, facts, warm_up=options.warm_up)
+        found[cell.key] = partial(_replay_cell, cell, facts, options)
     if config is not None:
         found |= {f"fused/{cell.key}": partial(FusedCell, cell, facts, options, config) for cell in cells}
     return found
+
+
+def _replay_cell(cell: Cell, facts: TraceFacts, options: argparse.Namespace) -> ReplayCell:
+    replay = None
+    if options.ranks > 1:
+        in_flight = options.in_flight or IN_FLIGHT_PER_RANK * options.ranks
+        ratio = ChunkCacheConfig.max_load_ratio
+        replay = RanksReplay(cell.settings, num_ranks=options.ranks, in_flight=in_flight, max_load_ratio=ratio)
+    return ReplayCell(cell, facts, warm_up=options.warm_up, replay=replay)
 
 
 def _cells(options: argparse.Namespace, facts: TraceFacts) -> list[Cell]:

@@ -15,6 +15,7 @@ from eval.replay.bootstrap import moving_block_share
 from eval.replay.cells import CHUNK_COUNTS, HOST_COUNTS, TOKEN_COUNTS
 from eval.replay.fused_cell import fused_entry, fused_table
 from eval.replay.grid import baseline_of, craft_of, policy_name, without_host
+from eval.replay.ranks import ranks_table
 from eval.replay.verdict import capacity_name, verdict
 
 Sample = Mapping[str, Any]
@@ -50,6 +51,8 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
     }
     fused = [fused_entry(sample, results["cells"], share) for sample in samples if "fused" in sample]
     results["tables"] = [_table(results)] if cells else []
+    if ranked := [cell for cell in results["cells"] if "ranks" in cell]:
+        results["tables"].append(ranks_table(ranked, _settings(results["cells"])))
     if fused:
         results |= {"fused": fused, "tables": [*results["tables"], fused_table(fused)]}
     return results | {"verdict": verdict(results, worth=spec["worth"])}
@@ -58,13 +61,11 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
 def _table(results: Mapping[str, Any]) -> dict[str, Any]:
     """One row per cell: the settings that differ between cells, then the shares in percent."""
     cells = results["cells"]
-    differs = [name for name in cells[0]["cell"] if len({cell["cell"][name] for cell in cells} - {None}) > 1]
+    settings = _settings(cells)
     has_host = any("host" in one for one in cells)
     rows = []
     for one in cells:
-        cell = one["cell"]
-        row = {"capacity": capacity_name(cell)}
-        row |= {name: str(cell[name] or "-") for name in differs if not name.startswith("capacity")}
+        row = settings(one["cell"])
         for unit in ("chunk", "token"):
             if share := one[f"{unit}_hit_rate"]:
                 row[f"{unit}s found"] = f"{share['value']:.1%}"
@@ -82,6 +83,13 @@ def _table(results: Mapping[str, Any]) -> dict[str, Any]:
     notes = [_HOST_NOTE] if has_host else []
     notes += [_overlap_note(overlap) for overlap in results["overlap_by_k"] if overlap["estimated_from"]]
     return {"title": "Shares found cached", "rows": rows, "note": " ".join(notes)}
+
+
+def _settings(cells: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], dict[str, str]]:
+    """What names a cell in a table's row: the settings in which these differ."""
+    differs = [name for name in cells[0]["cell"] if len({cell["cell"][name] for cell in cells} - {None}) > 1]
+    shown = [name for name in differs if not name.startswith("capacity")]
+    return lambda cell: {"capacity": capacity_name(cell), **{name: str(cell[name] or "-") for name in shown}}
 
 
 def _overlap_note(overlap: Mapping[str, Any]) -> str:
@@ -112,6 +120,8 @@ def _cell(sample: Sample, share: Share) -> dict[str, Any]:
     if "host" in sample:
         figures["tiers"] = {unit: _tiers(sample, unit, share) for unit in saved}
         figures["host"] = sample["host"]
+    if "ranks" in sample:
+        figures["ranks"] = sample["ranks"]
     kept = ("num_requests", "num_evicted", "peak_nodes", "order_us_p50", "order_us_p99")
     return figures | {"num_chunks": sum(sample["chunks"])} | {name: sample[name] for name in kept}
 

@@ -14,12 +14,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from radix_ext import (
     ChunkPrefixTree,
     ConversationKey,
     ConversationMap,
+    Home,
     KvAware,
     RoundRobin,
     Router,
@@ -126,7 +128,10 @@ class Bookkeeper:
             taken.callback(self.router.end, planned.rank, len(planned.input_ids))
             taken.callback(self._count_outcome, rag)
             self._keep_turn(planned)
-            self._begin_terms(rag)
+            for reason in planned.fallbacks:
+                self._fall_back(rag, reason)
+            if self.audit is not None and planned.terms is not None:
+                self._tell(self.audit.begin(planned.terms))
             yield rag
 
     def told(self, planned: Planned, *, is_counted: bool = True) -> RequestSpans:
@@ -187,6 +192,8 @@ class Bookkeeper:
         if closed is not None:
             turn = rag.planned.draft.turn
             assert turn is not None
+            start = sum(each.num_tokens for each in turn.history)
+            closed = replace(closed, home=self._home(rag, start))
             self.conversations.finish(turn.key, turn.told.hashes[0], turn.history, closed, self._clock())
 
     def audited(self, terms: Terms, agreement: float) -> None:
@@ -253,11 +260,12 @@ class Bookkeeper:
         if turn is not None:
             self.conversations.keep(turn.key, turn.kept(planned.input_ids, planned.spans), self._clock())
 
-    def _begin_terms(self, rag: RagRequest) -> None:
-        for reason in rag.planned.fallbacks:
-            self._fall_back(rag, reason)
-        if self.audit is not None and rag.planned.terms is not None:
-            self._tell(self.audit.begin(rag.planned.terms))
+    def _home(self, rag: RagRequest, start: int) -> Home | None:
+        """Who has the turn's KV. None: nobody keeps it, or no rank has said that it read the request."""
+        is_kept = rag.planned.draft.options.joint is None and self._config.admission == "all"
+        if rag.decoded is None or not is_kept:
+            return None
+        return Home(rag.served_by or 0, rag.decoded.events.epoch, start)
 
     def _tell(self, change: Change | None) -> None:
         """Log a new state, loudly where nothing is moved any more on the server's own terms."""

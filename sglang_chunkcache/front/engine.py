@@ -7,6 +7,7 @@ abandoned by its client, in which case Python closes the generator.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,8 @@ from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Explanation
 from sglang_chunkcache.wire.spans import RequestSpans
 from sglang_chunkcache.wire.state import STATE_KEY, Asked, CalibrationPrompt, Cleared, ExplainRequest, RankState
+
+logger = logging.getLogger(__name__)
 
 MAX_EXPECTED = 16
 """Requests that ranks are told to expect at once. More are let be: SGLang sends one message at a time, operators' as well."""
@@ -47,6 +50,8 @@ class Engine:
         self._explaining: asyncio.Task[None] | None = None
         self.auditor = Auditor(books, self)
         self._expecting: set[asyncio.Future[list[RankState]]] = set()
+        self._reading: asyncio.Future[None] | None = None
+        self._has_lost_touch = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -71,6 +76,7 @@ class Engine:
                         if listener is not None:
                             listener.hear(one["meta_info"], incremental=incremental)
                         self._books.observe(rag, one, index=one.get("index", i), incremental=incremental)
+                    self.keep_up()
                     if listener is not None and rag.finish_reason:
                         self.auditor.finish(rag, listener)
                     if obj.stream:
@@ -89,6 +95,12 @@ class Engine:
         if any(STATE_KEY not in state for state in found):
             return None
         return sorted((decode(state[STATE_KEY], RankState) for state in found), key=lambda state: state.dp_rank)
+
+    def keep_up(self) -> None:
+        """Have the ranks tell what their mirrors lack and no answer brings, if there is anything. Waits for nothing."""
+        is_reading = self._reading is not None and not self._reading.done()
+        if not is_reading and any(mirror.is_behind for mirror in self._books.mirrors):
+            self._reading = asyncio.ensure_future(self._read_on())
 
     @property
     def max_prompt_len(self) -> int:
@@ -109,7 +121,8 @@ class Engine:
         state = next((state for state in states if state.dp_rank == rank), None)
         if state is None:
             return False
-        self._books.mirrors[rank].compared(state)  # which restarts the mirror of a cache that was emptied
+        self._books.mirrors[rank].hear(state)  # which restarts the mirror of a cache that was emptied
+        self.keep_up()
         if state.num_waiting:
             return False
         return bool(state.counts["free"] + state.counts["evictable"] >= 2 * num_tokens)
@@ -185,12 +198,29 @@ class Engine:
 
     # Private, in order of use
 
+    async def _read_on(self) -> None:
+        """Until the mirrors are even with the ranks. Given up where that fails: the next answer has it tried again."""
+        mirrors, before = self._books.mirrors, None
+        try:
+            while any(mirror.is_behind for mirror in mirrors):
+                read = tuple(mirror.reading for mirror in mirrors)
+                if read == before:
+                    raise ChunkCacheError(f"a rank does not tell what comes next: {read}")
+                for state in await self._ask(Asked(read=read)):
+                    mirrors[state.dp_rank].hear(state)
+                before = read
+        except Exception as error:  # orders get worse, answers do not
+            if not self._has_lost_touch:
+                logger.warning("chunk cache: the front does not keep up with what the ranks have cached: %s", error)
+            self._has_lost_touch = True
+
     async def _explain_all(self) -> None:
         while self._unexplained:
             waiting, self._unexplained = self._unexplained, []
             try:
                 states = {
-                    state.dp_rank: state for state in await self._ask(Asked(tuple(asked for asked, _ in waiting)))
+                    state.dp_rank: state
+                    for state in await self._ask(Asked(explain=tuple(asked for asked, _ in waiting)))
                 }
                 answers = {rank: iter(state.explanations) for rank, state in states.items()}
                 told = [next(answers.get(asked.dp_rank, iter(())), None) for asked, _ in waiting]

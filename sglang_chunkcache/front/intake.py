@@ -38,7 +38,16 @@ MAX_TOOLS = 1000
 UNKNOWN = {"role": "user", "content": "?"}
 """The question of a request that may come, where it is not known."""
 
-MESSAGE_NAMES = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal", "function_call")
+MESSAGE_NAMES = (
+    "role",
+    "content",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "reasoning_content",
+    "refusal",
+    "function_call",
+)
 """Of OpenAI's and SGLang's messages, those that could be taken for ours misspelt among them."""
 
 CHAT_NAMES = {
@@ -354,7 +363,9 @@ def _check_ids(brought: Mapping[int, Sequence[ChunkIn]]) -> None:
             if chunk.id is not None:
                 first, text = texts.setdefault(str(chunk.id), (i, chunk.text))
                 if first != i and text != chunk.text:
-                    raise RequestError(f"messages.{i}.chunks: the text of {chunk.id!r} is another one in messages.{first}")
+                    raise RequestError(
+                        f"messages.{i}.chunks: the text of {chunk.id!r} is another one in messages.{first}"
+                    )
 
 
 def _lacks_question(body: Mapping[str, Any], messages: Sequence[Any]) -> bool:

@@ -132,13 +132,14 @@ class Parts:
         ranks = [
             {
                 "dp_rank": state.dp_rank,
-                "seq": state.seq,
-                "chunk_nodes": state.chunk_nodes,
+                "seq": state.events.seq,
+                "chunk_nodes": state.events.num_nodes,
                 **state.counts,
                 "mirror": self.books.mirrors[state.dp_rank].compared(state),
             }
             for state in states
         ]
+        self.engine.keep_up()
         retrieval = self.search.stats() if self.search else None
         front = {**self.books.stats(), "audit": self.engine.auditor.stats(), "retrieval": retrieval}
         return {"version": __version__, **front, "ranks": ranks}

@@ -18,6 +18,7 @@ from radix_ext import (
     OrderPolicy,
     Span,
     TailPolicy,
+    held_history,
     leading_area,
     order_per_rank,
 )
@@ -37,7 +38,7 @@ class Planner:
         self._config, self._books, self._context_len = config, books, context_len
 
     def plan(self, draft: Draft) -> Planned:
-        """Order and route, then assemble. A history with chunks is fixed: then only its rank is chosen.
+        """Order and route, then assemble. A history with chunks is fixed: then only its rank is chosen, by who has the history.
 
         Raises:
             RequestError: an empty prompt, one longer than the context, or more blocks than may be compared; names the field.
@@ -48,7 +49,7 @@ class Planner:
         start = time.perf_counter()
         policy = draft.options.order or cast(OrderPolicy, self._config.order)
         growth = self._growth(draft.options.fusion, policy)
-        rank, ordering = self._decide(draft, namespace, policy, growth)
+        rank, ordering, is_away = self._decide(draft, namespace, policy, growth)
         seconds = time.perf_counter() - start
         by_id = {item.chunk.id: item for item in draft.chunks}
         ordered = list(draft.chunks) if draft.history else [by_id[chunk.id] for chunk in ordering.chunks]
@@ -76,6 +77,7 @@ class Planner:
             exact_gaps=growth.num_chunks if growth else 0,
             terms=terms,
             expected=expected,
+            is_away=is_away,
         )
 
     # Private, in order of use
@@ -94,7 +96,10 @@ class Planner:
             return None
         return Growth(self._config.exact_gaps, self._config.promotion_threshold)
 
-    def _decide(self, draft: Draft, namespace: str, policy: OrderPolicy, growth: Growth | None) -> tuple[int, Ordering]:
+    def _decide(
+        self, draft: Draft, namespace: str, policy: OrderPolicy, growth: Growth | None
+    ) -> tuple[int, Ordering, bool]:
+        """(rank, its order, whether another rank has more of the history)."""
         router, rank = self._books.router, draft.options.rank
         by_turns = self._config.routing == "round_robin"
         ranks = [rank] if rank is not None else [router.choose({})] if by_turns else range(router.num_ranks)
@@ -112,10 +117,23 @@ class Planner:
             growth=growth,
             host_worths=worths,
         )
+        history = self._held_history(draft)
+        cached = {
+            rank: max(ordering.worth(worths.get(rank, 1.0)), history.get(rank, 0))
+            for rank, ordering in orderings.items()
+        }
         if rank is None:
-            cached = {rank: ordering.worth(worths.get(rank, 1.0)) for rank, ordering in orderings.items()}
-            rank = ranks[0] if by_turns else router.choose(cached)
-        return rank, orderings[rank]
+            rank = ranks[0] if by_turns else router.choose(cached, history)
+        return rank, orderings[rank], cached[rank] < max(history.values(), default=0)
+
+    def _held_history(self, draft: Draft) -> dict[int, int]:
+        """Rank -> tokens of the earlier turns that it has."""
+        if draft.turn is None or not draft.turn.history:
+            return {}
+        epochs = [mirror.acknowledgement.epoch for mirror in self._books.mirrors]
+        fusion = draft.options.fusion
+        recipe = recipe_of(fusion, (), draft.earlier_recipe) if fusion is not None else ""
+        return held_history(draft.turn.history, epochs, recipe=recipe)
 
     def _fused_from(
         self, draft: Draft, area: Sequence[Span], num_exact: int, num_fused: int, growth: Growth | None

@@ -365,7 +365,11 @@ def read_template(path: str | None) -> str:
 
 
 def _marks(
-    messages: Sequence[Mapping[str, Any]], num_agreed: int, ends: Sequence[int], place: int, with_chunks: Collection[int]
+    messages: Sequence[Mapping[str, Any]],
+    num_agreed: int,
+    ends: Sequence[int],
+    place: int,
+    with_chunks: Collection[int],
 ) -> list[Mark]:
     """The marks of a prompt, in the order of its text."""
     marks: list[Mark] = [("a", num_agreed - 1)] if num_agreed else []

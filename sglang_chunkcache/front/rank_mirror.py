@@ -1,7 +1,8 @@
 """The front's view of one rank: applies the rank's event log to the global tree, in order and each event once.
 
-Answers may arrive late or not at all; since each carries everything unread, only sequence numbers matter. A new epoch or
-a gap drops what the tree records about this rank, and the tree fills again from what enters the rank's cache from then on.
+Answers may arrive late or not at all; since each carries everything unread, only sequence numbers matter. A new epoch drops what
+the tree records about this rank. So does a gap, and the rank tells its nodes again. It does so as well where the mirror has
+all events and other nodes than the rank, which every batch shows: the tree is bounded and may have forgotten some.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from radix_ext import Chunk, ChunkPrefixTree, Tier, extend_chain, root_chain
-from sglang_chunkcache.wire.events import Acknowledgement, Batch, Event, Evicted, Moved
+from radix_ext import ChainId, Chunk, ChunkPrefixTree, Tier
+from sglang_chunkcache.wire.events import Acknowledgement, Batch, Event, Inserted, Moved, Reading
 from sglang_chunkcache.wire.state import RankState
 
 
@@ -23,12 +24,27 @@ class RankMirror:
         """Of a token in host memory, if one on the device is worth 1: the rank tells it."""
         self._epoch, self._seq = 0, 0
         self._past: deque[int] = deque(maxlen=64)
-        self.num_restarts = self.num_gaps = 0
+        self._rank_seq = 0
+        """The rank's, as far as is known."""
+        self._part: int | None = None
+        """Of the rank's nodes, told again, what is to come next. None: they are not being told."""
+        self._resynced_at: int | None = None
+        self.num_restarts = self.num_gaps = self.num_resyncs = 0
 
     @property
     def acknowledgement(self) -> Acknowledgement:
         """What the next request to this rank tells it."""
         return Acknowledgement(self._epoch, self._seq)
+
+    @property
+    def reading(self) -> Reading:
+        """What the rank is told where its state is asked for."""
+        return Reading(self.rank, self.acknowledgement, self._part)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the rank has something to tell that will not come by itself."""
+        return self._part is not None or self._seq < self._rank_seq
 
     def apply(self, batch: Batch) -> None:
         """Apply the events that are new. Late batches, of this epoch or an older one, change nothing."""
@@ -36,13 +52,31 @@ class RankMirror:
             return
         if batch.epoch != self._epoch:
             self.restart(batch.epoch)
+        self._rank_seq = max(self._rank_seq, batch.seq)
         if batch.start > self._seq:
             self._tree.drop_rank(self.rank)
-            self._seq = batch.start
+            self._seq, self._part = batch.start, 0
             self.num_gaps += 1
         for event in batch.events[self._seq - batch.start :]:
             self._apply_one(event)
             self._seq += 1
+        self._compare(batch)
+
+    def hear(self, state: RankState) -> None:
+        """Take what a rank's state brings. A part of its nodes is that of the moment after its events, and is dropped if other
+        events came first; it will be asked for again."""
+        self.apply(state.events)
+        part, is_now = state.part, (self._epoch, self._seq) == (state.events.epoch, state.events.seq)
+        if part is None or part.first != self._part or not is_now:
+            return
+        if part.first == 0:
+            self._tree.drop_rank(self.rank)
+        for node in part.nodes:
+            self._apply_one(node)
+        self._part = part.next
+        if self._part is None:
+            self._resynced_at = self._seq
+            self.num_resyncs += 1
 
     def restart(self, epoch: int) -> None:
         """The rank's cache was flushed or the rank restarted: it holds nothing. An epoch that is over does not come back."""
@@ -51,39 +85,56 @@ class RankMirror:
         self._past.append(self._epoch)
         self._tree.drop_rank(self.rank)
         self.num_restarts += bool(self._epoch)
-        self._epoch, self._seq = epoch, 0
+        self._epoch, self._seq, self._rank_seq = epoch, 0, 0
+        self._part = self._resynced_at = None
 
     def compared(self, state: RankState) -> dict[str, Any]:
-        """How far the mirror is from what the rank says of itself, once it has the events that come with it. A new epoch restarts
-        it."""
-        if state.events is not None:
-            self.apply(state.events)
-        if self._epoch and self._epoch != state.epoch:
-            self.restart(state.epoch)
+        """How far the mirror is from what the rank says of itself, once it has the events that come with it."""
+        self.hear(state)
         nodes, digest = self._tree.digest(self.rank)
-        behind = state.seq - self._seq
+        behind = state.events.seq - self._seq
         return {
             "chunk_nodes": nodes,
             "events_behind": behind,
-            "agrees": (nodes, digest) == (state.chunk_nodes, state.digest) if behind == 0 else None,
+            "agrees": (nodes, digest) == (state.events.num_nodes, state.events.digest) if behind == 0 else None,
             "restarts": self.num_restarts,
             "gaps": self.num_gaps,
+            "resyncs": self.num_resyncs,
         }
 
+    # Private, in order of use
+
+    def _compare(self, batch: Batch) -> None:
+        """Have the rank's nodes told again if the mirror has others. Not where it would have them no better: a tree that is full
+        forgets as many as it learns. And not again before there were as many events as nodes, whatever the reason is."""
+        held = self._tree.digest(self.rank)
+        if self._part is not None or self._seq != batch.seq or held == (batch.num_nodes, batch.digest):
+            return
+        room = self._tree.max_nodes - (len(self._tree) - held[0])
+        is_of_use = batch.num_nodes <= room or 2 * held[0] < room
+        if is_of_use and (self._resynced_at is None or self._seq - self._resynced_at >= batch.num_nodes):
+            self._part = 0
+
     def _apply_one(self, event: Event) -> None:
-        if isinstance(event, Evicted):
-            self._tree.evict(event.chain, rank=self.rank)
-            return
-        if isinstance(event, Moved):
+        if isinstance(event, Inserted):
+            self._insert(event)
+        elif self._part is not None and not self._holds(event.chain):
+            pass  # it is yet to be told, or never will be
+        elif isinstance(event, Moved):
             self._tree.move(event.chain, rank=self.rank, tier=event.tier)
-            return
-        parent = root_chain(event.namespace) if event.parent is None else event.parent
-        node = self._tree.find(extend_chain(parent, event.chunk))
-        if node is not None and node.is_held(self.rank):  # it comes back from host memory
-            self._tree.move(node.chain, rank=self.rank, tier=Tier.DEVICE)
+        else:
+            self._tree.evict(event.chain, rank=self.rank)
+
+    def _insert(self, event: Inserted) -> None:
+        if self._holds(event.chain):  # it comes back from host memory, or is told again
+            self._tree.move(event.chain, rank=self.rank, tier=Tier.DEVICE)
             return
         chunks, promoted_len = [Chunk(event.chunk, event.num_tokens)], int(event.promoted)
         if event.parent is None:
             self._tree.insert(event.namespace, chunks, rank=self.rank, tier=Tier.DEVICE, promoted_len=promoted_len)
-        else:
+        elif self._part is None or self._holds(event.parent):
             self._tree.extend(event.parent, chunks, rank=self.rank, tier=Tier.DEVICE, promoted_len=promoted_len)
+
+    def _holds(self, chain: ChainId) -> bool:
+        node = self._tree.find(chain)
+        return node is not None and node.is_held(self.rank)

@@ -181,6 +181,9 @@ class Planned:
     expected: Expected | None = None
     """None: it asks for moved KV, which has reasons of its own."""
 
+    is_away: bool = False
+    """Another rank has more of its conversation's history."""
+
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
         """Why it is not served as it asks, or as its conversation was."""
@@ -188,6 +191,7 @@ class Planned:
             Fallback.AUDIT_PAUSED: self.terms is not None and not self.terms.is_moved,
             Fallback.UNKNOWN_HISTORY: self.draft.num_unknown > 0,
             Fallback.CHANGED_HISTORY: self.draft.is_changed,
+            Fallback.OTHER_RANK: self.is_away,
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 

@@ -49,7 +49,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
-from radix_ext import ChainId, ChunkId, IntegrityError, Tier, extend_chain, fused_chunk, root_chain, text_before
+from radix_ext import ChainId, ChunkId, IntegrityError, Tier, fused_chunk, text_before
 from radix_ext.guesses import Guess
 from radix_ext.sources import ChunkCopies
 from sglang_chunkcache.config import ChunkCacheConfig
@@ -64,7 +64,7 @@ from sglang_chunkcache.scheduler.promiser import Promiser
 from sglang_chunkcache.scheduler.shared_cache import SharingRadixCache
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.storage.storage import Storage
-from sglang_chunkcache.wire.events import NOTHING_READ, Evicted, Inserted, Moved
+from sglang_chunkcache.wire.events import Evicted, Inserted, Moved
 from sglang_chunkcache.wire.message import encode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer, Explanation, Fallback
 from sglang_chunkcache.wire.spans import RequestSpans, checked, unpack
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_UNREAD_EVENTS = 65_536
-"""Events kept for the front; a rank that is not asked for longer has its mirror rebuilt. About 150 bytes each."""
+"""Events kept for the front; of a rank that is not asked for longer all nodes are told again. About 150 bytes each."""
 
 
 class ChunkRadixCache(SharingRadixCache):
@@ -122,6 +122,10 @@ class ChunkRadixCache(SharingRadixCache):
     def arrived(self, req: Req) -> None:
         """The request is in SGLang's queue. Called by our hook."""
         spans = self._spans_of(req)
+        if spans is not None:
+            self.log.acknowledge(
+                spans.ack
+            )  # not when it is prefilled: many that were sent later may have been answered by then
         if spans is not None and self.stored is not None and not self.disable:
             ids = req.origin_input_ids
             self.stored.arrived(req, self._key(req, ids, spans, len(ids)), spans)
@@ -309,15 +313,13 @@ class ChunkRadixCache(SharingRadixCache):
 
     def on_host(self, chunk: ChunkId, num_tokens: int, parent: ChainId | None, namespace: str) -> ChainId:
         """The chain has come to host memory, and is not on the device."""
-        chain = extend_chain(root_chain(namespace) if parent is None else parent, chunk)
-        self._count(chain, 1)
-        self.log.append(Inserted(chunk, num_tokens, parent, namespace, promoted=False))
-        self.log.append(Moved(chain, Tier.HOST))
-        return chain
+        inserted = Inserted(chunk, num_tokens, parent, namespace, promoted=False)
+        self.log.append(inserted)
+        self.log.append(Moved(inserted.chain, Tier.HOST))
+        return inserted.chain
 
     def off_host(self, chain: ChainId) -> None:
         """The chain has left host memory, and is not on the device."""
-        self._count(chain, -1)
         self.log.append(Evicted(chain))
 
     def doubt_weights(self) -> None:
@@ -350,14 +352,17 @@ class ChunkRadixCache(SharingRadixCache):
                 unexpected = not isinstance(error, ValueError)
                 logger.warning("chunk cache: not calibrated: %s", error, exc_info=unexpected)
                 refusal = f"{type(error).__name__}: {error}"
+        reading = next((each for each in asked.read if each.dp_rank == dp_rank), None)
+        if reading is not None:
+            self.log.acknowledge(reading.ack)
+        events, part = self.log.unread(), None
+        if reading is not None and reading.part is not None and events.start + len(events.events) == events.seq:
+            part = self.log.part(reading.part)
         return RankState(
             dp_rank=dp_rank,
-            epoch=self.log.epoch,
-            seq=self.log.seq,
-            digest=self._digest,
-            chunk_nodes=self._num_chunk_nodes,
+            events=events,
             counts=self.stats(),
-            events=self.log.unread(NOTHING_READ),
+            part=part,
             num_waiting=num_waiting,
             explanations=tuple(self.explain(each) for each in asked.explain if each.dp_rank == dp_rank),
             cleared=cleared,
@@ -436,7 +441,7 @@ class ChunkRadixCache(SharingRadixCache):
             for chain in self.host.chains_not_on_device:
                 chunks, digest = chunks + 1, digest ^ chain
         counted = (chunks, digest, tokens, promoted)
-        booked = (self._num_chunk_nodes, self._digest, self._num_chunk_tokens, self._num_promoted)
+        booked = (self.log.num_nodes, self.log.digest, self._num_chunk_tokens, self._num_promoted)
         if counted != booked:
             violations.append(f"chunk nodes, digest, tokens, promoted are {counted} but were booked as {booked}")
         if violations:
@@ -505,7 +510,6 @@ class ChunkRadixCache(SharingRadixCache):
             self.host.off_device(node, known.host)
             self.log.append(Moved(known.chain, Tier.HOST))
         else:
-            self._count(known.chain, -1)
             self.log.append(Evicted(known.chain))
 
     # Private, in order of use
@@ -587,11 +591,11 @@ class ChunkRadixCache(SharingRadixCache):
                 self.back_on_device(node, copies[index], spans.namespace)
             elif known.chain is None:
                 chunk = known.chunk if fused is None else fused_chunk(fused.recipe, known.chunk)
-                known.chain = extend_chain(root_chain(spans.namespace) if parent is None else parent, chunk)
-                self._count(known.chain, 1)
+                inserted = Inserted(chunk, len(node.key), parent, spans.namespace, promoted)
+                known.chain = inserted.chain
                 self._num_chunk_tokens += len(node.key)
                 self.num_inserted_chunks += 1
-                self.log.append(Inserted(chunk, len(node.key), parent, spans.namespace, promoted))
+                self.log.append(inserted)
             elif counts_hits and fused is None:
                 known.hits += 1
             self._num_promoted += promoted - known.promoted
@@ -620,7 +624,7 @@ class ChunkRadixCache(SharingRadixCache):
         known.is_reported = True
         report = self.promiser.report(req) if self.promiser is not None and spans.fusion is not None else None
         worth = self.host.worth if self.host else 1.0
-        answer = encode(Answer(self.log.unread(spans.ack), report, known.loaded, worth, known.joint))
+        answer = encode(Answer(self.log.unread(), report, known.loaded, worth, known.joint))
         req.customized_info = {**(req.customized_info or {}), ANSWER_KEY: [answer]}
 
     def _fall_back(self, reason: Fallback, error: Exception) -> None:
@@ -630,13 +634,8 @@ class ChunkRadixCache(SharingRadixCache):
             )
         self.fallbacks[reason] += 1
 
-    def _count(self, chain: ChainId, change: int) -> None:
-        """The global tree has one chain more, or less."""
-        self._digest ^= chain
-        self._num_chunk_nodes += change
-
     def _clear_counts(self) -> None:
-        self._digest = self._num_chunk_nodes = self._num_chunk_tokens = self._num_promoted = 0
+        self._num_chunk_tokens = self._num_promoted = 0
 
     @staticmethod
     def _is_copy(node: TreeNode) -> bool:

@@ -1,53 +1,111 @@
-"""A rank's log of cache events, for the front's mirror to read (wire/events.py).
+"""A rank's log of cache events, for the front's mirror to read, and the nodes that they leave (wire/events.py).
 
-A log that outgrows `max_events` forgets its oldest events. The reader sees a gap and drops its mirror of the rank, as it does
-after a new epoch.
+    events    + a   + b   ~ a   - b   + c       numbered; what a request acknowledges at its arrival is forgotten
+    nodes     a (host)    c                     in the order of their birth, parents before what is below them
+
+A log that outgrows `max_events` forgets its oldest events. The reader sees a gap, drops its mirror of the rank and has the nodes
+told again, part by part. A part begins at a birth: whatever comes and goes meanwhile, a node that was born before has been told,
+one that was born later is yet to be.
 """
 
 from __future__ import annotations
 
 import secrets
+from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass, field
 from itertools import islice
 
-from sglang_chunkcache.wire.events import Acknowledgement, Batch, Event
+from radix_ext import ChainId, Tier
+from sglang_chunkcache.wire.events import Acknowledgement, Batch, Event, Inserted, Moved, Part
 
 MAX_EVENTS_PER_ANSWER = 2048
-"""About 0.3 MB. An acknowledgement is as old as its request's time in the queue, so a backlog is told piece by piece."""
+"""About 0.3 MB. What is left goes with the next answer, or when the front asks for it."""
 
 
-@dataclass
+class _Node:
+    __slots__ = ("birth", "chain", "event", "tier")
+
+    def __init__(self, birth: int, chain: ChainId, event: Inserted) -> None:
+        self.birth, self.chain, self.event, self.tier = birth, chain, event, Tier.DEVICE
+
+
 class EventLog:
-    """Events since the last acknowledged one."""
+    """Events since the last acknowledged one, and what is held.
 
-    max_events: int
-    epoch: int = field(default_factory=lambda: secrets.randbits(48))
-    _next: int = 0
-    _events: deque[Event] = field(default_factory=deque)
+    Args:
+        max_events: kept unread.
+        max_told: in one message.
+    """
 
-    @property
-    def seq(self) -> int:
-        """Number of the next event."""
-        return self._next
-
-    def append(self, event: Event) -> None:
-        """Number and keep an event."""
-        self._events.append(event)
-        self._next += 1
-        if len(self._events) > self.max_events:
-            self._events.popleft()
-
-    def unread(self, ack: Acknowledgement) -> Batch:
-        """The events after `ack`, oldest first and no more than an answer should carry. Those that `ack` covers are forgotten."""
-        start = self._next - len(self._events)
-        if ack.epoch == self.epoch:
-            while start < min(ack.seq, self._next):
-                self._events.popleft()
-                start += 1
-        return Batch(self.epoch, start, tuple(islice(self._events, MAX_EVENTS_PER_ANSWER)))
+    def __init__(self, max_events: int, *, max_told: int = MAX_EVENTS_PER_ANSWER) -> None:
+        self.max_events, self.max_told = max_events, max_told
+        self.restart()
 
     def restart(self) -> None:
         """A new epoch: the tree is empty."""
-        self.epoch, self._next = secrets.randbits(48), 0
-        self._events.clear()
+        self.epoch = secrets.randbits(48)
+        self.seq = 0
+        """Number of the next event."""
+        self.digest = 0
+        """XOR of the chain ids that are held."""
+        self._events: deque[Event] = deque()
+        self._held: dict[ChainId, _Node] = {}
+        self._by_birth: list[_Node] = []
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that are held, in whatever tier."""
+        return len(self._held)
+
+    def append(self, event: Event) -> None:
+        """Number and keep an event."""
+        self._follow(event)
+        self._events.append(event)
+        self.seq += 1
+        if len(self._events) > self.max_events:
+            self._events.popleft()
+
+    def acknowledge(self, ack: Acknowledgement) -> None:
+        """Forget what `ack` covers."""
+        if ack.epoch == self.epoch:
+            for _ in range(min(ack.seq, self.seq) - (self.seq - len(self._events))):
+                self._events.popleft()
+
+    def unread(self) -> Batch:
+        """The events that are not acknowledged, oldest first and no more than a message should carry."""
+        events = tuple(islice(self._events, self.max_told))
+        return Batch(self.epoch, self.seq - len(self._events), events, self.seq, self.num_nodes, self.digest)
+
+    def part(self, first: int) -> Part:
+        """What is held now, from birth `first` on and no more than a message should carry."""
+        told: list[Event] = []
+        at = bisect_left(self._by_birth, first, key=lambda node: node.birth)
+        while at < len(self._by_birth) and len(told) < self.max_told - 1:
+            node = self._by_birth[at]
+            if self._held.get(node.chain) is node:
+                told.append(node.event)
+                if node.tier is not Tier.DEVICE:
+                    told.append(Moved(node.chain, node.tier))
+            at += 1
+        return Part(first, tuple(told), self._by_birth[at].birth if at < len(self._by_birth) else None)
+
+    # Private
+
+    def _follow(self, event: Event) -> None:
+        chain = event.chain
+        node = self._held.get(chain)
+        if isinstance(event, Inserted):
+            if node is None:
+                self._held[chain] = node = _Node(self.seq, chain, event)
+                self._by_birth.append(node)
+                self.digest ^= chain
+            node.tier = Tier.DEVICE  # it may come back from host memory
+        elif node is None:
+            return
+        elif isinstance(event, Moved):
+            node.tier = event.tier
+        else:
+            del self._held[chain]
+            self.digest ^= chain
+            if len(self._by_birth) > 2 * len(self._held) + self.max_told:
+                self._by_birth = [each for each in self._by_birth if self._held.get(each.chain) is each]

@@ -94,7 +94,8 @@ class Fallback(StrEnum):
     )
     OTHER_RANK = (
         "other_rank",
-        "Another data-parallel rank has the chunk in this place, and this one has served the request.",
+        "Another data-parallel rank has the chunk in this place, or more of the conversation's history, and this one has served "
+        "the request.",
         "Expected where the rank that has it is over its share of the load (`--chunkcache-max-load-ratio`), and with "
         "`--chunkcache-routing round_robin`.",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radix_ext.guesses import Guess
-from sglang_chunkcache.wire.events import Batch
+from sglang_chunkcache.wire.events import Batch, Part, Reading
 from sglang_chunkcache.wire.message import Record
 from sglang_chunkcache.wire.report import Explanation
 from sglang_chunkcache.wire.spans import RequestSpans
@@ -48,6 +48,8 @@ class Asked(Record, frozen=True):
     """Why `expect`."""
     clear_store: bool = False
     calibrate: list[CalibrationPrompt] | None = None
+    read: tuple[Reading, ...] = ()
+    """Of any ranks: what comes next is wanted."""
 
 
 NOTHING = Asked()
@@ -66,13 +68,12 @@ class RankState(Record, frozen=True):
     """What one rank says of itself."""
 
     dp_rank: int
-    epoch: int
-    seq: int
-    digest: int
-    """XOR of the chain ids in the rank's tree; the mirror has one to compare."""
-    chunk_nodes: int
+    events: Batch
+    """What nobody has acknowledged. A start that has loaded chains tells of them before there is an answer."""
     counts: dict[str, Any]
     """For `/chunkcache/stats`: shown as they are."""
+    part: Part | None = None
+    """The answer to that of `read` that was meant for this rank. None: no part was asked for, or there are more events first."""
     explanations: tuple[Explanation, ...] = ()
     """The answers to those of `explain` that this rank was to answer, in their order."""
     cleared: Cleared | None = None
@@ -81,5 +82,3 @@ class RankState(Record, frozen=True):
     """Why `calibrate` was not done. Its figures are among the counts."""
     num_waiting: int = 0
     """Requests whose prefill has not begun or not ended, of those that were sent before this was asked."""
-    events: Batch | None = None
-    """What no request has acknowledged. A start that has loaded chains tells of them before there is an answer."""

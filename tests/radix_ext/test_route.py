@@ -49,6 +49,30 @@ def test_kv_aware_breaks_ties_by_load_then_turn() -> None:
     assert [served(router) for _ in range(3)] == [2, 0, 2]
 
 
+def test_kv_aware_leaves_no_rank_out() -> None:
+    """A conversation goes back to rank 0 between any two others: these still go around all other ranks."""
+    router, ranks = KvAware(4, max_load_ratio=1.25), []
+    for _ in range(6):
+        router.begin(0, 0)
+        ranks.append(served(router))
+    assert ranks == [1, 2, 3, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(160, 0), (164, 1)])
+def test_kv_aware_is_patient_with_a_history(num_tokens: int, expected: int) -> None:
+    """30 tokens of history are worth being up to 120 above the mean (of 40 and 41 here). 30 that others share are not."""
+    router = KvAware(4, max_load_ratio=1.25)
+    router.begin(0, num_tokens)
+    assert router.choose({0: 30}, {0: 30}) == expected
+    assert router.choose({0: 30}) == 1
+
+
+def test_round_robin_knows_no_history() -> None:
+    router = RoundRobin(3)
+    router.begin(0, 1)
+    assert router.choose({0: 9}, {0: 9}) == 1
+
+
 @pytest.mark.parametrize("router", [RoundRobin(3), KvAware(3, max_load_ratio=2)])
 def test_choosing_changes_nothing(router: Router) -> None:
     """A request may be planned without being sent."""

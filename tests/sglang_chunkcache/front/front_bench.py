@@ -70,8 +70,9 @@ class Rank:
         """Insert the request's first chunk area, unless its KV is encoded jointly; the answer's entry."""
         spans = unpack(params, array("q", input_ids), secret=SECRET)
         assert spans is not None
+        self.log.acknowledge(spans.ack)
         if spans.joint is not None:
-            return [encode(Answer(self.log.unread(spans.ack), joint=joint)), None]
+            return [encode(Answer(self.log.unread(), joint=joint)), None]
         chain, parent = root_chain(spans.namespace), None
         for index, span in enumerate(spans.spans[: spans.area_len]):
             chain = extend_chain(chain, span.chunk)
@@ -80,7 +81,7 @@ class Rank:
                 promoted = index < spans.promoted_len
                 self.log.append(Inserted(span.chunk, span.end - span.start, parent, spans.namespace, promoted))
             parent = chain
-        return [encode(Answer(self.log.unread(spans.ack), report)), None]
+        return [encode(Answer(self.log.unread(), report)), None]
 
     def found(self, params: Any, input_ids: Sequence[int]) -> int:
         """Prompt tokens up to the end of the leading chunks that it holds, of the first chunk area."""

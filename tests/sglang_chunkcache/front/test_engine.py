@@ -13,16 +13,22 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from radix_ext import FusionRequest
+from radix_ext import ChunkId, FusionRequest
 from radix_ext.audit import AuditState, Terms, Whose
 from sglang_chunkcache.front.audit import Check
 from sglang_chunkcache.front.engine import Engine, hand_over, handed_over
+from sglang_chunkcache.scheduler.event_log import EventLog
+from sglang_chunkcache.wire.events import Batch, Inserted
 from sglang_chunkcache.wire.message import decode, encode
-from sglang_chunkcache.wire.report import Explanation, Report
+from sglang_chunkcache.wire.report import Answer, Explanation, Report
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import STATE_KEY, RankState
 from sglang_chunkcache.wire.state import Asked as AskedOfRanks
+from tests.reference.chains import chain_of
 from tests.sglang_chunkcache.front.front_bench import SECRET, A, Asked, Bench, make_output
+from tests.sglang_chunkcache.front.test_rank_mirror import state_of
+
+NO_EVENTS = Batch(0, 0, (), 0, 0, 0)
 
 
 class Manager:
@@ -128,7 +134,7 @@ class Ranks:
         states = []
         for rank in (1, 0):
             told = [Explanation(len(each.input_ids), 0, rank) for each in asked if each.dp_rank == rank]
-            states.append(RankState(rank, 0, 0, 0, 0, {}, tuple(told)))
+            states.append(RankState(rank, NO_EVENTS, {}, explanations=tuple(told)))
         return [SimpleNamespace(internal_state={STATE_KEY: encode(state)}) for state in states]
 
 
@@ -267,8 +273,75 @@ class AuditedManager(Manager):
     async def get_internal_state(self) -> list[Any]:
         self.num_asked += 1
         counts = {"free": self.free, "evictable": 0}
-        state = RankState(0, 0, 0, 0, 0, counts, num_waiting=self.told)
+        state = RankState(0, NO_EVENTS, counts, num_waiting=self.told)
         return [{STATE_KEY: encode(state)}]
+
+
+class TellingManager(Manager):
+    """One rank whose log is told on demand, and two answers that do not say all of it."""
+
+    def __init__(self, bench: Bench, *, num_events: int) -> None:
+        self.log = bench.ranks[0].log = EventLog(1000, max_told=10)
+        self.num_asked, self.is_deaf = 0, False
+        for number in range(num_events):
+            self.log.append(Inserted(ChunkId(str(number)), 4, None, "n", False))
+        self.entry = encode(Answer(self.log.unread()))
+        super().__init__()
+
+    async def generate_request(self, obj: Any, request: Any) -> AsyncIterator[Any]:
+        yield make_output([65], 0, None, 0, [self.entry])
+        yield make_output([66], 0, "stop", 0, [self.entry])
+
+    def auto_create_handle_loop(self) -> None:
+        pass
+
+    async def get_internal_state_communicator(self, message: Any) -> list[Any]:
+        self.num_asked += 1
+        (reading,) = decode(message.rid, AskedOfRanks).read
+        state = state_of(self.log, None if self.is_deaf else reading)
+        return [SimpleNamespace(internal_state={STATE_KEY: encode(state)})]
+
+
+async def asked_and_read_on(engine: Engine, rag: Asked) -> None:
+    """An answer, and what is asked of the rank after it."""
+    async for _ in engine.generate_request(make_obj(), make_request(rag)):
+        pass
+    if engine._reading is not None:
+        await engine._reading
+
+
+@pytest.mark.parametrize("num_events", [10, 35])
+def test_what_answers_do_not_bring_is_asked_for(num_events: int) -> None:
+    """Nobody polls, and no other request comes."""
+    bench = Bench()
+    manager = TellingManager(bench, num_events=num_events)
+    asyncio.run(asked_and_read_on(Engine(manager, bench.books), Asked(bench.plan("q", A))))
+    assert bench.books.tree.digest(0) == (num_events, manager.log.digest)
+    assert manager.num_asked == (num_events - 1) // 10  # the answer had ten
+
+
+def test_a_tree_that_has_forgotten_is_told_again() -> None:
+    """With the next answer, which shows that the rank has other nodes."""
+    bench = Bench()
+    manager = TellingManager(bench, num_events=10)
+    engine = Engine(manager, bench.books)
+    asyncio.run(asked_and_read_on(engine, Asked(bench.plan("q", A))))
+    bench.books.tree.evict(chain_of("n", [ChunkId("3")]), rank=0)
+    asyncio.run(asked_and_read_on(engine, Asked(bench.plan("q", A))))
+    assert bench.books.tree.digest(0) == (10, manager.log.digest)
+    assert bench.books.mirrors[0].num_resyncs == 1
+
+
+def test_a_rank_that_tells_nothing_is_not_asked_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    """Orders get worse, and the log says so once. The request is answered."""
+    bench = Bench()
+    manager = TellingManager(bench, num_events=35)
+    manager.is_deaf = True
+    rag = Asked(bench.plan("q", A))
+    asyncio.run(asked_and_read_on(Engine(manager, bench.books), rag))
+    assert rag.output_ids == [65, 66]
+    assert manager.num_asked == 1
+    assert ["does not keep up" in record.message for record in caplog.records] == [True]
 
 
 def audited_obj(*, stream: bool) -> Any:

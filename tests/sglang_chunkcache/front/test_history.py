@@ -282,7 +282,9 @@ def test_later_turns_on_a_cold_replica_share_what_is_cached() -> None:
         assert request.num_turns == (0 if i == 2 else 3)
 
 
-@pytest.mark.parametrize(("now", "is_changed"), [((A, B), False), ((B, A), False), ((A, C), True), ((A,), True), ((), True)])
+@pytest.mark.parametrize(
+    ("now", "is_changed"), [((A, B), False), ((B, A), False), ((A, C), True), ((A,), True), ((), True)]
+)
 def test_other_chunks_are_another_history(now: tuple[Passage, ...], is_changed: bool) -> None:
     """Equal as a set: the stored turn. Different: rendered from that message on, and told."""
     bench = Bench()

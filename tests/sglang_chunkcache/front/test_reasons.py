@@ -223,7 +223,8 @@ def test_what_never_enters_the_cache_stays_new() -> None:
     bench = Bench(admission="promoted")
     for number in range(2):
         request = bench.ask(str(number), A)
-        entry = [encode(Answer(bench.ranks[0].log.unread(told(request).ack))), None]
+        bench.ranks[0].log.acknowledge(told(request).ack)
+        entry = [encode(Answer(bench.ranks[0].log.unread())), None]
         bench.observe(request, make_output([65], 0, "stop", 0, entry))
         assert why(request) == {"new_chunk": ["a"]}
     bench = Bench()

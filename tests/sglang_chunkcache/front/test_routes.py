@@ -30,6 +30,7 @@ from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.routes import Routes
 from sglang_chunkcache.front.sampling import SamplingCheck
 from sglang_chunkcache.front.search import RagSearch
+from sglang_chunkcache.wire.events import Batch
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Explanation, Fallback, JointReport, Report, Source
 from sglang_chunkcache.wire.spans import MARK_KEY, JointRequest, checked, unpack
@@ -103,7 +104,7 @@ def state_of(
 ) -> dict[str, Any]:
     """A rank's internal state."""
     told = (explanation,) if explanation else ()
-    state = RankState(rank, 5, seq=0, digest=0, chunk_nodes=0, counts=counts, explanations=told, cleared=cleared)
+    state = RankState(rank, Batch(5, 0, (), 0, 0, 0), counts, explanations=told, cleared=cleared)
     return {"chunkcache": encode(state)}
 
 
@@ -462,7 +463,7 @@ def test_stats_show_every_rank_with_its_mirror(call: Any) -> None:
     manager.states = [state_of(1, free=7), state_of(0, free=8)]
     status, stats = send(chunkcache_stats)
     assert (status, stats["retrieval"], stats["reuse"]) == (200, None, "exact")
-    mirror = {"chunk_nodes": 0, "events_behind": 0, "agrees": True, "restarts": 0, "gaps": 0}
+    mirror = {"chunk_nodes": 0, "events_behind": 0, "agrees": True, "restarts": 0, "gaps": 0, "resyncs": 0}
     assert stats["ranks"] == [
         {"dp_rank": rank, "seq": 0, "chunk_nodes": 0, "free": free, "mirror": mirror} for rank, free in ((0, 8), (1, 7))
     ]
@@ -878,22 +879,37 @@ def question(*chunks: Any, text: str = "why?", **fields: Any) -> dict[str, Any]:
 
 
 BAD_HISTORIES: list[tuple[dict[str, Any], str]] = [
-    ({"messages": [{"role": "system", "content": "x", "chunks": [DOC]}, question()]}, "messages.0.chunks: only a user's"),
+    (
+        {"messages": [{"role": "system", "content": "x", "chunks": [DOC]}, question()]},
+        "messages.0.chunks: only a user's",
+    ),
     ({"messages": [question(), {**REPLY, "chunks": []}, question()]}, "messages.1.chunks: only a user's"),
     ({"messages": [question(DOC)], "chunks": [DOC]}, "messages.0.chunks: chunks are at the top level, too"),
     ({"messages": [question(DOC)], "chunks": []}, "messages.0.chunks: chunks are at the top level, too"),
     ({"messages": [{**question(), "chunks": "x"}, REPLY, question()]}, "messages.0.chunks: must be a valid list"),
     ({"messages": [{**question(), "chunks": DOC}]}, "messages.0.chunks: must be a valid list"),
     ({"messages": [question({"id": "a"}), REPLY, question()]}, "messages.0.chunks.0.text: is missing"),
-    ({"messages": [question(DOC), REPLY, question(OTHER)]}, "messages.2.chunks: the text of 'a' is another one in messages.0"),
-    ({"messages": [question(DOC), REPLY, {"role": "user", "content": "x"}], "chunks": [OTHER]}, "messages.2.chunks: the text"),
+    (
+        {"messages": [question(DOC), REPLY, question(OTHER)]},
+        "messages.2.chunks: the text of 'a' is another one in messages.0",
+    ),
+    (
+        {"messages": [question(DOC), REPLY, {"role": "user", "content": "x"}], "chunks": [OTHER]},
+        "messages.2.chunks: the text",
+    ),
     ({"messages": [question(*[{"text": str(i)} for i in range(150)]), REPLY, question()], "max_tokens": 1}, ""),
     (
         {"messages": [question(*[{"text": str(i)} for i in range(150)]), REPLY, question(*[{"text": "x"}] * 150)]},
         "chunks: 300 given, those of all messages counted, at most 256",
     ),
-    ({"messages": [{"role": "user", "content": "x", "chunk": [DOC]}]}, "messages.0.chunk: is no field here; did you mean"),
-    ({"messages": [question({"text": "x" * 300_000}), REPLY, question()]}, "messages.0.chunks.0.text: 300000 characters"),
+    (
+        {"messages": [{"role": "user", "content": "x", "chunk": [DOC]}]},
+        "messages.0.chunk: is no field here; did you mean",
+    ),
+    (
+        {"messages": [question({"text": "x" * 300_000}), REPLY, question()]},
+        "messages.0.chunks.0.text: 300000 characters",
+    ),
     ({"messages": [question({"text": "x" * 3000}), REPLY, question()]}, "messages.0.chunks: '0' has"),
     ({"messages": MESSAGES, "history": "always"}, "history: "),
     ({"messages": MESSAGES, "history": True}, "history: "),

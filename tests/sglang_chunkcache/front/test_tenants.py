@@ -95,7 +95,7 @@ def answers_of(who: Identity, others: Sequence[Identity], *, rounds: int, **knob
         answers.append(client.ask())
     rank = server.rank.cache.rank_state(0)
     assert rank.counts["evicted_chunks"] == 0
-    assert server.books.tree.digest(0) == (rank.chunk_nodes, rank.digest)
+    assert server.books.tree.digest(0) == (rank.events.num_nodes, rank.events.digest)
     return answers
 
 

@@ -346,9 +346,9 @@ class FuserMachine(RuleBasedStateMachine):
             self.tree = ChunkPrefixTree(max_nodes=10_000)
             self.mirror = RankMirror(self.tree, 0)
         cache = self.scheduler.cache
-        self.mirror.apply(cache.log.unread(self.mirror.acknowledgement))
+        self.mirror.apply(cache.log.unread())
         rank = cache.rank_state(0)
-        assert self.tree.digest(0) == (rank.chunk_nodes, rank.digest)
+        assert self.tree.digest(0) == (rank.events.num_nodes, rank.events.digest)
         assert self.tree.stats.num_unknown_notices == 0
         for keys, node in walk(cache):
             if facts(node).chain is None:

@@ -24,9 +24,10 @@ from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, is_promoted
 from sglang_chunkcache.scheduler.node import facts
-from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted, Inserted
+from sglang_chunkcache.wire.events import NOTHING_READ, Acknowledgement, Batch, Evicted, Inserted, Reading
 from sglang_chunkcache.wire.report import ANSWER_KEY
 from sglang_chunkcache.wire.spans import JointRequest, pack
+from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
 from tests.reference.chains import chain_of
 from tests.reference.scheduler import SECRET, FakeReq, Scheduler, answer_of, config, marked, walk
@@ -418,6 +419,7 @@ def test_events_are_told_until_acknowledged() -> None:
     scheduler.serve(again)
     assert (batch_of(again).start, len(batch_of(again).events)) == (0, 2)
     acknowledged = rag(C3, ack=Acknowledgement(batch_of(again).epoch, 2))
+    scheduler.cache.arrived(acknowledged)
     scheduler.serve(acknowledged)
     assert (batch_of(acknowledged).start, len(batch_of(acknowledged).events)) == (2, 1)
 
@@ -477,7 +479,32 @@ def test_later_areas_have_no_place_in_the_global_tree() -> None:
     scheduler.serve(req)
     chunks = [(chunk_of(node), facts(node).chain is not None) for _, node in walk(scheduler.cache) if chunk_of(node)]
     assert sorted(chunks) == sorted([(chunk_id(C1), True), (chunk_id(C2), False)])
-    assert scheduler.cache.rank_state(0).chunk_nodes == 1
+    assert scheduler.cache.rank_state(0).events.num_nodes == 1
+
+
+def test_events_are_acknowledged_when_a_request_arrives() -> None:
+    """Not when it is prefilled: with many under way the answers between would tell the same events again, and fall behind."""
+    scheduler = Scheduler(40, config())
+    scheduler.serve(rag(C1))
+    log = scheduler.cache.log
+    waiting = rag(C2, ack=Acknowledgement(log.epoch, 1))
+    assert log.unread().start == 0
+    scheduler.cache.arrived(waiting)
+    assert log.unread().start == 1
+
+
+@pytest.mark.parametrize(("max_told", "expected"), [(1, None), (9, 1)])
+def test_nodes_are_told_with_all_events_before_them_or_not_yet(max_told: int, expected: int | None) -> None:
+    """Else the front would have them before it has what led there. Only the rank that is meant tells them."""
+    scheduler = Scheduler(40, config())
+    scheduler.serve(rag(C1))
+    scheduler.evict(40)
+    scheduler.serve(rag(C1))
+    scheduler.cache.log.max_told = max_told
+    asked = Asked(read=(Reading(1, NOTHING_READ, 0), Reading(2, NOTHING_READ)))
+    part = scheduler.cache.rank_state(1, asked).part
+    assert (part and len(part.nodes)) == expected
+    assert scheduler.cache.rank_state(2, asked).part is None
 
 
 def test_reset_empties_and_changes_the_epoch() -> None:
@@ -488,8 +515,8 @@ def test_reset_empties_and_changes_the_epoch() -> None:
     scheduler.cache.reset()
     scheduler.allocator.clear()
     rank = scheduler.cache.rank_state(0)
-    assert rank.epoch != epoch
-    assert (rank.seq, rank.digest, rank.chunk_nodes, rank.counts["chunk_tokens"]) == (0, 0, 0, 0)
+    assert rank.events.epoch != epoch
+    assert (rank.events.seq, rank.events.digest, rank.events.num_nodes, rank.counts["chunk_tokens"]) == (0, 0, 0, 0)
     scheduler.check()
 
 
@@ -517,7 +544,7 @@ def test_forged_params_are_plain_traffic(params: Any) -> None:
     req = FakeReq([*HEAD, *C1, *QUESTION], params)
     scheduler.serve(req, answer=[50, 51])
     assert req.customized_info is None
-    assert scheduler.cache.rank_state(0).chunk_nodes == 0
+    assert scheduler.cache.rank_state(0).events.num_nodes == 0
     assert scheduler.cache.stats()["fallbacks"] == {}
     scheduler.check()
 
@@ -603,7 +630,7 @@ def test_check_integrity_names_every_violation() -> None:
     scheduler.serve(rag(C1, C2))
     by_ids = {tuple(node.key.token_ids): node for _, node in walk(scheduler.cache)}
     by_ids[tuple(C2)].value = by_ids[tuple(C1)].value[:3]
-    scheduler.cache._count(chain_of("x", [ChunkId("0")]), 1)
+    scheduler.cache.log.append(Inserted(ChunkId("0"), 4, None, "x", False))
     with pytest.raises(IntegrityError) as caught:
         scheduler.cache.check_integrity()
     assert len(caught.value.violations) == 3

@@ -29,6 +29,7 @@ from sglang_chunkcache.scheduler.node import facts
 from sglang_chunkcache.wire.events import Acknowledgement, Batch
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer
+from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
 from tests.reference.naive_cache import NaiveCache, Path, num_tokens, units
 from tests.reference.scheduler import FakeReq, Scheduler, config, marked, walk
@@ -87,6 +88,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.mirror = RankMirror(self.tree, 0)
         self.acks = [self.mirror.acknowledgement]
         self.batches: list[Batch] = []
+        self.scheduler.cache.log.max_told = 4
+        self.may_have_gap = False
 
     # A request's life
 
@@ -206,18 +209,28 @@ class CacheMachine(RuleBasedStateMachine):
             self.mirror.apply(batch)
             self.acks.append(self.mirror.acknowledgement)
 
+    @precondition(lambda self: len(self.tree) > 0)
+    @rule()
+    def forget(self) -> None:
+        """As a front that was replaced: it has heard nothing, and what the log has forgotten is a gap."""
+        self.tree.drop_rank(0)
+        self.mirror = RankMirror(self.tree, 0)
+        self.acks, self.may_have_gap = [self.mirror.acknowledgement], True
+
     @rule()
     def deliver_everything(self) -> None:
         for batch in self.batches:
             self.mirror.apply(batch)
         self.batches.clear()
-        log = self.scheduler.cache.log
-        self.mirror.apply(log.unread(self.mirror.acknowledgement))
+        cache = self.scheduler.cache
+        self.mirror.hear(cache.rank_state(0))
+        while self.mirror.is_behind:
+            self.mirror.hear(cache.rank_state(0, Asked(read=(self.mirror.reading,))))
         self.acks.append(self.mirror.acknowledgement)
-        assert self.mirror.acknowledgement == Acknowledgement(log.epoch, log.seq)
-        assert self.mirror.num_gaps == 0
-        rank = self.scheduler.cache.rank_state(0)
-        assert self.tree.digest(0) == (rank.chunk_nodes, rank.digest)
+        rank = cache.rank_state(0)
+        assert self.mirror.acknowledgement == Acknowledgement(rank.events.epoch, rank.events.seq)
+        assert self.mirror.num_gaps <= self.may_have_gap
+        assert self.tree.digest(0) == (rank.events.num_nodes, rank.events.digest)
         self.tree.check_integrity()
 
     # After every step
@@ -260,7 +273,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.deliver_everything()
         self.scheduler.evict(CAPACITY)
         assert self.scheduler.allocator.available_size() == CAPACITY
-        assert self.scheduler.cache.rank_state(0).chunk_nodes == 0
+        assert self.scheduler.cache.rank_state(0).events.num_nodes == 0
 
     # Helpers
 
@@ -268,6 +281,7 @@ class CacheMachine(RuleBasedStateMachine):
         return units(live.req.all_ids, live.spans, up_to, live.req.extra_key, live.req.cache_salt)
 
     def _admit(self, live: Live, piece: int) -> None:
+        self.scheduler.cache.arrived(live.req)
         expected = self.model.match(self._units(live, len(live.req.all_ids) - 1))
         for _ in range(piece % 3):  # the queue asks again and again
             assert self.scheduler.match(live.req) == (0 if self.scheduler.force_miss else num_tokens(expected))

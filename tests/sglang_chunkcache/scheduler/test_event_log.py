@@ -1,82 +1,148 @@
-"""The rank's log: numbered events, repeated until acknowledged, bounded."""
+"""The rank's log: numbered events, repeated until acknowledged, bounded; its nodes, told again in parts."""
 
 from __future__ import annotations
 
-from radix_ext import ChunkId
+from radix_ext import ChainId, ChunkId, Tier
 from sglang_chunkcache.scheduler.event_log import EventLog
-from sglang_chunkcache.wire.events import NOTHING_READ as NOTHING
-from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted
+from sglang_chunkcache.wire.events import Acknowledgement, Event, Evicted, Inserted, Moved
 from tests.reference.chains import chain_of
 
 
-def make_log(num_events: int, max_events: int = 100) -> EventLog:
-    log = EventLog(max_events)
-    for i in range(num_events):
-        log.append(Evicted(chain_of("n", [ChunkId(str(i))])))
+def chain(names: str) -> ChainId:
+    return chain_of("n", [ChunkId(name) for name in names])
+
+
+def inserted(names: str) -> Inserted:
+    """The last of these, after the others."""
+    return Inserted(ChunkId(names[-1]), 4, chain(names[:-1]) if names[1:] else None, "n", False)
+
+
+def make_log(*events: Event, max_events: int = 100, max_told: int = 100) -> EventLog:
+    log = EventLog(max_events, max_told=max_told)
+    for event in events or map(inserted, "abc"):
+        log.append(event)
     return log
 
 
-def test_unread_of_a_stranger_is_everything() -> None:
-    """A front that knows nothing gets all there is, from number 0."""
-    log = make_log(3)
-    batch = log.unread(NOTHING)
-    assert (batch.epoch, batch.start, len(batch.events)) == (log.epoch, 0, 3)
+def test_unread_is_everything_at_first() -> None:
+    """A front that knows nothing gets all there is, from number 0, and what that leaves."""
+    log = make_log()
+    batch = log.unread()
+    assert (batch.epoch, batch.start, len(batch.events), batch.seq) == (log.epoch, 0, 3, 3)
+    assert (batch.num_nodes, batch.digest) == (3, chain("a") ^ chain("b") ^ chain("c"))
 
 
 def test_unread_repeats_until_acknowledged() -> None:
     """A lost answer costs nothing."""
-    log = make_log(3)
-    assert log.unread(NOTHING) == log.unread(NOTHING)
+    log = make_log()
+    assert log.unread() == log.unread()
 
 
-def test_unread_forgets_what_is_acknowledged() -> None:
+def test_acknowledged_events_are_forgotten() -> None:
     """The log stays short: only the rest is told, under its old numbers."""
-    log = make_log(3)
-    assert log.unread(Acknowledgement(log.epoch, 2)).start == 2
-    assert log.unread(NOTHING).start == 2
+    log = make_log()
+    log.acknowledge(Acknowledgement(log.epoch, 2))
+    assert (log.unread().start, len(log.unread().events)) == (2, 1)
 
 
 def test_unread_with_all_acknowledged_is_empty() -> None:
     """Nothing new, nothing sent; the start still gives the reader's place."""
-    log = make_log(3)
-    assert log.unread(Acknowledgement(log.epoch, 3)) == Batch(log.epoch, 3, ())
+    log = make_log()
+    log.acknowledge(Acknowledgement(log.epoch, 3))
+    assert (log.unread().start, log.unread().events) == (3, ())
 
 
 def test_acknowledgement_of_another_epoch_is_ignored() -> None:
     """It speaks of events that this tree never had."""
-    log = make_log(3)
-    assert log.unread(Acknowledgement(log.epoch + 1, 3)).start == 0
+    log = make_log()
+    log.acknowledge(Acknowledgement(log.epoch + 1, 3))
+    assert log.unread().start == 0
 
 
 def test_acknowledgement_beyond_the_end_does_not_break() -> None:
     """A number from nowhere must not kill the scheduler."""
-    log = make_log(2)
-    assert log.unread(Acknowledgement(log.epoch, 99)) == Batch(log.epoch, 2, ())
+    log = make_log()
+    log.acknowledge(Acknowledgement(log.epoch, 99))
+    assert (log.unread().start, log.unread().events) == (3, ())
 
 
 def test_older_acknowledgement_after_a_newer_one_changes_nothing() -> None:
     """Requests overtake each other."""
-    log = make_log(3)
-    log.unread(Acknowledgement(log.epoch, 2))
-    assert log.unread(Acknowledgement(log.epoch, 1)).start == 2
+    log = make_log()
+    log.acknowledge(Acknowledgement(log.epoch, 2))
+    log.acknowledge(Acknowledgement(log.epoch, 1))
+    assert log.unread().start == 2
 
 
 def test_overflow_forgets_the_oldest() -> None:
     """A rank that is never asked keeps bounded memory; the reader sees a gap."""
-    log = make_log(5, max_events=3)
-    batch = log.unread(NOTHING)
+    log = make_log(*map(inserted, "abcde"), max_events=3)
+    batch = log.unread()
     assert (batch.start, len(batch.events), log.seq) == (2, 3, 5)
 
 
 def test_restart_changes_the_epoch_and_empties() -> None:
     """After a flush nothing of the old tree may be told."""
-    log = make_log(3)
+    log = make_log()
     epoch = log.epoch
     log.restart()
     assert log.epoch != epoch
-    assert log.unread(NOTHING) == Batch(log.epoch, 0, ())
+    batch = log.unread()
+    assert (batch.epoch, batch.start, batch.events, batch.seq) == (log.epoch, 0, (), 0)
+    assert (batch.num_nodes, batch.digest) == (0, 0)
+    assert log.part(0).nodes == ()
 
 
 def test_two_logs_have_different_epochs() -> None:
     """A restarted rank is told apart from the one before."""
-    assert make_log(0).epoch != make_log(0).epoch
+    assert make_log().epoch != make_log().epoch
+
+
+def test_a_message_is_bounded() -> None:
+    """A backlog and the nodes are told piece by piece: a message of any size would hold up the answers behind it."""
+    log = make_log(*map(inserted, "abcde"), max_told=2)
+    batch = log.unread()
+    assert (len(batch.events), batch.seq) == (2, 5)
+    for name in "abcde":
+        log.append(Moved(chain(name), Tier.HOST))
+    assert max(len(log.part(first).nodes) for first in range(5)) == 2
+
+
+def test_parts_tell_what_is_held_now_and_where() -> None:
+    """Parents first; what has left is left out, what came back is told once, where it was born again."""
+    moved = Moved(chain("b"), Tier.HOST)
+    log = make_log(
+        *map(inserted, ["a", "b", "ac", "acd"]), moved, Evicted(chain("acd")), Evicted(chain("ac")), inserted("ac")
+    )
+    part = log.part(0)
+    assert part.nodes == (inserted("a"), inserted("b"), moved, inserted("ac"))
+    assert part.next is None
+    log.append(inserted("b"))  # back on the device
+    assert log.part(0).nodes == (inserted("a"), inserted("b"), inserted("ac"))
+
+
+def test_a_part_goes_on_where_the_last_one_ended() -> None:
+    """Whatever came and went between, and also if one was lost: the rank keeps no record of what it has told."""
+    log = make_log(*map(inserted, "abcde"), max_told=3)
+    first = log.part(0)
+    assert (first.nodes, first.next) == ((inserted("a"), inserted("b")), 2)
+    for event in (Evicted(chain("a")), Evicted(chain("c")), inserted("f")):
+        log.append(event)
+    assert first.next is not None
+    second = log.part(first.next)
+    assert (second.first, second.nodes) == (2, (inserted("d"), inserted("e")))
+    assert second == log.part(2)
+    assert second.next is not None
+    assert log.part(second.next).nodes == (inserted("f"),)
+    assert log.part(second.next).next is None
+
+
+def test_what_has_left_takes_no_room() -> None:
+    """A rank that lives long has had many nodes."""
+    log = make_log(max_told=10)
+    for number in range(1000):
+        log.append(inserted("x"))
+        log.append(Evicted(chain("x")))
+        log.acknowledge(Acknowledgement(log.epoch, log.seq))
+        assert len(log._by_birth) <= 2 * 3 + 10 + 1, number
+    assert log.part(0).nodes == tuple(map(inserted, "abc"))

@@ -44,8 +44,8 @@ class HostScheduler(Scheduler):
     def check(self, reqs: Sequence[FakeReq] = ()) -> None:
         super().check(reqs)
         rank = self.cache.rank_state(0)  # which takes in what has come
-        self.mirror.apply(self.cache.log.unread(self.mirror.acknowledgement))
-        assert self.tree.digest(0) == (rank.chunk_nodes, rank.digest)
+        self.mirror.apply(self.cache.log.unread())
+        assert self.tree.digest(0) == (rank.events.num_nodes, rank.events.digest)
         self.tree.check_integrity()
         chains = (facts(node).chain for _, node in walk(self.cache))
         on_device = {chain for chain in chains if chain is not None}
@@ -196,7 +196,7 @@ def test_front_that_lost_events_hears_of_what_comes_back() -> None:
     known(scheduler, A, B)
     scheduler.evict(CAPACITY)
     scheduler.check()
-    scheduler.cache.log.unread(scheduler.mirror.acknowledgement)  # and what is acknowledged is forgotten
+    scheduler.cache.log.acknowledge(scheduler.mirror.acknowledgement)  # and what is acknowledged is forgotten
     scheduler.tree = ChunkPrefixTree(max_nodes=10_000)
     scheduler.mirror = RankMirror(scheduler.tree, 0)
     scheduler.serve(rag(A, B, promoted_len=1))

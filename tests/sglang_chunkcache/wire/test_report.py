@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from radix_ext import ChainId, ChunkId, Span
-from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted, Inserted
+from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted, Inserted, Part, Reading
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Answer, Explanation, Fallback, JointReport, Report, Source
 from sglang_chunkcache.wire.spans import RequestSpans
@@ -13,7 +13,7 @@ from sglang_chunkcache.wire.state import Asked, Cleared, ExplainRequest, RankSta
 
 SOURCES = (Source(0, 3, None, "gap"), Source(3, 9, 0, "device", 2, 1, 0.25))
 REPORT = Report(1, 2, 3, 2, 4, 0, SOURCES, (0,), (Fallback.NO_ROOM,), {"lookup": 0.5})
-EVENTS = Batch(2**48 - 1, 7, (Inserted(ChunkId("c"), 4, None, "n", True), Evicted(ChainId(2**63 - 1))))
+EVENTS = Batch(2**48 - 1, 7, (Inserted(ChunkId("c"), 4, None, "n", True), Evicted(ChainId(2**63 - 1))), 9, 1, 2**60 - 1)
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,15 @@ EVENTS = Batch(2**48 - 1, 7, (Inserted(ChunkId("c"), 4, None, "n", True), Evicte
         Explanation(1, 2, 3, SOURCES, (Fallback.NO_SOURCE,)),
         ExplainRequest([1, 2], RequestSpans((Span(0, 2, ChunkId("c")),), "n", 0, Acknowledgement(1, 2)), None, "salt"),
         Asked(clear_store=True),
-        RankState(1, 2, 3, 4, 5, {}, cleared=Cleared(1, 2, 3)),
-        RankState(1, 2, 3, 2**63 - 1, 4, {"free": 1, "store": {"pending": 0}}, (Explanation(0, 0, 0, is_kept=True),)),
+        Asked(read=(Reading(0, Acknowledgement(1, 2), 0), Reading(1, Acknowledgement(0, 0)))),
+        RankState(1, EVENTS, {}, cleared=Cleared(1, 2, 3)),
+        RankState(
+            1,
+            EVENTS,
+            {"free": 1, "store": {"pending": 0}},
+            Part(0, EVENTS.events, 9),
+            (Explanation(0, 0, 0, is_kept=True),),
+        ),
     ],
     ids=lambda message: type(message).__name__,
 )

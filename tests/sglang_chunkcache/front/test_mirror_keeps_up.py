@@ -1,0 +1,393 @@
+"""A rank's log, answers that may be late or lost, and the front's mirror: it keeps up under load, and it heals.
+
+    .venv/bin/python -m pytest -n 0 -s tests/sglang_chunkcache/front/test_mirror_keeps_up.py
+
+The first two tests show the figures: how far the mirror is behind with many requests under way, and what it knows after a gap.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from radix_ext import (
+    AccessTable,
+    ChainId,
+    Chunk,
+    ChunkId,
+    ChunkPrefixTree,
+    Tier,
+    extend_chain,
+    order_chunks,
+    root_chain,
+)
+from sglang_chunkcache.front.rank_mirror import RankMirror
+from sglang_chunkcache.scheduler.event_log import MAX_EVENTS_PER_ANSWER, EventLog
+from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted, Inserted, Moved
+from sglang_chunkcache.wire.message import encode
+from sglang_chunkcache.wire.report import Answer
+from sglang_chunkcache.wire.state import RankState
+from tests.examples import examples
+from tests.sglang_chunkcache.front.test_rank_mirror import keep_up, make_mirror, read, state_of
+
+A, B = ChunkId("A"), ChunkId("B")
+CHAIN_A = extend_chain(root_chain("ns"), A)
+
+
+class Pool:
+    """A rank that holds at most `capacity` chunk nodes, the oldest chains leave first."""
+
+    def __init__(self, capacity: int = 3000) -> None:
+        self.log, self.capacity = EventLog(65_536), capacity
+        self.held: deque[ChainId] = deque()
+        self._num_chunks = 0
+
+    def prefill(self, num_new: int) -> None:
+        """A request with so many chunks that nobody has sent before."""
+        parent: ChainId | None = None
+        for _ in range(num_new):
+            event = Inserted(ChunkId(f"c{self._num_chunks}"), 200, parent, "ns", False)
+            self._num_chunks += 1
+            self.log.append(event)
+            self.held.append(event.chain)
+            parent = event.chain
+        while len(self.held) > self.capacity:
+            self.log.append(Evicted(self.held.popleft()))
+
+
+@pytest.mark.parametrize("num_under_way", [16, 100, 200, 400])
+def test_the_mirror_is_at_most_one_answer_behind(num_under_way: int) -> None:
+    """Each request brings 10 new chunks and has 10 others evicted. One is sent for each that is answered, with what has been read
+    by then; when it is prefilled, as many as are under way have been answered since."""
+    rank, (tree, mirror) = Pool(), make_mirror(200_000)
+    waiting, behind, num_bytes = 0, 0, 0
+    for _ in range(3 * num_under_way + 1000):
+        rank.log.acknowledge(mirror.acknowledgement)  # it arrives, and waits
+        waiting += 1
+        if waiting < num_under_way:
+            continue
+        waiting -= 1
+        rank.prefill(10)
+        behind = max(behind, rank.log.seq - mirror.acknowledgement.seq)
+        batch = rank.log.unread()
+        num_bytes = max(num_bytes, len(encode(Answer(batch))))
+        mirror.apply(batch)
+    unknown = sum(tree.find(chain) is None for chain in rank.held)
+    print(f"{num_under_way} under way: {behind} events behind at most, an answer has {num_bytes} bytes at most")
+    assert behind <= 20
+    assert unknown == 0
+    assert (mirror.num_gaps, mirror.is_behind) == (0, False)
+    assert num_bytes < 400_000
+
+
+def test_a_burst_of_answers_that_come_when_they_are_complete() -> None:
+    """400 requests sent at once and prefilled before one is answered: no answer has all events, and none of these requests
+    acknowledges any. The first answer shows what is missing, and the rank is asked for it."""
+    rank, (tree, mirror) = Pool(capacity=2000), make_mirror(200_000)
+    answers = []
+    for _ in range(400):
+        rank.prefill(10)
+        answers.append(rank.log.unread())
+    mirror.apply(answers[-1])
+    assert mirror.is_behind
+    num_asked = keep_up(rank.log, mirror)
+    behind = rank.log.seq - mirror.acknowledgement.seq
+    print(f"{rank.log.seq} events when the first answer comes: asked {num_asked} times, {behind} events behind")
+    assert (num_asked, behind) == (2, 0)
+    assert tree.digest(0) == (2000, rank.log.digest)
+    for answer in answers:
+        mirror.apply(answer)
+    assert not mirror.is_behind
+    assert tree.digest(0) == (2000, rank.log.digest)
+
+
+@pytest.mark.parametrize("backlog", [10_000, 70_000], ids=["backlog", "gap"])
+def test_the_mirror_heals_without_requests(backlog: int) -> None:
+    """A backlog that no answer can hold, or not even the log. The rank still has A, B, which never enter again."""
+    log, (tree, mirror) = EventLog(65_536), make_mirror(200_000)
+    log.append(Inserted(A, 200, None, "ns", True))
+    log.append(Inserted(B, 200, CHAIN_A, "ns", True))
+    read(log, mirror)
+    for i in range(backlog):
+        log.append(Inserted(ChunkId(f"x{i}"), 200, None, "ns", False))
+    read(log, mirror)
+    num_asked = keep_up(log, mirror)
+    known = [node.chunk_id for node in tree.match("ns", [A, B], rank=0)]
+    chunks = [Chunk(B, 200), Chunk(A, 200)]
+    ordered = order_chunks("tree", "seen", tree, AccessTable(1000), "ns", chunks, rank=0, max_visits=64).chunks
+    print(f"{backlog} events: asked {num_asked} times, {mirror.num_gaps} gaps; known {known}, order {ordered}")
+    assert known == [A, B]
+    assert [chunk.id for chunk in ordered] == [A, B]
+    assert tree.digest(0) == (log.num_nodes, log.digest) == (backlog + 2, log.digest)
+    assert tree.stats.num_unknown_notices == 0
+    assert (mirror.num_gaps, mirror.num_resyncs) == ((1, 1) if backlog > log.max_events else (0, 0))
+    # One round for each full message. What comes back to the front while nodes are told are not the same events again.
+    assert num_asked <= 2 * (backlog // (MAX_EVENTS_PER_ANSWER - 1) + 1) + 1
+
+
+def told(log: EventLog, mirror: RankMirror) -> RankState:
+    return state_of(log, mirror.reading)
+
+
+def make_gap(*names: str, max_told: int = 3) -> tuple[EventLog, ChunkPrefixTree, RankMirror]:
+    """Nodes at the root, of which the mirror knows none: it has heard of a gap and nothing since."""
+    log, (tree, mirror) = EventLog(2, max_told=max_told), make_mirror()
+    for name in names:
+        log.append(Inserted(ChunkId(name), 4, None, "n", False))
+    read(log, mirror)
+    log.acknowledge(mirror.acknowledgement)
+    assert mirror.reading.part == 0
+    return log, tree, mirror
+
+
+def root(name: str) -> ChainId:
+    return extend_chain(root_chain("n"), ChunkId(name))
+
+
+def names_known(tree: ChunkPrefixTree) -> str:
+    return "".join(name for name in "abcdefgh" if tree.match("n", [ChunkId(name)], rank=0))
+
+
+def test_what_is_evicted_between_two_parts_is_in_none() -> None:
+    """Whether the part that told it was read before or after its eviction."""
+    log, tree, mirror = make_gap(*"abcd")
+    mirror.hear(told(log, mirror))
+    assert names_known(tree) == "ab"
+    for name in "ac":
+        log.append(Evicted(root(name)))
+    keep_up(log, mirror)
+    assert names_known(tree) == "bd"
+    assert tree.stats.num_unknown_notices == 0
+
+
+def test_a_part_that_later_events_have_overtaken_is_asked_for_again() -> None:
+    """It tells a node that has left since."""
+    log, tree, mirror = make_gap(*"abcd")
+    early = told(log, mirror)
+    log.append(Evicted(root("a")))
+    mirror.apply(log.unread())
+    mirror.hear(early)
+    assert mirror.reading.part == 0
+    keep_up(log, mirror)
+    assert names_known(tree) == "bcd"
+
+
+def test_a_node_is_told_with_its_tier() -> None:
+    """A token in host memory is worth less than one on the device."""
+    log, tree, mirror = make_gap(*"ab", "c")
+    log.append(Moved(root("b"), Tier.HOST))
+    keep_up(log, mirror)
+    assert [tree.match("n", [ChunkId(name)], rank=0)[0].tier(0) for name in "abc"] == [
+        Tier.DEVICE,
+        Tier.HOST,
+        Tier.DEVICE,
+    ]
+
+
+def test_a_child_born_before_its_parent_is_told_is_told_later() -> None:
+    """Its own event comes when the mirror does not know where it belongs."""
+    log, tree, mirror = make_gap(*"abcd")
+    mirror.hear(told(log, mirror))
+    log.append(Inserted(ChunkId("x"), 4, root("d"), "n", False))
+    keep_up(log, mirror)
+    assert [node.chunk_id for node in tree.match("n", [ChunkId("d"), ChunkId("x")], rank=0)] == ["d", "x"]
+    assert tree.stats.num_unknown_notices == 0
+
+
+def test_a_gap_has_all_told_again_however_lately_that_was() -> None:
+    """Nothing of the mirror is left."""
+    log, tree, mirror = make_gap(*"abcdefgh")
+    keep_up(log, mirror)
+    for name in "abc":
+        log.append(Evicted(root(name)))
+    read(log, mirror)
+    assert mirror.num_gaps == 2
+    keep_up(log, mirror)
+    assert (names_known(tree), mirror.num_resyncs) == ("defgh", 2)
+
+
+def test_a_flush_ends_it() -> None:
+    """There is nothing to tell any more, and parts of what was are not believed."""
+    log, tree, mirror = make_gap(*"abcd")
+    mirror.hear(told(log, mirror))
+    old = told(log, mirror)
+    log.restart()
+    log.append(Inserted(ChunkId("e"), 4, None, "n", False))
+    read(log, mirror)
+    mirror.hear(old)
+    assert not mirror.is_behind
+    assert names_known(tree) == "e"
+
+
+def test_what_the_tree_forgot_is_told_again_when_there_is_room() -> None:
+    """Other ranks' nodes fill the tree, and leave again. While it is full nobody is asked."""
+    log, (tree, mirror) = EventLog(100), make_mirror(6)
+    for name in "abcd":
+        log.append(Inserted(ChunkId(name), 4, None, "n", False))
+    read(log, mirror)
+    for name in "uvwx":
+        tree.insert("n", [Chunk(ChunkId(name), 4)], rank=1, tier=Tier.DEVICE, promoted_len=0)
+    assert names_known(tree) == "cd"
+    read(log, mirror)
+    assert not mirror.is_behind
+    tree.drop_rank(1)
+    read(log, mirror)
+    assert keep_up(log, mirror) == 1
+    assert names_known(tree) == "abcd"
+
+
+def test_a_difference_that_stays_is_not_told_over_and_over() -> None:
+    """Whatever its reason, all nodes are told once for as many events as there are nodes."""
+    log, (_, mirror) = EventLog(100), make_mirror()
+    for name in "abcd":
+        log.append(Inserted(ChunkId(name), 4, None, "n", False))
+    log.digest ^= 1
+    read(log, mirror)
+    assert keep_up(log, mirror) == 1
+    for name in "efgh":
+        log.append(Inserted(ChunkId(name), 4, None, "n", False))
+        read(log, mirror)
+        assert not mirror.is_behind
+    for name in "abcd":
+        log.append(Evicted(root(name)))
+    read(log, mirror)
+    assert keep_up(log, mirror) == 1
+
+
+class MirrorMachine(RuleBasedStateMachine):
+    """Rank, log, messages under way, mirror, and a tree that other ranks use, too."""
+
+    @initialize(max_events=st.integers(3, 40), max_told=st.integers(2, 8), max_nodes=st.sampled_from([5, 12, 1000]))
+    def start(self, max_events: int, max_told: int, max_nodes: int) -> None:
+        self.log = EventLog(max_events, max_told=max_told)
+        self.tree = ChunkPrefixTree(max_nodes=max_nodes)
+        self.mirror = RankMirror(self.tree, 0)
+        self.held: dict[tuple[str, ...], Tier] = {}
+        self.acks: list[Acknowledgement] = [self.mirror.acknowledgement]
+        self.answers: list[Batch] = []
+        self.states: list[RankState] = []
+
+    # The rank
+
+    @rule(below=st.integers(0, 30), name=st.sampled_from("abc"))
+    def insert(self, below: int, name: str) -> None:
+        """A new node, or one that comes back to the device."""
+        parents = [(), *self.held]
+        parent = parents[below % len(parents)]
+        path = (*parent, name)
+        if self.held.get(path) is not Tier.DEVICE:
+            self._add(path)
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 30))
+    def evict(self, which: int) -> None:
+        parents = {path[:-1] for path in self.held}
+        leaves = [path for path in self.held if path not in parents]
+        path = leaves[which % len(leaves)]
+        del self.held[path]
+        self.log.append(Evicted(chain(path)))
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.integers(0, 30))
+    def move(self, which: int) -> None:
+        path = [*self.held][which % len(self.held)]
+        self.held[path] = Tier.HOST
+        self.log.append(Moved(chain(path), Tier.HOST))
+
+    @rule(is_rare=st.integers(0, 5))
+    def flush(self, is_rare: int) -> None:
+        if not is_rare:
+            self.held.clear()
+            self.log.restart()
+
+    # What is under way
+
+    @rule(ago=st.integers(0, 9))
+    def request(self, ago: int) -> None:
+        """It arrives with what the front had read when it was sent."""
+        self.log.acknowledge(self.acks[-1 - ago % len(self.acks)])
+
+    @rule()
+    def answer(self) -> None:
+        self.answers.append(self.log.unread())
+
+    @rule()
+    def ask(self) -> None:
+        self.states.append(state_of(self.log, self.mirror.reading))
+
+    @precondition(lambda self: self.answers)
+    @rule(which=st.integers(0, 9), is_lost=st.booleans(), is_kept=st.booleans())
+    def deliver(self, which: int, is_lost: bool, is_kept: bool) -> None:
+        """In any order, twice or not at all."""
+        index = which % len(self.answers)
+        batch = self.answers[index] if is_kept else self.answers.pop(index)
+        if not is_lost:
+            self.mirror.apply(batch)
+            self.acks.append(self.mirror.acknowledgement)
+
+    @precondition(lambda self: self.states)
+    @rule(which=st.integers(0, 9), is_kept=st.booleans())
+    def tell(self, which: int, is_kept: bool) -> None:
+        index = which % len(self.states)
+        self.mirror.hear(self.states[index] if is_kept else self.states.pop(index))
+        self.acks.append(self.mirror.acknowledgement)
+
+    # The tree
+
+    @rule(names=st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=4, unique=True))
+    def others(self, names: list[str]) -> None:
+        """Another rank's nodes, some of them ours: the tree may forget any."""
+        self.tree.insert("n", [Chunk(ChunkId(name), 4) for name in names], rank=1, tier=Tier.DEVICE, promoted_len=0)
+
+    @rule()
+    def others_leave(self) -> None:
+        self.tree.drop_rank(1)
+
+    @rule()
+    def settle(self) -> None:
+        """Answers, and what they take: rank and mirror are alike if the tree has room, after as many events as there are nodes at
+        the latest."""
+        self.tree.drop_rank(1)
+        self.answers.clear()
+        for _ in range(len(self.held) // 2 + 1):
+            for event in (Inserted(ChunkId("z"), 4, None, "n", False), Evicted(root("z"))):
+                self.log.append(event)
+                read(self.log, self.mirror)
+                keep_up(self.log, self.mirror)
+        self.acks.append(self.mirror.acknowledgement)
+        assert self.mirror.acknowledgement == Acknowledgement(self.log.epoch, self.log.seq)
+        if len(self.held) < self.tree.max_nodes:
+            assert self.tree.digest(0) == (len(self.held), self.log.digest)
+            nodes = {path: self.tree.find(chain(path)) for path in self.held}
+            assert {path: node and node.tier(0) for path, node in nodes.items()} == self.held
+
+    @invariant()
+    def is_sound(self) -> None:
+        if not hasattr(self, "log"):
+            return
+        digest = 0
+        for path in self.held:
+            digest ^= chain(path)
+        assert (self.log.num_nodes, self.log.digest) == (len(self.held), digest)
+        self.tree.check_integrity()
+
+    def _add(self, path: tuple[str, ...]) -> None:
+        self.held[path] = Tier.DEVICE
+        parent = chain(path[:-1]) if path[1:] else None
+        self.log.append(Inserted(ChunkId(path[-1]), 4, parent, "n", False))
+
+
+def chain(path: tuple[str, ...]) -> ChainId:
+    found = root_chain("n")
+    for name in path:
+        found = extend_chain(found, ChunkId(name))
+    return found
+
+
+MirrorMachine.TestCase.settings = settings(max_examples=examples(300), stateful_step_count=40)
+TestMirrorMachine: Any = MirrorMachine.TestCase
