@@ -60,7 +60,7 @@ OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} setsid $python -m sglang_chunkcache.launch
     --host 127.0.0.1 --port "$port" --skip-server-warmup --log-level warning "${flags[@]}" ${DEMO_FLAGS:-} >"$log" 2>&1 </dev/null &
 server=$!
 
-healthy() { $python -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=2)' "$url/health" 2>/dev/null; }
+healthy() { $python -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=2)' "$url/ready" 2>/dev/null; }
 SECONDS=0 next_line_s=15
 until healthy; do
     if ! kill -0 "$server" 2>/dev/null; then

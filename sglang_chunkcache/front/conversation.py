@@ -390,35 +390,39 @@ def history_of(
     """What the messages before the question have shown: by turns in store, by the chunks that came with them (`sent`), by what
     turns in store say that was shown with the same questions."""
     turns, asked, told = (conversation.turns, conversation.asked, conversation.told) if conversation else ((), {}, None)
-    place, is_changed = turn_start(messages), False
     sent_ids = {i: {item.chunk.id for item in items} for i, items in sent.items()}
+    place, first, is_changed = turn_start(messages), 0, False
+    earlier = set[ChunkId]()  # shown or sent with the messages before
 
-    def is_shown(turn: Turn, question: int, before: Sequence[Turn]) -> bool:
+    def is_shown(turn: Turn, question: int) -> bool:
         """Whether what was sent is what the turn has shown, apart from what was shown before it."""
-        earlier = (shown(before, "kept") | turn.seen).union(*(ids for i, ids in sent_ids.items() if i < question))
-        return turn.chunks <= sent_ids[question] and sent_ids[question] - turn.chunks <= earlier
+        unshown = sent_ids[question] - turn.chunks - turn.seen
+        return turn.chunks <= sent_ids[question] and unshown <= earlier
 
     for n, turn in enumerate(turns):
         question = turn_start(messages[: turn.num_messages])
-        if question in sent and not is_shown(turn, question, turns[:n]):
+        earlier.update(*(sent_ids[i] for i in range(first, question) if i in sent_ids))
+        if question in sent and not is_shown(turn, question):
             turns, is_changed = turns[:n], True
             break
-    first = turns[-1].num_messages if turns else 0
+        earlier.update(turn.chunks, sent_ids.get(question, ()))
+        first = turn.num_messages
     chunks = dict[int, tuple[TokenizedChunk, ...]]()
     unknown = list[int]()
-    questions = list[int]()
+    open_question: int | None = None
     for i in range(first, place):
         role = messages[i].get("role")
         if role == "user":
-            questions = [i]
+            open_question = i
             if i in sent:
                 chunks[i] = sent[i]
-                is_changed = is_changed or (i in asked and not is_shown(asked[i], i, turns))
+                is_changed = is_changed or (i in asked and not is_shown(asked[i], i))
             elif i in asked:
                 chunks[i] = chunks_of(asked[i])
-        elif role == "assistant":
-            unknown += [question for question in questions if question not in chunks]
-            questions = []
+            earlier.update(item.chunk.id for item in chunks.get(i, ()))
+        elif role == "assistant" and open_question is not None:
+            unknown += [open_question] if open_question not in chunks else []
+            open_question = None
     is_known = conversation is not None or any(i < place for i in sent)
     return Past(turns, chunks if is_known else None, told, tuple(unknown), is_changed)
 
