@@ -2,7 +2,8 @@
 
 The client sends all messages every time. A stored turn is used only where the running hash of the client's own
 messages says that both mean the same history: an edit, a retry or a branch simply agrees on fewer turns, and a
-guessed id on none. Where only the questions agree, the turn still tells which chunks its user was shown.
+guessed id on none. Where less agrees (the questions, with the answers or without), a turn still tells which chunks it
+has shown.
 
 ```
 tokens of turn t+1:  [lead 1][body 1][lead 2][body 2] … [lead t][body t] | new
@@ -55,11 +56,11 @@ class Home(NamedTuple):
 class Turn:
     """One turn, finished or not.
 
-    `num_messages` and `messages_hash` describe all messages up to and including this turn's answer, `asked_hash` its
-    user's messages and those before; `lead_ids` are the template's tokens that join it to the turn before; `body_ids`
-    (array 'i') are chunks, question, template and answer; `spans` are relative to the body; `seen` is every chunk shown
-    so far, turns that have left included; `tag` is the caller's own;
-    `home` is who served it, None where nobody is known to have kept it.
+    `num_messages` and `messages_hash` describe all messages up to and including this turn's answer, `found_by` are hashes
+    of less, by which others find out what it has shown; `lead_ids` are the template's tokens that join it to the turn
+    before; `body_ids` (array 'i') are chunks, question, template and answer; `spans` are relative to the body; `seen` is
+    every chunk shown so far, turns that have left included; `tag` is the caller's own; `home` is who served it, None
+    where nobody is known to have kept it.
     """
 
     num_messages: int
@@ -69,7 +70,7 @@ class Turn:
     spans: tuple[Span, ...]
     seen: frozenset[ChunkId]
     tag: str = ""
-    asked_hash: str = ""
+    found_by: tuple[str, ...] = ()
     home: Home | None = None
 
     @property
@@ -112,7 +113,7 @@ class _Stored:
 class _Conversation:
     by_head: OrderedDict[str, dict[str, _Stored]]
     """By the hash of what came before the first question, then by that of the turn; the head used last is last."""
-    by_question: dict[str, _Stored]
+    found_by: dict[str, _Stored]
 
 
 class ConversationMap:
@@ -120,7 +121,7 @@ class ConversationMap:
 
     A finished turn is found by its conversation and its hash, and leads to the turns before it, which never change. So
     histories that part share what they have in common, and other messages under an owner's id take room, as under any
-    id, but nothing of his. Any turn is found by its questions, the last to come of several. What can no longer be found
+    id, but nothing of his. Any turn is found by what it names, the last to come of several. What can no longer be found
     is forgotten; beyond a bound the least recently used turns go, a history's last one first.
 
     Raises:
@@ -156,11 +157,11 @@ class ConversationMap:
         self._use(last, now)
         return _history(last)
 
-    def asked(self, key: ConversationKey, hashes: Sequence[str], now: float) -> tuple[Turn | None, ...]:
-        """For each hash the last turn whose user has asked just that, whatever was answered, and whatever the head was."""
+    def found(self, key: ConversationKey, hashes: Sequence[str], now: float) -> tuple[Turn | None, ...]:
+        """For each hash the last turn that is found by it, whatever its head was."""
         self._forget_idle(now)
         conversation = self._found.get(key)
-        found = [conversation.by_question.get(hash) if conversation else None for hash in hashes]
+        found = [conversation.found_by.get(hash) if conversation else None for hash in hashes]
         used = set[_Stored]()
         for stored in reversed(found):  # the last one's path has most of the others
             if stored is not None and stored not in used:
@@ -186,7 +187,7 @@ class ConversationMap:
         self._keep_bounds(now)
 
     def keep(self, key: ConversationKey, turn: Turn, now: float) -> None:
-        """Store a turn that has no answer that could be history: it is found by its questions alone."""
+        """Store a turn that has no answer that could be history: it is found by what it names alone."""
         if turn.cost <= self.max_tokens:
             self._use(self._add(key, turn, None, None), now)
         self._keep_bounds(now)
@@ -217,8 +218,8 @@ class ConversationMap:
         self._by_use[stored] = None
         self._num_tokens += turn.cost
         conversation = self._found.setdefault(key, _Conversation(OrderedDict(), {}))
-        if turn.asked_hash:
-            self._place(conversation.by_question, turn.asked_hash, stored)
+        for name in turn.found_by:
+            self._place(conversation.found_by, name, stored)
         if head is not None:
             self._place(conversation.by_head.setdefault(head, {}), turn.messages_hash, stored)
             conversation.by_head.move_to_end(head)
@@ -252,14 +253,15 @@ class ConversationMap:
     def _forget(self, stored: _Stored) -> None:
         """Take it out of the map, as nothing follows it."""
         conversation = self._found[stored.key]
-        for head, turns in [*conversation.by_head.items(), (None, conversation.by_question)]:
-            name = stored.turn.asked_hash if head is None else stored.turn.messages_hash
-            if turns.get(name) is stored:
-                del turns[name]
+        name = stored.turn.messages_hash
+        places = [(conversation.found_by, name) for name in stored.turn.found_by]
+        for turns, place in [*places, *((turns, name) for turns in conversation.by_head.values())]:
+            if turns.get(place) is stored:
+                del turns[place]
                 self._release(stored)
-                if head is not None and not turns:
-                    del conversation.by_head[head]
-        if not conversation.by_head and not conversation.by_question:
+        for head in [head for head, turns in conversation.by_head.items() if not turns]:
+            del conversation.by_head[head]
+        if not conversation.by_head and not conversation.found_by:
             del self._found[stored.key]
 
     def _forget_idle(self, now: float) -> None:

@@ -107,9 +107,9 @@ class Bookkeeper:
         """What is in store of a conversation: up to message `start` as far as `told_hashes` agree, and what its questions up to
         that message have shown."""
         now = self._clock()
-        questions = [i for i in range(start + 1) if told.asked[i] != (told.asked[i - 1] if i else "")]
-        shown = self.conversations.asked(key, [told.asked[i] for i in questions], now)
-        asked = {i: turn for i, turn in zip(questions, shown, strict=True) if turn is not None}
+        names = [(i, name) for i, names in told.questions.items() if i <= start for name in names]
+        turns = self.conversations.found(key, [name for _, name in names], now)
+        asked = {i: turn for (i, _), turn in zip(names, turns, strict=True) if turn is not None}
         return Conversation(key, told, self.conversations.agree(key, told.up_to(start), now), asked)
 
     @contextmanager

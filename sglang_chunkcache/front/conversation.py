@@ -9,6 +9,7 @@ Counts tokens, tokenises what is new, and decides; `radix_ext.ConversationMap` k
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +35,10 @@ Later = Callable[[Sequence[int], str], Sequence[int]]
 """From an answer's ids and its text to the ids of all behind the turn's last chunk, as later turns show it."""
 
 
+_PROBE = "\ue000reasoning\ue001"
+"""Reasoning that no model writes."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptContext:
     """What shapes a chat prompt besides its messages. `reserve` tokens stay free for the answer; `may_shorten` says whether
@@ -55,12 +60,20 @@ class Told(NamedTuple):
     """System messages in front."""
     hashes: tuple[str, ...]
     """Of all in front of the first question, and then after each message: equal hashes, equal histories."""
-    asked: tuple[str, ...]
-    """After each message the hash of the user's messages so far, which alone say what was asked; "" before the first."""
+    questions: Mapping[int, tuple[str, ...]]
+    """By user message hashes of less than that: of the user's messages so far; if it was answered, of all messages up to its
+    answer, whatever stands in front of the first."""
+    said: str
+    """The latter of all messages."""
 
     def after(self, num_messages: int) -> str:
         """The hash of that many messages; at least the opening."""
         return self.hashes[num_messages - self.num_opening]
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The hash of all the user's messages; none without any."""
+        return self.questions[max(self.questions)][:1] if self.questions else ()
 
     def up_to(self, num_messages: int) -> tuple[str, ...]:
         """The hashes of up to that many messages."""
@@ -75,7 +88,8 @@ class Conversation(NamedTuple):
     turns: tuple[Turn, ...]
     """Those in store that the messages agree with."""
     asked: Mapping[int, Turn]
-    """By user message, a turn in store whose user asked the same: what it has shown."""
+    """By user message, a turn in store that tells what was shown with it: with the same answers if there is one, else with the
+    same questions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +171,15 @@ class OpenTurn:
         end = len(input_ids) - len(self.outro)
         body = array("i", [*input_ids[start:end], *self.later(output_ids, content)])
         lead = array("i", self.lead)
-        return Turn(self.num_messages + 1, whole_hash, lead, body, own, seen, tag, self.told.asked[-1])
+        names = (*self.told.asked, *running_hashes([answer], after=self.told.said))
+        return Turn(self.num_messages + 1, whole_hash, lead, body, own, seen, tag, names)
 
     def kept(self, input_ids: Sequence[int], spans: Sequence[Span]) -> Turn:
         """What the turn has shown, whatever becomes of its answer."""
         start = sum(turn.num_tokens for turn in self.history)
         pieces: list[Piece] = [(input_ids[s:e], chunk) for s, e, chunk in spans if s >= start]
         body, own = joined((), pieces)
-        return Turn(self.num_messages, "", array("i"), body, own, frozenset(), asked_hash=self.told.asked[-1])
+        return Turn(self.num_messages, "", array("i"), body, own, frozenset(), found_by=self.told.asked)
 
 
 def told_hashes(
@@ -175,18 +190,22 @@ def told_hashes(
     """Running hashes of all that shapes a history: its settings, then each message. Answers count without their reasoning and
     without white space around them: clients send back more or less than the server wrote. Raises RequestError."""
     start = min(num_opening(messages), max(0, len(messages) - 1))
-    asked, last = list[str](), ""
+    questions, question = dict[int, tuple[str, ...]](), 0
+    asked = said = ""
     try:
         counted = [_counted({**message, "content": text_of(message, i)}) for i, message in enumerate(messages)]
         head = {"role": "\0head", "tools": tools, "kwargs": template_kwargs, "messages": counted[:start]}
         hashes = running_hashes([head, *counted[start:]])
-        for message in counted:
+        for i, message in enumerate(counted[start:], start):
+            (said,) = running_hashes([message], after=said)
             if message.get("role") == "user":
-                (last,) = running_hashes([{"content": _stripped(message["content"])}], after=last)
-            asked.append(last)
+                (asked,) = running_hashes([{"content": _stripped(message["content"])}], after=asked)
+                questions[question := i] = (asked,)
+            elif message.get("role") == "assistant" and questions:
+                questions[question] = (*questions[question][:1], said)
     except MessageError as error:
         raise RequestError(f"messages: {error}") from None
-    return Told(start, hashes, tuple(asked))
+    return Told(start, hashes, questions, said)
 
 
 class TurnFitter:
@@ -212,18 +231,21 @@ class TurnFitter:
         laid = self._laid(messages, past, chunks, context, num_departed=0)
         if not context.may_shorten or laid.num_fitting(room, with_lead=True) == laid.num_turns:
             return self._fitted(laid)
-        head = context.encode(
-            self._assembler.head(messages, tools=context.tools, template_kwargs=context.template_kwargs)
-        )
+        head_len = len(context.encode(self._head(messages, context)))
         # What departs may have to be sent again.
         budget = min(self._context_len // 2 + laid.own_len, room - _num_tokens(chunks) + _num_tokens(laid.own))
-        num_kept = max(0, laid.num_fitting(budget - len(head)))
-        while True:
-            shorter = self._laid(messages, past, chunks, context, num_departed=laid.num_turns - num_kept, head=head)
-            fitted = self._fitted(shorter)
-            if not num_kept or fitted.num_tokens <= room:
-                return fitted
-            num_kept -= 1
+        most = max(0, laid.num_fitting(budget - head_len))
+
+        def kept(num_turns: int) -> Fitted:
+            num_departed = laid.num_turns - num_turns
+            return self._fitted(self._laid(messages, past, chunks, context, num_departed=num_departed))
+
+        fitted = kept(most)
+        if fitted.num_tokens <= room:
+            return fitted
+        # What stays may have to show chunks that have left with others.
+        fewer = bisect_right(range(most), room, key=lambda num_turns: kept(num_turns).num_tokens)
+        return kept(max(0, fewer - 1))
 
     # Private, in order of use
 
@@ -235,7 +257,6 @@ class TurnFitter:
         context: PromptContext,
         *,
         num_departed: int,
-        head: tuple[int, ...] | None = None,
     ) -> _Laid:
         num_agreed, place = past.num_messages, turn_start(messages)
         bounds = [num_agreed, *(exchange_ends(messages, num_agreed) if past.chunks is not None else ())]
@@ -251,18 +272,40 @@ class TurnFitter:
             elif is_paper:
                 shown_chunks |= ids
                 seen |= ids
+        opening = messages[: num_opening(messages)]
+        num_cut = 0  # messages that the template does not get, so that it shows the first of the others as such
+        if num_departed and turns:
+            lead = self._first_lead(messages, past.turns[num_departed - 1].num_messages, turns[0], context)
+            turns = (replace(turns[0], lead_ids=array("i", lead)), *turns[1:])
+        elif num_departed:
+            num_cut, num_agreed = bounds[skipped] - len(opening), 0
         exchanges = self._assembler.exchanges(
-            messages,
+            [*opening, *messages[len(opening) + num_cut :]] if num_cut else messages,
             num_agreed=num_agreed,
-            with_chunks={i for i, each in unshown.items() if each},
+            with_chunks={i - num_cut for i, each in unshown.items() if each},
             is_split=past.chunks is not None,
             tools=context.tools,
             template_kwargs=context.template_kwargs,
         )
-        own = [*messages[: num_opening(messages)], *messages[max(bounds[-1], num_opening(messages)) :]]
-        return _Laid(
-            turns, exchanges[skipped:], unshown, past.told, seen if is_paper else None, own, num_departed, head, context
-        )
+        own = [*opening, *messages[max(bounds[-1], len(opening)) :]]
+        stay = [one.moved(num_cut) for one in (exchanges if num_cut else exchanges[skipped:])]
+        return _Laid(turns, stay, unshown, past.told, seen if is_paper else None, own, num_departed, context)
+
+    def _head(self, messages: Sequence[Mapping[str, Any]], context: PromptContext) -> str:
+        return self._assembler.head(messages, tools=context.tools, template_kwargs=context.template_kwargs)
+
+    def _first_lead(
+        self, messages: Sequence[Mapping[str, Any]], start: int, turn: Turn, context: PromptContext
+    ) -> tuple[int, ...]:
+        """What a turn in store begins with when the messages before `start` have left: the head, and what it had in its lead of
+        messages that nobody has answered."""
+        question = turn_start(messages[: turn.num_messages])
+        between = [*messages[start:question]]
+        if not between or str(text_of(between[-1], 0)) not in self._assembler.tokenizer.decode(turn.lead_ids):
+            return context.encode(self._head(messages, context))
+        asked = [*messages[: num_opening(messages)], *between, messages[question]]
+        (one,) = self._assembler.exchanges(asked, tools=context.tools, template_kwargs=context.template_kwargs)
+        return context.encode(one.lead)
 
     def _fitted(self, laid: _Laid) -> Fitted:
         turns, lead = laid.joined()
@@ -274,25 +317,32 @@ class TurnFitter:
         """Question and answer as the chat template shows them in later turns, where that is less than what was generated: it
         leaves out reasoning. Elsewhere what was generated."""
         given = _as_given(laid.outro, output_ids, content)
-        context, messages = laid.context, laid.messages
-        if messages[-1].get("role") == "assistant":  # it was shown as a user's
+        context, answer = laid.context, {"role": "assistant", "content": content}
+        if laid.messages[-1].get("role") == "assistant":  # it was shown as a user's
             return given
         try:
-            one, after = self._assembler.exchanges(
-                [*messages, {"role": "assistant", "content": content}, {"role": "user", "content": "?"}],
-                with_chunks={turn_start(messages)} if laid.own else (),
-                is_split=True,
-                tools=context.tools,
-                template_kwargs=context.template_kwargs,
-            )
+            one, after = self._shown_later(laid, answer)
             ending, end = context.encode(one.areas[-1].ending), context.encode(after.lead)[:1]
             ids = output_ids[:-1] if tuple(output_ids[-1:]) == end else output_ids
             if ending == laid.outro and one.answer.strip() == self._assembler.tokenizer.decode(ids).strip():
                 return given
             shown_later = (*ending, *context.encode(one.answer))
+            if self._num_visible(shown_later) >= self._num_visible((*laid.outro, *ids)):
+                return given
+            told, _ = self._shown_later(laid, {**answer, "reasoning_content": _PROBE})
         except ValueError:  # an empty answer, or a template that refuses the two
             return given
-        return shown_later if self._num_visible(shown_later) < self._num_visible((*laid.outro, *ids)) else given
+        is_kept = _PROBE in told.areas[-1].ending + told.answer  # where the client sends it back
+        return given if is_kept else shown_later
+
+    def _shown_later(self, laid: _Laid, answer: Mapping[str, Any]) -> list[Exchange]:
+        return self._assembler.exchanges(
+            [*laid.messages, answer, {"role": "user", "content": "?"}],
+            with_chunks={turn_start(laid.messages)} if laid.own else (),
+            is_split=True,
+            tools=laid.context.tools,
+            template_kwargs=laid.context.template_kwargs,
+        )
 
     def _num_visible(self, ids: Sequence[int]) -> int:
         return len("".join(self._assembler.tokenizer.decode(ids, with_special=False).split()))
@@ -310,12 +360,11 @@ class _Laid:
         seen: frozenset[ChunkId] | None,
         messages: Sequence[Mapping[str, Any]],
         num_departed: int,
-        head: tuple[int, ...] | None,
         context: PromptContext,
     ) -> None:
         self.turns, self.messages, self.num_departed, self.context = turns, messages, num_departed, context
         *self._exchanges, self._open = exchanges
-        self._unshown, self._told, self.seen, self._head = unshown, told, seen, head
+        self._unshown, self._told, self.seen = unshown, told, seen
         encode = context.encode
         *before, area = self._open.areas
         self.own = unshown[area.message]
@@ -354,16 +403,15 @@ class _Laid:
         """The turns before the question's, and what joins it to them."""
         turns, seen = list(self.turns), self.seen
         for exchange in self._exchanges:
-            lead = () if self._head and not turns else self._after(turns, exchange.lead)
+            lead = self._after(turns, exchange.lead)
             body, spans = joined((), self._pieces(exchange))
             seen = None if seen is None else seen | {span.chunk for span in spans}
-            n, hash, asked = exchange.num_messages, "", ""
+            n, hash = exchange.num_messages, ""
+            names: tuple[str, ...] = ()
             if self._told:
-                hash, asked = self._told.after(n), self._told.asked[n - 1]
-            turns.append(Turn(n, hash, array("i", lead), body, spans, seen or frozenset(), asked_hash=asked))
-        if self._head and turns:
-            turns[0] = replace(turns[0], lead_ids=array("i", self._head))
-        return tuple(turns), self._head if self._head and not turns else self._after(turns, self._open.lead)
+                hash, names = self._told.after(n), self._told.questions[exchange.areas[-1].message]
+            turns.append(Turn(n, hash, array("i", lead), body, spans, seen or frozenset(), found_by=names))
+        return tuple(turns), self._after(turns, self._open.lead)
 
     # Private, in order of use
 
@@ -386,43 +434,50 @@ def history_of(
     messages: Sequence[Mapping[str, Any]],
     conversation: Conversation | None,
     sent: Mapping[int, tuple[TokenizedChunk, ...]],
+    *,
+    is_question_known: bool = True,
 ) -> Past:
     """What the messages before the question have shown: by turns in store, by the chunks that came with them (`sent`), by what
-    turns in store say that was shown with the same questions."""
+    turns in store say that was shown with them. `is_question_known`: whether the question's own chunks are."""
     turns, asked, told = (conversation.turns, conversation.asked, conversation.told) if conversation else ((), {}, None)
-    sent_ids = {i: {item.chunk.id for item in items} for i, items in sent.items()}
+    sent_ids = {i: frozenset(item.chunk.id for item in items) for i, items in sent.items()}
     place, first, is_changed = turn_start(messages), 0, False
     earlier = set[ChunkId]()  # shown or sent with the messages before
 
-    def is_shown(turn: Turn, question: int) -> bool:
-        """Whether what was sent is what the turn has shown, apart from what was shown before it."""
-        unshown = sent_ids[question] - turn.chunks - turn.seen
-        return turn.chunks <= sent_ids[question] and unshown <= earlier
+    def is_shown(turn: Turn, ids: frozenset[ChunkId]) -> bool:
+        """Whether these are what the turn has shown, apart from what was shown before it."""
+        return ids - turn.chunks - turn.seen <= earlier and turn.chunks - ids <= earlier
 
+    ends = exchange_ends(messages, 0) if turns else []
     for n, turn in enumerate(turns):
         question = turn_start(messages[: turn.num_messages])
-        earlier.update(*(sent_ids[i] for i in range(first, question) if i in sent_ids))
-        if question in sent and not is_shown(turn, question):
+        start = first or max((end for end in ends if end <= question), default=0)
+        earlier.update(*(sent_ids[i] for i in range(first, start) if i in sent_ids))
+        users = [i for i in range(start, turn.num_messages) if messages[i].get("role") == "user"]
+        ids = frozenset[ChunkId]().union(*(sent_ids[i] for i in users if i in sent))
+        is_whole = all(i in sent for i in users)
+        if any(i in sent for i in users) and not is_shown(turn, ids if is_whole else ids | turn.chunks):
             turns, is_changed = turns[:n], True
             break
-        earlier.update(turn.chunks, sent_ids.get(question, ()))
+        earlier |= turn.chunks | ids
         first = turn.num_messages
     chunks = dict[int, tuple[TokenizedChunk, ...]]()
-    unknown = list[int]()
-    open_question: int | None = None
+    unknown, unanswered = list[int](), list[int]()
     for i in range(first, place):
         role = messages[i].get("role")
         if role == "user":
-            open_question = i
+            unanswered.append(i)
             if i in sent:
                 chunks[i] = sent[i]
-                is_changed = is_changed or (i in asked and not is_shown(asked[i], i))
+                is_changed = is_changed or (i in asked and not is_shown(asked[i], sent_ids[i]))
             elif i in asked:
                 chunks[i] = chunks_of(asked[i])
             earlier.update(item.chunk.id for item in chunks.get(i, ()))
-        elif role == "assistant" and open_question is not None:
-            unknown += [open_question] if open_question not in chunks else []
-            open_question = None
+        elif role == "assistant":
+            unknown += [question for question in unanswered if question not in chunks]
+            unanswered = []
+    if not is_question_known:
+        unknown.append(place)
     is_known = conversation is not None or any(i < place for i in sent)
     return Past(turns, chunks if is_known else None, told, tuple(unknown), is_changed)
 

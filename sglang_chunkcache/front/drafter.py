@@ -97,7 +97,9 @@ class Drafter:
             i: self._tokenize(each, encode, identity.tenant, f"messages.{i}.chunks", may_be_shown=is_conversation).items
             for i, each in (earlier or {}).items()
         }
-        past = history_of(messages, conversation, sent)
+        is_said = passages is not None or (conversation is not None and start in conversation.asked)
+        is_begun = bool(prefill) or any(message.get("role") == "assistant" for message in messages[start:])
+        past = history_of(messages, conversation, sent, is_question_known=is_said or not is_begun)
         if past.unknown and options.requires_history:
             raise HistoryError(
                 f"messages.{past.unknown[0]}.chunks: what this message has shown is not known here; send its chunks, "

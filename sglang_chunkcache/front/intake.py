@@ -89,9 +89,10 @@ class Intake:
         body = await json_object(raw_request, self._config)
         ours = (*RagFields.model_fields, "texts")
         refuse_misspelt(body, ours=ours, theirs=ChatCompletionRequest.model_fields)
-        if not (body.get("texts") or body.get("chunks") or body.get("retrieve") is not None):
-            raise RequestError("texts: give texts, chunks or retrieve")
         texts, messages = body.pop("texts", None), body.get("messages") or []
+        brings = isinstance(messages, list) and any(isinstance(each, dict) and each.get("chunks") for each in messages)
+        if not (texts or body.get("chunks") or body.get("retrieve") is not None or brings):
+            raise RequestError("texts: give texts, chunks or retrieve")
         if texts is not None:
             are_strings = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
             if body.get("chunks") or not are_strings:
@@ -112,6 +113,9 @@ class Intake:
         messages = searched = _messages(request)
         identity = _identity(raw_request, request.cache_salt, request.extra_key, _adapter(request))
         fusion, joint = fields.fusion_request(self._config), fields.joint_request(self._config)
+        prefill = ""
+        if request.continue_final_message:
+            messages, prefill = begun_answer(messages)
         start = turn_start(messages)
         if start in brought and fields.chunks is not None:
             raise RequestError(f"messages.{start}.chunks: chunks are at the top level, too")
@@ -120,9 +124,6 @@ class Intake:
         _check_ids(brought)
         earlier = {i: self._passages(chunks, f"messages.{i}.chunks") for i, chunks in brought.items()}
         passages = earlier.pop(start, None)
-        prefill = ""
-        if request.continue_final_message:
-            messages, prefill = begun_answer(messages)
         tools, template_kwargs = _tools(request), self._parts.chat.template_kwargs(request)
         conversation = None
         if fields.conversation_id:

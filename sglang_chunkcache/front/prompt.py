@@ -79,6 +79,11 @@ class Exchange(NamedTuple):
     num_messages: int
     """Of the request, up to and including the answer."""
 
+    def moved(self, num_messages: int) -> Exchange:
+        """The same in a request with that many messages more in front of it."""
+        areas = tuple(area._replace(message=area.message + num_messages) for area in self.areas)
+        return self._replace(areas=areas, num_messages=self.num_messages + num_messages)
+
 
 def joined(before: Sequence[int], pieces: Iterable[Piece]) -> tuple[array[int], tuple[Span, ...]]:
     """`before` and the pieces in a row: their ids (array 'i'), and a span for each piece that is a chunk."""
@@ -298,13 +303,13 @@ def turn_start(messages: Sequence[Mapping[str, Any]]) -> int:
 
 def exchange_ends(messages: Sequence[Mapping[str, Any]], start: int) -> list[int]:
     """Where exchanges end, from message `start` to the last user message: behind each answer in words to a user's message that
-    is followed by another one."""
+    is followed by another one, or by a system message."""
     ends, has_question = [], False
     for i in range(start, turn_start(messages)):
         message = messages[i]
         has_question = has_question or message.get("role") == "user"
         is_answer = message.get("role") == "assistant" and message.get("content") and not message.get("tool_calls")
-        if is_answer and has_question and messages[i + 1].get("role") == "user":
+        if is_answer and has_question and messages[i + 1].get("role") in ("user", "system", "developer"):
             ends.append(i + 1)
             has_question = False
     return ends

@@ -51,7 +51,7 @@ def make_turn(messages: Messages, *, chunks: str = "", seen: str = "", num_token
         body_ids=array("i", range(num_tokens - 1)),
         spans=tuple(Span(i, i + 1, ChunkId(name)) for i, name in enumerate(chunks)),
         seen=frozenset(map(ChunkId, seen or chunks)),
-        asked_hash=asked_hash(messages),
+        found_by=(asked_hash(messages),),
     )
 
 
@@ -320,9 +320,9 @@ def test_turn_is_found_by_its_questions(conversations: ConversationMap) -> None:
     """Whatever was answered, and behind any head: that says what its user was shown, and gives no tokens to continue from."""
     other = [DIALOGUE[0], answer("another answer"), DIALOGUE[2]]
     hashes = [asked_hash(other[:n]) for n in (1, 3)]
-    assert conversations.asked(KEY, hashes, 2) == (TURN_1, TURN_2)
-    assert conversations.asked(KEY, [asked_hash([user("q2")])], 2) == (None,)
-    assert conversations.asked(KEY._replace(tenant="x"), hashes, 2) == (None, None)
+    assert conversations.found(KEY, hashes, 2) == (TURN_1, TURN_2)
+    assert conversations.found(KEY, [asked_hash([user("q2")])], 2) == (None,)
+    assert conversations.found(KEY._replace(tenant="x"), hashes, 2) == (None, None)
     assert conversations.agree(KEY, hashes_of(other, head="11"), 2) == ()
 
 
@@ -330,11 +330,11 @@ def test_turn_without_an_answer_is_found_by_its_questions_alone(conversations: C
     """It was stopped: it shows nothing else, and takes no other turn's place but that of the same questions."""
     stopped = replace(make_turn(DIALOGUE, chunks="e"), messages_hash="")
     conversations.keep(KEY, stopped, 3)
-    assert conversations.asked(KEY, [asked_hash(DIALOGUE)], 3) == (stopped,)
+    assert conversations.found(KEY, [asked_hash(DIALOGUE)], 3) == (stopped,)
     assert agree(conversations, DIALOGUE) == (TURN_1, TURN_2)
     finished = make_turn([*DIALOGUE, answer("a3")], chunks="f")
     conversations.finish(KEY, HEAD, (TURN_1, TURN_2), finished, 4)
-    assert conversations.asked(KEY, [asked_hash(DIALOGUE)], 4) == (finished,)
+    assert conversations.found(KEY, [asked_hash(DIALOGUE)], 4) == (finished,)
     assert conversations.num_turns == 3
 
 
@@ -415,7 +415,7 @@ def test_what_is_stored_is_counted_and_found(steps: list[tuple[str, str, list[st
         found = {
             id(each)
             for conversation in stored._found.values()
-            for turns_of in [*conversation.by_head.values(), conversation.by_question]
+            for turns_of in [*conversation.by_head.values(), conversation.found_by]
             for last in turns_of.values()
             for each in last.path()
         }
