@@ -32,6 +32,8 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import reduce
+from operator import xor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -123,9 +125,8 @@ class ChunkRadixCache(SharingRadixCache):
         """The request is in SGLang's queue. Called by our hook."""
         spans = self._spans_of(req)
         if spans is not None:
-            self.log.acknowledge(
-                spans.ack
-            )  # not when it is prefilled: many that were sent later may have been answered by then
+            # Not when it is prefilled: many that were sent later may have been answered by then.
+            self.log.acknowledge(spans.ack)
         if spans is not None and self.stored is not None and not self.disable:
             ids = req.origin_input_ids
             self.stored.arrived(req, self._key(req, ids, spans, len(ids)), spans)
@@ -418,7 +419,8 @@ class ChunkRadixCache(SharingRadixCache):
     def check_integrity(self) -> None:
         """Raise IntegrityError with every violated invariant. Walks the whole tree: for tests and idle moments."""
         violations = self.sharing_violations(self._nodes())
-        chunks = digest = tokens = promoted = 0
+        chains = list[ChainId]()
+        tokens = promoted = 0
         for node in self._nodes():
             if len(node.key) != len(node.value):
                 violations.append(f"node {node.id}: {len(node.key)} tokens but {len(node.value)} slots")
@@ -426,8 +428,8 @@ class ChunkRadixCache(SharingRadixCache):
                 violations.append(f"node {node.id}: more than one segment: {list(node.key.segments())}")
             known = facts(node)
             if (chain := known.chain) is not None:
-                chunks, digest, tokens = chunks + 1, digest ^ chain, tokens + len(node.key)
-                promoted += known.promoted
+                chains.append(chain)
+                tokens, promoted = tokens + len(node.key), promoted + known.promoted
                 if facts(node.parent).chunk is not None and facts(node.parent).chain is None:
                     violations.append(f"node {node.id} has a place in the global tree but the chunk above has none")
             if known.host is not None and known.host.node is not node:
@@ -438,10 +440,9 @@ class ChunkRadixCache(SharingRadixCache):
             violations.append(f"{len(self.copies)} sources are booked, the tree has another number")
         if self.host is not None:
             violations += self.host.violations()
-            for chain in self.host.chains_not_on_device:
-                chunks, digest = chunks + 1, digest ^ chain
-        counted = (chunks, digest, tokens, promoted)
-        booked = (self.log.num_nodes, self.log.digest, self._num_chunk_tokens, self._num_promoted)
+            chains += self.host.chains_not_on_device
+        counted = (len(chains), reduce(xor, {*chains}, 0), tokens, promoted)
+        booked = (self.log.num_alike, self.log.digest, self._num_chunk_tokens, self._num_promoted)
         if counted != booked:
             violations.append(f"chunk nodes, digest, tokens, promoted are {counted} but were booked as {booked}")
         if violations:

@@ -3,6 +3,8 @@
     events    + a   + b   ~ a   - b   + c       numbered; what a request acknowledges at its arrival is forgotten
     nodes     a (host)    c                     in the order of their birth, parents before what is below them
 
+Fused nodes of two questions may be one chain to the front, which is told of the first that comes and of the last that goes.
+
 A log that outgrows `max_events` forgets its oldest events. The reader sees a gap, drops its mirror of the rank and has the nodes
 told again, part by part. A part begins at a birth: whatever comes and goes meanwhile, a node that was born before has been told,
 one that was born later is yet to be.
@@ -23,10 +25,11 @@ MAX_EVENTS_PER_ANSWER = 2048
 
 
 class _Node:
-    __slots__ = ("birth", "chain", "event", "tier")
+    __slots__ = ("birth", "chain", "event", "num_alike", "tier")
 
     def __init__(self, birth: int, chain: ChainId, event: Inserted) -> None:
         self.birth, self.chain, self.event, self.tier = birth, chain, event, Tier.DEVICE
+        self.num_alike = 1
 
 
 class EventLog:
@@ -54,11 +57,24 @@ class EventLog:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that are held, in whatever tier."""
+        """Chains that are held, in whatever tier."""
         return len(self._held)
 
+    @property
+    def num_alike(self) -> int:
+        """The same, those held more than once counted as often. Walks all of them."""
+        return sum(node.num_alike for node in self._held.values())
+
     def append(self, event: Event) -> None:
-        """Number and keep an event."""
+        """Number and keep an event, unless it is of one of several nodes of its chain."""
+        node = self._held.get(event.chain)
+        if node is not None and node.tier is Tier.DEVICE:
+            if isinstance(event, Inserted):
+                node.num_alike += 1
+                return
+            if node.num_alike > 1:
+                node.num_alike -= 1
+                return
         self._follow(event)
         self._events.append(event)
         self.seq += 1

@@ -146,3 +146,20 @@ def test_what_has_left_takes_no_room() -> None:
         log.acknowledge(Acknowledgement(log.epoch, log.seq))
         assert len(log._by_birth) <= 2 * 3 + 10 + 1, number
     assert log.part(0).nodes == tuple(map(inserted, "abc"))
+
+
+def test_nodes_of_one_chain_are_told_once() -> None:
+    """Fused nodes of two questions: the front hears of the first that comes and of the last that goes."""
+    log = make_log(inserted("a"), inserted("a"), inserted("ab"), Evicted(chain("a")))
+    assert [type(event) for event in log.unread().events] == [Inserted, Inserted]
+    assert (log.num_nodes, log.num_alike, log.digest) == (2, 2, chain("a") ^ chain("ab"))
+    log.append(Evicted(chain("a")))
+    assert log.unread().events[2:] == (Evicted(chain("a")),)
+    assert (log.num_nodes, log.digest) == (1, chain("ab"))
+
+
+def test_chain_that_comes_back_from_host_memory_is_told() -> None:
+    """It is the same node, on the device again."""
+    log = make_log(inserted("a"), Moved(chain("a"), Tier.HOST), inserted("a"), Evicted(chain("a")))
+    assert len(log.unread().events) == 4
+    assert (log.num_nodes, log.num_alike, log.digest) == (0, 0, 0)
