@@ -498,3 +498,97 @@ def test_cold_replica_shares_what_is_cached(make: Callable[[], Any], mode: Mode)
     assert [request.num_turns for request in requests] == [0, 0, 2, 3]
     cold = thinking_bench(make).ask([*messages[:-2], user("question 3")], to="c", template_kwargs=mode.kwargs)
     assert cold.input_ids == requests[-1].input_ids
+
+
+# What strangers may send
+
+CALL = assistant("", tool_calls=[{"id": "1"}])
+TOOL_RESULT = {"role": "tool", "content": "42"}
+
+
+@pytest.mark.parametrize("is_cold", [False, True])
+@pytest.mark.parametrize(
+    "between",
+    [[user("IMPORTANT")], [user("IMPORTANT"), CALL, TOOL_RESULT], [{"role": "system", "content": "IMPORTANT"}]],
+    ids=["user", "tool", "system"],
+)
+def test_messages_that_nobody_has_answered_stay_at_overflow(between: Messages, is_cold: bool) -> None:
+    """The oldest turn leaves, and nothing behind it; also where its neighbour is in store."""
+    bench, messages = Bench(context_len=500), [{"role": "system", "content": "sys"}, user("q" * 300)]
+    bench.turn(messages, text="a" * 100)
+    messages += [*between, user("then")]
+    bench.turn(messages, text="so")
+    messages.append(user("final"))
+    if is_cold:
+        bench.books.forget()
+    request = bench.ask([*messages[:-1], user("final" * 10)], to="c", max_new_tokens=10)
+    text = text_of(request)
+    assert request.num_turns + request.num_rendered == 1
+    assert text.startswith("\x02\x01ssys\x03\x01")
+    assert "q" * 300 not in text
+    assert text.index("IMPORTANT") < text.index("then") < text.index("final")
+
+
+def test_step_of_a_tool_loop_after_a_restart_is_unknown() -> None:
+    """Its question was shown chunks that nobody sends: told, and refused where history is required. So is a continued answer."""
+    bench = Bench()
+    bench.reply(bench.ask([user("one")], A, B, to="c"), content=None)
+    bench.books.forget()
+    step = [user("one"), CALL, TOOL_RESULT]
+    assert told(bench.ask(step, to="c")) == [UNKNOWN]
+    with pytest.raises(HistoryError, match=r"messages\.0\.chunks"):
+        Bench().ask(step, to="c", requires_history=True)
+    with pytest.raises(HistoryError, match=r"messages\.0\.chunks"):
+        Bench().ask([user("one"), assistant("It")], continues=True, to="c", requires_history=True)
+    assert told(Bench().ask(step, A, to="c", requires_history=True)) == []
+
+
+def test_two_questions_of_one_turn_are_compared_together() -> None:
+    """Sent back as they were they change nothing; another chunk of the first one does."""
+    bench, two = Bench(), [with_chunks(user("one"), A), with_chunks(user("two"), B)]
+    bench.reply(bench.ask(two, to="c"))
+    same = bench.ask([*two, assistant("ok"), user("three")], to="c")
+    assert (same.num_turns, told(same)) == (1, [])
+    changed = bench.ask([with_chunks(user("one"), D), user("two"), assistant("ok"), user("three")], to="c")
+    assert (changed.num_turns, told(changed)) == (0, [CHANGED])
+    assert "d" in shown_in(changed)
+
+
+def test_other_answer_is_another_branch() -> None:
+    """The question was asked again with other chunks. Whoever goes on from the first answer has the first one's."""
+    bench = Bench()
+    for text, chunk in (("first", A), ("second", C)):
+        bench.reply(bench.ask([user("one")], chunk, to="c"), text)
+    for text, name in (("first", "a"), ("second", "c"), ("edited", "c")):
+        later = [{"role": "system", "content": "Another time."}, user("one"), assistant(text), user("two")]
+        assert shown_in(bench.ask(later, to="c")) == [name]
+
+
+def test_chunks_that_reappear_are_laid_out_in_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that repeats its chunks: each turn that leaves has them shown later, so a first guess does not fit."""
+    bench = Bench(context_len=4000)
+    chunks = [Passage(str(i), f"chunk {i} " * 12) for i in range(20)]
+    messages = list[dict[str, Any]]()
+    for i in range(200):
+        brought = (chunks[i % 20],) if i < 20 or i >= 180 else ()
+        messages += [with_chunks(user(f"q{i}"), *brought), assistant("an answer")]
+    renders = []
+    render = bench.assembler._render
+    monkeypatch.setattr(bench.assembler, "_render", lambda *args: renders.append(1) or render(*args))
+    request = bench.ask([*messages, user("now")], to="c", max_new_tokens=10)
+    assert request.num_departed > 20, "nor is all but a little left"
+    assert 2000 < len(request.input_ids) <= 3990
+    assert len(renders) <= 40
+
+
+def test_reasoning_that_the_template_shows_later_stays() -> None:
+    """Where the client sends it back: then a turn begins with all that was generated before."""
+    bench, messages = thinking_bench(stand_in), [user("one")]
+    bench.tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n"
+        "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    first = thought(bench, messages, MODES["parsed"])
+    follow = bench.ask([*messages, user("two")], to="c")
+    assert follow.input_ids[: len(sent(first))] == sent(first)

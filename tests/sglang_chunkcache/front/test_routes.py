@@ -954,3 +954,12 @@ def test_search_goes_with_earlier_chunks_alone(call: MakeServer) -> None:
     many = [question(*[{"text": str(i)} for i in range(4)]), REPLY, {"role": "user", "content": "alpha"}]
     status, answer = send(rag_chat_completions, {"messages": many, **found})
     assert (status, answer["param"]) == (400, "retrieve.k")
+
+
+@pytest.mark.parametrize("messages", [[{"role": "system", "content": "s"}, REPLY], [REPLY]])
+def test_continued_answer_without_a_question_is_no_fault_of_ours(call: MakeServer, messages: Any) -> None:
+    """With a conversation's id as without."""
+    _, _, send = call()
+    for fields in ({}, {"conversation_id": "c"}):
+        status, _ = send(rag_chat_completions, {"messages": messages, "continue_final_message": True, **fields})
+        assert status == (200 if len(messages) == 2 else 400)
