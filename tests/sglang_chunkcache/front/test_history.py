@@ -572,9 +572,13 @@ def test_chunks_that_reappear_are_laid_out_in_few_tries(monkeypatch: pytest.Monk
     for i in range(200):
         brought = (chunks[i % 20],) if i < 20 or i >= 180 else ()
         messages += [with_chunks(user(f"q{i}"), *brought), assistant("an answer")]
-    renders = []
-    render = bench.assembler._render
-    monkeypatch.setattr(bench.assembler, "_render", lambda *args: renders.append(1) or render(*args))
+    renders, render = list[int](), bench.assembler._render
+
+    def counted(*args: Any) -> str:
+        renders.append(1)
+        return render(*args)
+
+    monkeypatch.setattr(bench.assembler, "_render", counted)
     request = bench.ask([*messages, user("now")], to="c", max_new_tokens=10)
     assert request.num_departed > 20, "nor is all but a little left"
     assert 2000 < len(request.input_ids) <= 3990
