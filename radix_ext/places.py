@@ -17,14 +17,15 @@ V = TypeVar("V")
 
 
 class Place(NamedTuple):
-    """`chain` names the chunks before a chunk and itself; `rank` has computed it there."""
+    """`chain` names the chunks before a chunk and itself; `rank` has computed it there, into the cache of that `epoch`."""
 
     chain: int
     rank: int
+    epoch: int
 
 
 class Places:
-    """At most `max_places` of each kind, the least recently noted ones leave. O(1) each, and about 400 bytes for both kinds.
+    """At most `max_places` of each kind, the least recently noted ones leave. O(1) each, and about 500 bytes for both kinds.
 
     Keys are Python's own 61-bit hashes, as in `AccessTable`: should two ever be equal, a reason is wrong and no answer.
 

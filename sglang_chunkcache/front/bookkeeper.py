@@ -254,11 +254,12 @@ class Bookkeeper:
         ):
             self.metrics.count("chunks", kind, amount)
 
-    def _keep_turn(self, planned: Planned) -> None:
+    def _keep_turn(self, planned: Planned, home: Home | None = None) -> None:
         """Its chunks, however it ends: the next turn may come before the end of this one. A whole answer stores more."""
         turn = planned.draft.turn
         if turn is not None:
-            self.conversations.keep(turn.key, turn.kept(planned.input_ids, planned.spans), self._clock())
+            kept = replace(turn.kept(planned.input_ids, planned.spans), home=home)
+            self.conversations.keep(turn.key, kept, self._clock())
 
     def _home(self, rag: RagRequest, start: int) -> Home | None:
         """Who has the turn's KV. None: nobody keeps it, or no rank has said that it read the request."""
@@ -312,6 +313,9 @@ class Bookkeeper:
 
     def _book_answer(self, rag: RagRequest, answer: Answer | None, meta: dict[str, Any], *, was_heard: bool) -> None:
         """At the first token. Without a token SGLang drops the rank's answer, which is no fault."""
+        turn = rag.planned.draft.turn
+        if turn is not None and (home := self._home(rag, sum(each.num_tokens for each in turn.history))):
+            self._keep_turn(rag.planned, home)
         fusion, has_tokens = rag.planned.fusion, meta.get("completion_tokens", 0) > 0
         is_plain = has_tokens and not was_heard  # the rank could not read our spans; its log says why
         rag.report = answer.report if answer and fusion else None

@@ -11,11 +11,22 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from radix_ext import Chunk, ChunkId, ConversationKey, MessageError, Span, Turn, keep_recent, running_hashes, shown
+from radix_ext import (
+    Chunk,
+    ChunkId,
+    ConversationKey,
+    Home,
+    MessageError,
+    Span,
+    Turn,
+    keep_recent,
+    running_hashes,
+    shown,
+)
 from sglang_chunkcache.errors import RequestError, TooLongError
 from sglang_chunkcache.front.prompt import (
     Area,
@@ -101,6 +112,8 @@ class Past:
     """By message, none for those without. None: later messages are text alone, and part of the question's turn."""
     told: Told | None = None
     """None: no conversation, so nothing will be stored."""
+    asked: Mapping[int, Turn] = field(default_factory=dict)
+    """As the conversation has it."""
     unknown: tuple[int, ...] = ()
     """User messages with an answer of which nobody can tell what they have shown."""
     is_changed: bool = False
@@ -157,13 +170,15 @@ class OpenTurn:
     prefill: str
     """The client's beginning of the answer; the client sends the whole back."""
     later: Later
+    step: Turn | None
+    """This turn as it was kept at an earlier step, of a tool loop or before a question that nobody has answered. None: it has
+    none."""
 
     def closed(
         self, input_ids: Sequence[int], spans: Sequence[Span], output_ids: Sequence[int], *, content: str, tag: str
     ) -> Turn:
         """The turn with its answer, under the hash of all messages, the answer included."""
-        start = sum(turn.num_tokens for turn in self.history) + len(self.lead)
-        own = tuple(Span(s - start, e - start, chunk) for s, e, chunk in spans if s >= start)
+        start, own = self._own(spans)
         seen = frozenset[ChunkId]() if self.seen is None else self.seen | {span.chunk for span in own}
         content = self.prefill + content
         answer = _counted({"role": "assistant", "content": content})
@@ -175,11 +190,15 @@ class OpenTurn:
         return Turn(self.num_messages + 1, whole_hash, lead, body, own, seen, tag, names)
 
     def kept(self, input_ids: Sequence[int], spans: Sequence[Span]) -> Turn:
-        """What the turn has shown, whatever becomes of its answer."""
-        start = sum(turn.num_tokens for turn in self.history)
-        pieces: list[Piece] = [(input_ids[s:e], chunk) for s, e, chunk in spans if s >= start]
-        body, own = joined((), pieces)
-        return Turn(self.num_messages, "", array("i"), body, own, frozenset(), found_by=self.told.asked)
+        """What the turn has shown, whatever becomes of its answer: its prompt."""
+        start, own = self._own(spans)
+        lead, body = array("i", self.lead), array("i", input_ids[start:])
+        return Turn(self.num_messages, self.told.hashes[-1], lead, body, own, frozenset(), found_by=self.told.asked)
+
+    def _own(self, spans: Sequence[Span]) -> tuple[int, tuple[Span, ...]]:
+        """Where its body starts in the prompt, and its chunks in that."""
+        start = sum(turn.num_tokens for turn in self.history) + len(self.lead)
+        return start, tuple(Span(s - start, e - start, chunk) for s, e, chunk in spans if s >= start)
 
 
 def told_hashes(
@@ -289,7 +308,7 @@ class TurnFitter:
         )
         own = [*opening, *messages[max(bounds[-1], len(opening)) :]]
         stay = [one.moved(num_cut) for one in (exchanges if num_cut else exchanges[skipped:])]
-        return _Laid(turns, stay, unshown, past.told, seen if is_paper else None, own, num_departed, context)
+        return _Laid(turns, stay, unshown, past, seen if is_paper else None, own, num_departed, context)
 
     def _head(self, messages: Sequence[Mapping[str, Any]], context: PromptContext) -> str:
         return self._assembler.head(messages, tools=context.tools, template_kwargs=context.template_kwargs)
@@ -356,7 +375,7 @@ class _Laid:
         turns: tuple[Turn, ...],
         exchanges: Sequence[Exchange],
         unshown: Mapping[int, tuple[TokenizedChunk, ...]],
-        told: Told | None,
+        past: Past,
         seen: frozenset[ChunkId] | None,
         messages: Sequence[Mapping[str, Any]],
         num_departed: int,
@@ -364,7 +383,7 @@ class _Laid:
     ) -> None:
         self.turns, self.messages, self.num_departed, self.context = turns, messages, num_departed, context
         *self._exchanges, self._open = exchanges
-        self._unshown, self._told, self.seen = unshown, told, seen
+        self._unshown, self._past, self.seen = unshown, past, seen
         encode = context.encode
         *before, area = self._open.areas
         self.own = unshown[area.message]
@@ -408,9 +427,13 @@ class _Laid:
             seen = None if seen is None else seen | {span.chunk for span in spans}
             n, hash = exchange.num_messages, ""
             names: tuple[str, ...] = ()
-            if self._told:
-                hash, names = self._told.after(n), self._told.questions[exchange.areas[-1].message]
-            turns.append(Turn(n, hash, array("i", lead), body, spans, seen or frozenset(), found_by=names))
+            home: Home | None = None
+            if told := self._past.told:
+                question = exchange.areas[-1].message
+                hash, names, kept = told.after(n), told.questions[question], self._past.asked.get(question)
+                if kept is not None and kept.messages_hash == told.after(n - 1):
+                    home = kept.home
+            turns.append(Turn(n, hash, array("i", lead), body, spans, seen or frozenset(), found_by=names, home=home))
         return tuple(turns), self._after(turns, self._open.lead)
 
     # Private, in order of use
@@ -479,7 +502,7 @@ def history_of(
     if not is_question_known:
         unknown.append(place)
     is_known = conversation is not None or any(i < place for i in sent)
-    return Past(turns, chunks if is_known else None, told, tuple(unknown), is_changed)
+    return Past(turns, chunks if is_known else None, told, asked, tuple(unknown), is_changed)
 
 
 def chunks_of(turn: Turn) -> tuple[TokenizedChunk, ...]:

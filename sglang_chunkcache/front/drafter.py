@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from radix_ext import ChunkId, ConversationKey, FusionRequest, Span
+from radix_ext import ChunkId, ConversationKey, FusionRequest, Span, Turn
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import HistoryError, RequestError, TooLongError
 from sglang_chunkcache.front.conversation import (
@@ -135,6 +135,7 @@ class Drafter:
                 fitted.seen,
                 prefill,
                 fitted.later,
+                _step_before(conversation, fitted.turns),
             )
             if conversation
             else None,
@@ -294,6 +295,13 @@ class Drafter:
         if options.max_new_tokens is not None:
             return max(1, options.max_new_tokens)
         return min(self._config.answer_reserve_tokens, self._context_len // 8)
+
+
+def _step_before(conversation: Conversation, turns: Sequence[Turn]) -> Turn | None:
+    """What was kept last of the turn that follows these, if this request goes on from there."""
+    first, hashes = turns[-1].num_messages if turns else 0, set(conversation.told.hashes[:-1])
+    asked = (conversation.asked[i] for i in sorted(conversation.asked, reverse=True) if i >= first)
+    return next((kept for kept in asked if kept.messages_hash in hashes), None)
 
 
 def conversation_key(identity: Identity, conversation_id: str) -> ConversationKey:

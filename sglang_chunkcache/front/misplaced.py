@@ -36,12 +36,12 @@ class Misplaced:
 
 
 def chunks_field(raw_request: Any) -> str | None:
-    """Where a request to `/v1` has chunks: `chunks`, `messages.chunks`, or nowhere."""
+    """Where a request to `/v1` has chunks, at least one: `chunks`, `messages.chunks`, or nowhere."""
     body = getattr(raw_request, "_json", None)  # what Starlette keeps of `Request.json`
     if not isinstance(body, dict) or not raw_request.scope["path"].startswith("/v1/"):
         return None
-    if "chunks" in body:
+    if body.get("chunks"):
         return "chunks"
     messages = body.get("messages")
-    are_in_one = isinstance(messages, list) and any(isinstance(each, dict) and "chunks" in each for each in messages)
+    are_in_one = isinstance(messages, list) and any(isinstance(each, dict) and each.get("chunks") for each in messages)
     return "messages.chunks" if are_in_one else None

@@ -60,8 +60,10 @@ class Planner:
         num_exact = ordering.held_len + ordering.planned_len - ordering.num_fused
         expected = None
         if draft.options.fusion is None:
-            places = {"area_len": len(area), "held_len": ordering.held_len, "rank": rank}
-            expected = self._books.reasons.expect(draft, namespace, ids, spans, **places)
+            epochs = self._epochs()
+            expected = self._books.reasons.expect(
+                draft, namespace, ids, spans, area_len=len(area), held_len=ordering.held_len, rank=rank, epochs=epochs
+            )
         return Planned(
             draft,
             ids.tolist(),
@@ -126,14 +128,19 @@ class Planner:
             rank = ranks[0] if by_turns else router.choose(cached, history)
         return rank, orderings[rank], cached[rank] < max(history.values(), default=0)
 
+    def _epochs(self) -> list[int]:
+        """Of each rank's cache."""
+        return [mirror.acknowledgement.epoch for mirror in self._books.mirrors]
+
     def _held_history(self, draft: Draft) -> dict[int, int]:
         """Rank -> tokens of the earlier turns that it has."""
-        if draft.turn is None or not draft.turn.history:
+        if draft.turn is None:
             return {}
-        epochs = [mirror.acknowledgement.epoch for mirror in self._books.mirrors]
+        epochs = self._epochs()
         fusion = draft.options.fusion
         recipe = recipe_of(fusion, (), draft.earlier_recipe) if fusion is not None else ""
-        return held_history(draft.turn.history, epochs, recipe=recipe)
+        step = draft.turn.step
+        return held_history((*draft.turn.history, *([step] if step else ())), epochs, recipe=recipe)
 
     def _fused_from(
         self, draft: Draft, area: Sequence[Span], num_exact: int, num_fused: int, growth: Growth | None

@@ -14,6 +14,9 @@ from radix_ext import ChainId, Chunk, ChunkPrefixTree, Tier
 from sglang_chunkcache.wire.events import Acknowledgement, Batch, Event, Inserted, Moved, Reading
 from sglang_chunkcache.wire.state import RankState
 
+MAX_REPEATED = 65_536
+"""Events that are applied once more after a part of a rank's nodes, which is of a moment before them. As many as a rank keeps."""
+
 
 class RankMirror:
     """One rank's part of the tree."""
@@ -23,11 +26,12 @@ class RankMirror:
         self.host_worth = 1.0
         """Of a token in host memory, if one on the device is worth 1: the rank tells it."""
         self._epoch, self._seq = 0, 0
-        self._past: deque[int] = deque(maxlen=64)
         self._rank_seq = 0
         """The rank's, as far as is known."""
         self._part: int | None = None
         """Of the rank's nodes, told again, what is to come next. None: they are not being told."""
+        self._since: deque[Event] = deque(maxlen=MAX_REPEATED)
+        """The last events that were applied while they are being told."""
         self._resynced_at: int | None = None
         self.num_restarts = self.num_gaps = self.num_resyncs = 0
 
@@ -48,41 +52,44 @@ class RankMirror:
 
     def apply(self, batch: Batch) -> None:
         """Apply the events that are new. Late batches, of this epoch or an older one, change nothing."""
-        if batch.epoch in self._past:
+        if batch.epoch < self._epoch:
             return
-        if batch.epoch != self._epoch:
+        if batch.epoch > self._epoch:
             self.restart(batch.epoch)
         self._rank_seq = max(self._rank_seq, batch.seq)
         if batch.start > self._seq:
             self._tree.drop_rank(self.rank)
-            self._seq, self._part = batch.start, 0
+            self._seq = batch.start
+            self._begin_parts()
             self.num_gaps += 1
         for event in batch.events[self._seq - batch.start :]:
             self._apply_one(event)
             self._seq += 1
+            if self._part is not None:
+                self._since.append(event)
         self._compare(batch)
 
     def hear(self, state: RankState) -> None:
-        """Take what a rank's state brings. A part of its nodes is that of the moment after its events, and is dropped if other
-        events came first; it will be asked for again."""
+        """Take what a rank's state brings. A part of its nodes is of the moment after the events that come with it. Later
+        ones may have come first, since a state is read when all ranks have told theirs: they are applied once more."""
         self.apply(state.events)
-        part, is_now = state.part, (self._epoch, self._seq) == (state.events.epoch, state.events.seq)
-        if part is None or part.first != self._part or not is_now:
+        part, num_later = state.part, self._seq - state.events.seq
+        if part is None or part.first != self._part or self._epoch != state.events.epoch:
             return
+        if not 0 <= num_later <= len(self._since):
+            return  # it will be asked for again
         if part.first == 0:
             self._tree.drop_rank(self.rank)
-        for node in part.nodes:
-            self._apply_one(node)
+        later = [*self._since][len(self._since) - num_later :]
+        for event in (*part.nodes, *later):
+            self._apply_one(event)
         self._part = part.next
         if self._part is None:
             self._resynced_at = self._seq
             self.num_resyncs += 1
 
     def restart(self, epoch: int) -> None:
-        """The rank's cache was flushed or the rank restarted: it holds nothing. An epoch that is over does not come back."""
-        if epoch in self._past:
-            return
-        self._past.append(self._epoch)
+        """The rank's cache was flushed or the rank restarted: it holds nothing."""
         self._tree.drop_rank(self.rank)
         self.num_restarts += bool(self._epoch)
         self._epoch, self._seq, self._rank_seq = epoch, 0, 0
@@ -113,7 +120,11 @@ class RankMirror:
         room = self._tree.max_nodes - (len(self._tree) - held[0])
         is_of_use = batch.num_nodes <= room or 2 * held[0] < room
         if is_of_use and (self._resynced_at is None or self._seq - self._resynced_at >= batch.num_nodes):
-            self._part = 0
+            self._begin_parts()
+
+    def _begin_parts(self) -> None:
+        self._part = 0
+        self._since.clear()
 
     def _apply_one(self, event: Event) -> None:
         if isinstance(event, Inserted):

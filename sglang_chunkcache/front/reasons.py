@@ -81,6 +81,7 @@ class Reasons:
         area_len: int,
         held_len: int,
         rank: int,
+        epochs: Sequence[int],
     ) -> Expected:
         """Why each chunk would be computed. Changes nothing.
 
@@ -88,6 +89,7 @@ class Reasons:
             ids: the prompt, as array 'i'.
             area_len: chunks of the first area.
             held_len: of these, leading ones that `rank` is expected to hold in this place.
+            epochs: of each rank's cache, now.
         """
         tenant = draft.identity.tenant
         texts = _texts(namespace, spans, ids, area_len)
@@ -101,7 +103,10 @@ class Reasons:
             chunk = spans[index].chunk
             if (place := self._places.behind(texts[index], chunk)) is not None:
                 is_first = index < area_len
-                other = self._elsewhere(place, rank) if is_first else _elsewhere(place, prefixes[index], rank)
+                if is_first:
+                    other = self._elsewhere(place, rank, spans[: index + 1])
+                else:
+                    other = _elsewhere(place, prefixes[index], rank, epochs)
                 if other is not None:
                     reasons[index] = OF[other]
                 continue
@@ -110,20 +115,22 @@ class Reasons:
                 others[index] = seen
         for index, reason in self._other_heads(draft, namespace, spans, area_len, others):
             reasons[index] = reason
-        return Expected(tuple(reasons), texts, self._tree.root(namespace) is None)
+        has_come = any(self._places.behind(namespace, span.chunk) is not None for span in spans[:area_len])
+        return Expected(tuple(reasons), texts, self._tree.root(namespace) is None and not has_come)
 
     def count(self, identity: Identity) -> None:
         """A request runs; its tenant is not counted yet."""
         if not identity.is_named:
             return
-        is_new = identity.tenant not in self._tables
+        # A full table forgets tenants, who would seem to be new.
+        is_new = identity.tenant not in self._tables and len(self._tables) < self._tables.max_tenants
         self._num_new_salts += is_new - (self._salts[0] if len(self._salts) == SALTS else 0)
         self._salts.append(is_new)
         if self._do_salts_vary():
             self._log.warn(
                 "salts",
-                "chunk cache: of the last %d requests with a cache_salt or extra_key, %d had one that never came before; tenants "
-                "share nothing, so a salt for each request switches reuse off",
+                "chunk cache: of the last %d requests with a cache_salt or extra_key, %d had one that had not come since the "
+                "start; tenants share nothing, so a salt for each request switches reuse off",
                 SALTS,
                 self._num_new_salts,
             )
@@ -134,11 +141,12 @@ class Reasons:
         if draft.is_preprocessing or draft.options.joint is not None or rag.plan is None:
             return
         tenant, rank = draft.identity.tenant, rag.served_by or 0
+        epoch = rag.decoded.events.epoch if rag.decoded else 0
         path = rag.plan.node.path()[: planned.fused_from] if rag.plan.node is not None else ()
         if not self._admits_all:
             path = tuple(takewhile(lambda node: node.is_held(rank), path))
         for node in path:
-            self._places.note(tenant, planned.namespace, node.chunk_id, Place(node.chain, rank))
+            self._places.note(tenant, planned.namespace, node.chunk_id, Place(node.chain, rank, epoch))
         if path:
             self._heads.note(tenant, planned.namespace, draft.head, draft.outline)
         if planned.expected is None:
@@ -148,7 +156,7 @@ class Reasons:
             new = range(len(planned.spans)) if rag.missed is None else {i for each in rag.missed for i in each.spans}
             for i, (span, prefix) in enumerate(zip(planned.spans, _prefixes(planned.spans), strict=True)):
                 if i >= num_area and i in new:
-                    self._places.note(tenant, planned.expected.texts[i], span.chunk, Place(prefix, rank))
+                    self._places.note(tenant, planned.expected.texts[i], span.chunk, Place(prefix, rank, epoch))
         if not draft.history:
             self._count_heads(tenant, planned.expected)
 
@@ -165,12 +173,13 @@ class Reasons:
 
     # Private, in order of use
 
-    def _elsewhere(self, place: Place, rank: int) -> Fallback | None:
-        """Of a chunk in the first area, which the tree knows. None: gone."""
+    def _elsewhere(self, place: Place, rank: int, chain: Sequence[Span]) -> Fallback | None:
+        """Of the last chunk of `chain`, in the first area, which the tree knows. None: gone."""
         node = self._tree.find(place.chain)  # type: ignore[arg-type]
         if node is None or not node.is_held():
             return None
-        return Fallback.OTHER_ORDER if node.is_held(rank) else Fallback.OTHER_RANK
+        is_here = [each.chunk_id for each in node.path()] == [span.chunk for span in chain]
+        return Fallback.OTHER_RANK if is_here and not node.is_held(rank) else Fallback.OTHER_ORDER
 
     def _other_heads(
         self, draft: Draft, namespace: str, spans: Sequence[Span], area_len: int, others: dict[int, str]
@@ -269,8 +278,10 @@ def _prefixes(spans: Sequence[Span]) -> Iterator[int]:
         yield prefix
 
 
-def _elsewhere(place: Place, prefix: int, rank: int) -> Fallback | None:
+def _elsewhere(place: Place, prefix: int, rank: int, epochs: Sequence[int]) -> Fallback | None:
     """Of a chunk behind the first area, of which the tree knows nothing. None: gone."""
-    if place.rank != rank:
-        return Fallback.OTHER_RANK
-    return None if place.chain == prefix else Fallback.OTHER_ORDER
+    if place.epoch != epochs[place.rank]:
+        return None
+    if place.chain != prefix:
+        return Fallback.OTHER_ORDER
+    return None if place.rank == rank else Fallback.OTHER_RANK

@@ -12,7 +12,7 @@ one that was born later is yet to be.
 
 from __future__ import annotations
 
-import secrets
+import time
 from bisect import bisect_left
 from collections import deque
 from itertools import islice
@@ -42,11 +42,12 @@ class EventLog:
 
     def __init__(self, max_events: int, *, max_told: int = MAX_EVENTS_PER_ANSWER) -> None:
         self.max_events, self.max_told = max_events, max_told
+        self.epoch = 0
         self.restart()
 
     def restart(self) -> None:
-        """A new epoch: the tree is empty."""
-        self.epoch = secrets.randbits(48)
+        """A new epoch, later than those before: the tree is empty."""
+        self.epoch = max(self.epoch + 1, time.time_ns())
         self.seq = 0
         """Number of the next event."""
         self.digest = 0

@@ -21,6 +21,7 @@ class Acknowledgement(Record, frozen=True):
     """How far the front has read a rank's event log."""
 
     epoch: int
+    """A flushed or restarted cache has a later one."""
     seq: int
 
 

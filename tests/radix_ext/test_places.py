@@ -16,14 +16,14 @@ def test_places_equal_a_list_of_notes(sent: list[tuple[Any, Any, Any, int]], max
     """The last place behind a text, and the last text; of each kind the most recently noted ones."""
     places = Places(max_places=max_places)
     for tenant, text, chunk, chain in sent:
-        places.note(tenant, text, ChunkId(chunk), Place(chain, 0))
+        places.note(tenant, text, ChunkId(chunk), Place(chain, 0, 1))
     behind = latest(((text, chunk), chain) for _, text, chunk, chain in sent)[-max_places:]
     texts = latest(((tenant, chunk), text) for tenant, text, chunk, _ in sent)[-max_places:]
     assert len(places) == len(behind)
     for text in "xyz":
         for chunk in "abc":
             place = dict(behind).get((text, chunk))
-            assert places.behind(text, ChunkId(chunk)) == (None if place is None else Place(place, 0))
+            assert places.behind(text, ChunkId(chunk)) == (None if place is None else Place(place, 0, 1))
     for tenant in "tu":
         for chunk in "abc":
             assert places.last_text(tenant, ChunkId(chunk)) == dict(texts).get((tenant, chunk))
@@ -33,8 +33,8 @@ def test_what_is_noted_again_stays() -> None:
     """Use counts, not age."""
     places = Places(max_places=2)
     for number, chunk in enumerate("abac"):
-        places.note("t", "x", ChunkId(chunk), Place(number, 0))
-    assert [places.behind("x", ChunkId(chunk)) for chunk in "abc"] == [Place(2, 0), None, Place(3, 0)]
+        places.note("t", "x", ChunkId(chunk), Place(number, 0, 1))
+    assert [places.behind("x", ChunkId(chunk)) for chunk in "abc"] == [Place(2, 0, 1), None, Place(3, 0, 1)]
     assert [places.last_text("t", ChunkId(chunk)) for chunk in "abc"] == ["x", None, "x"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from retrieval.build import BuildReport, Pruning, build_index, remove_passages
 from retrieval.passage import Document
 from retrieval.settings import BuildOptions, IndexSettings
 from retrieval.tokens import load_tokens
+from tests.polling import until
 
 DIM = 8
 TOKENS = load_tokens("words")
@@ -90,3 +92,13 @@ def build(
 def remove(folder: Path, *ids: str) -> int:
     """`remove_passages` likewise."""
     return remove_passages(folder, ids, load=WordEncoder, options=OPTIONS, progress=quiet)
+
+
+def delete(folder: Path) -> None:
+    """The whole folder of an index. While it is open tantivy looks at it twice a second, and may create its lock file again."""
+
+    def is_gone() -> bool:
+        shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
+
+    until(is_gone)

@@ -25,6 +25,7 @@ from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.manifest import ANALYZER
 from tests.examples import examples
 from tests.reference.naive_bm25 import bm25_scores, rounded_length, words
+from tests.retrieval.small_index import delete
 
 MEMORY = 15_000_000
 TEXTS = [
@@ -280,7 +281,7 @@ def test_opened_index_is_a_snapshot(folder: Path) -> None:
     other.update([(6, "another fox")], [0], memory_bytes=MEMORY)
     assert rows_of(before, "fox") == [0]
     assert rows_of(other, "fox") == [6]
-    shutil.rmtree(folder)
+    delete(folder)
     assert rows_of(before, "fox") == [0]
     assert before.num_docs == len(TEXTS)
 
@@ -297,7 +298,7 @@ def test_link_copy_shares_no_changes(folder: Path) -> None:
     assert len(list(copy.glob("*.idx"))) < 12, "no merge took place"
     assert contents_of(folder) == before
     assert rows_of(Bm25Index.open(folder, language="english", version=ANALYZER), "fox") == [0]
-    shutil.rmtree(folder)
+    delete(folder)
     assert rows_of(Bm25Index.open(copy, language="english", version=ANALYZER), "fox") == [109, 110, 111]
 
 

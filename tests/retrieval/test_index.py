@@ -19,7 +19,7 @@ from retrieval.manifest import MANIFEST, PASSAGES, VECTORS, Manifest, read_manif
 from retrieval.retriever import Retriever
 from retrieval.settings import SETTINGS, read_settings
 from tests.retrieval.conftest import TEXTS
-from tests.retrieval.small_index import DIM, WordEncoder, build, make_documents, make_settings, remove
+from tests.retrieval.small_index import DIM, WordEncoder, build, delete, make_documents, make_settings, remove
 
 Damage = Callable[[Path, Path], object]
 
@@ -104,7 +104,7 @@ def test_any_damage_is_named(whole_index: Path, tmp_path: Path, damage: str) -> 
                 name.split("/")[0] in message or name == MANIFEST
             ):  # which names what does not fit
                 silent.append(f"{name}: {message}")
-        shutil.rmtree(folder)
+        delete(folder)
     # Rows of a file that only grows have no checksum: neighbours may come out otherwise, a search does not read them.
     assert silent == []
 
@@ -116,12 +116,12 @@ def test_missing_bytes_are_seen_without_reading(whole_index: Path, tmp_path: Pat
         folder = Path(shutil.copytree(whole_index, tmp_path / "copy"))
         DAMAGES[damage](folder / name, folder / name)
         if name in (MANIFEST, PASSAGES) and damage == "cut by a byte":
-            shutil.rmtree(folder)
+            delete(folder)
             continue  # a line's end, and an empty end of SQLite's last page
         expected = "has not finished" if (name, damage) == (MANIFEST, "deleted") else name.split("/")[0]
         with pytest.raises(CorruptIndexError, match=expected):
             use(folder, verify=False)
-        shutil.rmtree(folder)
+        delete(folder)
 
 
 @pytest.mark.parametrize("name", [MANIFEST, SETTINGS])
@@ -221,5 +221,5 @@ def test_compressed_vectors_only_propose(tmp_path: Path) -> None:
     best = np.sort(queries @ stored.T, axis=1)[:, ::-1][:, :5]
     assert (scores >= best - 1e-5).mean() > 0.8, "ten proposals for each that is wanted"
     assert index.search_dense(queries[:0], k=5, nprobe=1)[1].shape == (0, 5)
-    shutil.rmtree(tmp_path)
+    delete(tmp_path)
     np.testing.assert_array_equal(index.search_dense(queries, k=5, nprobe=1)[1], rows, "what is open stays as it is")

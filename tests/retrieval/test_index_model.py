@@ -5,7 +5,6 @@ After every step the directory, opened anew, finds what the list has; what was o
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,7 +31,7 @@ from retrieval.retriever import Retriever
 from retrieval.splitter import Splitter
 from tests.examples import examples
 from tests.reference.naive_index import NaiveIndex, Served
-from tests.retrieval.small_index import DIM, TOKENS, WordEncoder, build, remove
+from tests.retrieval.small_index import DIM, TOKENS, WordEncoder, build, delete, remove
 
 ENCODER = WordEncoder()
 WORDS = ["ash", "birch", "cedar", "elm"]
@@ -100,7 +99,7 @@ class IndexMachine(RuleBasedStateMachine):
             each.stop()
         for opened in self.opened:
             opened.index.store.close()
-        shutil.rmtree(self.folder)
+        delete(self.folder)
 
     def _build(self, corpus: Sequence[Document] | Iterator[Document], encoder: Any = ENCODER, **options: Any) -> Any:
         return build(self.folder, corpus, encoder=encoder, **options, **self.changes)

@@ -25,6 +25,7 @@ from tests.retrieval.small_index import (
     TOKENS,
     WordEncoder,
     build,
+    delete,
     make_documents,
     make_settings,
     quiet,
@@ -199,7 +200,7 @@ def test_refresh_keeps_serving_when_the_newer_one_is_damaged(folder: Path) -> No
         retriever.refresh()
     assert retriever.index.generation == 3
     assert ids(retriever, "word0", mode="bm25") == ["d0"]
-    shutil.rmtree(folder)
+    delete(folder)
     with pytest.raises(CorruptIndexError, match="no index there"):
         retriever.refresh()
     for mode in retriever.modes:
@@ -208,7 +209,7 @@ def test_refresh_keeps_serving_when_the_newer_one_is_damaged(folder: Path) -> No
 
 def replace(folder: Path, *, num_builds: int) -> None:
     """Another index under the same name, of generation `num_builds`."""
-    shutil.rmtree(folder)
+    delete(folder)
     for end in range(num_builds):
         texts = ["word0 shared tail0", *(f"other{number}" for number in range(45 + end))]
         build(folder, make_documents(texts, prefix="x"))
@@ -236,7 +237,7 @@ def test_index_put_back_is_served(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, copy)
     build(folder, make_documents(["a newcomer"], prefix="n"))
     retriever = make_retriever(folder)
-    shutil.rmtree(folder)
+    delete(folder)
     for _ in range(2):
         with pytest.raises(CorruptIndexError, match="no index there"):
             retriever.refresh()
@@ -264,7 +265,7 @@ def test_another_encoder_comes_with_another_index(folder: Path, monkeypatch: pyt
     """An index swapped for one with other vectors: its encoder is loaded, or, if it does not fit, the old index stays."""
     encoder = WordEncoder(seed=1, dim=12)
     retriever = open_with(monkeypatch, folder, WordEncoder())
-    shutil.rmtree(folder)
+    delete(folder)
     build_with(folder, encoder)
     with pytest.raises(CorruptIndexError, match="the vectors have 12 dimensions, but the encoder gives 8"):
         retriever.refresh()

@@ -53,6 +53,44 @@ def test_no_later_turn_goes_to_a_rank_without_the_history(first: tuple[Passage, 
     assert "other_rank" not in bench.books.stats()["fallbacks"]
 
 
+def stopped(bench: Bench, messages: list[Any], *passages: Passage) -> Asked:
+    request = bench.reply(bench.ask(messages, *passages, to="c"), LONG, content=LONG[:-1], matched=" ")
+    messages.append({"role": "assistant", "content": LONG[:-1]})
+    return request
+
+
+def called(bench: Bench, messages: list[Any], *passages: Passage) -> Asked:
+    """A step that calls a tool; the next message is its result."""
+    request = bench.reply(bench.ask(messages, *passages, to="c"), LONG, content=None)
+    messages += [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, {"role": "tool", "content": "42"}]
+    return request
+
+
+def left(bench: Bench, messages: list[Any], *passages: Passage) -> Asked:
+    """The client goes away after the first token."""
+    request = bench.ask(messages, *passages, to="c")
+    entry = bench.ranks[request.rank].serve(request.custom_params, request.input_ids)
+    bench.observe(request, make_output([65], 0, None, request.rank, entry))
+    bench.end(request)
+    messages.append({"role": "assistant", "content": "A"})
+    return request
+
+
+@pytest.mark.parametrize("is_one_turn", [False, True])
+@pytest.mark.parametrize("end", [stopped, called, left])
+def test_turns_that_end_otherwise_have_a_home_too(end: Any, is_one_turn: bool) -> None:
+    """At a stop string, in a tool call, by an abort: their prompts are cached where they were served. So are a loop's steps."""
+    bench = Bench(context_len=1_000_000, num_ranks=4)
+    for asked in [bench.ask(f"q{i}", A, B) for i in range(12)]:
+        bench.reply(asked)
+    messages, ranks = [user("one")], []
+    for number in range(10):
+        ranks.append(end(bench, messages, *((A, B) if number == 0 or is_one_turn else ())).rank)
+        if not is_one_turn or end is not called:
+            messages.append(user(f"and {number}?"))
+    assert len(set(ranks)) == 1
+
+
 def test_a_turn_leaves_a_rank_that_is_over_the_bound_and_says_so() -> None:
     """And its next turn goes where the whole history is now."""
     bench = Bench(context_len=100_000, num_ranks=2)

@@ -165,16 +165,34 @@ def test_what_is_evicted_between_two_parts_is_in_none() -> None:
     assert tree.stats.num_unknown_notices == 0
 
 
-def test_a_part_that_later_events_have_overtaken_is_asked_for_again() -> None:
-    """It tells a node that has left since."""
+def test_a_part_that_later_events_have_overtaken_is_taken() -> None:
+    """It tells a node that has left since, and lacks one that has come: both events are applied once more."""
     log, tree, mirror = make_gap(*"abcd")
     early = told(log, mirror)
     log.append(Evicted(root("a")))
+    log.append(Inserted(ChunkId("e"), 4, None, "n", False))
     mirror.apply(log.unread())
     mirror.hear(early)
-    assert mirror.reading.part == 0
     keep_up(log, mirror)
-    assert names_known(tree) == "bcd"
+    assert names_known(tree) == "bcde"
+
+
+def test_a_rank_that_answers_while_others_are_asked_is_told_again() -> None:
+    """Each of its states is overtaken by an answer: another rank was slower to tell its own."""
+    log, (tree, mirror) = EventLog(40, max_told=20), make_mirror(1000)
+    for number in range(100):
+        log.append(Inserted(ChunkId(f"x{number}"), 4, None, "n", False))
+    mirror.apply(log.unread())
+    num_asked = 0
+    while mirror.is_behind and num_asked < 50:
+        state = told(log, mirror)
+        num_asked += 1
+        log.append(Inserted(ChunkId(f"y{num_asked}"), 4, None, "n", False))
+        mirror.apply(log.unread())
+        mirror.hear(state)
+    assert num_asked < 20
+    assert tree.digest(0) == (log.num_nodes, log.digest)
+    assert mirror.num_resyncs == 1
 
 
 def test_a_node_is_told_with_its_tier() -> None:

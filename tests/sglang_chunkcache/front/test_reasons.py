@@ -167,7 +167,7 @@ def test_evicted_is_told() -> None:
     bench.run("3", D)
     late = bench.run("4", A, B)
     assert (late.planned_len, why(late)) == (0, {"evicted": ["a", "b"]})
-    bench.books.mirrors[0].restart(9)  # a flush
+    bench.books.mirrors[0].restart(bench.ranks[0].log.epoch + 1)  # a flush
     bench.ranks[0].held.clear()
     assert why(bench.run("5", A)) == {"evicted": ["a"]}
 
@@ -480,7 +480,7 @@ def test_salts_that_never_recur_are_logged(caplog: pytest.LogCaptureFixture, mon
     bench.run("q", A, who=Identity(cache_salt="0"))
     (record,) = caplog.records
     assert (
-        "of the last 20 requests with a cache_salt or extra_key, 19 had one that never came before"
+        "of the last 20 requests with a cache_salt or extra_key, 19 had one that had not come since the start"
         in record.getMessage()
     )
     assert bench.books.reasons.hints()["salts"] == {"requests": 20, "new": 19, "never_recur": True}
@@ -503,19 +503,21 @@ MESSAGES = [{"role": "user", "content": "q", "chunks": [{"text": "x"}]}]
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
-        (sent("/v1/chat/completions", {"messages": [], "chunks": []}), "chunks"),
+        (sent("/v1/chat/completions", {"messages": [], "chunks": [{"text": "x"}]}), "chunks"),
+        (sent("/v1/chat/completions", {"messages": [{"role": "user", "chunks": []}], "chunks": []}), None),
+        (sent("/v1/chat/completions", {"messages": [{"role": "user", "chunks": None}], "chunks": None}), None),
         (sent("/v1/chat/completions", {"messages": MESSAGES}), "messages.chunks"),
         (sent("/v1/completions", {"prompt": "q", "chunks": [{"text": "x"}]}), "chunks"),
         (sent("/v1/chat/completions", {"messages": [{"role": "user", "content": '"chunks"'}, "odd"]}), None),
-        (sent("/rag/v1/chat/completions", {"messages": MESSAGES, "chunks": []}), None),
-        (sent("/generate", {"chunks": []}), None),
+        (sent("/rag/v1/chat/completions", {"messages": MESSAGES, "chunks": MESSAGES[0]["chunks"]}), None),
+        (sent("/generate", {"chunks": [{"text": "x"}]}), None),
         (sent("/v1/chat/completions", [1]), None),
         (SimpleNamespace(scope={"path": "/v1/chat/completions"}), None),
         (None, None),
     ],
 )
 def test_chunks_on_v1_are_found(request_: Any, field: str | None) -> None:
-    """At the top or in a message, and nowhere else; a request that is not HTTP has none."""
+    """At the top or in a message, and nowhere else; none are none; a request that is not HTTP has none."""
     assert chunks_field(request_) == field
 
 
@@ -523,11 +525,60 @@ def test_chunks_on_v1_are_logged_once_and_counted(caplog: pytest.LogCaptureFixtu
     """Nobody reads them, so the answer has no context."""
     metrics, now = Metrics(prometheus=False), [0.0]
     misplaced = Misplaced(lambda: metrics, clock=lambda: now[0])
-    bodies: list[dict[str, Any]] = [{"chunks": []}, {"chunks": []}, {"messages": MESSAGES}, {"messages": []}]
+    own = {"chunks": MESSAGES[0]["chunks"]}
+    bodies: list[dict[str, Any]] = [own, own, {"messages": MESSAGES}, {"messages": []}]
     for body in bodies:
         misplaced.look(sent("/v1/chat/completions", body))
     assert metrics.totals()["misplaced"] == {"chunks": 2, "messages.chunks": 1}
     assert ["/v1/chat/completions got `chunks`" in caplog.text, len(caplog.records)] == [True, 2]
     now[0] += hint_log.EVERY_S
-    misplaced.look(sent("/v1/chat/completions", {"chunks": []}))
+    misplaced.look(sent("/v1/chat/completions", own))
     assert len(caplog.records) == 3
+
+
+# Several ranks, caches that were emptied
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_place_in_a_flushed_cache_is_gone(at: int) -> None:
+    """Whichever rank had it: nobody has it now. Chunks of the first turn, and of a later one."""
+    bench = Bench(num_ranks=2)
+    messages = [user("one")]
+    bench.turn(messages, A)
+    messages.append(user("two"))
+    bench.turn(messages, B)
+    messages.append(user("three"))
+    for rank, mirror in zip(bench.ranks, bench.books.mirrors, strict=True):
+        rank.log.restart()
+        rank.held.clear()
+        mirror.apply(rank.log.unread())
+    request = bench.reply(bench.ask(messages, C, to="c", rank=at))
+    assert {reason: len(chunks) for reason, chunks in why(request).items()} == {"evicted": 2, "new_chunk": 1}
+
+
+def test_another_order_on_another_rank_is_another_order() -> None:
+    """The rank that has the chunk would not have found it here either."""
+    bench = Bench(num_ranks=2, order="retriever")
+    bench.reply(bench.ask("q", A, B, rank=0))
+    assert why(bench.reply(bench.ask("q", C, B, rank=1))) == {"new_chunk": ["c"], "other_order": ["b"]}
+    assert why(bench.reply(bench.ask("q", A, D, rank=1))) == {"other_rank": ["a"], "new_chunk": ["d"]}
+
+
+def test_heads_that_recur_are_no_hint(caplog: pytest.LogCaptureFixture) -> None:
+    """A pool that is too small for them: they were cached, and have left."""
+    bench = Bench()
+    with caplog.at_level(logging.WARNING):
+        for number in range(120):
+            bench.run([system(f"prompt {number % 30}"), user("q")], A, B)
+            if number >= 30:
+                bench.ranks[0].evict_all()
+                bench.books.mirrors[0].apply(bench.ranks[0].log.unread())
+    assert bench.books.reasons.hints()["heads"] == []
+
+
+def test_tenants_beyond_the_table_are_not_new() -> None:
+    """It forgets some, who come back."""
+    bench = Bench(max_tenants=5)
+    for number in range(reasons.SALTS + 100):
+        bench.reply(bench.ask("q", A, who=Identity("me", cache_salt=str(number % 20))))
+    assert not bench.books.reasons.hints()["salts"]["never_recur"]
