@@ -89,6 +89,10 @@ class Drafter:
         if isinstance(question, str) and encode.tokenizer.least_len(len(question)) > self._context_len:
             raise TooLongError(f"messages: more than {self._context_len} tokens, which is the context")
         is_conversation = conversation is not None
+        texts = {each.text for area in (passages or (), *(earlier or {}).values()) for each in area}
+        limit = self._context_len * (MAX_CHUNK_CONTEXTS if is_conversation else 1)
+        if encode.tokenizer.least_len(sum(map(len, texts))) > limit:
+            raise TooLongError(f"chunks: more than {limit} tokens in all messages, the context is {self._context_len}")
         chunks = self._tokenize(passages or (), encode, identity.tenant, may_be_shown=is_conversation)
         if passages is None and conversation and start in conversation.asked:
             items = chunks_of(conversation.asked[start])

@@ -119,10 +119,12 @@ class Intake:
         start = turn_start(messages)
         if start in brought and fields.chunks is not None:
             raise RequestError(f"messages.{start}.chunks: chunks are at the top level, too")
+        own = f"messages.{start}.chunks" if start in brought else "chunks"
         if fields.chunks is not None:
             brought[start] = fields.chunks
         _check_ids(brought)
-        earlier = {i: self._passages(chunks, f"messages.{i}.chunks") for i, chunks in brought.items()}
+        names = {start: own}
+        earlier = {i: self._passages(each, names.get(i, f"messages.{i}.chunks")) for i, each in brought.items()}
         passages = earlier.pop(start, None)
         tools, template_kwargs = _tools(request), self._parts.chat.template_kwargs(request)
         conversation = None

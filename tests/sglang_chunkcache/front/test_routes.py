@@ -911,6 +911,11 @@ BAD_HISTORIES: list[tuple[dict[str, Any], str]] = [
         "messages.0.chunks.0.text: 300000 characters",
     ),
     ({"messages": [question({"text": "x" * 3000}), REPLY, question()]}, "messages.0.chunks: '0' has"),
+    (
+        {"messages": [question({"text": "x" * 4050}), REPLY, question({"text": "y" * 4050})]},
+        "chunks: more than 2000 tokens in all",
+    ),
+    ({"messages": MESSAGES, "chunks": [{"text": "x" * 300_000}]}, "chunks.0.text: 300000 characters"),
     ({"messages": MESSAGES, "history": "always"}, "history: "),
     ({"messages": MESSAGES, "history": True}, "history: "),
 ]
