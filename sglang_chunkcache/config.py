@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_chunkcache.removed import add_removed_flags, refusal
+
 ENV_VAR = "SGLANG_CHUNKCACHE_CONFIG"
 
 SHORT_FLAGS = {
@@ -79,12 +81,8 @@ class ChunkCacheConfig:
     """Configuration of one server. Raises ValueError naming the flag, its value and its range."""
 
     order: str = knob("tree", "how a request's chunks are ordered", choices=("retriever", "frequency", "tree"))
-    """`tree` puts the deepest cached chain first, `frequency` is CRAFT's order, `retriever` leaves the order alone."""
-    tail: str = knob("seen", "order of the chunks after the cached chain (tree)", choices=("seen", "rank", "frequency"))
-    """`seen`: chunks that the window has seen come first. It finds as much as `rank` on RAGPulse, and as `frequency` on question
-    sets, where `rank` finds less than CRAFT's order (radix_ext/README.md)."""
-    admission: str = knob("all", "which chunks enter the cache", choices=("all", "promoted"))
-    """`promoted` is CRAFT's rule to the letter: only leading chunks over the threshold are inserted."""
+    """`tree` puts the deepest cached chain first, then chunks that the window has seen; `frequency` is CRAFT's order, `retriever`
+    leaves the order alone."""
     eviction: str = knob("reused", "what is evicted from the KV pool first", choices=("reused", "promoted", "lru"))
     """`reused`: least recently used, each doubling of a chunk's hits counting as one window; best on the RAGPulse trace
     (radix_ext/README.md). `promoted`: nodes that are not promoted first, then SGLang's policy; `lru`: SGLang's policy alone."""
@@ -321,7 +319,10 @@ class ChunkCacheConfig:
             value, flag = getattr(self, f.name), flag_name(f.name)
             choices, low, high = (f.metadata.get(k) for k in ("choices", "low", "high"))
             if choices and value not in choices:
-                raise ValueError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")
+                was = refusal(flag, value)
+                raise ValueError(
+                    f"{flag} {value} {was}" if was else f"{flag} must be one of {', '.join(choices)}, got {value!r}"
+                )
             if value is None and f.default is None:
                 continue
             if low is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= low):
@@ -354,7 +355,8 @@ def flag_name(field_name: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add one flag per knob."""
+    """Add one flag per knob, and refuse those that earlier versions had."""
+    add_removed_flags(parser)
     group = parser.add_argument_group("chunk cache")
     for f in dataclasses.fields(ChunkCacheConfig):
         if f.metadata.get("internal"):
@@ -365,7 +367,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             dest=f.name,
             type=f.metadata["kind"],
             default=f.default,
-            choices=f.metadata["choices"],
+            metavar="|".join(f.metadata["choices"]) if f.metadata["choices"] else None,
             help=f"{f.metadata['help']} (default: {f.default!r})".replace("%", "%%"),
         )
 

@@ -76,7 +76,6 @@ def _paper(name: str, summary: str, *flags: str, order: str = "retriever", **reu
 CRAFT = (
     *FCFS,
     *("--chunkcache-order", "frequency"),
-    *("--chunkcache-admission", "promoted"),
     *("--chunkcache-eviction", "promoted"),
     *("--chunkcache-promotion-threshold", "2"),
     *("--chunkcache-window-requests", "1000"),
@@ -106,7 +105,7 @@ ARMS = {
         Arm("stock-hicache", "HiCache, a tier in host memory", (*STOCK_LPM, "--enable-hierarchical-cache"), "chat"),
         Arm("lmcache", "stock SGLang with LMCache's prefix tier", (*STOCK_LPM, "--enable-lmcache"), "chat"),
         Arm("contextpilot", "ContextPilot reorders in the client", STOCK_LPM, "chat", adapter="contextpilot"),
-        Arm("craft", "CRAFT to the letter: frequency order, promoted admission and eviction", CRAFT),
+        Arm("craft", "CRAFT: frequency order, promoted eviction; all chunks are admitted, which finds more", CRAFT),
         Arm("ours", "our defaults, longest prefix first", LPM),
         Arm("ours-fcfs", "our defaults, first come first served", FCFS),
         Arm("ours-device", "ours with no exact chain in host memory", (*LPM, HOST_MIB, "0")),

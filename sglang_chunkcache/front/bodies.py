@@ -21,6 +21,7 @@ from radix_ext import FusionRequest
 from radix_ext.fusion_request import Focus
 from sglang_chunkcache.config import MAX_ALPHA, MAX_LAYERS, SELECTORS, ChunkCacheConfig
 from sglang_chunkcache.front.fusion_options import check_joint, fused_request
+from sglang_chunkcache.removed import refusal
 from sglang_chunkcache.wire.spans import JointRequest
 
 MAX_ID_CHARS = 256
@@ -79,7 +80,7 @@ class ReuseIn(BaseModel):
     @classmethod
     def _is_known(cls, name: str | None) -> str | None:
         if name is not None and name not in SELECTORS:
-            raise ValueError(f"must be one of {', '.join(SELECTORS)}")
+            raise ValueError(refusal("reuse.selector", name) or f"must be one of {', '.join(SELECTORS)}")
         return name
 
     def to_request(self, config: ChunkCacheConfig) -> FusionRequest | None:

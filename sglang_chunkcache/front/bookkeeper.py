@@ -263,8 +263,7 @@ class Bookkeeper:
 
     def _home(self, rag: RagRequest, start: int) -> Home | None:
         """Who has the turn's KV. None: nobody keeps it, or no rank has said that it read the request."""
-        is_kept = rag.planned.draft.options.joint is None and self._config.admission == "all"
-        if rag.decoded is None or not is_kept:
+        if rag.decoded is None or rag.planned.draft.options.joint is not None:
             return None
         return Home(rag.served_by or 0, rag.decoded.events.epoch, start)
 

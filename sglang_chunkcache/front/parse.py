@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import BodyTooLargeError, RequestError
+from sglang_chunkcache.removed import refusal
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -69,7 +70,7 @@ def parse(model: type[Model], body: dict[str, Any]) -> Model:
         branches: dict[str, set[str]] = {}
         for item in error.errors():
             place, branch = _place(item, body)
-            reasons.setdefault(place, {})[_reason(item)] = None
+            reasons.setdefault(place, {})[refusal(place) or _reason(item)] = None
             branches.setdefault(place, set()).add(branch)
         # What only some branches of a union refuse is right in another one.
         widest = max(map(len, branches.values()))
@@ -78,11 +79,13 @@ def parse(model: type[Model], body: dict[str, Any]) -> Model:
 
 
 def refuse_misspelt(body: Iterable[str], ours: Iterable[str], theirs: Iterable[str]) -> None:
-    """Raise RequestError for a name that is neither `ours` nor `theirs` and looks like one of ours. Other names pass."""
+    """Raise RequestError for a name that was ours, or that is neither `ours` nor `theirs` and looks like one. Others pass."""
     by_letters = {_letters(name): name for name in ours}
     known = {*by_letters.values(), *theirs}
     others = (name for name in body if name not in known and len(name) <= MAX_NAME_CHARS)
     for name in islice(others, MAX_NAMES):
+        if was := refusal(name):
+            raise RequestError(f"{name}: {was}")
         if meant := get_close_matches(_letters(name), by_letters, n=1, cutoff=SIMILARITY):
             raise RequestError(f"{name}: is no field here; did you mean {by_letters[meant[0]]}?")
 

@@ -17,7 +17,6 @@ from radix_ext import (
     Ordering,
     OrderPolicy,
     Span,
-    TailPolicy,
     held_history,
     leading_area,
     order_per_rank,
@@ -108,7 +107,7 @@ class Planner:
         worths = {mirror.rank: mirror.host_worth for mirror in self._books.mirrors}
         orderings = order_per_rank(
             "retriever" if draft.history else policy,
-            cast(TailPolicy, self._config.tail),
+            "seen",
             self._books.tree,
             self._books.tables.of(draft.identity.tenant),
             namespace,

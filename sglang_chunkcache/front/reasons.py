@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
 from typing import Any
 
 from radix_ext import (
@@ -62,7 +61,6 @@ class Reasons:
         self, config: ChunkCacheConfig, tree: ChunkPrefixTree, tables: TenantTables, *, clock: Callable[[], float]
     ) -> None:
         self._tree, self._tables = tree, tables
-        self._admits_all = config.admission == "all"
         self._places = Places(max_places=config.max_tree_nodes)
         self._heads = Heads(max_heads=MAX_HEADS, max_tokens=MAX_HEAD_TOKENS, max_bytes=MAX_HEAD_BYTES)
         self._rows: OrderedDict[str, tuple[int, Parting | None]] = OrderedDict()
@@ -143,8 +141,6 @@ class Reasons:
         tenant, rank = draft.identity.tenant, rag.served_by or 0
         epoch = rag.decoded.events.epoch if rag.decoded else 0
         path = rag.plan.node.path()[: planned.fused_from] if rag.plan.node is not None else ()
-        if not self._admits_all:
-            path = tuple(takewhile(lambda node: node.is_held(rank), path))
         for node in path:
             self._places.note(tenant, planned.namespace, node.chunk_id, Place(node.chain, rank, epoch))
         if path:

@@ -471,8 +471,6 @@ class ChunkRadixCache(SharingRadixCache):
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(token_ids)]
         owned = req.kv.cache_protected_len
         up_to = len(token_ids) if key_limit is None else min(len(token_ids), key_limit)
-        if self.config.admission == "promoted":
-            up_to = spans.promoted_end(up_to)
         key = self._key(req, token_ids, spans, max(up_to, owned), known.fused)
         borders = (len(req.origin_input_ids),) if split_prompt else ()
         values = row[: len(key)].to(dtype=torch.int64, copy=True)

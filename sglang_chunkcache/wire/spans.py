@@ -84,10 +84,6 @@ class RequestSpans(Record, frozen=True):
         """Chunks in the first chunk area."""
         return len(leading_area(self.spans))
 
-    def promoted_end(self, end: int) -> int:
-        """`end`, cut where the promoted run ends if that is inside the first chunk area (`admission=promoted`)."""
-        return min(end, self.spans[self.promoted_len].start) if self.promoted_len < self.area_len else end
-
 
 def namespace_of(head_ids: Sequence[int], *identity: str | None) -> str:
     """The namespace of prompts whose first chunk follows `head_ids`.

@@ -164,15 +164,10 @@ def test_after_an_overflow_no_rank_has_what_is_left() -> None:
     assert (cut.rank, is_away(cut)) == (1, False)
 
 
-@pytest.mark.parametrize(
-    ("knobs", "options"),
-    [({"admission": "promoted"}, {}), ({}, {"joint": JointRequest(ratio=2.0)})],
-    ids=["promoted", "joint"],
-)
-def test_who_keeps_nothing_is_no_home(knobs: dict[str, Any], options: dict[str, Any]) -> None:
-    """CRAFT's admission keeps promoted chunks alone, joint encoding nothing."""
-    bench, messages = Bench(num_ranks=2, context_len=100_000, **knobs), [user("one")]
-    first = bench.turn(messages, text=LONG, **options)
+def test_who_keeps_nothing_is_no_home() -> None:
+    """Joint encoding."""
+    bench, messages = Bench(num_ranks=2, context_len=100_000), [user("one")]
+    first = bench.turn(messages, text=LONG, joint=JointRequest(ratio=2.0))
     messages.append(user("two"))
     begin_elsewhere(bench, first.rank, 1)
     assert bench.ask(messages, to="c").rank != first.rank

@@ -17,10 +17,9 @@ from sglang_chunkcache.front.answer import explained
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.misplaced import Misplaced, chunks_field
 from sglang_chunkcache.front.request import Identity, Passage
-from sglang_chunkcache.wire.message import encode
-from sglang_chunkcache.wire.report import Answer, Explanation
+from sglang_chunkcache.wire.report import Explanation
 from sglang_chunkcache.wire.spans import JointRequest
-from tests.sglang_chunkcache.front.front_bench import ME, A, Asked, B, Bench, C, D, make_output, told, user
+from tests.sglang_chunkcache.front.front_bench import ME, A, Asked, B, Bench, C, D, user
 
 TEXT = "".join(Random(0).choices("abcdefgh", k=120))
 
@@ -219,14 +218,7 @@ def test_request_under_way_has_taught_nothing_yet() -> None:
 
 
 def test_what_never_enters_the_cache_stays_new() -> None:
-    """Where promoted chunks alone are admitted, and KV that is encoded jointly."""
-    bench = Bench(admission="promoted")
-    for number in range(2):
-        request = bench.ask(str(number), A)
-        bench.ranks[0].log.acknowledge(told(request).ack)
-        entry = [encode(Answer(bench.ranks[0].log.unread())), None]
-        bench.observe(request, make_output([65], 0, "stop", 0, entry))
-        assert why(request) == {"new_chunk": ["a"]}
+    """KV that is encoded jointly."""
     bench = Bench()
     for number in range(2):
         request = bench.parts(["x", [A], str(number), [B], "?"], joint=JointRequest(threshold=0.9, block=4))

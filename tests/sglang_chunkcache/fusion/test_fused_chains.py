@@ -84,7 +84,7 @@ def test_second_request_finds_the_fused_chain_of_the_first() -> None:
 
 def test_chunk_that_the_exact_chain_grows_by_is_planned_as_exact() -> None:
     """C could be moved and is computed: an exact request may wait for it. B is moved."""
-    served = Served(exact_gaps=1, selector="query", tail="seen")
+    served = Served(exact_gaps=1, selector="query")
     served.ask(A, B, C, fused=False)
     served.ask(X, fused=False)
     request = served.ask(X, C, B)

@@ -678,17 +678,6 @@ def test_forced_miss_computes_everything() -> None:
         scheduler.check()
 
 
-def test_admission_promoted_keeps_promised_chunks() -> None:
-    """The tree owns them already; what is prefilled behind them does not enter."""
-    scheduler = make_scheduler(admission="promoted")
-    scheduler.serve(rag(A, B, promoted_len=2))
-    req = fused(B, D, promoted_len=0)
-    assert scheduler.serve(req, piece=2, answer=[50, 51]) == 5
-    assert node_of(scheduler, HEAD, B, recipe="r") is not None
-    assert node_of(scheduler, HEAD, B, D, recipe="r") is None
-    scheduler.check()
-
-
 def test_chunks_fused_for_one_question_have_no_place_in_the_global_tree() -> None:
     """Nobody else asks for them."""
     scheduler, fused = make_scheduler(), partial(rag, fusion=asks(recipe=f"r{QUESTION_NAME}1"))

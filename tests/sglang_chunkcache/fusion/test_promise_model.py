@@ -108,7 +108,6 @@ class FuserMachine(RuleBasedStateMachine):
 
     @initialize(
         capacity=st.integers(50, 120),
-        admission=st.sampled_from(["all", "all", "promoted"]),
         eviction=st.sampled_from(["reused", "promoted", "lru"]),
         scoring=st.sampled_from(["auto", "on", "off"]),
         limits=st.sampled_from([ROOMY, ROOMY, Limits(12, 6, 0), Limits(1000, 1000, 4)]),
@@ -122,7 +121,6 @@ class FuserMachine(RuleBasedStateMachine):
     def start(
         self,
         capacity: int,
-        admission: str,
         eviction: str,
         scoring: str,
         limits: Limits,
@@ -135,7 +133,6 @@ class FuserMachine(RuleBasedStateMachine):
     ) -> None:
         knobs = config(
             reuse="fused",
-            admission=admission,
             eviction=eviction,
             scoring=scoring,
             store_variants=store[1],

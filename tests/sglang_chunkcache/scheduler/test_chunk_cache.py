@@ -258,43 +258,6 @@ def test_locked_chunks_are_not_evicted() -> None:
     scheduler.check([req])
 
 
-def test_insert_below_what_the_tree_owns_is_not_cut_shorter() -> None:
-    """`admission=promoted` and a mark that has gone: cutting the key there would free the tree's slots."""
-    scheduler = Scheduler(40, config(admission="promoted"))
-    scheduler.serve(rag(C1, promoted_len=1))
-    demoted = rag(C1, promoted_len=0, tail=[40, 41])
-    assert scheduler.serve(demoted, answer=[50]) == len(HEAD) + len(C1)
-    scheduler.check()
-    assert nodes(scheduler) == sorted([HEAD, C1, QUESTION])
-
-
-def test_admission_promoted_inserts_the_promoted_run_only() -> None:
-    """CRAFT to the letter: chunks under the threshold do not enter."""
-    scheduler = Scheduler(40, config(admission="promoted"))
-    scheduler.serve(rag(C1, C2, promoted_len=1), piece=3, answer=[50, 51])
-    assert nodes(scheduler) == sorted([HEAD, C1])
-    scheduler.serve(rag(C3, promoted_len=0))
-    assert nodes(scheduler) == sorted([HEAD, C1])
-    scheduler.check()
-
-
-def test_admission_promoted_inserts_everything_behind_a_promoted_area() -> None:
-    """All chunks promoted: question and answer enter too."""
-    scheduler = Scheduler(40, config(admission="promoted"))
-    scheduler.serve(rag(C1, promoted_len=1), answer=[50, 51])
-    assert nodes(scheduler) == sorted([HEAD, C1, QUESTION, [50]])
-
-
-def test_admission_promoted_keeps_a_conversation_with_a_second_area() -> None:
-    """Later turns bring chunks of their own after the first area. They have no mark; the first area's holds for them,
-    as it does for eviction, or a long conversation would be computed again every turn."""
-    scheduler = Scheduler(60, config(admission="promoted"))
-    ids = [*HEAD, *C1, *QUESTION, 50, *C2, *QUESTION]
-    params = marked([(2, 6), (10, 13)], promoted_len=1)
-    scheduler.serve(FakeReq(ids, params))
-    assert scheduler.match(FakeReq([*ids, 60], params)) == len(ids)
-
-
 # Eviction
 
 

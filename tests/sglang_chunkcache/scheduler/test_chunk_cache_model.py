@@ -70,14 +70,13 @@ class CacheMachine(RuleBasedStateMachine):
     """Scheduler and model do the same."""
 
     @initialize(
-        admission=st.sampled_from(["all", "promoted"]),
         eviction=st.sampled_from(["reused", "reused", "promoted", "lru"]),
         window=st.integers(1, 5),
         force_miss=st.sampled_from([False, False, False, True]),
     )
-    def start(self, admission: str, eviction: str, window: int, force_miss: bool) -> None:
-        self.admission, self.eviction, self.window = admission, eviction, window
-        knobs = config(admission=admission, eviction=eviction, window_requests=window)
+    def start(self, eviction: str, window: int, force_miss: bool) -> None:
+        self.eviction, self.window = eviction, window
+        knobs = config(eviction=eviction, window_requests=window)
         self.scheduler = Scheduler(CAPACITY, knobs, force_miss=force_miss)
         self.inserts: list[float] = []
         """When each request came into the tree for the first time."""
@@ -301,8 +300,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _inserted(self, live: Live, up_to: int) -> Path:
         """What a request should leave in the tree after `up_to` computed tokens."""
-        if live.spans is not None and self.admission == "promoted" and live.promoted_len < live.area_len:
-            up_to = min(up_to, live.spans[live.promoted_len][0])
         return self._units(live, max(up_to, num_tokens(live.locked)))
 
     def _book_insert(self, live: Live, up_to: int, rows: Sequence[int] | None = None) -> None:

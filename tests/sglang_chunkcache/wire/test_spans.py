@@ -156,15 +156,6 @@ def test_area_len_counts_spans_that_touch(pairs: list[tuple[int, int]], expected
     assert RequestSpans(tuple(make_spans(*pairs)), "n", 0, Acknowledgement(0, 0)).area_len == expected
 
 
-@pytest.mark.parametrize(
-    ("promoted_len", "end", "expected"), [(0, 20, 2), (1, 20, 5), (2, 20, 20), (1, 3, 3), (0, 1, 1)]
-)
-def test_promoted_end_cuts_behind_the_promoted_run(promoted_len: int, end: int, expected: int) -> None:
-    """`admission=promoted` inserts nothing from the first unpromoted chunk on."""
-    spans = RequestSpans(tuple(make_spans((2, 5), (5, 9))), "n", promoted_len, Acknowledgement(0, 0))
-    assert spans.promoted_end(end) == expected
-
-
 def test_namespace_tells_heads_and_tenants_apart() -> None:
     """One global root per head and identity; shifting text between fields is no way around it."""
     names = [
