@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from stat import S_ISREG
 from typing import IO, Any, cast
 
 from retrieval.errors import RetrievalError
@@ -152,12 +153,17 @@ class Corpus:
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
             for name in sorted(name for name in files if not name.startswith(".")):
                 path = Path(folder, name)
-                if not path.exists():
+                try:
+                    mode = path.stat().st_mode
+                except PermissionError as error:  # of a folder that can be listed and not entered
+                    refuse(error)
+                except OSError:
                     self.reading.unread.add(name_of(path))
-                elif not _is_corpus_file(name) or not path.is_file():
-                    self.reading.num_other += 1
                 else:
-                    yield path, name_of(path)
+                    if _is_corpus_file(name) and S_ISREG(mode):
+                        yield path, name_of(path)
+                    else:
+                        self.reading.num_other += 1
 
     def _read(self, path: Path, name: str) -> Iterator[Document]:
         """The file's documents that have text; what is wrong with it is noted."""

@@ -236,6 +236,25 @@ def test_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pyte
     assert found.reading.unread == {"locked"}
 
 
+def test_folder_that_cannot_be_entered_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be listed, as with mode 0444; its files are not gone."""
+    write(tmp_path / "a.txt", "a")
+    write(tmp_path / "locked/b.txt", "b")
+    stat = Path.stat
+
+    def refuse(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if path.parent.name == "locked":
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(RetrievalError, match=r"b\.txt: Permission denied"):
+        ids(tmp_path)
+    found = Corpus([tmp_path], skip_unreadable=True)
+    assert [document.id for document in found.documents()] == ["a.txt"]
+    assert found.reading.unread == {"locked/b.txt"}
+
+
 def test_text_that_is_not_utf8_is_refused_by_line(tmp_path: Path) -> None:
     """Latin-1 would otherwise become rubbish in the index."""
     with pytest.raises(RetrievalError, match=r"a\.txt:3: not UTF-8: byte 0xe9"):
