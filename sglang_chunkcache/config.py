@@ -236,10 +236,6 @@ class ChunkCacheConfig:
     exact_gaps: int = knob(1, "chunks per fused request that are computed exactly though they could be moved", low=0)
     """Moved KV ends a prompt's exact chain for all who follow, so the chain grows by so many promoted chunks first. With 1 the
     requests of RAGPulse find nearly as much exactly as without moved KV, at .58 of its computing (radix_ext/README.md)."""
-    exclusive_slots: str = knob(
-        "on", "share the source's KV slots where a chunk keeps its position", choices=("on", "off")
-    )
-    """FusionRAG 4.3: such a chunk takes memory for its critical tokens only and is not copied. `off`: it is always copied."""
     recompute_attention: str = knob(
         "auto",
         "attention of the recompute pass (also --recompute-attention)",

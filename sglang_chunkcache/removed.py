@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 REMOVED: dict[str, str] = {
     "--chunkcache-tail": "chunks that the window has seen come first; the others are in `python -m eval replay --tail`",
+    "--chunkcache-exclusive-slots": "a moved chunk always has slots of its own; leave the flag out",
     "--chunkcache-admission": "all chunks enter the cache; CRAFT's rule is in `python -m eval replay --admission`",
 }
 """What to use instead, by a flag, a field's path in the request body, or either with one of its values behind a space."""

@@ -8,7 +8,7 @@ SGLang builds is replaced by a `ChunkKey`; matching, locking and eviction stay S
 
 Requests that opted into moved KV (`--reuse fused`) are promised more than is cached, by a `Promiser`: the `match_prefix` of
 their admission plans, `init_load_back` allocates and inserts empty nodes under fused keys, which are filled before the batch
-runs. A moved chunk that keeps its source's position holds the source's slots (shared_cache.py).
+runs.
 
 Requests that asked for joint encoding have their own slots rewritten after the prefill (encoder.py). Like audits they match
 what is exact, and none of their slots ever gets into the tree.
@@ -49,7 +49,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
-from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from radix_ext import ChainId, ChunkId, IntegrityError, Tier, fused_chunk, text_before
 from radix_ext.guesses import Guess
@@ -63,7 +63,6 @@ from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.look_ahead import LookAhead
 from sglang_chunkcache.scheduler.node import HostNode, RequestState, facts, identity_of, state
 from sglang_chunkcache.scheduler.promiser import Promiser
-from sglang_chunkcache.scheduler.shared_cache import SharingRadixCache
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.events import Evicted, Inserted, Moved
@@ -82,7 +81,7 @@ MAX_UNREAD_EVENTS = 65_536
 """Events kept for the front; of a rank that is not asked for longer all nodes are told again. About 150 bytes each."""
 
 
-class ChunkRadixCache(SharingRadixCache):
+class ChunkRadixCache(RadixCache):  # type: ignore[misc]
     """Radix cache with chunk-keyed nodes for the front's requests (CRAFT 4.1's GPU-local chunk-prefix tree)."""
 
     def __init__(self, params: CacheInitParams, config: ChunkCacheConfig) -> None:
@@ -418,7 +417,7 @@ class ChunkRadixCache(SharingRadixCache):
 
     def check_integrity(self) -> None:
         """Raise IntegrityError with every violated invariant. Walks the whole tree: for tests and idle moments."""
-        violations = self.sharing_violations(self._nodes())
+        violations = self._slot_violations()
         chains = list[ChainId]()
         tokens = promoted = 0
         for node in self._nodes():
@@ -641,6 +640,21 @@ class ChunkRadixCache(SharingRadixCache):
         """Whether the node is a chunk whose KV was computed for its own place."""
         known = facts(node)
         return known.chunk is not None and known.is_filled and not known.is_moved
+
+    def _slot_violations(self) -> list[str]:
+        owners, protected = Counter[int](), set[int]()
+        for node in self._nodes():
+            owners.update(slots := node.value.tolist())
+            if node.lock_ref > 0:
+                protected.update(slots)
+        violations = []
+        if twice := [slot for slot, num_owners in owners.items() if num_owners > 1]:
+            violations.append(f"slots with two owners: {twice[:8]}")
+        counted = len(owners) - len(protected), len(protected)
+        booked = self.evictable_size(), self.protected_size()
+        if counted != booked:
+            violations.append(f"evictable, protected are booked as {booked}, the tree has {counted}")
+        return violations
 
     def _nodes(self) -> Iterator[TreeNode]:
         stack = list(self.root_node.children.values())

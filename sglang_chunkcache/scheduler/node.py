@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sglang_chunkcache.scheduler.chunk_key import Fused
-    from sglang_chunkcache.scheduler.shared_slots import Holding
     from sglang_chunkcache.storage.storage import Asked
 
 
@@ -65,8 +64,6 @@ class ChunkFacts(CopyFacts):
     """False: promised, its slots are yet to be written."""
     is_moved: bool = False
     """Its KV was computed at another place."""
-    holding: Holding | None = None
-    """Its part of slots that other nodes hold as well."""
     chain: ChainId | None = None
     """The place in the global tree. None: a token node, or a chunk that the global tree does not hold: of a later turn, or fused
     for one question."""

@@ -65,7 +65,7 @@ class Manager:
         """Requests whose answer's own task has run."""
         self.error: Exception | None = None
         self.joint: JointReport | None = None
-        self.report = Report(3, 1, 0, fused_hit=0, gap=0, shared=0, sources=(), focused=None, fallbacks=(), ms={})
+        self.report = Report(3, 1, 0, fused_hit=0, gap=0, sources=(), focused=None, fallbacks=(), ms={})
 
     def auto_create_handle_loop(self) -> None:
         pass
@@ -656,7 +656,6 @@ def test_neighbors_without_plain_kv_are_computed_alone_first(call: Any, report: 
         0,
         fused_hit=0,
         gap=0,
-        shared=0,
         sources=tuple(Source(0, 1, span, where) for span, where in report["sources"]),
         focused=None,
         fallbacks=(Fallback.PASS_FAILED,) if report.get("failed") else (),

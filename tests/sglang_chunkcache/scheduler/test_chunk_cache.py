@@ -598,7 +598,7 @@ def test_check_integrity_names_every_violation() -> None:
         scheduler.cache.check_integrity()
     assert len(caught.value.violations) == 3
     assert "two owners: [3, 4, 5]" in str(caught.value)
-    assert "evictable, protected are booked as (12, 0), the tree has 9, 0" in str(caught.value)
+    assert "evictable, protected are booked as (12, 0), the tree has (9, 0)" in str(caught.value)
     assert "booked as (3" in str(caught.value)
 
 
