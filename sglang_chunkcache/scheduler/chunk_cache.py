@@ -40,8 +40,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec import structs
 from sglang.srt.mem_cache.base_prefix_cache import (
-    EvictParams,
-    EvictResult,
     InitLoadBackParams,
     InsertParams,
     InsertResult,
@@ -60,7 +58,6 @@ from sglang_chunkcache.scheduler.encoder import Encoder
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
 from sglang_chunkcache.scheduler.host_chains import HostChains
-from sglang_chunkcache.scheduler.look_ahead import LookAhead
 from sglang_chunkcache.scheduler.node import HostNode, RequestState, facts, identity_of, state
 from sglang_chunkcache.scheduler.promiser import Promiser
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
@@ -105,7 +102,6 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         self.storage: Storage | None = None
         self.stored: StoredChains | None = None
         self.copies: ChunkCopies = ChunkCopies(identity_of, facts, self._credit)
-        self.look_ahead = LookAhead(self._path_of)
         self.clock = 0
         self._clear_counts()
         super().__init__(params)
@@ -114,9 +110,6 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             self.eviction_strategy = PromotedFirst(self.eviction_strategy)
         elif config.eviction == "reused":
             self.eviction_strategy = ReusedLonger(self.eviction_strategy, config.window_requests)
-        self.look_ahead.base = self.eviction_strategy
-        if config.eviction != "lru":
-            self.eviction_strategy = self.look_ahead
 
     # SGLang's calls, in a request's order
 
@@ -192,13 +185,6 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             self.host.after(first_tokens_wait=is_extend)
         if self.storage is not None:
             self.storage.poll(is_round=True)
-        if is_extend:
-            self.look_ahead.is_stale = True
-
-    def evict(self, params: EvictParams) -> EvictResult:
-        if self.eviction_strategy is self.look_ahead:
-            self.look_ahead.refresh()
-        return super().evict(params)
 
     def insert(self, params: InsertParams) -> InsertResult:
         """As SGLang's; a `ChunkKey` is inserted segment by segment, so that one node is one chunk."""
@@ -227,7 +213,6 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
     def reset(self) -> None:
         """Empty tree, new epoch: the front drops this rank's mirror with the next answer."""
         super().reset()
-        self.look_ahead.clear()
         self.log.restart()
         self._clear_counts()
         self.copies.clear()
@@ -532,16 +517,6 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         self.storage.poll()
         is_here = known.chain is not None and known.chain.end is not None and known.chain.end <= num_cached
         return self.storage.awaits(None if is_here else known.chain, known.loads)
-
-    def _path_of(self, req: Req) -> list[TreeNode]:
-        """What a waiting request finds on the device now. Its record gets the places of its chain in host memory."""
-        spans, known = self._spans_of(req), state(req)
-        if spans is None or self.disable:
-            return []
-        if known.key is None:
-            known.key = self._key(req, req.origin_input_ids, spans, len(req.origin_input_ids))
-            known.places = self.host.places(known.key, spans.area_len) if self.host is not None else ()
-        return self.path(known.key)
 
     def _with_host(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
         """The match with what host memory has behind it."""

@@ -93,10 +93,6 @@ class RequestState:
     is_reported: bool = False
     loaded: int = 0
     """Tokens that came from host memory for it; of one that is only asked for: would come."""
-    key: Any = None
-    """Its ChunkKey, while it waits (look_ahead.py)."""
-    places: tuple[bytes, ...] = ()
-    """Of its chain in host memory, while it waits."""
     outward: Any = None
     """What its chunks' tokens attended to while they were prefilled (fusion/outward.py)."""
     joint: JointReport | None = None

@@ -316,7 +316,7 @@ def test_token_nodes_inherit_the_nearest_chunks_mark() -> None:
 def test_eviction_keeps_the_base_policy_within_a_kind() -> None:
     """The user's --radix-eviction-policy still decides among equals."""
     scheduler = Scheduler(40, config(eviction="promoted"))
-    strategy = scheduler.cache.look_ahead.base
+    strategy = scheduler.cache.eviction_strategy
     assert isinstance(strategy, PromotedFirst)
     assert isinstance(strategy.base, LRUStrategy)
 
