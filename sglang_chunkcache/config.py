@@ -209,13 +209,6 @@ class ChunkCacheConfig:
     )
     """Of each rank. A hint costs its client nothing, so it must not keep the disk from requests that wait: a second of a fast
     network."""
-    next_turn: int = knob(
-        0,
-        "passages like those of an answer that are loaded for its conversation's next turn; 0: none",
-        low=0,
-        high=1000,
-    )
-    """With an index, a storage and `--reuse fused`. Default: in real conversations 19 of 20 are wasted (eval/LOG.md)."""
     question_window: int = knob(
         32, "last tokens of a question that choose what is recomputed; all of a shorter one", low=1, high=4096
     )
@@ -270,13 +263,6 @@ class ChunkCacheConfig:
     """`auto`: the first mode that the index names, `filled` with the embedded encoder."""
     retrieve_nprobe: int = knob(128, "clusters of an IVF index searched by default", low=1, high=1_000_000)
     """CRAFT section 5."""
-    retrieve_first: int = knob(
-        8,
-        "clusters searched first: what they have is loaded from the storage meanwhile; 0: none",
-        low=0,
-        high=1_000_000,
-    )
-    """Of the five passages that 128 lists find 8 find .78, mean of seven question sets (eval/README.md)."""
     retrieve_batch: int = knob(32, "queries in one search batch, at most", low=1, high=10_000)
     """A batch forms only while a search runs; beyond 32 an encoder's time grows with the batch."""
     retrieve_queue: int = knob(1000, "requests that may wait for a search; more get HTTP 503", low=1, high=1_000_000)

@@ -14,8 +14,8 @@ store, preprocessed behind another, and 15% of their tokens recomputed, chosen b
 With --search-ms it is in a storage on disk, and the passages are found by the server, in an index of 128 lists of which all take
 so long:
 
-    computed    as above                                         provisional  what 8 lists have is loaded meanwhile
-    arrival     it is loaded when all are searched               hint         --ahead-ms before the request, by its chunks
+    computed    as above                                   hint      --ahead-ms before the request, by its chunks
+    arrival     it is loaded when the search is over
 
 Load is a copy's sleep. Hidden is by how much sooner the first token comes beside than in line, as a share of it; won, by how much
 sooner than at arrival, in ms; both the median of the rounds. Weights are random. It runs in the repository's root.
@@ -58,7 +58,7 @@ NOTE = (
     "wasted only after 256 further requests."
 )
 MOVED = {"mode": "fused", "ratio": 0.15, "move": "always"}
-LAYERS, SEARCH = ("computed", "in line", "beside"), ("computed", "arrival", "provisional", "hint")
+LAYERS, SEARCH = ("computed", "in line", "beside"), ("computed", "arrival", "hint")
 PARTS = {"us_per_token": LAYERS, "moved_us_per_token": LAYERS, "search_ms": SEARCH}
 
 
@@ -88,8 +88,8 @@ class Lane:
     def sample(self, arm: str, slow: Mapping[str, Any], number: int) -> Sample:
         """One request."""
         is_search, is_moved = "search_ms" in slow, "moved_us_per_token" in slow
-        told = {"in_line": arm == "in line", "tells_first": arm == "provisional"}
-        switch(self._switch, **{name.removeprefix("moved_"): slow[name] for name in PARTS if name in slow}, **told)
+        sleeps = {name.removeprefix("moved_"): slow[name] for name in PARTS if name in slow}
+        switch(self._switch, **sleeps, in_line=arm == "in line")
         if is_moved:  # nothing is left on the device
             get(self._url + "/flush_cache?timeout=60")
         prompt = f"{'found' if is_search else 'sent'}{number}"

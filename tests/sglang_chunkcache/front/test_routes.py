@@ -418,42 +418,6 @@ def test_hint_is_refused_by_name(call: Any, knobs: dict[str, Any], body: Any, pa
     assert manager.sent == []
 
 
-def test_what_the_first_lists_have_is_loaded_while_all_are_searched(call: Any) -> None:
-    """The request itself has what all of them have. An explained one loads nothing."""
-    retriever = FakeRetriever()
-    _, manager, send = call(retriever, **STORED)
-    manager.states = [state_of(0, Explanation(0, 0, 0))]
-    body = {"messages": MESSAGES, "retrieve": {"query": "one", "k": 3}}
-    send(chunkcache_explain, body)
-    (request,) = manager.sent
-    assert send(rag_chat_completions, body)[0] == 200
-    (asked,) = [obj for obj in manager.sent if isinstance(obj, Asked)]
-    assert asked.expect is not None
-    assert (asked.guess, len(asked.expect.spans.spans), len(request.spans.spans)) == (Guess.SEARCH, 1, 3)
-    assert asked.expect.spans.spans[0].chunk in {span.chunk for span in request.spans.spans}
-
-
-@pytest.mark.parametrize(
-    ("knobs", "body", "expects"),
-    [
-        ({"next_turn": 2}, {"conversation_id": "c", "reuse": "fused"}, True),
-        ({"next_turn": 0}, {"conversation_id": "c", "reuse": "fused"}, False),
-        ({"next_turn": 2}, {"conversation_id": "c"}, False),
-        ({"next_turn": 2}, {"reuse": "fused"}, False),
-        ({"next_turn": 2, "prefetch_mib": 0}, {"conversation_id": "c", "reuse": "fused"}, False),
-    ],
-)
-def test_next_turn_is_expected_when_the_answer_is_out(
-    call: Any, knobs: dict[str, Any], body: dict[str, Any], expects: bool
-) -> None:
-    _, manager, send = call(FakeRetriever(), **{**STORED, "retrieve_first": 0, **knobs})
-    manager.states = [state_of(0)]
-    assert send(rag_chat_completions, {"messages": MESSAGES, "retrieve": {"query": "alpha beta"}, **body})[0] == 200
-    told = [(obj.guess, len(obj.expect.spans.spans)) for obj in manager.sent]
-    assert told == ([(Guess.NEXT_TURN, 2)] if expects else [])
-    assert len(manager.aborted) == 1
-
-
 # Stats
 
 
