@@ -202,13 +202,6 @@ class ChunkCacheConfig:
     )
     """It waits where the load is estimated to be there by then. A wait in vain costs that share, and most of the next requests do
     not wait then."""
-    prefetch_mib: int = knob(
-        64,
-        "bytes that one tenant may have under way from the storage for requests that may come, in MiB; 0: none",
-        low=0,
-    )
-    """Of each rank. A hint costs its client nothing, so it must not keep the disk from requests that wait: a second of a fast
-    network."""
     question_window: int = knob(
         32, "last tokens of a question that choose what is recomputed; all of a shorter one", low=1, high=4096
     )

@@ -11,6 +11,7 @@ REMOVED: dict[str, str] = {
     "--chunkcache-exclusive-slots": "a moved chunk always has slots of its own; leave the flag out",
     "--chunkcache-next-turn": "a client that knows what comes next says so with POST /chunkcache/prefetch",
     "--chunkcache-retrieve-first": "what is found is loaded when all lists are searched; leave the flag out",
+    "--chunkcache-prefetch-mib": "a tenant may have 64 MiB under way ahead of its requests; who wants none sends no prefetch",
     "--first": "the record 2026-11-24T0230-recall-first has what the first lists of an index find",
     "--chunkcache-admission": "all chunks enter the cache; CRAFT's rule is in `python -m eval replay --admission`",
 }

@@ -70,7 +70,6 @@ class Intake:
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._config = parts, parts.config
-        self._loads_ahead = self._config.storage_backend is not None and self._config.prefetch_mib > 0
 
     async def chat(self, raw_request: Request) -> tuple[ChatCompletionRequest, Planned]:
         """A chat completion over `chunks` or over what the index finds."""
@@ -78,10 +77,8 @@ class Intake:
 
     async def hint(self, raw_request: Request) -> Planned:
         """A chat completion that may come: what is known of it, its chunks as `texts` if that is all."""
-        if not self._loads_ahead:
-            raise RequestError(
-                "body: this server loads nothing ahead (--chunkcache-storage-backend, --chunkcache-prefetch-mib)"
-            )
+        if self._config.storage_backend is None:
+            raise RequestError("body: this server loads nothing ahead (--chunkcache-storage-backend)")
         body = await json_object(raw_request, self._config)
         ours = (*RagFields.model_fields, "texts")
         refuse_misspelt(body, ours=ours, theirs=ChatCompletionRequest.model_fields)

@@ -29,7 +29,6 @@ from msgspec.structs import asdict
 from sglang.srt.entrypoints import http_server
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from radix_ext.guesses import Guess
 from sglang_chunkcache.errors import ChunkCacheError, EngineRefusedError, SearchFailedError
 from sglang_chunkcache.front.answer import explained
 from sglang_chunkcache.front.bodies import CalibrateIn, PreprocessIn
@@ -98,7 +97,7 @@ class Routes:
         """What a request that may come needs of the storage is loaded. 202 says that this was understood, and nothing of what is
         there."""
         try:
-            self._parts.engine.expect(await self._intake.hint(raw_request), Guess.HINT)
+            self._parts.engine.prefetch(await self._intake.hint(raw_request))
         except ChunkCacheError as error:
             return error_response(error)
         return ORJSONResponse({}, status_code=202)

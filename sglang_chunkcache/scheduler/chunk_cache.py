@@ -50,7 +50,6 @@ from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from radix_ext import ChainId, ChunkId, IntegrityError, Tier, fused_chunk, text_before
-from radix_ext.guesses import Guess
 from radix_ext.sources import ChunkCopies
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
@@ -327,8 +326,8 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
                 self.storage.clear()
             if self.promiser is not None:
                 cleared = self.promiser.clear_store()
-        if asked.expect is not None and asked.expect.dp_rank == dp_rank:
-            self.expect(asked.expect, asked.guess)
+        if asked.prefetch is not None and asked.prefetch.dp_rank == dp_rank:
+            self.prefetch(asked.prefetch)
         refusal = None
         if asked.calibrate is not None and self.promiser is not None:
             try:
@@ -374,12 +373,12 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             **(self.promiser.stats() if self.promiser is not None else {}),
         }
 
-    def expect(self, asked: ExplainRequest, guess: Guess) -> None:
+    def prefetch(self, asked: ExplainRequest) -> None:
         """A request is likely to come: load what it needs of the storage, as if it waited."""
-        if self.storage is None or not self.storage.is_worth_it(guess):
+        if self.storage is None:
             return
         req = _made(asked)
-        state(req).guess = guess
+        state(req).is_prefetch = True
         self.arrived(req)
 
     def explain(self, asked: ExplainRequest) -> Explanation:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from radix_ext import ChainId, ChunkId
-from radix_ext.guesses import Guess
 from radix_ext.sources import CopyFacts
 from sglang_chunkcache.wire.report import JointReport
 from sglang_chunkcache.wire.spans import RequestSpans
@@ -99,8 +98,8 @@ class RequestState:
     """What joint encoding has made of its KV. None: nothing yet, or it failed."""
     promise: Any = None
     """The promiser's own record."""
-    guess: Guess | None = None
-    """Why it is expected. None: it is here, or only explained."""
+    is_prefetch: bool = False
+    """It may come. False: it is here, or only explained."""
     loads: Asked | None = None
     """What was asked of the storage for its moved chunks (fusion/tier.py). None: nothing was yet."""
     chain: Asked | None = None

@@ -22,7 +22,7 @@ def samples(cell: Mapping[str, Any], loaded: int = 1000, **seconds: float) -> li
             "prompt_tokens": 2100,
             "loaded": loaded if arm != "computed" else 0,
             "layers_ahead": 3,
-            "guesses": {"loads": 2, "used": 1, "wasted": 1},
+            "prefetch": {"requested": 2, "loaded": 2, "used": 1},
         }
         for number in range(4)
         for arm, taken in seconds.items()
@@ -46,7 +46,7 @@ def test_won_is_told_against_the_arrival() -> None:
     found = summarize(samples({"search_ms": 50}, computed=4.0, arrival=0.2, hint=0.12))
     won = {row["arm"]: row["won (ms)"] for row in found["tables"][0]["rows"]}
     assert won == {"computed": None, "arrival": None, "hint": 80.0}
-    assert found["tables"][0]["rows"][2]["guesses wasted"] == 3
+    assert found["tables"][0]["rows"][2]["prefetch used"] == 3
 
 
 def test_what_was_not_loaded_hides_nothing() -> None:

@@ -21,7 +21,6 @@ from fastapi.responses import ORJSONResponse
 from msgspec import structs
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware, decide_request_auth
 
-from radix_ext.guesses import Guess
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front import planner, preprocessing
 from sglang_chunkcache.front.engine import Engine
@@ -388,16 +387,15 @@ def test_hint_sends_its_rank_what_a_request_would(call: Any, body: Any) -> None:
     (asked,) = manager.sent
     send(chunkcache_explain, {"messages": MESSAGES, "chunks": CHUNKS})
     request = manager.sent[1]
-    assert (asked.guess, asked.expect.dp_rank, asked.expect.spans) == (Guess.HINT, 0, request.spans)
+    assert (asked.prefetch.dp_rank, asked.prefetch.spans) == (0, request.spans)
     end = request.spans.spans[-1].end
-    assert asked.expect.input_ids[:end] == request.input_ids[:end]
+    assert asked.prefetch.input_ids[:end] == request.input_ids[:end]
 
 
 @pytest.mark.parametrize(
     ("knobs", "body", "param"),
     [
         ({}, {"texts": ["x"]}, "body"),
-        ({**STORED, "prefetch_mib": 0}, {"texts": ["x"]}, "body"),
         (STORED, {"texts": "x"}, "texts"),
         (STORED, {"text": ["x"]}, "text"),
         (STORED, {"texts": []}, "texts"),
