@@ -1,7 +1,6 @@
 """Recall of BM25, vectors and rank fusion on question sets, and overlap of their result lists. No server.
 
     python -m eval recall --data DIR [--sets squad nq ...] [--encoder PATH] [--factory IVF64,PQ64]
-    python -m eval recall --data DIR --modes dense fusion --query last --k 10 --factory IVF256,Flat --first 1 8 32
 
     set ── an index for each domain ── Retriever ── k ids for each question ── one sample: recall, overlap, neighbours
 
@@ -14,9 +13,8 @@ Overlap compares a list with earlier ones, because only KV that was computed bef
     R1 = [c1 c4 c5 c6 c7]   R2 = [c1 c2 c3 c4 c5]     prefix of R2: 1/5 (c1)   total of R2: 3/5 (c1 c4 c5)
 
 `hit` is the share of passages that any earlier list had, `repeated` that an earlier turn of the conversation had. Neighbours
-are FusionRAG's figure 7a: how likely passages found together are each other's n nearest. With --first each search is made with
-so many lists of the index, too, as a server makes it for a provisional result (`--chunkcache-retrieve-first`): what of the whole
-search's passages do they have? The last line of stdout is JSON.
+are FusionRAG's figure 7a: how likely passages found together are each other's n nearest. The last line of
+stdout is JSON.
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ from eval.data.retrieve import open_index, search
 from eval.errors import CommandError
 from eval.run import Run, Sample, new_folder
 from eval.task import TaskData
+from sglang_chunkcache.removed import add_removed_flags
 
 if TYPE_CHECKING:
     from retrieval.encoder import Encoder
@@ -50,11 +49,6 @@ Mode = Literal["bm25", "dense", "fusion"]
 NEIGHBORS = range(2, 16)
 """Numbers of neighbours for which FusionRAG's figure 7a is measured."""
 SHOWN_NEIGHBORS = (2, 3, 5, 10, 15)
-BEST = 5
-"""Passages of a result, beside all of its k, in which first lists are compared."""
-FIRST_NOTE = (
-    f"whole: {NPROBE} lists; equal sets: questions of which the first lists have all passages; 95% over conversations"
-)
 NOTES = {
     "prefix": "Share of a list that is a prefix of the best matching earlier list.",
     "total": "Share of a list that the best matching earlier list contains.",
@@ -100,24 +94,17 @@ def read_set(folder: Path, queries: Sequence[str], *, limit: int | None) -> dict
 
 
 def samples(
-    data: TaskData,
-    ranked: Sequence[Sequence[str]],
-    nearest: Mapping[str, Sequence[str]],
-    *,
-    k: int,
-    provisional: Mapping[int, Sequence[Sequence[str]]],
+    data: TaskData, ranked: Sequence[Sequence[str]], nearest: Mapping[str, Sequence[str]], *, k: int
 ) -> list[Sample]:
     """One sample for each question.
 
     Args:
         ranked: the retrieved ids of each question.
         nearest: id -> its nearest ids; empty: not measured.
-        provisional: as `ranked`, by the number of lists that were searched.
 
     Returns:
         `metrics`: those of `overlap`, `recall@k`, the share of the gold passages among the k, and `all_gold@k`, 1 if all are.
         `neighbors`: for each passage of a list of two or more, the places of the others among its nearest.
-        `first`, `conversation`: `first_shares` by the number of lists; not without passages.
     """
     first: dict[tuple[str, str], str] = {}  # of equal texts of a domain the index keeps the first
     kept = {
@@ -126,7 +113,7 @@ def samples(
     }
     rows = []
     overlaps = overlap(ranked, [request.conversation for request in data.requests], k=k)
-    for number, (request, ids, metrics) in enumerate(zip(data.requests, ranked, overlaps, strict=True)):
+    for request, ids, metrics in zip(data.requests, ranked, overlaps, strict=True):
         if gold := {kept[name] for name in request.gold_ids}:
             share = len(gold.intersection(ids)) / len(gold)
             metrics |= {f"recall@{k}": share, f"all_gold@{k}": float(share == 1)}
@@ -137,17 +124,8 @@ def samples(
             row["neighbors"] = [
                 [place for place, other in enumerate(nearest.get(one, ())) if other in together] for one in together
             ]
-        if provisional and ids:
-            row["conversation"] = request.conversation or request.id
-            row["first"] = {str(num): first_shares(ids, lists[number], k=k) for num, lists in provisional.items()}
         rows.append(row)
     return rows
-
-
-def first_shares(whole: Sequence[str], first: Sequence[str], *, k: int) -> dict[str, float]:
-    """The share of the whole search's best passages that is among the first lists' best, by their number: `BEST`, and k."""
-    depths = sorted({min(BEST, k), k})
-    return {str(depth): len({*whole[:depth]} & {*first[:depth]}) / len(whole[:depth]) for depth in depths}
 
 
 def overlap(ranked: Sequence[Sequence[str]], conversations: Sequence[str | None], *, k: int) -> list[dict[str, float]]:
@@ -186,7 +164,6 @@ def summarize(taken: Sequence[Sample]) -> dict[str, Any]:
 
     if not taken:
         return {"cells": [], "tables": [], "verdict": []}
-    first, told = _first_lists([row for row in taken if "first" in row])
     frame = pd.DataFrame([row["cell"] | row["metrics"] | {key: row[key] for key in ("arm", "found")} for row in taken])
     lists: defaultdict[tuple[Any, ...], list[list[list[int]]]] = defaultdict(list)
     for row in taken:
@@ -200,7 +177,7 @@ def summarize(taken: Sequence[Sample]) -> dict[str, Any]:
         cell = {"arm": arm, "cell": {"data": data, "query": query}, "n": len(group)}
         cell["metrics"] = {str(name): {"mean": round(float(value), 4)} for name, value in means.dropna().items()}
         cells.append(cell | {"neighbors": neighbor_shares(lists[data, query, arm])})
-    return {"cells": cells, "tables": [*_tables(cells), *first], "verdict": [*_verdict(frame), *told]}
+    return {"cells": cells, "tables": _tables(cells), "verdict": _verdict(frame)}
 
 
 def neighbor_shares(lists: Sequence[Sequence[Sequence[int]]]) -> dict[str, dict[str, float]]:
@@ -243,14 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--limit", type=int, metavar="N", help="N questions of each set only")
     add("--encoder", metavar="PATH", help="a sentence-transformers model instead of the embedded encoder")
     add("--factory", default="Flat", metavar="NAME", help="FAISS factory string; default: Flat")
-    add(
-        "--first",
-        type=int,
-        nargs="+",
-        default=[],
-        metavar="N",
-        help="lists of an IVF index to search alone; default: none",
-    )
+    add_removed_flags(parser, ["--first"])
     add("--out", type=Path, metavar="DIR", help="folder of the record; an interrupted run continues")
     return parser
 
@@ -266,13 +236,9 @@ def _measure(run: Run, args: argparse.Namespace) -> None:
             continue
         ranked, nearest = _search(asked, missing, encoder, args)
         for query, mode in missing:
-            lists = {
-                nprobe: [ranked[query, mode, nprobe, request.id] for request in asked[query].requests]
-                for nprobe in _nprobes(mode, args)
-            }
-            whole = lists.pop(NPROBE)
+            whole = [ranked[query, mode, request.id] for request in asked[query].requests]
             wants = mode != "bm25" and query == "last"
-            rows = samples(asked[query], whole, nearest if wants else {}, k=args.k, provisional=lists)
+            rows = samples(asked[query], whole, nearest if wants else {}, k=args.k)
             place = {"arm": _arm(mode, encoder), "cell": {"data": name, "query": query}}
             run.add_all((f"{keys[query, mode]} {row['request']}", place | row) for row in rows)
             print(f"{keys[query, mode]}: {len(rows)} questions", file=sys.stderr)
@@ -292,9 +258,8 @@ def _arm(mode: str, encoder: Encoder | None) -> str:
 
 def _search(
     asked: Mapping[str, TaskData], cells: Sequence[tuple[str, Mode]], encoder: Encoder | None, args: argparse.Namespace
-) -> tuple[dict[tuple[str, str, int, str], list[str]], dict[str, list[str]]]:
-    """The ids by (query, mode, lists searched, request), and every passage's nearest if they are needed; one index for each
-    domain."""
+) -> tuple[dict[tuple[str, str, str], list[str]], dict[str, list[str]]]:
+    """The ids by (query, mode, request), and every passage's nearest if they are needed; one index for each domain."""
     from retrieval.settings import IndexSettings
 
     modes = {mode for _, mode in cells}
@@ -307,7 +272,7 @@ def _search(
     some = next(iter(asked.values()))
     requests = tuple({request.id: request for data in asked.values() for request in data.requests}.values())
     domains = {name: domain for data in asked.values() for name, domain in data.domains.items()}
-    ranked: dict[tuple[str, str, int, str], list[str]] = {}
+    ranked: dict[tuple[str, str, str], list[str]] = {}
     neighbors: dict[str, list[str]] = {}
     for passages, inside in replace(some, requests=requests, domains=domains).by_domain():
         names = {request.id for request in inside}
@@ -316,18 +281,12 @@ def _search(
             for query, mode in cells:
                 chosen = [request for request in asked[query].requests if request.id in names]
                 questions = [request.question for request in chosen]
-                for nprobe in _nprobes(mode, args):
-                    found = search(retriever, questions, k=args.k, mode=mode, nprobe=nprobe)
-                    for request, hits in zip(chosen, found, strict=True):
-                        ranked[query, mode, nprobe, request.id] = [hit.passage.id for hit in hits]
+                found = search(retriever, questions, k=args.k, mode=mode, nprobe=NPROBE)
+                for request, hits in zip(chosen, found, strict=True):
+                    ranked[query, mode, request.id] = [hit.passage.id for hit in hits]
             if any(query == "last" and mode != "bm25" for query, mode in cells):
                 neighbors |= _nearest(retriever.index)
     return ranked, neighbors
-
-
-def _nprobes(mode: Mode, args: argparse.Namespace) -> tuple[int, ...]:
-    """Numbers of lists that are searched: the whole search's, then the first ones'."""
-    return (NPROBE, *(args.first if mode != "bm25" else ()))
 
 
 def _nearest(index: Index) -> dict[str, list[str]]:
@@ -380,43 +339,6 @@ def _tables(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         near += _records(means.assign(set="mean of sets")) if frame["set"].nunique() > 1 else []
         tables.append(table("passages found together that are neighbours", near))
     return tables
-
-
-def _first_lists(taken: Sequence[Sample]) -> tuple[list[dict[str, Any]], list[str]]:
-    """A table of what the first lists have of the whole search's passages, and a sentence for each arm and number of them."""
-    from eval.outcome import interval, table
-    from eval.recorded import grouped
-    from eval.stats import summary
-
-    rows: list[dict[str, Any]] = []
-    means: defaultdict[tuple[str, str, str], list[dict[str, float]]] = defaultdict(list)
-    for (data, query, arm), group in grouped(taken, lambda row: (*row["cell"].values(), row["arm"])):
-        conversations = [row["conversation"] for row in group]
-        for number in group[0]["first"]:
-            row: dict[str, Any] = {
-                "set": data if query == "last" else f"{data}, {query}",
-                "arm": arm,
-                "lists": int(number),
-            }
-            for depth in group[0]["first"][number]:
-                shares = [one["first"][number][depth] for one in group]
-                for name, values in (("passages", shares), ("equal sets", [float(share == 1) for share in shares])):
-                    found = summary(values, conversations)
-                    row[f"{name} of {depth}"] = interval([found[key] for key in ("mean", "low", "high")])
-                    means[arm, number, f"{name} of {depth}"].append(found)
-            rows.append(row | {"questions": len(group)})
-    if not rows:
-        return [], []
-    sentences = []
-    for arm, number in dict.fromkeys((arm, number) for arm, number, _ in means):
-        told = []
-        for name in (name for one, lists, name in means if (one, lists) == (arm, number)):
-            each = means[arm, number, name]
-            mean = sum(found["mean"] for found in each) / len(each)
-            half = sum(((found["high"] - found["low"]) / 2) ** 2 for found in each) ** 0.5 / len(each)
-            told.append(f"{name} {interval([mean, mean - half, mean + half])}")
-        sentences.append(f"{arm}, first lists {number}, mean of {len(each)} sets: {', '.join(told)}.")
-    return [table("What the first lists have of the whole search's passages", rows, FIRST_NOTE)], sentences
 
 
 def _records(frame: Any) -> list[dict[str, Any]]:

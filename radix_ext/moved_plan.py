@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import add
 from typing import NamedTuple, Protocol
@@ -91,11 +91,6 @@ class Piece:
     """Cache-Craft's fix overhead with alpha 1, estimated by `fix_overhead` where the source is not scored. None: a gap."""
     other_head: bool = False
     """The source's KV was computed after another head."""
-
-    @property
-    def stays(self) -> bool:
-        """Whether it keeps its source's position: its KV is the source's, without a rotation."""
-        return self.source is not None and self.source.start == self.start
 
 
 class Estimate(NamedTuple):
@@ -344,24 +339,6 @@ def num_compared(piece: Piece, fusion: FusionRequest) -> int:
     is_proposed = fusion.selector == "critical" and piece.source is not None and piece.source.outward is not None
     share = min(1.0, sum(proposed_share(fusion))) if is_proposed else 1.0
     return math.ceil(share * (piece.end - piece.start))
-
-
-def max_critical(pieces: Sequence[Piece], plan: ReusePlan, fusion: FusionRequest) -> int:
-    """How many tokens of these moved pieces of the plan its selector may take, at most."""
-    if not fusion.recomputes or (fusion.alpha is None and fusion.ratio == 0):
-        return 0
-    num_tokens = sum(piece.end - piece.start for piece in pieces)
-    moved = [piece for piece in plan.pieces if piece.source is not None]
-    if _goes_by_alpha(fusion):
-        # CFO is at least a token's worth, and what a request leaves out of it (`without`) only makes it grow.
-        known = moved if fusion.focus == "refill" else pieces
-        known = [replace(piece, cfo=1.0) if fusion.without else piece for piece in known]
-        budget = sum(max(1, _num_by_alpha(piece, fusion)) for piece in known)
-    else:
-        budget = math.ceil(fusion.ratio * plan.moved_len) + len(moved)  # rounded up for each at most
-    if fusion.focus == "refill":
-        budget += len(moved)  # and once more
-    return min(num_tokens, budget)
 
 
 def _goes_by_alpha(fusion: FusionRequest) -> bool:

@@ -105,12 +105,6 @@ def search_parameters(index: Any, *, k: int, nprobe: int, selector: Any) -> Any:
     )
 
 
-def has_lists(index: Any) -> bool:
-    """Whether a search visits some lists of many (IVF)."""
-    index = faiss.downcast_index(index)
-    return has_lists(index.index) if isinstance(index, faiss.IndexPreTransform) else isinstance(index, faiss.IndexIVF)
-
-
 def read_faiss(path: Path) -> Any:
     """Map a segment's file into memory. Raises CorruptIndexError."""
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.dense import Segment, best_of, create_segment, has_lists, is_exact, read_faiss, search_segments
+from retrieval.dense import Segment, best_of, create_segment, is_exact, read_faiss, search_segments
 from retrieval.errors import CorruptIndexError
 from retrieval.manifest import (
     PASSAGES,
@@ -94,11 +94,6 @@ class Index:
     def num_live(self) -> int:
         """Number of passages that can be found."""
         return self.num_rows - len(self.removed)
-
-    @property
-    def has_lists(self) -> bool:
-        """Whether a search of few lists takes less than one of many."""
-        return any(has_lists(segment.index) for segment in self.segments)
 
     @property
     def dim(self) -> int:

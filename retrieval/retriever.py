@@ -14,14 +14,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import faiss
-import numpy as np
 
 from retrieval.encoder import Encoder, load_encoder
 from retrieval.errors import CorruptIndexError, RetrievalError
@@ -59,8 +57,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Hits of each query, best first, and milliseconds of the whole batch by phase: encode, dense, bm25, read, and first, which
-    is all of a provisional result."""
+    """Hits of each query, best first, and milliseconds of the whole batch by phase: encode, dense, bm25, read."""
 
     hits: list[list[Hit]]
     ms: dict[str, float]
@@ -152,22 +149,11 @@ class Retriever:
             "run `python -m retrieval build` again"
         )
 
-    def search(
-        self,
-        queries: Sequence[str],
-        *,
-        k: int,
-        mode: Mode,
-        nprobe: int,
-        first_nprobe: int = 0,
-        told_first: Callable[[list[list[Hit]]], None] | None = None,
-    ) -> SearchResult:
+    def search(self, queries: Sequence[str], *, k: int, mode: Mode, nprobe: int) -> SearchResult:
         """The k best passages of each query. Fewer if the index holds fewer, or if fewer share a word or are near.
 
         Args:
             nprobe: lists visited in an IVF index, or candidates kept (at least k) in HNSW.
-            first_nprobe: lists that are visited before all of them. 0, or an index without lists: none.
-            told_first: called with the hits of those, before the search goes on.
         Raises:
             RetrievalError: k or nprobe is below 1, or this index does not have the mode.
             CorruptIndexError: a file of the index is damaged.
@@ -197,31 +183,11 @@ class Retriever:
         elif mode != "bm25":
             vectors = _timed(ms, "encode", lambda: encoder.encode_queries(queries))
 
-            def near(num_lists: int) -> list[list[_Found]]:
-                return self._search_dense(index, vectors, k=depth, nprobe=num_lists)
+            def near() -> list[list[_Found]]:
+                return self._search_dense(index, vectors, k=depth, nprobe=nprobe)
 
-            if told_first is not None and 0 < first_nprobe < nprobe and index.has_lists:
-                with suppress(CorruptIndexError):  # of a passage that the whole search may not find
-                    told_first(_timed(ms, "first", lambda: _read(index, _merged([near(first_nprobe), *lists], k))))
-            lists.insert(0, _timed(ms, "dense", lambda: near(nprobe)))
+            lists.insert(0, _timed(ms, "dense", near))
         return SearchResult(_timed(ms, "read", lambda: _read(index, _merged(lists, k))), ms)
-
-    def near(self, names: Sequence[str], *, n: int, nprobe: int) -> list[Passage]:
-        """The n passages whose vectors are nearest to one of these passages', nearest first, without these. Names that this index
-        does not have are left out. On any thread.
-
-        Raises:
-            CorruptIndexError: a file of the index is damaged.
-        """
-        index = self._serving.index
-        rows = sorted({row for name in names for row in index.store.rows_of(name)})
-        if not rows:
-            return []
-        vectors = index.vector_file.read_rows(np.array(rows))
-        best: dict[int, float] = {}
-        for found in self._search_dense(index, vectors, k=n + len(rows), nprobe=nprobe):
-            best.update((row, max(score, best.get(row, score))) for row, score, _ in found if row not in rows)
-        return index.store.get(sorted(best, key=lambda row: -best[row])[:n])
 
     def refresh(self) -> bool:
         """Serve what the directory holds now, if a file of it has changed. Returns whether something else is served now.

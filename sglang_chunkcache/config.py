@@ -202,20 +202,6 @@ class ChunkCacheConfig:
     )
     """It waits where the load is estimated to be there by then. A wait in vain costs that share, and most of the next requests do
     not wait then."""
-    prefetch_mib: int = knob(
-        64,
-        "bytes that one tenant may have under way from the storage for requests that may come, in MiB; 0: none",
-        low=0,
-    )
-    """Of each rank. A hint costs its client nothing, so it must not keep the disk from requests that wait: a second of a fast
-    network."""
-    next_turn: int = knob(
-        0,
-        "passages like those of an answer that are loaded for its conversation's next turn; 0: none",
-        low=0,
-        high=1000,
-    )
-    """With an index, a storage and `--reuse fused`. Default: in real conversations 19 of 20 are wasted (eval/LOG.md)."""
     question_window: int = knob(
         32, "last tokens of a question that choose what is recomputed; all of a shorter one", low=1, high=4096
     )
@@ -236,10 +222,6 @@ class ChunkCacheConfig:
     exact_gaps: int = knob(1, "chunks per fused request that are computed exactly though they could be moved", low=0)
     """Moved KV ends a prompt's exact chain for all who follow, so the chain grows by so many promoted chunks first. With 1 the
     requests of RAGPulse find nearly as much exactly as without moved KV, at .58 of its computing (radix_ext/README.md)."""
-    exclusive_slots: str = knob(
-        "on", "share the source's KV slots where a chunk keeps its position", choices=("on", "off")
-    )
-    """FusionRAG 4.3: such a chunk takes memory for its critical tokens only and is not copied. `off`: it is always copied."""
     recompute_attention: str = knob(
         "auto",
         "attention of the recompute pass (also --recompute-attention)",
@@ -274,13 +256,6 @@ class ChunkCacheConfig:
     """`auto`: the first mode that the index names, `filled` with the embedded encoder."""
     retrieve_nprobe: int = knob(128, "clusters of an IVF index searched by default", low=1, high=1_000_000)
     """CRAFT section 5."""
-    retrieve_first: int = knob(
-        8,
-        "clusters searched first: what they have is loaded from the storage meanwhile; 0: none",
-        low=0,
-        high=1_000_000,
-    )
-    """Of the five passages that 128 lists find 8 find .78, mean of seven question sets (eval/README.md)."""
     retrieve_batch: int = knob(32, "queries in one search batch, at most", low=1, high=10_000)
     """A batch forms only while a search runs; beyond 32 an encoder's time grows with the batch."""
     retrieve_queue: int = knob(1000, "requests that may wait for a search; more get HTTP 503", low=1, high=1_000_000)

@@ -4,8 +4,8 @@
 - AROUND `TpModelWorker.forward_batch_generation`, with `--reuse fused` or a host pool only: promised slots must be filled on the
   forward stream, after earlier forwards, which may still write KV that is moved, and before the batch's own extend. What goes to
   host memory is copied there, too.
-- AFTER `Scheduler._add_request_to_queue`: what a request needs is loaded from a storage while it waits, and evicted last. SGLang
-  asks a cache for a waiting request under some queue policies only, and shows it no queue.
+- AFTER `Scheduler._add_request_to_queue`: what a request needs is loaded from a storage while it waits. SGLang asks a
+  cache for a waiting request under some queue policies only.
 - AROUND `PrefillAdder.add_one_req`, with a storage only: a request waits for what is loaded for it, and all behind it do. A cache
   can put off a request itself (None for a load), but is only asked for what it has found already.
 - BEFORE all of `SchedulerWeightUpdaterManager` that changes weights, with a storage only: where the client asks for no flush, or
@@ -102,7 +102,6 @@ def _fill_first(forward: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any
 def _tell_arrival(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     cache = _ours(scheduler.tree_cache)
     if cache is not None:
-        cache.look_ahead.queue, cache.look_ahead.is_stale = (lambda: scheduler.waiting_queue), True
         cache.arrived(req)
     return result
 

@@ -95,7 +95,6 @@ def create_cache(ctx: Any) -> Any:
             num_ranks=ctx.tp_worker.model_runner.tp_group.world_size,
             metrics=metrics,
         )
-        cache.host.needed = cache.look_ahead.needed_places
         if cache.storage is not None:
             cache.stored = create_stored_chains(cache.host, cache.storage, ctx, settings)
     elif cache.storage is not None and settings.reuse == "exact":

@@ -8,6 +8,11 @@ from typing import Any, NoReturn
 
 REMOVED: dict[str, str] = {
     "--chunkcache-tail": "chunks that the window has seen come first; the others are in `python -m eval replay --tail`",
+    "--chunkcache-exclusive-slots": "a moved chunk always has slots of its own; leave the flag out",
+    "--chunkcache-next-turn": "a client that knows what comes next says so with POST /chunkcache/prefetch",
+    "--chunkcache-retrieve-first": "what is found is loaded when all lists are searched; leave the flag out",
+    "--chunkcache-prefetch-mib": "a tenant may have 64 MiB under way ahead of its requests; who wants none sends no prefetch",
+    "--first": "the record 2026-11-24T0230-recall-first has what the first lists of an index find",
     "--chunkcache-admission": "all chunks enter the cache; CRAFT's rule is in `python -m eval replay --admission`",
 }
 """What to use instead, by a flag, a field's path in the request body, or either with one of its values behind a space."""

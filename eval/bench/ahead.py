@@ -14,8 +14,8 @@ store, preprocessed behind another, and 15% of their tokens recomputed, chosen b
 With --search-ms it is in a storage on disk, and the passages are found by the server, in an index of 128 lists of which all take
 so long:
 
-    computed    as above                                         provisional  what 8 lists have is loaded meanwhile
-    arrival     it is loaded when all are searched               hint         --ahead-ms before the request, by its chunks
+    computed    as above                                   hint      --ahead-ms before the request, by its chunks
+    arrival     it is loaded when the search is over
 
 Load is a copy's sleep. Hidden is by how much sooner the first token comes beside than in line, as a share of it; won, by how much
 sooner than at arrival, in ms; both the median of the rounds. Weights are random. It runs in the repository's root.
@@ -54,11 +54,13 @@ COPIED = 10
 NUM_LISTS, PER_LIST = 128, 40
 """Of the index, and the passages that make faiss content with them."""
 NOTE = (
-    "computed / arm: above 1, the arm is faster. Loads on a guess count where they were used, whoever had begun them, and as "
-    "wasted only after 256 further requests."
+    "computed / arm: above 1, the arm is faster. Prefetched chunks count as used where a request asked for them, whoever had "
+    "them loaded."
 )
+PREFETCH = ("requested", "loaded", "used")
+"""Counters of the storage's stats."""
 MOVED = {"mode": "fused", "ratio": 0.15, "move": "always"}
-LAYERS, SEARCH = ("computed", "in line", "beside"), ("computed", "arrival", "provisional", "hint")
+LAYERS, SEARCH = ("computed", "in line", "beside"), ("computed", "arrival", "hint")
 PARTS = {"us_per_token": LAYERS, "moved_us_per_token": LAYERS, "search_ms": SEARCH}
 
 
@@ -88,8 +90,8 @@ class Lane:
     def sample(self, arm: str, slow: Mapping[str, Any], number: int) -> Sample:
         """One request."""
         is_search, is_moved = "search_ms" in slow, "moved_us_per_token" in slow
-        told = {"in_line": arm == "in line", "tells_first": arm == "provisional"}
-        switch(self._switch, **{name.removeprefix("moved_"): slow[name] for name in PARTS if name in slow}, **told)
+        sleeps = {name.removeprefix("moved_"): slow[name] for name in PARTS if name in slow}
+        switch(self._switch, **sleeps, in_line=arm == "in line")
         if is_moved:  # nothing is left on the device
             get(self._url + "/flush_cache?timeout=60")
         prompt = f"{'found' if is_search else 'sent'}{number}"
@@ -112,7 +114,7 @@ class Lane:
             "exact": counts["exact"],
             "loaded": loaded,
             "layers_ahead": after[loader]["layers_ahead"] if not is_search else None,
-            "guesses": {name: _guessed(after, name) - _guessed(before, name) for name in ("loads", "used", "wasted")},
+            "prefetch": {name: _prefetched(after, name) - _prefetched(before, name) for name in PREFETCH},
             "late": after["storage"]["late"] - before["storage"]["late"] if is_search else None,
         }
 
@@ -215,8 +217,9 @@ def switch(path: Path, **values: Any) -> None:
 # Private, in order of use
 
 
-def _guessed(stats: Mapping[str, Any], name: str) -> int:
-    return sum(counts[name] for counts in stats.get("storage", {}).get("guesses", {}).values())
+def _prefetched(stats: Mapping[str, Any], name: str) -> int:
+    found: int = stats.get("storage", {}).get("prefetch", {}).get(name, 0)
+    return found
 
 
 def _load_s(cell: Mapping[str, Any], sample: Sample) -> float:
@@ -238,7 +241,7 @@ def _row(
         for late, soon in zip(arms[base], taken, strict=True)
         if arm not in ("computed", base) and soon["loaded"]
     ]
-    guesses = {name: sum(one["guesses"][name] for one in taken) for name in ("loads", "used", "wasted")}
+    prefetch = {name: sum(one["prefetch"][name] for one in taken) for name in PREFETCH}
     return {
         **cell,
         "arm": arm,
@@ -248,7 +251,7 @@ def _row(
         "p50 (s)": round(quantile([one["metrics"]["ttft_s"] for one in taken], 0.5), 4),
         "computed / arm": told_ratio(arms["computed"], taken, "ttft_s", 2),
         metric: round(quantile(sooner, 0.5), 3) if sooner else None,
-        **({f"guesses {name}": count for name, count in guesses.items()} if "search_ms" in cell else {}),
+        **({f"prefetch {name}": count for name, count in prefetch.items()} if "search_ms" in cell else {}),
         **({} if "search_ms" in cell else {"layers ahead": quantile([one["layers_ahead"] for one in taken], 0.5)}),
     }
 

@@ -10,8 +10,7 @@ What is moved from where, what the store keeps and what leaves are the server's 
     capture          chunks with enough accesses whose KV was computed, before the next request
 
 A source behind another head is taken where there is none behind the request's own. Not modelled: text between chunks, a
-question asked twice, slots shared with a source (every chunk takes room), the focus of `context`. Scores are those of attention
-that is even over all tokens.
+question asked twice, the focus of `context`. Scores are those of attention that is even over all tokens.
 """
 
 from __future__ import annotations

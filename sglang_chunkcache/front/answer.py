@@ -112,7 +112,6 @@ def _fused(rag: RagRequest) -> dict[str, Any]:
         "sources": [_shown(labels, source) for source in report.sources] if report else [],
         "focused": None if focused is None else [labels[i] for i in focused],
         "gap": report.gap if report else 0,
-        "shared": report.shared if report else 0,
         "fused_hit": report.fused_hit if report else 0,
         "ms": report.ms if report else {},
         "estimated_ms": report.estimated_ms if report else {},

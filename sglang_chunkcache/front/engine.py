@@ -15,7 +15,6 @@ from typing import Any
 from fastapi import Request
 from sglang.srt.managers.io_struct import GenerateReqInput, GetInternalStateReq
 
-from radix_ext.guesses import Guess
 from sglang_chunkcache.errors import ChunkCacheError, RequestError
 from sglang_chunkcache.front.audit import Auditor, Check, Listener
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
@@ -27,8 +26,8 @@ from sglang_chunkcache.wire.state import STATE_KEY, Asked, CalibrationPrompt, Cl
 
 logger = logging.getLogger(__name__)
 
-MAX_EXPECTED = 16
-"""Requests that ranks are told to expect at once. More are let be: SGLang sends one message at a time, operators' as well."""
+MAX_PREFETCHES = 16
+"""Requests that ranks are told to load for at once. More are let be: SGLang sends one message at a time, operators' as well."""
 
 
 def hand_over(raw_request: Request, rag: RagRequest) -> None:
@@ -49,7 +48,7 @@ class Engine:
         self._unexplained: list[tuple[ExplainRequest, asyncio.Future[Explanation]]] = []
         self._explaining: asyncio.Task[None] | None = None
         self.auditor = Auditor(books, self)
-        self._expecting: set[asyncio.Future[list[RankState]]] = set()
+        self._prefetching: set[asyncio.Future[list[RankState]]] = set()
         self._reading: asyncio.Future[None] | None = None
         self._has_lost_touch = False
 
@@ -161,13 +160,13 @@ class Engine:
             self._explaining = asyncio.create_task(self._explain_all())
         return await explained
 
-    def expect(self, planned: Planned, guess: Guess) -> None:
+    def prefetch(self, planned: Planned) -> None:
         """Have its rank load what the request would need of the storage. Waits for nothing, nobody is told what comes of it."""
-        if len(self._expecting) >= MAX_EXPECTED:
+        if len(self._prefetching) >= MAX_PREFETCHES:
             return
-        task = asyncio.ensure_future(self._ask(Asked(expect=self._unsent(planned), guess=guess)))
-        self._expecting.add(task)
-        task.add_done_callback(self._expecting.discard)
+        task = asyncio.ensure_future(self._ask(Asked(prefetch=self._unsent(planned))))
+        self._prefetching.add(task)
+        task.add_done_callback(self._prefetching.discard)
 
     async def clear_store(self) -> dict[int, Cleared]:
         """Empty every rank's store; what was in it, by rank.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,8 +11,7 @@ from fastapi import Request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import normalize_assistant_tool_call_arguments
 
-from radix_ext.guesses import Guess
-from sglang_chunkcache.errors import ChunkCacheError, RequestError
+from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.bodies import (
     ChunkIn,
     GenerateIn,
@@ -73,19 +70,15 @@ class Intake:
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._config = parts, parts.config
-        self._started: set[asyncio.Future[None]] = set()
-        self._loads_ahead = self._config.storage_backend is not None and self._config.prefetch_mib > 0
 
-    async def chat(self, raw_request: Request, *, expects: bool = True) -> tuple[ChatCompletionRequest, Planned]:
-        """A chat completion over `chunks` or over what the index finds. `expects`: what the index finds first is loaded."""
-        return await self._chat(await json_object(raw_request, self._config), raw_request, expects=expects)
+    async def chat(self, raw_request: Request) -> tuple[ChatCompletionRequest, Planned]:
+        """A chat completion over `chunks` or over what the index finds."""
+        return await self._chat(await json_object(raw_request, self._config), raw_request)
 
     async def hint(self, raw_request: Request) -> Planned:
         """A chat completion that may come: what is known of it, its chunks as `texts` if that is all."""
-        if not self._loads_ahead:
-            raise RequestError(
-                "body: this server loads nothing ahead (--chunkcache-storage-backend, --chunkcache-prefetch-mib)"
-            )
+        if self._config.storage_backend is None:
+            raise RequestError("body: this server loads nothing ahead (--chunkcache-storage-backend)")
         body = await json_object(raw_request, self._config)
         ours = (*RagFields.model_fields, "texts")
         refuse_misspelt(body, ours=ours, theirs=ChatCompletionRequest.model_fields)
@@ -100,11 +93,9 @@ class Intake:
             body["chunks"] = [{"text": text} for text in texts]
         if isinstance(messages, list) and body.get("retrieve") is None and _lacks_question(body, messages):
             body["messages"] = [*messages, UNKNOWN]
-        return (await self._chat(body, raw_request, expects=False))[1]
+        return (await self._chat(body, raw_request))[1]
 
-    async def _chat(
-        self, body: dict[str, Any], raw_request: Request, *, expects: bool
-    ) -> tuple[ChatCompletionRequest, Planned]:
+    async def _chat(self, body: dict[str, Any], raw_request: Request) -> tuple[ChatCompletionRequest, Planned]:
         refuse_misspelt(body, ours=RagFields.model_fields, theirs=ChatCompletionRequest.model_fields)
         self._check_counts(body)
         brought = _taken_chunks(body)
@@ -168,30 +159,11 @@ class Intake:
             return request, await plan(passages)
         if passages:
             raise RequestError("retrieve: not together with chunks")
-        found = await self._search_for(fields, searched, raw_request, self._expecting(plan) if expects else None)
+        found = await self._search_for(fields, searched, raw_request)
         try:
             return request, await plan(found.chunks, found)
         except RequestError as error:
             raise _about_the_search(error, found) from None
-
-    async def expect_next_turn(self, planned: Planned) -> None:
-        """The turn is answered, and the user reads: passages like those that it had may be the next one's."""
-        options = planned.draft.options
-        if planned.draft.turn is None or options.fusion is None or options.retrieval is None:
-            return
-        if not (self._config.next_turn and self._loads_ahead):
-            return
-        passages = await self._search().near(planned.order, self._config.next_turn)
-        draft = partial(
-            self._parts.drafter.chat,
-            [UNKNOWN],
-            passages,
-            identity=planned.draft.identity,
-            options=Options(fusion=options.fusion, rank=planned.rank),
-        )
-        with suppress(ChunkCacheError):
-            expected = await self._plan(draft, _num_passage_chars(passages), _never)
-            self._parts.engine.expect(expected, Guess.NEXT_TURN)
 
     async def retrieval(self, raw_request: Request) -> tuple[RetrieveBody, Retrieval]:
         """The passages of a query or of messages, with what was asked for."""
@@ -300,35 +272,10 @@ class Intake:
                 raise RequestError(f"{field}.{i}.text: {len(chunk.text)} characters, at most {config.max_chunk_chars}")
         return [Passage(str(i) if chunk.id is None else str(chunk.id), chunk.text) for i, chunk in enumerate(chunks)]
 
-    def _expecting(
-        self, plan: Callable[[list[Passage]], Awaitable[Planned]]
-    ) -> Callable[[list[Passage]], object] | None:
-        """What is to be told of the first lists of the index, whose passages the request is likely to have."""
-        if not self._loads_ahead:
-            return None
-
-        async def expect(passages: list[Passage]) -> None:
-            with suppress(ChunkCacheError):  # the request itself will be told
-                self._parts.engine.expect(await plan(passages), Guess.SEARCH)
-
-        def start(passages: list[Passage]) -> None:
-            task = asyncio.ensure_future(expect(passages))
-            self._started.add(task)
-            task.add_done_callback(self._started.discard)
-
-        return start
-
-    async def _search_for(
-        self,
-        fields: RagFields,
-        messages: list[dict[str, Any]],
-        raw_request: Request,
-        told_first: Callable[[list[Passage]], object] | None,
-    ) -> Retrieval:
+    async def _search_for(self, fields: RagFields, messages: list[dict[str, Any]], raw_request: Request) -> Retrieval:
         assert fields.retrieve is not None
         is_gone = raw_request.is_disconnected
-        search = self._search()
-        return await search.find(fields.retrieve, messages, field="retrieve.", is_gone=is_gone, told_first=told_first)
+        return await self._search().find(fields.retrieve, messages, field="retrieve.", is_gone=is_gone)
 
     def _search(self) -> RagSearch:
         if self._parts.search is None:
@@ -377,10 +324,6 @@ def _lacks_question(body: Mapping[str, Any], messages: Sequence[Any]) -> bool:
     return len(roles) == len(messages) and not (
         body.get("continue_final_message") or roles[-1:] in (["user"], ["tool"], ["function"])
     )
-
-
-async def _never() -> bool:
-    return False
 
 
 def _num_chars(content: Any) -> int:

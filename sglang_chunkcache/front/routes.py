@@ -28,9 +28,7 @@ from fastapi.responses import ORJSONResponse
 from msgspec.structs import asdict
 from sglang.srt.entrypoints import http_server
 from sglang.srt.utils.auth import AuthLevel, auth_level
-from starlette.background import BackgroundTask
 
-from radix_ext.guesses import Guess
 from sglang_chunkcache.errors import ChunkCacheError, EngineRefusedError, SearchFailedError
 from sglang_chunkcache.front.answer import explained
 from sglang_chunkcache.front.bodies import CalibrateIn, PreprocessIn
@@ -41,7 +39,6 @@ from sglang_chunkcache.front.intake import Intake
 from sglang_chunkcache.front.parse import json_object, parse
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.preprocessing import preprocess
-from sglang_chunkcache.front.request import Planned
 
 Handler = Callable[..., Awaitable[Any]]
 
@@ -78,10 +75,7 @@ class Routes:
             request, planned = await self._intake.chat(raw_request)
         except ChunkCacheError as error:
             return self._refuse(error)
-        response = await self._parts.chat.serve(request, planned, raw_request)
-        if self._parts.config.next_turn and response.status_code == 200:
-            response.background = BackgroundTask(self._after, response.background, planned)
-        return response
+        return await self._parts.chat.serve(request, planned, raw_request)
 
     async def rag_retrieve(self, raw_request: Request) -> Any:
         """The passages of a query or of the last user messages."""
@@ -103,7 +97,7 @@ class Routes:
         """What a request that may come needs of the storage is loaded. 202 says that this was understood, and nothing of what is
         there."""
         try:
-            self._parts.engine.expect(await self._intake.hint(raw_request), Guess.HINT)
+            self._parts.engine.prefetch(await self._intake.hint(raw_request))
         except ChunkCacheError as error:
             return error_response(error)
         return ORJSONResponse({}, status_code=202)
@@ -139,7 +133,7 @@ class Routes:
     async def chunkcache_explain(self, raw_request: Request) -> Any:
         """A chat request's order, rank, spans and each chunk's source. Nothing but a search is run or counted."""
         try:
-            _, planned = await self._intake.chat(raw_request, expects=False)
+            _, planned = await self._intake.chat(raw_request)
             found = await self._parts.engine.explain(planned)
         except ChunkCacheError as error:
             return error_response(error)
@@ -172,12 +166,6 @@ class Routes:
             return ORJSONResponse(await calibrate(self._parts, body))
         except ChunkCacheError as error:
             return error_response(error)
-
-    async def _after(self, theirs: BackgroundTask | None, planned: Planned) -> None:
-        """The answer is out. `theirs`: SGLang's task, which aborts what a client has given up."""
-        if theirs is not None:
-            await theirs()
-        await self._intake.expect_next_turn(planned)
 
     def _refuse(self, error: ChunkCacheError) -> ORJSONResponse:
         if not isinstance(error, EngineRefusedError):

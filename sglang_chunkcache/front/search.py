@@ -8,10 +8,8 @@ Knows messages and the index; no HTTP and no tokens. What is found is planned li
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sglang_chunkcache.config import ChunkCacheConfig
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     from retrieval.retriever import Hit, Mode, Retriever
 
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 GONE_POLL_S = 0.5
 """How often a request that waits looks whether its client is still there."""
@@ -87,7 +83,6 @@ class RagSearch:
         *,
         field: str,
         is_gone: Callable[[], Awaitable[bool]],
-        told_first: Callable[[list[Passage]], object] | None = None,
     ) -> Retrieval:
         """Search by a request's options.
 
@@ -95,7 +90,6 @@ class RagSearch:
             messages: where the query comes from, unless the options have one.
             field: put in front of the names of the options in errors; "retrieve." in a chat request.
             is_gone: whether the client has disconnected; asked repeatedly while the search runs.
-            told_first: called with what the first lists of the index have, before all are searched.
         Raises:
             RequestError: an option that this server or index cannot serve, or no query; names the field.
             SearchFailedError: too many requests wait, or the search failed.
@@ -108,14 +102,7 @@ class RagSearch:
         if mode not in self._retriever.modes:
             raise RequestError(f"{field}mode: this index offers {', '.join(self._retriever.modes)}")
         query = query_of(options, messages, field=field, max_chars=config.max_query_chars)
-        search = self._queue.search(
-            query,
-            k=k,
-            mode=mode,
-            nprobe=options.nprobe or config.retrieve_nprobe,
-            first_nprobe=config.retrieve_first,
-            told_first=None if told_first is None else lambda hits: told_first(_passages(hits)),
-        )
+        search = self._queue.search(query, k=k, mode=mode, nprobe=options.nprobe or config.retrieve_nprobe)
         try:
             return Retrieval(query, mode, k, await unless_gone(search, is_gone))
         except RequestError:
@@ -126,16 +113,6 @@ class RagSearch:
             if is_clients_fault(error):
                 raise RequestError(f"{field}query: {error}") from None
             raise SearchFailedError("the search failed; the server's log says why", 500) from None
-
-    async def near(self, names: Sequence[str], n: int) -> list[Passage]:
-        """The n passages most like those of these ids. Fewer, or none, where the index has no more or is damaged."""
-        search = partial(self._retriever.near, names, n=n, nprobe=self._config.retrieve_nprobe)
-        try:
-            found = await asyncio.to_thread(search)
-        except Exception:  # nobody has asked
-            logger.exception("retrieval: no passages for a next turn")
-            return []
-        return [Passage(each.id, each.content) for each in found]
 
     def stats(self) -> dict[str, Any]:
         """The `retrieval` object of `/chunkcache/stats`."""

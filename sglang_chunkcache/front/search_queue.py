@@ -17,10 +17,9 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from retrieval.errors import CorruptIndexError, RetrievalError
@@ -67,7 +66,6 @@ class _Settings(NamedTuple):
     k: int
     mode: Mode
     nprobe: int
-    first_nprobe: int
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +74,6 @@ class _Waiting:
     settings: _Settings
     future: asyncio.Future[Found]
     since: float
-    told_first: Callable[[list[Hit]], object] | None
 
 
 class SearchQueue:
@@ -109,28 +106,16 @@ class SearchQueue:
         for thread in self._threads:
             thread.start()
 
-    async def search(
-        self,
-        query: str,
-        *,
-        k: int,
-        mode: Mode,
-        nprobe: int,
-        first_nprobe: int = 0,
-        told_first: Callable[[list[Hit]], object] | None = None,
-    ) -> Found:
+    async def search(self, query: str, *, k: int, mode: Mode, nprobe: int) -> Found:
         """Wait for the query's turn and search. A caller that is cancelled before its turn is not searched for.
 
-        Args:
-            first_nprobe: as `Retriever.search`; `told_first` is called on the event loop, with what this query has found.
         Raises:
             QueueFullError: `max_waiting` wait already.
             RetrievalError: the retriever refuses the query.
             Exception: whatever else its search raised; logged.
         """
         self._loop = asyncio.get_running_loop()
-        settings = _Settings(k, mode, nprobe, first_nprobe if told_first is not None else 0)
-        item = _Waiting(query, settings, self._loop.create_future(), time.perf_counter(), told_first)
+        item = _Waiting(query, _Settings(k, mode, nprobe), self._loop.create_future(), time.perf_counter())
         with self._changed:
             has_room = len(self._waiting) < self._max_waiting
             if has_room:
@@ -188,11 +173,7 @@ class SearchQueue:
         start = time.perf_counter()
         outcome: SearchResult | Exception
         try:
-            outcome = self._retriever.search(
-                [item.query for item in items],
-                **items[0].settings._asdict(),
-                told_first=partial(self._tell_first, items),
-            )
+            outcome = self._retriever.search([item.query for item in items], **items[0].settings._asdict())
         except Exception as error:
             if len(items) > 1:  # one query's fault is not its neighbours': each alone
                 for item in items:
@@ -209,18 +190,6 @@ class SearchQueue:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: no request waits any more
             self._loop.call_soon_threadsafe(self._settle, items, outcome, start)
-
-    def _tell_first(self, items: Sequence[_Waiting], hits: Sequence[list[Hit]]) -> None:
-        assert self._loop is not None
-        for item, found in zip(items, hits, strict=True):
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._tell, item, found)
-
-    def _tell(self, item: _Waiting, found: list[Hit]) -> None:
-        """Once, though a search that fails is made again; not if the client has gone."""
-        told_first, item.told_first = item.told_first, None
-        if told_first is not None and not item.future.done():
-            told_first(found)
 
     def _settle(self, items: Sequence[_Waiting], outcome: SearchResult | Exception, start: float) -> None:
         """On the event loop: count, and answer the requests that still wait."""

@@ -1,9 +1,8 @@
 """Fills promised slots: move KV, choose the critical tokens, run them through the model. All requests of a batch together.
 
-    move      every piece with slots of its own: gather, rotate keys to their new positions, scatter. What comes from host memory
-              does so layer by layer, beside the passes below (scheduler/layer_loads.py)
-    choose    read-only passes measure what a selector needs (measure.py), then the selector decides. Critical tokens that
-              share a source's slots get slots of their own (own_slots.py)
+    move      every moved piece: gather, rotate keys to their new positions, scatter. What comes from host memory does so layer by
+              layer, beside the passes below (scheduler/layer_loads.py)
+    choose    read-only passes measure what a selector needs (measure.py), then the selector decides
     compute   one pass over critical tokens and gaps (recompute.py)
 
 It knows slots and positions, no tree: the caller keeps sources and targets locked. After an error the whole region is computed by
@@ -168,9 +167,7 @@ class FusionPass:
                 with self._timed("relocate"):
                     self._move(moves)
                 with self._timed("select"):
-                    critical = [
-                        move.claim(positions) for move, positions in zip(moves, self._choose(moves), strict=True)
-                    ]
+                    critical = self._choose(moves)
                 with self._timed("recompute"):
                     self._compute(moves, critical)
                     self._settle()
@@ -204,11 +201,6 @@ class FusionPass:
                 kv = read_blob(self.pool, self.table, slots, positions)
                 captured.append(Captured(kv, capture.scores, measured.get(index), self.codec, capture.leader))
         return captured
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one slot: keys and values of all layers of this rank."""
-        return sum(buffer[0].nbytes for buffer in (*self.pool.k_buffer, *self.pool.v_buffer))
 
     @property
     def stored_token_bytes(self) -> int:
@@ -245,7 +237,7 @@ class FusionPass:
         blobs: list[tuple[Blob, Tensor, Tensor]] = []
         for move in moves:
             self.num_tokens["moved_other_head"] += sum(each.end - each.start for each in move.moved if each.other_head)
-            for piece in move.copied:
+            for piece in move.moved:
                 source = piece.source
                 target = move.slots[piece.start : piece.end]
                 positions = torch.arange(piece.start, piece.end, device=target.device)
@@ -402,19 +394,17 @@ class FusionPass:
                 run_pass(self.runner, sequences, watch=watch)
 
     def _compute_all(self, moves: Sequence[Move]) -> None:
-        """An ordinary prefill of every promised region, in batch order and in pieces, since memory may have been short.
-
-        What shares slots and gets none of its own stays as moved.
-        """
+        """An ordinary prefill of every promised region, in batch order and in pieces, since memory may have been short."""
         for move in moves:
-            for start, end in _runs(move.claim_all()):
-                run_virtual(
-                    self.runner,
-                    req_pool_index=move.row_index(),
-                    runs=[(at, min(at + RESCUE_PIECE, end)) for at in range(start, end, RESCUE_PIECE)],
-                    token_ids=move.token_ids,
-                    max_sequences=1,
-                )
+            start, end = move.plan.start, move.plan.end
+            move.recomputed_len = move.plan.moved_len
+            run_virtual(
+                self.runner,
+                req_pool_index=move.row_index(),
+                runs=[(at, min(at + RESCUE_PIECE, end)) for at in range(start, end, RESCUE_PIECE)],
+                token_ids=move.token_ids,
+                max_sequences=1,
+            )
             move.fallbacks.append(Fallback.PASS_FAILED)
 
     @contextmanager
@@ -441,17 +431,6 @@ def _sum(works: Iterable[Work]) -> Work:
     """One call for all of them."""
     calls, tokens, pairs = map(sum, zip(Work(), *works, strict=True))
     return Work(calls > 0, tokens, pairs)
-
-
-def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending positions as half-open intervals."""
-    runs: list[tuple[int, int]] = []
-    for position in positions:
-        if runs and runs[-1][1] == position:
-            runs[-1] = (runs[-1][0], position + 1)
-        else:
-            runs.append((position, position + 1))
-    return runs
 
 
 def _ids(token_ids: array[int]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,8 @@ from sglang_chunkcache.wire.report import Fallback
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.radix_cache import TreeNode
 
     from radix_ext import Span
-    from sglang_chunkcache.fusion.own_slots import OwnSlots
     from sglang_chunkcache.scheduler.pricing import Watch
     from sglang_chunkcache.wire.spans import RequestSpans
 
@@ -39,13 +37,7 @@ class Move:
     """The request's row in `req_to_token`, once it has one."""
     spans: Sequence[Span] = ()
     """The request's chunks."""
-    shared: frozenset[int] = frozenset()
-    """Span indices of the pieces that were promised with their source's slots."""
-    own_slots: OwnSlots | None = None
-    """Theirs; None: all are copied."""
     recomputed_len: int = 0
-    shared_len: int = 0
-    """Tokens whose slots are the source's, in the end."""
     focused: list[int] | None = None
     """Span indices of the chunks the question looks at; None: not asked for."""
     fallbacks: list[Fallback] = field(default_factory=list)
@@ -60,36 +52,9 @@ class Move:
     def moved(self) -> list[Piece]:
         return [piece for piece in self.plan.pieces if piece.source is not None]
 
-    @property
-    def copied(self) -> list[Piece]:
-        """The moved pieces that have slots of their own."""
-        return [piece for piece in self.moved if piece.span not in self.shared]
 
-    def claim(self, positions: list[int]) -> list[int]:
-        """Make `positions` (ascending) the request's own to write; those for which there is no slot are left out."""
-        writable = self._claim(positions, evicts=False)
-        if len(writable) < len(positions):
-            self.recomputed_len -= len(positions) - len(writable)
-            self.fallbacks.append(Fallback.NO_OWN_SLOTS)
-        return writable
-
-    def claim_all(self) -> list[int]:
-        """As `claim`, of the whole region, evicting for it. What is left out holds its moved KV, which is whole."""
-        positions = list(range(self.plan.start, self.plan.end))
-        writable = self._claim(positions, evicts=True)
-        self.recomputed_len = self.plan.moved_len - (len(positions) - len(writable))
-        return writable
-
-    def _claim(self, positions: list[int], *, evicts: bool) -> list[int]:
-        if self.own_slots is None:
-            return positions
-        self.slots, refused = self.own_slots.own(self.slots, positions, evicts=evicts)
-        left = set(refused)
-        return [position for position in positions if position not in left]
-
-
-def move_of(req: Req, plan: ReusePlan, spans: RequestSpans, row: Tensor, shared: Mapping[int, TreeNode]) -> Move:
-    """The request's plan with its slots. shared: sources by span index, of the pieces that have their source's slots."""
+def move_of(req: Req, plan: ReusePlan, spans: RequestSpans, row: Tensor) -> Move:
+    """The request's plan with its slots."""
     assert plan.fusion is not None
     return Move(
         plan=plan,
@@ -100,17 +65,4 @@ def move_of(req: Req, plan: ReusePlan, spans: RequestSpans, row: Tensor, shared:
         question_start=spans.spans[-1].end,
         row_index=lambda: req.kv.req_pool_idx,
         spans=spans.spans,
-        shared=frozenset(shared),
     )
-
-
-def rows_of(plan: ReusePlan, slots: Tensor, shared: Mapping[int, TreeNode]) -> list[Tensor]:
-    """The slots of each piece: its source's where they are shared, the next of `slots` elsewhere."""
-    rows, at = [], 0
-    for piece in plan.pieces:
-        if piece.span is not None and piece.span in shared:
-            rows.append(shared[piece.span].value)
-        else:
-            rows.append(slots[at : at + piece.end - piece.start])
-            at += piece.end - piece.start
-    return rows

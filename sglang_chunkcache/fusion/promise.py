@@ -1,7 +1,7 @@
 """Scheduler side of fused reuse: plans moves, allocates slots, has them filled, reports. It computes nothing; see fill.py.
 
     match    exact prefix -> fused nodes of the same recipe -> a plan for what follows; nothing is taken     (at admission)
-    commit   locks the sources, allocates or shares slots, inserts empty fused nodes after the prefix        (once a batch)
+    commit   locks the sources, allocates slots, inserts empty fused nodes after the prefix        (once a batch)
     before   `FusionPass` fills the slots of the batch's promises, then the sources are unlocked
     after    chunks that have earned it are scored and copied into the store (capture.py)
 
@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.radix_cache import TreeNode
 from radix_ext import ChunkId, FusionRequest, IntegrityError, text_before
 from radix_ext.costs import TRIED_EVERY
 from radix_ext.invest import exact_gaps
-from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan, max_critical
+from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan
 from radix_ext.sources import ChunkSources, DeviceCopy
 from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.config import MAX_COPIES
@@ -34,9 +34,8 @@ from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.capture import Captures
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.metrics import StoreMetrics
-from sglang_chunkcache.fusion.move import Move, move_of, rows_of
+from sglang_chunkcache.fusion.move import Move, move_of
 from sglang_chunkcache.fusion.outcome import Outcome, in_ms, outcome_of, reasons_of, selector_of, sources_of
-from sglang_chunkcache.fusion.own_slots import OwnSlots
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, identity_of, state
@@ -63,7 +62,7 @@ class _Pending:
     last: TreeNode
     """The last of its nodes. All nodes above are filled with it."""
     taken: ExitStack
-    """Locks of sources and spare slots, until the move is filled."""
+    """Locks of sources, until the move is filled."""
 
 
 class Fuser:
@@ -107,8 +106,7 @@ class Fuser:
         self.gate: dict[str, Any] = {}
         self.fallbacks: Counter[Fallback] = Counter()
         self._pending: list[_Pending] = []
-        self.is_sharing = fusion_pass.config.exclusive_slots == "on"
-        self.num_shared_ever = self._num_unpaid = 0
+        self._num_unpaid = 0
         self._was_put_off = False
 
     # SGLang's calls, in a request's order
@@ -179,27 +177,18 @@ class Fuser:
             return self._decline(outcome, Fallback.ALREADY_CACHED, node)
         if not self.sources.are_there(plan):
             return self._decline(outcome, Fallback.SOURCE_GONE, node)
-        shared = self._shared(plan)
-        num_own = plan.end - plan.start - sum(len(source.key) for source in shared.values())
-        assert plan.fusion is not None
-        spare = max_critical([piece for piece in plan.pieces if piece.span in shared], plan, plan.fusion)
         num_after = len(req.origin_input_ids) + len(req.output_ids) - plan.end
         with self._locked(node), ExitStack() as taken:
             for source in sources:
                 self.cache.inc_lock_ref(source)
                 taken.callback(self.cache.dec_lock_ref, source)
-            slots = self._allocate(num_own + spare, num_after, taken)
+            slots = self._allocate(plan.end - plan.start, num_after, taken)
             if slots is None:
                 return self._decline(outcome, Fallback.NO_ROOM, node)
-            row = torch.cat([req.prefix_indices, *rows_of(plan, slots[:num_own], shared)])
-            move = move_of(req, plan, spans, row, shared)
-            chunks, last = self._insert(key, row, plan, spans.namespace, req.priority or 0)
+            row = torch.cat([req.prefix_indices, slots])
+            move = move_of(req, plan, spans, row)
+            last = self._insert(key, row, plan, spans.namespace, req.priority or 0)
             taken.push(lambda error, *_: self._remove(last, node) if error else None)
-            for span, source in shared.items():
-                self.cache.share(source, chunks[span])
-            if shared:
-                move.own_slots = OwnSlots(self.cache, [chunks[span] for span in shared], slots[num_own:])
-                taken.callback(move.own_slots.close)
             outcome.move = move
             self._pending.append(_Pending(req, move, last, taken.pop_all()))
         state(req).fused = key.fused
@@ -217,15 +206,9 @@ class Fuser:
         if lost := [p for p in self._pending if id(p.move) not in here]:
             raise IntegrityError([f"{len(lost)} promised prompts are not in the batch that should fill them"])
         pending, self._pending = self._pending, []
-        for each in pending:
-            if each.move.own_slots is not None:
-                each.move.own_slots.reqs = batch.reqs
         self.fusion_pass.run([each.move for each in pending])
         for each in pending:
             state(each.req).outward = each.move.outward
-            if each.move.own_slots is not None:
-                each.move.shared_len = each.move.own_slots.num_shared
-                self.num_shared_ever += each.move.shared_len
             each.taken.close()
             node = each.last
             while node is not self.cache.root_node:  # by the path: others may have split its token nodes since
@@ -314,7 +297,6 @@ class Fuser:
             recomputed=recomputed,
             fused_hit=outcome.fused_hit,
             gap=move.plan.gap_len if move else 0,
-            shared=move.shared_len if move else 0,
             sources=sources_of(move.plan) if move else (),
             focused=None if move is None or move.focused is None else tuple(move.focused),
             fallbacks=fallbacks,
@@ -396,16 +378,9 @@ class Fuser:
 
     def stats(self) -> dict[str, Any]:
         """For `/chunkcache/stats`."""
-        num_shared, token_bytes = self.cache.shared.num_shared, self.fusion_pass.token_bytes
         return {
             "store": self._store_stats(),
             "sources": len(self.cache.copies),
-            "shared": {
-                "tokens": num_shared,
-                "bytes": num_shared * token_bytes,
-                "tokens_ever": self.num_shared_ever,
-                "bytes_ever": self.num_shared_ever * token_bytes,
-            },
             "moves": self.fusion_pass.stats(),
             "costs": self.pricing.stats(),
             "gate": self.gate,
@@ -536,14 +511,6 @@ class Fuser:
             fused=fused,
         )
 
-    def _shared(self, plan: ReusePlan) -> dict[int, TreeNode]:
-        """The source by span index of each chunk that keeps its source's position."""
-        return {
-            piece.span: piece.source.node
-            for piece in plan.pieces
-            if self.is_sharing and piece.stays and piece.span is not None and isinstance(piece.source, DeviceCopy)
-        }
-
     def _decline(self, outcome: Outcome, reason: Fallback, node: TreeNode) -> tuple[torch.Tensor, TreeNode]:
         outcome.declined.append(reason)
         return torch.empty((0,), dtype=torch.int64, device=self.cache.device), node
@@ -573,17 +540,15 @@ class Fuser:
             taken.push(lambda error, *_: allocator.free(slots) if error else None)
         return slots
 
-    def _insert(
-        self, key: ChunkKey, row: torch.Tensor, plan: ReusePlan, head: str, priority: int
-    ) -> tuple[list[TreeNode], TreeNode]:
-        """Nodes for the region, yet to be filled: (the prompt's chunk nodes up to there, the last node)."""
+    def _insert(self, key: ChunkKey, row: torch.Tensor, plan: ReusePlan, head: str, priority: int) -> TreeNode:
+        """The last of the region's nodes, which are yet to be filled."""
         # As chunked: the request has not used these nodes yet, so nothing is a hit.
         _, path = self.cache.insert_segments(key, row, head, priority, True, are_filled=False)
         chunks = [node for node in path if facts(node).chunk is not None]
         for piece in plan.pieces:
             if piece.span is not None:
                 facts(chunks[piece.span]).is_moved = piece.source is not None
-        return chunks, path[-1]
+        return path[-1]
 
     def _remove(self, last: TreeNode, above: TreeNode) -> None:
         """Take the nodes from `last` up to `above` out of the tree again. Their slots are not freed."""

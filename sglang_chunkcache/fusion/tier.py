@@ -101,7 +101,7 @@ class StorageTier:
         self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources, costs: Costs | None
     ) -> Asked:
         """Load what the storage has of the request's chunks, where neither device nor store has any behind the same head."""
-        asked = Asked(guess=state(req).guess, tenant=(req.extra_key, req.cache_salt))
+        asked = Asked(is_prefetch=state(req).is_prefetch, tenant=(req.extra_key, req.cache_salt))
         with self.storage.guard("nothing is loaded, the prompt is computed"):
             self.storage.poll()
             if not (self.storage.is_off or self.storage.loader.is_paused):

@@ -8,7 +8,7 @@ SGLang builds is replaced by a `ChunkKey`; matching, locking and eviction stay S
 
 Requests that opted into moved KV (`--reuse fused`) are promised more than is cached, by a `Promiser`: the `match_prefix` of
 their admission plans, `init_load_back` allocates and inserts empty nodes under fused keys, which are filled before the batch
-runs. A moved chunk that keeps its source's position holds the source's slots (shared_cache.py).
+runs.
 
 Requests that asked for joint encoding have their own slots rewritten after the prefill (encoder.py). Like audits they match
 what is exact, and none of their slots ever gets into the tree.
@@ -40,8 +40,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec import structs
 from sglang.srt.mem_cache.base_prefix_cache import (
-    EvictParams,
-    EvictResult,
     InitLoadBackParams,
     InsertParams,
     InsertResult,
@@ -49,10 +47,9 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
-from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from radix_ext import ChainId, ChunkId, IntegrityError, Tier, fused_chunk, text_before
-from radix_ext.guesses import Guess
 from radix_ext.sources import ChunkCopies
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
@@ -60,10 +57,8 @@ from sglang_chunkcache.scheduler.encoder import Encoder
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
 from sglang_chunkcache.scheduler.host_chains import HostChains
-from sglang_chunkcache.scheduler.look_ahead import LookAhead
 from sglang_chunkcache.scheduler.node import HostNode, RequestState, facts, identity_of, state
 from sglang_chunkcache.scheduler.promiser import Promiser
-from sglang_chunkcache.scheduler.shared_cache import SharingRadixCache
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.events import Evicted, Inserted, Moved
@@ -82,7 +77,7 @@ MAX_UNREAD_EVENTS = 65_536
 """Events kept for the front; of a rank that is not asked for longer all nodes are told again. About 150 bytes each."""
 
 
-class ChunkRadixCache(SharingRadixCache):
+class ChunkRadixCache(RadixCache):  # type: ignore[misc]
     """Radix cache with chunk-keyed nodes for the front's requests (CRAFT 4.1's GPU-local chunk-prefix tree)."""
 
     def __init__(self, params: CacheInitParams, config: ChunkCacheConfig) -> None:
@@ -106,7 +101,6 @@ class ChunkRadixCache(SharingRadixCache):
         self.storage: Storage | None = None
         self.stored: StoredChains | None = None
         self.copies: ChunkCopies = ChunkCopies(identity_of, facts, self._credit)
-        self.look_ahead = LookAhead(self._path_of)
         self.clock = 0
         self._clear_counts()
         super().__init__(params)
@@ -115,9 +109,6 @@ class ChunkRadixCache(SharingRadixCache):
             self.eviction_strategy = PromotedFirst(self.eviction_strategy)
         elif config.eviction == "reused":
             self.eviction_strategy = ReusedLonger(self.eviction_strategy, config.window_requests)
-        self.look_ahead.base = self.eviction_strategy
-        if config.eviction != "lru":
-            self.eviction_strategy = self.look_ahead
 
     # SGLang's calls, in a request's order
 
@@ -193,13 +184,6 @@ class ChunkRadixCache(SharingRadixCache):
             self.host.after(first_tokens_wait=is_extend)
         if self.storage is not None:
             self.storage.poll(is_round=True)
-        if is_extend:
-            self.look_ahead.is_stale = True
-
-    def evict(self, params: EvictParams) -> EvictResult:
-        if self.eviction_strategy is self.look_ahead:
-            self.look_ahead.refresh()
-        return super().evict(params)
 
     def insert(self, params: InsertParams) -> InsertResult:
         """As SGLang's; a `ChunkKey` is inserted segment by segment, so that one node is one chunk."""
@@ -228,7 +212,6 @@ class ChunkRadixCache(SharingRadixCache):
     def reset(self) -> None:
         """Empty tree, new epoch: the front drops this rank's mirror with the next answer."""
         super().reset()
-        self.look_ahead.clear()
         self.log.restart()
         self._clear_counts()
         self.copies.clear()
@@ -343,8 +326,8 @@ class ChunkRadixCache(SharingRadixCache):
                 self.storage.clear()
             if self.promiser is not None:
                 cleared = self.promiser.clear_store()
-        if asked.expect is not None and asked.expect.dp_rank == dp_rank:
-            self.expect(asked.expect, asked.guess)
+        if asked.prefetch is not None and asked.prefetch.dp_rank == dp_rank:
+            self.prefetch(asked.prefetch)
         refusal = None
         if asked.calibrate is not None and self.promiser is not None:
             try:
@@ -390,12 +373,12 @@ class ChunkRadixCache(SharingRadixCache):
             **(self.promiser.stats() if self.promiser is not None else {}),
         }
 
-    def expect(self, asked: ExplainRequest, guess: Guess) -> None:
+    def prefetch(self, asked: ExplainRequest) -> None:
         """A request is likely to come: load what it needs of the storage, as if it waited."""
-        if self.storage is None or not self.storage.is_worth_it(guess):
+        if self.storage is None:
             return
         req = _made(asked)
-        state(req).guess = guess
+        state(req).is_prefetch = True
         self.arrived(req)
 
     def explain(self, asked: ExplainRequest) -> Explanation:
@@ -418,7 +401,7 @@ class ChunkRadixCache(SharingRadixCache):
 
     def check_integrity(self) -> None:
         """Raise IntegrityError with every violated invariant. Walks the whole tree: for tests and idle moments."""
-        violations = self.sharing_violations(self._nodes())
+        violations = self._slot_violations()
         chains = list[ChainId]()
         tokens = promoted = 0
         for node in self._nodes():
@@ -534,16 +517,6 @@ class ChunkRadixCache(SharingRadixCache):
         is_here = known.chain is not None and known.chain.end is not None and known.chain.end <= num_cached
         return self.storage.awaits(None if is_here else known.chain, known.loads)
 
-    def _path_of(self, req: Req) -> list[TreeNode]:
-        """What a waiting request finds on the device now. Its record gets the places of its chain in host memory."""
-        spans, known = self._spans_of(req), state(req)
-        if spans is None or self.disable:
-            return []
-        if known.key is None:
-            known.key = self._key(req, req.origin_input_ids, spans, len(req.origin_input_ids))
-            known.places = self.host.places(known.key, spans.area_len) if self.host is not None else ()
-        return self.path(known.key)
-
     def _with_host(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
         """The match with what host memory has behind it."""
         assert self.host is not None
@@ -641,6 +614,21 @@ class ChunkRadixCache(SharingRadixCache):
         """Whether the node is a chunk whose KV was computed for its own place."""
         known = facts(node)
         return known.chunk is not None and known.is_filled and not known.is_moved
+
+    def _slot_violations(self) -> list[str]:
+        owners, protected = Counter[int](), set[int]()
+        for node in self._nodes():
+            owners.update(slots := node.value.tolist())
+            if node.lock_ref > 0:
+                protected.update(slots)
+        violations = []
+        if twice := [slot for slot, num_owners in owners.items() if num_owners > 1]:
+            violations.append(f"slots with two owners: {twice[:8]}")
+        counted = len(owners) - len(protected), len(protected)
+        booked = self.evictable_size(), self.protected_size()
+        if counted != booked:
+            violations.append(f"evictable, protected are booked as {booked}, the tree has {counted}")
+        return violations
 
     def _nodes(self) -> Iterator[TreeNode]:
         stack = list(self.root_node.children.values())

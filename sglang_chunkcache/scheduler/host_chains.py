@@ -25,7 +25,7 @@ import itertools
 import logging
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -168,8 +168,6 @@ class HostChains:
         """Node of the device -> the slots that its KV is copied from with the next forward, as `Slots.prepare` gives them."""
         self._being_loaded: set[HostNode] = set()
         """Until that forward is queued."""
-        self.needed: Callable[[], Collection[bytes]] = tuple
-        """Places that leave last."""
         self.saved: Callable[[HostNode, TreeNode], None] = lambda host, node: None
         """Told of each chunk that was copied here, with all above it here, too."""
 
@@ -221,14 +219,6 @@ class HostChains:
         return result._replace(
             device_indices=row, last_device_node=path[-1], last_host_node=path[-1], best_match_node=path[-1]
         )
-
-    def places(self, key: ChunkKey, area_len: int) -> tuple[bytes, ...]:
-        """Of all that `load` may find of a request, here or not."""
-        area = key.spans[:area_len]
-        if not area:
-            return ()
-        first = root(key.token_ids[: area[0].start], key.extra_key, key.cache_salt)
-        return tuple(itertools.accumulate((span.chunk for span in area), below, initial=first))
 
     def before(self, batch: ScheduleBatch) -> None:
         """A forward comes next: copy what it may read, as much of it beside as costs no wait (Cache-Craft, eq. 16)."""
@@ -542,10 +532,8 @@ class HostChains:
             return None
         if parent is not None:
             parent.num_below += 1  # it does not leave for its child
-        if self.pool.num_free < num_tokens:
-            needed = self.needed()
-            while self.pool.num_free < num_tokens and self._evict_one(needed):
-                pass
+        while self.pool.num_free < num_tokens and self._evict_one():
+            pass
         slots = self.pool.alloc(num_tokens)
         if slots is None:
             if parent is not None:
@@ -564,28 +552,23 @@ class HostChains:
             )
         self.counts.failed += 1
 
-    def _evict_one(self, needed: Collection[bytes]) -> bool:
-        """The leaf of lowest priority leaves, one that is needed if there is no other. False: there is none."""
-        kept: list[HostNode] = []
+    def _evict_one(self) -> bool:
+        """The leaf of lowest priority leaves. False: there is none."""
         being_loaded: list[HostNode] = []
         victim = None
         while self._leaves and victim is None:
             stored, _, host = heapq.heappop(self._leaves)
             if self._nodes.get(host.place) is not host or host.num_below or host.is_busy:
                 continue
-            if host in kept or host in being_loaded:
+            if host in being_loaded:
                 continue
             if host in self._being_loaded:
                 being_loaded.append(host)
             elif self._priority(host) > stored:  # it was used since
                 self._push(host)
-            elif host.place in needed:
-                kept.append(host)
             else:
                 victim = host
-        if victim is None and kept:
-            victim = kept.pop(0)
-        for each in (*kept, *being_loaded):
+        for each in being_loaded:
             self._push(each)
         if victim is None:
             return False

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from radix_ext import ChainId, ChunkId
-from radix_ext.guesses import Guess
 from radix_ext.sources import CopyFacts
 from sglang_chunkcache.wire.report import JointReport
 from sglang_chunkcache.wire.spans import RequestSpans
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sglang_chunkcache.scheduler.chunk_key import Fused
-    from sglang_chunkcache.scheduler.shared_slots import Holding
     from sglang_chunkcache.storage.storage import Asked
 
 
@@ -65,8 +63,6 @@ class ChunkFacts(CopyFacts):
     """False: promised, its slots are yet to be written."""
     is_moved: bool = False
     """Its KV was computed at another place."""
-    holding: Holding | None = None
-    """Its part of slots that other nodes hold as well."""
     chain: ChainId | None = None
     """The place in the global tree. None: a token node, or a chunk that the global tree does not hold: of a later turn, or fused
     for one question."""
@@ -96,18 +92,14 @@ class RequestState:
     is_reported: bool = False
     loaded: int = 0
     """Tokens that came from host memory for it; of one that is only asked for: would come."""
-    key: Any = None
-    """Its ChunkKey, while it waits (look_ahead.py)."""
-    places: tuple[bytes, ...] = ()
-    """Of its chain in host memory, while it waits."""
     outward: Any = None
     """What its chunks' tokens attended to while they were prefilled (fusion/outward.py)."""
     joint: JointReport | None = None
     """What joint encoding has made of its KV. None: nothing yet, or it failed."""
     promise: Any = None
     """The promiser's own record."""
-    guess: Guess | None = None
-    """Why it is expected. None: it is here, or only explained."""
+    is_prefetch: bool = False
+    """It may come. False: it is here, or only explained."""
     loads: Asked | None = None
     """What was asked of the storage for its moved chunks (fusion/tier.py). None: nothing was yet."""
     chain: Asked | None = None

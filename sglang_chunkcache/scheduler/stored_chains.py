@@ -89,15 +89,15 @@ class StoredChains:
         """The request waits from now on: load what goes on from where host memory ends."""
         if state(req).chain is not None or spans.is_preprocessing or spans.is_audit:
             return
-        guess = state(req).guess
-        asked = state(req).chain = Asked(guess=guess, tenant=(req.extra_key, req.cache_salt))
+        is_prefetch = state(req).is_prefetch
+        asked = state(req).chain = Asked(is_prefetch=is_prefetch, tenant=(req.extra_key, req.cache_salt))
         with self.storage.guard("nothing is loaded, the prompt is computed"):
             self.storage.poll(is_round=True)
             if self.storage.is_off or self.storage.loader.is_paused:
                 return
             links = self._links(key, spans)
             asked_for = [link for link in links if not link.is_empty]
-            if guess is None:
+            if not is_prefetch:
                 is_request = self._fingerprint is not None  # else the promiser counts it
                 self.storage.ask(((each.stored, each.head, each.prefix) for each in asked_for), is_request=is_request)
                 self._use(links)

@@ -76,7 +76,6 @@ def create_storage(ctx: Any, config: ChunkCacheConfig) -> Storage | None:
         window=config.window_requests,
         layout=layout,
         model_of=partial(opened.names.model, runner.model_config.hf_config.to_dict(), layout),
-        max_guessed_bytes=config.prefetch_mib << 20,
         patience=Patience(config.storage_wait),
         rows=opened.rows,
         metrics=StorageMetrics("network" if opened.loader.is_shared else "disk") if shows else None,

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 from radix_ext import ChunkId
 from radix_ext.cfo import Prefix
-from radix_ext.costs import TRIED_EVERY
-from radix_ext.guesses import Guess, Guesses
 from radix_ext.loading import LoadTimes, Patience
+from radix_ext.prefetches import Prefetches
 from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.storage.entry import OVERHEAD_BYTES, Entry, Layout
@@ -40,6 +39,9 @@ MAX_LOOKED_UP = 10_000
 """Chunks of which that is remembered, about three megabytes."""
 RESERVED_S = 10.0
 """A place in the queue for what a request will write: as long as the front waits for one."""
+MAX_PREFETCH_BYTES = 64 << 20
+"""That one tenant may have under way for requests that may come. A hint costs its client nothing, so it must not keep the disk
+from requests that wait: a second of a fast network."""
 START_S = 10.0
 """What a start may spend on loading the entries that were used most: some gigabytes from a disk."""
 MAX_OVERHEAD_BYTES = 1 << 20
@@ -72,10 +74,10 @@ class Asked:
     """Loads what found no room, when something of it has come. None: all did."""
     is_unpaid: bool = False
     """Something was not loaded, since computing it is faster."""
-    guess: Guess | None = None
-    """Why the request is expected. None: it is here."""
+    is_prefetch: bool = False
+    """The request may come. False: it is here."""
     tenant: tuple[str | None, ...] = ()
-    """Who is expected: extra_key and cache_salt."""
+    """Whose it is: extra_key and cache_salt."""
     computed_s: float = 0.0
     """What computing is estimated to take, if nothing comes."""
     end: int | None = None
@@ -110,7 +112,6 @@ class Storage:
 
     Args:
         index: empty.
-        max_guessed_bytes: that a tenant may have under way for requests that may come.
         patience: how long a request waits. None: not at all.
         model_of: names model, weights (by their fingerprint) and what else KV depends on.
         window: requests after which every f_r halves, as the index's.
@@ -129,14 +130,13 @@ class Storage:
         window: int,
         layout: Layout,
         model_of: Callable[..., str],
-        max_guessed_bytes: int = 64 << 20,
         patience: Patience | None = None,
         rows: Iterable[Row] = (),
         metrics: RankMetrics | None = None,
         ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.ranks, self.guesses = ranks, Guesses(max_guessed_bytes)
+        self.ranks, self.prefetches = ranks, Prefetches(MAX_PREFETCH_BYTES)
         self.index, self.loader, self.names, self.layout, self._window = index, loader, names, layout, window
         self._model_of, self._weights, self._models = model_of, 0, dict[tuple[str, ...], str]()
         self.heads: tuple[tuple[int, int], ...] = ()
@@ -160,7 +160,7 @@ class Storage:
         """Not counted yet."""
         self._writing_bytes = 0
         self._reserved: dict[tuple[StoredChunk, str, Prefix], _Reserved] = {}
-        self._num_asked = self._era = self._num_cleared = self._num_next_turns = 0
+        self._num_asked = self._era = self._num_cleared = 0
         self._kinds: dict[str, tuple[tuple[str, ...], int]] = {}
         """What KV depends on, and bytes saved of each token."""
         self._num_bytes, self._num_tokens = Counter[str](), Counter[str]()
@@ -294,14 +294,14 @@ class Storage:
             self.join(variant, asked)
             return False
         row: Row = variant.blob.row
-        guess, tenant = (asked.guess, asked.tenant) if asked is not None else (None, ())
-        then = partial(self._loaded, self._era, variant, done, guess, tenant)
+        prefetched_by = asked.tenant if asked is not None and asked.is_prefetch else None
+        then = partial(self._loaded, self._era, variant, done, prefetched_by)
         job = Load(row.name, row.num_bytes, num_tokens, layout or self.layout, into, then)
         if not self.loader.load(job):
             return False
         self._under_way[row.name] = job
-        if guess is not None:
-            self.guesses.begin(tenant, row.num_bytes, row.place.stored_chunk)
+        if prefetched_by is not None:
+            self.prefetches.begin(prefetched_by, row.num_bytes, row.place.stored_chunk)
         if asked is not None:
             asked.loads.append(job)
         return True
@@ -313,21 +313,13 @@ class Storage:
             asked.loads.append(job)
 
     def takes(self, variant: Variant, asked: Asked | None) -> bool:
-        """Whether it may be loaded: not if it is under way, or for a guess if loads wait or the tenant has too much under way."""
+        """Whether it may be loaded: not if it is under way, or ahead if loads wait or the tenant has too much under way."""
         row: Row = variant.blob.row
         if row.name in self._under_way or self.loader.is_full:
             return False
-        if asked is None or asked.guess is None:
+        if asked is None or not asked.is_prefetch:
             return True
-        return self.loader.has_spare and self.guesses.has_room(asked.guess, asked.tenant, row.num_bytes)
-
-    def is_worth_it(self, guess: Guess) -> bool:
-        """Whether to load for such a guess. What nobody has said or searched for needs an idle disk, and ends where most of it is
-        wasted, except now and then."""
-        if guess is not Guess.NEXT_TURN:
-            return True
-        self._num_next_turns += 1
-        return self.loader.is_idle and (self.guesses.pays(guess) or self._num_next_turns % TRIED_EVERY == 0)
+        return self.loader.has_spare and self.prefetches.has_room(asked.tenant, row.num_bytes)
 
     def look_up(self, chunks: Mapping[StoredChunk, int], then: Callable[[], None], asked: Asked) -> None:
         """Ask what others have of these chunks of so many tokens, unless that is known or being asked. `then` is told when the
@@ -395,8 +387,8 @@ class Storage:
             return
         self.index.ask(self._asked)
         for chunk, _, _ in self._asked:
-            self.guesses.asked(chunk)
-        self.guesses.next_request()
+            self.prefetches.asked(chunk)
+        self.prefetches.next_request()
         self._asked.clear()
         self._num_asked += 1
         if self._num_asked % self._window == 0:
@@ -449,8 +441,8 @@ class Storage:
             "pays": self.pays,
             "load_ms_per_mib": None if (taken := self._times.seconds(1 << 20)) is None else 1000 * taken,
             "off": self.is_off,
-            "guesses": self.guesses.stats(),
-            "guessed_bytes": self.guesses.num_bytes,
+            "prefetch": self.prefetches.stats(),
+            "prefetch_bytes": self.prefetches.num_bytes,
             **({"found": self.num_found} if self.loader.is_shared else {}),
             **self.loader.stats(),
         }
@@ -542,15 +534,14 @@ class Storage:
         era: int,
         variant: Variant,
         done: Callable[[Entry | None], None],
-        guess: Guess | None,
-        tenant: tuple[str | None, ...],
+        prefetched_by: tuple[str | None, ...] | None,
         job: Load,
     ) -> None:
         """Unless it is no entry: then the storage has none."""
         self._under_way.pop(job.name, None)
-        if guess is not None:
+        if prefetched_by is not None:
             chunk = variant.blob.row.place.stored_chunk
-            self.guesses.end(guess, tenant, job.num_bytes, chunk, has_come=job.entry is not None)
+            self.prefetches.end(prefetched_by, job.num_bytes, chunk, has_come=job.entry is not None)
         if job.entry is not None:
             self._times.observe(job.num_bytes, job.seconds)
         elif job.problem not in (FAILED, PAUSED):

@@ -202,13 +202,6 @@ class Fallback(StrEnum):
         "Read the traceback in the rank's log; if the device was out of memory, lower `--chunkcache-max-pass-"
         "tokens` or `--mem-fraction-static`.",
     )
-    NO_OWN_SLOTS = (
-        "no_own_slots",
-        "Some selected tokens share their source's slots, the reserve had no slot for them, and they keep their "
-        "moved KV.",
-        "Start with `--chunkcache-exclusive-slots off`, which copies every chunk; report it, since the reserve is "
-        "computed to suffice.",
-    )
     UNSCORED = (
         "unscored",
         "A moved chunk has no attention scores, so `h2o` and `context` recomputed its first tokens.",
@@ -271,8 +264,6 @@ class Report(Record, frozen=True):
     fused_hit: int
     """Of `relocated`: tokens of earlier requests' fused nodes."""
     gap: int
-    shared: int
-    """Of `relocated`: tokens whose slots are their source's."""
     sources: tuple[Source, ...]
     focused: tuple[int, ...] | None
     """Indices of the spans that the question attends to. None: not asked for."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from radix_ext.guesses import Guess
 from sglang_chunkcache.wire.events import Batch, Part, Reading
 from sglang_chunkcache.wire.message import Record
 from sglang_chunkcache.wire.report import Explanation
@@ -15,7 +14,7 @@ STATE_KEY = "chunkcache"
 
 
 class ExplainRequest(Record, frozen=True):
-    """A request to explain or to expect, not to run: what SGLang would get of it."""
+    """A request to explain or to load for, not to run: what SGLang would get of it."""
 
     input_ids: list[int]
     spans: RequestSpans
@@ -42,10 +41,8 @@ class Asked(Record, frozen=True):
 
     explain: tuple[ExplainRequest, ...] = ()
     """Of any ranks."""
-    expect: ExplainRequest | None = None
+    prefetch: ExplainRequest | None = None
     """What it needs is loaded ahead."""
-    guess: Guess = Guess.HINT
-    """Why `expect`."""
     clear_store: bool = False
     calibrate: list[CalibrationPrompt] | None = None
     read: tuple[Reading, ...] = ()

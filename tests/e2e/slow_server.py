@@ -3,7 +3,7 @@
     SLOW_SERVER_SWITCH=FILE python -m tests.e2e.slow_server FLAGS
 
 JSON, every key optional: `us_per_token` that a load from host memory sleeps, over its layers; `in_line`: all layers before the
-forward; `search_ms` that a search of all lists sleeps; `tells_first`: what its first lists have is told, after their share.
+forward; `search_ms` that a search of all lists sleeps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def install(switch: Path) -> None:
     def asked(name: str, default: Any = 0) -> Any:
         return json.loads(switch.read_text(encoding="utf-8")).get(name, default)
 
-    start, search, search_dense = LayerLoads.start, Retriever.search, Retriever._search_dense
+    start, search_dense = LayerLoads.start, Retriever._search_dense
 
     def start_slowed(loads: LayerLoads, copy: Any, phase: Any, work: Any, *, num_ahead: int, clock: Any) -> int:
         seconds = asked("us_per_token") * 1e-6 * work.tokens / loads.num_layers
@@ -43,15 +43,11 @@ def install(switch: Path) -> None:
         num_ahead = loads.num_layers if asked("in_line", False) else num_ahead
         return start(loads, slow, phase, work, num_ahead=num_ahead, clock=clock)
 
-    def search_slowed(retriever: Retriever, *args: Any, told_first: Any = None, **options: Any) -> Any:
-        return search(retriever, *args, told_first=told_first if asked("tells_first", True) else None, **options)
-
     def search_dense_slowed(retriever: Retriever, *args: Any, nprobe: int, **options: Any) -> Any:
         time.sleep(asked("search_ms") / 1000 * min(nprobe, NUM_LISTS) / NUM_LISTS)
         return search_dense(retriever, *args, nprobe=nprobe, **options)
 
     LayerLoads.start = start_slowed  # type: ignore[method-assign, assignment]
-    Retriever.search = search_slowed  # type: ignore[method-assign, assignment]
     Retriever._search_dense = search_dense_slowed  # type: ignore[method-assign, assignment]
 
 

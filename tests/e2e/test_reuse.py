@@ -447,68 +447,6 @@ def test_conversation_with_fused_turns(fused_server: Server, world: World, salt:
     assert cached[3]["fates"]["relocated"] == 0
 
 
-# Chunks that keep their position
-
-
-def staying_of(world: World) -> tuple[list[Passage], list[Passage]]:
-    """Four passages; and the same after another first one of the same length, so that they keep their positions."""
-    first, *rest = world.passages[:4]
-    begin, *sentences = first.text.removesuffix(".").split(". ")
-    other = first._replace(id="other", text=". ".join([begin, *sentences[::-1]]) + ".")
-    assert other.text != first.text
-    return [first, *rest], [other, *rest]
-
-
-def shared_stats(server: Server) -> dict[str, int]:
-    stats: dict[str, int] = get(server.url + "/chunkcache/stats")["ranks"][0]["shared"]
-    return stats
-
-
-def test_chunks_that_keep_their_position_share_slots(fused_server: Server, salt: str) -> None:
-    """Nothing is moved and little taken: facts are found all the same, what is shared is told, and the request that
-    computed it gets the answers it got before."""
-    flush(fused_server)
-    world = World(seed_of("position", 0), 20, num_kinds=1)
-    cached, asked = staying_of(world)
-    rest = {p.id for p in cached[1:]}
-    facts = [q for q in world.questions if q.hop == 1 and q.gold_passage_ids[0] in rest][:3]
-    before = [ask(fused_server, cached, question, cache_salt=salt) for question in facts]
-    moved = get(fused_server.url + "/chunkcache/stats")["ranks"][0]["moves"]["tokens"].get("moved_device", 0)
-    ever = shared_stats(fused_server)["tokens_ever"]
-    total = 0
-    for number, question in enumerate(facts):
-        reply = ask(fused_server, asked, question, cache_salt=salt, reuse=fused("query", 0.2 * number))
-        assert text_of(reply) in question.answers
-        fates, shared = reply["chunkcache"]["fates"], reply["chunkcache"]["reuse"]["shared"]
-        assert fates["relocated"] == shared > 30
-        assert (fates["recomputed"] > 0) == (number > 0)
-        total += shared
-    stats = shared_stats(fused_server)
-    assert stats["tokens"] == stats["tokens_ever"] - ever == total
-    assert stats["bytes"] == stats["tokens"] * (stats["bytes_ever"] // stats["tokens_ever"]) > 0
-    assert get(fused_server.url + "/chunkcache/stats")["ranks"][0]["moves"]["tokens"].get("moved_device", 0) == moved
-    for question, reply in zip(facts, before, strict=True):
-        again = ask(fused_server, cached, question, cache_salt=salt)
-        assert text_of(again) == text_of(reply)
-        assert logprobs_of(again) == pytest.approx(logprobs_of(reply), abs=mixed_load.TIE)
-    assert mixed_load.leftovers(fused_server.url, mixed_load.POOL_TOKENS) == []
-    flush(fused_server)
-    assert shared_stats(fused_server)["tokens"] == 0
-
-
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_recomputing_all_of_what_stays_equals_full_prefill(fused_server: Server, selector: str) -> None:
-    """Every token has a slot of its own then: the answers to questions about order are those of a prefill."""
-    cached, asked = staying_of(World(seed_of(f"stays {selector}", 0), 20, num_kinds=1))
-    for question in order_questions(asked)[:2]:
-        salt = f"stays{next(_numbers)}"
-        ask(fused_server, cached, question, cache_salt=salt, max_tokens=1)
-        reply = ask(fused_server, asked, question, cache_salt=salt, reuse=fused(selector, 1.0))
-        assert (reply["chunkcache"]["fates"]["relocated"], reply["chunkcache"]["reuse"]["shared"]) == (0, 0)
-        assert reply["chunkcache"]["fates"]["recomputed"] > 40
-        assert text_of(reply) == full_prefill(fused_server, asked, question)
-
-
 # Where a chunk is found
 
 

@@ -189,10 +189,10 @@ def test_hint_has_a_tenants_chunk_loaded_ahead(twice: Twice) -> None:
     assert post(url + "/chunkcache/prefetch", {**hint, "cache_salt": "thyme"}) == {}
     assert settled(twice.server)["loaded"] == before["loaded"]
     assert post(url + "/chunkcache/prefetch", {**hint, "cache_salt": "mint"}) == {}
-    assert settled(twice.server)["guesses"]["hint"]["loads"] > 0
+    assert settled(twice.server)["prefetch"]["loaded"] > 0
     reply = moved(twice.server, [chunk], cache_salt="mint")
     assert reply["chunkcache"]["fates"]["relocated"] > 10
-    assert storage_of(twice.server)["guesses"]["hint"]["used"] > 0
+    assert storage_of(twice.server)["prefetch"]["used"] > 0
 
 
 TEXTS = {"texts": ["The company Dravex makes clocks."]}

@@ -186,22 +186,10 @@ def test_neighbours_of_what_was_found(make: Make) -> None:
     assert cells["dense"]["any"]["15"] == cells["dense"]["pairs"]["15"] == 1.0
 
 
-def test_what_the_first_lists_have(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two lists, of apples and of dunes: where the question's own has less than k passages, the others are missing."""
-    monkeypatch.setattr(recall, "_encoder", lambda path: CountingEncoder())
-    counts = {"apple": (7, 8, 9), "dune": (7, 8, 9, 10, 11, 12)}
-    texts = [" ".join([word] * count) for word in counts for count in counts[word]]
-    data = make(
-        [ask("apple apple dune"), ask("dune")], passages=[{"id": f"p{n}", "text": text} for n, text in enumerate(texts)]
-    )
-    run(data, "--k", "6", "--factory", "IVF2,Flat", "--modes", "bm25", "dense", "--first", "1", "2")
-    results = read_record(data / "record")["results"]
-    one, both = results["tables"][-1]["rows"]
-    assert (one["arm"], one["lists"], one["questions"]) == ("dense/counting", 1, 2)
-    shares = {name: float(one[name].split()[0]) for name in one if " of " in name}
-    assert shares == {"passages of 5": 0.8, "equal sets of 5": 0.5, "passages of 6": 0.75, "equal sets of 6": 0.5}
-    assert both["equal sets of 6"] == "1.000 [1.000, 1.000]"
-    assert results["verdict"][-2].startswith("dense/counting, first lists 1, mean of 1 sets: passages of 5 0.800 [")
+def test_first_lists_are_not_compared_any_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--data", str(tmp_path), "--first", "1", "8"])
+    assert "--first was removed: " in capsys.readouterr().err
 
 
 def test_means_are_over_sets_and_last_questions() -> None:

@@ -319,20 +319,12 @@ def test_device_comes_before_host_and_short_prefixes_before_long() -> None:
 
 @pytest.mark.parametrize("selector", ["query", "context"])
 def test_among_equals_the_one_at_the_same_position_is_taken(selector: str) -> None:
-    """It need not be copied. One that has seen more of the prompt is taken all the same."""
+    """Its keys need no rotation. One that has seen more of the prompt is taken all the same."""
     elsewhere, here = Copy(ids("X"), start=7), Copy(ids("Y"), start=2)
     assert chosen([elsewhere, here, Copy(ids("V"), start=3)], selector=selector) is here
     if selector == "query":
         better = Copy(ids("A"), start=7)
         assert chosen([here, better]) is better
-
-
-@pytest.mark.parametrize(("start", "stays"), [(2, True), (3, False), (None, False)])
-def test_piece_stays_where_its_source_stands(start: int | None, stays: bool) -> None:
-    """KV in host memory has no position."""
-    (*_, piece) = plan_of("ABZZ.", {"Z": [Copy(start=start)]}).pieces
-    assert piece.stays == stays
-    assert not plan_of("ABZZ.", "Z").pieces[0].stays  # a gap
 
 
 def test_context_takes_the_lowest_fix_overhead() -> None:

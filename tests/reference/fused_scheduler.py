@@ -4,7 +4,7 @@
                                     None: moved, recomputed or computed after such
 
 Whatever reads a slot says which token it expects there at which position. A freed slot holds nothing, so reading it, or one
-that was promised and never filled, is an assertion. So is writing what more than one node of the tree holds.
+that was promised and never filled, is an assertion.
 
 Joint encoding is the real one, on numbers made of the contents. What it writes has no context any more.
 """
@@ -103,13 +103,10 @@ class FakePass:
     Recomputes the first ceil(ratio * n) of the moved tokens, whatever the selector.
     """
 
-    token_bytes = stored_token_bytes = 10
+    stored_token_bytes = 10
 
-    def __init__(
-        self, contents: Contents, rows: Any, config: ChunkCacheConfig, holders: Callable[[], Sequence[int]]
-    ) -> None:
-        """`holders`: the slots of all nodes, as often as they are held."""
-        self.contents, self.rows, self.config, self.holders = contents, rows, config, holders
+    def __init__(self, contents: Contents, rows: Any, config: ChunkCacheConfig) -> None:
+        self.contents, self.rows, self.config = contents, rows, config
         self.pricing = Pricing(SimpleNamespace(device="cpu", tp_group=SimpleNamespace(world_size=1)))
         self.calibration = Calibration()
         self.outward = OutwardWatch(cast("Any", self))
@@ -122,7 +119,7 @@ class FakePass:
             row = self.rows.req_to_token[move.row_index(), : move.plan.end]
             assert row.tolist() == move.slots.tolist(), "the request's row is not what was promised"
             assert len(move.token_ids) == move.plan.end
-            for piece in move.copied:
+            for piece in move.moved:
                 self._move(move, piece)
         for move in moves:  # probes read all that is not a gap
             gaps = {p for piece in move.plan.pieces if piece.source is None for p in range(piece.start, piece.end)}
@@ -130,19 +127,17 @@ class FakePass:
                 self.contents.read(int(move.slots[position]), move.token_ids[position], position)
         if self.fails:
             for move in moves:
-                self._compute(move, move.claim_all())
+                move.recomputed_len = move.plan.moved_len
+                self._compute(move, range(move.plan.start, move.plan.end))
                 move.fallbacks.append(Fallback.PASS_FAILED)
             self.fails = False
             return
-        claimed = []
         for move in moves:
             moved = [position for piece in move.moved for position in range(piece.start, piece.end)]
             critical = moved[: 0 if move.fusion.selector == "none" else math.ceil(move.fusion.ratio * len(moved))]
             gaps = {p for piece in move.plan.pieces if piece.source is None for p in range(piece.start, piece.end)}
             move.recomputed_len = len(critical)
-            claimed.append(move.claim(sorted(gaps.union(critical))))
-        for move, positions in zip(moves, claimed, strict=True):
-            self._compute(move, positions)
+            self._compute(move, sorted(gaps.union(critical)))
             move.filling = (
                 Watch(None, Work(1), [cast(Any, SimpleNamespace(seconds=FILLING_S))]) if len(moves) == 1 else None
             )
@@ -169,12 +164,6 @@ class FakePass:
         return {"captured": self.num_captured}
 
     def _compute(self, move: Move, positions: Sequence[int]) -> None:
-        row = self.rows.req_to_token[move.row_index(), : move.plan.end]
-        assert row.tolist() == move.slots.tolist(), "the request's row has not the slots it has claimed"
-        held = Counter(self.holders())
-        for position in positions:
-            slot = int(move.slots[position])
-            assert held[slot] == 1, f"slot {slot} is written and {held[slot]} nodes hold it"
         self.contents.compute(move.slots.tolist(), move.token_ids, positions)
 
     def _move(self, move: Move, piece: Piece) -> None:
@@ -235,7 +224,7 @@ class FusedScheduler(Scheduler):
     ) -> None:
         super().__init__(capacity, config, prefill_budget=prefill_budget, is_chunked=is_chunked, host_slots=host_slots)
         self.contents = Contents(self.allocator.contents)
-        self.fusion_pass = FakePass(self.contents, self.rows, config, super().tree_slots)
+        self.fusion_pass = FakePass(self.contents, self.rows, config)
         self.store = VariantIndex(
             max_bytes=store_bytes,
             max_chunks=config.store_chunks,
@@ -287,12 +276,6 @@ class FusedScheduler(Scheduler):
         num_evicted = super().evict(num_tokens)
         assert self.allocator.available_size() - free == num_evicted >= min(num_tokens, evictable)
         return num_evicted
-
-    def tree_slots(self) -> list[int]:
-        """Each slot once, and what is reserved for promises; `check_integrity` says which may have several holders."""
-        rows = [pending.move.own_slots for pending in self.fuser._pending]
-        reserved = [int(slot) for each in rows if each is not None for slot in each.reserve]
-        return [*set(super().tree_slots()), *reserved]
 
     def content(self, req: FakeReq, start: int, end: int) -> list[KV | None]:
         """What the slots of the request's row hold."""
@@ -387,7 +370,7 @@ class FusedScheduler(Scheduler):
         asked = [req for req in running.reqs if (spans := state(req).spans) is not None and spans.joint is not None]
         own = {slot for req in asked for slot in self.slots(req, req.kv.cache_protected_len, req.kv.kv_allocated_len)}
         assert own.issuperset(written), f"slots {sorted(set(written) - own)} are written and belong to others"
-        assert own.isdisjoint(super().tree_slots()), "the tree owns slots that are encoded jointly"
+        assert own.isdisjoint(self.tree_slots()), "the tree owns slots that are encoded jointly"
         for slot in written:
             self.contents.slots[slot] = self.contents.slots[slot]._replace(context=None)
         self.num_encoded += len(written)

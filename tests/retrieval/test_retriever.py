@@ -107,42 +107,6 @@ def test_modes_of_the_embedded_encoder(tmp_path: Path) -> None:
         assert Retriever.open(folder, encoder=None, device=None, verify=True, threads=1).modes == modes
 
 
-@pytest.mark.parametrize("mode", ["dense", "fusion"])
-def test_first_lists_are_told_first(tmp_path: Path, mode: Mode) -> None:
-    """What a search of them alone finds, and the whole search finds what it does without."""
-    build(tmp_path, make_documents([f"word{n} shared tail{n % 5}" for n in range(400)]), factory="IVF8,Flat")
-    retriever, told = make_retriever(tmp_path), list[Any]()
-    queries = ["word7 tail2", "word300 shared"]
-    few, all_ = (retriever.search(queries, k=20, mode=mode, nprobe=n) for n in (1, 8))
-    found = retriever.search(queries, k=20, mode=mode, nprobe=8, first_nprobe=1, told_first=told.append)
-    assert told == [few.hits]
-    assert found.hits == all_.hits != few.hits
-    assert "first" in found.ms
-    for first, lists in ((0, 8), (8, 8)):
-        retriever.search(queries, k=20, mode=mode, nprobe=lists, first_nprobe=first, told_first=told.append)
-    retriever.search(queries, k=20, mode="bm25", nprobe=8, first_nprobe=1, told_first=told.append)
-    assert len(told) == 1
-
-
-def test_index_without_lists_has_no_first_ones(whole_index: Path) -> None:
-    told = list[Any]()
-    make_retriever(whole_index).search(["word1"], k=2, mode="dense", nprobe=8, first_nprobe=1, told_first=told.append)
-    assert told == []
-
-
-def test_near_passages_are_the_nearest_of_any(tmp_path: Path) -> None:
-    """As a search by their vectors; without themselves, and without names that nobody knows."""
-    build(tmp_path, make_documents([f"word{n} shared tail{n % 5}" for n in range(60)]))
-    retriever = make_retriever(tmp_path)
-    found = [passage.id for passage in retriever.near(["d3", "d9", "unknown"], n=7, nprobe=1)]
-    vectors = retriever.index.vectors(0, 60)
-    score = np.max(vectors @ vectors[[3, 9]].T, axis=1)
-    assert sorted(score[[int(name[1:]) for name in found]]) == sorted(np.sort(np.delete(score, [3, 9]))[-7:])
-    assert len(set(found) - {"d3", "d9"}) == 7
-    assert retriever.near(["unknown"], n=7, nprobe=1) == []
-    assert len(retriever.near(["d1"], n=100, nprobe=1)) == 59
-
-
 def test_a_batch_is_its_queries(whole_index: Path) -> None:
     """What else is asked at the same time changes nothing; phases that ran are timed."""
     retriever = make_retriever(whole_index)

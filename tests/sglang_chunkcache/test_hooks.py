@@ -81,13 +81,10 @@ def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """What SGLang returns stays; a server's other caches are left alone."""
     told: list[Any] = []
-    look_ahead = SimpleNamespace(queue=None)
-    cache = SimpleNamespace(arrived=told.append, doubt_weights=lambda: told.append("doubt"), look_ahead=look_ahead)
+    cache = SimpleNamespace(arrived=told.append, doubt_weights=lambda: told.append("doubt"))
     monkeypatch.setattr(hooks, "_ours", lambda cache: cache)
-    scheduler = SimpleNamespace(tree_cache=cache, waiting_queue=["req"])
+    scheduler = SimpleNamespace(tree_cache=cache)
     assert hooks._tell_arrival("result", scheduler, "req", is_retracted=True) == "result"
-    scheduler.waiting_queue = ["another"]  # SGLang makes a new list
-    assert look_ahead.queue() == ["another"]
     hooks._tell_update(SimpleNamespace(scheduler=scheduler), "request")
     assert told == ["req", "doubt"]
     nobody = SimpleNamespace(tree_cache=None)

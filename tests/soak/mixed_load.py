@@ -196,7 +196,7 @@ def leftovers(url: str, pool_tokens: int, timeout_s: float = DEADLINE_S) -> list
         }
         if "storage" in rank:
             expected["jobs of the storage"] = rank["storage"]["queue"], 0
-            expected["bytes under way on a guess"] = rank["storage"]["guessed_bytes"], 0
+            expected["bytes under way ahead"] = rank["storage"]["prefetch_bytes"], 0
         wrong = [f"{name}: {got}, not {want}" for name, (got, want) in expected.items() if got != want]
         if not wrong or time.monotonic() > deadline:
             return wrong

@@ -31,19 +31,8 @@ class FakeRetriever:
         self.damage: str | None = None
         self.notice: str | None = None
 
-    def search(
-        self,
-        queries: Sequence[str],
-        *,
-        k: int,
-        mode: str,
-        nprobe: int,
-        first_nprobe: int = 0,
-        told_first: Callable[[list[Any]], None] | None = None,
-    ) -> Any:
+    def search(self, queries: Sequence[str], *, k: int, mode: str, nprobe: int) -> Any:
         self.batches.append((list(queries), k, mode, nprobe))
-        if told_first is not None and 0 < first_nprobe < nprobe:  # the first lists have the last passage
-            told_first([self._hits(query)[-1:] for query in queries])
         self.begun.set()
         assert self.hold.wait(DEADLINE_S)
         for query in queries:
@@ -52,10 +41,6 @@ class FakeRetriever:
             if query == "refuse me":
                 raise RetrievalError("this query cannot be had")
         return SimpleNamespace(hits=[self._hits(query)[:k] for query in queries], ms={"encode": 2.0, "read": 1.0})
-
-    def near(self, names: Sequence[str], *, n: int, nprobe: int) -> list[Passage]:
-        """All others."""
-        return [hit.passage for hit in self._hits("one two") if hit.passage.id not in names][:n]
 
     def refresh(self) -> bool:
         self.num_refreshes += 1

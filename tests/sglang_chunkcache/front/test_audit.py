@@ -26,9 +26,7 @@ from tests.polling import DEADLINE_S
 from tests.sglang_chunkcache.front.front_bench import A, Asked, B, Bench
 
 FUSION = FusionRequest("query", 0.15)
-MOVED = Report(
-    exact=2, relocated=5, recomputed=1, fused_hit=0, gap=0, shared=0, sources=(), focused=None, fallbacks=(), ms={}
-)
+MOVED = Report(exact=2, relocated=5, recomputed=1, fused_hit=0, gap=0, sources=(), focused=None, fallbacks=(), ms={})
 
 
 def row(best: int, length: int = 5) -> list[tuple[float, int, None]]:

@@ -44,7 +44,6 @@ def make_report(request: Asked, **fields: Any) -> Report:
         recomputed=3,
         fused_hit=0,
         gap=second.end - second.start,
-        shared=5,
         sources=(
             Source(first.start, first.end, 0, "host", num_before=2, overlap=1, cfo=0.5),
             Source(second.start, second.end, 1, "gap"),
@@ -188,7 +187,6 @@ def test_report_becomes_the_answer() -> None:
         "focused": ["a"],
         "fused_hit": 0,
         "gap": 11,
-        "shared": 5,
         "ms": report.ms,
         "estimated_ms": report.estimated_ms,
         "selected_by": report.selector,

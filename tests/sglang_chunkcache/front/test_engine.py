@@ -354,7 +354,7 @@ def audited_obj(*, stream: bool) -> Any:
 
 def moved(rag: Asked, bench: Bench) -> Any:
     """The output of a request whose rank has moved 5 tokens."""
-    report = Report(2, 5, 1, 0, 0, 0, (), None, (), {})
+    report = Report(2, 5, 1, 0, 0, (), None, (), {})
     with bench.books.begin(Asked(rag.planned)) as begun:
         entry = bench.ranks[0].serve(begun.custom_params, begun.planned.input_ids, report)
     return make_output([65, 66], 0, "stop", 0, entry)

@@ -21,7 +21,6 @@ from fastapi.responses import ORJSONResponse
 from msgspec import structs
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware, decide_request_auth
 
-from radix_ext.guesses import Guess
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front import planner, preprocessing
 from sglang_chunkcache.front.engine import Engine
@@ -65,7 +64,7 @@ class Manager:
         """Requests whose answer's own task has run."""
         self.error: Exception | None = None
         self.joint: JointReport | None = None
-        self.report = Report(3, 1, 0, fused_hit=0, gap=0, shared=0, sources=(), focused=None, fallbacks=(), ms={})
+        self.report = Report(3, 1, 0, fused_hit=0, gap=0, sources=(), focused=None, fallbacks=(), ms={})
 
     def auto_create_handle_loop(self) -> None:
         pass
@@ -388,16 +387,15 @@ def test_hint_sends_its_rank_what_a_request_would(call: Any, body: Any) -> None:
     (asked,) = manager.sent
     send(chunkcache_explain, {"messages": MESSAGES, "chunks": CHUNKS})
     request = manager.sent[1]
-    assert (asked.guess, asked.expect.dp_rank, asked.expect.spans) == (Guess.HINT, 0, request.spans)
+    assert (asked.prefetch.dp_rank, asked.prefetch.spans) == (0, request.spans)
     end = request.spans.spans[-1].end
-    assert asked.expect.input_ids[:end] == request.input_ids[:end]
+    assert asked.prefetch.input_ids[:end] == request.input_ids[:end]
 
 
 @pytest.mark.parametrize(
     ("knobs", "body", "param"),
     [
         ({}, {"texts": ["x"]}, "body"),
-        ({**STORED, "prefetch_mib": 0}, {"texts": ["x"]}, "body"),
         (STORED, {"texts": "x"}, "texts"),
         (STORED, {"text": ["x"]}, "text"),
         (STORED, {"texts": []}, "texts"),
@@ -416,42 +414,6 @@ def test_hint_is_refused_by_name(call: Any, knobs: dict[str, Any], body: Any, pa
     status, answer = send(chunkcache_prefetch, body)
     assert (status, answer["param"]) == (400, param)
     assert manager.sent == []
-
-
-def test_what_the_first_lists_have_is_loaded_while_all_are_searched(call: Any) -> None:
-    """The request itself has what all of them have. An explained one loads nothing."""
-    retriever = FakeRetriever()
-    _, manager, send = call(retriever, **STORED)
-    manager.states = [state_of(0, Explanation(0, 0, 0))]
-    body = {"messages": MESSAGES, "retrieve": {"query": "one", "k": 3}}
-    send(chunkcache_explain, body)
-    (request,) = manager.sent
-    assert send(rag_chat_completions, body)[0] == 200
-    (asked,) = [obj for obj in manager.sent if isinstance(obj, Asked)]
-    assert asked.expect is not None
-    assert (asked.guess, len(asked.expect.spans.spans), len(request.spans.spans)) == (Guess.SEARCH, 1, 3)
-    assert asked.expect.spans.spans[0].chunk in {span.chunk for span in request.spans.spans}
-
-
-@pytest.mark.parametrize(
-    ("knobs", "body", "expects"),
-    [
-        ({"next_turn": 2}, {"conversation_id": "c", "reuse": "fused"}, True),
-        ({"next_turn": 0}, {"conversation_id": "c", "reuse": "fused"}, False),
-        ({"next_turn": 2}, {"conversation_id": "c"}, False),
-        ({"next_turn": 2}, {"reuse": "fused"}, False),
-        ({"next_turn": 2, "prefetch_mib": 0}, {"conversation_id": "c", "reuse": "fused"}, False),
-    ],
-)
-def test_next_turn_is_expected_when_the_answer_is_out(
-    call: Any, knobs: dict[str, Any], body: dict[str, Any], expects: bool
-) -> None:
-    _, manager, send = call(FakeRetriever(), **{**STORED, "retrieve_first": 0, **knobs})
-    manager.states = [state_of(0)]
-    assert send(rag_chat_completions, {"messages": MESSAGES, "retrieve": {"query": "alpha beta"}, **body})[0] == 200
-    told = [(obj.guess, len(obj.expect.spans.spans)) for obj in manager.sent]
-    assert told == ([(Guess.NEXT_TURN, 2)] if expects else [])
-    assert len(manager.aborted) == 1
 
 
 # Stats
@@ -656,7 +618,6 @@ def test_neighbors_without_plain_kv_are_computed_alone_first(call: Any, report: 
         0,
         fused_hit=0,
         gap=0,
-        shared=0,
         sources=tuple(Source(0, 1, span, where) for span, where in report["sources"]),
         focused=None,
         fallbacks=(Fallback.PASS_FAILED,) if report.get("failed") else (),

@@ -99,32 +99,6 @@ def test_what_gathers_is_searched_together(make_queue: MakeQueue) -> None:
     assert queue._metrics.totals()["searches"] == {"found": 3, "empty": 1}
 
 
-def test_first_lists_are_told_before_the_search_is_over(make_queue: MakeQueue) -> None:
-    """On the event loop, each query its own; one that does not ask is not told."""
-    queue, retriever = make_queue()
-    told: dict[str, list[str]] = {}
-
-    def tell(name: str) -> Callable[[list[Any]], None]:
-        return lambda hits: told.update({name: [hit.passage.id for hit in hits]})
-
-    async def run() -> list[Found]:
-        retriever.hold.clear()
-        tasks = [
-            asyncio.ensure_future(
-                queue.search(query, k=5, mode="dense", nprobe=9, first_nprobe=first, told_first=tell(query))
-            )
-            for query, first in (("one", 2), ("two", 0))
-        ]
-        tasks.append(asyncio.ensure_future(search(queue, "alpha", nprobe=9)))
-        await until(lambda: "one" in told)
-        assert not any(task.done() for task in tasks)
-        retriever.hold.set()
-        return await asyncio.gather(*tasks)
-
-    assert [ids(found) for found in asyncio.run(run())] == [["a", "b", "c"], ["d"], ["a"]]
-    assert told == {"one": ["c"]}
-
-
 def test_settings_are_not_mixed(make_queue: MakeQueue) -> None:
     """Another k, mode or nprobe is another search: what one finds does not depend on its neighbours."""
     queue, retriever = make_queue()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -415,6 +416,34 @@ def test_promise_evicts_what_it_must() -> None:
     assert scheduler.admit(req, 100) == 2 + 3 + 4 + 4
     scheduler.check([req])
     finish(scheduler, req)
+    scheduler.check()
+
+
+@pytest.mark.parametrize("step", ["_insert", "move_of"])
+def test_error_in_the_middle_of_a_commit_takes_nothing(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Locks, slots and nodes are as before, each slot with one owner."""
+    scheduler = make_scheduler()
+    scheduler.serve(rag(A, B))
+    before = sorted(scheduler.tree_slots()), scheduler.allocator.available_size()
+    owner = scheduler.fuser if step == "_insert" else promise
+    monkeypatch.setattr(owner, step, mock.Mock(side_effect=RuntimeError("planted")))
+    with pytest.raises(RuntimeError, match="planted"):
+        scheduler.admit(fused(D, B, fusion=asks("query", 0.5)), 100)
+    assert (sorted(scheduler.tree_slots()), scheduler.allocator.available_size()) == before
+    scheduler.cache.check_integrity()
+
+
+@pytest.mark.parametrize("eviction", ["lru", "reused"])
+def test_cold_chunks_leave_before_hot_ones(eviction: str) -> None:
+    """Moved ones, too, and what they were moved from."""
+    scheduler = make_scheduler(100, eviction=eviction, window_requests=3)
+    scheduler.serve(rag(A, B))
+    scheduler.serve(fused(D, B))
+    for token in range(100, 110):
+        scheduler.serve(rag(C, tail=[token]))
+    while node_of(scheduler, HEAD, A) or node_of(scheduler, HEAD, D):
+        assert scheduler.evict(1)
+        assert node_of(scheduler, HEAD, C) is not None
     scheduler.check()
 
 

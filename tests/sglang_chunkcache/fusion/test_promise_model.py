@@ -1,9 +1,8 @@
 """Exact, fused and plain requests interleaved, driven by Hypothesis through the scheduler's order of calls.
 
-The pool knows what each slot holds (tests/reference/fused_scheduler.py). After every step each slot has one owner or
-nodes that are booked as sharing it, sizes count it once, locks are what holders explain, nodes hold what their keys say, and
-no exact KV is ever computed over approximate KV. The front's mirror has what the rank reports. Requests with joint encoding are
-among them: what it writes is their own, and nobody finds it.
+The pool knows what each slot holds (tests/reference/fused_scheduler.py). After every step each slot has one owner, locks
+are what holders explain, nodes hold what their keys say, and no exact KV is ever computed over approximate KV. The front's mirror
+has what the rank reports. Requests with joint encoding are among them: what it writes is their own, and nobody finds it.
 """
 
 from __future__ import annotations
@@ -41,12 +40,6 @@ AREAS = st.lists(st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=3), min_
 GAPS = st.sampled_from([0, 0, 1, 2])
 KEEP = st.frozensets(st.integers(0, 4), max_size=3)
 SALTS = st.integers(0, 9).map(lambda x: "salt" if x == 9 else None)
-STAYING = st.builds(
-    lambda first, after: ((9,), [[first, *after]], None),
-    st.sampled_from(CHUNKS[:2]),
-    st.sampled_from([(CHUNKS[2],), (CHUNKS[2], CHUNKS[3]), (CHUNKS[3], CHUNKS[2]), (CHUNKS[2], CHUNKS[2])]),
-)
-"""The chunks after the first one were computed after either, at the same position."""
 SHAPES = st.tuples(st.sampled_from(HEADS), AREAS, SALTS)
 RECIPES = (
     FusionRequest("none", 0.0, "none"),
@@ -57,7 +50,6 @@ RECIPES = (
 JOINT = (JointRequest(threshold=0.9, block=2), JointRequest(ratio=1.5, block=1, over="batch"))
 Kind = str | FusionRequest | JointRequest
 KINDS: tuple[Kind, ...] = ("plain", "exact", *RECIPES, *JOINT)
-STAYING_KINDS: tuple[Kind, ...] = ("exact", *RECIPES[:2], FusionRequest("query", 1.0, "all"), JOINT[0])
 
 
 @dataclass
@@ -114,7 +106,6 @@ class FuserMachine(RuleBasedStateMachine):
         prefill_budget=st.sampled_from([8, 16, 30]),
         is_chunked=st.sampled_from([True, True, False]),
         store=st.sampled_from([(1000, 1, "none"), (100, 2, "none"), (1000, 3, "none"), (1000, 3, "joint")]),
-        exclusive_slots=st.sampled_from(["on", "on", "on", "off"]),
         host_slots=st.sampled_from([0, 20, 200]),
         load_s=st.sampled_from([0.0, 4.0, 7.0]),
     )
@@ -127,7 +118,6 @@ class FuserMachine(RuleBasedStateMachine):
         prefill_budget: int,
         is_chunked: bool,
         store: tuple[int, int, str],
-        exclusive_slots: str,
         host_slots: int,
         load_s: float,
     ) -> None:
@@ -137,7 +127,6 @@ class FuserMachine(RuleBasedStateMachine):
             scoring=scoring,
             store_variants=store[1],
             store_codec=store[2],
-            exclusive_slots=exclusive_slots,
             window_requests=4,
         )
         self.scheduler = FusedScheduler(
@@ -430,50 +419,6 @@ class FuserMachine(RuleBasedStateMachine):
         assert bool(told.sources) == (promised > told.fused_hit)
 
 
-class SharingMachine(FuserMachine):
-    """The same with few prompts, so that chunks keep their source's position in most, and a pool that they fill."""
-
-    @initialize(
-        capacity=st.integers(45, 80),
-        prefill_budget=st.sampled_from([8, 16, 30]),
-        eviction=st.sampled_from(["reused", "lru"]),
-    )
-    def start(self, capacity: int, prefill_budget: int, eviction: str) -> None:
-        knobs = config(reuse="fused", eviction=eviction)
-        self.scheduler = FusedScheduler(capacity, knobs, prefill_budget=prefill_budget)
-        self.live: list[Live] = []
-        for first in CHUNKS[:2]:
-            self.serve(kind="exact", shape=((9,), [[first, CHUNKS[2]]], None))
-
-    @precondition(lambda self: len(self.live) < 5)
-    @rule(
-        kind=st.sampled_from(STAYING_KINDS),
-        shape=STAYING,
-        tail=st.sampled_from(TAILS),
-        piece=st.integers(1, 8),
-        joins=st.sampled_from([True, True, False]),
-        again=st.sampled_from([None, *STAYING_KINDS]),
-        evicted=st.sampled_from([0, 0, 0, 0, 4, 20]),
-    )
-    def admit(self, **drawn: Any) -> None:
-        FuserMachine.admit(
-            self,
-            **drawn,
-            promoted_len=0,
-            keep=frozenset(),
-            is_preprocessing=False,
-            exact_gaps=0,
-            num_rounds=1,
-            moves=None,
-        )
-
-    @rule(kind=st.sampled_from(STAYING_KINDS), shape=STAYING)
-    def serve(self, **drawn: Any) -> None:
-        FuserMachine.serve(self, **drawn, keep=frozenset(), promoted_len=0, exact_gaps=0)
-
-    clear_store = None  # type: ignore[assignment]
-
-
 class JointMachine(FuserMachine):
     """The same with requests most of which have joint encoding, two of a wish in a batch, between exact ones."""
 
@@ -509,7 +454,5 @@ class JointMachine(FuserMachine):
 
 
 SETTINGS = settings(max_examples=examples(150), stateful_step_count=40)
-FuserMachine.TestCase.settings = SharingMachine.TestCase.settings = SETTINGS
-JointMachine.TestCase.settings = SETTINGS
-TestFuserMachine, TestSharingMachine = FuserMachine.TestCase, SharingMachine.TestCase
-TestJointMachine = JointMachine.TestCase
+FuserMachine.TestCase.settings = JointMachine.TestCase.settings = SETTINGS
+TestFuserMachine, TestJointMachine = FuserMachine.TestCase, JointMachine.TestCase

@@ -316,7 +316,7 @@ def test_token_nodes_inherit_the_nearest_chunks_mark() -> None:
 def test_eviction_keeps_the_base_policy_within_a_kind() -> None:
     """The user's --radix-eviction-policy still decides among equals."""
     scheduler = Scheduler(40, config(eviction="promoted"))
-    strategy = scheduler.cache.look_ahead.base
+    strategy = scheduler.cache.eviction_strategy
     assert isinstance(strategy, PromotedFirst)
     assert isinstance(strategy.base, LRUStrategy)
 
@@ -598,7 +598,7 @@ def test_check_integrity_names_every_violation() -> None:
         scheduler.cache.check_integrity()
     assert len(caught.value.violations) == 3
     assert "two owners: [3, 4, 5]" in str(caught.value)
-    assert "evictable, protected are booked as (12, 0), the tree has 9, 0" in str(caught.value)
+    assert "evictable, protected are booked as (12, 0), the tree has (9, 0)" in str(caught.value)
     assert "booked as (3" in str(caught.value)
 
 

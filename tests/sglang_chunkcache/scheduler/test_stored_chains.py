@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radix_ext import Tier
-from radix_ext.costs import TRIED_EVERY, Line, Phase
-from radix_ext.guesses import Guess
+from radix_ext.costs import Line, Phase
 from radix_ext.loading import Patience
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
@@ -158,8 +157,8 @@ def unsent(req: FakeReq, rank: int = 0) -> ExplainRequest:
     return ExplainRequest(list(req.origin_input_ids), spans, req.extra_key, req.cache_salt, rank)
 
 
-def expect(server: Server, req: FakeReq, guess: Guess = Guess.HINT, *, rank: int = 0) -> None:
-    server.cache.rank_state(0, Asked(expect=unsent(req, rank), guess=guess))
+def prefetch(server: Server, req: FakeReq, *, rank: int = 0) -> None:
+    server.cache.rank_state(0, Asked(prefetch=unsent(req, rank)))
 
 
 def test_explain_says_what_the_storage_has_behind_the_other_tiers(disk: ChainDisk) -> None:
@@ -182,58 +181,42 @@ def test_explain_says_what_the_storage_has_behind_the_other_tiers(disk: ChainDis
     assert server.cache.explain(unsent(rag(A, B))).stored == 0
 
 
-def test_what_is_expected_is_there_when_it_comes(disk: ChainDisk) -> None:
+def test_what_is_prefetched_is_there_when_it_comes(disk: ChainDisk) -> None:
     """It is no request: nothing is counted but that it was loaded, and used by the request."""
     stored(disk, A, B)
     server = Server(disk)
     before = [variant.reuse for variant in server.storage.index.variants()]
-    expect(server, rag(A, B, C))
+    prefetch(server, rag(A, B, C))
     counts = server.settle()
-    assert counts["guesses"] == {"hint": {"loads": 3, "used": 0, "wasted": 0, "over": 0}}
+    assert counts["prefetch"] == {"requested": 3, "loaded": 3, "used": 0}
     assert [variant.reuse for variant in server.storage.index.variants()] == before
     server.check()
     assert server.serve(rag(A, B, C)) == len(HEAD + A + B)
     server.cache.arrived(rag(A, B))
-    assert server.storage.stats()["guesses"]["hint"]["used"] == 3
+    assert server.storage.stats()["prefetch"]["used"] == 3
     server.check()
 
 
-def test_other_rank_expects_nothing(disk: ChainDisk) -> None:
+def test_other_rank_prefetches_nothing(disk: ChainDisk) -> None:
     stored(disk, A)
     server = Server(disk)
-    expect(server, rag(A), rank=1)
+    prefetch(server, rag(A), rank=1)
     assert server.settle()["loaded"] == 0
 
 
 def test_tenant_may_have_so_much_under_way(disk: ChainDisk) -> None:
-    """Of guesses. Its requests are loaded for."""
+    """Ahead of its requests, which are loaded for."""
     stored(disk, A, B)
     server = Server(disk)
-    server.storage.guesses.max_bytes = max(variant.nbytes for variant in server.storage.index.variants())
+    server.storage.prefetches.max_bytes = max(variant.nbytes for variant in server.storage.index.variants())
     disk.storage.become("hanging")
-    expect(server, rag(A, B))
-    assert server.storage.stats()["guesses"]["hint"]["over"] == 1
+    prefetch(server, rag(A, B))
+    assert server.storage.stats()["prefetch"] == {"requested": 1, "loaded": 0, "used": 0}
     server.cache.arrived(rag(A, B))
     disk.storage.become("healthy")
     assert server.settle()["loaded"] == 3
-    assert server.storage.guesses.has_room(Guess.HINT, (None, None), server.storage.guesses.max_bytes)
+    assert server.storage.prefetches.has_room((None, None), server.storage.prefetches.max_bytes)
     server.check()
-
-
-def test_likely_turn_waits_for_an_idle_disk_and_ends_where_it_is_wasted(disk: ChainDisk) -> None:
-    stored(disk, A, B)
-    server = Server(disk)
-    disk.storage.become("hanging")
-    expect(server, rag(A))
-    expect(server, rag(A, B), Guess.NEXT_TURN)
-    disk.storage.become("healthy")
-    assert server.settle()["loaded"] == 2
-    server.storage.guesses.pays = lambda guess: False  # type: ignore[method-assign]
-    expect(server, rag(A, B), Guess.NEXT_TURN)
-    assert server.settle()["loaded"] == 2
-    for _ in range(TRIED_EVERY):
-        expect(server, rag(A, B), Guess.NEXT_TURN)
-    assert server.settle()["loaded"] == 3
 
 
 def test_start_fills_host_memory_and_tells_the_front(disk: ChainDisk) -> None:
@@ -386,7 +369,7 @@ def test_request_waits_for_its_loads(disk: ChainDisk, is_hinted: bool) -> None:
     stored(disk, A, B)
     server = patient(disk)
     if is_hinted:
-        expect(server, rag(A, B))
+        prefetch(server, rag(A, B))
     req = rag(A, B)
     server.cache.arrived(req)
     assert server.admit(req, 10**6) is None
@@ -396,7 +379,7 @@ def test_request_waits_for_its_loads(disk: ChainDisk, is_hinted: bool) -> None:
     assert server.serve(req) == len(HEAD + A + B)
     counts = server.storage.stats()
     assert (counts["waits"], counts["waits_in_vain"], counts["late"]) == (1, 0, 0)
-    assert counts["guesses"].get("hint", {}).get("used") == (3 if is_hinted else None)
+    assert counts["prefetch"]["used"] == (3 if is_hinted else 0)
     server.check()
 
 
@@ -435,8 +418,8 @@ def test_hint_goes_on_below_its_limit(disk: ChainDisk) -> None:
     """A tenant may have one load under way."""
     stored(disk, A, B)
     server = Server(disk)
-    server.storage.guesses.max_bytes = 1
-    expect(server, rag(A, B))
+    server.storage.prefetches.max_bytes = 1
+    prefetch(server, rag(A, B))
     for _ in range(4):
         server.settle()
     assert server.storage.loader.num_loaded == 3

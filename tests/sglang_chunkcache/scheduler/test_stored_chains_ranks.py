@@ -19,7 +19,7 @@ from tests.examples import examples
 from tests.polling import DEADLINE_S
 from tests.reference.rank_group import RankGroup, on_ranks
 from tests.sglang_chunkcache.scheduler.test_host_chains import CAPACITY, HEAD, A, B, C, rag
-from tests.sglang_chunkcache.scheduler.test_stored_chains import ChainDisk, Server, expect
+from tests.sglang_chunkcache.scheduler.test_stored_chains import ChainDisk, Server, prefetch
 
 
 class Life:
@@ -68,7 +68,7 @@ class Life:
         held = sorted((each.blob.row.place, each.nbytes, each.reuse) for each in storage.index.variants())
         waiting = {kind.__name__: tuple(each) for kind, each in storage.loader._waiting.items()}
         return {
-            "guesses": storage.guesses.stats(),
+            "prefetch": storage.prefetches.stats(),
             "nodes": nodes,
             "free": host.pool.num_free,
             "held": held,
@@ -97,7 +97,7 @@ def lives(steps: list[tuple[Any, ...]], **knobs: Any) -> list[list[Any]]:
                         found = life.ask(*chunks, settles=settles, head=head, promoted_len=len(chunks) * promoted)
                         seen.append(found)
                     elif kind == "hint":
-                        expect(life.server, rag(*told[0]))
+                        prefetch(life.server, rag(*told[0]))
                         if life.disk.storage.gate.is_set():
                             assert life.server.storage.loader.drain(DEADLINE_S)
                     elif kind == "evict":

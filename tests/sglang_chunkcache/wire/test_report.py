@@ -12,7 +12,7 @@ from sglang_chunkcache.wire.spans import RequestSpans
 from sglang_chunkcache.wire.state import Asked, Cleared, ExplainRequest, RankState
 
 SOURCES = (Source(0, 3, None, "gap"), Source(3, 9, 0, "device", 2, 1, 0.25))
-REPORT = Report(1, 2, 3, 2, 4, 0, SOURCES, (0,), (Fallback.NO_ROOM,), {"lookup": 0.5})
+REPORT = Report(1, 2, 3, 2, 4, SOURCES, (0,), (Fallback.NO_ROOM,), {"lookup": 0.5})
 EVENTS = Batch(2**48 - 1, 7, (Inserted(ChunkId("c"), 4, None, "n", True), Evicted(ChainId(2**63 - 1))), 9, 1, 2**60 - 1)
 
 

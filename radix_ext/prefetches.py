@@ -1,0 +1,62 @@
+"""Loads for requests that may come: how much a tenant may have under way, and three counters that tell whether they pay.
+
+requested   loads begun        loaded   of these, those that came        used   of the chunks, those that a request asked for
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+
+LIFE = 256
+"""Requests. A chunk that is asked for later counts as not used: it would have been loaded for others."""
+
+
+class Prefetches:
+    """Of one rank. `max_bytes`: that a tenant may have under way."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._under_way: Counter[Hashable] = Counter()
+        self._unused: dict[Hashable, int] = {}
+        """Chunk -> requests before its load began. The oldest first."""
+        self._num_requests = self._num_requested = self._num_loaded = self._num_used = 0
+
+    def has_room(self, tenant: Hashable, num_bytes: int) -> bool:
+        """Whether so much more may be under way for the tenant. One load may, whatever its size."""
+        under_way = self._under_way.get(tenant, 0)
+        return not under_way or under_way + num_bytes <= self.max_bytes
+
+    def begin(self, tenant: Hashable, num_bytes: int, chunk: Hashable) -> None:
+        """A load of so many bytes has started, of which `end` tells."""
+        self._num_requested += 1
+        self._under_way[tenant] += num_bytes
+        self._unused.setdefault(chunk, self._num_requests)
+
+    def end(self, tenant: Hashable, num_bytes: int, chunk: Hashable, *, has_come: bool) -> None:
+        """It is over."""
+        self._num_loaded += has_come
+        self._under_way[tenant] -= num_bytes
+        if not self._under_way[tenant]:
+            del self._under_way[tenant]
+        if not has_come:
+            self._unused.pop(chunk, None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Under way for all tenants."""
+        return self._under_way.total()
+
+    def asked(self, chunk: Hashable) -> None:
+        """A request asks for the chunk, which may still be under way."""
+        self._num_used += self._unused.pop(chunk, None) is not None
+
+    def next_request(self) -> None:
+        """A request was counted."""
+        self._num_requests += 1
+        while self._unused and self._num_requests - next(iter(self._unused.values())) > LIFE:
+            del self._unused[next(iter(self._unused))]
+
+    def stats(self) -> dict[str, int]:
+        """The counters, since the start."""
+        return {"requested": self._num_requested, "loaded": self._num_loaded, "used": self._num_used}
