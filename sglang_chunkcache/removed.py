@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 REMOVED: dict[str, str] = {
     "--chunkcache-tail": "chunks that the window has seen come first; the others are in `python -m eval replay --tail`",
     "--chunkcache-admission": "all chunks enter the cache; CRAFT's rule is in `python -m eval replay --admission`",
+    "--plan": "the command tells what all chunks need before it sends the first one",
+    "--planned": "`python -m sglang_chunkcache.preprocess` tells what a corpus needs before it sends the first chunk",
 }
 """What to use instead, by a flag, a field's path in the request body, or either with one of its values behind a space."""
 
@@ -19,10 +21,13 @@ def refusal(name: str, value: object = None) -> str | None:
     return advice and f"was removed: {advice}"
 
 
-def add_removed_flags(parser: argparse.ArgumentParser, flags: Iterable[str] = tuple(REMOVED)) -> None:
+SERVER_FLAGS = tuple(name for name in REMOVED if name.startswith("--chunkcache-"))
+
+
+def add_removed_flags(parser: argparse.ArgumentParser, flags: Iterable[str] = SERVER_FLAGS) -> None:
     """Let the parser refuse those of `flags` that are flags, whether a value follows or not."""
     for flag in flags:
-        if flag.startswith("--") and " " not in flag:
+        if " " not in flag:
             parser.add_argument(flag, nargs="?", action=_Refuse, help=argparse.SUPPRESS)
 
 
