@@ -189,7 +189,7 @@ def test_only_plugin_and_hooks_write_into_sglang() -> None:
         ("retrieval", ("torch", "numpy", "faiss", "tantivy", "sklearn")),
         ("sglang_chunkcache.front.search", ("numpy", "faiss", "tantivy", "torch", "retrieval.retriever")),
         ("sglang_chunkcache.front.startup", ("numpy", "faiss", "tantivy", "torch", "sglang", "retrieval.retriever")),
-        ("sglang_chunkcache.front.guard", ("torch", "sglang", "prometheus_client")),
+        ("sglang_chunkcache.front.guard.lethal", ("torch", "sglang", "prometheus_client")),
         ("sglang_chunkcache.front.planner", ("torch", "sglang", "transformers", "prometheus_client")),
         ("sglang_chunkcache.front.bookkeeper", ("torch", "sglang", "transformers", "prometheus_client")),
         ("sglang_chunkcache.plugin", ("torch", "sglang")),

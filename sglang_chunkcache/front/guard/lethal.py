@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_chunkcache.errors import RequestError
-from sglang_chunkcache.front.backtracking import explodes
+from sglang_chunkcache.front.guard.slow_regex import explodes
 from sglang_chunkcache.front.metrics import Metrics
 
 INT32_END = 2**31

@@ -15,7 +15,7 @@ import msgspec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_chunkcache.errors import RequestError
-from sglang_chunkcache.front.guard import Limits, sampling_problem
+from sglang_chunkcache.front.guard.lethal import Limits, sampling_problem
 from sglang_chunkcache.front.parse import named_in
 
 MAX_ANSWERS = 128

@@ -12,8 +12,8 @@ pytest.importorskip("sglang")
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_chunkcache.errors import RequestError
-from sglang_chunkcache.front.guard import Limits
-from sglang_chunkcache.front.sampling import INTERNAL, Declared, SamplingCheck
+from sglang_chunkcache.front.guard.lethal import Limits
+from sglang_chunkcache.front.guard.sampling import INTERNAL, Declared, SamplingCheck
 
 TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: list(text))
 check = SamplingCheck(TOKENIZER, Limits(1101, None))

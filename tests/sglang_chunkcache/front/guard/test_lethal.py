@@ -19,7 +19,7 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import GenerateReqInput
 from transformers import BatchEncoding
 
-from sglang_chunkcache.front.guard import REQUEST_RULES, SAMPLING_RULES, Guard, Limits
+from sglang_chunkcache.front.guard.lethal import REQUEST_RULES, SAMPLING_RULES, Guard, Limits
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.misplaced import Misplaced
 from sglang_chunkcache.hooks import _watched

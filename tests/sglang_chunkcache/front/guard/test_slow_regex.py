@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang_chunkcache.front.backtracking import explodes
+from sglang_chunkcache.front.guard.slow_regex import explodes
 
 EXPLODING = [
     *("(a+)+b", "(a*)*$", "((a+)?)*b", "(a+b?)+c", "(a+|c)*b", "(x(?:a+)+?y)z", "(a{2,})*b", "(a{1,5})+b"),
