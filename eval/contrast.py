@@ -11,9 +11,9 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from eval.metrics import METRICS, is_time, label, ranked
+from eval.metrics import METRICS, MIN_BLOCKS, is_time, label, ranked
 from eval.recorded import cell_name, grouped
-from eval.stats import MIN_BLOCKS, RATIOS, Statistic, contrast
+from eval.stats import RATIOS, Statistic, contrast
 
 MAX_FAILED = 0.01
 """No verdict if an arm failed a larger share of its requests, and more than the other: the answered ones may be the easy ones."""

@@ -16,6 +16,8 @@ class Metric:
     better: Literal["lower", "higher"]
 
 
+MIN_BLOCKS = 8
+"""With fewer blocks single values are resampled; with fewer values or blocks an interval is too narrow for a verdict."""
 AGREEMENT = {
     "same": ("answers that equal that of {}", ""),
     "kl": ("KL to {}, mean of the answer", "nats"),

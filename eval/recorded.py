@@ -1,13 +1,14 @@
 """Reads a run back: record, samples and cells in one format, whichever command wrote them.
 
-A replay stores one row per cell with the counts of each bin of requests; this module converts it to one row per bin, as the
-other commands have one per request. The replay's policies (order, tail, eviction, ...) become the arm, its other settings the
-cell. Computes no figures and writes no pages.
+A replay's record has one row per cell with counts of blocks of bins of requests; this module converts it to one row per bin, as
+the other commands have one per request, each with its block's mean. The replay's policies (order, tail, eviction, ...) become the
+arm, its other settings the cell. Computes no figures and writes no pages.
 """
 
 from __future__ import annotations
 
 import json
+import lzma
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import numpy as np
 
 from eval.errors import CommandError
 from eval.metrics import is_time
+from eval.packed import pack_samples, unpack_samples
 from eval.run import Sample, read_record, read_samples
 
 KINDS = ("replay", "serve", "quality", "recall", "bench")
@@ -35,7 +37,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """`record`: record.json. `samples`: one per request. `cells`: of the results. Both have `arm`, `cell`, `metrics`."""
+    """`record`: record.json. `samples`: one per request, by arm and cell. `cells`: of the results. Both have `arm`, `cell`,
+    `metrics`."""
 
     folder: Path
     record: Mapping[str, Any]
@@ -85,17 +88,15 @@ def read_recorded(path: Path) -> Recorded:
         CommandError: no record, one that `python -m eval` did not write, or invalid samples.
     """
     folder = (path.parent if path.name == "record.json" else path).resolve()
-    record, rows = read_record(folder), read_samples(folder)
+    record = read_record(folder)
     try:
-        cells, rows = (
-            _cells(record["results"]),
-            [row for row in rows if "cell" in row],
-        )  # others describe a replay's trace
+        values = record.pop("values", None) or pack_samples(read_samples(folder), record["spec"].get("block"))
+        rows, cells = unpack_samples(values), _cells(record["results"])
         if record["kind"] != "replay":
-            return Recorded(folder, record, [_finite(row) for row in rows], cells)
-        samples = [one for row in _replayed(rows) for one in _requests(row, record["spec"])]
+            return Recorded(folder, record, rows, cells)
+        samples = [one for row in _replayed(rows) for one in _requests(row)]
         return Recorded(folder, record, samples, _replayed(cells))
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, lzma.LZMAError) as error:
         raise CommandError(f"{folder}: its samples or cells were not written by `python -m eval`: {error!r}") from None
 
 
@@ -144,11 +145,6 @@ def grouped(rows: Iterable[T], key: Callable[[T], Any]) -> list[tuple[Any, list[
 # Private, in order of use
 
 
-def _finite(row: Sample) -> Sample:
-    metrics = {name: value for name, value in row["metrics"].items() if value is not None and math.isfinite(value)}
-    return {**row, "request": str(row["request"]), "metrics": metrics}
-
-
 def _cells(results: Mapping[str, Any]) -> list[Cell]:
     """The cells with their throughput, and a replay's shares, among the metrics."""
     cells: list[Cell] = []
@@ -184,14 +180,15 @@ def _replayed(cells: Sequence[Cell]) -> list[Cell]:
     ]
 
 
-def _requests(row: Cell, spec: Mapping[str, Any]) -> list[Sample]:
+def _requests(row: Cell) -> list[Sample]:
     # Neighbours in a trace share chunks, so blocks are resampled, as long as replay's own.
-    length = max(1, spec["block"] // row["bin"])
+    num, step, length = row["num"], row["step"], row["length"]
+    sizes = [min(step, num - at) for at in range(0, num, step)]
     # Divided by the mean number of chunks, so that the mean over bins is the share of all chunks, as replay reports it.
     shares = {
-        name: (np.add(row[hits], row[dropped]) - row[lost]) / np.mean(row[total])
+        name: np.repeat((np.add(row[hits], row[dropped]) - row[lost]) / sizes / (row[total] / num), sizes)
         for name, (hits, dropped, lost, total) in UNITS.items()
-        if any(row.get(total) or ())
+        if row.get(total)
     }
     return [
         {"arm": row["arm"], "cell": row["cell"], "request": str(i), "block": i // length}

@@ -1,16 +1,19 @@
 """One run: a folder with its settings, the samples taken so far, and a record that is valid at every moment.
 
     <folder>/samples.jsonl   one JSON object per sample, appended when it is done; `key` identifies it
-    <folder>/record.json     kind, complete, baseline, name, command, date, git, versions, machine, spec, results
+    <folder>/record.json     schema, kind, complete, baseline, name, command, date, git, versions, machine, spec,
+                             samples (number, sha256), results, values
 
-`results` are computed from the samples alone, so other figures can be computed from a folder later. The same command with the
-same folder continues an interrupted run; samples in the folder are not taken again. `git` names the commit with which the run
-began, `git.resumed_with` those with which it continued.
+`results` are computed from the samples alone, so other figures can be computed from a folder later; `values` are what `compare`
+and `report` need of them (`packed.py`), so a record is enough for both. The same command with the same folder continues an
+interrupted run; samples in the folder are not taken again. `git` names the commit with which the run began, `git.resumed_with`
+those with which it continued.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import math
 import sys
@@ -20,10 +23,13 @@ from types import TracebackType
 from typing import Any
 
 from eval.errors import CommandError
+from eval.packed import pack_results, pack_samples, record_text, unpack_results
 from eval.record import git_state, origin, portable
 
 Sample = dict[str, Any]
 Summary = Callable[[Sequence[Sample]], dict[str, Any]]
+SCHEMA = 2
+"""Of records; 1, without a number, has its values in samples.jsonl alone."""
 
 
 class Run:
@@ -131,10 +137,12 @@ class Run:
             _replace(path, text[: text.rfind("\n") + 1])
 
     def _write(self, *, complete: bool) -> None:
-        head = {"kind": self._kind, "complete": complete, "baseline": self._baseline, "name": self.folder.name}
-        figures = {"git": self._git, "spec": self._spec, "results": self._summarize(self.samples)}
-        record = head | origin() | figures
-        _replace(self.folder / "record.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
+        head = {"schema": SCHEMA, "kind": self._kind, "complete": complete, "baseline": self._baseline}
+        record = {**head, "name": self.folder.name, **origin(), "git": self._git, "spec": self._spec}
+        record["samples"] = {"number": len(self.samples), "sha256": _sha256(self.folder)} if self.samples else None
+        record["results"] = pack_results(self._summarize(self.samples))
+        record["values"] = pack_samples(self.samples, self._spec.get("block"))
+        _replace(self.folder / "record.json", record_text(record))
 
 
 def new_folder(command: str) -> Path:
@@ -151,7 +159,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise CommandError(f"{folder} holds no record.json that can be read: {error}") from None
     if not isinstance(record, dict) or "kind" not in record:
         raise CommandError(f"{path} has no kind: it was not written by `python -m eval`")
-    return record
+    return {**record, **({"results": unpack_results(record["results"])} if "results" in record else {})}
 
 
 def read_samples(folder: Path) -> list[Sample]:
@@ -172,6 +180,10 @@ def _resumed(begun: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
     _, *others = dict.fromkeys([begun["sha"], *begun.get("resumed_with", []), now["sha"]])
     known = {"sha": begun["sha"], "dirty": begun["dirty"] or now["dirty"]}
     return known | ({"resumed_with": others} if others else {})
+
+
+def _sha256(folder: Path) -> str:
+    return hashlib.sha256((folder / "samples.jsonl").read_bytes()).hexdigest()
 
 
 def _line(sample: Sample) -> str:

@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from eval.metrics import MIN_BLOCKS
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Statistic = Literal["mean ratio", "ratio of medians", "ratio of p90", "difference of means"]
 QUANTILES = {"ratio of medians": 0.5, "ratio of p90": 0.9}
 RATIOS: tuple[Statistic, ...] = ("mean ratio", "ratio of medians", "ratio of p90")
 """The mean ratio is the geometric mean of the pairs' ratios: what one request gains, whether it is short or long."""
-MIN_BLOCKS = 8
-"""With fewer blocks single values are resampled; with fewer values or blocks an interval is too narrow for a verdict."""
 BATCH = 2_000_000
 """Counts drawn at once: 16 MB."""
 

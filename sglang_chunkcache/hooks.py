@@ -30,7 +30,7 @@ from sglang_chunkcache.wire.state import NOTHING, STATE_KEY, Asked
 
 if TYPE_CHECKING:
     from sglang_chunkcache.config import ChunkCacheConfig
-    from sglang_chunkcache.front.guard import Guard
+    from sglang_chunkcache.front.guard.lethal import Guard
     from sglang_chunkcache.front.misplaced import Misplaced
     from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 

@@ -14,6 +14,8 @@ REMOVED: dict[str, str] = {
     "--chunkcache-prefetch-mib": "a tenant may have 64 MiB under way ahead of its requests; who wants none sends no prefetch",
     "--first": "the record 2026-11-24T0230-recall-first has what the first lists of an index find",
     "--chunkcache-admission": "all chunks enter the cache; CRAFT's rule is in `python -m eval replay --admission`",
+    "--plan": "the command tells what all chunks need before it sends the first one",
+    "--planned": "`python -m sglang_chunkcache.preprocess` tells what a corpus needs before it sends the first chunk",
 }
 """What to use instead, by a flag, a field's path in the request body, or either with one of its values behind a space."""
 
@@ -24,10 +26,13 @@ def refusal(name: str, value: object = None) -> str | None:
     return advice and f"was removed: {advice}"
 
 
-def add_removed_flags(parser: argparse.ArgumentParser, flags: Iterable[str] = tuple(REMOVED)) -> None:
+SERVER_FLAGS = tuple(name for name in REMOVED if name.startswith("--chunkcache-"))
+
+
+def add_removed_flags(parser: argparse.ArgumentParser, flags: Iterable[str] = SERVER_FLAGS) -> None:
     """Let the parser refuse those of `flags` that are flags, whether a value follows or not."""
     for flag in flags:
-        if flag.startswith("--") and " " not in flag:
+        if " " not in flag:
             parser.add_argument(flag, nargs="?", action=_Refuse, help=argparse.SUPPRESS)
 
 

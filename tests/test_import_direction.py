@@ -153,6 +153,7 @@ def test_eval_uses_public_names_only() -> None:
         "sglang_chunkcache.removed.",
         "sglang_chunkcache.bundled_model.model_dir",
         "sglang_chunkcache.lang.",
+        "sglang_chunkcache.removed.",  # flags that are refused
         "sglang_chunkcache.cpu.torchvision_shim.define_torchvision_ops",  # before transformers, where torch is a CPU build
     )
     inside = [
@@ -189,7 +190,7 @@ def test_only_plugin_and_hooks_write_into_sglang() -> None:
         ("retrieval", ("torch", "numpy", "faiss", "tantivy", "sklearn")),
         ("sglang_chunkcache.front.search", ("numpy", "faiss", "tantivy", "torch", "retrieval.retriever")),
         ("sglang_chunkcache.front.startup", ("numpy", "faiss", "tantivy", "torch", "sglang", "retrieval.retriever")),
-        ("sglang_chunkcache.front.guard", ("torch", "sglang", "prometheus_client")),
+        ("sglang_chunkcache.front.guard.lethal", ("torch", "sglang", "prometheus_client")),
         ("sglang_chunkcache.front.planner", ("torch", "sglang", "transformers", "prometheus_client")),
         ("sglang_chunkcache.front.bookkeeper", ("torch", "sglang", "transformers", "prometheus_client")),
         ("sglang_chunkcache.plugin", ("torch", "sglang")),

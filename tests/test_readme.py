@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
-from sglang_chunkcache.front.guard import REQUEST_RULES, SAMPLING_RULES
+from sglang_chunkcache.front.guard.lethal import REQUEST_RULES, SAMPLING_RULES
 from sglang_chunkcache.wire.report import Fallback
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,6 +1,6 @@
 """How many chunks a second does preprocessing fill a store with, by requests in flight?
 
-    python -m eval bench preprocess [--batch 1 10 32] [--chunks 64] [--neighbors 10] [--rounds 8] [--planned 100000] [-- FLAGS]
+    python -m eval bench preprocess [--batch 1 10 32] [--chunks 64] [--neighbors 10] [--rounds 8] [-- FLAGS]
 
 One server with moved KV, and the command a user runs (`python -m sglang_chunkcache.preprocess`). In each round every arm, so many
 requests in flight, gets a block of chunks that nobody has seen: all alone, then each behind --neighbors others of its block. The
@@ -8,8 +8,7 @@ command is run once more: what store or storage have kept is not computed again.
 ratio is that of medians, of the first arm's seconds over an arm's: above 1, the arm is faster. Seconds are the command's own,
 without its start. With --storage-mib a storage on disk is below the store.
 
-With --planned corpora of so many chunks are planned (`--plan`): some of the chunks are measured, all are simulated. The random
-model has the shape of --params cut to --layers; only times are meaningful. It runs in the repository's root.
+The random model has the shape of --params cut to --layers; only times are meaningful. It runs in the repository's root.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -38,15 +36,13 @@ from eval.run import Sample
 from eval.serve import arms as serve_arms
 from eval.server import Server
 from eval.stats import quantile
+from sglang_chunkcache.removed import add_removed_flags
 
 PASSES = {"alone": "alone_s", "behind_neighbors": "behind_s"}
 """Of the command -> seconds a chunk."""
 NOTE = (
     "chunks/s: both passes, each chunk alone and behind its neighbors; faster: above 1, than the first row; "
     "kept, computed: of a block's requests by the same command once more"
-)
-PLAN_NOTE = (
-    "store and storage simulated request by request; kept, computed: once more on a server that was started anew"
 )
 
 
@@ -60,7 +56,7 @@ class Blocks:
 
     def sample(self, batch: int, number: int) -> Sample:
         """One block, `batch` requests in flight, and the same block again."""
-        command = self._command(f"{number}.{batch}", self._args.chunks, batch)
+        command = self._command(f"{number}.{batch}", batch)
         result = _output(command)
         if any(result[name]["chunks"] != self._args.chunks for name in PASSES):
             raise CommandError(f"preprocess: not every chunk was computed: {result}")
@@ -76,20 +72,11 @@ class Blocks:
             "again": {name: sum(again[each][name] for each in PASSES) for name in ("kept", "chunks", "seconds")},
         }
 
-    def plan(self, num_chunks: int, number: int) -> Sample:
-        """What a corpus of so many chunks would take."""
-        command = self._command(f"{number}.planned", num_chunks, max(self._args.batch), "--plan")
-        started = time.perf_counter()
-        result = _output(command, is_plan=True)
-        metrics = {"plan_s": time.perf_counter() - started - sum(result[name]["seconds"] for name in PASSES)}
-        self._empty()
-        return {"metrics": metrics, "plan": result["plan"]}
-
     # Private, in order of use
 
-    def _command(self, seed: str, num_chunks: int, batch: int, *flags: str) -> list[str]:
+    def _command(self, seed: str, batch: int) -> list[str]:
         """What a user runs, on a corpus that is written for it."""
-        rng, names = random.Random(seed), [f"{seed}.{n}" for n in range(num_chunks)]
+        rng, names = random.Random(seed), [f"{seed}.{n}" for n in range(self._args.chunks)]
         num_neighbors = self._args.neighbors
         rows: dict[str, Iterator[dict[str, Any]]] = {
             "corpus": ({"id": name, "text": random_text(name, self._num_words)} for name in names),
@@ -99,7 +86,7 @@ class Blocks:
             ),
         }
         command = [sys.executable, "-m", "sglang_chunkcache.preprocess", "--url", self._url, "--json"]
-        command += ["--batch", str(batch), "--top-n", str(num_neighbors), *flags]
+        command += ["--batch", str(batch), "--top-n", str(num_neighbors)]
         for name, lines in rows.items():
             path = self._folder / f"{name}.jsonl"
             with path.open("w", encoding="utf-8") as out:
@@ -113,21 +100,15 @@ class Blocks:
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
-    """One row an arm, and one a planned corpus."""
-    planned = [_planned(taken) for cell, arms in by_cell(samples) if "planned" in cell for taken in arms.values()]
-    done = [arms for cell, arms in by_cell(samples) if "planned" not in cell]
+    """One row an arm."""
+    done = [arms for _, arms in by_cell(samples)]
     rows = [_row(arm, next(iter(arms.values())), taken) for arms in done for arm, taken in arms.items()]
     verdict = [
         f"{row['requests in flight']} in flight: {row['chunks/s']} chunks a second, {row['faster']} times as fast as "
         f"{rows[0]['requests in flight']}."
         for row in rows
     ]
-    verdict += [
-        f"{row['chunks']} chunks planned: {row['entries']} entries, {row['evicted']} evicted, {row['neighbors again']} neighbors "
-        f"computed again, in {row['plan (s)']} s beside those that are measured."
-        for row in planned
-    ]
-    tables = [table("Chunks a second by requests in flight", rows, NOTE), table("Planned", planned, PLAN_NOTE)]
+    tables = [table("Chunks a second by requests in flight", rows, NOTE)]
     return {"verdict": verdict, "tables": [one for one in tables if one["rows"]]}
 
 
@@ -141,8 +122,6 @@ def main(argv: Sequence[str]) -> int:
         blocks = Blocks(stack.enter_context(_server(args, model, folder)).url, args, folder)
         cell = {"chunk_tokens": args.chunk_tokens, "neighbors": args.neighbors}
         take_rounds(run, cell, {str(batch): partial(blocks.sample, batch) for batch in args.batch}, args.rounds)
-        for planned in args.planned:
-            take_rounds(run, {"planned": planned, **cell}, {"plan": partial(blocks.plan, planned)}, 1)
     tell(run)
     return 0
 
@@ -150,33 +129,13 @@ def main(argv: Sequence[str]) -> int:
 # Private, in order of use
 
 
-def _output(command: Sequence[str], *, is_plan: bool = False) -> dict[str, Any]:
-    """What the command says. Chunks that were refused or lost, or lack neighbours, make a rate of nothing; a plan may say that a
-    storage is too small."""
+def _output(command: Sequence[str]) -> dict[str, Any]:
+    """What the command says. Chunks that were refused, lost or evicted, or lack neighbours, make a rate of nothing."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode > is_plan:
+    if done.returncode:
         raise CommandError(f"preprocess: {done.stderr.strip()[-500:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def _planned(taken: Sequence[Sample]) -> Row:
-    told = taken[-1]["plan"]
-    found = told["simulated"]
-    return {
-        "chunks": told["chunks"],
-        "neighbors": told["neighbors"],
-        "requests": told["requests"],
-        "time told (s)": told["seconds"],
-        "entries": found["entries"],
-        "evicted": found["evicted"],
-        "MiB": round(found["bytes"] / 2**20),
-        "of MiB": round(told["max_bytes"] / 2**20),
-        "neighbors loaded": found["neighbors_loaded"],
-        "neighbors again": found["neighbors_again"],
-        **{f"again, {name}": count for name, count in found["started_again"].items()},
-        "plan (s)": round(quantile([one["metrics"]["plan_s"] for one in taken], 0.5), 1),
-    }
 
 
 def _row(arm: str, base: Sequence[Sample], taken: Sequence[Sample]) -> Row:
@@ -219,15 +178,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--params", type=int, choices=sorted(SHAPES), default=100, help="millions of the random model's parameters")
     add("--layers", type=int, default=2, help="of the random model")
     add("--storage-mib", type=int, help="of a storage on disk below the store (default: none)")
-    add("--planned", type=int, nargs="+", default=[], help="chunks of corpora to plan (default: none)")
     add("--threads", type=int, help="OMP_NUM_THREADS of the server (default: its own)")
     add("--start-limit-s", type=float, default=300.0, help="seconds until the server must be ready")
     add("--logs", type=Path, default=Path("logs"))
     add_out_option(parser)
     add("server_flags", nargs="*", metavar="-- FLAGS", help="more flags for the server")
+    add_removed_flags(parser, ["--planned"])
     args = parser.parse_args(argv)
-    if min([args.chunks, *args.planned]) <= args.neighbors:
-        parser.error("--chunks, --planned: must be more than --neighbors")
+    if args.chunks <= args.neighbors:
+        parser.error("--chunks: must be more than --neighbors")
     return args
 
 

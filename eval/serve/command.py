@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import CommandError
+from eval.metrics import MIN_BLOCKS
 from eval.outcome import text
 from eval.random_model import SHAPES
 from eval.record import model_sha256
@@ -48,7 +49,6 @@ from eval.serve.restart import measure_restart
 from eval.serve.runner import load_facts, measure
 from eval.serve.server_pool import key_of
 from eval.serve.workload import Load, arrivals, fresh, interleave
-from eval.stats import MIN_BLOCKS
 from eval.task import Request, add_task_options, load_requests, requests_sha256
 
 LOADS = {"closed": "clients", "poisson": "rate", "trace": "speed"}

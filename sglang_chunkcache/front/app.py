@@ -9,7 +9,7 @@ from sglang.srt.entrypoints import http_server
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.drain import Drain
-from sglang_chunkcache.front.guard import Guard
+from sglang_chunkcache.front.guard.lethal import Guard
 from sglang_chunkcache.front.misplaced import Misplaced
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.routes import Routes, refused

@@ -202,7 +202,7 @@ class GenerateIn(ReuseFields):
     model_config = ConfigDict(extra="forbid")
     parts: list[str | ChunkArea] = Field(min_length=1, max_length=10_000)
     sampling_params: dict[str, Any] = {}
-    """SGLang's; `sampling.py` checks them."""
+    """SGLang's; `guard/sampling.py` checks them."""
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: StrictInt = Field(default=-1, ge=-1)

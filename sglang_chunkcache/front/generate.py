@@ -14,10 +14,10 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_chunkcache.errors import EngineRefusedError
 from sglang_chunkcache.front.answer import answer
 from sglang_chunkcache.front.bodies import GenerateIn
+from sglang_chunkcache.front.guard.sampling import GRAMMARS, TYPES
 from sglang_chunkcache.front.parse import named_in
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.request import Planned, RagRequest
-from sglang_chunkcache.front.sampling import GRAMMARS, TYPES
 
 ENGINE_FIELDS = {
     "return_logprob",

@@ -14,12 +14,12 @@ from sglang_chunkcache.front.chat import RagServingChat
 from sglang_chunkcache.front.draft_queue import DraftQueue
 from sglang_chunkcache.front.drafter import Drafter
 from sglang_chunkcache.front.engine import Engine
-from sglang_chunkcache.front.guard import Guard, Limits
+from sglang_chunkcache.front.guard.lethal import Guard, Limits
+from sglang_chunkcache.front.guard.sampling import SamplingCheck
 from sglang_chunkcache.front.misplaced import Misplaced
 from sglang_chunkcache.front.planner import Planner
 from sglang_chunkcache.front.prompt import PromptAssembler, read_template
 from sglang_chunkcache.front.readiness import Readiness
-from sglang_chunkcache.front.sampling import SamplingCheck
 from sglang_chunkcache.front.search import RagSearch
 
 if TYPE_CHECKING:

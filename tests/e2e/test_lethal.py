@@ -1,6 +1,6 @@
 """Requests that end a stock server: here that they do, and that ours refuses them on every endpoint and goes on.
 
-The list is tests/e2e/lethal.py. What the guard lets pass: tests/sglang_chunkcache/front/test_guard.py.
+The list is tests/e2e/lethal.py. What the guard lets pass: tests/sglang_chunkcache/front/guard/test_lethal.py.
 """
 
 from __future__ import annotations

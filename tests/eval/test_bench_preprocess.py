@@ -41,30 +41,26 @@ def test_rates_are_those_of_both_passes_against_the_first_arm() -> None:
     assert found["verdict"][1] == "32 in flight: 1.0 chunks a second, 2.00 [2.00, 2.00] times as fast as 1."
 
 
-def test_corpus_that_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command a user runs, on so many chunks with so many others as neighbours; no sample of what is really computed."""
+def test_corpus_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command a user runs, twice, on so many chunks with so many others as neighbours."""
     fake = FakeServer()
-    fake.kept = {f"1.planned.{number}" for number in range(20)}
     monkeypatch.setattr(preprocess, "post", lambda url, body=None: {"count": 1000})
     try:
-        args = _parse(["--chunks", "3", "--neighbors", "2", "--batch", "2"])
-        taken = Blocks(fake.url, args, tmp_path).plan(20, 1)
+        args = _parse(["--chunks", "8", "--neighbors", "2"])
+        taken = Blocks(fake.url, args, tmp_path).sample(2, 1)
     finally:
         fake.close()
     rows = [json.loads(line) for line in (tmp_path / "neighbors.jsonl").read_text().splitlines()]
     assert all(len({*row["neighbors"]} - {row["id"]}) == 2 for row in rows)
-    assert len(fake.chunks) == 40
-    found = summarize([{"arm": "plan", "cell": {"planned": 20}, "request": "1", **taken}])
-    (row,) = found["tables"][0]["rows"]
-    assert (row["chunks"], row["neighbors"], row["requests"]) == (20, 40, 40)
-    assert (row["entries"], row["evicted"], row["neighbors again"]) == (40, 0, 0)
-    assert (row["again, kept"], row["again, computed"]) == (40, 0)
-    assert found["verdict"][0].startswith("20 chunks planned: 40 entries, 0 evicted, ")
+    assert [len(before) for _, before in fake.chunks] == [*[0] * 8, *[2] * 8] * 2
+    assert (taken["entries"], taken["again"]["chunks"]) == (14, 16)
 
 
 def test_block_of_too_few_chunks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody is its own neighbour."""
-    for flags in (["--chunks", "10"], ["--planned", "100", "10"]):
-        with pytest.raises(SystemExit):
-            _parse(flags)
-        assert "--chunks, --planned: must be more than --neighbors" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        _parse(["--chunks", "10"])
+    assert "--chunks: must be more than --neighbors" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        _parse(["--planned", "100", "20"])
+    assert "--planned was removed" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 
 from eval.replay.fused import EvenAttention, FusedReplay
 from eval.replay.fused_cell import KNOBS, add_options
+from eval.run import read_record
 from radix_ext import Chunk, ChunkId, EvictionPolicy, OrderPolicy, ReplaySettings
 from sglang_chunkcache import ChunkCacheConfig
 
@@ -248,7 +248,7 @@ def test_command_runs_on_python_alone(tmp_path: Path) -> None:
     """`-S` hides torch, msgspec and everything else that is installed; exact and fused stand side by side."""
     done = replay_command("--generate", "300", "--reuse", "fused", "--out", str(tmp_path / "run"), bare=True)
     assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "run" / "record.json").read_text())["results"]
+    results = read_record(tmp_path / "run")["results"]
     for entry in results["fused"]:
         assert sum(share["value"] for share in entry["fates"].values()) == pytest.approx(1)
         assert entry["fates"]["exact"]["value"] == pytest.approx(entry["exact_without"]["value"], abs=0.02)
@@ -278,7 +278,7 @@ def test_all_of_ragpulse_fused(tmp_path: Path) -> None:
     trace = ["--trace", str(folder / "requests.jsonl.gz"), "--components", str(folder / "components.jsonl.gz")]
     done = replay_command(*trace, "--reuse", "fused", "--capacity-tokens", "0", "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
-    (entry,) = json.loads((tmp_path / "run" / "record.json").read_text())["results"]["fused"]
+    (entry,) = read_record(tmp_path / "run")["results"]["fused"]
     shares = {fate: round(share["value"], 4) for fate, share in entry["fates"].items()}
     assert shares == {"exact": 0.4555, "relocated": 0.2564, "recomputed": 0.0455, "computed": 0.2426, "dropped": 0.0}
     assert round(entry["exact_without"]["value"], 4) == 0.5074

@@ -14,6 +14,7 @@ import pytest
 
 from eval.__main__ import main
 from eval.replay.command import WORLD_REQUESTS
+from eval.run import read_record
 from radix_ext import TAIL_POLICIES, Replay
 
 TRACE: list[dict[str, object]] = [
@@ -185,7 +186,7 @@ def compare(capsys: pytest.CaptureFixture[str], trace: Path, *options: str) -> t
     assert main(["replay", "--trace", str(trace), "--out", str(folder), *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"record: {folder}"
-    record = json.loads((folder / "record.json").read_text())
+    record = read_record(folder)
     assert (record["kind"], record["complete"]) == ("replay", True)
     return lines, record["results"]
 
@@ -507,7 +508,7 @@ def test_interrupted_grid_goes_on_where_it_was(
 
     monkeypatch.setattr("eval.replay.cells.Replay", second_is_interrupted)
     assert main(command) == 130
-    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    record = read_record(tmp_path / "run")
     assert (record["complete"], len(record["results"]["cells"])) == (False, 1)
     capsys.readouterr()
     assert main([*command, "--json"]) == 0
@@ -539,7 +540,7 @@ def test_comparison_runs_without_any_installed_package(tmp_path: Path) -> None:
         check=True,
     )
     (folder,) = (tmp_path / "runs").iterdir()
-    record = json.loads((folder / "record.json").read_text())
+    record = read_record(folder)
     assert record["complete"]
     assert len(record["results"]["cells"]) == 3  # four chunks have no smaller sizes worth asking
     assert done.stderr == ""

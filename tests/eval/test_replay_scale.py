@@ -19,6 +19,7 @@ from eval.replay.cells import Bins, ReplayCell
 from eval.replay.generated import CHUNKS_PER_TOPIC, NOISE, POOL_SHARES, POOLS, GeneratedTrace, PooledTrace
 from eval.replay.grid import grid
 from eval.replay.trace import TraceRequest, scan
+from eval.run import read_record
 from radix_ext import Chunk, ChunkId
 
 
@@ -51,9 +52,7 @@ def test_what_a_long_replay_reports_is_what_a_short_one_does(monkeypatch: pytest
     monkeypatch.setattr(cells, "MAX_BINS", 128)
     monkeypatch.setattr(cells, "OVERLAP_WINDOW", 200)
     assert main([*command, str(tmp_path / "binned")]) == 0
-    exact, binned = (
-        json.loads((tmp_path / name / "record.json").read_text())["results"] for name in ("exact", "binned")
-    )
+    exact, binned = (read_record(tmp_path / name)["results"] for name in ("exact", "binned"))
     for one, other in zip(exact["cells"] + exact["contrasts"], binned["cells"] + binned["contrasts"], strict=True):
         a, b = (found.get("chunk_hit_rate", found) for found in (one, other))
         assert a["value"] == b["value"]

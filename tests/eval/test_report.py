@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from html import unescape
@@ -15,6 +14,7 @@ from eval.__main__ import main
 from eval.recorded import read_recorded
 from eval.report.chapter import Chapter
 from eval.report.tables import figure
+from eval.run import read_record
 from tests.eval.made_runs import (
     HOSTILE,
     make_failed,
@@ -78,7 +78,7 @@ def test_page_needs_nothing_else(served_page: tuple[Path, str]) -> None:
 def test_every_figure_of_the_results_is_on_the_page(served_page: tuple[Path, str]) -> None:
     """What a chart shows can be read off a table."""
     run, page = served_page
-    results = json.loads((run / "record.json").read_text())["results"]
+    results = read_record(run)["results"]
     cells = set(re.findall(r"<td[^>]*>([^<]*)</td>", page))
     numbers = {number for cell in cells for number in re.findall(r"[-\d.e]+", cell)}
     for one in results["cells"]:
@@ -94,7 +94,7 @@ def test_page_tells_what_was_run(served_page: tuple[Path, str]) -> None:
     """Command, model, versions, machine, backend, counts, seeds, state, verdict and notes."""
     run, page = served_page
     text = unescape(re.sub(r"<[^>]+>", " ", page))
-    record = json.loads((run / "record.json").read_text())
+    record = read_record(run)
     for expected in (
         *("python -m eval serve --seed 3", "0.5.21", "torch_native", "bfloat16", "cores 2", "seed 3", "complete"),
         *("48 measured, 8 of warm-up, 0 failed", "0123456789ab", "Not run: lmcache: needs CUDA"),

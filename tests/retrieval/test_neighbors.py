@@ -16,7 +16,7 @@ from retrieval.errors import RetrievalError
 from retrieval.index import Index
 from retrieval.neighbors import nearest, write_corpus, write_neighbors
 from retrieval.passage import Passage
-from sglang_chunkcache.preprocess import read_corpus, read_neighbors
+from sglang_chunkcache.chunk_files import read_corpus, read_neighbors
 
 
 class FakeIndex:

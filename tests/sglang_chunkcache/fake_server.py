@@ -18,6 +18,8 @@ class FakeServer:
         self.reuse = "fused"
         self.num_lost = 0
         """Captures that are dropped once a chunk was sent."""
+        self.num_evicted = 0
+        """Of a store's variants, once a chunk was sent."""
         self.pending = 0
         """Captures that wait; every other request does one."""
         self.refused: set[str] = set()
@@ -38,21 +40,25 @@ class FakeServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 fake.keys.append(self.headers.get("Authorization"))
-                dropped = fake.num_lost if fake.posts else 0
-                sizes = {"max_bytes": 1 << 20, "max_entries": 50}
+                is_sent = any(path == "/chunkcache/preprocess" for path, _ in fake.posts)
+                dropped, evicted = (num if is_sent else 0 for num in (fake.num_lost, fake.num_evicted))
+                sizes = {"max_bytes": 1 << 20, "max_entries": 50, "num_evicted": evicted}
                 ranks: list[dict[str, Any]] = [
-                    {"store": {"pending": n, "dropped": dropped, "max_variants": 5, "token_bytes": 1024, **sizes}}
+                    {"store": {"pending": n, "dropped": dropped, "token_bytes": 1024, "num_variants": 7, **sizes}}
                     for n in (fake.pending, 0)
                 ]
                 if fake.storage:
                     told = fake.storage[0] if len(fake.storage) == 1 else fake.storage.pop(0)
-                    ranks[0]["storage"] = {"queue": 0, "problems": {}, "unwritten": 0, **sizes, **told}
+                    rooms = {**sizes, "num_evicted": 0}
+                    ranks[0]["storage"] = {"queue": 0, "problems": {}, "unwritten": 0, **rooms, **told}
                 self._answer(*(fake.reply or (200, json.dumps({"reuse": fake.reuse, "ranks": ranks}).encode())))
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 fake.posts.append((self.path, body))
-                if self.path == "/rag/v1/generate":
+                if self.path == "/tokenize":
+                    self._answer(200, json.dumps({"count": len(body["prompt"])}).encode())
+                elif self.path == "/rag/v1/generate":
                     fake.pending = max(0, fake.pending - 1)
                     self._answer(200, b"{}")
                 elif body["chunk"]["id"] in fake.refused:
@@ -79,9 +85,10 @@ class FakeServer:
         with self._lock:
             self._num_in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self._num_in_flight)
+            is_together = self._num_in_flight > 1
         time.sleep(self.delay_s)
         with self._lock:
-            is_together = self._num_in_flight > 1
+            is_together |= self._num_in_flight > 1
             self._num_in_flight -= 1
         neighbors = {} if kept or not body["neighbors"] else dict(self.neighbors)
         if neighbors and is_together and body["chunk"]["id"] in self.missing_together:

@@ -18,7 +18,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_chunkcache import config, hooks, launch_server
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
-from sglang_chunkcache.front.guard import Guard, Limits
+from sglang_chunkcache.front.guard.lethal import Guard, Limits
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.misplaced import Misplaced
 from sglang_chunkcache.scheduler.node import RequestState

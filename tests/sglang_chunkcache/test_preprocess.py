@@ -6,7 +6,6 @@ import gzip
 import json
 import re
 import sys
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,10 @@ pytest.importorskip("requests")
 
 from sglang_chunkcache import client
 from sglang_chunkcache import preprocess as command
+from sglang_chunkcache.chunk_files import read_corpus, read_neighbors
 from sglang_chunkcache.client import Client, ServerError
-from sglang_chunkcache.preprocess import main, preprocess, read_corpus, read_neighbors
+from sglang_chunkcache.preprocess import main, preprocess
+from sglang_chunkcache.removed import refusal
 from tests.sglang_chunkcache.fake_server import FakeServer
 
 CORPUS = [{"id": "a", "text": "A"}, {"id": "b", "text": "B"}, {"id": 3, "text": "C"}]
@@ -56,13 +57,13 @@ def test_every_chunk_alone_then_behind_its_neighbors(
 ) -> None:
     """One at a time in the corpus' order. Neighbours nearest first, each once, never itself. Then nothing waits."""
     assert main(["--url", server.url + "/", *files, "--batch", "1"]) == 0
-    assert server.chunks == [("A", []), ("B", []), ("C", []), ("A", ["B", "C"]), ("C", ["A"])]
+    assert server.chunks == [("A", []), ("B", []), ("C", []), ("A", ["B"]), ("C", ["A"])]
     assert server.pending == 0
     *table, line = capsys.readouterr().out.splitlines()
     assert len(table) == 3
     assert table[-1].split(maxsplit=1) == ["neighbors", "4 moved, 2 computed, 0 missing"]
-    sizes = {"max_bytes": 1 << 20, "max_entries": 50, "max_variants": 5, "token_bytes": 1024}
-    store = {"pending": 0, "dropped": 0, **sizes}
+    sizes = {"max_bytes": 1 << 20, "max_entries": 50, "num_evicted": 0, "token_bytes": 1024}
+    store = {"pending": 0, "dropped": 0, "num_variants": 7, **sizes}
     nobody, found = {"moved": 0, "computed": 0, "missing": 0}, {"moved": 4, "computed": 2, "missing": 0}
     result = json.loads(line)
     for name in ("alone", "behind_neighbors"):
@@ -70,11 +71,12 @@ def test_every_chunk_alone_then_behind_its_neighbors(
         assert rate == pytest.approx(result[name]["chunks"] / seconds, rel=0.2)
     assert result == {
         "url": server.url,
-        "top_n": 10,
+        "top_n": 1,
         "batch": 1,
         "alone": {"chunks": 3, "kept": 0, "chunk_tokens": 30, "refused": 0, "neighbors": nobody},
         "behind_neighbors": {"chunks": 2, "kept": 0, "chunk_tokens": 20, "refused": 0, "neighbors": found},
         "lost": 0,
+        "evicted": 0,
         "unwritten": 0,
         "stores": [store, store],
         "storages": [],
@@ -119,7 +121,7 @@ def test_chunks_that_others_in_flight_left_without_neighbors_are_tried_alone(
     server: FakeServer, files: list[str]
 ) -> None:
     """What they were computed after depends on who else was there. One at a time it has all the room, and is tried no more."""
-    server.delay_s, server.missing_together = 0.05, {"a"}
+    server.delay_s, server.missing_together = 0.2, {"a"}
     result = preprocess(Client(server.url, None), TEXTS, {"a": ["b"], "b": ["a"], "3": ["a"]}, top_n=1, batch=3)
     assert [text for text, before in server.chunks if before].count("A") == 2
     assert (result["behind_neighbors"]["chunks"], result["behind_neighbors"]["neighbors"]["missing"]) == (3, 0)
@@ -148,16 +150,16 @@ def test_neighbors_are_movable_before_they_are_needed(server: FakeServer, files:
     """The captures of the first pass are waited for: the second moves them."""
     main(["--url", server.url, *files])
     paths = [path for path, _ in server.posts]
-    last_alone = 2
+    last_alone = 3
     assert "/rag/v1/generate" in paths[last_alone + 1 : paths.index("/chunkcache/preprocess", last_alone + 1)]
 
 
 def test_options_reach_the_server(server: FakeServer, files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Fewer neighbours, a system message, a key, and no table."""
-    options = ["--top-n", "1", "--batch", "1", "--system", "Be brief.", "--api-key", "k", "--json"]
+    """More neighbours, a system message, a key, and no table."""
+    options = ["--top-n", "2", "--batch", "1", "--system", "Be brief.", "--api-key", "k", "--json"]
     assert main(["--url", server.url, *files, *options]) == 0
-    assert server.chunks[3:] == [("A", ["B"]), ("C", ["A"])]
-    assert server.posts[0][1]["messages"] == [{"role": "system", "content": "Be brief."}]
+    assert server.chunks[3:] == [("A", ["B", "C"]), ("C", ["A"])]
+    assert server.posts[1][1]["messages"] == [{"role": "system", "content": "Be brief."}]
     assert set(server.keys) == {"Bearer k"}
     assert len(capsys.readouterr().out.splitlines()) == 1
 
@@ -187,7 +189,7 @@ def test_missing_neighbors_fail_the_command(
     assert main(["--url", server.url, *files, *flags]) == status
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[-1])["behind_neighbors"]["neighbors"]["missing"] == 2 * missing
-    assert err.count("\n") == status
+    assert err.count("\n") == 1 + status
     assert ("25.0% of the neighbors were missing" in err and "--chunkcache-store-mib" in err) == bool(status)
 
 
@@ -225,89 +227,41 @@ def test_nothing_to_put_behind_neighbors(server: FakeServer) -> None:
     assert (result["alone"]["chunks"], result["behind_neighbors"]["chunks_per_s"]) == (3, None)
 
 
-# The plan
+# Size
 
 
-def test_plan_does_the_first_chunks_and_tells_what_all_would_take(
-    server: FakeServer, tmp_path: Path, capsys: Any
+@pytest.mark.parametrize(
+    ("num_chars", "rooms", "told"),
+    [
+        (100, {}, "needs about 0.5 of 1.0 MiB and 5 of 50 entries"),
+        (
+            300,
+            {},
+            "1.5 of 1.0 MiB and 5 of 50 entries: too much, some will be evicted; raise --chunkcache-store-mib or",
+        ),
+        (1, {"max_entries": 4}, "5 of 4 entries: too much, some will be evicted; raise --chunkcache-storage-mib or"),
+    ],
+)
+def test_size_is_told_before_anything_is_sent(
+    server: FakeServer, capsys: Any, num_chars: int, rooms: dict[str, int], told: str
 ) -> None:
-    """The first with neighbours, after what they need; tokens by characters, time by their rates. All is too much here."""
-    names = [f"n{number}" for number in range(100)]
-    corpus = write(tmp_path / "c.jsonl", [{"id": name, "text": name.ljust(40)} for name in names])
-    near = [
-        {"id": name, "neighbors": [names[number - 1], names[-1]]} for number, name in enumerate(names) if number % 2
-    ]
-    flags = ["--corpus", str(corpus), "--neighbors", str(write(tmp_path / "n.jsonl", near)), "--top-n", "1"]
-    server.delay_s, server.neighbors = 0.01, {"moved": 1}
-    assert main(["--url", server.url, *flags, "--plan", "4", "--batch", "1"]) == 1
-    sent = [(text.strip(), [each.strip() for each in before]) for text, before in server.chunks]
-    assert sent == [(name, []) for name in names[:8]] + [(names[at], [names[at - 1]]) for at in (1, 3, 5, 7)]
+    """Of chunks alone and behind neighbours, by the tokens of some. The storage's room counts where there is one."""
+    texts = {name: num_chars * text for name, text in TEXTS.items()}
+    server.storage = [rooms] if rooms else []
+    preprocess(Client(server.url, None), texts, {"a": ["b", "3"], "3": ["a"]}, top_n=1)
+    first = capsys.readouterr().err.splitlines()[0]
+    assert told in first
+    assert first.endswith("entries") == ("too much" not in told)
+    assert server.posts[0][0] == "/tokenize"
+
+
+def test_what_was_evicted_fails_the_command(server: FakeServer, files: list[str], capsys: Any) -> None:
+    """From the store, or from the storage below it: then what leaves the store is still there."""
+    server.num_evicted = 2
+    assert main(["--url", server.url, *files]) == 1
     out, err = capsys.readouterr()
-    *table, line = out.splitlines()
-    told = json.loads(line)["plan"]
-    seconds = told.pop("seconds")
-    assert told == {
-        "chunks": 100,
-        "with_neighbors": 50,
-        "neighbors": 50,
-        "requests": 150,
-        "tokens": 1500,
-        "bytes": 1500 * 1024,
-        "max_bytes": 1 << 20,
-        "max_entries": 50,
-        "simulated": {
-            "entries": 50,
-            "bytes": 50 * 10 * 1024,
-            "evicted": 150,
-            "neighbors_loaded": 0,
-            "neighbors_again": 50,
-            "started_again": {"kept": 50, "computed": 100},
-        },
-    }
-    assert 2 <= seconds <= 10, "neighbors are computed again"
-    assert "150 requests, 100 chunks, 50 neighbors" in table[-7]
-    assert table[-3:] == [
-        "simulated         50 entries, 0 MiB, 150 evicted",
-        "                  neighbors: 0 loaded, 50 computed again",
-        "                  started again: 50 kept, 100 computed",
-    ]
-    assert "too small: --chunkcache-store-mib 2 is needed" in err
-    assert "raise --chunkcache-store-chunks by the factor 3.0" in err
-
-
-def test_plan_of_what_is_there_fits_and_takes_no_time_that_is_known(
-    server: FakeServer, files: list[str], capsys: Any
-) -> None:
-    """Nothing was measured."""
-    server.kept = {"a", "b", "3"}
-    server.storage = [{"max_bytes": 1 << 30, "max_entries": 5}]
-    assert main(["--url", server.url, *files, "--plan"]) == 0
-    out = capsys.readouterr().out
-    assert "time unknown, all measured chunks were kept" in out
-    told = json.loads(out.splitlines()[-1])["plan"]
-    assert (told["seconds"], told["max_bytes"]) == (None, 1 << 30), "the storage counts where there is one"
-
-
-def test_plan_keeps_no_texts(server: FakeServer, tmp_path: Path, capsys: Any) -> None:
-    """Lengths, ids, and each id once: 70 MB for 100,000 chunks with ten neighbours each, however long they are, beside what the
-    simulated store has."""
-    num, text = 20_000, "x" * 2000
-    corpus, neighbors = tmp_path / "c.jsonl", tmp_path / "n.jsonl"
-    with corpus.open("w") as texts, neighbors.open("w") as near:
-        for at in range(num):
-            texts.write(f'{{"id": "chunk{at}", "text": "{text}"}}\n')
-            near.write(
-                json.dumps({"id": f"chunk{at}", "neighbors": [f"chunk{(at + k) % num}" for k in range(1, 11)]}) + "\n"
-            )
-    tracemalloc.start()
-    try:
-        assert main(["--url", server.url, "--corpus", str(corpus), "--neighbors", str(neighbors), "--plan", "2"]) == 1
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])["plan"]
-    assert (told["requests"], told["neighbors"]) == (2 * num, 10 * num)
-    assert peak < 700 * num
+    assert json.loads(out.splitlines()[-1])["evicted"] == 4, "of two ranks"
+    assert "4 entries were evicted: raise --chunkcache-store-mib or --chunkcache-store-chunks" in err
 
 
 # Files
@@ -391,9 +345,10 @@ def test_top_n_below_one_is_refused(files: list[str], capsys: pytest.CaptureFixt
         with pytest.raises(SystemExit, match="2"):
             main(["--url", "x", *files, "--batch", batch])
         assert "--batch: must be from 1 to 64" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main(["--url", "x", *files, "--plan", "0"])
-    assert "--plan: must be at least 1" in capsys.readouterr().err
+    for plan in (["--plan"], ["--plan", "4"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--url", "x", *files, *plan])
+        assert f"--plan {refusal('--plan')}" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["--url", "x", *files, "--max-missing", "1.5"])
     assert "--max-missing: must be from 0 to 1" in capsys.readouterr().err

@@ -24,10 +24,10 @@ from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware, decide_requ
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front import planner, preprocessing
 from sglang_chunkcache.front.engine import Engine
-from sglang_chunkcache.front.guard import Limits
+from sglang_chunkcache.front.guard.lethal import Limits
+from sglang_chunkcache.front.guard.sampling import SamplingCheck
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.routes import Routes
-from sglang_chunkcache.front.sampling import SamplingCheck
 from sglang_chunkcache.front.search import RagSearch
 from sglang_chunkcache.wire.events import Batch
 from sglang_chunkcache.wire.message import decode, encode
@@ -820,7 +820,7 @@ def test_logprobs_from_beyond_the_prompt_are_refused(call: Any, stream: bool) ->
     ids=str,
 )
 def test_generate_refuses_parameters_by_name(call: Any, params: dict[str, Any], field: str) -> None:
-    """Before anything is planned or sent. All of them: test_sampling.py."""
+    """Before anything is planned or sent. All of them: guard/test_sampling.py."""
     bench, manager, send = call()
     status, answer = send(rag_generate, {"parts": ["x"], "sampling_params": params})
     assert (status, answer["param"]) == (400, field)

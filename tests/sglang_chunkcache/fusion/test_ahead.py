@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -14,10 +13,7 @@ pytest.importorskip("sglang")
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from radix_ext import chunk_id
 from radix_ext.cfo import Scored
-from radix_ext.filling import Filling
-from radix_ext.variants import VariantIndex
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.storage import loader, storage
 from sglang_chunkcache.wire.report import Explanation
@@ -25,7 +21,7 @@ from sglang_chunkcache.wire.state import Asked, ExplainRequest, RankState
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import FakeReq
 from tests.sglang_chunkcache.fusion.test_promise import HEAD, OTHER_HEAD, A, B, C, D, asks, make_scheduler, rag
-from tests.sglang_chunkcache.fusion.test_tier import WINDOW, Disk, disk, held, identity, store, wheres
+from tests.sglang_chunkcache.fusion.test_tier import Disk, disk, held, identity, store, wheres
 
 __all__ = ["disk"]
 
@@ -125,42 +121,6 @@ def fill(scheduler: FusedScheduler, disk: Disk, *chunks: list[int]) -> bool:
         preprocess(scheduler, *chunks)
     disk.settle()
     return told.is_kept
-
-
-def in_order(index: VariantIndex) -> list[tuple[Any, ...]]:
-    """What each variant was computed after, the one that leaves first at the front."""
-    return [variant.prefix for variant in sorted(index.variants(), key=lambda variant: variant.last_used)]
-
-
-@pytest.mark.parametrize("room", [6.5, 9.5, 20])
-def test_storage_has_what_is_simulated(disk: Disk, room: float) -> None:
-    """Which entries, and how many of them a second server keeps. All are of nearly one size."""
-    rng = random.Random(0)
-    corpus = [[10 * number + k for k in range(1, 5)] for number in range(8)]
-    work = [[chunk] for chunk in corpus]
-    work += [[*rng.sample([each for each in corpus if each is not chunk], 2), chunk] for chunk in corpus]
-    scheduler = disk.server(capacity=200)
-    for chunks in work:
-        fill(scheduler, disk, *chunks)
-    size = max(variant.nbytes for variant in disk.tier.storage.index.variants())
-    disk.tier.storage.clear()
-    disk.stop()
-
-    def create(max_bytes: float) -> VariantIndex:
-        return VariantIndex(max_bytes=int(max_bytes), max_chunks=1000, max_variants=5, window=WINDOW)
-
-    storage = create(room * size)
-    for life in range(2):
-        scheduler = disk.server(capacity=200, storage_bytes=int(room * size))
-        filling = Filling(create(1 << 30), storage, {chunk_id(chunk): size for chunk in corpus})
-        num_kept = 0
-        for chunks in work:
-            num_kept += fill(scheduler, disk, *chunks)
-            filling.request(chunk_id(chunks[-1]), [chunk_id(chunk) for chunk in chunks[:-1]])
-        assert in_order(disk.tier.storage.index) == in_order(storage), life
-        assert num_kept == filling.counts.kept
-        assert (room < 16) == (storage.stats().num_evicted > 0)
-        disk.stop()
 
 
 def test_neighbors_are_loaded_before_the_chunk_is_sent(disk: Disk) -> None:

@@ -1,0 +1,77 @@
+"""The files that `python -m sglang_chunkcache.preprocess` reads, of which it tells the format: chunks, and their neighbours."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang_chunkcache.errors import ServerError
+
+
+def read_corpus(path: Path) -> dict[str, str]:
+    """Texts by id, in the file's order. Raises ServerError naming file and line."""
+    texts: dict[str, str] = {}
+    for where, row in _rows(path):
+        name, text = _id_of(row, where), row.get("text")
+        if not isinstance(text, str) or not text:
+            raise ServerError(f"{where}: text must be a text that is not empty")
+        if name in texts:
+            raise ServerError(f"{where}: id {name!r} occurs twice")
+        texts[name] = text
+    if not texts:
+        raise ServerError(f"{path}: no chunks")
+    return texts
+
+
+def read_neighbors(path: Path, known: Iterable[str]) -> dict[str, list[str]]:
+    """Ids of the neighbours, nearest first, by id; the strings are those `known`. Raises ServerError naming file and line."""
+    names = {name: name for name in known}
+    neighbors: dict[str, list[str]] = {}
+    for where, row in _rows(path):
+        name, listed = _id_of(row, where), row.get("neighbors")
+        if name not in names:
+            raise ServerError(f"{where}: id {name!r} is not in the corpus")
+        if name in neighbors:
+            raise ServerError(f"{where}: id {name!r} occurs twice")
+        if not isinstance(listed, list) or not all(_is_id(item) for item in listed):
+            raise ServerError(f"{where}: neighbors must be a list of ids")
+        ids = [str(item) for item in listed]
+        if unknown := next((item for item in ids if item not in names), None):
+            raise ServerError(f"{where}: neighbor {unknown!r} is not in the corpus")
+        neighbors[names[name]] = [names[item] for item in dict.fromkeys(ids) if item != name]
+    return neighbors
+
+
+# Private, in order of use
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file:line, object) for every line that is not empty."""
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                where = f"{path}:{number}"
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise ServerError(f"{where}: not JSON: {error}") from None
+                if not isinstance(row, dict):
+                    raise ServerError(f"{where}: must be a JSON object")
+                yield where, row
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ServerError(f"{path}: {error}") from None
+
+
+def _id_of(row: Mapping[str, Any], where: str) -> str:
+    if not _is_id(row.get("id")):
+        raise ServerError(f"{where}: id must be a text or a number")
+    return str(row["id"])
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool) and value != ""

@@ -1,0 +1,322 @@
+"""Requests that end SGLang's server, refused before they reach it: one table of rules, each proven on a stock server.
+
+SGLang's main process passes most values on as they come. One that the scheduler or the detokenizer cannot use raises there, and
+an exception there ends the server for everybody. `tests/e2e/test_lethal.py` shows for each rule that a stock server dies of it.
+
+What is wrong but harms only its own request is SGLang's to answer: nothing is refused here for being odd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.front.guard.slow_regex import explodes
+from sglang_chunkcache.front.metrics import Metrics
+
+INT32_END = 2**31
+FLOAT32_MAX = 3.4e38
+LARGE_LOGIT = 1000.0
+GREEDY = 1e-6
+JSON = (str, int, float, list, dict)
+"""What a client can send. SGLang's own endpoints put objects of its own in some fields."""
+PRIORITIES = range(-(2**63), 2**63 - 1)
+"""SGLang adds 1 and gives the tree 64 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a rule must know of the server."""
+
+    vocab_size: int
+    labels: frozenset[str] | None
+    """Names that `custom_labels` may have: one of SGLang's flags lists them. None: there are no metrics, any name will do."""
+
+
+IsLethal = Callable[[Any, Mapping[str, Any], Limits], bool]
+"""Of the field's value, which is not null; of all fields beside it; of the server's limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One way to end a server."""
+
+    field: str
+    """As `/generate` names it; of `sampling_params` with that in front."""
+    must: str
+    """The rest of the message, `field: must …`."""
+    ends: str
+    """The process that ends otherwise, and where."""
+    is_lethal: IsLethal
+    versions: tuple[str, ...] = ("0.5.21",)
+    """SGLang's, for which it is proven."""
+
+    @property
+    def name(self) -> str:
+        """The last part of the field."""
+        return self.field.rpartition(".")[2]
+
+
+class Guard:
+    """Looks at every engine request of one server.
+
+    Args:
+        limits, metrics: asked for when they are first needed, since SGLang must be up.
+    """
+
+    def __init__(self, limits: Callable[[], Limits], metrics: Callable[[], Metrics]) -> None:
+        self._limits, self._metrics = limits, metrics
+
+    def refusal(self, obj: Any) -> RequestError | None:
+        """The error for SGLang's `GenerateReqInput` if it would end the server, else None. `obj` is only read."""
+        rule = problem(vars(obj), self._limits())
+        if rule is None:
+            return None
+        self._metrics().count("guarded", rule.field)
+        return RequestError(f"{rule.field}: must {rule.must}")
+
+
+def problem(fields: Mapping[str, Any], limits: Limits) -> Rule | None:
+    """The rule that a request with these fields of `/generate` breaks: one prompt's, or a batch's lists."""
+    if found := _broken(REQUEST_RULES, fields, limits):
+        return found
+    params = fields["sampling_params"]
+    several = params if isinstance(params, list) else [params]
+    return next(filter(None, (sampling_problem(one, limits) for one in several if isinstance(one, dict))), None)
+
+
+def sampling_problem(params: Mapping[str, Any], limits: Limits) -> Rule | None:
+    """The rule that one prompt's `sampling_params` break."""
+    return _broken(SAMPLING_RULES, params, limits)
+
+
+# Private, in order of use
+
+
+def _broken(rules: Mapping[str, Rule], fields: Mapping[str, Any], limits: Limits) -> Rule | None:
+    for name, rule in rules.items():
+        value = fields.get(name)
+        if value is not None and rule.is_lethal(value, fields, limits):
+            return rule
+    return None
+
+
+def _each(value: Any) -> list[Any]:
+    """A batch's values, or the one of a single prompt."""
+    return value if isinstance(value, list) else [value]
+
+
+def _has_unusable_ids(ids: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    if fields["image_data"] or fields["video_data"] or fields["audio_data"]:
+        return False  # placeholders of images are no tokens
+    if not isinstance(ids, list):
+        return False  # an object of one of SGLang's endpoints
+    prompts = ids if ids and isinstance(ids[0], list) else [ids] if ids else []
+    return any(not prompt or min(prompt) < 0 or max(prompt) >= limits.vocab_size for prompt in prompts)
+
+
+def _starts_before_the_prompt(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    starts = (start for start in _each(value) if start is not None)
+    return any(_each(fields["return_logprob"])) and any(not isinstance(start, int) or start < -1 for start in starts)
+
+
+def _wants_more_than_there_are(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    counts = (count for count in _each(value) if count is not None)
+    return any(not isinstance(count, int) or count > limits.vocab_size for count in counts)
+
+
+def _breaks_its_session(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    if not isinstance(value, dict):
+        return False
+    is_unhashable = any(isinstance(value.get(name), dict | list) for name in ("id", "rid"))
+    replaces_all = value.get("replace") and value.get("rid") is None
+    return bool(is_unhashable or replaces_all or not isinstance(value.get("offset"), int | None))
+
+
+def _is_single(fields: Mapping[str, Any]) -> bool:
+    ids = fields["input_ids"]
+    return isinstance(fields["text"], str) or bool(ids and isinstance(ids[0], int))
+
+
+def _has_other_labels(labels: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    return limits.labels is not None and not limits.labels.issuperset(labels)
+
+
+def _reads_unknown_places(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    """Places are only there in a prompt that is computed whole, with logprobs, and no prompt's text tells how many."""
+    ids, starts = fields["input_ids"], _each(fields["logprob_start_len"])
+    if (
+        not ids
+        or not fields["return_logprob"]
+        or not fields["token_ids_logprob"]
+        or any(start != 0 for start in starts)
+    ):
+        return True
+    several = zip(value, ids, strict=False) if isinstance(ids[0], list) else [(value, ids)]
+    return any(not 0 <= place < len(prompt) for places, prompt in several for place in places)
+
+
+def _bans_no_token(ids: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    return any(not 0 <= token <= limits.vocab_size for token in _integers(ids))
+
+
+def _integers(values: Any) -> Iterator[int]:
+    """As SGLang reads them; what it cannot read it refuses itself."""
+    for value in values if isinstance(values, list | str | dict) else ():
+        if value is None:  # SGLang leaves it out
+            continue
+        try:
+            yield int(value)
+        except (TypeError, ValueError):
+            return
+
+
+def _is_no_bias(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    if not isinstance(value, dict) or not all(isinstance(bias, int | float) for bias in value.values()):
+        return True
+    return any(not _fits(bias, fields) for bias in value.values())
+
+
+def _overflows(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    """As a divisor of `LARGE_LOGIT`."""
+    return isinstance(value, int | float) and value > 0 and not _fits(LARGE_LOGIT / max(value, 1e-300), fields)
+
+
+def _fits(logit: float, fields: Mapping[str, Any]) -> bool:
+    """Whether a logit stays a number in 32 bits when it is divided by the temperature; below `GREEDY` SGLang does not divide."""
+    temperature = fields.get("temperature")
+    divisor = temperature if isinstance(temperature, int | float) and temperature >= GREEDY else 1.0
+    return abs(logit) / divisor <= FLOAT32_MAX
+
+
+def _is_fraction(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    return isinstance(value, float)
+
+
+def _is_unhashable(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    return isinstance(value, dict | list)
+
+
+def _explodes(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    return any(explodes(pattern) for pattern in _each(value) if isinstance(pattern, str))
+
+
+def _by_name(*rules: Rule) -> dict[str, Rule]:
+    return {rule.name: rule for rule in rules}
+
+
+GRAMMAR = ("be a string", "scheduler: the grammar cache hashes it", _is_unhashable)
+
+REQUEST_RULES = _by_name(
+    Rule(
+        "input_ids",
+        "have token ids of the vocabulary, and at least one for each prompt",
+        "scheduler: the embedding has no such row; a prompt without tokens has no shape",
+        _has_unusable_ids,
+    ),
+    Rule(
+        "logprob_start_len",
+        "be at least -1",
+        "scheduler: it counts other logprobs than it computed",
+        _starts_before_the_prompt,
+    ),
+    Rule(
+        "top_logprobs_num",
+        "be at most the size of the vocabulary",
+        "scheduler: `topk` of more than there are, also in a batch with another request's logprobs",
+        _wants_more_than_there_are,
+    ),
+    Rule(
+        "priority",
+        "fit into 64 bits",
+        "scheduler: SGLang's default tree, in Rust, takes no more",
+        lambda value, fields, limits: not isinstance(value, int) or value not in PRIORITIES,
+    ),
+    Rule(
+        "lora_id",
+        "be a string for one prompt",
+        "scheduler: it is added to `extra_key`",
+        lambda value, fields, limits: isinstance(value, list) and _is_single(fields),
+    ),
+    Rule(
+        "positional_embed_overrides",
+        "be left out",
+        "scheduler: it reads positions and tensors, which JSON cannot hold",
+        lambda value, fields, limits: value == [] or any(isinstance(one, JSON) for one in _each(value)),
+    ),
+    Rule(
+        "custom_labels",
+        "be labels that the server was started with",
+        "main process: Prometheus knows no such label",
+        _has_other_labels,
+    ),
+    Rule(
+        "session_params",
+        "have strings as id and rid, a whole number as offset, and a rid with replace",
+        "scheduler: it looks up by them, cuts there, and without a rid changes a table while it reads it",
+        _breaks_its_session,
+    ),
+    Rule(
+        "token_indices_to_pool",
+        "be places in `input_ids`, with logprobs of `token_ids_logprob` from the prompt's start",
+        "scheduler: it reads beyond what was computed",
+        _reads_unknown_places,
+    ),
+)
+
+SAMPLING_RULES = _by_name(
+    Rule(
+        "sampling_params.skip_special_tokens",
+        "be true or false",
+        "detokenizer: the tokenizer takes nothing else",
+        lambda value, fields, limits: not isinstance(value, bool),
+    ),
+    Rule(
+        "sampling_params.logit_bias",
+        "be an object of numbers, within 32 bits also when they are divided by the temperature",
+        "scheduler: it makes a tensor of them; infinite logits have no probabilities to sample from",
+        _is_no_bias,
+    ),
+    Rule(
+        "sampling_params.repetition_penalty",
+        "be large enough to divide logits by it in 32 bits",
+        "scheduler: infinite logits have no probabilities to sample from",
+        _overflows,
+    ),
+    Rule(
+        "sampling_params.top_k",
+        "fit into 32 bits",
+        "scheduler: it makes a tensor of it",
+        lambda value, fields, limits: isinstance(value, int | float) and value >= INT32_END,
+    ),
+    Rule("sampling_params.max_new_tokens", "be a whole number", "scheduler: it cuts the answer there", _is_fraction),
+    Rule("sampling_params.beam_width", "be a whole number", "scheduler: `topk` takes nothing else", _is_fraction),
+    Rule(
+        "sampling_params.stop_token_ids",
+        "be ids of the vocabulary",
+        "scheduler: it writes beyond the vocabulary, with `min_new_tokens` of this request or of another in the batch",
+        _bans_no_token,
+    ),
+    Rule(
+        "sampling_params.stream_interval",
+        "be a number",
+        "scheduler: it divides by it",
+        lambda value, fields, limits: bool(value) and not isinstance(value, int | float),
+    ),
+    Rule(
+        "sampling_params.stop_regex",
+        "not repeat what varies by itself",
+        "scheduler: Python's `re` tries up to 2^n ways on a text of n letters, and nothing else runs meanwhile",
+        _explodes,
+    ),
+    Rule(
+        "sampling_params.is_normalized",
+        "be left out",
+        "scheduler: SGLang's own mark, with which it does not look at the temperature",
+        lambda value, fields, limits: bool(value),
+    ),
+    *(Rule(f"sampling_params.{name}", *GRAMMAR) for name in ("json_schema", "regex", "ebnf", "structural_tag")),
+)
+"""By the last part of the field."""

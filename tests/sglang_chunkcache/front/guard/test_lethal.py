@@ -1,0 +1,161 @@
+"""What the guard refuses and what it lets pass, without a server. That a stock server dies: tests/e2e/test_lethal.py."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import timeit
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+import sglang
+import torch
+from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.io_struct import GenerateReqInput
+from transformers import BatchEncoding
+
+from sglang_chunkcache.front.guard.lethal import REQUEST_RULES, SAMPLING_RULES, Guard, Limits
+from sglang_chunkcache.front.metrics import Metrics
+from sglang_chunkcache.front.misplaced import Misplaced
+from sglang_chunkcache.hooks import _watched
+from tests.e2e.lethal import LETHAL
+
+VOCAB = 1101
+
+
+def guard(*labels: str) -> tuple[Guard, Metrics]:
+    """Of a server with the bundled model's vocabulary."""
+    metrics = Metrics(prometheus=False)
+    return Guard(lambda: Limits(VOCAB, frozenset(labels)), lambda: metrics), metrics
+
+
+def refused(*labels: str, **fields: Any) -> str:
+    """What is said of a request with these fields, nothing if it passes."""
+    return str(guard(*labels)[0].refusal(GenerateReqInput(**{"text": "hi", **fields})) or "")
+
+
+@pytest.mark.parametrize("case", LETHAL, ids=lambda case: case.id)
+def test_lethal_request_is_refused(case: Any) -> None:
+    """Each that ends a stock server, by its field, and counted; `obj` stays as it was."""
+    looks, metrics = guard()
+    obj = GenerateReqInput(**case.body)
+    before = copy.deepcopy(vars(obj))
+    error = looks.refusal(obj)
+    assert str(error).split(":")[0] == case.field
+    assert metrics.totals()["guarded"] == {case.field: 1}
+    assert vars(obj) == before
+
+
+def test_every_rule_has_a_lethal_request() -> None:
+    """A rule without proof would refuse what may be harmless."""
+    rules = {rule.field for rules in (REQUEST_RULES, SAMPLING_RULES) for rule in rules.values()}
+    assert rules == {case.field for case in LETHAL}
+
+
+def test_every_rule_is_proven_for_this_sglang() -> None:
+    """After an upgrade the nightly test says which rules still hold."""
+    for rule in [*REQUEST_RULES.values(), *SAMPLING_RULES.values()]:
+        assert sglang.__version__ in rule.versions, rule.field
+
+
+HARMLESS: list[dict[str, Any]] = [
+    {},
+    {"sampling_params": {}},
+    {"sampling_params": [{"max_new_tokens": 1}, {"top_k": -1}], "text": ["a", "b"]},
+    {"sampling_params": {"skip_special_tokens": False, "spaces_between_special_tokens": 1, "is_normalized": False}},
+    {"sampling_params": {"logit_bias": {"5": 1, "6": -1.5, "7": True}, "top_k": 2**31 - 1, "beam_width": 2}},
+    {"sampling_params": {"logit_bias": {}, "top_k": "x", "stop_token_ids": ["7", VOCAB, 0], "regex": 5, "n": 3}},
+    {"sampling_params": {"stop_token_ids": None, "regex": None, "json_schema": '{"type": "object"}'}},
+    {"sampling_params": {"stop_token_ids": "no number", "ebnf": True, "n": 1000, "stream_interval": 0}},
+    {"sampling_params": {"stop_regex": ["(a+b)+c", r"(\w+\s)+x", "a*a*b", "(a|b)*c", "("], "repetition_penalty": 1e-3}},
+    {"text": None, "input_ids": [0, VOCAB - 1]},
+    {"text": None, "input_ids": [[0], [VOCAB - 1]]},
+    {"text": None, "input_ids": [], "session_params": {"id": "s"}},
+    {"text": None, "input_ids": [5, -100], "image_data": "x"},
+    {"text": None, "input_ids": BatchEncoding({"input_ids": [5]})},
+    {"logprob_start_len": -5},
+    {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": VOCAB},
+    {"return_logprob": True, "logprob_start_len": 10**30, "top_logprobs_num": -1},
+    {"return_logprob": [True, False], "logprob_start_len": [0, -1], "top_logprobs_num": [3, 0], "text": ["a", "b"]},
+    {"priority": -(2**63)},
+    {"session_params": {"id": "s", "rid": "r", "replace": True, "offset": 3}},
+    {"session_params": {"id": 5, "rid": None, "replace": False}},
+    {"lora_id": "x"},
+    {"lora_id": ["x", None], "text": ["a", "b"]},
+    {"custom_labels": {}},
+    {"positional_embed_overrides": PositionalEmbeds(embeds=[torch.zeros(2)], positions=[0])},
+    {"positional_embed_overrides": [None, None], "text": ["a", "b"]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", HARMLESS, ids=str)
+def test_harmless_request_passes(fields: dict[str, Any]) -> None:
+    """Also an odd one, which SGLang answers or refuses by itself."""
+    assert refused(**fields) == ""
+
+
+def test_places_of_scoring_pass() -> None:
+    """As `/v1/score` asks for them, with several prompts and with one."""
+    asked = {"return_logprob": True, "token_ids_logprob": [1], "logprob_start_len": 0, "text": None}
+    assert refused(**asked, input_ids=[[5, 6], [7]], token_indices_to_pool=[[0, 1], [0]]) == ""
+    assert refused(**asked, input_ids=[5, 6], token_indices_to_pool=[1]) == ""
+    assert refused(**asked, input_ids=[[5, 6], [7]], token_indices_to_pool=[[0], [1]]) != ""
+
+
+def test_labels_of_the_server_pass() -> None:
+    """Only those that Prometheus was told of."""
+    assert refused("team", custom_labels={"team": "a"}) == ""
+    assert refused("team", custom_labels={"team": "a", "x": "b"}).startswith("custom_labels: must ")
+    without_metrics = Guard(lambda: Limits(VOCAB, None), lambda: Metrics(prometheus=False))
+    assert without_metrics.refusal(GenerateReqInput(text="a", custom_labels={"x": "b"})) is None
+
+
+def test_one_bad_item_of_a_batch_is_enough() -> None:
+    """SGLang splits a batch later."""
+    batch = {"text": ["a", "b"], "return_logprob": True}
+    assert refused(**batch, top_logprobs_num=[1, VOCAB + 1]).startswith("top_logprobs_num: ")
+    assert refused(**batch, logprob_start_len=[-1, -2]).startswith("logprob_start_len: ")
+    params = [{}, {"skip_special_tokens": "x"}]
+    assert refused(**batch, sampling_params=params).startswith("sampling_params.skip_special_tokens: ")
+
+
+def test_types_that_only_some_doors_check() -> None:
+    """`/vertex_generate` passes JSON on as it is."""
+    assert refused(priority="x").startswith("priority: ")
+    assert refused(priority=1.5).startswith("priority: ")
+    assert refused(return_logprob=True, logprob_start_len="x").startswith("logprob_start_len: ")
+    assert refused(top_logprobs_num="x").startswith("top_logprobs_num: ")
+
+
+def test_ordinary_request_costs_nothing_to_speak_of() -> None:
+    """A chat's parameters and 4,000 token ids: far below a millisecond, on any machine."""
+    looks, _ = guard()
+    params = {"temperature": 0.5, "max_new_tokens": 9, "stop": ["x"], "stop_token_ids": [7], "top_k": 5, "n": 1}
+    obj = GenerateReqInput(input_ids=[7] * 4000, sampling_params=params)
+    assert looks.refusal(obj) is None
+    assert min(timeit.repeat(lambda: looks.refusal(obj), number=10, repeat=5)) / 10 < 0.005
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_several_answers_leave_nothing_behind(stream: bool) -> None:
+    """SGLang's table has n entries for a prompt of n answers, and forgets one. It reads one output of what does not stream."""
+    manager = SimpleNamespace(rid_to_state={"a": 1, "b": 2, "other": 3})
+    obj = GenerateReqInput(text="hi", sampling_params={"n": 2}, stream=stream)
+
+    async def generate(manager: Any, obj: Any, request: Any) -> AsyncIterator[int]:
+        obj.rid = ["a", "b"]
+        for output in range(3):
+            yield output
+
+    async def outputs() -> list[int]:
+        misplaced = Misplaced(lambda: Metrics(prometheus=False), clock=lambda: 0.0)
+        found = _watched(misplaced, guard()[0])(generate, manager, obj)
+        return [output async for output in found] if stream else [await anext(found)]
+
+    assert asyncio.run(outputs()) == ([0, 1, 2] if stream else [0])
+    assert manager.rid_to_state == {"other": 3}

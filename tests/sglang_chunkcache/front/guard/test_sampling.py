@@ -1,0 +1,124 @@
+"""Sampling parameters: SGLang's own types and ranges, and a refusal that names the client's field."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.front.guard.lethal import Limits
+from sglang_chunkcache.front.guard.sampling import INTERNAL, Declared, SamplingCheck
+
+TOKENIZER = SimpleNamespace(encode=lambda text, add_special_tokens: list(text))
+check = SamplingCheck(TOKENIZER, Limits(1101, None))
+
+
+def said(params: dict[str, Any], top_logprobs_num: int = 0) -> str:
+    """What is said of these parameters, nothing if they pass."""
+    try:
+        check(params, top_logprobs_num=top_logprobs_num, called=lambda name: f"my.{name}")
+    except RequestError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", Declared.__struct_fields__)
+def test_every_parameter_is_typed(name: str) -> None:
+    """Those of a later release of SGLang, too: the types are SGLang's."""
+    assert said({name: [{}]}).startswith(f"my.{name}: must be ")
+    assert said({name: None}) == ""
+
+
+@pytest.mark.parametrize("name", [*INTERNAL, "no_such", "rid"])
+def test_other_names_are_refused(name: str) -> None:
+    """What SGLang sets itself, and what it does not know."""
+    assert said({name: None}) == f"my.{name}: is no field here"
+
+
+def test_internal_fields_are_sglangs() -> None:
+    """A later release may have others."""
+    assert set(INTERNAL) < set(SamplingParams.__struct_fields__)
+
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0, "top_p": 0.5, "top_k": -1, "min_p": 0, "max_new_tokens": 0, "n": 1},
+    {"stop": "x", "stop_token_ids": [5, 6], "stop_regex": ["a+"], "ignore_eos": True, "skip_special_tokens": False},
+    {"stop": ["x", "y"], "logit_bias": {"5": 1, "6": -0.5}, "sampling_seed": -1},
+    {"custom_params": {"a": 1, "b": [1, "x", None], "c": {"d": 0.5}}, "regex": "a*"},
+]
+
+
+@pytest.mark.parametrize("params", GOOD, ids=str)
+def test_good_parameters_pass(params: dict[str, Any]) -> None:
+    """As SGLang's documentation has them."""
+    assert said(params, top_logprobs_num=1101) == ""
+
+
+def nested(depth: int) -> Any:
+    """An object in an object."""
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"skip_special_tokens": "x"}, "skip_special_tokens"),
+    ({"skip_special_tokens": 1}, "skip_special_tokens"),
+    ({"logit_bias": {"5": "x"}}, "logit_bias"),
+    ({"logit_bias": {"5000": 1}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": 0}, "top_k"),
+    ({"top_k": 2**31}, "top_k"),
+    ({"max_new_tokens": -1}, "max_new_tokens"),
+    ({"max_new_tokens": True}, "max_new_tokens"),
+    ({"max_new_tokens": 1.0}, "max_new_tokens"),
+    ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens"),
+    ({"n": 129}, "n"),
+    ({"n": 0}, "n"),
+    ({"stop": [5]}, "stop"),
+    ({"stop": ["a"] * 33}, "stop"),
+    ({"stop": "a" * 4097}, "stop"),
+    ({"stop": ["a" * 2100] * 2}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [10**30]}, "stop_token_ids"),
+    ({"stop_regex": "("}, "stop_regex"),
+    ({"stop_regex": "a{99999999999}"}, "stop_regex"),
+    ({"stop_regex": "a" * 257}, "stop_regex"),
+    ({"stop_regex": ["a"] * 33}, "stop_regex"),
+    ({"regex": "a", "ebnf": "b"}, "regex"),
+    ({"regex": "a" * 100_001}, "regex"),
+    ({"json_schema": {}}, "json_schema"),
+    ({"sampling_seed": 2**63}, "sampling_seed"),
+    ({"sampling_seed": 0.5}, "sampling_seed"),
+    ({"custom_params": [1]}, "custom_params"),
+    ({"custom_params": nested(3)}, "custom_params"),
+    ({"custom_params": nested(900)}, "custom_params"),
+    ({"custom_params": {"__sglang_reasoning_end_token_ids": "x"}}, "custom_params"),
+    ({"beam_width": 0}, "beam_width"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("params", "field"), BAD, ids=[str(case[0])[:60] for case in BAD])
+def test_bad_parameter_is_refused_by_name(params: dict[str, Any], field: str) -> None:
+    """With the client's name in front of the colon, and a reason behind it."""
+    place, _, reason = said(params).partition(": ")
+    assert place == f"my.{field}"
+    assert reason
+    assert not reason.startswith(field)
+
+
+@pytest.mark.parametrize("count", [-1, 1102, 10**30])
+def test_top_logprobs_are_bounded(count: int) -> None:
+    """There are no more than tokens in the vocabulary."""
+    assert said({}, top_logprobs_num=count) == "my.top_logprobs_num: must be between 0 and 1101"
