@@ -15,7 +15,7 @@ import base64
 import json
 import lzma
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from eval.metrics import MIN_BLOCKS, is_time
@@ -50,9 +50,8 @@ def pack_samples(samples: Sequence[Mapping[str, Any]], block: int | None) -> str
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if "metrics" in row:
-            key = [row["arm"], row["cell"], bool(row.get("warm_up"))]
-            groups.setdefault(json.dumps(key), []).append(row)
-    columns = [_columns(*json.loads(key), taken, requests) for key, taken in groups.items()]
+            groups.setdefault(json.dumps([row["arm"], row["cell"], bool(row.get("warm_up"))]), []).append(row)
+    columns = [_columns(taken, requests) for taken in groups.values()]
     kept = {"requests": list(requests), "groups": columns, "replayed": replayed}
     return base64.b85encode(lzma.compress(json.dumps(kept, separators=(",", ":")).encode())).decode()
 
@@ -153,9 +152,9 @@ def _blocks(row: Mapping[str, Any], block: int | None) -> Row:
     return {"cell": row["cell"], "bin": row["bin"], "num": num, "step": step, "length": length, **sums, **totals}
 
 
-def _columns(
-    arm: str, cell: Row, is_warm_up: bool, rows: Sequence[Mapping[str, Any]], requests: dict[tuple[str, Any], int]
-) -> Row:
+def _columns(rows: Sequence[Mapping[str, Any]], requests: dict[tuple[str, Any], int]) -> Row:
+    """Of rows of one arm and cell, all of warm-up or none."""
+    arm, cell, is_warm_up = rows[0]["arm"], rows[0]["cell"], bool(rows[0].get("warm_up"))
     failed = [at for at, row in enumerate(rows) if row.get("error")]
     found = {"arm": arm, "cell": cell, "warm_up": is_warm_up, "num": len(rows), "failed": failed}
     if is_warm_up:
@@ -182,13 +181,13 @@ def _rows(group: Row, requests: Sequence[tuple[str, Any]]) -> Iterator[Row]:
         yield row | ({"error": True} if at in failed else {})
 
 
-def _text(value: Any, depth: int) -> str:
+def _text(value: Any, depth: int, indent: str = "") -> str:
     """Objects to this depth, and rows, have a line for each item."""
-    write: Callable[[Any], str] = lambda each: json.dumps(each, separators=(", ", ": "), allow_nan=False)  # noqa: E731
-    if isinstance(value, dict) and value and depth and value.keys() != {"shapes", "rows"}:
-        items = [f"{write(key)}: {_text(each, depth - 1)}" for key, each in value.items()]
-        return "{\n" + ",\n".join(items) + "\n}"
     if isinstance(value, dict) and value.keys() == {"shapes", "rows"}:
         rows = ",\n".join(json.dumps(row, separators=(",", ":"), allow_nan=False) for row in value["rows"])
-        return f'{{"shapes": {write(value["shapes"])}, "rows": [\n{rows}\n]}}'
-    return write(value)
+        return f'{{"shapes": {json.dumps(value["shapes"])}, "rows": [\n{rows}\n{indent}]}}'
+    if isinstance(value, dict) and value and depth:
+        inner = indent + " "
+        items = (f"{inner}{json.dumps(key)}: {_text(each, depth - 1, inner)}" for key, each in value.items())
+        return "{\n" + ",\n".join(items) + f"\n{indent}}}"
+    return json.dumps(value, allow_nan=False)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from eval.errors import CommandError
+from eval.packed import pack_results, unpack_results
 from eval.run import Run, read_record, read_samples
 from eval.serve.command import cells, main, make_plan, parse
 from eval.serve.options import split_flags
@@ -51,7 +52,7 @@ def test_run_leaves_a_record_a_table_and_results(
     results = json.loads(out.splitlines()[-1])
     record = read_record(tmp_path / "r")
     assert record["complete"] is True
-    assert record["results"] == results
+    assert record["results"] == unpack_results(pack_results(results))
     assert [(cell["arm"], cell["n"]) for cell in results["cells"]] == [("theirs", 20), ("ours", 20)]
     assert {(row["a"], row["b"]) for row in results["contrasts"]} == {("theirs", "ours")}
     assert any("ours reaches the first token" in line and "faster" in line for line in results["verdict"])
