@@ -157,7 +157,7 @@ def test_store_takes_chunks_over_the_threshold() -> None:
 
 def test_host_copies_serve_what_has_left_the_device() -> None:
     """The source is the store's, and the use counts."""
-    replay = make_replay(capacity_tokens=40, store_threshold=1, scoring="off")
+    replay = make_replay(capacity_tokens=40, store_threshold=1)
     replay.step(request("AB"))
     replay.step(request("CDEF"))
     count = replay.step(request("BA"))

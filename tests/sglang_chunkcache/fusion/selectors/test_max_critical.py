@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -18,7 +17,7 @@ from radix_ext.sources import DeviceCopy
 from sglang_chunkcache.config import SELECTORS
 from sglang_chunkcache.fusion import selectors
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
-from sglang_chunkcache.fusion.selectors.focus import refill
+from sglang_chunkcache.own_selectors import own_selectors
 from sglang_chunkcache.scheduler.node import ChunkFacts
 from tests.examples import examples
 from tests.reference.moved_chunks import cases
@@ -30,15 +29,13 @@ ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000)
 @settings(max_examples=examples(300))
 @given(data=st.data(), case=cases())
 def test_no_selector_takes_more_than_foreseen(data: st.DataObject, case: tuple[list[MovedChunk], Evidence]) -> None:
-    """Slots are reserved for as many: of any of the chunks, at any ratio, alpha or ablation."""
+    """Slots are reserved for as many: of any of the chunks, at any ratio or alpha."""
     chunks, evidence = case
     fusion = make_request(
-        data.draw(st.sampled_from(SELECTORS)),
+        data.draw(st.sampled_from((*SELECTORS, *own_selectors("eval.selectors")))),
         data.draw(st.sampled_from([0.0, 0.01, 0.15, 0.5, 0.9, 1.0])),
         alpha=data.draw(st.sampled_from([None, None, 0.0, 0.1, 0.5, 2.0])),
-        without=data.draw(st.sampled_from([(), ("beta",), ("cci",)])),
     )
-    fusion = replace(fusion, focus=data.draw(st.sampled_from(["off", "refill"])))
     options = {
         chunk.start: DeviceCopy("node", ChunkFacts(prefix=chunk.prefix_old, scores=chunk.scores)) for chunk in chunks
     }
@@ -49,19 +46,14 @@ def test_no_selector_takes_more_than_foreseen(data: st.DataObject, case: tuple[l
         start=0,
         limit=spans[-1].end,
         candidates=lambda chunk, head: by_chunk[chunk],
-        fusion=replace(fusion, selector="context") if fusion.selector == "set" else fusion,
+        fusion=fusion,
         limits=ROOMY,
     )
     moved = [piece for piece in plan.pieces if piece.source is not None]
-    selector = selectors.get(fusion.selector)
-    selection = selector.select(chunks, fusion, evidence)
-    if fusion.focus == "refill":
-        focused = data.draw(st.sets(st.integers(0, len(chunks) - 1), min_size=1))
-        selection = refill(selector, chunks, fusion, evidence, selection, focused)
+    selection = selectors.get(fusion.selector, "eval.selectors").select(chunks, fusion, evidence)
     which = data.draw(st.sets(st.integers(0, len(chunks) - 1)))
     taken = sum(len(selection.offsets[index]) for index in which)
     bound = max_critical([moved[index] for index in which], plan, fusion)
     assert taken <= bound <= sum(chunks[index].num_tokens for index in which)
     if set(which) == set(range(len(chunks))):
-        rounding = len(chunks) * (2 if fusion.focus == "refill" else 1)
-        assert bound <= max(taken, math.ceil(fusion.ratio * plan.moved_len)) + rounding or fusion.alpha is not None
+        assert bound <= max(taken, math.ceil(fusion.ratio * plan.moved_len)) + len(chunks) or fusion.alpha is not None
