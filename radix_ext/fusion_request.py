@@ -133,7 +133,8 @@ class FusionRequest:
         if not self.is_choice or self.quality is not None or not (self.asks_the_question or self.compares_kv):
             return None
         selector = {"context": "context", "critical": "query"}.get(self.selector, "first")
-        return replace(self, selector=selector, focus="off", recipe=f"{self.recipe}/by={selector}")
+        recipe = f"{self.recipe}/by={selector}"
+        return replace(self, selector=selector, own_needs=frozenset(), focus="off", recipe=recipe)
 
     @property
     def may_compute(self) -> bool:

@@ -34,7 +34,8 @@ def own_selectors(module: str | None) -> Mapping[str, Any]:
     try:
         given = import_module(module)
     except Exception as error:  # whatever is wrong with it, it is the user's to mend
-        raise ValueError(f"{flag}: cannot be imported: {type(error).__name__}: {error}") from None
+        told = " ".join(str(error).split())  # one line
+        raise ValueError(f"{flag}: cannot be imported: {type(error).__name__}: {told}") from None
     selectors = vars(given).get("SELECTORS")
     if not isinstance(selectors, list | tuple) or not selectors:
         raise ValueError(f"{flag}: needs SELECTORS, a tuple of its selectors")

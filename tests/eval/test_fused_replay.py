@@ -282,3 +282,12 @@ def test_all_of_ragpulse_fused(tmp_path: Path) -> None:
     shares = {fate: round(share["value"], 4) for fate, share in entry["fates"].items()}
     assert shares == {"exact": 0.4555, "relocated": 0.2564, "recomputed": 0.0455, "computed": 0.2426, "dropped": 0.0}
     assert round(entry["exact_without"]["value"], 4) == 0.5074
+
+
+def test_removed_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """By its name, with what holds instead."""
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--scoring", "on"])
+    assert "--scoring was removed: a replay measures what its selector reads" in capsys.readouterr().err

@@ -23,8 +23,9 @@ from sglang_chunkcache.front.parse import parse  # noqa: E402
 from sglang_chunkcache.fusion import selectors  # noqa: E402
 from sglang_chunkcache.fusion.selectors.base import Evidence  # noqa: E402
 from sglang_chunkcache.own_selectors import check_selectors, own_selectors  # noqa: E402
+from sglang_chunkcache.wire.events import NOTHING_READ  # noqa: E402
 from sglang_chunkcache.wire.message import decode, encode  # noqa: E402
-from sglang_chunkcache.wire.spans import Acknowledgement, RequestSpans  # noqa: E402
+from sglang_chunkcache.wire.spans import RequestSpans  # noqa: E402
 from tests.reference.moved_chunks import as_lists, make_chunk  # noqa: E402
 
 README = Path(selectors.__file__).parent / "README.md"
@@ -71,9 +72,11 @@ def test_needs_follow_the_request() -> None:
     prophet, h2o, drawn = (fused_request(server, selector=name) for name in ("prophet", "h2o", "random"))
     assert prophet.own_needs == {Need.QUESTION, Need.ALL_LAYERS}
     assert (prophet.asks_the_question, prophet.compares_kv, asked_layers(prophet, 14)) == (True, False, 14)
+    assert prophet.cheaper is not None
+    assert (prophet.cheaper.selector, prophet.cheaper.needs) == ("first", frozenset())
     assert (h2o.scored, h2o.asks_the_question) == (Scored.ALL, False)
     assert (drawn.scored, drawn.needs) == (Scored.NOTHING, frozenset())
-    spans = RequestSpans((), "n", 0, Acknowledgement(0, 0), fusion=prophet)
+    spans = RequestSpans((), "n", 0, NOTHING_READ, fusion=prophet)
     assert decode(encode(spans), RequestSpans).fusion == prophet
     with pytest.raises(RequestError, match="prophet has no choice of them"):
         fused_request(server, selector="prophet", layers=3)
