@@ -45,7 +45,7 @@ from radix_ext.eviction import (
     EvictionQueue,
     reused_priority,
 )
-from radix_ext.fusion_request import FusionRequest
+from radix_ext.fusion_request import FusionRequest, Need
 from radix_ext.heads import Heads, Outline, Parting
 from radix_ext.homes import held_history
 from radix_ext.invest import Growth
@@ -111,6 +111,7 @@ __all__ = [
     "KvAware",
     "LimitError",
     "MessageError",
+    "Need",
     "OrderPolicy",
     "Ordering",
     "Outline",

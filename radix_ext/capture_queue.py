@@ -16,9 +16,6 @@ from radix_ext.cfo import Attention, Scored
 from radix_ext.sources import ChunkCopies
 from radix_ext.variants import Variant, VariantIndex
 
-READERS = {"context": Scored.MASSES, "h2o": Scored.ALL}
-"""Selectors that choose by scores, and by how much of them."""
-
 
 class Waiting(NamedTuple):
     """A chunk node to be copied."""
@@ -33,8 +30,7 @@ class CaptureQueue:
     """The queue of one rank.
 
     Args:
-        scoring: "on": all that is captured is scored, "off": nothing, "auto": what the request's selector, or `selector`, reads.
-        selector: the server's default.
+        scored: how much is measured at least, whatever the request reads: what the server's own selector does.
         max_waiting: chunks that wait. More are dropped.
         max_tokens: of the chunks of one batch; a longer chunk is a batch of its own.
         token_bytes: of one token's KV.
@@ -46,30 +42,29 @@ class CaptureQueue:
         store: VariantIndex,
         len_of: Callable[[Any], int],
         *,
-        scoring: str,
-        selector: str,
+        scored: Scored,
         max_waiting: int,
         max_tokens: int,
         token_bytes: int,
     ) -> None:
         self._token_bytes = token_bytes
         self._copies, self._store, self._len_of = copies, store, len_of
-        self._scoring, self._selector = scoring, selector
+        self._scored = scored
         self._max_waiting, self._max_tokens = max_waiting, max_tokens
         self._queue: deque[Waiting] = deque()
         self.num_dropped = 0
 
     def add(
-        self, chunks: Sequence[Any], keep: Collection[int], *, is_preprocessing: bool, selector: str | None = None
+        self, chunks: Sequence[Any], keep: Collection[int], *, is_preprocessing: bool, scored: Scored = Scored.NOTHING
     ) -> None:
         """Queue those of a request's chunk nodes that have earned it (`keep`) and bring the store something new.
 
         In place of a chunk that was moved, its latest copy: what it was moved from, if that is on the device.
 
         Args:
-            selector: the request's; None: it moves nothing.
+            scored: how much is measured of them, or more where the server's own selector reads more.
         """
-        scored = self.scored_for(selector)
+        scored = self.at_least(scored)
         for index in sorted(keep):
             if index >= len(chunks):
                 break
@@ -121,11 +116,9 @@ class CaptureQueue:
         facts = self._copies.facts_of(entry.node)
         return self._store.leader(self._copies.identity_of(entry.node), facts.head, facts.prefix)
 
-    def scored_for(self, selector: str | None) -> Scored:
-        """How much is measured of what a request with that selector has queued."""
-        if self._scoring != "auto":
-            return Scored.ALL if self._scoring == "on" else Scored.NOTHING
-        return max(READERS.get(name or "", Scored.NOTHING) for name in (selector, self._selector))
+    def at_least(self, scored: Scored) -> Scored:
+        """How much is measured of what a request that reads that much has queued."""
+        return max(scored, self._scored)
 
     def clear(self) -> None:
         """Drop what waits."""

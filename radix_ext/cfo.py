@@ -140,22 +140,18 @@ def fix_overhead(
     prefix_new: Prefix,
     *,
     other_head: bool = False,
-    without: frozenset[str] = frozenset(),
 ) -> float:
     """CCI * (1 - beta'): the CFO at alpha 1, before it is clamped.
 
     Args:
         scores: None: CCI is 1, and each chunk of the old prefix is attended alike, as is the head.
         other_head: its KV was computed after another head than this prompt's.
-        without: parts left out: "beta" (beta' is 0) and "cci" (CCI is 1).
     Returns:
         0 to 1.
     """
-    impact = 1.0 if scores is None or "cci" in without else context_impact(scores, other_head=other_head)
+    impact = 1.0 if scores is None else context_impact(scores, other_head=other_head)
     inter, head = (scores.inter, scores.head) if scores else ((1.0,) * len(prefix_old), 1.0)
-    if "beta" in without:
-        overlap = 0.0
-    elif prefix_old == prefix_new and not other_head:
+    if prefix_old == prefix_new and not other_head:
         overlap = 1.0  # also where nothing precedes it and eq. 6 is 0 / 0
     else:
         overlap = adjusted_overlap(prefix_old, inter, prefix_new, head if other_head else 0.0)
@@ -202,7 +198,6 @@ def best_variant(
     prefix_new: Prefix,
     *,
     other_head: bool = False,
-    without: frozenset[str] = frozenset(),
 ) -> int:
     """Index of the variant with the lowest CFO for this prompt (Cache-Craft 3.3), the first among equals.
 
@@ -211,8 +206,5 @@ def best_variant(
     """
     if not candidates:
         raise ValueError("candidates must not be empty")
-    overheads = [
-        fix_overhead(prefix, scores, prefix_new, other_head=other_head, without=without)
-        for prefix, scores in candidates
-    ]
+    overheads = [fix_overhead(prefix, scores, prefix_new, other_head=other_head) for prefix, scores in candidates]
     return overheads.index(min(overheads))

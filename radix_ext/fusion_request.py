@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Literal
 
-Focus = Literal["off", "spare", "refill"]
+from radix_ext.cfo import Scored
+
+Focus = Literal["off", "spare"]
 AskedRatio = float | Literal["auto"] | None
+
+
+class Need(StrEnum):
+    """Evidence that a selector reads. It has to be measured first: on the request, or when a chunk enters the store."""
+
+    QUESTION = "question"
+    """What the question attends to, in one layer."""
+    ALL_LAYERS = "all_layers"
+    """With QUESTION: in all layers together."""
+    DEVIATION = "deviation"
+    """How far moved KV is from computed KV, in one layer."""
+    MASSES = "masses"
+    """Of stored chunks: what each attended to."""
+    RECEIVED = "received"
+    """Of stored chunks: also what each token received."""
+
+
+NEEDS: Mapping[str, frozenset[Need]] = {
+    "query": frozenset({Need.QUESTION}),
+    "deviation": frozenset({Need.DEVIATION}),
+    "critical": frozenset({Need.QUESTION, Need.DEVIATION}),
+    "context": frozenset({Need.MASSES}),
+}
+"""Of our selectors, those that read any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +42,7 @@ class FusionRequest:
     """What a request that opted into moved KV asks for, defaults filled in. Crosses the process border as it is.
 
     Raises:
-        ValueError: a ratio outside 0 to 1, or a floor outside 0 to the ratio.
+        ValueError: a ratio outside 0 to 1.
     """
 
     selector: str
@@ -27,9 +55,7 @@ class FusionRequest:
     """Cache-Craft's scale of eq. 12. None: solved for so that the mean CFO is `ratio`."""
     focus: Focus = "off"
     """What becomes of the tokens chosen in chunks that the question does not attend to (Cache-Craft, algorithm 1): "spare" leaves
-    them as moved, "refill" recomputes as many in the other chunks instead."""
-    without: frozenset[str] = frozenset()
-    """Parts of `context` to leave out, for ablations: "beta", "cci"."""
+    them as moved."""
     fresh: frozenset[int] = frozenset()
     """Indices of spans that are computed even where a source exists."""
     always: bool = False
@@ -41,26 +67,36 @@ class FusionRequest:
     calibrated one."""
     layer: int | None = 0
     """The layer, counted from 1, whose attention `query` and `critical` read; 0: the last. None: the calibrated one."""
-    floor: float = 0.0
-    """Share of each chunk's tokens that is recomputed at least, where the choice is over all chunks together."""
     quality: float | None = None
     """Twice as many tokens as restore this share of the most that recomputing up to 30% restored when the model was calibrated.
     None: `ratio` of them."""
     above: float | None = None
     """With `quality`, from the calibration: tokens whose KV deviates more than this are recomputed, `ratio` of them at most."""
+    own_needs: frozenset[Need] = frozenset()
+    """What a selector that is none of ours reads."""
     expected: float | None = None
     """With `above`: the share of tokens that deviated more, when that was measured."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio must be from 0 to 1 but got {self.ratio}")
-        if not 0 <= self.floor <= self.ratio:
-            raise ValueError(f"floor must be from 0 to the ratio, {self.ratio}, but got {self.floor}")
 
     @property
     def recomputes(self) -> bool:
         """Whether its selector takes tokens at all."""
-        return self.selector not in ("none", "set")
+        return self.selector != "none"
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What its selector reads."""
+        return NEEDS.get(self.selector, self.own_needs)
+
+    @property
+    def scored(self) -> Scored:
+        """How much of the chunks that it stores is to be measured."""
+        if Need.RECEIVED in self.needs:
+            return Scored.ALL
+        return Scored.MASSES if Need.MASSES in self.needs else Scored.NOTHING
 
     @property
     def asked_ratio(self) -> AskedRatio:
@@ -75,17 +111,17 @@ class FusionRequest:
     @property
     def expected_ratio(self) -> float:
         """The share of the moved tokens that will be recomputed, estimated."""
-        return self.ratio if self.expected is None else min(self.ratio, max(self.floor, self.expected))
+        return self.ratio if self.expected is None else min(self.ratio, self.expected)
 
     @property
     def asks_the_question(self) -> bool:
         """Whether the choice depends on the question: then only requests with the same question share fused KV."""
-        return self.selector in ("query", "prophet", "critical") or self.focus != "off"
+        return Need.QUESTION in self.needs or self.focus != "off"
 
     @property
     def compares_kv(self) -> bool:
         """Whether the choice depends on how far moved KV is from computed KV."""
-        return self.selector in ("deviation", "critical")
+        return Need.DEVIATION in self.needs
 
     @property
     def cheaper(self) -> FusionRequest | None:
@@ -97,13 +133,13 @@ class FusionRequest:
         if not self.is_choice or self.quality is not None or not (self.asks_the_question or self.compares_kv):
             return None
         selector = {"context": "context", "critical": "query"}.get(self.selector, "first")
-        floor = self.floor if selector == "query" else 0.0
-        return replace(self, selector=selector, floor=floor, focus="off", recipe=f"{self.recipe}/by={selector}")
+        recipe = f"{self.recipe}/by={selector}"
+        return replace(self, selector=selector, own_needs=frozenset(), focus="off", recipe=recipe)
 
     @property
     def may_compute(self) -> bool:
-        """Whether a chunk with a source may be computed: not where the purpose is to move it, or to move a whole chain."""
-        return not self.plain and self.selector != "set"
+        """Whether a chunk with a source may be computed: not where the purpose is to move it."""
+        return not self.plain
 
 
 QUESTION = "/question="
@@ -120,7 +156,7 @@ def question_tokens(fusion: FusionRequest, question_len: int, *, window: int) ->
 
 def asked_layers(fusion: FusionRequest, num_layers: int) -> int:
     """Layers that the question runs through, of a model of `num_layers`: up to the last one that is read."""
-    if fusion.focus != "off" or fusion.selector == "prophet":
+    if fusion.focus != "off" or Need.ALL_LAYERS in fusion.needs:
         return num_layers
     return min(fusion.layer or num_layers, num_layers)
 

@@ -378,17 +378,12 @@ def _choose(
             sorted(_admitted(candidates(span.chunk, head), fusion, head), key=lambda option: option.start != span.start)
         )
         for index, (span, head) in enumerate(zip(spans, heads, strict=True))
-        if span.end <= limit
-        and index not in fusion.fresh
-        and index not in exact
-        and (span.start >= start or fusion.selector == "set")
+        if start <= span.start and span.end <= limit and index not in fusion.fresh and index not in exact
     }
-    if fusion.selector == "set":
-        offered = _of_one_set(ids, {index: _after(heads[index], options) for index, options in offered.items()})
     chosen = {}
     for index, options in offered.items():
         span, before = spans[index], tuple(ids[:index])
-        if span.start < start or not options:
+        if not options:
             continue
         options = _after(heads[index], options) or options
         other_head = options[0].head != heads[index]
@@ -434,7 +429,7 @@ def _best(
     chunks, less the move."""
     if fusion.selector == "context":
         variants = [(option.prefix, option.scores) for option in options]
-        return best_variant(variants, before, other_head=other_head, without=fusion.without)
+        return best_variant(variants, before, other_head=other_head)
     num_tokens = span.end - span.start
     computed = price[Phase.RECOMPUTE].seconds(Work(0, num_tokens, num_tokens * span.end))
 
@@ -445,47 +440,3 @@ def _best(
         return option.preprocessed, computed * seen - move, -len(option.prefix)
 
     return max(range(len(options)), key=merit)
-
-
-def _of_one_set(ids: Sequence[ChunkId], offered: dict[int, tuple[Candidate, ...]]) -> dict[int, tuple[Candidate, ...]]:
-    """Only sources of the longest leading run of chunks that is, as a set, one cached chain (SET-CACHE).
-
-    All behind the prompt's own head: what is reused unchanged must have seen what it sees here, in whatever order.
-    """
-    prefixes = [tuple(option.prefix for option in offered.get(index, ())) for index in range(len(ids))]
-    chain = admissible(ids, prefixes)
-    return {
-        index: tuple(option for option in offered.get(index, ()) if option.prefix == prefix)[:1]
-        for index, prefix in enumerate(chain)
-    }
-
-
-def admissible(
-    chunks: Sequence[ChunkId], prefixes: Sequence[Collection[tuple[ChunkId, ...]]]
-) -> tuple[tuple[ChunkId, ...], ...]:
-    """The longest leading run of a request's chunks that is, as a set, one cached chain.
-
-    A chain is cached if each of its chunks has KV computed after exactly the chain's chunks before it, back to the first,
-    which has none before it. Of chains of equal length the one nearest to the request's order is taken: the first in the
-    lexicographic order of its chunks' indices.
-
-    Args:
-        chunks: the request's chunks, in order. A run ends before a chunk that occurs a second time.
-        prefixes: per chunk, the prefixes that it has KV after; order irrelevant.
-    Returns:
-        For each chunk of the run the prefix whose KV to use; as long as the run, () if there is none.
-    """
-    index_of = {chunk: index for index, chunk in reversed(list(enumerate(chunks)))}  # its first place
-    # Only a chain that ends in one of its own links can be whole: try each link as the last one.
-    chains = []
-    for chunk, index in index_of.items():
-        for prefix in prefixes[index]:
-            order = [index_of.get(link, -1) for link in (*prefix, chunk)]
-            if sorted(order) == list(range(len(order))):
-                chains.append((-len(order), order))
-    for _, order in sorted(chains):
-        chain = tuple(chunks[index] for index in order)
-        links = {index: chain[:depth] for depth, index in enumerate(order)}
-        if all(prefix in prefixes[index] for index, prefix in links.items()):
-            return tuple(links[index] for index in range(len(order)))
-    return ()

@@ -1,14 +1,13 @@
-"""Check whether `--reuse fused` is right with this model on this machine, and calibrate how tokens are selected.
+"""Check whether `--reuse fused` is right with this model on this machine, and calibrate which tokens are selected.
 
     python -m sglang_chunkcache.check --model-path M [any SGLang flag]      load the model, run the start-up gate, stop
     python -m sglang_chunkcache.check --url http://127.0.0.1:30000          the figures of a running server's gate
-    python -m sglang_chunkcache.check --url ... --calibrate FILE --f1 0.9   solve eq. 13 for `--chunkcache-alpha` (calibrate.py)
     python -m sglang_chunkcache.check --url ... --calibrate-selection [FILE] which layers and heads tell what to recompute
 
 The last line of stdout is one JSON object. Exit codes:
 
     0   passed
-    1   the gate failed, or no alpha reaches the target
+    1   the gate failed
     2   a mistake in the flags, a model that is not supported, or a server that does not answer
 """
 
@@ -26,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang_chunkcache import config
-from sglang_chunkcache.calibrate import calibrate, read_examples
 from sglang_chunkcache.client import Client, ServerError
+from sglang_chunkcache.examples import read_examples
+from sglang_chunkcache.own_selectors import check_selectors
+from sglang_chunkcache.removed import add_removed_flags
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.state import STATE_KEY, RankState
 
@@ -45,15 +46,13 @@ def main(argv: Sequence[str]) -> int:
         return 0
     parser = _parser()
     args, flags = parser.parse_known_args(argv)
-    calibrates = args.calibrate is not None or args.calibrate_selection is not None
+    calibrates = args.calibrate_selection is not None
     if args.url is None and (calibrates or "--model-path" not in " ".join(flags)):
         parser.error("give --model-path, or --url of a running server (calibration needs one)")
     if args.url is not None and flags:
         parser.error(f"not for a running server: {' '.join(flags)}")
     try:
-        if args.calibrate is not None:
-            return _calibrate(args)
-        if args.calibrate_selection is not None:
+        if calibrates:
             return _calibrate_selection(args)
         gates = _gates_of(Client(args.url, args.api_key)) if args.url else [_measure(flags)]
     except ServerError as error:
@@ -81,25 +80,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--url", help="a running server, instead of loading a model")
     parser.add_argument("--api-key", metavar="KEY", help="the API key of the server")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--calibrate", type=Path, metavar="FILE", help="questions, one JSON object a line")
-    what.add_argument(
-        "--calibrate-selection", nargs="?", const="", metavar="FILE", help="on such questions, or on made-up ones"
+    parser.add_argument(
+        "--calibrate-selection",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="on these questions, one JSON object a line, or on made-up ones",
     )
-    parser.add_argument("--f1", type=float, default=0.95, help="F1 to reach, as a share of full prefill's: %(default)s")
+    add_removed_flags(parser, ["--calibrate", "--f1"])
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")
     return parser
-
-
-def _calibrate(args: argparse.Namespace) -> int:
-    result = calibrate(Client(args.url, args.api_key), read_examples(args.calibrate), target=args.f1)
-    if not args.json:
-        print(f"{'alpha':>8} {'mean CFO':>9} {'F1':>6} {'share of full':>14}")
-        for step in result["steps"]:
-            share = step["f1"] / result["full_f1"] if result["full_f1"] else 0.0
-            print(f"{step['alpha']:8.3f} {step['mean_cfo']:9.3f} {step['f1']:6.3f} {share:14.3f}")
-    print(json.dumps(result))
-    return 0 if result["alpha"] is not None else 1
 
 
 def _calibrate_selection(args: argparse.Namespace) -> int:
@@ -169,6 +159,7 @@ def _load_and_measure(flags: Sequence[str]) -> Mapping[str, Any]:
     settings = dataclasses.replace(config.from_flags(args), reuse="fused", gate="report")
     os.environ.update(settings.to_env())
     try:
+        check_selectors(settings)
         flags = server_flags(found_models(rest), stock=False)
     except ValueError as error:
         parser.error(str(error))

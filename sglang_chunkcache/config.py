@@ -28,8 +28,8 @@ SHORT_FLAGS = {
 }
 """Short names of frequent flags, in addition to the long ones."""
 
-SELECTORS = ("none", "first", "random", "h2o", "deviation", "query", "prophet", "critical", "context", "set")
-"""Names of the selectors; tests check that each has its file in `fusion/selectors/`."""
+SELECTORS = ("none", "first", "deviation", "query", "critical", "context")
+"""Names of our selectors; tests check that each has its file in `fusion/selectors/`."""
 
 MAX_ALPHA = 1000.0
 """Far above the alpha that recomputes every chunk whole."""
@@ -138,18 +138,14 @@ class ChunkCacheConfig:
     """`fused` lets requests opt into moved KV, which is approximate; with `exact` none of that code is loaded."""
     selector: str = knob("critical", "which tokens of a moved chunk are recomputed by default", choices=SELECTORS)
     """The one that keeps most of a prefill's answers; see fusion/selectors/README.md."""
+    selectors: str | None = knob(None, "module with selectors of your own, which requests may name, too")
+    """The server's processes import it by its name (fusion/selectors/README.md)."""
     recompute_ratio: float = knob(0.15, "share of a request's moved tokens to recompute", low=0.0, high=1.0)
     """FusionRAG's and CacheBlend's operating point."""
-    alpha: float | None = knob(
-        None, "alpha of `context` where a request names neither alpha nor ratio", low=0.0, high=MAX_ALPHA, kind=float
-    )
-    """Cache-Craft's eq. 13: what `python -m sglang_chunkcache.check --calibrate` prints for model and traffic."""
     calibrate: str = knob(
         "auto", "measure at the start which layers and heads tell what to recompute", choices=("auto", "on", "off")
     )
     """Once for a model and its weights; kept under `XDG_CACHE_HOME`. `auto`: where the server's selector is `critical`."""
-    focus_window: int = knob(3, "layers that must agree on the chunks that a question focuses on", low=1, high=1000)
-    """w of Cache-Craft's algorithm 1, which gives no figure."""
     host_mib: int | None = knob(
         None,
         "host memory of each rank for exact chains that leave the device, in MiB; 0: none; not given: from the machine",
@@ -207,11 +203,6 @@ class ChunkCacheConfig:
     )
     """They run through the model once more, before the answer does. 32 hold a question, take a third to a half of the time of
     recomputing what they select, and choose better than 256 where instructions precede the question (eval/LOG.md)."""
-    scoring: str = knob(
-        "auto", "measure attention between chunks when one enters the store", choices=("auto", "on", "off")
-    )
-    """Costs one more prefill of the chunk, once per variant. `auto`: where the selector of the request that stores the chunk, or
-    the server's, reads scores (`context`, `h2o`). What `critical` reads is measured while SGLang prefills."""
     max_pass_tokens: int = knob(0, "tokens recomputed before one batch; 0: SGLang's prefill budget", low=0)
     """Bounds how long the other requests of a batch wait."""
     max_gap_tokens: int = knob(2048, "tokens between moved chunks that one request may compute in the pass", low=0)
@@ -293,7 +284,8 @@ class ChunkCacheConfig:
         for f in dataclasses.fields(self):
             value, flag = getattr(self, f.name), flag_name(f.name)
             choices, low, high = (f.metadata.get(k) for k in ("choices", "low", "high"))
-            if choices and value not in choices:
+            is_own = f.name == "selector" and self.selectors is not None  # own_selectors.py knows its names
+            if choices and value not in choices and not is_own:
                 was = refusal(flag, value)
                 raise ValueError(
                     f"{flag} {value} {was}" if was else f"{flag} must be one of {', '.join(choices)}, got {value!r}"

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from retrieval.model_path import find_model
 from sglang_chunkcache import __version__, config, quiet
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
+from sglang_chunkcache.own_selectors import check_selectors
 from sglang_chunkcache.plugin import BACKEND
 
 # SGLang's processes import this module again before anything of SGLang
@@ -66,6 +67,7 @@ def main(argv: list[str]) -> None:
         if not args.stock:
             _check_attention(settings)
             _check_storage(settings)
+            check_selectors(settings)
     except ValueError as error:
         parser.error(str(error))
     if args.stock:

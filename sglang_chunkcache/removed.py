@@ -16,24 +16,39 @@ REMOVED: dict[str, str] = {
     "--chunkcache-admission": "all chunks enter the cache; CRAFT's rule is in `python -m eval replay --admission`",
     "--plan": "the command tells what all chunks need before it sends the first one",
     "--planned": "`python -m sglang_chunkcache.preprocess` tells what a corpus needs before it sends the first chunk",
+    "--chunkcache-alpha": '`"alpha"` in a request\'s `reuse`; without it `context` solves for the ratio',
+    "--chunkcache-focus-window": "three layers agree, as by default",
+    "--chunkcache-scoring": "chunks are scored where the selector of the request that stores them, or the server's, reads scores",
+    "--chunkcache-selector random": "`--chunkcache-selectors eval.selectors` has it",
+    "--chunkcache-selector h2o": "`--chunkcache-selectors eval.selectors` has it",
+    "--chunkcache-selector prophet": "`--chunkcache-selectors eval.selectors` has it",
+    "--chunkcache-selector set": "`exact` reuse finds chains in their order, `none` moves all chunks as they are",
+    "reuse.selector random": "a server started with `--chunkcache-selectors eval.selectors` has it",
+    "reuse.selector h2o": "a server started with `--chunkcache-selectors eval.selectors` has it",
+    "reuse.selector prophet": "a server started with `--chunkcache-selectors eval.selectors` has it",
+    "reuse.selector set": "`exact` reuse finds chains in their order, `none` moves all chunks as they are",
+    "reuse.floor": "give a higher ratio",
+    "reuse.without": "all parts of `context` count",
+    "reuse.focus refill": "`spare` leaves the other chunks as moved, `off` has no focus",
+    "--scoring": "a replay measures what its selector reads",
+    "--calibrate": "`python -m eval alpha` finds alpha",
+    "--f1": "`python -m eval alpha` has it",
 }
 """What to use instead, by a flag, a field's path in the request body, or either with one of its values behind a space."""
+
+SERVER_FLAGS = tuple(name for name in REMOVED if name.startswith("--chunkcache-") and " " not in name)
 
 
 def refusal(name: str, value: object = None) -> str | None:
     """Why this flag or field, or this value of it, is refused; None where it was not removed."""
-    advice = REMOVED.get(name if value is None else f"{name} {value}")
+    advice = REMOVED.get(name if value is None else f"{name} {value}" if isinstance(value, str) else "")
     return advice and f"was removed: {advice}"
 
 
-SERVER_FLAGS = tuple(name for name in REMOVED if name.startswith("--chunkcache-"))
-
-
 def add_removed_flags(parser: argparse.ArgumentParser, flags: Iterable[str] = SERVER_FLAGS) -> None:
-    """Let the parser refuse those of `flags` that are flags, whether a value follows or not."""
+    """Let the parser refuse these flags, by default the server's, whether a value follows or not."""
     for flag in flags:
-        if " " not in flag:
-            parser.add_argument(flag, nargs="?", action=_Refuse, help=argparse.SUPPRESS)
+        parser.add_argument(flag, nargs="?", action=_Refuse, help=argparse.SUPPRESS)
 
 
 class _Refuse(argparse.Action):

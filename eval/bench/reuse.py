@@ -58,7 +58,8 @@ MAX_DRAINS = 1000
 OUR_FLAGS = [
     *("--reuse", "fused"),
     *("--chunkcache-store-threshold", "1000000"),
-    *("--chunkcache-scoring", "on"),
+    *serve_arms.SCORED,
+    *("--chunkcache-calibrate", "on"),
     *serve_arms.UNAUDITED,
 ]
 """Only preprocessing fills the store, scored for the selectors that read scores."""

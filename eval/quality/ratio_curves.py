@@ -9,8 +9,8 @@ chunk, so that all selectors move the same KV:
                    each chunk N times, behind others each time, and a plan takes the best of its N variants
     preprocessed   after the top-n passages nearest to it by words, none of them in the prompt (FusionRAG 3.1)
 
-Captures are isolated: every question has unique `cache_salt`s, one per capture and one for full prefill. `set` runs last because
-it computes chunks that it does not reuse, which creates new sources. A chunk that is moved from another source ends the run.
+Captures are isolated: every question has unique `cache_salt`s, one per capture and one for full prefill. A chunk that is moved
+from another source ends the run.
 With `--from-store` what was captured has left the device before, so the store's codec (`-- --chunkcache-store-codec int4`) is
 part of every answer.
 
@@ -47,7 +47,7 @@ from eval.quality.ratio_cases import LONG, Case, K, data_cases, long_request, wo
 from eval.quality.scores import FULL_REUSE, cells_of, rounded
 from eval.recorded import grouped
 from eval.run import Sample
-from eval.serve.arms import ARMS, UNAUDITED, Arm
+from eval.serve.arms import ARMS, SCORED, UNAUDITED, Arm
 from eval.stats import share
 from eval.task import Request, TextChunk
 from eval.world.kinds import KINDS
@@ -56,7 +56,7 @@ FLAGS = (
     *("--reuse", "fused"),
     *("--chunkcache-move", "always"),
     *("--chunkcache-store-threshold", "1"),
-    *("--chunkcache-scoring", "on"),
+    *SCORED,
     *("--chunkcache-calibrate", "on"),
     *UNAUDITED,
 )
@@ -67,9 +67,9 @@ FROM_STORE = ("--chunkcache-eviction", "lru", "--chunked-prefill-size", "1024")
 """What was captured leaves before what fills the pool, and a plan's request fits into the rest."""
 SELECTORS = (
     *("none", "first", "random", "h2o", "deviation", "deviation@3", "deviation@calibrated"),
-    *("query", "query@3", "query@calibrated", "prophet", "critical", "critical@auto", "context", "context-all", "set"),
+    *("query", "query@3", "query@calibrated", "prophet", "critical", "critical@auto", "context", "context-all"),
 )
-UNRATED = ("none", "set", "critical@auto")  # their selection does not depend on a ratio
+UNRATED = ("none", "critical@auto")  # their selection does not depend on a ratio
 CAPTURES = ("alone", "live", "preprocessed")
 ALL = "all"
 QUALITIES = (0.9, 0.99)
@@ -77,7 +77,7 @@ QUALITIES = (0.9, 0.99)
 ALPHAS = (0.5, 1.0, 2.0, 3.0)
 """Cache-Craft fig. 26."""
 ALPHA_RATIO = 0.15
-"""Of the parts of `context`, and of chunks without scores where alpha is given."""
+"""Of chunks without scores where alpha is given."""
 PAIRED_RATIOS = (0.05, 0.15)
 PAIRED = (
     *((a, b) for b in ("query", "context", "context-all") for a in ("random", "first")),
@@ -128,7 +128,7 @@ class RatioCurves(Mode):
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
         """Selectors, ratios, captures."""
-        text = "context and context-all: also Cache-Craft's alphas, and without each of its parts"
+        text = "context and context-all: also Cache-Craft's alphas"
         parser.add_argument("--selectors", nargs="+", choices=SELECTORS, default=list(SELECTORS), help=text)
         parser.add_argument("--ratios", nargs="+", type=float, default=[0, 0.05, 0.15, 0.3, 0.5, 1])
         text = "of the world, --requests of each kind and world (default: linked); see eval/world/kinds.py"
@@ -206,7 +206,7 @@ def make_captures(names: Sequence[str], neighbors: Sequence[int], rounds: Sequen
 
 
 def make_cells(selectors: Sequence[str], ratios: Sequence[float]) -> list[Cell]:
-    """All cells in the order in which they run: `set` last."""
+    """All cells in the order in which they run."""
     cells = [Cell(FULL_REUSE, {"ratio": 0.0}, _reuse("none", 0.0))]
     for selector in (name for name in selectors if name not in UNRATED):
         cells += [Cell(selector, {"ratio": r}, _reuse(selector, r)) for r in ratios if 0 < r < 1]
@@ -216,16 +216,10 @@ def make_cells(selectors: Sequence[str], ratios: Sequence[float]) -> list[Cell]:
     if 1 in ratios:
         cells.append(Cell(ALL, {"ratio": 1.0}, _reuse("first", 1.0)))
     if {"context", "context-all"} & set(selectors):
-        parts: dict[str, dict[str, Any]] = {"no beta": {"without": ["beta"]}, "no cci": {"without": ["cci"]}}
-        found: list[tuple[str, dict[str, float], dict[str, Any]]] = []
-        found += [(f"context, {name}", {}, part) for name, part in parts.items()]
-        parts["no focus"] = {"focus": "off"}
-        found += [(f"context, {name}", {"alpha": 1.0}, part) for name, part in parts.items()]
-        found += [("context", {"alpha": alpha}, {}) for alpha in ALPHAS]
+        found: list[tuple[str, float, dict[str, Any]]] = [("context, no focus", 1.0, {"focus": "off"})]
+        found += [("context", alpha, {}) for alpha in ALPHAS]
         at, context = {"ratio": ALPHA_RATIO}, _reuse("context", ALPHA_RATIO)
-        cells += [Cell(arm, at | label, context | label | part) for arm, label, part in found]
-    if "set" in selectors:
-        cells.append(Cell("set", {"ratio": 0.0}, _reuse("set", 0.0)))
+        cells += [Cell(arm, at | {"alpha": alpha}, context | {"alpha": alpha} | part) for arm, alpha, part in found]
     return cells
 
 

@@ -167,8 +167,7 @@ class FusedReplay:
             self._copies,
             self.store,
             lambda node: node.num_tokens,
-            scoring=config.scoring,
-            selector=config.selector,
+            scored=self._fusion.scored,
             max_waiting=MAX_WAITING_CAPTURES,
             max_tokens=MAX_CAPTURED_TOKENS,
             token_bytes=kv_bytes,
@@ -233,7 +232,7 @@ class FusedReplay:
         nodes = self._learn(leaf, prompt, len(found), moved)
         self.store.ask((self._known[node].chunk, prompt.head, self._known[node].prefix) for node in nodes)
         keep = self._table.frequent((chunk.id for chunk in prompt.chunks), self._config.store_threshold)
-        self._captures.add(nodes, keep, is_preprocessing=False, selector=self._fusion.selector)
+        self._captures.add(nodes, keep, is_preprocessing=False, scored=self._fusion.scored)
         self._capture()
         first = len(history.chunks) if history else 0
         count = _count(request, spans, plan, num_exact, len(found), fused_from, first=first)

@@ -14,11 +14,11 @@ from eval.replay.grid import DEFAULTS, Cell
 from eval.replay.trace import TraceFacts, TraceRequest
 from eval.replay.verdict import capacity_name
 from sglang_chunkcache import ChunkCacheConfig
+from sglang_chunkcache.removed import add_removed_flags
 
 KNOBS = (
     "selector",
     "recompute_ratio",
-    "scoring",
     "store_chunks",
     "store_variants",
     "store_threshold",
@@ -52,6 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             text = f"{field.metadata['help']}; default: %(default)s"
             name = f"--{field.name.replace('_', '-')}"
             group.add_argument(name, type=kind, default=field.default, choices=choices, help=text)
+    add_removed_flags(parser, ["--scoring"])
     for name, default, text in NUMBERS:
         group.add_argument(f"--{name}", type=type(default), default=default, help=f"{text}; default: %(default)s")
 

@@ -58,6 +58,10 @@ class Arm:
         return "reuse" in self.body
 
 
+OWN_SELECTORS = ("--chunkcache-selectors", "eval.selectors")
+"""What the papers compare with: requests may name these selectors, too."""
+SCORED = (*OWN_SELECTORS, "--chunkcache-selector", "h2o")
+"""A server scores what it stores as its own selector reads it, which here is all."""
 UNAUDITED = ("--chunkcache-audit-share", "0")
 """A selector that answers badly is what some measurements are about: it must not be paused."""
 
@@ -115,7 +119,13 @@ ARMS = {
             (*LPM, HOST_MIB, "1024"),
         ),
         _fused("fused", "ours with --reuse fused and its defaults; requests say that they want it, and no more"),
-        _fused("fused-scored", "the same with everything scored", "--chunkcache-scoring", "on"),
+        _fused(
+            "fused-scored",
+            "the same with everything scored",
+            *SCORED,
+            *("--chunkcache-calibrate", "on"),
+            reuse={"mode": "fused", "selector": "critical"},
+        ),
         _fused("fused-unstored", "the same with nothing stored", "--chunkcache-store-threshold", "1000000"),
         _fused("fused-unaudited", "the same with no answer compared with an exact prefill", *UNAUDITED),
         _paper("cacheblend", "CacheBlend: 15% by KV deviation", *NO_PASS_LIMIT, **CACHEBLEND),

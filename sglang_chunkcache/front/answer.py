@@ -171,7 +171,6 @@ def _asked(planned: Planned) -> dict[str, Any] | None:
         "quality": fusion.quality,
         "alpha": fusion.alpha,
         "focus": fusion.focus,
-        "without": sorted(fusion.without),
         "recipe": fusion.recipe,
     }
 

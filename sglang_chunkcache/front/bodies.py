@@ -13,15 +13,13 @@ from pydantic import (
     Field,
     StrictInt,
     StrictStr,
-    field_validator,
     model_validator,
 )
 
 from radix_ext import FusionRequest
 from radix_ext.fusion_request import Focus
-from sglang_chunkcache.config import MAX_ALPHA, MAX_LAYERS, SELECTORS, ChunkCacheConfig
-from sglang_chunkcache.front.fusion_options import check_joint, fused_request
-from sglang_chunkcache.removed import refusal
+from sglang_chunkcache.config import MAX_ALPHA, MAX_LAYERS, ChunkCacheConfig
+from sglang_chunkcache.front.fusion_options import check_joint, fused_request, needs_of
 from sglang_chunkcache.wire.spans import JointRequest
 
 MAX_ID_CHARS = 256
@@ -68,23 +66,15 @@ class ReuseIn(BaseModel):
     selector: str | None = None
     ratio: Annotated[float, Field(ge=0, le=1, strict=True)] | Literal["auto"] | None = None
     quality: float | None = Field(default=None, ge=0, le=1, strict=True)
-    floor: float | None = Field(default=None, ge=0, le=1, strict=True)
     alpha: float | None = Field(default=None, ge=0, le=MAX_ALPHA, strict=True)
     focus: Focus | None = None
-    without: list[Literal["beta", "cci"]] = Field(default=[], max_length=2)
     depth: Annotated[int, Field(ge=1, le=MAX_LAYERS, strict=True)] | Literal["calibrated"] | None = None
     layers: Annotated[int, Field(ge=1, le=MAX_LAYERS, strict=True)] | Literal["last", "calibrated"] | None = None
     move: Literal["pays", "always"] | None = None
 
-    @field_validator("selector")
-    @classmethod
-    def _is_known(cls, name: str | None) -> str | None:
-        if name is not None and name not in SELECTORS:
-            raise ValueError(refusal("reuse.selector", name) or f"must be one of {', '.join(SELECTORS)}")
-        return name
-
     def to_request(self, config: ChunkCacheConfig) -> FusionRequest | None:
-        """None for exact reuse. Raises RequestError where the server does not move KV."""
+        """None for exact reuse. Raises RequestError where the server does not move KV, or has no such selector."""
+        needs_of(config, self.selector)
         if self.mode == "exact":
             return None
         named = self.model_dump(exclude={"mode"}, exclude_none=True)

@@ -1,6 +1,6 @@
 """From a client's options for moved KV to what the scheduler is told: defaults, the recipe, and which chunks go into the store.
 
-    recipe   query/0.15/alpha=-/focus=off/without=-/question=9f86d081884c7d65
+    recipe   query/0.15/alpha=-/focus=off/question=9f86d081884c7d65
              the policy                           only where the choice of tokens depends on the question
     recipe   none/0.0/.../fresh=3/question=5f2ae1c07b9d4e83       of one prompt that preprocesses a chunk
 
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
-from radix_ext import AccessTable, FusionRequest, Span
-from radix_ext.fusion_request import MAX_AUTO, QUESTION, Focus
+from radix_ext import AccessTable, FusionRequest, Need, Span
+from radix_ext.fusion_request import NEEDS, QUESTION, Focus
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.own_selectors import own_needs
 from sglang_chunkcache.wire.spans import JointRequest
 
 DEFAULT_QUALITY = 0.99
@@ -32,25 +33,31 @@ def check_fused(config: ChunkCacheConfig, field: str) -> None:
         raise RequestError(f"{field}: this server reuses exact prefixes only; start it with --reuse fused")
 
 
+def needs_of(config: ChunkCacheConfig, selector: str | None) -> frozenset[Need]:
+    """What that selector reads, by default the server's own. Raises RequestError: the server has no such selector."""
+    name = config.selector if selector is None else selector
+    try:
+        return NEEDS.get(name) or own_needs(name, config.selectors)
+    except ValueError as error:
+        raise RequestError(f"reuse.selector: {error}") from None
+
+
 def fused_request(
     config: ChunkCacheConfig,
     *,
     selector: str | None = None,
     ratio: float | str | None = None,
     quality: float | None = None,
-    floor: float | None = None,
     alpha: float | None = None,
     focus: Focus | None = None,
-    without: Iterable[str] = (),
     depth: int | str | None = None,
     layers: int | str | None = None,
     move: str | None = None,
 ) -> FusionRequest:
     """The client's options with the server's defaults filled in; the recipe comes with the prompt.
 
-    Alpha and focus are Cache-Craft's (eq. 12, algorithm 1), so by default `context` alone has them. The server's alpha counts
-    for a request that names neither alpha nor ratio. Without `depth` and `layers` the papers' layers count, for `critical` and
-    for ratio "auto" the calibrated ones.
+    Alpha and focus are Cache-Craft's (eq. 12, algorithm 1), so by default `context` alone has them. Without `depth` and `layers`
+    the papers' layers count, for `critical` and for ratio "auto" the calibrated ones.
 
     Raises:
         RequestError: a server that was started without `--reuse fused`, an option that the selector does not have, options that
@@ -59,17 +66,14 @@ def fused_request(
     check_fused(config, "reuse")
     if move == "pays" and config.move == "always":
         raise RequestError("reuse.move: this server has not measured what pays; start it with --chunkcache-move pays")
+    needs = needs_of(config, selector)
     selector = config.selector if selector is None else selector
     if alpha is not None and selector != "context":
         raise RequestError(f"reuse.alpha: selector {selector} has none, only context")
-    if alpha is None and ratio is None and selector == "context":
-        alpha = config.alpha
-    if depth is not None and selector not in ("deviation", "critical"):
+    if depth is not None and Need.DEVIATION not in needs:
         raise RequestError(f"reuse.depth: selector {selector} compares no KV, only deviation and critical do")
-    if layers is not None and selector not in ("query", "critical"):
+    if layers is not None and (Need.QUESTION not in needs or Need.ALL_LAYERS in needs):
         raise RequestError(f"reuse.layers: selector {selector} has no choice of them, only query and critical")
-    if selector == "critical" and focus == "refill":
-        raise RequestError("reuse.focus: selector critical compares few tokens of a chunk, refill would take others")
     is_auto = ratio == "auto"
     if quality is not None and not is_auto:
         raise RequestError('reuse.quality: goes with "ratio": "auto"')
@@ -77,28 +81,20 @@ def fused_request(
         raise RequestError(
             f"reuse.ratio: selector {selector} does not measure what KV lacks, only deviation and critical do"
         )
-    if is_auto and (depth not in (None, "calibrated") or focus == "refill"):
-        raise RequestError("reuse.ratio: auto goes with the calibrated depth and without focus refill")
+    if is_auto and depth not in (None, "calibrated"):
+        raise RequestError("reuse.ratio: auto goes with the calibrated depth")
     if selector == "critical":
         depth, layers = depth or "calibrated", layers or "calibrated"
     share = config.recompute_ratio if ratio is None or isinstance(ratio, str) else float(ratio)
-    if floor and selector not in ("query", "deviation", "prophet", "critical"):
-        raise RequestError(f"reuse.floor: selector {selector} chooses by chunk")
-    if floor and focus not in (None, "off"):
-        raise RequestError("reuse.floor: goes without focus, which leaves chunks out")
-    most = MAX_AUTO if is_auto else share
-    if floor and floor > most:
-        raise RequestError(f"reuse.floor: must be at most the ratio, {most}")
     return FusionRequest(
         selector=selector,
-        ratio=max(share, floor or 0.0),
+        ratio=share,
         quality=(DEFAULT_QUALITY if quality is None else quality) if is_auto else None,
-        floor=floor or 0.0,
         alpha=None if alpha is None else float(alpha),
         focus=focus or ("spare" if selector == "context" else "off"),
-        without=frozenset(without),
         depth=_number(depth or ("calibrated" if is_auto else 2)),
         layer=_number(layers or "last"),
+        own_needs=frozenset() if selector in NEEDS else needs,
         always=(move or config.move) == "always",
     )
 
@@ -131,9 +127,7 @@ def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "")
             repr(fusion.ratio),
             f"alpha={'-' if fusion.alpha is None else repr(fusion.alpha)}",
             f"focus={fusion.focus}",
-            f"without={'+'.join(sorted(fusion.without)) or '-'}",
             *([f"quality={fusion.quality}"] if fusion.quality is not None else []),
-            *([f"floor={fusion.floor}"] if fusion.floor else []),
             *([f"depth={fusion.depth}"] if fusion.depth != 2 else []),
             *([f"layer={fusion.layer}"] if fusion.layer != 0 else []),
             *([f"fresh={'+'.join(map(str, sorted(fusion.fresh)))}"] if fusion.fresh else []),

@@ -70,7 +70,7 @@ def parse(model: type[Model], body: dict[str, Any]) -> Model:
         branches: dict[str, set[str]] = {}
         for item in error.errors():
             place, branch = _place(item, body)
-            reasons.setdefault(place, {})[refusal(place) or _reason(item)] = None
+            reasons.setdefault(place, {})[refusal(place) or refusal(place, item["input"]) or _reason(item)] = None
             branches.setdefault(place, set()).add(branch)
         # What only some branches of a union refuse is right in another one.
         widest = max(map(len, branches.values()))

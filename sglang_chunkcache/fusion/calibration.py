@@ -72,7 +72,7 @@ class Calibration:
         sufficed = next(step for step in self.steps if step.gain >= enough)
         step = next((step for step in self.steps if step.share >= MARGIN * sufficed.share), self.steps[-1])
         recipe = f"{fusion.recipe}/above={step.above!r}"
-        return replace(fusion, ratio=max(MAX_AUTO, fusion.floor), above=step.above, expected=step.share, recipe=recipe)
+        return replace(fusion, ratio=MAX_AUTO, above=step.above, expected=step.share, recipe=recipe)
 
     def as_dict(self) -> dict[str, Any]:
         """For stats and file; layers and heads counted from 1."""

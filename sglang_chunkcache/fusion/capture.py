@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from radix_ext import FusionRequest
 from radix_ext.capture_queue import CaptureQueue, Waiting
 from radix_ext.sources import ChunkCopies
 from radix_ext.variants import VariantIndex
-from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_WAITING_CAPTURES
+from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_WAITING_CAPTURES, ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import Capture, Captured, FusionPass
 from sglang_chunkcache.fusion.store import HostBlob
+from sglang_chunkcache.own_selectors import own_needs
 from sglang_chunkcache.scheduler.node import facts
 
 if TYPE_CHECKING:
@@ -36,8 +38,7 @@ class Captures(CaptureQueue):
             copies,
             store,
             lambda node: len(node.key),
-            scoring=fusion_pass.config.scoring,
-            selector=fusion_pass.config.selector,
+            scored=_own_request(fusion_pass.config).scored,
             max_waiting=MAX_WAITING_CAPTURES,
             max_tokens=MAX_CAPTURED_TOKENS,
             token_bytes=fusion_pass.stored_token_bytes,
@@ -101,6 +102,13 @@ class Captures(CaptureQueue):
             logger.exception("chunk cache: storing %d chunk(s) failed", len(batch))
             self.give_up(batch)
             self._num_failed += len(batch)
+
+
+def _own_request(config: ChunkCacheConfig) -> FusionRequest:
+    """With the server's own selector."""
+    return FusionRequest(
+        config.selector, config.recompute_ratio, own_needs=own_needs(config.selector, config.selectors)
+    )
 
 
 def _capture_of(entry: Waiting, leader: HostBlob | None) -> Capture:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from radix_ext import FusionRequest
+from radix_ext import FusionRequest, Need
 from radix_ext.cfo import Scored
 from radix_ext.costs import Phase, Work, seconds, through
 from radix_ext.fusion_request import asked_layers, question_tokens
@@ -49,7 +49,7 @@ from sglang_chunkcache.fusion.outward import OutwardWatch
 from sglang_chunkcache.fusion.recompute import PlanError, run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, copy_moved, read_blob
 from sglang_chunkcache.fusion.selectors import focus
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selector
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selector
 from sglang_chunkcache.fusion.store import Blob, ChunkScores, HostBlob, Offload, encoded
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads, copied_ahead
 from sglang_chunkcache.scheduler.pricing import Pricing
@@ -299,7 +299,7 @@ class FusionPass:
 
     def _choose(self, moves: Sequence[Move]) -> list[list[int]]:
         """Positions to compute, per move: the selector's critical tokens and all of the gaps."""
-        choosers = [_selector_of(move.fusion) for move in moves]
+        choosers = [self._selector_of(move.fusion) for move in moves]
         needs = [set(chooser.needs) for chooser in choosers]
         for move, need in zip(moves, needs, strict=True):
             if move.fusion.focus != "off" and move.fusion.is_choice:
@@ -310,12 +310,9 @@ class FusionPass:
         for move, chooser, seen, chunks in zip(moves, choosers, evidence, chunks_of, strict=True):
             selection = chooser.select(chunks, move.fusion, seen)
             if move.fusion.focus != "off" and seen.question_by_layer is not None:
-                window = min(self.config.focus_window, len(seen.question_by_layer))
+                window = min(focus.WINDOW, len(seen.question_by_layer))
                 focused, _ = focus.focused_chunks(seen.question_by_layer, window=window)
-                if move.fusion.focus == "spare":
-                    selection = focus.spare_unfocused(selection, focused)
-                else:
-                    selection = focus.refill(chooser, chunks, move.fusion, seen, selection, focused)
+                selection = focus.spare_unfocused(selection, focused)
                 move.focused = [int(move.moved[i].span or 0) for i in sorted(focused)]
             move.fallbacks += selection.fallbacks
             positions = [chunk.start + int(i) for chunk, o in zip(chunks, selection.offsets, strict=True) for i in o]
@@ -343,13 +340,18 @@ class FusionPass:
         deviating = [i for i, need in enumerate(needs) if Need.DEVIATION in need]
         probes = []
         for i in deviating:
-            named = _selector_of(moves[i].fusion).candidates(chunks_of[i], moves[i].fusion, evidence[i])
+            named = self._selector_of(moves[i].fusion).candidates(chunks_of[i], moves[i].fusion, evidence[i])
             probes.append(_deviation_probe(moves[i], named))
         with self.pricing.watch(Phase.DEVIATION, _sum(map(self._deviation_work, probes))):
             deviations = deviation_evidence(self.runner, probes)
         for i, deviation in zip(deviating, deviations, strict=True):
             evidence[i] = replace(evidence[i], deviation=deviation)
         return evidence
+
+    def _selector_of(self, fusion: FusionRequest) -> Selector:
+        """The selector asked for; `first` in its place where nothing or everything is taken, which needs no measuring."""
+        name = fusion.selector if fusion.is_choice or not fusion.recomputes else "first"
+        return selectors.get(name, self.config.selectors)
 
     def _deviation_work(self, probe: DeviationProbe) -> Work:
         num_gaps = len(probe.token_ids) - sum(end - start for start, end in probe.chunks)
@@ -416,15 +418,10 @@ class FusionPass:
             self.seconds[phase] += time.perf_counter() - started
 
 
-def _selector_of(fusion: FusionRequest) -> Selector:
-    """The selector asked for; `first` in its place where nothing or everything is taken, which needs no measuring."""
-    return selectors.get(fusion.selector if fusion.is_choice or not fusion.recomputes else "first")
-
-
 def _layers_read(fusion: FusionRequest, num_layers: int) -> range:
     """Layers, from 0, whose attention from the question counts."""
     last = min(fusion.layer or num_layers, num_layers)
-    return range(num_layers) if fusion.selector == "prophet" else range(last - 1, last)
+    return range(num_layers) if Need.ALL_LAYERS in fusion.needs else range(last - 1, last)
 
 
 def _sum(works: Iterable[Work]) -> Work:

@@ -5,7 +5,7 @@
     scores      a chunk over its own KV              -> what the chunk attended to     once per variant
 
 Attention weights exist in float32 where they are read by token, piece by piece: those of the question in the layers that are
-read, and of a chunk over itself for `h2o`. Masses on whole chunks come from log-sum-exps. Under tensor
+read, and of a chunk over itself for `Need.RECEIVED`. Masses on whole chunks come from log-sum-exps. Under tensor
 parallelism a rank has some of the heads, so sums are added over the ranks: all ranks decide on the same numbers.
 
 The evidence of a request (question, deviation) is read back to the CPU, for which the host waits: the selection needs it.
@@ -93,7 +93,7 @@ class ScoreProbe:
     """A chunk at `[start, start + n)` whose KV was computed at these positions.
 
     token_ids: [n] int64. slots: [start + n] int64, the pool's slots of all positions from 0 to the chunk's end. prefix:
-    `[start, end)` of each chunk before it, ascending. received: also what each of its tokens receives (`h2o`).
+    `[start, end)` of each chunk before it, ascending. received: also what each of its tokens receives.
     """
 
     token_ids: Tensor

@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext import ChunkId, FusionRequest, IntegrityError, text_before
+from radix_ext.cfo import Scored
 from radix_ext.costs import TRIED_EVERY
 from radix_ext.invest import exact_gaps
 from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan
@@ -240,8 +241,8 @@ class Fuser:
             }
             if not moved.issuperset(range(1, len(spans.spans) - 1)):
                 return
-        selector = spans.fusion.selector if spans.fusion else None
-        self.captures.add(chunks, spans.keep, is_preprocessing=spans.is_preprocessing, selector=selector)
+        scored = spans.fusion.scored if spans.fusion else Scored.NOTHING
+        self.captures.add(chunks, spans.keep, is_preprocessing=spans.is_preprocessing, scored=scored)
 
     @contextmanager
     def watch(self, batch: ScheduleBatch) -> Iterator[None]:
@@ -422,7 +423,7 @@ class Fuser:
         """
         assert spans.fusion is not None
         heads = text_before(spans.namespace, spans.spans, req.origin_input_ids)
-        chunks, scored = tuple(span.chunk for span in spans.spans), self.captures.scored_for(spans.fusion.selector)
+        chunks, scored = tuple(span.chunk for span in spans.spans), self.captures.at_least(spans.fusion.scored)
         is_behind = self.tier is not None and self.tier.storage.is_behind
         must_wait = False
         for index in spans.keep:

@@ -204,9 +204,9 @@ class Fallback(StrEnum):
     )
     UNSCORED = (
         "unscored",
-        "A moved chunk has no attention scores, so `h2o` and `context` recomputed its first tokens.",
+        "A moved chunk has no attention scores, so `context` recomputed its first tokens.",
         "A chunk has scores once a request with such a selector has stored it (`--chunkcache-store-threshold`); start with "
-        "`--chunkcache-scoring on`, or with such a selector as the default, to score what others store, too.",
+        "such a selector as the default to score what others store, too.",
     )
     UNCALIBRATED = (
         "uncalibrated",

@@ -64,6 +64,7 @@ def fused_server(tmp_path_factory: pytest.TempPathFactory, switch: Path) -> Iter
     }
     flags = [*mixed_load.FLAGS, "--chunkcache-move", "pays"]  # most tests ask for moves that do not pay
     flags += ["--chunkcache-audit-share", "0"]  # a check would evict what a test counts on
+    flags += ["--chunkcache-selectors", "eval.selectors"]
     with Server(flags, log=log, launcher=mixed_load.POISONED, env=env) as server:
         assert "chunk cache: ready" in log.read_text(), "healthy before it was calibrated"
         yield server

@@ -63,9 +63,9 @@ def test_flags_are_sglangs(arm: Arm) -> None:
 
 
 def test_craft_is_the_papers() -> None:
-    """Sections 4 and 5, whatever our defaults become."""
+    """Sections 4 and 5, whatever our defaults become, but for its admission, which finds less."""
     settings, rest = parse_launcher(list(ARMS["craft"].flags))
-    assert (settings.order, settings.admission, settings.eviction) == ("frequency", "promoted", "promoted")
+    assert (settings.order, settings.eviction) == ("frequency", "promoted")
     assert (settings.promotion_threshold, settings.window_requests) == (2, 1000)
     assert (settings.dedup, settings.routing) == ("paper", "round_robin")
     assert rest == ["--schedule-policy", "fcfs"]
@@ -112,7 +112,7 @@ def test_fused_is_what_a_user_gets() -> None:
     assert (request.selector, request.ratio, request.focus) == (defaults.selector, defaults.recompute_ratio, "off")
     for name, arm in ARMS.items():
         if arm.is_fused:
-            assert (parse_launcher(list(arm.flags))[0].scoring == "on") == ("scored" in name)
+            assert (parse_launcher(list(arm.flags))[0].selector == "h2o") == ("scored" in name)
 
 
 def test_cache_craft_recomputes_what_it_is_labelled_with() -> None:

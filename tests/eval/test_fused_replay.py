@@ -157,7 +157,7 @@ def test_store_takes_chunks_over_the_threshold() -> None:
 
 def test_host_copies_serve_what_has_left_the_device() -> None:
     """The source is the store's, and the use counts."""
-    replay = make_replay(capacity_tokens=40, store_threshold=1, scoring="off")
+    replay = make_replay(capacity_tokens=40, store_threshold=1)
     replay.step(request("AB"))
     replay.step(request("CDEF"))
     count = replay.step(request("BA"))
@@ -282,3 +282,12 @@ def test_all_of_ragpulse_fused(tmp_path: Path) -> None:
     shares = {fate: round(share["value"], 4) for fate, share in entry["fates"].items()}
     assert shares == {"exact": 0.4555, "relocated": 0.2564, "recomputed": 0.0455, "computed": 0.2426, "dropped": 0.0}
     assert round(entry["exact_without"]["value"], 4) == 0.5074
+
+
+def test_removed_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """By its name, with what holds instead."""
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--scoring", "on"])
+    assert "--scoring was removed: a replay measures what its selector reads" in capsys.readouterr().err

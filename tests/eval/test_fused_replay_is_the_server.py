@@ -141,7 +141,7 @@ TIGHT = Limits(max_pass_tokens=9, max_gap_tokens=4, question_window=0)  # a repl
         ("tree", ROOMY, {"selector": "none", "store_threshold": 1, "store_chunks": 2}),  # fused nodes are found again
         ("tree", ROOMY, {"selector": "critical", "store_chunks": 2}),
         ("retriever", ROOMY, {"selector": "context", "store_chunks": 3, "store_variants": 3, "store_threshold": 3}),
-        ("tree", TIGHT, {"selector": "random", "recompute_ratio": 0.3, "scoring": "off", "store_chunks": 2}),
+        ("tree", TIGHT, {"selector": "first", "recompute_ratio": 0.3, "store_chunks": 2}),
     ],
 )
 def test_replay_equals_the_server(

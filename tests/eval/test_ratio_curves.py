@@ -78,12 +78,11 @@ def rows_of(fake: FakeChat, case: Case, cells: list[ratio_curves.Cell], names: t
     return list(mode_of(cells, names).take(case, {"fused": endpoint_of(fake)}))
 
 
-def test_cells_run_ends_once_and_set_last() -> None:
-    """Ratio 0 and 1 are the same for all; what `set` computes must not become a source of others."""
+def test_cells_run_ends_once() -> None:
+    """Ratio 0 and 1 are the same for all."""
     cells = make_cells(SELECTORS, [0, 0.15, 0.5, 1])
     ends = [(cell.arm, cell.label) for cell in cells if cell.label.get("ratio") in (0, 1)]
-    assert ends == [("full-reuse", {"ratio": 0}), ("all", {"ratio": 1}), ("set", {"ratio": 0})]
-    assert cells[-1].arm == "set"
+    assert ends == [("full-reuse", {"ratio": 0}), ("all", {"ratio": 1})]
     asked = {json.dumps(cell.reuse, sort_keys=True) for cell in cells}
     assert len(asked) == len(cells)  # equal ones would hit each other's KV
     assert len({(cell.arm, *label_of({"capture": "alone"}, cell)) for cell in cells}) == len(cells)
@@ -172,7 +171,7 @@ def test_a_full_pool_leaves_the_store_alone() -> None:
 
 def test_questions_and_captures_are_kept_apart() -> None:
     """Full prefill never shares a salt with moved chunks, nor one capture with another."""
-    cells = make_cells(["first", "set"], [0, 0.15, 1])
+    cells = make_cells(["first"], [0, 0.15, 1])
     with chatting(FakeChat(answer)) as fake:
         rows = [row for name in ("t:1", "t:2") for _, row in rows_of(fake, make_test_case(name=name), cells)]
         chats = [body for body in fake.received if "messages" in body]
@@ -187,7 +186,6 @@ def test_questions_and_captures_are_kept_apart() -> None:
         ("full-reuse", 0.0, 0.0),
         ("first", 1.0, 1.0),
         ("all", 1.0, 1.0),
-        ("set", 1.0, 1.0),
     ]
     assert {row["block"] for row in rows} == {"p0"}  # both cases are about the same passage
 
@@ -260,8 +258,8 @@ def test_data_without_right_answers_gives_agreement_and_kl_alone() -> None:
 
 
 def test_every_selectors_curve_begins_and_ends_where_all_do() -> None:
-    """Ratio 0 and 1 run once for all selectors, and only with their own kind and capture; `set` has no curve."""
-    arms = {"full-reuse": [0.0], "query": [0.15, 0.5], "random": [0.15, 0.5], "all": [1.0], "set": [0.0]}
+    """Ratio 0 and 1 run once for all selectors, and only with their own kind and capture."""
+    arms = {"full-reuse": [0.0], "query": [0.15, 0.5], "random": [0.15, 0.5], "all": [1.0]}
     rows = [
         make_row(arm, capture, request, {"alone": 0.5, "live": 0.75}[capture], ratio)
         for capture in ("alone", "live")

@@ -201,7 +201,6 @@ def test_requests_on_the_servers_terms(fields: dict[str, Any]) -> None:
         ({"quality": 0.9}, "auto"),
         ({"layer": 1}, 0.15),
         ({"focus": "spare"}, 0.15),
-        ({"floor": 0.1}, 0.15),
     ],
     ids=str,
 )

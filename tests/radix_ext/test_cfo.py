@@ -102,16 +102,9 @@ def test_context_impact_at_the_ends() -> None:
     assert context_impact(make_sums([1e30], [1], intra=1e-30, num_tokens=1)) == 1
 
 
-def test_fix_overhead_by_hand_and_without_its_parts() -> None:
-    """p is here again: 0.75 * (1 - 0.75); without beta 0.75; without CCI 0.25; without both 1."""
-
-    def overhead(*without: str) -> float:
-        return fix_overhead(ids("pq"), three_quarters(), ids("p"), without=frozenset(without))
-
-    assert overhead() == pytest.approx(0.1875)
-    assert overhead("beta") == pytest.approx(0.75)
-    assert overhead("cci") == pytest.approx(0.25)
-    assert overhead("beta", "cci") == 1
+def test_fix_overhead_by_hand() -> None:
+    """p is here again: 0.75 * (1 - 0.75)."""
+    assert fix_overhead(ids("pq"), three_quarters(), ids("p")) == pytest.approx(0.1875)
 
 
 def test_another_head_adds_to_eq_6_and_9() -> None:
@@ -122,13 +115,6 @@ def test_another_head_adds_to_eq_6_and_9() -> None:
     assert fix_overhead(ids("p"), scores, ids("p")) == fix_overhead((), None, ()) == 0
     assert fix_overhead(ids("p"), scores, ids("p"), other_head=True) == pytest.approx(0.75 / (1 + exp(-2)))
     assert fix_overhead(ids("p"), None, ids("p"), other_head=True) == 0.5
-
-
-def test_without_beta_an_equal_prefix_is_as_any_other() -> None:
-    """An ablation: CCI alone is left, 0.75 here, 0.5 where nothing precedes the chunk."""
-    without = frozenset({"beta"})
-    assert fix_overhead(ids("pq"), three_quarters(), ids("pq"), without=without) == pytest.approx(0.75)
-    assert fix_overhead((), make_sums(), (), without=without) == 0.5
 
 
 def test_fix_overhead_unscored_takes_the_worst() -> None:
@@ -172,7 +158,6 @@ def test_best_variant_needs_least() -> None:
     assert best_variant(candidates, ids("pq")) == 4
     assert best_variant(candidates[:4], ids("pq")) == 0  # 0.5 < 0.75 * (1 - 0.25); q-p is discordant, so 0.75
     assert best_variant(candidates[1:4], ids("pq")) == 1
-    assert best_variant(candidates[1:4], ids("pq"), without=frozenset({"beta"})) == 0
 
 
 def test_best_variant_of_equals_is_the_first() -> None:

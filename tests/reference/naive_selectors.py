@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from itertools import combinations, permutations
+from collections.abc import Sequence
+from itertools import combinations
 from math import ceil, log
 from typing import Any
 
@@ -19,18 +19,15 @@ def joint_top(
     scores: Sequence[float],
     spans: Sequence[tuple[int, int]],
     ratio: float,
-    floor: float = 0.0,
     above: float = -1.0,
     least: float = 0.0,
 ) -> list[list[int]]:
-    """Offsets in each [start, end): the highest ceil(ratio * all tokens) over all spans, of each span's highest ceil(floor * its
-    tokens) first, and of the others those over `above` until ceil(least * all tokens) are found. Scores are at least 0."""
+    """Offsets in each [start, end): the highest ceil(ratio * all tokens) over all spans, of those over `above` until
+    ceil(least * all tokens) are found. Scores are at least 0."""
     tokens = [(span, position) for span, (start, end) in enumerate(spans) for position in range(start, end)]
     k = ceil(round(ratio * len(tokens), 6))
     ranked = sorted(tokens, key=lambda token: -scores[token[1]])
     chosen: list[tuple[int, int]] = []
-    for span, (start, end) in enumerate(spans):
-        chosen += [token for token in ranked if token[0] == span][: ceil(round(floor * (end - start), 6))]
     num_above = sum(scores[position] > above for _, position in tokens)
     for token in ranked:
         if token not in chosen and len(chosen) < min(k, max(num_above, ceil(round(least * len(tokens), 6)))):
@@ -70,25 +67,3 @@ def predict_focused(inter: Sequence[Sequence[float]], w: int) -> tuple[set[int],
         if l >= w and all(other == f for other in f_all[l - w : l]):
             return f, l
     return None
-
-
-def refilled(
-    by_chunk: Sequence[Sequence[int]], ranked: Sequence[Sequence[int]], focused: Collection[int]
-) -> list[list[int]]:
-    """Focus "refill" for a selector that ranks each chunk's tokens for itself: the tokens of all chunks, taken from the focused
-    ones in equal shares, rounded up. `by_chunk`: the choice without focus; `ranked`: all tokens of each chunk, best first."""
-    budget, room = sum(map(len, by_chunk)), sum(len(ranked[i]) for i in focused)
-    share = min(1.0, budget / room)
-    return [
-        sorted(order[: ceil(round(share * len(order), 6))]) if i in focused else [] for i, order in enumerate(ranked)
-    ]
-
-
-def set_run(chunks: Sequence[Any], prefixes: Sequence[Collection[Any]]) -> tuple[Any, ...]:
-    """The longest leading run some order of which is a chain: per chunk of the run the prefix to use. Chunks are unique."""
-    for length in range(len(chunks), 0, -1):
-        for order in permutations(range(length)):
-            before = {index: tuple(chunks[i] for i in order[:depth]) for depth, index in enumerate(order)}
-            if all(before[index] in prefixes[index] for index in order):
-                return tuple(before[index] for index in range(length))
-    return ()

@@ -404,6 +404,10 @@ def without_server_args() -> Iterator[None]:
         yield
 
 
+SCORED: dict[str, Any] = {"selectors": "eval.selectors", "selector": "h2o"}
+"""A server that scores all that it stores."""
+
+
 def config(**knobs: Any) -> ChunkCacheConfig:
     """A configuration with the test's secret."""
     return ChunkCacheConfig(**{"secret": SECRET, **knobs})

@@ -41,8 +41,7 @@ def make_request(
     ratio: float = 0.15,
     *,
     alpha: float | None = None,
-    without: Sequence[str] = (),
     recipe: str = "r",
 ) -> FusionRequest:
     """Without focus; a selector does not look at it."""
-    return FusionRequest(selector, ratio, recipe, alpha=alpha, without=frozenset(without))
+    return FusionRequest(selector, ratio, recipe, alpha=alpha)

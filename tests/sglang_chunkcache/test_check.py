@@ -92,9 +92,10 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "give --model-path, or --url"),
         (["--device", "cpu"], "give --model-path, or --url"),
-        (["--calibrate", "file", "--model-path", "m"], "calibration needs one"),
+        (["--calibrate-selection", "file", "--model-path", "m"], "calibration needs one"),
         (["--url", "u", "--model-path", "m"], "not for a running server: --model-path m"),
-        (["--url", "u", "--f1", "much"], "--f1"),
+        (["--url", "u", "--calibrate", "file"], "--calibrate was removed: `python -m eval alpha`"),
+        (["--url", "u", "--f1", "0.9"], "--f1 was removed: `python -m eval alpha`"),
     ],
 )
 def test_wrong_flags(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
@@ -117,33 +118,6 @@ def test_the_model_path_may_be_given_with_an_equals_sign(monkeypatch: pytest.Mon
 
 
 # Calibration
-
-
-@pytest.mark.parametrize(("alpha", "code"), [(0.5, 0), (0.0, 0), (None, 1)])
-def test_calibration(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    alpha: float | None,
-    code: int,
-) -> None:
-    """The file and the target are handed on; no alpha that is good enough is exit code 1, alpha 0 is not."""
-    path = tmp_path / "examples.jsonl"
-    path.write_text(json.dumps({"question": "q", "chunks": ["a"], "answers": ["x"]}))
-    asked: list[Any] = []
-    steps = [{"alpha": 1.0, "mean_cfo": 0.25, "f1": 0.5}, {"alpha": 2.0, "mean_cfo": 0.5, "f1": 0.8}]
-    result = {"alpha": alpha, "full_f1": 0.8, "steps": steps}
-
-    def calibrate(client: Any, examples: Any, *, target: float) -> dict[str, Any]:
-        asked.extend([client.url, len(examples), target])
-        return result
-
-    monkeypatch.setattr(check, "calibrate", calibrate)
-    assert main(["--url", "http://server", "--calibrate", str(path), "--f1", "0.9"]) == code
-    assert asked == ["http://server", 1, 0.9]
-    *table, line = capsys.readouterr().out.splitlines()
-    assert json.loads(line) == result
-    assert table[-1].split() == ["2.000", "0.500", "0.800", "1.000"]
 
 
 @pytest.mark.parametrize("is_own", [True, False])
@@ -174,21 +148,10 @@ def test_selection_is_calibrated_on_ones_own_questions_or_made_up_ones(
     assert json.loads(line) == {"ranks": [rank]}
 
 
-def test_a_model_that_is_never_right_divides_by_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "examples.jsonl"
-    path.write_text(json.dumps({"question": "q", "chunks": ["a"], "answers": ["x"]}))
-    steps = [{"alpha": 0.0, "mean_cfo": 0.0, "f1": 0.0}]
-    monkeypatch.setattr(check, "calibrate", lambda *args, **kwargs: {"alpha": 0.0, "full_f1": 0.0, "steps": steps})
-    assert main(["--url", "u", "--calibrate", str(path)]) == 0
-    assert capsys.readouterr().out.splitlines()[-2].split() == ["0.000", "0.000", "0.000", "0.000"]
-
-
 def test_a_bad_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "examples.jsonl"
     path.write_text("nonsense")
-    assert main(["--url", "http://server", "--calibrate", str(path)]) == 2
+    assert main(["--url", "http://server", "--calibrate-selection", str(path)]) == 2
     assert f"{path}:1: needs question, chunks and answers" in capsys.readouterr().err
 
 

@@ -40,7 +40,7 @@ def test_removed_flag_or_value_is_refused(given: list[str], capsys: pytest.Captu
 
 def read(body: dict[str, Any]) -> None:
     refuse_misspelt(body, RagFields.model_fields, ())
-    parse(RagFields, body)
+    parse(RagFields, body).fusion_request(ChunkCacheConfig(reuse="fused"))
 
 
 @pytest.mark.parametrize("given", FIELDS, ids=" ".join)

@@ -239,8 +239,7 @@ def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str, 
     elif rng.random() < 0.8:
         body["reuse"] = {"mode": "fused", "selector": rng.choice(SELECTORS), "ratio": rng.choice(RATIOS)}
         if rng.random() < 0.2:
-            is_critical = body["reuse"]["selector"] == "critical"
-            body["reuse"]["focus"] = rng.choice(("off", "spare", "spare" if is_critical else "refill"))
+            body["reuse"]["focus"] = rng.choice(("off", "spare"))
         if body["reuse"]["selector"] == "context" and rng.random() < 0.5:
             body["reuse"]["alpha"] = rng.choice((0.0, 0.5, 2.0))
         if body["reuse"]["selector"] == "critical" and rng.random() < 0.3:

@@ -22,7 +22,7 @@ NUM_REQUESTS, NUM_PASSAGES, BUDGET, STORE_CHUNKS, STORE_MIB = 80, 30, 256, 2, 10
 FLAGS = ["--model-path", "bundled", "--max-total-tokens", "40000", "--chunked-prefill-size", str(BUDGET)]
 FLAGS += ["--chunkcache-audit-share", "0"]  # a check evicts what the replay knows nothing of
 FLAGS += ["--reuse", "fused", "--chunkcache-move", "always", "--chunkcache-store-chunks", str(STORE_CHUNKS)]
-FLAGS += ["--chunkcache-store-mib", str(STORE_MIB), "--chunkcache-scoring", "off"]
+FLAGS += ["--chunkcache-store-mib", str(STORE_MIB)]
 """With scores f_r depends on the model's attention, which a replay does not know."""
 
 
@@ -41,7 +41,7 @@ def body_of(world: World, drawn: list[int], number: int) -> dict[str, Any]:
 def test_replay_predicts_a_server(tmp_path: Path) -> None:
     """Every request: the order of its chunks and their tokens by fate. At the end: the store."""
     rng, world = random.Random(0), World(77, 60)
-    config = ChunkCacheConfig(reuse="fused", move="always", store_chunks=STORE_CHUNKS, scoring="off")
+    config = ChunkCacheConfig(reuse="fused", move="always", store_chunks=STORE_CHUNKS)
     settings = ReplaySettings("tree", "seen", "reused", "all", "shown", None, None, config.window_requests, 2, 64)
     replay = FusedReplay(
         settings, config, kv_bytes=1, store_bytes=STORE_MIB << 20, prefill_budget=BUDGET, chunk_tokens=1

@@ -9,21 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import ClassVar
 
 from torch import Tensor
 
-from radix_ext import ChunkId, FusionRequest
+from radix_ext import ChunkId, FusionRequest, Need
 from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.wire.report import Fallback
-
-
-class Need(Enum):
-    """Evidence that has to be measured on the request before a selector can choose; each kind costs a pass."""
-
-    QUESTION = "question"
-    DEVIATION = "deviation"
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +81,7 @@ class Selector(ABC):
     """Chooses the critical tokens of one request's moved chunks."""
 
     name: ClassVar[str]
-    """As in `config.SELECTORS`; also the file's name."""
+    """In requests, recipes and metrics. Of our own, as in `config.SELECTORS`, and the file's name."""
     needs: ClassVar[frozenset[Need]] = frozenset()
 
     def candidates(
@@ -102,7 +94,8 @@ class Selector(ABC):
     def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
         """Choose for all chunks of the request together; `chunks` may be empty.
 
-        Ratio 0 chooses nothing and ratio 1 everything, except where a selector's docstring says otherwise.
+        Not asked for ratios 0 and 1, except with `request.alpha`. No more tokens than ceil(ratio * n) of each chunk, or
+        ceil(ratio * all moved tokens), unless alpha decides: the plan counts on it.
 
         Raises:
             ValueError: evidence that does not cover all chunks.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from radix_ext import FusionRequest
+from radix_ext import FusionRequest, Need
 from radix_ext.cfo import cfo, fix_overhead, solve_alpha
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import highest, leading, num_critical
@@ -25,6 +25,7 @@ class ContextGuided(Selector):
     """
 
     name = "context"
+    needs = frozenset({Need.MASSES})
 
     def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
         """Chunks without scores: as `first` with the ratio, fallback "unscored"."""
@@ -35,7 +36,6 @@ class ContextGuided(Selector):
                 chunk.scores,
                 chunk.prefix_new,
                 other_head=chunk.other_head,
-                without=request.without,
             )
             for chunk in scored
         ]

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from radix_ext import FusionRequest
+from radix_ext import FusionRequest, Need
 from radix_ext.fusion_request import proposed_share
 from sglang_chunkcache.fusion.selectors import deviation
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selection, Selector
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import highest, jointly_highest, num_critical
 
 

@@ -2,24 +2,26 @@
 
 The paper runs it while recomputing: once the focused chunks are settled, in layer L*, the tokens of the others are dropped
 from the layers after it. Here it runs on evidence measured beforehand, and the others are left out in every layer. What that
-frees is saved, as in the paper (`spare_unfocused`), or goes to the focused chunks (`refill`). Dropping layer by layer would add
+frees is saved, as in the paper (`spare_unfocused`). Dropping layer by layer would add
 the recomputation of unfocused chunks in layers 1 to L*, and with it fresher KV for them there; it needs a pass whose rows
 shrink on the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from radix_ext import FusionRequest
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
+from sglang_chunkcache.fusion.selectors.base import Selection
+
+WINDOW = 3
+"""Layers that must agree: the paper's w, for which it gives no figure."""
 
 
-def focused_chunks(by_layer: Tensor, *, window: int) -> tuple[frozenset[int], int | None]:
+def focused_chunks(by_layer: Tensor, *, window: int = WINDOW) -> tuple[frozenset[int], int | None]:
     """Cumulate each chunk's mass over the layers, split high from low in each layer, stop when the split is stable.
 
     Read with indices from 1, as the paper's i in [k]: the split after layer l is the top i* chunks, i* in 1 to k - 2, where
@@ -57,34 +59,6 @@ def spare_unfocused(selection: Selection, focused: Collection[int]) -> Selection
     """The selection without the tokens of chunks that are not in `focused` (indices into the selection)."""
     offsets = (chosen if index in focused else chosen[:0] for index, chosen in enumerate(selection.offsets))
     return replace(selection, offsets=tuple(offsets))
-
-
-def refill(
-    selector: Selector,
-    chunks: Sequence[MovedChunk],
-    request: FusionRequest,
-    evidence: Evidence,
-    selection: Selection,
-    focused: Collection[int],
-) -> Selection:
-    """As many tokens as in `selection`, chosen by the selector among the focused chunks, up to all of their tokens.
-
-    The budget is a ratio of the focused chunks: selectors that choose by chunk round it up for each, as they do without focus.
-
-    Args:
-        selection: of all `chunks`, without focus.
-        focused: indices of chunks, not empty.
-    """
-    inside = [chunk for index, chunk in enumerate(chunks) if index in focused]
-    num_tokens = sum(map(len, selection.offsets))
-    ratio = min(1.0, num_tokens / sum(chunk.num_tokens for chunk in inside))
-    chosen = selector.select(
-        inside, replace(request, ratio=ratio, alpha=None, floor=min(request.floor, ratio)), evidence
-    )
-    pairs = iter(zip(chosen.offsets, chosen.cfo, strict=True))
-    nothing = torch.arange(0), None
-    offsets, cfo = zip(*(next(pairs) if i in focused else nothing for i in range(len(chunks))), strict=True)
-    return Selection(offsets, cfo, chosen.fallbacks)
 
 
 def _high_chunks(sums: Tensor) -> frozenset[int]:

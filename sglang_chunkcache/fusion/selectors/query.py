@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from radix_ext import FusionRequest
+from radix_ext import FusionRequest, Need
 from sglang_chunkcache.fusion.selectors import first
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selection, Selector
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import jointly_chosen
 from sglang_chunkcache.wire.report import Fallback
 

@@ -40,7 +40,7 @@ def highest(scores: Tensor, k: int) -> Tensor:
 
 
 def jointly_highest(
-    scores: Tensor, chunks: Sequence[MovedChunk], ratio: float, *, floor: float = 0.0, above: float | None = None
+    scores: Tensor, chunks: Sequence[MovedChunk], ratio: float, *, above: float | None = None
 ) -> tuple[Tensor, ...]:
     """The highest tokens of all chunks together, so that a chunk that matters more gets more (FusionRAG 3.2).
 
@@ -48,7 +48,6 @@ def jointly_highest(
         scores: [end] float by prompt position.
         chunks: disjoint, in any order; ties go to the chunk named first.
         ratio: share of the tokens of all chunks together.
-        floor: share of each chunk's tokens that comes first.
         above: only those with higher scores, `MIN_AUTO` of the tokens at least.
     Returns:
         Offsets per chunk, as `Selection.offsets`.
@@ -66,13 +65,10 @@ def jointly_highest(
     if above is not None:
         k = min(k, max(num_critical(MIN_AUTO, len(moved)), int((~(moved <= above)).sum())))
     chosen = torch.zeros(len(moved), dtype=torch.bool)
-    for marks, part in zip(torch.split(chosen, lens), torch.split(moved, lens), strict=True):
-        marks[highest(part, num_critical(floor, len(part)))] = True
-    rest = moved.masked_fill(chosen.to(moved.device), -torch.inf)
-    chosen[highest(rest, max(0, k - int(chosen.sum())))] = True
+    chosen[highest(moved, k)] = True
     return tuple(part.nonzero()[:, 0] for part in torch.split(chosen, lens))
 
 
 def jointly_chosen(scores: Tensor, chunks: Sequence[MovedChunk], request: FusionRequest) -> tuple[Tensor, ...]:
     """`jointly_highest` as the request has it."""
-    return jointly_highest(scores, chunks, request.ratio, floor=request.floor, above=request.above)
+    return jointly_highest(scores, chunks, request.ratio, above=request.above)

@@ -71,7 +71,7 @@ def test_fused_request_reaches_the_scheduler() -> None:
     reuse = told(bench.ask("q", A, B, fusion=fused(bench))).fusion
     assert reuse is not None
     assert (reuse.selector, reuse.ratio, reuse.focus, reuse.alpha) == ("first", 0.25, "off", None)
-    assert reuse.recipe == "first/0.25/alpha=-/focus=off/without=-"
+    assert reuse.recipe == "first/0.25/alpha=-/focus=off"
 
 
 def test_recipe_knows_the_question_of_query() -> None:
@@ -86,7 +86,6 @@ def test_recipe_knows_the_question_of_query() -> None:
     [
         ({}, {}, None, 1),
         ({"exact_gaps": 3}, {}, None, 3),
-        ({}, {"selector": "set"}, None, 0),  # which reuses a chain as a whole
         ({}, {}, "retriever", 0),
         ({"order": "frequency"}, {}, None, 0),
     ],
@@ -243,11 +242,10 @@ def test_reported_fallbacks_are_said_and_counted() -> None:
     assert bench.books.metrics.totals()["fallbacks"] == {"no_room": 1}
 
 
-@pytest.mark.parametrize("selector", ["none", "set"])
-def test_ratio_of_a_selector_that_recomputes_nothing_is_null(selector: str) -> None:
+def test_ratio_of_a_selector_that_recomputes_nothing_is_null() -> None:
     """The server's default would be a number that nothing follows."""
     bench = Bench(**FUSED)
-    request = bench.ask("q", A, B, fusion=fused(bench, selector=selector))
+    request = bench.ask("q", A, B, fusion=fused(bench, selector="none"))
     assert bench.reply(request, report=make_report(request)).answer()["reuse"]["ratio"] is None
 
 
@@ -347,7 +345,7 @@ def test_plan_alone_leaves_nothing(routing: str) -> None:
 def test_plan_is_explained() -> None:
     """What the front plans and what the rank found, by label."""
     bench = Bench(**FUSED)
-    plan = bench.plan("q", A, B, fusion=fused(bench, selector="context", alpha=2, without=["cci"]))
+    plan = bench.plan("q", A, B, fusion=fused(bench, selector="context", alpha=2))
     (first, second), size = plan.spans, len(plan.input_ids)
     sources = (
         Source(first.start, first.end, 0, "device", num_before=1),
@@ -373,7 +371,6 @@ def test_plan_is_explained() -> None:
         "quality": None,
         "alpha": 2.0,
         "focus": "spare",
-        "without": ["cci"],
         "recipe": plan.fusion.recipe,
     }
     assert (shown["order"], shown["dp_rank"], shown["prompt_tokens"]) == (["a", "b"], 0, size)
@@ -409,7 +406,7 @@ def test_preprocessing_puts_the_chunk_behind_its_neighbors() -> None:
     )
     assert spans.is_preprocessing
     assert spans.fusion.plain
-    assert spans.fusion.recipe.startswith("none/0.0/alpha=-/focus=off/without=-/fresh=2/question=")
+    assert spans.fusion.recipe.startswith("none/0.0/alpha=-/focus=off/fresh=2/question=")
     assert spans.fusion.recipe != told(preprocess(bench, C, B, A)).fusion.recipe  # type: ignore[union-attr]
     assert not told(bench.ask("q", A)).is_preprocessing
 

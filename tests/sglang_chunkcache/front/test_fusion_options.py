@@ -25,8 +25,8 @@ def test_what_is_left_out_is_the_servers() -> None:
 
 def test_what_is_given_wins() -> None:
     """Zeros are given, too."""
-    given = fused_request(FUSED, selector="context", ratio=0, alpha=0, focus="off", without=["cci", "beta"])
-    assert given == FusionRequest("context", 0.0, "", 0.0, "off", frozenset({"beta", "cci"}))
+    given = fused_request(FUSED, selector="context", ratio=0, alpha=0, focus="off")
+    assert given == FusionRequest("context", 0.0, "", 0.0, "off")
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -34,16 +34,6 @@ def test_focus_is_cache_crafts(selector: str) -> None:
     """It comes with `context` alone, unless asked for."""
     assert fused_request(FUSED, selector=selector).focus == ("spare" if selector == "context" else "off")
     assert fused_request(FUSED, selector=selector, focus="spare").focus == "spare"
-
-
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_servers_alpha_is_for_context(selector: str) -> None:
-    """What `check --calibrate` printed; a request's own alpha or ratio wins, and no other selector reads it."""
-    calibrated = replace(FUSED, alpha=1.5, selector=selector)
-    expected = 1.5 if selector == "context" else None
-    assert fused_request(calibrated).alpha == expected
-    assert fused_request(calibrated, ratio=0.5).alpha is None
-    assert fused_request(calibrated, selector="context", alpha=0.0).alpha == 0.0
 
 
 @pytest.mark.parametrize(
@@ -66,15 +56,11 @@ def test_every_choice_is_in_the_recipe() -> None:
         replace(base, ratio=0.25),
         replace(base, alpha=0.15),
         replace(base, focus="spare"),
-        replace(base, focus="refill"),
-        replace(base, without=frozenset({"beta"})),
-        replace(base, without=frozenset({"beta", "cci"})),
         replace(base, fresh=frozenset({0})),
         replace(base, depth=3),
         replace(base, depth=None),
         replace(base, layer=3),
         replace(base, layer=None),
-        replace(base, floor=0.01),
         replace(base, quality=0.99),
         replace(base, quality=0.9),
     ]
@@ -83,19 +69,19 @@ def test_every_choice_is_in_the_recipe() -> None:
 
 
 def test_recipe_is_canonical() -> None:
-    """The order in which a client lists its wishes, or how it writes a number, changes nothing."""
-    one = fused_request(FUSED, selector="context", ratio=1, alpha=2, without=["beta", "cci"])
-    two = fused_request(FUSED, selector="context", ratio=1.0, alpha=2.0, without=["cci", "beta", "beta"])
+    """How a client writes a number changes nothing."""
+    one = fused_request(FUSED, selector="context", ratio=1, alpha=2)
+    two = fused_request(FUSED, selector="context", ratio=1.0, alpha=2.0)
     assert recipe_of(one, QUESTION) == recipe_of(two, QUESTION)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("focus", ["off", "spare", "refill"])
+@pytest.mark.parametrize("focus", ["off", "spare"])
 def test_question_counts_where_the_choice_depends_on_it(selector: str, focus: Focus) -> None:
-    """So do these three and any focus; the others choose the same tokens for every question."""
+    """So do these two and any focus; the others choose the same tokens for every question."""
     reuse = FusionRequest(selector, 0.15, "", focus=focus)
     differs = recipe_of(reuse, QUESTION) != recipe_of(reuse, (1, 2, 4))
-    assert differs is (selector in ("query", "prophet", "critical") or focus != "off")
+    assert differs is (selector in ("query", "critical") or focus != "off")
 
 
 def test_recipe_without_a_question() -> None:

@@ -22,7 +22,6 @@ OURS, THEIRS = RagFields.model_fields, ChatCompletionRequest.model_fields
     ("model", "body", "message"),
     [
         (RagFields, {"order": "x", "reuse": "y"}, "order: must be 'retriever', 'frequency' or 'tree'; reuse: must be "),
-        (RagFields, {"reuse": {"mode": "fused", "selector": "best"}}, "reuse.selector: must be one of none, first"),
         (RagFields, {"reuse": 5}, "reuse: expected 'exact', 'fused' or an object with a mode"),
         (RagFields, {"chunks": ["a"]}, "chunks.0: must be an object"),
         (RagFields, {"chunks": [{"id": 1}]}, "chunks.0.text: is missing"),

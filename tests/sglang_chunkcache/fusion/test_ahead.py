@@ -84,8 +84,8 @@ def test_chunk_without_the_scores_that_are_wanted_is_not_kept() -> None:
     """A server that was started with another selector reads them."""
     scheduler = make_scheduler(100)
     preprocess(scheduler, A)
-    scheduler.fuser.captures._scoring = "on"
-    assert scheduler.fuser.captures.scored_for("none") == Scored.ALL
+    scheduler.fuser.captures._scored = Scored.ALL
+    assert scheduler.fuser.captures.at_least(Scored.NOTHING) == Scored.ALL
     assert found(scheduler, A) == NOT_YET
     preprocess(scheduler, A)
     assert found(scheduler, A) == HERE

@@ -186,8 +186,6 @@ def test_quality_takes_twice_what_reached_it() -> None:
         found = Calibration(3, 3, (), steps).resolve(replace(asked, quality=quality))
         assert (found.above, found.expected_ratio, found.ratio) == (step.above, step.share, MAX_AUTO)
         assert found.cheaper is None
-    floored = Calibration(3, 3, (), steps).resolve(replace(asked, floor=0.15))
-    assert floored.expected_ratio == 0.15
     unknown = Calibration(3, 3).resolve(asked)
     assert (unknown.above, unknown.expected_ratio, unknown.ratio) == (None, 0.15, 0.15)
     other = Calibration(3, 3, (), (Step(0.4, 0.9, 0.01),)).resolve(asked)

@@ -43,6 +43,7 @@ from sglang_chunkcache.fusion.recompute import run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
 from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.fusion.store import Blob, FollowerBlob, HostBlob
+from sglang_chunkcache.own_selectors import own_needs
 from sglang_chunkcache.scheduler.node import facts
 from tests import models
 from tests.models import FAMILIES, kv_of, logits_of, make_row, prefill
@@ -58,7 +59,7 @@ SPANS = ("A", "B", "C", "D", "E")
 QUESTION_LEN = 8
 MOVED_LEN = sum(LENS[name] for name in "ABCE")
 GAP_LEN = LENS["text"] + LENS["D"]
-SELECTORS = ("first", "random", "h2o", "deviation", "query", "context")
+SELECTORS = ("first", "random", "h2o", "deviation", "query", "prophet", "context")
 REFERENCE, SOURCE, TARGET = (torch.arange(start, start + 300) for start in (1, 401, 801))
 _GENERATOR = torch.Generator().manual_seed(7)
 TOKENS = {
@@ -89,7 +90,7 @@ class Scene:
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
-        self.config = ChunkCacheConfig(reuse="fused", recompute_attention="masked")
+        self.config = ChunkCacheConfig(reuse="fused", recompute_attention="masked", selectors="eval.selectors")
         table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
         self.fusion_pass = FusionPass(runner, table, self.config)
         self.logits = prefill(runner, tokens_of((*PROMPT, "question")), REFERENCE[: END + QUESTION_LEN])
@@ -185,7 +186,7 @@ def scene(request: pytest.FixtureRequest, make_scene: Callable[[str, str], Scene
 
 
 def asked(selector: str, ratio: float, **fields: Any) -> FusionRequest:
-    return FusionRequest(selector, ratio, "recipe", **fields)
+    return FusionRequest(selector, ratio, "recipe", own_needs=own_needs(selector, "eval.selectors"), **fields)
 
 
 def offsets_of(names: Sequence[str]) -> Tensor:
@@ -207,7 +208,7 @@ def test_everything_recomputed_is_a_prefill(scene: Scene, selector: str) -> None
     assert move.fallbacks == []
 
 
-@every_model("none", "first", "set")
+@every_model("none", "first")
 def test_nothing_recomputed_is_moved_alone(scene: Scene, selector: str) -> None:
     """Layer 0 sees no context, so it is as prefilled, everywhere; above, chunks bring what they saw elsewhere."""
     move = scene.move(asked(selector, 0.0))
@@ -328,20 +329,7 @@ def test_focus_spares_the_other_chunks(scene: Scene, monkeypatch: pytest.MonkeyP
     assert move.recomputed_len == sum(chosen.values())
 
 
-def test_focus_may_give_what_it_frees_to_the_others(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many tokens in all as without focus, in the focused chunks, up to their length."""
-    monkeypatch.setattr(focus, "focused_chunks", lambda by_layer, window: ({1, 3}, 0))
-    for selector, ratio in (("first", 0.1), ("query", 0.1), ("first", 0.9)):
-        without = scene.move(asked(selector, ratio))
-        scene.fusion_pass.run([without])
-        move = scene.move(asked(selector, ratio, focus="refill"))
-        scene.fusion_pass.run([move])
-        chosen = {name: len(chosen_of(scene, move, name)) for name in "ABCE"}
-        assert chosen["A"] == chosen["C"] == 0
-        assert move.recomputed_len == sum(chosen.values()) == min(without.recomputed_len, LENS["B"] + LENS["E"])
-
-
-def test_focus_window_is_the_servers(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_focus_window_is_no_longer_than_the_model(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most the model's layers."""
     windows: list[int] = []
 
@@ -351,7 +339,7 @@ def test_focus_window_is_the_servers(scene: Scene, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(focus, "focused_chunks", focused_chunks)
     for window in (2, 50):
-        monkeypatch.setattr(scene.fusion_pass, "config", replace(scene.config, focus_window=window))
+        monkeypatch.setattr(focus, "WINDOW", window)
         scene.fusion_pass.run([scene.move(asked("first", 0.5, focus="spare"))])
     assert windows == [2, models.NUM_LAYERS]
 
@@ -407,8 +395,8 @@ def test_the_end_of_a_long_question_stands_for_it(scene: Scene, monkeypatch: pyt
     assert probes[-1].in_all_layers
 
 
-@pytest.mark.parametrize("selector", config.SELECTORS)
-@pytest.mark.parametrize("focus", ["off", "refill"])
+@pytest.mark.parametrize("selector", [*config.SELECTORS, "prophet"])
+@pytest.mark.parametrize("focus", ["off", "spare"])
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
 def test_the_question_pass_is_as_long_as_is_told(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, selector: str, focus: Focus, ratio: float

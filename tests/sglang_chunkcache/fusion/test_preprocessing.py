@@ -30,7 +30,7 @@ from sglang_chunkcache.wire.report import ANSWER_KEY
 from sglang_chunkcache.wire.state import STATE_KEY, Asked
 from tests import models
 from tests.reference.model_scheduler import ModelScheduler
-from tests.reference.scheduler import FakeReq
+from tests.reference.scheduler import SCORED, FakeReq
 from tests.sglang_chunkcache.front.front_bench import Bench, make_output
 
 pytestmark = pytest.mark.engine
@@ -71,7 +71,7 @@ class Server:
     url = "in-process"
 
     def __init__(self, runner: Any, *, pool: int = 1200, store_bytes: int = 1 << 30, **knobs: Any) -> None:
-        bench = Bench(**{"reuse": "fused", "recompute_attention": "masked", "scoring": "on", **knobs})
+        bench = Bench(**{"reuse": "fused", "recompute_attention": "masked", **SCORED, **knobs})
         self.scheduler = ModelScheduler(runner, pool, bench.config, store_bytes=store_bytes, prefill_budget=256)
         parts = Parts(bench.config)
         chat = SimpleNamespace(default_chat_template_kwargs={})

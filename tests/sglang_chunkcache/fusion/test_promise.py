@@ -19,6 +19,7 @@ from radix_ext.costs import Line, Phase
 from radix_ext.fusion_request import QUESTION as QUESTION_NAME
 from radix_ext.moved_plan import Limits, make_plan
 from sglang_chunkcache.fusion import promise
+from sglang_chunkcache.own_selectors import own_needs
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.wire.events import Evicted, Inserted
@@ -34,7 +35,8 @@ OTHER_HEAD, E = [95, 96, 97], [60, 61, 62, 63, 64, 65, 66, 67]
 
 
 def asks(selector: str = "none", ratio: float = 0.0, recipe: str = "r", *, fresh: Sequence[int] = ()) -> FusionRequest:
-    return FusionRequest(selector, ratio, recipe, fresh=frozenset(fresh))
+    needs = own_needs(selector, "eval.selectors")
+    return FusionRequest(selector, ratio, recipe, fresh=frozenset(fresh), own_needs=needs)
 
 
 def rag(

@@ -81,9 +81,7 @@ def test_question_that_costs_too_much_is_replaced_and_told_apart(layer: int | No
 
 def test_critical_that_costs_too_much_is_replaced_by_the_question() -> None:
     """Which chooses far better than each chunk's first tokens, and still may not pay."""
-    asking = replace(
-        make_request("critical", 0.25), floor=0.1, recipe=f"critical{QUESTION_NAME}who", depth=None, layer=None
-    )
+    asking = replace(make_request("critical", 0.25), recipe=f"critical{QUESTION_NAME}who", depth=None, layer=None)
     scheduler = make_priced(deviation=Line(fixed=1000.0))
     req = fused(B, A, fusion=asking)
     scheduler.serve(req)

@@ -101,7 +101,7 @@ class FuserMachine(RuleBasedStateMachine):
     @initialize(
         capacity=st.integers(50, 120),
         eviction=st.sampled_from(["reused", "promoted", "lru"]),
-        scoring=st.sampled_from(["auto", "on", "off"]),
+        selector=st.sampled_from(["critical", "context", "h2o"]),
         limits=st.sampled_from([ROOMY, ROOMY, Limits(12, 6, 0), Limits(1000, 1000, 4)]),
         prefill_budget=st.sampled_from([8, 16, 30]),
         is_chunked=st.sampled_from([True, True, False]),
@@ -113,7 +113,7 @@ class FuserMachine(RuleBasedStateMachine):
         self,
         capacity: int,
         eviction: str,
-        scoring: str,
+        selector: str,
         limits: Limits,
         prefill_budget: int,
         is_chunked: bool,
@@ -124,7 +124,8 @@ class FuserMachine(RuleBasedStateMachine):
         knobs = config(
             reuse="fused",
             eviction=eviction,
-            scoring=scoring,
+            selector=selector,
+            selectors="eval.selectors",
             store_variants=store[1],
             store_codec=store[2],
             window_requests=4,

@@ -20,7 +20,7 @@ from sglang_chunkcache.storage.codec import STORE_CODECS
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import CalibrationPrompt, ExplainRequest
 from tests.reference.fused_scheduler import FusedScheduler
-from tests.reference.scheduler import SECRET, FakeReq, marked
+from tests.reference.scheduler import SCORED, SECRET, FakeReq, marked
 from tests.sglang_chunkcache.fusion.test_promise import (
     HEAD,
     OTHER_HEAD,
@@ -194,7 +194,7 @@ def test_what_waits_for_the_store_does_not_leave_first() -> None:
 
 
 def test_text_between_chunks_is_part_of_a_source() -> None:
-    """A follow-up turn's chunk has seen a question and an answer: `set` takes it no more, and others say so."""
+    """A follow-up turn's chunk has seen a question and an answer, which is told."""
     scheduler = make_scheduler(200)
     scheduler.serve(rag(A), answer=[50])
     between = [*QUESTION, 50]
@@ -204,9 +204,6 @@ def test_text_between_chunks_is_part_of_a_source() -> None:
     req = fused(A, D, B)
     scheduler.serve(req, answer=[50])
     assert report(req).sources[-1].other_head
-    req = fused(A, B, fusion=asks("set"))
-    scheduler.serve(req, answer=[50])
-    assert report(req).sources == ()
 
 
 def test_explain_is_no_use() -> None:
@@ -250,9 +247,8 @@ def test_source_behind_another_head_is_taken_last() -> None:
         ({}, "h2o", Scored.ALL),
         ({"selector": "context"}, None, Scored.MASSES),
         ({"selector": "context"}, "h2o", Scored.ALL),
-        ({"selector": "h2o"}, "context", Scored.ALL),
-        ({"scoring": "on"}, None, Scored.ALL),
-        ({"scoring": "off"}, "h2o", Scored.NOTHING),
+        (SCORED, "context", Scored.ALL),
+        (SCORED, None, Scored.ALL),
     ],
 )
 def test_what_is_scored(knobs: dict[str, Any], selector: str | None, scored: Scored) -> None:
@@ -568,7 +564,7 @@ class FakeCalibrator:
 def test_calibration_makes_scores_and_fused_kv_of_before_stale() -> None:
     """What the store holds counts as not scored, and a recipe names what it was made by. It evicts no more
     than it needs, and nothing where it is refused."""
-    scheduler = make_scheduler(scoring="on")
+    scheduler = make_scheduler(**SCORED)
     fuser, calibrator = scheduler.fuser, cast("Any", FakeCalibrator())
     fuser.calibrator = calibrator
     scheduler.serve(rag(A, B, keep=[0, 1]), answer=[50])
@@ -610,7 +606,7 @@ def test_what_prefill_showed_is_stored_with_the_chunk() -> None:
 
 def test_what_waits_for_the_store_outlives_a_calibration() -> None:
     """It is scored by the new heads."""
-    scheduler = make_scheduler(scoring="on")
+    scheduler = make_scheduler(**SCORED)
     scheduler.fuser.calibrator = cast("Any", FakeCalibrator())
     scheduler.serve(rag(A, B, keep=[0, 1]))
     assert pending(scheduler) == 2

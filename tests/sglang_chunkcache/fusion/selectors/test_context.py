@@ -34,14 +34,6 @@ def test_select_takes_the_most_contextualised() -> None:
     assert selection.cfo == pytest.approx((0.375,))
 
 
-@pytest.mark.parametrize(("without", "expected"), [("beta", 0.75), ("cci", 0.25)])
-def test_select_leaves_parts_out(without: str, expected: float) -> None:
-    """For ablations."""
-    chunk = make_chunk("c", 5, 4, old="pq", new="p", scores=three_quarters())
-    selection = get("context").select([chunk], make_request(alpha=1.0, without=[without]), NOTHING)
-    assert selection.cfo == pytest.approx((expected,))
-
-
 def test_alpha_rules_over_the_ratio() -> None:
     """Ratio 0 and alpha 2 are what alpha says, ratio 1 too; an unscored chunk keeps to the ratio."""
     chunks = [make_chunk("c", 0, 4, old="pq", new="p", scores=three_quarters()), make_chunk("d", 4, 4)]

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-import sglang_chunkcache.fusion.selectors as package  # noqa: E402
+from radix_ext.fusion_request import NEEDS  # noqa: E402
 from sglang_chunkcache.config import SELECTORS  # noqa: E402
-from sglang_chunkcache.fusion.selectors import get  # noqa: E402
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Need, Selector  # noqa: E402
+from sglang_chunkcache.fusion import selectors  # noqa: E402
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selector  # noqa: E402
+from sglang_chunkcache.own_selectors import own_selectors  # noqa: E402
 from tests.examples import examples  # noqa: E402
 from tests.reference.moved_chunks import as_lists, cases, make_chunk, make_scores  # noqa: E402
 from tests.reference.sources import make_request  # noqa: E402
@@ -23,8 +24,13 @@ from tests.reference.sources import make_request  # noqa: E402
 Case = tuple[list[MovedChunk], Evidence]
 PER_CHUNK = ("first", "random", "h2o")
 JOINT = ("deviation", "query", "prophet", "critical")
+OURS_AND_EVALS = (*SELECTORS, *own_selectors("eval.selectors"))
 BY_RATIO = (*PER_CHUNK, *JOINT, "context")
 ratios = st.integers(0, 20).map(lambda twentieths: Fraction(twentieths, 20))
+
+
+def get(name: str) -> Selector:
+    return selectors.get(name, "eval.selectors")
 
 
 @pytest.mark.parametrize("name", SELECTORS)
@@ -33,7 +39,7 @@ def test_each_name_has_its_selector(name: str) -> None:
     selector = get(name)
     assert isinstance(selector, Selector)
     assert selector.name == name
-    assert f"| `{name}` |" in (Path(package.__file__).parent / "README.md").read_text(encoding="utf-8")
+    assert f"| `{name}` |" in (Path(selectors.__file__).parent / "README.md").read_text(encoding="utf-8")
 
 
 def test_unknown_names_are_refused() -> None:
@@ -45,12 +51,10 @@ def test_unknown_names_are_refused() -> None:
 
 def test_needs_are_declared() -> None:
     """What is not declared is not measured; what is declared in vain costs a pass."""
-    needs = {name: get(name).needs for name in SELECTORS if get(name).needs}
-    asking, comparing = {Need.QUESTION}, {Need.DEVIATION}
-    assert needs == {"query": asking, "prophet": asking, "deviation": comparing, "critical": asking | comparing}
+    assert {name: get(name).needs for name in SELECTORS if get(name).needs} == NEEDS
 
 
-@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("name", OURS_AND_EVALS)
 @given(case=cases(), ratio=ratios)
 @settings(max_examples=examples(40))
 def test_offsets_are_ascending_unique_and_inside(name: str, case: Case, ratio: Fraction) -> None:
@@ -80,13 +84,12 @@ def test_ratio_one_is_everything_and_zero_nothing(name: str, case: Case) -> None
     assert as_lists(get(name).select(chunks, make_request(name, 0.0), evidence)) == [[] for _ in chunks]
 
 
-@pytest.mark.parametrize("name", ["none", "set"])
 @given(case=cases(), ratio=ratios)
 @settings(max_examples=examples(10))
-def test_full_reuse_recomputes_nothing(name: str, case: Case, ratio: Fraction) -> None:
+def test_full_reuse_recomputes_nothing(case: Case, ratio: Fraction) -> None:
     """Whatever the ratio."""
     chunks, evidence = case
-    selection = get(name).select(chunks, make_request(name, float(ratio)), evidence)
+    selection = get("none").select(chunks, make_request("none", float(ratio)), evidence)
     assert as_lists(selection) == [[] for _ in chunks]
     assert selection.cfo == (None,) * len(chunks)
     assert selection.fallbacks == ()
@@ -113,7 +116,7 @@ def test_joint_selectors_round_up_once(name: str, case: Case, ratio: Fraction) -
     assert sum(len(offsets) for offsets in selection.offsets) == ceil(ratio * total)
 
 
-@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("name", OURS_AND_EVALS)
 def test_no_chunks_no_selection(name: str) -> None:
     """Everything was an exact hit."""
     evidence = Evidence(question=torch.zeros(4), deviation=torch.zeros(4))
@@ -150,6 +153,12 @@ def test_scored_chunks_fall_back_on_nothing(name: str) -> None:
     """A reason that is always there says nothing."""
     chunk = make_chunk("a", 0, 2, scores=make_scores(context=[0, 1]))
     assert get(name).select([chunk], make_request(name), Evidence()).fallbacks == ()
+
+
+def test_first_takes_the_head_of_each_chunk() -> None:
+    """ceil(0.3 * 5) = 2 and ceil(0.3 * 10) = 3, not 3 and 0 of the prompt."""
+    chunks = [make_chunk("a", 7, 5), make_chunk("b", 12, 10)]
+    assert as_lists(get("first").select(chunks, make_request(ratio=0.3), Evidence())) == [[0, 1], [0, 1, 2]]
 
 
 def test_scores_of_another_chunk_are_refused() -> None:

@@ -8,14 +8,11 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from sglang_chunkcache.fusion import selectors  # noqa: E402
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection  # noqa: E402
-from sglang_chunkcache.fusion.selectors.focus import focused_chunks, refill, spare_unfocused  # noqa: E402
+from sglang_chunkcache.fusion.selectors.base import Selection  # noqa: E402
+from sglang_chunkcache.fusion.selectors.focus import focused_chunks, spare_unfocused  # noqa: E402
 from sglang_chunkcache.wire.report import Fallback  # noqa: E402
 from tests.examples import examples  # noqa: E402
-from tests.reference.moved_chunks import as_lists, cases  # noqa: E402
-from tests.reference.naive_selectors import joint_top, predict_focused, refilled  # noqa: E402
-from tests.reference.sources import make_request  # noqa: E402
+from tests.reference.naive_selectors import predict_focused  # noqa: E402
 
 
 def focused(*layers: list[float], window: int = 1) -> tuple[set[int], int | None]:
@@ -79,40 +76,6 @@ def test_spare_unfocused_empties_the_others() -> None:
     assert [offsets.tolist() for offsets in spared.offsets] == [[0, 1], [], [0, 3]]
     assert spared.offsets[1].dtype == torch.int64
     assert (spared.cfo, spared.fallbacks) == (selection.cfo, selection.fallbacks)
-
-
-@given(
-    data=st.data(),
-    case=cases(),
-    name=st.sampled_from(["first", "h2o", "query", "deviation", "context", "random", "none"]),
-    ratio=st.sampled_from([0.1, 0.25, 0.5, 0.9]),
-    alpha=st.sampled_from([None, None, 0.5]),
-)
-@settings(max_examples=examples(300))
-def test_refill_spends_the_same_in_the_focused_chunks(
-    data: st.DataObject, case: tuple[list[MovedChunk], Evidence], name: str, ratio: float, alpha: float | None
-) -> None:
-    """By the selector's own rule there, up to their length; a choice by chunk is rounded up for each."""
-    chunks, evidence = case
-    focused = data.draw(st.sets(st.integers(0, len(chunks) - 1), min_size=1))
-    selector, request = selectors.get(name), make_request(name, ratio, alpha=alpha)
-    before = selector.select(chunks, request, evidence)
-    after = refill(selector, chunks, request, evidence, before, focused)
-    assert all(not len(offsets) for i, offsets in enumerate(after.offsets) if i not in focused)
-    room = sum(chunks[i].num_tokens for i in focused)
-    budget = min(sum(map(len, before.offsets)), room)
-    assert sum(map(len, after.offsets)) <= budget + len(focused)
-    if name in ("query", "deviation"):
-        scores = evidence.question if name == "query" else evidence.deviation
-        assert scores is not None
-        spans = [(chunks[i].start, chunks[i].start + chunks[i].num_tokens) for i in sorted(focused)]
-        assert [as_lists(after)[i] for i in sorted(focused)] == joint_top(scores.tolist(), spans, budget / room)
-        assert sum(map(len, after.offsets)) == budget
-    if name == "first":
-        ranked = [range(chunk.num_tokens) for chunk in chunks]
-        assert as_lists(after) == refilled(as_lists(before), ranked, focused)
-    if name != "context":  # there a chunk whose context is here again stays at one token
-        assert sum(map(len, after.offsets)) >= budget
 
 
 @given(

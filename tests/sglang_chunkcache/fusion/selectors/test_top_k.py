@@ -72,18 +72,15 @@ def test_joint_equals_the_obvious_form(case: tuple[list[MovedChunk], Evidence], 
 @given(
     case=cases(),
     ratio=st.sampled_from([0.2, 0.5, 1.0]),
-    floor=st.sampled_from([0.0, 0.1, 0.2]),
     above=st.floats(0, 4, width=32),
 )
-def test_floor_and_limit_equal_the_obvious_form(
-    case: tuple[list[MovedChunk], Evidence], ratio: float, floor: float, above: float
-) -> None:
-    """A floor comes before the ratio, which a limit lowers."""
+def test_limit_equals_the_obvious_form(case: tuple[list[MovedChunk], Evidence], ratio: float, above: float) -> None:
+    """It lowers the ratio."""
     chunks, evidence = case
     assert evidence.question is not None
-    chosen = jointly_highest(evidence.question, chunks, ratio, floor=floor, above=above)
+    chosen = jointly_highest(evidence.question, chunks, ratio, above=above)
     spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in chunks]
-    expected = joint_top(evidence.question.tolist(), spans, ratio, floor, above, MIN_AUTO)
+    expected = joint_top(evidence.question.tolist(), spans, ratio, above, MIN_AUTO)
     assert [offsets.tolist() for offsets in chosen] == expected
 
 

@@ -1,4 +1,4 @@
-"""Eq. 13 on servers that are made up: the least alpha that is good enough, what is asked for, and bad files."""
+"""Eq. 13 on servers that are made up: the least alpha that is good enough, what is asked for, and what the command prints."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import pytest
 
 pytest.importorskip("requests")
 
-from sglang_chunkcache.calibrate import GRID, NUM_HALVINGS, Example, calibrate, read_examples, token_f1
+from eval import alpha as command
+from eval.alpha import GRID, NUM_HALVINGS, calibrate, main, token_f1
+from eval.errors import CommandError
 from sglang_chunkcache.client import Client, ServerError
+from sglang_chunkcache.examples import Example
 
 EXAMPLES = [Example(f"question {i}", ("one", "two", "three"), ("right answer",)) for i in range(10)]
 
@@ -171,48 +174,49 @@ def test_the_best_of_several_answers_counts() -> None:
     assert calibrate(FakeClient(lambda alpha: 1.0), examples, target=1.0)["full_f1"] == 1.0
 
 
-# Files
+# The command
 
 
-def test_examples_are_read(tmp_path: Path) -> None:
-    """Empty lines and further fields do no harm."""
+@pytest.mark.parametrize(("alpha", "code"), [(0.5, 0), (0.0, 0), (None, 1)])
+def test_exit_code_tells_whether_an_alpha_was_found(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    alpha: float | None,
+    code: int,
+) -> None:
+    """The file and the target are handed on; no alpha that is good enough is exit code 1, alpha 0 is not."""
     path = tmp_path / "examples.jsonl"
-    row = {"question": "q", "chunks": ["a", "b"], "answers": ["x"], "id": 7}
-    path.write_text(f"{json.dumps(row)}\n\n")
-    assert read_examples(path) == [Example("q", ("a", "b"), ("x",))]
+    path.write_text(json.dumps({"question": "q", "chunks": ["a"], "answers": ["x"]}))
+    asked: list[Any] = []
+    steps = [{"alpha": 1.0, "mean_cfo": 0.25, "f1": 0.5}, {"alpha": 2.0, "mean_cfo": 0.5, "f1": 0.8}]
+    result = {"alpha": alpha, "full_f1": 0.8, "steps": steps}
+
+    def calibrate(client: Any, examples: Any, *, target: float) -> dict[str, Any]:
+        asked.extend([client.url, len(examples), target])
+        return result
+
+    monkeypatch.setattr(command, "calibrate", calibrate)
+    assert main([str(path), "--url", "http://server", "--f1", "0.9"]) == code
+    assert asked == ["http://server", 1, 0.9]
+    *table, line = capsys.readouterr().out.splitlines()
+    assert json.loads(line) == result
+    assert table[-1].split() == ["2.000", "0.500", "0.800", "1.000"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "no examples"),
-        ("not json", ":1: needs question, chunks and answers"),
-        ('\n{"question": "q", "chunks": ["a"]}', ":2: needs question, chunks and answers"),
-        ('["q"]', ":1: needs question, chunks and answers"),
-        ("7", ":1: needs question, chunks and answers"),
-        ('{"question": "q", "chunks": 7, "answers": ["x"]}', ":1: needs question, chunks and answers"),
-        ('{"question": "q", "chunks": [], "answers": ["x"]}', ":1: question, chunks and answers must be texts"),
-        ('{"question": "q", "chunks": ["a"], "answers": []}', ":1: question, chunks and answers must be texts"),
-        ('{"question": "", "chunks": ["a"], "answers": ["x"]}', ":1: question, chunks and answers must be texts"),
-        ('{"question": "q", "chunks": [""], "answers": ["x"]}', ":1: question, chunks and answers must be texts"),
-        ('{"question": "q", "chunks": [1], "answers": ["x"]}', ":1: question, chunks and answers must be texts"),
-        ('{"question": "q", "chunks": "text", "answers": ["x"]}', ":1: chunks and answers must be lists"),
-        ('{"question": "q", "chunks": ["a"], "answers": "text"}', ":1: chunks and answers must be lists"),
-        ('{"question": "q", "chunks": {"a": 1}, "answers": ["x"]}', ":1: chunks and answers must be lists"),
-    ],
-)
-def test_bad_files_are_named_with_the_line(tmp_path: Path, text: str, message: str) -> None:
+def test_a_model_that_is_never_right_divides_by_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "examples.jsonl"
-    path.write_text(text)
-    with pytest.raises(ServerError) as caught:
-        read_examples(path)
-    assert str(caught.value).startswith(str(path))
-    assert message in str(caught.value)
+    path.write_text(json.dumps({"question": "q", "chunks": ["a"], "answers": ["x"]}))
+    steps = [{"alpha": 0.0, "mean_cfo": 0.0, "f1": 0.0}]
+    monkeypatch.setattr(command, "calibrate", lambda *args, **kwargs: {"alpha": 0.0, "full_f1": 0.0, "steps": steps})
+    assert main([str(path), "--url", "u"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2].split() == ["0.000", "0.000", "0.000", "0.000"]
 
 
-def test_no_file_and_no_text(tmp_path: Path) -> None:
-    with pytest.raises(ServerError, match=r"missing\.jsonl"):
-        read_examples(tmp_path / "missing.jsonl")
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    with pytest.raises(ServerError, match="bytes"):
-        read_examples(tmp_path / "bytes")
+def test_a_server_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "examples.jsonl"
+    path.write_text(json.dumps({"question": "q", "chunks": ["a"], "answers": ["x"]}))
+    with pytest.raises(CommandError, match=r"127\.0\.0\.1:9"):
+        main([str(path), "--url", "http://127.0.0.1:9"])

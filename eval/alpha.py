@@ -1,4 +1,6 @@
-"""Cache-Craft's alpha from a validation set (eq. 13): the least recomputation whose answers reach a target F1.
+"""`python -m eval alpha --url URL FILE`: Cache-Craft's alpha from a validation set (eq. 13), for a request's `reuse`.
+
+The least recomputation of `context` whose answers reach a target F1:
 
     alpha* = argmin E[CFO_alpha]  subject to  F1_alpha >= target * F1 of full prefill
 
@@ -6,61 +8,52 @@ E[CFO] grows with alpha, so alpha* is the least alpha that reaches the target. Q
 first raised along a grid until the target is reached, then bisected between the last two. Each example's chunks are first served
 twice in another order, so that the store has variants computed after other chunks, then requested with moved KV.
 
-    examples   {"question": "...", "chunks": ["...", ...], "answers": ["...", ...]}     one JSON object a line
+    FILE   {"question": "...", "chunks": ["...", ...], "answers": ["...", ...]}     one JSON object a line
+
+The last line of stdout is one JSON object. Exit code 1 where no alpha reaches the target.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import string
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eval.errors import CommandError
 from sglang_chunkcache.client import Client, ServerError, settle
+from sglang_chunkcache.examples import Example, read_examples
 
 GRID = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """CFO is at most alpha. Above 1, the end of the paper's scale, chunks that depend on their context are recomputed whole."""
 NUM_HALVINGS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One validation question."""
-
-    question: str
-    chunks: tuple[str, ...]
-    answers: tuple[str, ...]
-
-
-def read_examples(path: Path) -> list[Example]:
-    """Examples of a file. Raises ServerError naming file and line."""
-    examples = []
+def main(argv: Sequence[str]) -> int:
+    """Print the steps and one JSON object; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eval alpha", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="questions, one JSON object a line")
+    parser.add_argument("--url", required=True, help="a running server with --reuse fused")
+    parser.add_argument("--api-key", metavar="KEY", help="the API key of the server")
+    parser.add_argument("--f1", type=float, default=0.95, help="F1 to reach, as a share of full prefill's: %(default)s")
+    args = parser.parse_args(argv)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ServerError(f"{path}: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            example = Example(row["question"], tuple(row["chunks"]), tuple(row["answers"]))
-        except (ValueError, TypeError, LookupError) as error:
-            raise ServerError(f"{path}:{number}: needs question, chunks and answers: {error!r}") from None
-        if not isinstance(row["chunks"], list) or not isinstance(row["answers"], list):
-            raise ServerError(f"{path}:{number}: chunks and answers must be lists")
-        texts = (example.question, *example.chunks, *example.answers)
-        if not example.chunks or not example.answers or not all(isinstance(text, str) and text for text in texts):
-            raise ServerError(f"{path}:{number}: question, chunks and answers must be texts that are not empty")
-        examples.append(example)
-    if not examples:
-        raise ServerError(f"{path}: no examples")
-    return examples
+        result = calibrate(Client(args.url, args.api_key), read_examples(args.file), target=args.f1)
+    except ServerError as error:
+        raise CommandError(str(error)) from None
+    print(f"{'alpha':>8} {'mean CFO':>9} {'F1':>6} {'share of full':>14}")
+    for step in result["steps"]:
+        share = step["f1"] / result["full_f1"] if result["full_f1"] else 0.0
+        print(f"{step['alpha']:8.3f} {step['mean_cfo']:9.3f} {step['f1']:6.3f} {share:14.3f}")
+    print(json.dumps(result))
+    return 0 if result["alpha"] is not None else 1
 
 
 def calibrate(client: Client, examples: Sequence[Example], *, target: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The selectors that look at one chunk at a time."""
+"""The selectors that the papers compare with; what holds for all is in tests/sglang_chunkcache/fusion/selectors."""
 
 from __future__ import annotations
 
@@ -10,24 +10,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sglang_chunkcache.fusion.selectors import get  # noqa: E402
 from sglang_chunkcache.fusion.selectors.base import Evidence  # noqa: E402
+from sglang_chunkcache.own_selectors import own_selectors  # noqa: E402
 from tests.reference.moved_chunks import as_lists, make_chunk, make_scores  # noqa: E402
 from tests.reference.sources import make_request  # noqa: E402
 
-ROOT = Path(__file__).parents[4]
-
-
-def test_first_takes_the_head_of_each_chunk() -> None:
-    """ceil(0.3 * 5) = 2 and ceil(0.3 * 10) = 3, not 3 and 0 of the prompt."""
-    chunks = [make_chunk("a", 7, 5), make_chunk("b", 12, 10)]
-    assert as_lists(get("first").select(chunks, make_request(ratio=0.3), Evidence())) == [[0, 1], [0, 1, 2]]
+ROOT = Path(__file__).parents[2]
+OWN = own_selectors("eval.selectors")
 
 
 def test_h2o_takes_what_is_attended_most() -> None:
     """By what a token receives inside the chunk, not by what it looks at outside."""
     scores = make_scores(context=[9, 9, 0, 0, 0], received=[1, 2, 5, 3, 4])
-    selection = get("h2o").select([make_chunk("a", 3, 5, scores=scores)], make_request(ratio=0.4), Evidence())
+    selection = OWN["h2o"].select([make_chunk("a", 3, 5, scores=scores)], make_request(ratio=0.4), Evidence())
     assert as_lists(selection) == [[2, 4]]
 
 
@@ -36,7 +31,7 @@ def test_random_depends_on_recipe_and_chunk_alone() -> None:
 
     def drawn(name: str, start: int, recipe: str) -> list[int]:
         chunks = [make_chunk(name, start, 1000)]
-        return as_lists(get("random").select(chunks, make_request(ratio=0.1, recipe=recipe), Evidence()))[0]
+        return as_lists(OWN["random"].select(chunks, make_request(ratio=0.1, recipe=recipe), Evidence()))[0]
 
     assert drawn("a", 0, "r") == drawn("a", 50, "r")
     assert drawn("a", 0, "r") != drawn("a", 0, "s")
@@ -48,9 +43,10 @@ def test_random_agrees_between_processes() -> None:
     """Each tensor-parallel rank is one, with its own hash seed."""
     code = (
         "from tests.reference.moved_chunks import *; from tests.reference.sources import *;"
-        "from sglang_chunkcache.fusion.selectors import get;"
-        "print(as_lists(get('random').select([make_chunk('a', 0, 100)], make_request(ratio=.1), Evidence())))"
+        "from sglang_chunkcache.own_selectors import own_selectors;"
+        "from sglang_chunkcache.fusion.selectors.base import Evidence; random = own_selectors('eval.selectors')['random'];"
+        "print(as_lists(random.select([make_chunk('a', 0, 100)], make_request(ratio=.1), Evidence())))"
     )
-    here = as_lists(get("random").select([make_chunk("a", 0, 100)], make_request(ratio=0.1), Evidence()))
+    here = as_lists(OWN["random"].select([make_chunk("a", 0, 100)], make_request(ratio=0.1), Evidence()))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == str(here)

@@ -1,0 +1,69 @@
+"""Selectors that the papers compare with, for servers: `--chunkcache-selectors eval.selectors`.
+
+    random    Cache-Craft's RANDOM-RECOMP: ceil(r n) tokens of each chunk, the control that a good selector must beat
+    h2o       Cache-Craft's PREFILL-H2O: ceil(r n) of each chunk that the rest of their own chunk attends to most
+    prophet   ProphetKV: ceil(r sum of n) that the question attends to most in all layers together; the baseline of `query`
+
+Cache-Craft's SET-CACHE chooses what is reused, not what is recomputed, which is no selector's to say: it is not among them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from radix_ext import FusionRequest, Need
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
+from sglang_chunkcache.fusion.selectors.query import QueryGuided
+from sglang_chunkcache.fusion.selectors.top_k import highest, leading, num_critical
+from sglang_chunkcache.wire.report import Fallback
+
+
+class RandomTokens(Selector):
+    """Drawn by recipe and chunk: the same on every rank and for a repeated request."""
+
+    name = "random"
+
+    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
+        """No token is drawn twice."""
+        return Selection(tuple(_draw(chunk, request) for chunk in chunks), (None,) * len(chunks))
+
+
+class MostAttended(Selector):
+    """By `ChunkScores.received`, which is known before the request. A sum over later tokens favours early ones, as in H2O."""
+
+    name = "h2o"
+    needs = frozenset({Need.RECEIVED})
+
+    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
+        """Chunks of which this was not measured: as `first`, fallback "unscored"."""
+        received = [chunk.scores.received if chunk.scores else None for chunk in chunks]
+        offsets = tuple(
+            leading(request.ratio, chunk.num_tokens)
+            if scores is None
+            else highest(scores, num_critical(request.ratio, chunk.num_tokens))
+            for chunk, scores in zip(chunks, received, strict=True)
+        )
+        unscored = any(scores is None for scores in received)
+        return Selection(offsets, (None,) * len(chunks), (Fallback.UNSCORED,) if unscored else ())
+
+
+class AllLayers(QueryGuided):
+    """As `query`, by evidence that is summed over the layers."""
+
+    name = "prophet"
+    needs = frozenset({Need.QUESTION, Need.ALL_LAYERS})
+
+
+def _draw(chunk: MovedChunk, request: FusionRequest) -> Tensor:
+    # hash() differs between processes
+    seed = blake2b(f"{request.recipe}\0{chunk.chunk}".encode(), digest_size=8).digest()
+    drawn = random.Random(seed).sample(range(chunk.num_tokens), num_critical(request.ratio, chunk.num_tokens))
+    return torch.tensor(sorted(drawn), dtype=torch.int64)
+
+
+SELECTORS = (RandomTokens(), MostAttended(), AllLayers())
