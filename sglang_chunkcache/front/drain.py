@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READY = "/ready"
-HEALTH = ("/health", "/health_generate")
+HEALTH = ("/health", "/health_generate", "/ping")
 """SGLang's. Balancers that watch these must see the lame duck, too."""
 
 READING = ("GET", "HEAD", "OPTIONS")

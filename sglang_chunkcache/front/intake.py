@@ -25,7 +25,7 @@ from sglang_chunkcache.front.conversation import told_hashes
 from sglang_chunkcache.front.drafter import conversation_key
 from sglang_chunkcache.front.parse import json_object, parse, refuse_misspelt
 from sglang_chunkcache.front.parts import Parts
-from sglang_chunkcache.front.prompt import begun_answer, turn_start
+from sglang_chunkcache.front.prompt import REASONING_PARTS, begun_answer, turn_start
 from sglang_chunkcache.front.request import Draft, Identity, Options, Passage, Planned
 from sglang_chunkcache.front.search import RagSearch, Retrieval
 
@@ -260,7 +260,12 @@ class Intake:
             raise RequestError("response_format: must be an object")
         request = parse(ChatCompletionRequest, body)
         params = self._parts.chat.sampling_params(request)
-        self._parts.sampling(params, top_logprobs_num=request.top_logprobs or 0, called=_in_chat)
+
+        def called(name: str) -> str:
+            known = CHAT_NAMES.get(name, name)
+            return "max_completion_tokens" if known == "max_tokens" and request.max_completion_tokens else known
+
+        self._parts.sampling(params, top_logprobs_num=request.top_logprobs or 0, called=called)
         self._parts.chat.check(request)
         return request
 
@@ -296,6 +301,7 @@ def _taken_chunks(body: dict[str, Any]) -> dict[int, list[ChunkIn]]:
             refuse_misspelt(message, ours=MessageFields.model_fields, theirs=MESSAGE_NAMES)
         except RequestError as error:
             raise RequestError(f"messages.{i}.{error}") from None
+        _check_content(message, f"messages.{i}.content")
         chunks = message.pop("chunks", None)
         if chunks is None:
             continue
@@ -303,6 +309,21 @@ def _taken_chunks(body: dict[str, Any]) -> dict[int, list[ChunkIn]]:
             raise RequestError(f"messages.{i}.chunks: only a user's message has chunks")
         brought[i] = {"chunks": chunks}
     return {i: fields.chunks for i, fields in parse(Messages, {"messages": brought}).messages.items()}
+
+
+def _check_content(message: Mapping[str, Any], field: str) -> None:
+    """Raise RequestError for a part that no prompt can have. SGLang's own complaint lists what each kind of part must be."""
+    if message.get("role") == "user" and "content" not in message:
+        raise RequestError(f"{field}: is missing")
+    content = message.get("content")
+    for i, part in enumerate(content if isinstance(content, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in REASONING_PARTS and message.get("role") == "assistant":
+            continue
+        if kind != "text":
+            raise RequestError(f"{field}.{i}.type: must be 'text'")
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f"{field}.{i}.text: " + ("must be a string" if "text" in part else "is missing"))
 
 
 def _check_ids(brought: Mapping[int, Sequence[ChunkIn]]) -> None:
@@ -338,10 +359,6 @@ def _num_passage_chars(passages: Iterable[Passage]) -> int:
 
 def _in_generate(name: str) -> str:
     return name if name in GenerateIn.model_fields else f"sampling_params.{name}"
-
-
-def _in_chat(name: str) -> str:
-    return CHAT_NAMES.get(name, name)
 
 
 def _identity(raw_request: Request, cache_salt: Any, extra_key: Any, adapter: str | None = None) -> Identity:

@@ -30,6 +30,9 @@ CHUNK_CACHE_SIZE = 4096
 CHUNK_CACHE_CHARS = 16_384
 """Longer texts are not remembered, so that the memory is bounded: 4 bytes a token and the text."""
 
+REASONING_PARTS = ("thinking", "reasoning")
+"""Types of content parts that SGLang leaves out of the prompt; only answers have them."""
+
 DEFAULT_TEMPLATE = "{chunks}{question}"
 
 
@@ -324,7 +327,7 @@ def begun_answer(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
 
 def text_of(message: Mapping[str, Any], index: int) -> Any:
     """A message's content as one text, parts with spaces between: what is searched for, counted and hashed, whatever the template
-    reads. Content that is no text (null in tool calls) is passed on.
+    reads. Parts that are reasoning are left out, as in SGLang. Content that is no text (null in tool calls) is passed on.
 
     Raises:
         RequestError: a part that is not text.
@@ -336,6 +339,8 @@ def text_of(message: Mapping[str, Any], index: int) -> Any:
 def _texts(content: list[Any], index: int) -> list[str]:
     texts = []
     for part in content:
+        if isinstance(part, Mapping) and part.get("type") in REASONING_PARTS:
+            continue
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise RequestError(f"messages.{index}.content: only text parts are supported")
         texts.append(part["text"])

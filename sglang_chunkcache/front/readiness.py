@@ -49,8 +49,9 @@ class Readiness:
         """Whether all ranks have answered what they were asked last, or still have time to: as long as SGLang's `/health` would
         wait, unless that has waited in vain. Then asks again, if it is time to."""
         now, asking = time.monotonic(), self._asking
-        is_answered = asking is not None and asking.done()
-        if asking is None or (is_answered and now - self._asked >= ASK_S):
+        is_over = asking is not None and asking.done()
+        is_answered = asking is not None and is_over and not asking.cancelled() and asking.exception() is None
+        if asking is None or (is_over and now - self._asked >= ASK_S):
             self._asked, self._asking = now, asyncio.ensure_future(manager.get_internal_state())
         has_failed = manager.server_status is ServerStatus.UnHealthy
         return is_answered or (now - self._asked < http_server.HEALTH_CHECK_TIMEOUT and not has_failed)

@@ -130,6 +130,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         ("GET", "/ready", 503, 503),
         ("GET", "/health", 503, 503),
         ("GET", "/health_generate", 503, 503),
+        ("GET", "/ping", 503, 503),
     ],
 )
 @pytest.mark.parametrize("lame_duck_s", [FOREVER, 0])
@@ -290,6 +291,32 @@ def test_scheduler_that_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch, foun
         assert not await is_ready(app)
         assert manager.num_asked == num_asked, "one question at a time"
         manager.hangs = False
+        assert await is_ready(app)
+
+    lived(manager, scene)
+
+
+def test_scheduler_that_answers_with_an_error_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it answers again."""
+    manager = FakeManager()
+    monkeypatch.setattr(readiness, "ASK_S", 0)
+    monkeypatch.setattr(http_server, "HEALTH_CHECK_TIMEOUT", 0)
+    answer = manager.get_internal_state
+
+    async def fail() -> None:
+        raise RuntimeError("no state")
+
+    async def is_ready(app: Drain) -> bool:
+        for _ in range(2):  # one question may be on its way
+            await status(app, "GET", "/ready")
+            await asyncio.sleep(0.001)  # for the answer
+        return await status(app, "GET", "/ready") == 200
+
+    async def scene(app: Drain) -> None:
+        assert await is_ready(app)
+        manager.get_internal_state = fail  # type: ignore[method-assign, assignment]
+        assert not await is_ready(app)
+        manager.get_internal_state = answer  # type: ignore[method-assign]
         assert await is_ready(app)
 
     lived(manager, scene)

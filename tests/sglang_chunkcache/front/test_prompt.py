@@ -324,6 +324,11 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "tool": [user("a"), in_parts("tool", "b", "c")],
     "answer last": [in_parts("user", "a", "b"), in_parts("assistant", "c", "d")],
+    "reasoning": [
+        user("a"),
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "b"}]},
+        user("c"),
+    ],
     "strings": [
         {"role": "system", "content": "Be brief."},
         user("a"),

@@ -129,7 +129,7 @@ def call() -> Iterator[MakeServer]:
         manager = Manager(bench)
         chat = SimpleNamespace(
             check=lambda request: None,
-            sampling_params=lambda request: {"max_new_tokens": request.max_tokens},
+            sampling_params=lambda request: {"max_new_tokens": request.max_completion_tokens or request.max_tokens},
             template_kwargs=lambda request: None,
             default_chat_template_kwargs={},
             serve=served,
@@ -839,6 +839,10 @@ def question(*chunks: Any, text: str = "why?", **fields: Any) -> dict[str, Any]:
     return {"role": "user", "content": text, "chunks": list(chunks), **fields}
 
 
+def parts(*content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(content)}
+
+
 BAD_HISTORIES: list[tuple[dict[str, Any], str]] = [
     (
         {"messages": [{"role": "system", "content": "x", "chunks": [DOC]}, question()]},
@@ -878,6 +882,13 @@ BAD_HISTORIES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"messages": MESSAGES, "chunks": [{"text": "x" * 300_000}]}, "chunks.0.text: 300000 characters"),
     ({"messages": MESSAGES, "history": "always"}, "history: "),
+    ({"messages": [{"role": "user"}]}, "messages.0.content: is missing"),
+    ({"messages": [parts({"type": "text"})]}, "messages.0.content.0.text: is missing"),
+    ({"messages": [parts({"type": "text", "text": 5})]}, "messages.0.content.0.text: must be a string"),
+    ({"messages": [question(), REPLY, parts("a")]}, "messages.2.content.0.type: must be 'text'"),
+    ({"messages": [parts({"type": "thinking", "thinking": "a"})]}, "messages.0.content.0.type: must be 'text'"),
+    ({"messages": [parts({"type": "image_url", "image_url": {"url": "x"}})]}, "messages.0.content.0.type: must be"),
+    ({"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": -2}, "max_completion_tokens: must be"),
     ({"messages": MESSAGES, "history": True}, "history: "),
 ]
 
