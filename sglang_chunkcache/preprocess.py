@@ -27,6 +27,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -209,10 +210,15 @@ def _held(rank: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _size(client: Client, ranks: Sequence[Mapping[str, Any]], texts: Mapping[str, str], near: Iterable[str]) -> str:
     """What all chunks would take, by the tokens of the first ones, of the room of the smallest rank."""
-    sample = "\n".join(islice(texts.values(), NUM_SAMPLED))
-    tokens_a_char = client.post("/tokenize", {"prompt": sample})["count"] / len(sample)
+    num_tokens = num_read = 0
+    for text in islice(texts.values(), NUM_SAMPLED):
+        body = {"messages": [{"role": "user", "content": "?"}], "chunks": [{"text": text}]}
+        with suppress(RefusedError):  # what is too long is refused again when it is sent
+            spans = client.post("/chunkcache/explain", body)["spans"]
+            num_tokens, num_read = num_tokens + sum(span["end"] - span["start"] for span in spans), num_read + len(text)
     num_chars = sum(map(len, texts.values())) + sum(len(texts[chunk]) for chunk in near)
-    num_bytes, num_entries = tokens_a_char * num_chars * ranks[0]["store"]["token_bytes"], len(texts) + len({*near})
+    num_bytes = num_chars * num_tokens / max(1, num_read) * ranks[0]["store"]["token_bytes"]
+    num_entries = len(texts) + len({*near})
     max_bytes, max_entries = (min(_held(rank)[name] for rank in ranks) for name in ("max_bytes", "max_entries"))
     needs = (
         f"needs about {num_bytes / 2**20:.1f} of {max_bytes / 2**20:.1f} MiB and {num_entries} of {max_entries} entries"

@@ -56,8 +56,9 @@ class FakeServer:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 fake.posts.append((self.path, body))
-                if self.path == "/tokenize":
-                    self._answer(200, json.dumps({"count": len(body["prompt"])}).encode())
+                if self.path == "/chunkcache/explain":
+                    spans = [{"start": 5, "end": 5 + len(chunk["text"])} for chunk in body["chunks"]]
+                    self._answer(200, json.dumps({"spans": spans}).encode())
                 elif self.path == "/rag/v1/generate":
                     fake.pending = max(0, fake.pending - 1)
                     self._answer(200, b"{}")

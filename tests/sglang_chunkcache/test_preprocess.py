@@ -150,7 +150,7 @@ def test_neighbors_are_movable_before_they_are_needed(server: FakeServer, files:
     """The captures of the first pass are waited for: the second moves them."""
     main(["--url", server.url, *files])
     paths = [path for path, _ in server.posts]
-    last_alone = 3
+    last_alone = 5
     assert "/rag/v1/generate" in paths[last_alone + 1 : paths.index("/chunkcache/preprocess", last_alone + 1)]
 
 
@@ -159,7 +159,7 @@ def test_options_reach_the_server(server: FakeServer, files: list[str], capsys: 
     options = ["--top-n", "2", "--batch", "1", "--system", "Be brief.", "--api-key", "k", "--json"]
     assert main(["--url", server.url, *files, *options]) == 0
     assert server.chunks[3:] == [("A", ["B", "C"]), ("C", ["A"])]
-    assert server.posts[1][1]["messages"] == [{"role": "system", "content": "Be brief."}]
+    assert server.posts[3][1]["messages"] == [{"role": "system", "content": "Be brief."}]
     assert set(server.keys) == {"Bearer k"}
     assert len(capsys.readouterr().out.splitlines()) == 1
 
@@ -252,7 +252,7 @@ def test_size_is_told_before_anything_is_sent(
     first = capsys.readouterr().err.splitlines()[0]
     assert told in first
     assert first.endswith("entries") == ("too much" not in told)
-    assert server.posts[0][0] == "/tokenize"
+    assert [path for path, _ in server.posts[:4]] == [*3 * ["/chunkcache/explain"], "/chunkcache/preprocess"]
 
 
 def test_what_was_evicted_fails_the_command(server: FakeServer, files: list[str], capsys: Any) -> None:
