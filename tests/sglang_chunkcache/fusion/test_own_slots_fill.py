@@ -67,7 +67,7 @@ class EngineScheduler(Scheduler):
         self.rows.clear()
         for buffer in (*runner.token_to_kv_pool.k_buffer, *runner.token_to_kv_pool.v_buffer):
             buffer.fill_(float("nan"))  # a read of what was never written is seen
-        settings = config(reuse="fused", scoring="off", **knobs)
+        settings = config(reuse="fused", selectors="eval.selectors", **knobs)
         self.cache = ChunkRadixCache(CacheInitParams(False, self.rows, self.allocator, 1), settings)
         table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
         store = VariantIndex(max_bytes=1 << 30, max_chunks=10, max_variants=1, window=1000)
