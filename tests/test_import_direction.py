@@ -148,7 +148,7 @@ def test_eval_uses_public_names_only() -> None:
         "sglang_chunkcache.config.MAX_",  # limits that are no settings
         "sglang_chunkcache.attention.",  # operators on tensors: eval/bench/attention.py times them
         "sglang_chunkcache.fusion.relocate",  # likewise, eval/bench/relocate.py
-        "sglang_chunkcache.fusion.joint.",  # likewise, eval/joint
+        "sglang_chunkcache.joint_encoding.",  # eval/joint, eval/quality
         "sglang_chunkcache.storage.codec.",  # likewise
         "sglang_chunkcache.bundled_model.model_dir",
         "sglang_chunkcache.lang.",

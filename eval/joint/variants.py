@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_chunkcache.fusion.joint.fast_fusion import normalize
+from sglang_chunkcache.joint_encoding.fast_fusion import normalize
 from sglang_chunkcache.storage.codec import Codec, Quantized
 
 OWN, LIKE, EQUAL = range(3)

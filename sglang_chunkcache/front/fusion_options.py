@@ -20,7 +20,6 @@ from radix_ext import AccessTable, FusionRequest, Span
 from radix_ext.fusion_request import MAX_AUTO, QUESTION, Focus
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
-from sglang_chunkcache.wire.spans import JointRequest
 
 DEFAULT_QUALITY = 0.99
 """Of ratio "auto"."""
@@ -101,15 +100,6 @@ def fused_request(
         layer=_number(layers or "last"),
         always=(move or config.move) == "always",
     )
-
-
-def check_joint(config: ChunkCacheConfig, joint: JointRequest | None, fusion: FusionRequest | None) -> None:
-    """Raise RequestError for joint encoding where the server moves no KV, whose checks of the model it needs, or together with
-    moved KV."""
-    if joint is not None:
-        check_fused(config, "joint")
-        if fusion is not None:
-            raise RequestError("joint: not together with reuse fused")
 
 
 def _number(named: int | str) -> int | None:

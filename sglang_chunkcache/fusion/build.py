@@ -13,9 +13,6 @@ from sglang_chunkcache.fusion.calibration_places import Means
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
-from sglang_chunkcache.fusion.joint.expected import KnownChunks
-from sglang_chunkcache.fusion.joint.metrics import JointMetrics
-from sglang_chunkcache.fusion.joint.slots import SlotEncoder
 from sglang_chunkcache.fusion.metrics import StoreMetrics
 from sglang_chunkcache.fusion.model_support import unsupported
 from sglang_chunkcache.fusion.price_trial import measure_costs
@@ -112,14 +109,6 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
             time.perf_counter() - started,
         )
     return fuser
-
-
-def create_encoder(fuser: Fuser, ctx: Any) -> SlotEncoder:
-    """Joint encoding, on the model that `create_fuser` has accepted."""
-    runner, fusion_pass = ctx.tp_worker.model_runner, fuser.fusion_pass
-    metrics = JointMetrics() if ctx.server_args.enable_metrics else None
-    known = KnownChunks(fusion_pass.pool, fusion_pass.table, fuser.sources)
-    return SlotEncoder(runner.req_to_token_pool, fusion_pass.pool, metrics, known)
 
 
 def _judge(figures: GateFigures, attention: str, policy: str) -> None:

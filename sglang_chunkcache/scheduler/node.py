@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from radix_ext import ChainId, ChunkId
 from radix_ext.guesses import Guess
 from radix_ext.sources import CopyFacts
-from sglang_chunkcache.wire.report import JointReport
 from sglang_chunkcache.wire.spans import RequestSpans
 
 if TYPE_CHECKING:
@@ -102,8 +101,6 @@ class RequestState:
     """Of its chain in host memory, while it waits."""
     outward: Any = None
     """What its chunks' tokens attended to while they were prefilled (fusion/outward.py)."""
-    joint: JointReport | None = None
-    """What joint encoding has made of its KV. None: nothing yet, or it failed."""
     promise: Any = None
     """The promiser's own record."""
     guess: Guess | None = None
