@@ -116,11 +116,6 @@ class CaptureQueue:
         for entry in batch:
             self._copies.facts_of(entry.node).is_waiting = False
 
-    def leader_of(self, entry: Waiting) -> Any:
-        """The blob by which the chunk may be kept: `VariantIndex.leader`."""
-        facts = self._copies.facts_of(entry.node)
-        return self._store.leader(self._copies.identity_of(entry.node), facts.head, facts.prefix)
-
     def scored_for(self, selector: str | None) -> Scored:
         """How much is measured of what a request with that selector has queued."""
         if self._scoring != "auto":

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 REMOVED: dict[str, str] = {
     "--chunkcache-tail": "chunks that the window has seen come first; the others are in `python -m eval replay --tail`",
     "--chunkcache-admission": "all chunks enter the cache; CRAFT's rule is in `python -m eval replay --admission`",
+    "--chunkcache-store-codec joint": "int4 with fewer variants of a chunk (`--chunkcache-store-variants`) takes as few bytes",
     "joint": "it freed no memory; how much fuses, and what answers lose by it, is in `python -m eval joint` and `quality joint`",
 }
 """What to use instead, by a flag, a field's path in the request body, or either with one of its values behind a space."""

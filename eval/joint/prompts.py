@@ -107,7 +107,7 @@ def _fuse_layer(units: Sequence[Unit], layer: int, wish: Wish, threshold: float)
         return sum(_num_blocks(units, wish.block))
     lens = [part.stop - part.start for _, part in units]
     fused = encode(*_read(units, layer), lens, block_size=wish.block, threshold=threshold)
-    keys, values = (side.split(lens) for side in decode(fused))
+    keys, values = (torch.split(side, lens) for side in decode(fused))
     for (prompt, part), unit_keys, unit_values in zip(units, keys, values, strict=True):
         prompt.pool.k_buffer[layer][part], prompt.pool.v_buffer[layer][part] = unit_keys, unit_values
     return len(fused.keys)

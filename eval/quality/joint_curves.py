@@ -60,7 +60,8 @@ class JointCurves(Mode):
         if not self.cases:
             raise CommandError(f"--task {args.task}: no request has {args.k or 2} chunks")
         self.cells = make_cells(args.over, args.blocks, args.thresholds, args.ratios, args.batch)
-        self._lock, self._model = Lock(), None
+        self._lock = Lock()
+        self._model: ModelKv | None = None
         super().__init__(args, [replace(ARMS["ours"], name=JOINT)], [case.request for case in self.cases])
 
     @staticmethod

@@ -22,7 +22,7 @@ from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.host_memory import STORE, machine_bytes
 from sglang_chunkcache.scheduler.pricing import Pricing
-from sglang_chunkcache.storage.codec import STORE_CODECS
+from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.opening import create_index
 
@@ -38,7 +38,7 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
     runner, args = ctx.tp_worker.model_runner, ctx.server_args
     if reasons := unsupported(runner, args):
         raise ValueError(f"--reuse fused is not supported with {', '.join(reasons)}")
-    pool, codec = runner.token_to_kv_pool, STORE_CODECS[config.store_codec]
+    pool, codec = runner.token_to_kv_pool, CODECS[config.store_codec]
     codec.check_heads(pool.k_buffer[0], pool.v_buffer[0])
     table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
     sparse, attention, figures = gated_attention(runner, table, ctx.params, config.recompute_attention)

@@ -35,7 +35,7 @@ from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.scheduler.pricing import Pricing, Watch
-from sglang_chunkcache.storage.codec import STORE_CODECS
+from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.report import Fallback
 from tests.reference.scheduler import FakeReq, Scheduler
@@ -148,9 +148,9 @@ class FakePass:
         captured = []
         for capture in captures:
             self.contents.exact_len(capture.slots.tolist(), capture.token_ids)
-            codec = STORE_CODECS[self.config.store_codec]
+            codec = CODECS[self.config.store_codec]
             tokens = torch.tensor(capture.token_ids[capture.start :], dtype=torch.float32).reshape(1, -1, 1, 1)
-            if codec.difference is not None:  # heads of whole bytes
+            if codec.name == "int4":  # heads of whole bytes
                 tokens = tokens.expand(2, -1, 1, 4).contiguous()
             scores = capture.scores
             if capture.is_to_be_scored:
@@ -158,7 +158,7 @@ class FakePass:
                 received = zeros if capture.scored is Scored.ALL else None
                 scores = ChunkScores((1.0,) * len(lens), lens, 1.0, zeros, received)
                 self.num_scored += 1
-            captured.append(Captured((tokens, tokens.clone()), scores, codec=codec, leader=capture.leader))
+            captured.append(Captured((tokens, tokens.clone()), scores, codec=codec))
         self.num_captured += len(captures)
         return captured
 
