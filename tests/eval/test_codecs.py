@@ -84,7 +84,8 @@ def test_only_what_is_equal_bit_by_bit_is_kept_once() -> None:
 def test_bytes_of_a_replays_store() -> None:
     """By hand: 3 chunks of one variant, 1 of four, each 2 MiB a variant; plain 14 MiB."""
     store = {"arm": "stores", "cell": {"store": "r"}, "metrics": {}, "variants": {"1": [3, 6.0], "4": [1, 2.0]}}
-    metrics = {"bytes": 0.4, "first": 0.5, "further": 0.25, "key 0": 0, "value 0": 0}
+    errors = {f"{side} 0{suffix}": 0 for side in ("key", "value") for suffix in ("", " largest")}
+    metrics = {"bytes": 0.4, "first": 0.5, "further": 0.25, **errors}
     kept = {"arm": "kept", "cell": STORED[-1].cell, "metrics": metrics}
     results = summarize([kept, store])
     (row,) = results["tables"][-1]["rows"]

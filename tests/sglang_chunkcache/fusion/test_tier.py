@@ -187,7 +187,9 @@ def test_entries_of_a_codec_that_was_removed_are_others(disk: Disk) -> None:
     told = disk.settle()
     assert (told["bytes"], told["num_entries"], told["problems"]) == ({"variants": 0, "other": written}, 2, {})
     store(later, C, D)
-    assert disk.settle()["bytes"]["variants"] == written == disk.tier.storage.stats()["bytes"]["other"]
+    told = disk.settle()["bytes"]
+    assert told["other"] == written
+    assert told["variants"] > 0
     disk.stop()
     disk.server(store_codec="int4")
     assert disk.tier.load_most_used() == 2
