@@ -111,11 +111,6 @@ class CaptureQueue:
         for entry in batch:
             self._copies.facts_of(entry.node).is_waiting = False
 
-    def leader_of(self, entry: Waiting) -> Any:
-        """The blob by which the chunk may be kept: `VariantIndex.leader`."""
-        facts = self._copies.facts_of(entry.node)
-        return self._store.leader(self._copies.identity_of(entry.node), facts.head, facts.prefix)
-
     def at_least(self, scored: Scored) -> Scored:
         """How much is measured of what a request that reads that much has queued."""
         return max(scored, self._scored)

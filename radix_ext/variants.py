@@ -7,17 +7,16 @@ f_r sums 1/CFO over a variant's uses and halves with each window of requests. Wh
 CFO is the estimate of `fix_overhead`, on the same scale.
 
     leaves first    the lowest f_r, among equals the least recently used one. Chunks that are on the device leave before others:
-                    there they are found in any case. A variant that others are read with leaves after these: alone it would free
-                    nothing. Preprocessed variants never used so far leave for preprocessed ones only, unless a slower tier has
-                    them.
+                    there they are found in any case. Preprocessed variants never used so far leave for preprocessed ones only,
+                    unless a slower tier has them.
     enters          a chunk that is asked for at least half as often as that of the variant that would leave. A chunk that has
                     `max_variants` gets another only for a prefix that is asked for more often than that of its lowest one, in
                     whose place it comes where the store is full.
 
 "Recently" and "often" count requests and never the clock: tensor-parallel ranks decide alike.
 
-What KV is, the index does not know: a blob has bytes, in a replay nothing else. One that is kept as what it does not have in
-common with another blob has that as `leader` (kept_bytes.py). No positions, no device, no prompt. One thread uses it.
+What KV is, the index does not know: a blob has bytes, in a replay nothing else. No positions, no device, no prompt. One thread
+uses it.
 Invariant: bytes and variants are within their limits whenever a method returns.
 """
 
@@ -32,7 +31,6 @@ from typing import Any, NamedTuple, TypeAlias
 from radix_ext.access_table import AccessTable
 from radix_ext.cfo import Attention, Prefix, Scored
 from radix_ext.errors import IntegrityError, check_at_least
-from radix_ext.kept_bytes import KeptBytes
 
 Identity = Hashable
 """Of a chunk, for one tenant."""
@@ -50,8 +48,8 @@ _Place: TypeAlias = tuple[str, Prefix]
 MAX_SCALE = 2.0**256
 """A power of two multiplies an f_r exactly. This one is far from the largest float, and 256 windows away."""
 
-_Entry: TypeAlias = tuple[bool, bool, bool, float, int, int]
-"""Is reserved, others are read with it, is not on the device, f_r in a unit that halves with each window, last used, serial."""
+_Entry: TypeAlias = tuple[bool, bool, float, int, int]
+"""Is reserved, is not on the device, f_r in a unit that halves with each window, last used, serial."""
 
 
 @dataclass(eq=False)
@@ -84,11 +82,6 @@ class Variant:
         return _nbytes(self.blob, self.scores, self.outward)
 
     @property
-    def leader(self) -> Any:
-        """The blob that its own is read with. None: it is kept by itself."""
-        return getattr(self.blob, "leader", None)
-
-    @property
     def scored(self) -> Scored:
         """How much of it is measured."""
         return self.scores.scored if self.scores else Scored.NOTHING
@@ -102,15 +95,6 @@ class Variant:
 def _nbytes(*parts: Any) -> int:
     num_bytes: int = sum(part.nbytes for part in parts if part is not None)
     return num_bytes
-
-
-def _num_bytes(variants: Iterable[Variant]) -> int:
-    """Of all together, each blob once."""
-    blobs, num_measured = dict[int, Any](), 0
-    for variant in variants:
-        blobs |= {id(blob): blob for blob in (variant.blob, variant.leader)}
-        num_measured += _nbytes(variant.scores, variant.outward)
-    return num_measured + _nbytes(*blobs.values())
 
 
 class StoreStats(NamedTuple):
@@ -156,8 +140,7 @@ class VariantIndex:
         self.watch: Callable[[Identity, Variant, bool], None] = lambda identity, variant, is_here: None
         """Told when a variant has come or has left, for whatever reason."""
         self._clock = 0
-        self._num_reserved = 0
-        self._bytes, self._reserved_bytes = KeptBytes(), KeptBytes()
+        self._num_bytes = self._num_reserved = self._reserved_bytes = 0
         self._num_added = self._num_replaced = self._num_refused = self._num_evicted = self._num_uses = 0
 
     @property
@@ -169,11 +152,6 @@ class VariantIndex:
     def max_variants(self) -> int:
         """That a chunk gets without asking how often."""
         return self._max_variants
-
-    @property
-    def leader_bytes(self) -> int:
-        """Of leaders that have left, while others are kept by them."""
-        return self._bytes.num - self._bytes.num_counted
 
     @property
     def max_entries(self) -> int:
@@ -191,12 +169,6 @@ class VariantIndex:
     def find(self, identity: Identity) -> tuple[Variant, ...]:
         """All variants of the chunk, oldest first; no use is counted."""
         return tuple(self._chunks.get(identity, {}).values())
-
-    def leader(self, identity: Identity, head: str, prefix: Prefix) -> Any:
-        """The blob that a variant in this place may be kept by: that of the chunk's others. None: there are none."""
-        others = (each for each in self.find(identity) if (each.head, each.prefix) != (head, prefix))
-        first = next(others, None)
-        return first and (first.leader or first.blob)
 
     def get(self, identity: Identity, head: str, prefix: Prefix) -> Variant | None:
         """The one variant; no use is counted."""
@@ -224,17 +196,16 @@ class VariantIndex:
         has_outward: bool = False,
         preprocessed: bool = False,
         nbytes: int = 0,
-        leader: Any = None,
     ) -> bool:
-        """Whether `put` would take such a variant, of so many bytes beside its leader's: ask before copying any KV."""
-        if nbytes + _nbytes(leader) > self._max_bytes:
+        """Whether `put` would take such a variant, of so many bytes: ask before copying any KV."""
+        if nbytes > self._max_bytes:
             return False
         old = self.get(identity, head, prefix)
         if old is not None and preprocessed <= old.preprocessed:
             knows_more = scored > old.scored or (has_outward and old.outward is None)
             if preprocessed < old.preprocessed or not knows_more:
                 return False
-        if not preprocessed and self._reserved_bytes.num_with(nbytes, leader) > self._max_bytes:
+        if not preprocessed and self._reserved_bytes + nbytes > self._max_bytes:
             return False
         if preprocessed or old is not None:
             return True
@@ -245,7 +216,7 @@ class VariantIndex:
         if len(siblings) >= self._max_variants:
             lowest = self._lowest_of(siblings)
             return lowest is not None and asked > self._asked.count((identity, lowest.head, lowest.prefix))
-        return self._fits(nbytes, leader) or asked >= ADMITTED_SHARE * self._asked_for_lowest()
+        return self._fits(nbytes) or asked >= ADMITTED_SHARE * self._asked_for_lowest()
 
     def gains(self, identity: Identity, nbytes: int) -> bool:
         """Whether there is room, or it is asked for more often than what would leave."""
@@ -275,7 +246,6 @@ class VariantIndex:
             has_outward=variant.outward is not None,
             preprocessed=variant.preprocessed,
             nbytes=nbytes,
-            leader=variant.leader,
         )
         if not wanted or self._holds(variant):
             self._num_refused += 1
@@ -296,7 +266,7 @@ class VariantIndex:
             False: nothing changed. There is no room, or its place is taken.
         """
         nbytes = variant.nbytes
-        if not self._fits(nbytes, variant.leader) or self.get(identity, variant.head, variant.prefix) is not None:
+        if not self._fits(nbytes) or self.get(identity, variant.head, variant.prefix) is not None:
             return False
         self._add(identity, variant, nbytes)
         return True
@@ -344,10 +314,6 @@ class VariantIndex:
         if not siblings:
             del self._chunks[identity]
         self._count(variant, nbytes, -1)
-        for each in self.find(identity):
-            if each.blob is variant.leader:  # it may fall in the order
-                heappush(self._order, self._entry(each))
-                self._bound_order()
         self.watch(identity, variant, False)
 
     def set_on_device(self, identity: Identity, is_there: bool) -> None:
@@ -380,7 +346,7 @@ class VariantIndex:
         return StoreStats(
             num_chunks=len(self._chunks),
             num_variants=len(self._held),
-            num_bytes=self._bytes.num,
+            num_bytes=self._num_bytes,
             num_added=self._num_added,
             num_replaced=self._num_replaced,
             num_refused=self._num_refused,
@@ -436,16 +402,16 @@ class VariantIndex:
 
     def _make_room(self, identity: Identity, variant: Variant, nbytes: int) -> None:
         siblings = self.find(identity)
-        is_full = not self._fits(nbytes, variant.leader)
+        is_full = not self._fits(nbytes)
         if is_full and not variant.preprocessed and len(siblings) >= self._max_variants:
             lowest = self._lowest_of(siblings)
             if lowest is not None:
                 self._evict(lowest)
-        while not self._fits(nbytes, variant.leader):  # which may leave meanwhile
+        while not self._fits(nbytes):
             self._evict(self._lowest())
 
-    def _fits(self, nbytes: int, leader: Any = None) -> bool:
-        return self._bytes.num_with(nbytes, leader) <= self._max_bytes and len(self._held) < self._max_in_all
+    def _fits(self, nbytes: int) -> bool:
+        return self._num_bytes + nbytes <= self._max_bytes and len(self._held) < self._max_in_all
 
     def _lowest_of(self, siblings: Iterable[Variant]) -> Variant | None:
         return min((v for v in siblings if not v.is_reserved), key=self._entry, default=None)
@@ -470,15 +436,14 @@ class VariantIndex:
         self._num_evicted += 1
 
     def _count(self, variant: Variant, nbytes: int, sign: int) -> None:
-        self._bytes.count(variant.blob, variant.leader, nbytes, sign)
+        self._num_bytes += sign * nbytes
         if variant.is_reserved:
-            self._reserved_bytes.count(variant.blob, variant.leader, nbytes, sign)
+            self._reserved_bytes += sign * nbytes
             self._num_reserved += sign
 
     def _entry(self, variant: Variant) -> _Entry:
         is_free = self._held[variant.serial][0] not in self._on_device
-        is_leader = self._bytes.is_leader(variant.blob)
-        return variant.is_reserved, is_leader, is_free, self._scale * variant.reuse, variant.last_used, variant.serial
+        return variant.is_reserved, is_free, self._scale * variant.reuse, variant.last_used, variant.serial
 
     def _bound_order(self) -> None:
         if len(self._order) > 2 * len(self._held) + 16:  # mostly outdated entries
@@ -492,11 +457,11 @@ class VariantIndex:
     def _violations(self) -> Iterator[str]:
         held = [variant for _, variant, _ in self._held.values()]
         reserved = [variant for variant in held if variant.is_reserved]
-        for variants, counted in ((held, self._bytes), (reserved, self._reserved_bytes)):
-            if _num_bytes(variants) != counted.num:
-                yield f"num_bytes {counted.num} but the variants count {_num_bytes(variants)}"
-        if self._bytes.num > self._max_bytes:
-            yield f"num_bytes {self._bytes.num} over max_bytes {self._max_bytes}"
+        for variants, counted in ((held, self._num_bytes), (reserved, self._reserved_bytes)):
+            if (num_bytes := sum(each.nbytes for each in variants)) != counted:
+                yield f"num_bytes {counted} but the variants count {num_bytes}"
+        if self._num_bytes > self._max_bytes:
+            yield f"num_bytes {self._num_bytes} over max_bytes {self._max_bytes}"
         if len(reserved) != self._num_reserved:
             yield f"{len(reserved)} variants are reserved but {self._num_reserved} were counted"
         if len(self._held) > self._max_in_all:

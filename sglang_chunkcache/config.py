@@ -52,7 +52,7 @@ MAX_HEADS, MAX_HEAD_TOKENS, MAX_HEAD_BYTES = 4, 16_384, 16 * 2**20
 STORAGE_BACKENDS = ("file", "dynamic")
 """Of HiCache's, those that read and write one tensor by its key."""
 
-STORE_CODECS = ("none", "int8", "int4", "joint")
+STORE_CODECS = ("none", "int8", "int4")
 """Of storage/codec.py, which needs torch."""
 
 
@@ -165,8 +165,7 @@ class ChunkCacheConfig:
     start prints it. A Llama-3-8B chunk of 500 tokens takes 62 MiB in bfloat16."""
     store_codec: str = knob(
         "none",
-        "how the store keeps KV: none (bit by bit), int8 or int4 (numbers of so many bits), joint (int4, and further "
-        "variants of a chunk as what they do not have in common with its first)",
+        "how the store keeps KV: none (bit by bit), int8 or int4 (numbers of so many bits)",
         choices=STORE_CODECS,
     )
     """Its entries in a storage, too. Smaller entries are more chunks in `store_mib`."""

@@ -127,7 +127,7 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
     Args:
         base_url: of the server, without a path.
         extra_key, cache_salt: keep caches of tenants apart, as in SGLang's requests.
-        reuse, joint, order: as in the endpoint's body, for every request; None: the server's.
+        reuse, order: as in the endpoint's body, for every request; None: the server's.
         other arguments: as for RuntimeEndpoint.
     """
 
@@ -141,12 +141,11 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
         extra_key: str | None = None,
         cache_salt: str | None = None,
         reuse: str | Mapping[str, Any] | None = None,
-        joint: Mapping[str, Any] | None = None,
         order: str | None = None,
     ) -> None:
         super().__init__(base_url.rstrip("/"), api_key, verify, chat_template_name)
         self.support_concate_and_append = False  # its route does not exist in SGLang 0.5.21: join by text instead
-        named = {"extra_key": extra_key, "cache_salt": cache_salt, "reuse": reuse, "joint": joint, "order": order}
+        named = {"extra_key": extra_key, "cache_salt": cache_salt, "reuse": reuse, "order": order}
         self._fields = {name: value for name, value in named.items() if value is not None}
 
     def retrieve(self, query: str, **options: Any) -> list[dict[str, Any]]:

@@ -80,10 +80,9 @@ def create_cache(ctx: Any) -> Any:
     pricing = Pricing(ctx.tp_worker.model_runner)
     cache.storage = create_storage(ctx, settings)
     if settings.reuse == "fused":
-        from sglang_chunkcache.fusion.build import create_encoder, create_fuser
+        from sglang_chunkcache.fusion.build import create_fuser
 
-        cache.promiser = fuser = create_fuser(cache, ctx, settings, pricing)
-        cache.encoder = create_encoder(fuser, ctx)
+        cache.promiser = create_fuser(cache, ctx, settings, pricing)
     if (pool := create_host_pool(ctx, settings)) is not None:
         # Ranks of one tensor-parallel group do the same, and Prometheus would add them up.
         metrics = HostMetrics() if ctx.server_args.enable_metrics and ctx.tp_rank == 0 else None

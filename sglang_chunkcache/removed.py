@@ -33,6 +33,8 @@ REMOVED: dict[str, str] = {
     "--scoring": "a replay measures what its selector reads",
     "--calibrate": "`python -m eval alpha` finds alpha",
     "--f1": "`python -m eval alpha` has it",
+    "--chunkcache-store-codec joint": "int4 with fewer variants of a chunk (`--chunkcache-store-variants`) takes as few bytes",
+    "joint": "it freed no memory; how much fuses, and what answers lose by it, is in `python -m eval joint` and `quality joint`",
 }
 """What to use instead, by a flag, a field's path in the request body, or either with one of its values behind a space."""
 

@@ -153,7 +153,7 @@ def test_eval_uses_public_names_only() -> None:
         "sglang_chunkcache.examples.",  # likewise
         "sglang_chunkcache.removed.",
         "sglang_chunkcache.fusion.relocate",  # likewise, eval/bench/relocate.py
-        "sglang_chunkcache.fusion.joint.",  # likewise, eval/joint
+        "sglang_chunkcache.joint_encoding.",  # eval/joint, eval/quality
         "sglang_chunkcache.storage.codec.",  # likewise
         "sglang_chunkcache.removed.",
         "sglang_chunkcache.bundled_model.model_dir",

@@ -5,16 +5,12 @@
 
 dedup      keys or values of a token in a layer once where they are the first variant's, bit by bit
 intB       each number in B bits (sglang_chunkcache/storage/codec.py), each variant of a chunk by itself
-joint      the variants of a chunk together: one of them whole or by intB, the others' blocks as differences from its blocks where
-           they are more similar than the threshold (variants.py)
-server     what `--chunkcache-store-codec joint` does: one in int4, the others as differences from it, token by token
 
 Tables: bytes over those of plain KV for `--variants` variants of a chunk, and the relative error of a token's keys and values in
 a head, mean and largest, by layer. Linked questions, answered from a prompt whose chunks have gone through a codec, each behind
-the chunks of this very prompt: what differs from the answer over the prompt's own KV is the codec's doing. `joint` and `server`
-have as leader the same chunk in another order of the passages. KL is per token of that answer, in nats. Times are those of one
-variant of a chunk with the KV of Llama-3-8B, random, over those of copying it out of the pool (`encode`) and into the pool
-(`decode`), which the store does as well.
+the chunks of this very prompt: what differs from the answer over the prompt's own KV is the codec's doing. KL is per token of
+that answer, in nats. Times are those of one variant of a chunk with the KV of Llama-3-8B, random, over those of copying it out of
+the pool (`encode`) and into the pool (`decode`), which the store does as well.
 
 `--stores` takes runs of `python -m eval replay --reuse fused`. A chunk with n variants there takes the bytes of a first one and
 of n - 1 further ones, as measured on the bundled model's KV.
@@ -27,7 +23,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean
@@ -40,7 +36,6 @@ from eval.bench.relocate import SHAPES, Bench
 from eval.errors import CommandError
 from eval.joint.kv import Cached, ModelKv
 from eval.joint.units import Sizes, variants
-from eval.joint.variants import decode_variants, encode_variants
 from eval.outcome import Row, add_out_option, open_run, table, tell
 from eval.progress import tracked
 from eval.recorded import grouped, read_recorded
@@ -49,12 +44,9 @@ from eval.world.kinds import KINDS
 from eval.world.tokenizer import turn_pieces
 from eval.world.world import World
 from sglang_chunkcache.bundled_model import model_dir
-from sglang_chunkcache.storage.codec import CODECS, STORE_CODECS, Quantized
+from sglang_chunkcache.storage.codec import Quantized
 
-THRESHOLDS = (0.9, 0.95, 0.98, 0.99, 0.999)
-RESIDUAL_BITS = (0, 2, 3, 4, 6)
 PLAIN_BITS = (8, 6, 5, 4, 3)
-BLOCK_SIZE = 8
 MAX_ANSWER = 32
 """Tokens."""
 TIMED = 512
@@ -63,7 +55,6 @@ TAKEN = 5
 """Times; the best counts."""
 
 
-SERVER = "server"
 STORES = "Stores of replays, bytes over those of plain KV"
 ONE_EACH = "one variant a chunk"
 
@@ -72,47 +63,16 @@ class Setting(NamedTuple):
     """One way to keep the variants of a chunk."""
 
     name: str
-    leader: str = ""
-    threshold: float = 0.0
-    bits: int = 0
 
     @property
     def cell(self) -> Row:
-        of_joint = {"leader": self.leader, "threshold": self.threshold, "residual bits": self.bits}
-        return {"codec": self.name, **(of_joint if self.leader else {})}
-
-    @property
-    def title(self) -> str:
-        joint = f", leader {self.leader}, threshold {self.threshold:g}, {self.bits} bits"
-        return self.name + (joint if self.leader else "")
+        return {"codec": self.name}
 
     def kept(self, keys: Tensor, values: Tensor) -> tuple[int, Callable[[], tuple[Tensor, Tensor]]]:
         """(bytes of these variants, [num_variants, num_layers, num_tokens, ..], what decodes them)."""
-        if self.leader:
-            joint = encode_variants(
-                keys,
-                values,
-                block_size=BLOCK_SIZE,
-                threshold=self.threshold,
-                codec=CODECS[self.leader],
-                bits=self.bits,
-            )
-            return joint.nbytes, partial(decode_variants, joint)
         if self.name in ("none", "dedup"):
             again = sum(map(_bytes_again, (keys, values))) if self.name == "dedup" else 0
             return keys.nbytes + values.nbytes - again, lambda: (keys, values)
-        if self.name == SERVER:
-            alone, difference = STORE_CODECS["joint"]
-            assert difference is not None
-            first = alone.encode(keys[0], values[0])
-            others = [difference.encode(*kv, alone.decode(first)) for kv in zip(keys[1:], values[1:], strict=True)]
-
-            def read() -> tuple[Tensor, Tensor]:
-                found = [difference.decode(each, alone.decode(first)) for each in others]
-                decoded = zip(alone.decode(first), *found, strict=True)
-                return torch.stack(next(decoded)), torch.stack(next(decoded))
-
-            return sum(part.nbytes for parts in (first, *others) for part in parts), read
         codec = Quantized(int(self.name.removeprefix("int")))
         parts = codec.encode(keys.flatten(0, 1), values.flatten(0, 1))
 
@@ -124,29 +84,11 @@ class Setting(NamedTuple):
 
 
 PLAIN = [Setting("none"), *(Setting(f"int{bits}") for bits in PLAIN_BITS)]
-SETTINGS = [
-    *PLAIN,
-    Setting("dedup"),
-    Setting(SERVER),
-    *(Setting("joint", *each) for each in product(("none", "int8", "int4"), THRESHOLDS, RESIDUAL_BITS)),
-]
-ANSWERED = [
-    *PLAIN,
-    *(Setting("joint", *each) for each in product(("int8",), (0.9, 0.95, 0.99), RESIDUAL_BITS)),
-    *(Setting("joint", "int4", 0.95, bits) for bits in (4, 3)),
-    Setting(SERVER),
-]
-SHOWN = [*PLAIN, Setting(SERVER), *(Setting("joint", "int8", 0.9, bits) for bits in RESIDUAL_BITS)]
-"""Whose errors are told by layer, and whose times."""
-SAID = [Setting("int8"), Setting("int4"), Setting(SERVER), Setting("joint", "int8", 0.95, 4)]
+"""Whose errors are told by layer, whose times, and what becomes of answers."""
+SETTINGS = [*PLAIN, Setting("dedup")]
+SAID = [Setting("int8"), Setting("int4")]
 """Of the verdict."""
-STORED = [
-    Setting("dedup"),
-    Setting("int8"),
-    Setting("int4"),
-    Setting(SERVER),
-    *(Setting("joint", leader, 0.95, bits) for leader in ("int8", "int4") for bits in (4, 3)),
-]
+STORED = [Setting("dedup"), Setting("int8"), Setting("int4")]
 """Whose bytes are told of replays' stores."""
 
 
@@ -179,7 +121,6 @@ class Asked(NamedTuple):
 
 
 def asked(model: ModelKv, rng: random.Random, num_passages: int, num_variants: int) -> Asked:
-    """The first of the orders is what `joint` has as leaders."""
     world = World(rng.getrandbits(48) | 1 << 60, links=True)  # beyond the seeds that training draws
     question, passages, _ = KINDS["linked"].draw(world, num_passages, rng)
     orders = [_other_order(num_passages, rng) for _ in range(num_variants - 1)]
@@ -236,7 +177,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
             if arm == "kept":
                 row |= {key: round(means[key], 4) for key in ("bytes", "first", "further") if key in means}
                 row |= {side: _short(mean(_layers(means, side))) for side in ("key", "value")}
-                if ones[0]["cell"] in [each.cell for each in SHOWN]:
+                if ones[0]["cell"] in [each.cell for each in PLAIN]:
                     errors[name] = {
                         **ones[0]["cell"],
                         **{f"{side}s": _by_layer(ones, side) for side in ("key", "value")},
@@ -253,13 +194,13 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
         STORES: {one["cell"]["store"]: _stored(one, rows) for one in by_arm.get("stores", [])},
     }
     said = [
-        f"{setting.title}: {row['bytes']:.3f} of the bytes, {row['equal']:.3f} of {num} answers stay, KL {row['KL']:g}."
+        f"{setting.name}: {row['bytes']:.3f} of the bytes, {row['equal']:.3f} of {num} answers stay, KL {row['KL']:g}."
         for setting in SAID
         if "KL" in (row := rows.get(str(setting.cell), {}))
     ]
     said += [
         f"{row['store']}: {row['a chunk']:.2f} variants a chunk,"
-        f" {', '.join(f'{each.title} {row[each.title]:.3f}' for each in STORED if each.title in row)} of the bytes."
+        f" {', '.join(f'{each.name} {row[each.name]:.3f}' for each in STORED if each.name in row)} of the bytes."
         for row in shown[STORES].values()
     ]
     return {"verdict": said, "tables": [table(title, list(each.values())) for title, each in shown.items() if each]}
@@ -287,10 +228,10 @@ def main(argv: Sequence[str]) -> int:
                 keys, values = (torch.stack(each.chunk(args.variants, 1)) for each in (drawn.keys, drawn.values))
                 keep("kept", number, ((each, taken(each, keys, values)) for each in settings))
         for number in tracked("questions", range(args.questions)):
-            if settings := missing("answers", ANSWERED, number):
+            if settings := missing("answers", PLAIN, number):
                 of = asked(model, random.Random(f"{args.seed} asked {number}"), args.passages, args.variants)
                 keep("answers", number, ((each, answered(model, each, of)) for each in settings))
-        if settings := missing("times", SHOWN if args.timed_tokens else (), 0):
+        if settings := missing("times", PLAIN if args.timed_tokens else (), 0):
             keep("times", 0, timed(settings, args.variants, args.timed_tokens))
         by_key = {f"stores/{one['cell']['store']}": one for one in stores}
         run.add_all((key, one) for key, one in by_key.items() if key not in run)
@@ -368,7 +309,7 @@ def _stored(store: Sample, rows: Mapping[str, Row]) -> Row:
         "variants": sum(num * chunks for num, chunks, _ in variants),
     }
     shares = {ONE_EACH: (1.0, 0.0)} | {
-        each.title: (rows[str(each.cell)]["first"], rows[str(each.cell)]["further"])
+        each.name: (rows[str(each.cell)]["first"], rows[str(each.cell)]["further"])
         for each in STORED
         if str(each.cell) in rows
     }

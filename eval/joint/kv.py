@@ -30,6 +30,8 @@ class Cached:
     """[num_tokens, num_heads, head_dim] per layer, rotated."""
     spans: list[tuple[int, int]]
     """Of the prompt's pieces, in order."""
+    log_probs: Tensor
+    """[vocab_size] float32: of the token after the prompt."""
 
     @property
     def num_tokens(self) -> int:
@@ -57,11 +59,13 @@ class ModelKv:
         encoded = [self._tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
         ends = list(accumulate(map(len, encoded)))
         self._queries = []
-        layers = self._model(torch.tensor([[*chain.from_iterable(encoded)]]), use_cache=True).past_key_values.layers
+        found = self._model(torch.tensor([[*chain.from_iterable(encoded)]]), use_cache=True)
+        layers = found.past_key_values.layers
         keys, values = (
             [getattr(each, side)[0].transpose(0, 1).contiguous() for each in layers] for side in ("keys", "values")
         )
-        return Cached(Pool(keys, values), self._rotated(self._queries), list(zip([0, *ends], ends, strict=False)))
+        spans, last = list(zip([0, *ends], ends, strict=False)), found.logits[0, -1].float().log_softmax(-1)
+        return Cached(Pool(keys, values), self._rotated(self._queries), spans, last)
 
     def stored(self, cached: Cached, span: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Keys, un-rotated, and values of a piece: [num_layers, num_tokens, num_kv_heads, head_dim]."""
@@ -92,6 +96,24 @@ class ModelKv:
         while len(answered) < max_tokens and answered[-1:] != [self._tokenizer.eos_token_id]:
             answered.append(int(self.log_probs(cached, [*asked, *answered])[-1].argmax()))
         return asked, answered
+
+    def continued(self, cached: Cached, *, max_tokens: int) -> tuple[list[int], list[Tensor]]:
+        """(token ids of the answer by the largest probability, its end included, log probabilities [vocab_size] of each)."""
+        answered, steps = [int(cached.log_probs.argmax())], [cached.log_probs]
+        while len(answered) < max_tokens and answered[-1] != self._tokenizer.eos_token_id:
+            steps.append(self.log_probs(cached, answered)[-1])
+            answered.append(int(steps[-1].argmax()))
+        return answered, steps
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Without special tokens."""
+        found: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return found
+
+    def token(self, token_id: int) -> str:
+        """The token's own text."""
+        found: str = self._tokenizer.decode([token_id])
+        return found
 
     # Private, in order of use
 

@@ -1,66 +1,68 @@
 """`python -m eval quality joint`: how much may KV blocks be fused before answers change? (Fast Fusion figures 4 and 5, table 1)
 
-One server of ours with `--reuse fused`. Every question is answered once with full prefill, then once per cell: its KV is encoded
-jointly after the prefill (sglang_chunkcache/fusion/joint), the blocks of its chunks (CFF) or those of the prompts of its batch
-(BFF), by a threshold or a ratio, in blocks of some size. `compression` is blocks over shared blocks of all layers and answers.
+No server: the model runs here. Every question is answered once with full prefill, then once per cell: its KV is encoded jointly
+after the prefill (sglang_chunkcache/joint_encoding), the blocks of its chunks (CFF) or those of the prompts of its batch (BFF),
+by a threshold or a ratio, in blocks of some size. `compression` is blocks over shared blocks of all layers and answers.
 
-Requests of a batch, `--batch` of them, are sent at once while a longer one is prefilled, so that most are prefilled together. How
-many of them were is the cell's `together`.
-
-NOTE: an answer's first token is computed before anything is fused, so `kl_first` is that of two equal prefills, and what an
-answer's only token says does not change. KL is the mean over all tokens, the first included.
+NOTE: an answer's first token is computed before anything is fused, so `kl_first` is 0, and what an answer's only token says does
+not change. KL is the mean over all tokens, the first included.
 """
 
 from __future__ import annotations
 
 import argparse
-import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 from eval.contrast import contrast_arms, sentences
 from eval.errors import CommandError
 from eval.outcome import Row, table
-from eval.quality.greedy import FULL_PREFILL, Endpoint, FullPrefill, Greedy, ask
+from eval.quality.greedy import FULL_PREFILL, Greedy
 from eval.quality.mode import Job, Mode, Servers
-from eval.quality.ratio_cases import Case, data_cases, long_request, world_cases
+from eval.quality.ratio_cases import Case, data_cases, world_cases
 from eval.quality.ratio_curves import of_full
 from eval.quality.scores import cells_of
 from eval.recorded import grouped
 from eval.run import Sample
-from eval.serve.arms import ARMS, UNAUDITED, Arm
-from eval.task import Request
+from eval.serve.arms import ARMS, Arm
 from eval.world.kinds import KINDS
+from eval.world.tokenizer import turn_pieces
+from sglang_chunkcache.bundled_model import model_dir
+
+if TYPE_CHECKING:
+    from eval.joint.kv import Cached, ModelKv
 
 JOINT = "joint"
 OVERS = ("chunks", "batch")
-FLAGS = ("--reuse", "fused", *UNAUDITED)
 SHOWN = ("same", "kl", "kl_max", "em", "f1")
-HEAD_START_S = 0.1
-"""Of the request during whose prefill a batch arrives."""
 
 
 class JointCurves(Mode):
     """Every case with full prefill, and in every cell."""
 
-    name, summary = "joint", "similar KV blocks fused (Fast Fusion figs. 4, 5)"
+    name, summary = "joint", "similar KV blocks fused (Fast Fusion figs. 4, 5); no server"
 
     def __init__(self, args: argparse.Namespace) -> None:
         if not all(0 <= each <= 1 for each in args.thresholds) or not all(each > 1 for each in args.ratios):
             raise CommandError("--thresholds must be in 0..1, --ratios above 1")
         if min(*args.blocks, *args.batch, args.worlds) < 1:
             raise CommandError("--blocks, --batch and --worlds must be at least 1")
+        if args.model_path == "random" or args.server_flags:
+            raise CommandError(
+                "quality joint runs a Llama's weights by itself: no --model-path random, no server's flags"
+            )
         self.cases = world_cases(args) if args.task == "world" else list(data_cases(args))
         if not self.cases:
             raise CommandError(f"--task {args.task}: no request has {args.k or 2} chunks")
         self.cells = make_cells(args.over, args.blocks, args.thresholds, args.ratios, args.batch)
-        arm = replace(ARMS["ours"], name=JOINT, flags=(*ARMS["ours"].flags, *FLAGS))
-        super().__init__(args, [arm], [case.request for case in self.cases])
+        self._lock = Lock()
+        self._model: ModelKv | None = None
+        super().__init__(args, [replace(ARMS["ours"], name=JOINT)], [case.request for case in self.cases])
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
@@ -69,37 +71,66 @@ class JointCurves(Mode):
         parser.add_argument("--blocks", nargs="+", type=int, default=[4, 16], metavar="N", help="tokens of a block")
         parser.add_argument("--thresholds", nargs="*", type=float, default=[0.5, 0.7, 0.8, 0.9, 0.95])
         parser.add_argument("--ratios", nargs="*", type=float, default=[1.25, 1.5, 2.0])
-        parser.add_argument(
-            "--batch", nargs="+", type=int, default=[8], metavar="N", help="requests sent at once, for batch"
-        )
+        text = "prompts whose blocks are compared, for batch"
+        parser.add_argument("--batch", nargs="+", type=int, default=[8], metavar="N", help=text)
         text = "of the world, --requests of each kind and world (default: linked); see eval/world/kinds.py"
         parser.add_argument("--questions", nargs="+", choices=KINDS, default=["linked"], metavar="KIND", help=text)
         parser.add_argument("--worlds", type=int, default=1, metavar="N", help="that of --seed and the next ones")
         parser.set_defaults(neighbors=[1])
 
     def stages(self) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
-        """A job per largest batch of cases."""
+        """A job per largest batch of cases. None needs a server."""
         size, label = max(self.args.batch), label_of(self.cells[-1])
         batches = [self.cases[at : at + size] for at in range(0, len(self.cases), size)]
-        yield self.arms, [Job(self.key(JOINT, one[-1].request, *label), partial(self.take, one)) for one in batches]
+        yield (), [Job(self.key(JOINT, one[-1].request, *label), partial(self.take, one)) for one in batches]
 
-    def take(self, cases: Sequence[Case], servers: Servers) -> Iterator[tuple[str, Sample]]:
+    def take(self, cases: Sequence[Case], _servers: Servers) -> Iterator[tuple[str, Sample]]:
         """The samples of some cases: full prefill of each, then the cells, in batches of the cell's size."""
-        (endpoint,) = servers.values()
-        found = FullPrefill()
-        full = [found.ask(endpoint, each.request, [chunk.id for chunk in each.request.chunks]) for each in cases]
-        opener = long_request(cases[0].request, full[0].num_prompt)
-        for case, answer in zip(cases, full, strict=True):
-            gold = self.scorer.gold(answer.text, case.request)
-            yield self.sample(FULL_PREFILL, case.request, answer, gold, cell=_kind(case))
-        for setting in self.cells:
-            for case, given, answer in zip(cases, full, _answers(endpoint, cases, setting, opener), strict=True):
-                if "joint_failed" in answer.info["fallbacks"]:
-                    raise CommandError(f"{case.request.id}: {answer.info['fallbacks']}")
-                metrics = self.scorer.gold(answer.text, case.request) | self.scorer.agreement(answer, given, "full")
-                cell, told = {**_kind(case), **setting}, answer.info["joint"]
-                more = {"encoded": {name: told[name] for name in ("requests", "blocks", "shared", "ms")}}
-                yield self.sample(JOINT, case.request, answer, metrics, cell=cell, label=label_of(setting), **more)
+        from eval.joint.prompts import Wish, fuse
+
+        with self._lock:
+            model = self._loaded()
+            prompts = [_prompt(model, case) for case in cases]
+            full = [self._answer(model, *each) for each in zip(cases, prompts, strict=True)]
+            for case, answer in zip(cases, full, strict=True):
+                gold = self.scorer.gold(answer.text, case.request)
+                yield self.sample(FULL_PREFILL, case.request, answer, gold, cell=_kind(case))
+            for setting in self.cells:
+                wish = Wish(setting["block"], setting.get("threshold"), setting.get("ratio"))
+                size = setting.get("batch", 1)
+                for at in range(0, len(cases), size):
+                    fused = fuse(prompts[at : at + size], wish, setting["over"])
+                    told = {"requests": len(fused.prompts), "blocks": fused.blocks, "shared": fused.shared}
+                    for case, prompt, given in zip(cases[at:], fused.prompts, full[at:], strict=False):
+                        answer = self._answer(model, case, prompt)
+                        metrics = self.scorer.gold(answer.text, case.request)
+                        metrics |= self.scorer.agreement(answer, given, "full")
+                        cell, more = {**_kind(case), **setting}, {"encoded": {**told, "ms": round(fused.ms, 3)}}
+                        label = label_of(setting)
+                        yield self.sample(JOINT, case.request, answer, metrics, cell=cell, label=label, **more)
+
+    def _loaded(self) -> ModelKv:
+        """The model, once there is something to answer."""
+        if self._model is None:
+            import torch
+
+            from eval.joint.kv import ModelKv
+
+            torch.set_num_threads(self.args.threads)
+            path = self.args.model_path
+            self._model = ModelKv(model_dir() if path == "bundled" else Path(path))
+        return self._model
+
+    def _answer(self, model: ModelKv, case: Case, prompt: Cached) -> Greedy:
+        limit, num = case.request.max_new_tokens or self.args.max_new_tokens, self.args.top_logprobs
+        ids, log_probs = model.continued(prompt, max_tokens=limit)
+        tops = [each.topk(min(num, len(each))) for each in log_probs] if num else []
+        steps = [
+            {model.token(i): p for i, p in reversed(list(zip(top.indices.tolist(), top.values.tolist(), strict=True)))}
+            for top in tops
+        ]
+        order = tuple(chunk.id for chunk in case.request.chunks)
+        return Greedy(model.text(ids), [model.token(i) for i in ids], steps, order, prompt.num_tokens, 0, {})
 
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Cells with what was fused, and paired differences from full prefill."""
@@ -125,7 +156,7 @@ def make_cells(
     ratios: Sequence[float],
     batches: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """The `joint` fields of the requests, and of `batch` how many are sent at once."""
+    """How blocks are fused, and of `batch` those of how many prompts at once."""
     wishes = [*({"threshold": each} for each in thresholds), *({"ratio": each} for each in ratios)]
     sizes: dict[str, list[dict[str, int]]] = {"chunks": [{}], "batch": [{"batch": size} for size in batches]}
     settings = [{"over": over, **size} for over in overs for size in sizes[over]]
@@ -138,7 +169,7 @@ def label_of(setting: Mapping[str, Any]) -> list[str]:
 
 
 def fused_of(encoded: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of all answers of a cell: compression, milliseconds, requests that were fused together; means.
+    """Of all answers of a cell: compression and milliseconds, means.
 
     The answers of one batch have its figures each.
     """
@@ -148,7 +179,6 @@ def fused_of(encoded: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     after = sum(sum(each["shared"]) / each["requests"] for each in encoded)
     return {
         "compression": round(before / after, 4) if after else 1.0,
-        "together": round(sum(each["requests"] for each in encoded) / len(encoded), 2),
         "encode_ms": round(sum(each["ms"] for each in encoded) / len(encoded), 3),
     }
 
@@ -158,7 +188,7 @@ def tables_of(cells: Sequence[Mapping[str, Any]]) -> list[Row]:
     rows = [
         {
             **cell["cell"],
-            **{name: cell[name] for name in ("compression", "together", "encode_ms")},
+            **{name: cell[name] for name in ("compression", "encode_ms")},
             **{name: round(cell["metrics"][name]["mean"], 4) for name in SHOWN if name in cell["metrics"]},
         }
         for cell in cells
@@ -174,30 +204,8 @@ def _kind(case: Case) -> dict[str, str]:
     return {"questions": case.questions} if case.questions else {}
 
 
-def _answers(endpoint: Endpoint, cases: Sequence[Case], setting: Mapping[str, Any], opener: Request) -> list[Greedy]:
-    """Of each case on KV of its own; those to be fused with one another at once."""
-    wish = {name: value for name, value in setting.items() if name != "batch"}
-    size = setting.get("batch", 1)
-    batches = [cases[at : at + size] for at in range(0, len(cases), size)]
-    return [answer for batch in batches for answer in _at_once(endpoint, batch, wish, opener)]
-
-
-def _at_once(endpoint: Endpoint, cases: Sequence[Case], wish: Mapping[str, Any], opener: Request) -> list[Greedy]:
-    fields: dict[str, Any] = {
-        "reuse": "exact",
-        "order": "retriever",
-        "joint": wish,
-        "cache_salt": secrets.token_hex(16),
-    }
-
-    def one(case: Case) -> Greedy:
-        return ask(endpoint, case.request, case.request.chunks, **fields)
-
-    if len(cases) == 1:
-        return [one(cases[0])]
-    with ThreadPoolExecutor(len(cases) + 1) as pool:
-        first = pool.submit(ask, endpoint, opener, opener.chunks, cache_salt=secrets.token_hex(16))
-        time.sleep(HEAD_START_S)
-        answers = list(pool.map(one, cases))
-        first.result()
-    return answers
+def _prompt(model: ModelKv, case: Case) -> Cached:
+    """As the bundled model's template has it."""
+    texts = [chunk.text for chunk in case.request.chunks]
+    head, pieces, tail = turn_pieces(texts, case.request.question, opens=True, system=case.request.system or None)
+    return model.cached([head, *pieces, tail])

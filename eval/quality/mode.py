@@ -145,7 +145,7 @@ def answer_all(run: Run, mode: Mode, servers: ServerPool, clients: int) -> None:
         for arm in arms:
             url = servers.open(keys[arm.name], arm)
             found[arm.name] = Endpoint(url, servers.model(keys[arm.name]), arm, *limits)
-        name, done = f"{mode.name} {arms[-1].name}", len(jobs) - len(missing)
+        name, done = " ".join([mode.name, *(arm.name for arm in arms[-1:])]), len(jobs) - len(missing)
         with _workers(clients) as pool, progress(name, len(jobs), initial=done) as bar:
             for rows in pool.map(lambda job, found=found: list(job.take(found)), missing):
                 if any(row.get("error") for _, row in rows):

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import to_builtins
-
 from sglang_chunkcache.front.reasons import fallbacks, missed
 from sglang_chunkcache.front.request import Draft, Missed, Planned, RagRequest
-from sglang_chunkcache.wire.report import Explanation, JointReport, Report, Source
+from sglang_chunkcache.wire.report import Explanation, Report, Source
 
 
 def answer(rag: RagRequest) -> dict[str, Any]:
@@ -29,7 +27,6 @@ def answer(rag: RagRequest) -> dict[str, Any]:
         **_turns(planned.draft),
         "dp_rank": rag.served_by,
         "reuse": _fused(rag) if planned.fusion else None,
-        "joint": _encoded(rag),
         "retrieval": planned.draft.options.retrieval,
         "fallbacks": rag.fallbacks,
         "missed": _missed(planned, rag.missed),
@@ -55,7 +52,6 @@ def explained(planned: Planned, found: Explanation) -> dict[str, Any]:
             for label, span in zip(labels, planned.spans, strict=True)
         ],
         "reuse": _asked(planned),
-        "joint": _to_encode(planned, found),
         "retrieval": planned.draft.options.retrieval,
         "exact": found.exact,
         "loaded": found.loaded,
@@ -117,46 +113,6 @@ def _fused(rag: RagRequest) -> dict[str, Any]:
         "estimated_ms": report.estimated_ms if report else {},
         "selected_by": report.selector if report else None,
         "sampled": rag.is_sampled,
-    }
-
-
-def _encoded(rag: RagRequest) -> dict[str, Any] | None:
-    """What joint encoding has done; what was asked for alone where it failed. None: not asked for."""
-    joint = rag.planned.draft.options.joint
-    if joint is None:
-        return None
-    report = rag.decoded.joint if rag.decoded else None
-    if report is None:
-        return to_builtins(joint)  # type: ignore[no-any-return]
-    return {**to_builtins(joint), **_fused_blocks(report)}
-
-
-def _fused_blocks(report: JointReport) -> dict[str, Any]:
-    num_blocks = len(report.shared) * report.blocks
-    return {
-        "requests": report.requests,
-        "units": report.units,
-        "blocks": report.blocks,
-        "exact_blocks": report.exact,
-        "shared": report.shared,
-        "thresholds": report.thresholds,
-        "compression": round(num_blocks / sum(report.shared), 4) if num_blocks else 1.0,
-        "ms": report.ms,
-    }
-
-
-def _to_encode(planned: Planned, found: Explanation) -> dict[str, Any] | None:
-    """The blocks that joint encoding would compare, of a batch this request's, and what it would make of those that are known."""
-    joint, cached = planned.draft.options.joint, found.exact + found.loaded
-    if joint is None:
-        return None
-    units = [unit for unit in joint.units(planned.spans, len(planned.input_ids)) if unit]
-    return {
-        **to_builtins(joint),
-        "units": len(units),
-        "blocks": sum(map(len, units)),
-        "exact_blocks": sum(start < cached for unit in units for start in unit),
-        "expected": _fused_blocks(found.joint) if found.joint else None,
     }
 
 

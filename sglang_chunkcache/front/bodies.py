@@ -13,20 +13,15 @@ from pydantic import (
     Field,
     StrictInt,
     StrictStr,
-    model_validator,
 )
 
 from radix_ext import FusionRequest
 from radix_ext.fusion_request import Focus
 from sglang_chunkcache.config import MAX_ALPHA, MAX_LAYERS, ChunkCacheConfig
-from sglang_chunkcache.front.fusion_options import check_joint, fused_request, needs_of
-from sglang_chunkcache.wire.spans import JointRequest
+from sglang_chunkcache.front.fusion_options import fused_request, needs_of
 
 MAX_ID_CHARS = 256
 """Conversation ids and chunk labels; they are kept, so they are bounded."""
-
-MAX_JOINT_RATIO, MAX_JOINT_BLOCK = 100, 4096
-"""More than any blocks give; tokens."""
 
 MAX_TURNS = 100
 """User messages that make a query; a query's characters are limited further."""
@@ -81,34 +76,6 @@ class ReuseIn(BaseModel):
         return fused_request(config, **named)
 
 
-def _within(low: int, high: int, *, is_open: bool = False) -> AfterValidator:
-    """From `low` to `high`; `is_open`: above `low`. The refusal names the value."""
-    words = f"must be above {low} and at most {high}" if is_open else f"must be from {low} to {high}"
-
-    def check(value: float) -> float:
-        if not low <= value <= high or (is_open and value == low):
-            raise ValueError(f"{words}, got {str(value)[:20]}")
-        return value
-
-    return AfterValidator(check)
-
-
-class JointIn(BaseModel):
-    """Joint encoding of a prompt's KV blocks."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    threshold: Annotated[float, _within(0, 1)] | None = None
-    ratio: Annotated[float, _within(1, MAX_JOINT_RATIO, is_open=True)] | None = None
-    block: Annotated[int, _within(1, MAX_JOINT_BLOCK)] = 16
-    over: Literal["chunks", "batch"] = "chunks"
-
-    @model_validator(mode="after")
-    def _is_one_wish(self) -> JointIn:
-        if (self.threshold is None) == (self.ratio is None):
-            raise ValueError("give threshold or ratio, one of them")
-        return self
-
-
 def _named_mode(value: Any) -> Any:
     """`"fused"` is short for `{"mode": "fused"}`."""
     if value is not None and not isinstance(value, str | dict | ReuseIn):
@@ -121,17 +88,10 @@ class ReuseFields(BaseModel):
 
     order: Order | None = None
     reuse: Annotated[ReuseIn | None, BeforeValidator(_named_mode)] = None
-    joint: JointIn | None = None
 
     def fusion_request(self, config: ChunkCacheConfig) -> FusionRequest | None:
         """See `ReuseIn.to_request`."""
         return self.reuse.to_request(config) if self.reuse else None
-
-    def joint_request(self, config: ChunkCacheConfig) -> JointRequest | None:
-        """None: not asked for. Raises RequestError as `check_joint`."""
-        joint = JointRequest(**self.joint.model_dump()) if self.joint else None
-        check_joint(config, joint, self.fusion_request(config) if joint else None)
-        return joint
 
 
 class RetrieveIn(BaseModel):

@@ -149,7 +149,6 @@ class Bookkeeper:
             keep=fusion.fresh if is_preprocessing and fusion else often,
             is_preprocessing=is_preprocessing,
             fusion=fusion,
-            joint=planned.draft.options.joint,
             is_later_turn=planned.draft.num_turns + planned.draft.num_rendered > 0,
             exact_gaps=planned.exact_gaps,
         )
@@ -263,7 +262,7 @@ class Bookkeeper:
 
     def _home(self, rag: RagRequest, start: int) -> Home | None:
         """Who has the turn's KV. None: nobody keeps it, or no rank has said that it read the request."""
-        if rag.decoded is None or rag.planned.draft.options.joint is not None:
+        if rag.decoded is None:
             return None
         return Home(rag.served_by or 0, rag.decoded.events.epoch, start)
 
@@ -323,8 +322,6 @@ class Bookkeeper:
             self._fall_back(rag, Fallback.PLAIN_TEXT)
         elif has_tokens and fusion and rag.report is None:
             self._fall_back(rag, Fallback.NO_REPORT)
-        if answer and answer.joint is None and rag.planned.draft.options.joint:
-            self._fall_back(rag, Fallback.JOINT_FAILED)
         if rag.planned.draft.options.num_answers > 1:
             self._fall_back(rag, Fallback.PARALLEL_SAMPLING)
             self.reasons.learn(rag)

@@ -21,7 +21,6 @@ from radix_ext.fusion_request import NEEDS, QUESTION, Focus
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.own_selectors import own_needs
-from sglang_chunkcache.wire.spans import JointRequest
 
 DEFAULT_QUALITY = 0.99
 """Of ratio "auto"."""
@@ -97,15 +96,6 @@ def fused_request(
         own_needs=frozenset() if selector in NEEDS else needs,
         always=(move or config.move) == "always",
     )
-
-
-def check_joint(config: ChunkCacheConfig, joint: JointRequest | None, fusion: FusionRequest | None) -> None:
-    """Raise RequestError for joint encoding where the server moves no KV, whose checks of the model it needs, or together with
-    moved KV."""
-    if joint is not None:
-        check_fused(config, "joint")
-        if fusion is not None:
-            raise RequestError("joint: not together with reuse fused")
 
 
 def _number(named: int | str) -> int | None:

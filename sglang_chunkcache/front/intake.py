@@ -103,7 +103,7 @@ class Intake:
         request = self._openai_request(body)
         messages = searched = _messages(request)
         identity = _identity(raw_request, request.cache_salt, request.extra_key, _adapter(request))
-        fusion, joint = fields.fusion_request(self._config), fields.joint_request(self._config)
+        fusion = fields.fusion_request(self._config)
         prefill = ""
         if request.continue_final_message:
             messages, prefill = begun_answer(messages)
@@ -134,7 +134,6 @@ class Intake:
                 length_field="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
                 order=fields.order,
                 fusion=fusion,
-                joint=joint,
                 requires_history=fields.history is not None,
                 num_answers=request.n,
                 retrieval=found.answer() if found else None,
@@ -189,7 +188,6 @@ class Intake:
             length_field="sampling_params.max_new_tokens",
             order=body.order,
             fusion=body.fusion_request(self._config),
-            joint=body.joint_request(self._config),
             logprob_start=body.logprob_start_len if body.return_logprob and body.logprob_start_len >= 0 else None,
         )
         identity = _identity(raw_request, body.cache_salt, body.extra_key)

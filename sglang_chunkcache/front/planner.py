@@ -27,7 +27,7 @@ from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.fusion_options import recipe_of
 from sglang_chunkcache.front.request import Draft, Options, Planned
-from sglang_chunkcache.wire.spans import MAX_JOINT_BLOCKS, JointRequest, namespace_of
+from sglang_chunkcache.wire.spans import namespace_of
 
 
 class Planner:
@@ -40,7 +40,7 @@ class Planner:
         """Order and route, then assemble. A history with chunks is fixed: then only its rank is chosen, by who has the history.
 
         Raises:
-            RequestError: an empty prompt, one longer than the context, or more blocks than may be compared; names the field.
+            RequestError: an empty prompt, or one longer than the context; names the field.
         """
         draft, terms = self._on_terms(draft)
         identity = draft.identity
@@ -54,7 +54,6 @@ class Planner:
         ordered = list(draft.chunks) if draft.history else [by_id[chunk.id] for chunk in ordering.chunks]
         ids, spans = draft.assemble(ordered)
         self._check_length(len(ids), draft.options)
-        _check_blocks(draft.options.joint, spans, len(ids))
         area = leading_area(spans)
         num_exact = ordering.held_len + ordering.planned_len - ordering.num_fused
         expected = None
@@ -165,14 +164,6 @@ class Planner:
             )
         if not prompt_len:
             raise RequestError(f"{options.prompt_field}: the prompt is empty")
-
-
-def _check_blocks(joint: JointRequest | None, spans: Sequence[Span], num_tokens: int) -> None:
-    num_blocks = sum(map(len, joint.units(spans, num_tokens))) if joint else 0
-    if num_blocks > MAX_JOINT_BLOCKS:
-        raise RequestError(
-            f"joint.block: gives {num_blocks} blocks, at most {MAX_JOINT_BLOCKS}; longer blocks are fewer"
-        )
 
 
 def _chunks_of(spans: Sequence[Span]) -> list[Chunk]:

@@ -136,7 +136,7 @@ class Reasons:
     def learn(self, rag: RagRequest) -> None:
         """The request is answered, so its chunks are cached where they stand."""
         planned, draft = rag.planned, rag.planned.draft
-        if draft.is_preprocessing or draft.options.joint is not None or rag.plan is None:
+        if draft.is_preprocessing or rag.plan is None:
             return
         tenant, rank = draft.identity.tenant, rag.served_by or 0
         epoch = rag.decoded.events.epoch if rag.decoded else 0

@@ -17,7 +17,7 @@ from radix_ext.audit import Terms
 from sglang_chunkcache.front.conversation import OpenTurn
 from sglang_chunkcache.front.prompt import Piece, TokenizedChunk, joined
 from sglang_chunkcache.wire.report import Answer, Fallback, Report
-from sglang_chunkcache.wire.spans import KEY_PREFIX, JointRequest, namespace_of
+from sglang_chunkcache.wire.spans import KEY_PREFIX, namespace_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,6 @@ class Options:
     """Of the chunks. None: the server's."""
     fusion: FusionRequest | None = None
     """None: exact reuse only. The planner fills in the recipe."""
-    joint: JointRequest | None = None
-    """None: KV stays as it is computed."""
     rank: int | None = None
     """None: the router's choice."""
     requires_history: bool = False
@@ -204,9 +202,7 @@ class Planned:
     @property
     def chain(self) -> list[Chunk]:
         """The first chunk area as the tree should come to know it."""
-        is_private = self.draft.options.joint is not None  # and brings nothing to the tree
-        area = self.area[: self.planned_len] if is_private else self.area
-        chunks = [Chunk(span.chunk, span.end - span.start) for span in area]
+        chunks = [Chunk(span.chunk, span.end - span.start) for span in self.area]
         if self.fusion is None:
             return chunks
         fused = (replace(chunk, id=fused_chunk(self.fusion.recipe, chunk.id)) for chunk in chunks[self.fused_from :])

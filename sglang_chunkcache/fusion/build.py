@@ -13,9 +13,6 @@ from sglang_chunkcache.fusion.calibration_places import Means
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
-from sglang_chunkcache.fusion.joint.expected import KnownChunks
-from sglang_chunkcache.fusion.joint.metrics import JointMetrics
-from sglang_chunkcache.fusion.joint.slots import SlotEncoder
 from sglang_chunkcache.fusion.metrics import StoreMetrics
 from sglang_chunkcache.fusion.model_support import unsupported
 from sglang_chunkcache.fusion.price_trial import measure_costs
@@ -25,7 +22,7 @@ from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.host_memory import STORE, machine_bytes
 from sglang_chunkcache.scheduler.pricing import Pricing
-from sglang_chunkcache.storage.codec import STORE_CODECS
+from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.opening import create_index
 
@@ -41,7 +38,7 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
     runner, args = ctx.tp_worker.model_runner, ctx.server_args
     if reasons := unsupported(runner, args):
         raise ValueError(f"--reuse fused is not supported with {', '.join(reasons)}")
-    pool, codec = runner.token_to_kv_pool, STORE_CODECS[config.store_codec]
+    pool, codec = runner.token_to_kv_pool, CODECS[config.store_codec]
     codec.check_heads(pool.k_buffer[0], pool.v_buffer[0])
     table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
     sparse, attention, figures = gated_attention(runner, table, ctx.params, config.recompute_attention)
@@ -112,14 +109,6 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
             time.perf_counter() - started,
         )
     return fuser
-
-
-def create_encoder(fuser: Fuser, ctx: Any) -> SlotEncoder:
-    """Joint encoding, on the model that `create_fuser` has accepted."""
-    runner, fusion_pass = ctx.tp_worker.model_runner, fuser.fusion_pass
-    metrics = JointMetrics() if ctx.server_args.enable_metrics else None
-    known = KnownChunks(fusion_pass.pool, fusion_pass.table, fuser.sources)
-    return SlotEncoder(runner.req_to_token_pool, fusion_pass.pool, metrics, known)
 
 
 def _judge(figures: GateFigures, attention: str, policy: str) -> None:

@@ -17,7 +17,6 @@ from radix_ext.sources import ChunkCopies
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_WAITING_CAPTURES, ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import Capture, Captured, FusionPass
-from sglang_chunkcache.fusion.store import HostBlob
 from sglang_chunkcache.own_selectors import own_needs
 from sglang_chunkcache.scheduler.node import facts
 
@@ -59,7 +58,7 @@ class Captures(CaptureQueue):
         self.put_arrived()
         if batch := [] if self._under_way else self.next_batch():
             with self._guard(batch):
-                captured = self._pass.capture([_capture_of(entry, self.leader_of(entry)) for entry in batch])
+                captured = self._pass.capture([_capture_of(entry) for entry in batch])
                 self._under_way.extend(zip(batch, captured, strict=True))
         self.put_arrived()
         num_failed, self._num_failed = self._num_failed, 0
@@ -111,7 +110,7 @@ def _own_request(config: ChunkCacheConfig) -> FusionRequest:
     )
 
 
-def _capture_of(entry: Waiting, leader: HostBlob | None) -> Capture:
+def _capture_of(entry: Waiting) -> Capture:
     """The chunk with all that precedes it."""
     node, path = entry.node, []
     above: TreeNode | None = node
@@ -133,5 +132,4 @@ def _capture_of(entry: Waiting, leader: HostBlob | None) -> Capture:
         ),
         scored=entry.scored,
         scores=facts(node).scores,
-        leader=leader,
     )

@@ -50,10 +50,10 @@ from sglang_chunkcache.fusion.recompute import PlanError, run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, copy_moved, read_blob
 from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selector
-from sglang_chunkcache.fusion.store import Blob, ChunkScores, HostBlob, Offload, encoded
+from sglang_chunkcache.fusion.store import ChunkScores, HostBlob, Offload
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads, copied_ahead
 from sglang_chunkcache.scheduler.pricing import Pricing
-from sglang_chunkcache.storage.codec import STORE_CODECS, Sizes, StoreCodec
+from sglang_chunkcache.storage.codec import CODECS, NONE, Codec, Sizes
 from sglang_chunkcache.wire.report import Fallback
 
 logger = logging.getLogger(__name__)
@@ -77,8 +77,6 @@ class Capture:
     """How much is to be measured of it."""
     scores: ChunkScores | None = None
     """Measured before."""
-    leader: HostBlob | None = None
-    """Of another variant of the chunk."""
 
     @property
     def is_to_be_scored(self) -> bool:
@@ -93,7 +91,6 @@ class Captured:
         kv: keys and values on the device; what is copied is what the codec makes of them.
         scores: known before; None: not, or measured with this copy.
         measured: the probe, and `score_chunks`' sums on the device.
-        leader: of another variant of the chunk.
     """
 
     def __init__(
@@ -101,11 +98,10 @@ class Captured:
         kv: tuple[Tensor, Tensor],
         scores: ChunkScores | None,
         measured: tuple[ScoreProbe, Tensor] | None = None,
-        codec: StoreCodec = STORE_CODECS["none"],
-        leader: HostBlob | None = None,
+        codec: Codec = NONE,
     ) -> None:
         self._scores, self._probe = scores, measured and measured[0]
-        parts, self._blob_of = encoded(kv, codec, leader)
+        self._codec, parts = codec, codec.encode(*kv)
         self._num_parts = len(parts)
         self._offload = Offload(parts if measured is None else (*parts, measured[1]))
 
@@ -117,7 +113,7 @@ class Captured:
         """Until it can be read."""
         self._offload.wait()
 
-    def read(self) -> tuple[Blob, ChunkScores | None]:
+    def read(self) -> tuple[HostBlob, ChunkScores | None]:
         """What has arrived.
 
         Raises:
@@ -126,7 +122,7 @@ class Captured:
         arrived = self._offload.read()
         parts, sums = arrived[: self._num_parts], arrived[self._num_parts :]
         scores = self._scores if self._probe is None else scores_of(self._probe, *sums)
-        return self._blob_of(*parts), scores
+        return HostBlob(*parts, codec=self._codec), scores
 
 
 class FusionPass:
@@ -154,7 +150,7 @@ class FusionPass:
         self.pool = runner.token_to_kv_pool
         self.loads, self.layers_ahead, self.num_copied_again = LayerLoads.of(self.pool), 0, 0
         self._is_beside = False
-        self.codec = STORE_CODECS[config.store_codec]
+        self.codec = CODECS[config.store_codec]
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_tokens: Counter[str] = Counter()
 
@@ -199,30 +195,23 @@ class FusionPass:
                 slots = capture.slots[capture.start :]
                 positions = torch.arange(capture.start, len(capture.slots), device=slots.device)
                 kv = read_blob(self.pool, self.table, slots, positions)
-                captured.append(Captured(kv, capture.scores, measured.get(index), self.codec, capture.leader))
+                captured.append(Captured(kv, capture.scores, measured.get(index), self.codec))
         return captured
 
     @property
     def stored_token_bytes(self) -> int:
-        """Bytes of one token in the store, of a chunk's first variant."""
+        """Bytes of one token in the store."""
         keys, values = self.pool.k_buffer, self.pool.v_buffer
         _, heads, key_dim = keys[0].shape
-        return self.codec.alone.nbytes(Sizes(len(keys), 1, heads, key_dim, values[0].shape[-1], self.pool.dtype))
+        return self.codec.nbytes(Sizes(len(keys), 1, heads, key_dim, values[0].shape[-1], self.pool.dtype))
 
     def stats(self) -> dict[str, Any]:
         """Seconds and tokens since the start, by phase; what the pass attends with, and how often it had to do without; how the
-        store keeps KV, and how far an element may be off by it (`Codec.max_error`, further variants: `Difference.max_error`);
+        store keeps KV, and how far an element may be off by it (`Codec.max_error`);
         layers of the last load from host memory that were copied before the passes, and loads whose copies failed beside them and
         were made again."""
         return {
-            "codec": {
-                "name": self.config.store_codec,
-                **{
-                    name: each.max_error(self.pool.dtype)
-                    for name, each in zip(("max_error", "max_error_further"), self.codec, strict=True)
-                    if each is not None
-                },
-            },
+            "codec": {"name": self.codec.name, "max_error": self.codec.max_error(self.pool.dtype)},
             "layers_ahead": self.layers_ahead,
             "copied_again": self.num_copied_again,
             "attention": {**self.attention, "fallbacks": self.num_unplanned},
@@ -234,7 +223,7 @@ class FusionPass:
 
     def _move(self, moves: Sequence[Move]) -> None:
         copies: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        blobs: list[tuple[Blob, Tensor, Tensor]] = []
+        blobs: list[tuple[HostBlob, Tensor, Tensor]] = []
         for move in moves:
             self.num_tokens["moved_other_head"] += sum(each.end - each.start for each in move.moved if each.other_head)
             for piece in move.moved:
@@ -266,7 +255,7 @@ class FusionPass:
         if blobs:
             self._load(moves, blobs)
 
-    def _load(self, moves: Sequence[Move], blobs: Sequence[tuple[Blob, Tensor, Tensor]]) -> None:
+    def _load(self, moves: Sequence[Move], blobs: Sequence[tuple[HostBlob, Tensor, Tensor]]) -> None:
         """From host memory to slots and positions, in layers, of which some come beside the passes (Cache-Craft 3.4.2)."""
         targets = [(blob, BlobTarget(self.pool, self.table, *place)) for blob, *place in blobs]
         work = Work(len(blobs), sum(len(slots) for _, slots, _ in blobs))

@@ -18,9 +18,9 @@ from sglang_chunkcache.attention.base import PassSequence, SparseAttention, Spar
 from sglang_chunkcache.fusion.measure import DeviationProbe, QuestionProbe, deviation_evidence, question_evidence
 from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, copy_moved, read_blob
-from sglang_chunkcache.fusion.store import Blob, HostBlob, encoded
+from sglang_chunkcache.fusion.store import HostBlob
 from sglang_chunkcache.fusion.trial_rows import Row, rows_of
-from sglang_chunkcache.storage.codec import StoreCodec
+from sglang_chunkcache.storage.codec import Codec
 
 MAX_SECONDS = 1.0
 """Of the longest prefill; all takes about twelve times as long. With .3, lines from 260 tokens were tenfold off at 2,500."""
@@ -38,7 +38,7 @@ def measure_costs(
     sparse: SparseAttention | None,
     window: int,
     max_tokens: int,
-    codec: StoreCodec,
+    codec: Codec,
 ) -> int:
     """Fill the model. Returns the tokens of the longest prompt; 0, and nothing measured, where the pool holds not two of 128.
 
@@ -70,7 +70,7 @@ class _Trial:
         other: Row,
         model: CostModel,
         sparse: SparseAttention | None,
-        codec: StoreCodec,
+        codec: Codec,
     ) -> None:
         self._runner, self._table, self._model, self._sparse, self._codec = runner, table, model, sparse, codec
         self._row, self._other = row, other
@@ -157,16 +157,11 @@ class _Trial:
             target_positions=positions + 1,
         )
 
-    def _read(self, num_tokens: int) -> Blob:
-        """What takes longest to load: a further variant, if there are such."""
+    def _read(self, num_tokens: int) -> HostBlob:
         slots = self._row.slots[:num_tokens]
         positions = torch.arange(num_tokens, device=slots.device)
         kv = read_blob(self._runner.token_to_kv_pool, self._table, slots, positions)
-        leader: HostBlob | None = None
-        if self._codec.difference is not None:
-            leader = HostBlob(*(each.cpu() for each in self._codec.alone.encode(*kv)), codec=self._codec.alone)
-        parts, blob_of = encoded(kv, self._codec, leader)
-        return blob_of(*(each.cpu() for each in parts))
+        return HostBlob(*(each.cpu() for each in self._codec.encode(*kv)), codec=self._codec)
 
     def _write(self, _: int, num_tokens: int) -> None:
         """Layer by layer, as beside a pass."""

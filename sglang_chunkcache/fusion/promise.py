@@ -401,11 +401,10 @@ class Fuser:
             self.tier.store_changed(identity, variant, is_here)
 
     def _store_stats(self) -> dict[str, Any]:
-        leaders = self.store.leader_bytes
         found = {
             **self.store.stats()._asdict(),
-            "bytes": {**self._kv_bytes, "leaders": leaders},
-            "saved_bytes": {**self._saved_bytes, "leaders": -leaders},
+            "bytes": dict(self._kv_bytes),
+            "saved_bytes": dict(self._saved_bytes),
             "max_bytes": self.store.max_bytes,
             "max_entries": self.store.max_entries,
             "max_variants": self.store.max_variants,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from radix_ext.cfo import Attention, Scored
-from sglang_chunkcache.storage.codec import NONE, Codec, Difference, Format, StoreCodec
+from sglang_chunkcache.storage.codec import NONE, Codec
 
 CPU = torch.device("cpu")
 
@@ -52,8 +52,8 @@ class ChunkScores(Attention):
         return [each for each in (self.context, self.received) if each is not None]
 
 
-class _Parts:
-    """Of one chunk's KV.
+class HostBlob:
+    """One chunk's KV as a codec keeps it, keys un-rotated.
 
     Args:
         parts: CPU tensors that own their memory, as `codec` has encoded them.
@@ -62,7 +62,7 @@ class _Parts:
             which would stay in memory uncounted.
     """
 
-    def __init__(self, parts: Sequence[Tensor], codec: Format) -> None:
+    def __init__(self, *parts: Tensor, codec: Codec = NONE) -> None:
         for name, each in zip(("keys", "values", *("scales",) * len(parts)), parts, strict=False):
             if each.device != CPU:
                 raise ValueError(f"{name} must be on the cpu but are on {each.device}")
@@ -70,7 +70,7 @@ class _Parts:
                 held = each.untyped_storage().nbytes()
                 raise ValueError(f"{name} must own their memory but are {each.nbytes} of {held} bytes")
         codec.check(parts)
-        self.parts, self._format = tuple(parts), codec
+        self.parts, self.codec = parts, codec
 
     @property
     def num_tokens(self) -> int:
@@ -85,67 +85,17 @@ class _Parts:
     @property
     def saved_bytes(self) -> int:
         """How many fewer these are than of the same KV in the pool's dtype."""
-        plain = NONE.shapes(self._format.sizes(self.parts))
+        plain = NONE.shapes(self.codec.sizes(self.parts))
         return self._taken(prod(shape) * dtype.itemsize for shape, dtype in plain) - self.nbytes
-
-    def _to(self, device: torch.device, layers: slice) -> list[Tensor]:
-        return [each[layers].to(device, non_blocking=True) for each in self.parts]
-
-    def _taken(self, sizes: Iterable[int]) -> int:
-        return sum(1 << (size - 1).bit_length() if size and self.parts[0].is_pinned() else size for size in sizes)
-
-
-class HostBlob(_Parts):
-    """One chunk's KV as a codec keeps it, keys un-rotated. Arguments and errors are those of its parts."""
-
-    def __init__(self, *parts: Tensor, codec: Codec = NONE) -> None:
-        super().__init__(parts, codec)
-        self.codec = codec
-
-    def alone(self) -> tuple[Tensor, ...]:
-        """The parts that `codec` needs no other variant for."""
-        return self.parts
 
     def read(self, device: torch.device = CPU, layers: range | None = None) -> tuple[Tensor, Tensor]:
         """(keys, values) of these layers, by default of all, in the pool's dtype, decoded on this device; not to be written: they
         may be the parts. From pinned memory the copy is queued."""
-        return self.codec.decode(self._to(device, slice(None) if layers is None else slice(layers.start, layers.stop)))
+        some = slice(None) if layers is None else slice(layers.start, layers.stop)
+        return self.codec.decode([each[some].to(device, non_blocking=True) for each in self.parts])
 
-
-class FollowerBlob(_Parts):
-    """One chunk's KV as what it does not have in common with another variant's, which it keeps in memory and does not count."""
-
-    def __init__(self, *parts: Tensor, difference: Difference, leader: HostBlob) -> None:
-        super().__init__(parts, difference)
-        assert leader.codec is not NONE, "decoding writes into what the leader reads, which must not be its parts"
-        self.leader, self._difference = leader, difference
-
-    @property
-    def codec(self) -> Codec:
-        """Its leader's."""
-        return self.leader.codec
-
-    def alone(self) -> tuple[Tensor, ...]:
-        """As `HostBlob.alone`, of what is read: that codec's error comes on top of the difference's."""
-        return self.codec.encode(*self.read())
-
-    def read(self, device: torch.device = CPU, layers: range | None = None) -> tuple[Tensor, Tensor]:
-        """As `HostBlob.read`."""
-        some = slice(0, None) if layers is None else slice(max(0, layers.start - 1), max(0, layers.stop - 1))
-        return self._difference.decode(self._to(device, some), self.leader.read(device, layers))
-
-
-Blob: TypeAlias = HostBlob | FollowerBlob
-
-
-def encoded(
-    kv: tuple[Tensor, Tensor], codec: StoreCodec, leader: HostBlob | None = None
-) -> tuple[tuple[Tensor, ...], Callable[..., Blob]]:
-    """(parts on the KV's device, what makes a blob of them in host memory). `leader`: of another variant; None: there is none."""
-    if leader is None or codec.difference is None:
-        return codec.alone.encode(*kv), partial(HostBlob, codec=codec.alone)
-    parts = codec.difference.encode(*kv, leader.read(kv[0].device))
-    return parts, partial(FollowerBlob, difference=codec.difference, leader=leader)
+    def _taken(self, sizes: Iterable[int]) -> int:
+        return sum(1 << (size - 1).bit_length() if size and self.parts[0].is_pinned() else size for size in sizes)
 
 
 class Offload:

@@ -23,9 +23,9 @@ from radix_ext.moved_plan import ReusePlan
 from radix_ext.sources import ChunkSources
 from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.fusion.measure import Head
-from sglang_chunkcache.fusion.store import Blob, ChunkScores, HostBlob
+from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.scheduler.node import ChunkIdentity, state
-from sglang_chunkcache.storage.codec import NONE, STORE_CODECS
+from sglang_chunkcache.storage.codec import CODECS, NONE
 from sglang_chunkcache.storage.entry import Entry, Masses
 from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.manifest import Row
@@ -60,13 +60,12 @@ class StorageTier:
 
     Args:
         store: in host memory. Its `watch` tells `store_changed`.
-        codec: a name of `STORE_CODECS`, whose `alone` keeps each variant. Entries of another one are others, and are not found: a
-            further variant that was kept as a difference errs by that, too.
+        codec: a name of `CODECS`. Entries of another one are others, and are not found.
     """
 
     def __init__(self, store: VariantIndex, storage: Storage, codec: str = NONE.name) -> None:
         self.storage, self._store = storage, store
-        self._layout = replace(storage.layout, codec=STORE_CODECS[codec].alone.name)
+        self._layout = replace(storage.layout, codec=CODECS[codec].name)
         self._how = ("unrotated",) if codec == NONE.name else ("unrotated", codec)
         storage.keeps("variants", self._how, self._layout)
 
@@ -263,13 +262,13 @@ class StorageTier:
 
 def entry_of(variant: Variant, heads: tuple[Head, ...]) -> Callable[[], Entry]:
     """Makes the entry, with what is measured by now."""
-    blob: Blob = variant.blob
+    blob: HostBlob = variant.blob
     scores: ChunkScores | None = variant.scores  # type: ignore[assignment]
     measured = {"outward": variant.outward, "heads": heads, "codec": blob.codec}
     if scores is not None:
         masses = Masses(scores.inter, scores.prefix_lens, scores.intra, scores.head, scores.head_len)
         measured |= {"masses": masses, "context": scores.context, "received": scores.received}
-    return lambda: Entry(blob.alone(), **measured)
+    return lambda: Entry(blob.parts, **measured)
 
 
 def variant_of(entry: Entry, stored: Variant, heads: tuple[Head, ...]) -> Variant:

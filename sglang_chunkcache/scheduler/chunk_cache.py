@@ -10,8 +10,7 @@ Requests that opted into moved KV (`--reuse fused`) are promised more than is ca
 their admission plans, `init_load_back` allocates and inserts empty nodes under fused keys, which are filled before the batch
 runs.
 
-Requests that asked for joint encoding have their own slots rewritten after the prefill (encoder.py). Like audits they match
-what is exact, and none of their slots ever gets into the tree.
+Audits match what is exact, and none of their slots ever gets into the tree.
 
 Exact chains that leave the device may stay in host memory (host_chains.py). The `match_prefix` of an admission brings them back.
 
@@ -53,7 +52,6 @@ from radix_ext import ChainId, ChunkId, IntegrityError, Tier, fused_chunk, text_
 from radix_ext.sources import ChunkCopies
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
-from sglang_chunkcache.scheduler.encoder import Encoder
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
 from sglang_chunkcache.scheduler.host_chains import HostChains
@@ -96,7 +94,6 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         self.num_inserted_chunks = self.num_evicted_chunks = 0
         self.match_seconds = self.insert_seconds = 0.0
         self.promiser: Promiser | None = None
-        self.encoder: Encoder | None = None
         self.host: HostChains | None = None
         self.storage: Storage | None = None
         self.stored: StoredChains | None = None
@@ -164,7 +161,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
     @contextmanager
     def around_forward(self, batch: ScheduleBatch) -> Iterator[None]:
         """Around a batch's forward, on its stream: what it needs of host memory is loaded, what it was promised is filled first,
-        what is encoded jointly is rewritten and what is worth keeping is copied last. Called by our hook."""
+        and what is worth keeping is copied last. Called by our hook."""
         is_extend = batch.forward_mode.is_extend()
         is_ahead = is_extend and all(map(self._is_preprocessing, batch.reqs))
         watching = self.promiser or self.host
@@ -176,8 +173,6 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             yield
         if self.host is not None:
             self.host.loaded()
-        if self.encoder is not None and is_extend:
-            self.encoder.encode(batch)
         if self.promiser is not None:
             self.promiser.after(first_tokens_wait=is_extend and not is_ahead, is_ahead=is_ahead)
         if self.host is not None:
@@ -196,7 +191,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         return InsertResult(prefix_len=matched, last_device_node=path[-1] if path else self.root_node)
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
-        if self._is_private(req):  # its slots stay its own, as in SGLang's cache without a tree
+        if self._is_audit(req):  # its slots stay its own, as in SGLang's cache without a tree
             row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(req.get_fill_ids())]
             req.prefix_indices = row.to(dtype=torch.int64, copy=True)
         else:
@@ -205,7 +200,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             self._report(req)
 
     def insert_req(self, req: Req, *, up_to: int) -> None:
-        if not self._is_private(req):
+        if not self._is_audit(req):
             super().insert_req(req, up_to=up_to)
         self._report(req)  # a request that ends on its first token never gets to cache_unfinished_req
 
@@ -369,7 +364,6 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             "fallbacks": dict(self.fallbacks),
             **({"host": self.host.stats()} if self.host is not None else {}),
             **({"storage": self.storage.stats()} if self.storage is not None else {}),
-            **({"joint": self.encoder.stats()} if self.encoder is not None else {}),
             **(self.promiser.stats() if self.promiser is not None else {}),
         }
 
@@ -387,12 +381,10 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         ids = req.origin_input_ids
         state(req).is_asked_only = True
         key = RadixKey(ids, req.extra_key, limit=max(0, len(ids) - 1), cache_salt=req.cache_salt)
-        slots = self.match_prefix(MatchPrefixParams(key=key, req=req)).device_indices
-        exact, loaded, spans = len(slots), state(req).loaded, state(req).spans
+        exact = len(self.match_prefix(MatchPrefixParams(key=key, req=req)).device_indices)
+        loaded, spans = state(req).loaded, state(req).spans
         found = self.promiser.explain(req) if self.promiser is not None else None
         found = structs.replace(found or Explanation(exact, 0, exact), loaded=loaded)
-        if self.encoder is not None and spans is not None and spans.joint is not None:
-            found = structs.replace(found, joint=self.encoder.explain(req, slots, exact + loaded))
         if self.stored is None or spans is None:
             return found
         stored, pays = self.stored.stored(self._key(req, ids, spans, len(ids)), spans)
@@ -528,9 +520,9 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         known.loaded = max(known.loaded, len(result.device_indices) - start)
         return result
 
-    def _is_private(self, req: Req) -> bool:
+    def _is_audit(self, req: Req) -> bool:
         spans = self._spans_of(req)
-        return spans is not None and spans.is_private
+        return spans is not None and spans.is_audit
 
     def _is_preprocessing(self, req: Req) -> bool:
         spans = self._spans_of(req)
@@ -596,7 +588,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         known.is_reported = True
         report = self.promiser.report(req) if self.promiser is not None and spans.fusion is not None else None
         worth = self.host.worth if self.host else 1.0
-        answer = encode(Answer(self.log.unread(), report, known.loaded, worth, known.joint))
+        answer = encode(Answer(self.log.unread(), report, known.loaded, worth))
         req.customized_info = {**(req.customized_info or {}), ANSWER_KEY: [answer]}
 
     def _fall_back(self, reason: Fallback, error: Exception) -> None:

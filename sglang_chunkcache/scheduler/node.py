@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from radix_ext import ChainId, ChunkId
 from radix_ext.sources import CopyFacts
-from sglang_chunkcache.wire.report import JointReport
 from sglang_chunkcache.wire.spans import RequestSpans
 
 if TYPE_CHECKING:
@@ -94,8 +93,6 @@ class RequestState:
     """Tokens that came from host memory for it; of one that is only asked for: would come."""
     outward: Any = None
     """What its chunks' tokens attended to while they were prefilled (fusion/outward.py)."""
-    joint: JointReport | None = None
-    """What joint encoding has made of its KV. None: nothing yet, or it failed."""
     promise: Any = None
     """The promiser's own record."""
     is_prefetch: bool = False

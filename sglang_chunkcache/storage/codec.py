@@ -3,9 +3,8 @@
     keys, values ── encode ──► parts ── decode ──► keys, values
     pool's dtype               host memory, disk, network      pool's dtype, each element within a known bound
 
-A further variant of a chunk is kept in fewer as what it does not have in common with another one, its leader. The first two parts
-are the keys' and the values', tokens are every part's second dimension, and sizes follow from the parts' shapes. It knows tensors
-alone: no chunk, no store, no storage.
+The first two parts are the keys' and the values', tokens are every part's second dimension, and sizes follow from the parts'
+shapes. It knows tensors alone: no chunk, no store, no storage.
 """
 
 from __future__ import annotations
@@ -30,10 +29,23 @@ class Sizes(NamedTuple):
     dtype: torch.dtype
 
 
-class Format(ABC):
-    """The parts that KV is kept in."""
+class Codec(ABC):
+    """One way to keep KV. Its methods read what they are given, queue on the current stream and never synchronise."""
 
     name: str
+
+    @abstractmethod
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """The parts, contiguous, on the same device; the tensors themselves where nothing is to be done.
+
+        Args:
+            keys: [num_layers, num_tokens, num_kv_heads, key_dim], the pool's dtype; any device.
+            values: [num_layers, num_tokens, num_kv_heads, value_dim], likewise.
+        """
+
+    @abstractmethod
+    def decode(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values as `encode` got them, but for `max_error`; on the parts' device."""
 
     @abstractmethod
     def sizes(self, parts: Sequence[Tensor]) -> Sizes:
@@ -46,6 +58,10 @@ class Format(ABC):
     @abstractmethod
     def max_error(self, dtype: torch.dtype) -> float:
         """How far an element may be off, over the largest absolute one of its token and head."""
+
+    def check_heads(self, keys: Tensor, values: Tensor) -> None:
+        """Raise ValueError where heads do not fit a part; of a pool's buffers, [num_slots, num_kv_heads, head_dim]."""
+        self.encode(keys[:0].unsqueeze(0), values[:0].unsqueeze(0))
 
     def nbytes(self, sizes: Sizes) -> int:
         """Of all parts."""
@@ -63,23 +79,6 @@ class Format(ABC):
                 f"keys and values must be [num_layers, num_tokens, num_kv_heads, head_dim], as {self.name} keeps them,"
                 f" but got {', '.join(str(shape) for shape, _ in got)}"
             )
-
-
-class Codec(Format):
-    """One way to keep KV. Its methods read what they are given, queue on the current stream and never synchronise."""
-
-    @abstractmethod
-    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """The parts, contiguous, on the same device; the tensors themselves where nothing is to be done.
-
-        Args:
-            keys: [num_layers, num_tokens, num_kv_heads, key_dim], the pool's dtype; any device.
-            values: [num_layers, num_tokens, num_kv_heads, value_dim], likewise.
-        """
-
-    @abstractmethod
-    def decode(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values as `encode` got them, but for `max_error`; on the parts' device."""
 
 
 class Plain(Codec):
@@ -185,95 +184,8 @@ class Quantized(Codec):
         return rows
 
 
-class Difference(Format):
-    """Joint encoding of a chunk's variants (Fast Fusion, for equal tokens): what one does not have in common with its leader.
-
-        x ~ leader + r_2, and r_6 in an eighth of a layer's tokens, of which most is left        r_n: n bits a number
-
-    What is left of a token is |x - leader - r_2|^2 / |x|^2, of keys and of values together. A few tokens of a chunk are unlike
-    its leader's, and 2 bits say least of these. Layer 0 is the leader's: it depends on tokens alone. Sizes depend on no content,
-    so encoding never synchronises. Un-rotated keys alone have something in common. Equals tests/reference/naive_codec.py.
-
-    Parts: as `Quantized(2)` has the differences from layer 1 on. The refined tokens, [num_layers - 1, num_refined] int32. As
-    `Quantized(6)` has what is left of these.
-    """
-
-    name = "joint"
-    _coarse, _fine = Quantized(2), Quantized(6)
-
-    def encode(self, keys: Tensor, values: Tensor, leader: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """As `Codec.encode`; `leader`: keys and values as they will be decoded, in these shapes."""
-        kv = [each[1:] for each in (keys, values)]
-        rest = [each - lead[1:] for each, lead in zip(kv, leader, strict=True)]
-        coarse = self._coarse.encode(rest[0], rest[1])
-        for each, found in zip(rest, self._coarse.decode(coarse), strict=True):
-            each -= found
-        left = _squares(rest[0]) / _squares(kv[0]) + _squares(rest[1]) / _squares(kv[1])
-        tokens = left.topk(_num_refined(keys.shape[1]), dim=1).indices
-        fine = self._fine.encode(*(each.gather(1, _rows(tokens, each)) for each in rest))
-        return *coarse, tokens.int(), *fine
-
-    def decode(self, parts: Sequence[Tensor], leader: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """As `Codec.decode`, in the leader's tensors, which are written.
-
-        Args:
-            parts: of consecutive layers.
-            leader: of these, and layer 0 before layer 1 if it is asked for.
-        """
-        tokens = parts[4].long()
-        coarse, fine = self._coarse.decode(parts[:4]), self._fine.decode(parts[5:])
-        for lead, rest, refined in zip(leader, coarse, fine, strict=True):
-            rows = lead[len(lead) - len(rest) :]
-            rows += rest
-            rows.scatter_add_(1, _rows(tokens, refined), refined)
-        return leader
-
-    def sizes(self, parts: Sequence[Tensor]) -> Sizes:
-        found = self._coarse.sizes(parts[:4])
-        return found._replace(num_layers=1 + found.num_layers)
-
-    def shapes(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        layers, refined = sizes.num_layers - 1, _num_refined(sizes.num_tokens)
-        coarse = self._coarse.shapes(sizes._replace(num_layers=layers))
-        fine = self._fine.shapes(sizes._replace(num_layers=layers, num_tokens=refined))
-        return [*coarse, ((layers, refined), torch.int32), *fine]
-
-    def max_error(self, dtype: torch.dtype) -> float:
-        """Over the largest absolute difference from the leader's token and head, from layer 1 on. The sums round on top, by the
-        size of what they sum. Layer 0 is as far off as the leader's, and as the two differ, which is by rounding."""
-        return self._coarse.max_error(dtype)
-
-    def check(self, parts: Sequence[Tensor]) -> None:
-        super().check(parts)
-        self._coarse.check(parts[:4])
-        self._fine.check(parts[5:])
-
-
 NONE = Plain()
 CODECS: Mapping[str, Codec] = {each.name: each for each in (NONE, Quantized(8), Quantized(4))}
-"""By name."""
-
-
-class StoreCodec(NamedTuple):
-    """How a store keeps the variants of a chunk."""
-
-    alone: Codec
-    """Each by itself; in a storage all of them."""
-    difference: Difference | None = None
-    """All but the first. None: as the first."""
-
-    def check_heads(self, keys: Tensor, values: Tensor) -> None:
-        """Raise ValueError where heads do not fit a part; of a pool's buffers, [num_slots, num_kv_heads, head_dim]."""
-        none = keys[:0].unsqueeze(0), values[:0].unsqueeze(0)
-        self.alone.encode(*none)
-        if self.difference is not None:
-            self.difference.encode(*none, none)
-
-
-STORE_CODECS: Mapping[str, StoreCodec] = {
-    **{name: StoreCodec(codec) for name, codec in CODECS.items()},
-    Difference.name: StoreCodec(CODECS["int4"], Difference()),
-}
 """By name, as `--chunkcache-store-codec` has them."""
 
 
@@ -326,21 +238,6 @@ def _unpacked(data: Tensor, bits: int) -> Tensor:
         levels = part if levels is None else (levels << width) | part
     assert levels is not None
     return levels
-
-
-def _num_refined(num_tokens: int) -> int:
-    return -(-num_tokens // 8)
-
-
-def _squares(rows: Tensor) -> Tensor:
-    """[num_layers, num_tokens] of [num_layers, num_tokens, ..], not 0."""
-    norms: Tensor = torch.linalg.vector_norm(rows.flatten(2), dim=2, dtype=torch.float32)
-    return norms.square().clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def _rows(tokens: Tensor, of: Tensor) -> Tensor:
-    """[num_layers, num_refined] as an index of whole tokens."""
-    return tokens.view(*tokens.shape, *[1] * (of.dim() - 2)).expand(-1, -1, *of.shape[2:])
 
 
 def _widths(bits: int) -> list[int]:

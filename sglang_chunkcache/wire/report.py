@@ -224,11 +224,6 @@ class Fallback(StrEnum):
         "KV deviation was not measured, so `deviation` recomputed each chunk's first tokens.",
         "Report it as a bug: the pass measures it for every request with this selector.",
     )
-    JOINT_FAILED = (
-        "joint_failed",
-        "Encoding the request's KV jointly raised an error or took more than two seconds, and its KV stayed as it was computed.",
-        "Read the traceback in the rank's log; ask for larger blocks; if memory was short, lower `--mem-fraction-static`.",
-    )
     CAPTURE_FAILED = (
         "capture_failed",
         "Copying a chunk into the store raised an error; no answer is affected (`/chunkcache/stats` only).",
@@ -276,24 +271,6 @@ class Report(Record, frozen=True):
     """What chose the recomputed tokens. None: nothing was moved."""
 
 
-class JointReport(Record, frozen=True):
-    """What joint encoding has made of one prompt's blocks, or of those of a batch."""
-
-    requests: int
-    """Whose blocks were compared."""
-    units: int
-    """Chunks or requests with a block."""
-    blocks: int
-    """Of each layer."""
-    exact: int
-    """Of `blocks`: those that the tree owns. Others may join them, they never change."""
-    shared: tuple[int, ...]
-    """Blocks that are left, of each layer."""
-    thresholds: tuple[float | None, ...]
-    """Of each layer. None: nothing was compared there."""
-    ms: float
-
-
 class Explanation(Record, frozen=True):
     """What a request would find, without running it."""
 
@@ -313,8 +290,6 @@ class Explanation(Record, frozen=True):
     """Of a chunk to preprocess: store or storage has what it is to become."""
     must_wait: bool = False
     """Of a chunk to preprocess: neighbours are on their way from the storage, or it has much to write. To be asked again."""
-    joint: JointReport | None = None
-    """What joint encoding would make of the chunks whose KV is somewhere. None: not asked for, a batch, or it failed."""
 
 
 class Answer(Record, frozen=True):
@@ -327,5 +302,3 @@ class Answer(Record, frozen=True):
     """Exact tokens that came from host memory for this request."""
     host_worth: float = 1.0
     """What a token in host memory saves of computing it."""
-    joint: JointReport | None = None
-    """None: not asked for, or it failed."""

@@ -10,7 +10,7 @@ import hmac
 from array import array
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta, structs
 
@@ -22,28 +22,6 @@ KEY_PREFIX = "chunkcache_"
 """Of our keys in `custom_params`. The front drops a client's keys that begin so."""
 
 MARK_KEY, SPANS_KEY = "chunkcache_mark", "chunkcache_spans"
-
-
-MAX_JOINT_BLOCKS = 4096
-"""That are compared at once. Similarities of all pairs take 64 MiB, and nothing else runs meanwhile."""
-
-
-class JointRequest(Record, frozen=True):
-    """How similar KV blocks of a prompt become one (Fast Fusion). Either a threshold or a ratio."""
-
-    threshold: float | None = None
-    """Cosine similarity over which blocks fuse, in every layer."""
-    ratio: float | None = None
-    """Blocks before over after, in all layers together; thresholds follow from the blocks."""
-    block: int = 16
-    """Tokens."""
-    over: Literal["chunks", "batch"] = "chunks"
-    """What is compared: the prompt's chunks (the paper's CFF) or the requests of one prefill batch (BFF)."""
-
-    def units(self, spans: Sequence[Span], num_tokens: int) -> list[range]:
-        """The first positions of the blocks of each unit: a chunk, or the whole prompt of this length."""
-        parts = [(0, num_tokens)] if self.over == "batch" else [(span.start, span.end) for span in spans]
-        return [range(first, end - self.block + 1, self.block) for first, end in parts]
 
 
 class RequestSpans(Record, frozen=True):
@@ -68,16 +46,8 @@ class RequestSpans(Record, frozen=True):
     is_audit: bool = False
     """Checks an earlier answer: it matches what is exact, and leaves nothing in the tree."""
 
-    joint: JointRequest | None = None
-    """Not None: its KV becomes approximate after the prefill, so it matches what is exact and leaves nothing in the tree."""
-
     exact_gaps: Annotated[int, Meta(ge=0)] = 0
     """Promoted chunks after the exact prefix that are computed although they could be moved, at most (radix_ext/invest.py)."""
-
-    @property
-    def is_private(self) -> bool:
-        """What it computes stays its own."""
-        return self.is_audit or self.joint is not None
 
     @property
     def area_len(self) -> int:

@@ -6,8 +6,7 @@ Slots are poisoned when the pool is made or cleared, and when they become free: 
 groups. Slot 0 is poisoned too: it belongs to padding, and rows of the request table that were never written point to it. On
 the CPU a forward pass is over when its call returns, so no forward still reads what is freed.
 
-Joint encoding is checked bit by bit: it may write slots that its requests have for themselves, and of no node of the tree. Loads
-from host memory come beside forwards and passes, however short they are.
+Loads from host memory come beside forwards and passes, however short they are.
 
 SGLang's processes import the main module again, so that the patches below are in the scheduler as well. With `SABOTAGE_VAR`
 naming a file, moving KV on the device does nothing while that file exists: the promised slots stay as they were allocated; and
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +26,9 @@ from sglang_chunkcache import launch_server  # first: defines the operators with
 import torch
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
-from sglang_chunkcache.fusion.joint.slots import SlotEncoder
-from sglang_chunkcache.scheduler.node import state
-
 SABOTAGE_VAR = "POISONED_SERVER_SABOTAGE"
 
 _clear, _free = TokenToKVPoolAllocator.clear, TokenToKVPoolAllocator.free
-_encode = SlotEncoder.encode
 
 
 def poison(pool: Any, slots: torch.Tensor | slice) -> None:
@@ -54,47 +48,14 @@ def _poisoning_free(allocator: Any, free_index: torch.Tensor) -> None:
         poison(allocator._kvcache, free_index)
 
 
-def checked_encode(encoder: SlotEncoder, batch: Any) -> None:
-    """`SlotEncoder.encode`.
-
-    Raises:
-        AssertionError: it has changed a bit in a slot that a node owns, or that is not one of its requests' own.
-    """
-    pool, rows = encoder._pool, encoder._rows.req_to_token
-    buffers = (*pool.k_buffer, *pool.v_buffer)
-    before = [buffer.clone() for buffer in buffers]
-    _encode(encoder, batch)
-    changed = set[int]()
-    for now, was in zip(buffers, before, strict=True):
-        bits = [each.flatten(1).view(torch.uint8) for each in (now, was)]
-        changed.update((bits[0] != bits[1]).any(1).nonzero().flatten().tolist())
-    own = set[int]()
-    for req, start, num_tokens in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
-        spans = state(req).spans
-        if spans is not None and spans.joint is not None:
-            row = rows[req.kv.req_pool_idx, req.kv.cache_protected_len : start + num_tokens]
-            own.update(row.tolist())
-    kept = set(_slots_below(batch.tree_cache.root_node))
-    assert changed <= own - kept, f"of {len(kept)} slots of the tree {changed & kept}, of others {changed - own}"
-
-
 def install() -> None:
-    """Patch SGLang's allocator and our encoder in this process."""
+    """Patch SGLang's allocator in this process."""
     TokenToKVPoolAllocator.clear, TokenToKVPoolAllocator.free = _poisoning_clear, _poisoning_free
-    SlotEncoder.encode = checked_encode  # type: ignore[assignment, method-assign]
 
 
 def uninstall() -> None:
-    """Both as they were."""
+    """As it was."""
     TokenToKVPoolAllocator.clear, TokenToKVPoolAllocator.free = _clear, _free
-    SlotEncoder.encode = _encode  # type: ignore[method-assign]
-
-
-def _slots_below(node: Any) -> Iterator[int]:
-    for child in node.children.values():
-        if child.value is not None:
-            yield from child.value.tolist()
-        yield from _slots_below(child)
 
 
 def _install_sabotage(switch: Path) -> None:

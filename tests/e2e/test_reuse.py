@@ -14,12 +14,10 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -30,7 +28,7 @@ from eval.world.world import Passage, Question, World, order_questions
 from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.client import Client, settle
 from sglang_chunkcache.front.calibration import CANNED
-from tests.polling import DEADLINE_S, until
+from tests.polling import DEADLINE_S
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT, answer_of, prompt_ids
 
@@ -283,116 +281,6 @@ def test_exact_requests_do_not_see_fused_kv(fused_server: Server, world: World, 
 def question_of(passages: Sequence[Passage], world: World) -> Question:
     """A fact of the second passage."""
     return next(q for q in world.questions if q.gold_passage_ids[0] == passages[1].id and q.hop == 1)
-
-
-@pytest.mark.parametrize("joint", [{"threshold": 0.5, "block": 4}, {"ratio": 1.5, "block": 4}], ids=str)
-def test_joint_encoding_changes_the_request_alone(
-    fused_server: Server, world: World, salt: str, joint: dict[str, Any]
-) -> None:
-    """Blocks fuse, so what follows the first token changes. Nothing of it is found, and nothing exact is changed."""
-    passages = world.passages[:4]
-    question = question_of(passages, world)
-    plain = ask(fused_server, passages, question, cache_salt=salt)
-    before = get(fused_server.url + "/chunkcache/stats")["ranks"][0]["joint"]
-    for _ in range(2):
-        reply = ask(fused_server, passages, question, cache_salt=f"{salt}x", joint=joint)
-        assert reply["chunkcache"]["fates"]["computed"] == reply["usage"]["prompt_tokens"], "nothing is found, nor left"
-        found = reply["chunkcache"]["joint"]
-        assert (found["requests"], found["units"], found["exact_blocks"]) == (1, 4, 0)
-        assert len(found["shared"]) == len(found["thresholds"]) == 4
-        assert min(found["shared"]) < found["blocks"]
-        assert found["compression"] > 1.2
-        assert logprobs_of(reply)[0] == pytest.approx(logprobs_of(plain)[0], abs=0.2)
-        assert logprobs_of(reply) != logprobs_of(plain)
-    cached = ask(fused_server, passages, question, cache_salt=salt, joint=joint)
-    assert cached["chunkcache"]["fates"]["computed"] == 1, "an exact chain serves it"
-    found = cached["chunkcache"]["joint"]
-    assert (found["exact_blocks"], found["compression"]) == (found["blocks"], 1)
-    exact = ask(fused_server, passages, question, cache_salt=salt)
-    assert exact["chunkcache"]["fates"] == cached["chunkcache"]["fates"]
-    assert logprobs_of(exact) == logprobs_of(cached)
-    assert text_of(exact) == text_of(plain)
-    after = get(fused_server.url + "/chunkcache/stats")["ranks"][0]["joint"]
-    assert (after["requests"] - before["requests"], after["failed"]) == (3, 0)
-
-
-@pytest.mark.parametrize("joint", [{"threshold": 0.5, "block": 4}, {"ratio": 1.5, "block": 4}], ids=str)
-def test_explain_tells_what_will_be_fused(fused_server: Server, world: World, salt: str, joint: dict[str, Any]) -> None:
-    """From the KV that chunks have elsewhere. What they were computed after makes some difference."""
-    passages = world.passages[:4]
-    question = question_of(passages, world)
-    ask(fused_server, passages, question, cache_salt=salt)
-    fields = {"cache_salt": salt, "order": "retriever", "joint": joint}
-    for chunks in (passages, passages[::-1]):
-        told = post(fused_server.url + "/chunkcache/explain", body_of(chunks, question, **fields))["joint"]
-        found = ask(fused_server, chunks, question, **fields)["chunkcache"]["joint"]
-        for name in ("units", "blocks", "exact_blocks"):
-            assert told[name] == told["expected"][name] == found[name]
-        assert told["expected"]["compression"] == pytest.approx(found["compression"], rel=0.1)
-        assert (found["compression"] > 1.2) == (chunks is not passages)
-
-
-def test_next_turn_after_joint_encoding_is_exact(fused_server: Server, world: World, salt: str) -> None:
-    """The history is token for token the same, and none of its KV is found."""
-    passages = world.passages[:3]
-    question = question_of(passages, world)
-    fields = {"conversation_id": "joint", "cache_salt": salt}
-    joint = {"threshold": 0.5, "block": 4}
-    first = ask(fused_server, passages, question, joint=joint, **fields)
-    messages = [
-        {"role": "user", "content": question.question},
-        {"role": "assistant", "content": text_of(first)},
-        {"role": "user", "content": order_questions(passages)[0].question},
-    ]
-    second = ask(fused_server, (), question, **fields, messages=messages)
-    assert second["chunkcache"]["turns_reused"] == 1
-    assert second["chunkcache"]["fates"]["exact"] == 0
-    third = ask(fused_server, (), question, **fields, messages=messages, joint=joint)
-    assert third["chunkcache"]["joint"]["units"] == 3, "earlier turns' chunks count"
-    assert third["chunkcache"]["joint"]["exact_blocks"] == third["chunkcache"]["joint"]["blocks"]
-
-
-def test_joint_encoding_over_a_batch(fused_server: Server, salt: str) -> None:
-    """Short prompts that wait for a long one are prefilled together; those of another tenant are not compared with them."""
-    joint = {"threshold": 0.5, "block": 2, "over": "batch"}
-
-    def send(number: int) -> dict[str, Any]:
-        tenant = f"{salt}{number % 2}"
-        if number == 0:
-            passages = World(seed_of(salt, 0), 20, num_kinds=1).passages[:6]
-            return ask(fused_server, passages, "Which passage comes last?", cache_salt=f"{salt}long{next(_numbers)}")
-        return ask(fused_server, (), "Who?", cache_salt=tenant, joint=joint, max_tokens=4)
-
-    def together() -> list[dict[str, Any]] | None:
-        """The reports of a round in which some waited for the long one."""
-        with ThreadPoolExecutor(9) as pool:
-            told = [reply["chunkcache"]["joint"] for reply in list(pool.map(send, range(9)))[1:]]
-        return told if max(each["requests"] for each in told) > 1 else None
-
-    found = until(together)
-    assert max(each["requests"] for each in found) <= 4
-    assert all(each["compression"] > 1.5 for each in found if each["requests"] > 1), "equal prompts"
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_joint_encoding_by_the_openai_client(fused_server: Server, world: World, salt: str, stream: bool) -> None:
-    """In `extra_body`; a stream's last event with choices has the report, a bad value is the client's error."""
-    client = openai.OpenAI(base_url=fused_server.url + "/rag/v1", api_key="none", max_retries=0)
-    chunks = [{"id": p.id, "text": p.text} for p in world.passages[:3]]
-
-    def send(joint: dict[str, Any]) -> list[Any]:
-        extra = {"chunks": chunks, "joint": joint, "cache_salt": salt}
-        messages: Any = [{"role": "user", "content": "Which passage comes first?"}]
-        answer: Any = client.chat.completions.create(
-            model="default", messages=messages, max_tokens=8, stream=stream, extra_body=extra
-        )
-        return list(answer) if stream else [answer]
-
-    told = [each.chunkcache["joint"] for each in send({"threshold": 0.5, "block": 4}) if hasattr(each, "chunkcache")]
-    assert len(told) == 1
-    assert told[0]["compression"] > 1
-    with pytest.raises(openai.BadRequestError, match=r"joint\.threshold: must be from 0 to 1, got 2"):
-        send({"threshold": 2})
 
 
 def test_fused_kv_is_shared_by_recipe(fused_server: Server, world: World, salt: str) -> None:

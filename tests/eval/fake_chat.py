@@ -62,11 +62,7 @@ class FakeChat:
 
     def _info(self, body: Body, salt: str, order: list[str], num_prompt: int, num_cached: int) -> Body:
         fates = {"exact": num_cached, "relocated": 0, "recomputed": 0, "computed": num_prompt - num_cached}
-        info: Body = {"order": order, "dropped": [], "fates": fates, "reuse": None, "joint": None, "fallbacks": []}
-        if joint := body.get("joint"):
-            num_requests = 2 if joint["over"] == "batch" else 1
-            info["joint"] = {**joint, "requests": num_requests, "blocks": 8, "shared": [8, 4], "ms": 2.0}
-            return info
+        info: Body = {"order": order, "dropped": [], "fates": fates, "reuse": None, "fallbacks": []}
         if body.get("reuse") in (None, "exact"):
             for place, chunk in enumerate(order):
                 self.prefixes[salt][chunk].append(place)

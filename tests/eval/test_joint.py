@@ -18,8 +18,8 @@ from eval.joint.kv import ModelKv
 from eval.joint.units import DRAWN, Sizes, Units
 from eval.recorded import read_recorded
 from sglang_chunkcache.bundled_model import model_dir
-from sglang_chunkcache.fusion.joint.encoding import encode
-from sglang_chunkcache.fusion.joint.fast_fusion import NEVER
+from sglang_chunkcache.joint_encoding.encoding import encode
+from sglang_chunkcache.joint_encoding.fast_fusion import NEVER
 
 SIZES = Sizes(variants=3, chunks=2, requests=2, passages=2)
 

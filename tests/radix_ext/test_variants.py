@@ -30,7 +30,6 @@ class Bytes:
     """A blob of which only the size is known."""
 
     nbytes: int
-    leader: Bytes | None = None
 
 
 def chunk(name: str, tenant: str = "") -> tuple[str, str]:
@@ -49,12 +48,10 @@ def make_variant(
     scored: Scored = Scored.NOTHING,
     preprocessed: bool = False,
     has_outward: bool = False,
-    leader: Bytes | None = None,
 ) -> Variant:
     scores = make_scores(names, num_tokens, scored) if scored else None
     outward = Bytes(OUTWARD_BYTES * num_tokens) if has_outward else None
-    blob = Bytes(TOKEN_BYTES * num_tokens // (2 if leader else 1), leader)
-    return Variant(ids(names), blob, scores, preprocessed, outward=outward)
+    return Variant(ids(names), Bytes(TOKEN_BYTES * num_tokens), scores, preprocessed, outward=outward)
 
 
 def behind(head: str, variant: Variant) -> Variant:
@@ -461,65 +458,6 @@ def test_eviction_order_does_not_grow_with_replacement() -> None:
     store.check_integrity()
 
 
-def test_a_leader_that_has_left_counts_until_the_last_that_needs_it_has() -> None:
-    """Once. Its bytes are in memory all the while, and a store that forgot them would outgrow its limit."""
-    store, chunks = make_store(tokens=10), chunk("a")
-    leader = make_variant("x", num_tokens=4)
-    assert store.leader(chunks, "", ids("x")) is None
-    store.put(chunks, leader)
-    assert store.leader(chunks, "", ids("x")) is None, "a variant is not kept by itself"
-    for name in "yz":
-        found = store.leader(chunks, "", ids(name))
-        assert found is leader.blob, "never by one that needs another itself"
-        store.put(chunks, make_variant(name, num_tokens=4, leader=found))
-    assert (store.stats().num_bytes, store.leader_bytes) == (8 * TOKEN_BYTES, 0)
-    store.drop(leader)
-    assert (store.stats().num_bytes, store.leader_bytes) == (8 * TOKEN_BYTES, 4 * TOKEN_BYTES)
-    assert store.leader(chunks, "", ids("x")) is leader.blob
-    ask(store, "b")
-    store.put(chunk("b"), make_variant(num_tokens=4))
-    assert (prefixes(store, "a"), store.stats().num_bytes) == (["z"], 10 * TOKEN_BYTES)
-    store.drop(store.find(chunks)[0])
-    assert (store.stats().num_bytes, store.leader_bytes) == (4 * TOKEN_BYTES, 0)
-    store.check_integrity()
-
-
-def test_variant_that_others_are_read_with_leaves_after_them() -> None:
-    """Although it was never used: alone it frees nothing, and all such would leave for one newcomer."""
-    store = make_store(tokens=12)
-    for name in "ab":
-        leader = make_variant("x", num_tokens=4)
-        store.put(chunk(name), leader)
-        follower = make_variant("y", num_tokens=4, leader=leader.blob)
-        store.put(chunk(name), follower)
-        store.use(follower, 0.5)
-    ask(store, "c")
-    store.put(chunk("c"), make_variant(num_tokens=4))
-    assert (prefixes(store, "a"), prefixes(store, "b"), store.leader_bytes) == ([], ["x", "y"], 0)
-    assert store.stats().num_evicted == 2
-    store.check_integrity()
-
-
-def test_leader_that_is_here_is_not_counted_again() -> None:
-    """Its follower fits in what is left."""
-    for preprocessed in (False, True):
-        store = make_store(tokens=10)
-        leader = make_variant("x", num_tokens=6, preprocessed=preprocessed)
-        store.put(chunk("a"), leader)
-        for _ in range(9):
-            ask(store, "a")
-        assert store.put(chunk("a"), make_variant("y", num_tokens=6, leader=leader.blob))
-        assert store.stats().num_bytes == 9 * TOKEN_BYTES
-
-
-def test_what_fits_without_its_leader_alone_is_refused() -> None:
-    """Everything else would leave for nothing."""
-    store = make_store(tokens=10)
-    store.put(chunk("b"), make_variant(num_tokens=9))
-    assert not store.put(chunk("a"), make_variant(num_tokens=4, leader=Bytes(9 * TOKEN_BYTES)))
-    assert store.stats().num_variants == 1
-
-
 def test_clear_keeps_the_counts() -> None:
     """Metrics are counters."""
     store, variant = make_store(), make_variant()
@@ -537,7 +475,7 @@ def test_clear_keeps_the_counts() -> None:
 
 
 def lose_bytes(store: VariantIndex) -> None:
-    store._bytes.num -= 1
+    store._num_bytes -= 1
 
 
 def lower_byte_limit(store: VariantIndex) -> None:
@@ -608,7 +546,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.store = make_store(tokens=12, chunks=2, variants=2, window=5)
         self.naive = NaiveStore(12 * TOKEN_BYTES, 2, 2, 5)
         self.pairs: list[tuple[Variant, NaiveVariant]] = []
-        self.leaders: dict[str, tuple[Bytes, NaiveVariant]] = {}
 
     @rule(
         name=names,
@@ -618,7 +555,6 @@ class StoreMachine(RuleBasedStateMachine):
         scored=st.sampled_from(Scored),
         preprocessed=st.sampled_from([False, False, True]),
         has_outward=st.booleans(),
-        led=st.sampled_from(["", "now", "before"]),
     )
     def put(
         self,
@@ -629,24 +565,12 @@ class StoreMachine(RuleBasedStateMachine):
         scored: Scored,
         preprocessed: bool,
         has_outward: bool,
-        led: str,
     ) -> None:
-        """Where it is led "before", its leader may have left meanwhile, as during a copy."""
         sizes = TOKEN_BYTES, SCORE_BYTES * bool(scored), OUTWARD_BYTES * has_outward
         kv, scores, outward = (tokens * each for each in sizes)
         naive = NaiveVariant(chunk(name), ids(before), kv, scored, preprocessed, head, scores, outward)
-        blob, leader = self.store.leader(chunk(name), head, ids(before)), self.naive.leader(naive)
-        assert (blob is None) == (leader is None)
-        if leader is not None:
-            assert next(variant for variant, each in self.pairs if each is leader).blob is blob
-            if led == "now" or name not in self.leaders:
-                self.leaders[name] = blob, leader
-        blob = None
-        if led and name in self.leaders:
-            blob, naive.leader = self.leaders[name]
-            naive.kv_bytes //= 2
         made = make_variant(
-            before, num_tokens=tokens, scored=scored, preprocessed=preprocessed, has_outward=has_outward, leader=blob
+            before, num_tokens=tokens, scored=scored, preprocessed=preprocessed, has_outward=has_outward
         )
         variant = behind(head, made)
         taken = self.store.put(chunk(name), variant)

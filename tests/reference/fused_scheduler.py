@@ -5,8 +5,6 @@
 
 Whatever reads a slot says which token it expects there at which position. A freed slot holds nothing, so reading it, or one
 that was promised and never filled, is an assertion.
-
-Joint encoding is the real one, on numbers made of the contents. What it writes has no context any more.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -29,7 +27,6 @@ from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.fill import Capture, Captured
-from sglang_chunkcache.fusion.joint.slots import SlotEncoder
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.outward import OutwardWatch
 from sglang_chunkcache.fusion.promise import Fuser
@@ -38,7 +35,7 @@ from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.scheduler.pricing import Pricing, Watch
-from sglang_chunkcache.storage.codec import STORE_CODECS
+from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.report import Fallback
 from tests.reference.scheduler import FakeReq, Scheduler
@@ -146,9 +143,9 @@ class FakePass:
         captured = []
         for capture in captures:
             self.contents.exact_len(capture.slots.tolist(), capture.token_ids)
-            codec = STORE_CODECS[self.config.store_codec]
+            codec = CODECS[self.config.store_codec]
             tokens = torch.tensor(capture.token_ids[capture.start :], dtype=torch.float32).reshape(1, -1, 1, 1)
-            if codec.difference is not None:  # heads of whole bytes
+            if codec.name == "int4":  # heads of whole bytes
                 tokens = tokens.expand(2, -1, 1, 4).contiguous()
             scores = capture.scores
             if capture.is_to_be_scored:
@@ -156,7 +153,7 @@ class FakePass:
                 received = zeros if capture.scored is Scored.ALL else None
                 scores = ChunkScores((1.0,) * len(lens), lens, 1.0, zeros, received)
                 self.num_scored += 1
-            captured.append(Captured((tokens, tokens.clone()), scores, codec=codec, leader=capture.leader))
+            captured.append(Captured((tokens, tokens.clone()), scores, codec=codec))
         self.num_captured += len(captures)
         return captured
 
@@ -181,29 +178,6 @@ class FakePass:
             slot = int(move.slots[position])
             assert slot not in self.contents.slots, f"slot {slot} is filled twice"
             self.contents.slots[slot] = KV(token, position, None)
-
-
-class ContentPool:
-    """SGLang's KV pool with a number or two for what each slot holds: equal tokens are similar, wherever they are."""
-
-    NUM_LAYERS = 2
-
-    def __init__(self, capacity: int) -> None:
-        shape = (self.NUM_LAYERS, capacity + 1, 1, 4)
-        self.k_buffer, self.v_buffer = torch.zeros(shape), torch.zeros(shape)
-
-    def show(self, contents: Contents) -> None:
-        """Everything as it is."""
-        for slot, kv in contents.slots.items():
-            numbers = [kv.token, kv.token % 3, kv.position / 8, 1 + 0.1 * (kv.context or 0) % 1]
-            self.k_buffer[:, slot, 0] = self.v_buffer[:, slot, 0] = torch.tensor(numbers)
-
-    def checked(self, encode: Callable[[], None]) -> list[int]:
-        """The slots that `encode` writes."""
-        before = torch.stack([self.k_buffer, self.v_buffer])
-        encode()
-        changed = torch.stack([self.k_buffer, self.v_buffer]) != before
-        return changed.any(-1).any(-1).any(0).any(0).nonzero()[:, 0].tolist()
 
 
 class FusedScheduler(Scheduler):
@@ -244,11 +218,6 @@ class FusedScheduler(Scheduler):
             tier=StorageTier(self.store, storage, config.store_codec) if storage is not None else None,
         )
         self.cache.promiser = self.fuser
-        self.pool = ContentPool(capacity)
-        self.cache.encoder = SlotEncoder(self.rows, self.pool)
-        self.num_encoded = 0
-        """Slots that joint encoding has written."""
-        self._is_decoding = False
         self.evicted_before_load_back = 0
         """Tokens that leave between a match and the promise: SGLang has no reason to, but its calls allow for it."""
 
@@ -256,13 +225,6 @@ class FusedScheduler(Scheduler):
         """Forwards of other requests: everything that waits is captured."""
         while self.fuser.stats()["store"]["pending"]:
             self.forward()
-
-    def decode(self, req: FakeReq, token: int) -> bool:
-        self._is_decoding = True
-        try:
-            return super().decode(req, token)
-        finally:
-            self._is_decoding = False
 
     def flush(self) -> None:
         """As SGLang does when nothing runs."""
@@ -356,21 +318,7 @@ class FusedScheduler(Scheduler):
                 slots, ids = self.slots(req, 0, end), array("q", req.all_ids[:end])
                 spans = state(req).spans
                 exact_len = self.contents.exact_len(slots[:start], ids[:start])
-                if spans is None or (spans.fusion is None and spans.joint is None):
+                if spans is None or spans.fusion is None:
                     assert exact_len == start, "an exact request reads approximate KV"
                 self.contents.compute(slots, ids, range(start, end))
-        if not self._is_decoding:
-            self._encode(running)
         self.fuser.after()
-
-    def _encode(self, running: Any) -> None:
-        """Joint encoding, which may only write what its requests own."""
-        self.pool.show(self.contents)
-        written = self.pool.checked(lambda: self.cache.encoder.encode(running))
-        asked = [req for req in running.reqs if (spans := state(req).spans) is not None and spans.joint is not None]
-        own = {slot for req in asked for slot in self.slots(req, req.kv.cache_protected_len, req.kv.kv_allocated_len)}
-        assert own.issuperset(written), f"slots {sorted(set(written) - own)} are written and belong to others"
-        assert own.isdisjoint(self.tree_slots()), "the tree owns slots that are encoded jointly"
-        for slot in written:
-            self.contents.slots[slot] = self.contents.slots[slot]._replace(context=None)
-        self.num_encoded += len(written)

@@ -25,24 +25,6 @@ def naive_decode(data: Tensor, scales: Tensor, bits: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).to(scales.dtype).view(*data.shape[:-1], -1)
 
 
-def naive_difference(rows: Tensor, leader: Tensor, refined: Tensor) -> tuple[Tensor, Tensor]:
-    """(what is decoded of [num_layers, num_tokens, num_heads, dim], what 2 bits leave of it from layer 1 on).
-
-    Args:
-        refined: [num_layers - 1, num_refined]: tokens that 6 bits are spent on.
-    """
-    found, left = leader.clone(), torch.zeros_like(rows[1:])
-    for layer in range(1, len(rows)):
-        for token in range(rows.shape[1]):
-            rest = rows[layer, token] - leader[layer, token]
-            coarse = naive_decode(*naive_encode(rest, 2), 2)
-            found[layer, token] += coarse
-            left[layer - 1, token] = rest - coarse
-            if token in refined[layer - 1].tolist():
-                found[layer, token] += naive_decode(*naive_encode(rest - coarse, 6), 6)
-    return found, left
-
-
 def _most(bits: int) -> int:
     return (1 << bits - 1) - 1
 

@@ -25,12 +25,10 @@ class NaiveVariant:
     num_uses: int = 0
     is_below: bool = False
     last_used: int = 0
-    leader: NaiveVariant | None = None
-    """By whose KV its own is kept."""
 
     @property
     def nbytes(self) -> int:
-        return num_bytes([self])
+        return self.kv_bytes + self.score_bytes + self.outward_bytes
 
     @property
     def place(self) -> tuple[Hashable, str, tuple[ChunkId, ...]]:
@@ -42,9 +40,8 @@ class NaiveVariant:
 
 
 def num_bytes(variants: Collection[NaiveVariant]) -> int:
-    """Of all together: KV that several are kept by is there once."""
-    blobs = {id(each): each.kv_bytes for v in variants for each in (v, v.leader) if each is not None}
-    return sum(blobs.values()) + sum(v.score_bytes + v.outward_bytes for v in variants)
+    """Of all together."""
+    return sum(v.nbytes for v in variants)
 
 
 class NaiveStore:
@@ -119,17 +116,12 @@ class NaiveStore:
         is_full = len(self.variants) == self.max_chunks * self.max_variants
         return not is_full and num_bytes([*self.variants, new]) <= self.max_bytes
 
-    def leader(self, new: NaiveVariant) -> NaiveVariant | None:
-        others = [v for v in self.variants if v.identity == new.identity and v.place != new.place]
-        return others[0].leader or others[0] if others else None
-
     def leaving(self, identity: Hashable = None) -> list[NaiveVariant]:
         """What leaves first; of one chunk those that are not reserved."""
         among = [v for v in self.variants if identity is None or (v.identity == identity and not v.is_reserved)]
-        leaders = [id(v.leader) for v in self.variants]
         return sorted(
             among,
-            key=lambda v: (v.is_reserved, id(v) in leaders, v.identity not in self.on_device, v.reuse, v.last_used),
+            key=lambda v: (v.is_reserved, v.identity not in self.on_device, v.reuse, v.last_used),
         )
 
     def evict(self, variant: NaiveVariant) -> None:

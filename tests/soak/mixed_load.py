@@ -1,11 +1,10 @@
 """Mixed load on a tiny poisoned pool: does fused reuse ever read KV of a free slot, lose a slot, or change an exact answer?
 
 The server is tests/e2e/poisoned_server.py, in whose pool every free slot holds NaN, with prefill pieces smaller than two chunks.
-Clients send exact requests, fused ones with every selector and many ratios, and a share with joint encoding: streams, parallel
-answers, conversations, plain and explain requests; some disconnect early. Hints tell what some of them will need of the storage.
+Clients send exact requests and fused ones with every selector and many ratios: streams, parallel answers, conversations, plain
+and explain requests; some disconnect early. Hints tell what some of them will need of the storage.
 `soak` sends the load and notes as problems: log probabilities that are not finite, fates that do not add up, slots that are
-neither free nor evictable, and what is left of hints. `check_exact` compares exact answers with full prefill. The server itself
-fails where joint encoding writes a slot that is not its requests' own.
+neither free nor evictable, and what is left of hints. `check_exact` compares exact answers with full prefill.
 """
 
 from __future__ import annotations
@@ -44,21 +43,9 @@ TIGHT = [
 ]
 """So small that requests wait for slots, promises are declined, and the store evicts chunks that are being moved."""
 
-TOGETHER = "together"
-"""Requests that wish to be encoded with those of their batch, sent at once."""
 REQUEST_HINT, STRANGE_HINT, REFUSED_HINT = "hint", "hint of what nobody asks for", "hint that is refused"
 
 RATIOS = (0.0, 0.15, 0.5, 1.0)
-JOINT: tuple[dict[str, Any], ...] = (
-    {"threshold": 0.5, "block": 4},
-    {"threshold": 0.7, "block": 8, "over": "batch"},
-    {"ratio": 1.5, "block": 4},
-    {"ratio": 1.25, "block": 2, "over": "batch"},
-)
-"""All of them change answers."""
-JOINT_SHARE = 0.1
-APPROXIMATE = ("reuse", "joint")
-"""Fields with which an answer need not be that of full prefill."""
 NUM_PASSAGES = 20
 MAX_NEW_TOKENS = 24
 TIE = 0.126
@@ -68,7 +55,7 @@ model's logits are mostly between 8 and 16, where adjacent bfloat16 values are 0
 
 @dataclass(frozen=True)
 class Task:
-    """Work of one client: a request, the turns of a conversation, or requests sent together. `act` names how."""
+    """Work of one client: a request, or the turns of a conversation. `act` names how."""
 
     act: str
     turns: tuple[dict[str, Any], ...]
@@ -83,18 +70,14 @@ class Found:
     fallbacks: Counter[str] = field(default_factory=Counter)
     exact: list[tuple[list[int], Answer, int]] = field(default_factory=list)
     """Prompt ids, answer, tokens asked for."""
-    joint: Counter[str] = field(default_factory=Counter)
-    """Answers whose prompts were encoded jointly, and what that met."""
     problems: list[str] = field(default_factory=list)
 
 
-def soak(
-    url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: int, joint_share: float = JOINT_SHARE
-) -> Found:
+def soak(url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: int) -> Found:
     """Send the load, wait until no request is running, and check that `pool_tokens` slots are free or evictable. A server with a
     storage is flushed then, and gets the load again: what it needs is in the storage alone."""
     found, is_stored = Found(), "storage" in get(url + "/chunkcache/stats")["ranks"][0]
-    tasks = with_hints(make_tasks(num_requests, seed, joint_share), seed, takes_hints=is_stored)
+    tasks = with_hints(make_tasks(num_requests, seed), seed, takes_hints=is_stored)
     for is_again in (False, True) if is_stored else (False,):
         if is_again:
             post(url + "/flush_cache")
@@ -104,38 +87,32 @@ def soak(
     return found
 
 
-def make_tasks(num_requests: int, seed: int, joint_share: float = JOINT_SHARE) -> list[Task]:
-    """At least `num_requests` requests about a small world, so that chunks recur at other positions. `joint_share`: of them
-    that ask for joint encoding, as far as chance and the other acts let it; of the rest four fifths are fused."""
+def make_tasks(num_requests: int, seed: int) -> list[Task]:
+    """At least `num_requests` requests about a small world, so that chunks recur at other positions. Four fifths are fused."""
     world, rng = World(seed, NUM_PASSAGES, num_kinds=1), random.Random(seed)
     asked = [question for question in world.questions if question.hop == 1]
     tasks: list[Task] = []
     total = 0
     while total < num_requests:
         act = rng.choices(
-            ("send", "again", "stream", "parallel", "hang up", "conversation", "plain", "explain", TOGETHER),
-            (40, 10, 15, 5, 10, 10, 5, 5, 10 * joint_share),
+            ("send", "again", "stream", "parallel", "hang up", "conversation", "plain", "explain"),
+            (40, 10, 15, 5, 10, 10, 5, 5),
         )[0]
         turns = []
-        for number in range({"conversation": 3, TOGETHER: 4}.get(act, 1)):
+        for number in range(3 if act == "conversation" else 1):
             question = rng.choice(asked)
             passages = world.context(question, rng.randint(2, 6), rng)
             if rng.random() < 0.4:  # a question that moved KV answers wrongly
                 question = rng.choice(order_questions(passages))
-            turns.append(_body(rng, question.question, passages[: 2 if number else None], act, joint_share))
-        if act == TOGETHER:
-            wish = rng.choice([each for each in JOINT if each.get("over") == "batch"])
-            turns = [{key: turn[key] for key in turn if key not in APPROXIMATE} | {"joint": wish} for turn in turns]
+            turns.append(_body(rng, question.question, passages[: 2 if number else None], act))
         if act == "conversation":
             turns = [{**turn, "conversation_id": f"soak{len(tasks)}"} for turn in turns]
-        if act == "again":  # in another order, moved, encoded, then exact: that must match neither KV
-            exact = {key: value for key, value in turns[0].items() if key not in APPROXIMATE}
+        if act == "again":  # in another order, moved, then exact: that must not match moved KV
+            exact = {key: value for key, value in turns[0].items() if key != "reuse"}
             exact |= {"order": "retriever", "cache_salt": f"again{len(tasks)}", "max_tokens": MAX_NEW_TOKENS}
             exact["messages"] = [{"role": "user", "content": "Which passage comes last?"}]
             moved = {"mode": "fused", "selector": rng.choice(SELECTORS), "ratio": 0.0}
-            num_joint = max(1, round(3 * joint_share / (1 - joint_share)))  # beside three others
-            joint = [exact | {"joint": rng.choice(JOINT)} for _ in range(num_joint)]
-            turns = [exact | {"chunks": exact["chunks"][::-1]}, exact | {"reuse": moved}, *joint, exact]
+            turns = [exact | {"chunks": exact["chunks"][::-1]}, exact | {"reuse": moved}, exact]
         tasks.append(Task(act, tuple(turns)))
         total += len(turns)
     return tasks
@@ -206,7 +183,6 @@ def problems_of_log(log: Path) -> list[str]:
     """Log lines of errors, ours or SGLang's."""
     marks = (
         "Traceback",
-        "joint encoding of",
         "IntegrityError",
         "moving chunk KV failed",
         "memory leak",
@@ -223,7 +199,7 @@ def is_finite(logprobs: Sequence[Any]) -> bool:
 # Private, in order of use
 
 
-def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str, joint_share: float) -> dict[str, Any]:
+def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str) -> dict[str, Any]:
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": question}],
         "chunks": [{"id": p.id, "text": p.text} for p in passages],
@@ -234,9 +210,7 @@ def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str, 
     }
     if rng.random() < 0.5:
         body["order"] = "retriever"
-    if rng.random() < joint_share:
-        body["joint"] = rng.choice(JOINT)
-    elif rng.random() < 0.8:
+    if rng.random() < 0.8:
         body["reuse"] = {"mode": "fused", "selector": rng.choice(SELECTORS), "ratio": rng.choice(RATIOS)}
         if rng.random() < 0.2:
             body["reuse"]["focus"] = rng.choice(("off", "spare"))
@@ -252,23 +226,19 @@ def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str, 
 
 
 def _run(url: str, task: Task, found: Found) -> None:
-    if task.act == TOGETHER:
-        with ThreadPoolExecutor(len(task.turns)) as pool:
-            list(pool.map(lambda turn: _run(url, Task("send", (turn,)), found), task.turns))
-        return
     messages: list[dict[str, str]] = []
     for turn in task.turns:
-        kind = "fused" if "reuse" in turn else "joint" if "joint" in turn else "exact"
+        kind = "fused" if "reuse" in turn else "exact"
         messages = [*(messages if task.act == "conversation" else ()), *turn.get("messages", ())]
         body = {**turn, "messages": messages}
         try:
             if task.act in (REQUEST_HINT, STRANGE_HINT, REFUSED_HINT):
                 _hint(url, turn, is_refused=task.act == REFUSED_HINT)
             elif task.act == "plain":
-                plain = {key: value for key, value in body.items() if key not in ("chunks", "order", *APPROXIMATE)}
+                plain = {key: value for key, value in body.items() if key not in ("chunks", "order", "reuse")}
                 _check_choices(post(url + "/v1/chat/completions", plain), found)
             elif task.act == "explain":
-                asked = {key: body[key] for key in ("messages", "chunks", *APPROXIMATE) if key in body}
+                asked = {key: body[key] for key in ("messages", "chunks", "reuse") if key in body}
                 post(url + "/chunkcache/explain", asked)
             elif "stream" in body:
                 _stream(url, body, found, hang_up=task.act == "hang up")
@@ -293,7 +263,7 @@ def _hint(url: str, body: dict[str, Any], *, is_refused: bool) -> None:
 def _send(url: str, body: dict[str, Any], found: Found) -> str:
     reply = post(url + "/rag/v1/chat/completions", {**body, **LOGPROBS})
     _check_object(reply["chunkcache"], reply["usage"]["prompt_tokens"], found)
-    if _check_choices(reply, found) and not body.keys() & {*APPROXIMATE, "n"}:
+    if _check_choices(reply, found) and not body.keys() & {"reuse", "n"}:
         found.exact.append((prompt_ids(reply), answer_of(reply["choices"][0]["meta_info"]), body["max_tokens"]))
     return reply["choices"][0]["message"]["content"] or ""
 
@@ -313,16 +283,8 @@ def _check_object(cached: dict[str, Any], prompt_tokens: int | None, found: Foun
         if prompt_tokens is not None and sum(fates.values()) != prompt_tokens:
             found.problems.append(f"fates do not add up to {prompt_tokens}: {cached}"[:500])
     found.fallbacks.update(cached["fallbacks"])
-    if (joint := cached["joint"]) and "shared" in joint:
-        met = {
-            "encoded": True,
-            "fused": joint["compression"] > 1,
-            "of several requests": joint["requests"] > 1,
-            "beside exact blocks": 0 < joint["exact_blocks"] < joint["blocks"],
-        }
-        found.joint.update(name for name, has_met in met.items() if has_met)
-    if failed := {"pass_failed", "joint_failed"}.intersection(cached["fallbacks"]):
-        found.problems.append(f"{failed}: {cached}"[:500])
+    if "pass_failed" in cached["fallbacks"]:
+        found.problems.append(f"pass_failed: {cached}"[:500])
 
 
 def _stream(url: str, body: dict[str, Any], found: Found, *, hang_up: bool) -> None:

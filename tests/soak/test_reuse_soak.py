@@ -1,4 +1,4 @@
-"""Fused reuse and joint encoding under a mixed load on poisoned pools: no NaN, no lost slot, exact answers as stock's.
+"""Fused reuse under a mixed load on poisoned pools: no NaN, no lost slot, exact answers as stock's.
 
 Sampling from NaN kills SGLang, which fails the test, too. A small case runs in tests/e2e/test_reuse.py.
 """
@@ -15,10 +15,8 @@ from tests.soak.sizes import scaled
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}
-JOINT = 0.5
-"""Of the requests ask for joint encoding."""
 BATCHES = [*mixed_load.FLAGS, "--chunked-prefill-size", "512"]
-"""Prompts are prefilled whole and several at once, so that those of a batch are compared."""
+"""Prompts are prefilled whole and several at once."""
 TIERS = [
     *(
         *mixed_load.TIGHT,
@@ -29,10 +27,10 @@ TIERS = [
         "--chunkcache-store-chunks",
         "1000",
     ),
-    *("--chunkcache-store-codec", "joint"),
+    *("--chunkcache-store-codec", "int4"),
     *("--chunkcache-storage-backend", "file", "--chunkcache-storage-backend-extra-config", '{"directory": "FOLDER"}'),
 ]
-"""Exact chains leave host memory, and chunks the store, for the storage. Variants of a chunk are kept together."""
+"""Exact chains leave host memory, and chunks the store, for the storage."""
 
 
 @pytest.mark.parametrize(
@@ -58,20 +56,17 @@ def test_mixed_load(tmp_path: Path, flags: list[str], pool_tokens: int, num_requ
     ]  # many, and none pauses a selector
     flags = [*(flag.replace("FOLDER", str(tmp_path / "kept")) for flag in flags), *audits]
     with Server(flags, log=log, launcher=mixed_load.POISONED, env={**STRICT, **env}) as server:
-        found = mixed_load.soak(server.url, num_requests, clients=8, seed=0, pool_tokens=pool_tokens, joint_share=JOINT)
+        found = mixed_load.soak(server.url, num_requests, clients=8, seed=0, pool_tokens=pool_tokens)
         stats = get(server.url + "/chunkcache/stats")
         rank, audit = stats["ranks"][0], stats["audit"]
     with Server(["--stock", *mixed_load.FLAGS[:2]], log=tmp_path / "stock.log", env=NEVER_REUSE) as stock:
         mixed_load.check_exact(found, stock.url)
-    print(found.outcomes, found.fates, found.joint, rank["joint"], len(found.exact))
+    print(found.outcomes, found.fates, len(found.exact))
     assert found.problems + mixed_load.problems_of_log(log) == []
     assert len(found.exact) > num_requests // 14
     assert found.fates["relocated"] > 2 * num_requests
     assert rank["evicted_chunks"] > num_requests // 4
     assert rank["gate"]["passed"]
-    assert found.joint["encoded"] > num_requests // 4
-    for met in ("fused", "beside exact blocks", *(["of several requests"] if BATCHES[-1] in flags else [])):
-        assert found.joint[met] > num_requests // 50, found.joint
     assert sum(one["samples"] for one in audit["figures"]) > num_requests // 100
     if "storage" in rank:
         print(rank["storage"])
@@ -81,6 +76,6 @@ def test_mixed_load(tmp_path: Path, flags: list[str], pool_tokens: int, num_requ
         )
         assert rank["storage"]["problems"] == {}
         kept, saved = (sum(rank["store"][name].values()) for name in ("bytes", "saved_bytes"))
-        assert saved > 2.8 * kept, "int4 alone saves 2.76 times what it keeps"
+        assert saved > 2.7 * kept, "int4 saves 2.76 times what it keeps"
         assert min(rank["storage"]["prefetch"].values()) > 0, rank["storage"]["prefetch"]
     assert ("retract" in log.read_text().lower()) == bool(env)

@@ -23,7 +23,7 @@ from sglang_chunkcache.front.request import Identity, Options, Passage, Planned,
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.wire.events import Evicted, Inserted
 from sglang_chunkcache.wire.message import encode
-from sglang_chunkcache.wire.report import ANSWER_KEY, Answer, JointReport, Report
+from sglang_chunkcache.wire.report import ANSWER_KEY, Answer, Report
 from sglang_chunkcache.wire.spans import RequestSpans, unpack
 
 SECRET = "s"
@@ -60,19 +60,11 @@ class Rank:
         self.log = EventLog(1000)
         self.held: set[ChainId] = set()
 
-    def serve(
-        self,
-        params: Any,
-        input_ids: Sequence[int],
-        report: Report | None = None,
-        joint: JointReport | None = None,
-    ) -> list[Any]:
-        """Insert the request's first chunk area, unless its KV is encoded jointly; the answer's entry."""
+    def serve(self, params: Any, input_ids: Sequence[int], report: Report | None = None) -> list[Any]:
+        """Insert the request's first chunk area; the answer's entry."""
         spans = unpack(params, array("q", input_ids), secret=SECRET)
         assert spans is not None
         self.log.acknowledge(spans.ack)
-        if spans.joint is not None:
-            return [encode(Answer(self.log.unread(), joint=joint)), None]
         chain, parent = root_chain(spans.namespace), None
         for index, span in enumerate(spans.spans[: spans.area_len]):
             chain = extend_chain(chain, span.chunk)

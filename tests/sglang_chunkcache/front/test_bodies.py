@@ -22,7 +22,6 @@ from sglang_chunkcache.front.bodies import (
     RetrieveIn,
 )
 from sglang_chunkcache.front.parse import parse
-from sglang_chunkcache.wire.spans import JointRequest
 
 FUSED = ChunkCacheConfig(reuse="fused")
 
@@ -255,64 +254,6 @@ def test_bad_search_names_the_field(body: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(RetrieveBody, body)
     assert str(caught.value).split(": ")[0] == field
-
-
-@pytest.mark.parametrize(
-    ("joint", "expected"),
-    [
-        ({"threshold": 0.95}, JointRequest(threshold=0.95)),
-        ({"threshold": 1, "block": 1}, JointRequest(threshold=1.0, block=1)),
-        ({"ratio": 1.5, "over": "batch", "block": 4096}, JointRequest(ratio=1.5, over="batch", block=4096)),
-        ({"ratio": 100}, JointRequest(ratio=100.0)),
-        (None, None),
-    ],
-    ids=str,
-)
-def test_joint_encoding(joint: Any, expected: JointRequest | None) -> None:
-    """A threshold or a ratio, on servers that move KV, and for requests that do not."""
-    fields = parse(RagFields, {"joint": joint, "reuse": "exact"})
-    assert fields.joint_request(FUSED) == expected
-    for config, reuse, refusal in (
-        (ChunkCacheConfig(), None, "joint: .*--reuse fused"),
-        (FUSED, "fused", "joint: not together with reuse fused"),
-    ):
-        other = parse(GenerateIn, {"joint": joint, "reuse": reuse, "parts": ["x"]})
-        if expected is None:
-            assert other.joint_request(config) is None
-            continue
-        with pytest.raises(RequestError, match=refusal):
-            other.joint_request(config)
-
-
-@pytest.mark.parametrize(
-    ("joint", "message"),
-    [
-        ({}, "joint: give threshold or ratio, one of them"),
-        ({"threshold": 0.9, "ratio": 2}, "joint: give threshold or ratio, one of them"),
-        ({"threshold": 1.01}, "joint.threshold: must be from 0 to 1, got 1.01"),
-        ({"threshold": -1e-9}, "joint.threshold: must be from 0 to 1, got -1e-09"),
-        ({"threshold": float("nan")}, "joint.threshold: must be from 0 to 1, got nan"),
-        ({"threshold": "0.9"}, "joint.threshold: must be a valid number"),
-        ({"threshold": True}, "joint.threshold: must be a valid number"),
-        ({"ratio": 1}, "joint.ratio: must be above 1 and at most 100, got 1.0"),
-        ({"ratio": float("inf")}, "joint.ratio: must be above 1 and at most 100, got inf"),
-        ({"ratio": 2, "block": 0}, "joint.block: must be from 1 to 4096, got 0"),
-        ({"ratio": 2, "block": 4097}, "joint.block: must be from 1 to 4096, got 4097"),
-        ({"ratio": 2, "block": 10**400}, "joint.block: must be from 1 to 4096"),
-        ({"ratio": 2, "block": 1.5}, "joint.block: must be a valid integer"),
-        ({"ratio": 2, "block": True}, "joint.block: must be a valid integer"),
-        ({"ratio": 2, "over": "tokens"}, "joint.over: must be 'chunks' or 'batch'"),
-        ({"ratio": 2, "thresholds": 1}, "joint.thresholds: is no field here"),
-        ("fused", "joint: must be an object"),
-        ([0.9], "joint: must be an object"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_bad_joint_names_field_range_and_value(joint: Any, message: str) -> None:
-    """What is out of range is shown."""
-    with pytest.raises(RequestError) as caught:
-        parse(RagFields, {"joint": joint})
-    assert str(caught.value).startswith(message)
 
 
 def test_null_chunks_are_none() -> None:

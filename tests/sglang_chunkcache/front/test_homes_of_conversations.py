@@ -12,7 +12,6 @@ import pytest
 
 from radix_ext import KvAware
 from sglang_chunkcache.front.request import Passage
-from sglang_chunkcache.wire.spans import JointRequest
 from tests.sglang_chunkcache.front.front_bench import END, A, Asked, B, Bench, make_output, user
 from tests.sglang_chunkcache.front.test_rank_mirror import read
 
@@ -162,15 +161,6 @@ def test_after_an_overflow_no_rank_has_what_is_left() -> None:
     cut = bench.ask(messages, Passage("l", "long " * 80), to="c")
     assert cut.num_departed > 0
     assert (cut.rank, is_away(cut)) == (1, False)
-
-
-def test_who_keeps_nothing_is_no_home() -> None:
-    """Joint encoding."""
-    bench, messages = Bench(num_ranks=2, context_len=100_000), [user("one")]
-    first = bench.turn(messages, text=LONG, joint=JointRequest(ratio=2.0))
-    messages.append(user("two"))
-    begin_elsewhere(bench, first.rank, 1)
-    assert bench.ask(messages, to="c").rank != first.rank
 
 
 def test_a_rank_that_answers_as_plain_text_is_no_home() -> None:

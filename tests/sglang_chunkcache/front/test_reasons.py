@@ -18,7 +18,6 @@ from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.misplaced import Misplaced, chunks_field
 from sglang_chunkcache.front.request import Identity, Passage
 from sglang_chunkcache.wire.report import Explanation
-from sglang_chunkcache.wire.spans import JointRequest
 from tests.sglang_chunkcache.front.front_bench import ME, A, Asked, B, Bench, C, D, user
 
 TEXT = "".join(Random(0).choices("abcdefgh", k=120))
@@ -215,15 +214,6 @@ def test_request_under_way_has_taught_nothing_yet() -> None:
         bench.reply(request)
         assert why(request) == {"new_chunk": ["a"]}
     assert why(bench.run([system("s"), user("q")], A)) == {"other_head": ["a"]}
-
-
-def test_what_never_enters_the_cache_stays_new() -> None:
-    """KV that is encoded jointly."""
-    bench = Bench()
-    for number in range(2):
-        request = bench.parts(["x", [A], str(number), [B], "?"], joint=JointRequest(threshold=0.9, block=4))
-        bench.reply(request)
-        assert why(request) == {"new_chunk": ["a", "b"]}
 
 
 def test_plain_text_has_no_other_reason() -> None:

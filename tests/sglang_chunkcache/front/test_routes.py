@@ -22,7 +22,7 @@ from msgspec import structs
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware, decide_request_auth
 
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.front import planner, preprocessing
+from sglang_chunkcache.front import preprocessing
 from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.guard.lethal import Limits
 from sglang_chunkcache.front.guard.sampling import SamplingCheck
@@ -31,8 +31,8 @@ from sglang_chunkcache.front.routes import Routes
 from sglang_chunkcache.front.search import RagSearch
 from sglang_chunkcache.wire.events import Batch
 from sglang_chunkcache.wire.message import decode, encode
-from sglang_chunkcache.wire.report import Explanation, Fallback, JointReport, Report, Source
-from sglang_chunkcache.wire.spans import MARK_KEY, JointRequest, checked, unpack
+from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
+from sglang_chunkcache.wire.spans import MARK_KEY, checked, unpack
 from sglang_chunkcache.wire.state import Asked, Cleared, ExplainRequest, RankState
 from tests.polling import DEADLINE_S
 from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
@@ -63,7 +63,6 @@ class Manager:
         self.aborted: list[Any] = []
         """Requests whose answer's own task has run."""
         self.error: Exception | None = None
-        self.joint: JointReport | None = None
         self.report = Report(3, 1, 0, fused_hit=0, gap=0, sources=(), focused=None, fallbacks=(), ms={})
 
     def auto_create_handle_loop(self) -> None:
@@ -89,7 +88,7 @@ class Manager:
             raise self.error
         params, rank = obj.sampling_params["custom_params"], obj.routed_dp_rank or 0
         report = self.report if told(obj).fusion else None
-        entry = self.bench.ranks[rank].serve(params, obj.input_ids, report, self.joint)
+        entry = self.bench.ranks[rank].serve(params, obj.input_ids, report)
         yield make_output([65], 3, "stop", rank, entry)
 
 
@@ -277,91 +276,6 @@ def test_explain_refuses_by_name_and_counts_nothing(call: Any) -> None:
     assert (status, answer["param"]) == (400, "reuse")
     assert bench.books.metrics.totals()["requests"] == {}
     assert manager.sent == []
-
-
-# Joint encoding
-
-
-def test_joint_encoding_is_told_and_shown(call: Any) -> None:
-    """The scheduler gets the wish, the client what came of it; the front's tree expects nothing of such a request."""
-    bench, manager, send = call(reuse="fused")
-    manager.joint = JointReport(1, 2, 4, 1, (4, 2), (None, 0.9), 1.5)
-    body = {"parts": [{"chunks": CHUNKS}, "why?"], "sampling_params": {"max_new_tokens": 1}}
-    status, reply = send(rag_generate, {**body, "joint": {"ratio": 1.5, "block": 4}})
-    assert status == 200
-    assert told(manager.sent[0]).joint == JointRequest(ratio=1.5, block=4)
-    assert reply["chunkcache"]["joint"] == {
-        "threshold": None,
-        "ratio": 1.5,
-        "block": 4,
-        "over": "chunks",
-        "requests": 1,
-        "units": 2,
-        "blocks": 4,
-        "exact_blocks": 1,
-        "shared": [4, 2],
-        "thresholds": [None, 0.9],
-        "compression": 1.3333,
-        "ms": 1.5,
-    }
-    assert reply["chunkcache"]["fallbacks"] == ["new_chunk"]
-    assert bench.books.stats()["tree"]["nodes"] == 0
-    _, plain = send(rag_generate, body)
-    assert plain["chunkcache"]["joint"] is None
-
-
-def test_joint_encoding_that_failed_is_counted(call: Any) -> None:
-    """The rank tells nothing of it, and the answer is that of a plain request."""
-    bench, _, send = call(reuse="fused")
-    body = {"parts": ["x", {"chunks": CHUNKS}], "joint": {"threshold": 0.9}}
-    _, reply = send(rag_generate, body)
-    assert reply["chunkcache"]["joint"] == {"threshold": 0.9, "ratio": None, "block": 16, "over": "chunks"}
-    assert reply["chunkcache"]["fallbacks"] == ["joint_failed", "new_chunk"]
-    assert bench.books.metrics.totals()["fallbacks"] == {"joint_failed": 1, "new_chunk": 1}
-
-
-@pytest.mark.parametrize(("over", "units", "blocks", "exact"), [("chunks", 2, 4, 3), ("batch", 1, 6, 4)])
-def test_explain_says_what_joint_encoding_would_compare(
-    call: Any, over: str, units: int, blocks: int, exact: int
-) -> None:
-    """Blocks of 5 tokens in chunks of 12 and 11, after 3 tokens and before 7; 18 tokens are cached."""
-    _, manager, send = call(reuse="fused")
-    report = JointReport(1, 2, 3, 1, (3, 2), (None, 0.9), 1.5) if over == "chunks" else None
-    manager.states = [state_of(0, Explanation(15, 0, 15, loaded=3, joint=report))]
-    joint = {"threshold": 0.9, "block": 5, "over": over}
-    status, plan = send(
-        chunkcache_explain, {"messages": MESSAGES, "chunks": CHUNKS, "order": "retriever", "joint": joint}
-    )
-    assert (status, plan["spans"][0]["start"], plan["spans"][-1]["end"], plan["prompt_tokens"]) == (200, 3, 26, 33)
-    expected = plan["joint"].pop("expected")
-    assert plan["joint"] == {**joint, "ratio": None, "units": units, "blocks": blocks, "exact_blocks": exact}
-    assert (expected and (expected["blocks"], expected["shared"], expected["compression"])) == (
-        (3, [3, 2], 1.2) if report else None
-    )
-
-
-@pytest.mark.parametrize("joint", [{"threshold": 2}, {"threshold": 0.9}], ids=str)
-def test_joint_encoding_is_refused_by_name(call: Any, joint: Any) -> None:
-    """A value out of range, and a server without `--reuse fused`."""
-    bench, manager, send = call()
-    status, answer = send(rag_chat_completions, {"messages": MESSAGES, "chunks": CHUNKS, "joint": joint})
-    assert (status, answer["param"]) == (400, "joint.threshold" if joint["threshold"] == 2 else "joint")
-    assert manager.sent == []
-    assert bench.books.metrics.totals()["requests"] == {"refused": 1}
-
-
-@pytest.mark.parametrize(("over", "num_blocks"), [("chunks", 23), ("batch", 33)])
-def test_too_many_blocks_are_refused(call: Any, monkeypatch: pytest.MonkeyPatch, over: str, num_blocks: int) -> None:
-    """Comparing them would hold up all other requests."""
-    _, manager, send = call(reuse="fused")
-    manager.states = [state_of(0, Explanation(0, 0, 0))]
-    body = {"messages": MESSAGES, "chunks": CHUNKS, "joint": {"threshold": 0.9, "block": 1, "over": over}}
-    monkeypatch.setattr(planner, "MAX_JOINT_BLOCKS", num_blocks)
-    assert send(chunkcache_explain, body)[0] == 200
-    monkeypatch.setattr(planner, "MAX_JOINT_BLOCKS", num_blocks - 1)
-    status, answer = send(chunkcache_explain, body)
-    assert (status, answer["param"]) == (400, "joint.block")
-    assert f"gives {num_blocks} blocks, at most {num_blocks - 1}" in answer["message"]
 
 
 # Prefetch

@@ -2,14 +2,13 @@
 
 The pool knows what each slot holds (tests/reference/fused_scheduler.py). After every step each slot has one owner, locks
 are what holders explain, nodes hold what their keys say, and no exact KV is ever computed over approximate KV. The front's mirror
-has what the rank reports. Requests with joint encoding are among them: what it writes is their own, and nobody finds it.
+has what the rank reports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,6 @@ from radix_ext.moved_plan import Limits
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts
-from sglang_chunkcache.wire.spans import JointRequest
 from tests.examples import examples
 from tests.reference.chains import chain_of
 from tests.reference.fused_scheduler import ROOMY, FusedScheduler
@@ -47,9 +45,8 @@ RECIPES = (
     FusionRequest("context", 0.5, "context", fresh=frozenset({1})),
     FusionRequest("none", 0.0, "plain", fresh=frozenset({1}), plain=True),
 )
-JOINT = (JointRequest(threshold=0.9, block=2), JointRequest(ratio=1.5, block=1, over="batch"))
-Kind = str | FusionRequest | JointRequest
-KINDS: tuple[Kind, ...] = ("plain", "exact", *RECIPES, *JOINT)
+Kind = str | FusionRequest
+KINDS: tuple[Kind, ...] = ("plain", "exact", *RECIPES)
 
 
 @dataclass
@@ -58,7 +55,6 @@ class Live:
 
     req: FakeReq
     reuse: FusionRequest | None
-    is_joint: bool = False
     sampled: bool = False
 
 
@@ -81,18 +77,16 @@ def make_live(
             ids += chunk
         ids += tail
     reuse = kind if isinstance(kind, FusionRequest) else None
-    joint = kind if isinstance(kind, JointRequest) else None
     params = marked(
         spans,
         namespace=f"{head}{salt}",
         promoted_len=promoted_len,
         keep=keep,
         fusion=reuse,
-        joint=joint,
-        is_preprocessing=is_preprocessing and joint is None,
+        is_preprocessing=is_preprocessing,
         exact_gaps=exact_gaps,
     )
-    return Live(FakeReq(ids, None if kind == "plain" else params, cache_salt=salt), reuse, joint is not None)
+    return Live(FakeReq(ids, None if kind == "plain" else params, cache_salt=salt), reuse)
 
 
 class FuserMachine(RuleBasedStateMachine):
@@ -105,7 +99,7 @@ class FuserMachine(RuleBasedStateMachine):
         limits=st.sampled_from([ROOMY, ROOMY, Limits(12, 6, 0), Limits(1000, 1000, 4)]),
         prefill_budget=st.sampled_from([8, 16, 30]),
         is_chunked=st.sampled_from([True, True, False]),
-        store=st.sampled_from([(1000, 1, "none"), (100, 2, "none"), (1000, 3, "none"), (1000, 3, "joint")]),
+        store=st.sampled_from([(1000, 1, "none"), (100, 2, "none"), (1000, 3, "none"), (1000, 3, "int4")]),
         host_slots=st.sampled_from([0, 20, 200]),
         load_s=st.sampled_from([0.0, 4.0, 7.0]),
     )
@@ -408,7 +402,6 @@ class FuserMachine(RuleBasedStateMachine):
 
     def _check_report(self, live: Live) -> None:
         """What the client is told of the fates adds up."""
-        assert not live.is_joint or answer_of(live.req).joint is not None
         told = answer_of(live.req).report if live.req.customized_info else None
         if live.reuse is None:
             assert told is None
@@ -420,40 +413,5 @@ class FuserMachine(RuleBasedStateMachine):
         assert bool(told.sources) == (promised > told.fused_hit)
 
 
-class JointMachine(FuserMachine):
-    """The same with requests most of which have joint encoding, two of a wish in a batch, between exact ones."""
-
-    @initialize(capacity=st.integers(60, 120), eviction=st.sampled_from(["reused", "lru"]))
-    def start(self, capacity: int, eviction: str) -> None:
-        self.scheduler = FusedScheduler(capacity, config(reuse="fused", eviction=eviction), prefill_budget=40)
-        self.live: list[Live] = []
-
-    @precondition(lambda self: len(self.live) < 5)
-    @rule(
-        kind=st.sampled_from(("exact", *JOINT)),
-        shape=SHAPES,
-        tail=st.sampled_from(TAILS),
-        piece=st.sampled_from([4, 30, 30]),
-        joins=st.booleans(),
-        is_twin=st.booleans(),
-    )
-    def admit(self, *, is_twin: bool, **drawn: Any) -> None:
-        FuserMachine.admit(
-            self,
-            **drawn,
-            again=drawn["kind"] if is_twin else None,
-            moves=None,
-            promoted_len=1,
-            keep=frozenset({0}),
-            is_preprocessing=False,
-            exact_gaps=0,
-            num_rounds=0,
-            evicted=0,
-        )
-
-    serve = fail = clear_store = None  # type: ignore[assignment]
-
-
-SETTINGS = settings(max_examples=examples(150), stateful_step_count=40)
-FuserMachine.TestCase.settings = JointMachine.TestCase.settings = SETTINGS
-TestFuserMachine, TestJointMachine = FuserMachine.TestCase, JointMachine.TestCase
+FuserMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40)
+TestFuserMachine = FuserMachine.TestCase

@@ -16,7 +16,7 @@ from sglang_chunkcache.fusion import capture
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.fill import Captured
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts
-from sglang_chunkcache.storage.codec import STORE_CODECS
+from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import CalibrationPrompt, ExplainRequest
 from tests.reference.fused_scheduler import FusedScheduler
@@ -105,28 +105,6 @@ def test_what_is_stored_is_not_captured_again() -> None:
     scheduler.serve(rag(C, B, keep=[1]), answer=[50])
     scheduler.idle()
     assert [prefix for prefix, *_ in variants(scheduler, B)] == [(chunk_id(A),), (chunk_id(A),), (chunk_id(C),)]
-
-
-def test_further_variants_of_a_chunk_are_kept_by_its_first() -> None:
-    """Which may leave: what others need of it stays, is counted, and is moved."""
-    scheduler = make_scheduler(100, store_codec="joint")
-    for before in (A, C, D):
-        scheduler.serve(rag(before, B, keep=[1]), answer=[50])
-        scheduler.idle()
-    assert [each[:2] for each in variants(scheduler, B)] == [((chunk_id(each),), B) for each in (A, C, D)]
-    first, *others = scheduler.store.find(ChunkIdentity(chunk_id(B), None, None))
-    assert [getattr(each.blob, "leader", None) for each in (first, *others)] == [None, first.blob, first.blob]
-    scheduler.check()
-    scheduler.store.drop(first)
-    scheduler.check()
-    told = scheduler.fuser.stats()["store"]
-    assert told["bytes"]["leaders"] == -told["saved_bytes"]["leaders"] == first.blob.nbytes
-    scheduler.evict(100)
-    req = fused(C, B)
-    scheduler.serve(req, answer=[50])
-    assert sources(req)[-1][1] == "host"
-    scheduler.store.clear()
-    assert scheduler.fuser.stats()["store"]["bytes"] == {"captured": 0, "preprocessed": 0, "leaders": 0}
 
 
 def test_moved_chunks_are_captured_from_their_source() -> None:
@@ -372,7 +350,7 @@ def test_a_chunk_that_its_codec_refuses_stays_out_alone(monkeypatch: pytest.Monk
     def spoilt(captures: Any) -> Any:
         _, *others = capture_all(captures)
         nan = torch.full((1, len(A), 1, 1), torch.nan)
-        return [Captured((nan, nan), None, codec=STORE_CODECS["int8"]), *others]
+        return [Captured((nan, nan), None, codec=CODECS["int8"]), *others]
 
     with monkeypatch.context() as patch:
         patch.setattr(scheduler.fusion_pass, "capture", spoilt)

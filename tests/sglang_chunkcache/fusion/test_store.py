@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from radix_ext.variants import Variant  # noqa: E402
-from sglang_chunkcache.fusion.store import ChunkScores, FollowerBlob, HostBlob, Offload, encoded  # noqa: E402
-from sglang_chunkcache.storage.codec import STORE_CODECS, Quantized  # noqa: E402
+from sglang_chunkcache.fusion.store import ChunkScores, HostBlob, Offload  # noqa: E402
+from sglang_chunkcache.storage.codec import Quantized  # noqa: E402
 
 
 def test_bytes_count_keys_values_and_scores() -> None:
@@ -40,35 +40,6 @@ def test_coded_blob_counts_its_own_bytes_and_gives_back_what_it_decodes(bits: in
     for mine, coded, before in zip(blob.read(), codec.decode(blob.parts), kv, strict=True):
         assert torch.equal(mine, coded)
         assert 0 < float((mine - before).abs().max()) < 0.5
-
-
-def test_follower_counts_its_own_bytes_and_is_read_with_its_leader() -> None:
-    """By layers as at once; the leader stays as it is, and in memory as long as it is needed."""
-    codec, generator = STORE_CODECS["joint"], torch.Generator().manual_seed(0)
-    first = torch.randn(2, 4, 9, 2, 64, generator=generator)
-    kv = (first + 0.1 * torch.randn(first.shape, generator=generator)).bfloat16()
-    first = first.bfloat16()
-    parts, blob_of = encoded((first[0], first[1]), codec)
-    leader = blob_of(*parts)
-    assert isinstance(leader, HostBlob)
-    before = [each.clone() for each in leader.read()]
-    parts, blob_of = encoded((kv[0], kv[1]), codec, leader)
-    blob = blob_of(*parts)
-    assert isinstance(blob, FollowerBlob)
-    assert (blob.num_tokens, blob.nbytes + blob.saved_bytes) == (9, kv.nbytes)
-    assert blob.nbytes < 0.8 * leader.nbytes
-    del leader
-    whole = blob.read()
-    for mine, exact in zip(whole, kv, strict=True):
-        assert 0 < float((mine[1:].float() - exact[1:].float()).abs().max()) < 0.3
-    for start in range(4):
-        for stop in range(start + 1, 5):
-            for mine, every in zip(blob.read(layers=range(start, stop)), whole, strict=True):
-                assert torch.equal(mine, every[start:stop])
-    assert all(torch.equal(mine, old) for mine, old in zip(blob.leader.read(), before, strict=True))
-    alone = HostBlob(*blob.alone(), codec=blob.codec)
-    assert (alone.codec.name, alone.nbytes) == ("int4", blob.leader.nbytes)
-    assert all(float((a.float() - b.float()).abs().max()) < 0.5 for a, b in zip(alone.read(), whole, strict=True))
 
 
 @pytest.mark.parametrize(

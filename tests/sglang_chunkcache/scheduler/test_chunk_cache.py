@@ -26,7 +26,7 @@ from sglang_chunkcache.scheduler.eviction import PromotedFirst, is_promoted
 from sglang_chunkcache.scheduler.node import facts
 from sglang_chunkcache.wire.events import NOTHING_READ, Acknowledgement, Batch, Evicted, Inserted, Reading
 from sglang_chunkcache.wire.report import ANSWER_KEY
-from sglang_chunkcache.wire.spans import JointRequest, pack
+from sglang_chunkcache.wire.spans import pack
 from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
 from tests.reference.chains import chain_of
@@ -162,19 +162,6 @@ def rag_spans() -> Any:
 
 
 # Slots
-
-
-@pytest.mark.parametrize("piece", [100, 3], ids=["at once", "in pieces"])
-def test_joint_encoding_leaves_nothing(piece: int) -> None:
-    """Prompt and answer of a request whose KV is rewritten stay its own, and go with it."""
-    scheduler = Scheduler(40, config())
-    scheduler.serve(rag(C1))
-    before, free = nodes(scheduler), scheduler.allocator.available_size()
-    joint = rag(C1, C2, joint=JointRequest(threshold=0.9))
-    assert scheduler.serve(joint, piece=piece, answer=[50, 51]) == len(HEAD) + len(C1)
-    assert (nodes(scheduler), scheduler.allocator.available_size()) == (before, free)
-    assert [type(event) for event in batch_of(joint).events] == [Inserted]
-    scheduler.check()
 
 
 @pytest.mark.parametrize("piece", [100, 3], ids=["at once", "in pieces"])

@@ -13,7 +13,7 @@ from radix_ext.costs import Line, Phase, Work
 from sglang_chunkcache.fusion.price_trial import MIN_TOKENS, measure_costs
 from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.scheduler.pricing import REFRESH, Pricing
-from sglang_chunkcache.storage.codec import STORE_CODECS, StoreCodec
+from sglang_chunkcache.storage.codec import CODECS, Codec
 from tests import models
 
 
@@ -159,8 +159,8 @@ def test_plans_have_no_costs_where_moves_need_not_pay() -> None:
     assert pricing.agreed[Phase.LOAD] == Line(*line)
 
 
-@pytest.mark.parametrize("codec", STORE_CODECS.values(), ids=STORE_CODECS)
-def test_every_phase_is_measured_and_all_is_given_back(codec: StoreCodec) -> None:
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_every_phase_is_measured_and_all_is_given_back(codec: Codec) -> None:
     """On a real model: longer work takes longer by the fitted lines."""
     runner = models.runner("llama")
     params = SimpleNamespace(

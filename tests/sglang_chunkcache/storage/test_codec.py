@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sglang_chunkcache import config
-from sglang_chunkcache.storage.codec import NONE, STORE_CODECS, Codec, Difference, Quantized, Sizes
-from tests.reference.naive_codec import naive_decode, naive_difference, naive_encode
+from sglang_chunkcache.storage.codec import CODECS, NONE, Codec, Quantized, Sizes
+from tests.reference.naive_codec import naive_decode, naive_encode
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BITS = (2, 3, 4, 5, 6, 7, 8)
@@ -37,7 +37,7 @@ def random_rows(seed: int, dtype: torch.dtype, kind: str) -> Tensor:
 
 def test_the_config_offers_what_there_is() -> None:
     """config.py imports no torch, so it has the names again."""
-    assert tuple(STORE_CODECS) == config.STORE_CODECS
+    assert tuple(CODECS) == config.STORE_CODECS
 
 
 @given(
@@ -99,80 +99,13 @@ def test_sizes_follow_from_parts_and_parts_from_sizes(codec: Codec) -> None:
     assert all(each.shape[1] == 5 for each in parts)
 
 
-def variants_of_a_chunk(seed: int, dtype: torch.dtype, num_tokens: int = 19) -> tuple[Tensor, ...]:
-    """Keys, values, and those of a leader, [3, num_tokens, 2, 8]: alike, but for every sixth token."""
-    generator = torch.Generator().manual_seed(seed)
-    leader = torch.randn(2, 3, num_tokens, 2, 8, generator=generator)
-    noise = 0.2 * torch.randn(leader.shape, generator=generator)
-    noise[:, :, seed % 6 :: 6] *= 20
-    return *(leader + noise).to(dtype), *leader.to(dtype)
-
-
-@given(st.integers(0, 10**6), st.sampled_from(DTYPES), st.sampled_from((1, 8, 9, 19)))
-def test_differences_equal_slow_ones(seed: int, dtype: torch.dtype, num_tokens: int) -> None:
-    """Bit by bit; refined are the tokens of which 2 bits have left most."""
-    keys, values, *leader = variants_of_a_chunk(seed, dtype, num_tokens)
-    parts = Difference().encode(keys, values, (leader[0], leader[1]))
-    Difference().check(parts)
-    found = Difference().decode(parts, (leader[0].clone(), leader[1].clone()))
-    shares = []
-    for mine, rows, lead in zip(found, (keys, values), leader, strict=True):
-        expected, left = naive_difference(rows, lead, parts[4])
-        assert torch.equal(mine, expected)
-        shares.append(left.double().square().sum((2, 3)) / rows[1:].double().square().sum((2, 3)))
-    chosen = shares[0] + shares[1]
-    refined = torch.zeros_like(chosen, dtype=torch.bool).scatter_(1, parts[4].long(), True)
-    for layer, is_refined in zip(chosen, refined, strict=True):
-        assert int(is_refined.sum()) == -(-num_tokens // 8)
-        least = layer[is_refined].min()
-        assert bool((layer[~is_refined] <= least * (1 + 1e-5)).all())
-
-
-@given(st.integers(0, 10**6), st.sampled_from(DTYPES))
-def test_differences_stay_within_their_bound(seed: int, dtype: torch.dtype) -> None:
-    """Of the largest element of what differs, but for the rounding of a sum; layer 0 is the leader's. Whatever the leader is: an
-    unlike one costs precision, and nothing else."""
-    keys, values, *_ = variants_of_a_chunk(seed, dtype)
-    leader = tuple(variants_of_a_chunk(seed + 1, dtype)[2:])
-    parts = Difference().encode(keys, values, (leader[0], leader[1]))
-    found = Difference().decode(parts, (leader[0].clone(), leader[1].clone()))
-    for before, after, lead in zip((keys, values), found, leader, strict=True):
-        assert torch.equal(after[0], lead[0])
-        largest = (before.double() - lead.double()).abs().amax(-1, keepdim=True)
-        rounding = 2 * torch.finfo(dtype).eps * (before.abs() + lead.abs()).amax(-1, keepdim=True)
-        off = (after.double() - before.double()).abs()
-        assert bool((off <= Difference().max_error(dtype) * largest + rounding)[1:].all())
-
-
-def test_differences_follow_from_sizes_and_sizes_from_them() -> None:
-    """With heads of 128 in 32 layers .175 of bfloat16's bytes, in int4 .258."""
-    keys, values, *leader = variants_of_a_chunk(0, torch.float16)
-    parts = Difference().encode(keys, values, (leader[0], leader[1]))
-    sizes = Difference().sizes(parts)
-    assert sizes == Sizes(3, 19, 2, 8, 8, torch.float16)
-    assert Difference().shapes(sizes) == [(tuple(each.shape), each.dtype) for each in parts]
-    assert all(each.is_contiguous() for each in parts)
-    large = Sizes(32, 512, 8, 128, 128, torch.bfloat16)
-    assert Difference().nbytes(large) / NONE.nbytes(large) == pytest.approx(0.175, abs=0.001)
-    assert Quantized(4).nbytes(large) / NONE.nbytes(large) == pytest.approx(0.258, abs=0.001)
-
-
-def test_differences_that_are_not_finite_are_refused() -> None:
-    """In the coarse or in the fine part."""
-    keys, values, *leader = variants_of_a_chunk(0, torch.float32)
-    keys[1, 3, 0, 2] = torch.nan
-    with pytest.raises(ValueError, match="not finite"):
-        Difference().check(Difference().encode(keys, values, (leader[0], leader[1])))
-
-
 def test_heads_of_no_whole_bytes_are_refused_before_there_is_kv() -> None:
-    """66 elements are whole bytes in int4, and not in 2 bits."""
+    """66 elements are whole bytes in int4, 65 are not."""
     buffer = torch.zeros(5, 2, 66)
-    STORE_CODECS["int4"].check_heads(buffer, buffer)
-    for codec in STORE_CODECS.values():
-        codec.check_heads(buffer[..., :64], buffer[..., :64])
-    with pytest.raises(ValueError, match="heads of whole bytes in int2, got heads of 66"):
-        STORE_CODECS["joint"].check_heads(buffer, buffer)
+    for codec in CODECS.values():
+        codec.check_heads(buffer, buffer)
+    with pytest.raises(ValueError, match="heads of whole bytes in int4, got heads of 65"):
+        CODECS["int4"].check_heads(buffer[..., :65], buffer)
 
 
 def test_few_bits_take_few_bytes() -> None:

@@ -7,7 +7,7 @@ import pytest
 from radix_ext import ChainId, ChunkId, Span
 from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted, Inserted, Part, Reading
 from sglang_chunkcache.wire.message import decode, encode
-from sglang_chunkcache.wire.report import Answer, Explanation, Fallback, JointReport, Report, Source
+from sglang_chunkcache.wire.report import Answer, Explanation, Fallback, Report, Source
 from sglang_chunkcache.wire.spans import RequestSpans
 from sglang_chunkcache.wire.state import Asked, Cleared, ExplainRequest, RankState
 
@@ -21,7 +21,6 @@ EVENTS = Batch(2**48 - 1, 7, (Inserted(ChunkId("c"), 4, None, "n", True), Evicte
     [
         Answer(EVENTS),
         Answer(EVENTS, REPORT),
-        Answer(EVENTS, joint=JointReport(1, 2, 3, 0, (2, 3), (0.5, None), 1.5)),
         Explanation(1, 2, 3, SOURCES, (Fallback.NO_SOURCE,)),
         ExplainRequest([1, 2], RequestSpans((Span(0, 2, ChunkId("c")),), "n", 0, Acknowledgement(1, 2)), None, "salt"),
         Asked(clear_store=True),

@@ -15,7 +15,7 @@ from msgspec import structs
 from radix_ext import ChunkId, FusionRequest, Span, chunk_id
 from sglang_chunkcache.config import SELECTORS
 from sglang_chunkcache.wire.events import Acknowledgement
-from sglang_chunkcache.wire.spans import MARK_KEY, SPANS_KEY, JointRequest, RequestSpans, namespace_of, pack, unpack
+from sglang_chunkcache.wire.spans import MARK_KEY, SPANS_KEY, RequestSpans, namespace_of, pack, unpack
 
 IDS = array("q", range(100, 120))
 SECRET = "s"
@@ -51,8 +51,6 @@ def test_round_trip_gives_the_same_request() -> None:
     st.integers(0, 2**48),
     st.sets(st.integers(0, 5)),
     st.none() | st.builds(FusionRequest, st.sampled_from(SELECTORS), st.floats(0, 1), st.text(max_size=9)),
-    st.none()
-    | st.builds(JointRequest, st.floats(0, 1), st.none(), st.integers(1, 99), st.sampled_from(["chunks", "batch"])),
 )
 def test_round_trip_of_every_field(
     lengths: list[int],
@@ -60,7 +58,6 @@ def test_round_trip_of_every_field(
     seq: int,
     keep: set[int],
     fusion: FusionRequest | None,
-    joint: JointRequest | None,
 ) -> None:
     """Through JSON once more, as a client's body is."""
     pairs = []
@@ -68,7 +65,7 @@ def test_round_trip_of_every_field(
         pairs.append((start, start + length))
         start += length
     request = make_request(*pairs, keep=frozenset(keep), fusion=fusion, is_preprocessing=True, is_later_turn=True)
-    request = structs.replace(request, ack=Acknowledgement(2**48, seq), joint=joint)
+    request = structs.replace(request, ack=Acknowledgement(2**48, seq))
     params = packed(request)
     assert all(isinstance(value, str) for value in params.values()), "nested lists kill SGLang's server"
     assert unpacked(json.loads(json.dumps(params))) == request

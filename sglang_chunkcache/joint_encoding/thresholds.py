@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sglang_chunkcache.fusion.joint.drift import logit_drift_within, similarity_within
-from sglang_chunkcache.fusion.joint.fast_fusion import NEVER
-from sglang_chunkcache.fusion.joint.fusion_rate import expected_blocks, no_fusion, num_pairs
+from sglang_chunkcache.joint_encoding.drift import logit_drift_within, similarity_within
+from sglang_chunkcache.joint_encoding.fast_fusion import NEVER
+from sglang_chunkcache.joint_encoding.fusion_rate import expected_blocks, no_fusion, num_pairs
 
 SKIPPED_FROM = 0.5
 """Probability that nothing fuses from which on a layer is not compared at all."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_chunkcache.fusion.joint.drift import distance, least_drift_bound
-from sglang_chunkcache.fusion.joint.fast_fusion import NEVER, fast_fusion
-from sglang_chunkcache.fusion.joint.fusion_rate import unit_similarities
-from sglang_chunkcache.fusion.joint.thresholds import (
+from sglang_chunkcache.joint_encoding.drift import distance, least_drift_bound
+from sglang_chunkcache.joint_encoding.fast_fusion import NEVER, fast_fusion
+from sglang_chunkcache.joint_encoding.fusion_rate import unit_similarities
+from sglang_chunkcache.joint_encoding.thresholds import (
     LayerStatistics,
     ThresholdController,
     predicted_ratio,

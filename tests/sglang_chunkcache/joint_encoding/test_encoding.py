@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_chunkcache.fusion.joint.encoding import JointLayer, decode, encode, relative_errors
-from sglang_chunkcache.fusion.joint.fast_fusion import NEVER
+from sglang_chunkcache.joint_encoding.encoding import JointLayer, decode, encode, relative_errors
+from sglang_chunkcache.joint_encoding.fast_fusion import NEVER
 
 HEADS, SIZE, VALUE_SIZE = 2, 4, 3
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_chunkcache.fusion.joint.drift import (
+from sglang_chunkcache.joint_encoding.drift import (
     distance,
     drift_bound,
     least_drift_bound,
@@ -18,8 +18,8 @@ from sglang_chunkcache.fusion.joint.drift import (
     logit_scale,
     similarity_within,
 )
-from sglang_chunkcache.fusion.joint.encoding import decode, encode, relative_errors
-from sglang_chunkcache.fusion.joint.fast_fusion import fast_fusion
+from sglang_chunkcache.joint_encoding.encoding import decode, encode, relative_errors
+from sglang_chunkcache.joint_encoding.fast_fusion import fast_fusion
 from tests.reference.naive_joint import attention_drift
 
 HEADS, SIZE = 2, 4

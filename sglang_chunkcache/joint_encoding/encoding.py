@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_chunkcache.fusion.joint.fast_fusion import FusedBlocks, fast_fusion
+from sglang_chunkcache.joint_encoding.fast_fusion import FusedBlocks, fast_fusion
 
 
 @dataclass(frozen=True, eq=False)

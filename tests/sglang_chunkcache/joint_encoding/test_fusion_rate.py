@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_chunkcache.fusion.joint.fast_fusion import fast_fusion
-from sglang_chunkcache.fusion.joint.fusion_rate import (
+from sglang_chunkcache.joint_encoding.fast_fusion import fast_fusion
+from sglang_chunkcache.joint_encoding.fusion_rate import (
     compression_ratio,
     density,
     distribution,

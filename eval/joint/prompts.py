@@ -1,0 +1,113 @@
+"""Prompts whose KV is encoded jointly after the prefill, in one process: the chunks of one, or several prompts whole.
+
+    CFF   over "chunks"   units are a prompt's chunks                 each prompt alone
+    BFF   over "batch"    units are the prompts of a batch
+
+    head | A: block block tail | B: block block | question            what is between the blocks stays as it is
+
+That is how the paper measured accuracy (6.1 to 6.3). No memory is freed: each block gets the shared direction at its own norm.
+Keys are compared as they are cached, rotated, as in the paper.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from eval.bench.relocate import Pool
+from eval.joint.kv import Cached
+from sglang_chunkcache.joint_encoding.encoding import decode, encode
+from sglang_chunkcache.joint_encoding.fast_fusion import NEVER
+from sglang_chunkcache.joint_encoding.ratio import thresholds_for_ratio
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How similar blocks become one: over a threshold, or until there is a ratio."""
+
+    block: int
+    """Tokens."""
+    threshold: float | None = None
+    """Cosine similarity, of every layer."""
+    ratio: float | None = None
+    """Blocks before over after, in all layers together."""
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Prompts after encoding."""
+
+    prompts: list[Cached]
+    """With KV of their own."""
+    blocks: int
+    """Of each layer."""
+    shared: list[int]
+    """Blocks that are left, of each layer."""
+    ms: float
+
+
+def fuse(prompts: Sequence[Cached], wish: Wish, over: str) -> Fused:
+    """Encode the prompts' blocks together, or those of the one prompt's chunks. The prompts stay as they are."""
+    started = time.perf_counter()
+    made = [replace(each, pool=_copied(each.pool)) for each in prompts]
+    units = _units(made, wish.block, over)
+    layers = range(len(made[0].pool.k_buffer))
+    shared = [sum(_num_blocks(units, wish.block))] * len(layers)
+    if len(units) > 1:
+        shared = [_fuse_layer(units, layer, wish, u) for layer, u in zip(layers, _thresholds(units, wish), strict=True)]
+    return Fused(made, sum(_num_blocks(units, wish.block)), shared, 1000 * (time.perf_counter() - started))
+
+
+# Private, in order of use
+
+Unit = tuple[Cached, slice]
+"""A prompt's tokens that fill blocks."""
+
+
+def _copied(pool: Pool) -> Pool:
+    return Pool([each.clone() for each in pool.k_buffer], [each.clone() for each in pool.v_buffer])
+
+
+def _units(prompts: Sequence[Cached], block: int, over: str) -> list[Unit]:
+    """Those with a block, by length (remark 4.1)."""
+    found: list[Unit] = []
+    for each in prompts:
+        for start, end in [(0, each.num_tokens)] if over == "batch" else each.spans[1:-1]:
+            found.append((each, slice(start, end - (end - start) % block)))
+    return sorted(
+        (unit for unit in found if unit[1].stop > unit[1].start), key=lambda unit: unit[1].stop - unit[1].start
+    )
+
+
+def _num_blocks(units: Sequence[Unit], block: int) -> list[int]:
+    return [(part.stop - part.start) // block for _, part in units]
+
+
+def _read(units: Sequence[Unit], layer: int) -> tuple[Tensor, Tensor]:
+    keys = torch.cat([prompt.pool.k_buffer[layer][part] for prompt, part in units])
+    return keys, torch.cat([prompt.pool.v_buffer[layer][part] for prompt, part in units])
+
+
+def _thresholds(units: Sequence[Unit], wish: Wish) -> list[float]:
+    num_layers, lens = len(units[0][0].pool.k_buffer), _num_blocks(units, wish.block)
+    if wish.threshold is not None:
+        return [wish.threshold] * num_layers
+    assert wish.ratio is not None
+    keys = [_read(units, layer)[0] for layer in range(num_layers)]
+    return thresholds_for_ratio([each.reshape(sum(lens), -1) for each in keys], lens, wish.ratio, keys[0].shape[-1])
+
+
+def _fuse_layer(units: Sequence[Unit], layer: int, wish: Wish, threshold: float) -> int:
+    """Write what the blocks become. Returns how many are left."""
+    if threshold >= NEVER:
+        return sum(_num_blocks(units, wish.block))
+    lens = [part.stop - part.start for _, part in units]
+    fused = encode(*_read(units, layer), lens, block_size=wish.block, threshold=threshold)
+    keys, values = (torch.split(side, lens) for side in decode(fused))
+    for (prompt, part), unit_keys, unit_values in zip(units, keys, values, strict=True):
+        prompt.pool.k_buffer[layer][part], prompt.pool.v_buffer[layer][part] = unit_keys, unit_values
+    return len(fused.keys)
