@@ -28,6 +28,19 @@ SHORT_FLAGS = {
 }
 """Short names of frequent flags, in addition to the long ones."""
 
+GROUPS = {
+    "order": "chunk cache: order, eviction, ranks",
+    "dedup": "chunk cache: conversations",
+    "max_body_bytes": "chunk cache: requests",
+    "reuse": "chunk cache: moved KV",
+    "host_mib": "chunk cache: host memory and disk",
+    "max_pass_tokens": "chunk cache: what moving may cost",
+    "audit_share": "chunk cache: audit and gate",
+    "index": "chunk cache: retrieval",
+    "log": "chunk cache: server",
+}
+"""`--help` begins a group with this flag."""
+
 SELECTORS = ("none", "first", "deviation", "query", "critical", "context")
 """Names of our selectors; tests check that each has its file in `fusion/selectors/`."""
 
@@ -64,219 +77,520 @@ def cache_folder() -> Path:
 def knob(
     default: Any,
     help: str,
+    why: str,
     *,
     low: float | None = None,
     high: float | None = None,
     choices: Any = None,
     kind: Any = None,
+    has_flag: bool = True,
 ) -> Any:
-    """A dataclass field that carries its help text (with the unit), its range and its choices. `kind`: the value's type where the
-    default is None, which is in no range."""
+    """A dataclass field with its help text (and the unit), the reason for its default, its range and its choices.
+
+    Args:
+        kind: the value's type where the default is None, which is in no range.
+        has_flag: False: a limit that nobody had to change; tests make it small.
+    """
     kind = type(default) if default is not None else kind or str
-    return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices, "kind": kind})
+    return field(
+        default=default,
+        metadata={
+            "help": help,
+            "why": why,
+            "low": low,
+            "high": high,
+            "choices": choices,
+            "kind": kind,
+            "has_flag": has_flag,
+        },
+    )
 
 
 @dataclass(frozen=True)
 class ChunkCacheConfig:
     """Configuration of one server. Raises ValueError naming the flag, its value and its range."""
 
-    order: str = knob("tree", "how a request's chunks are ordered", choices=("retriever", "frequency", "tree"))
-    """`tree` puts the deepest cached chain first, then chunks that the window has seen; `frequency` is CRAFT's order, `retriever`
-    leaves the order alone."""
-    eviction: str = knob("reused", "what is evicted from the KV pool first", choices=("reused", "promoted", "lru"))
-    """`reused`: least recently used, each doubling of a chunk's hits counting as one window; best on the RAGPulse trace
-    (radix_ext/README.md). `promoted`: nodes that are not promoted first, then SGLang's policy; `lru`: SGLang's policy alone."""
-    window_requests: int = knob(1000, "sliding window of the access table, in requests", low=1, high=10_000_000)
-    """CRAFT section 5."""
-    max_tenants: int = knob(10_000, "tenants whose accesses are counted", low=1, high=100_000_000)
-    """A tenant takes about 1 kB. The least recently counted one is forgotten first, which costs it an order, never an answer."""
+    order: str = knob(
+        "tree",
+        "how a request's chunks are ordered",
+        (
+            "`tree` puts the deepest cached chain first, then chunks that the window has seen; "
+            "`frequency` is CRAFT's order, `retriever` leaves the order alone."
+        ),
+        choices=("retriever", "frequency", "tree"),
+    )
+    eviction: str = knob(
+        "reused",
+        "what is evicted from the KV pool first",
+        (
+            "`reused`: least recently used, each doubling of a chunk's hits counting as one window; "
+            "best on the RAGPulse trace (radix_ext/README.md). `promoted`: nodes that are not "
+            "promoted first, then SGLang's policy; `lru`: SGLang's policy alone."
+        ),
+        choices=("reused", "promoted", "lru"),
+    )
+    window_requests: int = knob(
+        1000,
+        "sliding window of the access table, in requests",
+        "CRAFT section 5.",
+        low=1,
+        high=10_000_000,
+    )
+    max_tenants: int = knob(
+        10_000,
+        "tenants whose accesses are counted",
+        (
+            "A tenant takes about 1 kB. The least recently counted one is forgotten first, which "
+            "costs it an order, never an answer."
+        ),
+        low=1,
+        high=100_000_000,
+        has_flag=False,
+    )
     max_access_entries: int = knob(
-        1_000_000, "requests and chunks in the windows of all tenants", low=1, high=1_000_000_000
+        1_000_000,
+        "requests and chunks in the windows of all tenants",
+        ("60 to 110 bytes each where all chunks differ; enough for three tenants whose requests all have 256 chunks."),
+        low=1,
+        high=1_000_000_000,
+        has_flag=False,
     )
-    """60 to 110 bytes each where all chunks differ; enough for three tenants whose requests all have 256 chunks."""
-    promotion_threshold: int = knob(2, "accesses within the window that promote a chunk", low=1, high=1_000_000)
-    """CRAFT section 5."""
-    max_tree_nodes: int = knob(200_000, "nodes of the global tree, oldest leaves go first", low=100, high=100_000_000)
-    """About 400 bytes each; far more than the chunks that fit into a KV pool."""
-    max_search_visits: int = knob(64, "nodes visited by one order decision", low=1, high=1_000_000)
-    """Bounds the decision on adversarial trees; on RAGPulse 64 find what 1,000 find (radix_ext/README.md)."""
-    routing: str = knob("kv_aware", "which DP rank serves a request", choices=("round_robin", "kv_aware"))
-    """`round_robin` is CRAFT's baseline."""
-    max_load_ratio: float = knob(1.25, "a rank over this multiple of the mean load gets no more (kv_aware)", low=1.0)
-    """Load is prompt tokens in flight."""
-    dedup: str = knob("shown", "what a conversation drops as already seen", choices=("shown", "paper", "off"))
-    """`shown`: chunks still in the prompt; `paper`: also chunks of turns that were removed from it (CRAFT 4.3)."""
-    max_conversations: int = knob(10_000, "conversations remembered", low=1)
-    """The least recently used one is forgotten first."""
-    max_conversation_tokens: int = knob(50_000_000, "prompt and answer tokens remembered over all conversations", low=1)
-    """4 bytes each; the chunk records of a turn are counted as tokens, too (radix_ext.Turn.cost)."""
-    conversation_idle_s: float = knob(3600.0, "seconds after which an idle conversation is forgotten", low=1.0)
-    """A forgotten conversation costs a prefix, never an answer."""
+    promotion_threshold: int = knob(
+        2,
+        "accesses within the window that promote a chunk",
+        "CRAFT section 5.",
+        low=1,
+        high=1_000_000,
+    )
+    max_tree_nodes: int = knob(
+        200_000,
+        "nodes of the global tree, oldest leaves go first",
+        "About 400 bytes each; far more than the chunks that fit into a KV pool.",
+        low=100,
+        high=100_000_000,
+        has_flag=False,
+    )
+    max_search_visits: int = knob(
+        64,
+        "nodes visited by one order decision",
+        ("Bounds the decision on adversarial trees; on RAGPulse 64 find what 1,000 find (radix_ext/README.md)."),
+        low=1,
+        high=1_000_000,
+        has_flag=False,
+    )
+    routing: str = knob(
+        "kv_aware",
+        "which DP rank serves a request",
+        "`round_robin` is CRAFT's baseline.",
+        choices=("round_robin", "kv_aware"),
+    )
+    max_load_ratio: float = knob(
+        1.25,
+        "a rank over this multiple of the mean load gets no more (kv_aware)",
+        "Load is prompt tokens in flight.",
+        low=1.0,
+    )
+    dedup: str = knob(
+        "shown",
+        "what a conversation drops as already seen",
+        ("`shown`: chunks still in the prompt; `paper`: also chunks of turns that were removed from it (CRAFT 4.3)."),
+        choices=("shown", "paper", "off"),
+    )
+    max_conversations: int = knob(
+        10_000,
+        "conversations remembered",
+        "The least recently used one is forgotten first.",
+        low=1,
+        has_flag=False,
+    )
+    max_conversation_tokens: int = knob(
+        50_000_000,
+        "prompt and answer tokens remembered over all conversations",
+        ("4 bytes each; the chunk records of a turn are counted as tokens, too (radix_ext.Turn.cost)."),
+        low=1,
+    )
+    conversation_idle_s: float = knob(
+        3600.0,
+        "seconds after which an idle conversation is forgotten",
+        "A forgotten conversation costs a prefix, never an answer.",
+        low=1.0,
+    )
     past_reasoning: str = knob(
-        "template", "what a conversation keeps of the reasoning in its answers", choices=("template", "kept")
+        "template",
+        "what a conversation keeps of the reasoning in its answers",
+        (
+            "`template`: what the model's chat template shows of past turns; the answer that follows "
+            "reasoning is computed once more. `kept`: all tokens, thousands a turn with a reasoning "
+            "model, so that each turn is a prefix of the next."
+        ),
+        choices=("template", "kept"),
     )
-    """`template`: what the model's chat template shows of past turns; the answer that follows reasoning is computed once more.
-    `kept`: all tokens, thousands a turn with a reasoning model, so that each turn is a prefix of the next."""
-    max_body_bytes: int = knob(4 * 2**20, "bytes in the body of one request", low=1024)
-    """Checked before and while the body is read; about a million tokens of text."""
-    max_messages: int = knob(2000, "messages in one request, or parts of their contents", low=1, high=100_000)
-    """The chat template renders them all each time, some tens of microseconds each."""
-    max_chunks: int = knob(256, "chunks in one request", low=1, high=100_000)
-    """Bounds the work of one request in the front process."""
-    max_chunk_chars: int = knob(200_000, "characters in one chunk", low=1)
-    """The context length bounds it further."""
-    chunk_tokens: str = knob("text", "what control tokens in a chunk's text become", choices=("text", "control"))
-    """`text`: plain text, since a retrieved text is not trusted, so `<|end|>` in it ends nothing. `control`: what they are in a
-    message."""
-    answer_reserve_tokens: int = knob(256, "tokens reserved for the answer when max_tokens is not given", low=1)
-    """Decides when a conversation overflows; at most an eighth of the context is reserved."""
-    rag_template: str | None = knob(None, "file with {chunks} and {question}: the user message around the chunks")
-    """Default: the chunks, then the question."""
-    chunk_separator: str = knob("\n\n", "text after every chunk; part of the chunk's span")
-    """A span includes its separator, so that the chunk area is contiguous."""
-    reuse: str = knob("exact", "what the server may reuse (also --reuse)", choices=("exact", "fused"))
-    """`fused` lets requests opt into moved KV, which is approximate; with `exact` none of that code is loaded."""
-    selector: str = knob("critical", "which tokens of a moved chunk are recomputed by default", choices=SELECTORS)
-    """The one that keeps most of a prefill's answers; see fusion/selectors/README.md."""
-    selectors: str | None = knob(None, "module with selectors of your own, which requests may name, too")
-    """The server's processes import it by its name (fusion/selectors/README.md)."""
-    recompute_ratio: float = knob(0.15, "share of a request's moved tokens to recompute", low=0.0, high=1.0)
-    """FusionRAG's and CacheBlend's operating point."""
+    max_body_bytes: int = knob(
+        4 * 2**20,
+        "bytes in the body of one request",
+        "Checked before and while the body is read; about a million tokens of text.",
+        low=1024,
+    )
+    max_messages: int = knob(
+        2000,
+        "messages in one request, or parts of their contents",
+        "The chat template renders them all each time, some tens of microseconds each.",
+        low=1,
+        high=100_000,
+        has_flag=False,
+    )
+    max_chunks: int = knob(
+        256,
+        "chunks in one request",
+        "Bounds the work of one request in the front process.",
+        low=1,
+        high=100_000,
+    )
+    max_chunk_chars: int = knob(
+        200_000,
+        "characters in one chunk",
+        "The context length bounds it further.",
+        low=1,
+        has_flag=False,
+    )
+    chunk_tokens: str = knob(
+        "text",
+        "what control tokens in a chunk's text become",
+        (
+            "`text`: plain text, since a retrieved text is not trusted, so `<|end|>` in it ends "
+            "nothing. `control`: what they are in a message."
+        ),
+        choices=("text", "control"),
+    )
+    answer_reserve_tokens: int = knob(
+        256,
+        "tokens reserved for the answer when max_tokens is not given",
+        "Decides when a conversation overflows; at most an eighth of the context is reserved.",
+        low=1,
+        has_flag=False,
+    )
+    rag_template: str | None = knob(
+        None,
+        "file with {chunks} and {question}: the user message around the chunks",
+        "Default: the chunks, then the question.",
+    )
+    chunk_separator: str = knob(
+        "\n\n",
+        "text after every chunk; part of the chunk's span",
+        "A span includes its separator, so that the chunk area is contiguous.",
+    )
+    reuse: str = knob(
+        "exact",
+        "what the server may reuse (also --reuse)",
+        ("`fused` lets requests opt into moved KV, which is approximate; with `exact` none of that code is loaded."),
+        choices=("exact", "fused"),
+    )
+    selector: str = knob(
+        "critical",
+        "which tokens of a moved chunk are recomputed by default",
+        "The one that keeps most of a prefill's answers; see fusion/selectors/README.md.",
+        choices=SELECTORS,
+    )
+    selectors: str | None = knob(
+        None,
+        "module with selectors of your own, which requests may name, too",
+        "The server's processes import it by its name (fusion/selectors/README.md).",
+    )
+    recompute_ratio: float = knob(
+        0.15,
+        "share of a request's moved tokens to recompute",
+        "FusionRAG's and CacheBlend's operating point.",
+        low=0.0,
+        high=1.0,
+    )
     calibrate: str = knob(
-        "auto", "measure at the start which layers and heads tell what to recompute", choices=("auto", "on", "off")
+        "auto",
+        "measure at the start which layers and heads tell what to recompute",
+        (
+            "Once for a model and its weights; kept under `XDG_CACHE_HOME`. `auto`: where the "
+            "server's selector is `critical`."
+        ),
+        choices=("auto", "on", "off"),
     )
-    """Once for a model and its weights; kept under `XDG_CACHE_HOME`. `auto`: where the server's selector is `critical`."""
     host_mib: int | None = knob(
         None,
-        "host memory of each rank for exact chains that leave the device, in MiB; 0: none; not given: from the machine",
+        (
+            "host memory of each rank for exact chains that leave the device, in MiB; 0: none; not "
+            "given: from the machine"
+        ),
+        (
+            "Default: twice the device's pool, as HiCache's, and at most a quarter of the memory that "
+            "is available. The start prints it. SGLang keeps 10 GiB free besides. Without a GPU a "
+            "larger KV pool does the same without copies."
+        ),
         low=0,
         kind=int,
     )
-    """Default: twice the device's pool, as HiCache's, and at most a quarter of the memory that is available. The start prints it.
-    SGLang keeps 10 GiB free besides. Without a GPU a larger KV pool does the same without copies."""
     store_mib: int | None = knob(
         None,
-        "host memory of each rank for the KV of chunks that are moved, in MiB; not given: from the machine",
+        ("host memory of each rank for the KV of chunks that are moved, in MiB; not given: from the machine"),
+        (
+            "Default: the device's pool, without a GPU 1 GiB; at least 1 GiB and at most an eighth of "
+            "the memory that is available. The start prints it. A Llama-3-8B chunk of 500 tokens "
+            "takes 62 MiB in bfloat16."
+        ),
         low=1,
         high=100_000_000,
         kind=int,
     )
-    """Default: the device's pool, without a GPU 1 GiB; at least 1 GiB and at most an eighth of the memory that is available. The
-    start prints it. A Llama-3-8B chunk of 500 tokens takes 62 MiB in bfloat16."""
     store_codec: str = knob(
         "none",
         "how the store keeps KV: none (bit by bit), int8 or int4 (numbers of so many bits)",
+        "Its entries in a storage, too. Smaller entries are more chunks in `store_mib`.",
         choices=STORE_CODECS,
     )
-    """Its entries in a storage, too. Smaller entries are more chunks in `store_mib`."""
-    store_chunks: int = knob(10_000, "chunks in the store, if all have all their variants", low=1, high=100_000_000)
-    """Cache-Craft's N: N x M variants in all. On any real model `store_mib` is reached first."""
-    store_variants: int = knob(5, "variants that a chunk gets without asking how often", low=1, high=1000)
-    """Cache-Craft's M (section 5). A further one needs a prefix that is asked for more often than that of the chunk's lowest."""
+    store_chunks: int = knob(
+        10_000,
+        "chunks in the store, if all have all their variants",
+        "Cache-Craft's N: N x M variants in all. On any real model `store_mib` is reached first.",
+        low=1,
+        high=100_000_000,
+    )
+    store_variants: int = knob(
+        5,
+        "variants that a chunk gets without asking how often",
+        (
+            "Cache-Craft's M (section 5). A further one needs a prefix that is asked for more often "
+            "than that of the chunk's lowest."
+        ),
+        low=1,
+        high=1000,
+        has_flag=False,
+    )
     store_threshold: int = knob(
-        2, "accesses within the window that bring a chunk into the store", low=1, high=1_000_000
+        2,
+        "accesses within the window that bring a chunk into the store",
+        "Below it, a chunk is found only in the tree.",
+        low=1,
+        high=1_000_000,
     )
-    """Below it, a chunk is found only in the tree."""
     storage_backend: str | None = knob(
-        None, f"keep KV beyond the process: a storage backend of HiCache's ({' or '.join(STORAGE_BACKENDS)})"
+        None,
+        f"keep KV beyond the process: a storage backend of HiCache's ({' or '.join(STORAGE_BACKENDS)})",
+        ("Exact chains in host memory, and the store with `--reuse fused`. Default: they are gone with the process."),
     )
-    """Exact chains in host memory, and the store with `--reuse fused`. Default: they are gone with the process."""
     storage_backend_extra_config: str | None = knob(
-        None, "the backend's settings, as HiCache takes them: a JSON object, or @ and the path of a file with one"
+        None,
+        ("the backend's settings, as HiCache takes them: a JSON object, or @ and the path of a file with one"),
+        ("`directory` is ours: where `file` keeps the entries, and either backend's manifest is (storage/README.md)."),
     )
-    """`directory` is ours: where `file` keeps the entries, and either backend's manifest is (storage/README.md)."""
     storage_mib: int = knob(
-        0, "bytes that each rank's storage may take, in MiB; 0: a quarter of what its file system can spare", low=0
+        0,
+        ("bytes that each rank's storage may take, in MiB; 0: a quarter of what its file system can spare"),
+        (
+            "What is free and what the storage holds already, at the start. `dynamic` has no file "
+            "system, so it needs a number."
+        ),
+        low=0,
     )
-    """What is free and what the storage holds already, at the start. `dynamic` has no file system, so it needs a number."""
     storage_wait: float = knob(
         0.1,
-        "how long a request waits for the storage, as a share of what computing takes; 0: not at all",
+        ("how long a request waits for the storage, as a share of what computing takes; 0: not at all"),
+        (
+            "It waits where the load is estimated to be there by then. A wait in vain costs that "
+            "share, and most of the next requests do not wait then."
+        ),
         low=0.0,
         high=1.0,
     )
-    """It waits where the load is estimated to be there by then. A wait in vain costs that share, and most of the next requests do
-    not wait then."""
     question_window: int = knob(
-        32, "last tokens of a question that choose what is recomputed; all of a shorter one", low=1, high=4096
+        32,
+        "last tokens of a question that choose what is recomputed; all of a shorter one",
+        (
+            "They run through the model once more, before the answer does. 32 hold a question, take a "
+            "third to a half of the time of recomputing what they select, and choose better than 256 "
+            "where instructions precede the question (eval/LOG.md)."
+        ),
+        low=1,
+        high=4096,
+        has_flag=False,
     )
-    """They run through the model once more, before the answer does. 32 hold a question, take a third to a half of the time of
-    recomputing what they select, and choose better than 256 where instructions precede the question (eval/LOG.md)."""
-    max_pass_tokens: int = knob(0, "tokens recomputed before one batch; 0: SGLang's prefill budget", low=0)
-    """Bounds how long the other requests of a batch wait."""
-    max_gap_tokens: int = knob(2048, "tokens between moved chunks that one request may compute in the pass", low=0)
-    """Chunks after an uncached one can only be moved if the uncached one is computed in the same pass."""
-    move: str = knob("pays", "when chunks are moved", choices=("pays", "always"))
-    """`pays`: where that is estimated to bring the first token sooner than computing, by what the server measures of itself.
-    `always`: wherever there is a source, which is for tests and for quality: it may be slower."""
-    exact_gaps: int = knob(1, "chunks per fused request that are computed exactly though they could be moved", low=0)
-    """Moved KV ends a prompt's exact chain for all who follow, so the chain grows by so many promoted chunks first. With 1 the
-    requests of RAGPulse find nearly as much exactly as without moved KV, at .58 of its computing (radix_ext/README.md)."""
+    max_pass_tokens: int = knob(
+        0,
+        "tokens recomputed before one batch; 0: SGLang's prefill budget",
+        "Bounds how long the other requests of a batch wait.",
+        low=0,
+    )
+    max_gap_tokens: int = knob(
+        2048,
+        "tokens between moved chunks that one request may compute in the pass",
+        ("Chunks after an uncached one can only be moved if the uncached one is computed in the same pass."),
+        low=0,
+        has_flag=False,
+    )
+    move: str = knob(
+        "pays",
+        "when chunks are moved",
+        (
+            "`pays`: where that is estimated to bring the first token sooner than computing, by what "
+            "the server measures of itself. `always`: wherever there is a source, which is for tests "
+            "and for quality: it may be slower."
+        ),
+        choices=("pays", "always"),
+    )
+    exact_gaps: int = knob(
+        1,
+        "chunks per fused request that are computed exactly though they could be moved",
+        (
+            "Moved KV ends a prompt's exact chain for all who follow, so the chain grows by so many "
+            "promoted chunks first. With 1 the requests of RAGPulse find nearly as much exactly as "
+            "without moved KV, at .58 of its computing (radix_ext/README.md)."
+        ),
+        low=0,
+    )
     recompute_attention: str = knob(
         "auto",
         "attention of the recompute pass (also --recompute-attention)",
+        (
+            "`masked` is torch alone and computes hidden keys too. `sparse` is FlashInfer's kernel "
+            "that is fastest on this machine, over the keys that a token sees; where it cannot run, "
+            "the server does not start. `auto`: `sparse` where it can run, else `masked`."
+        ),
         choices=("auto", "masked", "sparse"),
     )
-    """`masked` is torch alone and computes hidden keys too. `sparse` is FlashInfer's kernel that is fastest on this machine, over
-    the keys that a token sees; where it cannot run, the server does not start. `auto`: `sparse` where it can run, else `masked`.
-    """
     audit_share: float = knob(
-        0.01, "share of requests with moved KV whose answer is compared with an exact prefill", low=0.0, high=1.0
+        0.01,
+        "share of requests with moved KV whose answer is compared with an exact prefill",
+        ("A hundredth costs a prefill in a hundred requests, at moments when nothing waits. 0: nothing is audited."),
+        low=0.0,
+        high=1.0,
     )
-    """A hundredth costs a prefill in a hundred requests, at moments when nothing waits. 0: nothing is audited."""
     audit_agreement: float = knob(
-        0.9, "share of an audited answer's tokens on which an exact prefill must agree", low=0.0, high=1.0
+        0.9,
+        "share of an audited answer's tokens on which an exact prefill must agree",
+        (
+            "An answer of ten tokens may differ in one. What follows from answers below it is decided "
+            "by radix_ext/audit.py."
+        ),
+        low=0.0,
+        high=1.0,
     )
-    """An answer of ten tokens may differ in one. What follows from answers below it is decided by radix_ext/audit.py."""
-    audit_pause: int = knob(1000, "requests that a pause of the audit lasts", low=1, high=1_000_000_000)
-    """Counted, not timed, so that an idle server does not try again unasked."""
-    gate: str = knob("refuse", "what a failed start-up gate does in fused mode", choices=("refuse", "report"))
-    """`report` starts all the same, for `sglang_chunkcache.check`."""
-    index: str | None = knob(None, "directory of a retrieval index to search for requests (also --index)")
-    """Built by `python -m retrieval build`; without one, clients send their chunks."""
-    encoder: str | None = knob(None, "path of the index's encoder, if moved since the build (also --encoder)")
-    """Another encoder than the one that built the index is refused."""
-    index_verify: str = knob("on", "check the checksums of the index's files", choices=("on", "off"))
-    """Reads the whole index once, and the new files of a newer generation; `off` for an index of hundreds of GB."""
-    retrieve_k: int = knob(5, "passages retrieved by default", low=1, high=100_000)
-    """CRAFT section 5: top-5."""
+    audit_pause: int = knob(
+        1000,
+        "requests that a pause of the audit lasts",
+        "Counted, not timed, so that an idle server does not try again unasked.",
+        low=1,
+        high=1_000_000_000,
+    )
+    gate: str = knob(
+        "refuse",
+        "what a failed start-up gate does in fused mode",
+        "`report` starts all the same, for `sglang_chunkcache.check`.",
+        choices=("refuse", "report"),
+    )
+    index: str | None = knob(
+        None,
+        "directory of a retrieval index to search for requests (also --index)",
+        "Built by `python -m retrieval build`; without one, clients send their chunks.",
+    )
+    encoder: str | None = knob(
+        None,
+        "path of the index's encoder, if moved since the build (also --encoder)",
+        "Another encoder than the one that built the index is refused.",
+    )
+    index_verify: str = knob(
+        "on",
+        "check the checksums of the index's files",
+        ("Reads the whole index once, and the new files of a newer generation; `off` for an index of hundreds of GB."),
+        choices=("on", "off"),
+    )
+    retrieve_k: int = knob(
+        5,
+        "passages retrieved by default",
+        "CRAFT section 5: top-5.",
+        low=1,
+        high=100_000,
+    )
     retrieve_mode: str = knob(
-        "auto", "how the index is searched by default", choices=("auto", "filled", "dense", "bm25", "fusion")
+        "auto",
+        "how the index is searched by default",
+        "`auto`: the first mode that the index names, `filled` with the embedded encoder.",
+        choices=("auto", "filled", "dense", "bm25", "fusion"),
     )
-    """`auto`: the first mode that the index names, `filled` with the embedded encoder."""
-    retrieve_nprobe: int = knob(128, "clusters of an IVF index searched by default", low=1, high=1_000_000)
-    """CRAFT section 5."""
-    retrieve_batch: int = knob(32, "queries in one search batch, at most", low=1, high=10_000)
-    """A batch forms only while a search runs; beyond 32 an encoder's time grows with the batch."""
-    retrieve_queue: int = knob(1000, "requests that may wait for a search; more get HTTP 503", low=1, high=1_000_000)
-    """A server that keeps up has far fewer waiting."""
-    retrieve_threads: int = knob(1, "threads of encoder and index in the front process", low=1, high=1024)
-    """They share the cores with SGLang's threads. On busy cores all threads of a search wait for the slowest one (two cores under
-    load: 12 queries over 3,402 vectors took 14 ms with two threads, 2 ms with one). More threads pay for a large index or
-    encoder on free cores."""
-    retrieve_device: str = knob("cpu", "where the encoder runs, for example cuda:0")
-    """The default is the CPU because SGLang allocates the GPU's memory as if it were alone."""
+    retrieve_nprobe: int = knob(
+        128,
+        "clusters of an IVF index searched by default",
+        "CRAFT section 5.",
+        low=1,
+        high=1_000_000,
+    )
+    retrieve_batch: int = knob(
+        32,
+        "queries in one search batch, at most",
+        ("A batch forms only while a search runs; beyond 32 an encoder's time grows with the batch."),
+        low=1,
+        high=10_000,
+        has_flag=False,
+    )
+    retrieve_queue: int = knob(
+        1000,
+        "requests that may wait for a search; more get HTTP 503",
+        "A server that keeps up has far fewer waiting.",
+        low=1,
+        high=1_000_000,
+        has_flag=False,
+    )
+    retrieve_threads: int = knob(
+        1,
+        "threads of encoder and index in the front process",
+        (
+            "They share the cores with SGLang's threads. On busy cores all threads of a search wait "
+            "for the slowest one (two cores under load: 12 queries over 3,402 vectors took 14 ms with "
+            "two threads, 2 ms with one). More threads pay for a large index or encoder on free "
+            "cores."
+        ),
+        low=1,
+        high=1024,
+    )
+    retrieve_device: str = knob(
+        "cpu",
+        "where the encoder runs, for example cuda:0",
+        "The default is the CPU because SGLang allocates the GPU's memory as if it were alone.",
+    )
     retrieve_refresh_s: float = knob(
-        5.0, "seconds between checks for a newer generation of the index; 0: never", low=0.0
+        5.0,
+        "seconds between checks for a newer generation of the index; 0: never",
+        "A check reads one small file.",
+        low=0.0,
     )
-    """A check reads one small file."""
-    max_query_chars: int = knob(8000, "characters in one query", low=1, high=10_000_000)
-    """Four times the text that an encoder of 512 tokens reads."""
+    max_query_chars: int = knob(
+        8000,
+        "characters in one query",
+        "Four times the text that an encoder of 512 tokens reads.",
+        low=1,
+        high=10_000_000,
+        has_flag=False,
+    )
     log: str = knob(
-        "brief", "what the server prints: brief leaves out known lines that no user needs", choices=("brief", "all")
+        "brief",
+        "what the server prints: brief leaves out known lines that no user needs",
+        ("The lines, each with its reason, are in quiet.py. With a `--log-level` of SGLang's nothing is left out."),
+        choices=("brief", "all"),
     )
-    """The lines, each with its reason, are in quiet.py. With a `--log-level` of SGLang's nothing is left out."""
     lame_duck_s: float = knob(
-        0.0, "seconds after SIGTERM in which new requests are served while /ready says 503", low=0.0
+        0.0,
+        "seconds after SIGTERM in which new requests are served while /ready says 503",
+        ("What the balancer needs to notice. Default: there may be none, and who stops a server by hand waits for it."),
+        low=0.0,
     )
-    """What the balancer needs to notice. Default: there may be none, and who stops a server by hand waits for it."""
     drain_s: float = knob(
-        60.0, "seconds that running requests may take to finish after SIGTERM and the lame duck", low=0.0
+        60.0,
+        "seconds that running requests may take to finish after SIGTERM and the lame duck",
+        ("New ones get HTTP 503 meanwhile. What is left then is aborted, and the server ends at most 40 s later."),
+        low=0.0,
     )
-    """New ones get HTTP 503 meanwhile. What is left then is aborted, and the server ends at most 40 s later."""
-    guard: str = knob("on", "refuse requests that are known to end the server", choices=("on", "off"))
-    """Each rule is proven on a stock server (front/README.md); `off` gives SGLang every request as it comes."""
-    secret: str = field(default="", metadata={"internal": True})
+    guard: str = knob(
+        "on",
+        "refuse requests that are known to end the server",
+        ("Each rule is proven on a stock server (front/README.md); `off` gives SGLang every request as it comes."),
+        choices=("on", "off"),
+    )
+    secret: str = field(default="", metadata={"has_flag": False})
     """Marks the front's own requests in `custom_params`; drawn at the start, so no client can forge it."""
 
     def __post_init__(self) -> None:
@@ -321,24 +635,29 @@ def flag_name(field_name: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add one flag per knob, and refuse those that earlier versions had."""
+    """Add the flags, in groups, each with the reason for its default; refuse those that earlier versions had."""
     add_removed_flags(parser)
-    group = parser.add_argument_group("chunk cache")
-    for f in dataclasses.fields(ChunkCacheConfig):
-        if f.metadata.get("internal"):
-            continue
+    group: argparse._ActionsContainer = parser
+    for f in flag_fields():
+        if f.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[f.name])
+        help, why, choices, kind = (f.metadata[key] for key in ("help", "why", "choices", "kind"))
         group.add_argument(
             flag_name(f.name),
             *([SHORT_FLAGS[f.name]] if f.name in SHORT_FLAGS else []),
             dest=f.name,
-            type=f.metadata["kind"],
+            type=kind,
             default=f.default,
-            metavar="|".join(f.metadata["choices"]) if f.metadata["choices"] else None,
-            help=f"{f.metadata['help']} (default: {f.default!r})".replace("%", "%%"),
+            metavar="|".join(choices) if choices else None,
+            help=f"{help} (default: {f.default!r}). {why}".replace("%", "%%"),
         )
+
+
+def flag_fields() -> list[dataclasses.Field[Any]]:
+    """Those that users set."""
+    return [f for f in dataclasses.fields(ChunkCacheConfig) if f.metadata["has_flag"]]
 
 
 def from_flags(args: argparse.Namespace) -> ChunkCacheConfig:
     """The configuration of a parsed command line. Raises ValueError as the class does."""
-    names = [f.name for f in dataclasses.fields(ChunkCacheConfig) if not f.metadata.get("internal")]
-    return ChunkCacheConfig(**{name: getattr(args, name) for name in names})
+    return ChunkCacheConfig(**{f.name: getattr(args, f.name) for f in flag_fields()})

@@ -5,14 +5,13 @@ python tests/test_readme.py     # writes the generated tables into their pages
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from sglang_chunkcache.config import ChunkCacheConfig, flag_name
+from sglang_chunkcache.config import flag_fields, flag_name
 from sglang_chunkcache.front.guard.lethal import REQUEST_RULES, SAMPLING_RULES
 from sglang_chunkcache.wire.report import Fallback
 
@@ -33,9 +32,7 @@ PAGES = [
 def flag_rows() -> list[str]:
     """A table with a row per knob."""
     rows = ["| flag | default | what it sets |", "|---|---|---|"]
-    for knob in dataclasses.fields(ChunkCacheConfig):
-        if knob.metadata.get("internal"):
-            continue
+    for knob in flag_fields():
         default = (
             "none" if knob.default is None else repr(knob.default) if knob.default == "\n\n" else str(knob.default)
         )

@@ -133,8 +133,7 @@ class Fallback(StrEnum):
     )
     GAP_TOO_LONG = (
         NotMoved.GAP_TOO_LONG,
-        "The uncached tokens before the next cached chunk exceed `--chunkcache-max-gap-tokens`; chunks from there "
-        "on are computed.",
+        "The uncached tokens before the next cached chunk exceed 2,048; chunks from there on are computed.",
         "Raise that flag, or put the uncached chunks last.",
     )
     PASS_BUDGET = (

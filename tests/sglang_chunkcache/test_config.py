@@ -11,7 +11,7 @@ import pytest
 from sglang_chunkcache import config
 from sglang_chunkcache.config import ChunkCacheConfig
 
-KNOBS = [f for f in dataclasses.fields(ChunkCacheConfig) if not f.metadata.get("internal")]
+KNOBS = [f for f in dataclasses.fields(ChunkCacheConfig) if f.metadata.get("help")]
 
 
 @pytest.mark.parametrize("field", [f for f in KNOBS if f.metadata["choices"]], ids=lambda f: f.name)
@@ -83,7 +83,7 @@ def test_flags_give_the_defaults() -> None:
     assert config.from_flags(parser.parse_args([])) == ChunkCacheConfig()
 
 
-@pytest.mark.parametrize("field", KNOBS, ids=lambda f: f.name)
+@pytest.mark.parametrize("field", config.flag_fields(), ids=lambda f: f.name)
 def test_flag_sets_its_field(field: Any) -> None:
     """Every knob has a flag of its type."""
     if field.metadata["choices"]:
@@ -123,8 +123,10 @@ def test_secret_has_no_flag() -> None:
 
 
 def test_every_knob_has_help() -> None:
-    """`--help` is the manual."""
-    assert all(f.metadata["help"] for f in KNOBS)
+    """`--help` is the manual: in groups, each flag with the reason for its default."""
+    assert all(f.metadata["why"] for f in KNOBS)
+    assert set(config.GROUPS) <= {f.name for f in config.flag_fields()}
+    assert len(config.flag_fields()) <= 50
 
 
 def test_config_is_frozen() -> None:

@@ -16,7 +16,7 @@ from sglang_chunkcache.removed import REMOVED
 
 FLAGS = [name.split() for name in REMOVED if name.startswith("--chunkcache-")]
 FIELDS = [name.split() for name in REMOVED if not name.startswith("--")]
-KNOBS = {config.flag_name(name) for name in ChunkCacheConfig.__dataclass_fields__}
+KNOBS = {config.flag_name(f.name) for f in config.flag_fields()}
 
 
 @pytest.mark.parametrize("given", FLAGS, ids=" ".join)

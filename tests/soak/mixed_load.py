@@ -39,7 +39,7 @@ FLAGS = [
 TIGHT_POOL_TOKENS = 800
 TIGHT = [
     *(*FLAGS, "--max-total-tokens", str(TIGHT_POOL_TOKENS)),
-    *("--chunkcache-store-chunks", "5", "--chunkcache-store-variants", "2"),
+    *("--chunkcache-store-chunks", "2"),
 ]
 """So small that requests wait for slots, promises are declined, and the store evicts chunks that are being moved."""
 
