@@ -134,7 +134,7 @@ class Fallback(StrEnum):
     GAP_TOO_LONG = (
         NotMoved.GAP_TOO_LONG,
         "The uncached tokens before the next cached chunk exceed 2,048; chunks from there on are computed.",
-        "Raise that flag, or put the uncached chunks last.",
+        "Put the uncached chunks last.",
     )
     PASS_BUDGET = (
         NotMoved.PASS_BUDGET,
