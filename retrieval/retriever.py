@@ -132,7 +132,8 @@ class Retriever:
     @property
     def modes(self) -> tuple[Mode, ...]:
         """The modes of this index, the default one first. On real questions BM25 finds more than the embedded encoder and more
-        than rank fusion of the two, but not where no word is shared; with a model as encoder rank fusion finds most (eval/LOG.md)."""
+        than rank fusion of the two, but not where no word is shared; with a model as encoder rank fusion finds most
+        (eval/LOG.md)."""
         if not self.index.bm25:
             return ("dense",)
         is_embedded = self.index.settings.encoder["kind"] == "hashed"
