@@ -133,7 +133,7 @@ class Retriever:
     def modes(self) -> tuple[Mode, ...]:
         """The modes of this index, the default one first. On real questions BM25 finds more than the embedded encoder and more
         than rank fusion of the two, but not where no word is shared; with a model as encoder rank fusion finds most
-        (retrieval/README.md)."""
+        (eval/LOG.md)."""
         if not self.index.bm25:
             return ("dense",)
         is_embedded = self.index.settings.encoder["kind"] == "hashed"

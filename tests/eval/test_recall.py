@@ -299,7 +299,7 @@ def test_ragpulse_as_recorded(data_dir: Path) -> None:
 @pytest.mark.data
 @pytest.mark.nightly
 def test_figures_of_the_record(data_dir: Path, tmp_path: Path) -> None:
-    """musique as measured before: `eval/README.md`'s table."""
+    """musique as measured before."""
     out = tmp_path / "record"
     assert main(["--data", str(data_dir), "--sets", "musique", "--out", str(out)]) == 0
     cells = read_record(out)["results"]["cells"]

@@ -389,7 +389,7 @@ def test_real_data_reads(data_dir: Path, name: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["squad", "mtrag-un"])
 def test_real_passages_are_found(data_dir: Path, name: str) -> None:
-    """Most questions of SQuAD find their paragraph (recall .95, retrieval/README.md)."""
+    """Most questions of SQuAD find their paragraph (recall .95, eval/LOG.md)."""
     found = requests("--task", name, "--data", data_dir, "--requests", "40")
     assert all(1 <= len(request.chunks) <= 5 for request in found)
     if name == "squad":

@@ -355,6 +355,6 @@ def test_hit_rate_on_ragpulse(
     at_least: float,
     at_most: float,
 ) -> None:
-    """The figures in radix_ext/README.md; the capacity in the middle is checked nightly."""
+    """As measured on RAGPulse; the capacity in the middle is checked nightly."""
     result = run(ragpulse, order=order, eviction=eviction, capacity=capacity)
     assert at_least <= result.chunk_hit_rate <= at_most
