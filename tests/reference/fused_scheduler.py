@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from radix_ext.cfo import Scored
 from radix_ext.costs import Work
@@ -306,19 +305,10 @@ class FusedScheduler(Scheduler):
             )
 
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
-        running: Any = SimpleNamespace(
-            reqs=[req for req, _, _ in batch],
-            forward_mode=ForwardMode.EXTEND,
-            prefix_lens=[start for _, start, _ in batch],
-            extend_lens=[end - start for _, start, end in batch],
-        )
-        self.fuser.before(running)
-        with self.fuser.watch(running):
-            for req, start, end in batch:
-                slots, ids = self.slots(req, 0, end), array("q", req.all_ids[:end])
-                spans = state(req).spans
-                exact_len = self.contents.exact_len(slots[:start], ids[:start])
-                if spans is None or spans.fusion is None:
-                    assert exact_len == start, "an exact request reads approximate KV"
-                self.contents.compute(slots, ids, range(start, end))
-        self.fuser.after()
+        for req, start, end in batch:
+            slots, ids = self.slots(req, 0, end), array("q", req.all_ids[:end])
+            spans = state(req).spans
+            exact_len = self.contents.exact_len(slots[:start], ids[:start])
+            if spans is None or spans.fusion is None:
+                assert exact_len == start, "an exact request reads approximate KV"
+            self.contents.compute(slots, ids, range(start, end))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -41,14 +42,14 @@ class ModelScheduler(Scheduler):
             extend_reserve=prefill_budget,
             fingerprint=partial(fingerprint, runner.model),
         )
+        # Requests run one after another, so each is watched alone.
+        self.fuser.watch = lambda batch: nullcontext()  # type: ignore[method-assign, assignment, return-value]
         self.cache.promiser = self.fuser
 
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
-        self.fuser.before(SimpleNamespace(reqs=[req for req, _, _ in batch]))
         for req, start, end in batch:
             told: Any = SimpleNamespace(reqs=[req], prefix_lens=[start], extend_lens=[end - start])
             with self.fuser.outward.watch(told):
                 run_virtual(
                     self._runner, req_pool_index=req.kv.req_pool_idx, runs=[(start, end)], token_ids=req.all_ids[:end]
                 )
-        self.fuser.after()

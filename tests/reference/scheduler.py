@@ -13,9 +13,9 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -230,7 +230,7 @@ class Scheduler:
         return True
 
     def forward(self) -> None:
-        """Allocate for the batch and compute it."""
+        """Allocate for the batch and compute it. Others decode next, after which nothing is put off that is to be copied."""
         batch, self.batch = self.batch, []
         for req, end in batch:
             if req.kv.req_pool_idx is None:
@@ -238,13 +238,11 @@ class Scheduler:
                 row = (req.kv.req_pool_idx, slice(0, req.filled))
                 self.rows.write(row, req.prefix_indices.to(torch.int32))
             self._allocate(req, end)
-        host = getattr(self.cache, "host", None)
-        if host is not None:
-            host.before(_told(batch))
-        self._compute([(req, req.filled, end) for req, end in batch])
-        if host is not None:
-            host.loaded()
-            host.after(first_tokens_wait=False)
+        if batch:
+            with self._around(ForwardMode.EXTEND, batch):
+                self._compute([(req, req.filled, end) for req, end in batch])
+        with self._around(ForwardMode.DECODE):
+            """Of others."""
         for req, end in batch:
             req.filled = req.kv.kv_committed_len = end
 
@@ -365,17 +363,19 @@ class Scheduler:
         self.rows.write((req.kv.req_pool_idx, slice(end - need, end)), slots.to(torch.int32))
         req.kv.kv_allocated_len = end
 
+    def _around(self, mode: ForwardMode, batch: Sequence[tuple[FakeReq, int]] = ()) -> AbstractContextManager[None]:
+        """As our hook, around a forward of SGLang's batch."""
+        told = SimpleNamespace(
+            forward_mode=mode,
+            reqs=[req for req, _ in batch],
+            prefix_lens=[req.filled for req, _ in batch],
+            extend_lens=[end - req.filled for req, end in batch],
+        )
+        around = self.cache.around_forward(told) if isinstance(self.cache, ChunkRadixCache) else nullcontext()
+        return cast("AbstractContextManager[None]", around)
+
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
         """What the model does with (request, start, end); nothing here."""
-
-
-def _told(batch: Sequence[tuple[FakeReq, int]]) -> Any:
-    """SGLang's batch, as far as host memory reads it."""
-    return SimpleNamespace(
-        forward_mode=ForwardMode.EXTEND,
-        prefix_lens=[req.filled for req, _ in batch],
-        extend_lens=[end - req.filled for req, end in batch],
-    )
 
 
 def walk(cache: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:

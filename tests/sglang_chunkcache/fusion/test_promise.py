@@ -73,7 +73,8 @@ def fused(*chunks: list[int], **kwargs: Any) -> FakeReq:
 
 
 def make_scheduler(capacity: int = 60, *, limits: Any = None, prefill_budget: int = 20, **knobs: Any) -> FusedScheduler:
-    more: dict[str, Any] = {key: knobs.pop(key) for key in ("is_chunked", "store_bytes", "storage") if key in knobs}
+    others = ("is_chunked", "store_bytes", "storage", "host_slots")
+    more: dict[str, Any] = {key: knobs.pop(key) for key in others if key in knobs}
     if limits is not None:
         more["limits"] = Limits(**{"max_pass_tokens": 1000, "max_gap_tokens": 1000, **limits})
     return FusedScheduler(capacity, config(reuse="fused", **knobs), prefill_budget=prefill_budget, **more)
@@ -502,7 +503,7 @@ def with_host(*chunks: list[int], head: list[int], load: float) -> FusedSchedule
         scheduler.serve(rag(*chunks, head=head))
     host = scheduler.cache.host
     while host.stats()["waiting"]:
-        host.after(first_tokens_wait=False)
+        scheduler.forward()
     scheduler.evict(80)
     scheduler.serve(rag(A))
     host.pricing.agreed = {Phase.LOAD: Line(fixed=load), Phase.EXTEND: Line(each=1.0)}
@@ -519,6 +520,18 @@ def test_load_behind_what_the_batch_fills_fills_its_own_alone() -> None:
     finish(scheduler, one, two)
     assert (state(one).loaded, state(two).loaded) == (0, len(E))
     assert (report(one).fallbacks, report(two).fallbacks) == ((), (Fallback.NOT_FILLED,))
+    scheduler.check()
+
+
+def test_what_the_batch_loads_is_moved_with_the_same_batch() -> None:
+    """What host memory has is copied first: the pass reads it."""
+    scheduler = with_host(E, head=HEAD, load=0)
+    one, two = rag(E), fused(E, head=OTHER_HEAD)
+    assert [start_of(scheduler, req) for req in (one, two)] == [len(HEAD + E), len(OTHER_HEAD + E)]
+    scheduler.check([one, two])
+    scheduler.forward()
+    finish(scheduler, one, two)
+    assert (state(one).loaded, report(two).relocated, report(two).fallbacks) == (len(E), len(E), ())
     scheduler.check()
 
 

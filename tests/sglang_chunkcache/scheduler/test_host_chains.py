@@ -60,7 +60,7 @@ class HostScheduler(Scheduler):
     def idle(self) -> None:
         """Forwards of others, until nothing waits to be saved."""
         while self.cache.host.stats()["waiting"]:
-            self.cache.host.after(first_tokens_wait=False)
+            self.forward()
 
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
         for req, start, end in batch:
@@ -528,6 +528,24 @@ def test_a_prefill_is_not_kept_waiting_twice() -> None:
     assert host.stats()["waiting"] == 0
 
 
+@pytest.mark.parametrize(("uses", "stays"), [((A, A, B), A), ((B, A), A), ((A, B, B), B), ((A, B), B)], ids=str)
+def test_uses_on_the_device_count_when_host_memory_is_full(
+    uses: Sequence[tuple[int, ...]], stays: tuple[int, ...]
+) -> None:
+    """How many they were, and of as many the last one."""
+    scheduler = HostScheduler(host_slots=len(HEAD + A + B) + 1, window_requests=100)
+    for chunk in (A, B):
+        scheduler.serve(rag(chunk, promoted_len=1))
+    for used in uses:
+        scheduler.serve(rag(used))
+    assert scheduler.on_host() == {chain(A), chain(B)}
+    scheduler.evict(CAPACITY)
+    scheduler.serve(rag(C, promoted_len=1))
+    scheduler.idle()
+    assert scheduler.on_host() == {chain(stays), chain(C)}
+    scheduler.check()
+
+
 def test_integrity_names_what_is_wrong() -> None:
     scheduler = HostScheduler()
     known(scheduler, A, B)
@@ -602,7 +620,7 @@ def test_costs_that_are_not_known_are_tried() -> None:
     scheduler.evict(CAPACITY)
     scheduler.cache.host.pricing = FixedCosts({Phase.LOAD: Line(), Phase.EXTEND: Line(each=1.0)})
     assert scheduler.serve(rag(A)) == len(HEAD + A)
-    assert [phase for phase, _ in scheduler.cache.host.pricing.watched] == [Phase.LOAD]
+    assert [phase for phase, _ in scheduler.cache.host.pricing.watched] == [Phase.LOAD, Phase.EXTEND]
 
 
 class Shown:

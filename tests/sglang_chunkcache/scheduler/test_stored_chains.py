@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -28,6 +29,7 @@ from sglang_chunkcache.wire.state import Asked, ExplainRequest
 from tests.examples import examples
 from tests.polling import DEADLINE_S
 from tests.reference.scheduler import SECRET, FakeReq
+from tests.sglang_chunkcache.fusion import test_promise
 from tests.sglang_chunkcache.fusion.test_tier import Disk
 from tests.sglang_chunkcache.scheduler.test_host_chains import CAPACITY, HEAD, A, B, C, HostScheduler, chain, known, rag
 
@@ -739,3 +741,18 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
         server.storage.index.check_integrity()
         assert not server.cache.host._gone
         server.storage.close()
+
+
+def test_request_counts_once_where_its_chunks_may_be_moved(disk: ChainDisk) -> None:
+    """The promiser counts it, with what chains and variants were asked for: half of f_r is forgotten once a window."""
+    server = disk.server(host_slots=200)
+    storage = server.cache.storage
+    server.cache.stored = StoredChains(server.cache.host, storage, how=("exact",), fingerprint=None)
+    asked: list[int] = []
+    with mock.patch.object(storage.index, "ask", lambda chunks: asked.append(len(chunks))):
+        for _ in range(2):
+            req = test_promise.fused(test_promise.A)
+            server.cache.arrived(req)
+            server.serve(req, answer=[50])
+    assert asked == [3, 3]  # the head, A behind it, A
+    disk.stop()
