@@ -1,0 +1,173 @@
+"""`create_cache`: what it puts together from a configuration and a loaded model, and that a restart finds what was stored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("sglang")
+pytest.importorskip("transformers")
+
+import torch
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from sglang_chunkcache import hooks
+from sglang_chunkcache.fusion.promise import Fuser
+from sglang_chunkcache.plugin import create_cache
+from sglang_chunkcache.scheduler.host_chains import HostChains
+from sglang_chunkcache.storage.storage import Storage
+from tests import models
+from tests.polling import DEADLINE_S
+from tests.reference.scheduler import CountingAllocator, FakeReq, Scheduler, config, marked
+
+HEAD, CHUNK, QUESTION = [90, 91, 92], list(range(1, 21)), [100, 101]
+CAPACITY = 1500
+
+Create = Callable[..., Any]
+"""`create_cache` with these knobs."""
+
+
+class Served(Scheduler):
+    """`Scheduler` over a cache that was made."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(CAPACITY, None, rows=cache.req_to_token_pool)
+        self.cache, self.allocator = cache, cache.token_to_kv_pool_allocator
+
+    def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
+        pool = self.allocator.get_kvcache()
+        for layer in range(pool.layer_num):
+            pool.get_kv_buffer(layer)  # which waits for what is loaded
+            for req, start, end in batch:
+                for side, buffers in enumerate((pool.k_buffer, pool.v_buffer), 1):
+                    values = torch.tensor(req.all_ids[start:end], dtype=torch.float32)[:, None, None]
+                    buffers[layer][self.slots(req, start, end)] = values * side + layer
+
+
+def kv_of(scheduler: Served, req: FakeReq) -> torch.Tensor:
+    """Of the request's head and chunk."""
+    slots = torch.tensor(scheduler.slots(req, 0, len(HEAD + CHUNK)))
+    pool = scheduler.allocator.get_kvcache()
+    return torch.stack([buffer[slots] for buffer in (*pool.k_buffer, *pool.v_buffer)])
+
+
+def request() -> FakeReq:
+    return FakeReq([*HEAD, *CHUNK, *QUESTION], marked([(len(HEAD), len(HEAD + CHUNK))], promoted_len=1))
+
+
+@pytest.fixture
+def create(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Create]:
+    """In a scheduler's process whose hooks are in."""
+    runner = models.runner("llama")
+    made: list[Any] = []
+
+    def create(**knobs: Any) -> Any:
+        told = config(**{"host_mib": 1, "store_mib": 1, "move": "always", "recompute_attention": "masked", **knobs})
+        for name, value in told.to_env().items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(HookRegistry, "_patched", set())
+        monkeypatch.setattr(HookRegistry, "_patched", set(hooks.missing_hooks(told, is_main=False)))
+        allocator = CountingAllocator(CAPACITY, torch.float32, "cpu", runner.token_to_kv_pool, False)
+        params = CacheInitParams(False, runner.req_to_token_pool, allocator, 1)
+        worker = SimpleNamespace(model_runner=runner)
+        ctx = SimpleNamespace(params=params, server_args=runner.server_args, tp_worker=worker, tp_rank=0)
+        made.append(create_cache(ctx))
+        return made[-1]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    yield create
+    for cache in made:
+        if cache.storage is not None:
+            cache.storage.close()
+    runner.token_to_kv_pool.register_layer_transfer_counter(None)
+
+
+def file_in(folder: Path) -> dict[str, Any]:
+    return {"storage_backend": "file", "storage_backend_extra_config": json.dumps({"directory": str(folder)})}
+
+
+@pytest.mark.parametrize("reuse", ["exact", "fused"])
+def test_without_a_storage(create: Create, reuse: str) -> None:
+    cache = create(reuse=reuse)
+    assert cache.host.cache is cache
+    assert isinstance(cache.host, HostChains)
+    assert cache.storage is cache.stored is None
+    assert (cache.promiser is None) == (reuse == "exact")
+    if reuse == "fused":
+        assert isinstance(cache.promiser, Fuser)
+        assert cache.promiser.cache is cache
+        assert cache.promiser.store.max_bytes == 1 << 20
+        assert cache.promiser.tier is None
+        assert cache.promiser.pricing is cache.host.pricing
+
+
+@pytest.mark.parametrize("reuse", ["exact", "fused"])
+def test_restart_loads_chains_from_the_storage(create: Create, tmp_path: Path, reuse: str) -> None:
+    """Whoever starts the storage has done it before the chains are loaded, which would find it off."""
+    knobs = {"reuse": reuse, **file_in(tmp_path / "kv")}
+    cache = create(**knobs)
+    assert isinstance(cache.storage, Storage)
+    assert not cache.storage.is_off
+    assert cache.stored.host is cache.host
+    assert cache.stored.storage is cache.storage
+    assert cache.host.saved == cache.stored._saved
+    if reuse == "fused":
+        assert cache.promiser.tier.storage is cache.storage
+    scheduler, req = Served(cache), request()
+    scheduler.serve(req)
+    scheduler.forward()  # of others, after which the chain is saved
+    assert cache.host.stats()["tokens"] == len(HEAD + CHUNK)
+    assert cache.storage.loader.drain(DEADLINE_S)
+    cache.release_host_resources()
+
+    cache = create(**knobs)
+    assert cache.host.stats()["tokens"] == len(HEAD + CHUNK)
+    assert len(cache.host.chains_not_on_device) == 1
+    pool = cache.token_to_kv_pool_allocator.get_kvcache()
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.zero_()
+    scheduler, req = Served(cache), request()
+    assert scheduler.admit(req, 1000) == len(HEAD + CHUNK)
+    loaded = kv_of(scheduler, req)
+    scheduler.release(req, is_insert=False)
+    computed = Served(create(reuse="exact", host_mib=0))
+    req = request()
+    assert computed.admit(req, 1000) == 0
+    assert torch.equal(loaded, kv_of(computed, req))
+    computed.release(req, is_insert=False)
+
+
+@pytest.mark.parametrize("reuse", ["exact", "fused"])
+def test_storage_counts_a_request_once(create: Create, tmp_path: Path, reuse: str) -> None:
+    """By the promiser, if there is one, else by the chains."""
+    cache = create(reuse=reuse, **file_in(tmp_path / "kv"))
+    with mock.patch.object(cache.storage.index, "ask") as ask:
+        req = request()
+        cache.arrived(req)
+        Served(cache).serve(req, answer=[50])
+    assert ask.call_count == 1
+
+
+def test_without_host_memory(create: Create, tmp_path: Path) -> None:
+    """Moved KV has a store of its own; exact chains have nowhere to go."""
+    cache = create(reuse="exact", host_mib=0)
+    assert cache.host is cache.storage is cache.stored is cache.promiser is None
+    cache = create(reuse="fused", host_mib=0, **file_in(tmp_path / "kv"))
+    assert cache.host is cache.stored is None
+    assert cache.promiser.tier.storage is cache.storage
+    cache.storage.close()
+    with pytest.raises(ValueError, match="--chunkcache-storage-backend: exact chains"):
+        create(reuse="exact", host_mib=0, **file_in(tmp_path / "other"))
+
+
+def test_missing_hook_stops_the_start(create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "missing_hooks", lambda settings, is_main: [hooks.ADD_TO_QUEUE])
+    with pytest.raises(RuntimeError, match="did not apply our hooks"):
+        create()
