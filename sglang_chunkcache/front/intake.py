@@ -114,8 +114,9 @@ class Intake:
         if fields.chunks is not None:
             brought[start] = fields.chunks
         _check_ids(brought)
-        names = {start: own}
-        earlier = {i: self._passages(each, names.get(i, f"messages.{i}.chunks")) for i, each in brought.items()}
+        earlier = {
+            i: self._passages(each, own if i == start else f"messages.{i}.chunks") for i, each in brought.items()
+        }
         passages = earlier.pop(start, None)
         tools, template_kwargs = _tools(request), self._parts.chat.template_kwargs(request)
         conversation = None

@@ -113,8 +113,10 @@ class Reasons:
                 others[index] = seen
         for index, reason in self._other_heads(draft, namespace, spans, area_len, others):
             reasons[index] = reason
-        has_come = any(self._places.behind(namespace, span.chunk) is not None for span in spans[:area_len])
-        return Expected(tuple(reasons), texts, self._tree.root(namespace) is None and not has_come)
+        is_new_head = self._tree.root(namespace) is None and not any(
+            self._places.behind(namespace, span.chunk) is not None for span in spans[:area_len]
+        )
+        return Expected(tuple(reasons), texts, is_new_head)
 
     def count(self, identity: Identity) -> None:
         """A request runs; its tenant is not counted yet."""

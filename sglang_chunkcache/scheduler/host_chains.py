@@ -291,7 +291,7 @@ class HostChains:
     def off_device(self, node: TreeNode, host: HostNode) -> None:
         """The node leaves the device, and is here."""
         known = facts(node)
-        host.node, host.promoted, host.hits, host.used = None, known.promoted, known.hits, known.used
+        host.node, host.hits, host.used = None, known.hits, known.used
 
     def reset(self) -> None:
         """Empty, as the tree is."""
