@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import PassSequence
+from sglang_chunkcache.attention.upload import upload
 
 BLOCK_ROWS = 1024
 """Queries per attention call: bounds the mask at 55 MB of bfloat16 for 27,000 keys."""
@@ -77,13 +78,13 @@ def plan(sequences: Sequence[PassSequence], device: torch.device | str, *, block
     written = [
         (s.out_slots, layout.rows) for s, layout in zip(sequences, layouts, strict=True) if s.out_slots is not None
     ]
-    slots = [out_slots.to(device) for out_slots, _ in written]
+    slots = [upload(out_slots, device) for out_slots, _ in written]
     all_written = len(written) == len(sequences)
     rows = [torch.arange(rows.start, rows.stop) for _, rows in written]
     return PassLayout(
-        token_ids=torch.cat([s.token_ids.to(device) for s in sequences]),
+        token_ids=torch.cat([upload(s.token_ids, device) for s in sequences]),
         positions=torch.cat([layout.positions for layout in layouts]),
-        out_rows=None if all_written else torch.cat(rows or [torch.empty(0, dtype=torch.int64)]).to(device),
+        out_rows=None if all_written else upload(torch.cat(rows or [torch.empty(0, dtype=torch.int64)]), device),
         out_slots=torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64, device=device),
         sequences=tuple(layouts),
     )
@@ -105,10 +106,10 @@ def _lay_out(sequence: PassSequence, rows: slice, device: torch.device | str, bl
     ]
     return SequenceLayout(
         rows=rows,
-        positions=positions.to(device),
-        kv_slots=request.kv_pages.to(device, torch.int64),
+        positions=upload(positions, device),
+        kv_slots=upload(request.kv_pages, device).to(torch.int64),
         own=sequence.sees_fresh,
-        key_order=None if order is None else order.to(device),
-        key_positions=key_positions.to(device),
+        key_order=None if order is None else upload(order, device),
+        key_positions=upload(key_positions, device),
         blocks=tuple(blocks),
     )

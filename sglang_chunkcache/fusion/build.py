@@ -7,6 +7,8 @@ import time
 from functools import partial
 from typing import Any
 
+import torch
+
 from radix_ext.moved_plan import Limits
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.calibration_places import Means
@@ -41,6 +43,8 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
     pool, codec = runner.token_to_kv_pool, CODECS[config.store_codec]
     codec.check_heads(pool.k_buffer[0], pool.v_buffer[0])
     table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
+    # cuDNN compiles a plan for each shape it meets, and keeps it. A masked pass has another shape in nearly every request.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     sparse, attention, figures = gated_attention(runner, table, ctx.params, config.recompute_attention)
     logger.info("chunk cache: attention of the recompute pass: %s", attention)
     _judge(figures, attention["kind"], config.gate)

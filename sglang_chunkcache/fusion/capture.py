@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
-
 from radix_ext import FusionRequest
 from radix_ext.capture_queue import CaptureQueue, Waiting
 from radix_ext.sources import ChunkCopies
@@ -18,7 +16,7 @@ from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_WAITING_CAPTURES, ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import Capture, Captured, FusionPass
 from sglang_chunkcache.own_selectors import own_needs
-from sglang_chunkcache.scheduler.node import facts
+from sglang_chunkcache.scheduler.node import facts, joined
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode
@@ -123,7 +121,7 @@ def _capture_of(entry: Waiting) -> Capture:
         ids.extend(each.key.token_ids)
     return Capture(
         token_ids=ids,
-        slots=torch.cat([each.value for each in path]),
+        slots=joined([each.value for each in path]),
         start=facts(node).start,
         prefix=tuple(
             (facts(each).start, facts(each).start + len(each.key))

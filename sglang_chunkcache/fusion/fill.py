@@ -52,6 +52,7 @@ from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selector
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob, Offload
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads, copied_ahead
+from sglang_chunkcache.scheduler.node import joined
 from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.storage.codec import CODECS, NONE, Codec, Sizes
 from sglang_chunkcache.wire.report import Fallback
@@ -243,7 +244,7 @@ class FusionPass:
             self.pool.get_kv_buffer(self.pool.layer_num - 1)
         with self.pricing.watch(Phase.DEVICE, Work(bool(copies), sum(len(target) for _, _, target, _ in copies))):
             if copies:
-                slots, origins, targets, positions = (torch.cat(column) for column in zip(*copies, strict=True))
+                slots, origins, targets, positions = (joined(column) for column in zip(*copies, strict=True))
                 copy_moved(
                     self.pool,
                     self.table,

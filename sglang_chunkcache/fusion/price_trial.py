@@ -18,7 +18,7 @@ from sglang_chunkcache.attention.base import PassSequence, SparseAttention, Spar
 from sglang_chunkcache.fusion.measure import DeviationProbe, QuestionProbe, deviation_evidence, question_evidence
 from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, copy_moved, read_blob
-from sglang_chunkcache.fusion.store import HostBlob
+from sglang_chunkcache.fusion.store import HostBlob, Offload
 from sglang_chunkcache.fusion.trial_rows import Row, rows_of
 from sglang_chunkcache.storage.codec import Codec
 
@@ -161,7 +161,9 @@ class _Trial:
         slots = self._row.slots[:num_tokens]
         positions = torch.arange(num_tokens, device=slots.device)
         kv = read_blob(self._runner.token_to_kv_pool, self._table, slots, positions)
-        return HostBlob(*(each.cpu() for each in self._codec.encode(*kv)), codec=self._codec)
+        offload = Offload(self._codec.encode(*kv))  # into pinned memory, as captures are
+        offload.wait()
+        return HostBlob(*offload.read(), codec=self._codec)
 
     def _write(self, _: int, num_tokens: int) -> None:
         """Layer by layer, as beside a pass."""

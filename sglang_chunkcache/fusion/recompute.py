@@ -159,7 +159,7 @@ def _run_virtual(runner: Any, req_pool_index: int, runs: Sequence[tuple[int, int
     row = runner.req_to_token_pool.req_to_token[req_pool_index]
     batch = _forward_batch(
         runner,
-        token_ids=torch.tensor([t for a, b in runs for t in token_ids[a:b]], device=runner.device),
+        token_ids=upload(torch.tensor([t for a, b in runs for t in token_ids[a:b]]), runner.device),
         positions=torch.cat([torch.arange(a, b, device=runner.device) for a, b in runs]),
         out_slots=torch.cat([row[a:b] for a, b in runs]).long(),
         rows=[req_pool_index] * len(runs),

@@ -43,7 +43,7 @@ from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.layer_loads import Clock as LoadClock
 from sglang_chunkcache.scheduler.layer_loads import copied_ahead
-from sglang_chunkcache.scheduler.node import HostNode, facts
+from sglang_chunkcache.scheduler.node import HostNode, facts, joined
 from sglang_chunkcache.scheduler.pricing import prefill_work
 from sglang_chunkcache.wire.spans import RequestSpans
 
@@ -225,7 +225,7 @@ class HostChains:
         loads, self._loads = self._loads, {}
         if not loads:
             return
-        slots, device_slots = _joined(list(loads.values())), _joined([node.value for node in loads])
+        slots, device_slots = joined(list(loads.values())), joined([node.value for node in loads])
         self.counts.layers_ahead = self._num_ahead(len(slots), batch)
         self.pool.load(slots, device_slots, num_ahead=self.counts.layers_ahead, clock=self.pricing)
 
@@ -494,7 +494,7 @@ class HostChains:
             return facts(node.parent).host
         place, above = self._head(node)
         nothing = torch.empty((0,), dtype=torch.int64, device=self.cache.device)
-        host = self._nodes.get(place) or self._add(place, None, _joined([nothing, *(each.value for each in above)]))
+        host = self._nodes.get(place) or self._add(place, None, joined([nothing, *(each.value for each in above)]))
         return host if host is not None and host.is_here else None
 
     def _head(self, node: TreeNode) -> tuple[bytes, list[TreeNode]]:
@@ -587,14 +587,6 @@ class HostChains:
     def _priority(self, host: HostNode) -> tuple[int, int]:
         known = host if host.node is None else facts(host.node)
         return reused_priority(hits=known.hits, last_access=known.used, window=self._window)
-
-
-def _joined(values: list[Tensor]) -> Tensor:
-    """One tensor, of the current stream."""
-    for value in values:
-        if value.is_cuda:  # made on another stream, and may be gone there before this one has read it
-            value.record_stream(torch.cuda.current_stream())
-    return torch.cat(values)
 
 
 def _num_tokens(found: Sequence[tuple[HostNode, Tensor]]) -> int:

@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from radix_ext import ChainId, ChunkId
 from radix_ext.sources import CopyFacts
@@ -15,7 +19,6 @@ from sglang_chunkcache.wire.spans import RequestSpans
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.radix_cache import TreeNode
-    from torch import Tensor
 
     from sglang_chunkcache.scheduler.chunk_key import Fused
     from sglang_chunkcache.storage.storage import Asked
@@ -125,3 +128,11 @@ def identity_of(node: TreeNode) -> ChunkIdentity | None:
     """Which chunk the node holds. None: a token node."""
     chunk = facts(node).chunk
     return None if chunk is None else ChunkIdentity(chunk, node.key.extra_key, node.key.cache_salt)
+
+
+def joined(values: Sequence[Tensor]) -> Tensor:
+    """One tensor, of the current stream."""
+    for value in values:
+        if value.is_cuda:  # made on another stream, and may be gone there before this one has read it
+            value.record_stream(torch.cuda.current_stream())
+    return torch.cat(tuple(values))

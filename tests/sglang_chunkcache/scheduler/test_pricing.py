@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from radix_ext.costs import Line, Phase, Work
+from sglang_chunkcache.fusion import price_trial
 from sglang_chunkcache.fusion.price_trial import MIN_TOKENS, measure_costs
 from sglang_chunkcache.fusion.relocate import RotaryTable
+from sglang_chunkcache.fusion.store import Offload
 from sglang_chunkcache.scheduler.pricing import REFRESH, Pricing
 from sglang_chunkcache.storage.codec import CODECS, Codec
 from tests import models
@@ -168,8 +171,12 @@ def test_every_phase_is_measured_and_all_is_given_back(codec: Codec) -> None:
     )
     table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
     pricing = make_pricing()
-    longest = measure_costs(runner, table, params, pricing.model, sparse=None, window=16, max_tokens=600, codec=codec)
+    with mock.patch.object(price_trial, "Offload", wraps=Offload) as offload:
+        longest = measure_costs(
+            runner, table, params, pricing.model, sparse=None, window=16, max_tokens=600, codec=codec
+        )
     pricing.start()
+    assert offload.call_count == 3  # loads are priced from the memory that captures arrive in, which is pinned
     assert longest >= MIN_TOKENS
     assert pricing.costs is not None
     for phase, line in pricing.costs.items():
