@@ -7,10 +7,10 @@
 # OUT gets gate.txt, bench.txt (its last line is JSON), the servers' logs, and the run's folder reuse/: what was interrupted goes on
 # with the same command.
 # Machine: one NVIDIA GPU of 140 GB, nothing else on it: two servers of 16 GB of weights, KV pools of 66 GB and 16 GB.
-# Minutes (estimated): 3 for the gate; 4 to start both servers, then 2, 4 and 8 for the lengths with 20 rounds each. Where a
-#   command may run ten minutes only: STEPS=gate, then one --tokens a command, with fewer --pairs for the longest.
+# Minutes (H200): 2 for the gate; 1.5 to start both servers, then 1.5 for 8,000 tokens and 20 for 27,000 with 20 rounds each, most
+#   of it preprocessing. Where a command may run ten minutes only: STEPS=gate, then one --tokens a command, with --pairs 6 for 27,000.
 #   --cpu-smoke: the same steps with tiny sizes on any CPU, 5.
-# Expected: below a ratio of a few tenths moving beats full prefill, the more the longer the prompt. No figure is known yet.
+# Expected: at 15% from the device 1.9 times stock at 8,000 tokens (eval/results/2026-11-26T0408-reuse-h200), the more the longer.
 #
 # Environment:
 #   PYTHON    interpreter with SGLang, FlashInfer and this package's dependencies (default: .venv by launch/setup.sh)

@@ -250,7 +250,10 @@ def wrong_fates(arm: Arm, sample: Mapping[str, Any], area: int, num_chunks: int)
     allowed = set(SOURCES) if arm.selector == "context" else {arm.source}
     if is_fused and (len(sample["sources"]) != num_chunks or not allowed.issuperset(sample["sources"])):
         reasons.append(f"sources {sample['sources']}")
-    return reasons + [f"{name} {found}" for name, found in sample["other"].items() if found]
+    other = sample["other"]
+    if arm.kind == "full":  # nothing was to be reused: the reasons are why exact reuse found nothing
+        other = {**other, "fallbacks": []}
+    return reasons + [f"{name} {found}" for name, found in other.items() if found]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -155,6 +155,11 @@ def test_fates_as_intended_are_not_wrong(arm: Arm) -> None:
     assert wrong_fates(arm, make_sample(arm), 400, 4) == []
 
 
+def test_reasons_of_exact_reuse_are_not_wrong_where_nothing_is_reused() -> None:
+    told = {**OTHER, "fallbacks": ["other_head"]}
+    assert wrong_fates(Arm("full"), make_sample(Arm("full"), other=told), 400, 4) == []
+
+
 OTHER = {"fused_hit": 0, "gap": 0, "fallbacks": []}
 
 
