@@ -137,6 +137,11 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
             rows.append(row)
     wrong = sorted({f"{one['cell']}: {name}" for one in samples for name in one["wrong"]})
     verdict = [f"{where}: kernel and torch give other bits" for where in wrong]
+    verdict += [
+        f"{row['tokens']} tokens, {row['slots']}: the kernel moves at {row['share of a plain copy']} of a copy's rate."
+        for row in rows
+        if row["arm"] == "move/kernel"
+    ]
     if any(one["device"] == "cpu" for one in samples):
         verdict.append("Measured on the CPU, torch alone: the GPU figures are missing.")
     return {"verdict": verdict, "tables": [table("Rates of moving KV", rows)] if rows else [], "wrong": wrong}

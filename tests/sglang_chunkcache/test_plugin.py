@@ -101,7 +101,8 @@ def test_without_a_storage(create: Create, reuse: str) -> None:
     assert cache.storage is cache.stored is None
     assert (cache.promiser is None) == (reuse == "exact")
     if reuse == "fused":
-        assert not torch.backends.cuda.cudnn_sdp_enabled()  # it compiles a plan for each shape of a masked pass
+        # cuDNN compiles a plan for each shape of a masked pass.
+        assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
         assert isinstance(cache.promiser, Fuser)
         assert cache.promiser.cache is cache
         assert cache.promiser.store.max_bytes == 1 << 20
