@@ -1,1 +1,2 @@
-"""Evaluation: `python -m eval COMMAND`. Write `from eval.x import y`, never `import eval`, which hides the builtin."""
+"""Evaluation: `python -m eval COMMAND`.
+Write `from eval.x import y`, never `import eval`, which hides the builtin."""

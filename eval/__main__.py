@@ -1,7 +1,8 @@
 """`python -m eval COMMAND [options]`: one module per command, imported only when asked for.
 
-A command's module has `main(argv: Sequence[str]) -> int`, which parses its own options and returns the exit code. A mistake of
-the user raises `CommandError`: one line on stderr, exit code 2. Run: `python -m eval replay --help`.
+A command's module has `main(argv: Sequence[str]) -> int`, which parses its own options and returns
+the exit code. A mistake of the user raises `CommandError`: one line on stderr, exit code 2. Run:
+`python -m eval replay --help`.
 """
 
 import os
@@ -16,7 +17,10 @@ COMMANDS = {
     "serve": ("eval.serve.command", "times under load, ours against stock SGLang"),
     "quality": ("eval.quality.command", "the effect of reuse on the answers"),
     "recall": ("eval.recall", "what words, vectors and rank fusion find; no server"),
-    "joint": ("eval.joint.command", "how much of the KV fuses with similar KV, predicted and measured; no server"),
+    "joint": (
+        "eval.joint.command",
+        "how much of the KV fuses with similar KV, predicted and measured; no server",
+    ),
     "codecs": (
         "eval.joint.codecs",
         "stored KV in fewer bytes: what it saves, errs, takes and does to answers; no server",
@@ -50,7 +54,10 @@ def main(argv: Sequence[str]) -> int:
         package = (error.name or "").partition(".")[0]
         if package in ("", *OWN_PACKAGES, *sys.stdlib_module_names):
             raise  # a bug of ours
-        print(f"eval {name} needs {package}: run it with .venv/bin/python (launch/setup.sh makes it)", file=sys.stderr)
+        print(
+            f"eval {name} needs {package}: run it with .venv/bin/python (launch/setup.sh makes it)",
+            file=sys.stderr,
+        )
         return 2
     except BrokenPipeError:
         # Otherwise Python reports the error again at exit.

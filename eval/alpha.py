@@ -1,12 +1,14 @@
-"""`python -m eval alpha --url URL FILE`: Cache-Craft's alpha from a validation set (eq. 13), for a request's `reuse`.
+"""`python -m eval alpha --url URL FILE`: Cache-Craft's alpha from a validation set (eq. 13), for a
+request's `reuse`.
 
 The least recomputation of `context` whose answers reach a target F1:
 
     alpha* = argmin E[CFO_alpha]  subject to  F1_alpha >= target * F1 of full prefill
 
-E[CFO] grows with alpha, so alpha* is the least alpha that reaches the target. Quality need not grow with every step, so alpha is
-first raised along a grid until the target is reached, then bisected between the last two. Each example's chunks are first served
-twice in another order, so that the store has variants computed after other chunks, then requested with moved KV.
+E[CFO] grows with alpha, so alpha* is the least alpha that reaches the target. Quality need not grow
+with every step, so alpha is first raised along a grid until the target is reached, then bisected
+between the last two. Each example's chunks are first served twice in another order, so that the
+store has variants computed after other chunks, then requested with moved KV.
 
     FILE   {"question": "...", "chunks": ["...", ...], "answers": ["...", ...]}     one JSON object a line
 
@@ -30,19 +32,27 @@ from sglang_chunkcache.client import Client, ServerError, settle
 from sglang_chunkcache.examples import Example, read_examples
 
 GRID = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""CFO is at most alpha. Above 1, the end of the paper's scale, chunks that depend on their context are recomputed whole."""
+"""CFO is at most alpha. Above 1, the end of the paper's scale,
+chunks that depend on their context are recomputed whole."""
 NUM_HALVINGS = 4
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the steps and one JSON object; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval alpha", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval alpha",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="questions, one JSON object a line")
     parser.add_argument("--url", required=True, help="a running server with --reuse fused")
     parser.add_argument("--api-key", metavar="KEY", help="the API key of the server")
-    parser.add_argument("--f1", type=float, default=0.95, help="F1 to reach, as a share of full prefill's: %(default)s")
+    parser.add_argument(
+        "--f1",
+        type=float,
+        default=0.95,
+        help="F1 to reach, as a share of full prefill's: %(default)s",
+    )
     args = parser.parse_args(argv)
     try:
         result = calibrate(Client(args.url, args.api_key), read_examples(args.file), target=args.f1)
@@ -62,8 +72,8 @@ def calibrate(client: Client, examples: Sequence[Example], *, target: float) -> 
     Args:
         target: share of full prefill's F1 to reach.
     Returns:
-        `alpha` (None if no alpha reaches the target), `full_f1`, and `steps`: alpha, mean CFO (recomputed share of the moved
-        tokens) and F1 of each step.
+        `alpha` (None if no alpha reaches the target), `full_f1`, and `steps`: alpha, mean CFO
+        (recomputed share of the moved tokens) and F1 of each step.
     Raises:
         ServerError: the server refuses a request, or moves no KV.
     """
@@ -76,7 +86,9 @@ def calibrate(client: Client, examples: Sequence[Example], *, target: float) -> 
             turned = [*example.chunks[1:], example.chunks[0]]
             _ask(client, example, turned, cache_salt=salt, max_tokens=1, **fields)
     settle(client)
-    full_f1 = _mean([_f1(_ask(client, e, e.chunks, cache_salt=f"{salt}-full")[0], e) for e in examples])
+    full_f1 = _mean(
+        [_f1(_ask(client, e, e.chunks, cache_salt=f"{salt}-full")[0], e) for e in examples]
+    )
     steps: list[dict[str, float]] = []
 
     def suffices(alpha: float) -> bool:
@@ -89,7 +101,8 @@ def calibrate(client: Client, examples: Sequence[Example], *, target: float) -> 
             num_moved += info["fates"]["recomputed"] + info["fates"]["relocated"]
         if not num_moved:
             raise ServerError(
-                "no chunk was moved: short chunks are not worth it unless the server runs with --chunkcache-move always"
+                "no chunk was moved: short chunks are not worth it unless the server runs with"
+                " --chunkcache-move always"
             )
         steps.append({"alpha": alpha, "mean_cfo": num_recomputed / num_moved, "f1": _mean(scores)})
         return steps[-1]["f1"] >= target * full_f1
@@ -102,11 +115,18 @@ def calibrate(client: Client, examples: Sequence[Example], *, target: float) -> 
             middle = (low + high) / 2
             low, high = (low, middle) if suffices(middle) else (middle, high)
         best = high
-    return {"alpha": best, "target": target, "full_f1": full_f1, "examples": len(examples), "steps": steps}
+    return {
+        "alpha": best,
+        "target": target,
+        "full_f1": full_f1,
+        "examples": len(examples),
+        "steps": steps,
+    }
 
 
 def token_f1(answer: str, gold: str) -> float:
-    """F1 of the words of two texts, case, punctuation and articles aside (SQuAD's measure). Two empty texts agree."""
+    """F1 of the words of two texts, case, punctuation and articles aside (SQuAD's measure).
+    Two empty texts agree."""
     mine, theirs = _words(answer), _words(gold)
     if not mine or not theirs:
         return float(mine == theirs)

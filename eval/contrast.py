@@ -1,6 +1,7 @@
 """Two arms on the same requests: their contrasts, and a verdict where the interval is conclusive.
 
-    samples of two arms -> contrast_arms() -> `stats.contrast` with "cell", "metric", "a", "b", failures -> sentences()
+    samples of two arms -> contrast_arms() -> `stats.contrast` with "cell", "metric", "a", "b",
+    failures -> sentences()
 
 Ratios are a / b, for times: above 1, b is faster. Differences are b - a, for everything else.
 """
@@ -16,7 +17,8 @@ from eval.recorded import cell_name, grouped
 from eval.stats import RATIOS, Statistic, contrast
 
 MAX_FAILED = 0.01
-"""No verdict if an arm failed a larger share of its requests, and more than the other: the answered ones may be the easy ones."""
+"""No verdict if an arm failed a larger share of its requests, and more than the other:
+the answered ones may be the easy ones."""
 OTHERS: tuple[Statistic, ...] = ("difference of means",)
 """Times are compared by ratios; other metrics, which may be zero, by differences."""
 DOES = {
@@ -31,17 +33,29 @@ Contrast = dict[str, Any]
 
 
 def contrast_arms(
-    left: Iterable[Sample], right: Iterable[Sample], *, a: str, b: str, metrics: Collection[str] | None = None
+    left: Iterable[Sample],
+    right: Iterable[Sample],
+    *,
+    a: str,
+    b: str,
+    metrics: Collection[str] | None = None,
 ) -> list[Contrast]:
-    """All contrasts of arm `b` (samples `right`) against arm `a` (`left`): cell by cell, metric by metric.
+    """All contrasts of arm `b` (samples `right`) against arm `a` (`left`): cell by cell, metric by
+    metric.
 
-    Only requests that both have in a cell count; warm-up and failed requests do not. A request measured several times counts
-    once, with its mean. `metrics` selects metrics; times get three contrasts: the mean ratio, and those of medians and p90. Each
-    contrast has the numbers of requests of its cell that were sent to each arm and that failed: `asked_a`, `failed_a`, `asked_b`,
-    `failed_b`.
+    Only requests that both have in a cell count; warm-up and failed requests do not. A request
+    measured several times counts once, with its mean. `metrics` selects metrics; times get three
+    contrasts: the mean ratio, and those of medians and p90. Each contrast has the numbers of
+    requests of its cell that were sent to each arm and that failed: `asked_a`, `failed_a`,
+    `asked_b`, `failed_b`.
     """
     found = []
-    kept = [(side, sample) for side, arm in enumerate((left, right)) for sample in arm if not sample.get("warm_up")]
+    kept = [
+        (side, sample)
+        for side, arm in enumerate((left, right))
+        for sample in arm
+        if not sample.get("warm_up")
+    ]
     for cell, rows in grouped(kept, lambda row: row[1]["cell"]):
         sides = [[sample for side, sample in rows if side == which] for which in (0, 1)]
         failures: dict[str, int] = {}
@@ -54,37 +68,52 @@ def contrast_arms(
         names = {name for sample in sides[0] for name in sample["metrics"]}
         for metric in ranked(names & set(names if metrics is None else metrics)):
             values, others = (_by_request(samples, metric) for samples in sides)
-            pairs = {request: (value, others[request]) for request, value in values.items() if request in others}
+            pairs = {
+                request: (value, others[request])
+                for request, value in values.items()
+                if request in others
+            }
             blocks = [block_of[request] for request in pairs]
             known = None if None in blocks else blocks
             for statistic in (RATIOS if is_time(metric) else OTHERS) if pairs else ():
                 measured = contrast([*pairs.values()], statistic=statistic, blocks=known)
-                found.append({"cell": cell, "metric": metric, "a": a, "b": b, **measured, **failures})
+                found.append(
+                    {"cell": cell, "metric": metric, "a": a, "b": b, **measured, **failures}
+                )
     return found
 
 
 def has_enough(contrast: Mapping[str, Any]) -> bool:
-    """Whether the interval is reliable: at least 8 requests, and 8 blocks if requests come in blocks."""
+    """Whether the interval is reliable: at least 8 requests,
+    and 8 blocks if requests come in blocks."""
     return bool(min(contrast["n"], contrast.get("num_blocks") or math.inf) >= MIN_BLOCKS)
 
 
 def fails_more(contrast: Mapping[str, Any]) -> Literal["a", "b"] | None:
     """The side that failed more than `MAX_FAILED` of its requests, and more than the other side."""
-    a, b = ((contrast.get(f"failed_{side}") or 0) / (contrast.get(f"asked_{side}") or 1) for side in "ab")
+    a, b = (
+        (contrast.get(f"failed_{side}") or 0) / (contrast.get(f"asked_{side}") or 1)
+        for side in "ab"
+    )
     return None if a == b or max(a, b) <= MAX_FAILED else "a" if a > b else "b"
 
 
 def direction(contrast: Mapping[str, Any]) -> Literal["better", "worse"] | None:
     """How b compares to a.
 
-    None if the interval contains "no difference" or the t-test finds none (p >= 0.05), if there are fewer than 8 pairs or
-    blocks, if one arm failed more than the other, or if the metric is unknown.
+    None if the interval contains "no difference" or the t-test finds none (p >= 0.05), if there are
+    fewer than 8 pairs or blocks, if one arm failed more than the other, or if the metric is
+    unknown.
     """
     low, high, metric = contrast["low"], contrast["high"], contrast["metric"]
     is_ratio = contrast["statistic"] in RATIOS
     if low is None or not has_enough(contrast) or fails_more(contrast) is not None:
         return None
-    if low <= is_ratio <= high or (contrast.get("p") or 0) >= 0.05 or not (is_ratio or metric in METRICS):
+    if (
+        low <= is_ratio <= high
+        or (contrast.get("p") or 0) >= 0.05
+        or not (is_ratio or metric in METRICS)
+    ):
         return None
     # A ratio is a / b: above 1, b has less.
     b_has_less = low > 1 if is_ratio else high < 0
@@ -92,39 +121,54 @@ def direction(contrast: Mapping[str, Any]) -> Literal["better", "worse"] | None:
 
 
 def sentences(contrasts: Sequence[Contrast]) -> list[str]:
-    """Every verdict once, or one sentence that there is none; then the limits of the comparisons."""
+    """Every verdict once, or one sentence that there is none;
+    then the limits of the comparisons."""
     said = list(dict.fromkeys(text for text in map(verdict, contrasts) if text))
     judged = [one for one in contrasts if has_enough(one) and fails_more(one) is None]
     if judged and not any(map(direction, judged)):
-        said.append(f"No difference beyond chance in {len(judged)} of {len(contrasts)} comparisons.")
+        said.append(
+            f"No difference beyond chance in {len(judged)} of {len(contrasts)} comparisons."
+        )
     return [*said, *limits(contrasts)]
 
 
 def limits(contrasts: Sequence[Contrast]) -> list[str]:
-    """What to know of verdicts: how many comparisons are too small for one, and how many would have one by chance."""
+    """What to know of verdicts: how many comparisons are too small for one,
+    and how many would have one by chance."""
     said = []
     if few := [one for one in contrasts if not has_enough(one) and fails_more(one) is None]:
         count, what = min(
-            (one["n"], "requests") if one["n"] < MIN_BLOCKS else (one["num_blocks"], "blocks of requests")
+            (one["n"], "requests")
+            if one["n"] < MIN_BLOCKS
+            else (one["num_blocks"], "blocks of requests")
             for one in few
         )
-        needed = max(MIN_BLOCKS * math.ceil(one["n"] / (one.get("num_blocks") or one["n"])) for one in few)
+        needed = max(
+            MIN_BLOCKS * math.ceil(one["n"] / (one.get("num_blocks") or one["n"])) for one in few
+        )
         said.append(
             f"No verdict in {len(few)} of {len(contrasts)} comparisons: too few {what}: {count}; "
             f"give --requests >= {needed} and the warm-up's."
         )
     if len(contrasts) >= 20:
         chance = round(0.05 * len(contrasts))
-        said.append(f"Of {len(contrasts)} comparisons about {chance} would be beyond their intervals by chance.")
+        said.append(
+            f"Of {len(contrasts)} comparisons about {chance} would be beyond their intervals by"
+            " chance."
+        )
     return said
 
 
 def verdict(contrast: Contrast) -> str | None:
-    """One sentence that compares b with a, or says that one arm failed more; None without a verdict."""
+    """One sentence that compares b with a, or says that one arm failed more;
+    None without a verdict."""
     a, b, name = contrast["a"], contrast["b"], contrast["metric"]
     end = f" ({where})" if (where := cell_name(contrast["cell"])) else ""
     if (side := fails_more(contrast)) is not None:
-        sides = [f"{contrast[x]} failed {contrast[f'failed_{x}']} of {contrast[f'asked_{x}']}" for x in "ab"]
+        sides = [
+            f"{contrast[x]} failed {contrast[f'failed_{x}']} of {contrast[f'asked_{x}']}"
+            for x in "ab"
+        ]
         return f"No verdict: {', '.join(sides if side == 'a' else sides[::-1])}{end}"
     way = direction(contrast)
     if way is None:
@@ -134,7 +178,10 @@ def verdict(contrast: Contrast) -> str | None:
         change = "higher" if value > 0 else "lower"
         low, high = sorted((abs(low), abs(high)))
         told = f"{abs(value):.3g} {METRICS[name].unit}".rstrip()
-        return f"{label(name)}: {b} is {told} {change} than {a} on average [{low:.3g}, {high:.3g}], which is {way}{end}"
+        return (
+            f"{label(name)}: {b} is {told} {change} than {a} on average [{low:.3g}, {high:.3g}],"
+            f" which is {way}{end}"
+        )
     if low < 1:
         value, low, high = 1 / value, 1 / high, 1 / low
     at = {"mean ratio": "on average", "ratio of medians": "at the median"}.get(

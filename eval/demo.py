@@ -1,18 +1,21 @@
-"""`python -m eval demo`: sends RAG traffic to a running server and prints how much was reused and how many answers are right.
+"""`python -m eval demo`: sends RAG traffic to a running server and prints how much was reused and
+how many answers are right.
 
     launch/demo.sh                                              # starts the server too
     python -m eval demo --url http://127.0.0.1:30000            # against one that runs with --model-path bundled
 
-The traffic is task `world`: some passages are asked about far more often than others, and their order differs from question to
-question. The phases, one request at a time:
+The traffic is task `world`: some passages are asked about far more often than others, and their
+order differs from question to question. The phases, one request at a time:
 
     1. single questions
     2. conversations that retrieve again passages that they have shown
-    3. with `--retrieve`: questions for which the server itself searches an index of these passages (`--write-corpus`)
+    3. with `--retrieve`: questions for which the server itself searches an index of these passages
+       (`--write-corpus`)
 
-All figures of the server are taken from its answers. They are compared with a prediction: the tokens that a cache of identical
-prefixes would compute for the same questions, with the chunks as retrieved, sent again every turn, the text tokenised as a
-whole, and unlimited memory. The server must have SGLang's `/v1/tokenize`.
+All figures of the server are taken from its answers. They are compared with a prediction: the
+tokens that a cache of identical prefixes would compute for the same questions, with the chunks as
+retrieved, sent again every turn, the text tokenised as a whole, and unlimited memory. The server
+must have SGLang's `/v1/tokenize`.
 """
 
 from __future__ import annotations
@@ -68,7 +71,8 @@ Row = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Send the traffic, print the table; 0 if chunks were reused and the answers are right, else 1."""
+    """Send the traffic, print the table; 0 if chunks were reused and the answers are right,
+    else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m eval demo",
         description="Send RAG traffic to a running server and print what it reused.",
@@ -78,8 +82,18 @@ def main(argv: Sequence[str]) -> int:
     add("--url", help="the server, for example http://127.0.0.1:30000")
     add("--requests", type=int, default=60, help="single questions; default: %(default)s")
     add("--conversations", type=int, default=6, help="of four turns each; default: %(default)s")
-    add("--retrieve", type=int, default=0, help="questions that the server retrieves for (--index); default: 0")
-    add("--write-corpus", type=Path, metavar="FILE", help="only write the passages for an index, then exit")
+    add(
+        "--retrieve",
+        type=int,
+        default=0,
+        help="questions that the server retrieves for (--index); default: 0",
+    )
+    add(
+        "--write-corpus",
+        type=Path,
+        metavar="FILE",
+        help="only write the passages for an index, then exit",
+    )
     add("--any-answer", action="store_true", help="do not judge the answers (another model)")
     options = parser.parse_args(argv)
     texts = {passage.id: passage.text for passage in World(SEED, NUM_PASSAGES).passages}
@@ -91,24 +105,42 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--url is required: the server's address")
     phases = traffic(options.requests, options.conversations, options.retrieve)
     url, seen = options.url.rstrip("/"), list[list[int]]()
-    told = {phase: asyncio.run(_ask_all(url, requests, texts, seen)) for phase, requests in phases.items()}
+    told = {
+        phase: asyncio.run(_ask_all(url, requests, texts, seen))
+        for phase, requests in phases.items()
+    }
     return tell(told, any_answer=options.any_answer)
 
 
-def traffic(num_requests: int, num_conversations: int, num_retrieved: int = 0) -> dict[str, list[Request]]:
-    """Phase -> its requests in the order of sending. A request without chunks is one that the server retrieves for."""
+def traffic(
+    num_requests: int, num_conversations: int, num_retrieved: int = 0
+) -> dict[str, list[Request]]:
+    """Phase -> its requests in the order of sending.
+    A request without chunks is one that the server retrieves for."""
     rng = random.Random(SEED)
-    drawn = load_task(Source("world", requests=num_requests + num_retrieved, k=NUM_CHUNKS, seed=SEED)).requests
+    drawn = load_task(
+        Source("world", requests=num_requests + num_retrieved, k=NUM_CHUNKS, seed=SEED)
+    ).requests
     questions = [question for question in World(SEED, NUM_PASSAGES).questions if question.hop == 1]
     turns = []
     for number in range(num_conversations):
         topic = rng.choice(drawn).chunks
         for about in rng.sample(topic, NUM_TURNS):
-            asked = rng.choice([question for question in questions if question.gold_passage_ids == (about.id,)])
+            asked = rng.choice(
+                [question for question in questions if question.gold_passage_ids == (about.id,)]
+            )
             chunks, talk = tuple(rng.sample(topic, len(topic))), f"demo-{number}"
-            turns.append(Request(f"{talk}:{about.id}", asked.question, chunks, asked.answers, conversation=talk))
+            turns.append(
+                Request(
+                    f"{talk}:{about.id}", asked.question, chunks, asked.answers, conversation=talk
+                )
+            )
     retrieved = [replace(request, chunks=()) for request in drawn[num_requests:]]
-    return {"single questions": [*drawn[:num_requests]], "conversations": turns, "server retrieves": retrieved}
+    return {
+        "single questions": [*drawn[:num_requests]],
+        "conversations": turns,
+        "server retrieves": retrieved,
+    }
 
 
 def tell(told: Mapping[str, Sequence[Row]], *, any_answer: bool) -> int:
@@ -129,13 +161,17 @@ def tell(told: Mapping[str, Sequence[Row]], *, any_answer: bool) -> int:
     print(*(row["shown"] for row in every[:: max(1, len(every) // NUM_SHOWN)]), sep="\n")
     failures = [] if total["chunks_hit"] else ["no chunk was found cached"]
     if not any_answer and total["right"] < MIN_RIGHT * len(every):
-        failures.append(f"{total['right']} of {len(every)} answers are right, at least {MIN_RIGHT:.0%} were expected")
+        failures.append(
+            f"{total['right']} of {len(every)} answers are right, at least {MIN_RIGHT:.0%} were"
+            " expected"
+        )
     print(*(f"FAILED: {failure}\n" for failure in failures), sep="", end="")
     return 1 if failures else 0
 
 
 def plain_computed(seen: list[list[int]], prompt: list[int], answer: list[int]) -> int:
-    """Tokens of `prompt` that a prefix cache with all of `seen` computes, at least its last one; adds prompt and answer."""
+    """Tokens of `prompt` that a prefix cache with all of `seen` computes, at least its last one;
+    adds prompt and answer."""
     cached = max((_common_len(prompt, other) for other in seen), default=0)
     seen.append(prompt + answer)
     return len(prompt) - min(cached, len(prompt) - 1)
@@ -144,33 +180,46 @@ def plain_computed(seen: list[list[int]], prompt: list[int], answer: list[int]) 
 # Private, in order of use
 
 
-async def _ask_all(url: str, requests: Sequence[Request], texts: Mapping[str, str], seen: list[list[int]]) -> list[Row]:
-    """Send a phase, one request after the other; each turn of a conversation carries all its messages, as with any client.
+async def _ask_all(
+    url: str, requests: Sequence[Request], texts: Mapping[str, str], seen: list[list[int]]
+) -> list[Row]:
+    """Send a phase, one request after the other; each turn of a conversation carries all its
+    messages, as with any client.
 
     `texts`: passages by id. `seen`: what the plain cache holds, added to.
     """
     rows: list[Row] = []
-    histories: dict[str, tuple[list[client.Message], list[client.Message]]] = {}  # as sent, as a plain client would
+    # as sent, as a plain client would
+    histories: dict[str, tuple[list[client.Message], list[client.Message]]] = {}
     async with client.open_session() as session:
         for request in tracked("asking", requests):
             talk = request.conversation
             ours, theirs = histories.setdefault(talk, ([], [])) if talk else ([], [])
             body = {"conversation_id": talk} if request.chunks else {"retrieve": {"k": NUM_CHUNKS}}
-            got = await client.send(session, url, ARMS["ours"], request, ours, max_new_tokens=MAX_TOKENS, body=body)
+            got = await client.send(
+                session, url, ARMS["ours"], request, ours, max_new_tokens=MAX_TOKENS, body=body
+            )
             if got.error or got.chunkcache is None:
                 raise CommandError(f"{url}: {got.error or 'the answer has no chunkcache object'}")
             chunks, cache = request.chunks, got.chunkcache
             if found := cache.get("retrieval"):  # gives ids only
                 names = [passage["id"] for passage in found["passages"]]
                 if foreign := [name for name in names if name not in texts]:
-                    raise CommandError(f"--retrieve: passage {foreign[0]!r} of the server's index is not the demo's")
+                    raise CommandError(
+                        f"--retrieve: passage {foreign[0]!r} of the server's index is not the"
+                        " demo's"
+                    )
                 chunks = tuple(TextChunk(name, texts[name]) for name in names)
             theirs.append(client.user_message(ARMS["stock-lpm"], request, chunks))
-            prompt, answer = _tokens(url, messages=theirs), _tokens(url, prompt=got.text, add_special_tokens=False)
+            prompt, answer = (
+                _tokens(url, messages=theirs),
+                _tokens(url, prompt=got.text, add_special_tokens=False),
+            )
             reply = {"role": "assistant", "content": got.text}
             ours += [got.message, reply]
             theirs.append(reply)
-            right = got.text.split() in [answer.split() for answer in request.answers]  # whatever the white space
+            # whatever the white space
+            right = got.text.split() in [answer.split() for answer in request.answers]
             rows.append(
                 {
                     "requests": 1,
@@ -184,8 +233,11 @@ async def _ask_all(url: str, requests: Sequence[Request], texts: Mapping[str, st
                     "plain_prompt_tokens": len(prompt),
                     "plain_computed": plain_computed(seen, prompt, answer),
                     "first_text_ms": 1e3 * (got.first_text_s or 0.0),
-                    "shown": f"{request.question}\n    sent {' '.join(cache['order'])}, {cache['chunks_hit']} of them cached\n"
-                    f"    {got.text.strip()}  [{'right' if right else request.answers[0]}]",
+                    "shown": (
+                        f"{request.question}\n    sent {' '.join(cache['order'])},"
+                        f" {cache['chunks_hit']} of them cached\n    {got.text.strip()} "
+                        f" [{'right' if right else request.answers[0]}]"
+                    ),
                 }
             )
     return rows
@@ -196,4 +248,6 @@ def _tokens(url: str, **text: Any) -> list[int]:
 
 
 def _common_len(left: Sequence[int], right: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+    )

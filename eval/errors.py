@@ -2,4 +2,5 @@
 
 
 class CommandError(ValueError):
-    """A missing file, a bad line, an impossible option: shown as one line, exit code 2, no traceback."""
+    """A missing file, a bad line, an impossible option:
+    shown as one line, exit code 2, no traceback."""

@@ -1,4 +1,5 @@
-"""HTTP with JSON, standard library only: the harness's one client for everything but streams (eval/serve/client.py)."""
+"""HTTP with JSON, standard library only:
+the harness's one client for everything but streams (eval/serve/client.py)."""
 
 from __future__ import annotations
 
@@ -13,11 +14,18 @@ from eval.errors import CommandError
 
 
 def post(
-    url: str, body: Any = None, *, timeout_s: float = 600.0, headers: Mapping[str, str] | None = None
+    url: str,
+    body: Any = None,
+    *,
+    timeout_s: float = 600.0,
+    headers: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """POST JSON, or nothing; get JSON. Raises CommandError with status and body if there is no answer or it is not OK."""
+    """POST JSON, or nothing; get JSON.
+    Raises CommandError with status and body if there is no answer or it is not OK."""
     data = b"" if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
+    request = urllib.request.Request(
+        url, data, {"Content-Type": "application/json", **(headers or {})}
+    )
     return _open(request, timeout_s)
 
 
@@ -31,8 +39,11 @@ def _open(request: urllib.request.Request, timeout_s: float) -> dict[str, Any]:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
             text = response.read()
     except urllib.error.HTTPError as error:
-        raise CommandError(f"{request.full_url}: {error.code} {error.read().decode(errors='replace')[:500]}") from None
-    except (OSError, http.client.HTTPException) as error:  # no connection, or it ends within the answer
+        raise CommandError(
+            f"{request.full_url}: {error.code} {error.read().decode(errors='replace')[:500]}"
+        ) from None
+    # no connection, or it ends within the answer
+    except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise CommandError(f"{request.full_url}: {reason or type(error).__name__}") from None
     try:

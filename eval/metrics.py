@@ -1,4 +1,5 @@
-"""The metrics that a sample may have: label, unit and direction of each, for report and comparison."""
+"""The metrics that a sample may have: label, unit and direction of each,
+for report and comparison."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`unit` is empty for shares and scores, which are from 0 to 1 unless the label says otherwise."""
+    """`unit` is empty for shares and scores, which are from 0 to 1 unless the label says
+    otherwise."""
 
     label: str
     unit: str
@@ -17,7 +19,8 @@ class Metric:
 
 
 MIN_BLOCKS = 8
-"""With fewer blocks single values are resampled; with fewer values or blocks an interval is too narrow for a verdict."""
+"""With fewer blocks single values are resampled;
+with fewer values or blocks an interval is too narrow for a verdict."""
 AGREEMENT = {
     "same": ("answers that equal that of {}", ""),
     "kl": ("KL to {}, mean of the answer", "nats"),
@@ -39,15 +42,23 @@ REFERENCES = {
 
 def agreement(score: str, reference: str) -> str:
     """The metric of this score. Against full prefill `same` and KL have no suffix."""
-    return score if reference == "full" and score in ("same", "kl", "kl_max", "kl_first") else f"{score}_{reference}"
+    return (
+        score
+        if reference == "full" and score in ("same", "kl", "kl_max", "kl_first")
+        else f"{score}_{reference}"
+    )
 
 
 METRICS = {
     "ttft_s": Metric("time to first token", "s", "lower"),
     "itl_s": Metric("time between output tokens, mean of an answer", "s", "lower"),
     "e2e_s": Metric("time to the whole answer", "s", "lower"),
-    "itl_bystander_p50_s": Metric("time between tokens of requests that only decode, median", "s", "lower"),
-    "itl_bystander_p99_s": Metric("time between tokens of requests that only decode, p99", "s", "lower"),
+    "itl_bystander_p50_s": Metric(
+        "time between tokens of requests that only decode, median", "s", "lower"
+    ),
+    "itl_bystander_p99_s": Metric(
+        "time between tokens of requests that only decode, p99", "s", "lower"
+    ),
     "hit_share": Metric("chunks found cached", "", "higher"),
     "saved_share": Metric("chunks not computed", "", "higher"),
     "token_saved_share": Metric("chunk tokens not computed", "", "higher"),
@@ -79,7 +90,8 @@ def label(metric: str) -> str:
 
 
 def is_time(metric: str) -> bool:
-    """Times are told by their median and compared by ratios, other metrics by the mean and by differences."""
+    """Times are told by their median and compared by ratios,
+    other metrics by the mean and by differences."""
     return metric.endswith("_s") and not metric.endswith("_per_s")
 
 

@@ -1,12 +1,15 @@
-"""A record's compact form: rows of tables without their keys, and what `compare` and `report` need of the samples as one text.
+"""A record's compact form: rows of tables without their keys, and what `compare` and `report` need
+of the samples as one text.
 
     [{"a": 1, "b": {"c": 2}},   ->   {"shapes": [{"paths": [["a"], ["b", "c"]], "same": {"0": 1}, "texts": {}}],
      {"a": 1, "b": {"c": 3}}]         "rows": [[0, 2], [0, 3]]}
-                                     a row: the number of its shape, and the values that differ between rows of this shape
+                                     a row: the number of its shape, and the values that differ
+                                     between rows of this shape
     samples                     ->   base 85 of LZMA of JSON: arm, cell, request, block, metrics of each measured one
 
-Of a replay, whose samples are counts of bins of requests, the sums of blocks of bins are kept: a comparison draws whole blocks.
-With fewer than `MIN_BLOCKS` it draws bins, so each bin is kept. Nothing here computes figures.
+Of a replay, whose samples are counts of bins of requests, the sums of blocks of bins are kept: a
+comparison draws whole blocks. With fewer than `MIN_BLOCKS` it draws bins, so each bin is kept.
+Nothing here computes figures.
 """
 
 from __future__ import annotations
@@ -43,24 +46,33 @@ def unpack_results(packed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pack_samples(samples: Sequence[Mapping[str, Any]], block: int | None) -> str:
-    """Rows of samples.jsonl as one text. Those that describe a trace are left out. block: a replay's, in requests."""
+    """Rows of samples.jsonl as one text. Those that describe a trace are left out.
+    block: a replay's, in requests."""
     rows = [row for row in samples if "cell" in row]
     replayed = [_blocks(row, block) for row in rows if "bin" in row]
     requests: dict[tuple[str, Any], int] = {}
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if "metrics" in row:
-            groups.setdefault(json.dumps([row["arm"], row["cell"], bool(row.get("warm_up"))]), []).append(row)
+            groups.setdefault(
+                json.dumps([row["arm"], row["cell"], bool(row.get("warm_up"))]), []
+            ).append(row)
     columns = [_columns(taken, requests) for taken in groups.values()]
     kept = {"requests": list(requests), "groups": columns, "replayed": replayed}
-    return base64.b85encode(lzma.compress(json.dumps(kept, separators=(",", ":")).encode())).decode()
+    return base64.b85encode(
+        lzma.compress(json.dumps(kept, separators=(",", ":")).encode())
+    ).decode()
 
 
 def unpack_samples(text: str) -> list[Row]:
-    """Rows by arm and cell: `arm`, `cell`, `request`, `block`, finite `metrics`, `warm_up` (then without metrics), `error`. A
-    replay's: `cell`, `bin`, `num` bins, and sums of `step` bins each."""
+    """Rows by arm and cell: `arm`, `cell`, `request`, `block`, finite `metrics`, `warm_up` (then
+    without metrics), `error`. A replay's: `cell`, `bin`, `num` bins, and sums of `step` bins
+    each."""
     kept = json.loads(lzma.decompress(base64.b85decode(text)))
-    return [*kept["replayed"], *(row for group in kept["groups"] for row in _rows(group, kept["requests"]))]
+    return [
+        *kept["replayed"],
+        *(row for group in kept["groups"] for row in _rows(group, kept["requests"])),
+    ]
 
 
 def record_text(record: Mapping[str, Any]) -> str:
@@ -90,14 +102,20 @@ def _packed(value: Any) -> Any:
         return [_packed(each) for each in value]
     flat = [{path: _packed(each) for path, each in _flat(row)} for row in value]
     kinds = dict.fromkeys(map(tuple, flat))
-    shapes = [_shape(paths, [[*row.values()] for row in flat if tuple(row) == paths]) for paths in kinds]
+    shapes = [
+        _shape(paths, [[*row.values()] for row in flat if tuple(row) == paths]) for paths in kinds
+    ]
     numbers = {shape["paths"]: number for number, shape in enumerate(shapes)}
-    rows = [[numbers[tuple(row)], *_differing(shapes[numbers[tuple(row)]], row.values())] for row in flat]
+    rows = [
+        [numbers[tuple(row)], *_differing(shapes[numbers[tuple(row)]], row.values())]
+        for row in flat
+    ]
     return {"shapes": shapes, "rows": rows}
 
 
 def _shape(paths: tuple[Keys, ...], rows: Sequence[Sequence[Any]]) -> Row:
-    """`same`: what all rows have, by the number of the column; `texts`: of columns with nothing else, whose rows have numbers."""
+    """`same`: what all rows have, by the number of the column;
+    `texts`: of columns with nothing else, whose rows have numbers."""
     same, texts = Row(), Row()
     for at, column in enumerate(zip(*rows, strict=True)):
         if len(set(map(json.dumps, column))) == 1:
@@ -147,9 +165,21 @@ def _blocks(row: Mapping[str, Any], block: int | None) -> Row:
     num = max((len(row.get(name) or ()) for name in TOTALS), default=0)
     length = max(1, (block or 1) // row["bin"])
     step = length if math.ceil(num / length) >= MIN_BLOCKS else 1
-    sums = {name: [sum(row[name][at : at + step]) for at in range(0, num, step)] for name in COUNTS if row.get(name)}
+    sums = {
+        name: [sum(row[name][at : at + step]) for at in range(0, num, step)]
+        for name in COUNTS
+        if row.get(name)
+    }
     totals = {name: sum(row[name]) for name in TOTALS if row.get(name)}
-    return {"cell": row["cell"], "bin": row["bin"], "num": num, "step": step, "length": length, **sums, **totals}
+    return {
+        "cell": row["cell"],
+        "bin": row["bin"],
+        "num": num,
+        "step": step,
+        "length": length,
+        **sums,
+        **totals,
+    }
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], requests: dict[tuple[str, Any], int]) -> Row:
@@ -161,7 +191,10 @@ def _columns(rows: Sequence[Mapping[str, Any]], requests: dict[tuple[str, Any], 
         return found
     names = dict.fromkeys(name for row in rows for name in row["metrics"])
     return found | {
-        "at": [requests.setdefault((str(row["request"]), row.get("block")), len(requests)) for row in rows],
+        "at": [
+            requests.setdefault((str(row["request"]), row.get("block")), len(requests))
+            for row in rows
+        ],
         "metrics": {name: [_finite(row["metrics"].get(name)) for row in rows] for name in names},
     }
 
@@ -173,7 +206,12 @@ def _finite(value: Any) -> Any:
 def _rows(group: Row, requests: Sequence[tuple[str, Any]]) -> Iterator[Row]:
     failed = set(group["failed"])
     for at in range(group["num"]):
-        row = {"arm": group["arm"], "cell": group["cell"], "warm_up": group["warm_up"], "metrics": {}}
+        row = {
+            "arm": group["arm"],
+            "cell": group["cell"],
+            "warm_up": group["warm_up"],
+            "metrics": {},
+        }
         if not group["warm_up"]:
             row["request"], row["block"] = requests[group["at"][at]]
             found = {name: values[at] for name, values in group["metrics"].items()}
@@ -184,10 +222,15 @@ def _rows(group: Row, requests: Sequence[tuple[str, Any]]) -> Iterator[Row]:
 def _text(value: Any, depth: int, indent: str = "") -> str:
     """Objects to this depth, and rows, have a line for each item."""
     if isinstance(value, dict) and value.keys() == {"shapes", "rows"}:
-        rows = ",\n".join(json.dumps(row, separators=(",", ":"), allow_nan=False) for row in value["rows"])
+        rows = ",\n".join(
+            json.dumps(row, separators=(",", ":"), allow_nan=False) for row in value["rows"]
+        )
         return f'{{"shapes": {json.dumps(value["shapes"])}, "rows": [\n{rows}\n{indent}]}}'
     if isinstance(value, dict) and value and depth:
         inner = indent + " "
-        items = (f"{inner}{json.dumps(key)}: {_text(each, depth - 1, inner)}" for key, each in value.items())
+        items = (
+            f"{inner}{json.dumps(key)}: {_text(each, depth - 1, inner)}"
+            for key, each in value.items()
+        )
         return "{\n" + ",\n".join(items) + f"\n{indent}}}"
     return json.dumps(value, allow_nan=False)

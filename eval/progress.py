@@ -26,7 +26,13 @@ def progress(label: str, total: int | None, *, initial: int = 0) -> Iterator[Bar
     except ImportError:
         yield _NoBar()
         return
-    look: Any = {"unit": "", "delay": DELAY_S, "mininterval": 1.0, "dynamic_ncols": True, "file": sys.stderr}
+    look: Any = {
+        "unit": "",
+        "delay": DELAY_S,
+        "mininterval": 1.0,
+        "dynamic_ncols": True,
+        "file": sys.stderr,
+    }
     with tqdm(desc=label, total=total, initial=initial, **look) as bar:
         yield bar
 

@@ -1,4 +1,5 @@
-"""Writes a random Llama and a byte-level BPE tokenizer trained on given texts, to measure speed and accounting, never quality."""
+"""Writes a random Llama and a byte-level BPE tokenizer trained on given texts,
+to measure speed and accounting, never quality."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from pathlib import Path
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m['content'] + eos_token + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m['content'] + eos_token"
+    " + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 
 

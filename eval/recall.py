@@ -1,20 +1,23 @@
-"""Recall of BM25, vectors and rank fusion on question sets, and overlap of their result lists. No server.
+"""Recall of BM25, vectors and rank fusion on question sets, and overlap of their result lists. No
+server.
 
     python -m eval recall --data DIR [--sets squad nq ...] [--encoder PATH] [--factory IVF64,PQ64]
 
     set ── an index for each domain ── Retriever ── k ids for each question ── one sample: recall, overlap, neighbours
 
-DIR holds a folder for each set: passages.jsonl.gz and questions.jsonl.gz or conversations.jsonl.gz (eval/data/question_set.py).
-Passages are not cut. Single questions are shuffled. A conversation's turn is searched by its question (`last`), its last two
-questions (`turns:2`) or the set's self-contained version (`rewrite`).
+DIR holds a folder for each set: passages.jsonl.gz and questions.jsonl.gz or conversations.jsonl.gz
+(eval/data/question_set.py). Passages are not cut. Single questions are shuffled. A conversation's
+turn is searched by its question (`last`), its last two questions (`turns:2`) or the set's
+self-contained version (`rewrite`).
 
-Overlap compares a list with earlier ones, because only KV that was computed before can be reused (CRAFT 3.1):
+Overlap compares a list with earlier ones, because only KV that was computed before can be reused
+(CRAFT 3.1):
 
     R1 = [c1 c4 c5 c6 c7]   R2 = [c1 c2 c3 c4 c5]     prefix of R2: 1/5 (c1)   total of R2: 3/5 (c1 c4 c5)
 
-`hit` is the share of passages that any earlier list had, `repeated` that an earlier turn of the conversation had. Neighbours
-are FusionRAG's figure 7a: how likely passages found together are each other's n nearest. The last line of
-stdout is JSON.
+`hit` is the share of passages that any earlier list had, `repeated` that an earlier turn of the
+conversation had. Neighbours are FusionRAG's figure 7a: how likely passages found together are each
+other's n nearest. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ def main(argv: Sequence[str]) -> int:
         from eval.outcome import tell
         from retrieval import RetrievalError
 
-        with Run(args.out or new_folder("recall"), kind="recall", spec=vars(args), summarize=summarize) as taken:
+        with Run(
+            args.out or new_folder("recall"), kind="recall", spec=vars(args), summarize=summarize
+        ) as taken:
             _measure(taken, args)
         tell(taken)
     except ImportError as error:
@@ -74,7 +79,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_set(folder: Path, queries: Sequence[str], *, limit: int | None) -> dict[str, TaskData]:
-    """A set for each kind of query, `last` alone for single questions; the requests' questions are the queries.
+    """A set for each kind of query, `last` alone for single questions; the requests' questions are
+    the queries.
 
     Args:
         limit: maximum number of questions, taken after the shuffle; None: all.
@@ -90,7 +96,9 @@ def read_set(folder: Path, queries: Sequence[str], *, limit: int | None) -> dict
         known = {"last": lambda: turns, "turns:2": lambda: _last_two(turns)}
         known["rewrite"] = lambda: read_conversations(path, folder.name, field="rewrite")
         found = {query: known[query]() for query in queries}
-    return {query: replace(asked, requests=asked.requests[:limit]) for query, asked in found.items()}
+    return {
+        query: replace(asked, requests=asked.requests[:limit]) for query, asked in found.items()
+    }
 
 
 def samples(
@@ -103,8 +111,10 @@ def samples(
         nearest: id -> its nearest ids; empty: not measured.
 
     Returns:
-        `metrics`: those of `overlap`, `recall@k`, the share of the gold passages among the k, and `all_gold@k`, 1 if all are.
-        `neighbors`: for each passage of a list of two or more, the places of the others among its nearest.
+        `metrics`: those of `overlap`, `recall@k`, the share of the gold passages among the k, and
+            `all_gold@k`, 1 if all are.
+        `neighbors`: for each passage of a list of two or more, the places of the others among its
+            nearest.
     """
     first: dict[tuple[str, str], str] = {}  # of equal texts of a domain the index keeps the first
     kept = {
@@ -122,14 +132,18 @@ def samples(
         together = dict.fromkeys(ids)
         if nearest and len(together) > 1:
             row["neighbors"] = [
-                [place for place, other in enumerate(nearest.get(one, ())) if other in together] for one in together
+                [place for place, other in enumerate(nearest.get(one, ())) if other in together]
+                for one in together
             ]
         rows.append(row)
     return rows
 
 
-def overlap(ranked: Sequence[Sequence[str]], conversations: Sequence[str | None], *, k: int) -> list[dict[str, float]]:
-    """`prefix`, `total`, `hit` and `repeated` of each list; the first list has no prefix and no total.
+def overlap(
+    ranked: Sequence[Sequence[str]], conversations: Sequence[str | None], *, k: int
+) -> list[dict[str, float]]:
+    """`prefix`, `total`, `hit` and `repeated` of each list; the first list has no prefix and no
+    total.
 
     Prefix is max_{j<i} LCP(R_i, R_j) / k, total is max_{j<i} |R_i ∩ R_j| / k (CRAFT 3.1).
     """
@@ -164,7 +178,12 @@ def summarize(taken: Sequence[Sample]) -> dict[str, Any]:
 
     if not taken:
         return {"cells": [], "tables": [], "verdict": []}
-    frame = pd.DataFrame([row["cell"] | row["metrics"] | {key: row[key] for key in ("arm", "found")} for row in taken])
+    frame = pd.DataFrame(
+        [
+            row["cell"] | row["metrics"] | {key: row[key] for key in ("arm", "found")}
+            for row in taken
+        ]
+    )
     lists: defaultdict[tuple[Any, ...], list[list[list[int]]]] = defaultdict(list)
     for row in taken:
         if "neighbors" in row:
@@ -173,9 +192,12 @@ def summarize(taken: Sequence[Sample]) -> dict[str, Any]:
     cells = []
     for (data, query, arm), group in frame.groupby(["data", "query", "arm"], sort=False):
         means = group[metrics].mean()
-        means["hit"] = (group["hit"] * group["found"]).sum() / max(1, group["found"].sum())  # of all that were found
+        # of all that were found
+        means["hit"] = (group["hit"] * group["found"]).sum() / max(1, group["found"].sum())
         cell = {"arm": arm, "cell": {"data": data, "query": query}, "n": len(group)}
-        cell["metrics"] = {str(name): {"mean": round(float(value), 4)} for name, value in means.dropna().items()}
+        cell["metrics"] = {
+            str(name): {"mean": round(float(value), 4)} for name, value in means.dropna().items()
+        }
         cells.append(cell | {"neighbors": neighbor_shares(lists[data, query, arm])})
     return {"cells": cells, "tables": _tables(cells), "verdict": _verdict(frame)}
 
@@ -183,24 +205,32 @@ def summarize(taken: Sequence[Sample]) -> dict[str, Any]:
 def neighbor_shares(lists: Sequence[Sequence[Sequence[int]]]) -> dict[str, dict[str, float]]:
     """Three readings of FusionRAG's figure 7a, by n; empty without lists.
 
-    The paper gives a chance that related chunks are retrieved, over 50% at n = 2 and above 80% at n = 10, but does not define it:
+    The paper gives a chance that related chunks are retrieved, over 50% at n = 2 and above 80% at n
+    = 10, but does not define it:
 
         questions    share of questions with at least one pair (a, b) in their list, b among the top n of a
         any          share of found passages with at least one other passage of the same list among their top n
         pairs        share of ordered pairs (a, b), a != b, of the same list with b among the top n of a
 
     Args:
-        lists: for each question, for each passage that was found, the places of the others among its nearest, ascending.
+        lists: for each question, for each passage that was found, the places of the others among
+            its nearest, ascending.
     """
     if not lists:
         return {}
-    first = Counter(min((place for places in one for place in places), default=max(NEIGHBORS)) for one in lists)
+    first = Counter(
+        min((place for places in one for place in places), default=max(NEIGHBORS)) for one in lists
+    )
     closest = Counter(places[0] for one in lists for places in one if places)
     paired = Counter(place for one in lists for places in one for place in places)
     wholes = (len(lists), sum(map(len, lists)), sum(len(one) * (len(one) - 1) for one in lists))
     return {
-        reading: {str(n): round(sum(counts[place] for place in range(n)) / whole, 4) for n in NEIGHBORS}
-        for reading, counts, whole in zip(("questions", "any", "pairs"), (first, closest, paired), wholes, strict=True)
+        reading: {
+            str(n): round(sum(counts[place] for place in range(n)) / whole, 4) for n in NEIGHBORS
+        }
+        for reading, counts, whole in zip(
+            ("questions", "any", "pairs"), (first, closest, paired), wholes, strict=True
+        )
     }
 
 
@@ -209,19 +239,39 @@ def neighbor_shares(lists: Sequence[Sequence[Sequence[int]]]) -> dict[str, dict[
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m eval recall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval recall",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="DIR", help="folder with a folder for each set")
     add("--sets", nargs="+", default=list(SETS), metavar="NAME", help=f"default: {' '.join(SETS)}")
-    add("--modes", nargs="+", choices=get_args(Mode), default=list(get_args(Mode)), help="default: all")
-    add("--query", nargs="+", choices=QUERIES, default=list(QUERIES), help="for a turn; default: all")
+    add(
+        "--modes",
+        nargs="+",
+        choices=get_args(Mode),
+        default=list(get_args(Mode)),
+        help="default: all",
+    )
+    add(
+        "--query",
+        nargs="+",
+        choices=QUERIES,
+        default=list(QUERIES),
+        help="for a turn; default: all",
+    )
     add("--k", type=int, default=5, metavar="N", help="passages for each question; default: 5")
     add("--limit", type=int, metavar="N", help="N questions of each set only")
-    add("--encoder", metavar="PATH", help="a sentence-transformers model instead of the embedded encoder")
+    add(
+        "--encoder",
+        metavar="PATH",
+        help="a sentence-transformers model instead of the embedded encoder",
+    )
     add("--factory", default="Flat", metavar="NAME", help="FAISS factory string; default: Flat")
     add_removed_flags(parser, ["--first"])
-    add("--out", type=Path, metavar="DIR", help="folder of the record; an interrupted run continues")
+    add(
+        "--out", type=Path, metavar="DIR", help="folder of the record; an interrupted run continues"
+    )
     return parser
 
 
@@ -230,8 +280,16 @@ def _measure(run: Run, args: argparse.Namespace) -> None:
     encoder = _encoder(args.encoder)
     for name in args.sets:
         asked = read_set(args.data / name, args.query, limit=args.limit)
-        keys = {(query, mode): f"{name} {query} {_arm(mode, encoder)}" for query in asked for mode in args.modes}
-        missing = [cell for cell, key in keys.items() if f"{key} {asked[cell[0]].requests[0].id}" not in run]
+        keys = {
+            (query, mode): f"{name} {query} {_arm(mode, encoder)}"
+            for query in asked
+            for mode in args.modes
+        }
+        missing = [
+            cell
+            for cell, key in keys.items()
+            if f"{key} {asked[cell[0]].requests[0].id}" not in run
+        ]
         if not missing:
             continue
         ranked, nearest = _search(asked, missing, encoder, args)
@@ -249,7 +307,9 @@ def _encoder(path: str | None) -> Encoder | None:
         return None
     from retrieval.sentence_encoder import SentenceEncoder
 
-    return SentenceEncoder(path, device=None, batch_size=32, query_prefix=None, passage_prefix=None, normalize=True)
+    return SentenceEncoder(
+        path, device=None, batch_size=32, query_prefix=None, passage_prefix=None, normalize=True
+    )
 
 
 def _arm(mode: str, encoder: Encoder | None) -> str:
@@ -257,9 +317,13 @@ def _arm(mode: str, encoder: Encoder | None) -> str:
 
 
 def _search(
-    asked: Mapping[str, TaskData], cells: Sequence[tuple[str, Mode]], encoder: Encoder | None, args: argparse.Namespace
+    asked: Mapping[str, TaskData],
+    cells: Sequence[tuple[str, Mode]],
+    encoder: Encoder | None,
+    args: argparse.Namespace,
 ) -> tuple[dict[tuple[str, str, str], list[str]], dict[str, list[str]]]:
-    """The ids by (query, mode, request), and every passage's nearest if they are needed; one index for each domain."""
+    """The ids by (query, mode, request), and every passage's nearest if they are needed;
+    one index for each domain."""
     from retrieval.settings import IndexSettings
 
     modes = {mode for _, mode in cells}
@@ -270,7 +334,9 @@ def _search(
         encoder=encoder.spec() if encoder else {"kind": "hashed", "dim": DIM},
     )
     some = next(iter(asked.values()))
-    requests = tuple({request.id: request for data in asked.values() for request in data.requests}.values())
+    requests = tuple(
+        {request.id: request for data in asked.values() for request in data.requests}.values()
+    )
     domains = {name: domain for data in asked.values() for name, domain in data.domains.items()}
     ranked: dict[tuple[str, str, str], list[str]] = {}
     neighbors: dict[str, list[str]] = {}
@@ -302,18 +368,24 @@ def _nearest(index: Index) -> dict[str, list[str]]:
 
 
 def _last_two(turns: TaskData) -> TaskData:
-    """Each turn searched by its conversation's last two questions, the older first, one in a line."""
+    """Each turn searched by its conversation's last two questions, the older first,
+    one in a line."""
     asked: dict[str | None, str] = {}
     requests = []
     for request in turns.requests:
         before = asked.get(request.conversation)
-        requests.append(replace(request, question=f"{before}\n{request.question}" if before else request.question))
+        requests.append(
+            replace(
+                request, question=f"{before}\n{request.question}" if before else request.question
+            )
+        )
         asked[request.conversation] = request.question
     return replace(turns, requests=tuple(requests))
 
 
 def _tables(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A table per metric, with a row per set and query and a column per arm, and one of the neighbours."""
+    """A table per metric, with a row per set and query and a column per arm,
+    and one of the neighbours."""
     import pandas as pd
 
     from eval.outcome import table
@@ -322,9 +394,13 @@ def _tables(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for cell in cells:
         data, query = cell["cell"]["data"], cell["cell"]["query"]
         about = {"set": data if query == "last" else f"{data}, {query}", "arm": cell["arm"]}
-        rows.append(about | {metric: figures["mean"] for metric, figures in cell["metrics"].items()})
+        rows.append(
+            about | {metric: figures["mean"] for metric, figures in cell["metrics"].items()}
+        )
         for reading, by_n in cell["neighbors"].items():
-            near.append({**about, "reading": reading} | {f"n = {n}": by_n[str(n)] for n in SHOWN_NEIGHBORS})
+            near.append(
+                {**about, "reading": reading} | {f"n = {n}": by_n[str(n)] for n in SHOWN_NEIGHBORS}
+            )
     frame, tables = pd.DataFrame(rows), list[dict[str, Any]]()
     for metric in sorted(frame.columns.drop(["set", "arm"]), key=lambda name: "@" not in name):
         wide = frame.pivot_table(index="set", columns="arm", values=metric, sort=False)
@@ -335,7 +411,13 @@ def _tables(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         tables.append(table(metric, _records(told), NOTES.get(metric)))
     if near:
         frame = pd.DataFrame(near)
-        means = frame.drop(columns="set").groupby(["arm", "reading"], sort=False).mean().round(4).reset_index()
+        means = (
+            frame.drop(columns="set")
+            .groupby(["arm", "reading"], sort=False)
+            .mean()
+            .round(4)
+            .reset_index()
+        )
         near += _records(means.assign(set="mean of sets")) if frame["set"].nunique() > 1 else []
         tables.append(table("passages found together that are neighbours", near))
     return tables
@@ -347,21 +429,33 @@ def _records(frame: Any) -> list[dict[str, Any]]:
 
 
 def _verdict(frame: Any) -> list[str]:
-    """Each arm against BM25 on the last questions: the mean over sets of the difference in recall, with a 95% interval."""
+    """Each arm against BM25 on the last questions:
+    the mean over sets of the difference in recall, with a 95% interval."""
     recall = next((name for name in frame if name.startswith("recall@")), None)
     if recall is None or "bm25" not in set(frame["arm"]):
         return []
     asked = frame[frame["query"] == "last"].copy()
-    asked["place"] = asked.groupby(["data", "arm"]).cumcount()  # the same questions in the same order
+    # the same questions in the same order
+    asked["place"] = asked.groupby(["data", "arm"]).cumcount()
     table = asked.pivot(index=["data", "place"], columns="arm", values=recall)
     sentences = []
     for arm in (name for name in dict.fromkeys(frame["arm"]) if name != "bm25" and name in table):
         differences = (100 * (table[arm] - table["bm25"])).dropna().groupby("data")
         mean = differences.mean().mean()
-        half = 1.96 * (differences.var() / differences.count()).sum() ** 0.5 / max(1, differences.ngroups)
-        more = "finds more" if mean > half else "finds less" if mean < -half else "differs by no more than chance"
+        half = (
+            1.96
+            * (differences.var() / differences.count()).sum() ** 0.5
+            / max(1, differences.ngroups)
+        )
+        more = (
+            "finds more"
+            if mean > half
+            else "finds less"
+            if mean < -half
+            else "differs by no more than chance"
+        )
         sentences.append(
-            f"{arm} against bm25: {more} ({recall} {mean:+.1f} points [{mean - half:+.1f}, {mean + half:+.1f}], "
-            f"mean of {differences.ngroups} sets, last questions)."
+            f"{arm} against bm25: {more} ({recall} {mean:+.1f} points [{mean - half:+.1f},"
+            f" {mean + half:+.1f}], mean of {differences.ngroups} sets, last questions)."
         )
     return sentences

@@ -1,4 +1,5 @@
-"""What a record says about where its figures come from: command, commit, versions, machine; and settings without paths."""
+"""What a record says about where its figures come from: command, commit, versions, machine;
+and settings without paths."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    *("sglang-chunkcache", "sglang", "torch", "transformers", "flashinfer-python", "numpy", "faiss-cpu", "tantivy"),
+    *(
+        "sglang-chunkcache",
+        "sglang",
+        "torch",
+        "transformers",
+        "flashinfer-python",
+        "numpy",
+        "faiss-cpu",
+        "tantivy",
+    ),
     *("scikit-learn", "sentence-transformers", "matplotlib", "contextpilot", "lmcache"),
 )
 
@@ -28,15 +38,21 @@ def origin() -> dict[str, Any]:
     return {
         "command": " ".join(["python", *map(_without_folder, args)]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {package: _version(package) for package in PACKAGES} | {"python": platform.python_version()},
+        "versions": {package: _version(package) for package in PACKAGES}
+        | {"python": platform.python_version()},
         "machine": {"cores": os.cpu_count(), "processor": platform.machine(), "gpu": gpu or None},
     }
 
 
 def portable(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as JSON that does not depend on the machine: only the last part of paths, and no output folder."""
+    """Settings as JSON that does not depend on the machine:
+    only the last part of paths, and no output folder."""
     kept = {key: value for key, value in spec.items() if key not in ("logs", "out")}
-    return dict(json.loads(json.dumps({key: _without_folder(value) for key, value in kept.items()}, default=str)))
+    return dict(
+        json.loads(
+            json.dumps({key: _without_folder(value) for key, value in kept.items()}, default=str)
+        )
+    )
 
 
 def git_state() -> dict[str, Any]:
@@ -46,10 +62,12 @@ def git_state() -> dict[str, Any]:
 
 
 def model_sha256(model_path: str) -> str | None:
-    """Hex digest of config.json in a model's folder, or in that of `bundled`; None if the name is not a local folder."""
+    """Hex digest of config.json in a model's folder, or in that of `bundled`;
+    None if the name is not a local folder."""
     folder = Path(model_path)
     if model_path == "bundled":
-        from sglang_chunkcache.bundled_model import model_dir  # imported here: a replay has no model
+        # imported here: a replay has no model
+        from sglang_chunkcache.bundled_model import model_dir
 
         folder = model_dir()
     try:
@@ -61,7 +79,14 @@ def model_sha256(model_path: str) -> str | None:
 def _output(command: Sequence[str]) -> str:
     """What a command prints; empty if it fails or is not there."""
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True, cwd=Path(__file__).parent)
+        run = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+            cwd=Path(__file__).parent,
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return run.stdout.strip()
@@ -70,7 +95,9 @@ def _output(command: Sequence[str]) -> str:
 def _without_folder(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_folder(item) for item in value]
-    is_path = isinstance(value, Path) or (isinstance(value, str) and value.startswith(("/", "./", "../", "~", "@")))
+    is_path = isinstance(value, Path) or (
+        isinstance(value, str) and value.startswith(("/", "./", "../", "~", "@"))
+    )
     return Path(value).name if is_path else value
 
 

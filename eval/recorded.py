@@ -1,8 +1,9 @@
 """Reads a run back: record, samples and cells in one format, whichever command wrote them.
 
-A replay's record has one row per cell with counts of blocks of bins of requests; this module converts it to one row per bin, as
-the other commands have one per request, each with its block's mean. The replay's policies (order, tail, eviction, ...) become the
-arm, its other settings the cell. Computes no figures and writes no pages.
+A replay's record has one row per cell with counts of blocks of bins of requests; this module
+converts it to one row per bin, as the other commands have one per request, each with its block's
+mean. The replay's policies (order, tail, eviction, ...) become the arm, its other settings the
+cell. Computes no figures and writes no pages.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ UNITS = {
     "saved_share": ("hits", "dropped", "lost", "chunks"),
     "token_saved_share": ("token_hits", "dropped_tokens", "lost_tokens", "tokens"),
 }
-"""Metric -> the counts of a replay for it: found cached, shown before by the conversation, computed again, and the total."""
+"""Metric -> the counts of a replay for it:
+found cached, shown before by the conversation, computed again, and the total."""
 
 Cell = Mapping[str, Any]
 T = TypeVar("T")
@@ -37,8 +39,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """`record`: record.json. `samples`: one per request, by arm and cell. `cells`: of the results. Both have `arm`, `cell`,
-    `metrics`."""
+    """`record`: record.json. `samples`: one per request, by arm and cell. `cells`: of the results.
+    Both have `arm`, `cell`, `metrics`."""
 
     folder: Path
     record: Mapping[str, Any]
@@ -90,19 +92,25 @@ def read_recorded(path: Path) -> Recorded:
     folder = (path.parent if path.name == "record.json" else path).resolve()
     record = read_record(folder)
     try:
-        values = record.pop("values", None) or pack_samples(read_samples(folder), record["spec"].get("block"))
+        values = record.pop("values", None) or pack_samples(
+            read_samples(folder), record["spec"].get("block")
+        )
         rows, cells = unpack_samples(values), _cells(record["results"])
         if record["kind"] != "replay":
             return Recorded(folder, record, rows, cells)
         samples = [one for row in _replayed(rows) for one in _requests(row)]
         return Recorded(folder, record, samples, _replayed(cells))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, lzma.LZMAError) as error:
-        raise CommandError(f"{folder}: its samples or cells were not written by `python -m eval`: {error!r}") from None
+        raise CommandError(
+            f"{folder}: its samples or cells were not written by `python -m eval`: {error!r}"
+        ) from None
 
 
 def cell_name(cell: Cell) -> str:
     """A cell for people: "rate 2, k 5"; empty without a sweep."""
-    return ", ".join(f"{key.replace('_', ' ')} {setting_name(key, value)}" for key, value in cell.items())
+    return ", ".join(
+        f"{key.replace('_', ' ')} {setting_name(key, value)}" for key, value in cell.items()
+    )
 
 
 def setting_name(key: str, value: Any) -> str:
@@ -115,9 +123,13 @@ def setting_name(key: str, value: Any) -> str:
 
 
 def varied(cells: Iterable[Cell]) -> dict[str, list[Any]]:
-    """The settings that differ between cells, and their values. None: a setting does not apply, but for `k`: all chunks."""
+    """The settings that differ between cells, and their values.
+    None: a setting does not apply, but for `k`: all chunks."""
     cells = list(cells)
-    values = {key: [cell.get(key) for cell in cells] for key in dict.fromkeys(key for cell in cells for key in cell)}
+    values = {
+        key: [cell.get(key) for cell in cells]
+        for key in dict.fromkeys(key for cell in cells for key in cell)
+    }
     found = {
         key: {json.dumps(value): value for value in given if value is not None or key == "k"}
         for key, given in values.items()
@@ -126,12 +138,15 @@ def varied(cells: Iterable[Cell]) -> dict[str, list[Any]]:
 
 
 def middle(metric: str, found: Mapping[str, Any] | None) -> tuple[float, ...]:
-    """(value, low, high): the median of times, else the mean, with its interval; () if it was not measured."""
+    """(value, low, high): the median of times, else the mean, with its interval;
+    () if it was not measured."""
     found = found or {}
     value = found.get("value", found.get("p50" if is_time(metric) else "mean"))
     if value is None or not math.isfinite(value):
         return ()
-    return float(value), *(value if found.get(end) is None else found[end] for end in ("low", "high"))
+    return float(value), *(
+        value if found.get(end) is None else found[end] for end in ("low", "high")
+    )
 
 
 def grouped(rows: Iterable[T], key: Callable[[T], Any]) -> list[tuple[Any, list[T]]]:
@@ -151,32 +166,52 @@ def _cells(results: Mapping[str, Any]) -> list[Cell]:
     for one in results.get("cells") or []:
         saved, throughput = one.get("saved") or {}, one.get("throughput") or {}
         metrics = {name: saved[unit] for name, (*_, unit) in UNITS.items() if unit in saved}
-        metrics |= {name: {"value": value} for name, value in throughput.items()} | one.get("metrics", {})
+        metrics |= {name: {"value": value} for name, value in throughput.items()} | one.get(
+            "metrics", {}
+        )
         cells.append({"arm": "", **one, "metrics": metrics})
     return cells
 
 
 def _telling(cells: Iterable[Cell]) -> list[str]:
-    """The policies that name an arm: the order, and others that vary beyond it. None means that a policy does not apply."""
+    """The policies that name an arm: the order, and others that vary beyond it.
+    None means that a policy does not apply."""
     cells = list(cells)
-    settled = {(key, cell["order"], cell.get(key)) for cell in cells for key in POLICIES if cell.get(key) is not None}
+    settled = {
+        (key, cell["order"], cell.get(key))
+        for cell in cells
+        for key in POLICIES
+        if cell.get(key) is not None
+    }
     pairs = [(key, order) for key, order, _ in settled]
-    return [key for key in POLICIES if key == "order" or any(pairs.count((key, cell["order"])) > 1 for cell in cells)]
+    return [
+        key
+        for key in POLICIES
+        if key == "order" or any(pairs.count((key, cell["order"])) > 1 for cell in cells)
+    ]
 
 
 def _replayed(cells: Sequence[Cell]) -> list[Cell]:
-    """Each with its arm, and with the differing settings as `cell`; if a setting does not apply, once for each value of it."""
+    """Each with its arm, and with the differing settings as `cell`;
+    if a setting does not apply, once for each value of it."""
     settings = [one["cell"] for one in cells]
-    keys, free = _telling(settings), {key: of for key, of in varied(settings).items() if key not in POLICIES}
+    keys, free = (
+        _telling(settings),
+        {key: of for key, of in varied(settings).items() if key not in POLICIES},
+    )
     return [
         {
             **one,
-            "arm": " ".join(str(one["cell"][key]) for key in keys if one["cell"].get(key) is not None),
+            "arm": " ".join(
+                str(one["cell"][key]) for key in keys if one["cell"].get(key) is not None
+            ),
             "cell": dict(zip(free, chosen, strict=True)),
             "settings": one["cell"],
         }
         for one in cells
-        for chosen in product(*([one["cell"][key]] if one["cell"][key] in of else of for key, of in free.items()))
+        for chosen in product(
+            *([one["cell"][key]] if one["cell"][key] in of else of for key, of in free.items())
+        )
     ]
 
 
@@ -184,9 +219,12 @@ def _requests(row: Cell) -> list[Sample]:
     # Neighbours in a trace share chunks, so blocks are resampled, as long as replay's own.
     num, step, length = row["num"], row["step"], row["length"]
     sizes = [min(step, num - at) for at in range(0, num, step)]
-    # Divided by the mean number of chunks, so that the mean over bins is the share of all chunks, as replay reports it.
+    # Divided by the mean number of chunks, so that the mean over bins is the share of all chunks,
+    # as replay reports it.
     shares = {
-        name: np.repeat((np.add(row[hits], row[dropped]) - row[lost]) / sizes / (row[total] / num), sizes)
+        name: np.repeat(
+            (np.add(row[hits], row[dropped]) - row[lost]) / sizes / (row[total] / num), sizes
+        )
         for name, (hits, dropped, lost, total) in UNITS.items()
         if row.get(total)
     }

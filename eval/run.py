@@ -1,13 +1,15 @@
-"""One run: a folder with its settings, the samples taken so far, and a record that is valid at every moment.
+"""One run: a folder with its settings, the samples taken so far, and a record that is valid at
+every moment.
 
     <folder>/samples.jsonl   one JSON object per sample, appended when it is done; `key` identifies it
     <folder>/record.json     schema, kind, complete, baseline, name, command, date, git, versions, machine, spec,
                              samples (number, sha256), results, values
 
-`results` are computed from the samples alone, so other figures can be computed from a folder later; `values` are what `compare`
-and `report` need of them (`packed.py`), so a record is enough for both. The same command with the same folder continues an
-interrupted run; samples in the folder are not taken again. `git` names the commit with which the run began, `git.resumed_with`
-those with which it continued.
+`results` are computed from the samples alone, so other figures can be computed from a folder later;
+`values` are what `compare` and `report` need of them (`packed.py`), so a record is enough for both.
+The same command with the same folder continues an interrupted run; samples in the folder are not
+taken again. `git` names the commit with which the run began, `git.resumed_with` those with which it
+continued.
 """
 
 from __future__ import annotations
@@ -33,25 +35,39 @@ SCHEMA = 2
 
 
 class Run:
-    """A context manager: `add` samples inside; the record is written on exit, also after an exception.
+    """A context manager: `add` samples inside; the record is written on exit, also after an
+    exception.
 
     Args:
-        folder: new or empty, or the folder of an interrupted run of the same kind and spec, or of a run without samples.
+        folder: new or empty, or the folder of an interrupted run of the same kind and spec, or of a
+            run without samples.
         kind: the command: replay, serve, quality, recall, bench.
         spec: every setting, JSON or paths; of paths the record keeps the last part only.
         summarize: samples -> `results`; also called with no samples and with some of them.
         baseline: name of the record to compare this one with, if any.
     Raises (on entering):
-        CommandError: the folder holds something else, a complete run, or samples of another spec, or cannot be written; or
+        CommandError: the folder holds something else, a complete run, or samples of another spec,
+        or cannot be written; or
             a setting is infinite.
     """
 
     def __init__(
-        self, folder: Path, *, kind: str, spec: Mapping[str, Any], summarize: Summary, baseline: str | None = None
+        self,
+        folder: Path,
+        *,
+        kind: str,
+        spec: Mapping[str, Any],
+        summarize: Summary,
+        baseline: str | None = None,
     ) -> None:
         self.folder = folder
         self.samples: list[Sample] = []
-        self._kind, self._spec, self._summarize, self._baseline = kind, portable(spec), summarize, baseline
+        self._kind, self._spec, self._summarize, self._baseline = (
+            kind,
+            portable(spec),
+            summarize,
+            baseline,
+        )
         self._keys: set[str] = set()
         self._git: dict[str, Any] = {}
 
@@ -65,12 +81,17 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write(complete=False)
         except OSError as error:
-            told = f"{self.folder} cannot be written: {error.strerror}; name another folder with --out"
+            told = (
+                f"{self.folder} cannot be written: {error.strerror}; name another folder with --out"
+            )
             raise CommandError(told) from None
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._write(complete=kind is None)
         if kind is not None and self.samples:
@@ -85,7 +106,8 @@ class Run:
         self.add_all([(key, sample)])
 
     def add_all(self, samples: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-        """Keep several samples, each with its key, atomically: they are written to disk at once, in one write.
+        """Keep several samples, each with its key, atomically: they are written to disk at once, in
+        one write.
 
         Raises:
             ValueError: a key exists already, or a number is not finite; then no sample is kept.
@@ -117,7 +139,9 @@ class Run:
     def _resume(self) -> None:
         if not (self.folder / "record.json").exists():
             if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-                raise CommandError(f"{self.folder} is not the folder of a run: name one that is new or empty")
+                raise CommandError(
+                    f"{self.folder} is not the folder of a run: name one that is new or empty"
+                )
             return
         record = read_record(self.folder)
         if record["complete"]:
@@ -127,8 +151,12 @@ class Run:
         if self.samples:
             begun = {"the command": record["kind"], **record["spec"]}
             now = {"the command": self._kind, **self._spec}
-            if changed := sorted(name for name in begun.keys() | now.keys() if begun.get(name) != now.get(name)):
-                raise CommandError(f"{self.folder} was begun with other settings: {', '.join(changed)}")
+            if changed := sorted(
+                name for name in begun.keys() | now.keys() if begun.get(name) != now.get(name)
+            ):
+                raise CommandError(
+                    f"{self.folder} was begun with other settings: {', '.join(changed)}"
+                )
             self._git = _resumed(record["git"], self._git)
         # A sample whose line was cut off is dropped, since the next one must not be appended to it.
         path = self.folder / "samples.jsonl"
@@ -137,9 +165,22 @@ class Run:
             _replace(path, text[: text.rfind("\n") + 1])
 
     def _write(self, *, complete: bool) -> None:
-        head = {"schema": SCHEMA, "kind": self._kind, "complete": complete, "baseline": self._baseline}
-        record = {**head, "name": self.folder.name, **origin(), "git": self._git, "spec": self._spec}
-        record["samples"] = {"number": len(self.samples), "sha256": _sha256(self.folder)} if self.samples else None
+        head = {
+            "schema": SCHEMA,
+            "kind": self._kind,
+            "complete": complete,
+            "baseline": self._baseline,
+        }
+        record = {
+            **head,
+            "name": self.folder.name,
+            **origin(),
+            "git": self._git,
+            "spec": self._spec,
+        }
+        record["samples"] = (
+            {"number": len(self.samples), "sha256": _sha256(self.folder)} if self.samples else None
+        )
         record["results"] = pack_results(self._summarize(self.samples))
         record["values"] = pack_samples(self.samples, self._spec.get("block"))
         _replace(self.folder / "record.json", record_text(record))
@@ -151,7 +192,8 @@ def new_folder(command: str) -> Path:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record of a run's folder. Raises CommandError for a folder without one, or with one of another format."""
+    """The record of a run's folder.
+    Raises CommandError for a folder without one, or with one of another format."""
     path = folder / "record.json"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -159,11 +201,15 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise CommandError(f"{folder} holds no record.json that can be read: {error}") from None
     if not isinstance(record, dict) or "kind" not in record:
         raise CommandError(f"{path} has no kind: it was not written by `python -m eval`")
-    return {**record, **({"results": unpack_results(record["results"])} if "results" in record else {})}
+    return {
+        **record,
+        **({"results": unpack_results(record["results"])} if "results" in record else {}),
+    }
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """All complete samples of a run's folder, in the order of the file; an incomplete last line is left out."""
+    """All complete samples of a run's folder, in the order of the file;
+    an incomplete last line is left out."""
     path = folder / "samples.jsonl"
     whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
     samples = []

@@ -4,7 +4,8 @@
     h2o       Cache-Craft's PREFILL-H2O: ceil(r n) of each chunk that the rest of their own chunk attends to most
     prophet   ProphetKV: ceil(r sum of n) that the question attends to most in all layers together; the baseline of `query`
 
-Cache-Craft's SET-CACHE chooses what is reused, not what is recomputed, which is no selector's to say: it is not among them.
+Cache-Craft's SET-CACHE chooses what is reused, not what is recomputed, which is no selector's to
+say: it is not among them.
 """
 
 from __future__ import annotations
@@ -28,18 +29,23 @@ class RandomTokens(Selector):
 
     name = "random"
 
-    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
+    def select(
+        self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
+    ) -> Selection:
         """No token is drawn twice."""
         return Selection(tuple(_draw(chunk, request) for chunk in chunks), (None,) * len(chunks))
 
 
 class MostAttended(Selector):
-    """By `ChunkScores.received`, which is known before the request. A sum over later tokens favours early ones, as in H2O."""
+    """By `ChunkScores.received`, which is known before the request.
+    A sum over later tokens favours early ones, as in H2O."""
 
     name = "h2o"
     needs = frozenset({Need.RECEIVED})
 
-    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
+    def select(
+        self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
+    ) -> Selection:
         """Chunks of which this was not measured: as `first`, fallback "unscored"."""
         received = [chunk.scores.received if chunk.scores else None for chunk in chunks]
         offsets = tuple(
@@ -62,7 +68,9 @@ class AllLayers(QueryGuided):
 def _draw(chunk: MovedChunk, request: FusionRequest) -> Tensor:
     # hash() differs between processes
     seed = blake2b(f"{request.recipe}\0{chunk.chunk}".encode(), digest_size=8).digest()
-    drawn = random.Random(seed).sample(range(chunk.num_tokens), num_critical(request.ratio, chunk.num_tokens))
+    drawn = random.Random(seed).sample(
+        range(chunk.num_tokens), num_critical(request.ratio, chunk.num_tokens)
+    )
     return torch.tensor(sorted(drawn), dtype=torch.int64)
 
 

@@ -1,4 +1,5 @@
-"""A server for tests, demos and benchmarks: starts it, waits until it is ready, stops it and its child processes."""
+"""A server for tests, demos and benchmarks:
+starts it, waits until it is ready, stops it and its child processes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Server:
         env: environment variables in addition to this process's.
         timeout_s: seconds until it must be ready.
     Raises (on entering):
-        CommandError: the server ended or did not become ready; the message has the log's last lines.
+        CommandError: the server ended or did not become ready; the message has the log's last
+        lines.
     """
 
     def __init__(
@@ -39,7 +41,15 @@ class Server:
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [sys.executable, *launcher, "--host", "127.0.0.1", "--port", str(self.port), *flags]
+        self._command = [
+            sys.executable,
+            *launcher,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            *flags,
+        ]
         self.log = log
         self._env = {**os.environ, **(env or {})}
         self._timeout_s = timeout_s
@@ -49,13 +59,19 @@ class Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as out:
             self._process = subprocess.Popen(
-                self._command, stdout=out, stderr=subprocess.STDOUT, env=self._env, start_new_session=True
+                self._command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                start_new_session=True,
             )
         deadline = time.monotonic() + self._timeout_s
         try:
             while not self.is_healthy():
                 if not self.is_running or time.monotonic() > deadline:
-                    raise CommandError(f"the server did not start; {self.log} ends with:\n{self.log_tail()}")
+                    raise CommandError(
+                        f"the server did not start; {self.log} ends with:\n{self.log_tail()}"
+                    )
                 time.sleep(0.5)
         except BaseException:  # also on Ctrl-C, so that the process does not stay
             self.__exit__()
@@ -65,7 +81,11 @@ class Server:
     def __exit__(self, *_: object) -> None:
         if self._process is None:
             return
-        for sign, patience_s in ((signal.SIGTERM, 1.0), (signal.SIGTERM, 20.0), (signal.SIGKILL, 20.0)):
+        for sign, patience_s in (
+            (signal.SIGTERM, 1.0),
+            (signal.SIGTERM, 20.0),
+            (signal.SIGKILL, 20.0),
+        ):
             try:
                 os.killpg(self._process.pid, sign)
                 self._process.wait(patience_s)
@@ -87,7 +107,8 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def is_healthy(self) -> bool:
-        """Whether it answers `/health`, which SGLang does once the scheduler has answered its first request."""
+        """Whether it answers `/health`, which SGLang does once the scheduler has answered its first
+        request."""
         try:
             get(self.url + "/health", timeout_s=5)
         except CommandError:

@@ -1,11 +1,13 @@
-"""Bootstrap intervals of figures over independent units: single samples, or whole blocks of samples that depend on each other.
+"""Bootstrap intervals of figures over independent units: single samples, or whole blocks of samples
+that depend on each other.
 
     summary    mean, quantiles, and the interval of the mean or the median
     contrast   ratio or difference of paired values, with interval and paired t-test
     share      mean of paired values as a share of the other ones' mean
 
-A draw is a vector of counts: how often each unit was drawn. All figures of the same number of units share their draws.
-scipy.stats.bootstrap has no blocks of unequal sizes, so only the t-test is scipy's. Pure functions, seeded.
+A draw is a vector of counts: how often each unit was drawn. All figures of the same number of units
+share their draws. scipy.stats.bootstrap has no blocks of unequal sizes, so only the t-test is
+scipy's. Pure functions, seeded.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Ints = NDArray[np.int64]
 Statistic = Literal["mean ratio", "ratio of medians", "ratio of p90", "difference of means"]
 QUANTILES = {"ratio of medians": 0.5, "ratio of p90": 0.9}
 RATIOS: tuple[Statistic, ...] = ("mean ratio", "ratio of medians", "ratio of p90")
-"""The mean ratio is the geometric mean of the pairs' ratios: what one request gains, whether it is short or long."""
+"""The mean ratio is the geometric mean of the pairs' ratios:
+what one request gains, whether it is short or long."""
 BATCH = 2_000_000
 """Counts drawn at once: 16 MB."""
 
@@ -37,7 +40,11 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def summary(
-    values: Sequence[float], blocks: Sequence[Hashable] | None = None, *, of_median: bool = False, draws: int = 2000
+    values: Sequence[float],
+    blocks: Sequence[Hashable] | None = None,
+    *,
+    of_median: bool = False,
+    draws: int = 2000,
 ) -> dict[str, float]:
     """Mean, p50, p90, p99, and the 95% interval of the mean or the median (`low`, `high`).
 
@@ -52,7 +59,14 @@ def summary(
     units = _units(len(values), blocks)
     low, high = _ends([_figures(taken, units, counts, q)[0] for counts in _draw(units, draws)])
     p50, p90, p99 = map(float, np.quantile(taken, [0.5, 0.9, 0.99]))
-    return {"mean": math.fsum(values) / len(values), "p50": p50, "p90": p90, "p99": p99, "low": low, "high": high}
+    return {
+        "mean": math.fsum(values) / len(values),
+        "p50": p50,
+        "p90": p90,
+        "p99": p99,
+        "low": low,
+        "high": high,
+    }
 
 
 def contrast(
@@ -73,8 +87,8 @@ def contrast(
         - a_value and b_value: the median, p90 or mean of each arm, geometric for the mean ratio;
         - value, low, high: None for a ratio over zero;
         - n, and num_blocks if blocks are given;
-        - p of the paired t-test for differences (over the blocks' means if blocks are resampled). None for ratios, for fewer
-          than two units, and if all differences are equal.
+        - p of the paired t-test for differences (over the blocks' means if blocks are resampled).
+          None for ratios, for fewer than two units, and if all differences are equal.
     Raises:
         ValueError: no pairs, a value that is not finite, or the numbers of blocks and pairs differ.
     """
@@ -83,7 +97,11 @@ def contrast(
         raise ValueError("a contrast needs at least one pair, and finite values")
     if blocks is not None and len(blocks) != len(pairs):
         raise ValueError(f"{len(pairs)} pairs but {len(blocks)} blocks")
-    units, q, is_mean_ratio = _units(len(values), blocks), QUANTILES.get(statistic), statistic == "mean ratio"
+    units, q, is_mean_ratio = (
+        _units(len(values), blocks),
+        QUANTILES.get(statistic),
+        statistic == "mean ratio",
+    )
     if is_mean_ratio:
         with np.errstate(divide="ignore", invalid="ignore"):
             values = np.log(values)
@@ -107,9 +125,13 @@ def contrast(
 
 
 def share(
-    pairs: Sequence[tuple[float, float]], *, blocks: Sequence[Hashable] | None = None, draws: int = 2000
+    pairs: Sequence[tuple[float, float]],
+    *,
+    blocks: Sequence[Hashable] | None = None,
+    draws: int = 2000,
 ) -> dict[str, float] | None:
-    """The mean of b as a share of the mean of a, with its 95% interval. None if the mean of a is 0, be it in one draw.
+    """The mean of b as a share of the mean of a, with its 95% interval. None if the mean of a is 0,
+    be it in one draw.
 
     Args:
         pairs: (a, b) of the same request, finite, a not negative.
@@ -119,10 +141,17 @@ def share(
     if not values[:, 0].any():
         return None
     with np.errstate(divide="ignore", invalid="ignore"):
-        spread = [b / a for a, b in (_figures(values, units, counts, None) for counts in _draw(units, draws))]
+        spread = [
+            b / a
+            for a, b in (_figures(values, units, counts, None) for counts in _draw(units, draws))
+        ]
     mean_a, mean_b = values.mean(axis=0)
     low, high = _ends(spread)
-    return {"mean": float(mean_b / mean_a), "low": low, "high": high} if math.isfinite(low + high) else None
+    return (
+        {"mean": float(mean_b / mean_a), "low": low, "high": high}
+        if math.isfinite(low + high)
+        else None
+    )
 
 
 # Private, in order of use
@@ -137,7 +166,8 @@ def _units(num_values: int, blocks: Sequence[Hashable] | None) -> Ints:
 
 
 def _draw(units: Ints, draws: int) -> Iterator[Floats]:
-    """[batch of draws, num_units] how often each unit was drawn, in batches that fit in memory with a number for each value."""
+    """[batch of draws, num_units] how often each unit was drawn,
+    in batches that fit in memory with a number for each value."""
     batch = max(1, BATCH // len(units))
     for start in range(0, draws, batch):
         yield _counts(int(units.max()) + 1, min(batch, draws - start), start)
@@ -146,11 +176,14 @@ def _draw(units: Ints, draws: int) -> Iterator[Floats]:
 @lru_cache(maxsize=8)
 def _counts(num_units: int, draws: int, seed: int) -> Floats:
     rng = np.random.default_rng(seed)
-    return rng.multinomial(num_units, np.full(num_units, 1 / num_units), size=draws).astype(np.float64)
+    return rng.multinomial(num_units, np.full(num_units, 1 / num_units), size=draws).astype(
+        np.float64
+    )
 
 
 def _figures(values: Floats, units: Ints, counts: Floats, q: float | None) -> Floats:
-    """[num_arms, draws] each arm's q-quantile, or mean. values: [num_values, num_arms]; counts: [draws, num_units]."""
+    """[num_arms, draws] each arm's q-quantile, or mean.
+    values: [num_values, num_arms]; counts: [draws, num_units]."""
     if q is not None:
         return np.stack([_quantiles(arm, counts[:, units], q) for arm in values.T])
     sums = np.stack([np.bincount(units, weights=arm) for arm in values.T])
@@ -158,19 +191,25 @@ def _figures(values: Floats, units: Ints, counts: Floats, q: float | None) -> Fl
 
 
 def _quantiles(values: Floats, weights: Floats, q: float) -> Floats:
-    """[draws] quantiles of values repeated weights[draw] times, as np.quantile interpolates, without expanding them."""
+    """[draws] quantiles of values repeated weights[draw] times, as np.quantile interpolates,
+    without expanding them."""
     order = np.argsort(values)
     ordered, upto = values[order], np.cumsum(weights[:, order], axis=1)
     position = q * (upto[:, -1] - 1)
     below = np.floor(position)
-    at = [ordered[(upto <= np.minimum(rank, upto[:, -1] - 1)[:, None]).sum(axis=1)] for rank in (below, below + 1)]
+    at = [
+        ordered[(upto <= np.minimum(rank, upto[:, -1] - 1)[:, None]).sum(axis=1)]
+        for rank in (below, below + 1)
+    ]
     return np.asarray(at[0] + (at[1] - at[0]) * (position - below))
 
 
 def _distance(arms: Floats, q: float | None) -> Floats:
     """[draws] a / b of quantiles, NaN where b is zero; or b - a of means. arms: [2, draws]."""
     a, b = arms
-    return np.asarray(b - a if q is None else np.divide(a, b, out=np.full(len(a), math.nan), where=b > 0))
+    return np.asarray(
+        b - a if q is None else np.divide(a, b, out=np.full(len(a), math.nan), where=b > 0)
+    )
 
 
 def _ends(batches: Sequence[Floats]) -> tuple[float, float]:

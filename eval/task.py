@@ -1,12 +1,15 @@
-"""Tasks: questions over passages. `load_requests` turns a task into the requests that an application would send to a server.
+"""Tasks: questions over passages. `load_requests` turns a task into the requests that an
+application would send to a server.
 
     a data set's files, the hub, a generator     eval/tasks/<name>.py, one file each
         │ load(source)
     TaskData: passages, requests with the chunks that the data set itself gives
-        │ --retriever given: these chunks; bm25, dense, fusion: eval/data/retrieve.py searches others
+        │ --retriever given: these chunks; bm25, dense, fusion: eval/data/retrieve.py searches
+        others
     Requests: the first k chunks, cut by --scale
 
-Knows no server and no model. Uses the standard library only, unless a task or a retriever needs more.
+Knows no server and no model. Uses the standard library only, unless a task or a retriever needs
+more.
 """
 
 from __future__ import annotations
@@ -71,8 +74,10 @@ class TaskData:
 
     Attributes:
         passages: all passages for retrieval, with distinct ids.
-        requests: in the order of sending, with the chunks that the data set itself lists for them, if any.
-        domains: passage id -> its domain, and request id -> the domain that it searches. Empty: one domain for all.
+        requests: in the order of sending, with the chunks that the data set itself lists for them,
+            if any.
+        domains: passage id -> its domain, and request id -> the domain that it searches. Empty: one
+            domain for all.
     """
 
     passages: tuple[TextChunk, ...]
@@ -93,7 +98,9 @@ class TaskData:
             asked.setdefault(self.domains.get(request.id, ""), []).append(request)
         for domain, requests in asked.items():
             if domain not in passages:
-                raise CommandError(f"{requests[0].id} searches domain {domain!r}, which has no passages")
+                raise CommandError(
+                    f"{requests[0].id} searches domain {domain!r}, which has no passages"
+                )
             yield passages[domain], requests
 
 
@@ -107,12 +114,14 @@ class Source:
     corpus: Path | None = None
     requests: int = 100
     k: int | None = None
-    """Chunks of a request; None: all that a data set lists, or `SEARCHED_K` if chunks are searched or generated."""
+    """Chunks of a request; None: all that a data set lists,
+    or `SEARCHED_K` if chunks are searched or generated."""
     scale: int = 1
     seed: int = 0
 
     def folder(self, name: str) -> Path:
-        """`--data`'s folder of this data set. Raises CommandError without `--data`, or with `--hub`."""
+        """`--data`'s folder of this data set.
+        Raises CommandError without `--data`, or with `--hub`."""
         folder = self.file(f"--data DIR, the folder with {name}/") / name
         if not folder.is_dir():
             raise CommandError(f"{self.data} has no folder {name}/, which task {self.task} needs")
@@ -129,7 +138,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`eval.tasks.<module>` has `load(source: Source) -> TaskData`. `retriever`: the default one."""
+    """`eval.tasks.<module>` has `load(source: Source) -> TaskData`.
+    `retriever`: the default one."""
 
     module: str
     summary: str
@@ -141,18 +151,26 @@ TASKS: Mapping[str, Task] = {
     "hotpotqa": Task("question_sets", "questions over two Wikipedia paragraphs", "bm25"),
     "2wikimqa": Task("question_sets", "questions over two to four Wikipedia paragraphs", "bm25"),
     "musique": Task("question_sets", "questions of two to four hops over Wikipedia", "bm25"),
-    "squad": Task("question_sets", "questions about one Wikipedia paragraph; many share it", "bm25"),
+    "squad": Task(
+        "question_sets", "questions about one Wikipedia paragraph; many share it", "bm25"
+    ),
     "triviaqa": Task("question_sets", "trivia questions over pieces of Wikipedia", "bm25"),
     "nq": Task("question_sets", "questions put to a search engine, over Wikipedia", "bm25"),
     "mtrag": Task("mtrag", "conversations of people with a RAG system, with its passages"),
-    "mtrag-un": Task("mtrag", "the same without lists; last questions are unanswerable or unclear", "bm25"),
+    "mtrag-un": Task(
+        "mtrag", "the same without lists; last questions are unanswerable or unclear", "bm25"
+    ),
     "ragpulse": Task("ragpulse", "a production trace: lengths and times, text of random words"),
     "qcfuse": Task("qcfuse", "QCFuse's published questions, ten chunks each; --data FILE"),
     "longbench": Task("longbench", "LongBench's questions over several passages; --data FILE"),
-    "rag-qa-quality": Task("lmcache", "LMCache's workload: questions with their passages; --data FILE"),
+    "rag-qa-quality": Task(
+        "lmcache", "LMCache's workload: questions with their passages; --data FILE"
+    ),
     "long-doc-permutator": Task("lmcache", "LMCache's workload: documents in many orders"),
     "sharegpt": Task("sharegpt", "conversations in ShareGPT's format; --data FILE"),
-    "trace": Task("trace", "your own trace, in `replay`'s format; text of random words; --data FILE"),
+    "trace": Task(
+        "trace", "your own trace, in `replay`'s format; text of random words; --data FILE"
+    ),
 }
 """Name -> the task's module, one line for the help, and the default retriever."""
 
@@ -161,17 +179,47 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `load_requests`."""
     tasks = "\n".join(f"{name:<19} {task.summary}" for name, task in TASKS.items())
     add = parser.add_argument_group("task", tasks).add_argument
-    add("--task", default="world", metavar="NAME", choices=TASKS, help="one of these; default: %(default)s")
-    add("--data", type=Path, metavar="PATH", help="folder that holds the data set's folder, or the task's file")
-    hub = "read the task from the Hugging Face hub, or a copy of it; without NAME: the published one"
+    add(
+        "--task",
+        default="world",
+        metavar="NAME",
+        choices=TASKS,
+        help="one of these; default: %(default)s",
+    )
+    add(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="folder that holds the data set's folder, or the task's file",
+    )
+    hub = (
+        "read the task from the Hugging Face hub, or a copy of it; without NAME: the published one"
+    )
     add("--hub", nargs="?", const="", metavar="NAME[:CONFIG[:SPLIT]]", help=hub)
-    add("--corpus", type=Path, metavar="DIR", help="sharegpt: folder with passages.jsonl.gz, searched each turn")
+    add(
+        "--corpus",
+        type=Path,
+        metavar="DIR",
+        help="sharegpt: folder with passages.jsonl.gz, searched each turn",
+    )
     add("--requests", type=int, default=100, metavar="N", help="at most; default: %(default)s")
-    k = f"chunks of a request, at most; default: all that a data set lists, {SEARCHED_K} if searched or generated"
+    k = (
+        f"chunks of a request, at most; default: all that a data set lists, {SEARCHED_K} if"
+        " searched or generated"
+    )
     add("--k", type=int, help=k)
-    text = "given: the data set's lists; others search its passages. Default: bm25 for sets of questions, else given"
+    text = (
+        "given: the data set's lists; others search its passages. Default: bm25 for sets of"
+        " questions, else given"
+    )
     add("--retriever", choices=RETRIEVERS, help=text)
-    add("--scale", type=int, default=1, metavar="N", help="cut chunks and replies to 1/N of their words; default: 1")
+    add(
+        "--scale",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cut chunks and replies to 1/N of their words; default: 1",
+    )
     add("--seed", type=int, default=0, help="of the questions' order and of generated text")
 
 
@@ -197,31 +245,47 @@ def load_task(source: Source) -> TaskData:
     if source.hub is not None and source.data is not None:
         raise CommandError("--data and --hub do not go together")
     if source.corpus is not None and source.task != "sharegpt":
-        raise CommandError(f"--corpus is for task sharegpt only; {source.task} has passages of its own")
+        raise CommandError(
+            f"--corpus is for task sharegpt only; {source.task} has passages of its own"
+        )
     data: TaskData = import_module(f"eval.tasks.{TASKS[source.task].module}").load(source)
     if not data.requests:
         raise CommandError(f"task {source.task} has no questions")
     return data
 
 
-def requests_of(source: Source, data: TaskData, *, retriever: Retriever | None = None) -> list[Request]:
-    """The first `source.requests` requests with their chunks. Single questions without chunks are left out, turns are kept.
+def requests_of(
+    source: Source, data: TaskData, *, retriever: Retriever | None = None
+) -> list[Request]:
+    """The first `source.requests` requests with their chunks. Single questions without chunks are
+    left out, turns are kept.
 
     Raises:
-        CommandError: `given` but no request has chunks, or another retriever but the task has no passages.
+        CommandError: `given` but no request has chunks, or another retriever but the task has no
+            passages.
     """
     retriever = retriever or ("bm25" if source.corpus else TASKS[source.task].retriever)
     requests = list(data.requests)
     if retriever == "given":
         if data.passages and not any(request.chunks for request in requests):
-            raise CommandError(f"task {source.task} lists no chunks here: use --retriever bm25, dense or fusion")
-        requests = [request for request in requests if request.chunks or request.conversation][: source.requests]
+            raise CommandError(
+                f"task {source.task} lists no chunks here: use --retriever bm25, dense or fusion"
+            )
+        requests = [request for request in requests if request.chunks or request.conversation][
+            : source.requests
+        ]
         sizes = [len(request.chunks) for request in requests]
-        if num_cut := sum(size > (source.k or size) for size in sizes):  # `replay` counts the whole lists
-            print(f"eval: --k {source.k} takes chunks from {num_cut} of {len(sizes)} requests", file=sys.stderr)
+        # `replay` counts the whole lists
+        if num_cut := sum(size > (source.k or size) for size in sizes):
+            print(
+                f"eval: --k {source.k} takes chunks from {num_cut} of {len(sizes)} requests",
+                file=sys.stderr,
+            )
     else:
         if not data.passages:
-            raise CommandError(f"task {source.task} has no passages to search: use --retriever given, or --corpus")
+            raise CommandError(
+                f"task {source.task} has no passages to search: use --retriever given, or --corpus"
+            )
         requests = _searched(data, requests[: source.requests], source, retriever)
     return [_cut(request, source.k, source.scale) for request in requests]
 
@@ -229,8 +293,11 @@ def requests_of(source: Source, data: TaskData, *, retriever: Retriever | None =
 # Private, in order of use
 
 
-def _searched(data: TaskData, requests: Sequence[Request], source: Source, mode: Searched) -> list[Request]:
-    """The requests with the best passages of their domain, best first. Single questions without results are left out."""
+def _searched(
+    data: TaskData, requests: Sequence[Request], source: Source, mode: Searched
+) -> list[Request]:
+    """The requests with the best passages of their domain, best first.
+    Single questions without results are left out."""
     from eval.data.retrieve import retrieve  # imported here: it needs FAISS or tantivy
 
     found: dict[str, list[str]] = {}

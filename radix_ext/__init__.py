@@ -1,4 +1,5 @@
-"""What a RAG cache decides: chunk identity, the access table, the chunk-prefix tree, order, rank and conversations.
+"""What a RAG cache decides: chunk identity, the access table, the chunk-prefix tree, order, rank
+and conversations.
 
 Standard library only, no KV, no clock and no numbers of its own; see README.md in this folder.
 """

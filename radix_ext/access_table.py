@@ -1,7 +1,7 @@
 """How often each chunk was retrieved by the last W requests (CRAFT 4.1, "Chunk-Access Table").
 
-It knows ids and counts, no tree and no order. A request costs O(k): one count up per chunk of the new request, one
-count down per chunk of the request that leaves the window.
+It knows ids and counts, no tree and no order. A request costs O(k): one count up per chunk of the
+new request, one count down per chunk of the request that leaves the window.
 """
 
 from array import array
@@ -13,10 +13,12 @@ from radix_ext.errors import check_at_least
 
 
 class AccessTable:
-    """Counts over a sliding window of `window` requests. A chunk counts once per request however often it is in it.
+    """Counts over a sliding window of `window` requests. A chunk counts once per request however
+    often it is in it.
 
-    Ids are kept as Python's own 61-bit string hashes, 8 bytes in the window where a string would take 81. Should two chunks
-    ever share one, they share a count: an order may suffer, an answer never.
+    Ids are kept as Python's own 61-bit string hashes, 8 bytes in the window where a string would
+    take 81. Should two chunks ever share one, they share a count: an order may suffer, an answer
+    never.
 
     Raises:
         LimitError: window < 1.
@@ -44,7 +46,8 @@ class AccessTable:
         return self._counts.get(hash(chunk), 0)
 
     def promoted_run(self, ids: Iterable[ChunkId], threshold: int) -> int:
-        """Length of the longest leading run whose chunks all count `threshold` or more (CRAFT 4.2)."""
+        """Length of the longest leading run whose chunks all count `threshold` or more (CRAFT
+        4.2)."""
         length = 0
         for chunk in ids:
             if self.count(chunk) < threshold:

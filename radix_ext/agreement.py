@@ -1,12 +1,14 @@
-"""How far an answer's probabilities are from those of an exact prefill, from the best few tokens of both at each position.
+"""How far an answer's probabilities are from those of an exact prefill, from the best few tokens of
+both at each position.
 
     exact    A .70  B .20  C .05  rest .05        best first, as SGLang lists them
     moved    A .60  C .30         rest .10        B is not listed: at most .30, and at most the rest
     bins     A  B  C  rest                        KL(exact || moved) over these
 
-The bins are the tokens that either side has among its best, as many of each as the answer lists. A token that one side does not
-list gets what makes the sides most alike: of the rest as large a share as it has on the other side, but no more than the last one
-that is listed. So KL is estimated low: where `exact` lists all that counts, it is never more than that of the whole vocabulary.
+The bins are the tokens that either side has among its best, as many of each as the answer lists. A
+token that one side does not list gets what makes the sides most alike: of the rest as large a share
+as it has on the other side, but no more than the last one that is listed. So KL is estimated low:
+where `exact` lists all that counts, it is never more than that of the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ Row = Sequence[tuple[float, int]]
 """The best tokens of one position, best first: (log probability, token id)."""
 
 FLOOR = 1e-6
-"""The least probability that counts: float16 and bfloat16 logits tell no smaller one from noise. Bounds KL to 13.8 nats."""
+"""The least probability that counts: float16 and bfloat16 logits tell no smaller one from noise.
+Bounds KL to 13.8 nats."""
 MAX_KL = -math.log(FLOOR)
 
 
@@ -45,12 +48,16 @@ def compare(exact: Sequence[Row], moved: Sequence[Row], *, temperature: float) -
     Args:
         exact: at temperature 1, as SGLang computes them for a prompt.
         moved: at `temperature`, as it computes them for an answer.
-        temperature: above 0 and at most 1. Above it, what is not listed of `exact` would count, and nobody knows it.
+        temperature: above 0 and at most 1. Above it, what is not listed of `exact` would count, and
+            nobody knows it.
     Raises:
         ValueError: no rows, or not as many on both sides, or another temperature.
     """
     if not exact or len(exact) != len(moved):
-        raise ValueError(f"{len(exact)} exact rows and {len(moved)} moved ones: give as many of both, and one at least")
+        raise ValueError(
+            f"{len(exact)} exact rows and {len(moved)} moved ones: give as many of both, and one at"
+            " least"
+        )
     if not 0 < temperature <= 1:
         raise ValueError(f"temperature must be above 0 and at most 1 but got {temperature}")
     agreed, divergences = 0, list[float]()
@@ -101,8 +108,8 @@ def _listed(row: Row) -> _Listed:
 
 
 def _sharpened(listed: _Listed, temperature: float) -> _Listed:
-    """At `temperature`. The rest's tokens are no better than the last that is listed, so together they weigh at most what is
-    taken here."""
+    """At `temperature`. The rest's tokens are no better than the last that is listed, so together
+    they weigh at most what is taken here."""
     if temperature == 1:
         return listed
     power, least = 1 / temperature, min(listed.tokens.values())
@@ -120,11 +127,16 @@ def _divergence(exact: _Listed, moved: _Listed) -> float:
 
 
 def _bins(mine: _Listed, theirs: _Listed, tokens: Sequence[int]) -> list[float]:
-    """My probabilities of `tokens`, then that of all others. Who does not list a token is told by the other side, which does."""
+    """My probabilities of `tokens`, then that of all others.
+    Who does not list a token is told by the other side, which does."""
     left = max(0.0, 1.0 - math.fsum(mine.tokens.get(token, 0.0) for token in tokens))
     others = max(0.0, 1.0 - math.fsum(theirs.tokens.get(token, 0.0) for token in tokens))
     unlisted = {token: theirs.tokens[token] for token in tokens if token not in mine.tokens}
-    weight, least, found = math.fsum(unlisted.values()) + others, min(mine.tokens.values()), dict(mine.tokens)
+    weight, least, found = (
+        math.fsum(unlisted.values()) + others,
+        min(mine.tokens.values()),
+        dict(mine.tokens),
+    )
     # What is over `least` goes to those that follow.
     for token in sorted(unlisted, key=unlisted.__getitem__, reverse=True):
         found[token] = min(least, left * unlisted[token] / max(weight, FLOOR))

@@ -1,4 +1,5 @@
-"""Which requests with moved KV are audited, and what follows: nothing is moved until audits agree again.
+"""Which requests with moved KV are audited, and what follows: nothing is moved until audits agree
+again.
 
     asked ──> paused ──> probation        answers below the target
       ^         ^          │ │
@@ -14,12 +15,14 @@ A state holds for one *terms*, and only answers on these very terms decide it:
     the server's    requests that ask for what the server does where they name nothing, whoever sends them
     own             another selector, ratio or option: of one tenant, one selector and one ratio
 
-So what some try changes nothing for others: bad answers at ratio 0 do not pause the server's terms, good ones at ratio 1 do not
-hide that these are broken. Draws are by terms, seeded and numbered: the same requests get the same decisions, beside whatever.
+So what some try changes nothing for others: bad answers at ratio 0 do not pause the server's terms,
+good ones at ratio 1 do not hide that these are broken. Draws are by terms, seeded and numbered: the
+same requests get the same decisions, beside whatever.
 
-Every state is a sequential test: an answer below the target is log(.5/.05) of evidence that the terms are broken, one that meets
-it log(.5/.95) (Wald 1945; in `asked` the evidence is never below zero, which is Page's CUSUM of 1954). A change of state begins a
-new period, and answers planned in an earlier one say nothing about it.
+Every state is a sequential test: an answer below the target is log(.5/.05) of evidence that the
+terms are broken, one that meets it log(.5/.95) (Wald 1945; in `asked` the evidence is never below
+zero, which is Page's CUSUM of 1954). A change of state begins a new period, and answers planned in
+an earlier one say nothing about it.
 
 Knows no KV and no clock.
 """
@@ -41,13 +44,15 @@ SOUND, BROKEN = 0.05, 0.5
 BELOW, MET = math.log(BROKEN / SOUND), math.log((1 - BROKEN) / (1 - SOUND))
 """Evidence of one answer: 2.30 and -.64."""
 TO_PAUSE, ON_PROBATION = 11.0, 5.5
-"""Enough to decide. A pause takes five answers below the target in a row, or six with at most four between them that meet it: one
-in e^11 = 60,000 tests of sound terms comes to it, at most. On probation it takes three with at most two, or nine that meet it."""
+"""Enough to decide. A pause takes five answers below the target in a row, or six with at most four
+between them that meet it: one in e^11 = 60,000 tests of sound terms comes to it, at most. On
+probation it takes three with at most two, or nine that meet it."""
 
 PROBATION_FACTOR, LEAST_PROBATION = 10, 0.1
 """Of the audited share; the least share of requests on probation."""
 OWN_TERMS = 8
-"""Terms of its own that a tenant has a state for. Of more the least recently used ones are forgotten, and are `asked` again."""
+"""Terms of its own that a tenant has a state for.
+Of more the least recently used ones are forgotten, and are `asked` again."""
 TOLD_TERMS = 100
 """Own terms in the stats, the last used ones."""
 
@@ -131,11 +136,15 @@ class Audit:
 
     def __post_init__(self) -> None:
         self.server = _policy(self.server)
-        self._servers, self._standing = Whose(None, self.server.selector, self.server.asked_ratio), _Standing()
+        self._servers, self._standing = (
+            Whose(None, self.server.selector, self.server.asked_ratio),
+            _Standing(),
+        )
         self._own_states = Counter[AuditState]()
 
     def terms(self, fusion: FusionRequest, tenant: str) -> Terms:
-        """What holds for the tenant's next such request. Takes nothing: until one begins, the terms stay the same."""
+        """What holds for the tenant's next such request.
+        Takes nothing: until one begins, the terms stay the same."""
         is_servers = _policy(fusion) == self.server
         whose = self._servers if is_servers else Whose(tenant, fusion.selector, fusion.asked_ratio)
         known = self._find(whose) or _Standing()
@@ -155,7 +164,8 @@ class Audit:
         return self._enter(terms.whose, known, AuditState.PROBATION) if known.left <= 0 else None
 
     def observe(self, terms: Terms, agreement: float) -> Change | None:
-        """The answer to a sampled request was compared; `agreement` is the share of its tokens that agree."""
+        """The answer to a sampled request was compared;
+        `agreement` is the share of its tokens that agree."""
         known, is_below = self._find(terms.whose), agreement < self.target
         if known is None or terms.period != known.period:
             return None
@@ -182,12 +192,15 @@ class Audit:
         return {state: self._own_states[state] for state in AuditState}
 
     def stats(self) -> dict[str, Any]:
-        """Of the server's terms and of the last used ones of tenants' own: state, answers compared and below the target in that
-        state, what is left of a pause."""
+        """Of the server's terms and of the last used ones of tenants' own: state, answers compared
+        and below the target in that state, what is left of a pause."""
         return {
             "server": _told(self._servers, self._standing),
             "own_states": {state.value: number for state, number in self.own_states.items()},
-            "own": [{"tenant": whose.tenant, **_told(whose, known)} for whose, known in self._last_used()],
+            "own": [
+                {"tenant": whose.tenant, **_told(whose, known)}
+                for whose, known in self._last_used()
+            ],
         }
 
     # Private, in order of use
@@ -205,7 +218,8 @@ class Audit:
         return int.from_bytes(blake2b(data, digest_size=6).digest(), "little") / (1 << 48)
 
     def _used(self, whose: Whose) -> _Standing:
-        """Made where missing, and the last used one of its tenant, who is the last one that used any."""
+        """Made where missing, and the last used one of its tenant,
+        who is the last one that used any."""
         if whose.tenant is None:
             return self._standing
         own = self._own.setdefault(whose.tenant, OrderedDict())
@@ -217,7 +231,9 @@ class Audit:
         if len(own) > OWN_TERMS:
             self._own_states[own.popitem(last=False)[1].state] -= 1
         if len(self._own) > self.max_tenants:
-            self._own_states.subtract(known.state for known in self._own.popitem(last=False)[1].values())
+            self._own_states.subtract(
+                known.state for known in self._own.popitem(last=False)[1].values()
+            )
         return own[whose]
 
     def _enter(self, whose: Whose, known: _Standing, state: AuditState) -> Change:
@@ -242,7 +258,8 @@ class Audit:
 
 
 def _policy(fusion: FusionRequest) -> FusionRequest:
-    """What decides how good the answer is: not where moving pays, nor the prompt's own recipe, nor a ratio that nobody reads."""
+    """What decides how good the answer is: not where moving pays, nor the prompt's own recipe,
+    nor a ratio that nobody reads."""
     ratio = fusion.ratio if fusion.recomputes else 0.0
     return replace(fusion, ratio=ratio, recipe="", fresh=frozenset(), always=False)
 

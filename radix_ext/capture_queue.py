@@ -1,9 +1,11 @@
-"""Which chunks of a tree are copied into the store, and in which order: queued with their request, made later.
+"""Which chunks of a tree are copied into the store, and in which order: queued with their request,
+made later.
 
     add ──► waits ──► next_batch ──► is copied ──► put
 
-A chunk that waits or is being copied is not queued again. A queued node is not locked: on an idle server a prompt that needs its
-slots would wait for a forward that never comes. A node that was evicted meanwhile is dropped.
+A chunk that waits or is being copied is not queued again. A queued node is not locked: on an idle
+server a prompt that needs its slots would wait for a forward that never comes. A node that was
+evicted meanwhile is dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class CaptureQueue:
     """The queue of one rank.
 
     Args:
-        scored: how much is measured at least, whatever the request reads: what the server's own selector does.
+        scored: how much is measured at least, whatever the request reads: what the server's own
+            selector does.
         max_waiting: chunks that wait. More are dropped.
         max_tokens: of the chunks of one batch; a longer chunk is a batch of its own.
         token_bytes: of one token's KV.
@@ -55,14 +58,22 @@ class CaptureQueue:
         self.num_dropped = 0
 
     def add(
-        self, chunks: Sequence[Any], keep: Collection[int], *, is_preprocessing: bool, scored: Scored = Scored.NOTHING
+        self,
+        chunks: Sequence[Any],
+        keep: Collection[int],
+        *,
+        is_preprocessing: bool,
+        scored: Scored = Scored.NOTHING,
     ) -> None:
-        """Queue those of a request's chunk nodes that have earned it (`keep`) and bring the store something new.
+        """Queue those of a request's chunk nodes that have earned it (`keep`) and bring the store
+        something new.
 
-        In place of a chunk that was moved, its latest copy: what it was moved from, if that is on the device.
+        In place of a chunk that was moved, its latest copy: what it was moved from, if that is on
+        the device.
 
         Args:
-            scored: how much is measured of them, or more where the server's own selector reads more.
+            scored: how much is measured of them, or more where the server's own selector reads
+                more.
         """
         scored = self.at_least(scored)
         for index in sorted(keep):
@@ -70,10 +81,14 @@ class CaptureQueue:
                 break
             node = chunks[index]
             if not is_preprocessing and not self._copies.holds(node):
-                copies = self._copies.find(self._copies.identity_of(node), self._copies.facts_of(node).head, 1)
+                copies = self._copies.find(
+                    self._copies.identity_of(node), self._copies.facts_of(node).head, 1
+                )
                 node = copies[0] if copies else node
             # Alone it has seen no neighbour.
-            entry = Waiting(node, is_preprocessing and bool(self._copies.facts_of(node).prefix), scored)
+            entry = Waiting(
+                node, is_preprocessing and bool(self._copies.facts_of(node).prefix), scored
+            )
             if self._copies.facts_of(node).is_waiting or not self._is_wanted(entry):
                 continue
             if len(self._queue) >= self._max_waiting:
@@ -104,7 +119,10 @@ class CaptureQueue:
         facts, identity = self._copies.facts_of(entry.node), self._copies.identity_of(entry.node)
         facts.is_waiting, facts.scores = False, scores
         assert identity is not None
-        self._store.put(identity, Variant(facts.prefix, blob, scores, entry.preprocessed, facts.head, facts.outward))
+        self._store.put(
+            identity,
+            Variant(facts.prefix, blob, scores, entry.preprocessed, facts.head, facts.outward),
+        )
 
     def give_up(self, batch: Iterable[Waiting]) -> None:
         """These could not be copied. Another request may queue them again."""

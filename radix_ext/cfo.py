@@ -1,12 +1,14 @@
-"""What a chunk attended to, and what follows from it: how far its KV depends on a changed prefix (Cache-Craft 3.1 to 3.3).
+"""What a chunk attended to, and what follows from it: how far its KV depends on a changed prefix
+(Cache-Craft 3.1 to 3.3).
 
     CFO = alpha * CCI * (1 - beta')     share of the chunk to recompute            eq. 12
     CCI = sigmoid(a / b)                how much the prefix went into its KV       eq. 9 to 11
     beta' = beta * (1 - gamma)          how much of that prefix is here again      eq. 6 to 8
 
-Queries are always in this chunk, keys in earlier ones; the paper's index order wavers. The head, all text before
-it that is no chunk, is part of the prefix only where it differs (`other_head`): one that is here again says nothing about chunks,
-and the prompt's first token takes mass from every query.
+Queries are always in this chunk, keys in earlier ones; the paper's index order wavers. The head,
+all text before it that is no chunk, is part of the prefix only where it differs (`other_head`): one
+that is here again says nothing about chunks, and the prompt's first token takes mass from every
+query.
 """
 
 from __future__ import annotations
@@ -35,14 +37,16 @@ class Scored(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Attention(ABC):
-    """Attention of one variant, measured once; means over layers and heads. Queries are this chunk's tokens.
+    """Attention of one variant, measured once; means over layers and heads. Queries are this
+    chunk's tokens.
 
     Raises:
         ValueError: lengths disagree.
     """
 
     inter: tuple[float, ...]
-    """Per chunk of the variant's prefix: attention mass on that chunk, summed over this chunk's tokens (Cache-Craft eq. 3)."""
+    """Per chunk of the variant's prefix: attention mass on that chunk,
+    summed over this chunk's tokens (Cache-Craft eq. 3)."""
     prefix_lens: tuple[int, ...]
     """Tokens of each chunk of the prefix."""
     intra: float
@@ -54,7 +58,8 @@ class Attention(ABC):
     def __post_init__(self) -> None:
         if len(self.inter) != len(self.prefix_lens):
             raise ValueError(
-                f"inter must have {len(self.prefix_lens)} entries, one a prefix_len, but got {len(self.inter)}"
+                f"inter must have {len(self.prefix_lens)} entries, one a prefix_len, but got"
+                f" {len(self.inter)}"
             )
 
     @property
@@ -73,8 +78,11 @@ class Attention(ABC):
         return Scored.ALL
 
 
-def prefix_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefix, other: float = 0.0) -> float:
-    """beta (eq. 6): the share of the chunk's attention to its old prefix that falls on chunks of this prompt.
+def prefix_overlap(
+    prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefix, other: float = 0.0
+) -> float:
+    """beta (eq. 6): the share of the chunk's attention to its old prefix that falls on chunks of
+    this prompt.
 
     Args:
         prefix_old: the chunks that its KV was computed after.
@@ -92,9 +100,11 @@ def prefix_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefi
 
 
 def order_penalty(prefix_old: Prefix, prefix_new: Prefix) -> float:
-    """gamma (eq. 7): Kendall's tau distance of the shared chunks' two orders, 0 (same) to 1 (reversed).
+    """gamma (eq. 7): Kendall's tau distance of the shared chunks' two orders, 0 (same) to 1
+    (reversed).
 
-    0 where fewer than two chunks are shared; a repeated chunk counts at its first place. O(m log m) compares.
+    0 where fewer than two chunks are shared; a repeated chunk counts at its first place. O(m log m)
+    compares.
     """
     rank_new = {chunk: rank for rank, chunk in reversed(list(enumerate(prefix_new)))}
     ranks = [rank_new[chunk] for chunk in dict.fromkeys(prefix_old) if chunk in rank_new]
@@ -103,18 +113,24 @@ def order_penalty(prefix_old: Prefix, prefix_new: Prefix) -> float:
     seen: list[int] = []
     discordant = 0
     for rank in ranks:
-        discordant += len(seen) - bisect_left(seen, rank)  # those before it in the old order and after it in the new
+        # those before it in the old order and after it in the new
+        discordant += len(seen) - bisect_left(seen, rank)
         insort(seen, rank)
     return discordant / (len(ranks) * (len(ranks) - 1) / 2)
 
 
-def adjusted_overlap(prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefix, other: float = 0.0) -> float:
+def adjusted_overlap(
+    prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefix, other: float = 0.0
+) -> float:
     """beta' (eq. 8): beta * (1 - gamma). Raises as `prefix_overlap`."""
-    return prefix_overlap(prefix_old, inter, prefix_new, other) * (1 - order_penalty(prefix_old, prefix_new))
+    return prefix_overlap(prefix_old, inter, prefix_new, other) * (
+        1 - order_penalty(prefix_old, prefix_new)
+    )
 
 
 def inter_density(scores: Attention, *, other_head: bool = False) -> float:
-    """a-bar (eq. 9 and 10): sum over the prefix of inter / (n * prefix_len), n the chunk's tokens; scores are layer means."""
+    """a-bar (eq. 9 and 10): sum over the prefix of inter / (n * prefix_len), n the chunk's tokens;
+    scores are layer means."""
     parts = [*zip(scores.inter, scores.prefix_lens, strict=True)]
     if other_head and scores.head_len:
         parts.append((scores.head, scores.head_len))
@@ -127,7 +143,8 @@ def intra_density(scores: Attention) -> float:
 
 
 def context_impact(scores: Attention, *, other_head: bool = False) -> float:
-    """CCI (eq. 11): sigmoid(a / b), 0.5 (the prefix plays no part) to 1. Where b is 0: 1 if a is not 0, else 0.5."""
+    """CCI (eq. 11): sigmoid(a / b), 0.5 (the prefix plays no part) to 1.
+    Where b is 0: 1 if a is not 0, else 0.5."""
     a, b = inter_density(scores, other_head=other_head), intra_density(scores)
     if b <= 0:
         return 1.0 if a > 0 else 0.5
@@ -159,12 +176,14 @@ def fix_overhead(
 
 
 def cfo(alpha: float, overhead: float, num_tokens: int) -> float:
-    """CFO (eq. 12): alpha * overhead, kept within [1 / num_tokens, 1]. Infinite `alpha` means 1, also where overhead is 0."""
+    """CFO (eq. 12): alpha * overhead, kept within [1 / num_tokens, 1].
+    Infinite `alpha` means 1, also where overhead is 0."""
     return 1.0 if alpha == inf else min(1.0, max(1 / num_tokens, alpha * overhead))
 
 
 def solve_alpha(overheads: Sequence[float], lens: Sequence[int], ratio: float) -> float:
-    """The alpha at which the mean CFO of all tokens is `ratio`; replaces the paper's validation set (eq. 13).
+    """The alpha at which the mean CFO of all tokens is `ratio`; replaces the paper's validation set
+    (eq. 13).
 
     The mean is piecewise linear in alpha, with a corner where a CFO leaves or meets its clamp.
 
@@ -173,8 +192,10 @@ def solve_alpha(overheads: Sequence[float], lens: Sequence[int], ratio: float) -
         lens: tokens of each chunk, at least 1.
         ratio: 0 to 1.
     Returns:
-        inf for ratio 1 (all CFO are 1), 0 for a ratio that the lower clamps alone reach or exceed (always for ratio 0).
-        Where chunks with overhead 0 keep the mean below `ratio`: the least alpha that raises all others to 1.
+        inf for ratio 1 (all CFO are 1), 0 for a ratio that the lower clamps alone reach or exceed
+        (always for ratio 0).
+        Where chunks with overhead 0 keep the mean below `ratio`: the least alpha that raises all
+            others to 1.
     """
     if ratio >= 1:
         return inf
@@ -184,7 +205,14 @@ def solve_alpha(overheads: Sequence[float], lens: Sequence[int], ratio: float) -
 
     target = ratio * sum(lens)
     corners = sorted(
-        {0.0} | {at / x for x, n in zip(overheads, lens, strict=True) if x > 0 for at in (1 / n, 1.0) if at / x < inf}
+        {0.0}
+        | {
+            at / x
+            for x, n in zip(overheads, lens, strict=True)
+            if x > 0
+            for at in (1 / n, 1.0)
+            if at / x < inf
+        }
     )
     above = bisect_left(corners, target, key=total)
     if above == 0 or above == len(corners):
@@ -199,12 +227,16 @@ def best_variant(
     *,
     other_head: bool = False,
 ) -> int:
-    """Index of the variant with the lowest CFO for this prompt (Cache-Craft 3.3), the first among equals.
+    """Index of the variant with the lowest CFO for this prompt (Cache-Craft 3.3), the first among
+    equals.
 
     Raises:
         ValueError: no candidates.
     """
     if not candidates:
         raise ValueError("candidates must not be empty")
-    overheads = [fix_overhead(prefix, scores, prefix_new, other_head=other_head) for prefix, scores in candidates]
+    overheads = [
+        fix_overhead(prefix, scores, prefix_new, other_head=other_head)
+        for prefix, scores in candidates
+    ]
     return overheads.index(min(overheads))

@@ -1,4 +1,5 @@
-"""One node of the global tree: one chunk after one particular chain, and which ranks hold its KV in which tier.
+"""One node of the global tree: one chunk after one particular chain, and which ranks hold its KV in
+which tier.
 
 Any code may read a node, only `ChunkPrefixTree` writes it. Packed fields keep a node at 128 bytes.
 """
@@ -23,9 +24,9 @@ class Tier(IntEnum):
 class ChainNode:
     """One chunk after one chain.
 
-    `tiers` packs 2 bits per rank, `plans` a 32-bit count per rank. `children` is None, the only child, or a dict:
-    most nodes of a deep tree have one child, and a dict for each would be half of the tree's memory. A root's
-    `chunk_id` is its namespace.
+    `tiers` packs 2 bits per rank, `plans` a 32-bit count per rank. `children` is None, the only
+    child, or a dict: most nodes of a deep tree have one child, and a dict for each would be half of
+    the tree's memory. A root's `chunk_id` is its namespace.
     """
 
     __slots__ = (
@@ -46,7 +47,9 @@ class ChainNode:
     newer: "ChainNode"
     older: "ChainNode"
 
-    def __init__(self, chain: ChainId, chunk_id: ChunkId, num_tokens: int, parent: "ChainNode | None") -> None:
+    def __init__(
+        self, chain: ChainId, chunk_id: ChunkId, num_tokens: int, parent: "ChainNode | None"
+    ) -> None:
         self.chain = chain
         self.chunk_id = chunk_id
         self.num_tokens = num_tokens
@@ -146,4 +149,7 @@ def node_violations(node: ChainNode, parent: ChainNode) -> Iterator[str]:
             yield f"{name} is held by rank {rank} but its parent is not"
     for rank in range(node.plans.bit_length() // PLAN_BITS + 1):
         if node.num_plans(rank) > parent.num_plans(rank):
-            yield f"{name} has {node.num_plans(rank)} plans on rank {rank} but its parent {parent.num_plans(rank)}"
+            yield (
+                f"{name} has {node.num_plans(rank)} plans on rank {rank} but its parent"
+                f" {parent.num_plans(rank)}"
+            )

@@ -1,7 +1,9 @@
-"""Identity: chunks by the hash of their token ids, chains by the hash of the path that leads to them.
+"""Identity: chunks by the hash of their token ids, chains by the hash of the path that leads to
+them.
 
-Front and scheduler processes compute both on their own and must agree, so no id depends on the process, on Python's
-hash seed or on the byte order. This module knows no texts, labels or positions.
+Front and scheduler processes compute both on their own and must agree, so no id depends on the
+process, on Python's hash seed or on the byte order. This module knows no texts, labels or
+positions.
 """
 
 import sys
@@ -15,11 +17,13 @@ from typing import NamedTuple, NewType
 from radix_ext.errors import ChunkError, SpanError
 
 ChunkId = NewType("ChunkId", str)
-"""32 hex digits: blake2b-128 of the chunk's token ids, each as 4 little-endian bytes. In the global tree also `fused_chunk`."""
+"""32 hex digits: blake2b-128 of the chunk's token ids, each as 4 little-endian bytes.
+In the global tree also `fused_chunk`."""
 
 ChainId = NewType("ChainId", int)
-"""60-bit id of the path from a namespace's root to one node. Front and scheduler must agree on it; it need not be secret. A
-collision (2**30 chains for an even chance) makes a mirror wrong, which costs speed and never correctness."""
+"""60-bit id of the path from a namespace's root to one node. Front and scheduler must agree on it;
+it need not be secret. A collision (2**30 chains for an even chance) makes a mirror wrong, which
+costs speed and never correctness."""
 
 _FUSED = "fused:"
 
@@ -44,7 +48,8 @@ class Span(NamedTuple):
 
 
 def chunk_id(token_ids: Sequence[int]) -> ChunkId:
-    """Hash token ids (any integer sequence; `array('i')` is fastest). Equal ids give one shared string object.
+    """Hash token ids (any integer sequence; `array('i')` is fastest). Equal ids give one shared
+    string object.
 
     Raises:
         ChunkError: no tokens, or something that is no 32-bit integer.
@@ -52,7 +57,11 @@ def chunk_id(token_ids: Sequence[int]) -> ChunkId:
     if not len(token_ids):
         raise ChunkError("a chunk must have at least 1 token but got 0")
     try:
-        ids = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
+        ids = (
+            token_ids
+            if isinstance(token_ids, array) and token_ids.typecode == "i"
+            else array("i", token_ids)
+        )
     except (TypeError, OverflowError) as error:
         raise ChunkError(f"token ids must be 32-bit integers: {error}") from None
     if sys.byteorder == "big":
@@ -62,7 +71,8 @@ def chunk_id(token_ids: Sequence[int]) -> ChunkId:
 
 
 def fused_chunk(recipe: str, chunk: ChunkId) -> ChunkId:
-    """The global tree's name of a chunk whose KV is approximate and was made by `recipe`. No chunk has it for an id."""
+    """The global tree's name of a chunk whose KV is approximate and was made by `recipe`.
+    No chunk has it for an id."""
     return ChunkId(f"{_FUSED}{_named(recipe)}:{chunk}")
 
 
@@ -80,7 +90,9 @@ def text_before(head: str, spans: Sequence[Span], token_ids: Sequence[int]) -> t
     names, end = [], spans[0].start if spans else 0
     for span in spans:
         if span.start > end:
-            head = blake2b(f"{head}\0{chunk_id(token_ids[end : span.start])}".encode(), digest_size=12).hexdigest()
+            head = blake2b(
+                f"{head}\0{chunk_id(token_ids[end : span.start])}".encode(), digest_size=12
+            ).hexdigest()
         names.append(head)
         end = span.end
     return tuple(names)
@@ -88,7 +100,9 @@ def text_before(head: str, spans: Sequence[Span], token_ids: Sequence[int]) -> t
 
 def root_chain(namespace: str) -> ChainId:
     """Chain id of the empty path in one namespace."""
-    return _chain(blake2b(namespace.encode("utf-8", "surrogatepass"), digest_size=8, person=b"root"))
+    return _chain(
+        blake2b(namespace.encode("utf-8", "surrogatepass"), digest_size=8, person=b"root")
+    )
 
 
 def extend_chain(chain: ChainId, chunk: ChunkId) -> ChainId:
@@ -98,7 +112,8 @@ def extend_chain(chain: ChainId, chunk: ChunkId) -> ChainId:
 
 
 def leading_area(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The first chunk area of a prompt: the spans that follow each other without a gap, from the first on."""
+    """The first chunk area of a prompt: the spans that follow each other without a gap,
+    from the first on."""
     length = 1 if spans else 0
     while length < len(spans) and spans[length].start == spans[length - 1].end:
         length += 1
@@ -114,7 +129,9 @@ def check_spans(spans: Sequence[Span], num_tokens: int) -> None:
     previous_end = 0
     for index, span in enumerate(spans):
         if span.start < previous_end:
-            raise SpanError(f"span {index} must start at {previous_end} or later but got {span.start}")
+            raise SpanError(
+                f"span {index} must start at {previous_end} or later but got {span.start}"
+            )
         if span.end <= span.start:
             raise SpanError(f"span {index} must end after {span.start} but got {span.end}")
         if span.end > num_tokens:

@@ -1,14 +1,16 @@
-"""What earlier turns of a conversation looked like as tokens, so that turn t is token for token a prefix of turn t+1.
+"""What earlier turns of a conversation looked like as tokens, so that turn t is token for token a
+prefix of turn t+1.
 
-The client sends all messages every time. A stored turn is used only where the running hash of the client's own
-messages says that both mean the same history: an edit, a retry or a branch simply agrees on fewer turns, and a
-guessed id on none. Where less agrees (the questions, with the answers or without), a turn still tells which chunks it
-has shown.
+The client sends all messages every time. A stored turn is used only where the running hash of the
+client's own messages says that both mean the same history: an edit, a retry or a branch simply
+agrees on fewer turns, and a guessed id on none. Where less agrees (the questions, with the answers
+or without), a turn still tells which chunks it has shown.
 
 ```
 tokens of turn t+1:  [lead 1][body 1][lead 2][body 2] … [lead t][body t] | new
 ```
-Time is passed in as `now` (seconds on any one clock), never read. Prompts and answers are kept as ids, never as text.
+Time is passed in as `now` (seconds on any one clock), never read. Prompts and answers are kept as
+ids, never as text.
 """
 
 import json
@@ -29,12 +31,15 @@ _IDS_PER_TURN = 230  # a turn and its places in the map are about 920 bytes besi
 _IDS_PER_SPAN = 40  # a span is about 160 bytes, an id 4
 _IDS_PER_SEEN = 20  # an entry of a set of shared strings, about 80 bytes
 _MAX_HEADS = (
-    4  # of one conversation: a head that changes with every turn must not fill the map with copies of its history
+    # of one conversation: a head that changes with every turn must not fill the map with copies of
+    # its history
+    4
 )
 
 
 class ConversationKey(NamedTuple):
-    """The owner of a conversation and its id. All four must match, so a guessed id reads no history."""
+    """The owner of a conversation and its id.
+    All four must match, so a guessed id reads no history."""
 
     api_key: str
     tenant: str
@@ -43,24 +48,27 @@ class ConversationKey(NamedTuple):
 
 
 class Home(NamedTuple):
-    """Who has served a turn: its tokens, and all before them in its prompt, are in this rank's cache."""
+    """Who has served a turn: its tokens, and all before them in its prompt,
+    are in this rank's cache."""
 
     rank: int
     epoch: int
     """Of the rank's cache."""
     start: int
-    """Tokens before the turn in that prompt. A turn that stands elsewhere is of no use to the rank."""
+    """Tokens before the turn in that prompt.
+    A turn that stands elsewhere is of no use to the rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One turn, finished or not.
 
-    `num_messages` and `messages_hash` describe all messages up to and including this turn's answer, `found_by` are hashes
-    of less, by which others find out what it has shown; `lead_ids` are the template's tokens that join it to the turn
-    before; `body_ids` (array 'i') are chunks, question, template and answer; `spans` are relative to the body; `seen` is
-    every chunk shown so far, turns that have left included; `tag` is the caller's own; `home` is who served it, None
-    where nobody is known to have kept it.
+    `num_messages` and `messages_hash` describe all messages up to and including this turn's answer,
+    `found_by` are hashes of less, by which others find out what it has shown; `lead_ids` are the
+    template's tokens that join it to the turn before; `body_ids` (array 'i') are chunks, question,
+    template and answer; `spans` are relative to the body; `seen` is every chunk shown so far, turns
+    that have left included; `tag` is the caller's own; `home` is who served it, None where nobody
+    is known to have kept it.
     """
 
     num_messages: int
@@ -85,8 +93,14 @@ class Turn:
 
     @property
     def cost(self) -> int:
-        """What it takes to keep, in token ids of 4 bytes: turn, spans and seen chunks are objects."""
-        return self.num_tokens + _IDS_PER_TURN + _IDS_PER_SPAN * len(self.spans) + _IDS_PER_SEEN * len(self.seen)
+        """What it takes to keep, in token ids of 4 bytes:
+        turn, spans and seen chunks are objects."""
+        return (
+            self.num_tokens
+            + _IDS_PER_TURN
+            + _IDS_PER_SPAN * len(self.spans)
+            + _IDS_PER_SEEN * len(self.seen)
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +111,8 @@ class _Stored:
     """The turn that its prompt shows before it. None: the prompt begins with it."""
     last_access: float = 0.0
     num_ways: int = 0
-    """Turns that follow it, and places in the map by which it is found. Without any it is forgotten."""
+    """Turns that follow it, and places in the map by which it is found.
+    Without any it is forgotten."""
 
     def path(self) -> "list[_Stored]":
         """This turn and those before it, newest first."""
@@ -112,17 +127,20 @@ class _Stored:
 @dataclass(slots=True)
 class _Conversation:
     by_head: OrderedDict[str, dict[str, _Stored]]
-    """By the hash of what came before the first question, then by that of the turn; the head used last is last."""
+    """By the hash of what came before the first question, then by that of the turn;
+    the head used last is last."""
     found_by: dict[str, _Stored]
 
 
 class ConversationMap:
-    """The turns of at most `max_conversations`, `max_tokens` in all, forgotten after `idle_s` without use.
+    """The turns of at most `max_conversations`, `max_tokens` in all, forgotten after `idle_s`
+    without use.
 
-    A finished turn is found by its conversation and its hash, and leads to the turns before it, which never change. So
-    histories that part share what they have in common, and other messages under an owner's id take room, as under any
-    id, but nothing of his. Any turn is found by what it names, the last to come of several. What can no longer be found
-    is forgotten; beyond a bound the least recently used turns go, a history's last one first.
+    A finished turn is found by its conversation and its hash, and leads to the turns before it,
+    which never change. So histories that part share what they have in common, and other messages
+    under an owner's id take room, as under any id, but nothing of his. Any turn is found by what it
+    names, the last to come of several. What can no longer be found is forgotten; beyond a bound the
+    least recently used turns go, a history's last one first.
 
     Raises:
         LimitError: a bound below 1, or a negative idle_s.
@@ -136,16 +154,17 @@ class ConversationMap:
         self.max_tokens = max_tokens
         self.idle_s = idle_s
         self._found: dict[ConversationKey, _Conversation] = {}
-        # Least recently used first. A turn is used with all before it and goes in front of them: none leaves before its own.
+        # Least recently used first. A turn is used with all before it and goes in front of them:
+        # none leaves before its own.
         self._by_use: OrderedDict[_Stored, None] = OrderedDict()
         self._num_tokens = 0
 
     def agree(self, key: ConversationKey, hashes: Sequence[str], now: float) -> tuple[Turn, ...]:
         """The history of the last turn whose hash is among the client's.
 
-        `hashes` are the `running_hashes` of the client's head and its messages. The history may begin in mid-conversation,
-        its oldest turns having left for overflow: each hash covers everything before it. Empty if nothing is stored or
-        nothing agrees.
+        `hashes` are the `running_hashes` of the client's head and its messages. The history may
+        begin in mid-conversation, its oldest turns having left for overflow: each hash covers
+        everything before it. Empty if nothing is stored or nothing agrees.
         """
         self._forget_idle(now)
         conversation = self._found.get(key)
@@ -157,7 +176,9 @@ class ConversationMap:
         self._use(last, now)
         return _history(last)
 
-    def found(self, key: ConversationKey, hashes: Sequence[str], now: float) -> tuple[Turn | None, ...]:
+    def found(
+        self, key: ConversationKey, hashes: Sequence[str], now: float
+    ) -> tuple[Turn | None, ...]:
         """For each hash the last turn that is found by it, whatever its head was."""
         self._forget_idle(now)
         conversation = self._found.get(key)
@@ -169,17 +190,21 @@ class ConversationMap:
                 self._use(stored, now)
         return tuple(stored.turn if stored is not None else None for stored in found)
 
-    def finish(self, key: ConversationKey, head: str, base_turns: Sequence[Turn], turn: Turn, now: float) -> None:
-        """Store the turns a request started from, and its own. A history larger than `max_tokens` is not kept.
+    def finish(
+        self, key: ConversationKey, head: str, base_turns: Sequence[Turn], turn: Turn, now: float
+    ) -> None:
+        """Store the turns a request started from, and its own. A history larger than `max_tokens`
+        is not kept.
 
-        Of turns with equal messages and different chunks the last to finish is found. Of a conversation's heads the last
-        four to be used keep their turns.
+        Of turns with equal messages and different chunks the last to finish is found. Of a
+        conversation's heads the last four to be used keep their turns.
         """
         if sum(each.cost for each in (*base_turns, turn)) <= self.max_tokens:
             conversation = self._found.get(key)
             turns = conversation.by_head.get(head, {}) if conversation else {}
             base = turns.get(base_turns[-1].messages_hash) if base_turns else None
-            if base is None or _history(base) != tuple(base_turns):  # shortened, or forgotten meanwhile
+            # shortened, or forgotten meanwhile
+            if base is None or _history(base) != tuple(base_turns):
                 base = None
                 for each in base_turns:
                     base = self._add(key, each, base, head)
@@ -187,7 +212,8 @@ class ConversationMap:
         self._keep_bounds(now)
 
     def keep(self, key: ConversationKey, turn: Turn, now: float) -> None:
-        """Store a turn that has no answer that could be history: it is found by what it names alone."""
+        """Store a turn that has no answer that could be history:
+        it is found by what it names alone."""
         if turn.cost <= self.max_tokens:
             self._use(self._add(key, turn, None, None), now)
         self._keep_bounds(now)
@@ -211,7 +237,9 @@ class ConversationMap:
             stored.last_access = now
             self._by_use.move_to_end(stored)
 
-    def _add(self, key: ConversationKey, turn: Turn, before: _Stored | None, head: str | None) -> _Stored:
+    def _add(
+        self, key: ConversationKey, turn: Turn, before: _Stored | None, head: str | None
+    ) -> _Stored:
         stored = _Stored(key, turn, before)
         if before is not None:
             before.num_ways += 1
@@ -277,11 +305,11 @@ def _history(last: _Stored) -> tuple[Turn, ...]:
 
 
 def running_hashes(messages: Sequence[Mapping[str, object]], *, after: str = "") -> tuple[str, ...]:
-    """After each message, the hash of it and all before it: equal hashes, equal histories. `after` is the hash of what
-    came before the first.
+    """After each message, the hash of it and all before it: equal hashes, equal histories. `after`
+    is the hash of what came before the first.
 
-    A message counts with all its fields that hold something, in canonical JSON. Fields that are null or empty do not
-    count: clients send an answer back with some that the server never wrote.
+    A message counts with all its fields that hold something, in canonical JSON. Fields that are
+    null or empty do not count: clients send an answer back with some that the server never wrote.
 
     Raises:
         MessageError: a message that JSON cannot express; names its index.
@@ -290,8 +318,12 @@ def running_hashes(messages: Sequence[Mapping[str, object]], *, after: str = "")
     running = bytes.fromhex(after)
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise MessageError(f"message {index} must be an object but got {type(message).__name__}")
-        fields = {name: value for name, value in message.items() if value not in (None, "", [], {}, ())}
+            raise MessageError(
+                f"message {index} must be an object but got {type(message).__name__}"
+            )
+        fields = {
+            name: value for name, value in message.items() if value not in (None, "", [], {}, ())
+        }
         try:
             text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:
@@ -302,7 +334,8 @@ def running_hashes(messages: Sequence[Mapping[str, object]], *, after: str = "")
 
 
 def keep_recent(turns: Sequence[Turn], num_tokens_budget: int) -> tuple[Turn, ...]:
-    """Drop the oldest turns until the others fit the budget (CRAFT 4.3 says why that is safe); maybe all of them."""
+    """Drop the oldest turns until the others fit the budget (CRAFT 4.3 says why that is safe);
+    maybe all of them."""
     num_tokens, first = 0, len(turns)
     while first and num_tokens + turns[first - 1].num_tokens <= num_tokens_budget:
         first -= 1
@@ -311,7 +344,8 @@ def keep_recent(turns: Sequence[Turn], num_tokens_budget: int) -> tuple[Turn, ..
 
 
 def shown(turns: Sequence[Turn], policy: ShownPolicy) -> frozenset[ChunkId]:
-    """The chunks a next turn need not send again: `kept` those in these turns, `paper` also those of departed turns.
+    """The chunks a next turn need not send again: `kept` those in these turns, `paper` also those
+    of departed turns.
 
     Raises:
         PolicyError: unknown policy.

@@ -1,9 +1,11 @@
-"""What serving a prompt takes, in seconds: fitted to what was measured, so that a plan can compare moving KV with computing it.
+"""What serving a prompt takes, in seconds: fitted to what was measured, so that a plan can compare
+moving KV with computing it.
 
     seconds = calls * fixed + tokens * each + pairs * attended         one line a phase, coefficients at least 0
 
-`pairs` counts the keys that the tokens attend to, summed over tokens. Least squares of the relative error, over the measurements
-made at the start and over what was observed since, of which older ones count less and less. Pure: it reads no clock.
+`pairs` counts the keys that the tokens attend to, summed over tokens. Least squares of the relative
+error, over the measurements made at the start and over what was observed since, of which older ones
+count less and less. Pure: it reads no clock.
 """
 
 from __future__ import annotations
@@ -68,18 +70,21 @@ NOMINAL: Costs = {
     Phase.HOST: Line(each=0.002),
     Phase.LOAD: Line(each=0.001),
 }
-"""In units of a computed token, where nothing was measured: moving costs nearly nothing, from the host twice as much."""
+"""In units of a computed token, where nothing was measured:
+moving costs nearly nothing, from the host twice as much."""
 
 
 def extend_work(start: int, end: int, *, piece: int | None = None) -> Work:
-    """SGLang's prefill of positions `[start, end)` over all before them, `piece` tokens a call; None: all in one."""
+    """SGLang's prefill of positions `[start, end)` over all before them, `piece` tokens a call;
+    None: all in one."""
     num_tokens = end - start
     calls = -(-num_tokens // piece) if piece else num_tokens > 0
     return Work(calls, num_tokens, (end * (end + 1) - start * (start + 1)) / 2)
 
 
 def through(share: float, num_tokens: int, num_keys: int) -> Work:
-    """A pass of tokens over so many keys, through a share of the model's layers. None without tokens."""
+    """A pass of tokens over so many keys, through a share of the model's layers.
+    None without tokens."""
     return Work(num_tokens > 0, share * num_tokens, share * num_tokens * num_keys)
 
 
@@ -89,16 +94,18 @@ def seconds(costs: Costs, works: Mapping[Phase, Work]) -> float:
 
 
 TRIED_EVERY = 32
-"""Of the moves and loads that are estimated not to pay one in so many is made: what never runs is never observed, and what was
-measured while the machine was busy would look dear for ever. It costs a hundredth or two of the time."""
+"""Of the moves and loads that are estimated not to pay one in so many is made: what never runs is
+never observed, and what was measured while the machine was busy would look dear for ever. It costs
+a hundredth or two of the time."""
 MEMORY = 64
 """Observations of a phase that count, about."""
 PRIOR = 4.0
-"""Observations that the measurements made at the start stand for, however many they are; fewer the more there are of others: a
-tenth of it decides where those say nothing."""
+"""Observations that the measurements made at the start stand for, however many they are; fewer the
+more there are of others: a tenth of it decides where those say nothing."""
 MAX_SURPRISE = 3.0
-"""An observation counts as at most this multiple of its estimate, and at least its reciprocal: a machine that stood still says
-nothing of the next pass, and a clock that did would make a phase look free."""
+"""An observation counts as at most this multiple of its estimate, and at least its reciprocal: a
+machine that stood still says nothing of the next pass, and a clock that did would make a phase look
+free."""
 
 
 @dataclass(slots=True)
@@ -123,7 +130,10 @@ class _Sums:
         self.gram = [[by * x for x in row] for row in self.gram]
 
     def plus(self, other: _Sums, share: float) -> _Sums:
-        gram = [[x + share * y for x, y in zip(*rows, strict=True)] for rows in zip(self.gram, other.gram, strict=True)]
+        gram = [
+            [x + share * y for x, y in zip(*rows, strict=True)]
+            for rows in zip(self.gram, other.gram, strict=True)
+        ]
         right = [x + share * y for x, y in zip(self.right, other.right, strict=True)]
         return _Sums(gram, right, self.weight + share * other.weight)
 
@@ -135,7 +145,9 @@ class CostModel:
         self._measured = {phase: _Sums() for phase in Phase}
         self._observed = {phase: _Sums() for phase in Phase}
         self._costs: dict[Phase, Line] = dict.fromkeys(Phase, Line())
-        self._errors: dict[Phase, deque[float]] = {phase: deque(maxlen=4 * MEMORY) for phase in Phase}
+        self._errors: dict[Phase, deque[float]] = {
+            phase: deque(maxlen=4 * MEMORY) for phase in Phase
+        }
         self._mean_work = Work()
         """Of the prefills observed, as they are forgotten."""
         self.num_observed = dict.fromkeys(Phase, 0)
@@ -174,29 +186,40 @@ class CostModel:
         return dict(self._costs)
 
     def _pace(self) -> float:
-        """What prefill takes now over what it took at the start: for the work observed, by either line."""
-        measured, observed = (_solve(sums[Phase.EXTEND]) for sums in (self._measured, self._observed))
+        """What prefill takes now over what it took at the start:
+        for the work observed, by either line."""
+        measured, observed = (
+            _solve(sums[Phase.EXTEND]) for sums in (self._measured, self._observed)
+        )
         work = self._mean_work
         before, now = measured.seconds(work), observed.seconds(work)
         return now / before if before > 0 and now > 0 else 1.0
 
     def stats(self) -> dict[str, dict[str, float | None]]:
-        """By phase: the line in seconds, and the relative error of its estimates, median and 90th percentile of the last 256."""
+        """By phase: the line in seconds, and the relative error of its estimates,
+        median and 90th percentile of the last 256."""
         return {
-            phase.value: {**line._asdict(), "observed": self.num_observed[phase], **spread(self._errors[phase])}
+            phase.value: {
+                **line._asdict(),
+                "observed": self.num_observed[phase],
+                **spread(self._errors[phase]),
+            }
             for phase, line in self._costs.items()
         }
 
 
 def _solve(sums: _Sums) -> Line:
-    """The non-negative coefficients with the least error: of every subset of them, the best that needs no constraint."""
+    """The non-negative coefficients with the least error:
+    of every subset of them, the best that needs no constraint."""
     best, least = (
         Line(),
         0.0,
     )  # all zero: an error of 1 each, from which the others are told apart by what they take away
     for size in (1, 2, 3):
         for chosen in combinations(range(3), size):
-            found = _gauss([[sums.gram[i][j] for j in chosen] for i in chosen], [sums.right[i] for i in chosen])
+            found = _gauss(
+                [[sums.gram[i][j] for j in chosen] for i in chosen], [sums.right[i] for i in chosen]
+            )
             if found is None or min(found) < 0:
                 continue
             gained = sum(x * sums.right[i] for x, i in zip(found, chosen, strict=True))
@@ -225,7 +248,9 @@ def _gauss(matrix: list[list[float]], right: Sequence[float]) -> list[float] | N
                 below[j] -= factor * rows[i][j]
     found = [0.0] * size
     for i in reversed(range(size)):
-        found[i] = (rows[i][size] - sum(rows[i][j] * found[j] for j in range(i + 1, size))) / rows[i][i]
+        found[i] = (rows[i][size] - sum(rows[i][j] * found[j] for j in range(i + 1, size))) / rows[
+            i
+        ][i]
     return [x / s for x, s in zip(found, scale, strict=True)]
 
 

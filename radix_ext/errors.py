@@ -18,7 +18,8 @@ from collections.abc import Iterable, Sequence
 
 
 class CallerError(ValueError):
-    """What the caller passed cannot be served; the message names the argument, the limit and the value."""
+    """What the caller passed cannot be served;
+    the message names the argument, the limit and the value."""
 
 
 class ChunkError(CallerError):

@@ -14,7 +14,8 @@ AskedRatio = float | Literal["auto"] | None
 
 
 class Need(StrEnum):
-    """Evidence that a selector reads. It has to be measured first: on the request, or when a chunk enters the store."""
+    """Evidence that a selector reads.
+    It has to be measured first: on the request, or when a chunk enters the store."""
 
     QUESTION = "question"
     """What the question attends to, in one layer."""
@@ -39,7 +40,8 @@ NEEDS: Mapping[str, frozenset[Need]] = {
 
 @dataclass(frozen=True, slots=True)
 class FusionRequest:
-    """What a request that opted into moved KV asks for, defaults filled in. Crosses the process border as it is.
+    """What a request that opted into moved KV asks for, defaults filled in. Crosses the process
+    border as it is.
 
     Raises:
         ValueError: a ratio outside 0 to 1.
@@ -54,24 +56,28 @@ class FusionRequest:
     alpha: float | None = None
     """Cache-Craft's scale of eq. 12. None: solved for so that the mean CFO is `ratio`."""
     focus: Focus = "off"
-    """What becomes of the tokens chosen in chunks that the question does not attend to (Cache-Craft, algorithm 1): "spare" leaves
-    them as moved."""
+    """What becomes of the tokens chosen in chunks that the question does not attend to
+    (Cache-Craft, algorithm 1): "spare" leaves them as moved."""
     fresh: frozenset[int] = frozenset()
     """Indices of spans that are computed even where a source exists."""
     always: bool = False
-    """Whether what can be moved is moved, also where computing it is faster. No part of the recipe."""
+    """Whether what can be moved is moved, also where computing it is faster.
+    No part of the recipe."""
     plain: bool = False
-    """Whether only KV that was computed alone counts as a source: the neighbours of a chunk to preprocess (FusionRAG eq. 10)."""
+    """Whether only KV that was computed alone counts as a source:
+    the neighbours of a chunk to preprocess (FusionRAG eq. 10)."""
     depth: int | None = 2
-    """The layer, counted from 1, whose KV `deviation` and `critical` compare; beyond the model's layers the last. None: the
-    calibrated one."""
+    """The layer, counted from 1, whose KV `deviation` and `critical` compare; beyond the model's
+    layers the last. None: the calibrated one."""
     layer: int | None = 0
-    """The layer, counted from 1, whose attention `query` and `critical` read; 0: the last. None: the calibrated one."""
+    """The layer, counted from 1, whose attention `query` and `critical` read; 0: the last.
+    None: the calibrated one."""
     quality: float | None = None
-    """Twice as many tokens as restore this share of the most that recomputing up to 30% restored when the model was calibrated.
-    None: `ratio` of them."""
+    """Twice as many tokens as restore this share of the most that recomputing up to 30% restored
+    when the model was calibrated. None: `ratio` of them."""
     above: float | None = None
-    """With `quality`, from the calibration: tokens whose KV deviates more than this are recomputed, `ratio` of them at most."""
+    """With `quality`, from the calibration: tokens whose KV deviates more than this are recomputed,
+    `ratio` of them at most."""
     own_needs: frozenset[Need] = frozenset()
     """What a selector that is none of ours reads."""
     expected: float | None = None
@@ -115,7 +121,8 @@ class FusionRequest:
 
     @property
     def asks_the_question(self) -> bool:
-        """Whether the choice depends on the question: then only requests with the same question share fused KV."""
+        """Whether the choice depends on the question:
+        then only requests with the same question share fused KV."""
         return Need.QUESTION in self.needs or self.focus != "off"
 
     @property
@@ -125,12 +132,17 @@ class FusionRequest:
 
     @property
     def cheaper(self) -> FusionRequest | None:
-        """The same with a choice that takes less: by the question alone in place of `critical`, else each chunk's first tokens.
-        None: it needs no measuring itself, or it has a quality to keep that nothing else is known to keep.
+        """The same with a choice that takes less: by the question alone in place of `critical`,
+        else each chunk's first tokens. None: it needs no measuring itself, or it has a quality to
+        keep that nothing else is known to keep.
 
         Its recipe is another one, so that what it makes is told apart.
         """
-        if not self.is_choice or self.quality is not None or not (self.asks_the_question or self.compares_kv):
+        if (
+            not self.is_choice
+            or self.quality is not None
+            or not (self.asks_the_question or self.compares_kv)
+        ):
             return None
         selector = {"context": "context", "critical": "query"}.get(self.selector, "first")
         recipe = f"{self.recipe}/by={selector}"
@@ -143,11 +155,13 @@ class FusionRequest:
 
 
 QUESTION = "/question="
-"""In a recipe: what follows names the question, or the one prompt, that the fused KV was made for."""
+"""In a recipe: what follows names the question, or the one prompt,
+that the fused KV was made for."""
 
 
 def question_tokens(fusion: FusionRequest, question_len: int, *, window: int) -> int:
-    """Tokens that the question pass runs for such a request: the last `window` of the `question_len` after its chunks.
+    """Tokens that the question pass runs for such a request: the last `window` of the
+    `question_len` after its chunks.
 
     0 where its choice does not depend on the question.
     """
@@ -155,7 +169,8 @@ def question_tokens(fusion: FusionRequest, question_len: int, *, window: int) ->
 
 
 def asked_layers(fusion: FusionRequest, num_layers: int) -> int:
-    """Layers that the question runs through, of a model of `num_layers`: up to the last one that is read."""
+    """Layers that the question runs through, of a model of `num_layers`:
+    up to the last one that is read."""
     if fusion.focus != "off" or Need.ALL_LAYERS in fusion.needs:
         return num_layers
     return min(fusion.layer or num_layers, num_layers)
@@ -164,7 +179,8 @@ def asked_layers(fusion: FusionRequest, num_layers: int) -> int:
 MIN_AUTO, MAX_AUTO = 0.01, 0.4
 """Bounds of the share that a `quality` makes recompute. `critical` compares no more."""
 BY_CONTEXT, BY_QUESTION = 0.3, 0.1
-"""Shares of the moved tokens that `critical` compares: proposed by what they attend to, and by what the question attends to."""
+"""Shares of the moved tokens that `critical` compares:
+proposed by what they attend to, and by what the question attends to."""
 
 
 def proposed_share(fusion: FusionRequest) -> tuple[float, float]:

@@ -1,7 +1,8 @@
 """Recent heads of each tenant: what stood in front of its chunks, and where two heads part.
 
-A head is its token ids up to the first chunk, and an outline: the parts of the request that it was rendered from, by name. Tokens
-say where two heads part, outlines in which part. Of a tenant the last few are kept, of all tenants so many bytes.
+A head is its token ids up to the first chunk, and an outline: the parts of the request that it was
+rendered from, by name. Tokens say where two heads part, outlines in which part. Of a tenant the
+last few are kept, of all tenants so many bytes.
 """
 
 import json
@@ -20,7 +21,8 @@ _PART_BYTES = 100  # a name and a hash
 
 
 class Parting(NamedTuple):
-    """Where a head and another one part: the first part that differs, and the first token. None: not known."""
+    """Where a head and another one part: the first part that differs, and the first token.
+    None: not known."""
 
     field: str | None
     token: int | None
@@ -37,7 +39,8 @@ class _Head(NamedTuple):
 
 
 class Heads:
-    """`max_heads` of each tenant, of each at most `max_tokens`, and `max_bytes` in all; the least recently noted leave.
+    """`max_heads` of each tenant, of each at most `max_tokens`, and `max_bytes` in all; the least
+    recently noted leave.
 
     A head that is known costs O(1), a new one O(its length).
 
@@ -46,7 +49,11 @@ class Heads:
     """
 
     def __init__(self, *, max_heads: int, max_tokens: int, max_bytes: int) -> None:
-        for name, value in (("max_heads", max_heads), ("max_tokens", max_tokens), ("max_bytes", max_bytes)):
+        for name, value in (
+            ("max_heads", max_heads),
+            ("max_tokens", max_tokens),
+            ("max_bytes", max_bytes),
+        ):
             check_at_least(name, value, 1)
         self.max_heads, self.max_tokens, self.max_bytes = max_heads, max_tokens, max_bytes
         self._tenants: OrderedDict[str, OrderedDict[str, _Head]] = OrderedDict()
@@ -68,11 +75,19 @@ class Heads:
             self._num_bytes -= sum(each.nbytes for each in forgotten.values())
 
     def parting(
-        self, tenant: str, name: str, ids: Sequence[int], outline: Outline, *, among: Collection[str]
+        self,
+        tenant: str,
+        name: str,
+        ids: Sequence[int],
+        outline: Outline,
+        *,
+        among: Collection[str],
     ) -> Parting | None:
-        """Where this head parts from the one of these that it has most in common with; if none of them is kept, from the nearest
-        of the tenant's others. None: the tenant has no other."""
-        known = {other: head for other, head in self._tenants.get(tenant, {}).items() if other != name}
+        """Where this head parts from the one of these that it has most in common with; if none of
+        them is kept, from the nearest of the tenant's others. None: the tenant has no other."""
+        known = {
+            other: head for other, head in self._tenants.get(tenant, {}).items() if other != name
+        }
         others = [head for other, head in known.items() if other in among] or [*known.values()]
         if not others:
             return None
@@ -96,12 +111,19 @@ class Heads:
 
     def _head(self, ids: Sequence[int], outline: Outline) -> _Head:
         kept = ids[: self.max_tokens]
-        parts = tuple((name, hash(json.dumps(value, sort_keys=True, default=str))) for name, value in outline)
-        return _Head(kept if isinstance(kept, array) else array("i", kept), len(ids) <= self.max_tokens, parts)
+        parts = tuple(
+            (name, hash(json.dumps(value, sort_keys=True, default=str))) for name, value in outline
+        )
+        return _Head(
+            kept if isinstance(kept, array) else array("i", kept),
+            len(ids) <= self.max_tokens,
+            parts,
+        )
 
 
 def _common_len(first: "array[int]", second: "array[int]") -> int:
-    """Leading items that two arrays of one type have in common; by halving, since comparing bytes is fast."""
+    """Leading items that two arrays of one type have in common;
+    by halving, since comparing bytes is fast."""
     one, other = memoryview(first).cast("B"), memoryview(second).cast("B")
     low, high, size = 0, min(len(first), len(second)), first.itemsize
     while low < high:

@@ -1,11 +1,13 @@
-"""What a fused request computes although it could be moved, so that those who follow find it exactly.
+"""What a fused request computes although it could be moved, so that those who follow find it
+exactly.
 
     exact prefix | I | U U | M M M | question      I: promoted, cached elsewhere. U: not cached. M: cached elsewhere
 
-Moved KV ends the exact chain for everybody. So a fused request lets its chain grow before it moves the rest: by I, at most
-`Growth.num_chunks` a request, and by U, which it has to compute anyway and which therefore stands before M. A request of ten
-known chunks is thus exact after ten repetitions and not at once, as LZ78 lets its phrases grow by one symbol each time.
-What is given up is known: a chunk of n tokens costs n instead of ratio x n through the model, once.
+Moved KV ends the exact chain for everybody. So a fused request lets its chain grow before it moves
+the rest: by I, at most `Growth.num_chunks` a request, and by U, which it has to compute anyway and
+which therefore stands before M. A request of ten known chunks is thus exact after ten repetitions
+and not at once, as LZ78 lets its phrases grow by one symbol each time. What is given up is known: a
+chunk of n tokens costs n instead of ratio x n through the model, once.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ class Growth(NamedTuple):
     num_chunks: int
     """Per request, of the chunks that could be moved; 0: none."""
     threshold: int
-    """Accesses within the window, this request's included, from which a chunk is promoted (CRAFT 4.2)."""
+    """Accesses within the window, this request's included, from which a chunk is promoted (CRAFT
+    4.2)."""
 
     def tail(self, chunks: Sequence[Chunk], table: AccessTable) -> list[Chunk]:
-        """The order after the cached chain: the chunks to grow by, those without an access, the others.
+        """The order after the cached chain: the chunks to grow by, those without an access, the
+        others.
 
         Args:
             chunks: in retriever order, which each part keeps.
@@ -48,15 +52,18 @@ def exact_gaps(
     num_chunks: int,
     can_move: Callable[[ChunkId], bool],
 ) -> frozenset[int]:
-    """Indices of the spans from `start` on that are computed exactly: the run up to the first one that is moved.
+    """Indices of the spans from `start` on that are computed exactly: the run up to the first one
+    that is moved.
 
-    A span that can be moved is one of them if all spans up to it are promoted: only such a chain is asked for again.
+    A span that can be moved is one of them if all spans up to it are promoted: only such a chain is
+    asked for again.
 
     Args:
         start, limit: in tokens: end of the exact prefix, and how far a plan may go.
         promoted_len: leading spans over the threshold.
         num_chunks: how many that can be moved there may be; 0: there are no exact gaps.
-        can_move: whether there is a source; asked once for each span of the run and for the one that ends it.
+        can_move: whether there is a source; asked once for each span of the run and for the one
+            that ends it.
     """
     run, num_grown = list[int](), 0
     for index, span in enumerate(leading_area(spans) if num_chunks else ()):

@@ -1,4 +1,5 @@
-"""What is loaded from a slower tier for a request, where that pays, and how long the request waits for it."""
+"""What is loaded from a slower tier for a request, where that pays,
+and how long the request waits for it."""
 
 from __future__ import annotations
 
@@ -16,12 +17,18 @@ MEMORY = 8
 
 
 def worth_loading(
-    variants: Iterable[Variant], before: Collection[ChunkId], head: str, *, max_variants: int, alone: bool = False
+    variants: Iterable[Variant],
+    before: Collection[ChunkId],
+    head: str,
+    *,
+    max_variants: int,
+    alone: bool = False,
 ) -> list[Variant]:
-    """Of one chunk's variants those to load, best first: preprocessed ones, then what has seen most of the chunks before it.
+    """Of one chunk's variants those to load, best first: preprocessed ones, then what has seen most
+    of the chunks before it.
 
-    Where one was computed behind this head, others are left out. Among equals the shorter prefix comes first, then the latest
-    one.
+    Where one was computed behind this head, others are left out. Among equals the shorter prefix
+    comes first, then the latest one.
 
     Args:
         before: the chunks before it in the request.
@@ -46,7 +53,8 @@ def worth_loading(
 class LoadTimes:
     """What loads take, by what the last ones took: a fixed part and seconds a byte.
 
-    The line through medians (Theil and Sen), which no single load that was held up can bend. Pure: it reads no clock.
+    The line through medians (Theil and Sen), which no single load that was held up can bend. Pure:
+    it reads no clock.
     """
 
     def __init__(self) -> None:
@@ -61,7 +69,8 @@ class LoadTimes:
             for left, right in combinations(self._seen, 2)
             if left[0] != right[0]
         ]
-        # Of one size nobody can tell the parts apart: all to the bytes. Of nearly one size noise makes any slope: at most that.
+        # Of one size nobody can tell the parts apart: all to the bytes. Of nearly one size noise
+        # makes any slope: at most that.
         whole = median(taken / size for size, taken in self._seen)
         self._each = min(max(0.0, median(pairs)), whole) if pairs else whole
         self._fixed = max(0.0, median(taken - self._each * size for size, taken in self._seen))
@@ -74,8 +83,8 @@ class LoadTimes:
 class Patience:
     """How long a request that could be admitted waits for its loads.
 
-    At most a share of what computing them instead takes, so a wait in vain costs no more than that. After one, only one of
-    `TRIED_EVERY` requests waits, until loads come in time again.
+    At most a share of what computing them instead takes, so a wait in vain costs no more than that.
+    After one, only one of `TRIED_EVERY` requests waits, until loads come in time again.
     """
 
     def __init__(self, share: float) -> None:
@@ -85,7 +94,8 @@ class Patience:
         """Requests that have not waited since the last wait in vain."""
 
     def seconds(self, load: float | None, compute: float) -> float:
-        """How long to wait. `load`: what the loads are estimated to take from now on; None: nothing was loaded yet."""
+        """How long to wait. `load`: what the loads are estimated to take from now on;
+        None: nothing was loaded yet."""
         most = self.share * compute
         if not most or (load or 0.0) > most:
             return 0.0

@@ -1,11 +1,13 @@
-"""Which chunk of a prompt is moved from which source: the plan of a promise. Pure: no tensors, no tree, nothing allocated.
+"""Which chunk of a prompt is moved from which source: the plan of a promise. Pure: no tensors, no
+tree, nothing allocated.
 
     prompt    head | A | B | C | D | question        A is the exact prefix
     pieces             gap  C   -                    B cached nowhere, C found: [B, C] is promised, D and the rest prefilled
 
-Pieces follow each other without holes from `start` to `end`. A gap is computed in the recompute pass, so that a hit after it
-still counts. It is only promised where a hit follows. Chunks are moved whole or not at all. Every hit is a place to end: the plan
-ends where the estimated time to the first token is least, and moves nothing where computing everything takes as long.
+Pieces follow each other without holes from `start` to `end`. A gap is computed in the recompute
+pass, so that a hit after it still counts. It is only promised where a hit follows. Chunks are moved
+whole or not at all. Every hit is a place to end: the plan ends where the estimated time to the
+first token is least, and moves nothing where computing everything takes as long.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class Candidate(Protocol):
 
     @property
     def outward(self) -> object | None:
-        """What each of its tokens attends to beyond it, in the calibrated heads. None: not known."""
+        """What each of its tokens attends to beyond it, in the calibrated heads.
+        None: not known."""
         ...
 
     @property
@@ -88,7 +91,8 @@ class Piece:
     overlap: int = 0
     """Of these, chunks that were before the source as well."""
     cfo: float | None = None
-    """Cache-Craft's fix overhead with alpha 1, estimated by `fix_overhead` where the source is not scored. None: a gap."""
+    """Cache-Craft's fix overhead with alpha 1, estimated by `fix_overhead` where the source is not
+    scored. None: a gap."""
     other_head: bool = False
     """The source's KV was computed after another head."""
 
@@ -162,11 +166,13 @@ class Limits:
 
 
 MIN_GAIN = 0.05
-"""Of the time to the first token: estimates are off by about as much, and moved KV is never better than computed KV."""
+"""Of the time to the first token: estimates are off by about as much,
+and moved KV is never better than computed KV."""
 
 
 def has_room(num_idle: int, num_tokens: int, *, reserve: int, num_after: int) -> bool:
-    """Whether slots that are free or evictable hold what is moved and leave room for an extend. All in tokens.
+    """Whether slots that are free or evictable hold what is moved and leave room for an extend. All
+    in tokens.
 
     Args:
         num_tokens: slots that the move takes.
@@ -192,29 +198,46 @@ def make_plan(
 ) -> ReusePlan:
     """Plan the region after the cached prefix `[0, start)`, no further than `limit`.
 
-    `candidates` is asked once per chunk, with its head; an empty answer makes the chunk a gap. `heads` is `text_before` of the
-    prompt.
+    `candidates` is asked once per chunk, with its head; an empty answer makes the chunk a gap.
+    `heads` is `text_before` of the prompt.
 
     Args:
-        exact: indices of spans that are computed although a source exists, which stand right after the prefix. They count
-            against no gap limit.
+        exact: indices of spans that are computed although a source exists, which stand right after
+            the prefix. They count against no gap limit.
         num_tokens: of the prompt. None: `limit`.
-        costs: None: what can be moved is moved, as `always` asks and as a `plain` request does, which moves chunks for what
-            their KV is.
-        may_be_cheaper: whether `fusion.cheaper` may take its place; not behind fused KV of the recipe itself.
+        costs: None: what can be moved is moved, as `always` asks and as a `plain` request does,
+            which moves chunks for what their KV is.
+        may_be_cheaper: whether `fusion.cheaper` may take its place; not behind fused KV of the
+            recipe itself.
     """
     if fusion.plain or fusion.always:
         costs = None
     price = costs or NOMINAL
-    chosen = _choose(spans, start, limit, candidates, fusion, heads or ("",) * len(spans), exact, price)
+    chosen = _choose(
+        spans, start, limit, candidates, fusion, heads or ("",) * len(spans), exact, price
+    )
     if not chosen:
-        is_left = any(s.start >= start and s.end <= limit and i not in exact for i, s in enumerate(spans))
+        is_left = any(
+            s.start >= start and s.end <= limit and i not in exact for i, s in enumerate(spans)
+        )
         return ReusePlan((), (NotMoved.NO_SOURCE,) if is_left else ())
-    walk = _Walk(spans, chosen, exact, start, limit, num_tokens or limit, limits, price, must_pay=costs is not None)
+    walk = _Walk(
+        spans,
+        chosen,
+        exact,
+        start,
+        limit,
+        num_tokens or limit,
+        limits,
+        price,
+        must_pay=costs is not None,
+    )
     if costs is None:
         cuts, fallbacks = walk.cuts(fusion)
         return walk.plan(cuts[-1], fallbacks) if cuts else ReusePlan((), fallbacks)
-    computed = price[Phase.EXTEND].seconds(extend_work(start, walk.num_tokens, piece=limits.prefill_tokens))
+    computed = price[Phase.EXTEND].seconds(
+        extend_work(start, walk.num_tokens, piece=limits.prefill_tokens)
+    )
     estimate, is_dear = Estimate(computed, computed), False
     for choice in filter(None, (fusion, fusion.cheaper if may_be_cheaper else None)):
         cuts, fallbacks = walk.cuts(choice)
@@ -224,10 +247,14 @@ def make_plan(
         estimate = Estimate(seconds(price, best.works), computed)
         if estimate.planned <= (1 - MIN_GAIN) * computed:
             is_all = best is cuts[-1] and not walk.num_refused
-            return walk.plan(best, fallbacks if is_all else (*fallbacks, NotMoved.NOT_WORTH_IT), estimate)
+            return walk.plan(
+                best, fallbacks if is_all else (*fallbacks, NotMoved.NOT_WORTH_IT), estimate
+            )
         is_dear = True
     is_dear = is_dear or walk.num_refused > 0
-    return ReusePlan((), (*fallbacks, NotMoved.NOT_WORTH_IT) if is_dear else fallbacks, estimate=estimate)
+    return ReusePlan(
+        (), (*fallbacks, NotMoved.NOT_WORTH_IT) if is_dear else fallbacks, estimate=estimate
+    )
 
 
 class _Cut(NamedTuple):
@@ -292,7 +319,9 @@ class _Walk:
                     math.ceil(share * moved_len) if fusion.recomputes else 0
                     for share in (fusion.ratio, fusion.expected_ratio)
                 )
-            measured, works = self._works(span.end, expected + gap_len, compared and compared + gap_len, fusion)
+            measured, works = self._works(
+                span.end, expected + gap_len, compared and compared + gap_len, fusion
+            )
             if gap_len - exact_len > self.limits.max_gap_tokens:
                 return found, (NotMoved.GAP_TOO_LONG,)
             if gap_len + recomputed + measured > self.limits.max_pass_tokens:
@@ -303,9 +332,18 @@ class _Walk:
             found.append(_Cut(len(self.pieces), fusion, recomputed, measured, {**moves, **works}))
         return found, ()
 
-    def plan(self, cut: _Cut, fallbacks: tuple[str, ...], estimate: Estimate | None = None) -> ReusePlan:
+    def plan(
+        self, cut: _Cut, fallbacks: tuple[str, ...], estimate: Estimate | None = None
+    ) -> ReusePlan:
         """The plan of the last walk that ends there."""
-        return ReusePlan(tuple(self.pieces[: cut.num_pieces]), fallbacks, *cut[2:4], cut.fusion, cut.works, estimate)
+        return ReusePlan(
+            tuple(self.pieces[: cut.num_pieces]),
+            fallbacks,
+            *cut[2:4],
+            cut.fusion,
+            cut.works,
+            estimate,
+        )
 
     def _works(
         self, end: int, num_computed: int, num_compared: int, fusion: FusionRequest
@@ -316,18 +354,25 @@ class _Walk:
         layers = self.limits.num_layers
         works = {
             Phase.QUESTION: through(asked_layers(fusion, layers) / layers, asked, end),
-            Phase.DEVIATION: through(min(fusion.depth or layers, layers) / layers, num_compared, end),
+            Phase.DEVIATION: through(
+                min(fusion.depth or layers, layers) / layers, num_compared, end
+            ),
             Phase.RECOMPUTE: through(1, num_computed, end),
             Phase.EXTEND: extend_work(end, self.num_tokens, piece=self.limits.prefill_tokens),
         }
         return math.ceil(works[Phase.QUESTION].tokens + works[Phase.DEVIATION].tokens), works
 
     def _pays(self, piece: Piece, fusion: FusionRequest) -> bool:
-        """Whether the chunk is moved and recomputed in less time than it is computed in the pass."""
+        """Whether the chunk is moved and recomputed in less time than it is computed in the
+        pass."""
         assert piece.source is not None
         num_tokens = piece.end - piece.start
         computed = self.price[Phase.RECOMPUTE].seconds(Work(0, num_tokens, num_tokens * piece.end))
-        share = _num_by_alpha(piece, fusion) / num_tokens if _goes_by_alpha(fusion) else fusion.expected_ratio
+        share = (
+            _num_by_alpha(piece, fusion) / num_tokens
+            if _goes_by_alpha(fusion)
+            else fusion.expected_ratio
+        )
         moved = self.price[_tier(piece.source)].seconds(_move_of(piece.source, piece))
         return moved + (share if fusion.recomputes else 0) * computed < computed
 
@@ -336,7 +381,11 @@ def num_compared(piece: Piece, fusion: FusionRequest) -> int:
     """Tokens of a moved chunk that are compared with computed KV, estimated."""
     if not (fusion.is_choice and fusion.compares_kv):
         return 0
-    is_proposed = fusion.selector == "critical" and piece.source is not None and piece.source.outward is not None
+    is_proposed = (
+        fusion.selector == "critical"
+        and piece.source is not None
+        and piece.source.outward is not None
+    )
     share = min(1.0, sum(proposed_share(fusion))) if is_proposed else 1.0
     return math.ceil(share * (piece.end - piece.start))
 
@@ -346,7 +395,8 @@ def _goes_by_alpha(fusion: FusionRequest) -> bool:
 
 
 def _num_by_alpha(piece: Piece, fusion: FusionRequest) -> int:
-    """Tokens of a moved chunk that `context` takes at the request's alpha; by the ratio where its source is not scored."""
+    """Tokens of a moved chunk that `context` takes at the request's alpha;
+    by the ratio where its source is not scored."""
     is_scored = piece.source is not None and piece.source.scores is not None
     share = min(1.0, (fusion.alpha or 0.0) * (piece.cfo or 0.0)) if is_scored else fusion.ratio
     return math.ceil(share * (piece.end - piece.start))
@@ -371,14 +421,21 @@ def _choose(
     exact: Collection[int],
     price: Costs,
 ) -> dict[int, Piece]:
-    """Span index -> the piece that moves it from its best source, one computed after another head only if there is no other."""
+    """Span index -> the piece that moves it from its best source,
+    one computed after another head only if there is no other."""
     ids = [span.chunk for span in spans]
     offered = {  # among equals the first is taken: one that need not be rotated
         index: tuple(
-            sorted(_admitted(candidates(span.chunk, head), fusion, head), key=lambda option: option.start != span.start)
+            sorted(
+                _admitted(candidates(span.chunk, head), fusion, head),
+                key=lambda option: option.start != span.start,
+            )
         )
         for index, (span, head) in enumerate(zip(spans, heads, strict=True))
-        if start <= span.start and span.end <= limit and index not in fusion.fresh and index not in exact
+        if start <= span.start
+        and span.end <= limit
+        and index not in fusion.fresh
+        and index not in exact
     }
     chosen = {}
     for index, options in offered.items():
@@ -404,11 +461,15 @@ def _choose(
     return chosen
 
 
-def _admitted(options: Sequence[Candidate], fusion: FusionRequest, head: str) -> Iterable[Candidate]:
+def _admitted(
+    options: Sequence[Candidate], fusion: FusionRequest, head: str
+) -> Iterable[Candidate]:
     """The sources that the request may use at all."""
     if not fusion.plain:
         return options
-    return (option for option in _after(head, options) if not (option.prefix or option.preprocessed))
+    return (
+        option for option in _after(head, options) if not (option.prefix or option.preprocessed)
+    )
 
 
 def _after(head: str, options: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -424,9 +485,9 @@ def _best(
     other_head: bool,
     price: Costs,
 ) -> int:
-    """Index of the source to move. Cache-Craft takes the lowest CFO. Otherwise preprocessed sources come first, as FusionRAG
-    wants them used, then what is worth most: the computation of the chunk's share that has seen what it sees here, counted in
-    chunks, less the move."""
+    """Index of the source to move. Cache-Craft takes the lowest CFO. Otherwise preprocessed sources
+    come first, as FusionRAG wants them used, then what is worth most: the computation of the
+    chunk's share that has seen what it sees here, counted in chunks, less the move."""
     if fusion.selector == "context":
         variants = [(option.prefix, option.scores) for option in options]
         return best_variant(variants, before, other_head=other_head)

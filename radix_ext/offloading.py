@@ -1,9 +1,11 @@
-"""Which exact chains host memory keeps when they leave the device, and which of them leave it (CRAFT 4.1, 4.2).
+"""Which exact chains host memory keeps when they leave the device, and which of them leave it
+(CRAFT 4.1, 4.2).
 
     on the device         A ── B ── C        the device has a chain down from its root, and so has the host
     in host memory        A ── B ── X        C is computed again once it has left, X is loaded behind B
 
-`worth_offloading` is the rule, for the live scheduler too. `HostTier` is a replay's host memory: the nodes it has, no KV.
+`worth_offloading` is the rule, for the live scheduler too. `HostTier` is a replay's host memory:
+the nodes it has, no KV.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ HOST_ADMISSIONS: tuple[HostAdmission, ...] = get_args(HostAdmission)
 
 
 def worth_offloading(admission: HostAdmission, *, hits: int, promoted: bool) -> bool:
-    """Whether a node is copied to host memory at the end of a request that used it, if its parent is there.
+    """Whether a node is copied to host memory at the end of a request that used it, if its parent
+    is there.
 
     Args:
-        admission: `reused`: a request has found it cached; `promoted`: it is promoted; `either` of them; `all`.
+        admission: `reused`: a request has found it cached; `promoted`: it is promoted; `either` of
+            them; `all`.
         hits: requests that found it cached, this one included.
     """
     match admission:
@@ -40,9 +44,11 @@ def worth_offloading(admission: HostAdmission, *, hits: int, promoted: bool) -> 
 
 
 class HostTier:
-    """The nodes of a tree that host memory has, whether or not the device has them too. Single-threaded.
+    """The nodes of a tree that host memory has, whether or not the device has them too.
+    Single-threaded.
 
-    A node's parent is there before it and stays as long as it does. Room is made before a copy, by the device's rule of eviction.
+    A node's parent is there before it and stays as long as it does. Room is made before a copy, by
+    the device's rule of eviction.
 
     Args:
         capacity, capacity_tokens: in nodes and in tokens, None for unlimited.
@@ -62,7 +68,11 @@ class HostTier:
     ) -> None:
         check_choice("host admission", admission, HOST_ADMISSIONS)
         self.num_tokens = self.num_offloaded = self.num_offloaded_tokens = self.num_evicted = 0
-        self._admission, self._capacity, self._capacity_tokens = admission, capacity, capacity_tokens
+        self._admission, self._capacity, self._capacity_tokens = (
+            admission,
+            capacity,
+            capacity_tokens,
+        )
         self._nodes: set[ChainNode] = set()
         self._num_children = Counter[ChainNode]()
         self._queue = EvictionQueue(tree, policy, window=window, is_leaf=self._is_leaf)
@@ -74,9 +84,11 @@ class HostTier:
         return node in self._nodes
 
     def offload(self, path: Sequence[ChainNode]) -> list[ChainNode]:
-        """A request has used this chain: copy those of its nodes that are worth it, as far as there is room.
+        """A request has used this chain: copy those of its nodes that are worth it, as far as there
+        is room.
 
-        Returns what left for that, children first. The caller drops what the device does not have. Nothing of the chain leaves.
+        Returns what left for that, children first. The caller drops what the device does not have.
+        Nothing of the chain leaves.
         """
         last, gone = None, list[ChainNode]()
         for node in path:
@@ -96,7 +108,9 @@ class HostTier:
 
     def violations(self) -> Iterator[str]:
         """What is wrong, for `check_integrity`."""
-        if any(parent.parent is not None and parent not in self._nodes for parent in self._num_children):
+        if any(
+            parent.parent is not None and parent not in self._nodes for parent in self._num_children
+        ):
             yield "host memory has a node without its parent"
         if self.num_tokens != sum(node.num_tokens for node in self._nodes):
             yield f"host memory has counted {self.num_tokens} tokens"
@@ -108,7 +122,8 @@ class HostTier:
     # Private, in order of use
 
     def _make_room(self, node: ChainNode, path: Sequence[ChainNode]) -> Iterator[ChainNode]:
-        # The queue names nothing of the chain: the request has used it, so its entries are stale until `offload` pushes its end.
+        # The queue names nothing of the chain: the request has used it, so its entries are stale
+        # until `offload` pushes its end.
         while not self._has_room(node) and (victim := self._queue.pop()) is not None:
             self._count(victim, -1)
             self.num_evicted += 1

@@ -1,19 +1,22 @@
-"""In which order a request's chunks go into the prompt, so that as many as possible continue a cached chain.
+"""In which order a request's chunks go into the prompt, so that as many as possible continue a
+cached chain.
 
 ```
 retriever   as the retriever ranked them
 frequency   descending count in the access table, ties by rank (CRAFT 4.2)
 tree        the deepest cached chain made of this request's chunks only, then the rest by `tail`:
             seen       chunks that the window has seen first, by rank among them and among the others; of a fused request
-                       only those that its exact chain grows by come before what the window has not seen (invest.py)
+                       only those that its exact chain grows by come before what the window has not
+                       seen (invest.py)
             rank       as the retriever ranked them
             frequency  descending count, ties by rank
 ```
-The search for the deepest chain goes level by level and looks into at most `max_visits` nodes. Where that is enough
-it is exact. On larger trees each level keeps the nodes with most hits, and some chain is always followed to its end.
+The search for the deepest chain goes level by level and looks into at most `max_visits` nodes.
+Where that is enough it is exact. On larger trees each level keeps the nodes with most hits, and
+some chain is always followed to its end.
 
-A request that moves KV by a recipe without the question follows the fused chains of this recipe too (CRAFT fig. 16), from where
-the exact chain ends, as a rank matches them:
+A request that moves KV by a recipe without the question follows the fused chains of this recipe too
+(CRAFT fig. 16), from where the exact chain ends, as a rank matches them:
 
     namespace ── A ─┬─ B                        an exact request for D, C, B, A     A B, then D C
                     └─ fused C ── fused D       a fused one for D, C, A             A C D
@@ -41,7 +44,8 @@ _LEVEL_SHARE = 4  # a level may spend a quarter of the visits left, so that deep
 
 
 class Ordering(NamedTuple):
-    """A decision: `chunks[:held_len]` are held, the next `planned_len` are only planned by requests under way.
+    """A decision: `chunks[:held_len]` are held, the next `planned_len` are only planned by requests
+    under way.
 
     The last `num_fused` of these are expected fused, by the request's recipe, the others exact.
     """
@@ -61,7 +65,8 @@ class Ordering(NamedTuple):
         return self.held_tokens + self.planned_tokens
 
     def worth(self, host_worth: float) -> int:
-        """What a router compares: `cached_tokens`, of which one in host memory counts as `host_worth`."""
+        """What a router compares: `cached_tokens`, of which one in host memory counts as
+        `host_worth`."""
         return self.cached_tokens - round((1 - host_worth) * self.host_tokens)
 
 
@@ -79,13 +84,15 @@ def order_chunks(
     growth: Growth | None = None,
     host_worth: float = 1.0,
 ) -> Ordering:
-    """Order one request's chunks, given in retriever order, for `rank` (None: any). Changes neither tree nor table.
+    """Order one request's chunks, given in retriever order, for `rank` (None: any). Changes neither
+    tree nor table.
 
-    `tail` matters for `tree` only. Of equally long chains (exact tokens, then all tokens, then chunks) the one that prefers the
-    retriever's first wins. `table` must not yet have observed this request, or all of its chunks would count as seen.
-    `recipe` has made the fused chains that the request may follow; None: exact chains alone. `growth` matters for the tail `seen`
-    behind an exact chain; None: an exact request. A token that `rank` has in host memory counts as `host_worth` tokens on the
-    device: 1 - time to load / time to compute it.
+    `tail` matters for `tree` only. Of equally long chains (exact tokens, then all tokens, then
+    chunks) the one that prefers the retriever's first wins. `table` must not yet have observed this
+    request, or all of its chunks would count as seen. `recipe` has made the fused chains that the
+    request may follow; None: exact chains alone. `growth` matters for the tail `seen` behind an
+    exact chain; None: an exact request. A token that `rank` has in host memory counts as
+    `host_worth` tokens on the device: 1 - time to load / time to compute it.
 
     Raises:
         PolicyError: unknown policy or tail.
@@ -96,7 +103,9 @@ def order_chunks(
     check_choice("tail", tail, TAIL_POLICIES)
     by_id = {chunk.id: chunk for chunk in chunks}
     if len(by_id) != len(chunks):
-        raise ChunkError(f"the chunks of a request must differ but {len(chunks) - len(by_id)} are repeated")
+        raise ChunkError(
+            f"the chunks of a request must differ but {len(chunks) - len(by_id)} are repeated"
+        )
     fused = {} if recipe is None else {fused_chunk(recipe, chunk.id): chunk.id for chunk in chunks}
     path: Sequence[ChainNode]
     if policy == "tree":
@@ -114,9 +123,13 @@ def order_chunks(
         ordered += _tail(tail, list(by_id.values()), table, growth if is_exact else None)
     else:
         ordered = _by_frequency(chunks, table) if policy == "frequency" else list(chunks)
-        fused_ids = [fused_chunk(recipe, chunk.id) for chunk in ordered] if recipe is not None else ()
+        fused_ids = (
+            [fused_chunk(recipe, chunk.id) for chunk in ordered] if recipe is not None else ()
+        )
         path = _usable_path(tree, namespace, ordered, rank, fused_ids)
-    return _ordering(ordered, path, rank, num_fused=sum(node.chunk_id in fused for node in path) if fused else 0)
+    return _ordering(
+        ordered, path, rank, num_fused=sum(node.chunk_id in fused for node in path) if fused else 0
+    )
 
 
 def order_per_rank(
@@ -133,7 +146,8 @@ def order_per_rank(
     growth: Growth | None = None,
     host_worths: Mapping[int, float] | None = None,
 ) -> dict[int, Ordering]:
-    """The ordering each rank would get: a router compares their `worth`, the chosen one is ready for use.
+    """The ordering each rank would get: a router compares their `worth`, the chosen one is ready
+    for use.
 
     `host_worths` by rank, 1 where it has none.
     """
@@ -165,11 +179,13 @@ def longest_chain(
     fused_ids: Sequence[ChunkId] = (),
     host_worth: float = 1.0,
 ) -> tuple[ChainNode, ...]:
-    """The chain of held or planned nodes, made only of `ids` (in retriever order), with most exact tokens, then most tokens, then
-    most chunks. A token that `rank` has in host memory counts as `host_worth`; of any rank (None) all count alike.
+    """The chain of held or planned nodes, made only of `ids` (in retriever order), with most exact
+    tokens, then most tokens, then most chunks. A token that `rank` has in host memory counts as
+    `host_worth`; of any rank (None) all count alike.
 
-    Looks into at most max(max_visits, len(ids)) nodes; exact unless a level had to be narrowed for that. `fused_ids` are the
-    names of the same chunks where the request's recipe has fused them; an exact request has none.
+    Looks into at most max(max_visits, len(ids)) nodes; exact unless a level had to be narrowed for
+    that. `fused_ids` are the names of the same chunks where the request's recipe has fused them; an
+    exact request has none.
 
     Raises:
         LimitError: max_visits < 1.
@@ -187,7 +203,8 @@ def longest_chain(
     in_host = None if rank is None else Tier.HOST << 2 * rank
     host_parts = round(host_worth * _WORTH_PARTS)
     best, best_worth, best_len = root, 0, 0
-    # One level of the search: (node, bit set of the chunks used on the way, worth of their tokens), in retriever order.
+    # One level of the search: (node, bit set of the chunks used on the way, worth of their tokens),
+    # in retriever order.
     level = [(root, 0, 0)]
     depth, visits_left = 0, max_visits
     while level and depth < len(ids):
@@ -225,20 +242,27 @@ def _children_among(
         among = [(rank_of[chunk], child) for chunk, child in children.items() if chunk in rank_of]
         among.sort(key=_position)
         return among
-    return [(position, children[chunk]) for position, chunk in enumerate(names) if chunk in children]
+    return [
+        (position, children[chunk]) for position, chunk in enumerate(names) if chunk in children
+    ]
 
 
 def _position(item: tuple[int, ChainNode]) -> int:
     return item[0]
 
 
-def _most_hit(level: list[tuple[ChainNode, int, int]], width: int) -> list[tuple[ChainNode, int, int]]:
-    """The `width` entries with most hits, still in retriever order: many requests through a node, much below it."""
+def _most_hit(
+    level: list[tuple[ChainNode, int, int]], width: int
+) -> list[tuple[ChainNode, int, int]]:
+    """The `width` entries with most hits, still in retriever order:
+    many requests through a node, much below it."""
     kept = sorted(range(len(level)), key=lambda index: -level[index][0].hits)[:width]
     return [level[index] for index in sorted(kept)]
 
 
-def _tail(tail: TailPolicy, chunks: list[Chunk], table: AccessTable, growth: Growth | None) -> list[Chunk]:
+def _tail(
+    tail: TailPolicy, chunks: list[Chunk], table: AccessTable, growth: Growth | None
+) -> list[Chunk]:
     if tail == "seen" and growth is not None:
         return growth.tail(chunks, table)
     if tail == "seen":
@@ -251,9 +275,14 @@ def _by_frequency(chunks: Sequence[Chunk], table: AccessTable) -> list[Chunk]:
 
 
 def _usable_path(
-    tree: ChunkPrefixTree, namespace: str, chunks: Sequence[Chunk], rank: int | None, fused_ids: Sequence[ChunkId]
+    tree: ChunkPrefixTree,
+    namespace: str,
+    chunks: Sequence[Chunk],
+    rank: int | None,
+    fused_ids: Sequence[ChunkId],
 ) -> list[ChainNode]:
-    """Leading run of this very order that is held or planned: exact chunks, then fused ones from where exact ones end."""
+    """Leading run of this very order that is held or planned:
+    exact chunks, then fused ones from where exact ones end."""
     root = tree.root(namespace)
     path = _usable_run(root, [chunk.id for chunk in chunks], rank)
     if not fused_ids:
@@ -261,11 +290,17 @@ def _usable_path(
     num_held = sum(node.is_held(rank) for node in path)
     ends = (len(path), num_held)
     return max(
-        (path[:end] + _usable_run(path[end - 1] if end else root, fused_ids[end:], rank) for end in ends), key=len
+        (
+            path[:end] + _usable_run(path[end - 1] if end else root, fused_ids[end:], rank)
+            for end in ends
+        ),
+        key=len,
     )
 
 
-def _usable_run(node: ChainNode | None, names: Sequence[ChunkId], rank: int | None) -> list[ChainNode]:
+def _usable_run(
+    node: ChainNode | None, names: Sequence[ChunkId], rank: int | None
+) -> list[ChainNode]:
     held, planned = held_mask(rank), planned_mask(rank)
     run: list[ChainNode] = []
     for name in names:
@@ -276,7 +311,9 @@ def _usable_run(node: ChainNode | None, names: Sequence[ChunkId], rank: int | No
     return run
 
 
-def _ordering(ordered: Sequence[Chunk], path: Sequence[ChainNode], rank: int | None, *, num_fused: int) -> Ordering:
+def _ordering(
+    ordered: Sequence[Chunk], path: Sequence[ChainNode], rank: int | None, *, num_fused: int
+) -> Ordering:
     mask = held_mask(rank)
     held_len = held_tokens = planned_tokens = host_tokens = 0
     for node in path:
@@ -286,4 +323,12 @@ def _ordering(ordered: Sequence[Chunk], path: Sequence[ChainNode], rank: int | N
             host_tokens += node.num_tokens * (rank is not None and node.tier(rank) is Tier.HOST)
         else:
             planned_tokens += node.num_tokens
-    return Ordering(tuple(ordered), held_len, len(path) - held_len, held_tokens, planned_tokens, num_fused, host_tokens)
+    return Ordering(
+        tuple(ordered),
+        held_len,
+        len(path) - held_len,
+        held_tokens,
+        planned_tokens,
+        num_fused,
+        host_tokens,
+    )

@@ -1,6 +1,8 @@
-"""Upper bounds of reuse: what the requests of a trace share, before any order, cache size or eviction.
+"""Upper bounds of reuse: what the requests of a trace share, before any order, cache size or
+eviction.
 
-A trace is streamed: each class takes one request after the other and keeps what later requests are compared with.
+A trace is streamed: each class takes one request after the other and keeps what later requests are
+compared with.
 """
 
 from __future__ import annotations
@@ -13,18 +15,20 @@ from radix_ext.errors import check_at_least
 
 MAX_WINDOWS = 16
 MEASURED_STRIDE = 5
-"""Of an estimate's windows the second half is measured, every fifth request: neighbours share too much to tell more."""
+"""Of an estimate's windows the second half is measured, every fifth request:
+neighbours share too much to tell more."""
 
 _Prefixes: TypeAlias = "dict[ChunkId, _Prefixes]"
 
 
 class Overlap:
-    """CRAFT 3.1's two measures of a trace as retrieved: how much prefixes share, and how much sets share.
+    """CRAFT 3.1's two measures of a trace as retrieved: how much prefixes share, and how much sets
+    share.
 
-    Each request is compared with all before it while the trace has at most `window` requests. That takes a bit for each pair of
-    chunk and request, so a longer trace is estimated: from up to 16 windows of `window` requests, evenly spread, every fifth
-    request of the second half is compared with those before it in its window. An estimate is too low by what only older
-    requests share.
+    Each request is compared with all before it while the trace has at most `window` requests. That
+    takes a bit for each pair of chunk and request, so a longer trace is estimated: from up to 16
+    windows of `window` requests, evenly spread, every fifth request of the second half is compared
+    with those before it in its window. An estimate is too low by what only older requests share.
 
     Args:
         num_requests: of the whole trace.
@@ -46,7 +50,8 @@ class Overlap:
 
     def step(self, ids: Sequence[ChunkId]) -> None:
         """The next request: its distinct chunks in retriever order."""
-        # A window is the end of its stratum, so that of one window the first requests are only compared with.
+        # A window is the end of its stratum, so that of one window the first requests are only
+        # compared with.
         position = self._index % self._stratum - (self._stratum - self._window)
         is_used = position >= 0 and self._index < self._end
         self._index += 1
@@ -63,7 +68,8 @@ class Overlap:
 
     @property
     def prefix(self) -> float:
-        """The mean over all requests i but the first of max_{j<i} LCP(R_i, R_j) / len(R_i); 0 for fewer than two."""
+        """The mean over all requests i but the first of max_{j<i} LCP(R_i, R_j) / len(R_i);
+        0 for fewer than two."""
         return self._prefix / max(1, self.num_measured)
 
     @property
@@ -106,7 +112,8 @@ class _Past:
         self._next_bit <<= 1
 
     def shared(self, ids: Sequence[ChunkId]) -> tuple[int, int]:
-        """(longest common prefix, most common chunks) of these distinct chunks with an earlier request."""
+        """(longest common prefix, most common chunks) of these distinct chunks with an earlier
+        request."""
         node, length = self._prefixes, 0
         while length < len(ids) and ids[length] in node:
             node = node[ids[length]]
@@ -115,7 +122,8 @@ class _Past:
 
 
 def _most_shared(bit_sets: Sequence[int]) -> int:
-    """The largest number of these bit sets that have one bit in common, by adding all bits up at once, column-wise."""
+    """The largest number of these bit sets that have one bit in common,
+    by adding all bits up at once, column-wise."""
     columns: list[int] = []  # columns[n]: bit 2**n of every sum
     for carry in bit_sets:
         for n, column in enumerate(columns):

@@ -1,10 +1,11 @@
-"""Where each tenant's chunks were cached last, so that a chunk which is not found can be told apart from a new one.
+"""Where each tenant's chunks were cached last, so that a chunk which is not found can be told apart
+from a new one.
 
     (text, chunk)   -> the chain that the chunk ended there, and its rank     the same text before it: another order, or gone
     (tenant, chunk) -> the text that it was last behind                      another text before it
 
-`text` names what is before a chunk and is no chunk (`text_before`), its tenant included. Knows no KV and no tree: whether a place
-is still cached, the tree says.
+`text` names what is before a chunk and is no chunk (`text_before`), its tenant included. Knows no
+KV and no tree: whether a place is still cached, the tree says.
 """
 
 from collections import OrderedDict
@@ -17,7 +18,8 @@ V = TypeVar("V")
 
 
 class Place(NamedTuple):
-    """`chain` names the chunks before a chunk and itself; `rank` has computed it there, into the cache of that `epoch`."""
+    """`chain` names the chunks before a chunk and itself;
+    `rank` has computed it there, into the cache of that `epoch`."""
 
     chain: int
     rank: int
@@ -25,9 +27,11 @@ class Place(NamedTuple):
 
 
 class Places:
-    """At most `max_places` of each kind, the least recently noted ones leave. O(1) each, and about 500 bytes for both kinds.
+    """At most `max_places` of each kind, the least recently noted ones leave. O(1) each, and about
+    500 bytes for both kinds.
 
-    Keys are Python's own 61-bit hashes, as in `AccessTable`: should two ever be equal, a reason is wrong and no answer.
+    Keys are Python's own 61-bit hashes, as in `AccessTable`: should two ever be equal, a reason is
+    wrong and no answer.
 
     Raises:
         LimitError: max_places < 1.

@@ -1,4 +1,5 @@
-"""Loads for requests that may come: how much a tenant may have under way, and three counters that tell whether they pay.
+"""Loads for requests that may come: how much a tenant may have under way, and three counters that
+tell whether they pay.
 
 requested   loads begun        loaded   of these, those that came        used   of the chunks, those that a request asked for
 """
@@ -9,7 +10,8 @@ from collections import Counter
 from collections.abc import Hashable
 
 LIFE = 256
-"""Requests. A chunk that is asked for later counts as not used: it would have been loaded for others."""
+"""Requests. A chunk that is asked for later counts as not used:
+it would have been loaded for others."""
 
 
 class Prefetches:
@@ -59,4 +61,8 @@ class Prefetches:
 
     def stats(self) -> dict[str, int]:
         """The counters, since the start."""
-        return {"requested": self._num_requested, "loaded": self._num_loaded, "used": self._num_used}
+        return {
+            "requested": self._num_requested,
+            "loaded": self._num_loaded,
+            "used": self._num_used,
+        }

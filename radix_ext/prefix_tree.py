@@ -1,18 +1,20 @@
-"""The global chunk-prefix tree (CRAFT 4.1): which chains of chunks the ranks hold, as far as the front process knows.
+"""The global chunk-prefix tree (CRAFT 4.1): which chains of chunks the ranks hold, as far as the
+front process knows.
 
-It holds metadata only, no KV, and mirrors the ranks' own trees from the events in their answers. A wrong mirror costs
-speed, never correctness, so a notice about an unknown chain is ignored and counted.
+It holds metadata only, no KV, and mirrors the ranks' own trees from the events in their answers. A
+wrong mirror costs speed, never correctness, so a notice about an unknown chain is ignored and
+counted.
 
 ```
 namespace "a" ── C1 ─┬─ C2 ── C5        one node is one chunk after one particular chain
                      └─ C4              a node's path, root downward, is the chain; ChainId finds it directly
 ```
-Invariants (`check_integrity`): what a rank holds or plans below a node, it holds or plans at the node; a node that no
-rank holds or plans does not exist; a parent was used no earlier than its children, so the least recently used node is
-a leaf.
+Invariants (`check_integrity`): what a rank holds or plans below a node, it holds or plans at the
+node; a node that no rank holds or plans does not exist; a parent was used no earlier than its
+children, so the least recently used node is a leaf.
 
-`held` nodes have KV on some rank. `planned` ones belong to requests under way; they influence the order only and vanish
-when the request ends, unless a rank holds them by then.
+`held` nodes have KV on some rank. `planned` ones belong to requests under way; they influence the
+order only and vanish when the request ends, unless a rank holds them by then.
 """
 
 from collections import deque
@@ -21,13 +23,21 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from radix_ext.chain_node import PLAN_BITS, ChainNode, Tier, held_mask, node_as_json, node_violations
+from radix_ext.chain_node import (
+    PLAN_BITS,
+    ChainNode,
+    Tier,
+    held_mask,
+    node_as_json,
+    node_violations,
+)
 from radix_ext.chunk import ChainId, Chunk, ChunkId, extend_chain, root_chain
 from radix_ext.errors import IntegrityError, LimitError, check_at_least
 
 
 class Plan:
-    """A request under way: the chain that `rank` will hold once it has served the request. End it once, by `cancel`."""
+    """A request under way: the chain that `rank` will hold once it has served the request.
+    End it once, by `cancel`."""
 
     __slots__ = ("is_open", "node", "rank")
 
@@ -48,7 +58,8 @@ class HeldStats(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TreeStats:
-    """A tree at one moment; `num_hits` and what follows are counters that run since the tree was made."""
+    """A tree at one moment; `num_hits` and what follows are counters that run since the tree was
+    made."""
 
     num_nodes: int
     num_promoted: int
@@ -62,10 +73,12 @@ class TreeStats:
 
 
 class ChunkPrefixTree:
-    """The mirror: at most `max_nodes` nodes besides planned ones, the least recently used leaves are forgotten first.
+    """The mirror: at most `max_nodes` nodes besides planned ones, the least recently used leaves
+    are forgotten first.
 
-    Ranks are small integers from 0; chunk lists are the whole chain from the root of the namespace. Every operation is
-    O(chain) dict steps except `drop_rank`, `snapshot` and `check_integrity`, and `evict`, which is O(nodes dropped).
+    Ranks are small integers from 0; chunk lists are the whole chain from the root of the namespace.
+    Every operation is O(chain) dict steps except `drop_rank`, `snapshot` and `check_integrity`, and
+    `evict`, which is O(nodes dropped).
 
     Raises (all methods):
         LimitError: a negative rank, or max_nodes < 1.
@@ -76,7 +89,8 @@ class ChunkPrefixTree:
         self.max_nodes = max_nodes
         self._roots: dict[str, ChainNode] = {}
         self._nodes: dict[ChainId, ChainNode] = {}
-        # Circular list through all nodes, least recently used first: _ends.newer is the oldest, _ends.older the newest.
+        # Circular list through all nodes, least recently used first: _ends.newer is the oldest,
+        # _ends.older the newest.
         self._ends = ChainNode(ChainId(0), ChunkId(""), 0, None)
         self._newest: ChainNode | None = None
         """The last node of the path that was used last."""
@@ -103,8 +117,11 @@ class ChunkPrefixTree:
         """The node at the end of a chain, held or planned."""
         return self._nodes.get(chain)
 
-    def match(self, namespace: str, ids: Iterable[ChunkId], *, rank: int | None = None) -> tuple[ChainNode, ...]:
-        """Longest leading run of `ids` that this rank (None: any one rank) holds, as nodes. Changes nothing.
+    def match(
+        self, namespace: str, ids: Iterable[ChunkId], *, rank: int | None = None
+    ) -> tuple[ChainNode, ...]:
+        """Longest leading run of `ids` that this rank (None: any one rank) holds, as nodes. Changes
+        nothing.
 
         A prefix of a longer chain matches too (CRAFT's "prefix slicing").
         """
@@ -126,10 +143,12 @@ class ChunkPrefixTree:
         promoted_len: int,
         hit_len: int | None = None,
     ) -> ChainNode | None:
-        """`rank` now holds this whole chain in `tier`; the first `promoted_len` nodes are promoted, the others are not.
+        """`rank` now holds this whole chain in `tier`; the first `promoted_len` nodes are promoted,
+        the others are not.
 
-        Nodes that the rank held before count a hit, if they are among the first `hit_len` (None: all). Returns the chain's
-        last node; None for an empty chain, or if trimming already forgot it.
+        Nodes that the rank held before count a hit, if they are among the first `hit_len` (None:
+        all). Returns the chain's last node; None for an empty chain, or if trimming already forgot
+        it.
         """
         self._check_rank(rank)
         path = self._reach(namespace, chunks)
@@ -140,7 +159,8 @@ class ChunkPrefixTree:
     def extend(
         self, chain: ChainId, chunks: Sequence[Chunk], *, rank: int, tier: Tier, promoted_len: int
     ) -> ChainNode | None:
-        """Like `insert`, for a chain that goes on from a known one by `chunks`; `promoted_len` counts in these.
+        """Like `insert`, for a chain that goes on from a known one by `chunks`; `promoted_len`
+        counts in these.
 
         None, counted as an unknown notice, if the rank does not hold `chain`.
         """
@@ -149,7 +169,8 @@ class ChunkPrefixTree:
             return None
         path = self._descend(base, chunks)
         self._hold(path, rank, tier, promoted_len, len(path))
-        if base is self._newest:  # as a chain that is told node by node: what is above was used last
+        # as a chain that is told node by node: what is above was used last
+        if base is self._newest:
             self._touch(path, below=base)
         else:
             self._touch((*base.path(), *path))
@@ -157,7 +178,8 @@ class ChunkPrefixTree:
         return self._nodes.get((path[-1] if path else base).chain)
 
     def mark_promoted(self, namespace: str, ids: Iterable[ChunkId], *, promoted_len: int) -> None:
-        """Set the marks along a chain as `insert` would: promoted before `promoted_len`, not promoted from there on."""
+        """Set the marks along a chain as `insert` would:
+        promoted before `promoted_len`, not promoted from there on."""
         node = self._roots.get(namespace)
         for index, chunk in enumerate(ids):
             node = node.child(chunk) if node is not None else None
@@ -166,7 +188,8 @@ class ChunkPrefixTree:
             self._mark(node, index < promoted_len)
 
     def plan(self, namespace: str, chunks: Sequence[Chunk], *, rank: int) -> Plan:
-        """A request with this chain is under way to `rank`. Its nodes exist from now on, as planned."""
+        """A request with this chain is under way to `rank`.
+        Its nodes exist from now on, as planned."""
         self._check_rank(rank)
         path = self._reach(namespace, chunks)
         for node in path:
@@ -176,7 +199,8 @@ class ChunkPrefixTree:
         return Plan(rank, path[-1] if path else None)
 
     def cancel(self, plan: Plan) -> None:
-        """The request was answered, failed or was aborted: nodes that only it planned and no rank holds vanish.
+        """The request was answered, failed or was aborted: nodes that only it planned and no rank
+        holds vanish.
 
         A plan cancelled before: no effect.
         """
@@ -199,11 +223,13 @@ class ChunkPrefixTree:
         self._num_hits += len(path)
 
     def count_use(self, node: ChainNode) -> None:
-        """The node's KV was read for a prompt that has the chunk elsewhere: the latest access, and no hit."""
+        """The node's KV was read for a prompt that has the chunk elsewhere:
+        the latest access, and no hit."""
         self._touch(node.path(), is_request=False)
 
     def evict(self, chain: ChainId, *, rank: int) -> int:
-        """`rank` no longer holds this chain, nor any node below it. Returns the number of nodes it lost."""
+        """`rank` no longer holds this chain, nor any node below it.
+        Returns the number of nodes it lost."""
         top = self._held_node(chain, rank)
         if top is None:
             return 0
@@ -217,7 +243,8 @@ class ChunkPrefixTree:
         return len(lost)
 
     def move(self, chain: ChainId, *, rank: int, tier: Tier) -> bool:
-        """`rank` keeps this one node's KV in `tier` from now on. False, and counted, if it does not hold the chain."""
+        """`rank` keeps this one node's KV in `tier` from now on.
+        False, and counted, if it does not hold the chain."""
         node = self._held_node(chain, rank)
         if node is None:
             return False
@@ -225,7 +252,8 @@ class ChunkPrefixTree:
         return True
 
     def drop_rank(self, rank: int) -> int:
-        """`rank` lost everything (flush, restart, missed notices) but its plans. Returns the number of nodes it lost."""
+        """`rank` lost everything (flush, restart, missed notices) but its plans.
+        Returns the number of nodes it lost."""
         self._check_rank(rank)
         lost = [node for node in self._newest_first() if node.is_held(rank)]
         for node in lost:
@@ -264,14 +292,16 @@ class ChunkPrefixTree:
         return num_nodes, num_tokens
 
     def digest(self, rank: int) -> tuple[int, int]:
-        """(number of nodes this rank holds, exclusive or of their chain ids): equal digests, equal trees. O(1)."""
+        """(number of nodes this rank holds, exclusive or of their chain ids):
+        equal digests, equal trees. O(1)."""
         num_nodes = sum(nodes for (held_by, _), (nodes, _) in self._held.items() if held_by == rank)
         return num_nodes, self._digests.get(rank, 0)
 
     def snapshot(self, *, depth: int, max_nodes: int) -> dict[str, object]:
         """The first `depth` levels, at most `max_nodes` nodes, level by level, as JSON-able data.
 
-        Each node: chunk, tokens, hits, promoted, planned, ranks {rank: tier}, num_children, children.
+        Each node: chunk, tokens, hits, promoted, planned, ranks {rank: tier}, num_children,
+        children.
         """
         namespaces: list[dict[str, object]] = []
         pending: deque[tuple[ChainNode, list[dict[str, object]], int]] = deque()
@@ -305,7 +335,8 @@ class ChunkPrefixTree:
             raise IntegrityError(violations)
 
     def _reach(self, namespace: str, chunks: Sequence[Chunk]) -> list[ChainNode]:
-        """The chain's nodes, made where missing and marked as just used. Ends early where a chain id collides."""
+        """The chain's nodes, made where missing and marked as just used.
+        Ends early where a chain id collides."""
         root = self._roots.get(namespace)
         if root is None:
             root = ChainNode(root_chain(namespace), ChunkId(namespace), 0, None)
@@ -341,7 +372,9 @@ class ChunkPrefixTree:
             parent.children = {siblings.chunk_id: siblings, node.chunk_id: node}
         return node
 
-    def _hold(self, path: Sequence[ChainNode], rank: int, tier: Tier, promoted_len: int, hit_len: int) -> None:
+    def _hold(
+        self, path: Sequence[ChainNode], rank: int, tier: Tier, promoted_len: int, hit_len: int
+    ) -> None:
         mask = held_mask(rank)
         for index, node in enumerate(path):
             if index < hit_len and node.tiers & mask:
@@ -383,10 +416,14 @@ class ChunkPrefixTree:
             return None
         return node
 
-    def _touch(self, path: Sequence[ChainNode], *, is_request: bool = True, below: ChainNode | None = None) -> None:
-        """Make these nodes, given parents first, the most recently used; parents end up newer than their children.
+    def _touch(
+        self, path: Sequence[ChainNode], *, is_request: bool = True, below: ChainNode | None = None
+    ) -> None:
+        """Make these nodes, given parents first, the most recently used; parents end up newer than
+        their children.
 
-        `below`: the last node of the path that was touched last, which the nodes follow. It stays newer, with what is above it.
+        `below`: the last node of the path that was touched last, which the nodes follow. It stays
+        newer, with what is above it.
         """
         if below is None:
             self._clock += is_request
@@ -400,7 +437,8 @@ class ChunkPrefixTree:
         self._newest = path[-1] if path else None
 
     def _trim(self) -> None:
-        """Forget least recently used unplanned nodes while there are too many; each is a leaf when its turn comes."""
+        """Forget least recently used unplanned nodes while there are too many;
+        each is a leaf when its turn comes."""
         node = self._ends.newer
         while len(self._nodes) > self.max_nodes and node is not self._ends:
             newer = node.newer
@@ -412,7 +450,8 @@ class ChunkPrefixTree:
             node = newer
 
     def _drop_unused(self, nodes: Sequence[ChainNode]) -> None:
-        """Remove those of `nodes`, parents before children, that no rank holds or plans any more."""
+        """Remove those of `nodes`, parents before children, that no rank holds or plans any
+        more."""
         for node in reversed(nodes):
             if not node.tiers and not node.plans:
                 self._remove(node)
@@ -424,7 +463,8 @@ class ChunkPrefixTree:
         self._mark(node, False)
         del self._nodes[node.chain]
         node.older.newer, node.newer.older = node.newer, node.older
-        node.older = node.newer = self._ends  # pointing at itself it would wait for the garbage collector
+        # pointing at itself it would wait for the garbage collector
+        node.older = node.newer = self._ends
         parent = node.parent
         siblings = parent.children
         if isinstance(siblings, dict):
@@ -463,7 +503,10 @@ class ChunkPrefixTree:
             yield f"{len(reached)} nodes are below the roots but {len(self._nodes)} are indexed"
         listed = [node.chain for node in self._newest_first()]
         if len(listed) != len(reached) or set(listed) != reached:
-            yield f"{len(reached)} nodes are below the roots but {len(listed)} are in the order of use"
+            yield (
+                f"{len(reached)} nodes are below the roots but {len(listed)} are in the order"
+                " of use"
+            )
         counted = {key: held for key, held in self._held.items() if held[0] or held[1]}
         if tallies != counted:
             yield f"held nodes and tokens are {tallies} but were counted as {counted}"
@@ -478,7 +521,10 @@ class ChunkPrefixTree:
             yield f"{num_promoted} nodes are promoted but {self._num_promoted} were counted"
         num_unplanned = sum(not node.plans for node in self._nodes.values())
         if len(self._nodes) > self.max_nodes and num_unplanned:
-            yield f"{len(self._nodes)} nodes exceed {self.max_nodes} and {num_unplanned} of them could go"
+            yield (
+                f"{len(self._nodes)} nodes exceed {self.max_nodes} and {num_unplanned} of them"
+                " could go"
+            )
 
     @staticmethod
     def _check_rank(rank: int) -> None:

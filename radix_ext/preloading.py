@@ -1,4 +1,5 @@
-"""How many layers of KV are copied before a forward starts, so that it waits for none of the rest (Cache-Craft 3.4.2, eq. 16).
+"""How many layers of KV are copied before a forward starts, so that it waits for none of the rest
+(Cache-Craft 3.4.2, eq. 16).
 
     copied     |0|1|2|3|4|                       one after the other, `ahead` = 3
     computed         |0|1|2|3|4|                 each once its copy is there
@@ -10,10 +11,11 @@ from __future__ import annotations
 
 
 def layers_ahead(num_layers: int, *, load: float, compute: float) -> int:
-    """The least number in `[1, num_layers]` with which no layer waits for its copy. All layers are taken to be alike.
+    """The least number in `[1, num_layers]` with which no layer waits for its copy. All layers are
+    taken to be alike.
 
-    Where copying is slower, the last layer decides: its copy has to be there when all before it are computed. Elsewhere the first
-    layer's copy is all that has to be waited for.
+    Where copying is slower, the last layer decides: its copy has to be there when all before it are
+    computed. Elsewhere the first layer's copy is all that has to be waited for.
 
     Args:
         load: seconds to copy all layers, one after the other.

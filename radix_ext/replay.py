@@ -1,13 +1,16 @@
-"""A trace of retrieved chunks through table, tree and order, against a cache of limited size. No model, no server.
+"""A trace of retrieved chunks through table, tree and order, against a cache of limited size. No
+model, no server.
 
-One rank serves the requests one after the other: order, count the hits, count the accesses, insert, evict. The parts are
-the ones the server runs, so a hit rate found here is what the same traffic finds cached, counting whole chunks and no
-questions. A later turn of a conversation follows its history in the prompt: nothing is reordered before the history and no
-chunk of the turn is a prefix hit, but what the conversation has shown can be dropped. A request may name its head, the text in
-front of its chunks: behind different heads nothing is shared, a history neither. Access counts know no heads, as on a server.
+One rank serves the requests one after the other: order, count the hits, count the accesses, insert,
+evict. The parts are the ones the server runs, so a hit rate found here is what the same traffic
+finds cached, counting whole chunks and no questions. A later turn of a conversation follows its
+history in the prompt: nothing is reordered before the history and no chunk of the turn is a prefix
+hit, but what the conversation has shown can be dropped. A request may name its head, the text in
+front of its chunks: behind different heads nothing is shared, a history neither. Access counts know
+no heads, as on a server.
 
-With a host tier, what leaves the device stays there if host memory has a copy, and is loaded by the next request whose chain goes
-on with it. Copies and loads take no time here.
+With a host tier, what leaves the device stays there if host memory has a copy, and is loaded by the
+next request whose chain goes on with it. Copies and loads take no time here.
 """
 
 import sys
@@ -39,9 +42,11 @@ _MAX_TIMES = 16_384
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """One replay. `capacity` in nodes and `capacity_tokens` in tokens, None for unlimited; the others as in their modules.
+    """One replay. `capacity` in nodes and `capacity_tokens` in tokens, None for unlimited; the
+    others as in their modules.
 
-    `host` is host memory's room, in the unit of the device's; 0: there is no such tier. `host_worth` is for the order.
+    `host` is host memory's room, in the unit of the device's; 0: there is no such tier.
+    `host_worth` is for the order.
 
     Raises:
         LimitError, PolicyError: a value out of range, an unknown policy.
@@ -66,7 +71,9 @@ class ReplaySettings:
         check_choice("admission", self.admission, ADMISSION_POLICIES)
         check_choice("dedup", self.dedup, DEDUP_POLICIES)
         check_at_least("capacity", 1 if self.capacity is None else self.capacity, 1)
-        check_at_least("capacity_tokens", 1 if self.capacity_tokens is None else self.capacity_tokens, 1)
+        check_at_least(
+            "capacity_tokens", 1 if self.capacity_tokens is None else self.capacity_tokens, 1
+        )
         check_at_least("host", self.host, 0)
         check_choice("host_admission", self.host_admission, HOST_ADMISSIONS)
         if self.host and self.capacity is None and self.capacity_tokens is None:
@@ -74,10 +81,11 @@ class ReplaySettings:
 
 
 class RequestCount(NamedTuple):
-    """Of one request's chunks (tokens): found cached as a prefix; dropped, since the conversation has shown them.
+    """Of one request's chunks (tokens): found cached as a prefix; dropped, since the conversation
+    has shown them.
 
-    `num_lost` are chunks of the conversation's history that are no longer cached, and so computed once again. Of the hits,
-    `num_host_hits` were loaded from host memory.
+    `num_lost` are chunks of the conversation's history that are no longer cached, and so computed
+    once again. Of the hits, `num_host_hits` were loaded from host memory.
     """
 
     num_chunks: int
@@ -94,7 +102,8 @@ class RequestCount(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a replay counted; rates are shares of all chunks (tokens) in the trace, times are per order decision."""
+    """What a replay counted; rates are shares of all chunks (tokens) in the trace,
+    times are per order decision."""
 
     requests: tuple[RequestCount, ...]
     num_evicted: int
@@ -121,7 +130,8 @@ class ReplayResult:
 
 
 class HostStats(NamedTuple):
-    """What a replay's host memory did: chunks (tokens) copied to it and loaded from it, chunks that left it, tokens it has."""
+    """What a replay's host memory did: chunks (tokens) copied to it and loaded from it,
+    chunks that left it, tokens it has."""
 
     offloaded: int
     offloaded_tokens: int
@@ -136,15 +146,19 @@ def _namespace(head: str | None) -> str:
 
 
 class _History(NamedTuple):
-    """The chunks of a conversation in the order of its prompt: all that it has shown. `num_first` are of its first turn."""
+    """The chunks of a conversation in the order of its prompt: all that it has shown.
+    `num_first` are of its first turn."""
 
     chunks: tuple[Chunk, ...]
     num_first: int
 
     def chain(self, conversation: str) -> tuple[Chunk, ...]:
-        """As the tree knows it. Question and answer separate the turns, so later turns' ids are the conversation's own."""
+        """As the tree knows it. Question and answer separate the turns,
+        so later turns' ids are the conversation's own."""
         first, later = self.chunks[: self.num_first], self.chunks[self.num_first :]
-        return first + tuple(Chunk(ChunkId(f"{conversation}\0{chunk.id}"), chunk.num_tokens) for chunk in later)
+        return first + tuple(
+            Chunk(ChunkId(f"{conversation}\0{chunk.id}"), chunk.num_tokens) for chunk in later
+        )
 
 
 def replay_trace(
@@ -154,24 +168,33 @@ def replay_trace(
     conversations: Iterable[str | None] | None = None,
     heads: Iterable[str | None] | None = None,
 ) -> ReplayResult:
-    """Serve a short trace and keep the counts of every request; a long one goes through `Replay`, a request at a time.
+    """Serve a short trace and keep the counts of every request; a long one goes through `Replay`, a
+    request at a time.
 
-    `conversations` names the conversation of each request, None for a request without one; `heads` its head, None for the common
-    one.
+    `conversations` names the conversation of each request, None for a request without one; `heads`
+    its head, None for the common one.
     """
     replay = Replay(settings)
     turns = zip(requests, conversations or repeat(None), heads or repeat(None), strict=False)
-    counts = [replay.step(request, conversation, head=head) for request, conversation, head in turns]
+    counts = [
+        replay.step(request, conversation, head=head) for request, conversation, head in turns
+    ]
     return ReplayResult(
-        tuple(counts), replay.num_evicted, replay.peak_nodes, replay.order_us(0.5), replay.order_us(0.99)
+        tuple(counts),
+        replay.num_evicted,
+        replay.peak_nodes,
+        replay.order_us(0.5),
+        replay.order_us(0.99),
     )
 
 
 class Replay:
-    """One rank and its cache: `step` serves the next request in O(chunks log capacity). Single-threaded.
+    """One rank and its cache: `step` serves the next request in O(chunks log capacity).
+    Single-threaded.
 
-    Its memory grows with the cache and with the conversations under way, not with the number of requests: per-request counts are
-    returned and not kept, and of order decisions 8,192 to 16,384 times, evenly spread, are.
+    Its memory grows with the cache and with the conversations under way, not with the number of
+    requests: per-request counts are returned and not kept, and of order decisions 8,192 to 16,384
+    times, evenly spread, are.
     """
 
     def __init__(self, settings: ReplaySettings) -> None:
@@ -180,7 +203,9 @@ class Replay:
         self._is_limited = settings.capacity is not None or settings.capacity_tokens is not None
         self._table = AccessTable(settings.window)
         self._tree = ChunkPrefixTree(max_nodes=sys.maxsize)
-        self._queue = EvictionQueue(self._tree, settings.eviction, window=settings.window, is_leaf=self._is_device_leaf)
+        self._queue = EvictionQueue(
+            self._tree, settings.eviction, window=settings.window, is_leaf=self._is_device_leaf
+        )
         self._host: HostTier | None = None
         if settings.host:
             self._host = HostTier(
@@ -196,14 +221,18 @@ class Replay:
         self._num_orders, self._times_stride = 0, 1
 
     def beside(self) -> "Replay":
-        """Another rank behind the same front: a cache of its own, the same counts and conversations."""
+        """Another rank behind the same front: a cache of its own,
+        the same counts and conversations."""
         other = Replay(self._settings)
         other._table, other._histories = self._table, self._histories
         return other
 
-    def worth(self, request: Sequence[Chunk], conversation: str | None = None, *, head: str | None = None) -> int:
-        """Tokens that the cache has of the request's chunks, in the order that it would get; of a later turn those of the
-        conversation's first one. What a router compares; changes nothing."""
+    def worth(
+        self, request: Sequence[Chunk], conversation: str | None = None, *, head: str | None = None
+    ) -> int:
+        """Tokens that the cache has of the request's chunks, in the order that it would get; of a
+        later turn those of the conversation's first one. What a router compares; changes
+        nothing."""
         settings = self._settings
         history = self._histories.get(conversation) if conversation is not None else None
         return order_chunks(
@@ -226,10 +255,11 @@ class Replay:
         is_last_turn: bool = False,
         head: str | None = None,
     ) -> RequestCount:
-        """Serve one request: its distinct chunks in retriever order, and the name of its conversation, if any.
+        """Serve one request: its distinct chunks in retriever order, and the name of its
+        conversation, if any.
 
-        `is_last_turn`: the conversation is forgotten afterwards; its chunks stay cached until they are evicted. `head` names the
-        text before the first chunk.
+        `is_last_turn`: the conversation is forgotten afterwards; its chunks stay cached until they
+        are evicted. `head` names the text before the first chunk.
         """
         namespace = _namespace(head)
         history = self._histories.pop(conversation, None) if conversation is not None else None
@@ -265,7 +295,9 @@ class Replay:
         if (host := self._host) is None:
             return None
         copied = host.num_offloaded, host.num_offloaded_tokens
-        return HostStats(*copied, self._num_loaded, self._loaded_tokens, host.num_evicted, host.num_tokens)
+        return HostStats(
+            *copied, self._num_loaded, self._loaded_tokens, host.num_evicted, host.num_tokens
+        )
 
     def check_integrity(self) -> None:
         """Check tree and host tier against each other; O(nodes), for tests.
@@ -281,9 +313,16 @@ class Replay:
             on_device, parent = node.tier(_RANK) is Tier.DEVICE, node.parent
             if not on_device and (self._host is None or node not in self._host):
                 violations.append(f"node {node.chain:x} is held in a tier that does not have it")
-            if on_device and parent is not None and parent.parent is not None and parent.tier(_RANK) is not Tier.DEVICE:
+            if (
+                on_device
+                and parent is not None
+                and parent.parent is not None
+                and parent.tier(_RANK) is not Tier.DEVICE
+            ):
                 violations.append(f"node {node.chain:x} is on the device but its parent is not")
-        if self._host is not None and len(self._host) != sum(node in self._host for node in pending):
+        if self._host is not None and len(self._host) != sum(
+            node in self._host for node in pending
+        ):
             violations.append("host memory has nodes that left the tree")
         if self._is_over():
             violations.append("the device holds more than its capacity")
@@ -292,7 +331,9 @@ class Replay:
 
     # Private, in order of use
 
-    def _first_turn(self, request: Sequence[Chunk], namespace: str) -> tuple[tuple[Chunk, ...], RequestCount]:
+    def _first_turn(
+        self, request: Sequence[Chunk], namespace: str
+    ) -> tuple[tuple[Chunk, ...], RequestCount]:
         """Order the chunks and count those held; returns the prompt's chain."""
         settings = self._settings
         start = perf_counter()
@@ -309,7 +350,9 @@ class Replay:
         )
         self._note_time((perf_counter() - start) * 1e6)
         held_len, held_tokens = ordering.held_len, ordering.held_tokens
-        return ordering.chunks, RequestCount(len(request), held_len, 0, 0, _tokens(request), held_tokens, 0, 0)
+        return ordering.chunks, RequestCount(
+            len(request), held_len, 0, 0, _tokens(request), held_tokens, 0, 0
+        )
 
     def _note_time(self, us: float) -> None:
         if self._num_orders % self._times_stride == 0:
@@ -322,37 +365,56 @@ class Replay:
     def _later_turn(
         self, request: Sequence[Chunk], history: _History, conversation: str, namespace: str
     ) -> tuple[_History, RequestCount]:
-        """Count what is dropped and what of the history is lost; returns the history with the turn's own chunks."""
+        """Count what is dropped and what of the history is lost;
+        returns the history with the turn's own chunks."""
         shown = {chunk.id for chunk in history.chunks} if self._settings.dedup == "shown" else ()
         fresh = [chunk for chunk in request if chunk.id not in shown]
         lost = history.chunks[len(self._held(history.chain(conversation), namespace)) :]
         num_tokens, num_dropped = _tokens(request), len(request) - len(fresh)
         dropped_tokens = num_tokens - _tokens(fresh)
-        count = RequestCount(len(request), 0, num_dropped, len(lost), num_tokens, 0, dropped_tokens, _tokens(lost))
+        count = RequestCount(
+            len(request), 0, num_dropped, len(lost), num_tokens, 0, dropped_tokens, _tokens(lost)
+        )
         return _History((*history.chunks, *fresh), history.num_first), count
 
     def _load(self, chain: Iterable[Chunk], namespace: str) -> tuple[int, int]:
-        """What of the chain only host memory has is on the device, too, from now on. Returns (chunks, tokens)."""
+        """What of the chain only host memory has is on the device, too, from now on.
+        Returns (chunks, tokens)."""
         loaded = [node for node in self._held(chain, namespace) if node.tier(_RANK) is Tier.HOST]
         for node in loaded:
             self._tree.move(node.chain, rank=_RANK, tier=Tier.DEVICE)
-        if loaded:  # where the prompt is cached up to a promoted run only, the device's chain ends here
+        # where the prompt is cached up to a promoted run only, the device's chain ends here
+        if loaded:
             self._queue.push(loaded[-1])
         num_tokens = sum(node.num_tokens for node in loaded)
-        self._num_loaded, self._loaded_tokens = self._num_loaded + len(loaded), self._loaded_tokens + num_tokens
+        self._num_loaded, self._loaded_tokens = (
+            self._num_loaded + len(loaded),
+            self._loaded_tokens + num_tokens,
+        )
         return len(loaded), num_tokens
 
-    def _insert(self, chain: Sequence[Chunk], namespace: str, *, counts_hits: bool) -> ChainNode | None:
-        """Cache the chain, or its promoted run. A later turn counts no hits on its own history, as in the server."""
-        promoted_len = self._table.promoted_run((chunk.id for chunk in chain), self._settings.threshold)
+    def _insert(
+        self, chain: Sequence[Chunk], namespace: str, *, counts_hits: bool
+    ) -> ChainNode | None:
+        """Cache the chain, or its promoted run.
+        A later turn counts no hits on its own history, as in the server."""
+        promoted_len = self._table.promoted_run(
+            (chunk.id for chunk in chain), self._settings.threshold
+        )
         if self._settings.admission == "promoted":
             chain = chain[:promoted_len]
         held = [] if counts_hits else self._held(chain, namespace)
         if not held:
-            return self._tree.insert(namespace, chain, rank=_RANK, tier=Tier.DEVICE, promoted_len=promoted_len)
-        self._tree.mark_promoted(namespace, (chunk.id for chunk in chain), promoted_len=promoted_len)
+            return self._tree.insert(
+                namespace, chain, rank=_RANK, tier=Tier.DEVICE, promoted_len=promoted_len
+            )
+        self._tree.mark_promoted(
+            namespace, (chunk.id for chunk in chain), promoted_len=promoted_len
+        )
         rest, rest_promoted_len = chain[len(held) :], max(0, promoted_len - len(held))
-        return self._tree.extend(held[-1].chain, rest, rank=_RANK, tier=Tier.DEVICE, promoted_len=rest_promoted_len)
+        return self._tree.extend(
+            held[-1].chain, rest, rank=_RANK, tier=Tier.DEVICE, promoted_len=rest_promoted_len
+        )
 
     def _offload(self, host: HostTier, leaf: ChainNode) -> None:
         """Copy what is worth it of the chain that ends in `leaf`."""
@@ -361,7 +423,8 @@ class Replay:
                 self._tree.evict(gone.chain, rank=_RANK)
 
     def _make_room(self, leaf: ChainNode | None) -> None:
-        """Evict from the device until it has its size, after the insertion of a chain that ends in `leaf`."""
+        """Evict from the device until it has its size, after the insertion of a chain that ends in
+        `leaf`."""
         if leaf is not None:
             self._queue.push(leaf)
         tree, queue = self._tree, self._queue
@@ -381,7 +444,9 @@ class Replay:
     def _is_over(self) -> bool:
         max_nodes, max_tokens = self._settings.capacity, self._settings.capacity_tokens
         num_nodes, num_tokens = self._tree.held(_RANK, Tier.DEVICE)
-        return (max_nodes is not None and num_nodes > max_nodes) or (max_tokens is not None and num_tokens > max_tokens)
+        return (max_nodes is not None and num_nodes > max_nodes) or (
+            max_tokens is not None and num_tokens > max_tokens
+        )
 
     def _is_device_leaf(self, node: ChainNode) -> bool:
         if self._host is None:

@@ -1,7 +1,7 @@
 """Where moved KV comes from, and what its use counts for: copies in a tree, variants in a store.
 
-A tier is one class here: what a plan needs to choose it. A disk tier is another class: its blob reads from a file, and `where`
-says so.
+A tier is one class here: what a plan needs to choose it. A disk tier is another class: its blob
+reads from a file, and `where` says so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class CopyFacts:
 
 
 class ChunkCopies:
-    """Where a chunk's KV is in a tree, whatever precedes it (FusionRAG 4.1): filled chunk nodes with computed, not moved, KV.
+    """Where a chunk's KV is in a tree, whatever precedes it (FusionRAG 4.1): filled chunk nodes
+    with computed, not moved, KV.
 
     Args:
         identity_of: which chunk a node holds, always the same. None: no chunk.
@@ -52,14 +53,20 @@ class ChunkCopies:
         self.watch: Callable[[Identity | None, bool], None] = lambda identity, is_here: None
         """Told when a chunk's first copy has come or its last one has left."""
         self._num = 0
-        self._nodes: dict[Identity | None, dict[str, dict[Any, None]]] = {}  # by chunk, then head, latest last
+        # by chunk, then head, latest last
+        self._nodes: dict[Identity | None, dict[str, dict[Any, None]]] = {}
 
-    def find(self, identity: Identity | None, head: str, num: int, *, alone: bool = False) -> list[Any]:
-        """The latest `num` behind this head (`alone`: and no chunk). Where nothing is behind it, those behind others."""
+    def find(
+        self, identity: Identity | None, head: str, num: int, *, alone: bool = False
+    ) -> list[Any]:
+        """The latest `num` behind this head (`alone`: and no chunk).
+        Where nothing is behind it, those behind others."""
         by_head = self._nodes.get(identity, {})
         groups = [by_head[head]] if head in by_head else by_head.values()
         found = chain.from_iterable(map(reversed, groups))
-        return list(islice((node for node in found if not (alone and self.facts_of(node).prefix)), num))
+        return list(
+            islice((node for node in found if not (alone and self.facts_of(node).prefix)), num)
+        )
 
     def holds(self, node: Any) -> bool:
         """Whether the node is one of them, and so still in the tree."""
@@ -180,7 +187,9 @@ class ChunkSources:
         self._copies, self._store, self._max_copies = copies, store, max_copies
         copies.watch = store.set_on_device
 
-    def candidates(self, identity: Identity, head: str = "", *, alone: bool = False) -> list[Candidate]:
+    def candidates(
+        self, identity: Identity, head: str = "", *, alone: bool = False
+    ) -> list[Candidate]:
         """Everywhere the chunk's KV is, the device first: there as `ChunkCopies.find` says."""
         copies = self._copies.find(identity, head, self._max_copies, alone=alone)
         return [
@@ -191,10 +200,13 @@ class ChunkSources:
     def are_there(self, plan: ReusePlan) -> bool:
         """Whether the tree still holds the plan's device copies."""
         sources = (piece.source for piece in plan.pieces)
-        return all(self._copies.holds(source.node) for source in sources if isinstance(source, DeviceCopy))
+        return all(
+            self._copies.holds(source.node) for source in sources if isinstance(source, DeviceCopy)
+        )
 
     def count_uses(self, plan: ReusePlan) -> None:
-        """The plan is carried out: its sources have been used once more, a device copy's twin in the store with it."""
+        """The plan is carried out: its sources have been used once more,
+        a device copy's twin in the store with it."""
         for piece in plan.pieces:
             source = piece.source
             if source is None:
@@ -204,6 +216,8 @@ class ChunkSources:
                 self._store.use(source.variant, piece.cfo)
             elif isinstance(source, DeviceCopy):
                 self._copies.use(source.node)
-                twin = self._store.get(self._copies.identity_of(source.node), source.head, source.prefix)
+                twin = self._store.get(
+                    self._copies.identity_of(source.node), source.head, source.prefix
+                )
                 if twin is not None:
                     self._store.use(twin, piece.cfo)

@@ -1,7 +1,7 @@
 """An access table for each tenant, so that what one of them asks for changes no other's counts.
 
-Whoever may name a tenant can invent more, so all tables together are bounded: the least recently counted tenants leave,
-whole. That costs them an order, never an answer.
+Whoever may name a tenant can invent more, so all tables together are bounded: the least recently
+counted tenants leave, whole. That costs them an order, never an answer.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,8 @@ from radix_ext.errors import check_at_least
 
 
 class TenantTables:
-    """Tables over `window` requests each, of at most `max_tenants` and with at most `max_entries` in all of them.
+    """Tables over `window` requests each, of at most `max_tenants` and with at most `max_entries`
+    in all of them.
 
     The tenant counted last stays in any case; alone, its window bounds it.
 

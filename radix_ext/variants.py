@@ -1,22 +1,23 @@
-"""Which variants of which chunks a store keeps: KV keyed by content, several variants a chunk (Cache-Craft 3.3).
+"""Which variants of which chunks a store keeps: KV keyed by content, several variants a chunk
+(Cache-Craft 3.3).
 
     identity ──► (head, ()) ────────► Variant: blob, scores, f_r
                  (head, (c7, c2)) ──► Variant: ...            at most `max_chunks` * `max_variants` in all
 
-f_r sums 1/CFO over a variant's uses and halves with each window of requests. Where a variant is not scored its
-CFO is the estimate of `fix_overhead`, on the same scale.
+f_r sums 1/CFO over a variant's uses and halves with each window of requests. Where a variant is not
+scored its CFO is the estimate of `fix_overhead`, on the same scale.
 
     leaves first    the lowest f_r, among equals the least recently used one. Chunks that are on the device leave before others:
-                    there they are found in any case. Preprocessed variants never used so far leave for preprocessed ones only,
-                    unless a slower tier has them.
+                    there they are found in any case. Preprocessed variants never used so far leave
+                    for preprocessed ones only, unless a slower tier has them.
     enters          a chunk that is asked for at least half as often as that of the variant that would leave. A chunk that has
-                    `max_variants` gets another only for a prefix that is asked for more often than that of its lowest one, in
-                    whose place it comes where the store is full.
+                    `max_variants` gets another only for a prefix that is asked for more often than
+                    that of its lowest one, in whose place it comes where the store is full.
 
 "Recently" and "often" count requests and never the clock: tensor-parallel ranks decide alike.
 
-What KV is, the index does not know: a blob has bytes, in a replay nothing else. No positions, no device, no prompt. One thread
-uses it.
+What KV is, the index does not know: a blob has bytes, in a replay nothing else. No positions, no
+device, no prompt. One thread uses it.
 Invariant: bytes and variants are within their limits whenever a method returns.
 """
 
@@ -36,25 +37,30 @@ Identity = Hashable
 """Of a chunk, for one tenant."""
 
 MIN_COUNTED_CFO = 0.05
-"""A use counts 1/CFO, at most 20. Eq. 12 knows no bound, and a CFO of one token would count a chunk's length."""
+"""A use counts 1/CFO, at most 20. Eq.
+12 knows no bound, and a CFO of one token would count a chunk's length."""
 
 ADMITTED_SHARE = 0.5
-"""Of the requests for the chunk of the variant that would leave. On RAGPulse, all requests fused, a store of a tenth of the
-chunks: 0 captures four times as often for two more points of the tokens, 1 no longer follows the traffic (eval/LOG.md)."""
+"""Of the requests for the chunk of the variant that would leave. On RAGPulse, all requests fused, a
+store of a tenth of the chunks: 0 captures four times as often for two more points of the tokens, 1
+no longer follows the traffic (eval/LOG.md)."""
 
 _Place: TypeAlias = tuple[str, Prefix]
 """Head and prefix."""
 
 MAX_SCALE = 2.0**256
-"""A power of two multiplies an f_r exactly. This one is far from the largest float, and 256 windows away."""
+"""A power of two multiplies an f_r exactly.
+This one is far from the largest float, and 256 windows away."""
 
 _Entry: TypeAlias = tuple[bool, bool, float, int, int]
-"""Is reserved, is not on the device, f_r in a unit that halves with each window, last used, serial."""
+"""Is reserved, is not on the device, f_r in a unit that halves with each window, last used,
+serial."""
 
 
 @dataclass(eq=False)
 class Variant:
-    """One chunk's KV as computed after `head` and `prefix`. Its readers keep it alive when it leaves the store."""
+    """One chunk's KV as computed after `head` and `prefix`.
+    Its readers keep it alive when it leaves the store."""
 
     prefix: Prefix
     """The chunks before it, in order."""
@@ -88,7 +94,8 @@ class Variant:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether ordinary variants leave it alone: preprocessed, yet to be used, and nowhere else."""
+        """Whether ordinary variants leave it alone:
+        preprocessed, yet to be used, and nowhere else."""
         return self.preprocessed and not (self.num_uses or self.is_below)
 
 
@@ -116,7 +123,8 @@ class VariantIndex:
     Args:
         max_bytes: of KV and scores together.
         max_chunks: Cache-Craft's N.
-        max_variants: Cache-Craft's M. The limit is N * M in all: a chunk may have more than M while others have fewer.
+        max_variants: Cache-Craft's M. The limit is N * M in all: a chunk may have more than M while
+            others have fewer.
         window: requests in which prefixes are counted, and f_r halves.
     Raises:
         LimitError: a limit below 1.
@@ -126,22 +134,32 @@ class VariantIndex:
         check_at_least("max_bytes", max_bytes, 1)
         check_at_least("max_chunks", max_chunks, 1)
         check_at_least("max_variants", max_variants, 1)
-        self._max_bytes, self._max_in_all, self._max_variants = max_bytes, max_chunks * max_variants, max_variants
+        self._max_bytes, self._max_in_all, self._max_variants = (
+            max_bytes,
+            max_chunks * max_variants,
+            max_variants,
+        )
         self._asked = AccessTable(window)
         self._num_asked = 0
         self._chunks: dict[Identity, dict[_Place, Variant]] = {}
-        self._held: dict[int, tuple[Identity, Variant, int]] = {}  # serial -> ..., bytes when it came
+        # serial -> ..., bytes when it came
+        self._held: dict[int, tuple[Identity, Variant, int]] = {}
         self._on_device: set[Identity] = set()
         self._scale = 1.0
         """By which f_r is multiplied in `_order`."""
         self._order: list[_Entry] = []
-        """Heap. An entry may be outdated: where its variant has risen since, it is corrected when it surfaces. Where it has
-        fallen, a second one has been pushed. Serials, not variants: an outdated entry keeps no KV in memory."""
-        self.watch: Callable[[Identity, Variant, bool], None] = lambda identity, variant, is_here: None
+        """Heap. An entry may be outdated: where its variant has risen since, it is corrected when
+        it surfaces. Where it has fallen, a second one has been pushed. Serials, not variants: an
+        outdated entry keeps no KV in memory."""
+        self.watch: Callable[[Identity, Variant, bool], None] = lambda identity, variant, is_here: (
+            None
+        )
         """Told when a variant has come or has left, for whatever reason."""
         self._clock = 0
         self._num_bytes = self._num_reserved = self._reserved_bytes = 0
-        self._num_added = self._num_replaced = self._num_refused = self._num_evicted = self._num_uses = 0
+        self._num_added = self._num_replaced = self._num_refused = self._num_evicted = (
+            self._num_uses
+        ) = 0
 
     @property
     def max_bytes(self) -> int:
@@ -175,7 +193,8 @@ class VariantIndex:
         return self._chunks.get(identity, {}).get((head, prefix))
 
     def ask(self, chunks: Iterable[tuple[Identity, str, Prefix]]) -> None:
-        """Count one request: its distinct chunks, each with head and prefix. O(chunks), and O(variants) once a window."""
+        """Count one request: its distinct chunks, each with head and prefix.
+        O(chunks), and O(variants) once a window."""
         places = list(chunks)
         self._asked.observe([*places, *(identity for identity, _, _ in places)])
         self._num_asked += 1
@@ -215,22 +234,28 @@ class VariantIndex:
         asked = self._asked.count((identity, head, prefix) if siblings else identity)
         if len(siblings) >= self._max_variants:
             lowest = self._lowest_of(siblings)
-            return lowest is not None and asked > self._asked.count((identity, lowest.head, lowest.prefix))
+            return lowest is not None and asked > self._asked.count(
+                (identity, lowest.head, lowest.prefix)
+            )
         return self._fits(nbytes) or asked >= ADMITTED_SHARE * self._asked_for_lowest()
 
     def gains(self, identity: Identity, nbytes: int) -> bool:
         """Whether there is room, or it is asked for more often than what would leave."""
-        return self._fits(nbytes) or (bool(self._held) and self._asked.count(identity) > self._asked_for_lowest())
+        return self._fits(nbytes) or (
+            bool(self._held) and self._asked.count(identity) > self._asked_for_lowest()
+        )
 
     def put(self, identity: Identity, variant: Variant) -> bool:
         """Add `variant`, evicting others until it fits: O(log variants), amortised over uses.
 
-        With the same identity, head and prefix it replaces the old one if it is preprocessed and the old one is not, or, where
-        they agree in that, if more of it is scored, or its outward attention is known and the old one's is not. It takes over f_r
-        and what was measured of the old one alone.
+        With the same identity, head and prefix it replaces the old one if it is preprocessed and
+        the old one is not, or, where they agree in that, if more of it is scored, or its outward
+        attention is known and the old one's is not. It takes over f_r and what was measured of the
+        old one alone.
 
         Returns:
-            False: nothing changed. It is not wanted, is in the store already, or is larger than the whole store.
+            False: nothing changed. It is not wanted, is in the store already, or is larger than the
+                whole store.
         """
         old = self.get(identity, variant.head, variant.prefix)
         scores, outward = variant.scores, variant.outward
@@ -260,7 +285,8 @@ class VariantIndex:
         return True
 
     def restore(self, identity: Identity, variant: Variant) -> bool:
-        """Add what an earlier store has kept, with its f_r and uses: nobody has asked this one for it yet. Nothing leaves for it.
+        """Add what an earlier store has kept, with its f_r and uses: nobody has asked this one for
+        it yet. Nothing leaves for it.
 
         Returns:
             False: nothing changed. There is no room, or its place is taken.
@@ -327,7 +353,8 @@ class VariantIndex:
         self._bound_order()
 
     def clear(self, *, keep_preprocessed: bool = False) -> None:
-        """Forget every variant, or all that were not preprocessed; the counts stay. Not counted as eviction."""
+        """Forget every variant, or all that were not preprocessed; the counts stay.
+        Not counted as eviction."""
         for _, variant, _ in list(self._held.values()):
             if not (keep_preprocessed and variant.preprocessed):
                 self.drop(variant)
@@ -355,7 +382,8 @@ class VariantIndex:
         )
 
     def profile(self) -> dict[str, float]:
-        """Variants, chunks, the most variants of one chunk, the mean f_r, and the share of variants never used. O(variants)."""
+        """Variants, chunks, the most variants of one chunk, the mean f_r,
+        and the share of variants never used. O(variants)."""
         variants = [variant for _, variant, _ in self._held.values()]
         return {
             "variants": len(variants),
@@ -443,7 +471,13 @@ class VariantIndex:
 
     def _entry(self, variant: Variant) -> _Entry:
         is_free = self._held[variant.serial][0] not in self._on_device
-        return variant.is_reserved, is_free, self._scale * variant.reuse, variant.last_used, variant.serial
+        return (
+            variant.is_reserved,
+            is_free,
+            self._scale * variant.reuse,
+            variant.last_used,
+            variant.serial,
+        )
 
     def _bound_order(self) -> None:
         if len(self._order) > 2 * len(self._held) + 16:  # mostly outdated entries
@@ -474,9 +508,15 @@ class VariantIndex:
         entries = {entry[-1]: entry for entry in sorted(self._order, reverse=True)}
         for serial, (identity, variant, nbytes) in self._held.items():
             name = f"variant {serial} of chunk {identity}"
-            if variant.serial != serial or self.get(identity, variant.head, variant.prefix) is not variant:
+            if (
+                variant.serial != serial
+                or self.get(identity, variant.head, variant.prefix) is not variant
+            ):
                 yield f"{name} is not where its identity, head and prefix say"
             if variant.nbytes != nbytes:
                 yield f"{name} came with {nbytes} bytes and has {variant.nbytes}"
             if serial not in entries or self._entry(variant) < entries[serial]:
-                yield f"{name} is {self._entry(variant)} but {entries.get(serial)} in the eviction order"
+                yield (
+                    f"{name} is {self._entry(variant)} but {entries.get(serial)} in the eviction"
+                    " order"
+                )

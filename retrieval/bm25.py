@@ -1,15 +1,19 @@
-"""BM25 over the words of passages, on tantivy. An index is one folder; passages are identified by rows.
+"""BM25 over the words of passages, on tantivy. An index is one folder; passages are identified by
+rows.
 
-Words are runs of letters and digits, in scripts without spaces pairs of characters (scripts.py). How text is cut has a version:
-an index is searched and updated with the analyzer that it was made with.
+Words are runs of letters and digits, in scripts without spaces pairs of characters (scripts.py).
+How text is cut has a version: an index is searched and updated with the analyzer that it was made
+with.
 
 Stores no texts, passage ids or generations; the caller keeps those. The constants are tantivy's:
-k1 = 1.2, b = 0.75, idf = ln(1 + (N - n + 0.5) / (n + 0.5)), with a passage's length rounded down to one of 256 steps (exact
-up to 40 words, within an eighth above). tests/reference/naive_bm25.py is the slow twin.
+k1 = 1.2, b = 0.75, idf = ln(1 + (N - n + 0.5) / (n + 0.5)), with a passage's length rounded down to
+one of 256 steps (exact up to 40 words, within an eighth above). tests/reference/naive_bm25.py is
+the slow twin.
 
-An open index is a snapshot: its files are mapped, so its answers do not change when another writer updates the folder or the
-folder is deleted. Only its own `update` changes it. N, n and the mean length count removed passages until tantivy merges
-their segment, so a removal does not change other scores at once, and a rebuild may change all of them a little.
+An open index is a snapshot: its files are mapped, so its answers do not change when another writer
+updates the folder or the folder is deleted. Only its own `update` changes it. N, n and the mean
+length count removed passages until tantivy merges their segment, so a removal does not change other
+scores at once, and a rebuild may change all of them a little.
 """
 
 from __future__ import annotations
@@ -32,10 +36,12 @@ MAX_WORD_BYTES = 100
 """Longer "words" are dropped: they are encoded data, and each would be a term of its own."""
 
 MAX_QUERY_TERMS = 1024
-"""Lucene's limit for the clauses of one query. A question has about a dozen words, so the limit affects pasted documents only."""
+"""Lucene's limit for the clauses of one query.
+A question has about a dozen words, so the limit affects pasted documents only."""
 
 PAIRS = 2
-"""The first version of the analyzer that cuts scripts without spaces into pairs of characters; 1 took a sentence for a word."""
+"""The first version of the analyzer that cuts scripts without spaces into pairs of characters;
+1 took a sentence for a word."""
 
 LOCK_SUFFIX = ".lock"
 
@@ -44,7 +50,11 @@ class Bm25Index:
     """A snapshot of a folder. Many threads may call `search` at once, one at a time `update`."""
 
     def __init__(
-        self, index: tantivy.Index, analyzer: tantivy.TextAnalyzer, schema: tantivy.Schema, version: int
+        self,
+        index: tantivy.Index,
+        analyzer: tantivy.TextAnalyzer,
+        schema: tantivy.Schema,
+        version: int,
     ) -> None:
         self._index = index
         self._analyzer = analyzer
@@ -67,19 +77,24 @@ class Bm25Index:
 
     @staticmethod
     def open(folder: Path, *, language: str, version: int) -> Bm25Index:
-        """Open the folder's last commit; `language` and `version` must be those that it was created with.
+        """Open the folder's last commit; `language` and `version` must be those that it was created
+        with.
 
         Raises:
-            CorruptIndexError: the folder is missing, incomplete, truncated, or was created with another language or version.
-                Flipped bits are not detected here but by the manifest's checksums.
+            CorruptIndexError: the folder is missing, incomplete, truncated, or was created with
+                another language or version. Flipped bits are not detected here but by the
+                manifest's checksums.
             RetrievalError: there is no stemmer for `language`.
         """
         analyzer = create_analyzer(language)
         _check_exists(folder)
-        with _damage_named(f"{folder} is damaged or no BM25 index in {language!r} by analyzer {version}"):
+        with _damage_named(
+            f"{folder} is damaged or no BM25 index in {language!r} by analyzer {version}"
+        ):
             if os.access(folder, os.W_OK):
                 return _load(folder, language, analyzer, version)
-            # tantivy needs a folder in which it can create a lock file; open files outlive these links.
+            # tantivy needs a folder in which it can create a lock file; open files outlive these
+            # links.
             with TemporaryDirectory() as links:
                 for file in _files(folder):
                     Path(links, file.name).symlink_to(file.resolve())
@@ -90,20 +105,25 @@ class Bm25Index:
         """Number of searchable passages: added and not removed."""
         return int(self._searcher.num_docs)
 
-    def update(self, add: Iterable[tuple[int, str]], remove: Iterable[int], *, memory_bytes: int) -> None:
-        """Remove rows, then add (row, content) pairs, in one commit: all of it or, if anything raises, nothing.
+    def update(
+        self, add: Iterable[tuple[int, str]], remove: Iterable[int], *, memory_bytes: int
+    ) -> None:
+        """Remove rows, then add (row, content) pairs, in one commit: all of it or, if anything
+        raises, nothing.
 
         Args:
             add: consumed lazily; rows ascending, none of them live unless it is in `remove` too.
             remove: rows; unknown ones are ignored.
             memory_bytes: the writer's buffer; a full buffer becomes a segment on disk.
         Raises:
-            RetrievalError: `memory_bytes` is too small, the folder is read-only, or another writer holds its lock. A killed
-                process releases the lock, and the next commit deletes its files.
+            RetrievalError: `memory_bytes` is too small, the folder is read-only, or another writer
+                holds its lock. A killed process releases the lock, and the next commit deletes its
+                files.
             ValueError: tantivy could not write, for example because the disk is full.
         """
         try:
-            # One thread: rows stay in order inside a segment, and the thread that reads the corpus keeps its core.
+            # One thread: rows stay in order inside a segment, and the thread that reads the corpus
+            # keeps its core.
             writer = self._index.writer(memory_bytes, 1)
         except ValueError as error:
             reason = "another writer holds its lock" if "LockBusy" in str(error) else error
@@ -123,10 +143,12 @@ class Bm25Index:
         self._searcher = self._index.searcher()
 
     def search(self, query: str, *, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """The best passages that share a word with the query: scores [n] and rows [n], n <= k, best first.
+        """The best passages that share a word with the query: scores [n] and rows [n], n <= k, best
+        first.
 
-        The query is text, never syntax; a repeated word counts once. Equal scores are ordered by row, ascending. If several
-        passages tie for the last place, their segments decide which are returned.
+        The query is text, never syntax; a repeated word counts once. Equal scores are ordered by
+        row, ascending. If several passages tie for the last place, their segments decide which are
+        returned.
 
         Of a query with more than MAX_QUERY_TERMS distinct words the rarest are looked up.
 
@@ -138,12 +160,17 @@ class Bm25Index:
             words = list(dict.fromkeys(self._analyzer.analyze(self._cut(query))))
             if len(words) > MAX_QUERY_TERMS:
                 frequency = {word: searcher.doc_freq("content", word) for word in words}
-                words = sorted((word for word in words if frequency[word]), key=frequency.__getitem__)[:MAX_QUERY_TERMS]
+                words = sorted(
+                    (word for word in words if frequency[word]), key=frequency.__getitem__
+                )[:MAX_QUERY_TERMS]
             limit = min(k, searcher.num_docs)
             if not words or not limit:
                 return np.empty(0, np.float32), np.empty(0, np.int64)
             terms = [
-                (tantivy.Occur.Should, tantivy.Query.term_query(self._schema, "content", word, index_option="freq"))
+                (
+                    tantivy.Occur.Should,
+                    tantivy.Query.term_query(self._schema, "content", word, index_option="freq"),
+                )
                 for word in words
             ]
             hits = searcher.search(tantivy.Query.boolean_query(terms), limit, count=False).hits
@@ -158,11 +185,13 @@ class Bm25Index:
 
 
 def link_copy(source: Path, target: Path) -> None:
-    """Copy an index folder by hard links: the copy takes no space, and an update of one folder does not change the other.
+    """Copy an index folder by hard links: the copy takes no space, and an update of one folder does
+    not change the other.
 
-    The folders stay independent because tantivy writes every file once: segments are new files, `meta.json` and
-    `.managed.json` are replaced by renaming. Lock files are left out: two folders with a shared one would block each other's
-    writers. On file systems without hard links files are copied. No writer may be active in `source`.
+    The folders stay independent because tantivy writes every file once: segments are new files,
+    `meta.json` and `.managed.json` are replaced by renaming. Lock files are left out: two folders
+    with a shared one would block each other's writers. On file systems without hard links files are
+    copied. No writer may be active in `source`.
 
     Raises:
         CorruptIndexError: `source` is not an index.
@@ -187,11 +216,15 @@ def _check_exists(folder: Path) -> None:
 
 @contextmanager
 def _damage_named(what: str) -> Iterator[None]:
-    """Raise tantivy's errors as CorruptIndexError. A damaged file may cause a Rust panic, which is not an `Exception`."""
+    """Raise tantivy's errors as CorruptIndexError.
+    A damaged file may cause a Rust panic, which is not an `Exception`."""
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, (ValueError, OSError)) and type(error).__name__ != "PanicException":
+        if (
+            not isinstance(error, (ValueError, OSError))
+            and type(error).__name__ != "PanicException"
+        ):
             raise
         raise CorruptIndexError(f"{what}: {str(error).partition(chr(10))[0]}") from error
 
@@ -208,15 +241,20 @@ def _load(folder: Path, language: str, analyzer: tantivy.TextAnalyzer, version: 
 
 
 def create_analyzer(language: str) -> tantivy.TextAnalyzer:
-    """Cuts text into words: runs of letters and digits, lower case, without accents, stemmed unless `language` is "none".
+    """Cuts text into words: runs of letters and digits, lower case, without accents, stemmed unless
+    `language` is "none".
 
     Raises:
         RetrievalError: tantivy has no stemmer for this language.
     """
-    builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple()).filter(tantivy.Filter.remove_long(MAX_WORD_BYTES))
+    builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple()).filter(
+        tantivy.Filter.remove_long(MAX_WORD_BYTES)
+    )
     builder = builder.filter(tantivy.Filter.lowercase()).filter(tantivy.Filter.ascii_fold())
     try:
-        return (builder if language == "none" else builder.filter(tantivy.Filter.stemmer(language))).build()
+        return (
+            builder if language == "none" else builder.filter(tantivy.Filter.stemmer(language))
+        ).build()
     except ValueError as error:
         raise RetrievalError(f"BM25: {error}; give a language's English name, or none") from None
 

@@ -6,8 +6,8 @@
     encode   passages -> VectorFile                      in batches, after the last row in the file
     index    VectorFile -> FAISS, PassageStore -> BM25   generation.py: new files, then the manifest that names them
 
-Each stage continues from the files in the directory: after a killed build, or to add documents, run the same command again.
-The served generation changes in the last step only.
+Each stage continues from the files in the directory: after a killed build, or to add documents, run
+the same command again. The served generation changes in the last step only.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ T = TypeVar("T")
 
 @dataclass
 class BuildReport:
-    """Counts of one run. `documents`, `unspaced` (of them, in scripts without spaces), `unchanged`, `changed` and `pruned` count
-    documents, the others passages; removed ones are of documents that changed or went."""
+    """Counts of one run. `documents`, `unspaced` (of them, in scripts without spaces), `unchanged`,
+    `changed` and `pruned` count documents, the others passages; removed ones are of documents that
+    changed or went."""
 
     documents: int = 0
     unspaced: int = 0
@@ -78,8 +79,8 @@ class Pruning:
     """The wish that documents go which are not among those that are read.
 
     Attributes:
-        unread: files and folders whose documents stay, since they are there and could not be read (`corpus.Reading.unread`).
-            Looked at after the documents have been read.
+        unread: files and folders whose documents stay, since they are there and could not be read
+            (`corpus.Reading.unread`). Looked at after the documents have been read.
         even_most: go also if they are more than half of what is served.
     """
 
@@ -89,7 +90,8 @@ class Pruning:
 
 @dataclass(frozen=True)
 class Gone:
-    """Documents that are not there any more, and how many passages of each are served; why they are too many to be removed."""
+    """Documents that are not there any more, and how many passages of each are served;
+    why they are too many to be removed."""
 
     documents: list[tuple[str, int]]
     refusal: str | None
@@ -106,33 +108,42 @@ def build_index(
     progress: Progress,
     pruning: Pruning | None = None,
 ) -> BuildReport:
-    """Add documents to the index in `folder`, which is created if needed. A changed document replaces its earlier version.
+    """Add documents to the index in `folder`, which is created if needed. A changed document
+    replaces its earlier version.
 
     Args:
-        encoder: of `settings.encoder`; None: the embedded one, fitted here if the directory has none.
+        encoder: of `settings.encoder`; None: the embedded one, fitted here if the directory has
+            none.
         pruning: remove other documents than these; None: they stay.
     Raises:
-        RetrievalError: the directory has other settings, another process writes it, the documents have no text, or too many would
-            be removed. What is served has not changed then.
+        RetrievalError: the directory has other settings, another process writes it, the documents
+            have no text, or too many would be removed. What is served has not changed then.
         CorruptIndexError: the directory is damaged.
     """
-    cut = _cutter(settings, tokens)  # refuse invalid settings before they are written to the directory
+    # refuse invalid settings before they are written to the directory
+    cut = _cutter(settings, tokens)
     check_factory("Flat" if settings.factory == "auto" else settings.factory, settings.dim)
     if settings.bm25_language is not None:
-        from retrieval.bm25 import create_analyzer  # only here: an index without BM25 does not need tantivy
+        # only here: an index without BM25 does not need tantivy
+        from retrieval.bm25 import create_analyzer
 
         create_analyzer(settings.bm25_language)
     folder.mkdir(parents=True, exist_ok=True)
     with writer_lock(folder):
         if not (folder / SETTINGS).exists():
             if (folder / PASSAGES).exists() or (folder / MANIFEST).exists():
-                raise RetrievalError(f"{folder} holds files of an index but no {SETTINGS}; use another directory")
-            write_atomically(folder / SETTINGS, settings.to_json())  # first: a killed build continues from the others
+                raise RetrievalError(
+                    f"{folder} holds files of an index but no {SETTINGS}; use another directory"
+                )
+            # first: a killed build continues from the others
+            write_atomically(folder / SETTINGS, settings.to_json())
         with _opened(folder, settings) as (store, vectors):
             _settle_settings(folder, settings, has_rows=store.num_rows > 0)
             _check_served(folder, store, vectors)
             if vectors.num_rows > store.num_rows:
-                raise CorruptIndexError(f"{store.path}: holds {store.num_rows} of {vectors.num_rows} passages")
+                raise CorruptIndexError(
+                    f"{store.path}: holds {store.num_rows} of {vectors.num_rows} passages"
+                )
             num_served = read_manifest(folder).num_rows if (folder / MANIFEST).exists() else 0
             report = _read(documents, store, cut, progress, pruning, num_served)
             if not store.num_rows:
@@ -171,14 +182,17 @@ def remove_passages(
     options: BuildOptions,
     progress: Progress,
 ) -> int:
-    """Remove passages from the served index. A document's id selects all its passages. Returns the number of passages.
+    """Remove passages from the served index. A document's id selects all its passages. Returns the
+    number of passages.
 
     A later build that reads their document again adds them again.
 
     Args:
-        load: loads the index's encoder; called only if a duplicate of another document replaces a removed passage.
+        load: loads the index's encoder; called only if a duplicate of another document replaces a
+            removed passage.
     Raises:
-        RetrievalError: an unknown id (nothing is removed then), or another process writes the directory.
+        RetrievalError: an unknown id (nothing is removed then), or another process writes the
+            directory.
     """
     settings = read_settings(folder)
     with writer_lock(folder), _opened(folder, settings) as (store, vectors):
@@ -214,7 +228,9 @@ def _opened(folder: Path, settings: IndexSettings) -> Iterator[tuple[PassageStor
 
 def _unserved(folder: Path, store: PassageStore, name: str) -> list[int]:
     """Rows of this id that are still served although an interrupted removal has marked them."""
-    waiting = np.setdiff1d(store.removed_rows(), removed_rows(folder, read_manifest(folder))).tolist()
+    waiting = np.setdiff1d(
+        store.removed_rows(), removed_rows(folder, read_manifest(folder))
+    ).tolist()
     passages = zip(waiting, store.get(waiting), strict=True)
     return [row for row, passage in passages if name in (passage.id, passage.document_id)]
 
@@ -228,27 +244,36 @@ def _check_served(folder: Path, store: PassageStore, vectors: VectorFile) -> Non
 
 
 def _settle_settings(folder: Path, settings: IndexSettings, *, has_rows: bool) -> None:
-    """Compare the settings with those in the directory. Those that no file depends on yet may still change."""
+    """Compare the settings with those in the directory.
+    Those that no file depends on yet may still change."""
     there = read_settings(folder) if has_rows else settings
     names = there.differences(settings)
-    if not has_rows or (names and not (folder / MANIFEST).exists() and set(names) <= {"factory", "bm25_language"}):
+    if not has_rows or (
+        names and not (folder / MANIFEST).exists() and set(names) <= {"factory", "bm25_language"}
+    ):
         write_atomically(folder / SETTINGS, settings.to_json())
     elif names:
         name = names[0]
         raise RetrievalError(
-            f"{folder}: was built with {name} {getattr(there, name)!r}, not {getattr(settings, name)!r}; "
-            "an index keeps its settings, so use another directory"
+            f"{folder}: was built with {name} {getattr(there, name)!r}, not"
+            f" {getattr(settings, name)!r}; an index keeps its settings, so use another directory"
         )
 
 
 def _cutter(settings: IndexSettings, tokens: Tokens) -> Callable[[Document], Iterable[Passage]]:
     if settings.is_split:
-        splitter = Splitter(tokens, max_tokens=settings.max_tokens, overlap_tokens=settings.overlap_tokens)
+        splitter = Splitter(
+            tokens, max_tokens=settings.max_tokens, overlap_tokens=settings.overlap_tokens
+        )
         return splitter.split
 
     def whole(document: Document) -> list[Passage]:
         num_tokens = len(tokens.offsets(document.text))
-        return [Passage(document.id, document.id, document.title, document.text, 0, num_tokens, num_tokens)]
+        return [
+            Passage(
+                document.id, document.id, document.title, document.text, 0, num_tokens, num_tokens
+            )
+        ]
 
     return whole
 
@@ -295,34 +320,48 @@ def _read(
     return report
 
 
-def _gone(store: PassageStore, run: int, pruning: Pruning, num_served: int, before: tuple[int, int]) -> Gone:
-    """Of what was served before the run, (documents, passages), since documents that a refused run has added save none."""
+def _gone(
+    store: PassageStore, run: int, pruning: Pruning, num_served: int, before: tuple[int, int]
+) -> Gone:
+    """Of what was served before the run, (documents, passages),
+    since documents that a refused run has added save none."""
     unseen = store.unseen(run, num_served)
-    documents = [(name, number) for name, file, number in unseen if not _is_unread(file, pruning.unread)]
+    documents = [
+        (name, number) for name, file, number in unseen if not _is_unread(file, pruning.unread)
+    ]
     going = sum(number > 0 for _, number in documents), sum(number for _, number in documents)
-    if pruning.even_most or all(2 * some <= every for some, every in zip(going, before, strict=True)):
+    if pruning.even_most or all(
+        2 * some <= every for some, every in zip(going, before, strict=True)
+    ):
         return Gone(documents, None)
     return Gone(
         documents,
-        f"{going[0]} of {before[0]} documents with {going[1]} of {before[1]} passages are not there any more, more than half: "
-        "nothing is removed; --prune-all removes them",
+        f"{going[0]} of {before[0]} documents with {going[1]} of {before[1]} passages are not there"
+        " any more, more than half: nothing is removed; --prune-all removes them",
     )
 
 
 def _is_unread(file: str | None, unread: Collection[str]) -> bool:
-    """Whether the file, or a folder that it is in, is there and was not read. One that is not known may be any of them."""
+    """Whether the file, or a folder that it is in, is there and was not read.
+    One that is not known may be any of them."""
     if file is None:
         return bool(unread)
     return file in unread or any(str(folder) in unread for folder in PurePosixPath(file).parents)
 
 
 def _embedded(
-    folder: Path, settings: IndexSettings, store: PassageStore, options: BuildOptions, progress: Progress
+    folder: Path,
+    settings: IndexSettings,
+    store: PassageStore,
+    options: BuildOptions,
+    progress: Progress,
 ) -> Encoder:
     path = folder / STATE_FILE
     if not path.exists():
         if (folder / VECTORS).exists():
-            raise CorruptIndexError(f"{path}: missing, and a new one would not fit the vectors in the directory")
+            raise CorruptIndexError(
+                f"{path}: missing, and a new one would not fit the vectors in the directory"
+            )
         progress("fit", 0, None)
         rows = sample_rows(store.num_rows, options.fit_passages, options.seed)
         contents = [p.content for part in _batches(rows.tolist(), 1000) for p in store.get(part)]
@@ -331,11 +370,17 @@ def _embedded(
         encoder.save(draft)
         sync(draft)
         draft.replace(path)
-    return load_encoder(settings.encoder, folder=folder, override=None, device=None, batch_size=options.encode_batch)
+    return load_encoder(
+        settings.encoder, folder=folder, override=None, device=None, batch_size=options.encode_batch
+    )
 
 
 def _encode(
-    store: PassageStore, vectors: VectorFile, encoder: Encoder, options: BuildOptions, progress: Progress
+    store: PassageStore,
+    vectors: VectorFile,
+    encoder: Encoder,
+    options: BuildOptions,
+    progress: Progress,
 ) -> int:
     first, num_rows = vectors.num_rows, store.num_rows
     for batch in _batches(store.iterate(first, num_rows), options.encode_batch):

@@ -1,7 +1,8 @@
 """Reads documents: files and folders of text, Markdown and JSON Lines.
 
-One document is in memory at a time. Ids are stable: the path relative to the source folder, or the row's own id. `clean`
-replaces characters that a tokenizer, a database or a terminal cannot handle. Ids that occur twice are not detected here.
+One document is in memory at a time. Ids are stable: the path relative to the source folder, or the
+row's own id. `clean` replaces characters that a tokenizer, a database or a terminal cannot handle.
+Ids that occur twice are not detected here.
 
 What cannot be read does not end the reading: `Corpus` goes on, so that all of it is named at once.
 """
@@ -29,7 +30,8 @@ TEXT_SUFFIXES = (".txt", ".md")
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz")
 
 MAX_DOCUMENT_BYTES = 1 << 28
-"""A text file or row of more than 256 MiB is refused as a mistake: it would be held in memory as a whole."""
+"""A text file or row of more than 256 MiB is refused as a mistake:
+it would be held in memory as a whole."""
 
 _BOMS = (
     (codecs.BOM_UTF8, "utf-8"),
@@ -39,7 +41,8 @@ _BOMS = (
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 _LONGEST_BOM = 4
-_CONTROLS = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]")  # control characters except whitespace
+# control characters except whitespace
+_CONTROLS = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _FENCE_OR_HEADING = re.compile(r"^(?: {0,3}(```|~~~)|#[ \t]+(.*))", re.MULTILINE)
 _CLOSING_HASHES = re.compile(r"(?:^|[ \t])#+$")
@@ -51,11 +54,12 @@ class Reading:
 
     Attributes:
         files: number of files that were read, in whole or in part.
-        unreadable: what was wrong, a line for each file or folder that could not be read, or not in whole.
+        unreadable: what was wrong, a line for each file or folder that could not be read, or not in
+            whole.
         num_empty: files without text.
         num_other: files of other kinds, hidden ones apart.
-        unread: names of files and folders that are there and may hold documents that were not read: unreadable or empty ones, and
-            links that lead nowhere (to a disk that is not mounted).
+        unread: names of files and folders that are there and may hold documents that were not read:
+            unreadable or empty ones, and links that lead nowhere (to a disk that is not mounted).
     """
 
     files: int = 0
@@ -79,19 +83,24 @@ class _Faults:
 class Corpus:
     """The documents of files and folders, those without text left out.
 
-    Folders are read recursively in the order of names, without hidden and other files; links are followed, but no folder is read
-    twice. A .txt or .md file is a document; its id is its path in the folder (a single file's is its name). A Markdown file's
-    title is its first heading of level 1. A line of JSON Lines is `{"text", "title"?, "id"?}`, other fields ignored; without
-    `id` its id is `FILE:LINE`, lines counted from 1. Text is UTF-8, or what a byte-order mark says: UTF-8, UTF-16, UTF-32.
+    Folders are read recursively in the order of names, without hidden and other files; links are
+    followed, but no folder is read twice. A .txt or .md file is a document; its id is its path in
+    the folder (a single file's is its name). A Markdown file's title is its first heading of level
+    1. A line of JSON Lines is `{"text", "title"?, "id"?}`, other fields ignored; without `id` its
+       id is `FILE:LINE`, lines counted from 1. Text is UTF-8, or what a byte-order mark says:
+       UTF-8, UTF-16, UTF-32.
 
     Args:
         skip_unreadable: leave out files, and rows of JSON Lines, that cannot be read.
-        may_be_missing: take a source that does not exist, or has no documents, for one that is empty.
+        may_be_missing: take a source that does not exist, or has no documents, for one that is
+            empty.
     Raises:
         RetrievalError: a source does not exist, or is a file of another kind.
     """
 
-    def __init__(self, sources: Sequence[str | Path], *, skip_unreadable: bool, may_be_missing: bool = False) -> None:
+    def __init__(
+        self, sources: Sequence[str | Path], *, skip_unreadable: bool, may_be_missing: bool = False
+    ) -> None:
         self.reading = Reading()
         self._skips, self._may_be_missing = skip_unreadable, may_be_missing
         self._sources = [Path(source) for source in sources]
@@ -99,14 +108,16 @@ class Corpus:
             if not path.exists() and not may_be_missing:
                 raise RetrievalError(f"no such file or folder: {path}")
             if path.is_file() and not _is_corpus_file(path.name):
-                raise RetrievalError(f"{path}: not one of {', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)}")
+                raise RetrievalError(
+                    f"{path}: not one of {', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)}"
+                )
 
     def documents(self) -> Iterator[Document]:
         """Read all sources, once.
 
         Raises:
-            RetrievalError: at the end: all that cannot be read, unless it is skipped, each file with its first bad line; or a
-                source without documents.
+            RetrievalError: at the end: all that cannot be read, unless it is skipped, each file
+                with its first bad line; or a source without documents.
         """
         reading, empty = self.reading, list[Path]()
         for source in self._sources:
@@ -127,7 +138,9 @@ class Corpus:
             raise RetrievalError(_named(reading.unreadable))
         if empty and not self._may_be_missing:
             suffixes, bad = ", ".join(TEXT_SUFFIXES + ROW_SUFFIXES), _lines_of(reading.unreadable)
-            raise RetrievalError(f"no documents in {empty[0]}: looked for {suffixes} that contain text{bad}")
+            raise RetrievalError(
+                f"no documents in {empty[0]}: looked for {suffixes} that contain text{bad}"
+            )
 
     # Private, in order of use
 
@@ -144,7 +157,9 @@ class Corpus:
             self._refuse(name_of(error.filename), f"{error.filename}: {error.strerror}")
 
         seen: set[tuple[int, int]] = set()
-        for folder, subfolders, files in os.walk(source, onerror=refuse if source.exists() else None, followlinks=True):
+        for folder, subfolders, files in os.walk(
+            source, onerror=refuse if source.exists() else None, followlinks=True
+        ):
             status = os.stat(folder)
             if (status.st_dev, status.st_ino) in seen:
                 subfolders.clear()
@@ -169,9 +184,15 @@ class Corpus:
         """The file's documents that have text; what is wrong with it is noted."""
         faults = _Faults()
         try:
-            with cast(IO[bytes], gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb")) as file:
+            with cast(
+                IO[bytes], gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb")
+            ) as file:
                 is_rows = path.name.lower().endswith(ROW_SUFFIXES)
-                read = _read_rows(file, path, name, faults) if is_rows else _read_text(file, path, name)
+                read = (
+                    _read_rows(file, path, name, faults)
+                    if is_rows
+                    else _read_text(file, path, name)
+                )
                 yield from (document for document in read if document.text.strip())
         except OSError as error:
             faults.note(f"{path}: {error.strerror or error}")
@@ -187,7 +208,8 @@ class Corpus:
 
 
 def clean(text: str) -> str:
-    """The text with one kind of line break, no control characters and no halves of surrogate pairs."""
+    """The text with one kind of line break, no control characters and no halves of surrogate
+    pairs."""
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     text = _CONTROLS.sub(" ", text)
@@ -202,7 +224,10 @@ def _named(unreadable: Sequence[str]) -> str:
     """One line, or one for each; how to go on without them."""
     if len(unreadable) == 1:
         return f"{unreadable[0]} (--skip-unreadable goes on without)"
-    return f"{len(unreadable)} files cannot be read (--skip-unreadable goes on without):{_lines_of(unreadable)}"
+    return (
+        f"{len(unreadable)} files cannot be read (--skip-unreadable goes on"
+        f" without):{_lines_of(unreadable)}"
+    )
 
 
 def _lines_of(unreadable: Sequence[str]) -> str:
@@ -213,7 +238,8 @@ def _read_text(file: IO[bytes], path: Path, name: str) -> Iterator[Document]:
     data = file.read(MAX_DOCUMENT_BYTES + 1)
     if len(data) > MAX_DOCUMENT_BYTES:
         raise RetrievalError(
-            f"{path}: larger than {MAX_DOCUMENT_BYTES >> 20} MiB; give its parts as rows of JSON Lines"
+            f"{path}: larger than {MAX_DOCUMENT_BYTES >> 20} MiB; give its parts as rows of JSON"
+            " Lines"
         )
     bom, encoding = _encoding(data)
     text = clean(_decode(data.removeprefix(bom), encoding, path, 1))
@@ -238,7 +264,11 @@ def _read_rows(file: IO[bytes], path: Path, name: str, faults: _Faults) -> Itera
         try:
             if len(line) > MAX_DOCUMENT_BYTES:
                 raise RetrievalError(f"{place}: a line of more than {MAX_DOCUMENT_BYTES >> 20} MiB")
-            text = line if isinstance(line, str) else _decode(line.removeprefix(codecs.BOM_UTF8), "utf-8", path, number)
+            text = (
+                line
+                if isinstance(line, str)
+                else _decode(line.removeprefix(codecs.BOM_UTF8), "utf-8", path, number)
+            )
             if text.strip():
                 yield _document(_parse(text, place), place, f"{name}:{number}", name)
         except RetrievalError as error:
@@ -246,12 +276,17 @@ def _read_rows(file: IO[bytes], path: Path, name: str, faults: _Faults) -> Itera
 
 
 def _lines(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | str]]:
-    """Each line with its number, up to just above MAX_DOCUMENT_BYTES of it: bytes, or text of what is not UTF-8."""
+    """Each line with its number, up to just above MAX_DOCUMENT_BYTES of it:
+    bytes, or text of what is not UTF-8."""
     number = 1
     try:
         bom, encoding = _encoding(file.read(_LONGEST_BOM))
         file.seek(len(bom))
-        with file if encoding == "utf-8" else io.TextIOWrapper(file, encoding=encoding, newline="\n") as lines:
+        with (
+            file
+            if encoding == "utf-8"
+            else io.TextIOWrapper(file, encoding=encoding, newline="\n") as lines
+        ):
             for number in count(1):
                 if not (line := lines.readline(MAX_DOCUMENT_BYTES + 1)):
                     return
@@ -266,7 +301,9 @@ def _lines(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | str]]:
 
 def _encoding(data: bytes) -> tuple[bytes, str]:
     """The byte-order mark with which the data begins, if any, and the encoding."""
-    return next(((bom, encoding) for bom, encoding in _BOMS if data.startswith(bom)), (b"", "utf-8"))
+    return next(
+        ((bom, encoding) for bom, encoding in _BOMS if data.startswith(bom)), (b"", "utf-8")
+    )
 
 
 def _decode(data: bytes, encoding: str, path: Path, first_line: int) -> str:
@@ -286,7 +323,9 @@ def _parse(line: str, place: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise RetrievalError(f"{place}: a row must be an object, got {type(row).__name__}")
     if row.get("text") is None:
-        raise RetrievalError(f'{place}: a row must have a "text"; got the fields {", ".join(row) or "none"}')
+        raise RetrievalError(
+            f'{place}: a row must have a "text"; got the fields {", ".join(row) or "none"}'
+        )
     return row
 
 
@@ -294,10 +333,14 @@ def _document(row: dict[str, Any], place: str, default_id: str, file: str) -> Do
     """A document from the fields `id`, `title` and `text`, each of which may be missing or None."""
     for name in ("title", "text"):
         if not isinstance(row.get(name), str | None):
-            raise RetrievalError(f"{place}: the {name} must be a string, got {type(row[name]).__name__}")
+            raise RetrievalError(
+                f"{place}: the {name} must be a string, got {type(row[name]).__name__}"
+            )
     row_id = row.get("id")
     if row_id == "" or isinstance(row_id, bool) or not isinstance(row_id, str | int | None):
-        raise RetrievalError(f"{place}: the id must be an integer or a non-empty string, got {row_id!r}")
+        raise RetrievalError(
+            f"{place}: the id must be an integer or a non-empty string, got {row_id!r}"
+        )
     return Document(
         id=default_id if row_id is None else clean(str(row_id)),
         title=" ".join(clean(row.get("title") or "").split()),

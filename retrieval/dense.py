@@ -1,11 +1,12 @@
-"""Vectors in FAISS: one trained base segment, at most one small segment of later rows, and rows that are hidden.
+"""Vectors in FAISS: one trained base segment, at most one small segment of later rows, and rows
+that are hidden.
 
     rows   0 ............................ base ............ n0 ... later ... n
            the factory string that was asked for            Flat
 
-Segment files never change: adding rows writes a new later segment, removing rows clears a bit of each. So every search has a
-consistent view, and FAISS maps the files into memory instead of reading them. Knows rows, not passages. Similarity is the
-inner product.
+Segment files never change: adding rows writes a new later segment, removing rows clears a bit of
+each. So every search has a consistent view, and FAISS maps the files into memory instead of reading
+them. Knows rows, not passages. Similarity is the inner product.
 """
 
 from __future__ import annotations
@@ -29,22 +30,27 @@ MIN_TRAIN_VECTORS = 65_536
 ADD_ROWS = 65_536
 _EXACT = re.compile(r"(IVF\d+(_HNSW\d+)?,|HNSW\d+,)?Flat|HNSW\d+")
 MAX_FLAT_ROWS = 100_000
-"""`auto` searches up to this many rows exactly: about 10 ms a query on one core at 384 dimensions."""
+"""`auto` searches up to this many rows exactly:
+about 10 ms a query on one core at 384 dimensions."""
 
 
 def auto_factory(num_rows: int) -> str:
-    """FAISS' factory string for a corpus: exact for a small one, else about 4 sqrt(n) lists (FAISS' guideline)."""
+    """FAISS' factory string for a corpus: exact for a small one,
+    else about 4 sqrt(n) lists (FAISS' guideline)."""
     if num_rows <= MAX_FLAT_ROWS:
         return "Flat"
     return f"IVF{2 ** round(np.log2(4 * np.sqrt(num_rows)))},Flat"
 
 
 def check_factory(factory: str, dim: int) -> Any:
-    """Create an empty index. Raises RetrievalError: FAISS does not know the factory, or this module cannot search it."""
+    """Create an empty index. Raises RetrievalError:
+    FAISS does not know the factory, or this module cannot search it."""
     try:
         index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
-        raise RetrievalError(f"factory {factory!r} for {dim} dimensions: {_reason(error)}") from None
+        raise RetrievalError(
+            f"factory {factory!r} for {dim} dimensions: {_reason(error)}"
+        ) from None
     search_parameters(index, k=1, nprobe=1, selector=None)
     return index
 
@@ -64,17 +70,24 @@ def create_faiss(
         batches: all vectors in row order.
         added: called with the number of rows added so far.
     Raises:
-        RetrievalError: FAISS does not know the factory, this module cannot search it, or it needs more vectors.
+        RetrievalError: FAISS does not know the factory, this module cannot search it, or it needs
+            more vectors.
     """
     index = check_factory(factory, dim)
     if not index.is_trained:
         num_lists = _num_lists(index)
         if num_rows < num_lists:
-            raise RetrievalError(f"factory {factory!r} needs at least {num_lists} passages, there are {num_rows}")
+            raise RetrievalError(
+                f"factory {factory!r} needs at least {num_lists} passages, there are {num_rows}"
+            )
         try:
-            index.train(sample(min(num_rows, max(TRAIN_VECTORS_PER_LIST * num_lists, MIN_TRAIN_VECTORS))))
+            index.train(
+                sample(min(num_rows, max(TRAIN_VECTORS_PER_LIST * num_lists, MIN_TRAIN_VECTORS)))
+            )
         except RuntimeError as error:
-            raise RetrievalError(f"factory {factory!r} over {num_rows} passages: {_reason(error)}") from None
+            raise RetrievalError(
+                f"factory {factory!r} over {num_rows} passages: {_reason(error)}"
+            ) from None
     for batch in batches:
         index.add(batch)
         added(index.ntotal)
@@ -82,10 +95,12 @@ def create_faiss(
 
 
 def search_parameters(index: Any, *, k: int, nprobe: int, selector: Any) -> Any:
-    """FAISS' parameters for one search. The index itself is not changed, so concurrent searches may use different ones.
+    """FAISS' parameters for one search. The index itself is not changed, so concurrent searches may
+    use different ones.
 
     Args:
-        nprobe: lists visited (IVF), or candidates kept, at least k (HNSW: efSearch). Exact indexes ignore it.
+        nprobe: lists visited (IVF), or candidates kept, at least k (HNSW: efSearch). Exact indexes
+            ignore it.
         selector: the rows that may be found; None: all.
     Raises:
         RetrievalError: this kind of index is not supported.
@@ -101,7 +116,8 @@ def search_parameters(index: Any, *, k: int, nprobe: int, selector: Any) -> Any:
     if isinstance(index, (faiss.IndexFlat, faiss.IndexScalarQuantizer)):
         return faiss.SearchParameters(sel=selector)
     raise RetrievalError(
-        f"factory: {type(index).__name__} is not supported; use Flat, SQ…, IVF… or HNSW… (PQ64 is IVF1,PQ64)"
+        f"factory: {type(index).__name__} is not supported; use Flat, SQ…, IVF… or HNSW… (PQ64 is"
+        " IVF1,PQ64)"
     )
 
 
@@ -121,7 +137,8 @@ def write_faiss(index: Any, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows `[first_row, first_row + num_rows)` in one FAISS index; `live` has a bit for each row that may be found."""
+    """Rows `[first_row, first_row + num_rows)` in one FAISS index;
+    `live` has a bit for each row that may be found."""
 
     first_row: int
     num_rows: int
@@ -148,12 +165,14 @@ def search_segments(
     Args:
         queries: [n, dim], C-contiguous.
     Returns:
-        scores [n, k] float32 and rows [n, k] int64, best first, equal scores by row (FAISS chooses which of several
-        equal ones are among the k); -inf and -1 where there are fewer than k.
+        scores [n, k] float32 and rows [n, k] int64, best first, equal scores by row (FAISS chooses
+        which of several equal ones are among the k); -inf and -1 where there are fewer than k.
     """
     found = [_search(segment, queries, k=k, nprobe=nprobe) for segment in segments]
     if not found:
-        return np.full((len(queries), k), -np.inf, np.float32), np.full((len(queries), k), -1, np.int64)
+        return np.full((len(queries), k), -np.inf, np.float32), np.full(
+            (len(queries), k), -1, np.int64
+        )
     scores = np.concatenate([scores for scores, _ in found], axis=1)
     rows = np.concatenate([rows for _, rows in found], axis=1)
     return best_of(scores, rows, k=k)
@@ -168,7 +187,8 @@ def best_of(
 
 
 def is_exact(factory: str) -> bool:
-    """Whether an index of this factory string holds the vectors themselves, so that its scores are inner products."""
+    """Whether an index of this factory string holds the vectors themselves,
+    so that its scores are inner products."""
     return bool(_EXACT.fullmatch(factory))
 
 
@@ -183,7 +203,9 @@ def _search(
     parameters = search_parameters(segment.index, k=k, nprobe=nprobe, selector=selector)
     scores, rows = segment.index.search(queries, k, params=parameters)
     missing = rows < 0
-    return np.where(missing, np.float32(-np.inf), scores), np.where(missing, -1, rows + segment.first_row)
+    return np.where(missing, np.float32(-np.inf), scores), np.where(
+        missing, -1, rows + segment.first_row
+    )
 
 
 def _num_lists(index: Any) -> int:

@@ -1,7 +1,8 @@
-"""The protocol of encoders, which turn texts into vectors, and `load_encoder`, which restores an index's encoder.
+"""The protocol of encoders, which turn texts into vectors, and `load_encoder`, which restores an
+index's encoder.
 
-Knows neither FAISS nor the passage store. Similarity is always the inner product of the vectors that the two methods return;
-each encoder decides whether its vectors have length 1.
+Knows neither FAISS nor the passage store. Similarity is always the inner product of the vectors
+that the two methods return; each encoder decides whether its vectors have length 1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from retrieval.sentence_encoder import SentenceEncoder
 
 
 class Encoder(Protocol):
-    """Texts to vectors. Thread-safe. A text's vector does not depend on the other texts of the batch."""
+    """Texts to vectors. Thread-safe.
+    A text's vector does not depend on the other texts of the batch."""
 
     @property
     def dim(self) -> int:
@@ -36,9 +38,15 @@ class Encoder(Protocol):
 
 
 def load_encoder(
-    spec: Mapping[str, Any], *, folder: Path, override: str | None, device: str | None, batch_size: int
+    spec: Mapping[str, Any],
+    *,
+    folder: Path,
+    override: str | None,
+    device: str | None,
+    batch_size: int,
 ) -> Encoder:
-    """Load the encoder that an index was built with. Compares the spec only; `index.check_encoder` compares a vector.
+    """Load the encoder that an index was built with. Compares the spec only; `index.check_encoder`
+    compares a vector.
 
     Args:
         spec: the result of `Encoder.spec` at build time.
@@ -53,16 +61,21 @@ def load_encoder(
         if spec["kind"] == "hashed":
             if override is not None:
                 raise RetrievalError(
-                    f"this index was built with the embedded encoder: --encoder {override} does not fit"
+                    f"this index was built with the embedded encoder: --encoder {override} does"
+                    " not fit"
                 )
             encoder: Encoder = HashedEncoder.load(folder / STATE_FILE)
         elif spec["kind"] == "sentence":
             kept = {name: spec[name] for name in ("query_prefix", "passage_prefix", "normalize")}
-            encoder = SentenceEncoder(override or spec["model"], device=device, batch_size=batch_size, **kept)
+            encoder = SentenceEncoder(
+                override or spec["model"], device=device, batch_size=batch_size, **kept
+            )
         else:
             raise CorruptIndexError(f"unknown kind of encoder {spec['kind']!r}")
         if encoder.dim != spec["dim"]:
-            raise CorruptIndexError(f"the encoder gives {encoder.dim} dimensions, the index has {spec['dim']}")
+            raise CorruptIndexError(
+                f"the encoder gives {encoder.dim} dimensions, the index has {spec['dim']}"
+            )
     except KeyError as err:
         raise CorruptIndexError(f"the encoder's record lacks {err}") from err
     return encoder

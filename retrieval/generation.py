@@ -1,8 +1,10 @@
-"""Writes the next generation of an index directory: FAISS and BM25 files of the current rows, then the manifest that names them.
+"""Writes the next generation of an index directory: FAISS and BM25 files of the current rows, then
+the manifest that names them.
 
     passages, vectors ── segments, words, removed rows (new files) ── manifest (one rename) ── files it does not name are deleted
 
-Until the rename the served generation is unchanged. Files of a run that died before the rename are deleted by the next run.
+Until the rename the served generation is unchanged. Files of a run that died before the rename are
+deleted by the next run.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from retrieval.store import PassageStore
 from retrieval.vectors import VectorFile
 
 REBUILD_SHARE = 0.2
-"""Rows added after the trained segment are searched exactly. When they exceed this share of it, all rows are trained again."""
+"""Rows added after the trained segment are searched exactly.
+When they exceed this share of it, all rows are trained again."""
 PROBE_CHARS = 400
 
 
@@ -79,13 +82,18 @@ def publish(
     options: BuildOptions,
     progress: Progress,
 ) -> Manifest:
-    """Index the rows of store and vectors, write the manifest, delete unnamed files. Returns the old manifest if unchanged."""
+    """Index the rows of store and vectors, write the manifest, delete unnamed files.
+    Returns the old manifest if unchanged."""
     old = read_manifest(folder) if (folder / MANIFEST).exists() else None
     vectors.sync()
     num_rows = min(store.num_rows, vectors.num_rows)
     removed = store.removed_rows()
     removed = removed[removed < num_rows]
-    is_same = old is not None and old.num_rows == num_rows and num_live(folder, old) == num_rows - len(removed)
+    is_same = (
+        old is not None
+        and old.num_rows == num_rows
+        and num_live(folder, old) == num_rows - len(removed)
+    )
     if old and is_same and not old.is_outdated:
         _delete_unnamed(folder, old)  # left by a build that died after its manifest was written
         return old
@@ -137,8 +145,13 @@ def _index_vectors(draft: _Draft) -> tuple[SegmentEntry, ...]:
             factory,
             vectors.dim,
             num_rows - first,
-            lambda n: vectors.read_rows(first + sample_rows(num_rows - first, n, draft.options.seed)),
-            (vectors.read(at, min(at + ADD_ROWS, num_rows)) for at in range(first, num_rows, ADD_ROWS)),
+            lambda n: vectors.read_rows(
+                first + sample_rows(num_rows - first, n, draft.options.seed)
+            ),
+            (
+                vectors.read(at, min(at + ADD_ROWS, num_rows))
+                for at in range(first, num_rows, ADD_ROWS)
+            ),
             lambda done: draft.progress("add", done, num_rows - first),
         )
         name = f"dense-{draft.number}-{first}.faiss"
@@ -146,7 +159,8 @@ def _index_vectors(draft: _Draft) -> tuple[SegmentEntry, ...]:
         return SegmentEntry(name, first, num_rows - first, factory)
 
     base = old.segments[0] if old else None
-    # Later rows are searched exactly, so with a large base their number is the limit, not their share.
+    # Later rows are searched exactly, so with a large base their number is the limit, not their
+    # share.
     most = MAX_FLAT_ROWS if base and base.factory != "Flat" else num_rows
     if base is None or num_rows - base.num_rows > min(most, REBUILD_SHARE * base.num_rows):
         factory = draft.settings.factory
@@ -159,10 +173,16 @@ def _index_vectors(draft: _Draft) -> tuple[SegmentEntry, ...]:
 
 
 def _index_texts(draft: _Draft) -> str | None:
-    folder, removed, old, language = draft.folder, draft.removed, draft.old, draft.settings.bm25_language
+    folder, removed, old, language = (
+        draft.folder,
+        draft.removed,
+        draft.old,
+        draft.settings.bm25_language,
+    )
     if language is None:
         return None
-    from retrieval.bm25 import Bm25Index, link_copy  # only here: an index without BM25 does not need tantivy
+    # only here: an index without BM25 does not need tantivy
+    from retrieval.bm25 import Bm25Index, link_copy
 
     name = f"bm25-{draft.number}"
     shutil.rmtree(folder / name, ignore_errors=True)  # left by a build that died here
@@ -184,17 +204,24 @@ def _index_texts(draft: _Draft) -> str | None:
 
     index.update(rows(), gone[gone < first].tolist(), memory_bytes=draft.options.bm25_memory_bytes)
     for path in (folder / name).iterdir():
-        path.chmod((folder / SETTINGS).stat().st_mode)  # tantivy creates some files readable by the owner only
+        # tantivy creates some files readable by the owner only
+        path.chmod((folder / SETTINGS).stat().st_mode)
     return name
 
 
-def _entries(draft: _Draft, segments: Sequence[str], removed: str | None, bm25: str | None) -> dict[str, FileEntry]:
+def _entries(
+    draft: _Draft, segments: Sequence[str], removed: str | None, bm25: str | None
+) -> dict[str, FileEntry]:
     folder, old = draft.folder, draft.old
     state = STATE_FILE if (folder / STATE_FILE).exists() else None
     names = [SETTINGS, *segments, *filter(None, (removed, state))]
     known = dict(old.files) if old else {}
     if bm25:
-        words = sorted(f"{bm25}/{path.name}" for path in (folder / bm25).iterdir() if not path.name.endswith(".lock"))
+        words = sorted(
+            f"{bm25}/{path.name}"
+            for path in (folder / bm25).iterdir()
+            if not path.name.endswith(".lock")
+        )
         names += words
         for name in words:  # tantivy never rewrites a file: a linked one is unchanged
             before = f"{old.bm25 if old else None}{name.removeprefix(bm25)}"
@@ -209,7 +236,8 @@ def _entries(draft: _Draft, segments: Sequence[str], removed: str | None, bm25: 
 
 
 def _delete_unnamed(folder: Path, manifest: Manifest) -> None:
-    """Delete files of other generations. A process that still serves one has them open and can go on reading."""
+    """Delete files of other generations.
+    A process that still serves one has them open and can go on reading."""
     named = {name.split("/")[0] for name in manifest.files}
     patterns = ("dense-*.faiss", "removed-*.npy", "bm25-*", "draft-*", "*.draft")
     for path in chain.from_iterable(map(folder.glob, patterns)):

@@ -1,15 +1,18 @@
-"""The embedded default encoder: hashed, weighted word counts times one matrix. Nothing is downloaded.
+"""The embedded default encoder: hashed, weighted word counts times one matrix. Nothing is
+downloaded.
 
     text ── stems ── hash ── counts ── saturated, * rarity^1 ──┐
                                                                ├── @ projection [num_buckets, dim] ── length 1
     query ─ stems ── hash ── 0 or 1 ────────── * rarity^2 ─────┘
 
-The projection is fitted on a sample of the corpus. Its first columns are the sample's leading singular vectors, in which
-related words share a direction. The other columns are random signs, projected on the remainder, so that rare names and words
-that are not in the sample still count. The saved state has the singular vectors of the words in the sample and the seed of the
-signs, so that a small corpus has a small file.
+The projection is fitted on a sample of the corpus. Its first columns are the sample's leading
+singular vectors, in which related words share a direction. The other columns are random signs,
+projected on the remainder, so that rare names and words that are not in the sample still count. The
+saved state has the singular vectors of the words in the sample and the seed of the signs, so that a
+small corpus has a small file.
 
-Knows no language: a stem is a word's first letters. Scripts without spaces give pairs of adjacent characters.
+Knows no language: a stem is a word's first letters. Scripts without spaces give pairs of adjacent
+characters.
 """
 
 from __future__ import annotations
@@ -29,27 +32,34 @@ STATE_FILE = "encoder.npz"
 """File name of this encoder's saved state in an index."""
 
 STATE_VERSION = 2
-"""Incremented when the same text would get another vector (stems, hash, weights, random part) or the file changes."""
+"""Incremented when the same text would get another vector (stems, hash, weights,
+random part) or the file changes."""
 
 NUM_BUCKETS = 2**16
-"""Twice as many double the state and gain 0.3 points of recall@5 (mean of three sets); four times as many gain 0.5."""
+"""Twice as many double the state and gain 0.3 points of recall@5 (mean of three sets);
+four times as many gain 0.5."""
 
 STEM_CHARS = 6
 """Letters of a word that count: `retrieve`, `retrieval` and `retrieves` are one stem."""
 
-STEM_PATTERN = rf"(?=([{UNSPACED}]{{1,2}}|[^\W{UNSPACED}]{{1,{STEM_CHARS}}}))(?:[{UNSPACED}]|[^\W{UNSPACED}]+)"
-"""Consumes one unspaced character or a whole word; captures a pair of characters or the word's first letters."""
+STEM_PATTERN = (
+    rf"(?=([{UNSPACED}]{{1,2}}|[^\W{UNSPACED}]{{1,{STEM_CHARS}}}))(?:[{UNSPACED}]|[^\W{UNSPACED}]+)"
+)
+"""Consumes one unspaced character or a whole word;
+captures a pair of characters or the word's first letters."""
 
 BM25_K1 = 1.2
 BM25_B = 0.75
-"""Saturation and length normalisation of a passage's counts: BM25's usual values (Robertson and Zaragoza 2009, 3.2)."""
+"""Saturation and length normalisation of a passage's counts:
+BM25's usual values (Robertson and Zaragoza 2009, 3.2)."""
 
 PASSAGE_RARITY = 1.0
 QUERY_RARITY = 2.0
 """Powers of the inverse document frequency."""
 
 SINGULAR_SHARE = 0.25
-"""Share of singular vectors in the dimensions. A larger one finds more among a few thousand passages, far less among many."""
+"""Share of singular vectors in the dimensions.
+A larger one finds more among a few thousand passages, far less among many."""
 
 RANDOM_SCALE = 0.35
 """Weight of the random part relative to the singular vectors."""
@@ -58,7 +68,8 @@ SVD_ITERATIONS = 2
 """Power iterations of the randomised decomposition; recall with 4 differs by 0.1 points."""
 
 RANK_TOLERANCE = 1e-4
-"""Singular values below this share of the largest are rounding errors, from a small or repetitive sample."""
+"""Singular values below this share of the largest are rounding errors,
+from a small or repetitive sample."""
 
 BATCH = 4096
 """Passages counted and projected at a time, which bounds the memory."""
@@ -91,15 +102,22 @@ class HashedEncoder:
 
     def __post_init__(self) -> None:
         self.rarity = _rarity(self.used, self.num_with, self.num_passages)
-        self.projection = _projection(self.used, self.leading.astype(np.float32), dim=self.dim, seed=self.seed)
+        self.projection = _projection(
+            self.used, self.leading.astype(np.float32), dim=self.dim, seed=self.seed
+        )
 
     def encode_passages(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """[n, dim] float32 of length 1, or 0 for a text without a word."""
-        return self._project(texts, lambda counts: _weigh_passages(counts, self.rarity, self.mean_len))
+        return self._project(
+            texts, lambda counts: _weigh_passages(counts, self.rarity, self.mean_len)
+        )
 
     def encode_queries(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """[n, dim] float32 of length 1, or 0 for a text without a word. How often a query repeats a word does not matter."""
-        return self._project(texts, lambda counts: _with_data(counts, self.rarity[counts.indices] ** QUERY_RARITY))
+        """[n, dim] float32 of length 1, or 0 for a text without a word.
+        How often a query repeats a word does not matter."""
+        return self._project(
+            texts, lambda counts: _with_data(counts, self.rarity[counts.indices] ** QUERY_RARITY)
+        )
 
     def spec(self) -> dict[str, Any]:
         """The settings that the index records; the state itself is in `STATE_FILE`."""
@@ -126,17 +144,22 @@ class HashedEncoder:
                 used, num_with, leading = state["used"], state["num_with"], state["leading"]
                 if leading.ndim != 2 or not used.shape == num_with.shape == leading.shape[:1]:
                     raise ValueError(f"of shapes {used.shape}, {num_with.shape}, {leading.shape}")
-                return cls(**{name: value if value.ndim else value.item() for name, value in state.items()})
+                return cls(
+                    **{name: value if value.ndim else value.item() for name, value in state.items()}
+                )
         except Exception as err:  # numpy raises a different class for each kind of damage
             raise CorruptIndexError(f"{path}: not an encoder's state: {err!r}") from err
         raise CorruptIndexError(
-            f"{path}: encoder state of version {version}, this release reads {STATE_VERSION}; build the index anew"
+            f"{path}: encoder state of version {version}, this release reads {STATE_VERSION}; build"
+            " the index anew"
         )
 
     def _project(self, texts: Sequence[str], weigh: Callable[[Any], Any]) -> NDArray[np.float32]:
         vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
         for first in range(0, len(texts), BATCH):
-            vectors[first : first + BATCH] = weigh(_count(texts[first : first + BATCH])) @ self.projection
+            vectors[first : first + BATCH] = (
+                weigh(_count(texts[first : first + BATCH])) @ self.projection
+            )
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         np.divide(vectors, lengths, out=vectors, where=lengths > 0)
         return vectors
@@ -146,9 +169,11 @@ def fit_default(sample: Sequence[str], *, dim: int, seed: int) -> HashedEncoder:
     """Fit the default encoder.
 
     Args:
-        sample: contents of one or more passages of the corpus; 100,000 take 12 s of one core and 0.9 GB.
+        sample: contents of one or more passages of the corpus; 100,000 take 12 s of one core and
+            0.9 GB.
         dim: columns of every vector, at least 2.
-        seed: of the random part and of the randomised singular vectors; the same sample and seed give the same encoder.
+        seed: of the random part and of the randomised singular vectors; the same sample and seed
+            give the same encoder.
     Raises:
         RetrievalError: `sample` has no word, or `dim` is too small.
     """
@@ -165,12 +190,19 @@ def fit_default(sample: Sequence[str], *, dim: int, seed: int) -> HashedEncoder:
     used, num_with = np.unique(counts.indices, return_counts=True)
     mean_len = float(counts.sum() / num_passages)
     passages = _weigh_passages(counts, _rarity(used, num_with, num_passages), mean_len)
-    passages = diags_array(1 / np.sqrt(passages.multiply(passages).sum(axis=1)).astype(np.float32)) @ passages
+    passages = (
+        diags_array(1 / np.sqrt(passages.multiply(passages).sum(axis=1)).astype(np.float32))
+        @ passages
+    )
     passages, wanted = passages[:, used], max(1, int(dim * SINGULAR_SHARE))
     _, values, leading = randomized_svd(
-        passages, n_components=min(wanted, *passages.shape), n_iter=SVD_ITERATIONS, random_state=seed
+        passages,
+        n_components=min(wanted, *passages.shape),
+        n_iter=SVD_ITERATIONS,
+        random_state=seed,
     )
-    rank = int((values > RANK_TOLERANCE * values[0]).sum())  # a repetitive sample has fewer directions
+    # a repetitive sample has fewer directions
+    rank = int((values > RANK_TOLERANCE * values[0]).sum())
     return HashedEncoder(
         num_passages=num_passages,
         mean_len=mean_len,
@@ -191,13 +223,20 @@ def _count(texts: Sequence[str]) -> Any:
     from sklearn.feature_extraction.text import HashingVectorizer
 
     vectorizer = HashingVectorizer(
-        token_pattern=STEM_PATTERN, n_features=NUM_BUCKETS, alternate_sign=False, norm=None, dtype=np.float32
+        token_pattern=STEM_PATTERN,
+        n_features=NUM_BUCKETS,
+        alternate_sign=False,
+        norm=None,
+        dtype=np.float32,
     )
     return csr_array(vectorizer.transform(texts))
 
 
-def _rarity(used: NDArray[np.int64], num_with: NDArray[np.int64], num_passages: int) -> NDArray[np.float32]:
-    """[NUM_BUCKETS] float32, BM25's formula: positive, and largest for a bucket that is in no passage."""
+def _rarity(
+    used: NDArray[np.int64], num_with: NDArray[np.int64], num_passages: int
+) -> NDArray[np.float32]:
+    """[NUM_BUCKETS] float32, BM25's formula:
+    positive, and largest for a bucket that is in no passage."""
     counts = np.zeros(NUM_BUCKETS, dtype=np.int64)
     counts[used] = num_with
     rarity: NDArray[np.float64] = np.log1p((num_passages - counts + 0.5) / (counts + 0.5))
@@ -208,7 +247,9 @@ def _weigh_passages(counts: Any, rarity: NDArray[np.float32], mean_len: float) -
     """BM25's saturated counts, times rarity ** PASSAGE_RARITY."""
     relative_len = counts.sum(axis=1) / mean_len
     offsets = np.repeat(BM25_K1 * (1 - BM25_B + BM25_B * relative_len), np.diff(counts.indptr))
-    return _with_data(counts, counts.data / (counts.data + offsets) * rarity[counts.indices] ** PASSAGE_RARITY)
+    return _with_data(
+        counts, counts.data / (counts.data + offsets) * rarity[counts.indices] ** PASSAGE_RARITY
+    )
 
 
 def _with_data(counts: Any, data: NDArray[np.float32]) -> Any:
@@ -217,11 +258,15 @@ def _with_data(counts: Any, data: NDArray[np.float32]) -> Any:
     return weighted
 
 
-def _projection(used: NDArray[np.int64], leading: NDArray[np.float32], *, dim: int, seed: int) -> NDArray[np.float32]:
-    """[NUM_BUCKETS, dim] float32: `leading` in the rows `used`, then random columns without what the first ones hold."""
+def _projection(
+    used: NDArray[np.int64], leading: NDArray[np.float32], *, dim: int, seed: int
+) -> NDArray[np.float32]:
+    """[NUM_BUCKETS, dim] float32: `leading` in the rows `used`,
+    then random columns without what the first ones hold."""
     rank = leading.shape[1]
     num_bits = NUM_BUCKETS * (dim - rank)
-    # A bit generator's stream is the same in every version of numpy; that of `Generator.standard_normal` may change.
+    # A bit generator's stream is the same in every version of numpy; that of
+    # `Generator.standard_normal` may change.
     raw = np.random.PCG64(seed).random_raw(-(-num_bits // 64)).astype("<u8").view(np.uint8)
     signs = np.unpackbits(raw, count=num_bits).reshape(NUM_BUCKETS, dim - rank)
     projection = np.zeros((NUM_BUCKETS, dim), dtype=np.float32)

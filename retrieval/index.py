@@ -1,4 +1,5 @@
-"""One generation of an index directory, open for searching, and the checks of what it holds. Files: see manifest.py."""
+"""One generation of an index directory, open for searching, and the checks of what it holds.
+Files: see manifest.py."""
 
 from __future__ import annotations
 
@@ -37,9 +38,11 @@ PROPOSALS = 10
 RESCORED = 64
 """Queries at a time: 64 with 100 candidates of 768 dimensions take 20 MB."""
 MIN_PROBE_COSINE = 0.99
-"""Between the stored vector of a text and a new one. Other devices and dtypes stay above it, other models are far below."""
+"""Between the stored vector of a text and a new one.
+Other devices and dtypes stay above it, other models are far below."""
 _OPEN_TRIES = 5
-"""A build may replace a generation and delete its files between reading the manifest and opening them."""
+"""A build may replace a generation and delete its files between reading the manifest and opening
+them."""
 
 Found = tuple[NDArray[np.float32], NDArray[np.int64]]
 """Scores [n, k] and rows [n, k], best first; -inf and -1 where there are fewer."""
@@ -47,7 +50,8 @@ Found = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """One generation of an index directory, open for searching. Immutable, so any thread may search."""
+    """One generation of an index directory, open for searching.
+    Immutable, so any thread may search."""
 
     folder: Path
     settings: IndexSettings
@@ -67,9 +71,11 @@ class Index:
 
         Args:
             verify: compare every file with its checksum. Sizes are always compared.
-            earlier: an open generation of the same directory; files that both have are not opened again.
+            earlier: an open generation of the same directory; files that both have are not opened
+                again.
         Raises:
-            CorruptIndexError: the folder is not an index directory, is damaged, or has another format.
+            CorruptIndexError: the folder is not an index directory, is damaged, or has another
+                format.
         """
         for _ in range(_OPEN_TRIES - 1):
             state, manifest = state_of(folder), read_manifest(folder)
@@ -78,7 +84,9 @@ class Index:
             except CorruptIndexError:
                 if read_manifest(folder) == manifest:
                     raise
-        return cls._open(folder, read_manifest(folder), state_of(folder), verify=verify, earlier=earlier)
+        return cls._open(
+            folder, read_manifest(folder), state_of(folder), verify=verify, earlier=earlier
+        )
 
     @property
     def generation(self) -> int:
@@ -101,16 +109,22 @@ class Index:
         return self.settings.dim
 
     def search_dense(self, queries: NDArray[np.float32], *, k: int, nprobe: int) -> Found:
-        """See `dense.search_segments`. A segment of compressed vectors only proposes candidates; they are scored with the
-        stored vectors, so that scores of all segments are comparable."""
+        """See `dense.search_segments`. A segment of compressed vectors only proposes candidates;
+        they are scored with the stored vectors, so that scores of all segments are comparable."""
         if all(is_exact(entry.factory) for entry in self.manifest.segments):
             return search_segments(self.segments, queries, k=k, nprobe=nprobe)
         starts = range(0, max(1, len(queries)), RESCORED)
-        parts = [self._rescored(queries[start : start + RESCORED], k=k, nprobe=nprobe) for start in starts]
-        return np.concatenate([scores for scores, _ in parts]), np.concatenate([rows for _, rows in parts])
+        parts = [
+            self._rescored(queries[start : start + RESCORED], k=k, nprobe=nprobe)
+            for start in starts
+        ]
+        return np.concatenate([scores for scores, _ in parts]), np.concatenate(
+            [rows for _, rows in parts]
+        )
 
     def vectors(self, first: int, last: int) -> NDArray[np.float32]:
-        """[last - first, dim] float32: the vectors of rows `[first, last)`, removed ones included."""
+        """[last - first, dim] float32: the vectors of rows `[first, last)`,
+        removed ones included."""
         return self.vector_file.read(first, last)
 
     def is_live(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -132,7 +146,13 @@ class Index:
 
     @classmethod
     def _open(
-        cls, folder: Path, manifest: Manifest, state: Mapping[str, FileState], *, verify: bool, earlier: Index | None
+        cls,
+        folder: Path,
+        manifest: Manifest,
+        state: Mapping[str, FileState],
+        *,
+        verify: bool,
+        earlier: Index | None,
     ) -> Index:
         known: Mapping[str, FileEntry] = earlier.manifest.files if earlier else {}
         check_files(folder, manifest, known, verify=verify)
@@ -141,10 +161,14 @@ class Index:
         for segment in manifest.segments:
             is_same = known.get(segment.file) == manifest.files[segment.file]
             indexes[segment.file] = (
-                earlier.faiss_indexes[segment.file] if earlier and is_same else read_faiss(folder / segment.file)
+                earlier.faiss_indexes[segment.file]
+                if earlier and is_same
+                else read_faiss(folder / segment.file)
             )
             if indexes[segment.file].ntotal != segment.num_rows:
-                raise CorruptIndexError(f"{folder / segment.file}: does not hold {segment.num_rows} vectors")
+                raise CorruptIndexError(
+                    f"{folder / segment.file}: does not hold {segment.num_rows} vectors"
+                )
         vectors = VectorFile(folder / VECTORS, dim=settings.dim)
         store = earlier.store if earlier else PassageStore(folder / PASSAGES, writable=False)
         if verify and not known:
@@ -155,15 +179,22 @@ class Index:
         removed = removed_rows(folder, manifest)
         bm25 = None
         if manifest.bm25 and settings.bm25_language:
-            from retrieval.bm25 import Bm25Index  # only here: an index without BM25 does not need tantivy
+            # only here: an index without BM25 does not need tantivy
+            from retrieval.bm25 import Bm25Index
 
             place, version = folder / manifest.bm25, manifest.analyzer
             bm25 = Bm25Index.open(place, language=settings.bm25_language, version=version)
-            if bm25.num_docs != manifest.num_rows - len(removed):  # a folder that is being deleted opens as empty
+            # a folder that is being deleted opens as empty
+            if bm25.num_docs != manifest.num_rows - len(removed):
                 raise CorruptIndexError(f"{folder / manifest.bm25}: holds {bm25.num_docs} passages")
         vectors.map()
-        segments = tuple(create_segment(indexes[part.file], part.first_row, removed) for part in manifest.segments)
-        return cls(folder, settings, manifest, store, vectors, indexes, segments, bm25, removed, state)
+        segments = tuple(
+            create_segment(indexes[part.file], part.first_row, removed)
+            for part in manifest.segments
+        )
+        return cls(
+            folder, settings, manifest, store, vectors, indexes, segments, bm25, removed, state
+        )
 
 
 def check_rows(store: PassageStore, vectors: VectorFile, manifest: Manifest) -> None:
@@ -171,7 +202,9 @@ def check_rows(store: PassageStore, vectors: VectorFile, manifest: Manifest) -> 
     if vectors.num_rows < manifest.num_rows:
         raise CorruptIndexError(f"{vectors.path}: holds fewer than {manifest.num_rows} vectors")
     if store.num_rows < manifest.num_rows:
-        raise CorruptIndexError(f"{store.path}: holds {store.num_rows} of {manifest.num_rows} passages")
+        raise CorruptIndexError(
+            f"{store.path}: holds {store.num_rows} of {manifest.num_rows} passages"
+        )
     if not store.get([0])[0].content.startswith(manifest.probe):
         raise CorruptIndexError(f"{store.path} belongs to another index")
 
@@ -186,22 +219,32 @@ def check_encoder(store: PassageStore, vectors: VectorFile, encoder: Encoder) ->
     """
     if encoder.dim != vectors.dim:
         raise CorruptIndexError(
-            f"{vectors.path}: the vectors have {vectors.dim} dimensions, but the encoder gives {encoder.dim}"
+            f"{vectors.path}: the vectors have {vectors.dim} dimensions, but the encoder gives"
+            f" {encoder.dim}"
         )
     then = vectors.read(0, min(PROBE_ROWS, vectors.num_rows))
     row = int(then.any(axis=1).argmax())
     now = encoder.encode_passages([store.get([row])[0].content])[0]
     lengths = float(np.linalg.norm(then[row]) * np.linalg.norm(now))
-    cosine = float(then[row] @ now) / lengths if lengths else float(not then[row].any() and not now.any())
+    cosine = (
+        float(then[row] @ now) / lengths
+        if lengths
+        else float(not then[row].any() and not now.any())
+    )
     if cosine < MIN_PROBE_COSINE:
         raise CorruptIndexError(
-            f"{vectors.path}: written by another encoder (the vector of row {row} has cosine {cosine:.3f} to this one's)"
+            f"{vectors.path}: written by another encoder (the vector of row {row} has cosine"
+            f" {cosine:.3f} to this one's)"
         )
 
 
-def _check_sums(vectors: VectorFile, manifest: Manifest, checked: tuple[tuple[int, str], ...]) -> None:
+def _check_sums(
+    vectors: VectorFile, manifest: Manifest, checked: tuple[tuple[int, str], ...]
+) -> None:
     first = 0
     for last, checksum in manifest.vectors:
         if (last, checksum) not in checked and vectors.checksum(first, last) != checksum:
-            raise CorruptIndexError(f"{vectors.path}: damaged, the checksum of rows [{first}, {last}) differs")
+            raise CorruptIndexError(
+                f"{vectors.path}: damaged, the checksum of rows [{first}, {last}) differs"
+            )
         first = last

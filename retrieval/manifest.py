@@ -9,9 +9,9 @@
     removed-G.npy           rows that are hidden from searches
     bm25-G/                 tantivy's index
 
-Files with a generation G in their name never change. `passages.sqlite` and `vectors.f16` only grow, and the manifest says how
-many of their rows are valid. So a directory can be served while it is extended, and a build that dies at any point leaves the
-last generation intact.
+Files with a generation G in their name never change. `passages.sqlite` and `vectors.f16` only grow,
+and the manifest says how many of their rows are valid. So a directory can be served while it is
+extended, and a build that dies at any point leaves the last generation intact.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.settings import SETTINGS
 
 FORMAT = 2
-"""Incremented when older versions cannot read the directory. Format 1 has no `analyzer`, and is read."""
+"""Incremented when older versions cannot read the directory.
+Format 1 has no `analyzer`, and is read."""
 ANALYZER = 2
-"""Version of how BM25 cuts text into words; incremented when it changes. An index that an older one has made is searched with
-that one, until the next build indexes its texts anew."""
+"""Version of how BM25 cuts text into words; incremented when it changes. An index that an older one
+has made is searched with that one, until the next build indexes its texts anew."""
 MANIFEST, PASSAGES, VECTORS = "manifest.json", "passages.sqlite", "vectors.f16"
 
 
@@ -87,11 +88,17 @@ class Manifest:
     def to_json(self) -> str:
         """The content of the manifest file."""
         fields = asdict(self)
-        return json.dumps({"format": FORMAT, "xxh3": _digest(fields), **fields}, indent=1, ensure_ascii=False) + "\n"
+        return (
+            json.dumps(
+                {"format": FORMAT, "xxh3": _digest(fields), **fields}, indent=1, ensure_ascii=False
+            )
+            + "\n"
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Read the result of `to_json`. Raises ValueError, KeyError or TypeError for anything else."""
+        """Read the result of `to_json`.
+        Raises ValueError, KeyError or TypeError for anything else."""
         fields = json.loads(text)
         if (written := fields.pop("format")) not in (1, FORMAT):
             raise ValueError(f"not of format {FORMAT}")
@@ -100,7 +107,9 @@ class Manifest:
         if written == 1:
             fields["analyzer"] = 1
         if not 1 <= fields["analyzer"] <= ANALYZER:
-            raise ValueError(f"its analyzer is of version {fields['analyzer']}, this release has {ANALYZER}")
+            raise ValueError(
+                f"its analyzer is of version {fields['analyzer']}, this release has {ANALYZER}"
+            )
         fields["segments"] = tuple(SegmentEntry(**entry) for entry in fields["segments"])
         fields["vectors"] = tuple((row, checksum) for row, checksum in fields["vectors"])
         fields["files"] = {name: FileEntry(**entry) for name, entry in fields["files"].items()}
@@ -108,7 +117,8 @@ class Manifest:
 
 
 class FileState(NamedTuple):
-    """What tells a file that was replaced or written over without reading it. A replaced file has another inode."""
+    """What tells a file that was replaced or written over without reading it.
+    A replaced file has another inode."""
 
     inode: int
     mtime_ns: int
@@ -128,7 +138,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.from_json(path.read_text(encoding="utf-8"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptIndexError(f"{path}: not a manifest that this version reads: {error}") from None
+        raise CorruptIndexError(
+            f"{path}: not a manifest that this version reads: {error}"
+        ) from None
 
 
 def removed_rows(folder: Path, manifest: Manifest) -> NDArray[np.int64]:
@@ -142,9 +154,11 @@ def removed_rows(folder: Path, manifest: Manifest) -> NDArray[np.int64]:
 
 
 def state_of(folder: Path) -> dict[str, FileState]:
-    """The state of the directory's files now, by name: of the manifest, of what it names, of texts and vectors.
+    """The state of the directory's files now, by name: of the manifest, of what it names, of texts
+    and vectors.
 
-    Texts and vectors grow while they are served, so only their inodes count. Missing files are left out.
+    Texts and vectors grow while they are served, so only their inodes count. Missing files are left
+    out.
     """
     try:
         named = read_manifest(folder).files
@@ -155,7 +169,9 @@ def state_of(folder: Path) -> dict[str, FileState]:
         with suppress(OSError):
             stat = (folder / name).stat()
             grows = name in (PASSAGES, VECTORS)
-            found[name] = FileState(stat.st_ino, *((0, 0) if grows else (stat.st_mtime_ns, stat.st_size)))
+            found[name] = FileState(
+                stat.st_ino, *((0, 0) if grows else (stat.st_mtime_ns, stat.st_size))
+            )
     return found
 
 
@@ -166,8 +182,11 @@ def entry_of(path: Path) -> FileEntry:
     return FileEntry(path.stat().st_size, digest.hexdigest())
 
 
-def check_files(folder: Path, manifest: Manifest, known: Mapping[str, FileEntry], *, verify: bool) -> None:
-    """Raise CorruptIndexError if a file of the generation has changed. Files in `known` were checked before.
+def check_files(
+    folder: Path, manifest: Manifest, known: Mapping[str, FileEntry], *, verify: bool
+) -> None:
+    """Raise CorruptIndexError if a file of the generation has changed. Files in `known` were
+    checked before.
 
     Args:
         verify: compare checksums too; sizes are always compared.
@@ -206,7 +225,8 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def writer_lock(folder: Path) -> Iterator[None]:
-    """Lock a directory for one writer. Raises RetrievalError if it is locked; a process that dies releases its lock."""
+    """Lock a directory for one writer.
+    Raises RetrievalError if it is locked; a process that dies releases its lock."""
     with open(folder / "lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,8 @@
-"""From the name of a model to what its libraries load: the bundled one, a path, a name on the Hugging Face hub.
+"""From the name of a model to what its libraries load: the bundled one, a path, a name on the
+Hugging Face hub.
 
-A misspelt name is refused within seconds; the libraries would try the hub again and again. Imports nothing heavy.
+A misspelt name is refused within seconds; the libraries would try the hub again and again. Imports
+nothing heavy.
 """
 
 from __future__ import annotations
@@ -20,24 +22,35 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def find_model(name: str, *, file: str) -> str:
-    """What to load for a model's name: a local path, or the name itself if it is on the hub or in the hub's local cache.
+    """What to load for a model's name: a local path, or the name itself if it is on the hub or in
+    the hub's local cache.
 
     Args:
         file: a file of such models, by which it is looked for on the hub.
     Raises:
-        RetrievalError: there is no such path, and it is no name of the hub, or the hub does not have it or does not answer.
+        RetrievalError: there is no such path, and it is no name of the hub, or the hub does not
+            have it or does not answer.
     """
     if name == BUNDLED:
         spec = importlib.util.find_spec("sglang_chunkcache.bundled_model")
         if spec is None or spec.origin is None:
             raise RetrievalError("the bundled model is not installed")
         return str(Path(spec.origin).parent)
-    if Path(name).exists() or ":" in name or name.endswith(".gguf") or os.environ.get("SGLANG_USE_MODELSCOPE"):
+    if (
+        Path(name).exists()
+        or ":" in name
+        or name.endswith(".gguf")
+        or os.environ.get("SGLANG_USE_MODELSCOPE")
+    ):
         return name  # other places, and files within a model, are the library's business
     if not _HUB_NAME.fullmatch(name) or name.endswith(".json"):
         raise RetrievalError(f"{name!r}: no such file or folder")
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, RemoteEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RemoteEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     if isinstance(try_to_load_from_cache(name, file), str):
         return name
@@ -47,8 +60,12 @@ def find_model(name: str, *, file: str) -> str:
     except (GatedRepoError, RemoteEntryNotFoundError):
         return name  # it is there; the library that loads it says what is missing
     except RepositoryNotFoundError:
-        raise RetrievalError(f"{here}, and no model of this name on the hub that you may read") from None
+        raise RetrievalError(
+            f"{here}, and no model of this name on the hub that you may read"
+        ) from None
     except Exception as error:  # of two libraries, none common
         reason = str(error).strip().split("\n")[0]
-        raise RetrievalError(f"{here} nor in the hub's cache, and the hub does not answer: {reason}") from None
+        raise RetrievalError(
+            f"{here} nor in the hub's cache, and the hub does not answer: {reason}"
+        ) from None
     return name

@@ -1,7 +1,8 @@
 """Writes the nearest passages of every passage to a file.
 
-Knows an open index, not the model that reads the files later. FusionRAG (3.1) computes a passage's KV after its neighbours,
-because passages that are retrieved for one question tend to be each other's neighbours (`python -m eval recall` measures it).
+Knows an open index, not the model that reads the files later. FusionRAG (3.1) computes a passage's
+KV after its neighbours, because passages that are retrieved for one question tend to be each
+other's neighbours (`python -m eval recall` measures it).
 
     neighbors file    {"id": "d1#0", "neighbors": ["d7#0", "d3#812", ...]}    one line for every passage, nearest first
     corpus file       {"id": "d1#0", "text": "..."}                           the same passages, as the served model reads them
@@ -26,10 +27,12 @@ BATCH_ROWS = 1024
 
 
 def nearest(index: Index, first: int, last: int, *, n: int, nprobe: int) -> dict[int, list[int]]:
-    """The rows of the `n` most similar passages of every live row in `[first, last)`, nearest first.
+    """The rows of the `n` most similar passages of every live row in `[first, last)`, nearest
+    first.
 
-    Similarity is the inner product of passage vectors. A passage is never its own neighbour, even if another one has an equal
-    vector. Returns fewer than `n` if the index, or the `nprobe` lists visited, hold fewer.
+    Similarity is the inner product of passage vectors. A passage is never its own neighbour, even
+    if another one has an equal vector. Returns fewer than `n` if the index, or the `nprobe` lists
+    visited, hold fewer.
 
     Raises:
         RetrievalError: `n` is less than 1.
@@ -62,8 +65,13 @@ def write_neighbors(index: Index, path: Path, *, n: int, nprobe: int, progress: 
         for first in range(0, index.num_rows, BATCH_ROWS):
             last = min(first + BATCH_ROWS, index.num_rows)
             near = nearest(index, first, last, n=n, nprobe=nprobe)
-            names = index.store.ids(sorted({*near, *(row for others in near.values() for row in others)}))
-            yield from ({"id": names[row], "neighbors": [names[other] for other in near[row]]} for row in near)
+            names = index.store.ids(
+                sorted({*near, *(row for others in near.values() for row in others)})
+            )
+            yield from (
+                {"id": names[row], "neighbors": [names[other] for other in near[row]]}
+                for row in near
+            )
             progress("neighbors", last, index.num_rows)
 
     return _write(path, rows())
@@ -87,9 +95,13 @@ def write_corpus(index: Index, path: Path, *, progress: Progress) -> int:
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> int:
-    """Write one JSON object per line, to a hidden file next to `path` that is renamed when it is complete and on disk."""
+    """Write one JSON object per line, to a hidden file next to `path` that is renamed when it is
+    complete and on disk."""
     if path.suffix == ".gz":
-        raise RetrievalError(f"{path}: this command writes plain text; leave out .gz, or compress the file afterwards")
+        raise RetrievalError(
+            f"{path}: this command writes plain text; leave out .gz, or compress the file"
+            " afterwards"
+        )
     partial, num_lines = path.with_name(f".{path.name}.partial"), 0
     try:
         with partial.open("w", encoding="ascii") as file:

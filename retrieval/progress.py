@@ -22,7 +22,9 @@ def progress_bars() -> Iterator[Progress]:
         if stage not in bars:
             for bar in bars.values():
                 bar.close()
-            bars[stage] = tqdm(desc=f"{stage:9}", total=total, unit="", file=sys.stderr, mininterval=0.5, delay=5)
+            bars[stage] = tqdm(
+                desc=f"{stage:9}", total=total, unit="", file=sys.stderr, mininterval=0.5, delay=5
+            )
         bars[stage].update(done - bars[stage].n)
 
     try:

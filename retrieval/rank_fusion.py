@@ -1,6 +1,7 @@
 """Reciprocal rank fusion: merges several rankings into one, by ranks alone.
 
-Scores are not used, because BM25 scores and inner products share no scale. Cormack, Clarke and Buettcher, SIGIR 2009.
+Scores are not used, because BM25 scores and inner products share no scale. Cormack, Clarke and
+Buettcher, SIGIR 2009.
 """
 
 from __future__ import annotations
@@ -9,16 +10,20 @@ from collections.abc import Sequence
 from math import fsum
 
 
-def reciprocal_rank_fusion(rankings: Sequence[Sequence[int]], *, k: int, constant: int) -> list[tuple[int, float]]:
+def reciprocal_rank_fusion(
+    rankings: Sequence[Sequence[int]], *, k: int, constant: int
+) -> list[tuple[int, float]]:
     """The best `k` ids of all rankings with score = sum of 1 / (constant + rank), best first.
 
     Equal scores are ordered by best rank, then by the first ranking that holds that rank.
 
     Args:
-        rankings: ids, best first; rank counts from 1. An id that a ranking repeats counts once, at its first rank.
+        rankings: ids, best first; rank counts from 1. An id that a ranking repeats counts once, at
+            its first rank.
         constant: the larger, the smaller the advantage of the first ranks; 60 in the paper.
     Raises:
-        ValueError: `k` or `constant` is negative (with a negative constant a share would not fall with the rank).
+        ValueError: `k` or `constant` is negative (with a negative constant a share would not fall
+            with the rank).
     """
     if k < 0 or constant < 0:
         raise ValueError(f"k and constant must not be negative, got {k} and {constant}")
@@ -27,6 +32,9 @@ def reciprocal_rank_fusion(rankings: Sequence[Sequence[int]], *, k: int, constan
         for rank, item in enumerate(dict.fromkeys(ranking), start=1):
             ranks.setdefault(item, []).append((rank, number))
     # fsum rounds once, so the order of the rankings cannot change a score.
-    fused = [(item, fsum(1.0 / (constant + rank) for rank, _ in places)) for item, places in ranks.items()]
+    fused = [
+        (item, fsum(1.0 / (constant + rank) for rank, _ in places))
+        for item, places in ranks.items()
+    ]
     fused.sort(key=lambda entry: (-entry[1], min(ranks[entry[0]])))
     return fused[:k]

@@ -1,12 +1,13 @@
-"""Queries to ranked passages: encode, search vectors and words, merge by rank fusion, read the texts.
+"""Queries to ranked passages: encode, search vectors and words, merge by rank fusion, read the
+texts.
 
     queries ── encoder ── FAISS ──┐
            └── BM25 ──────────────┴─ reciprocal ranks ── rows ── PassageStore ── passages
                                      or BM25's, then FAISS'
 
-A retriever serves what an index directory held when it last looked: `refresh` switches in one assignment, to a newer generation
-or to another index that was put in its place. A running search finishes on what it started with. Knows no server, and no model
-except the encoder.
+A retriever serves what an index directory held when it last looked: `refresh` switches in one
+assignment, to a newer generation or to another index that was put in its place. A running search
+finishes on what it started with. Knows no server, and no model except the encoder.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from retrieval.passage import Passage
 from retrieval.rank_fusion import reciprocal_rank_fusion
 
 Mode = Literal["filled", "fusion", "dense", "bm25"]
-"""`filled`: what BM25 finds; where that is fewer than k, then what `dense` finds besides, with scores above 0."""
+"""`filled`: what BM25 finds; where that is fewer than k, then what `dense` finds besides,
+with scores above 0."""
 
 RRF_CONSTANT = 60
 """Cormack, Clarke and Büttcher, SIGIR 2009."""
 RANK_FUSION_DEPTH = 100
-"""Ranks of each list that take part in rank fusion, or k if that is more. It does not depend on k up to this value, so the
-result for a smaller k is the beginning of the result for a larger one."""
+"""Ranks of each list that take part in rank fusion, or k if that is more. It does not depend on k
+up to this value, so the result for a smaller k is the beginning of the result for a larger one."""
 ZERO = 2.0**-11
 """What float16 vectors of length 1 may give as the inner product where nothing is shared."""
 QUERY_BATCH = 32
@@ -47,8 +49,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A passage and its score: inner product, BM25's, or the sum of reciprocal ranks, which of them `mode` says. Do not compare
-    scores of two modes."""
+    """A passage and its score: inner product, BM25's, or the sum of reciprocal ranks, which of them
+    `mode` says. Do not compare scores of two modes."""
 
     passage: Passage
     score: float
@@ -57,7 +59,8 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Hits of each query, best first, and milliseconds of the whole batch by phase: encode, dense, bm25, read."""
+    """Hits of each query, best first, and milliseconds of the whole batch by phase:
+    encode, dense, bm25, read."""
 
     hits: list[list[Hit]]
     ms: dict[str, float]
@@ -79,7 +82,8 @@ class Retriever:
     """An index directory and the encoder that it was built with. Safe to call from any thread.
 
     Args:
-        load: loads the encoder of an index that is put in this one's place, from its spec; None: `encoder` stays.
+        load: loads the encoder of an index that is put in this one's place, from its spec; None:
+            `encoder` stays.
     """
 
     def __init__(
@@ -100,7 +104,13 @@ class Retriever:
 
     @classmethod
     def open(
-        cls, folder: Path, *, encoder: str | None, device: str | None, verify: bool, threads: int | None
+        cls,
+        folder: Path,
+        *,
+        encoder: str | None,
+        device: str | None,
+        verify: bool,
+        threads: int | None,
     ) -> Retriever:
         """Open a directory that `build_index` made.
 
@@ -113,7 +123,9 @@ class Retriever:
             CorruptIndexError: no index, a damaged one, or one that was built with another encoder.
             RetrievalError: the encoder cannot be loaded.
         """
-        load = partial(load_encoder, folder=folder, override=encoder, device=device, batch_size=QUERY_BATCH)
+        load = partial(
+            load_encoder, folder=folder, override=encoder, device=device, batch_size=QUERY_BATCH
+        )
         index = Index.open(folder, verify=verify)
         loaded = load(index.settings.encoder)
         index.check_encoder(loaded)
@@ -126,18 +138,23 @@ class Retriever:
 
     @property
     def damage(self) -> str | None:
-        """Why nothing is searched: the served generation's own files were written over, and are not whole."""
+        """Why nothing is searched: the served generation's own files were written over,
+        and are not whole."""
         return self._damage
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        """The modes of this index, the default one first. On real questions BM25 finds more than the embedded encoder and more
-        than rank fusion of the two, but not where no word is shared; with a model as encoder rank fusion finds most
-        (eval/LOG.md)."""
+        """The modes of this index, the default one first. On real questions BM25 finds more than
+        the embedded encoder and more than rank fusion of the two, but not where no word is shared;
+        with a model as encoder rank fusion finds most (eval/LOG.md)."""
         if not self.index.bm25:
             return ("dense",)
         is_embedded = self.index.settings.encoder["kind"] == "hashed"
-        return ("filled", "bm25", "fusion", "dense") if is_embedded else ("fusion", "dense", "bm25", "filled")
+        return (
+            ("filled", "bm25", "fusion", "dense")
+            if is_embedded
+            else ("fusion", "dense", "bm25", "filled")
+        )
 
     @property
     def notice(self) -> str | None:
@@ -145,12 +162,13 @@ class Retriever:
         if not self.index.manifest.is_outdated:
             return None
         return (
-            f"{self.index.folder}: its words were cut by an earlier version, which finds no word of a script without spaces; "
-            "run `python -m retrieval build` again"
+            f"{self.index.folder}: its words were cut by an earlier version, which finds no word of"
+            " a script without spaces; run `python -m retrieval build` again"
         )
 
     def search(self, queries: Sequence[str], *, k: int, mode: Mode, nprobe: int) -> SearchResult:
-        """The k best passages of each query. Fewer if the index holds fewer, or if fewer share a word or are near.
+        """The k best passages of each query. Fewer if the index holds fewer, or if fewer share a
+        word or are near.
 
         Args:
             nprobe: lists visited in an IVF index, or candidates kept (at least k) in HNSW.
@@ -172,12 +190,22 @@ class Retriever:
         depth = k if mode != "fusion" else max(k, RANK_FUSION_DEPTH)
         lists: list[list[list[_Found]]] = []
         if mode != "dense":
-            lists.append(_timed(ms, "bm25", lambda: [_search_words(index, query, k=depth) for query in queries]))
+            lists.append(
+                _timed(
+                    ms, "bm25", lambda: [_search_words(index, query, k=depth) for query in queries]
+                )
+            )
         if mode == "filled":
             short = [place for place, found in enumerate(lists[0]) if len(found) < k]
             if short:
-                vectors = _timed(ms, "encode", lambda: encoder.encode_queries([queries[place] for place in short]))
-                near_them = _timed(ms, "dense", lambda: self._search_dense(index, vectors, k=k, nprobe=nprobe))
+                vectors = _timed(
+                    ms,
+                    "encode",
+                    lambda: encoder.encode_queries([queries[place] for place in short]),
+                )
+                near_them = _timed(
+                    ms, "dense", lambda: self._search_dense(index, vectors, k=k, nprobe=nprobe)
+                )
                 for place, found in zip(short, near_them, strict=True):
                     lists[0][place] = _filled(lists[0][place], found, k)
         elif mode != "bm25":
@@ -190,19 +218,23 @@ class Retriever:
         return SearchResult(_timed(ms, "read", lambda: _read(index, _merged(lists, k))), ms)
 
     def refresh(self) -> bool:
-        """Serve what the directory holds now, if a file of it has changed. Returns whether something else is served now.
+        """Serve what the directory holds now, if a file of it has changed. Returns whether
+        something else is served now.
 
-        Generation numbers do not matter: an index may be replaced by an older copy, or mended in place.
+        Generation numbers do not matter: an index may be replaced by an older copy, or mended in
+        place.
 
         Raises:
-            RetrievalError: what is there is damaged, missing, or needs an encoder that cannot be loaded. The retriever keeps
-                serving what it has, unless that is damaged itself, and looks again when a file changes.
+            RetrievalError: what is there is damaged, missing, or needs an encoder that cannot be
+                loaded. The retriever keeps serving what it has, unless that is damaged itself, and
+                looks again when a file changes.
         """
         with self._refreshing:
             state = state_of(self.index.folder)
             if state == self._seen:
                 if self._refused:
-                    raise self._refused.with_traceback(None)  # otherwise it would grow with every call
+                    # otherwise it would grow with every call
+                    raise self._refused.with_traceback(None)
                 return False
             self._seen, self._refused = state, None
             if state == self.index.state and not self._damage:
@@ -226,7 +258,9 @@ class Retriever:
             "modes": list(self.modes),
             "factory": [segment.factory for segment in index.manifest.segments],
             "dim": index.dim,
-            "encoder": {key: value for key, value in index.settings.encoder.items() if key != "dim"},
+            "encoder": {
+                key: value for key, value in index.settings.encoder.items() if key != "dim"
+            },
             "tokenizer": index.settings.tokens_name,
         }
 
@@ -234,7 +268,9 @@ class Retriever:
 
     def _open_again(self, state: Mapping[str, FileState]) -> _Serving:
         was, encoder = self.index, self._serving.encoder
-        extends = all(state[name] == was.state[name] for name in state.keys() & was.state.keys() - {MANIFEST})
+        extends = all(
+            state[name] == was.state[name] for name in state.keys() & was.state.keys() - {MANIFEST}
+        )
         index = Index.open(was.folder, verify=self._verify, earlier=was if extends else None)
         if not extends:
             is_same = index.settings.encoder == was.settings.encoder
@@ -244,11 +280,15 @@ class Retriever:
             index.check_encoder(encoder)
         return _Serving(index, encoder)
 
-    def _search_dense(self, index: Index, vectors: Any, *, k: int, nprobe: int) -> list[list[_Found]]:
+    def _search_dense(
+        self, index: Index, vectors: Any, *, k: int, nprobe: int
+    ) -> list[list[_Found]]:
         if self._threads is not None:
-            faiss.omp_set_num_threads(self._threads)  # applies to the calling thread only, so set each time
+            # applies to the calling thread only, so set each time
+            faiss.omp_set_num_threads(self._threads)
         scores, rows = index.search_dense(vectors, k=min(k, max(1, index.num_rows)), nprobe=nprobe)
-        # The embedded encoder maps a query without words to the zero vector, to which all rows are equally similar.
+        # The embedded encoder maps a query without words to the zero vector, to which all rows are
+        # equally similar.
         rows[~vectors.any(axis=1)] = -1
         return [
             [(row, score, "dense") for row, score in zip(*pair, strict=True) if row >= 0]
@@ -257,7 +297,8 @@ class Retriever:
 
 
 def _is_written_over(served: Mapping[str, FileState], now: Mapping[str, FileState]) -> bool:
-    """Whether a served file, which is mapped into memory, has other content now. Files that were replaced are still whole."""
+    """Whether a served file, which is mapped into memory, has other content now.
+    Files that were replaced are still whole."""
     both = served.keys() & now.keys() - {MANIFEST}
     return any(served[name].inode == now[name].inode and served[name] != now[name] for name in both)
 
@@ -287,7 +328,9 @@ def _merged(lists: Sequence[list[list[_Found]]], k: int) -> list[list[_Found]]:
         return lists[0]
     merged: list[list[_Found]] = []
     for both in zip(*lists, strict=True):
-        ranked = reciprocal_rank_fusion([[row for row, *_ in found] for found in both], k=k, constant=RRF_CONSTANT)
+        ranked = reciprocal_rank_fusion(
+            [[row for row, *_ in found] for found in both], k=k, constant=RRF_CONSTANT
+        )
         merged.append([(row, score, "fusion") for row, score in ranked])
     return merged
 

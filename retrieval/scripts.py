@@ -1,10 +1,11 @@
-"""Scripts whose words are not told by spaces, and their words' stand-in: pairs of neighbouring characters.
+"""Scripts whose words are not told by spaces, and their words' stand-in: pairs of neighbouring
+characters.
 
     退货政策 is new   ->    退货 货政 政策  is new          한국어는   ->   한국 국어 어는
     แม่น้ำ            ->    แม มน นำ                       a mark that is no letter (a tone, a virama) is left out, as accents are
 
-Korean has spaces, but hangs its particles on to the words, so that a word alone would not be found. A single character between
-others is its own pair. Knows no index.
+Korean has spaces, but hangs its particles on to the words, so that a word alone would not be found.
+A single character between others is its own pair. Knows no index.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ from __future__ import annotations
 import re
 import unicodedata
 
-UNSPACED = (
-    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-)
-"""Thai, Lao, Burmese, Khmer, kana and Chinese characters: their words are not separated by spaces. The embedded encoder's state
-depends on it."""
+UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+"""Thai, Lao, Burmese, Khmer, kana and Chinese characters: their words are not separated by spaces.
+The embedded encoder's state depends on it."""
 
 _HANGUL = "\u1100-\u11ff\uac00-\ud7a3"
 _ITERATION = "\u3005-\u3007"  # 々 among them
@@ -32,16 +31,20 @@ def _members(ranges: str) -> list[str]:
     return [char for char in every if re.match(f"[{ranges}]", char)]
 
 
-_FOLDED = str.maketrans({**dict.fromkeys(_members(_MARKS), ""), **dict.fromkeys(_members(_PUNCTUATION), " ")})
+_FOLDED = str.maketrans(
+    {**dict.fromkeys(_members(_MARKS), ""), **dict.fromkeys(_members(_PUNCTUATION), " ")}
+)
 
 
 def paired(text: str) -> str:
-    """The text with spaces between the pairs of neighbouring characters of each run in such a script; the rest as it is."""
+    """The text with spaces between the pairs of neighbouring characters of each run in such a
+    script; the rest as it is."""
     return text if text.isascii() else _RUN.sub(_pairs, text)
 
 
 def is_unspaced(text: str) -> bool:
-    """Whether at least half of the characters, white space apart, are of a script without spaces. Korean is not."""
+    """Whether at least half of the characters, white space apart, are of a script without spaces.
+    Korean is not."""
     if text.isascii():
         return False
     dense = "".join(text.split())

@@ -1,10 +1,12 @@
 """A sentence-transformers model as an encoder: any local path or hub name, on CPU or GPU.
 
-Knows no index. A folder with a plain transformers model (Contriever) has no pooling of its own: sentence-transformers then
-averages over tokens. Texts are truncated to `max_tokens`, the model's own limit: build passages that fit.
+Knows no index. A folder with a plain transformers model (Contriever) has no pooling of its own:
+sentence-transformers then averages over tokens. Texts are truncated to `max_tokens`, the model's
+own limit: build passages that fit.
 
-Many models were trained with a prefix that distinguishes queries from passages, and lose recall without it. Order of
-precedence: the caller's prefix ("" for none), the model's own `prompts`, the prefix published for a model of that name.
+Many models were trained with a prefix that distinguishes queries from passages, and lose recall
+without it. Order of precedence: the caller's prefix ("" for none), the model's own `prompts`, the
+prefix published for a model of that name.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from numpy.typing import NDArray
 from retrieval.errors import RetrievalError
 
 PUBLISHED_PREFIXES = (
-    # Model cards of intfloat/e5-*, e5-*-v2 and multilingual-e5-*; the instruct variants bring prompts of their own.
+    # Model cards of intfloat/e5-*, e5-*-v2 and multilingual-e5-*; the instruct variants bring
+    # prompts of their own.
     (re.compile(r"^(multilingual-)?e5-(small|base|large)(-v2)?$"), "query: ", "passage: "),
     # Model cards of BAAI/bge-*-en and -en-v1.5: an instruction for queries only.
     (
@@ -38,7 +41,8 @@ class SentenceEncoder:
     """See the module. One call at a time: a tokenizer's truncation settings are not thread-safe.
 
     Args:
-        path_or_name: a folder, or a name on the hub; the model is downloaded unless it is in the cache.
+        path_or_name: a folder, or a name on the hub; the model is downloaded unless it is in the
+            cache.
         device: torch's name; None selects CUDA if available.
         batch_size: texts per forward pass; sentence-transformers sorts by length first.
         query_prefix, passage_prefix: None selects the model's own, see the module.
@@ -73,7 +77,8 @@ class SentenceEncoder:
 
     @property
     def max_tokens(self) -> int | None:
-        """Length to which texts are truncated, prefix and special tokens included; None if the model has no limit."""
+        """Length to which texts are truncated, prefix and special tokens included;
+        None if the model has no limit."""
         return self._model.max_seq_length  # type: ignore[no-any-return]
 
     def encode_passages(self, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -85,7 +90,8 @@ class SentenceEncoder:
         return self._encode(self._model.encode_query, texts, self.query_prefix)
 
     def spec(self) -> dict[str, Any]:
-        """The settings that the index records. Batch size and device are left out: they may differ from run to run."""
+        """The settings that the index records.
+        Batch size and device are left out: they may differ from run to run."""
         return {
             "kind": "sentence",
             "model": self._path_or_name,
@@ -113,9 +119,12 @@ class SentenceEncoder:
 
 
 def own_prefixes(path_or_name: str, prompts: Mapping[str, str | None]) -> tuple[str, str]:
-    """(query, passage) prefix of a model: its configured prompts, else those published for its name, else "" for both."""
+    """(query, passage) prefix of a model: its configured prompts,
+    else those published for its name, else "" for both."""
     query = prompts.get("query") or ""
-    passage = next(filter(None, (prompts.get(name) for name in ("document", "passage", "corpus"))), "")
+    passage = next(
+        filter(None, (prompts.get(name) for name in ("document", "passage", "corpus"))), ""
+    )
     if query or passage:
         return query, passage
     name = path_or_name.rstrip("/").rsplit("/", 1)[-1].lower()
@@ -134,16 +143,21 @@ def _load_model(path_or_name: str, device: str | None) -> Any:
     except ModuleNotFoundError as err:
         if err.name in ("sentence_transformers", "transformers", "torch"):
             raise RetrievalError(
-                f"the encoder {path_or_name} needs sentence-transformers: install the encoders extra"
+                f"the encoder {path_or_name} needs sentence-transformers: install the encoders"
+                " extra"
             ) from err
         raise RetrievalError(f"sentence-transformers does not start: {err}") from err
-    except Exception as err:  # loaders of weights, tokenizers and configurations share no class of error
+    # loaders of weights, tokenizers and configurations share no class of error
+    except Exception as err:
         reason = str(err).strip().split("\n")[0]
-        raise RetrievalError(f"cannot load {path_or_name} as an encoder: {reason or type(err).__name__}") from err
+        raise RetrievalError(
+            f"cannot load {path_or_name} as an encoder: {reason or type(err).__name__}"
+        ) from err
 
 
 def _hide_broken_torchvision() -> None:
-    """Hide a torchvision built for another torch: transformers imports it, for images only, and would fail."""
+    """Hide a torchvision built for another torch:
+    transformers imports it, for images only, and would fail."""
     try:
         importlib.import_module("torchvision")
     except ModuleNotFoundError:

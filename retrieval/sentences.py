@@ -1,9 +1,9 @@
 """Finds where a text may be split: between sentences, and preferably between paragraphs.
 
-By rules, without a model: closing punctuation followed by a space and no small letter, CJK full stops, blank lines, Markdown
-headings and list items. Rows of a table are sentences, and nothing in them ends one. The rules sometimes err ("Vitamin C. It
-helps" is not split, since C looks like an initial). A missed border only makes a sentence longer; the splitter enforces its
-limit in any case.
+By rules, without a model: closing punctuation followed by a space and no small letter, CJK full
+stops, blank lines, Markdown headings and list items. Rows of a table are sentences, and nothing in
+them ends one. The rules sometimes err ("Vitamin C. It helps" is not split, since C looks like an
+initial). A missed border only makes a sentence longer; the splitter enforces its limit in any case.
 
     One. Two! Dr. Who?⏎⏎# Head⏎⏎Three.⏎- four
         |    |         ║                |          | sentence   ║ paragraph   a heading stays with what follows
@@ -20,7 +20,8 @@ from retrieval.tables import HEADING, Table
 
 # ruff: noqa: RUF001 (the marks of several scripts look alike)
 _CLOSERS = r"[\"'”’»›)\]}*_]"  # Markdown's emphasis may close after the full stop
-# Possessive quantifiers, and each match begins after the previous one: a megabyte of dots takes linear time.
+# Possessive quantifiers, and each match begins after the previous one: a megabyte of dots takes
+# linear time.
 _STOP = re.compile(rf"([.!?…؟।۔]++{_CLOSERS}*+)\s*+|([。！？｡]++[」』”’）】]*+)\s*+")
 _LINE_BREAKS = re.compile(r"\n\s*+")
 _LIST_ITEM = re.compile(r"(?:[-*+•]|\d{1,3}[.)])[ \t]+\S")
@@ -32,13 +33,15 @@ _ABBREVIATION = re.compile(
     re.IGNORECASE,
 )
 _BEFORE_A_NUMBER = re.compile(
-    "art|ch|eds?|eq|figs?|nos?|pp?|sec|tab|vols?|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec", re.IGNORECASE
+    "art|ch|eds?|eq|figs?|nos?|pp?|sec|tab|vols?|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec",
+    re.IGNORECASE,
 )
 _LONGEST_WORD = 12  # characters to look back for an abbreviation
 
 
 class Border(NamedTuple):
-    """The text before it ends at `end`, the text after it begins at `start`; between them only whitespace. In characters."""
+    """The text before it ends at `end`, the text after it begins at `start`;
+    between them only whitespace. In characters."""
 
     end: int
     start: int
@@ -46,7 +49,8 @@ class Border(NamedTuple):
 
 
 def find_borders(text: str, tables: Sequence[Table]) -> list[Border]:
-    """All places where `text` may be split, ascending. The last one is its end, where `start` is the text's length.
+    """All places where `text` may be split, ascending. The last one is its end, where `start` is
+    the text's length.
 
     Args:
         tables: `find_tables` of the text.
@@ -98,7 +102,8 @@ def _sentence_stops(text: str, length: int) -> list[Border]:
 
 
 def _ends_sentence(text: str, stop: re.Match[str], cased: bool) -> bool:
-    """Whether Latin punctuation ends a sentence there. `cased`: the text has capital letters at all."""
+    """Whether Latin punctuation ends a sentence there.
+    `cased`: the text has capital letters at all."""
     after, before = stop.end(), stop.start()
     if after == stop.end(1):
         return False
@@ -109,7 +114,11 @@ def _ends_sentence(text: str, stop: re.Match[str], cased: bool) -> bool:
     if stop[1] != "." or not words or text[before - 1].isspace():
         return True
     word = words[-1].lstrip(_OPENERS)
-    if _is_initial(word) or _ABBREVIATION.fullmatch(word) or (following.isdigit() and _BEFORE_A_NUMBER.fullmatch(word)):
+    if (
+        _is_initial(word)
+        or _ABBREVIATION.fullmatch(word)
+        or (following.isdigit() and _BEFORE_A_NUMBER.fullmatch(word))
+    ):
         return False
     return not (word.isdigit() and _LIST_ITEM.match(text, _line_start(text, before)))
 
@@ -117,11 +126,14 @@ def _ends_sentence(text: str, stop: re.Match[str], cased: bool) -> bool:
 def _is_initial(word: str) -> bool:
     """J, U.S, e.g, p.m"""
     parts = word.split(".")
-    return all(len(part) == 1 and part.isalpha() for part in parts) and (len(parts) > 1 or word.isupper())
+    return all(len(part) == 1 and part.isalpha() for part in parts) and (
+        len(parts) > 1 or word.isupper()
+    )
 
 
 def _line_start(text: str, position: int) -> int:
-    """Start of the last word before `position` if only blanks precede it in its line, else `position`."""
+    """Start of the last word before `position` if only blanks precede it in its line,
+    else `position`."""
     start = position
     while start > 0 and not text[start - 1].isspace():
         start -= 1

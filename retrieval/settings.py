@@ -1,7 +1,8 @@
-"""How an index is made and how one run works: a field is a flag of the command line, its help and its default.
+"""How an index is made and how one run works: a field is a flag of the command line, its help and
+its default.
 
-`IndexSettings` is also the content of `settings.json`. No other file of this package has defaults; the server's are in
-`sglang_chunkcache/config.py`.
+`IndexSettings` is also the content of `settings.json`. No other file of this package has defaults;
+the server's are in `sglang_chunkcache/config.py`.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ class IndexSettings:
     """Settings of an index directory; they never change.
 
     Attributes:
-        tokens: the tokenizer that measures passages, a name for `load_tokens`; `tokens_name` is the tokenizer's `name`.
+        tokens: the tokenizer that measures passages, a name for `load_tokens`; `tokens_name` is the
+            tokenizer's `name`.
         is_split: whether documents are cut; otherwise every document is a passage.
-        max_tokens, overlap_tokens: of a passage, if documents are cut. 256 is in the middle of CRAFT's 128 to 512.
+        max_tokens, overlap_tokens: of a passage, if documents are cut. 256 is in the middle of
+            CRAFT's 128 to 512.
         encoder: `Encoder.spec()`.
         factory: FAISS' factory string, or "auto".
         bm25_language: stemmer of the BM25 index, "none" for no stemmer, None for no BM25 index.
@@ -52,24 +55,36 @@ class IndexSettings:
     tokens: str = _flag(
         "words",
         "--tokenizer",
-        "the served model, as its --model-path: a path, a hub name or `bundled`; `words` counts words",
+        "the served model, as its --model-path: a path, a hub name or `bundled`; `words` counts"
+        " words",
         metavar="NAME",
     )
     tokens_name: str = "words"
     is_split: bool = _flag(
-        True, "--no-split", "every document is a passage already and keeps its id", action="store_false"
+        True,
+        "--no-split",
+        "every document is a passage already and keeps its id",
+        action="store_false",
     )
-    max_tokens: int = _flag(256, "--chunk-tokens", "most tokens of a passage's text, at least 8", type=int, metavar="N")
+    max_tokens: int = _flag(
+        256, "--chunk-tokens", "most tokens of a passage's text, at least 8", type=int, metavar="N"
+    )
     overlap_tokens: int = _flag(
         32,
         "--overlap-tokens",
-        "most tokens that a passage repeats from the previous one, less than half of --chunk-tokens",
+        "most tokens that a passage repeats from the previous one, less than half of"
+        " --chunk-tokens",
         type=int,
         metavar="N",
     )
-    encoder: Mapping[str, Any] = field(default_factory=lambda: {"kind": "hashed", "dim": EncoderFlags.dim})
+    encoder: Mapping[str, Any] = field(
+        default_factory=lambda: {"kind": "hashed", "dim": EncoderFlags.dim}
+    )
     factory: str = _flag(
-        "auto", "--factory", "FAISS factory string, e.g. Flat, IVF4096,Flat, IVF4096,PQ64 or HNSW32", metavar="NAME"
+        "auto",
+        "--factory",
+        "FAISS factory string, e.g. Flat, IVF4096,Flat, IVF4096,PQ64 or HNSW32",
+        metavar="NAME",
     )
     bm25_language: str | None = _flag(
         "english",
@@ -85,9 +100,11 @@ class IndexSettings:
         return int(self.encoder["dim"])
 
     def differences(self, other: IndexSettings) -> list[str]:
-        """Names of the settings that differ. Paths may differ: tokenizers are compared by fingerprint, and models by
-        `check_encoder`."""
-        mine, theirs = ({**asdict(s), "tokens_name": s.tokens_name.rpartition("@")[2]} for s in (self, other))
+        """Names of the settings that differ. Paths may differ: tokenizers are compared by
+        fingerprint, and models by `check_encoder`."""
+        mine, theirs = (
+            {**asdict(s), "tokens_name": s.tokens_name.rpartition("@")[2]} for s in (self, other)
+        )
         return [name for name in mine if name != "tokens" and mine[name] != theirs[name]]
 
     def to_json(self) -> str:
@@ -105,8 +122,12 @@ class EncoderFlags:
         "a sentence-transformers model, path or hub name; `default` needs no model",
         metavar="PATH",
     )
-    dim: int = _flag(512, "--dim", "dimensions of the default encoder's vectors", type=int, metavar="N")
-    query_prefix: str | None = _flag(None, "--query-prefix", "text put before each question; default: the model's own")
+    dim: int = _flag(
+        512, "--dim", "dimensions of the default encoder's vectors", type=int, metavar="N"
+    )
+    query_prefix: str | None = _flag(
+        None, "--query-prefix", "text put before each question; default: the model's own"
+    )
     passage_prefix: str | None = _flag(
         None, "--passage-prefix", "text put before each passage; default: the model's own"
     )
@@ -136,7 +157,8 @@ class BuildOptions:
 
 
 def add_flags(add: Callable[..., Any], *kinds: type[Any]) -> None:
-    """Add the flags of these dataclasses to a parser or a group. The namespace gets those that are given, by field."""
+    """Add the flags of these dataclasses to a parser or a group.
+    The namespace gets those that are given, by field."""
     for one in (one for kind in kinds for one in fields(kind) if one.metadata):
         add(
             one.metadata["flag"],
@@ -149,7 +171,11 @@ def add_flags(add: Callable[..., Any], *kinds: type[Any]) -> None:
 
 def given(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
     """The values of a dataclass' flags that are on the command line."""
-    return {one.name: getattr(args, one.name) for one in fields(kind) if one.metadata and hasattr(args, one.name)}
+    return {
+        one.name: getattr(args, one.name)
+        for one in fields(kind)
+        if one.metadata and hasattr(args, one.name)
+    }
 
 
 def read_settings(folder: Path) -> IndexSettings:

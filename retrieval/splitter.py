@@ -7,15 +7,17 @@
 A passage ends at the first of these that is possible:
 
 1. the end of the document;
-2. the end of a paragraph that leaves the passage at least half full (retrieval finds a passage on one topic more easily than a
-   full one on two);
+2. the end of a paragraph that leaves the passage at least half full (retrieval finds a passage on
+   one topic more easily than a full one on two);
 3. the end of a sentence.
 
-Only a sentence longer than a passage is cut: between lines, also only if half full, else between words, else between tokens.
-Every character that is not whitespace is in a passage; without overlap, in exactly one.
+Only a sentence longer than a passage is cut: between lines, also only if half full, else between
+words, else between tokens. Every character that is not whitespace is in a passage; without overlap,
+in exactly one.
 
-A row of a Markdown table counts as a sentence, its header and first row as one (tables.py). A passage that begins in a later row
-has the header in front, which counts towards its tokens, and no overlap begins within a row.
+A row of a Markdown table counts as a sentence, its header and first row as one (tables.py). A
+passage that begins in a later row has the header in front, which counts towards its tokens, and no
+overlap begins within a row.
 
     | name | limit |         passages    [ | name | limit |, |---|---|, | a | 1 |, | b | 2 | ]
     |---|---|                            [ | name | limit |, |---|---|, | c | 3 | ]
@@ -23,11 +25,12 @@ has the header in front, which counts towards its tokens, and no overlap begins 
     | b | 2 |
     | c | 3 |
 
-Not a library's: `semantic-text-splitter` 0.33 cuts after "Dr.", leaves a heading at a passage's end, and takes 40 to 50 times as
-long for eight times the text without spaces (eval/LOG.md).
+Not a library's: `semantic-text-splitter` 0.33 cuts after "Dr.", leaves a heading at a passage's
+end, and takes 40 to 50 times as long for eight times the text without spaces (eval/LOG.md).
 
-Time and memory: the document is processed in blocks of BLOCK_CHARS, which no passage crosses. Each block is tokenised once as a
-whole and once in passages, because a passage tokenised alone may count differently at its borders.
+Time and memory: the document is processed in blocks of BLOCK_CHARS, which no passage crosses. Each
+block is tokenised once as a whole and once in passages, because a passage tokenised alone may count
+differently at its borders.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ from retrieval.tables import Table, find_tables
 from retrieval.tokens import Tokens
 
 BLOCK_CHARS = 1 << 18
-"""Bounds the memory for tokens and borders to tens of MB. About one in 250 passages of 256 tokens ends early because of it."""
+"""Bounds the memory for tokens and borders to tens of MB.
+About one in 250 passages of 256 tokens ends early because of it."""
 
 MIN_TOKENS = 8
 """A smaller passage might not hold even one character: some take several tokens."""
@@ -60,24 +64,29 @@ class Splitter:
         Args:
             tokens: counts the tokens of a text.
             max_tokens: maximum for a passage tokenised alone; at least MIN_TOKENS.
-            overlap_tokens: maximum that is repeated from the previous passage; less than half of `max_tokens`.
+            overlap_tokens: maximum that is repeated from the previous passage; less than half of
+                `max_tokens`.
         Raises:
             RetrievalError: a value is out of its range.
         """
         if max_tokens < MIN_TOKENS:
-            raise RetrievalError(f"the limit for a passage must be at least {MIN_TOKENS} tokens, got {max_tokens}")
+            raise RetrievalError(
+                f"the limit for a passage must be at least {MIN_TOKENS} tokens, got {max_tokens}"
+            )
         if not 0 <= overlap_tokens < max_tokens / 2:
             raise RetrievalError(
-                f"the overlap must be 0 or more and less than half of {max_tokens} tokens, got {overlap_tokens}"
+                f"the overlap must be 0 or more and less than half of {max_tokens} tokens, got"
+                f" {overlap_tokens}"
             )
         self.tokens, self.max_tokens, self.overlap_tokens = tokens, max_tokens, overlap_tokens
 
     def split(self, document: Document) -> Iterator[Passage]:
         """The document's passages in order; none for a text of whitespace.
 
-        A passage's `text` begins at the offset in its `id` in `document.text`, without whitespace around it, below the header
-        that it repeats. The overlap begins at the start of a sentence (of a word, if the sentence itself was cut). It is left out
-        if a whole sentence would no longer fit after it.
+        A passage's `text` begins at the offset in its `id` in `document.text`, without whitespace
+        around it, below the header that it repeats. The overlap begins at the start of a sentence
+        (of a word, if the sentence itself was cut). It is left out if a whole sentence would no
+        longer fit after it.
 
         Raises:
             RetrievalError: one character alone has more than `max_tokens` tokens.
@@ -87,14 +96,18 @@ class Splitter:
             block = _Block(document.text[first:last], self, header)
             for start, end, size, above in block.pack(document.id):
                 name, text = f"{document.id}#{first + start}", above + block.text[start:end]
-                place = num_tokens + block.tokens_before(start), num_tokens + block.tokens_until(end)
+                place = (
+                    num_tokens + block.tokens_before(start),
+                    num_tokens + block.tokens_until(end),
+                )
                 yield Passage(name, document.id, document.title, text, *place, size)
             num_tokens += len(block.token_starts)
             header = block.open_header
 
 
 class _Block:
-    """A part of a document with the positions of its tokens, sentences and paragraphs, all in characters of the part."""
+    """A part of a document with the positions of its tokens, sentences and paragraphs,
+    all in characters of the part."""
 
     def __init__(self, text: str, splitter: Splitter, header: str) -> None:
         """`header`: of the table in whose rows the block begins, empty if it does not."""
@@ -106,14 +119,17 @@ class _Block:
         self.token_starts = [start for start, _ in offsets]
         self._token_ends = [end for _, end in offsets]
         self._tables = find_tables(text, header)
-        self.open_header = self._tables[-1].header if self._tables and self._tables[-1].is_open else ""
+        self.open_header = (
+            self._tables[-1].header if self._tables and self._tables[-1].is_open else ""
+        )
         borders = find_borders(text, self._tables)
         self._sentence_ends = [border.end for border in borders]
         self._sentence_starts = [border.start for border in borders]
         self._paragraph_ends = [border.end for border in borders if border.paragraph]
 
     def pack(self, document_id: str) -> Iterator[tuple[int, int, int, str]]:
-        """`(start, end, tokens, header)` of each passage, without whitespace around it; `header` is put in front."""
+        """`(start, end, tokens, header)` of each passage, without whitespace around it;
+        `header` is put in front."""
         start = fresh = self._next_start(0)  # `fresh`: first character that no passage holds yet
         while fresh < len(self.text):
             header = self._header(start)
@@ -123,7 +139,10 @@ class _Block:
                 passage = self._take(start, fresh, header)
             if passage is None:
                 if start == fresh:
-                    much = f"the character {self.text[start]!r} has more than {self._max_tokens} tokens"
+                    much = (
+                        f"the character {self.text[start]!r} has more than {self._max_tokens}"
+                        " tokens"
+                    )
                     raise RetrievalError(f"document {document_id!r}: {much}")
                 start = fresh
                 continue
@@ -141,19 +160,29 @@ class _Block:
         return bisect_left(self.token_starts, position)
 
     def _header(self, start: int) -> str:
-        """What is put in front of a passage from `start`: the header of the table in whose rows it begins, as lines."""
+        """What is put in front of a passage from `start`:
+        the header of the table in whose rows it begins, as lines."""
         table = self._table_of(start)
-        if table is None or start < table.body or 2 * len(self._tokens.offsets(table.header)) > self._max_tokens:
+        if (
+            table is None
+            or start < table.body
+            or 2 * len(self._tokens.offsets(table.header)) > self._max_tokens
+        ):
             return ""
         return table.header
 
     def _table_of(self, position: int) -> Table | None:
         """The table in which a position lies."""
         index = bisect_right(self._tables, position, key=lambda table: table.end)
-        return self._tables[index] if index < len(self._tables) and self._tables[index].start <= position else None
+        return (
+            self._tables[index]
+            if index < len(self._tables) and self._tables[index].start <= position
+            else None
+        )
 
     def _take(self, start: int, fresh: int, header: str) -> tuple[int, int] | None:
-        """End and size of the passage from `start`; None if it cannot both extend past `fresh` and respect the limit."""
+        """End and size of the passage from `start`;
+        None if it cannot both extend past `fresh` and respect the limit."""
         room = budget = self._max_tokens - len(self._tokens.offsets(header))
         while True:
             end = self._choose_end(start, fresh, budget, room)
@@ -164,12 +193,16 @@ class _Block:
                 return end, size
             if end == fresh + 1:
                 return None
-            budget -= size - self._max_tokens  # one or two tokens more at the borders: try again with fewer
+            # one or two tokens more at the borders: try again with fewer
+            budget -= size - self._max_tokens
 
     def _choose_end(self, start: int, fresh: int, budget: int, room: int) -> int | None:
-        """The best end, after `fresh`, of a passage of at most `budget` tokens from `start`; with `room` tokens it is full."""
+        """The best end, after `fresh`, of a passage of at most `budget` tokens from `start`;
+        with `room` tokens it is full."""
         after = self.tokens_before(start) + budget
-        limit = self.token_starts[max(after, 0)] if after < len(self.token_starts) else len(self.text)
+        limit = (
+            self.token_starts[max(after, 0)] if after < len(self.token_starts) else len(self.text)
+        )
         end = _last_in(self._sentence_ends, fresh, limit)
         if end == self._sentence_ends[-1]:
             return end
@@ -181,7 +214,8 @@ class _Block:
         return end or self._cut(start, fresh, limit, room)
 
     def _cut(self, start: int, fresh: int, limit: int, room: int) -> int | None:
-        """Where to cut a sentence beyond `fresh` and not beyond `limit`: a line if half full, else a space, else `limit`."""
+        """Where to cut a sentence beyond `fresh` and not beyond `limit`:
+        a line if half full, else a space, else `limit`."""
         if limit <= fresh:
             return None if start < fresh else fresh + 1
         line = self.text.rfind("\n", fresh, limit + 1)
@@ -193,7 +227,8 @@ class _Block:
         return end_before(self.text, space if space > fresh else limit)
 
     def _overlap_start(self, start: int, end: int, fresh: int) -> int:
-        """Where the passage after `[start, end)` begins: as far back as the overlap and the start of a sentence allow."""
+        """Where the passage after `[start, end)` begins:
+        as far back as the overlap and the start of a sentence allow."""
         allowed = self.tokens_until(end) - self._overlap_tokens
         if self._overlap_tokens == 0 or fresh >= len(self.text):
             return fresh
@@ -219,7 +254,8 @@ class _Block:
 
 
 def _blocks(text: str) -> Iterator[tuple[int, int]]:
-    """`[first, last)` of stretches of at most BLOCK_CHARS that end with a paragraph, else a line, sentence, word, anywhere."""
+    """`[first, last)` of stretches of at most BLOCK_CHARS that end with a paragraph, else a line,
+    sentence, word, anywhere."""
     first = 0
     while len(text) - first > BLOCK_CHARS:
         late, last = first + BLOCK_CHARS // 2, first + BLOCK_CHARS

@@ -2,10 +2,12 @@
 
     documents   id, hash of its content when it was read, file  to continue an interrupted build, to detect changed and lost files
     passages    row, id, text …, hash, is_removed               rows 0, 1, 2 … without a gap; never reused
-    duplicates  passages whose text another document's row already holds; one of them replaces that row when it is removed
+    duplicates  passages whose text another document's row already holds; one of them replaces that
+    row when it is removed
 
-FAISS and BM25 identify a passage by its row. Rows are added and marked as removed, but never changed, so a process that serves
-an older generation of the index can still read its rows. The manifest, not this file, says which rows a generation serves.
+FAISS and BM25 identify a passage by its row. Rows are added and marked as removed, but never
+changed, so a process that serves an older generation of the index can still read its rows. The
+manifest, not this file, says which rows a generation serves.
 """
 
 from __future__ import annotations
@@ -48,16 +50,19 @@ _FIELDS = attrgetter(*Passage.__slots__)
 _LOCK_TIMEOUT_S = 60.0
 _WRITER_CACHE_KIB = 1 << 18
 _PAGE_ROWS = 1000
-"""Rows fetched at a time while iterating. No statement stays open between fetches, so writing during an iteration is safe."""
+"""Rows fetched at a time while iterating.
+No statement stays open between fetches, so writing during an iteration is safe."""
 
 
 class PassageStore:
-    """The passages of an index directory. One writer at a time (`build` holds the directory's lock), any number of readers.
+    """The passages of an index directory. One writer at a time (`build` holds the directory's
+    lock), any number of readers.
 
     Thread-safe: a lock serialises the calls.
 
     Raises:
-        CorruptIndexError: the file is missing or not a passage store, or a text does not match its checksum.
+        CorruptIndexError: the file is missing or not a passage store, or a text does not match its
+            checksum.
     """
 
     def __init__(self, path: Path, *, writable: bool) -> None:
@@ -65,18 +70,31 @@ class PassageStore:
         self._lock = threading.Lock()
         try:
             uri = f"{path.absolute().as_uri()}?mode={'rwc' if writable else 'ro'}"
-            if not (writable or os.access(path.parent, os.W_OK) or path.with_name(path.name + "-wal").exists()):
+            if not (
+                writable
+                or os.access(path.parent, os.W_OK)
+                or path.with_name(path.name + "-wal").exists()
+            ):
                 uri += "&immutable=1"  # otherwise SQLite would create its log next to the file
             self._db = sqlite3.connect(
-                uri, uri=True, timeout=_LOCK_TIMEOUT_S, check_same_thread=False, isolation_level=None
+                uri,
+                uri=True,
+                timeout=_LOCK_TIMEOUT_S,
+                check_same_thread=False,
+                isolation_level=None,
             )
             if writable:
-                self._db.execute("PRAGMA journal_mode = WAL")  # readers of the served index do not wait
-                # Rows must be on disk before their vectors, and both before the manifest that counts them.
+                # readers of the served index do not wait
+                self._db.execute("PRAGMA journal_mode = WAL")
+                # Rows must be on disk before their vectors, and both before the manifest that
+                # counts them.
                 self._db.execute("PRAGMA synchronous = FULL")
-                self._db.execute(f"PRAGMA cache_size = -{_WRITER_CACHE_KIB}")  # hashes are inserted in random order
+                # hashes are inserted in random order
+                self._db.execute(f"PRAGMA cache_size = -{_WRITER_CACHE_KIB}")
                 self._db.executescript(_SCHEMA)
-                columns = self._db.execute("SELECT name FROM pragma_table_info('documents')").fetchall()
+                columns = self._db.execute(
+                    "SELECT name FROM pragma_table_info('documents')"
+                ).fetchall()
                 if ("file",) not in columns:  # made by an earlier version
                     self._db.execute("ALTER TABLE documents ADD COLUMN file TEXT")
         except sqlite3.Error as error:
@@ -89,7 +107,8 @@ class PassageStore:
         return self._count("SELECT coalesce(max(row) + 1, 0) FROM passages")
 
     def get(self, rows: Sequence[int]) -> list[Passage]:
-        """The passages of `rows`, in their order. Raises CorruptIndexError for a missing or damaged row."""
+        """The passages of `rows`, in their order.
+        Raises CorruptIndexError for a missing or damaged row."""
         found = dict(map(self._passage, self._select(_COLUMNS, rows)))
         if missing := sorted(set(rows) - found.keys()):
             raise CorruptIndexError(f"{self.path}: row {missing[0]} is missing")
@@ -102,12 +121,14 @@ class PassageStore:
             records = self._all(query, (start, min(start + _PAGE_ROWS, last)))
             if len(records) != min(_PAGE_ROWS, last - start):
                 raise CorruptIndexError(
-                    f"{self.path}: rows [{start}, {min(start + _PAGE_ROWS, last)}) are not all there"
+                    f"{self.path}: rows [{start}, {min(start + _PAGE_ROWS, last)}) are not all"
+                    " there"
                 )
             yield from map(self._passage, records)
 
     def rows_of(self, name: str) -> list[int]:
-        """Live rows of the passage with this id, or of all passages of the document with this id."""
+        """Live rows of the passage with this id, or of all passages of the document with this
+        id."""
         # Two selects: with OR, SQLite would use neither index and read the whole table.
         query = (
             "SELECT row FROM passages WHERE is_removed = 0 AND id = ? UNION"
@@ -131,9 +152,11 @@ class PassageStore:
             raise CorruptIndexError(f"{self.path}: {' '.join(answer.split())}")
 
     def close(self, *, checkpoint: bool = False) -> None:
-        """Close the file. `checkpoint`: merge the writer's log into it first, so that readers need no write access."""
+        """Close the file. `checkpoint`: merge the writer's log into it first,
+        so that readers need no write access."""
         try:
-            if self._db.in_transaction:  # left by a build that an error ended; it would block the checkpoint
+            # left by a build that an error ended; it would block the checkpoint
+            if self._db.in_transaction:
                 self._all("ROLLBACK", ())
             if checkpoint:
                 self._all("PRAGMA wal_checkpoint(TRUNCATE)", ())
@@ -150,7 +173,8 @@ class PassageStore:
         return run
 
     def is_known(self, document: Document, run: int) -> bool | None:
-        """Whether the document was read before, unchanged; None: no document of this id was. Marks it as seen.
+        """Whether the document was read before, unchanged; None: no document of this id was. Marks
+        it as seen.
 
         Raises:
             RetrievalError: this run has already seen another document of this id.
@@ -161,8 +185,9 @@ class PassageStore:
         (known, seen), hash_now = found[0], _document_hash(document)
         if seen == run and known != hash_now:
             raise RetrievalError(
-                f"document {document.id!r} occurs twice, with different texts; the id of a file is its path relative to the "
-                "folder on the command line, so give the common parent of several folders"
+                f"document {document.id!r} occurs twice, with different texts; the id of a file is"
+                " its path relative to the folder on the command line, so give the common parent"
+                " of several folders"
             )
         if known != hash_now:
             return False
@@ -172,26 +197,34 @@ class PassageStore:
 
     def mark(self, document: Document, run: int) -> None:
         """Record that this run has seen a document of this id, if there is one."""
-        self._all("UPDATE documents SET run = ?, file = ? WHERE id = ?", (run, document.file, document.id))
+        self._all(
+            "UPDATE documents SET run = ?, file = ? WHERE id = ?", (run, document.file, document.id)
+        )
 
     def put(self, document: Document, passages: Iterable[Passage], run: int) -> tuple[int, int]:
         """Make `passages` the document's passages; those that it has already keep their rows.
 
         Returns:
-            (added, duplicates): numbers of new rows, and of passages not indexed because another document has the same text.
+            (added, duplicates): numbers of new rows, and of passages not indexed because another
+                document has the same text.
         Raises:
             RetrievalError: a passage's id belongs to another document, or occurs twice.
         """
         first_row = self._next_row
         query = "SELECT id, hash, row FROM passages WHERE document = ? AND is_removed = 0"
-        old = {(name, content_hash): row for name, content_hash, row in self._all(query, (document.id,))}
+        old = {
+            (name, content_hash): row
+            for name, content_hash, row in self._all(query, (document.id,))
+        }
         hashed = [(passage, passage.content_hash()) for passage in passages]
         fresh = [pair for pair in hashed if old.pop((pair[0].id, pair[1]), None) is None]
         self._all("DELETE FROM duplicates WHERE document = ?", (document.id,))
         self._remove(old.values())
         num_duplicates = 0
         for passage, content_hash in fresh:
-            if not self._all("SELECT 1 FROM passages WHERE hash = ? AND is_removed = 0", (content_hash,)):
+            if not self._all(
+                "SELECT 1 FROM passages WHERE hash = ? AND is_removed = 0", (content_hash,)
+            ):
                 self._insert(passage, content_hash)
                 continue
             num_duplicates += 1
@@ -205,7 +238,10 @@ class PassageStore:
         """Mark rows as removed; the next build that sees their documents reads them anew."""
         for row in rows:
             for table, column in (("documents", "id"), ("duplicates", "document")):
-                query = f"DELETE FROM {table} WHERE {column} = (SELECT document FROM passages WHERE row = ?)"
+                query = (
+                    f"DELETE FROM {table} WHERE {column} = (SELECT document FROM passages WHERE row"
+                    " = ?)"
+                )
                 self._all(query, (row,))
             self._remove([row])
 
@@ -219,17 +255,23 @@ class PassageStore:
 
     def num_in(self, last: int) -> tuple[int, int]:
         """Numbers of documents with live rows in `[0, last)`, and of these rows."""
-        query = "SELECT count(DISTINCT document), count(*) FROM passages WHERE is_removed = 0 AND row < ?"
+        query = (
+            "SELECT count(DISTINCT document), count(*) FROM passages WHERE is_removed = 0 AND"
+            " row < ?"
+        )
         ((num_documents, num_rows),) = self._all(query, (last,))
         return num_documents, num_rows
 
     def unseen(self, run: int, last: int) -> list[tuple[str, str | None, int]]:
-        """(id, file, number of live rows in `[0, last)`) of each document that this run has not seen, by id."""
-        live = "SELECT count(*) FROM passages WHERE document = there.id AND is_removed = 0 AND row < ?"
+        """(id, file, number of live rows in `[0, last)`) of each document that this run has not
+        seen, by id."""
+        live = (
+            "SELECT count(*) FROM passages WHERE document = there.id AND is_removed = 0 AND row < ?"
+        )
         query = (
-            "WITH there AS (SELECT id FROM documents UNION SELECT document FROM passages WHERE is_removed = 0)"
-            f" SELECT there.id, file, ({live}) FROM there LEFT JOIN documents ON documents.id = there.id"
-            " WHERE run IS NOT ? ORDER BY there.id"
+            "WITH there AS (SELECT id FROM documents UNION SELECT document FROM passages WHERE"
+            f" is_removed = 0) SELECT there.id, file, ({live}) FROM there LEFT JOIN documents ON"
+            " documents.id = there.id WHERE run IS NOT ? ORDER BY there.id"
         )
         return self._all(query, (last, run))
 
@@ -239,7 +281,9 @@ class PassageStore:
             self._all("DELETE FROM documents WHERE id = ?", (name,))
             self._all("DELETE FROM duplicates WHERE document = ?", (name,))
         for name in names:
-            rows = self._all("SELECT row FROM passages WHERE document = ? AND is_removed = 0", (name,))
+            rows = self._all(
+                "SELECT row FROM passages WHERE document = ? AND is_removed = 0", (name,)
+            )
             self._remove([row for (row,) in rows])
 
     def begin(self) -> None:
@@ -253,8 +297,12 @@ class PassageStore:
     # Private, in order of use
 
     def _select(self, columns: str, rows: Iterable[int]) -> list[tuple[Any, ...]]:
-        wanted = json.dumps([int(row) for row in rows])  # one parameter, since SQLite limits their number
-        return self._all(f"SELECT {columns} FROM passages WHERE row IN (SELECT value FROM json_each(?))", (wanted,))
+        # one parameter, since SQLite limits their number
+        wanted = json.dumps([int(row) for row in rows])
+        return self._all(
+            f"SELECT {columns} FROM passages WHERE row IN (SELECT value FROM json_each(?))",
+            (wanted,),
+        )
 
     def _count(self, query: str) -> int:
         return int(self._all(query, ())[0][0])
@@ -278,9 +326,14 @@ class PassageStore:
     def _insert(self, passage: Passage, content_hash: bytes) -> None:
         values = (self._next_row, *_FIELDS(passage), _checksum(passage), content_hash)
         try:
-            self._all(f"INSERT INTO passages ({_COLUMNS}, hash) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+            self._all(
+                f"INSERT INTO passages ({_COLUMNS}, hash) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                values,
+            )
         except sqlite3.IntegrityError:
-            raise RetrievalError(f"passage id {passage.id!r} occurs twice, with different texts") from None
+            raise RetrievalError(
+                f"passage id {passage.id!r} occurs twice, with different texts"
+            ) from None
         self._next_row += 1
 
     def _remove(self, rows: Iterable[int]) -> None:
@@ -303,7 +356,9 @@ def _named(error: sqlite3.Error, path: Path) -> RetrievalError:
 
 def _checksum(passage: Passage) -> bytes:
     """Over all fields, to detect damage; `content_hash` is for finding equal texts."""
-    return xxhash.xxh3_64_digest("\0".join(map(str, _FIELDS(passage))).encode("utf-8", "surrogatepass"))
+    return xxhash.xxh3_64_digest(
+        "\0".join(map(str, _FIELDS(passage))).encode("utf-8", "surrogatepass")
+    )
 
 
 def _document_hash(document: Document) -> bytes:

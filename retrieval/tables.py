@@ -1,4 +1,5 @@
-"""Finds Markdown tables: a header row, a delimiter row with as many cells, and the lines below that have a bar.
+"""Finds Markdown tables: a header row, a delimiter row with as many cells, and the lines below that
+have a bar.
 
 | name | limit |   <- start
 |------|------:|      header: both lines
@@ -25,7 +26,8 @@ class Table(NamedTuple):
 
     Attributes:
         header: its header and delimiter rows, each with a line break.
-        start: where the header begins; of a table that goes on from an earlier part of the text, where its rows begin.
+        start: where the header begins; of a table that goes on from an earlier part of the text,
+            where its rows begin.
         body: where the first row begins, after blanks.
         end: where the last row ends.
         is_open: whether it reaches the text's end, so that the rest may follow in a later part.
@@ -39,7 +41,8 @@ class Table(NamedTuple):
 
 
 def find_tables(text: str, header: str = "") -> list[Table]:
-    """All tables, ascending. `header`: of the table that the text goes on with, if its first line is a row."""
+    """All tables, ascending. `header`: of the table that the text goes on with,
+    if its first line is a row."""
     tables: list[Table] = []
     if "|" not in text:
         return tables

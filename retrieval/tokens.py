@@ -1,7 +1,7 @@
 """Tokens as character spans, by which the splitter measures passages.
 
-Three sources with one interface: plain words, a `tokenizer.json`, or a model on the hub. Knows no token ids: passages are cut
-in characters, and the server tokenises them itself.
+Three sources with one interface: plain words, a `tokenizer.json`, or a model on the hub. Knows no
+token ids: passages are cut in characters, and the server tokenises them itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ WORDS = "words"
 TOKENIZER_FILE = "tokenizer.json"
 FINGERPRINT_BYTES = 4
 
-# Han and kana are written without spaces, so each character is a token; and no word has more than 32 characters, so that a page
+# Han and kana are written without spaces, so each character is a token; and no word has more than
+# 32 characters, so that a page
 # of base64 is not one token.
 _CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[^\W{_CJK}]{{1,32}}|\S")
@@ -29,17 +30,20 @@ _WORD = re.compile(rf"[^\W{_CJK}]{{1,32}}|\S")
 class Tokens(Protocol):
     """Counts and places the tokens of a text.
 
-    The index records `name`, the path's last part and a fingerprint, so that a build with another tokenizer is refused.
+    The index records `name`, the path's last part and a fingerprint, so that a build with another
+    tokenizer is refused.
     """
 
     @property
     def name(self) -> str: ...
 
     def offsets(self, text: str) -> Sequence[tuple[int, int]]:
-        """`[start, end)` in characters of every token, without special tokens. Starts and ends never decrease.
+        """`[start, end)` in characters of every token, without special tokens. Starts and ends
+        never decrease.
 
-        Spans may touch, overlap (a character of several bytes in several tokens), omit characters (whitespace, and characters
-        that a tokenizer drops) or begin with the space before a word (byte-level BPE).
+        Spans may touch, overlap (a character of several bytes in several tokens), omit characters
+        (whitespace, and characters that a tokenizer drops) or begin with the space before a word
+        (byte-level BPE).
         """
         ...
 
@@ -65,12 +69,15 @@ class FileTokens:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise RetrievalError(f"{path} is not a tokenizer: {error}") from error
-        self._tokenizer.no_truncation()  # the file may enable truncation and padding, and each would falsify counts
+        # the file may enable truncation and padding, and each would falsify counts
+        self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
     def offsets(self, text: str) -> Sequence[tuple[int, int]]:
         """See `Tokens`."""
-        spans: list[tuple[int, int]] = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        spans: list[tuple[int, int]] = self._tokenizer.encode(
+            text, add_special_tokens=False
+        ).offsets
         starts, ends = [start for start, _ in spans], [end for _, end in spans]
         if starts == sorted(starts) and ends == sorted(ends):
             return spans
@@ -95,7 +102,10 @@ def load_tokens(name: str) -> Tokens:
     elif not path.exists():
         path = _download(found)
     if not path.is_file():
-        raise RetrievalError(f"tokenizer {name!r}: no {TOKENIZER_FILE} there; AutoTokenizer.save_pretrained writes one")
+        raise RetrievalError(
+            f"tokenizer {name!r}: no {TOKENIZER_FILE} there; AutoTokenizer.save_pretrained"
+            " writes one"
+        )
     label = Path(found).resolve()
     base = label.parent.name if label.name == TOKENIZER_FILE else label.name
     fingerprint = hashlib.blake2b(path.read_bytes(), digest_size=FINGERPRINT_BYTES).hexdigest()
@@ -109,4 +119,6 @@ def _download(name: str) -> Path:
         return Path(hf_hub_download(name, TOKENIZER_FILE))
     except Exception as error:  # many classes of two libraries, none common
         reason = str(error).strip().split("\n")[0]
-        raise RetrievalError(f"tokenizer {name!r}: {TOKENIZER_FILE} cannot be loaded from the hub: {reason}") from error
+        raise RetrievalError(
+            f"tokenizer {name!r}: {TOKENIZER_FILE} cannot be loaded from the hub: {reason}"
+        ) from error

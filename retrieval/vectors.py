@@ -1,7 +1,8 @@
 """The passages' vectors: one append-only file of float16 rows, row r at byte `r * dim * 2`.
 
-Each passage is encoded once. An interrupted build continues after the last complete row, and FAISS indexes are rebuilt from
-this file. FAISS receives the rounded values, so an exact FAISS index holds the values of this file.
+Each passage is encoded once. An interrupted build continues after the last complete row, and FAISS
+indexes are rebuilt from this file. FAISS receives the rounded values, so an exact FAISS index holds
+the values of this file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _BLOCK_BYTES = 1 << 22
 
 
 class VectorFile:
-    """Vectors of an index directory. One writer; a reader sees the rows that existed when it opened the file."""
+    """Vectors of an index directory.
+    One writer; a reader sees the rows that existed when it opened the file."""
 
     def __init__(self, path: Path, *, dim: int) -> None:
         self.path, self.dim = path, dim
@@ -41,7 +43,8 @@ class VectorFile:
         if not np.isfinite(rows).all():
             raise RetrievalError("vectors must be finite and within float16's range")
         with open(self.path, "r+b" if self.path.exists() else "wb") as file:
-            file.seek(self.num_rows * self.dim * _DTYPE.itemsize)  # overwrites an incomplete row of a killed writer
+            # overwrites an incomplete row of a killed writer
+            file.seek(self.num_rows * self.dim * _DTYPE.itemsize)
             file.write(rows.tobytes())
             file.truncate()
         self.num_rows += len(rows)
@@ -64,9 +67,12 @@ class VectorFile:
         return digest.hexdigest()
 
     def map(self) -> NDArray[np.float16]:
-        """[num_rows, dim], memory-mapped: the rows stay readable after the file is renamed or deleted."""
+        """[num_rows, dim], memory-mapped: the rows stay readable after the file is renamed or
+        deleted."""
         if self._mapped is None or len(self._mapped) != self.num_rows:
-            self._mapped = np.memmap(self.path, dtype=_DTYPE, mode="r", shape=(self.num_rows, self.dim))
+            self._mapped = np.memmap(
+                self.path, dtype=_DTYPE, mode="r", shape=(self.num_rows, self.dim)
+            )
         return self._mapped
 
     def read(self, first: int, last: int) -> NDArray[np.float32]:
@@ -78,7 +84,9 @@ class VectorFile:
         if not len(rows):
             return np.zeros((0, self.dim), np.float32)
         if int(rows.max()) >= self.num_rows:
-            raise CorruptIndexError(f"{self.path}: holds {self.num_rows} vectors, not {int(rows.max()) + 1}")
+            raise CorruptIndexError(
+                f"{self.path}: holds {self.num_rows} vectors, not {int(rows.max()) + 1}"
+            )
         mapped = self.map()
         is_run = int(rows[-1]) - int(rows[0]) + 1 == len(rows) and bool((np.diff(rows) == 1).all())
         taken = mapped[int(rows[0]) : int(rows[-1]) + 1] if is_run else mapped[rows]

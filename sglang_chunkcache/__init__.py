@@ -1,4 +1,5 @@
-"""RAG serving on SGLang with chunk-level KV reuse. Importing this package is light: no torch, no SGLang."""
+"""RAG serving on SGLang with chunk-level KV reuse.
+Importing this package is light: no torch, no SGLang."""
 
 from sglang_chunkcache.config import ChunkCacheConfig
 

@@ -1,4 +1,5 @@
-"""Check whether `--reuse fused` is right with this model on this machine, and calibrate which tokens are selected.
+"""Check whether `--reuse fused` is right with this model on this machine, and calibrate which
+tokens are selected.
 
     python -m sglang_chunkcache.check --model-path M [any SGLang flag]      load the model, run the start-up gate, stop
     python -m sglang_chunkcache.check --url http://127.0.0.1:30000          the figures of a running server's gate
@@ -36,7 +37,8 @@ START_TIMEOUT_S = 1800
 """Loading a large model from a slow disk takes minutes, and never this long."""
 
 _CHILD = "SGLANG_CHUNKCACHE_CHECK_OUT"
-"""Set for the child process that loads the model: its output file. SGLang kills a process whose scheduler fails."""
+"""Set for the child process that loads the model: its output file.
+SGLang kills a process whose scheduler fails."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,16 +96,24 @@ def _parser() -> argparse.ArgumentParser:
 
 def _calibrate_selection(args: argparse.Namespace) -> int:
     file = args.calibrate_selection
-    examples = [{"question": one.question, "chunks": one.chunks} for one in read_examples(Path(file))] if file else []
+    examples = (
+        [{"question": one.question, "chunks": one.chunks} for one in read_examples(Path(file))]
+        if file
+        else []
+    )
     result = Client(args.url, args.api_key).post("/chunkcache/calibrate", {"examples": examples})
     if not args.json:
         for rank in result["ranks"]:
             print(
-                f"rank {rank['dp_rank']}: deviation at depth {rank['depth']}, question in layer {rank['layer'] or 'last'}"
+                f"rank {rank['dp_rank']}: deviation at depth {rank['depth']}, question in layer"
+                f" {rank['layer'] or 'last'}"
             )
             for name in ("gain_by_depth", "gain_by_layer"):
                 for at, gain in rank["figures"].get(name, {}).items():
-                    print(f"    {name:14} {at:>4} {gain['kl']:8.3f} mean {gain['kl_max']:8.3f} of the largest")
+                    print(
+                        f"    {name:14} {at:>4} {gain['kl']:8.3f} mean {gain['kl_max']:8.3f} of the"
+                        " largest"
+                    )
     print(json.dumps(result))
     return 0
 
@@ -117,7 +127,11 @@ def _gates_of(client: Client) -> list[dict[str, Any]]:
 
 def _figures_of(rank: Mapping[str, Any]) -> dict[str, Any]:
     """The gate's figures, the attention that it has tested, and what selectors read."""
-    return {**rank["gate"], "attention": rank["moves"]["attention"], "calibration": rank["calibration"]}
+    return {
+        **rank["gate"],
+        "attention": rank["moves"]["attention"],
+        "calibration": rank["calibration"],
+    }
 
 
 def _measure(flags: Sequence[str]) -> dict[str, Any]:
@@ -141,16 +155,21 @@ def _measure(flags: Sequence[str]) -> dict[str, Any]:
                 raise ServerError(f"the model did not load within {START_TIMEOUT_S} s") from None
         if not out.exists():
             lines = log.read_text(errors="replace").strip().splitlines()
-            reason = next((line for line in reversed(lines) if "Error" in line or "error:" in line), "")
+            reason = next(
+                (line for line in reversed(lines) if "Error" in line or "error:" in line), ""
+            )
             raise ServerError(
-                reason or "\n".join(lines[-5:]) or "the process that loads the model ended without a message"
+                reason
+                or "\n".join(lines[-5:])
+                or "the process that loads the model ended without a message"
             )
         figures: dict[str, Any] = json.loads(out.read_text())
         return figures
 
 
 def _load_and_measure(flags: Sequence[str]) -> Mapping[str, Any]:
-    """In the child process: start SGLang's engine with our cache, which runs the gate at the start."""
+    """In the child process: start SGLang's engine with our cache,
+    which runs the gate at the start."""
     from sglang_chunkcache.launch_server import found_models, prepare, server_flags
 
     parser = argparse.ArgumentParser(prog="python -m sglang_chunkcache.check", allow_abbrev=False)

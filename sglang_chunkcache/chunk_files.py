@@ -1,4 +1,5 @@
-"""The files that `python -m sglang_chunkcache.preprocess` reads, of which it tells the format: chunks, and their neighbours."""
+"""The files that `python -m sglang_chunkcache.preprocess` reads, of which it tells the format:
+chunks, and their neighbours."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def read_corpus(path: Path) -> dict[str, str]:
 
 
 def read_neighbors(path: Path, known: Iterable[str]) -> dict[str, list[str]]:
-    """Ids of the neighbours, nearest first, by id; the strings are those `known`. Raises ServerError naming file and line."""
+    """Ids of the neighbours, nearest first, by id; the strings are those `known`.
+    Raises ServerError naming file and line."""
     names = {name: name for name in known}
     neighbors: dict[str, list[str]] = {}
     for where, row in _rows(path):

@@ -57,8 +57,8 @@ class Client:
 
 
 def settle(client: Client, timeout_s: float = SETTLE_TIMEOUT_S) -> None:
-    """Wait until no rank has a capture or a write to its storage waiting. A rank captures during its next forward, so requests
-    are sent.
+    """Wait until no rank has a capture or a write to its storage waiting. A rank captures during
+    its next forward, so requests are sent.
 
     Raises:
         ServerError: some still wait after `timeout_s`.
@@ -73,10 +73,13 @@ def settle(client: Client, timeout_s: float = SETTLE_TIMEOUT_S) -> None:
         if time.monotonic() > deadline:
             where = "store" if pending else "storage"
             raise ServerError(
-                f"{client.url}: {pending or writing} chunks still wait to enter the {where} after {timeout_s:.0f} s"
+                f"{client.url}: {pending or writing} chunks still wait to enter the {where} after"
+                f" {timeout_s:.0f} s"
             )
         if pending:
-            client.post("/rag/v1/generate", {"parts": ["Hello."], "sampling_params": {"max_new_tokens": 4}})
+            client.post(
+                "/rag/v1/generate", {"parts": ["Hello."], "sampling_params": {"max_new_tokens": 4}}
+            )
         time.sleep(POLL_S)
 
 

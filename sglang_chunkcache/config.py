@@ -1,7 +1,8 @@
-"""Every knob of the project: default, unit, range and reason. Command line flags and `--help` come from here.
+"""Every knob of the project: default, unit, range and reason. Command line flags and `--help` come
+from here.
 
-SGLang starts fresh processes and calls `plugin.register()` without arguments, so `launch_server` hands the configuration
-over as JSON in one environment variable that only this file reads.
+SGLang starts fresh processes and calls `plugin.register()` without arguments, so `launch_server`
+hands the configuration over as JSON in one environment variable that only this file reads.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ MAX_LAYERS = 1000
 """More than any model has. A number beyond the model's own layers is its last one."""
 
 MAX_COPIES = 8
-"""Device copies of one chunk that a plan looks at, latest first: a popular chunk is cached in hundreds of chains."""
+"""Device copies of one chunk that a plan looks at, latest first:
+a popular chunk is cached in hundreds of chains."""
 
 MAX_WAITING_CAPTURES = 256
 """Chunks that wait to enter the store. More are dropped."""
@@ -60,7 +62,8 @@ MAX_CAPTURED_TOKENS = 512
 """Of chunks scored and stored after one forward: the answers under way wait for them."""
 
 MAX_HEADS, MAX_HEAD_TOKENS, MAX_HEAD_BYTES = 4, 16_384, 16 * 2**20
-"""Heads of one tenant that are remembered, tokens of one, bytes of all: only what two heads have in common is read of them."""
+"""Heads of one tenant that are remembered, tokens of one, bytes of all:
+only what two heads have in common is read of them."""
 
 STORAGE_BACKENDS = ("file", "dynamic")
 """Of HiCache's, those that read and write one tensor by its key."""
@@ -85,7 +88,8 @@ def knob(
     kind: Any = None,
     has_flag: bool = True,
 ) -> Any:
-    """A dataclass field with its help text (and the unit), the reason for its default, its range and its choices.
+    """A dataclass field with its help text (and the unit), the reason for its default, its range
+    and its choices.
 
     Args:
         kind: the value's type where the default is None, which is in no range.
@@ -122,11 +126,9 @@ class ChunkCacheConfig:
     eviction: str = knob(
         "reused",
         "what is evicted from the KV pool first",
-        (
-            "`reused`: least recently used, each doubling of a chunk's hits counting as one window; "
-            "best on the RAGPulse trace (radix_ext/README.md). `promoted`: nodes that are not "
-            "promoted first, then SGLang's policy; `lru`: SGLang's policy alone."
-        ),
+        "`reused`: least recently used, each doubling of a chunk's hits counting as one window; "
+        "best on the RAGPulse trace (radix_ext/README.md). `promoted`: nodes that are not "
+        "promoted first, then SGLang's policy; `lru`: SGLang's policy alone.",
         choices=("reused", "promoted", "lru"),
     )
     window_requests: int = knob(
@@ -150,7 +152,8 @@ class ChunkCacheConfig:
     max_access_entries: int = knob(
         1_000_000,
         "requests and chunks in the windows of all tenants",
-        ("60 to 110 bytes each where all chunks differ; enough for three tenants whose requests all have 256 chunks."),
+        "60 to 110 bytes each where all chunks differ; enough for three tenants whose requests all"
+        " have 256 chunks.",
         low=1,
         high=1_000_000_000,
         has_flag=False,
@@ -173,7 +176,8 @@ class ChunkCacheConfig:
     max_search_visits: int = knob(
         64,
         "nodes visited by one order decision",
-        ("Bounds the decision on adversarial trees; on RAGPulse 64 find what 1,000 find (radix_ext/README.md)."),
+        "Bounds the decision on adversarial trees; on RAGPulse 64 find what 1,000 find"
+        " (radix_ext/README.md).",
         low=1,
         high=1_000_000,
         has_flag=False,
@@ -193,7 +197,8 @@ class ChunkCacheConfig:
     dedup: str = knob(
         "shown",
         "what a conversation drops as already seen",
-        ("`shown`: chunks still in the prompt; `paper`: also chunks of turns that were removed from it (CRAFT 4.3)."),
+        "`shown`: chunks still in the prompt; `paper`: also chunks of turns that were removed from"
+        " it (CRAFT 4.3).",
         choices=("shown", "paper", "off"),
     )
     max_conversations: int = knob(
@@ -206,7 +211,8 @@ class ChunkCacheConfig:
     max_conversation_tokens: int = knob(
         50_000_000,
         "prompt and answer tokens remembered over all conversations",
-        ("4 bytes each; the chunk records of a turn are counted as tokens, too (radix_ext.Turn.cost)."),
+        "4 bytes each; the chunk records of a turn are counted as tokens, too"
+        " (radix_ext.Turn.cost).",
         low=1,
     )
     conversation_idle_s: float = knob(
@@ -218,11 +224,9 @@ class ChunkCacheConfig:
     past_reasoning: str = knob(
         "template",
         "what a conversation keeps of the reasoning in its answers",
-        (
-            "`template`: what the model's chat template shows of past turns; the answer that follows "
-            "reasoning is computed once more. `kept`: all tokens, thousands a turn with a reasoning "
-            "model, so that each turn is a prefix of the next."
-        ),
+        "`template`: what the model's chat template shows of past turns; the answer that follows "
+        "reasoning is computed once more. `kept`: all tokens, thousands a turn with a reasoning "
+        "model, so that each turn is a prefix of the next.",
         choices=("template", "kept"),
     )
     max_body_bytes: int = knob(
@@ -282,7 +286,8 @@ class ChunkCacheConfig:
     reuse: str = knob(
         "exact",
         "what the server may reuse (also --reuse)",
-        ("`fused` lets requests opt into moved KV, which is approximate; with `exact` none of that code is loaded."),
+        "`fused` lets requests opt into moved KV, which is approximate; with `exact` none of that"
+        " code is loaded.",
         choices=("exact", "fused"),
     )
     selector: str = knob(
@@ -314,26 +319,21 @@ class ChunkCacheConfig:
     )
     host_mib: int | None = knob(
         None,
-        (
-            "host memory of each rank for exact chains that leave the device, in MiB; 0: none; not "
-            "given: from the machine"
-        ),
-        (
-            "Default: twice the device's pool, as HiCache's, and at most a quarter of the memory that "
-            "is available. The start prints it. SGLang keeps 10 GiB free besides. Without a GPU a "
-            "larger KV pool does the same without copies."
-        ),
+        "host memory of each rank for exact chains that leave the device, in MiB; 0: none; not "
+        "given: from the machine",
+        "Default: twice the device's pool, as HiCache's, and at most a quarter of the memory that "
+        "is available. The start prints it. SGLang keeps 10 GiB free besides. Without a GPU a "
+        "larger KV pool does the same without copies.",
         low=0,
         kind=int,
     )
     store_mib: int | None = knob(
         None,
-        ("host memory of each rank for the KV of chunks that are moved, in MiB; not given: from the machine"),
-        (
-            "Default: the device's pool, without a GPU 1 GiB; at least 1 GiB and at most an eighth of "
-            "the memory that is available. The start prints it. A Llama-3-8B chunk of 500 tokens "
-            "takes 62 MiB in bfloat16."
-        ),
+        "host memory of each rank for the KV of chunks that are moved, in MiB; not given: from the"
+        " machine",
+        "Default: the device's pool, without a GPU 1 GiB; at least 1 GiB and at most an eighth of "
+        "the memory that is available. The start prints it. A Llama-3-8B chunk of 500 tokens "
+        "takes 62 MiB in bfloat16.",
         low=1,
         high=100_000_000,
         kind=int,
@@ -354,10 +354,8 @@ class ChunkCacheConfig:
     store_variants: int = knob(
         5,
         "variants that a chunk gets without asking how often",
-        (
-            "Cache-Craft's M (section 5). A further one needs a prefix that is asked for more often "
-            "than that of the chunk's lowest."
-        ),
+        "Cache-Craft's M (section 5). A further one needs a prefix that is asked for more often "
+        "than that of the chunk's lowest.",
         low=1,
         high=1000,
         has_flag=False,
@@ -371,41 +369,41 @@ class ChunkCacheConfig:
     )
     storage_backend: str | None = knob(
         None,
-        f"keep KV beyond the process: a storage backend of HiCache's ({' or '.join(STORAGE_BACKENDS)})",
-        ("Exact chains in host memory, and the store with `--reuse fused`. Default: they are gone with the process."),
+        "keep KV beyond the process: a storage backend of HiCache's"
+        f" ({' or '.join(STORAGE_BACKENDS)})",
+        "Exact chains in host memory, and the store with `--reuse fused`. Default: they are gone"
+        " with the process.",
     )
     storage_backend_extra_config: str | None = knob(
         None,
-        ("the backend's settings, as HiCache takes them: a JSON object, or @ and the path of a file with one"),
-        ("`directory` is ours: where `file` keeps the entries, and either backend's manifest is (storage/README.md)."),
+        "the backend's settings, as HiCache takes them: a JSON object, or @ and the path of a file"
+        " with one",
+        "`directory` is ours: where `file` keeps the entries, and either backend's manifest is"
+        " (storage/README.md).",
     )
     storage_mib: int = knob(
         0,
-        ("bytes that each rank's storage may take, in MiB; 0: a quarter of what its file system can spare"),
-        (
-            "What is free and what the storage holds already, at the start. `dynamic` has no file "
-            "system, so it needs a number."
-        ),
+        "bytes that each rank's storage may take, in MiB; 0: a quarter of what its file system can"
+        " spare",
+        "What is free and what the storage holds already, at the start. `dynamic` has no file "
+        "system, so it needs a number.",
         low=0,
     )
     storage_wait: float = knob(
         0.1,
-        ("how long a request waits for the storage, as a share of what computing takes; 0: not at all"),
-        (
-            "It waits where the load is estimated to be there by then. A wait in vain costs that "
-            "share, and most of the next requests do not wait then."
-        ),
+        "how long a request waits for the storage, as a share of what computing takes; 0: not"
+        " at all",
+        "It waits where the load is estimated to be there by then. A wait in vain costs that "
+        "share, and most of the next requests do not wait then.",
         low=0.0,
         high=1.0,
     )
     question_window: int = knob(
         32,
         "last tokens of a question that choose what is recomputed; all of a shorter one",
-        (
-            "They run through the model once more, before the answer does. 32 hold a question, take a "
-            "third to a half of the time of recomputing what they select, and choose better than 256 "
-            "where instructions precede the question (eval/LOG.md)."
-        ),
+        "They run through the model once more, before the answer does. 32 hold a question, take a "
+        "third to a half of the time of recomputing what they select, and choose better than 256 "
+        "where instructions precede the question (eval/LOG.md).",
         low=1,
         high=4096,
         has_flag=False,
@@ -419,54 +417,48 @@ class ChunkCacheConfig:
     max_gap_tokens: int = knob(
         2048,
         "tokens between moved chunks that one request may compute in the pass",
-        ("Chunks after an uncached one can only be moved if the uncached one is computed in the same pass."),
+        "Chunks after an uncached one can only be moved if the uncached one is computed in the same"
+        " pass.",
         low=0,
         has_flag=False,
     )
     move: str = knob(
         "pays",
         "when chunks are moved",
-        (
-            "`pays`: where that is estimated to bring the first token sooner than computing, by what "
-            "the server measures of itself. `always`: wherever there is a source, which is for tests "
-            "and for quality: it may be slower."
-        ),
+        "`pays`: where that is estimated to bring the first token sooner than computing, by what "
+        "the server measures of itself. `always`: wherever there is a source, which is for tests "
+        "and for quality: it may be slower.",
         choices=("pays", "always"),
     )
     exact_gaps: int = knob(
         1,
         "chunks per fused request that are computed exactly though they could be moved",
-        (
-            "Moved KV ends a prompt's exact chain for all who follow, so the chain grows by so many "
-            "promoted chunks first. With 1 the requests of RAGPulse find nearly as much exactly as "
-            "without moved KV, at .58 of its computing (radix_ext/README.md)."
-        ),
+        "Moved KV ends a prompt's exact chain for all who follow, so the chain grows by so many "
+        "promoted chunks first. With 1 the requests of RAGPulse find nearly as much exactly as "
+        "without moved KV, at .58 of its computing (radix_ext/README.md).",
         low=0,
     )
     recompute_attention: str = knob(
         "auto",
         "attention of the recompute pass (also --recompute-attention)",
-        (
-            "`masked` is torch alone and computes hidden keys too. `sparse` is FlashInfer's kernel "
-            "that is fastest on this machine, over the keys that a token sees; where it cannot run, "
-            "the server does not start. `auto`: `sparse` where it can run, else `masked`."
-        ),
+        "`masked` is torch alone and computes hidden keys too. `sparse` is FlashInfer's kernel "
+        "that is fastest on this machine, over the keys that a token sees; where it cannot run, "
+        "the server does not start. `auto`: `sparse` where it can run, else `masked`.",
         choices=("auto", "masked", "sparse"),
     )
     audit_share: float = knob(
         0.01,
         "share of requests with moved KV whose answer is compared with an exact prefill",
-        ("A hundredth costs a prefill in a hundred requests, at moments when nothing waits. 0: nothing is audited."),
+        "A hundredth costs a prefill in a hundred requests, at moments when nothing waits. 0:"
+        " nothing is audited.",
         low=0.0,
         high=1.0,
     )
     audit_agreement: float = knob(
         0.9,
         "share of an audited answer's tokens on which an exact prefill must agree",
-        (
-            "An answer of ten tokens may differ in one. What follows from answers below it is decided "
-            "by radix_ext/audit.py."
-        ),
+        "An answer of ten tokens may differ in one. What follows from answers below it is decided "
+        "by radix_ext/audit.py.",
         low=0.0,
         high=1.0,
     )
@@ -496,7 +488,8 @@ class ChunkCacheConfig:
     index_verify: str = knob(
         "on",
         "check the checksums of the index's files",
-        ("Reads the whole index once, and the new files of a newer generation; `off` for an index of hundreds of GB."),
+        "Reads the whole index once, and the new files of a newer generation; `off` for an index of"
+        " hundreds of GB.",
         choices=("on", "off"),
     )
     retrieve_k: int = knob(
@@ -522,7 +515,7 @@ class ChunkCacheConfig:
     retrieve_batch: int = knob(
         32,
         "queries in one search batch, at most",
-        ("A batch forms only while a search runs; beyond 32 an encoder's time grows with the batch."),
+        "A batch forms only while a search runs; beyond 32 an encoder's time grows with the batch.",
         low=1,
         high=10_000,
         has_flag=False,
@@ -538,12 +531,10 @@ class ChunkCacheConfig:
     retrieve_threads: int = knob(
         1,
         "threads of encoder and index in the front process",
-        (
-            "They share the cores with SGLang's threads. On busy cores all threads of a search wait "
-            "for the slowest one (two cores under load: 12 queries over 3,402 vectors took 14 ms with "
-            "two threads, 2 ms with one). More threads pay for a large index or encoder on free "
-            "cores."
-        ),
+        "They share the cores with SGLang's threads. On busy cores all threads of a search wait "
+        "for the slowest one (two cores under load: 12 queries over 3,402 vectors took 14 ms with "
+        "two threads, 2 ms with one). More threads pay for a large index or encoder on free "
+        "cores.",
         low=1,
         high=1024,
     )
@@ -569,49 +560,62 @@ class ChunkCacheConfig:
     log: str = knob(
         "brief",
         "what the server prints: brief leaves out known lines that no user needs",
-        ("The lines, each with its reason, are in quiet.py. With a `--log-level` of SGLang's nothing is left out."),
+        "The lines, each with its reason, are in quiet.py. With a `--log-level` of SGLang's nothing"
+        " is left out.",
         choices=("brief", "all"),
     )
     lame_duck_s: float = knob(
         0.0,
         "seconds after SIGTERM in which new requests are served while /ready says 503",
-        ("What the balancer needs to notice. Default: there may be none, and who stops a server by hand waits for it."),
+        "What the balancer needs to notice. Default: there may be none, and who stops a server by"
+        " hand waits for it.",
         low=0.0,
     )
     drain_s: float = knob(
         60.0,
         "seconds that running requests may take to finish after SIGTERM and the lame duck",
-        ("New ones get HTTP 503 meanwhile. What is left then is aborted, and the server ends at most 40 s later."),
+        "New ones get HTTP 503 meanwhile. What is left then is aborted, and the server ends at most"
+        " 40 s later.",
         low=0.0,
     )
     guard: str = knob(
         "on",
         "refuse requests that are known to end the server",
-        ("Each rule is proven on a stock server (front/README.md); `off` gives SGLang every request as it comes."),
+        "Each rule is proven on a stock server (front/README.md); `off` gives SGLang every request"
+        " as it comes.",
         choices=("on", "off"),
     )
     secret: str = field(default="", metadata={"has_flag": False})
-    """Marks the front's own requests in `custom_params`; drawn at the start, so no client can forge it."""
+    """Marks the front's own requests in `custom_params`;
+    drawn at the start, so no client can forge it."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value, flag = getattr(self, f.name), flag_name(f.name)
             choices, low, high = (f.metadata.get(k) for k in ("choices", "low", "high"))
-            is_own = f.name == "selector" and self.selectors is not None  # own_selectors.py knows its names
+            # own_selectors.py knows its names
+            is_own = f.name == "selector" and self.selectors is not None
             if choices and value not in choices and not is_own:
                 was = refusal(flag, value)
                 raise ValueError(
-                    f"{flag} {value} {was}" if was else f"{flag} must be one of {', '.join(choices)}, got {value!r}"
+                    f"{flag} {value} {was}"
+                    if was
+                    else f"{flag} must be one of {', '.join(choices)}, got {value!r}"
                 )
             if value is None and f.default is None:
                 continue
-            if low is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= low):
+            if low is not None and (
+                isinstance(value, bool) or not isinstance(value, int | float) or not value >= low
+            ):
                 raise ValueError(f"{flag} must be at least {low}, got {value!r}")
             if high is not None and not value <= high:
                 raise ValueError(f"{flag} must be at most {high}, got {value!r}")
 
         if self.index is not None and self.retrieve_k > self.max_chunks:
-            raise ValueError(f"{flag_name('retrieve_k')} must be at most {flag_name('max_chunks')} ({self.max_chunks})")
+            raise ValueError(
+                f"{flag_name('retrieve_k')} must be at most {flag_name('max_chunks')}"
+                f" ({self.max_chunks})"
+            )
 
     @property
     def needs_forward(self) -> bool:
@@ -620,7 +624,11 @@ class ChunkCacheConfig:
 
     def to_env(self) -> dict[str, str]:
         """The environment that hands this configuration to SGLang's processes; draws the secret."""
-        return {ENV_VAR: json.dumps({**dataclasses.asdict(self), "secret": self.secret or secrets.token_hex(16)})}
+        return {
+            ENV_VAR: json.dumps(
+                {**dataclasses.asdict(self), "secret": self.secret or secrets.token_hex(16)}
+            )
+        }
 
 
 def from_env(environ: Mapping[str, str] = os.environ) -> ChunkCacheConfig | None:
@@ -635,7 +643,8 @@ def flag_name(field_name: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags, in groups, each with the reason for its default; refuse those that earlier versions had."""
+    """Add the flags, in groups, each with the reason for its default;
+    refuse those that earlier versions had."""
     add_removed_flags(parser)
     group: argparse._ActionsContainer = parser
     for f in flag_fields():

@@ -36,7 +36,8 @@ class TooLongError(RequestError):
 
 
 class HistoryError(RequestError):
-    """Nobody can tell which chunks an earlier turn has shown, and the request would rather have no answer."""
+    """Nobody can tell which chunks an earlier turn has shown,
+    and the request would rather have no answer."""
 
     status = 422
 
@@ -48,7 +49,8 @@ class BodyTooLargeError(RequestError):
 
 
 class BusyError(ChunkCacheError):
-    """The server takes no more requests now: too many long ones wait already, or it is about to end."""
+    """The server takes no more requests now:
+    too many long ones wait already, or it is about to end."""
 
     status = 503
 

@@ -35,12 +35,20 @@ def read_examples(path: Path) -> list[Example]:
             row = json.loads(line)
             example = Example(row["question"], tuple(row["chunks"]), tuple(row["answers"]))
         except (ValueError, TypeError, LookupError) as error:
-            raise ServerError(f"{path}:{number}: needs question, chunks and answers: {error!r}") from None
+            raise ServerError(
+                f"{path}:{number}: needs question, chunks and answers: {error!r}"
+            ) from None
         if not isinstance(row["chunks"], list) or not isinstance(row["answers"], list):
             raise ServerError(f"{path}:{number}: chunks and answers must be lists")
         texts = (example.question, *example.chunks, *example.answers)
-        if not example.chunks or not example.answers or not all(isinstance(text, str) and text for text in texts):
-            raise ServerError(f"{path}:{number}: question, chunks and answers must be texts that are not empty")
+        if (
+            not example.chunks
+            or not example.answers
+            or not all(isinstance(text, str) and text for text in texts)
+        ):
+            raise ServerError(
+                f"{path}:{number}: question, chunks and answers must be texts that are not empty"
+            )
         examples.append(example)
     if not examples:
         raise ServerError(f"{path}: no examples")

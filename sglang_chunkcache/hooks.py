@@ -1,17 +1,22 @@
 """Our patches of SGLang: target, and why no registry does the job.
 
-- AFTER `Scheduler.get_internal_state`: the only way from the HTTP process to a scheduler's state, and no registry adds to it.
-- AROUND `TpModelWorker.forward_batch_generation`, with `--reuse fused` or a host pool only: promised slots must be filled on the
-  forward stream, after earlier forwards, which may still write KV that is moved, and before the batch's own extend. What goes to
-  host memory is copied there, too.
-- AFTER `Scheduler._add_request_to_queue`: what a request needs is loaded from a storage while it waits. SGLang asks a
-  cache for a waiting request under some queue policies only.
-- AROUND `PrefillAdder.add_one_req`, with a storage only: a request waits for what is loaded for it, and all behind it do. A cache
-  can put off a request itself (None for a load), but is only asked for what it has found already.
-- BEFORE all of `SchedulerWeightUpdaterManager` that changes weights, with a storage only: where the client asks for no flush, or
-  an update fails half-way, nothing else tells that KV is of other weights, and what outlives the process is named by them.
-- AROUND `TokenizerManager.generate_request`, in the main process only: the one place that every endpoint's request passes before
-  it goes to the scheduler. Looks for `chunks` that nobody reads, and guards with `--chunkcache-guard on`.
+- AFTER `Scheduler.get_internal_state`: the only way from the HTTP process to a scheduler's state,
+  and no registry adds to it.
+- AROUND `TpModelWorker.forward_batch_generation`, with `--reuse fused` or a host pool only:
+  promised slots must be filled on the forward stream, after earlier forwards, which may still write
+  KV that is moved, and before the batch's own extend. What goes to host memory is copied there,
+  too.
+- AFTER `Scheduler._add_request_to_queue`: what a request needs is loaded from a storage while it
+  waits. SGLang asks a cache for a waiting request under some queue policies only.
+- AROUND `PrefillAdder.add_one_req`, with a storage only: a request waits for what is loaded for it,
+  and all behind it do. A cache can put off a request itself (None for a load), but is only asked
+  for what it has found already.
+- BEFORE all of `SchedulerWeightUpdaterManager` that changes weights, with a storage only: where the
+  client asks for no flush, or an update fails half-way, nothing else tells that KV is of other
+  weights, and what outlives the process is named by them.
+- AROUND `TokenizerManager.generate_request`, in the main process only: the one place that every
+  endpoint's request passes before it goes to the scheduler. Looks for `chunks` that nobody reads,
+  and guards with `--chunkcache-guard on`.
 """
 
 from __future__ import annotations
@@ -40,7 +45,10 @@ ADD_TO_QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
 ADD_TO_BATCH = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 UPDATES = [
-    *(f"{UPDATER}.update_weights_from_{where}" for where in ("disk", "distributed", "tensor", "ipc")),
+    *(
+        f"{UPDATER}.update_weights_from_{where}"
+        for where in ("disk", "distributed", "tensor", "ipc")
+    ),
     f"{UPDATER}.begin_weight_update",
 ]
 GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
@@ -49,9 +57,13 @@ POLL_S = 0.0002
 
 
 def register_hooks(
-    settings: ChunkCacheConfig | None, *, misplaced: Misplaced | None = None, guard: Guard | None = None
+    settings: ChunkCacheConfig | None,
+    *,
+    misplaced: Misplaced | None = None,
+    guard: Guard | None = None,
 ) -> None:
-    """Register every hook; SGLang applies them when all plugins are loaded. `misplaced`, `guard`: of the main process."""
+    """Register every hook; SGLang applies them when all plugins are loaded.
+    `misplaced`, `guard`: of the main process."""
     HookRegistry.register(GET_INTERNAL_STATE, _add_stats, HookType.AFTER)
     if settings is None:
         return
@@ -67,7 +79,8 @@ def register_hooks(
 
 
 def missing_hooks(settings: ChunkCacheConfig, *, is_main: bool) -> list[str]:
-    """Targets that SGLang failed to patch: it logs such a failure and continues without the hook."""
+    """Targets that SGLang failed to patch: it logs such a failure and continues without the
+    hook."""
     targets = [GET_INTERNAL_STATE, ADD_TO_QUEUE]
     if settings.needs_forward:
         targets.append(FORWARD)
@@ -108,12 +121,14 @@ def _tell_arrival(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: A
 
 def _wait_for_loads(add: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     cache = _ours(adder.tree_cache)
-    if cache is None or not state(req).waits or adder.preempt_list:  # who was preempted would be lost
+    # who was preempted would be lost
+    if cache is None or not state(req).waits or adder.preempt_list:
         return add(adder, req, *args, **kwargs)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     if not adder.can_run_list and (adder.running_batch is None or adder.running_batch.is_empty()):
-        time.sleep(POLL_S)  # SGLang asks again at once, and would keep the loader's thread from Python
+        # SGLang asks again at once, and would keep the loader's thread from Python
+        time.sleep(POLL_S)
     return AddReqResult.OTHER
 
 
@@ -126,7 +141,9 @@ def _tell_update(updater: Any, *args: Any, **kwargs: Any) -> None:
 def _watched(misplaced: Misplaced, guard: Guard | None) -> Any:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    def generate_request(generate: Any, manager: Any, obj: Any, request: Any = None, **kwargs: Any) -> Any:
+    def generate_request(
+        generate: Any, manager: Any, obj: Any, request: Any = None, **kwargs: Any
+    ) -> Any:
         misplaced.look(request)
         if guard is None or not isinstance(obj, GenerateReqInput):
             return generate(manager, obj, request, **kwargs)
@@ -144,9 +161,12 @@ def _asks_for_several(obj: Any) -> bool:
     return isinstance(one, dict) and one.get("n", 1) != 1
 
 
-async def _forgotten(outputs: AsyncGenerator[Any, None], manager: Any, obj: Any) -> AsyncIterator[Any]:
-    """The outputs for n answers. SGLang 0.5.21 keeps n - 1 entries of each prompt for ever, and waits for them after SIGTERM.
-    They are taken out with the only output of a request that does not stream, else after the last one."""
+async def _forgotten(
+    outputs: AsyncGenerator[Any, None], manager: Any, obj: Any
+) -> AsyncIterator[Any]:
+    """The outputs for n answers. SGLang 0.5.21 keeps n - 1 entries of each prompt for ever, and
+    waits for them after SIGTERM. They are taken out with the only output of a request that does not
+    stream, else after the last one."""
 
     def forget() -> None:
         for rid in obj.rid:
@@ -161,7 +181,8 @@ async def _forgotten(outputs: AsyncGenerator[Any, None], manager: Any, obj: Any)
 
 
 async def _raising(error: Exception) -> AsyncIterator[Any]:
-    """Raise with the first step, as `generate_request` does itself: some of its callers only look there."""
+    """Raise with the first step, as `generate_request` does itself:
+    some of its callers only look there."""
     raise error
     yield
 

@@ -1,13 +1,15 @@
-"""SGLang frontend programs (`@sgl.function`) over retrieved chunks: the expression `chunks` and a backend that reuses them.
+"""SGLang frontend programs (`@sgl.function`) over retrieved chunks: the expression `chunks` and a
+backend that reuses them.
 
     s += "Use these.\\n" + chunks(passages) + "Who?\\n" + sgl.gen("answer")
 
     state text   U s e   t h e s e . \\n [ passage 1 ␣ passage 2 ␣ ] W h o ? \\n
     parts sent   "Use these.\\n",        {"chunks": [1, 2]},         "Who?\\n"        to POST /rag/v1/generate
 
-SGLang's interpreter keeps a program's state as one string, and a fork copies that string without telling the backend. So
-the string itself records where its chunk areas are (`AreaText`). It can be appended to, sliced and forked like any other; an
-operation of SGLang's that loses the areas leaves text that is sent as text. Knows no tokens and no cache.
+SGLang's interpreter keeps a program's state as one string, and a fork copies that string without
+telling the backend. So the string itself records where its chunk areas are (`AreaText`). It can be
+appended to, sliced and forked like any other; an operation of SGLang's that loses the areas leaves
+text that is sent as text. Knows no tokens and no cache.
 
 Invariant: the texts of the parts, chunks with their separators, put together are the state's text.
 """
@@ -34,7 +36,8 @@ Part = str | dict[str, list[dict[str, Any]]]
 
 
 class ChunkArea(NamedTuple):
-    """`[start, end)` of a text, in characters, and the chunks it was made of, as the endpoint takes them."""
+    """`[start, end)` of a text, in characters, and the chunks it was made of,
+    as the endpoint takes them."""
 
     start: int
     end: int
@@ -42,7 +45,8 @@ class ChunkArea(NamedTuple):
 
 
 class AreaText(str):
-    """A string that knows which of its ranges are chunk areas. Areas are whole: a slice through one makes it plain text."""
+    """A string that knows which of its ranges are chunk areas.
+    Areas are whole: a slice through one makes it plain text."""
 
     __slots__ = ("areas",)
     areas: tuple[ChunkArea, ...]
@@ -53,7 +57,8 @@ class AreaText(str):
         return made
 
     def __str__(self) -> str:
-        return self  # NOTE: SGLang copies a state's text with str(), and the copy must keep its areas
+        # NOTE: SGLang copies a state's text with str(), and the copy must keep its areas
+        return self
 
     def __add__(self, other: str) -> AreaText:
         return _join(self, other)
@@ -75,7 +80,8 @@ class AreaText(str):
 
 
 class SglChunks(SglConstantText):  # type: ignore[misc]
-    """Retrieved chunks in a program. A constant text, since SGLang's interpreter takes no expression it does not know."""
+    """Retrieved chunks in a program.
+    A constant text, since SGLang's interpreter takes no expression it does not know."""
 
     def __init__(self, value: AreaText) -> None:
         super().__init__(value)
@@ -85,19 +91,22 @@ class SglChunks(SglConstantText):  # type: ignore[misc]
 
 
 def chunks(
-    passages: Sequence[str | Mapping[str, Any]], *, separator: str = ChunkCacheConfig.chunk_separator
+    passages: Sequence[str | Mapping[str, Any]],
+    *,
+    separator: str = ChunkCacheConfig.chunk_separator,
 ) -> SglChunks:
     """Retrieved chunks, best first, as an expression; add it to a state or to other expressions.
 
-    The server may put the chunks of a prompt's first area in another order; `order` in the answer's `chunkcache` object
-    tells which. The state's text keeps the order given here.
+    The server may put the chunks of a prompt's first area in another order; `order` in the answer's
+    `chunkcache` object tells which. The state's text keeps the order given here.
 
     Args:
         passages: texts, or objects with `text` and optionally `id`, which is only shown back.
-        separator: the server's `--chunkcache-chunk-separator`, so that the state's text is the text that the model reads.
+        separator: the server's `--chunkcache-chunk-separator`, so that the state's text is the text
+            that the model reads.
     Raises:
-        TypeError: a passage that is neither. (Not ValueError: SGLang traces programs with placeholders for their arguments,
-            and a TypeError ends the tracing.)
+        TypeError: a passage that is neither. (Not ValueError: SGLang traces programs with
+            placeholders for their arguments, and a TypeError ends the tracing.)
     """
     items = tuple(_chunk_in(passage) for passage in passages)
     text = "".join(item["text"] + separator for item in items)
@@ -119,10 +128,12 @@ def parts_of(text: str) -> list[Part]:
 
 
 class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
-    """Backend for `@sgl.function` programs against a server started by `sglang_chunkcache.launch_server`.
+    """Backend for `@sgl.function` programs against a server started by
+    `sglang_chunkcache.launch_server`.
 
-    For text generated after chunks, `state.get_meta_info(name)["chunkcache"]` is the answer's `chunkcache` object.
-    Prompts without chunks, and prompts with images, go to SGLang's own `/generate`.
+    For text generated after chunks, `state.get_meta_info(name)["chunkcache"]` is the answer's
+    `chunkcache` object. Prompts without chunks, and prompts with images, go to SGLang's own
+    `/generate`.
 
     Args:
         base_url: of the server, without a path.
@@ -144,18 +155,23 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
         order: str | None = None,
     ) -> None:
         super().__init__(base_url.rstrip("/"), api_key, verify, chat_template_name)
-        self.support_concate_and_append = False  # its route does not exist in SGLang 0.5.21: join by text instead
+        # its route does not exist in SGLang 0.5.21: join by text instead
+        self.support_concate_and_append = False
         named = {"extra_key": extra_key, "cache_salt": cache_salt, "reuse": reuse, "order": order}
         self._fields = {name: value for name, value in named.items() if value is not None}
 
     def retrieve(self, query: str, **options: Any) -> list[dict[str, Any]]:
-        """The passages that the server's index (`--index`) finds for a query, best first, ready for `chunks`.
+        """The passages that the server's index (`--index`) finds for a query, best first, ready for
+        `chunks`.
 
         Args:
-            options: `k`, `mode`, `nprobe` as in the endpoint's body; the server's defaults for those left out.
+            options: `k`, `mode`, `nprobe` as in the endpoint's body; the server's defaults for
+                those left out.
         """
         body = {"query": query, **options}
-        response = http_request(self.base_url + RETRIEVE, json=body, api_key=self.api_key, verify=self.verify)
+        response = http_request(
+            self.base_url + RETRIEVE, json=body, api_key=self.api_key, verify=self.verify
+        )
         self._assert_success(response)
         return list(response.json()["passages"])
 
@@ -172,7 +188,9 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
             return
         self._post(s.text_, {"max_new_tokens": 0})
 
-    def generate(self, s: StreamExecutor, sampling_params: SglSamplingParams) -> tuple[str, dict[str, Any]]:
+    def generate(
+        self, s: StreamExecutor, sampling_params: SglSamplingParams
+    ) -> tuple[str, dict[str, Any]]:
         if not self._is_ours(s):
             return super().generate(s, sampling_params)  # type: ignore[no-any-return]
         answer = self._post(s.text_, **self._request_fields(sampling_params)).json()
@@ -202,23 +220,35 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
                 yield new_text, meta_info
 
     def select(
-        self, s: StreamExecutor, choices: list[str], temperature: float, choices_method: ChoicesSamplingMethod
+        self,
+        s: StreamExecutor,
+        choices: list[str],
+        temperature: float,
+        choices_method: ChoicesSamplingMethod,
     ) -> ChoicesDecision:
-        """As SGLang's, but a choice is tokenised separately from the prompt, so the border between them needs no healing."""
+        """As SGLang's, but a choice is tokenised separately from the prompt,
+        so the border between them needs no healing."""
         if not self._is_ours(s):
             return super().select(s, choices, temperature, choices_method)
         assert temperature <= 1e-5
         prompt = self._post(s.text_, {"max_new_tokens": 0}).json()
         scored = []
         for choice in choices:
-            body = {"return_logprob": True, "logprob_start_len": prompt["meta_info"]["prompt_tokens"] - 1}
-            answer = self._post(s.text_, {"max_new_tokens": 0, "temperature": 0}, suffix=choice, **body).json()
+            body = {
+                "return_logprob": True,
+                "logprob_start_len": prompt["meta_info"]["prompt_tokens"] - 1,
+            }
+            answer = self._post(
+                s.text_, {"max_new_tokens": 0, "temperature": 0}, suffix=choice, **body
+            ).json()
             scored.append(answer["meta_info"])
         # The first entry is the prompt's last token, before the choice; it has no probability.
         input_logprobs = [meta_info["input_token_logprobs"] for meta_info in scored]
         decision = choices_method(
             choices=choices,
-            normalized_prompt_logprobs=[compute_normalized_prompt_logprobs(entries) for entries in input_logprobs],
+            normalized_prompt_logprobs=[
+                compute_normalized_prompt_logprobs(entries) for entries in input_logprobs
+            ],
             input_token_logprobs=[entries[1:] for entries in input_logprobs],
             output_token_logprobs=[meta_info["output_token_logprobs"] for meta_info in scored],
             unconditional_token_logprobs=self._unconditional(s, input_logprobs, choices_method),
@@ -231,7 +261,9 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
     def _is_ours(self, s: StreamExecutor) -> bool:
         return _has_areas(s.text_) and not s.images_
 
-    def _post(self, text: str, sampling_params: dict[str, Any], *, suffix: str = "", **body: Any) -> Any:
+    def _post(
+        self, text: str, sampling_params: dict[str, Any], *, suffix: str = "", **body: Any
+    ) -> Any:
         parts = [*parts_of(text), *([suffix] if suffix else [])]
         response = http_request(
             self.base_url + ENDPOINT,
@@ -245,7 +277,12 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
 
     def _request_fields(self, sampling_params: SglSamplingParams) -> dict[str, Any]:
         self._handle_dtype_to_regex(sampling_params)
-        names = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs")
+        names = (
+            "return_logprob",
+            "logprob_start_len",
+            "top_logprobs_num",
+            "return_text_in_logprobs",
+        )
         given = {name: vars(sampling_params).get(name) for name in names}
         return {
             "sampling_params": {
@@ -259,7 +296,8 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
     def _unconditional(
         self, s: StreamExecutor, input_logprobs: list[Any], choices_method: ChoicesSamplingMethod
     ) -> list[Any] | None:
-        """The choices' log probabilities without the prompt, for the methods that compare with them."""
+        """The choices' log probabilities without the prompt, for the methods that compare with
+        them."""
         if not choices_method.requires_unconditional_logprobs:
             return None
         body = {
@@ -298,5 +336,7 @@ def _plain(text: str) -> str:
 def _chunk_in(passage: str | Mapping[str, Any]) -> dict[str, Any]:
     fields = {"text": passage} if isinstance(passage, str) else passage
     if not isinstance(fields, Mapping) or not isinstance(fields.get("text"), str):
-        raise TypeError(f"a passage must be a text or an object with one under 'text', got {passage!r:.80}")
+        raise TypeError(
+            f"a passage must be a text or an object with one under 'text', got {passage!r:.80}"
+        )
     return {name: fields[name] for name in ("text", "id") if fields.get(name) is not None}

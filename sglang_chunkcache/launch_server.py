@@ -2,9 +2,9 @@
 
     python -m sglang_chunkcache.launch_server --model-path M [our flags] [any SGLang flag]
 
-`--model-path bundled` serves the small model in this package. `--stock` starts SGLang without the chunk cache, for
-comparison; only the CPU platform is ours then. On a machine without a GPU the flags that SGLang's CPU path needs are added
-unless they are given.
+`--model-path bundled` serves the small model in this package. `--stock` starts SGLang without the
+chunk cache, for comparison; only the CPU platform is ours then. On a machine without a GPU the
+flags that SGLang's CPU path needs are added unless they are given.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ define_torchvision_ops()
 if __name__ == "__mp_main__":
     quiet.hide(config.from_env())
     if config.from_env() is not None:
-        # Sent to the whole group, it would end what the main process needs to answer the last requests (front/drain.py).
+        # Sent to the whole group, it would end what the main process needs to answer the last
+        # requests (front/drain.py).
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 CPU_FLAGS = {
@@ -41,7 +42,8 @@ CPU_FLAGS = {
     "--mem-fraction-static": "0.1",
     "--max-total-tokens": "65536",
 }
-"""The flags that SGLang's CPU path needs without `sgl_kernel`. The pool is small because it is in the machine's main memory."""
+"""The flags that SGLang's CPU path needs without `sgl_kernel`.
+The pool is small because it is in the machine's main memory."""
 
 
 MODEL_FLAGS = ("--model-path", "--model", "--tokenizer-path")
@@ -49,16 +51,22 @@ MODEL_FLAGS = ("--model-path", "--model", "--tokenizer-path")
 
 
 def main(argv: list[str]) -> None:
-    """Parse, check, start; returns when the server stops. A mistake in the flags exits with code 2 and one line."""
+    """Parse, check, start; returns when the server stops.
+    A mistake in the flags exits with code 2 and one line."""
     parser = argparse.ArgumentParser(
         prog="python -m sglang_chunkcache.launch_server",
         usage="%(prog)s --model-path M [flags]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All flags of SGLang's own server are accepted too: python -m sglang.launch_server --help",
+        epilog=(
+            "All flags of SGLang's own server are accepted too: python -m sglang.launch_server"
+            " --help"
+        ),
         allow_abbrev=False,
     )
-    parser.add_argument("--stock", action="store_true", help="SGLang without the chunk cache, for comparison")
+    parser.add_argument(
+        "--stock", action="store_true", help="SGLang without the chunk cache, for comparison"
+    )
     config.add_flags(parser)
     args, rest = parser.parse_known_args(argv)
     try:
@@ -80,13 +88,15 @@ def main(argv: list[str]) -> None:
         quiet.hide(settings)
         if settings.encoder is not None and settings.index is None:
             parser.error("--encoder needs --index")
-        # Before SGLang and the model are loaded, so that a bad index is reported at once. Only this process loads the index.
+        # Before SGLang and the model are loaded, so that a bad index is reported at once. Only this
+        # process loads the index.
         retriever = _open_index(settings, parser.error) if settings.index is not None else None
     _run(rest, stock=args.stock, retriever=retriever, fail=parser.error)
 
 
 def prepare(flags: list[str], *, stock: bool, fail: Callable[[str], NoReturn]) -> Any:
-    """SGLang's ServerArgs of `server_flags`, plugins loaded. `fail` is called with the names of unsupported settings."""
+    """SGLang's ServerArgs of `server_flags`, plugins loaded.
+    `fail` is called with the names of unsupported settings."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
@@ -100,7 +110,8 @@ def prepare(flags: list[str], *, stock: bool, fail: Callable[[str], NoReturn]) -
 
 
 def found_models(rest: list[str]) -> list[str]:
-    """The user's flags with each model's name as `find_model` returns it, before SGLang is imported.
+    """The user's flags with each model's name as `find_model` returns it, before SGLang is
+    imported.
 
     Raises:
         ValueError: no model, or one that is neither here nor on the hub.
@@ -113,7 +124,10 @@ def found_models(rest: list[str]) -> list[str]:
         if flags[index - 1] in MODEL_FLAGS:
             flags[index] = find_model(flags[index], file="config.json")
     if not {"--model-path", "--model", "--config"} & {flag.split("=", 1)[0] for flag in flags}:
-        raise ValueError("--model-path is missing: a model's folder, its name on the Hugging Face hub, or bundled")
+        raise ValueError(
+            "--model-path is missing: a model's folder, its name on the Hugging Face hub, or"
+            " bundled"
+        )
     return flags
 
 
@@ -127,7 +141,10 @@ def server_flags(rest: list[str], *, stock: bool) -> list[str]:
     given = {flag.split("=", 1)[0] for flag in rest if flag.startswith("--")}
     if not stock:
         if "--radix-cache-backend" in given:
-            raise ValueError("--radix-cache-backend is set by this launcher; --stock starts SGLang with its own cache")
+            raise ValueError(
+                "--radix-cache-backend is set by this launcher; --stock starts SGLang with its own"
+                " cache"
+            )
         rest += ["--radix-cache-backend", BACKEND]
     import torch
 
@@ -144,11 +161,12 @@ def refusals(server_args: Any) -> list[str]:
         "--tokenizer-worker-num > 1": (server_args.tokenizer_worker_num or 1) > 1,
         "--disable-radix-cache": server_args.disable_radix_cache,
         "--page-size > 1 (some attention backends force it; --attention-backend flashinfer does not)": (
-            server_args.page_size or 1
-        )
-        > 1,
+            (server_args.page_size or 1) > 1
+        ),
         "--speculative-algorithm": bool(server_args.speculative_algorithm),
-        "--kv-events-config (its readers would take chunk nodes for plain text)": bool(server_args.kv_events_config),
+        "--kv-events-config (its readers would take chunk nodes for plain text)": bool(
+            server_args.kv_events_config
+        ),
         "--enable-hierarchical-cache": server_args.enable_hierarchical_cache,
         "--disaggregation-mode": server_args.disaggregation_mode not in (None, "null"),
         "--skip-tokenizer-init": server_args.skip_tokenizer_init,
@@ -163,7 +181,9 @@ def _check_attention(settings: config.ChunkCacheConfig) -> None:
     if settings.recompute_attention != "sparse":
         return
     if settings.reuse != "fused":
-        raise ValueError("--recompute-attention sparse needs --reuse fused: without it nothing is recomputed")
+        raise ValueError(
+            "--recompute-attention sparse needs --reuse fused: without it nothing is recomputed"
+        )
     if not torch.cuda.is_available():
         raise ValueError("--recompute-attention sparse: there is no CUDA device; use auto")
 
@@ -173,18 +193,24 @@ def _check_storage(settings: config.ChunkCacheConfig) -> None:
     flag, name = config.flag_name("storage_backend"), settings.storage_backend
     if name is None:
         if settings.storage_backend_extra_config is not None or settings.storage_mib:
-            raise ValueError(f"{flag} is missing: the storage's other flags mean nothing without it")
+            raise ValueError(
+                f"{flag} is missing: the storage's other flags mean nothing without it"
+            )
         return
     if name not in config.STORAGE_BACKENDS:
         supported = " and ".join(config.STORAGE_BACKENDS)
         raise ValueError(
-            f"{flag} {name} is not supported, only {supported}: HiCache's others do not keep one tensor by its key"
+            f"{flag} {name} is not supported, only {supported}: HiCache's others do not keep one"
+            " tensor by its key"
         )
     if settings.reuse == "exact" and settings.host_mib == 0:
-        raise ValueError(f"{flag} needs {config.flag_name('host_mib')}: exact chains are loaded into host memory")
+        raise ValueError(
+            f"{flag} needs {config.flag_name('host_mib')}: exact chains are loaded into host memory"
+        )
     if name == "dynamic" and not settings.storage_mib:
         raise ValueError(
-            f"{flag} dynamic needs {config.flag_name('storage_mib')}: nobody can tell what it has room for"
+            f"{flag} dynamic needs {config.flag_name('storage_mib')}: nobody can tell what it has"
+            " room for"
         )
     from sglang_chunkcache.storage.backend import extra_config
     from sglang_chunkcache.storage.key import secret_of
@@ -220,7 +246,11 @@ def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str],
             if retriever is not None:
                 search_with(retriever)
             model, device = server_args.model_path, server_args.device
-            print(f"chunk cache {__version__}: loading {model} on {device}", file=sys.stderr, flush=True)
+            print(
+                f"chunk cache {__version__}: loading {model} on {device}",
+                file=sys.stderr,
+                flush=True,
+            )
             signal.signal(signal.SIGTERM, _end)  # until front/drain.py listens
             launch_server(
                 server_args,
@@ -251,7 +281,9 @@ def _bind_cpu_ranks(num_ranks: int) -> None:
     if num_ranks > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
         share = max(1, len(cores) // num_ranks)
         groups = [cores[i * share % len(cores) :][:share] for i in range(num_ranks)]
-        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, group)) for group in groups)
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+            ",".join(map(str, group)) for group in groups
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Selectors of the module that `--chunkcache-selectors` names: loaded by the launcher, the front and every scheduler process.
+"""Selectors of the module that `--chunkcache-selectors` names: loaded by the launcher, the front
+and every scheduler process.
 
-Knows neither torch nor the selectors' interface (fusion/selectors/base.py), which the module imports itself: the front reads no
-more of a selector than its name and its needs.
+Knows neither torch nor the selectors' interface (fusion/selectors/base.py), which the module
+imports itself: the front reads no more of a selector than its name and its needs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def own_selectors(module: str | None) -> Mapping[str, Any]:
     """Name -> selector, of the module's `SELECTORS`; none without a module.
 
     Raises:
-        ValueError: a module that cannot be imported or has no selectors, or a name that is no name or is taken.
+        ValueError: a module that cannot be imported or has no selectors, or a name that is no name
+            or is taken.
     """
     if module is None:
         return MappingProxyType({})
@@ -46,7 +48,9 @@ def own_selectors(module: str | None) -> Mapping[str, Any]:
         except AttributeError as error:
             raise ValueError(f"{flag}: {selector!r} is no selector: {error}") from None
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise ValueError(f"{flag}: {name!r} is no name of a selector, which has a to z, 0 to 9, _ and -")
+            raise ValueError(
+                f"{flag}: {name!r} is no name of a selector, which has a to z, 0 to 9, _ and -"
+            )
         if not isinstance(needs, frozenset) or not needs <= frozenset(Need):
             raise ValueError(f"{flag}: the needs of {name} must be a frozenset of radix_ext.Need")
         if name in SELECTORS or name in own:
@@ -66,12 +70,15 @@ def own_needs(name: str, module: str | None, *, field: str = "reuse.selector") -
         needs: frozenset[Need] = own[name].needs
         return needs
     if name not in SELECTORS:
-        raise ValueError(refusal(field, name) or f"must be one of {', '.join((*SELECTORS, *own))}, got {name!r}")
+        raise ValueError(
+            refusal(field, name) or f"must be one of {', '.join((*SELECTORS, *own))}, got {name!r}"
+        )
     return frozenset()
 
 
 def check_selectors(config: ChunkCacheConfig) -> None:
-    """Raise ValueError where the module does not suit, or the server's own selector is none of ours and none of its."""
+    """Raise ValueError where the module does not suit, or the server's own selector is none of ours
+    and none of its."""
     own_selectors(config.selectors)
     flag = flag_name("selector")
     try:

@@ -1,8 +1,9 @@
-"""The entry point that SGLang loads (group `sglang.srt.plugins`), in the main process and in every scheduler.
+"""The entry point that SGLang loads (group `sglang.srt.plugins`), in the main process and in every
+scheduler.
 
-SGLang logs a plugin's exception and continues without the plugin. Three checks stop the start in that case: the launcher asks
-which hooks are in, it selects the cache by name, so that a scheduler without it does not start, and a start-up check asks
-every rank for our stats.
+SGLang logs a plugin's exception and continues without the plugin. Three checks stop the start in
+that case: the launcher asks which hooks are in, it selects the cache by name, so that a scheduler
+without it does not start, and a start-up check asks every rank for our stats.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ BACKEND = "cp_tree"
 """Name of our cache for `--radix-cache-backend` (chunk-prefix tree)."""
 
 PYTHON_TREE = "python_radix"
-"""SGLang's own Python `RadixCache`, unchanged: the base class of our cache, for `--stock`. SGLang's default is another."""
+"""SGLang's own Python `RadixCache`, unchanged: the base class of our cache, for `--stock`.
+SGLang's default is another."""
 
 
 def register() -> None:
@@ -44,7 +46,8 @@ def register() -> None:
 
 
 def create_cpu_attention(runner: Any) -> Any:
-    """SGLang's CPU attention without its padding. Imported late: the registry calls this once the model is loaded."""
+    """SGLang's CPU attention without its padding.
+    Imported late: the registry calls this once the model is loaded."""
     from sglang_chunkcache.cpu.attention import create
 
     return create(runner)
@@ -54,7 +57,8 @@ def create_cache(ctx: Any) -> Any:
     """Build the cache of one scheduler from SGLang's `TreeCacheBuildContext`.
 
     Raises:
-        RuntimeError: the server was not started by our launcher, or SGLang did not apply a hook. Stops the start.
+        RuntimeError: the server was not started by our launcher, or SGLang did not apply a hook.
+            Stops the start.
         ValueError: the model or a flag is not supported; names it.
     """
     from sglang_chunkcache.hooks import missing_hooks
@@ -69,13 +73,16 @@ def create_cache(ctx: Any) -> Any:
     settings = config.from_env()
     if settings is None:
         raise RuntimeError(
-            f"--radix-cache-backend {BACKEND} needs `python -m sglang_chunkcache.launch_server`, which sets it"
+            f"--radix-cache-backend {BACKEND} needs `python -m sglang_chunkcache.launch_server`,"
+            " which sets it"
         )
     if missing := missing_hooks(settings, is_main=False):
         raise RuntimeError(f"SGLang did not apply our hooks {missing}; the log above has the cause")
     allocator = type(ctx.params.token_to_kv_pool_allocator).__name__
     if "SWA" in allocator or "Hybrid" in type(ctx.params.req_to_token_pool).__name__:
-        raise ValueError(f"sliding-window and hybrid models are not supported (KV allocator {allocator})")
+        raise ValueError(
+            f"sliding-window and hybrid models are not supported (KV allocator {allocator})"
+        )
     cache = ChunkRadixCache(ctx.params, settings)
     pricing = Pricing(ctx.tp_worker.model_runner)
     cache.storage = create_storage(ctx, settings)
@@ -98,7 +105,8 @@ def create_cache(ctx: Any) -> Any:
             cache.stored = create_stored_chains(cache.host, cache.storage, ctx, settings)
     elif cache.storage is not None and settings.reuse == "exact":
         raise ValueError(
-            f"{config.flag_name('storage_backend')}: exact chains are loaded into host memory, and there is none"
+            f"{config.flag_name('storage_backend')}: exact chains are loaded into host memory, and"
+            " there is none"
         )
     return cache
 

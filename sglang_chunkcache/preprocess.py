@@ -1,17 +1,19 @@
-"""Fill a running server's chunk store ahead of requests: every chunk alone, then after its nearest neighbours (FusionRAG 3.1).
+"""Fill a running server's chunk store ahead of requests: every chunk alone, then after its nearest
+neighbours (FusionRAG 3.1).
 
     python -m sglang_chunkcache.preprocess --url http://127.0.0.1:30000 --corpus corpus.jsonl --neighbors neighbors.jsonl
 
     corpus      {"id": "d1", "text": "..."}                          one JSON object a line; may be gzipped
     neighbors   {"id": "d1", "neighbors": ["d7", "d3", ...]}         nearest first; a chunk without a line has none
 
-The first pass stores every chunk alone; the second moves these to a chunk's neighbours' places (eq. 10) and computes the chunk
-after them. Needs a server started with `--reuse fused`, and two prefills per chunk. A chunk whose neighbours cannot all be held
-is not stored; of chunks that were in flight together it is tried once more, alone. Cut off, the command is started again: what
-store or storage have is kept and not computed.
+The first pass stores every chunk alone; the second moves these to a chunk's neighbours' places (eq.
+10) and computes the chunk after them. Needs a server started with `--reuse fused`, and two prefills
+    per chunk. A chunk whose neighbours cannot all be held
+is not stored; of chunks that were in flight together it is tried once more, alone. Cut off, the
+command is started again: what store or storage have is kept and not computed.
 
-Stderr tells first what all needs of the room that the storage has, or the store of a server without one, then the progress; the
-last line of stdout is one JSON object. Exit codes:
+Stderr tells first what all needs of the room that the storage has, or the store of a server without
+one, then the progress; the last line of stdout is one JSON object. Exit codes:
 
     0   every chunk is there
     1   chunks were refused, left the KV pool before they were stored, or were evicted from that room; more neighbours than
@@ -42,9 +44,11 @@ from sglang_chunkcache.removed import add_removed_flags
 T = TypeVar("T")
 
 TOP_N = 1
-"""More neighbours have kept no more answers (eval/LOG.md, 2026-11-23 and 2026-11-21, FusionRAG's figure 17)."""
+"""More neighbours have kept no more answers (eval/LOG.md, 2026-11-23 and 2026-11-21,
+FusionRAG's figure 17)."""
 DEFAULT_BATCH = 8
-"""Requests in flight: 10 and 32 are as fast on a CPU (record 2026-11-23T2231-preprocess-batches)."""
+"""Requests in flight: 10 and 32 are as fast on a CPU (record
+2026-11-23T2231-preprocess-batches)."""
 MAX_BATCH = 64
 """The server drafts that many long requests at most (`front/draft_queue.py`)."""
 NUM_SAMPLED = 32
@@ -70,10 +74,19 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--batch: must be from 1 to {MAX_BATCH}")
     has_bar = sys.stderr.isatty() and not args.json
     try:
-        client, texts = Client(args.url, args.api_key, max_connections=args.batch), read_corpus(args.corpus)
+        client, texts = (
+            Client(args.url, args.api_key, max_connections=args.batch),
+            read_corpus(args.corpus),
+        )
         neighbors = read_neighbors(args.neighbors, texts)
         result = preprocess(
-            client, texts, neighbors, top_n=args.top_n, system=args.system, batch=args.batch, has_bar=has_bar
+            client,
+            texts,
+            neighbors,
+            top_n=args.top_n,
+            system=args.system,
+            batch=args.batch,
+            has_bar=has_bar,
         )
     except ServerError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -84,7 +97,9 @@ def main(argv: Sequence[str]) -> int:
     troubles = list(_troubles(result, args.max_missing))
     for trouble in troubles:
         print(f"{parser.prog}: {trouble}", file=sys.stderr)
-    return int(bool(troubles or result["alone"]["refused"] or result["behind_neighbors"]["refused"]))
+    return int(
+        bool(troubles or result["alone"]["refused"] or result["behind_neighbors"]["refused"])
+    )
 
 
 def preprocess(
@@ -97,11 +112,12 @@ def preprocess(
     batch: int = DEFAULT_BATCH,
     has_bar: bool = False,
 ) -> dict[str, Any]:
-    """Compute every chunk alone, then each chunk that has neighbours after the `top_n` nearest, `batch` requests at a time;
-    returns the JSON line's object.
+    """Compute every chunk alone, then each chunk that has neighbours after the `top_n` nearest,
+    `batch` requests at a time; returns the JSON line's object.
 
     Raises:
-        ServerError: a server that does not answer, or one that was not started with `--reuse fused`.
+        ServerError: a server that does not answer, or one that was not started with `--reuse
+            fused`.
     """
     stats = client.get("/chunkcache/stats")
     if stats.get("reuse") != "fused":
@@ -112,17 +128,28 @@ def preprocess(
     print(_size(client, stats["ranks"], texts, near), file=sys.stderr)
 
     def post(chunk: str, before: Sequence[str]) -> dict[str, Any] | RefusedError:
-        others = [{"id": item, "text": texts[item]} for item in before if texts[item] != texts[chunk]]
-        body = {"chunk": {"id": chunk, "text": texts[chunk]}, "neighbors": others, "messages": messages}
+        others = [
+            {"id": item, "text": texts[item]} for item in before if texts[item] != texts[chunk]
+        ]
+        body = {
+            "chunk": {"id": chunk, "text": texts[chunk]},
+            "neighbors": others,
+            "messages": messages,
+        }
         try:
             return client.post("/chunkcache/preprocess", body)
         except RefusedError as error:
             return error
 
     def run(name: str, work: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-        found, fates = Counter(chunks=0, kept=0, chunk_tokens=0, refused=0), Counter(moved=0, computed=0, missing=0)
+        found, fates = (
+            Counter(chunks=0, kept=0, chunk_tokens=0, refused=0),
+            Counter(moved=0, computed=0, missing=0),
+        )
         again, started = list[str](), time.monotonic()
-        with tqdm(total=len(work), desc=name, unit=" chunks", dynamic_ncols=True, disable=not has_bar) as bar:
+        with tqdm(
+            total=len(work), desc=name, unit=" chunks", dynamic_ncols=True, disable=not has_bar
+        ) as bar:
             told = started
             for num, chunks in ((batch, work), (1, again)):
                 for chunk, answer in _answers(lambda chunk: post(chunk, work[chunk]), chunks, num):
@@ -135,7 +162,9 @@ def preprocess(
                         continue
                     else:
                         found.update(
-                            kept=answer["kept"], chunks=not answer["kept"], chunk_tokens=answer["chunk_tokens"]
+                            kept=answer["kept"],
+                            chunks=not answer["kept"],
+                            chunk_tokens=answer["chunk_tokens"],
                         )
                         fates.update(answer["neighbors"])
                     bar.update()
@@ -143,7 +172,8 @@ def preprocess(
                         told, done = now, found["chunks"] + found["kept"] + found["refused"]
                         left = bar.format_interval((now - started) * (len(work) / done - 1))
                         print(
-                            f"{name}: {done}/{len(work)}, {done / (now - started):.1f} chunks/s, {left} left",
+                            f"{name}: {done}/{len(work)}, {done / (now - started):.1f} chunks/s,"
+                            f" {left} left",
                             file=sys.stderr,
                         )
             seconds = time.monotonic() - started
@@ -179,12 +209,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--corpus", type=Path, required=True, help="chunks, one JSON object a line")
     add("--neighbors", type=Path, required=True, help="their neighbors, one JSON object a line")
     add("--top-n", type=int, default=TOP_N, help="neighbors before a chunk; default: %(default)s")
-    text = "requests in flight; the KV pool should hold as many chunks with their neighbors; default: %(default)s"
+    text = (
+        "requests in flight; the KV pool should hold as many chunks with their neighbors; default:"
+        " %(default)s"
+    )
     add("--batch", type=int, default=DEFAULT_BATCH, metavar="N", help=text)
     text = "share of the neighbors that may be missing, 0 to 1; default: %(default)s"
     add("--max-missing", type=float, default=0.01, metavar="SHARE", help=text)
     add("--system", metavar="TEXT", help="system message of the prompts; default: none")
-    add("--api-key", metavar="KEY", help="the API key of the server, or its admin key if it has one")
+    add(
+        "--api-key", metavar="KEY", help="the API key of the server, or its admin key if it has one"
+    )
     add("--json", action="store_true", help="print nothing but the JSON line")
     add_removed_flags(parser, ["--plan"])
     return parser
@@ -197,7 +232,8 @@ def _counts(ranks: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         "lost": sum(rank["store"]["dropped"] for rank in ranks),
         "evicted": sum(_held(rank)["num_evicted"] for rank in ranks),
         "unwritten": sum(
-            each["unwritten"] + sum(each["problems"].get(name, 0) for name in PROBLEMS) for each in storages
+            each["unwritten"] + sum(each["problems"].get(name, 0) for name in PROBLEMS)
+            for each in storages
         ),
     }
 
@@ -208,24 +244,39 @@ def _held(rank: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def _size(client: Client, ranks: Sequence[Mapping[str, Any]], texts: Mapping[str, str], near: Iterable[str]) -> str:
-    """What all chunks would take, by the tokens of the first ones, of the room of the smallest rank."""
+def _size(
+    client: Client,
+    ranks: Sequence[Mapping[str, Any]],
+    texts: Mapping[str, str],
+    near: Iterable[str],
+) -> str:
+    """What all chunks would take, by the tokens of the first ones,
+    of the room of the smallest rank."""
     num_tokens = num_read = 0
     for text in islice(texts.values(), NUM_SAMPLED):
         body = {"messages": [{"role": "user", "content": "?"}], "chunks": [{"text": text}]}
         with suppress(RefusedError):  # what is too long is refused again when it is sent
             spans = client.post("/chunkcache/explain", body)["spans"]
-            num_tokens, num_read = num_tokens + sum(span["end"] - span["start"] for span in spans), num_read + len(text)
+            num_tokens, num_read = (
+                num_tokens + sum(span["end"] - span["start"] for span in spans),
+                num_read + len(text),
+            )
     num_chars = sum(map(len, texts.values())) + sum(len(texts[chunk]) for chunk in near)
     num_bytes = num_chars * num_tokens / max(1, num_read) * ranks[0]["store"]["token_bytes"]
     num_entries = len(texts) + len({*near})
-    max_bytes, max_entries = (min(_held(rank)[name] for rank in ranks) for name in ("max_bytes", "max_entries"))
+    max_bytes, max_entries = (
+        min(_held(rank)[name] for rank in ranks) for name in ("max_bytes", "max_entries")
+    )
     needs = (
-        f"needs about {num_bytes / 2**20:.1f} of {max_bytes / 2**20:.1f} MiB and {num_entries} of {max_entries} entries"
+        f"needs about {num_bytes / 2**20:.1f} of {max_bytes / 2**20:.1f} MiB and {num_entries} of"
+        f" {max_entries} entries"
     )
     if num_bytes <= max_bytes and num_entries <= max_entries:
         return needs
-    return f"{needs}: too much, some will be evicted; raise {FLAGS['storage' in ranks[0]]} or --chunkcache-store-chunks"
+    return (
+        f"{needs}: too much, some will be evicted; raise {FLAGS['storage' in ranks[0]]} or"
+        " --chunkcache-store-chunks"
+    )
 
 
 def _answers(post: Callable[[str], T], chunks: Iterable[str], num: int) -> Iterator[tuple[str, T]]:
@@ -239,7 +290,10 @@ def _table(result: Mapping[str, Any]) -> Iterator[str]:
         one = result[name]
         if one["chunks"] or one["kept"]:
             rate = f"{one['chunks_per_s']:9.1f} chunks/s" if one["chunks"] else ""
-            yield f"{name.replace('_', ' '):17} {one['chunks']:7} chunks {rate:18} {one['kept']:7} kept"
+            yield (
+                f"{name.replace('_', ' '):17} {one['chunks']:7} chunks {rate:18} {one['kept']:7}"
+                " kept"
+            )
     found = result["behind_neighbors"]["neighbors"]
     yield "neighbors         " + ", ".join(f"{number} {kind}" for kind, number in found.items())
 
@@ -250,16 +304,25 @@ def _troubles(result: Mapping[str, Any], max_missing: float) -> Iterator[str]:
     if found["missing"] > max_missing * sum(found.values()):
         share = found["missing"] / sum(found.values())
         yield (
-            f"{share:.1%} of the neighbors were missing, more than --max-missing {max_missing:.1%}: "
-            "enlarge the server's KV pool (--mem-fraction-static, --max-total-tokens) or its store "
-            "(--chunkcache-store-mib), or lower --top-n"
+            f"{share:.1%} of the neighbors were missing, more than --max-missing {max_missing:.1%}:"
+            " enlarge the server's KV pool (--mem-fraction-static, --max-total-tokens) or its"
+            " store (--chunkcache-store-mib), or lower --top-n"
         )
     if lost := result["lost"]:
-        yield f"{lost} chunks did not get into a store: they left the KV pool before; start the command again"
+        yield (
+            f"{lost} chunks did not get into a store: they left the KV pool before; start the"
+            " command again"
+        )
     if evicted := result["evicted"]:
-        yield f"{evicted} entries were evicted: raise {FLAGS[bool(result['storages'])]} or --chunkcache-store-chunks"
+        yield (
+            f"{evicted} entries were evicted: raise {FLAGS[bool(result['storages'])]} or"
+            " --chunkcache-store-chunks"
+        )
     if unwritten := result["unwritten"]:
-        yield f"the storage has failed, or not taken an entry, {unwritten} times; start the command again"
+        yield (
+            f"the storage has failed, or not taken an entry, {unwritten} times; start the command"
+            " again"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A tier's figures for Prometheus, told by its rank's own process. SGLang's `/metrics` sums up what ranks tell.
+"""A tier's figures for Prometheus, told by its rank's own process. SGLang's `/metrics` sums up what
+ranks tell.
 
 `prometheus_client` is imported with the first figures, for the reason that front/metrics.py gives.
 """
@@ -21,9 +22,10 @@ class RankMetrics:
 
     Args:
         prefix: of the names.
-        gauges: name -> (of the stats, how ranks are joined, help). Where the stats say None nothing is told. Where they have
-            figures by kind, `kind` is the last label.
-        counters: name -> (of the stats, help). Where the stats have counts by reason, `reason` is the last label.
+        gauges: name -> (of the stats, how ranks are joined, help). Where the stats say None nothing
+            is told. Where they have figures by kind, `kind` is the last label.
+        counters: name -> (of the stats, help). Where the stats have counts by reason, `reason` is
+            the last label.
         labels: of all of them.
         clock: seconds.
     """
@@ -37,7 +39,12 @@ class RankMetrics:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._prefix, self._gauges, self._counters, self._labels = prefix, gauges, counters, labels or {}
+        self._prefix, self._gauges, self._counters, self._labels = (
+            prefix,
+            gauges,
+            counters,
+            labels or {},
+        )
         self._exported: dict[str, Any] = {}
         self._told: dict[tuple[str, ...], int] = {}
         self._clock, self._shown_at, self._is_off = clock, 0.0, False
@@ -79,7 +86,9 @@ class RankMetrics:
 
         for name, (key, mode, text) in self._gauges.items():
             by_kind = ["kind"] if isinstance(stats[key], Mapping) else []
-            self._exported[name] = Gauge(self._prefix + name, text, [*self._labels, *by_kind], multiprocess_mode=mode)
+            self._exported[name] = Gauge(
+                self._prefix + name, text, [*self._labels, *by_kind], multiprocess_mode=mode
+            )
         for name, (key, text) in self._counters.items():
             by_reason = ["reason"] if isinstance(stats[key], Mapping) else []
             self._exported[name] = Counter(self._prefix + name, text, [*self._labels, *by_reason])

@@ -1,7 +1,9 @@
-"""Which tests run, and fixtures of all of them: real data by environment variable, a tiny random model, numeric tolerances.
+"""Which tests run, and fixtures of all of them: real data by environment variable, a tiny random
+model, numeric tolerances.
 
-Tests marked `nightly` run where `-m` names it (launch/test.sh -m nightly), and then every Hypothesis test runs with them, in
-full. Without torch or SGLang the tests that need them are skipped; the rest stays green.
+Tests marked `nightly` run where `-m` names it (launch/test.sh -m nightly), and then every
+Hypothesis test runs with them, in full. Without torch or SGLang the tests that need them are
+skipped; the rest stays green.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ if find_spec("torch") is not None:
 DATA_VAR = "CHUNKCACHE_DATA"
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-3}
-"""Largest absolute difference of two log probabilities that still counts as equal, by the model's dtype: different
-cached lengths change the order of summation, and bfloat16 keeps 8 bits. A key at a wrong position costs far more."""
+"""Largest absolute difference of two log probabilities that still counts as equal, by the model's
+dtype: different cached lengths change the order of summation, and bfloat16 keeps 8 bits. A key at a
+wrong position costs far more."""
 
 CI_MINUTES = 12
-"""What the whole of .ci/run, set-up included, may take on two idle cores; it tells when it began by `CI_STARTED`."""
+"""What the whole of .ci/run, set-up included, may take on two idle cores;
+it tells when it began by `CI_STARTED`."""
 
 
 def is_nightly(config: pytest.Config) -> bool:
@@ -45,9 +49,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2`, tests of one file stay together, and so do all of tests/e2e, which share the session's servers.
+    """With `-n 2`, tests of one file stay together, and so do all of tests/e2e, which share the
+    session's servers.
 
-    `--dist loadgroup` would say so by marks, but pytest-xdist 3.8 does not see them under pytest 9.2.
+    `--dist loadgroup` would say so by marks, but pytest-xdist 3.8 does not see them under pytest
+    9.2.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -60,7 +66,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the slow sweeps out unless asked for; asked for, each Hypothesis test is one of them."""
+    """Leaves the slow sweeps out unless asked for;
+    asked for, each Hypothesis test is one of them."""
     if is_nightly(config):
         for item in items:
             if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
@@ -73,13 +80,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What the imports of torch and SGLang have left takes a second of each full garbage collection, and stays anyway."""
+    """What the imports of torch and SGLang have left takes a second of each full garbage
+    collection, and stays anyway."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Extension modules complain, after pytest's closing line, of objects that are not freed at the end."""
+    """Extension modules complain, after pytest's closing line,
+    of objects that are not freed at the end."""
     gc.unfreeze()
 
 
@@ -87,7 +96,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """A warning in front of the closing line when .ci/run has taken too long."""
     minutes = (time.time() - float(os.environ.get("CI_STARTED", "inf"))) / 60
     if minutes > CI_MINUTES:
-        terminalreporter.write_line(f"ci: warning: {minutes:.1f} minutes, set-up included; {CI_MINUTES} are the aim")
+        terminalreporter.write_line(
+            f"ci: warning: {minutes:.1f} minutes, set-up included; {CI_MINUTES} are the aim"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -107,7 +118,8 @@ def data_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random 2-layer Llama in bfloat16 with a byte-level BPE tokenizer and a ChatML-like template, as files."""
+    """A random 2-layer Llama in bfloat16 with a byte-level BPE tokenizer and a ChatML-like
+    template, as files."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from tests.reference.tiny_tokenizer import make_tokenizer
@@ -131,5 +143,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         dtype="bfloat16",
     )
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path, safe_serialization=True)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(
+        path, safe_serialization=True
+    )
     return path

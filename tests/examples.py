@@ -1,4 +1,5 @@
-"""How many examples Hypothesis draws: all in a nightly run, a fifth by default. conftest.py loads the profile."""
+"""How many examples Hypothesis draws: all in a nightly run, a fifth by default.
+conftest.py loads the profile."""
 
 from __future__ import annotations
 

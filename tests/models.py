@@ -1,8 +1,9 @@
 """A real SGLang ModelRunner in this process, on the CPU, for a tiny random model of a given family.
 
-No scheduler and no server: the passes need a model, a KV pool and an attention backend. `runner` loads a model once a
-process, and every test that asks for it gets the same one, so a test gives back the slots it has allocated. SGLang's settings,
-which are the process's, are those of the last one built.
+No scheduler and no server: the passes need a model, a KV pool and an attention backend. `runner`
+loads a model once a process, and every test that asks for it gets the same one, so a test gives
+back the slots it has allocated. SGLang's settings, which are the process's, are those of the last
+one built.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 
 FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "qwen3_yarn", "mistral", "stablelm")
-"""Llama, Llama with Llama-3's RoPE scaling, Qwen2 (biases), Qwen3 (normed heads, residual stream of its own), Qwen3 with
-YaRN, Mistral (heads wider than hidden / heads), StableLM (a quarter of each head is rotated)."""
+"""Llama, Llama with Llama-3's RoPE scaling, Qwen2 (biases), Qwen3 (normed heads, residual stream of
+its own), Qwen3 with YaRN, Mistral (heads wider than hidden / heads), StableLM (a quarter of each
+head is rotated)."""
 
 NUM_LAYERS = 3
 VOCAB = 128
@@ -30,10 +32,22 @@ _started = False
 
 
 @cache
-def runner(family: str, dtype: str = "float32", *, head_dim: int | None = None, num_layers: int = NUM_LAYERS) -> Any:
+def runner(
+    family: str,
+    dtype: str = "float32",
+    *,
+    head_dim: int | None = None,
+    num_layers: int = NUM_LAYERS,
+) -> Any:
     """The process's only ModelRunner over this model."""
     with tempfile.TemporaryDirectory() as path:
-        write_model(Path(path), family, dtype=getattr(torch, dtype), num_layers=num_layers, head_dim=head_dim)
+        write_model(
+            Path(path),
+            family,
+            dtype=getattr(torch, dtype),
+            num_layers=num_layers,
+            head_dim=head_dim,
+        )
         return make_runner(Path(path), dtype=dtype)
 
 
@@ -77,12 +91,25 @@ def write_model(
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 256,
     }
-    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+    }
     makers: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
-        "llama3": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"rope_parameters": llama3}),
+        "llama3": (
+            transformers.LlamaConfig,
+            transformers.LlamaForCausalLM,
+            {"rope_parameters": llama3},
+        ),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": head_dim or 32}),
+        "qwen3": (
+            transformers.Qwen3Config,
+            transformers.Qwen3ForCausalLM,
+            {"head_dim": head_dim or 32},
+        ),
         "qwen3_yarn": (
             transformers.Qwen3Config,
             transformers.Qwen3ForCausalLM,
@@ -106,7 +133,8 @@ def write_model(
 
 
 def make_runner(path: Path, *, dtype: str = "float32") -> Any:
-    """SGLang's ModelRunner over the model at `path`, with `torch_native` attention and `POOL_SLOTS` slots."""
+    """SGLang's ModelRunner over the model at `path`, with `torch_native` attention and `POOL_SLOTS`
+    slots."""
     global _started
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
@@ -125,7 +153,9 @@ def make_runner(path: Path, *, dtype: str = "float32") -> Any:
         "--context-length": "2048",
         "--disable-overlap-schedule": None,
     }
-    server_args = prepare_server_args([part for flag in flags.items() for part in flag if part is not None])
+    server_args = prepare_server_args(
+        [part for flag in flags.items() for part in flag if part is not None]
+    )
     publish(
         server_args,
         role="scheduler",
@@ -138,7 +168,11 @@ def make_runner(path: Path, *, dtype: str = "float32") -> Any:
         _started = True
     bootstrap.init_layer_runtime(model_config=model_config)
     runner = ModelRunner(
-        model_config=model_config, mem_fraction_static=0.1, gpu_id=0, nccl_port=port, server_args=server_args
+        model_config=model_config,
+        mem_fraction_static=0.1,
+        gpu_id=0,
+        nccl_port=port,
+        server_args=server_args,
     )
     runner.alloc_memory_pool()
     runner.init_attention_backends()
@@ -155,7 +189,8 @@ def make_row(runner: Any, slots: Sequence[int] | torch.Tensor, *, index: int = 1
 
 
 def kv_of(runner: Any, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A copy of the pool's keys and values at `slots`, [num_layers, n, num_kv_heads, head_dim] each."""
+    """A copy of the pool's keys and values at `slots`, [num_layers, n, num_kv_heads,
+    head_dim] each."""
     pool = runner.token_to_kv_pool
     layers = range(pool.layer_num)
     keys = torch.stack([pool.get_key_buffer(layer)[slots] for layer in layers])
@@ -163,8 +198,13 @@ def kv_of(runner: Any, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def prefill(runner: Any, token_ids: Sequence[int], slots: torch.Tensor) -> torch.Tensor:
-    """SGLang's own prefill of a whole prompt into `slots`; returns the last token's logits, [vocabulary] float32."""
-    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+    """SGLang's own prefill of a whole prompt into `slots`;
+    returns the last token's logits, [vocabulary] float32."""
+    from sglang.srt.model_executor.forward_batch_info import (
+        CaptureHiddenMode,
+        ForwardBatch,
+        ForwardMode,
+    )
 
     num_tokens, row = len(token_ids), make_row(runner, slots)
     batch = ForwardBatch(

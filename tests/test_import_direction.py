@@ -71,7 +71,8 @@ def test_sglang_chunkcache_knows_no_eval_and_no_tests() -> None:
     ],
 )
 def test_folders_follow_the_requests_way(folder: str, forbidden: set[str]) -> None:
-    """Front and scheduler are two processes; the tree asks of fusion what a protocol in `scheduler` says."""
+    """Front and scheduler are two processes;
+    the tree asks of fusion what a protocol in `scheduler` says."""
     beyond = tuple(f"sglang_chunkcache.{name}." for name in forbidden)
     found = {
         f"{path.relative_to(ROOT)}: {name}"
@@ -95,7 +96,8 @@ def test_wire_imports_neither_side() -> None:
 
 
 def module_graph(package: str) -> dict[str, set[str]]:
-    """What each module of a package imports of the same package, inside functions and for the type checker included."""
+    """What each module of a package imports of the same package,
+    inside functions and for the type checker included."""
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in sources(package)
@@ -126,7 +128,8 @@ def test_modules_import_in_no_circle(package: str) -> None:
 
 
 def test_folders_import_in_no_circle() -> None:
-    """A folder is a stage of a request's way; a module of the package's root is a stage of its own."""
+    """A folder is a stage of a request's way;
+    a module of the package's root is a stage of its own."""
     folders: dict[str, set[str]] = defaultdict(set)
     for module, imported in module_graph("sglang_chunkcache").items():
         folder = ".".join(module.split(".")[:2])
@@ -136,12 +139,16 @@ def test_folders_import_in_no_circle() -> None:
 
 def test_circle_is_found() -> None:
     """The three tests above would pass on any code if it were not."""
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) in (["b", "c", "b"], ["c", "b", "c"])
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) in (
+        ["b", "c", "b"],
+        ["c", "b", "c"],
+    )
     assert circle({"a": {"b", "c"}, "b": {"c"}}) == []
 
 
 def test_eval_uses_public_names_only() -> None:
-    """HTTP, `radix_ext`, `retrieval`; of `sglang_chunkcache` configuration, frontend language, model path, operators."""
+    """HTTP, `radix_ext`, `retrieval`; of `sglang_chunkcache` configuration, frontend language,
+    model path, operators."""
     public = (
         "sglang_chunkcache.ChunkCacheConfig",
         "sglang_chunkcache.__version__",
@@ -159,7 +166,8 @@ def test_eval_uses_public_names_only() -> None:
         "sglang_chunkcache.bundled_model.model_dir",
         "sglang_chunkcache.lang.",
         "sglang_chunkcache.removed.",  # flags that are refused
-        "sglang_chunkcache.cpu.torchvision_shim.define_torchvision_ops",  # before transformers, where torch is a CPU build
+        # before transformers, where torch is a CPU build
+        "sglang_chunkcache.cpu.torchvision_shim.define_torchvision_ops",
     )
     inside = [
         name
@@ -168,7 +176,9 @@ def test_eval_uses_public_names_only() -> None:
         if name.startswith("sglang_chunkcache") and not name.startswith(public)
     ]
     assert inside == []
-    assert [name for path in sources("eval") for name in imports(path) if name.startswith("sglang.srt")] == []
+    assert [
+        name for path in sources("eval") for name in imports(path) if name.startswith("sglang.srt")
+    ] == []
 
 
 @pytest.mark.parametrize("package", ["eval", "tests"])
@@ -193,23 +203,38 @@ def test_only_plugin_and_hooks_write_into_sglang() -> None:
         ("sglang_chunkcache", ("torch", "sglang", "transformers", "numpy", "prometheus_client")),
         ("radix_ext", ("torch", "sglang", "numpy")),
         ("retrieval", ("torch", "numpy", "faiss", "tantivy", "sklearn")),
-        ("sglang_chunkcache.front.search", ("numpy", "faiss", "tantivy", "torch", "retrieval.retriever")),
-        ("sglang_chunkcache.front.startup", ("numpy", "faiss", "tantivy", "torch", "sglang", "retrieval.retriever")),
+        (
+            "sglang_chunkcache.front.search",
+            ("numpy", "faiss", "tantivy", "torch", "retrieval.retriever"),
+        ),
+        (
+            "sglang_chunkcache.front.startup",
+            ("numpy", "faiss", "tantivy", "torch", "sglang", "retrieval.retriever"),
+        ),
         ("sglang_chunkcache.front.guard.lethal", ("torch", "sglang", "prometheus_client")),
-        ("sglang_chunkcache.front.planner", ("torch", "sglang", "transformers", "prometheus_client")),
-        ("sglang_chunkcache.front.bookkeeper", ("torch", "sglang", "transformers", "prometheus_client")),
+        (
+            "sglang_chunkcache.front.planner",
+            ("torch", "sglang", "transformers", "prometheus_client"),
+        ),
+        (
+            "sglang_chunkcache.front.bookkeeper",
+            ("torch", "sglang", "transformers", "prometheus_client"),
+        ),
         ("sglang_chunkcache.plugin", ("torch", "sglang")),
     ],
 )
 def test_import_is_light(module: str, absent: tuple[str, ...]) -> None:
     """A client that wants the configuration does not wait for torch."""
     code = f"import {module}, sys; print([m for m in {absent!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
 def test_state_on_sglangs_objects_has_one_home() -> None:
-    """Records on `TreeNode` and `Req` are read by two functions, so that the type checker sees every field."""
+    """Records on `TreeNode` and `Req` are read by two functions,
+    so that the type checker sees every field."""
     homes = {
         "config.py": "our own dataclass and argparse's namespace",
         "front/engine.py": "starlette's state, and a proxy's __getattr__",

@@ -22,7 +22,9 @@ def test_sglang_chunkcache_names() -> None:
     assert set(sglang_chunkcache.__all__) == {"ChunkCacheConfig", "__version__"}
 
 
-@pytest.mark.parametrize("module", [radix_ext, retrieval, sglang_chunkcache], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [radix_ext, retrieval, sglang_chunkcache], ids=lambda module: module.__name__
+)
 def test_all_is_complete_and_sorted(module: object) -> None:
     """Every public name exists, once."""
     names: list[str] = module.__all__  # type: ignore[attr-defined]

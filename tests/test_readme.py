@@ -34,26 +34,38 @@ def flag_rows() -> list[str]:
     rows = ["| flag | default | what it sets |", "|---|---|---|"]
     for knob in flag_fields():
         default = (
-            "none" if knob.default is None else repr(knob.default) if knob.default == "\n\n" else str(knob.default)
+            "none"
+            if knob.default is None
+            else repr(knob.default)
+            if knob.default == "\n\n"
+            else str(knob.default)
         )
         choices = (
-            f": {', '.join(f'`{choice}`' for choice in knob.metadata['choices'])}" if knob.metadata["choices"] else ""
+            f": {', '.join(f'`{choice}`' for choice in knob.metadata['choices'])}"
+            if knob.metadata["choices"]
+            else ""
         )
-        rows.append(f"| `{flag_name(knob.name)}` | `{default}` | {knob.metadata['help']}{choices} |")
+        rows.append(
+            f"| `{flag_name(knob.name)}` | `{default}` | {knob.metadata['help']}{choices} |"
+        )
     return rows
 
 
 def fallback_rows() -> list[str]:
     """A table with a row per reason."""
     rows = ["| reason | what it means | what to do |", "|---|---|---|"]
-    return rows + [f"| `{reason.value}` | {reason.meaning} | {reason.remedy} |" for reason in Fallback]
+    return rows + [
+        f"| `{reason.value}` | {reason.meaning} | {reason.remedy} |" for reason in Fallback
+    ]
 
 
 def guard_rows() -> list[str]:
     """A table with a row per rule."""
     rows = ["| field | must | what ends otherwise | SGLang |", "|---|---|---|---|"]
     rules = [*REQUEST_RULES.values(), *SAMPLING_RULES.values()]
-    return rows + [f"| `{r.field}` | {r.must} | {r.ends} | {', '.join(r.versions)} |" for r in rules]
+    return rows + [
+        f"| `{r.field}` | {r.must} | {r.ends} | {', '.join(r.versions)} |" for r in rules
+    ]
 
 
 TABLES = {
@@ -105,7 +117,9 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_name_modules(page: Path) -> None:
     """A command that moved would fail for the reader only."""
-    named = re.findall(r"-m ((?:retrieval|sglang_chunkcache|eval)(?:\.[a-z_]+)*)", page.read_text(encoding="utf-8"))
+    named = re.findall(
+        r"-m ((?:retrieval|sglang_chunkcache|eval)(?:\.[a-z_]+)*)", page.read_text(encoding="utf-8")
+    )
     assert [name for name in named if find_spec(name) is None] == []
 
 

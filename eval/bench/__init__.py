@@ -1,1 +1,2 @@
-"""Micro-benchmarks, one file per subject: `python -m eval.bench.tree`. The last line each prints is one JSON object."""
+"""Micro-benchmarks, one file per subject: `python -m eval.bench.tree`.
+The last line each prints is one JSON object."""

@@ -1,24 +1,27 @@
-"""What do loads hide that begin before their request, or run beside its forward? Time to first token where something is slow.
+"""What do loads hide that begin before their request, or run beside its forward? Time to first
+token where something is slow.
 
     python -m eval bench ahead [--tokens 2000 6000] [--us-per-token 250 1000] [--moved-us-per-token 25 100]
                                [--search-ms 5 20 50] [--rounds 8] [-- FLAGS]
 
-Three servers, one after the other, one request at a time, `--new` tokens of each to compute. With --us-per-token a prompt is in
-host memory, and a copy to the device sleeps so long for each of its tokens. With --moved-us-per-token chunks are moved from the
-store, preprocessed behind another, and 15% of their tokens recomputed, chosen by each of --selectors:
+Three servers, one after the other, one request at a time, `--new` tokens of each to compute. With
+--us-per-token a prompt is in host memory, and a copy to the device sleeps so long for each of its
+tokens. With --moved-us-per-token chunks are moved from the store, preprocessed behind another, and
+15% of their tokens recomputed, chosen by each of --selectors:
 
     computed    another prompt, that nobody has asked for        beside    as many layers as the server thinks best are copied
     in line     all layers are copied before the forward, or               before, the others beside it, or beside the passes
                 before the passes that recompute
 
-With --search-ms it is in a storage on disk, and the passages are found by the server, in an index of 128 lists of which all take
-so long:
+With --search-ms it is in a storage on disk, and the passages are found by the server, in an index
+of 128 lists of which all take so long:
 
     computed    as above                                   hint      --ahead-ms before the request, by its chunks
     arrival     it is loaded when the search is over
 
-Load is a copy's sleep. Hidden is by how much sooner the first token comes beside than in line, as a share of it; won, by how much
-sooner than at arrival, in ms; both the median of the rounds. Weights are random. It runs in the repository's root.
+Load is a copy's sleep. Hidden is by how much sooner the first token comes beside than in line, as a
+share of it; won, by how much sooner than at arrival, in ms; both the median of the rounds. Weights
+are random. It runs in the repository's root.
 """
 
 from __future__ import annotations
@@ -50,12 +53,13 @@ from eval.stats import quantile
 KEPT = 4
 """Prompts that are asked for in turn: by the next time they have left faster tiers."""
 COPIED = 10
-"""Tokens of an answer while which about a prompt's chunks are copied to host memory, for 500 of its tokens 2 more."""
+"""Tokens of an answer while which about a prompt's chunks are copied to host memory,
+for 500 of its tokens 2 more."""
 NUM_LISTS, PER_LIST = 128, 40
 """Of the index, and the passages that make faiss content with them."""
 NOTE = (
-    "computed / arm: above 1, the arm is faster. Prefetched chunks count as used where a request asked for them, whoever had "
-    "them loaded."
+    "computed / arm: above 1, the arm is faster. Prefetched chunks count as used where a request"
+    " asked for them, whoever had them loaded."
 )
 PREFETCH = ("requested", "loaded", "used")
 """Counters of the storage's stats."""
@@ -67,7 +71,9 @@ PARTS = {"us_per_token": LAYERS, "moved_us_per_token": LAYERS, "search_ms": SEAR
 class Lane:
     """One server, its prompts and its switch."""
 
-    def __init__(self, url: str, switch: Path, prompts: Mapping[str, Sequence[str]], args: argparse.Namespace) -> None:
+    def __init__(
+        self, url: str, switch: Path, prompts: Mapping[str, Sequence[str]], args: argparse.Namespace
+    ) -> None:
         self._url, self._switch, self._prompts, self._args = url, switch, prompts, args
         self._passages = _passages(prompts)
         self._turn = 0
@@ -100,10 +106,17 @@ class Lane:
             prompt = f"kept{self._turn % KEPT}"
         before = self._stats()
         if arm == "hint":
-            hint = {"messages": [{"role": "system", "content": SYSTEM}], "texts": self._texts[prompt]}
+            hint = {
+                "messages": [{"role": "system", "content": SYSTEM}],
+                "texts": self._texts[prompt],
+            }
             post(self._url + "/chunkcache/prefetch", {**hint, "order": "retriever"})
             time.sleep(self._args.ahead_ms / 1000)
-        reuse = {**MOVED, "selector": slow["selector"]} if is_moved and arm != "computed" else {"mode": "exact"}
+        reuse = (
+            {**MOVED, "selector": slow["selector"]}
+            if is_moved and arm != "computed"
+            else {"mode": "exact"}
+        )
         seconds, answer = self._ask(prompt, f"{number} {arm}", 1, retrieves=is_search, reuse=reuse)
         after = self._settle()
         counts, loader = answer["fates"], "moves" if is_moved else "host"
@@ -114,28 +127,45 @@ class Lane:
             "exact": counts["exact"],
             "loaded": loaded,
             "layers_ahead": after[loader]["layers_ahead"] if not is_search else None,
-            "prefetch": {name: _prefetched(after, name) - _prefetched(before, name) for name in PREFETCH},
+            "prefetch": {
+                name: _prefetched(after, name) - _prefetched(before, name) for name in PREFETCH
+            },
             "late": after["storage"]["late"] - before["storage"]["late"] if is_search else None,
         }
 
     def _chunks(self, prompt: str) -> list[dict[str, str]]:
-        return [{"id": f"{prompt}.{n}", "text": text} for n, text in enumerate(self._prompts[prompt])]
+        return [
+            {"id": f"{prompt}.{n}", "text": text} for n, text in enumerate(self._prompts[prompt])
+        ]
 
     def _ask(
         self, prompt: str, question: str, num_tokens: int, *, retrieves: bool, **fields: Any
     ) -> tuple[float, Mapping[str, Any]]:
         """(seconds until the answer of one token or more has come, what it says of the cache)"""
         found = {
-            "retrieve": {"query": marker(prompt), "k": len(self._prompts[prompt]), "mode": "dense", "nprobe": NUM_LISTS}
+            "retrieve": {
+                "query": marker(prompt),
+                "k": len(self._prompts[prompt]),
+                "mode": "dense",
+                "nprobe": NUM_LISTS,
+            }
         }
         sent = {"chunks": self._chunks(prompt)}
         messages = [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": random_text(question, self._args.new)},
         ]
-        body = {"messages": messages, "order": "retriever", "max_tokens": num_tokens, "ignore_eos": True, **fields}
+        body = {
+            "messages": messages,
+            "order": "retriever",
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            **fields,
+        }
         started = time.perf_counter()
-        answer = post(self._url + "/rag/v1/chat/completions", {**body, **(found if retrieves else sent)})["chunkcache"]
+        answer = post(
+            self._url + "/rag/v1/chat/completions", {**body, **(found if retrieves else sent)}
+        )["chunkcache"]
         seconds = time.perf_counter() - started
         self._texts[prompt] = [self._passages[name] for name in answer["order"]]
         return seconds, answer
@@ -166,9 +196,16 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
         ]
         if rows:
             tables.append(table(title, rows, NOTE))
-    shown = [row for one in tables for row in one["rows"] if row["arm"] not in ("computed", "in line", "arrival")]
+    shown = [
+        row
+        for one in tables
+        for row in one["rows"]
+        if row["arm"] not in ("computed", "in line", "arrival")
+    ]
     verdict = [
-        ", ".join(f"{name} {row[name]}" for name in row if name in ("tokens", *PARTS, "selector", "arm"))
+        ", ".join(
+            f"{name} {row[name]}" for name in row if name in ("tokens", *PARTS, "selector", "arm")
+        )
         + f": {row['computed / arm']} times sooner than computed, "
         + ", ".join(f"{name} {row[name]}" for name in ("hidden", "won (ms)") if name in row)
         for row in shown
@@ -194,7 +231,11 @@ def main(argv: Sequence[str]) -> int:
                 with _server(args, tokens, model, folder, name, index) as server:
                     lane = Lane(server.url, switched, prompts, args)
                     lane.keep(tokens, name)
-                    choices = [{"selector": one} for one in args.selectors] if name == "moved_us_per_token" else [{}]
+                    choices = (
+                        [{"selector": one} for one in args.selectors]
+                        if name == "moved_us_per_token"
+                        else [{}]
+                    )
                     for slow in ({name: value, **choice} for value in values for choice in choices):
                         takes = {arm: partial(lane.sample, arm, slow) for arm in arms}
                         take_rounds(run, {"tokens": tokens, **slow}, takes, args.rounds)
@@ -251,18 +292,40 @@ def _row(
         "p50 (s)": round(quantile([one["metrics"]["ttft_s"] for one in taken], 0.5), 4),
         "computed / arm": told_ratio(arms["computed"], taken, "ttft_s", 2),
         metric: round(quantile(sooner, 0.5), 3) if sooner else None,
-        **({f"prefetch {name}": count for name, count in prefetch.items()} if "search_ms" in cell else {}),
-        **({} if "search_ms" in cell else {"layers ahead": quantile([one["layers_ahead"] for one in taken], 0.5)}),
+        **(
+            {f"prefetch {name}": count for name, count in prefetch.items()}
+            if "search_ms" in cell
+            else {}
+        ),
+        **(
+            {}
+            if "search_ms" in cell
+            else {"layers ahead": quantile([one["layers_ahead"] for one in taken], 0.5)}
+        ),
     }
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m eval bench ahead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval bench ahead",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--tokens", type=int, nargs="+", default=[2000, 6000], help="length of a prompt's chunks together")
-    add("--us-per-token", type=int, nargs="*", default=[250, 1000], help="of a copy to the device; none: no such part")
+    add(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[2000, 6000],
+        help="length of a prompt's chunks together",
+    )
+    add(
+        "--us-per-token",
+        type=int,
+        nargs="*",
+        default=[250, 1000],
+        help="of a copy to the device; none: no such part",
+    )
     add(
         "--moved-us-per-token",
         type=int,
@@ -276,12 +339,24 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         default=["first", "critical"],
         help="of the tokens that are recomputed of what is moved",
     )
-    add("--search-ms", type=int, nargs="*", default=[5, 20, 50], help="of a search of all lists; none: no such part")
+    add(
+        "--search-ms",
+        type=int,
+        nargs="*",
+        default=[5, 20, 50],
+        help="of a search of all lists; none: no such part",
+    )
     add("--new", type=int, default=100, help="words of a question, which are computed")
     add("--ahead-ms", type=int, default=100, help="of a hint before its request")
     add("--rounds", type=int, default=8, help="of each cell, after one of warm-up")
     add("--chunk-tokens", type=int, default=250)
-    add("--params", type=int, choices=sorted(SHAPES), default=100, help="millions of the random model's parameters")
+    add(
+        "--params",
+        type=int,
+        choices=sorted(SHAPES),
+        default=100,
+        help="millions of the random model's parameters",
+    )
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV")
     add("--threads", type=int, help="OMP_NUM_THREADS of the servers (default: theirs)")
     add("--start-limit-s", type=float, default=300.0, help="seconds until a server must be ready")
@@ -292,12 +367,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _prompts(tokens: int, args: argparse.Namespace) -> dict[str, list[str]]:
-    """Name -> texts of its chunks, somewhat longer than asked for: a marker is no word of the tokenizer's."""
+    """Name -> texts of its chunks, somewhat longer than asked for:
+    a marker is no word of the tokenizer's."""
     computed = range((args.rounds + 1) * max(len(getattr(args, name)) for name in PARTS))
-    names = [*(f"kept{n}" for n in range(KEPT)), *(f"{kind}{n}" for kind in ("sent", "found") for n in computed)]
+    names = [
+        *(f"kept{n}" for n in range(KEPT)),
+        *(f"{kind}{n}" for kind in ("sent", "found") for n in computed),
+    ]
     found = {}
     for name in names:
-        texts = [random_text(f"{name}.{n}", args.chunk_tokens).split() for n in range(tokens // args.chunk_tokens)]
+        texts = [
+            random_text(f"{name}.{n}", args.chunk_tokens).split()
+            for n in range(tokens // args.chunk_tokens)
+        ]
         for words in texts:
             words[::25] = [marker(name)] * len(words[::25])
         found[name] = [" ".join(words) for words in texts]
@@ -307,38 +389,83 @@ def _prompts(tokens: int, args: argparse.Namespace) -> dict[str, list[str]]:
 def _passages(prompts: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Text by id, of the prompts' chunks and of others."""
     others = {f"other{n}": random_text(f"other{n}", 30) for n in range(NUM_LISTS * PER_LIST)}
-    return {f"{name}.{n}": text for name, texts in prompts.items() for n, text in enumerate(texts)} | others
+    return {
+        f"{name}.{n}": text for name, texts in prompts.items() for n, text in enumerate(texts)
+    } | others
 
 
 def _index(folder: Path, prompts: Mapping[str, Sequence[str]]) -> Path:
     source = folder.with_suffix(".jsonl")
-    rows = [json.dumps({"id": name, "text": text}) + "\n" for name, text in _passages(prompts).items()]
+    rows = [
+        json.dumps({"id": name, "text": text}) + "\n" for name, text in _passages(prompts).items()
+    ]
     source.write_text("".join(rows), encoding="utf-8")
-    command = [sys.executable, "-m", "retrieval", "build", str(source), "--out", str(folder), "--no-split"]
+    command = [
+        sys.executable,
+        "-m",
+        "retrieval",
+        "build",
+        str(source),
+        "--out",
+        str(folder),
+        "--no-split",
+    ]
     command += ["--factory", f"IVF{NUM_LISTS},Flat", "--bm25", "off", "--device", "cpu"]
     subprocess.run(command, check=True, capture_output=True)
     return folder
 
 
-def _server(args: argparse.Namespace, tokens: int, model: str, folder: Path, part: str, index: Path | None) -> Server:
+def _server(
+    args: argparse.Namespace, tokens: int, model: str, folder: Path, part: str, index: Path | None
+) -> Server:
     is_moved = part == "moved_us_per_token"
-    mib, pool = mib_of(args, tokens), round((2 * PROMPTS if is_moved else PROMPTS) * tokens) + 4 * args.new
-    flags = ["--model-path", model, "--dtype", args.dtype, "--max-total-tokens", str(pool), *serve_arms.EVERY_SERVER]
-    # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces would slow it down.
+    mib, pool = (
+        mib_of(args, tokens),
+        round((2 * PROMPTS if is_moved else PROMPTS) * tokens) + 4 * args.new,
+    )
+    flags = [
+        "--model-path",
+        model,
+        "--dtype",
+        args.dtype,
+        "--max-total-tokens",
+        str(pool),
+        *serve_arms.EVERY_SERVER,
+    ]
+    # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces would
+    # slow it down.
     flags += ["--chunked-prefill-size", "-1", "--max-prefill-tokens", str(2 * tokens)]
-    flags += ["--max-running-requests", "4" if is_moved else "1"]  # moving is tried at the start, with four
+    # moving is tried at the start, with four
+    flags += ["--max-running-requests", "4" if is_moved else "1"]
     if is_moved:
         flags += ["--reuse", "fused", "--chunkcache-store-mib", str(round((KEPT + 2) * mib))]
-        flags += ["--chunkcache-store-threshold", "1000000"]  # what was preprocessed and nothing else
+        # what was preprocessed and nothing else
+        flags += ["--chunkcache-store-threshold", "1000000"]
     elif index is None:
         flags += ["--chunkcache-host-mib", str(round((KEPT + 2) * mib))]
     else:
         kept = json.dumps({"directory": str(folder / f"disk-{tokens}")})
-        flags += ["--chunkcache-host-mib", str(round(PROMPTS * mib)), "--chunkcache-storage-backend", "file"]
-        flags += ["--chunkcache-storage-backend-extra-config", kept, "--chunkcache-storage-mib", "4096"]
+        flags += [
+            "--chunkcache-host-mib",
+            str(round(PROMPTS * mib)),
+            "--chunkcache-storage-backend",
+            "file",
+        ]
+        flags += [
+            "--chunkcache-storage-backend-extra-config",
+            kept,
+            "--chunkcache-storage-mib",
+            "4096",
+        ]
         flags += ["--index", str(index), "--chunkcache-max-chunks", "1000"]
     env = {"SLOW_SERVER_SWITCH": str(folder / "switch.json")}
     env |= {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
     log = args.logs / f"ahead-{tokens}-{part}.log"
     launcher = ("-m", "tests.e2e.slow_server")
-    return Server([*flags, *args.server_flags], log=log, launcher=launcher, env=env, timeout_s=args.start_limit_s)
+    return Server(
+        [*flags, *args.server_flags],
+        log=log,
+        launcher=launcher,
+        env=env,
+        timeout_s=args.start_limit_s,
+    )

@@ -2,15 +2,18 @@
 
     python -m eval bench ann [--factories IVF4096,Flat IVF4096,PQ64 HNSW32]
 
-Indexes are made by retrieval/dense.py as in `python -m retrieval`: created from float16 vectors, written, mapped, searched.
-Vectors are generated: a cluster's centre of length 1 plus Gaussian noise of length `--spread`, normalised; queries are further
-draws from the same clusters, not copies. So the mean cosine within a cluster is 1 / (1 + spread^2). Up to a spread of 1.5 a
-query's neighbours belong to its cluster, which is a few lists; from 2 on clusters overlap, and neighbours may be in any list.
-Real embeddings have another distribution: recall depends on this mixture, times depend on the index.
+Indexes are made by retrieval/dense.py as in `python -m retrieval`: created from float16 vectors,
+written, mapped, searched. Vectors are generated: a cluster's centre of length 1 plus Gaussian noise
+of length `--spread`, normalised; queries are further draws from the same clusters, not copies. So
+the mean cosine within a cluster is 1 / (1 + spread^2). Up to a spread of 1.5 a query's neighbours
+belong to its cluster, which is a few lists; from 2 on clusters overlap, and neighbours may be in
+any list. Real embeddings have another distribution: recall depends on this mixture, times depend on
+the index.
 
-An arm is a factory at an `nprobe` (HNSW: efSearch). Every repetition sends its own queries through all arms, one by one and
-then as one batch, in a rotating order. Recall is the share of exact search's 5 best that an arm finds. Ratios are Flat's median
-time over the arm's: above 1, the arm is faster. One thread; times are CPU times, so that other processes do not count.
+An arm is a factory at an `nprobe` (HNSW: efSearch). Every repetition sends its own queries through
+all arms, one by one and then as one batch, in a rotating order. Recall is the share of exact
+search's 5 best that an arm finds. Ratios are Flat's median time over the arm's: above 1, the arm is
+faster. One thread; times are CPU times, so that other processes do not count.
 """
 
 from __future__ import annotations
@@ -35,7 +38,14 @@ from eval.errors import CommandError
 from eval.outcome import add_out_option, interval, open_run, table, tell
 from eval.run import Run, Sample
 from eval.stats import quantile, summary
-from retrieval.dense import ADD_ROWS, create_faiss, create_segment, read_faiss, search_segments, write_faiss
+from retrieval.dense import (
+    ADD_ROWS,
+    create_faiss,
+    create_segment,
+    read_faiss,
+    search_segments,
+    write_faiss,
+)
 from retrieval.errors import RetrievalError
 from retrieval.vectors import VectorFile
 
@@ -47,24 +57,32 @@ Vectors = NDArray[np.float32]
 
 
 class Mixture:
-    """Gaussian clusters on the sphere around centres in random directions; noise of length `spread`."""
+    """Gaussian clusters on the sphere around centres in random directions;
+    noise of length `spread`."""
 
     def __init__(self, num_clusters: int, dim: int, spread: float) -> None:
         centers = np.random.default_rng(SEED).standard_normal((num_clusters, dim), dtype=np.float32)
-        self._centers, self._spread = centers / np.linalg.norm(centers, axis=1, keepdims=True), spread
+        self._centers, self._spread = (
+            centers / np.linalg.norm(centers, axis=1, keepdims=True),
+            spread,
+        )
 
     def draw(self, count: int, *, seed: int) -> Vectors:
-        """[count, dim] of length 1, each from a cluster drawn uniformly; the same for the same seed."""
+        """[count, dim] of length 1, each from a cluster drawn uniformly;
+        the same for the same seed."""
         rng = np.random.default_rng(seed)
         num_clusters, dim = self._centers.shape
-        vectors = rng.standard_normal((count, dim), dtype=np.float32) * np.float32(self._spread / np.sqrt(dim))
+        vectors = rng.standard_normal((count, dim), dtype=np.float32) * np.float32(
+            self._spread / np.sqrt(dim)
+        )
         vectors += self._centers[rng.integers(0, num_clusters, count)]
         vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
         return vectors
 
 
 def build(factory: str, vectors: VectorFile, path: Path) -> dict[str, Any]:
-    """Create and write an index over all vectors. Returns seconds to the first added rows and in all, and the file's bytes."""
+    """Create and write an index over all vectors.
+    Returns seconds to the first added rows and in all, and the file's bytes."""
     start, marks = time.perf_counter(), list[float]()
 
     def batches() -> Iterator[Vectors]:
@@ -77,12 +95,18 @@ def build(factory: str, vectors: VectorFile, path: Path) -> dict[str, Any]:
         return vectors.read_rows(np.sort(rng.choice(vectors.num_rows, size, replace=False)))
 
     try:
-        index = create_faiss(factory, vectors.dim, vectors.num_rows, sample, batches(), lambda rows: None)
+        index = create_faiss(
+            factory, vectors.dim, vectors.num_rows, sample, batches(), lambda rows: None
+        )
     except RetrievalError as error:
         raise CommandError(str(error)) from None
     write_faiss(index, path)
     seconds = time.perf_counter() - start
-    return {"train_s": round(marks[0], 1), "build_s": round(seconds, 1), "bytes": path.stat().st_size}
+    return {
+        "train_s": round(marks[0], 1),
+        "build_s": round(seconds, 1),
+        "bytes": path.stat().st_size,
+    }
 
 
 class Searches:
@@ -104,7 +128,11 @@ class Searches:
         batch_s = time.thread_time() - start
         recalls = [len(set(wanted) & set(got)) / K for wanted, got in zip(found, last, strict=True)]
         metrics = {"single_s": median(single), "batch_s": batch_s, "recall": mean(recalls)}
-        return {"metrics": metrics, "single_ms": [round(1000 * s, 4) for s in single], "recalls": recalls}
+        return {
+            "metrics": metrics,
+            "single_ms": [round(1000 * s, 4) for s in single],
+            "recalls": recalls,
+        }
 
     def _batch(self, number: int) -> Vectors:
         return self._queries[number * BATCH :][:BATCH]
@@ -129,24 +157,38 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
                 "one query, p50 (ms)": round(median(single), 3),
                 "p99 (ms)": round(quantile(single, 0.99), 3),
                 "times faster": told_ratio(arms[EXACT], taken, "single_s", 1),
-                "batch (queries/s)": round(BATCH / median(one["metrics"]["batch_s"] for one in taken)),
+                "batch (queries/s)": round(
+                    BATCH / median(one["metrics"]["batch_s"] for one in taken)
+                ),
                 "batch, times faster": told_ratio(arms[EXACT], taken, "batch_s", 1),
             }
             rows.append(row)
     tables = [table("Approximate against exact search", rows), table("Building", built)]
     verdict = [
-        f"{row['index / nprobe']}: recall {row['recall']}, {row['times faster']} times faster." for row in rows[1:]
+        f"{row['index / nprobe']}: recall {row['recall']}, {row['times faster']} times faster."
+        for row in rows[1:]
     ]
-    return {"verdict": verdict, "tables": [one for one in tables if one["rows"]], "faiss": faiss.__version__}
+    return {
+        "verdict": verdict,
+        "tables": [one for one in tables if one["rows"]],
+        "faiss": faiss.__version__,
+    }
 
 
 def main(argv: Sequence[str]) -> int:
     """Build, measure, print."""
-    parser = argparse.ArgumentParser(prog="python -m eval bench ann", description="Approximate against exact search.")
+    parser = argparse.ArgumentParser(
+        prog="python -m eval bench ann", description="Approximate against exact search."
+    )
     add = parser.add_argument
     add("--vectors", type=int, default=500_000)
     add("--spread", type=float, default=2.0, help="length of the noise around a centre of length 1")
-    add("--factories", nargs="+", default=["IVF4096,Flat"], help="FAISS factory strings, in addition to Flat")
+    add(
+        "--factories",
+        nargs="+",
+        default=["IVF4096,Flat"],
+        help="FAISS factory strings, in addition to Flat",
+    )
     add("--nprobe", type=int, nargs="+", default=[1, 8, 32, 128])
     add("--rounds", type=int, default=32, help=f"of {BATCH} queries each, after one of warm-up")
     add_out_option(parser)
@@ -159,7 +201,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measure(run: Run, options: argparse.Namespace, work: Path) -> None:
-    mixture, vectors = Mixture(NUM_CLUSTERS, DIM, options.spread), VectorFile(work / "vectors.f16", dim=DIM)
+    mixture, vectors = (
+        Mixture(NUM_CLUSTERS, DIM, options.spread),
+        VectorFile(work / "vectors.f16", dim=DIM),
+    )
     for first in range(0, options.vectors, ADD_ROWS):
         vectors.append(mixture.draw(min(ADD_ROWS, options.vectors - first), seed=SEED + 1 + first))
     indexes = {}
@@ -168,7 +213,10 @@ def _measure(run: Run, options: argparse.Namespace, work: Path) -> None:
         indexes[factory] = read_faiss(work / f"{number}.faiss")
         print(f"{factory}: {built}", file=sys.stderr, flush=True)
         if f"build/{factory}" not in run:
-            run.add(f"build/{factory}", {"arm": "build", "cell": {"index": factory}, "request": "0", "metrics": built})
+            run.add(
+                f"build/{factory}",
+                {"arm": "build", "cell": {"index": factory}, "request": "0", "metrics": built},
+            )
     searches = Searches(indexes, mixture.draw((options.rounds + 1) * BATCH, seed=SEED + 2))
     arms = {EXACT: partial(searches.take, EXACT, 1)}
     for factory, nprobe in product(list(indexes)[1:], options.nprobe):

@@ -1,16 +1,20 @@
-"""Does a prompt cost by its tokens or by its chunks? Time to first token of the same text as few chunks and as many.
+"""Does a prompt cost by its tokens or by its chunks? Time to first token of the same text as few
+chunks and as many.
 
     python -m eval bench chunks [--counts 10 100 1000] [--rounds 20] [-- FLAGS]
 
-One server with `--reuse fused`, one request at a time, none of which asks for moved KV. The text of a round is as many numbers of
-three digits (with 10,000 chunks four, and so on) as the largest of --counts, in a new order and under a new `cache_salt`, so that
-nothing of it is cached. An arm is a number of chunks that it is cut into. The bundled model reads a number and its separator as
-four tokens, and between two numbers of a chunk there is one token as well, so all arms have as many tokens.
+One server with `--reuse fused`, one request at a time, none of which asks for moved KV. The text of
+a round is as many numbers of three digits (with 10,000 chunks four, and so on) as the largest of
+--counts, in a new order and under a new `cache_salt`, so that nothing of it is cached. An arm is a
+number of chunks that it is cut into. The bundled model reads a number and its separator as four
+tokens, and between two numbers of a chunk there is one token as well, so all arms have as many
+tokens.
 
-Each request is measured behind one of its kind, which is not: the KV pool holds less than two of them, so what is evicted are as
-many chunks as are computed. A ratio is that of medians, of an arm over the first one; it is promised to be at most 1.15 for four
-tokens a chunk. Beside it is that of the CPU time that the server's processes took for both requests, which tells more than time
-where other work runs on the machine; None without /proc. It runs in the repository's root.
+Each request is measured behind one of its kind, which is not: the KV pool holds less than two of
+them, so what is evicted are as many chunks as are computed. A ratio is that of medians, of an arm
+over the first one; it is promised to be at most 1.15 for four tokens a chunk. Beside it is that of
+the CPU time that the server's processes took for both requests, which tells more than time where
+other work runs on the machine; None without /proc. It runs in the repository's root.
 """
 
 from __future__ import annotations
@@ -64,12 +68,18 @@ class Bench:
         async def once() -> Any:
             async with open_session() as session:
                 body = {"order": "retriever", "cache_salt": f"{seed} {arm}", "ignore_eos": True}
-                return await send(session, self._server.url, RAG, request, (), max_new_tokens=1, body=body)
+                return await send(
+                    session, self._server.url, RAG, request, (), max_new_tokens=1, body=body
+                )
 
         answer = self._runner.run(once())
         if answer.error or answer.ttft_s is None:
             raise CommandError(f"{arm} chunks: {answer.error or 'no token'}")
-        return {"metrics": {"ttft_s": answer.ttft_s}, "prompt_tokens": answer.prompt_tokens, "fates": answer.fates}
+        return {
+            "metrics": {"ttft_s": answer.ttft_s},
+            "prompt_tokens": answer.prompt_tokens,
+            "fates": answer.fates,
+        }
 
 
 def cut(seed: str, num_units: int, num_chunks: int) -> tuple[TextChunk, ...]:
@@ -88,13 +98,19 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
         base = next(iter(arms))
         rows += [_row(base, arm, arms[base], taken) for arm, taken in arms.items()]
     verdict = [
-        f"{row['chunks']} chunks: {row['ratio']} times the time of {row['base']} chunks of the same tokens: "
-        f"{'kept' if row['kept'] else 'NOT kept'}."
+        f"{row['chunks']} chunks: {row['ratio']} times the time of {row['base']} chunks of the same"
+        f" tokens: {'kept' if row['kept'] else 'NOT kept'}."
         for row in rows
         if row["chunks"] != row["base"]
     ]
-    note = f"ratio: of medians, over the base; of CPU: of the request and the one before; kept: the ratio is at most {AT_MOST}"
-    return {"verdict": verdict, "tables": [table("Time to first token by number of chunks", rows, note)]}
+    note = (
+        "ratio: of medians, over the base; of CPU: of the request and the one before; kept: the"
+        f" ratio is at most {AT_MOST}"
+    )
+    return {
+        "verdict": verdict,
+        "tables": [table("Time to first token by number of chunks", rows, note)],
+    }
 
 
 def main(argv: Sequence[str]) -> int:
@@ -123,7 +139,9 @@ def _row(base: str, arm: str, base_taken: Sequence[Sample], taken: Sequence[Samp
         "computed tokens": quantile([one["fates"]["computed"] for one in taken], 0.5),
         "p50 (s)": round(quantile([one["metrics"]["ttft_s"] for one in taken], 0.5), 4),
         "ratio": interval(found),
-        "ratio of CPU": told_ratio(taken, base_taken, "cpu_s") if "cpu_s" in taken[0]["metrics"] else None,
+        "ratio of CPU": told_ratio(taken, base_taken, "cpu_s")
+        if "cpu_s" in taken[0]["metrics"]
+        else None,
         "kept": found["value"] <= AT_MOST,
     }
 
@@ -140,7 +158,9 @@ def _cpu_s(group: int) -> float | None:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m eval bench chunks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval bench chunks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add(
@@ -166,9 +186,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _server(args: argparse.Namespace) -> Server:
     flags = [
-        *("--model-path", args.model_path, "--reuse", "fused", "--max-total-tokens", str(args.max_total_tokens)),
+        *(
+            "--model-path",
+            args.model_path,
+            "--reuse",
+            "fused",
+            "--max-total-tokens",
+            str(args.max_total_tokens),
+        ),
         *("--chunkcache-max-chunks", str(max(args.counts)), *serve_arms.EVERY_SERVER),
-        # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces would slow it down.
+        # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces
+        # would slow it down.
         *("--chunked-prefill-size", "-1", "--max-prefill-tokens", str(args.max_total_tokens)),
     ]
     env = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}

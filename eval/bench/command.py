@@ -1,4 +1,5 @@
-"""`python -m eval bench NAME [options]`: each bench answers one question about the implementation of this plugin."""
+"""`python -m eval bench NAME [options]`:
+each bench answers one question about the implementation of this plugin."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ from importlib import import_module
 
 BENCHES = {
     "tree": ("eval.bench.tree", "time and memory of an order decision"),
-    "reuse": ("eval.bench.reuse", "time to first token against recompute ratio: from which on does moving KV not pay?"),
+    "reuse": (
+        "eval.bench.reuse",
+        "time to first token against recompute ratio: from which on does moving KV not pay?",
+    ),
     "storage": (
         "eval.bench.storage",
         "time to first token with a storage that is healthy, slowed, hanging or refusing",
@@ -21,12 +25,24 @@ BENCHES = {
         "eval.bench.ahead",
         "time to first token with loads that begin before their request or run beside its forward",
     ),
-    "chunks": ("eval.bench.chunks", "time to first token of the same text as few chunks and as many"),
-    "preprocess": ("eval.bench.preprocess", "chunks a second into the store, by requests in flight"),
+    "chunks": (
+        "eval.bench.chunks",
+        "time to first token of the same text as few chunks and as many",
+    ),
+    "preprocess": (
+        "eval.bench.preprocess",
+        "chunks a second into the store, by requests in flight",
+    ),
     "relocate": ("eval.bench.relocate", "rate of moving KV against the device's copy rate"),
-    "attention": ("eval.bench.attention.command", "attention of scattered tokens against dense and masked ones; GPU"),
+    "attention": (
+        "eval.bench.attention.command",
+        "attention of scattered tokens against dense and masked ones; GPU",
+    ),
     "ann": ("eval.bench.ann", "recall and speed of approximate indexes against exact search"),
-    "bundled-model": ("eval.world.evaluate", "answers of the bundled model in worlds that training never saw"),
+    "bundled-model": (
+        "eval.world.evaluate",
+        "answers of the bundled model in worlds that training never saw",
+    ),
 }
 """Bench -> its module, with `main(argv) -> int`, and its question."""
 
@@ -39,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     name, *options = argv
     if name not in BENCHES:
-        print(f"eval bench: unknown bench {name!r}; choose from {', '.join(BENCHES)}", file=sys.stderr)
+        print(
+            f"eval bench: unknown bench {name!r}; choose from {', '.join(BENCHES)}", file=sys.stderr
+        )
         return 2
     return int(import_module(BENCHES[name][0]).main(options))

@@ -2,13 +2,15 @@
 
     python -m eval bench preprocess [--batch 1 10 32] [--chunks 64] [--neighbors 10] [--rounds 8] [-- FLAGS]
 
-One server with moved KV, and the command a user runs (`python -m sglang_chunkcache.preprocess`). In each round every arm, so many
-requests in flight, gets a block of chunks that nobody has seen: all alone, then each behind --neighbors others of its block. The
-command is run once more: what store or storage have kept is not computed again. They and the KV pool are emptied between. A
-ratio is that of medians, of the first arm's seconds over an arm's: above 1, the arm is faster. Seconds are the command's own,
-without its start. With --storage-mib a storage on disk is below the store.
+One server with moved KV, and the command a user runs (`python -m sglang_chunkcache.preprocess`). In
+each round every arm, so many requests in flight, gets a block of chunks that nobody has seen: all
+alone, then each behind --neighbors others of its block. The command is run once more: what store or
+storage have kept is not computed again. They and the KV pool are emptied between. A ratio is that
+of medians, of the first arm's seconds over an arm's: above 1, the arm is faster. Seconds are the
+command's own, without its start. With --storage-mib a storage on disk is below the store.
 
-The random model has the shape of --params cut to --layers; only times are meaningful. It runs in the repository's root.
+The random model has the shape of --params cut to --layers; only times are meaningful. It runs in
+the repository's root.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ from sglang_chunkcache.removed import add_removed_flags
 PASSES = {"alone": "alone_s", "behind_neighbors": "behind_s"}
 """Of the command -> seconds a chunk."""
 NOTE = (
-    "chunks/s: both passes, each chunk alone and behind its neighbors; faster: above 1, than the first row; "
-    "kept, computed: of a block's requests by the same command once more"
+    "chunks/s: both passes, each chunk alone and behind its neighbors; faster: above 1, than the"
+    " first row; kept, computed: of a block's requests by the same command once more"
 )
 
 
@@ -62,14 +64,20 @@ class Blocks:
             raise CommandError(f"preprocess: not every chunk was computed: {result}")
         again = _output(command)
         self._empty()
-        metrics = {seconds: result[name]["seconds"] / result[name]["chunks"] for name, seconds in PASSES.items()}
+        metrics = {
+            seconds: result[name]["seconds"] / result[name]["chunks"]
+            for name, seconds in PASSES.items()
+        }
         stored = [rank["num_variants"] for rank in result["stores"]]
         return {
             "metrics": {**metrics, "chunk_s": sum(metrics.values())},
             "chunk_tokens": result["alone"]["chunk_tokens"] / result["alone"]["chunks"],
             "neighbors": result["behind_neighbors"]["neighbors"],
             "entries": sum([rank["num_entries"] for rank in result["storages"]] or stored),
-            "again": {name: sum(again[each][name] for each in PASSES) for name in ("kept", "chunks", "seconds")},
+            "again": {
+                name: sum(again[each][name] for each in PASSES)
+                for name in ("kept", "chunks", "seconds")
+            },
         }
 
     # Private, in order of use
@@ -85,7 +93,14 @@ class Blocks:
                 for name, drawn in ((name, rng.sample(names, num_neighbors + 1)) for name in names)
             ),
         }
-        command = [sys.executable, "-m", "sglang_chunkcache.preprocess", "--url", self._url, "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "sglang_chunkcache.preprocess",
+            "--url",
+            self._url,
+            "--json",
+        ]
         command += ["--batch", str(batch), "--top-n", str(num_neighbors)]
         for name, lines in rows.items():
             path = self._folder / f"{name}.jsonl"
@@ -102,10 +117,12 @@ class Blocks:
 def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     """One row an arm."""
     done = [arms for _, arms in by_cell(samples)]
-    rows = [_row(arm, next(iter(arms.values())), taken) for arms in done for arm, taken in arms.items()]
+    rows = [
+        _row(arm, next(iter(arms.values())), taken) for arms in done for arm, taken in arms.items()
+    ]
     verdict = [
-        f"{row['requests in flight']} in flight: {row['chunks/s']} chunks a second, {row['faster']} times as fast as "
-        f"{rows[0]['requests in flight']}."
+        f"{row['requests in flight']} in flight: {row['chunks/s']} chunks a second, {row['faster']}"
+        f" times as fast as {rows[0]['requests in flight']}."
         for row in rows
     ]
     tables = [table("Chunks a second by requests in flight", rows, NOTE)]
@@ -121,7 +138,12 @@ def main(argv: Sequence[str]) -> int:
         model = str(write_random_model(folder / "model", shape, [" ".join(WORDS)] * 50))
         blocks = Blocks(stack.enter_context(_server(args, model, folder)).url, args, folder)
         cell = {"chunk_tokens": args.chunk_tokens, "neighbors": args.neighbors}
-        take_rounds(run, cell, {str(batch): partial(blocks.sample, batch) for batch in args.batch}, args.rounds)
+        take_rounds(
+            run,
+            cell,
+            {str(batch): partial(blocks.sample, batch) for batch in args.batch},
+            args.rounds,
+        )
     tell(run)
     return 0
 
@@ -130,7 +152,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _output(command: Sequence[str]) -> dict[str, Any]:
-    """What the command says. Chunks that were refused, lost or evicted, or lack neighbours, make a rate of nothing."""
+    """What the command says. Chunks that were refused, lost or evicted, or lack neighbours,
+    make a rate of nothing."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CommandError(f"preprocess: {done.stderr.strip()[-500:]}")
@@ -143,7 +166,8 @@ def _row(arm: str, base: Sequence[Sample], taken: Sequence[Sample]) -> Row:
         return round(1 / quantile([one["metrics"][metric] for one in taken], 0.5), 2)
 
     found: Mapping[str, int] = {
-        kind: sum(one["neighbors"][kind] for one in taken) for kind in ("moved", "computed", "missing")
+        kind: sum(one["neighbors"][kind] for one in taken)
+        for kind in ("moved", "computed", "missing")
     }
     return {
         "requests in flight": int(arm),
@@ -170,12 +194,24 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--batch", type=int, nargs="+", default=[1, 10, 32], help="requests in flight; the first one is compared with")
+    add(
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1, 10, 32],
+        help="requests in flight; the first one is compared with",
+    )
     add("--chunks", type=int, default=64, help="in a block")
     add("--neighbors", type=int, default=10, help="before a chunk")
     add("--chunk-tokens", type=int, default=256)
     add("--rounds", type=int, default=8, help="measured blocks of each arm, after one of warm-up")
-    add("--params", type=int, choices=sorted(SHAPES), default=100, help="millions of the random model's parameters")
+    add(
+        "--params",
+        type=int,
+        choices=sorted(SHAPES),
+        default=100,
+        help="millions of the random model's parameters",
+    )
     add("--layers", type=int, default=2, help="of the random model")
     add("--storage-mib", type=int, help="of a storage on disk below the store (default: none)")
     add("--threads", type=int, help="OMP_NUM_THREADS of the server (default: its own)")
@@ -194,18 +230,28 @@ def _server(args: argparse.Namespace, model: str, folder: Path) -> Server:
     chunk = args.chunk_tokens + 16
     prompt = (args.neighbors + 1) * chunk
     budget = max(2 * prompt, max(args.batch) * chunk)
-    # A block's chunks, what is in flight with its neighbours, and what a prefill may take: nothing is evicted and computed again.
+    # A block's chunks, what is in flight with its neighbours, and what a prefill may take: nothing
+    # is evicted and computed again.
     pool = 2 * args.chunks * chunk + 2 * max(args.batch) * prompt + budget
     flags = [
         *("--model-path", model, "--reuse", "fused", "--max-total-tokens", str(pool)),
         *("--max-running-requests", str(max(args.batch))),
         *("--chunkcache-calibrate", "off", *serve_arms.UNAUDITED, *serve_arms.EVERY_SERVER),
-        # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces would slow it down.
+        # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces
+        # would slow it down.
         *("--chunked-prefill-size", "-1", "--max-prefill-tokens", str(budget)),
     ]
     if args.storage_mib:
-        flags += ["--chunkcache-storage-backend", "file", "--chunkcache-storage-mib", str(args.storage_mib)]
-        flags += ["--chunkcache-storage-backend-extra-config", json.dumps({"directory": str(folder / "kept")})]
+        flags += [
+            "--chunkcache-storage-backend",
+            "file",
+            "--chunkcache-storage-mib",
+            str(args.storage_mib),
+        ]
+        flags += [
+            "--chunkcache-storage-backend-extra-config",
+            json.dumps({"directory": str(folder / "kept")}),
+        ]
     env = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
     log = args.logs / "preprocess.log"
     return Server([*flags, *args.server_flags], log=log, env=env, timeout_s=args.start_limit_s)

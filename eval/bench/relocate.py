@@ -2,16 +2,17 @@
 
     python -m eval bench relocate [--device cuda | cpu] [--quick]
 
-Moves random KV, in a pool with SGLang's layout (SGLang need not be installed), to other slots and positions. Slots are in order
-(`contiguous`) or random (`scattered`):
+Moves random KV, in a pool with SGLang's layout (SGLang need not be installed), to other slots and
+positions. Slots are in order (`contiguous`) or random (`scattered`):
 
     move     pool to pool, keys rotated             write    a blob on the device into the pool, keys rotated
     read     pool to blob, keys rotated back        load     as `write`, from host memory: pageable, as in the store, and
                                                              pinned
 
-each by the kernel and by torch, layer by layer; on the CPU by torch alone. A rate is the number of bytes read and written, each
-counted once, over the time; the share is that rate over the rate of a plain copy of as many bytes (`load`: to the device) in the
-same round. Every round measures all arms in a rotating order; shares are of medians, with 95% bootstrap intervals over rounds.
+each by the kernel and by torch, layer by layer; on the CPU by torch alone. A rate is the number of
+bytes read and written, each counted once, over the time; the share is that rate over the rate of a
+plain copy of as many bytes (`load`: to the device) in the same round. Every round measures all arms
+in a rotating order; shares are of medians, with 95% bootstrap intervals over rounds.
 
 If both run, kernel and torch must give the same bits, or the command fails.
 """
@@ -45,7 +46,8 @@ ROUNDS = 30
 
 @dataclass(frozen=True)
 class Pool:
-    """The attributes of SGLang's pool that relocate.py uses: [slots, num_kv_heads, head_dim] per layer; slot 0 is not used."""
+    """The attributes of SGLang's pool that relocate.py uses:
+    [slots, num_kv_heads, head_dim] per layer; slot 0 is not used."""
 
     k_buffer: list[Tensor]
     v_buffer: list[Tensor]
@@ -53,7 +55,8 @@ class Pool:
 
 
 class Arm(NamedTuple):
-    """One way of moving the bytes, and the name of the plain copy that it is compared with (None: it is one itself)."""
+    """One way of moving the bytes, and the name of the plain copy that it is compared with (None:
+    it is one itself)."""
 
     work: Callable[[], object]
     against: str | None
@@ -65,7 +68,9 @@ class Bench:
     def __init__(self, shape: str, num_tokens: int, slots: str, device: torch.device) -> None:
         num_layers, *head = SHAPES[shape]
         sizes = (2, num_layers, 1 + 2 * num_tokens, *head)
-        keys, values = (list(side) for side in torch.randn(sizes, dtype=torch.bfloat16, device=device))
+        keys, values = (
+            list(side) for side in torch.randn(sizes, dtype=torch.bfloat16, device=device)
+        )
         self.pool, self.buffers = Pool(keys, values), [*keys, *values]
         frequencies = ROPE_BASE ** (-torch.arange(0, head[1], 2) / head[1])
         angles = (torch.arange(2 * num_tokens)[:, None] * frequencies).to(device)
@@ -101,16 +106,23 @@ class Bench:
         if not is_cuda:
             return arms
         pageable = self.blob[0].cpu(), self.blob[1].cpu()
-        for memory, blob in (("pageable", pageable), ("pinned", (pageable[0].pin_memory(), pageable[1].pin_memory()))):
+        for memory, blob in (
+            ("pageable", pageable),
+            ("pinned", (pageable[0].pin_memory(), pageable[1].pin_memory())),
+        ):
             arms[f"upload/{memory}"] = Arm(partial(self._upload, blob), None)
-            arms[f"load/{memory}"] = Arm(partial(self.write, blob=blob, use_kernel=True), f"upload/{memory}")
+            arms[f"load/{memory}"] = Arm(
+                partial(self.write, blob=blob, use_kernel=True), f"upload/{memory}"
+            )
         return arms
 
     def wrong(self) -> list[str]:
         """The operations for which kernel and torch give other bits."""
         found = []
         for name, work in (("move", self.move), ("write", self.write), ("read", self.read)):
-            one, other = (self._outcome(partial(work, use_kernel=use_kernel)) for use_kernel in (True, False))
+            one, other = (
+                self._outcome(partial(work, use_kernel=use_kernel)) for use_kernel in (True, False)
+            )
             if not all(map(torch.equal, one, other)):
                 found.append(name)
         return found
@@ -126,7 +138,8 @@ class Bench:
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
-    """GB/s of each arm and its share of the plain copy's rate; `wrong`: where kernel and torch give other bits."""
+    """GB/s of each arm and its share of the plain copy's rate;
+    `wrong`: where kernel and torch give other bits."""
     rows = []
     for cell, arms in by_cell(samples):
         for arm, taken in arms.items():
@@ -138,25 +151,38 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     wrong = sorted({f"{one['cell']}: {name}" for one in samples for name in one["wrong"]})
     verdict = [f"{where}: kernel and torch give other bits" for where in wrong]
     verdict += [
-        f"{row['tokens']} tokens, {row['slots']}: the kernel moves at {row['share of a plain copy']} of a copy's rate."
+        f"{row['tokens']} tokens, {row['slots']}: the kernel moves at"
+        f" {row['share of a plain copy']} of a copy's rate."
         for row in rows
         if row["arm"] == "move/kernel"
     ]
     if any(one["device"] == "cpu" for one in samples):
         verdict.append("Measured on the CPU, torch alone: the GPU figures are missing.")
-    return {"verdict": verdict, "tables": [table("Rates of moving KV", rows)] if rows else [], "wrong": wrong}
+    return {
+        "verdict": verdict,
+        "tables": [table("Rates of moving KV", rows)] if rows else [],
+        "wrong": wrong,
+    }
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure what is missing and print; returns 1 if kernel and torch disagree."""
-    parser = argparse.ArgumentParser(prog="python -m eval bench relocate", description="Rate of moving KV.")
-    parser.add_argument("--device", choices=TOKENS, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--quick", action="store_true", help="the small shape, 256 tokens, 3 rounds: does it run?")
+    parser = argparse.ArgumentParser(
+        prog="python -m eval bench relocate", description="Rate of moving KV."
+    )
+    parser.add_argument(
+        "--device", choices=TOKENS, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="the small shape, 256 tokens, 3 rounds: does it run?"
+    )
     add_out_option(parser)
     args = parser.parse_args(argv)
     device = torch.device(args.device)
     timed = create_timer(device)
-    shapes, tokens, num_rounds = (("small",), (256,), 3) if args.quick else (SHAPES, TOKENS[args.device], ROUNDS)
+    shapes, tokens, num_rounds = (
+        (("small",), (256,), 3) if args.quick else (SHAPES, TOKENS[args.device], ROUNDS)
+    )
     with open_run("relocate", args, summarize) as run:
         for shape, num_tokens, slots in product(shapes, tokens, SLOTS):
             bench = Bench(shape, num_tokens, slots, device)
@@ -170,5 +196,7 @@ def main(argv: Sequence[str]) -> int:
                 return {**about, "against": arm.against, "metrics": {"moved_s": timed(arm.work)}}
 
             arms = {name: partial(take, arm=arm) for name, arm in bench.arms().items()}
-            take_rounds(run, {"shape": shape, "tokens": num_tokens, "slots": slots}, arms, num_rounds)
+            take_rounds(
+                run, {"shape": shape, "tokens": num_tokens, "slots": slots}, arms, num_rounds
+            )
     return 1 if tell(run)["wrong"] else 0

@@ -3,7 +3,8 @@
     python -m eval bench reuse [--tokens 2000 6000] [--ratios 0 0.05 ...] [--selectors query none ...] [--pairs 20] [--stock]
                                [-- FLAGS]
 
-One server of ours, one client, one request at a time. A round sends one request of every arm, in a rotating order:
+One server of ours, one client, one request at a time. A round sends one request of every arm, in a
+rotating order:
 
     full           no chunk reused: the time that reuse must beat
     exact          the same prompt repeated: the minimum time of a request
@@ -11,16 +12,17 @@ One server of ours, one client, one request at a time. A round sends one request
     planned/host   moved from the store if the server estimates that this pays, first selector, 15%; likewise planned/device
     stock          with --stock: stock SGLang, same flags, the chunks in the user message, nothing reused
 
-The first selector has every ratio from both sources, the others 15% from the store, or R of SEL=R. SEL@N reads the N-th layer,
-for KV and question alike, instead of those that the server would.
+The first selector has every ratio from both sources, the others 15% from the store, or R of SEL=R.
+SEL@N reads the N-th layer, for KV and question alike, instead of those that the server would.
 
-A share is an arm's median time over that of `full`, with a bootstrap interval over rounds; below 1, moving pays. The crossover is
-the ratio where the share reaches 1, interpolated linearly. Every measured prompt has a unique head, cached by a short request
-before it: exactly the head is an exact hit, nothing is a fused hit, and the fates of each answer must show this. Samples that do
-not are kept, shown and counted as wrong, and the command fails.
+A share is an arm's median time over that of `full`, with a bootstrap interval over rounds; below 1,
+moving pays. The crossover is the ratio where the share reaches 1, interpolated linearly. Every
+measured prompt has a unique head, cached by a short request before it: exactly the head is an exact
+hit, nothing is a fused hit, and the fates of each answer must show this. Samples that do not are
+kept, shown and counted as wrong, and the command fails.
 
-Phases are the server's own times (`chunkcache.reuse.ms`); on a GPU they are the host's, which does not wait for queued work.
-Weights are random, so nothing here measures quality.
+Phases are the server's own times (`chunkcache.reuse.ms`); on a GPU they are the host's, which does
+not wait for queued work. Weights are random, so nothing here measures quality.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ from eval.task import Request, TextChunk
 
 QUESTION_WORDS = 24
 NEIGHBOR = TextChunk("behind", "Behind this.")
-"""Stored chunks are computed after it. Of equal sources the server prefers a preprocessed one to a device copy."""
+"""Stored chunks are computed after it.
+Of equal sources the server prefers a preprocessed one to a device copy."""
 MAX_DRAINS = 1000
 """If chunks still wait for the store after this many requests, the bench fails."""
 OUR_FLAGS = [
@@ -64,12 +67,16 @@ OUR_FLAGS = [
 ]
 """Only preprocessing fills the store, scored for the selectors that read scores."""
 SOURCES = ("host", "device")
-ROUTES = {"ours": serve_arms.Arm("ours", "", route="rag"), "stock": serve_arms.Arm("stock", "", route="chat")}
+ROUTES = {
+    "ours": serve_arms.Arm("ours", "", route="rag"),
+    "stock": serve_arms.Arm("stock", "", route="chat"),
+}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One kind of request. `kind`: full, exact, stock, fused or planned; the other fields are for the last two."""
+    """One kind of request. `kind`: full, exact, stock, fused or planned;
+    the other fields are for the last two."""
 
     kind: str
     source: str = "device"
@@ -81,7 +88,9 @@ class Arm:
         """As samples have it."""
         if self.kind == "planned":
             return f"planned/{self.source}"
-        return self.kind if self.kind != "fused" else f"{self.selector}/{self.source}/{self.ratio:g}"
+        return (
+            self.kind if self.kind != "fused" else f"{self.selector}/{self.source}/{self.ratio:g}"
+        )
 
 
 def arms_of(selectors: Sequence[str], ratios: Sequence[float], *, stock: bool) -> list[Arm]:
@@ -92,7 +101,9 @@ def arms_of(selectors: Sequence[str], ratios: Sequence[float], *, stock: bool) -
     arms += [Arm("planned", source, swept, PLANNED_RATIO) for source in SOURCES]
     for other in others:
         name, _, ratio = other.partition("=")
-        arms.append(Arm("fused", "host", name, 0.0 if name == "none" else float(ratio or PLANNED_RATIO)))
+        arms.append(
+            Arm("fused", "host", name, 0.0 if name == "none" else float(ratio or PLANNED_RATIO))
+        )
     return arms
 
 
@@ -106,21 +117,34 @@ def choice_of(selector: str) -> dict[str, Any]:
 
 
 class Bench:
-    """Sends the requests of all arms for one prompt length, and flushes the caches before the pool is full.
+    """Sends the requests of all arms for one prompt length, and flushes the caches before the pool
+    is full.
 
     Args:
         urls: "ours", which must get no other requests, and "stock" if there is such an arm.
         num_tokens: about as many tokens have all chunks of a prompt, rounded to whole chunks.
     """
 
-    def __init__(self, urls: Mapping[str, str], num_tokens: int, chunk_tokens: int, runner: asyncio.Runner) -> None:
+    def __init__(
+        self, urls: Mapping[str, str], num_tokens: int, chunk_tokens: int, runner: asyncio.Runner
+    ) -> None:
         self._urls, self._runner = urls, runner
-        count = int(post(urls["ours"] + "/tokenize", {"prompt": random_text("tokenizer", 1000)})["count"])
-        num_words, self._num_chunks = round(chunk_tokens * 1000 / count), max(2, round(num_tokens / chunk_tokens))
-        # The host store holds the one set of chunks, the device the other, since what both hold says nothing of either.
-        names = {source: [f"{source} {number}" for number in range(self._num_chunks)] for source in SOURCES}
+        count = int(
+            post(urls["ours"] + "/tokenize", {"prompt": random_text("tokenizer", 1000)})["count"]
+        )
+        num_words, self._num_chunks = (
+            round(chunk_tokens * 1000 / count),
+            max(2, round(num_tokens / chunk_tokens)),
+        )
+        # The host store holds the one set of chunks, the device the other, since what both hold
+        # says nothing of either.
+        names = {
+            source: [f"{source} {number}" for number in range(self._num_chunks)]
+            for source in SOURCES
+        }
         self._chunks = {
-            source: [TextChunk(name, random_text(name, num_words)) for name in names[source]] for source in SOURCES
+            source: [TextChunk(name, random_text(name, num_words)) for name in names[source]]
+            for source in SOURCES
         }
         self._rng, self._num_sent = random.Random(0), 0
         self._fill()
@@ -131,7 +155,8 @@ class Bench:
         return stats
 
     def sample(self, arm: Arm) -> Sample:
-        """Send one request of an arm; what its answer says, and in `wrong` how that differs from the arm."""
+        """Send one request of an arm; what its answer says, and in `wrong` how that differs from
+        the arm."""
         if self._is_full():
             self._fill()
         if arm.kind == "exact":
@@ -141,8 +166,13 @@ class Bench:
         else:
             fused = {"mode": "fused", "ratio": arm.ratio, **choice_of(arm.selector)}
             fused["move"] = "pays" if arm.kind == "planned" else "always"
-            answer = self._send(self._prompt(arm.source), {"mode": "exact"} if arm.kind == "full" else fused)
-        return {**answer, "wrong": wrong_fates(arm, answer, self._areas[arm.source], self._num_chunks)}
+            answer = self._send(
+                self._prompt(arm.source), {"mode": "exact"} if arm.kind == "full" else fused
+            )
+        return {
+            **answer,
+            "wrong": wrong_fates(arm, answer, self._areas[arm.source], self._num_chunks),
+        }
 
     # Private, in order of use
 
@@ -150,24 +180,40 @@ class Bench:
         return bool(self.rank()["free"] < 3 * max(self._areas.values()))
 
     def _fill(self) -> None:
-        """Empty the caches, then put one set of chunks into the store and the other into the tree, as the `exact` prompt."""
+        """Empty the caches, then put one set of chunks into the store and the other into the tree,
+        as the `exact` prompt."""
         ours = self._urls["ours"]
         for url in self._urls.values():
             get(url + "/flush_cache?timeout=60")
         post(ours + "/chunkcache/clear_store")
         for chunk in self._chunks["host"]:
-            post(ours + "/chunkcache/preprocess", {"chunk": asdict(chunk), "neighbors": [asdict(NEIGHBOR)]})
+            post(
+                ours + "/chunkcache/preprocess",
+                {"chunk": asdict(chunk), "neighbors": [asdict(NEIGHBOR)]},
+            )
         self._drain()
         self._first, self._areas = self._prompt("device"), dict[str, int]()
         for source, chunks in self._chunks.items():
-            messages = [{"role": "system", "content": self._first.system}, {"role": "user", "content": "Which?"}]
-            asked = {"messages": messages, "chunks": [*map(asdict, chunks)], "order": "retriever", "max_tokens": 1}
+            messages = [
+                {"role": "system", "content": self._first.system},
+                {"role": "user", "content": "Which?"},
+            ]
+            asked = {
+                "messages": messages,
+                "chunks": [*map(asdict, chunks)],
+                "order": "retriever",
+                "max_tokens": 1,
+            }
             spans = post(ours + "/chunkcache/explain", asked)["spans"]
             self._areas[source] = spans[-1]["end"] - spans[0]["start"]
         if self._is_full():
-            raise CommandError(f"--max-total-tokens is too small for prompts of {max(self._areas.values())} tokens")
+            raise CommandError(
+                f"--max-total-tokens is too small for prompts of {max(self._areas.values())} tokens"
+            )
         if (stored := self.rank()["store"]["num_chunks"]) < self._num_chunks:  # and the neighbour
-            raise CommandError(f"the store holds {stored} of {self._num_chunks} chunks: --store-mib is too small")
+            raise CommandError(
+                f"the store holds {stored} of {self._num_chunks} chunks: --store-mib is too small"
+            )
         self._send(self._first, {"mode": "exact"})
 
     def _drain(self) -> None:
@@ -176,11 +222,15 @@ class Bench:
             if not self.rank()["store"]["pending"]:
                 return
             message = {"role": "user", "content": f"{number} {self._rng.random()}"}
-            post(self._urls["ours"] + "/rag/v1/chat/completions", {"messages": [message], "max_tokens": 1})
+            post(
+                self._urls["ours"] + "/rag/v1/chat/completions",
+                {"messages": [message], "max_tokens": 1},
+            )
         raise CommandError("chunks wait for the store and never enter it")
 
     def _prompt(self, source: str, server: str = "ours") -> Request:
-        """Chunks in a new order after a head that no other prompt has. Sends a short request that caches the head."""
+        """Chunks in a new order after a head that no other prompt has.
+        Sends a short request that caches the head."""
         self._num_sent += 1
         system = f"{self._num_sent:06d} {random_text(f'head {self._num_sent}', 6)}"
 
@@ -197,7 +247,15 @@ class Bench:
 
         async def once() -> Any:
             async with open_session(timeout_s=600) as session:
-                return await send(session, self._urls[server], ROUTES[server], request, (), max_new_tokens=1, body=body)
+                return await send(
+                    session,
+                    self._urls[server],
+                    ROUTES[server],
+                    request,
+                    (),
+                    max_new_tokens=1,
+                    body=body,
+                )
 
         answer = self._runner.run(once())
         if answer.error or answer.prompt_tokens is None:
@@ -235,7 +293,9 @@ def wrong_fates(arm: Arm, sample: Mapping[str, Any], area: int, num_chunks: int)
     fates, head, is_fused = sample["fates"], sample["head_tokens"], arm.kind == "fused"
     asked = math.ceil(arm.ratio * area - 1e-6)
     # The ratio of `context` follows from the scores and the focus.
-    chosen = {"none": (0, 0), "context": (0, area)}.get(arm.selector, (asked, min(area, asked + num_chunks)))
+    chosen = {"none": (0, 0), "context": (0, area)}.get(
+        arm.selector, (asked, min(area, asked + num_chunks))
+    )
     expected = {
         "exact": (fates["exact"], (head + area, math.inf) if arm.kind == "exact" else (head, head)),
         "moved": (fates["relocated"] + fates["recomputed"], (area, area) if is_fused else (0, 0)),
@@ -246,12 +306,16 @@ def wrong_fates(arm: Arm, sample: Mapping[str, Any], area: int, num_chunks: int)
         for fate, (found, (low, high)) in expected.items()
         if not low <= found <= high
     ]
-    # `context` may choose between two equally good sources, one of them left in the tree by preprocessing.
+    # `context` may choose between two equally good sources, one of them left in the tree by
+    # preprocessing.
     allowed = set(SOURCES) if arm.selector == "context" else {arm.source}
-    if is_fused and (len(sample["sources"]) != num_chunks or not allowed.issuperset(sample["sources"])):
+    if is_fused and (
+        len(sample["sources"]) != num_chunks or not allowed.issuperset(sample["sources"])
+    ):
         reasons.append(f"sources {sample['sources']}")
     other = sample["other"]
-    if arm.kind == "full":  # nothing was to be reused: the reasons are why exact reuse found nothing
+    # nothing was to be reused: the reasons are why exact reuse found nothing
+    if arm.kind == "full":
         other = {**other, "fallbacks": []}
     return reasons + [f"{name} {found}" for name, found in other.items() if found]
 
@@ -273,7 +337,10 @@ def main(argv: Sequence[str]) -> int:
             takes = {arm.name: partial(_take, bench, arm) for arm in arms}
             take_rounds(run, {"tokens": num_tokens}, takes, args.pairs)
             if evicted := bench.rank()["evicted_chunks"]:
-                raise CommandError(f"{evicted} chunks were evicted, so other arms moved less: more --max-total-tokens")
+                raise CommandError(
+                    f"{evicted} chunks were evicted, so other arms moved less: more"
+                    " --max-total-tokens"
+                )
     return 1 if tell(run)["wrong"] else 0
 
 
@@ -283,18 +350,34 @@ def _take(bench: Bench, arm: Arm, number: int) -> Sample:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m eval bench reuse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval bench reuse",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--tokens", type=int, nargs="+", default=[2000, 6000], help="lengths of the chunks together")
+    add(
+        "--tokens", type=int, nargs="+", default=[2000, 6000], help="lengths of the chunks together"
+    )
     add("--ratios", type=float, nargs="+", default=[0, 0.05, 0.15, 0.3, 0.5, 1])
-    add("--selectors", nargs="+", default=["critical", "query", "none", "first", "deviation", "context"])
+    add(
+        "--selectors",
+        nargs="+",
+        default=["critical", "query", "none", "first", "deviation", "context"],
+    )
     add("--pairs", type=int, default=20, help="measured rounds a length, after one of warm-up")
     add("--chunk-tokens", type=int, default=256)
-    add("--model-path", help="default: a random model of 100 million parameters; only times are meaningful")
+    add(
+        "--model-path",
+        help="default: a random model of 100 million parameters; only times are meaningful",
+    )
     add("--stock", action="store_true", help="measure stock SGLang too")
     add("--threads", type=int, help="OMP_NUM_THREADS of the servers (default: theirs)")
-    add("--max-total-tokens", type=int, default=200_000, help="our KV pool; flushed between requests when it is full")
+    add(
+        "--max-total-tokens",
+        type=int,
+        default=200_000,
+        help="our KV pool; flushed between requests when it is full",
+    )
     add("--store-mib", type=int, default=4096, help="our store; must hold the chunks of one length")
     add("--start-limit-s", type=float, default=300.0, help="seconds until a server must be ready")
     add("--logs", type=Path, default=Path("logs"))
@@ -307,11 +390,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _server(args: argparse.Namespace, name: str, model: str) -> Server:
-    # Stock gets one of several requests, and both servers are flushed together: a quarter of the pool is enough for it.
+    # Stock gets one of several requests, and both servers are flushed together: a quarter of the
+    # pool is enough for it.
     num_slots = args.max_total_tokens // (1 if name == "ours" else 4)
     flags = ["--model-path", model, "--max-total-tokens", str(num_slots), "--enable-cache-report"]
     if args.model_path is None:
-        # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces would slow `full` down.
+        # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces
+        # would slow `full` down.
         flags += ["--chunked-prefill-size", "-1"]
     if name == "ours":
         longest = ["--chunkcache-max-pass-tokens", str(2 * max(args.tokens))]

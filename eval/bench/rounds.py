@@ -1,4 +1,5 @@
-"""What the benches share: rounds in which each arm is measured once, samples by cell, and times of work on a device."""
+"""What the benches share: rounds in which each arm is measured once, samples by cell,
+and times of work on a device."""
 
 from __future__ import annotations
 
@@ -22,13 +23,21 @@ Timer = Callable[[Callable[[], object]], float]
 Take = Callable[[int], Mapping[str, Any]]
 """An arm: the number of a round -> the rest of its sample."""
 WARM_UP_MS, REP_MS = 1, 20
-"""Short, since a bench repeats all of its arms in turn; the median of the calls within them is one measured time."""
+"""Short, since a bench repeats all of its arms in turn;
+the median of the calls within them is one measured time."""
 
 
-def take_rounds(run: Run, cell: Mapping[str, Any], arms: Mapping[str, Take], num_rounds: int) -> None:
-    """Take the rounds of a cell that the run lacks, each written at once; round 0 is a warm-up, `num_rounds` follow."""
+def take_rounds(
+    run: Run, cell: Mapping[str, Any], arms: Mapping[str, Take], num_rounds: int
+) -> None:
+    """Take the rounds of a cell that the run lacks, each written at once;
+    round 0 is a warm-up, `num_rounds` follow."""
     name = "/".join(map(str, cell.values()))
-    missing = [number for number in range(num_rounds + 1) if f"{name}/{number}/{next(iter(arms))}" not in run]
+    missing = [
+        number
+        for number in range(num_rounds + 1)
+        if f"{name}/{number}/{next(iter(arms))}" not in run
+    ]
     for number in tracked(name, missing):
         taken = {arm: arms[arm](number) for arm in turned(list(arms), number)}
         about = {"cell": dict(cell), "request": str(number), "warm_up": not number}
@@ -36,30 +45,40 @@ def take_rounds(run: Run, cell: Mapping[str, Any], arms: Mapping[str, Take], num
 
 
 def turned(arms: Sequence[str], number: int) -> list[str]:
-    """The order of round `number`: each arm is first once in every `len(arms)` rounds, and odd rounds run backwards."""
+    """The order of round `number`: each arm is first once in every `len(arms)` rounds,
+    and odd rounds run backwards."""
     start = number % len(arms)
     order = [*arms[start:], *arms[:start]]
     return order if number % 2 == 0 else order[::-1]
 
 
 def by_cell(samples: Sequence[Sample]) -> Iterator[tuple[Row, dict[str, list[Sample]]]]:
-    """Each cell and its samples by arm, without warm-up; arms in the order of their first samples."""
-    for cell, taken in grouped([one for one in samples if not one.get("warm_up")], itemgetter("cell")):
+    """Each cell and its samples by arm, without warm-up;
+    arms in the order of their first samples."""
+    for cell, taken in grouped(
+        [one for one in samples if not one.get("warm_up")], itemgetter("cell")
+    ):
         yield cell, dict(grouped(taken, itemgetter("arm")))
 
 
 def ratio(base: Sequence[Sample], taken: Sequence[Sample], metric: str) -> dict[str, Any]:
-    """The contrast of medians of the base over those of an arm, over rounds that have both: above 1, the arm is faster."""
-    return contrast([(a["metrics"][metric], b["metrics"][metric]) for a, b in zip(base, taken, strict=True)])
+    """The contrast of medians of the base over those of an arm, over rounds that have both:
+    above 1, the arm is faster."""
+    return contrast(
+        [(a["metrics"][metric], b["metrics"][metric]) for a, b in zip(base, taken, strict=True)]
+    )
 
 
-def told_ratio(base: Sequence[Sample], taken: Sequence[Sample], metric: str, digits: int = 3) -> str:
+def told_ratio(
+    base: Sequence[Sample], taken: Sequence[Sample], metric: str, digits: int = 3
+) -> str:
     """`ratio` with its interval as text."""
     return interval(ratio(base, taken, metric), digits)
 
 
 def create_timer(device: torch.device) -> Timer:
-    """Work on CUDA by `triton.testing.do_bench` (events, L2 overwritten before each call), elsewhere by wall time.
+    """Work on CUDA by `triton.testing.do_bench` (events, L2 overwritten before each call),
+    elsewhere by wall time.
 
     Raises CommandError without CUDA if it is asked for.
     """
@@ -68,10 +87,14 @@ def create_timer(device: torch.device) -> Timer:
     if device.type != "cuda":
         return _wall_s
     if not torch.cuda.is_available():
-        raise CommandError("there is no CUDA device; --device cpu goes through everything without it")
+        raise CommandError(
+            "there is no CUDA device; --device cpu goes through everything without it"
+        )
     from triton.testing import do_bench
 
-    return lambda work: float(do_bench(work, warmup=WARM_UP_MS, rep=REP_MS, return_mode="median")) / 1000
+    return lambda work: (
+        float(do_bench(work, warmup=WARM_UP_MS, rep=REP_MS, return_mode="median")) / 1000
+    )
 
 
 def _wall_s(work: Callable[[], object]) -> float:

@@ -1,17 +1,20 @@
-"""Does a storage below the store cost time? Time to first token with one over that without, whatever the storage does.
+"""Does a storage below the store cost time? Time to first token with one over that without,
+whatever the storage does.
 
     python -m eval bench storage [--states healthy slowed hanging refusing] [--tokens 2000] [--pairs 60] [-- FLAGS]
 
-Two servers run at once, `off` and `on`, one client, one request at a time, all with moved KV: a prompt draws chunks at random
-from a pool that neither the KV pool nor the store in memory holds. Both answer the same requests in turn, each measured one right
-behind a short one that is not measured, of which the storage's thread still has work. `on` has a storage of a class for tests:
+Two servers run at once, `off` and `on`, one client, one request at a time, all with moved KV: a
+prompt draws chunks at random from a pool that neither the KV pool nor the store in memory holds.
+Both answer the same requests in turn, each measured one right behind a short one that is not
+measured, of which the storage's thread still has work. `on` has a storage of a class for tests:
 
     healthy    a dict                    hanging    no call ever returns
     slowed     sleeps, --ms-per-mib      refusing   every call raises
 
-A ratio is the median of the pairs', on over off, with a bootstrap interval; above 1, the storage costs time. It is promised that
-the interval ends at 1.05 at most, and that the ratio of 99th percentiles is at most 1.15. What the thread did is told beside
-them: if it did nothing, the command fails. Weights are random, and only times are meaningful. It runs in the repository's root.
+A ratio is the median of the pairs', on over off, with a bootstrap interval; above 1, the storage
+costs time. It is promised that the interval ends at 1.05 at most, and that the ratio of 99th
+percentiles is at most 1.15. What the thread did is told beside them: if it did nothing, the command
+fails. Weights are random, and only times are meaningful. It runs in the repository's root.
 """
 
 from __future__ import annotations
@@ -55,10 +58,17 @@ POLL_S = 0.05
 class Bench:
     """Sends the same requests to both servers."""
 
-    def __init__(self, urls: Mapping[str, str], args: argparse.Namespace, runner: asyncio.Runner) -> None:
+    def __init__(
+        self, urls: Mapping[str, str], args: argparse.Namespace, runner: asyncio.Runner
+    ) -> None:
         self._urls, self._runner = urls, runner
-        count = int(post(urls["off"] + "/tokenize", {"prompt": random_text("tokenizer", 1000)})["count"])
-        num_words, self._num_chunks = round(args.chunk_tokens * 1000 / count), round(args.tokens / args.chunk_tokens)
+        count = int(
+            post(urls["off"] + "/tokenize", {"prompt": random_text("tokenizer", 1000)})["count"]
+        )
+        num_words, self._num_chunks = (
+            round(args.chunk_tokens * 1000 / count),
+            round(args.tokens / args.chunk_tokens),
+        )
         names = [f"chunk {number}" for number in range(args.pool)]
         self._pool = [TextChunk(name, random_text(name, num_words)) for name in names]
 
@@ -67,14 +77,17 @@ class Bench:
         self._send(arm, f"{number} before", self._num_chunks // 4 or 1)
         answer = self._send(arm, str(number), self._num_chunks)
         before = -1
-        while (left := (self.storage() or {"queue": 0})["queue"]) != before:  # the same number twice: none, or it hangs
+        # the same number twice: none, or it hangs
+        while (left := (self.storage() or {"queue": 0})["queue"]) != before:
             before = left
             time.sleep(POLL_S)
         return {**answer, "storage": self.storage() if arm == "on" else None}
 
     def storage(self) -> dict[str, Any] | None:
         """The counters of `on`."""
-        found: dict[str, Any] | None = get(self._urls["on"] + "/chunkcache/stats")["ranks"][0].get("storage")
+        found: dict[str, Any] | None = get(self._urls["on"] + "/chunkcache/stats")["ranks"][0].get(
+            "storage"
+        )
         return found
 
     def _send(self, arm: str, seed: str, num_chunks: int) -> Sample:
@@ -85,7 +98,9 @@ class Bench:
         async def once() -> Any:
             body = {"order": "retriever", "reuse": {"mode": "fused"}}
             async with open_session() as session:
-                return await send(session, self._urls[arm], RAG, request, (), max_new_tokens=1, body=body)
+                return await send(
+                    session, self._urls[arm], RAG, request, (), max_new_tokens=1, body=body
+                )
 
         answer = self._runner.run(once())
         if answer.error or answer.ttft_s is None:
@@ -98,16 +113,27 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     """One row a state; `idle`: states in which the storage's thread did nothing."""
     rows = [_row(cell["storage"], arms["off"], arms["on"]) for cell, arms in by_cell(samples)]
     verdict = [
-        f"{row['storage']}: time to first token with the storage / without {row['on / off']} at the median, "
-        f"{row['p99 on / off']} at p99: {'kept' if row['kept'] else 'NOT kept'}."
+        f"{row['storage']}: time to first token with the storage / without {row['on / off']} at the"
+        f" median, {row['p99 on / off']} at p99: {'kept' if row['kept'] else 'NOT kept'}."
         for row in rows
     ]
-    note = f"kept: the interval ends at or below {MEDIAN_AT_MOST}, the ratio of p99 is at most {P99_AT_MOST}"
-    counted = [{"storage": cell["storage"], **_counts(arms["on"][-1])} for cell, arms in by_cell(samples)]
-    idle = [row["storage"] for row in counted if not any(row[name] for name in (*AT_WORK, "problems"))]
+    note = (
+        f"kept: the interval ends at or below {MEDIAN_AT_MOST}, the ratio of p99 is at most"
+        f" {P99_AT_MOST}"
+    )
+    counted = [
+        {"storage": cell["storage"], **_counts(arms["on"][-1])} for cell, arms in by_cell(samples)
+    ]
+    idle = [
+        row["storage"] for row in counted if not any(row[name] for name in (*AT_WORK, "problems"))
+    ]
     tables = [
         table("Time to first token with a storage", rows, note),
-        table("What its thread did", counted, "counts since the server's start; ms per MiB as it estimates loads"),
+        table(
+            "What its thread did",
+            counted,
+            "counts since the server's start; ms per MiB as it estimates loads",
+        ),
     ]
     return {"verdict": verdict, "tables": tables, "idle": idle}
 
@@ -116,7 +142,10 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _row(state: str, off: Sequence[Sample], on: Sequence[Sample]) -> Row:
-    times = {name: [one["metrics"]["ttft_s"] for one in taken] for name, taken in (("off", off), ("on", on))}
+    times = {
+        name: [one["metrics"]["ttft_s"] for one in taken]
+        for name, taken in (("off", off), ("on", on))
+    }
     pairs = summary([b / a for a, b in zip(times["off"], times["on"], strict=True)], of_median=True)
     p99 = quantile(times["on"], 0.99) / quantile(times["off"], 0.99)
     moved = {name: round(_moved(taken)) for name, taken in (("off", off), ("on", on))}
@@ -148,9 +177,12 @@ def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
     with open_run("storage", args, summarize, without=("logs",)) as run, ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = args.model_path or str(write_random_model(folder, SHAPES[args.params], [" ".join(WORDS)] * 50))
+        model = args.model_path or str(
+            write_random_model(folder, SHAPES[args.params], [" ".join(WORDS)] * 50)
+        )
         runner = stack.enter_context(asyncio.Runner())
-        for state in args.states:  # new servers both: what was asked for before decides what is kept
+        # new servers both: what was asked for before decides what is kept
+        for state in args.states:
             flags = _storage_flags(args, state, folder)
             with _server(args, "off", model, []) as off, _server(args, state, model, flags) as on:
                 bench = Bench({"off": off.url, "on": on.url}, args, runner)
@@ -161,20 +193,54 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m eval bench storage", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval bench storage",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--states", nargs="+", choices=STATES, default=STATES, help="of the storage, one after the other")
+    add(
+        "--states",
+        nargs="+",
+        choices=STATES,
+        default=STATES,
+        help="of the storage, one after the other",
+    )
     add("--tokens", type=int, default=2000, help="length of a prompt's chunks together")
-    add("--pairs", type=int, default=60, help="measured requests of each server and state, after one of warm-up")
+    add(
+        "--pairs",
+        type=int,
+        default=60,
+        help="measured requests of each server and state, after one of warm-up",
+    )
     add("--pool", type=int, default=32, help="chunks that requests draw from")
     add("--chunk-tokens", type=int, default=256)
-    add("--ms-per-mib", type=float, default=1000.0, help="slowed: what a call with so many bytes takes")
+    add(
+        "--ms-per-mib",
+        type=float,
+        default=1000.0,
+        help="slowed: what a call with so many bytes takes",
+    )
     add("--model-path", help="default: a random model; only times are meaningful")
-    add("--params", type=int, choices=sorted(SHAPES), default=100, help="millions of the random model's parameters")
+    add(
+        "--params",
+        type=int,
+        choices=sorted(SHAPES),
+        default=100,
+        help="millions of the random model's parameters",
+    )
     add("--threads", type=int, help="OMP_NUM_THREADS of the servers (default: theirs)")
-    add("--max-total-tokens", type=int, default=10_000, help="KV pool: a few prompts, so that chunks leave the device")
-    add("--store-mib", type=int, default=24, help="store in memory: less than the pool's chunks, so that they leave it")
+    add(
+        "--max-total-tokens",
+        type=int,
+        default=10_000,
+        help="KV pool: a few prompts, so that chunks leave the device",
+    )
+    add(
+        "--store-mib",
+        type=int,
+        default=24,
+        help="store in memory: less than the pool's chunks, so that they leave it",
+    )
     add("--start-limit-s", type=float, default=300.0, help="seconds until a server must be ready")
     add("--logs", type=Path, default=Path("logs"))
     add_out_option(parser)
@@ -192,17 +258,34 @@ def _storage_flags(args: argparse.Namespace, state: str, folder: Path) -> list[s
         "directory": str(folder / state),
     }
     flag = "--chunkcache-storage"
-    return [f"{flag}-backend", "dynamic", f"{flag}-mib", "4096", f"{flag}-backend-extra-config", json.dumps(extra)]
+    return [
+        f"{flag}-backend",
+        "dynamic",
+        f"{flag}-mib",
+        "4096",
+        f"{flag}-backend-extra-config",
+        json.dumps(extra),
+    ]
 
 
 def _server(args: argparse.Namespace, name: str, model: str, flags: Sequence[str]) -> Server:
     shared = [
-        *("--model-path", model, "--reuse", "fused", "--max-total-tokens", str(args.max_total_tokens)),
+        *(
+            "--model-path",
+            model,
+            "--reuse",
+            "fused",
+            "--max-total-tokens",
+            str(args.max_total_tokens),
+        ),
         *("--chunkcache-store-threshold", "1", "--chunkcache-store-mib", str(args.store_mib)),
         *("--chunkcache-calibrate", "off", *serve_arms.UNAUDITED, *serve_arms.EVERY_SERVER),
-        # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces would slow it down.
+        # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces
+        # would slow it down.
         *("--chunked-prefill-size", "-1", "--max-prefill-tokens", str(2 * args.tokens)),
     ]
     env = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
     log = args.logs / f"storage-{name}.log"
-    return Server([*shared, *flags, *args.server_flags], log=log, env=env, timeout_s=args.start_limit_s)
+    return Server(
+        [*shared, *flags, *args.server_flags], log=log, env=env, timeout_s=args.start_limit_s
+    )

@@ -1,19 +1,21 @@
-"""What does a chain cost that is in a slower tier? Time to first token with loads from host memory, disk and network.
+"""What does a chain cost that is in a slower tier? Time to first token with loads from host memory,
+disk and network.
 
     python -m eval bench tiers [--tokens 2000 6000] [--places alone behind hinted] [--rounds 20] [--redis PORT] [-- FLAGS]
 
-One server a tier, in exact mode, all at once. Each prompt is asked for twice before, so that it is where it is looked for; then
-others follow it until it has left all faster tiers:
+One server a tier, in exact mode, all at once. Each prompt is asked for twice before, so that it is
+where it is looked for; then others follow it until it has left all faster tiers:
 
     compute    a KV pool of less than two prompts      disk       host memory of less than two, and a storage in a folder
     host       host memory of all prompts as well      network    the same in a Redis server at --redis; without it there is none
 
-With --waits there is a server on disk for each: requests wait for their loads so long, as a share of computing.
+With --waits there is a server on disk for each: requests wait for their loads so long, as a share
+of computing.
 
-A prompt is measured alone; right behind two half as long that share nothing with it, one request running at a time: while the
-second is computed, a load from disk or network may come; and alone after a hint (`/chunkcache/prefetch`) --ahead-ms before. A
-ratio is that of medians, of computing over the tier: above 1, the load is faster. Weights are random. It runs in the repository's
-root.
+A prompt is measured alone; right behind two half as long that share nothing with it, one request
+running at a time: while the second is computed, a load from disk or network may come; and alone
+after a hint (`/chunkcache/prefetch`) --ahead-ms before. A ratio is that of medians, of computing
+over the tier: above 1, the load is faster. Weights are random. It runs in the repository's root.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ PROMPTS = 1.7
 class Lane:
     """Prompts of one length for all servers."""
 
-    def __init__(self, urls: Mapping[str, str], tokens: int, args: argparse.Namespace, runner: asyncio.Runner) -> None:
+    def __init__(
+        self, urls: Mapping[str, str], tokens: int, args: argparse.Namespace, runner: asyncio.Runner
+    ) -> None:
         self._urls, self._runner, self._ahead_s = urls, runner, args.ahead_ms / 1000
         url = next(iter(urls.values()))
         count = int(post(url + "/tokenize", {"prompt": random_text("tokenizer", 1000)})["count"])
@@ -69,8 +73,11 @@ class Lane:
         for tier, each in urls.items():
             for chunks in self._chunks if tier != "compute" else ():
                 self._sent(each, "computed", chunks)
-                self._sent(each, "found", chunks, num_tokens=4 + tokens // 500)  # about as many are copied after each
-                while (get(each + "/chunkcache/stats")["ranks"][0].get("storage") or {"queue": 0})["queue"]:
+                # about as many are copied after each
+                self._sent(each, "found", chunks, num_tokens=4 + tokens // 500)
+                while (get(each + "/chunkcache/stats")["ranks"][0].get("storage") or {"queue": 0})[
+                    "queue"
+                ]:
                     time.sleep(POLL_S)
 
     def sample(self, arm: str, place: str, number: int) -> Sample:
@@ -78,10 +85,15 @@ class Lane:
         url, chunks = self._urls[arm], self._chunks[number]
         if place == "hinted":
             if arm not in LOADLESS:
-                hint = {"messages": [{"role": "system", "content": SYSTEM}], "texts": [chunk.text for chunk in chunks]}
+                hint = {
+                    "messages": [{"role": "system", "content": SYSTEM}],
+                    "texts": [chunk.text for chunk in chunks],
+                }
                 post(url + "/chunkcache/prefetch", {**hint, "order": "retriever"})
             time.sleep(self._ahead_s)
-        answer = self._sent(url, str(number), chunks, before=f"{number} {place}" if place == "behind" else "")
+        answer = self._sent(
+            url, str(number), chunks, before=f"{number} {place}" if place == "behind" else ""
+        )
         stats = get(url + "/chunkcache/stats")["ranks"][0]
         told = answer.chunkcache or {}
         return {
@@ -93,7 +105,13 @@ class Lane:
         }
 
     def _sent(
-        self, url: str, seed: str, chunks: Sequence[TextChunk], *, before: str = "", num_tokens: int = 1
+        self,
+        url: str,
+        seed: str,
+        chunks: Sequence[TextChunk],
+        *,
+        before: str = "",
+        num_tokens: int = 1,
     ) -> Answer:
         async def both() -> Answer:
             async with open_session() as session:
@@ -104,7 +122,9 @@ class Lane:
                 under_way = []
                 for request in requests:
                     body = {"order": "retriever", "ignore_eos": True}
-                    asking = send(session, url, RAG, request, (), max_new_tokens=num_tokens, body=body)
+                    asking = send(
+                        session, url, RAG, request, (), max_new_tokens=num_tokens, body=body
+                    )
                     under_way.append(asyncio.create_task(asking))
                     await asyncio.sleep(HEAD_START_S)
                 answers = await asyncio.gather(*under_way)
@@ -118,9 +138,14 @@ class Lane:
 
 def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     """One row a length, place and tier."""
-    rows = [_row(cell, arm, arms["compute"], taken) for cell, arms in by_cell(samples) for arm, taken in arms.items()]
+    rows = [
+        _row(cell, arm, arms["compute"], taken)
+        for cell, arms in by_cell(samples)
+        for arm, taken in arms.items()
+    ]
     verdict = [
-        f"{row['tokens']} tokens, {row['place']}: from {row['tier']} {row['compute / tier']} times sooner than computed."
+        f"{row['tokens']} tokens, {row['place']}: from {row['tier']} {row['compute / tier']} times"
+        " sooner than computed."
         for row in rows
         if row["tier"] != "compute"
     ]
@@ -139,12 +164,18 @@ def main(argv: Sequence[str]) -> int:
             with ExitStack() as servers:
                 flags = _flags(args, tokens, folder)
                 urls = {
-                    tier: servers.enter_context(_server(args, tier, tokens, model, flags[tier])).url for tier in flags
+                    tier: servers.enter_context(_server(args, tier, tokens, model, flags[tier])).url
+                    for tier in flags
                 }
                 lane = Lane(urls, tokens, args, runner)
                 for place in args.places:
                     cell = {"tokens": tokens, "place": place}
-                    take_rounds(run, cell, {arm: partial(lane.sample, arm, place) for arm in urls}, args.rounds)
+                    take_rounds(
+                        run,
+                        cell,
+                        {arm: partial(lane.sample, arm, place) for arm in urls},
+                        args.rounds,
+                    )
     tell(run)
     return 0
 
@@ -152,7 +183,16 @@ def main(argv: Sequence[str]) -> int:
 def mib_of(args: argparse.Namespace, tokens: int) -> float:
     """KV of so many tokens."""
     shape, num_bytes = SHAPES[args.params], {"bfloat16": 2, "float32": 4}[args.dtype]
-    return 2 * num_bytes * shape.layers * shape.kv_heads * shape.hidden // shape.heads * tokens / (1 << 20)
+    return (
+        2
+        * num_bytes
+        * shape.layers
+        * shape.kv_heads
+        * shape.hidden
+        // shape.heads
+        * tokens
+        / (1 << 20)
+    )
 
 
 # Private, in order of use
@@ -173,19 +213,47 @@ def _row(cell: Mapping[str, Any], arm: str, base: Sequence[Sample], taken: Seque
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m eval bench tiers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval bench tiers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--tokens", type=int, nargs="+", default=[2000, 6000], help="length of a prompt's chunks together")
     add(
-        "--rounds", type=int, default=20, help="measured prompts of each server, length and place, after one of warm-up"
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[2000, 6000],
+        help="length of a prompt's chunks together",
+    )
+    add(
+        "--rounds",
+        type=int,
+        default=20,
+        help="measured prompts of each server, length and place, after one of warm-up",
     )
     add("--places", nargs="+", choices=PLACES, default=PLACES, help="where a prompt is measured")
-    add("--waits", type=float, nargs="+", default=[0.1], help="--chunkcache-storage-wait of the servers on disk")
+    add(
+        "--waits",
+        type=float,
+        nargs="+",
+        default=[0.1],
+        help="--chunkcache-storage-wait of the servers on disk",
+    )
     add("--ahead-ms", type=int, default=100, help="of a hint before its request")
     add("--chunk-tokens", type=int, default=250)
-    add("--redis", type=int, metavar="PORT", help="a Redis server on this machine, for the tier `network`")
-    add("--params", type=int, choices=sorted(SHAPES), default=100, help="millions of the random model's parameters")
+    add(
+        "--redis",
+        type=int,
+        metavar="PORT",
+        help="a Redis server on this machine, for the tier `network`",
+    )
+    add(
+        "--params",
+        type=int,
+        choices=sorted(SHAPES),
+        default=100,
+        help="millions of the random model's parameters",
+    )
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and KV")
     add("--threads", type=int, help="OMP_NUM_THREADS of the servers (default: theirs)")
     add("--start-limit-s", type=float, default=300.0, help="seconds until a server must be ready")
@@ -201,7 +269,11 @@ def _flags(args: argparse.Namespace, tokens: int, folder: Path) -> dict[str, lis
     one, every = (str(max(10, round(number * mib))) for number in (PROMPTS, args.rounds + 3))
     flag = "--chunkcache-storage"
     kept = ["--chunkcache-host-mib", one, f"{flag}-mib", "4096", f"{flag}-backend"]
-    redis = {"backend_name": "redis", "module_path": "tests.reference.redis_storage", "class_name": "RedisStorage"}
+    redis = {
+        "backend_name": "redis",
+        "module_path": "tests.reference.redis_storage",
+        "class_name": "RedisStorage",
+    }
     network = {**redis, "port": args.redis, "directory": str(folder / f"network-{tokens}")}
     found = {
         "compute": ["--chunkcache-host-mib", "0"],
@@ -209,7 +281,11 @@ def _flags(args: argparse.Namespace, tokens: int, folder: Path) -> dict[str, lis
         **{
             "disk" if wait == args.waits[0] else f"disk, wait {wait:g}": [
                 *(*kept, "file", f"{flag}-backend-extra-config"),
-                *(json.dumps({"directory": str(folder / f"disk-{tokens}-{wait}")}), f"{flag}-wait", str(wait)),
+                *(
+                    json.dumps({"directory": str(folder / f"disk-{tokens}-{wait}")}),
+                    f"{flag}-wait",
+                    str(wait),
+                ),
             ]
             for wait in args.waits
         },
@@ -220,13 +296,33 @@ def _flags(args: argparse.Namespace, tokens: int, folder: Path) -> dict[str, lis
     return found
 
 
-def _server(args: argparse.Namespace, name: str, tokens: int, model: str, flags: Sequence[str]) -> Server:
+def _server(
+    args: argparse.Namespace, name: str, tokens: int, model: str, flags: Sequence[str]
+) -> Server:
     pool = round(PROMPTS * tokens) + 200
     shared = [
-        *("--model-path", model, "--dtype", args.dtype, "--max-total-tokens", str(pool), *serve_arms.EVERY_SERVER),
-        # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces would slow it down.
-        *("--chunked-prefill-size", "-1", "--max-prefill-tokens", str(2 * tokens), "--max-running-requests", "1"),
+        *(
+            "--model-path",
+            model,
+            "--dtype",
+            args.dtype,
+            "--max-total-tokens",
+            str(pool),
+            *serve_arms.EVERY_SERVER,
+        ),
+        # On the CPU SGLang's attention pads every piece of a prefill to the whole prompt: pieces
+        # would slow it down.
+        *(
+            "--chunked-prefill-size",
+            "-1",
+            "--max-prefill-tokens",
+            str(2 * tokens),
+            "--max-running-requests",
+            "1",
+        ),
     ]
     env = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
     log = args.logs / f"tiers-{name}-{tokens}.log"
-    return Server([*shared, *flags, *args.server_flags], log=log, env=env, timeout_s=args.start_limit_s)
+    return Server(
+        [*shared, *flags, *args.server_flags], log=log, env=env, timeout_s=args.start_limit_s
+    )

@@ -1,10 +1,12 @@
-"""Costs of the chunk-prefix tree: time of an order decision, bytes per node, bytes of the access table.
+"""Costs of the chunk-prefix tree: time of an order decision, bytes per node, bytes of the access
+table.
 
     python -m eval bench tree [--nodes 100000] [--decisions 3000]
 
-`topics` resembles retrieval: zipf-distributed topics of 20 chunks, some noise. `permutations` is the worst case for the search:
-random orders of the same k chunks, so that it can exclude nothing. `chains` share nothing. Memory is counted by tracemalloc
-while the tree is built, chunk ids included; requests are not kept.
+`topics` resembles retrieval: zipf-distributed topics of 20 chunks, some noise. `permutations` is
+the worst case for the search: random orders of the same k chunks, so that it can exclude nothing.
+`chains` share nothing. Memory is counted by tracemalloc while the tree is built, chunk ids
+included; requests are not kept.
 """
 
 import argparse
@@ -31,7 +33,8 @@ Build = Callable[[Requests, int], tuple[ChunkPrefixTree, AccessTable]]
 
 
 def topics(seed: int, k: int) -> Requests:
-    """k of the chunks of one of 2,000 zipf-distributed topics, every seventh from any topic; 128 to 512 tokens each."""
+    """k of the chunks of one of 2,000 zipf-distributed topics, every seventh from any topic;
+    128 to 512 tokens each."""
     rng = random.Random(seed)
     shares = list(accumulate(1 / (topic + 1) for topic in range(2000)))
     while True:
@@ -49,7 +52,8 @@ def permutations(seed: int, k: int) -> Requests:
 
 
 def chains(seed: int, k: int) -> Requests:
-    """k new chunks in every request: no sharing, every node an only child, every id string used once."""
+    """k new chunks in every request: no sharing, every node an only child,
+    every id string used once."""
     start = seed * 1_000_000_000
     while True:
         yield [_chunk(number) for number in range(start, start + k)]
@@ -61,10 +65,18 @@ def grow(requests: Requests, num_nodes: int) -> tuple[ChunkPrefixTree, AccessTab
     tree, accesses = ChunkPrefixTree(max_nodes=num_nodes), AccessTable(_WINDOW)
     while len(tree) < num_nodes:
         request = next(requests)
-        ordered = order_chunks("tree", "seen", tree, accesses, _NAMESPACE, request, rank=0, max_visits=8).chunks
+        ordered = order_chunks(
+            "tree", "seen", tree, accesses, _NAMESPACE, request, rank=0, max_visits=8
+        ).chunks
         ids = [chunk.id for chunk in ordered]
         accesses.observe(ids)
-        tree.insert(_NAMESPACE, ordered, rank=0, tier=Tier.DEVICE, promoted_len=accesses.promoted_run(ids, 2))
+        tree.insert(
+            _NAMESPACE,
+            ordered,
+            rank=0,
+            tier=Tier.DEVICE,
+            promoted_len=accesses.promoted_run(ids, 2),
+        )
     return tree, accesses
 
 
@@ -81,18 +93,26 @@ def scatter(requests: Requests, num_nodes: int) -> tuple[ChunkPrefixTree, Access
     return tree, accesses
 
 
-def decision_us(build: Build, load: Load, k: int, num_nodes: int, num_decisions: int) -> dict[str, float]:
+def decision_us(
+    build: Build, load: Load, k: int, num_nodes: int, num_decisions: int
+) -> dict[str, float]:
     """CPU time of order decisions, microseconds, and the mean chain found, in chunks."""
     grown, requests = build(load(0, k), num_nodes), load(1, k)
     times, found = [], 0
     for request in islice(requests, num_decisions):
         start = thread_time()
-        ordering = order_chunks("tree", "seen", *grown, _NAMESPACE, request, rank=0, max_visits=_MAX_VISITS)
+        ordering = order_chunks(
+            "tree", "seen", *grown, _NAMESPACE, request, rank=0, max_visits=_MAX_VISITS
+        )
         times.append((thread_time() - start) * 1e6)
         found += ordering.held_len
     times.sort()
     p50, p99 = times[len(times) // 2], times[len(times) * 99 // 100]
-    return {"p50_us": round(p50, 1), "p99_us": round(p99, 1), "held_len": round(found / num_decisions, 2)}
+    return {
+        "p50_us": round(p50, 1),
+        "p99_us": round(p99, 1),
+        "held_len": round(found / num_decisions, 2),
+    }
 
 
 def traced_bytes(build: Callable[[], object]) -> int:
@@ -129,9 +149,14 @@ def table_bytes(load: Load, num_requests: int) -> dict[str, float]:
 def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     """Tables of times and of bytes."""
     times = [{**one["cell"], **one["metrics"]} for one in samples if one["arm"] == "decision"]
-    sizes = [{"of": one["arm"], **one["cell"], **one["metrics"]} for one in samples if one["arm"] != "decision"]
+    sizes = [
+        {"of": one["arm"], **one["cell"], **one["metrics"]}
+        for one in samples
+        if one["arm"] != "decision"
+    ]
     verdict = [
-        f"{one['requests']}, {one['k']} chunks: {one['p50_us']:.0f} us a decision at the median, {one['p99_us']:.0f} at p99."
+        f"{one['requests']}, {one['k']} chunks: {one['p50_us']:.0f} us a decision at the median,"
+        f" {one['p99_us']:.0f} at p99."
         for one in times
     ]
     tables = [table("CPU time of an order decision", times), table("Memory", sizes)]
@@ -140,9 +165,13 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m eval bench tree", description="Cost of tree, order and table.")
+    parser = argparse.ArgumentParser(
+        prog="python -m eval bench tree", description="Cost of tree, order and table."
+    )
     parser.add_argument("--nodes", type=int, default=100_000)
-    parser.add_argument("--decisions", type=int, default=3_000, help="and requests that the access table has seen")
+    parser.add_argument(
+        "--decisions", type=int, default=3_000, help="and requests that the access table has seen"
+    )
     add_out_option(parser)
     options = parser.parse_args(argv)
     nodes, decisions = options.nodes, options.decisions
@@ -153,7 +182,11 @@ def main(argv: Sequence[str]) -> int:
             if (key := f"{arm}/{load.__name__}/{k}") not in run:
                 run.add(key, {"arm": arm, "cell": cell, "request": "all", "metrics": measure()})
 
-        for build, load, k in ((grow, topics, 10), (scatter, permutations, 10), (scatter, permutations, 100)):
+        for build, load, k in (
+            (grow, topics, 10),
+            (scatter, permutations, 10),
+            (scatter, permutations, 100),
+        ):
             take("decision", load, k, partial(decision_us, build, load, k, nodes, decisions))
         for build, load in ((grow, topics), (scatter, permutations), (grow, chains)):
             take("node", load, 10, partial(node_bytes, build, load, nodes))

@@ -20,11 +20,14 @@ class HubName(NamedTuple):
 
 
 def parse_hub(text: str, published: HubName) -> HubName:
-    """Parse `NAME[:CONFIG[:SPLIT]]`; missing parts are those of the published set. A copy elsewhere has no default config."""
+    """Parse `NAME[:CONFIG[:SPLIT]]`; missing parts are those of the published set.
+    A copy elsewhere has no default config."""
     name, _, rest = text.partition(":")
     config, _, split = rest.partition(":")
     if name in ("", published.name):
-        return HubName(published.name, config or published.config, split or published.split, published.file)
+        return HubName(
+            published.name, config or published.config, split or published.split, published.file
+        )
     return HubName(name, config or None, split or published.split)
 
 

@@ -4,8 +4,8 @@
     questions.jsonl.gz        {"id", "question", "answers", "gold_passage_ids", "context_passage_ids"}, the last three optional
     conversations.jsonl.gz    {"id", "domain", "turns": [{"question", "answer", "gold_passage_ids", "retrieved_passage_ids"}]}
 
-`context_passage_ids` is the list that the data set itself gives for a question. The model reads a passage as its title, a line
-break and its text.
+`context_passage_ids` is the list that the data set itself gives for a question. The model reads a
+passage as its title, a line break and its text.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def read_conversations(path: Path, task: str, *, field: str = "question") -> Tas
                 continue
             reply, question = turn.get("answer") or None, text_of(turn, field, inside)
             chunks = chunks_of(turn, "retrieved_passage_ids", inside, passages)
-            gold = tuple(chunk.id for chunk in chunks_of(turn, "gold_passage_ids", inside, passages))
+            gold = tuple(
+                chunk.id for chunk in chunks_of(turn, "gold_passage_ids", inside, passages)
+            )
             answers = (reply,) if reply else ()
             requests.append(Request(name, question, chunks, answers, gold, conversation, reply))
             if row.get("domain"):
@@ -69,7 +71,9 @@ def read_passages(folder: Path) -> tuple[dict[str, TextChunk], dict[str, str]]:
     path = folder / "passages.jsonl.gz"
     for where, row in read_rows(path):
         name = new_name(row, where, passages)
-        passages[name] = TextChunk(name, content(str(row.get("title") or ""), text_of(row, "text", where)))
+        passages[name] = TextChunk(
+            name, content(str(row.get("title") or ""), text_of(row, "text", where))
+        )
         if row.get("domain"):
             domains[name] = str(row["domain"])
     if not passages:
@@ -77,7 +81,9 @@ def read_passages(folder: Path) -> tuple[dict[str, TextChunk], dict[str, str]]:
     return passages, domains
 
 
-def chunks_of(row: Row, field: str, where: str, passages: Mapping[str, TextChunk]) -> tuple[TextChunk, ...]:
+def chunks_of(
+    row: Row, field: str, where: str, passages: Mapping[str, TextChunk]
+) -> tuple[TextChunk, ...]:
     """The passages that a field names. Raises CommandError for an unknown one."""
     names = dict.fromkeys(names_of(row, field, where))
     if unknown := next((name for name in names if name not in passages), None):

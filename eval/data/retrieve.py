@@ -1,6 +1,8 @@
-"""Retrieves chunks for requests without any: the k best passages by words, vectors or both, with the `retrieval` package.
+"""Retrieves chunks for requests without any: the k best passages by words, vectors or both, with
+the `retrieval` package.
 
-Each domain gets an index in a temporary folder, built and searched like a served one. A request searches its own domain.
+Each domain gets an index in a temporary folder, built and searched like a served one. A request
+searches its own domain.
 """
 
 from __future__ import annotations
@@ -45,7 +47,12 @@ def retrieve(
 
 
 def open_index(
-    passages: Mapping[str, str], folder: Path, settings: IndexSettings, *, encoder: Encoder | None, seed: int
+    passages: Mapping[str, str],
+    folder: Path,
+    settings: IndexSettings,
+    *,
+    encoder: Encoder | None,
+    seed: int,
 ) -> Retriever:
     """Index passages (id -> text) in an empty folder, uncut. Raises RetrievalError.
 
@@ -65,13 +72,23 @@ def open_index(
     documents = (Document(name, "", clean(text)) for name, text in passages.items())
     tokens, options = load_tokens(settings.tokens), BuildOptions(seed=seed)
     with progress_bars() as report:
-        build_index(documents, folder, settings, tokens=tokens, encoder=encoder, options=options, progress=report)
+        build_index(
+            documents,
+            folder,
+            settings,
+            tokens=tokens,
+            encoder=encoder,
+            options=options,
+            progress=report,
+        )
     if encoder is None:
         return Retriever.open(folder, encoder=None, device=None, verify=False, threads=None)
     return Retriever(Index.open(folder, verify=False), encoder, verify=False, threads=None)
 
 
-def search(retriever: Retriever, questions: Sequence[str], *, k: int, mode: Mode, nprobe: int) -> Iterator[list[Hit]]:
+def search(
+    retriever: Retriever, questions: Sequence[str], *, k: int, mode: Mode, nprobe: int
+) -> Iterator[list[Hit]]:
     """Each question's hits, best first. Raises RetrievalError."""
     with progress("searching", len(questions)) as bar:
         for first in range(0, len(questions), SEARCH_BATCH):

@@ -1,4 +1,5 @@
-"""Reads JSON Lines of data sets and traces: rows with file and line number for error messages, and checked fields.
+"""Reads JSON Lines of data sets and traces: rows with file and line number for error messages, and
+checked fields.
 
 Standard library only, as `python -m eval replay` needs it.
 """
@@ -21,14 +22,16 @@ MAX_COUNT = 10_000_000
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """("file, line number", object) of every non-blank line, or of every item of a list if the name ends in `.json`.
+    """("file, line number", object) of every non-blank line, or of every item of a list if the name
+    ends in `.json`.
 
     Unpacks a file whose name ends in `.gz`. Raises CommandError.
     """
     number = 0
     try:
         read = gzip.open if path.suffix == ".gz" else open
-        with read(path, "rt", encoding="utf-8-sig") as file:  # editors may begin a file with a byte order mark
+        # editors may begin a file with a byte order mark
+        with read(path, "rt", encoding="utf-8-sig") as file:
             for number, line in enumerate(json.load(file) if path.suffix == ".json" else file, 1):
                 if isinstance(line, str) and line.isspace():
                     continue
@@ -39,7 +42,9 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
     except FileNotFoundError:
         raise CommandError(f"{path} does not exist") from None
     except json.JSONDecodeError as error:
-        raise CommandError(f"{path}, line {number or error.lineno}, column {error.colno}: {error.msg}") from None
+        raise CommandError(
+            f"{path}, line {number or error.lineno}, column {error.colno}: {error.msg}"
+        ) from None
     except (OSError, EOFError, UnicodeDecodeError, ZlibError, RecursionError) as error:
         raise CommandError(f"{path} cannot be read after line {number}: {error}") from None
 
@@ -53,7 +58,8 @@ def text_of(row: Row, name: str, where: str) -> str:
 
 
 def name_of(row: Row, name: str, where: str) -> str:
-    """A field that is an id: a non-blank string, or an integer, which becomes a string. Raises CommandError."""
+    """A field that is an id: a non-blank string, or an integer, which becomes a string.
+    Raises CommandError."""
     value = row.get(name)
     return str(value) if type(value) is int else text_of(row, name, where)
 

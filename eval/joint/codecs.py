@@ -1,4 +1,5 @@
-"""KV of the store in fewer bytes: what do codecs save, how far do they err, what do they take, and what becomes of the answers?
+"""KV of the store in fewer bytes: what do codecs save, how far do they err, what do they take, and
+what becomes of the answers?
 
     python -m eval codecs [--quick]
     python -m eval codecs --questions 0 --timed-tokens 0 --stores RUN ...       bytes of what fused replays have stored
@@ -6,14 +7,16 @@
 dedup      keys or values of a token in a layer once where they are the first variant's, bit by bit
 intB       each number in B bits (sglang_chunkcache/storage/codec.py), each variant of a chunk by itself
 
-Tables: bytes over those of plain KV for `--variants` variants of a chunk, and the relative error of a token's keys and values in
-a head, mean and largest, by layer. Linked questions, answered from a prompt whose chunks have gone through a codec, each behind
-the chunks of this very prompt: what differs from the answer over the prompt's own KV is the codec's doing. KL is per token of
-that answer, in nats. Times are those of one variant of a chunk with the KV of Llama-3-8B, random, over those of copying it out of
-the pool (`encode`) and into the pool (`decode`), which the store does as well.
+Tables: bytes over those of plain KV for `--variants` variants of a chunk, and the relative error of
+a token's keys and values in a head, mean and largest, by layer. Linked questions, answered from a
+prompt whose chunks have gone through a codec, each behind the chunks of this very prompt: what
+differs from the answer over the prompt's own KV is the codec's doing. KL is per token of that
+answer, in nats. Times are those of one variant of a chunk with the KV of Llama-3-8B, random, over
+those of copying it out of the pool (`encode`) and into the pool (`decode`), which the store does as
+well.
 
-`--stores` takes runs of `python -m eval replay --reuse fused`. A chunk with n variants there takes the bytes of a first one and
-of n - 1 further ones, as measured on the bundled model's KV.
+`--stores` takes runs of `python -m eval replay --reuse fused`. A chunk with n variants there takes
+the bytes of a first one and of n - 1 further ones, as measured on the bundled model's KV.
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ class Setting(NamedTuple):
         return {"codec": self.name}
 
     def kept(self, keys: Tensor, values: Tensor) -> tuple[int, Callable[[], tuple[Tensor, Tensor]]]:
-        """(bytes of these variants, [num_variants, num_layers, num_tokens, ..], what decodes them)."""
+        """(bytes of these variants, [num_variants, num_layers, num_tokens, ..],
+        what decodes them)."""
         if self.name in ("none", "dedup"):
             again = sum(map(_bytes_again, (keys, values))) if self.name == "dedup" else 0
             return keys.nbytes + values.nbytes - again, lambda: (keys, values)
@@ -103,8 +107,13 @@ def taken(setting: Setting, keys: Tensor, values: Tensor) -> Row:
     for name, before, after in zip(("key", "value"), (keys, values), decoded(), strict=True):
         norm = torch.linalg.vector_norm
         errors = norm(after.float() - before.float(), dim=-1) / norm(before.float(), dim=-1)
-        metrics |= {f"{name} {layer}": float(errors[:, layer].mean()) for layer in range(errors.shape[1])}
-        metrics |= {f"{name} {layer} largest": float(errors[:, layer].max()) for layer in range(errors.shape[1])}
+        metrics |= {
+            f"{name} {layer}": float(errors[:, layer].mean()) for layer in range(errors.shape[1])
+        }
+        metrics |= {
+            f"{name} {layer} largest": float(errors[:, layer].max())
+            for layer in range(errors.shape[1])
+        }
     return {name: float(f"{each:.4g}") for name, each in metrics.items()}
 
 
@@ -117,7 +126,8 @@ class Asked(NamedTuple):
     log_probs: Tensor
     """[len(answer), vocab_size]: over the prompt's own KV."""
     chunks: list[tuple[Tensor, Tensor]]
-    """Of each chunk the variants: [num_variants, num_layers, num_tokens, ..], the prompt's own the last."""
+    """Of each chunk the variants: [num_variants, num_layers, num_tokens, ..],
+    the prompt's own the last."""
 
 
 def asked(model: ModelKv, rng: random.Random, num_passages: int, num_variants: int) -> Asked:
@@ -126,13 +136,18 @@ def asked(model: ModelKv, rng: random.Random, num_passages: int, num_variants: i
     orders = [_other_order(num_passages, rng) for _ in range(num_variants - 1)]
     found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in passages]
     for order in [*orders, list(range(num_passages))]:
-        head, pieces, tail = turn_pieces([passages[i].text for i in order], question.question, opens=True)
+        head, pieces, tail = turn_pieces(
+            [passages[i].text for i in order], question.question, opens=True
+        )
         prompt = model.cached([head, *pieces])
         for place, i in enumerate(order):
             found[i].append(model.stored(prompt, prompt.spans[1 + place]))
     ids, answer = model.answer(prompt, tail, max_tokens=MAX_ANSWER)
     log_probs = model.log_probs(prompt, [*ids, *answer])[len(ids) - 1 : -1]
-    chunks = [(torch.stack(keys), torch.stack(values)) for keys, values in (zip(*each, strict=True) for each in found)]
+    chunks = [
+        (torch.stack(keys), torch.stack(values))
+        for keys, values in (zip(*each, strict=True) for each in found)
+    ]
     return Asked(prompt, ids, answer, log_probs, chunks)
 
 
@@ -147,7 +162,9 @@ def answered(model: ModelKv, setting: Setting, of: Asked) -> Row:
     return {"equal": float(equal), "kl": float(f"{max(0.0, float(kl)):.4g}")}
 
 
-def timed(settings: Sequence[Setting], num_variants: int, num_tokens: int) -> Iterator[tuple[Setting, Row]]:
+def timed(
+    settings: Sequence[Setting], num_variants: int, num_tokens: int
+) -> Iterator[tuple[Setting, Row]]:
     """Seconds of encoding and decoding over those of the copies."""
     pool = Bench("llama3-8b", num_tokens, "contiguous", torch.device("cpu"))
     copies = {
@@ -175,7 +192,11 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
             row = rows.setdefault(name, {**ones[0]["cell"]})
             means = {key: mean(one["metrics"][key] for one in ones) for key in ones[0]["metrics"]}
             if arm == "kept":
-                row |= {key: round(means[key], 4) for key in ("bytes", "first", "further") if key in means}
+                row |= {
+                    key: round(means[key], 4)
+                    for key in ("bytes", "first", "further")
+                    if key in means
+                }
                 row |= {side: _short(mean(_layers(means, side))) for side in ("key", "value")}
                 if ones[0]["cell"] in [each.cell for each in PLAIN]:
                     errors[name] = {
@@ -184,26 +205,40 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
                     }
             elif arm == "answers":
                 largest = max(one["metrics"]["kl"] for one in ones)
-                row |= {"equal": round(means["equal"], 3), "KL": _short(means["kl"]), "KL largest": _short(largest)}
+                row |= {
+                    "equal": round(means["equal"], 3),
+                    "KL": _short(means["kl"]),
+                    "KL largest": _short(largest),
+                }
             else:
                 row |= means
-    num = max((len(ones) for _, ones in grouped(by_arm.get("answers", []), lambda one: str(one["cell"]))), default=0)
+    num = max(
+        (len(ones) for _, ones in grouped(by_arm.get("answers", []), lambda one: str(one["cell"]))),
+        default=0,
+    )
     shown = {
-        f"Bytes, mean relative errors, answers to {num} questions, times over those of the copies": rows,
+        f"Bytes, mean relative errors, answers to {num} questions, times over those of the copies": (
+            rows
+        ),
         "Relative error of a token in a head, by layer: mean (largest)": errors,
         STORES: {one["cell"]["store"]: _stored(one, rows) for one in by_arm.get("stores", [])},
     }
     said = [
-        f"{setting.name}: {row['bytes']:.3f} of the bytes, {row['equal']:.3f} of {num} answers stay, KL {row['KL']:g}."
+        f"{setting.name}: {row['bytes']:.3f} of the bytes, {row['equal']:.3f} of {num} answers"
+        f" stay, KL {row['KL']:g}."
         for setting in SAID
         if "KL" in (row := rows.get(str(setting.cell), {}))
     ]
     said += [
         f"{row['store']}: {row['a chunk']:.2f} variants a chunk,"
-        f" {', '.join(f'{each.name} {row[each.name]:.3f}' for each in STORED if each.name in row)} of the bytes."
+        f" {', '.join(f'{each.name} {row[each.name]:.3f}' for each in STORED if each.name in row)}"
+        " of the bytes."
         for row in shown[STORES].values()
     ]
-    return {"verdict": said, "tables": [table(title, list(each.values())) for title, each in shown.items() if each]}
+    return {
+        "verdict": said,
+        "tables": [table(title, list(each.values())) for title, each in shown.items() if each],
+    }
 
 
 def main(argv: Sequence[str]) -> int:
@@ -219,17 +254,29 @@ def main(argv: Sequence[str]) -> int:
 
         def keep(arm: str, number: int, found: Iterable[tuple[Setting, Row]]) -> None:
             for setting, metrics in found:
-                sample = {"arm": arm, "cell": setting.cell, "request": str(number), "metrics": metrics}
+                sample = {
+                    "arm": arm,
+                    "cell": setting.cell,
+                    "request": str(number),
+                    "metrics": metrics,
+                }
                 run.add(_key(arm, setting, number), sample)
 
         for number in tracked("variants of chunks", range(args.draws)):
             if settings := missing("kept", SETTINGS, number):
                 drawn = variants(model, random.Random(f"{args.seed} {number}"), sizes)
-                keys, values = (torch.stack(each.chunk(args.variants, 1)) for each in (drawn.keys, drawn.values))
+                keys, values = (
+                    torch.stack(each.chunk(args.variants, 1)) for each in (drawn.keys, drawn.values)
+                )
                 keep("kept", number, ((each, taken(each, keys, values)) for each in settings))
         for number in tracked("questions", range(args.questions)):
             if settings := missing("answers", PLAIN, number):
-                of = asked(model, random.Random(f"{args.seed} asked {number}"), args.passages, args.variants)
+                of = asked(
+                    model,
+                    random.Random(f"{args.seed} asked {number}"),
+                    args.passages,
+                    args.variants,
+                )
                 keep("answers", number, ((each, answered(model, each, of)) for each in settings))
         if settings := missing("times", PLAIN if args.timed_tokens else (), 0):
             keep("times", 0, timed(settings, args.variants, args.timed_tokens))
@@ -251,7 +298,8 @@ def read_stores(folders: Sequence[Path]) -> list[Sample]:
         fused = [each for each in run.results.get("fused", ()) if each.get("variants")]
         if len(fused) != 1:
             raise CommandError(
-                f"{run.name}: --stores takes runs of one `python -m eval replay --reuse fused` cell, got {len(fused)}"
+                f"{run.name}: --stores takes runs of one `python -m eval replay --reuse fused`"
+                f" cell, got {len(fused)}"
             )
         facts = {"arm": "stores", "cell": {"store": run.name}, "request": run.name, "metrics": {}}
         found.append({**facts, "variants": fused[0]["variants"]})
@@ -288,7 +336,8 @@ def _layers(metrics: Mapping[str, float], side: str, suffix: str = "") -> list[f
 
 
 def _bytes_again(variants: Tensor) -> int:
-    """Of [num_variants, num_layers, num_tokens, ..] the tokens in a layer that are the first variant's, bit by bit."""
+    """Of [num_variants, num_layers, num_tokens, ..] the tokens in a layer that are the first
+    variant's, bit by bit."""
     again = (variants[1:] == variants[0]).flatten(-2).all(-1)
     return int(again.sum()) * variants[0, 0, 0].nbytes
 
@@ -314,7 +363,9 @@ def _stored(store: Sample, rows: Mapping[str, Row]) -> Row:
         if str(each.cell) in rows
     }
     by_codec = {
-        title: round(sum(mib * (first + (num - 1) * further) for num, _, mib in variants) / plain, 3)
+        title: round(
+            sum(mib * (first + (num - 1) * further) for num, _, mib in variants) / plain, 3
+        )
         for title, (first, further) in shares.items()
     }
     a_chunk = round(counts["variants"] / counts["chunks"], 2)
@@ -327,7 +378,9 @@ def _short(number: float) -> float:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m eval codecs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval codecs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--draws", type=int, default=8, help="chunks whose variants are encoded")
@@ -335,7 +388,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--variants", type=int, default=5, help="of a chunk, this prompt's own included")
     add("--passages", type=int, default=6, help="of a question's prompt; each is a chunk")
     add("--timed-tokens", type=int, default=TIMED, help="of all variants whose coding is timed")
-    add("--stores", type=Path, nargs="*", default=[], metavar="RUN", help="folders of fused replays")
+    add(
+        "--stores", type=Path, nargs="*", default=[], metavar="RUN", help="folders of fused replays"
+    )
     add("--seed", type=int, default=0)
     add("--model-path", type=Path, default=model_dir())
     add("--threads", type=int, default=1)

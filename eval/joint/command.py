@@ -2,20 +2,23 @@
 
     python -m eval joint [--quick]
 
-Variants of one chunk, different chunks, and requests of a batch are cut into blocks and fused at rising thresholds, in each layer
-(sglang_chunkcache/joint_encoding). A ratio is the number of blocks over that of shared blocks, all layers and draws together;
-`bytes` counts norms, table and tails, too; `all layers` is the share of blocks that are over the threshold with one block of
-another unit in every layer: only these could share slots on a device, where a token has one for all layers. Of blocks that share
-one: `key error` and `value error` are the mean distance of decoded blocks over their norm, `below` is the share that is less
-similar to what it is decoded from than the threshold.
+Variants of one chunk, different chunks, and requests of a batch are cut into blocks and fused at
+rising thresholds, in each layer (sglang_chunkcache/joint_encoding). A ratio is the number of blocks
+over that of shared blocks, all layers and draws together; `bytes` counts norms, table and tails,
+too; `all layers` is the share of blocks that are over the threshold with one block of another unit
+in every layer: only these could share slots on a device, where a token has one for all layers. Of
+blocks that share one: `key error` and `value error` are the mean distance of decoded blocks over
+their norm, `below` is the share that is less similar to what it is decoded from than the threshold.
 
-Predictions come from other draws than the measured ones, from the similarities of blocks of different units: how many are over
-the threshold by counting, by a kernel density (eq. 1), by its extreme-value form (eq. 2), by a Gaussian. Pairs are spread over
-blocks at random; `corollary` is counted, too, and takes each pair for a block that joins (corollary 5.2).
+Predictions come from other draws than the measured ones, from the similarities of blocks of
+different units: how many are over the threshold by counting, by a kernel density (eq. 1), by its
+extreme-value form (eq. 2), by a Gaussian. Pairs are spread over blocks at random; `corollary` is
+counted, too, and takes each pair for a block that joins (corollary 5.2).
 
-The attention of each request's last tokens over fused keys gives the drift, the most that a logit moved (`epsilon`), and how far
-it may have moved by the errors of the blocks or, as proposition 5.3 has it, by the threshold. The controller's table says what
-the thresholds for a ratio give in draws that it has not seen.
+The attention of each request's last tokens over fused keys gives the drift, the most that a logit
+moved (`epsilon`), and how far it may have moved by the errors of the blocks or, as proposition 5.3
+has it, by the threshold. The controller's table says what the thresholds for a ratio give in draws
+that it has not seen.
 """
 
 from __future__ import annotations
@@ -87,13 +90,19 @@ class Blocks(NamedTuple):
     def keys(self, layer: int) -> Tensor:
         """[num_blocks, size] of a layer, without tails."""
         parts = torch.split(self.units.keys[layer], self.units.lens)
-        whole = [part[: length * self.block_size] for part, length in zip(parts, self.lens, strict=True)]
+        whole = [
+            part[: length * self.block_size] for part, length in zip(parts, self.lens, strict=True)
+        ]
         return torch.cat(whole).reshape(sum(self.lens), -1)
 
     def encoded(self, layer: int, threshold: float) -> JointLayer:
         units = self.units
         return encode(
-            units.keys[layer], units.values[layer], units.lens, block_size=self.block_size, threshold=threshold
+            units.keys[layer],
+            units.values[layer],
+            units.lens,
+            block_size=self.block_size,
+            threshold=threshold,
         )
 
 
@@ -119,7 +128,9 @@ class Predictor:
 
     def quantiles(self) -> Row:
         found = self.similarities.quantile(torch.tensor(QUANTILES)).tolist()
-        return {f"{share:.0%}": round(each, 4) for share, each in zip(QUANTILES, found, strict=True)}
+        return {
+            f"{share:.0%}": round(each, 4) for share, each in zip(QUANTILES, found, strict=True)
+        }
 
 
 def measured(drawn: Blocks, threshold: float) -> Row:
@@ -133,18 +144,28 @@ def measured(drawn: Blocks, threshold: float) -> Row:
         errors = relative_errors(found, drawn.units.keys[layer], drawn.units.values[layer])
         keys += errors[0][is_fused].tolist()
         values += errors[1][is_fused].nan_to_num().tolist()
-        below += (errors[0][is_fused] > distance(threshold) + 0.01).tolist()  # bfloat16 rounds by up to .004
+        # bfloat16 rounds by up to .004
+        below += (errors[0][is_fused] > distance(threshold) + 0.01).tolist()
     errors_of = {"key_error": keys, "value_error": values, "below": below}
     metrics = {name: round(mean(map(float, each)), 5) for name, each in errors_of.items() if each}
     before = drawn.units.keys.nbytes + drawn.units.values.nbytes
     blocks = len(shared) * sum(drawn.lens)
-    metrics["in_all_layers"] = round(float((similar_in_all_layers(drawn) > threshold).float().mean()), 4)
-    metrics |= {"blocks": blocks, "shared": sum(shared), "bytes": before, "kept": kept, "fused": len(keys)}
+    metrics["in_all_layers"] = round(
+        float((similar_in_all_layers(drawn) > threshold).float().mean()), 4
+    )
+    metrics |= {
+        "blocks": blocks,
+        "shared": sum(shared),
+        "bytes": before,
+        "kept": kept,
+        "fused": len(keys),
+    }
     return {"metrics": metrics, "shared": shared}
 
 
 def similar_in_all_layers(drawn: Blocks) -> Tensor:
-    """[num_blocks] float32: of each block's pairs with blocks of other units the largest similarity that holds in every layer."""
+    """[num_blocks] float32: of each block's pairs with blocks of other units the largest similarity
+    that holds in every layer."""
     unit = torch.repeat_interleave(torch.arange(len(drawn.lens)), torch.tensor(drawn.lens))
     least = torch.full((len(unit), len(unit)), torch.inf)
     for layer in range(len(drawn.units.keys)):
@@ -153,25 +174,35 @@ def similar_in_all_layers(drawn: Blocks) -> Tensor:
     return least.masked_fill(unit[:, None] == unit, -1.0).amax(1)
 
 
-def predicted(predictors: Sequence[Predictor], lens: Sequence[int], threshold: float) -> dict[str, list[float]]:
+def predicted(
+    predictors: Sequence[Predictor], lens: Sequence[int], threshold: float
+) -> dict[str, list[float]]:
     """Shared blocks of each layer by each method."""
     found = {}
     for method in METHODS:
         joins = most_joins if method == "corollary" else expected_joins
-        shared = [expected_blocks(lens, each.exceedance(method, threshold), joins) for each in predictors]
+        shared = [
+            expected_blocks(lens, each.exceedance(method, threshold), joins) for each in predictors
+        ]
         found[method] = [round(each, 2) for each in shared]
     return found
 
 
 def drifts(drawn: Blocks, threshold: float) -> Iterator[Row]:
-    """Of each layer: the largest drift of a request's attention over its fused keys, and how far a logit moved or may have."""
+    """Of each layer: the largest drift of a request's attention over its fused keys,
+    and how far a logit moved or may have."""
     units = drawn.units
     for layer, query_norm in enumerate(units.query_norms()):
         found = drawn.encoded(layer, threshold)
-        pairs = zip(*(torch.split(each, units.lens) for each in (units.keys[layer], decode(found)[0])), strict=True)
+        pairs = zip(
+            *(torch.split(each, units.lens) for each in (units.keys[layer], decode(found)[0])),
+            strict=True,
+        )
         moved, drift = [], []
         for request, (keys, decoded) in zip(units.requests, pairs, strict=True):
-            before, after = (logits(request.queries[layer][-LAST:], each) for each in (keys, decoded))
+            before, after = (
+                logits(request.queries[layer][-LAST:], each) for each in (keys, decoded)
+            )
             moved.append(float((after - before)[before > -torch.inf].abs().max()))
             drift.append(float((after.softmax(-1) - before.softmax(-1)).abs().sum(-1).max()))
         block_norms = torch.linalg.vector_norm(drawn.keys(layer).float(), dim=1)
@@ -187,10 +218,13 @@ def drifts(drawn: Blocks, threshold: float) -> Iterator[Row]:
 
 
 def logits(queries: Tensor, keys: Tensor) -> Tensor:
-    """[num_heads, n, num_tokens] float32: of the last n of as many tokens as there are keys; -inf for what comes later."""
+    """[num_heads, n, num_tokens] float32: of the last n of as many tokens as there are keys;
+    -inf for what comes later."""
     num_tokens, num_kv_heads, head_dim = keys.shape
     grouped = queries.float().view(len(queries), num_kv_heads, -1, head_dim)
-    found: Tensor = torch.einsum("qhgd,khd->hgqk", grouped, keys.float()).flatten(0, 1) / head_dim**0.5
+    found: Tensor = (
+        torch.einsum("qhgd,khd->hgqk", grouped, keys.float()).flatten(0, 1) / head_dim**0.5
+    )
     later = torch.arange(num_tokens) > torch.arange(num_tokens - len(queries), num_tokens)[:, None]
     return found.masked_fill(later, -torch.inf)
 
@@ -200,7 +234,9 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     by_arm = dict(grouped(samples, itemgetter("arm")))
     fused = [(cell, arms["fused"]) for cell, arms in by_cell(by_arm.get("fused", []))]
     ratios = [_compression(cell, taken) for cell, taken in fused]
-    reached = [_reached(cell, arms["controller"]) for cell, arms in by_cell(by_arm.get("controller", []))]
+    reached = [
+        _reached(cell, arms["controller"]) for cell, arms in by_cell(by_arm.get("controller", []))
+    ]
     tables = {
         "Similarity of blocks of different units: quantiles": [
             {**one["cell"], **one["metrics"]} for one in by_arm.get("similarity", [])
@@ -210,12 +246,17 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
         "Thresholds of the controller, and the ratio in draws it has not seen": reached,
     }
     said = [
-        f"{row['of']}, {row['keys']}, blocks of {row['block']}, threshold {row['threshold']:g}: {row['measured']:.3f},"
-        f" predicted {row['counted']:.3f} by counting, {row['corollary']:.3f} by corollary 5.2."
+        f"{row['of']}, {row['keys']}, blocks of {row['block']}, threshold {row['threshold']:g}:"
+        f" {row['measured']:.3f}, predicted {row['counted']:.3f} by counting,"
+        f" {row['corollary']:.3f} by corollary 5.2."
         for row in ratios
         if row["threshold"] in SAID_THRESHOLDS and row["block"] == SAID_BLOCK
     ]
-    shown = [table(title, rows, DRIFT_NOTE if title == DRIFT else None) for title, rows in tables.items() if rows]
+    shown = [
+        table(title, rows, DRIFT_NOTE if title == DRIFT else None)
+        for title, rows in tables.items()
+        if rows
+    ]
     return {"verdict": said, "tables": shown}
 
 
@@ -232,7 +273,12 @@ def main(argv: Sequence[str]) -> int:
                 rngs = [random.Random(f"{args.seed} {number}") for number in range(2 * args.draws)]
                 drawn = [draw(model, rng, sizes) for rng in tracked(f"{of}, {keys}", rngs)]
                 for cell in missing:
-                    _take(run, [Blocks(units, cell["block"]) for units in drawn], cell, args.thresholds)
+                    _take(
+                        run,
+                        [Blocks(units, cell["block"]) for units in drawn],
+                        cell,
+                        args.thresholds,
+                    )
     tell(run)
     return 0
 
@@ -246,11 +292,20 @@ def _compression(cell: Row, taken: Sequence[Sample]) -> Row:
         for name in ("blocks", "shared", "bytes", "kept", "fused")
     }
     by_layer = [sum(each) for each in zip(*(one["shared"] for one in taken), strict=True)]
-    row = {**cell, "measured": _ratio(total["blocks"], total["shared"]), "bytes": _ratio(total["bytes"], total["kept"])}
+    row = {
+        **cell,
+        "measured": _ratio(total["blocks"], total["shared"]),
+        "bytes": _ratio(total["bytes"], total["kept"]),
+    }
     row["by layer"] = " ".join(f"{total['blocks'] / len(by_layer) / each:.2f}" for each in by_layer)
     row["all layers"] = round(mean(one["metrics"]["in_all_layers"] for one in taken), 3)
-    row |= {method: _ratio(total["blocks"], sum(sum(one["predicted"][method]) for one in taken)) for method in METHODS}
-    none = [each * len(by_layer) == one["metrics"]["blocks"] for one in taken for each in one["shared"]]
+    row |= {
+        method: _ratio(total["blocks"], sum(sum(one["predicted"][method]) for one in taken))
+        for method in METHODS
+    }
+    none = [
+        each * len(by_layer) == one["metrics"]["blocks"] for one in taken for each in one["shared"]
+    ]
     row |= {"nothing fused": round(mean(none), 3)}
     row |= {"predicted": round(mean(each for one in taken for each in one["no_fusion"]), 3)}
     for name in ("key_error", "value_error", "below"):
@@ -268,8 +323,14 @@ def _drift(cell: Row, taken: Sequence[Sample]) -> Row:
 
 def _reached(cell: Row, taken: Sequence[Sample]) -> Row:
     total = {name: sum(one["metrics"][name] for one in taken) for name in ("blocks", "shared")}
-    thresholds = " ".join("skip" if each == NEVER else f"{each:.3f}" for each in taken[0]["thresholds"])
-    return {**cell, "reached": _ratio(total["blocks"], total["shared"]), "thresholds by layer": thresholds}
+    thresholds = " ".join(
+        "skip" if each == NEVER else f"{each:.3f}" for each in taken[0]["thresholds"]
+    )
+    return {
+        **cell,
+        "reached": _ratio(total["blocks"], total["shared"]),
+        "thresholds by layer": thresholds,
+    }
 
 
 def _ratio(before: float, after: float) -> float:
@@ -278,10 +339,17 @@ def _ratio(before: float, after: float) -> float:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m eval joint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval joint",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--draws", type=int, default=8, help="measured of each kind; predictions come from as many others")
+    add(
+        "--draws",
+        type=int,
+        default=8,
+        help="measured of each kind; predictions come from as many others",
+    )
     add("--blocks", type=int, nargs="+", default=BLOCK_SIZES, help="tokens of a block")
     add("--thresholds", type=float, nargs="+", default=THRESHOLDS)
     add("--variants", type=int, default=5, help="of a chunk")
@@ -299,15 +367,20 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _take(run: Run, drawn: Sequence[Blocks], cell: Mapping[str, Any], thresholds: Sequence[float]) -> None:
-    """All samples of a kind of units and a block size, at once: the first half is measured, the other one predicts."""
+def _take(
+    run: Run, drawn: Sequence[Blocks], cell: Mapping[str, Any], thresholds: Sequence[float]
+) -> None:
+    """All samples of a kind of units and a block size, at once:
+    the first half is measured, the other one predicts."""
     fresh, known = drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
     if not all(num_pairs(each.lens) for each in drawn):
         return  # units without a whole block
     predictors = [Predictor(known, layer) for layer in range(len(fresh[0].units.keys))]
     rows = dict[str, Sample]()
 
-    def keep(arm: str, about: Mapping[str, Any], number: int, setting: float, found: Mapping[str, Any]) -> None:
+    def keep(
+        arm: str, about: Mapping[str, Any], number: int, setting: float, found: Mapping[str, Any]
+    ) -> None:
         rows[_key(arm, cell, number, setting)] = {
             "arm": arm,
             "cell": {**cell, **about},
@@ -318,17 +391,29 @@ def _take(run: Run, drawn: Sequence[Blocks], cell: Mapping[str, Any], thresholds
     for layer, each in enumerate(predictors):
         keep("similarity", {"layer": layer}, 0, layer, {"metrics": each.quantiles()})
     for threshold, (number, blocks) in product(thresholds, enumerate(fresh)):
-        found = measured(blocks, threshold) | {"predicted": predicted(predictors, blocks.lens, threshold)}
+        found = measured(blocks, threshold) | {
+            "predicted": predicted(predictors, blocks.lens, threshold)
+        }
         pairs = num_pairs(blocks.lens)
-        found["no_fusion"] = [round(no_fusion(pairs * one.exceedance("counted", threshold)), 4) for one in predictors]
+        found["no_fusion"] = [
+            round(no_fusion(pairs * one.exceedance("counted", threshold)), 4) for one in predictors
+        ]
         found["drift"] = list(drifts(blocks, threshold)) if blocks.units.requests else []
         keep("fused", {"threshold": threshold}, number, threshold, found)
     layers = _statistics(known, predictors)
     for ratio, (number, blocks) in product(RATIOS, enumerate(fresh)):
         by_layer = ThresholdController(layers, blocks.lens, ratio=ratio, drift=2).thresholds
-        shared = [len(blocks.encoded(layer, threshold).keys) for layer, threshold in enumerate(by_layer)]
+        shared = [
+            len(blocks.encoded(layer, threshold).keys) for layer, threshold in enumerate(by_layer)
+        ]
         metrics = {"blocks": len(shared) * sum(blocks.lens), "shared": sum(shared)}
-        keep("controller", {"asked": ratio}, number, ratio, {"metrics": metrics, "thresholds": by_layer})
+        keep(
+            "controller",
+            {"asked": ratio},
+            number,
+            ratio,
+            {"metrics": metrics, "thresholds": by_layer},
+        )
     run.add_all(rows.items())
 
 
@@ -338,7 +423,10 @@ def _statistics(known: Sequence[Blocks], predictors: Sequence[Predictor]) -> lis
     for layer, each in enumerate(predictors):
         scale = 1.0
         if known[0].units.requests:
-            norm = max(float(torch.linalg.vector_norm(one.keys(layer).float(), dim=1).max()) for one in known)
+            norm = max(
+                float(torch.linalg.vector_norm(one.keys(layer).float(), dim=1).max())
+                for one in known
+            )
             query_norm = max(one.units.query_norms()[layer] for one in known)
             scale = logit_scale(norm, query_norm, known[0].units.keys.shape[-1])
         found.append(LayerStatistics(each.similarities, scale))

@@ -1,4 +1,5 @@
-"""KV of prompts as the server caches it, and of their chunks as the store keeps it, from stock transformers. No server."""
+"""KV of prompts as the server caches it, and of their chunks as the store keeps it,
+from stock transformers. No server."""
 
 from __future__ import annotations
 
@@ -62,13 +63,18 @@ class ModelKv:
         found = self._model(torch.tensor([[*chain.from_iterable(encoded)]]), use_cache=True)
         layers = found.past_key_values.layers
         keys, values = (
-            [getattr(each, side)[0].transpose(0, 1).contiguous() for each in layers] for side in ("keys", "values")
+            [getattr(each, side)[0].transpose(0, 1).contiguous() for each in layers]
+            for side in ("keys", "values")
         )
-        spans, last = list(zip([0, *ends], ends, strict=False)), found.logits[0, -1].float().log_softmax(-1)
+        spans, last = (
+            list(zip([0, *ends], ends, strict=False)),
+            found.logits[0, -1].float().log_softmax(-1),
+        )
         return Cached(Pool(keys, values), self._rotated(self._queries), spans, last)
 
     def stored(self, cached: Cached, span: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Keys, un-rotated, and values of a piece: [num_layers, num_tokens, num_kv_heads, head_dim]."""
+        """Keys, un-rotated, and values of a piece:
+        [num_layers, num_tokens, num_kv_heads, head_dim]."""
         return read_blob(cached.pool, self._table, torch.arange(*span), torch.arange(*span))
 
     @torch.inference_mode()
@@ -79,18 +85,23 @@ class ModelKv:
 
     @torch.inference_mode()
     def log_probs(self, cached: Cached, token_ids: Sequence[int]) -> Tensor:
-        """[len(token_ids), vocab_size] float32: of the token after each of these, which follow the prompt."""
+        """[len(token_ids), vocab_size] float32: of the token after each of these,
+        which follow the prompt."""
         past = DynamicCache()
         for layer, kv in enumerate(zip(cached.pool.k_buffer, cached.pool.v_buffer, strict=True)):
             past.update(*(each.transpose(0, 1).unsqueeze(0) for each in kv), layer)
         found: Tensor = (
-            self._model(torch.tensor([[*token_ids]]), past_key_values=past).logits[0].float().log_softmax(-1)
+            self._model(torch.tensor([[*token_ids]]), past_key_values=past)
+            .logits[0]
+            .float()
+            .log_softmax(-1)
         )
         self._queries = []
         return found
 
     def answer(self, cached: Cached, tail: str, *, max_tokens: int) -> tuple[list[int], list[int]]:
-        """(the tail's token ids, those of the answer to it, its end included, by the largest probability)."""
+        """(the tail's token ids, those of the answer to it, its end included,
+        by the largest probability)."""
         asked = self._tokenizer.encode(tail, add_special_tokens=False)
         answered: list[int] = []
         while len(answered) < max_tokens and answered[-1:] != [self._tokenizer.eos_token_id]:
@@ -98,7 +109,8 @@ class ModelKv:
         return asked, answered
 
     def continued(self, cached: Cached, *, max_tokens: int) -> tuple[list[int], list[Tensor]]:
-        """(token ids of the answer by the largest probability, its end included, log probabilities [vocab_size] of each)."""
+        """(token ids of the answer by the largest probability, its end included,
+        log probabilities [vocab_size] of each)."""
         answered, steps = [int(cached.log_probs.argmax())], [cached.log_probs]
         while len(answered) < max_tokens and answered[-1] != self._tokenizer.eos_token_id:
             steps.append(self.log_probs(cached, answered)[-1])

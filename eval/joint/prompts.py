@@ -1,12 +1,13 @@
-"""Prompts whose KV is encoded jointly after the prefill, in one process: the chunks of one, or several prompts whole.
+"""Prompts whose KV is encoded jointly after the prefill, in one process: the chunks of one, or
+several prompts whole.
 
     CFF   over "chunks"   units are a prompt's chunks                 each prompt alone
     BFF   over "batch"    units are the prompts of a batch
 
     head | A: block block tail | B: block block | question            what is between the blocks stays as it is
 
-That is how the paper measured accuracy (6.1 to 6.3). No memory is freed: each block gets the shared direction at its own norm.
-Keys are compared as they are cached, rotated, as in the paper.
+That is how the paper measured accuracy (6.1 to 6.3). No memory is freed: each block gets the shared
+direction at its own norm. Keys are compared as they are cached, rotated, as in the paper.
 """
 
 from __future__ import annotations
@@ -51,15 +52,21 @@ class Fused:
 
 
 def fuse(prompts: Sequence[Cached], wish: Wish, over: str) -> Fused:
-    """Encode the prompts' blocks together, or those of the one prompt's chunks. The prompts stay as they are."""
+    """Encode the prompts' blocks together, or those of the one prompt's chunks.
+    The prompts stay as they are."""
     started = time.perf_counter()
     made = [replace(each, pool=_copied(each.pool)) for each in prompts]
     units = _units(made, wish.block, over)
     layers = range(len(made[0].pool.k_buffer))
     shared = [sum(_num_blocks(units, wish.block))] * len(layers)
     if len(units) > 1:
-        shared = [_fuse_layer(units, layer, wish, u) for layer, u in zip(layers, _thresholds(units, wish), strict=True)]
-    return Fused(made, sum(_num_blocks(units, wish.block)), shared, 1000 * (time.perf_counter() - started))
+        shared = [
+            _fuse_layer(units, layer, wish, u)
+            for layer, u in zip(layers, _thresholds(units, wish), strict=True)
+        ]
+    return Fused(
+        made, sum(_num_blocks(units, wish.block)), shared, 1000 * (time.perf_counter() - started)
+    )
 
 
 # Private, in order of use
@@ -79,7 +86,8 @@ def _units(prompts: Sequence[Cached], block: int, over: str) -> list[Unit]:
         for start, end in [(0, each.num_tokens)] if over == "batch" else each.spans[1:-1]:
             found.append((each, slice(start, end - (end - start) % block)))
     return sorted(
-        (unit for unit in found if unit[1].stop > unit[1].start), key=lambda unit: unit[1].stop - unit[1].start
+        (unit for unit in found if unit[1].stop > unit[1].start),
+        key=lambda unit: unit[1].stop - unit[1].start,
     )
 
 
@@ -98,7 +106,9 @@ def _thresholds(units: Sequence[Unit], wish: Wish) -> list[float]:
         return [wish.threshold] * num_layers
     assert wish.ratio is not None
     keys = [_read(units, layer)[0] for layer in range(num_layers)]
-    return thresholds_for_ratio([each.reshape(sum(lens), -1) for each in keys], lens, wish.ratio, keys[0].shape[-1])
+    return thresholds_for_ratio(
+        [each.reshape(sum(lens), -1) for each in keys], lens, wish.ratio, keys[0].shape[-1]
+    )
 
 
 def _fuse_layer(units: Sequence[Unit], layer: int, wish: Wish, threshold: float) -> int:
@@ -109,5 +119,8 @@ def _fuse_layer(units: Sequence[Unit], layer: int, wish: Wish, threshold: float)
     fused = encode(*_read(units, layer), lens, block_size=wish.block, threshold=threshold)
     keys, values = (torch.split(side, lens) for side in decode(fused))
     for (prompt, part), unit_keys, unit_values in zip(units, keys, values, strict=True):
-        prompt.pool.k_buffer[layer][part], prompt.pool.v_buffer[layer][part] = unit_keys, unit_values
+        prompt.pool.k_buffer[layer][part], prompt.pool.v_buffer[layer][part] = (
+            unit_keys,
+            unit_values,
+        )
     return len(fused.keys)

@@ -52,7 +52,10 @@ class Units:
     def query_norms(self) -> list[float]:
         """The largest norm of a head's query in each layer."""
         return [
-            max(float(torch.linalg.vector_norm(each.queries[layer].float(), dim=-1).max()) for each in self.requests)
+            max(
+                float(torch.linalg.vector_norm(each.queries[layer].float(), dim=-1).max())
+                for each in self.requests
+            )
             for layer in range(len(self.keys))
         ]
 
@@ -93,7 +96,10 @@ def neighbors(model: ModelKv, rng: random.Random, sizes: Sizes) -> Units:
     """A chunk and those of its world that are nearest to it by words, as many as a prompt has."""
     passages = [passage.text for passage in _world(rng).passages]
     rng.shuffle(passages)
-    chunks = [passages[i : i + sizes.passages] for i in range(0, len(passages) - sizes.passages + 1, sizes.passages)]
+    chunks = [
+        passages[i : i + sizes.passages]
+        for i in range(0, len(passages) - sizes.passages + 1, sizes.passages)
+    ]
     corpus = [TextChunk(str(number), " ".join(chunk)) for number, chunk in enumerate(chunks)]
     found = []
     for near in ranker(corpus)(corpus[0].text, sizes.chunks):
@@ -134,17 +140,24 @@ def _batch(model: ModelKv, rng: random.Random, sizes: Sizes) -> list[Cached]:
 
 def _prompt(model: ModelKv, world: World, rng: random.Random, sizes: Sizes) -> Cached:
     question, passages, _ = KINDS["linked"].draw(world, sizes.chunks * sizes.passages, rng)
-    head, pieces, tail = turn_pieces([passage.text for passage in passages], question.question, opens=True)
+    head, pieces, tail = turn_pieces(
+        [passage.text for passage in passages], question.question, opens=True
+    )
     return model.cached([head, *pieces, tail])
 
 
 def _chunks(cached: Cached, sizes: Sizes) -> list[tuple[int, int]]:
     spans = cached.spans[1:-1]
-    return [(spans[i][0], spans[i + sizes.passages - 1][1]) for i in range(0, len(spans), sizes.passages)]
+    return [
+        (spans[i][0], spans[i + sizes.passages - 1][1])
+        for i in range(0, len(spans), sizes.passages)
+    ]
 
 
 def _part(cached: Cached, span: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    keys, values = (torch.stack(side)[:, slice(*span)] for side in (cached.pool.k_buffer, cached.pool.v_buffer))
+    keys, values = (
+        torch.stack(side)[:, slice(*span)] for side in (cached.pool.k_buffer, cached.pool.v_buffer)
+    )
     return keys, values
 
 

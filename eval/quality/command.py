@@ -7,8 +7,9 @@
                  figure 26)
     joint        how much may KV blocks be fused before answers change? (Fast Fusion figures 4 and 5)
 
-In all modes turns of one conversation, and questions that the same passages answer, are one block of the bootstrap and of the
-paired t-test, because they are not independent samples. An interrupted run is continued by the same command.
+In all modes turns of one conversation, and questions that the same passages answer, are one block
+of the bootstrap and of the paired t-test, because they are not independent samples. An interrupted
+run is continued by the same command.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ MODES: tuple[type[Mode], ...] = (Answers, Permutation, Dedup, RatioCurves, Joint
 def main(argv: Sequence[str]) -> int:
     """Run one mode; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval quality",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     modes = parser.add_subparsers(dest="mode", required=True, metavar="MODE")
     for mode in MODES:

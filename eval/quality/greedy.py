@@ -1,7 +1,8 @@
-"""Requests one greedy answer with its distributions over HTTP, and full prefill of any prompt for comparison.
+"""Requests one greedy answer with its distributions over HTTP, and full prefill of any prompt for
+comparison.
 
-Tokens are identified by their text, as in OpenAI's API: this works for every server and suffices for KL. Tokens with the same
-text are merged, so KL is a lower bound.
+Tokens are identified by their text, as in OpenAI's API: this works for every server and suffices
+for KL. Tokens with the same text are merged, so KL is a lower bound.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from eval.task import Request, TextChunk
 
 FULL_PREFILL = "full-prefill"
-REFERENCE = replace(ARMS["ours"], name=FULL_PREFILL, summary="every prompt in the retriever's order, nothing reused")
+REFERENCE = replace(
+    ARMS["ours"], name=FULL_PREFILL, summary="every prompt in the retriever's order, nothing reused"
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ def ask(
     history: Sequence[Message] = (),
     **more: Any,
 ) -> Greedy:
-    """The arm's answer with `chunks` in this order, unless the server orders them; fields of `more` override the body's.
+    """The arm's answer with `chunks` in this order, unless the server orders them; fields of `more`
+    override the body's.
 
     Raises:
         CommandError: the server refused the request or is gone.
@@ -80,7 +84,10 @@ def ask(
     try:
         choice, usage, info = reply["choices"][0], reply["usage"], reply.get("chunkcache") or {}
         content = (choice.get("logprobs") or {}).get("content") or []
-        steps = [{each["token"]: float(each["logprob"]) for each in reversed(step["top_logprobs"])} for step in content]
+        steps = [
+            {each["token"]: float(each["logprob"]) for each in reversed(step["top_logprobs"])}
+            for step in content
+        ]
         return Greedy(
             choice["message"]["content"] or "",
             [step["token"] for step in content],
@@ -91,17 +98,24 @@ def ask(
             info,
         )
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise CommandError(f"{url}{ROUTES[arm.route]}: no chat completion came back: {error!r}") from None
+        raise CommandError(
+            f"{url}{ROUTES[arm.route]}: no chat completion came back: {error!r}"
+        ) from None
 
 
 class FullPrefill:
-    """Answers to prompts without any cached KV: each prompt is sent once to a server, with a unique `cache_salt`."""
+    """Answers to prompts without any cached KV:
+    each prompt is sent once to a server, with a unique `cache_salt`."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str, tuple[str, ...]], Greedy] = {}
 
     def ask(
-        self, endpoint: Endpoint, request: Request, order: Sequence[str], history: Sequence[Message] = ()
+        self,
+        endpoint: Endpoint,
+        request: Request,
+        order: Sequence[str],
+        history: Sequence[Message] = (),
     ) -> Greedy:
         """Full prefill of the request with its chunks in this order.
 
@@ -111,10 +125,14 @@ class FullPrefill:
         key = f"{endpoint.arm.route} {endpoint.url}", request.id, tuple(order)
         if key not in self._found:
             by_id = {chunk.id: chunk for chunk in request.chunks}
-            order_kept = {"order": "retriever", "reuse": "exact"} if endpoint.arm.route == "rag" else {}
+            order_kept = (
+                {"order": "retriever", "reuse": "exact"} if endpoint.arm.route == "rag" else {}
+            )
             chunks, salt = [by_id[chunk_id] for chunk_id in order], secrets.token_hex(16)
             answer = ask(endpoint, request, chunks, history, **order_kept, cache_salt=salt)
             if answer.num_cached or (answer.fates or {}).get("exact"):
-                raise CommandError(f"{request.id}: full prefill found cached KV under a unique cache_salt")
+                raise CommandError(
+                    f"{request.id}: full prefill found cached KV under a unique cache_salt"
+                )
             self._found[key] = answer
         return self._found[key]

@@ -1,11 +1,13 @@
-"""`python -m eval quality joint`: how much may KV blocks be fused before answers change? (Fast Fusion figures 4 and 5, table 1)
+"""`python -m eval quality joint`: how much may KV blocks be fused before answers change? (Fast
+Fusion figures 4 and 5, table 1)
 
-No server: the model runs here. Every question is answered once with full prefill, then once per cell: its KV is encoded jointly
-after the prefill (sglang_chunkcache/joint_encoding), the blocks of its chunks (CFF) or those of the prompts of its batch (BFF),
-by a threshold or a ratio, in blocks of some size. `compression` is blocks over shared blocks of all layers and answers.
+No server: the model runs here. Every question is answered once with full prefill, then once per
+cell: its KV is encoded jointly after the prefill (sglang_chunkcache/joint_encoding), the blocks of
+its chunks (CFF) or those of the prompts of its batch (BFF), by a threshold or a ratio, in blocks of
+some size. `compression` is blocks over shared blocks of all layers and answers.
 
-NOTE: an answer's first token is computed before anything is fused, so `kl_first` is 0, and what an answer's only token says does
-not change. KL is the mean over all tokens, the first included.
+NOTE: an answer's first token is computed before anything is fused, so `kl_first` is 0, and what an
+answer's only token says does not change. KL is the mean over all tokens, the first included.
 """
 
 from __future__ import annotations
@@ -48,13 +50,16 @@ class JointCurves(Mode):
     name, summary = "joint", "similar KV blocks fused (Fast Fusion figs. 4, 5); no server"
 
     def __init__(self, args: argparse.Namespace) -> None:
-        if not all(0 <= each <= 1 for each in args.thresholds) or not all(each > 1 for each in args.ratios):
+        if not all(0 <= each <= 1 for each in args.thresholds) or not all(
+            each > 1 for each in args.ratios
+        ):
             raise CommandError("--thresholds must be in 0..1, --ratios above 1")
         if min(*args.blocks, *args.batch, args.worlds) < 1:
             raise CommandError("--blocks, --batch and --worlds must be at least 1")
         if args.model_path == "random" or args.server_flags:
             raise CommandError(
-                "quality joint runs a Llama's weights by itself: no --model-path random, no server's flags"
+                "quality joint runs a Llama's weights by itself: no --model-path random, no"
+                " server's flags"
             )
         self.cases = world_cases(args) if args.task == "world" else list(data_cases(args))
         if not self.cases:
@@ -62,30 +67,50 @@ class JointCurves(Mode):
         self.cells = make_cells(args.over, args.blocks, args.thresholds, args.ratios, args.batch)
         self._lock = Lock()
         self._model: ModelKv | None = None
-        super().__init__(args, [replace(ARMS["ours"], name=JOINT)], [case.request for case in self.cases])
+        super().__init__(
+            args, [replace(ARMS["ours"], name=JOINT)], [case.request for case in self.cases]
+        )
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
         """What is compared with what, and when it fuses."""
         parser.add_argument("--over", nargs="+", choices=OVERS, default=list(OVERS))
-        parser.add_argument("--blocks", nargs="+", type=int, default=[4, 16], metavar="N", help="tokens of a block")
-        parser.add_argument("--thresholds", nargs="*", type=float, default=[0.5, 0.7, 0.8, 0.9, 0.95])
+        parser.add_argument(
+            "--blocks", nargs="+", type=int, default=[4, 16], metavar="N", help="tokens of a block"
+        )
+        parser.add_argument(
+            "--thresholds", nargs="*", type=float, default=[0.5, 0.7, 0.8, 0.9, 0.95]
+        )
         parser.add_argument("--ratios", nargs="*", type=float, default=[1.25, 1.5, 2.0])
         text = "prompts whose blocks are compared, for batch"
         parser.add_argument("--batch", nargs="+", type=int, default=[8], metavar="N", help=text)
-        text = "of the world, --requests of each kind and world (default: linked); see eval/world/kinds.py"
-        parser.add_argument("--questions", nargs="+", choices=KINDS, default=["linked"], metavar="KIND", help=text)
-        parser.add_argument("--worlds", type=int, default=1, metavar="N", help="that of --seed and the next ones")
+        text = (
+            "of the world, --requests of each kind and world (default: linked); see"
+            " eval/world/kinds.py"
+        )
+        parser.add_argument(
+            "--questions", nargs="+", choices=KINDS, default=["linked"], metavar="KIND", help=text
+        )
+        parser.add_argument(
+            "--worlds", type=int, default=1, metavar="N", help="that of --seed and the next ones"
+        )
         parser.set_defaults(neighbors=[1])
 
     def stages(self) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
         """A job per largest batch of cases. None needs a server."""
         size, label = max(self.args.batch), label_of(self.cells[-1])
         batches = [self.cases[at : at + size] for at in range(0, len(self.cases), size)]
-        yield (), [Job(self.key(JOINT, one[-1].request, *label), partial(self.take, one)) for one in batches]
+        yield (
+            (),
+            [
+                Job(self.key(JOINT, one[-1].request, *label), partial(self.take, one))
+                for one in batches
+            ],
+        )
 
     def take(self, cases: Sequence[Case], _servers: Servers) -> Iterator[tuple[str, Sample]]:
-        """The samples of some cases: full prefill of each, then the cells, in batches of the cell's size."""
+        """The samples of some cases: full prefill of each, then the cells,
+        in batches of the cell's size."""
         from eval.joint.prompts import Wish, fuse
 
         with self._lock:
@@ -100,14 +125,25 @@ class JointCurves(Mode):
                 size = setting.get("batch", 1)
                 for at in range(0, len(cases), size):
                     fused = fuse(prompts[at : at + size], wish, setting["over"])
-                    told = {"requests": len(fused.prompts), "blocks": fused.blocks, "shared": fused.shared}
-                    for case, prompt, given in zip(cases[at:], fused.prompts, full[at:], strict=False):
+                    told = {
+                        "requests": len(fused.prompts),
+                        "blocks": fused.blocks,
+                        "shared": fused.shared,
+                    }
+                    for case, prompt, given in zip(
+                        cases[at:], fused.prompts, full[at:], strict=False
+                    ):
                         answer = self._answer(model, case, prompt)
                         metrics = self.scorer.gold(answer.text, case.request)
                         metrics |= self.scorer.agreement(answer, given, "full")
-                        cell, more = {**_kind(case), **setting}, {"encoded": {**told, "ms": round(fused.ms, 3)}}
+                        cell, more = (
+                            {**_kind(case), **setting},
+                            {"encoded": {**told, "ms": round(fused.ms, 3)}},
+                        )
                         label = label_of(setting)
-                        yield self.sample(JOINT, case.request, answer, metrics, cell=cell, label=label, **more)
+                        yield self.sample(
+                            JOINT, case.request, answer, metrics, cell=cell, label=label, **more
+                        )
 
     def _loaded(self) -> ModelKv:
         """The model, once there is something to answer."""
@@ -126,11 +162,18 @@ class JointCurves(Mode):
         ids, log_probs = model.continued(prompt, max_tokens=limit)
         tops = [each.topk(min(num, len(each))) for each in log_probs] if num else []
         steps = [
-            {model.token(i): p for i, p in reversed(list(zip(top.indices.tolist(), top.values.tolist(), strict=True)))}
+            {
+                model.token(i): p
+                for i, p in reversed(
+                    list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+                )
+            }
             for top in tops
         ]
         order = tuple(chunk.id for chunk in case.request.chunks)
-        return Greedy(model.text(ids), [model.token(i) for i in ids], steps, order, prompt.num_tokens, 0, {})
+        return Greedy(
+            model.text(ids), [model.token(i) for i in ids], steps, order, prompt.num_tokens, 0, {}
+        )
 
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Cells with what was fused, and paired differences from full prefill."""
@@ -138,15 +181,26 @@ class JointCurves(Mode):
         full = [row for row in samples if row["arm"] == FULL_PREFILL]
         by_request = {row["request"]: row for row in full}
         contrasts = []
-        for cell, (_, rows) in zip(cells, grouped(samples, lambda row: [row["arm"], row["cell"]]), strict=True):
+        for cell, (_, rows) in zip(
+            cells, grouped(samples, lambda row: [row["arm"], row["cell"]]), strict=True
+        ):
             if cell["arm"] != JOINT:
                 continue
             cell |= fused_of([row["encoded"] for row in rows if "encoded" in row])
             if found := of_full(rows, by_request):
                 cell["metrics"]["em_of_full"] = found
-            like = [{**by_request[row["request"]], "cell": row["cell"]} for row in rows if row["request"] in by_request]
+            like = [
+                {**by_request[row["request"]], "cell": row["cell"]}
+                for row in rows
+                if row["request"] in by_request
+            ]
             contrasts += contrast_arms(like, rows, a=FULL_PREFILL, b=JOINT, metrics=("em", "f1"))
-        return {"cells": cells, "contrasts": contrasts, "verdict": sentences(contrasts), "tables": tables_of(cells)}
+        return {
+            "cells": cells,
+            "contrasts": contrasts,
+            "verdict": sentences(contrasts),
+            "tables": tables_of(cells),
+        }
 
 
 def make_cells(
@@ -158,9 +212,15 @@ def make_cells(
 ) -> list[dict[str, Any]]:
     """How blocks are fused, and of `batch` those of how many prompts at once."""
     wishes = [*({"threshold": each} for each in thresholds), *({"ratio": each} for each in ratios)]
-    sizes: dict[str, list[dict[str, int]]] = {"chunks": [{}], "batch": [{"batch": size} for size in batches]}
+    sizes: dict[str, list[dict[str, int]]] = {
+        "chunks": [{}],
+        "batch": [{"batch": size} for size in batches],
+    }
     settings = [{"over": over, **size} for over in overs for size in sizes[over]]
-    return [{**setting, "block": block, **wish} for setting, block, wish in product(settings, blocks, wishes)]
+    return [
+        {**setting, "block": block, **wish}
+        for setting, block, wish in product(settings, blocks, wishes)
+    ]
 
 
 def label_of(setting: Mapping[str, Any]) -> list[str]:
@@ -189,7 +249,11 @@ def tables_of(cells: Sequence[Mapping[str, Any]]) -> list[Row]:
         {
             **cell["cell"],
             **{name: cell[name] for name in ("compression", "encode_ms")},
-            **{name: round(cell["metrics"][name]["mean"], 4) for name in SHOWN if name in cell["metrics"]},
+            **{
+                name: round(cell["metrics"][name]["mean"], 4)
+                for name in SHOWN
+                if name in cell["metrics"]
+            },
         }
         for cell in cells
         if "compression" in cell
@@ -207,5 +271,7 @@ def _kind(case: Case) -> dict[str, str]:
 def _prompt(model: ModelKv, case: Case) -> Cached:
     """As the bundled model's template has it."""
     texts = [chunk.text for chunk in case.request.chunks]
-    head, pieces, tail = turn_pieces(texts, case.request.question, opens=True, system=case.request.system or None)
+    head, pieces, tail = turn_pieces(
+        texts, case.request.question, opens=True, system=case.request.system or None
+    )
     return model.cached([head, *pieces, tail])

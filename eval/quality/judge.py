@@ -1,7 +1,9 @@
-"""Faithfulness by a judge: which of an answer's claims do the passages support? Any OpenAI-compatible endpoint can judge.
+"""Faithfulness by a judge: which of an answer's claims do the passages support? Any
+OpenAI-compatible endpoint can judge.
 
-We ship the prompt and the arithmetic, but no figure: the result depends on the judge, which the record names. The key is read
-from an environment variable; its value is sent with the request and written nowhere.
+We ship the prompt and the arithmetic, but no figure: the result depends on the judge, which the
+record names. The key is read from an environment variable; its value is sent with the request and
+written nowhere.
 """
 
 from __future__ import annotations
@@ -46,21 +48,30 @@ class Judge:
         CommandError: the variable is not set.
     """
 
-    def __init__(self, url: str, model: str, *, key_env: str | None = None, wait_s: float = WAIT_S) -> None:
+    def __init__(
+        self, url: str, model: str, *, key_env: str | None = None, wait_s: float = WAIT_S
+    ) -> None:
         self._url = url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
         self._model, self._wait_s = model, wait_s
         self._headers: dict[str, str] = {}
         if key_env is not None:
             if not os.environ.get(key_env):
-                raise CommandError(f"--judge-key-env: the environment variable {key_env} is not set")
+                raise CommandError(
+                    f"--judge-key-env: the environment variable {key_env} is not set"
+                )
             self._headers["Authorization"] = f"Bearer {os.environ[key_env]}"
         self.num_failures = 0
 
     def faithfulness(self, question: str, answer: str, passages: Sequence[str]) -> float | None:
-        """Share of the answer's claims that the passages support; None without claims, and after three failed attempts."""
+        """Share of the answer's claims that the passages support;
+        None without claims, and after three failed attempts."""
         numbered = "\n".join(f"[{number}] {text}" for number, text in enumerate(passages, 1))
         asked = PROMPT.format(passages=numbered, question=question, answer=answer)
-        body = {"model": self._model, "messages": [{"role": "user", "content": asked}], "temperature": 0}
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": asked}],
+            "temperature": 0,
+        }
         for attempt in range(ATTEMPTS):
             if attempt:
                 time.sleep(self._wait_s * 2 ** (attempt - 1))
@@ -78,7 +89,8 @@ class Judge:
 
 
 def supported_share(text: str) -> float | None:
-    """Of a reply's claims; None if it has none. A fence around the JSON is removed. Anything else unexpected: ValueError."""
+    """Of a reply's claims; None if it has none. A fence around the JSON is removed.
+    Anything else unexpected: ValueError."""
     fenced = re.fullmatch(r"\s*```(?:json)?\s*(.*?)\s*```\s*", text, re.DOTALL)
     parsed = json.loads(fenced[1] if fenced else text)
     try:

@@ -1,4 +1,5 @@
-"""What all modes of `python -m eval quality` share: options, servers, the loop over requests, and the record.
+"""What all modes of `python -m eval quality` share: options, servers, the loop over requests, and
+the record.
 
 Mode(args)   arms, requests   -> stages(): per stage the arms that it needs, and jobs
              a job            -> samples of one request, conversation or case, taken in a thread of its own
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
     from eval.task import Request
 
 TOP_LOGPROBS = 100
-"""Log probabilities per token. All other tokens are merged into one, which lowers KL: with the bundled model's 1,101 tokens,
-where moved KV costs answers, by 1 to 3% at 100, a third at 20 and four fifths at 5. vLLM gives at most 20 by default."""
+"""Log probabilities per token. All other tokens are merged into one, which lowers KL: with the
+bundled model's 1,101 tokens, where moved KV costs answers, by 1 to 3% at 100, a third at 20 and
+four fifths at 5. vLLM gives at most 20 by default."""
 BUNDLED_POOL = 100_000
 """KV pool in tokens, large enough for a run's chunks. Other models get SGLang's own size."""
 
@@ -47,7 +49,8 @@ Servers = Mapping[str, Endpoint]
 
 
 class Job(NamedTuple):
-    """Takes samples, each with its key, in a thread. Its samples are kept together; `key` is the last one's."""
+    """Takes samples, each with its key, in a thread.
+    Its samples are kept together; `key` is the last one's."""
 
     key: str
     take: Callable[[Servers], Iterable[tuple[str, Sample]]]
@@ -62,7 +65,9 @@ class Mode(ABC):
     name: ClassVar[str]
     summary: ClassVar[str]
 
-    def __init__(self, args: argparse.Namespace, arms: Sequence[Arm], requests: Sequence[Request]) -> None:
+    def __init__(
+        self, args: argparse.Namespace, arms: Sequence[Arm], requests: Sequence[Request]
+    ) -> None:
         self.args, self.arms, self.requests = args, arms, requests
         self.scorer = make_scorer(args, [arm for arm in arms if arm.name != REFERENCE.name])
         self.facts: dict[str, Any] = {}
@@ -96,12 +101,21 @@ class Mode(ABC):
         **more: Any,
     ) -> tuple[str, Sample]:
         """Its key, and a row of samples.jsonl: the answer with its metrics, or its error."""
-        row: Sample = {"arm": arm, "cell": dict(cell or {}), "mode": self.name, "request": request.id}
+        row: Sample = {
+            "arm": arm,
+            "cell": dict(cell or {}),
+            "mode": self.name,
+            "request": request.id,
+        }
         row |= {"warm_up": False, "block": block_of(request)}
         if isinstance(answer, CommandError):
             found: Sample = {"metrics": {}, "fates": None, "error": str(answer)}
         else:
-            found = {"metrics": rounded(metrics or {}), "fates": answer.fates, "answer": answer.text}
+            found = {
+                "metrics": rounded(metrics or {}),
+                "fates": answer.fates,
+                "answer": answer.text,
+            }
         return self.key(arm, request, *label), row | found | more
 
 
@@ -134,7 +148,8 @@ def measure(mode: type[Mode], args: argparse.Namespace) -> int:
 
 
 def answer_all(run: Run, mode: Mode, servers: ServerPool, clients: int) -> None:
-    """Take every sample that `run` does not hold yet. Raises CommandError if a server is gone, or as its job."""
+    """Take every sample that `run` does not hold yet.
+    Raises CommandError if a server is gone, or as its job."""
     for arms, jobs in mode.stages():
         missing = [job for job in jobs if job.key not in run]
         if not missing:
@@ -145,7 +160,10 @@ def answer_all(run: Run, mode: Mode, servers: ServerPool, clients: int) -> None:
         for arm in arms:
             url = servers.open(keys[arm.name], arm)
             found[arm.name] = Endpoint(url, servers.model(keys[arm.name]), arm, *limits)
-        name, done = " ".join([mode.name, *(arm.name for arm in arms[-1:])]), len(jobs) - len(missing)
+        name, done = (
+            " ".join([mode.name, *(arm.name for arm in arms[-1:])]),
+            len(jobs) - len(missing),
+        )
         with _workers(clients) as pool, progress(name, len(jobs), initial=done) as bar:
             for rows in pool.map(lambda job, found=found: list(job.take(found)), missing):
                 if any(row.get("error") for _, row in rows):
@@ -156,7 +174,8 @@ def answer_all(run: Run, mode: Mode, servers: ServerPool, clients: int) -> None:
 
 
 def show(folder: Path) -> None:
-    """Print tables, verdicts and limitations of a run, its folder and, last, the results as JSON."""
+    """Print tables, verdicts and limitations of a run, its folder and, last,
+    the results as JSON."""
     from eval.report.tables import tables_of
 
     run = read_recorded(folder)
@@ -170,22 +189,44 @@ def show(folder: Path) -> None:
 def add_quality_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of every mode."""
     add_task_options(parser)
-    add = parser.add_argument_group("model and scores; flags for all servers come after --").add_argument
-    add("--model-path", default="bundled", metavar="M", help="a model, random, or bundled (default)")
-    add("--params", type=int, choices=sorted(SHAPES), default=DEFAULT_PARAMS, help="random: millions of parameters")
-    add("--max-total-tokens", type=int, metavar="N", help="KV pool (default: SGLang's; bundled: 100000)")
+    add = parser.add_argument_group(
+        "model and scores; flags for all servers come after --"
+    ).add_argument
+    add(
+        "--model-path", default="bundled", metavar="M", help="a model, random, or bundled (default)"
+    )
+    add(
+        "--params",
+        type=int,
+        choices=sorted(SHAPES),
+        default=DEFAULT_PARAMS,
+        help="random: millions of parameters",
+    )
+    add(
+        "--max-total-tokens",
+        type=int,
+        metavar="N",
+        help="KV pool (default: SGLang's; bundled: 100000)",
+    )
     text = (
-        "real: score right answers; none: score agreement with full prefill only. auto: the bundled model is real for the "
-        "task world only, a --model-path is real, a running server is not"
+        "real: score right answers; none: score agreement with full prefill only. auto: the bundled"
+        " model is real for the task world only, a --model-path is real, a running server is not"
     )
     add("--weights", choices=get_args(Weights), default="auto", help=text)
-    add("--bert-encoder", type=Path, metavar="DIR", help="BERTScore with the encoder in this folder")
+    add(
+        "--bert-encoder", type=Path, metavar="DIR", help="BERTScore with the encoder in this folder"
+    )
     add("--max-new-tokens", type=int, default=40, help="maximum length of an answer (default: 40)")
     text = "per token, for KL; 0: no KL (default: 100)"
     add("--top-logprobs", type=int, default=TOP_LOGPROBS, metavar="N", help=text)
     add("--clients", type=int, default=4, help="maximum number of requests in flight (default: 4)")
     add("--threads", type=int, default=2, help="threads of each server, without a GPU (default: 2)")
-    add("--out", type=Path, metavar="DIR", help="a new folder, or that of a run to continue (default: runs/<date>)")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="a new folder, or that of a run to continue (default: runs/<date>)",
+    )
     add("--baseline", metavar="RECORD", help="name of the record to compare this one with")
 
 
@@ -195,13 +236,16 @@ def check_options(args: argparse.Namespace) -> None:
         args.max_total_tokens = BUNDLED_POOL
     for name, least in (("max_new_tokens", 1), ("top_logprobs", 0), ("clients", 1), ("threads", 1)):
         if getattr(args, name) < least:
-            raise CommandError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+            raise CommandError(
+                f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}"
+            )
 
 
 def make_scorer(args: argparse.Namespace, arms: Sequence[Arm]) -> Scorer:
     """The scorer that the options select. Raises CommandError for a missing encoder or judge."""
     models = {args.model_path if arm.url is None else None for arm in arms}
-    known = {knows_answers(model, args.task, args.weights) for model in models}  # each may be refused
+    # each may be refused
+    known = {knows_answers(model, args.task, args.weights) for model in models}
     bert = BertScore(args.bert_encoder) if args.bert_encoder else None
     judge_url = getattr(args, "judge_url", None)
     if judge_url and not args.judge_model:
@@ -215,7 +259,8 @@ def make_scorer(args: argparse.Namespace, arms: Sequence[Arm]) -> Scorer:
 
 @contextmanager
 def _workers(count: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool that drops its pending work on an exception; the pool's own exit would first finish all of it."""
+    """A pool that drops its pending work on an exception;
+    the pool's own exit would first finish all of it."""
     pool = ThreadPoolExecutor(count)
     try:
         yield pool

@@ -1,6 +1,8 @@
-"""Cases for the ratio curves: a question, its chunks in prompt order, and the chunks after which their KV is captured.
+"""Cases for the ratio curves: a question, its chunks in prompt order, and the chunks after which
+their KV is captured.
 
-Strangers and neighbours are never in the case's own prompt: otherwise a chunk would have two variants, or be an exact hit.
+Strangers and neighbours are never in the case's own prompt: otherwise a chunk would have two
+variants, or be an exact hit.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from eval.world.world import World
 
 UNSEEN = 1 << 60  # first seed of worlds that training never draws
 CLIP_CHARS = 600
-"""Of a passage, for the bundled model: its context is 4,096 tokens, and it reads such text nearly byte by byte."""
+"""Of a passage, for the bundled model: its context is 4,096 tokens,
+and it reads such text nearly byte by byte."""
 LONG = 2000
 """Tokens, about, of a long request; the bundled model's context is 4,096."""
 SPARE = 4  # ratio of retrieved passages to passages in the prompt
@@ -28,7 +31,8 @@ K = 6  # passages in the prompt, unless the data set lists them
 
 @dataclass(frozen=True)
 class Case:
-    """One question with its chunks in prompt order, and the chunks after which they are captured."""
+    """One question with its chunks in prompt order, and the chunks after which they are
+    captured."""
 
     request: Request
     strangers: tuple[TextChunk, ...]
@@ -40,14 +44,17 @@ class Case:
 
 
 def world_cases(args: argparse.Namespace) -> list[Case]:
-    """`--requests` questions of each kind about each of `--worlds` worlds that training never draws, kinds and worlds in turn.
+    """`--requests` questions of each kind about each of `--worlds` worlds that training never
+    draws, kinds and worlds in turn.
 
     Raises:
         CommandError: too few passages for a kind.
     """
     k, columns = args.k or K, []
     if few := [kind for kind in args.questions if k < KINDS[kind].min_passages]:
-        raise CommandError(f"--questions {few[0]} needs --k {KINDS[few[0]].min_passages} or more, got {k}")
+        raise CommandError(
+            f"--questions {few[0]} needs --k {KINDS[few[0]].min_passages} or more, got {k}"
+        )
     for seed in range(args.seed, args.seed + args.worlds):
         world = World(seed | UNSEEN, links=True)
         corpus = [TextChunk(f"{seed}:{p.id}", p.text) for p in world.passages]
@@ -57,7 +64,9 @@ def world_cases(args: argparse.Namespace) -> list[Case]:
                 question, passages, _ = KINDS[kind].draw(world, k, rng)
                 chunks = tuple(TextChunk(f"{seed}:{p.id}", p.text) for p in passages)
                 gold = tuple(f"{seed}:{gold}" for gold in question.gold_passage_ids)
-                request = Request(f"{kind}:{seed}:{number}", question.question, chunks, question.answers, gold)
+                request = Request(
+                    f"{kind}:{seed}:{number}", question.question, chunks, question.answers, gold
+                )
                 column.append(make_case(request, corpus, max(args.neighbors), rng, questions=kind))
             columns.append(column)
     return [case for row in zip(*columns, strict=True) for case in row]
@@ -66,18 +75,23 @@ def world_cases(args: argparse.Namespace) -> list[Case]:
 def data_cases(args: argparse.Namespace) -> Iterator[Case]:
     """The requests of a task with enough passages. Turns of conversations become single questions.
 
-    Passages that a data set lists are all shown, or the first `--k`; if they are searched, more are retrieved than shown.
-    Strangers and neighbours are taken from all that were found. For the bundled model passages are clipped.
+    Passages that a data set lists are all shown, or the first `--k`; if they are searched, more are
+    retrieved than shown. Strangers and neighbours are taken from all that were found. For the
+    bundled model passages are clipped.
     """
     listed = (args.retriever or TASKS[args.task].retriever) == "given"
     k = args.k or (None if listed else K)
-    requests = load_requests(argparse.Namespace(**vars(args) | {"k": None if listed else SPARE * (k or K)}))
+    requests = load_requests(
+        argparse.Namespace(**vars(args) | {"k": None if listed else SPARE * (k or K)})
+    )
     clip = CLIP_CHARS if args.model_path == "bundled" else None
     clipped = {c.id: TextChunk(c.id, c.text[:clip]) for request in requests for c in request.chunks}
     rng = random.Random(f"{args.seed} {args.task} {args.k}")
     for request in (request for request in requests if len(request.chunks) >= (k or 2)):
         chunks = tuple(clipped[c.id] for c in request.chunks[:k])
-        yield make_case(replace(request, chunks=chunks), list(clipped.values()), max(args.neighbors), rng)
+        yield make_case(
+            replace(request, chunks=chunks), list(clipped.values()), max(args.neighbors), rng
+        )
 
 
 def make_case(
@@ -88,7 +102,8 @@ def make_case(
     *,
     questions: str | None = None,
 ) -> Case:
-    """The case with strangers and neighbours from `corpus`. Raises CommandError if the corpus has too few."""
+    """The case with strangers and neighbours from `corpus`.
+    Raises CommandError if the corpus has too few."""
     chunks = request.chunks
     shown = {chunk.text for chunk in chunks}
     others = [chunk for chunk in corpus if chunk.text not in shown]
@@ -100,7 +115,8 @@ def make_case(
 
 
 def long_request(request: Request, num_prompt: int) -> Request:
-    """One of about `LONG` tokens and one token's answer: the words of this one, of so many tokens, again and again."""
+    """One of about `LONG` tokens and one token's answer:
+    the words of this one, of so many tokens, again and again."""
     words = " ".join(chunk.text for chunk in request.chunks).split()
     times = LONG / num_prompt
     text = " ".join((words * (1 + int(times)))[: int(times * len(words))])
@@ -108,7 +124,8 @@ def long_request(request: Request, num_prompt: int) -> Request:
 
 
 def ranker(corpus: Sequence[TextChunk]) -> Callable[[str, int], list[TextChunk]]:
-    """(text, n) -> the n passages that share most words with it, rare words counting more; ties in the corpus' order."""
+    """(text, n) -> the n passages that share most words with it, rare words counting more;
+    ties in the corpus' order."""
     bags = [set(chunk.text.lower().split()) for chunk in corpus]
     frequency = Counter(word for bag in bags for word in bag)
     weight = {word: math.log(len(corpus) / count) for word, count in frequency.items()}

@@ -6,8 +6,9 @@
     ..._given                          against the same server's answer to the chunks in the given order: the effect of an order
     ..._policy                         against the first policy's answer: the effect of leaving chunks out
 
-Right answers are scored only if the model can know them: the bundled model knows its own generated world and nothing else,
-random weights know nothing. Otherwise only agreement is scored, and the results have a note.
+Right answers are scored only if the model can know them: the bundled model knows its own generated
+world and nothing else, random weights know nothing. Otherwise only agreement is scored, and the
+results have a note.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ Weights = Literal["auto", "real", "none"]
 FULL_REUSE = "full-reuse"
 """Arms: the ends of normalised F1."""
 NOTE = (
-    "the figures measure how far answers agree, not whether they are right: these weights know nothing of this text, or the "
-    "harness cannot know whether they do, and --weights real scores right answers"
+    "the figures measure how far answers agree, not whether they are right: these weights know"
+    " nothing of this text, or the harness cannot know whether they do, and --weights real scores"
+    " right answers"
 )
 
 
@@ -43,13 +45,16 @@ def knows_answers(model: str | None, task: str, weights: Weights) -> bool:
 
     Args:
         model: `bundled`, `random`, a path, or None for the unknown weights of a running server.
-        weights: the option `--weights`; `auto` takes a path as real weights, and unknown weights as none.
+        weights: the option `--weights`; `auto` takes a path as real weights, and unknown weights as
+            none.
     Raises:
         CommandError: `real` is given for weights that know nothing of this text.
     """
     if model == "random" or (model == "bundled" and task != "world"):
         if weights == "real":
-            raise CommandError(f"--weights real: the {model} weights know nothing of {task}; use another model")
+            raise CommandError(
+                f"--weights real: the {model} weights know nothing of {task}; use another model"
+            )
         return False
     return weights == "real" or (weights == "auto" and model is not None)
 
@@ -57,11 +62,14 @@ def knows_answers(model: str | None, task: str, weights: Weights) -> bool:
 class Scorer:
     """Scores answers. `has_gold`: the result of `knows_answers`."""
 
-    def __init__(self, *, has_gold: bool, bert: BertScore | None = None, judge: Judge | None = None) -> None:
+    def __init__(
+        self, *, has_gold: bool, bert: BertScore | None = None, judge: Judge | None = None
+    ) -> None:
         self.has_gold, self._bert, self._judge = has_gold, bert, judge
 
     def gold(self, answer: str, request: Request) -> dict[str, float]:
-        """Scores against the request's right answers; {} if there are none or the model cannot know them."""
+        """Scores against the request's right answers;
+        {} if there are none or the model cannot know them."""
         right = tuple(text for text in request.answers if text)
         if not self.has_gold or not right:
             return {}
@@ -73,7 +81,8 @@ class Scorer:
         } | self._bert_score(answer, right)
 
     def agreement(self, answer: Greedy, other: Greedy, reference: str) -> dict[str, float]:
-        """Scores of agreement with the other answer, one of `eval.metrics.REFERENCES`; KL only if there are distributions."""
+        """Scores of agreement with the other answer, one of `eval.metrics.REFERENCES`;
+        KL only if there are distributions."""
         values = {
             "same": float(answer.text == other.text),
             "rouge_l": rouge_l(answer.text, other.text),
@@ -82,14 +91,20 @@ class Scorer:
         if answer.steps and other.steps:
             kls = answer_kls(other.steps, other.tokens, answer.steps, answer.tokens)
             kl = math.fsum(kls) / len(kls)
-            values |= {"kl": kl, "kl_max": max(kls) if math.isfinite(kl) else kl, "kl_first": kls[0]}
+            values |= {
+                "kl": kl,
+                "kl_max": max(kls) if math.isfinite(kl) else kl,
+                "kl_first": kls[0],
+            }
         return {agreement(name, reference): value for name, value in values.items()}
 
     def faithfulness(self, answer: str, request: Request) -> dict[str, float]:
         """The judge's score, if there is a judge and it found claims."""
         if self._judge is None:
             return {}
-        share = self._judge.faithfulness(request.question, answer, [chunk.text for chunk in request.chunks])
+        share = self._judge.faithfulness(
+            request.question, answer, [chunk.text for chunk in request.chunks]
+        )
         return {} if share is None else {"faithfulness": share}
 
     def spec(self) -> dict[str, Any]:
@@ -106,12 +121,14 @@ class Scorer:
 
 
 def rounded(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Round to six digits, the precision of float32 log probabilities. Values that are not finite are left out as unmeasured."""
+    """Round to six digits, the precision of float32 log probabilities.
+    Values that are not finite are left out as unmeasured."""
     return {name: float(f"{value:.6g}") for name, value in metrics.items() if math.isfinite(value)}
 
 
 def block_of(request: Request) -> str:
-    """The request's block of correlated samples: its conversation, or else the passages that answer it."""
+    """The request's block of correlated samples:
+    its conversation, or else the passages that answer it."""
     return request.conversation or " ".join(request.gold_ids) or request.id
 
 
@@ -121,15 +138,22 @@ def summarize_arms(samples: Sequence[Mapping[str, Any]], *, against: str) -> dic
     for sample in samples:
         arms.setdefault(sample["arm"], []).append(sample)
     others = [name for name in arms if name != against] if against in arms else []
-    contrasts = [each for name in others for each in contrast_arms(arms[against], arms[name], a=against, b=name)]
+    contrasts = [
+        each
+        for name in others
+        for each in contrast_arms(arms[against], arms[name], a=against, b=name)
+    ]
     return {"cells": cells_of(samples), "contrasts": contrasts, "verdict": sentences(contrasts)}
 
 
 def cells_of(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each arm and cell, in order of appearance: number of samples, number of failures, metrics and fates, normalised F1."""
+    """For each arm and cell, in order of appearance:
+    number of samples, number of failures, metrics and fates, normalised F1."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for sample in samples:
-        groups.setdefault(json.dumps([sample["arm"], sample["cell"]], sort_keys=True), []).append(sample)
+        groups.setdefault(json.dumps([sample["arm"], sample["cell"]], sort_keys=True), []).append(
+            sample
+        )
     cells = [_cell(taken) for taken in groups.values()]
     _add_normalized_f1(cells)
     return cells
@@ -155,16 +179,22 @@ def _cell(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _interval_of(samples: Sequence[Mapping[str, Any]], metric: str) -> dict[str, float]:
     taken = [sample for sample in samples if metric in sample["metrics"]]
     blocks = [sample.get("block") for sample in taken]
-    return rounded(summary([sample["metrics"][metric] for sample in taken], None if None in blocks else blocks))
+    return rounded(
+        summary([sample["metrics"][metric] for sample in taken], None if None in blocks else blocks)
+    )
 
 
 def _add_normalized_f1(cells: Sequence[dict[str, Any]]) -> None:
-    """FusionRAG equation 11 of the mean F1s, where both ends were measured; None if full reuse loses nothing."""
+    """FusionRAG equation 11 of the mean F1s, where both ends were measured;
+    None if full reuse loses nothing."""
     scored = [cell for cell in cells if "f1" in cell["metrics"]]
-    means = {(cell["arm"], *_variant(cell["cell"])): cell["metrics"]["f1"]["mean"] for cell in scored}
+    means = {
+        (cell["arm"], *_variant(cell["cell"])): cell["metrics"]["f1"]["mean"] for cell in scored
+    }
     for cell in scored:
         capture, *others = _variant(cell["cell"])
-        # Preprocessing is one of the parts that FusionRAG's fig. 18 adds, so 0 is full reuse without preprocessing.
+        # Preprocessing is one of the parts that FusionRAG's fig. 18 adds, so 0 is full reuse
+        # without preprocessing.
         capture = {"preprocessed": "alone"}.get(capture, capture)
         reused, prefilled = (FULL_REUSE, capture, *others), (FULL_PREFILL, None, others[0], None)
         if {reused, prefilled} <= means.keys():

@@ -1,4 +1,5 @@
-"""Metrics of an answer: exact match and F1 against the right answers, ROUGE-L and KL against another answer.
+"""Metrics of an answer: exact match and F1 against the right answers, ROUGE-L and KL against
+another answer.
 
 Pure functions of texts, tokens and log probabilities; no server, model or data set.
 """
@@ -32,12 +33,17 @@ def exact_match(answer: str, gold: Sequence[str]) -> bool:
 
 
 def f1(answer: str, gold: Sequence[str]) -> float:
-    """Best F1 of normalised words over `gold`, 0 to 1; 0 where `gold` is empty. Two empty texts are equal: 1."""
-    return max((_word_f1(normalize(answer).split(), normalize(right).split()) for right in gold), default=0.0)
+    """Best F1 of normalised words over `gold`, 0 to 1; 0 where `gold` is empty.
+    Two empty texts are equal: 1."""
+    return max(
+        (_word_f1(normalize(answer).split(), normalize(right).split()) for right in gold),
+        default=0.0,
+    )
 
 
 def rouge_l(answer: str, reference: str) -> float:
-    """F of the longest common subsequence of words (lower case, letters and digits), 0 to 1. Two texts without words: 1."""
+    """F of the longest common subsequence of words (lower case, letters and digits), 0 to 1.
+    Two texts without words: 1."""
     words, wanted = _words(answer), _words(reference)
     if not words and not wanted:
         return 1.0
@@ -45,7 +51,8 @@ def rouge_l(answer: str, reference: str) -> float:
 
 
 def jaccard(answer: str, reference: str) -> float:
-    """Common words over all words of both (lower case, letters and digits), 0 to 1. Two texts without words: 1."""
+    """Common words over all words of both (lower case, letters and digits), 0 to 1.
+    Two texts without words: 1."""
     words, wanted = set(_words(answer)), set(_words(reference))
     return len(words & wanted) / len(words | wanted) if words | wanted else 1.0
 
@@ -53,8 +60,8 @@ def jaccard(answer: str, reference: str) -> float:
 def normalized_f1(f1: float, *, full_reuse: float, full_prefill: float) -> float | None:
     """FusionRAG equation 11 as a share: 0 is as good as full reuse, 1 as full prefill.
 
-    None if full reuse loses nothing, so there is nothing to restore. None also if full reuse is *better* than full prefill: the
-    scale would be inverted, and an F1 below both would be above 1.
+    None if full reuse loses nothing, so there is nothing to restore. None also if full reuse is
+    *better* than full prefill: the scale would be inverted, and an F1 below both would be above 1.
     """
     lost = full_prefill - full_reuse
     return (f1 - full_reuse) / lost if lost > ROUNDING else None
@@ -71,11 +78,12 @@ def lcs_len(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def kl_divergence(p: Mapping[Token, float], q: Mapping[Token, float]) -> float:
-    """KL(p || q) in nats of two next-token distributions; infinite if q excludes a token that p allows, NaN for a NaN.
+    """KL(p || q) in nats of two next-token distributions; infinite if q excludes a token that p
+    allows, NaN for a NaN.
 
     Args:
-        p, q: token -> natural log probability. Tokens that either lacks are merged into one, so the result is exact if both
-            have the whole vocabulary, else a lower bound. Never below 0.
+        p, q: token -> natural log probability. Tokens that either lacks are merged into one, so the
+            result is exact if both have the whole vocabulary, else a lower bound. Never below 0.
     Raises:
         ValueError: probabilities add up to more than 1.
     """
@@ -99,7 +107,8 @@ def answer_kls(
     steps: Sequence[Mapping[Token, float]],
     tokens: Sequence[Token],
 ) -> list[float]:
-    """KL(reference || answer) of each step with equal preceding tokens, that of the first different token included.
+    """KL(reference || answer) of each step with equal preceding tokens, that of the first different
+    token included.
 
     Args:
         reference, steps: next-token distributions, one per token, as for `kl_divergence`.
@@ -107,7 +116,10 @@ def answer_kls(
         ValueError: an empty answer.
     """
     same = 0
-    while same < min(len(tokens), len(reference_tokens)) - 1 and tokens[same] == reference_tokens[same]:
+    while (
+        same < min(len(tokens), len(reference_tokens)) - 1
+        and tokens[same] == reference_tokens[same]
+    ):
         same += 1
     pairs = list(zip(reference[: same + 1], steps[: same + 1], strict=True))
     if not pairs:

@@ -18,12 +18,14 @@ def moving_block_share(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float, float]:
-    """(value, low, high) of sum(parts) / sum(wholes) along a sequence, drawing runs of `block` neighbours.
+    """(value, low, high) of sum(parts) / sum(wholes) along a sequence, drawing runs of `block`
+    neighbours.
 
     Runs may begin anywhere and wrap around at the end, so all elements are equally likely.
 
     Args:
-        parts, wholes: one each for every element, in order; parts may be negative (differences), wholes not.
+        parts, wholes: one each for every element, in order; parts may be negative (differences),
+            wholes not.
         block: at least 1; limited to the length of the sequence.
     """
     total = sum(wholes)
@@ -41,14 +43,16 @@ def moving_block_share(
 
 
 def _run_sums(numbers: Sequence[float], length: int) -> list[float]:
-    """For each position, the sum of the `length` numbers from there on, wrapping around at the end."""
+    """For each position, the sum of the `length` numbers from there on,
+    wrapping around at the end."""
     sums = [0.0, *accumulate(chain(numbers, numbers[: length - 1]))]
     return [after - before for before, after in zip(sums, sums[length:], strict=False)]
 
 
 @lru_cache(maxsize=1)
 def _starts(n: int, num_runs: int, draws: int, seed: int) -> list[array[int]]:
-    """Start positions of the runs of each draw. Cached: all shares of a trace use the same, and drawing takes most time."""
+    """Start positions of the runs of each draw.
+    Cached: all shares of a trace use the same, and drawing takes most time."""
     rng = random.Random(seed)
     positions = range(n)
     return [array("I", rng.choices(positions, k=num_runs)) for _ in range(draws)]

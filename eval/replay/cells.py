@@ -1,7 +1,9 @@
-"""What is measured in one pass over a trace: a cell takes one request after the other and ends as one sample.
+"""What is measured in one pass over a trace: a cell takes one request after the other and ends as
+one sample.
 
-A sample has counts, not requests: each list has an entry for every bin of `bin` consecutive measured requests, so that a trace of
-any length takes at most MAX_BINS entries. Warm-up requests are in no bin, requests without chunks neither.
+A sample has counts, not requests: each list has an entry for every bin of `bin` consecutive
+measured requests, so that a trace of any length takes at most MAX_BINS entries. Warm-up requests
+are in no bin, requests without chunks neither.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from radix_ext import Overlap, Replay, Seen
 Sample = dict[str, Any]
 MAX_BINS = 16_384
 OVERLAP_WINDOW = 20_000
-"""Longest trace whose overlap is computed exactly: about a second, and at most 250 MB where no chunk is retrieved twice."""
+"""Longest trace whose overlap is computed exactly:
+about a second, and at most 250 MB where no chunk is retrieved twice."""
 CHUNK_COUNTS = ("chunks", "hits", "dropped", "lost")
 TOKEN_COUNTS = ("tokens", "token_hits", "dropped_tokens", "lost_tokens")
 HOST_COUNTS = {"chunks": "host_hits", "tokens": "host_token_hits"}
@@ -37,7 +40,8 @@ def measure(cell: TraceCell | ReplayCell, trace: Iterable[TraceRequest], bar: Ba
 
 
 class Bins:
-    """Sums of counts over bins of consecutive requests; the first `warm_up` requests are left out."""
+    """Sums of counts over bins of consecutive requests;
+    the first `warm_up` requests are left out."""
 
     def __init__(self, names: Sequence[str], *, warm_up: int) -> None:
         self.num_requests = 0
@@ -85,17 +89,28 @@ class TraceCell:
         if chunks:
             self._overlap.step([chunk.id for chunk in chunks])
             seen_chunks, seen_tokens = self._seen.step(chunks)
-            self._bins.add((len(chunks), seen_chunks, sum(chunk.num_tokens for chunk in chunks), seen_tokens))
+            self._bins.add(
+                (len(chunks), seen_chunks, sum(chunk.num_tokens for chunk in chunks), seen_tokens)
+            )
 
     @property
     def sample(self) -> Sample:
-        """`overlap` and `heads` of the whole trace, and per bin the chunks that were retrieved before."""
+        """`overlap` and `heads` of the whole trace, and per bin the chunks that were retrieved
+        before."""
         overlap = self._overlap
         estimated_from = overlap.num_measured if overlap.is_estimate else None
-        figures = {"prefix": overlap.prefix, "total": overlap.total, "estimated_from": estimated_from}
+        figures = {
+            "prefix": overlap.prefix,
+            "total": overlap.total,
+            "estimated_from": estimated_from,
+        }
         unknown = {} if self._facts.has_lengths else {"tokens": None, "seen_tokens": None}
         facts = self._facts
-        heads = {"requests": facts.num_counted, "headed": facts.num_headed, "heads": facts.num_heads}
+        heads = {
+            "requests": facts.num_counted,
+            "headed": facts.num_headed,
+            "heads": facts.num_heads,
+        }
         return {"k": self._k, "heads": heads, "overlap": figures, **self._bins.sample, **unknown}
 
 
@@ -103,7 +118,8 @@ class ReplayCell:
     """A replay of one cell of the grid.
 
     Args:
-        replay: what serves the requests instead of the cell's `Replay`: it has the same `step`, which returns `counts`.
+        replay: what serves the requests instead of the cell's `Replay`: it has the same `step`,
+            which returns `counts`.
     """
 
     def __init__(
@@ -121,23 +137,29 @@ class ReplayCell:
         self._bins = Bins(counts, warm_up=warm_up)
 
     def step(self, request: TraceRequest) -> None:
-        """Serve the request from the cache. A conversation is forgotten after its last turn in the trace."""
+        """Serve the request from the cache.
+        A conversation is forgotten after its last turn in the trace."""
         conversation = request.conversation
         is_last_turn = True
         if conversation in self._turns_left:
             self._turns_left[conversation] -= 1
             is_last_turn = not self._turns_left[conversation]
         count = self._replay.step(
-            request.chunks[: self._cell.k], conversation, is_last_turn=is_last_turn, head=request.head
+            request.chunks[: self._cell.k],
+            conversation,
+            is_last_turn=is_last_turn,
+            head=request.head,
         )
         if count.num_chunks:
             self._bins.add(count)
 
     @property
     def sample(self) -> Sample:
-        """Per bin the counts of `radix_ext.RequestCount`; those of tokens are None unless all lengths are known.
+        """Per bin the counts of `radix_ext.RequestCount`; those of tokens are None unless all
+        lengths are known.
 
-        `host` has what was copied and loaded in the whole trace; without a host tier neither it nor its hits are there.
+        `host` has what was copied and loaded in the whole trace; without a host tier neither it nor
+        its hits are there.
         """
         replay, bins = self._replay, self._bins.sample
         stats = replay.host_stats

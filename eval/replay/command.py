@@ -1,4 +1,5 @@
-"""`python -m eval replay`: the share of a trace's chunks that is found cached, by order, capacity and eviction policy.
+"""`python -m eval replay`: the share of a trace's chunks that is found cached, by order, capacity
+and eviction policy.
 
     python -m eval replay --trace FILE.jsonl.gz                      stock, CRAFT and ours at three sizes, and a verdict
     python -m eval replay --trace FILE.jsonl.gz --order tree --capacity 3000 --json                           one replay
@@ -7,7 +8,8 @@
     python -m eval replay --trace FILE.jsonl.gz --ranks 4            of a server with --dp-size 4 (eval/replay/ranks.py)
     python -m eval replay --trace FILE.jsonl.gz --reuse fused        also with every request's KV moved (eval/replay/fused.py)
 
-Needs Python alone, no model and no server. The trace format is in eval/replay/trace.py and in `--help`.
+Needs Python alone, no model and no server. The trace format is in eval/replay/trace.py and in
+`--help`.
 """
 
 from __future__ import annotations
@@ -51,21 +53,26 @@ IN_FLIGHT_PER_RANK = 16
 MAX_BLOCKS = 1000
 """More do not make an interval more exact, but slower to compute."""
 WORLD_REQUESTS = 1000
-"""Default number of requests of the generated world, which is unlimited; of a data set all are used."""
+"""Default number of requests of the generated world, which is unlimited;
+of a data set all are used."""
 Trace = Iterable[TraceRequest]
 """Iterated several times: for the facts, and for each cell."""
 Create = Callable[[], TraceCell | ReplayCell]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replay a trace in one cell or several; prints a table and a verdict, or with --json one JSON object."""
+    """Replay a trace in one cell or several;
+    prints a table and a verdict, or with --json one JSON object."""
     options = _parser().parse_args(argv)
     try:
         trace = _trace(options)
         facts = scan(_with_bar(trace))
         measured = _measured(options, facts)
         if options.warm_up >= facts.num_counted:
-            raise CommandError(f"--warm-up {options.warm_up} leaves none of {facts.num_counted} requests to measure")
+            raise CommandError(
+                f"--warm-up {options.warm_up} leaves none of {facts.num_counted} requests to"
+                " measure"
+            )
         options.block = _block(options.block, facts.num_counted - options.warm_up)
         folder = options.out or new_folder("replay")
         spec = {**vars(options), "json": None, "trace_sha256": facts.sha256}
@@ -80,26 +87,41 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(results))
     else:
-        print("\n".join([*map(_text, results["tables"]), "", *results["verdict"], "", f"record: {folder}"]))
+        print(
+            "\n".join(
+                [*map(_text, results["tables"]), "", *results["verdict"], "", f"record: {folder}"]
+            )
+        )
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eval replay",
-        description="Replay a trace of retrieved chunks against a cache of limited size. Without any setting of the grid it "
-        "compares stock, CRAFT and ours, with unlimited capacity and with capacity for a quarter and an eighth of the distinct "
-        "chunks; for conversations also stock with an application that leaves out chunks already shown.",
+        description=(
+            "Replay a trace of retrieved chunks against a cache of limited size. Without any"
+            " setting of the grid it compares stock, CRAFT and ours, with unlimited capacity and"
+            " with capacity for a quarter and an eighth of the distinct chunks; for conversations"
+            " also stock with an application that leaves out chunks already shown."
+        ),
         epilog=f"{trace_format.__doc__}\n{generated.__doc__}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, help="JSON Lines, plain or .gz; format below")
-    source.add_argument("--generate", metavar="N", type=_at_least(1), help="N made requests; parameters below")
     source.add_argument(
-        "--fusionrag", metavar="N", type=_at_least(1), help="N made as FusionRAG's storage simulation; below"
+        "--generate", metavar="N", type=_at_least(1), help="N made requests; parameters below"
     )
-    text = "use a task's requests, without lengths, instead of a trace; `python -m eval serve --help` lists tasks"
+    source.add_argument(
+        "--fusionrag",
+        metavar="N",
+        type=_at_least(1),
+        help="N made as FusionRAG's storage simulation; below",
+    )
+    text = (
+        "use a task's requests, without lengths, instead of a trace; `python -m eval serve --help`"
+        " lists tasks"
+    )
     source.add_argument("--task", metavar="NAME", choices=TASKS, help=text)
     add = parser.add_argument
     add("--data", type=Path, help="folder that holds the task's folder")
@@ -111,34 +133,65 @@ def _parser() -> argparse.ArgumentParser:
     add_options(parser)
     text = "data-parallel ranks, each with a cache of its own; default: %(default)s"
     add("--ranks", type=_at_least(1), default=1, help=text)
-    text = f"requests under way at once, with several ranks; default: {IN_FLIGHT_PER_RANK} for each of them"
+    text = (
+        f"requests under way at once, with several ranks; default: {IN_FLIGHT_PER_RANK} for each of"
+        " them"
+    )
     add("--in-flight", metavar="N", type=_at_least(1), help=text)
-    add("--warm-up", type=_at_least(0), default=0, help="serve the first N requests without measuring them")
-    text = f"in requests; default: {BLOCK}, at least a {MAX_BLOCKS}th and at most a {MIN_BLOCKS}th of those measured"
+    add(
+        "--warm-up",
+        type=_at_least(0),
+        default=0,
+        help="serve the first N requests without measuring them",
+    )
+    text = (
+        f"in requests; default: {BLOCK}, at least a {MAX_BLOCKS}th and at most a {MIN_BLOCKS}th of"
+        " those measured"
+    )
     add("--block", type=_at_least(1), help=f"block length of the bootstrap, {text}")
-    add("--worth", type=float, default=0.01, help="minimum gain, as a share, that is worth it; default: %(default)s")
+    add(
+        "--worth",
+        type=float,
+        default=0.01,
+        help="minimum gain, as a share, that is worth it; default: %(default)s",
+    )
     add("--out", type=Path, help="the run's folder; default: runs/<time>-replay")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 
 
 def _add_axes(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the grid: each takes one value or several, all combinations are replayed")
+    group = parser.add_argument_group(
+        "the grid: each takes one value or several, all combinations are replayed"
+    )
     group.add_argument("--order", nargs="+", choices=ORDER_POLICIES, help="default: tree")
     text = "order of the remaining chunks under tree; default: seen"
     group.add_argument("--tail", nargs="+", choices=TAIL_POLICIES, help=text)
     group.add_argument("--eviction", nargs="+", choices=EVICTION_POLICIES, help="default: lru")
     group.add_argument("--admission", nargs="+", choices=ADMISSION_POLICIES, help="default: all")
-    text = "whether a conversation drops chunks already shown; default: off for the retriever's order, else shown"
+    text = (
+        "whether a conversation drops chunks already shown; default: off for the retriever's order,"
+        " else shown"
+    )
     group.add_argument("--dedup", nargs="+", choices=DEDUP_POLICIES, help=text)
-    text = "which chunks are copied to host memory: found cached before, promoted, either of them, all; default: either"
+    text = (
+        "which chunks are copied to host memory: found cached before, promoted, either of them,"
+        " all; default: either"
+    )
     group.add_argument("--host-admission", nargs="+", choices=HOST_ADMISSIONS, help=text)
-    text = "of a token in host memory, when an order is chosen: 1 - time to load / time to compute; default: 0.9"
+    text = (
+        "of a token in host memory, when an order is chosen: 1 - time to load / time to compute;"
+        " default: 0.9"
+    )
     group.add_argument("--host-worth", nargs="+", type=float, metavar="SHARE", help=text)
     for name, minimum, text in (
         ("host", 0, "room in host memory, in the unit of the capacity, 0 for none; default: 0"),
         ("capacity", 0, "chunks (nodes) in the cache, 0 for no limit"),
-        ("capacity-tokens", 0, "tokens of chunks in the cache, 0 for no limit; alone it sets the comparison's sizes"),
+        (
+            "capacity-tokens",
+            0,
+            "tokens of chunks in the cache, 0 for no limit; alone it sets the comparison's sizes",
+        ),
         ("window", 1, "requests counted; default: 1000"),
         ("threshold", 1, "promotion count; default: 2"),
         ("k", 1, "first K chunks of each request; default: all, generated: 10"),
@@ -162,7 +215,9 @@ def _trace(options: argparse.Namespace) -> Trace:
     if options.components is not None and options.trace is None:
         raise CommandError("--components requires --trace")
     if options.trace is not None:
-        return TraceFile(options.trace, max_requests=options.max_requests, components=options.components)
+        return TraceFile(
+            options.trace, max_requests=options.max_requests, components=options.components
+        )
     for number, make in ((options.generate, GeneratedTrace), (options.fusionrag, PooledTrace)):
         if number is not None:
             num_requests = min(number, options.max_requests or number)
@@ -171,11 +226,18 @@ def _trace(options: argparse.Namespace) -> Trace:
 
 
 def _task_requests(options: argparse.Namespace) -> list[TraceRequest]:
-    num_requests = options.max_requests or (WORLD_REQUESTS if options.task == "world" else sys.maxsize)
-    source = Source(options.task, options.data, requests=num_requests, k=max(options.k) if options.k else None)
+    num_requests = options.max_requests or (
+        WORLD_REQUESTS if options.task == "world" else sys.maxsize
+    )
+    source = Source(
+        options.task, options.data, requests=num_requests, k=max(options.k) if options.k else None
+    )
     traced = [
         TraceRequest(
-            tuple(Chunk(ChunkId(name), 1) for name in dict.fromkeys(chunk.id for chunk in request.chunks)),
+            tuple(
+                Chunk(ChunkId(name), 1)
+                for name in dict.fromkeys(chunk.id for chunk in request.chunks)
+            ),
             has_lengths=False,
             conversation=request.conversation,
         )
@@ -198,7 +260,8 @@ def _block(block: int | None, num_requests: int) -> int:
     most = max(1, num_requests // MIN_BLOCKS)
     if block is not None and block > most:
         raise CommandError(
-            f"--block {block} leaves fewer than {MIN_BLOCKS} blocks of {num_requests} requests: give at most {most}"
+            f"--block {block} leaves fewer than {MIN_BLOCKS} blocks of {num_requests} requests:"
+            f" give at most {most}"
         )
     return block or min(max(BLOCK, num_requests // MAX_BLOCKS), most)
 
@@ -217,7 +280,9 @@ def _measured(options: argparse.Namespace, facts: TraceFacts) -> dict[str, Creat
     for cell in cells:
         found[cell.key] = partial(_replay_cell, cell, facts, options)
     if config is not None:
-        found |= {f"fused/{cell.key}": partial(FusedCell, cell, facts, options, config) for cell in cells}
+        found |= {
+            f"fused/{cell.key}": partial(FusedCell, cell, facts, options, config) for cell in cells
+        }
     return found
 
 
@@ -226,7 +291,9 @@ def _replay_cell(cell: Cell, facts: TraceFacts, options: argparse.Namespace) -> 
     if options.ranks > 1:
         in_flight = options.in_flight or IN_FLIGHT_PER_RANK * options.ranks
         ratio = ChunkCacheConfig.max_load_ratio
-        replay = RanksReplay(cell.settings, num_ranks=options.ranks, in_flight=in_flight, max_load_ratio=ratio)
+        replay = RanksReplay(
+            cell.settings, num_ranks=options.ranks, in_flight=in_flight, max_load_ratio=ratio
+        )
     return ReplayCell(cell, facts, warm_up=options.warm_up, replay=replay)
 
 
@@ -234,12 +301,16 @@ def _cells(options: argparse.Namespace, facts: TraceFacts) -> list[Cell]:
     axes = {name: getattr(options, name) for name in AXES}
     tokens = axes["capacity_tokens"]
     if tokens and not facts.has_lengths:
-        raise CommandError("--capacity-tokens needs a trace with lengths on every request, or --components")
+        raise CommandError(
+            "--capacity-tokens needs a trace with lengths on every request, or --components"
+        )
     if tokens and axes["capacity"]:
         raise CommandError("give --capacity or --capacity-tokens, not both")
     if any(axes["host"] or ()):
         if not any(tokens or axes["capacity"] or ()):
-            raise CommandError("--host needs --capacity or --capacity-tokens: nothing leaves an unlimited cache")
+            raise CommandError(
+                "--host needs --capacity or --capacity-tokens: nothing leaves an unlimited cache"
+            )
         if options.reuse == "fused":
             raise CommandError("--host is not replayed with --reuse fused")
     if wrong := [worth for worth in axes["host_worth"] or () if not 0 <= worth <= 1]:
@@ -253,9 +324,13 @@ def _cells(options: argparse.Namespace, facts: TraceFacts) -> list[Cell]:
 
 
 def _text(table: Mapping[str, Any]) -> str:
-    """A table of the results, one line per row, columns aligned, its note below; without a package."""
+    """A table of the results, one line per row, columns aligned, its note below;
+    without a package."""
     rows: Sequence[Mapping[str, str]] = table["rows"]
     lines = [[*rows[0]], *([row[column] for column in rows[0]] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    said = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    said = [
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
     return "\n".join([*said, *([table["note"]] if table.get("note") else [])])

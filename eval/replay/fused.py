@@ -1,7 +1,8 @@
 """`python -m eval replay --reuse fused`: the same trace where every request opts into moved KV.
 
-What is moved from where, what the store keeps and what leaves are the server's own decisions: `make_plan`, `ChunkSources`,
-`CaptureQueue`, `VariantIndex` and `EvictionQueue` of radix_ext, with the server's defaults. Each request is served alone:
+What is moved from where, what the store keeps and what leaves are the server's own decisions:
+`make_plan`, `ChunkSources`, `CaptureQueue`, `VariantIndex` and `EvictionQueue` of radix_ext, with
+the server's defaults. Each request is served alone:
 
     order, match     the exact chain; then fused nodes of the same recipe, which only a question-independent selector shares
     grow             promoted chunks after the exact prefix, and those cached nowhere, are computed exactly (radix_ext/invest.py)
@@ -9,8 +10,9 @@ What is moved from where, what the store keeps and what leaves are the server's 
     insert, evict    from the first moved chunk on under keys that name the recipe: no exact request matches them
     capture          chunks with enough accesses whose KV was computed, before the next request
 
-A source behind another head is taken where there is none behind the request's own. Not modelled: text between chunks, a
-question asked twice, the focus of `context`. Scores are those of attention that is even over all tokens.
+A source behind another head is taken where there is none behind the request's own. Not modelled:
+text between chunks, a question asked twice, the focus of `context`. Scores are those of attention
+that is even over all tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ _RANK = 0
 
 
 class FusedCount(NamedTuple):
-    """Of one request: chunks, then tokens of chunks. exact + relocated + recomputed + computed + dropped = tokens."""
+    """Of one request: chunks, then tokens of chunks.
+    exact + relocated + recomputed + computed + dropped = tokens."""
 
     num_chunks: int
     tokens: int
@@ -61,7 +64,8 @@ class FusedCount(NamedTuple):
     """Moved and not recomputed, also by an earlier request with the same recipe (`fused_hit`)."""
     recomputed: int
     computed: int
-    """Of these `behind` are keyed as fused, though no KV was moved there: exact requests compute them again."""
+    """Of these `behind` are keyed as fused, though no KV was moved there:
+    exact requests compute them again."""
     dropped: int
     """Not sent, since the conversation has shown them."""
     behind: int
@@ -104,7 +108,9 @@ class EvenAttention(Attention):
         """Of a chunk of `num_tokens` from position `start` on."""
         each = log((start + num_tokens + 0.5) / (start + 0.5))  # sum of 1 / (position + 1), nearly
         intra = max(0.0, num_tokens - (start + 1) * each)
-        return cls(tuple(length * each for length in prefix_lens), tuple(prefix_lens), intra, num_tokens)
+        return cls(
+            tuple(length * each for length in prefix_lens), tuple(prefix_lens), intra, num_tokens
+        )
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +132,8 @@ class FusedReplay:
         store_bytes: of the store, whatever the configuration says.
         prefill_budget: tokens of one pass, where the configuration names none.
         chunk_tokens: length of a chunk, for the room of a cache whose capacity is in chunks.
-        share: of the requests that opt into moved KV, evenly spread; a conversation does as its first turn.
+        share: of the requests that opt into moved KV, evenly spread; a conversation does as its
+            first turn.
     """
 
     def __init__(
@@ -141,10 +148,19 @@ class FusedReplay:
         share: float = 1.0,
     ) -> None:
         nodes, self._share = settings.capacity, share
-        self._room = settings.capacity_tokens or (None if nodes is None else int(nodes * chunk_tokens))
-        self._settings, self._config, self._kv_bytes, self._budget = settings, config, kv_bytes, prefill_budget
+        self._room = settings.capacity_tokens or (
+            None if nodes is None else int(nodes * chunk_tokens)
+        )
+        self._settings, self._config, self._kv_bytes, self._budget = (
+            settings,
+            config,
+            kv_bytes,
+            prefill_budget,
+        )
         self._fusion = FusionRequest(
-            config.selector, config.recompute_ratio, focus="spare" if config.selector == "context" else "off"
+            config.selector,
+            config.recompute_ratio,
+            focus="spare" if config.selector == "context" else "off",
         )
         grows = self._fusion.may_compute and settings.order == "tree"
         self._growth = Growth(config.exact_gaps if grows else 0, settings.threshold)
@@ -152,7 +168,9 @@ class FusedReplay:
         self._table = AccessTable(settings.window)
         self._tree = ChunkPrefixTree(max_nodes=sys.maxsize)
         self._known: dict[ChainNode, _Known] = {}
-        self._queue = EvictionQueue(self._tree, settings.eviction, window=settings.window, serves_one=self._serves_one)
+        self._queue = EvictionQueue(
+            self._tree, settings.eviction, window=settings.window, serves_one=self._serves_one
+        )
         self._copies = ChunkCopies(
             lambda node: self._known.get(node, GONE).chunk, self._known.__getitem__, self._credit
         )
@@ -206,16 +224,24 @@ class FusedReplay:
                 fusion=self._fusion,
                 limits=self._limits,
                 heads=(prompt.head,) * len(spans),
-                exact=self._exact_gaps(prompt, spans, start) if len(found) == num_exact else frozenset(),
+                exact=self._exact_gaps(prompt, spans, start)
+                if len(found) == num_exact
+                else frozenset(),
             )
         locked = {*found, *_sources(plan)}
         if plan.pieces and not self._has_room(plan, locked, after=spans[-1].end - plan.end):
             plan, locked = ReusePlan((), (*plan.fallbacks, NotMoved.NO_ROOM)), {*found}
         self.fallbacks.update(plan.fallbacks)
-        moved = {piece.span for piece in plan.pieces if piece.span is not None and piece.source is not None}
+        moved = {
+            piece.span
+            for piece in plan.pieces
+            if piece.span is not None and piece.source is not None
+        }
         fused_from = num_exact if len(found) > num_exact else min(moved, default=len(spans))
         self._sources.count_uses(plan)
-        promoted_len = self._table.promoted_run((chunk.id for chunk in prompt.chunks), self._settings.threshold)
+        promoted_len = self._table.promoted_run(
+            (chunk.id for chunk in prompt.chunks), self._settings.threshold
+        )
         chain = _chain(prompt, fused_from)
         if self._settings.admission == "promoted":
             chain = chain[: max(promoted_len, len(found), *(index + 1 for index in moved))]
@@ -230,44 +256,69 @@ class FusedReplay:
             hit_len=hit_len,
         )
         nodes = self._learn(leaf, prompt, len(found), moved)
-        self.store.ask((self._known[node].chunk, prompt.head, self._known[node].prefix) for node in nodes)
-        keep = self._table.frequent((chunk.id for chunk in prompt.chunks), self._config.store_threshold)
+        self.store.ask(
+            (self._known[node].chunk, prompt.head, self._known[node].prefix) for node in nodes
+        )
+        keep = self._table.frequent(
+            (chunk.id for chunk in prompt.chunks), self._config.store_threshold
+        )
         self._captures.add(nodes, keep, is_preprocessing=False, scored=self._fusion.scored)
         self._capture()
         first = len(history.chunks) if history else 0
         count = _count(request, spans, plan, num_exact, len(found), fused_from, first=first)
         if not prompt.is_fused:
             return count
-        return count._replace(opted_tokens=count.tokens, opted_exact=count.exact, opted_computed=count.computed)
+        return count._replace(
+            opted_tokens=count.tokens, opted_exact=count.exact, opted_computed=count.computed
+        )
 
     # Private, in order of use
 
     def _prompt(
-        self, request: Sequence[Chunk], conversation: str | None, history: _History | None, head: str
+        self,
+        request: Sequence[Chunk],
+        conversation: str | None,
+        history: _History | None,
+        head: str,
     ) -> _History:
         """The prompt's chunks in order, and what the tree calls them where their KV is exact."""
         if history is None:
             by, visits = self._settings, self._settings.max_visits
             parts = self._tree, self._table, head
             recipe = str(self.num_requests) if self._fusion.asks_the_question else "all"
-            is_fused = int(self.num_requests * self._share) > int((self.num_requests - 1) * self._share)
+            is_fused = int(self.num_requests * self._share) > int(
+                (self.num_requests - 1) * self._share
+            )
             shared = recipe if is_fused and not self._fusion.asks_the_question else None
             growth = self._growth if is_fused and self._fusion.may_compute else None
             chunks = order_chunks(
-                by.order, by.tail, *parts, request, rank=_RANK, max_visits=visits, recipe=shared, growth=growth
+                by.order,
+                by.tail,
+                *parts,
+                request,
+                rank=_RANK,
+                max_visits=visits,
+                recipe=shared,
+                growth=growth,
             ).chunks
             return _History(chunks, tuple(chunk.id for chunk in chunks), recipe, is_fused, head)
         shown = {chunk.id for chunk in history.chunks} if self._settings.dedup == "shown" else ()
         fresh = [chunk for chunk in request if chunk.id not in shown]
-        keys = (f"{conversation}\0{chunk.id}" for chunk in fresh)  # as in `Replay`: after a question and an answer
-        return history._replace(chunks=(*history.chunks, *fresh), keys=(*history.keys, *keys), head=head)
+        # as in `Replay`: after a question and an answer
+        keys = (f"{conversation}\0{chunk.id}" for chunk in fresh)
+        return history._replace(
+            chunks=(*history.chunks, *fresh), keys=(*history.keys, *keys), head=head
+        )
 
     def _match(self, prompt: _History) -> tuple[int, Sequence[ChainNode]]:
-        """How many leading chunks are cached exactly, and their nodes with those cached fused after them."""
+        """How many leading chunks are cached exactly, and their nodes with those cached fused after
+        them."""
         exact = self._tree.match(prompt.head, map(ChunkId, prompt.keys))
         if not prompt.is_fused:
             return len(exact), exact
-        return len(exact), self._tree.match(prompt.head, (chunk.id for chunk in _chain(prompt, len(exact))))
+        return len(exact), self._tree.match(
+            prompt.head, (chunk.id for chunk in _chain(prompt, len(exact)))
+        )
 
     def _exact_gaps(self, prompt: _History, spans: Sequence[Span], start: int) -> frozenset[int]:
         """As `Fuser`: in the first chunk area, which is the first turn's."""
@@ -283,8 +334,13 @@ class FusedReplay:
         )
 
     def _has_room(self, plan: ReusePlan, locked: Collection[ChainNode], *, after: int) -> bool:
-        """Whether what is free or idle holds the promise and leaves room for an extend, as the server asks."""
-        idle = sys.maxsize if self._room is None else self._room - sum(node.num_tokens for node in locked)
+        """Whether what is free or idle holds the promise and leaves room for an extend,
+        as the server asks."""
+        idle = (
+            sys.maxsize
+            if self._room is None
+            else self._room - sum(node.num_tokens for node in locked)
+        )
         return has_room(idle, plan.end - plan.start, reserve=self._budget, num_after=after)
 
     def _serves_one(self, node: ChainNode) -> bool:
@@ -295,7 +351,8 @@ class FusedReplay:
         self._queue.push(node)
 
     def _make_room(self, chunks: Sequence[Chunk], locked: Collection[ChainNode]) -> None:
-        """Evict until these fit, as the pool does before it takes them; all but the prompt's own nodes and its sources."""
+        """Evict until these fit, as the pool does before it takes them;
+        all but the prompt's own nodes and its sources."""
         settings, spared = self._settings, []
         nodes = sys.maxsize if settings.capacity is None else settings.capacity - len(chunks)
         tokens = sys.maxsize if settings.capacity_tokens is None else settings.capacity_tokens
@@ -325,7 +382,9 @@ class FusedReplay:
         start = 0
         for index, node in enumerate(nodes):
             if index >= num_found:
-                self._known[node] = _Known(start, head=prompt.head, prefix=before[:index], chunk=before[index])
+                self._known[node] = _Known(
+                    start, head=prompt.head, prefix=before[:index], chunk=before[index]
+                )
                 if index not in moved:
                     self._copies.add(node)
             start += node.num_tokens
@@ -342,7 +401,9 @@ class FusedReplay:
                 scores = known.scores
                 if entry.scored:
                     lens = [above.num_tokens for above in node.path()[:-1]]
-                    scores = replace(EvenAttention.of(known.start, lens, node.num_tokens), scored=entry.scored)
+                    scores = replace(
+                        EvenAttention.of(known.start, lens, node.num_tokens), scored=entry.scored
+                    )
                 self._captures.put(entry, _Size(self._kv_bytes * node.num_tokens), scores)
 
 
@@ -355,7 +416,9 @@ def _chain(prompt: _History, num_exact: int) -> list[Chunk]:
 
 def _spans(chunks: Sequence[Chunk]) -> list[Span]:
     ends = accumulate(chunk.num_tokens for chunk in chunks)
-    return [Span(end - chunk.num_tokens, end, chunk.id) for chunk, end in zip(chunks, ends, strict=True)]
+    return [
+        Span(end - chunk.num_tokens, end, chunk.id) for chunk, end in zip(chunks, ends, strict=True)
+    ]
 
 
 def _sources(plan: ReusePlan) -> Iterator[ChainNode]:
@@ -374,12 +437,15 @@ def _count(
     *,
     first: int,
 ) -> FusedCount:
-    """The fates of the request's chunks: the prompt's from index `first` on, before which is history."""
+    """The fates of the request's chunks: the prompt's from index `first` on,
+    before which is history."""
     lens = [span.end - span.start for span in spans]
     moved = Counter[str]()
     for piece in plan.pieces:
         if piece.source is not None and piece.span is not None:
-            moved[piece.source.where if piece.span >= first else "history"] += piece.end - piece.start
+            moved[piece.source.where if piece.span >= first else "history"] += (
+                piece.end - piece.start
+            )
     num_moved = moved["device"] + moved["host"]
     recomputed = round(plan.recomputed_len * num_moved / plan.moved_len) if plan.pieces else 0
     sent, exact = sum(lens[first:]), sum(lens[first:num_exact])

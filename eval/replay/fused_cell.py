@@ -28,23 +28,44 @@ KNOBS = (
 )
 """Settings of the server that a fused replay has too, with the same defaults."""
 NUMBERS = (
-    ("kv-bytes-per-token", 131_072, "bytes of one token's KV in the store; the default is Llama-3-8B's in bfloat16"),
+    (
+        "kv-bytes-per-token",
+        131_072,
+        "bytes of one token's KV in the store; the default is Llama-3-8B's in bfloat16",
+    ),
     ("store-mib", 1024, "the store, in MiB, whose default on a server is the machine's"),
-    ("prefill-budget", 8192, "SGLang's --chunked-prefill-size, which bounds a pass unless --max-pass-tokens does"),
+    (
+        "prefill-budget",
+        8192,
+        "SGLang's --chunked-prefill-size, which bounds a pass unless --max-pass-tokens does",
+    ),
     ("chunk-tokens", 500, "length of a chunk where the trace has no lengths"),
     ("fused-share", 1.0, "share of the requests that opt into moved KV, evenly spread"),
 )
 OVER_TIME = 16
 """Times at which the store is looked at."""
-COPIED = ("num_requests", "num_evicted", "peak_nodes", "store", "variants", "store_over_time", "fallbacks")
+COPIED = (
+    "num_requests",
+    "num_evicted",
+    "peak_nodes",
+    "store",
+    "variants",
+    "store_over_time",
+    "fallbacks",
+)
 FATES = ("exact", "relocated", "recomputed", "computed", "dropped")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of a fused replay."""
-    group = parser.add_argument_group("moved KV: settings of a server with --reuse fused, and its defaults")
+    group = parser.add_argument_group(
+        "moved KV: settings of a server with --reuse fused, and its defaults"
+    )
     group.add_argument(
-        "--reuse", choices=("exact", "fused"), default="exact", help="fused: also with every request fused"
+        "--reuse",
+        choices=("exact", "fused"),
+        default="exact",
+        help="fused: also with every request fused",
     )
     for field in fields(ChunkCacheConfig):
         if field.name in KNOBS:
@@ -54,7 +75,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             group.add_argument(name, type=kind, default=field.default, choices=choices, help=text)
     add_removed_flags(parser, ["--scoring"])
     for name, default, text in NUMBERS:
-        group.add_argument(f"--{name}", type=type(default), default=default, help=f"{text}; default: %(default)s")
+        group.add_argument(
+            f"--{name}", type=type(default), default=default, help=f"{text}; default: %(default)s"
+        )
 
 
 def server_config(options: argparse.Namespace) -> ChunkCacheConfig | None:
@@ -67,7 +90,11 @@ def server_config(options: argparse.Namespace) -> ChunkCacheConfig | None:
     if options.reuse == "exact":
         changed = [name for name, default, _ in NUMBERS if numbers[name] != default]
         knobs = [knob for knob in fields(ChunkCacheConfig) if knob.name in KNOBS]
-        changed += [knob.name.replace("_", "-") for knob in knobs if getattr(options, knob.name) != knob.default]
+        changed += [
+            knob.name.replace("_", "-")
+            for knob in knobs
+            if getattr(options, knob.name) != knob.default
+        ]
         if changed:
             raise CommandError(f"--{changed[0]} needs --reuse fused")
         return None
@@ -84,9 +111,14 @@ def server_config(options: argparse.Namespace) -> ChunkCacheConfig | None:
 class FusedCell(ReplayCell):
     """A fused replay of one cell of the grid."""
 
-    def __init__(self, cell: Cell, facts: TraceFacts, options: argparse.Namespace, config: ChunkCacheConfig) -> None:
+    def __init__(
+        self, cell: Cell, facts: TraceFacts, options: argparse.Namespace, config: ChunkCacheConfig
+    ) -> None:
         # The store's threshold counts in the window, and exact chains grow by promoted chunks.
-        window, threshold = cell.window or DEFAULTS["window"], cell.threshold or DEFAULTS["threshold"]
+        window, threshold = (
+            cell.window or DEFAULTS["window"],
+            cell.threshold or DEFAULTS["threshold"],
+        )
         settings = replace(cell.settings, window=window, threshold=threshold)
         self._chunk_tokens = None if facts.has_lengths else options.chunk_tokens
         self._fused = FusedReplay(
@@ -98,23 +130,33 @@ class FusedCell(ReplayCell):
             chunk_tokens=self._chunk_tokens or facts.distinct_tokens / facts.distinct_chunks,
             share=options.fused_share,
         )
-        self._stride, self._over_time = max(1, facts.num_counted // OVER_TIME), list[dict[str, float]]()
-        super().__init__(cell, facts, warm_up=options.warm_up, replay=self._fused, counts=FusedCount._fields)
+        self._stride, self._over_time = (
+            max(1, facts.num_counted // OVER_TIME),
+            list[dict[str, float]](),
+        )
+        super().__init__(
+            cell, facts, warm_up=options.warm_up, replay=self._fused, counts=FusedCount._fields
+        )
 
     def step(self, request: TraceRequest) -> None:
         """As `ReplayCell.step`."""
         if self._chunk_tokens is not None:
-            chunks = tuple(replace(chunk, num_tokens=self._chunk_tokens) for chunk in request.chunks)
+            chunks = tuple(
+                replace(chunk, num_tokens=self._chunk_tokens) for chunk in request.chunks
+            )
             request = request._replace(chunks=chunks)
         super().step(request)
         if self._fused.num_requests % self._stride == 0:
-            self._over_time.append({"requests": self._fused.num_requests, **self._fused.store.profile()})
+            self._over_time.append(
+                {"requests": self._fused.num_requests, **self._fused.store.profile()}
+            )
 
     @property
     def sample(self) -> Sample:
         """Per bin the counts of `FusedCount`; the store at the end.
 
-        `variants`: number of variants of a chunk -> [chunks that have so many, MiB of KV of one variant of each].
+        `variants`: number of variants of a chunk -> [chunks that have so many, MiB of KV of one
+        variant of each].
         """
         replay, variants = self._fused, dict[int, list[float]]()
         for found in replay.store.chunks():
@@ -133,7 +175,9 @@ class FusedCell(ReplayCell):
 
 
 def fused_entry(
-    sample: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], share: Callable[..., dict[str, float]]
+    sample: Mapping[str, Any],
+    cells: Sequence[Mapping[str, Any]],
+    share: Callable[..., dict[str, float]],
 ) -> dict[str, Any]:
     """An entry of `results["fused"]`.
 
@@ -157,7 +201,8 @@ def fused_entry(
 
 
 def _halves(sample: Mapping[str, Any], share: Callable[..., dict[str, float]]) -> dict[str, Any]:
-    """Exact and computed shares of the tokens of requests that opted into moved KV, and of the others. Empty: all opted in."""
+    """Exact and computed shares of the tokens of requests that opted into moved KV,
+    and of the others. Empty: all opted in."""
     if "opted_tokens" not in sample or sample["opted_tokens"] == sample["tokens"]:
         return {}
     fates = ("exact", "computed")
@@ -175,16 +220,25 @@ def _less(all_of: Sequence[int], some: Sequence[int]) -> list[int]:
 def fused_table(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One row per fused cell."""
     names = [name for name in entries[0]["cell"] if not name.startswith("capacity")]
-    differs = [name for name in names if len({entry["cell"][name] for entry in entries} - {None}) > 1]
+    differs = [
+        name for name in names if len({entry["cell"][name] for entry in entries} - {None}) > 1
+    ]
     rows = []
     for entry in entries:
         cell, store, without = entry["cell"], entry["store"], entry["exact_without"]
         row = {"capacity": capacity_name(cell)} | {name: str(cell[name] or "-") for name in differs}
         row["exact without"] = f"{without['value']:.1%}" if without else "-"
         if halves := entry.get("halves"):
-            row |= {f"{name}: {fate}": f"{part[fate]['value']:.1%}" for name, part in halves.items() for fate in part}
+            row |= {
+                f"{name}: {fate}": f"{part[fate]['value']:.1%}"
+                for name, part in halves.items()
+                for fate in part
+            }
         has_turns = cell["dedup"] is not None
-        row |= {fate: f"{entry['fates'][fate]['value']:.1%}" for fate in (FATES if has_turns else FATES[:-1])}
+        row |= {
+            fate: f"{entry['fates'][fate]['value']:.1%}"
+            for fate in (FATES if has_turns else FATES[:-1])
+        }
         row |= {
             "of moved, from host": f"{entry['from_host']:.1%}",
             "exact chain ended": f"{entry['chains_ended']:.1%}",
@@ -197,10 +251,14 @@ def fused_table(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         }
         rows.append(row)
     note = (
-        "Shares of the requests' chunk tokens; moved = relocated + recomputed. Opted: requests that asked for moved KV. "
-        "Exact chain ended: requests; no exact request "
-        "finds what is behind moved KV. Computed behind: tokens computed there all the same. Evictions, store and "
-        "fallbacks: warm-up too."
+        "Shares of the requests' chunk tokens; moved = relocated + recomputed. Opted: requests that"
+        " asked for moved KV. Exact chain ended: requests; no exact request finds what is behind"
+        " moved KV. Computed behind: tokens computed there all the same. Evictions, store and"
+        " fallbacks: warm-up too."
     )
     halves = any(entry.get("halves") for entry in entries)
-    return {"title": "Some requests fused" if halves else "All requests fused", "rows": rows, "note": note}
+    return {
+        "title": "Some requests fused" if halves else "All requests fused",
+        "rows": rows,
+        "note": note,
+    }

@@ -3,14 +3,17 @@
 What makes caching easy or hard in retrieval, with the parameters below:
 
 - topics, of which few are popular (Zipf over topics); a request asks for one of them
-- chunks of a topic, of which few are retrieved often (Zipf within the topic); a request has k different ones, in the order drawn
+- chunks of a topic, of which few are retrieved often (Zipf within the topic); a request has k
+  different ones, in the order drawn
 - noise: some chunks of a request are of another topic
-- drift: topics become popular and are forgotten, so that the number of distinct chunks grows along the trace
+- drift: topics become popular and are forgotten, so that the number of distinct chunks grows along
+  the trace
 
 Arrivals are a Poisson process. A chunk has the same length each time. There are no conversations.
 
-`--fusionrag N` draws chunks as FusionRAG 5.3.3 simulates storage (N = 1000 there): .6 of a knowledge base, .3 new and shared, .1
-unique. The paper says neither k nor the pools' sizes, popularity and lengths. Here popularity in a pool is Zipf, too.
+`--fusionrag N` draws chunks as FusionRAG 5.3.3 simulates storage (N = 1000 there): .6 of a
+knowledge base, .3 new and shared, .1 unique. The paper says neither k nor the pools' sizes,
+popularity and lengths. Here popularity in a pool is Zipf, too.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ TOPIC_ZIPF = CHUNK_ZIPF = 1.0
 NOISE = 0.1
 """Share of a request's draws that are of any topic, popular or not."""
 DRIFT = 200
-"""Requests after which a topic is replaced by a new one at any rank: a topic lasts 400,000 requests on average."""
+"""Requests after which a topic is replaced by a new one at any rank:
+a topic lasts 400,000 requests on average."""
 CHUNK_TOKENS = (128, 512)
 """Least and most; CRAFT calls these lengths typical."""
 QUESTION_TOKENS, OUTPUT_TOKENS = (8, 48), (50, 300)
@@ -47,7 +51,8 @@ POOL_SHARES = {"known": 0.6, "shared": 0.3, "unique": 0.1}
 
 
 class GeneratedTrace:
-    """`num_requests` requests of `k` distinct chunks. Each iteration generates them anew; equal ids are one `Chunk` object.
+    """`num_requests` requests of `k` distinct chunks. Each iteration generates them anew; equal ids
+    are one `Chunk` object.
 
     Raises:
         CommandError: a topic has fewer than k chunks.
@@ -55,7 +60,9 @@ class GeneratedTrace:
 
     def __init__(self, num_requests: int, *, k: int = K, seed: int = 0) -> None:
         if k > CHUNKS_PER_TOPIC:
-            raise CommandError(f"a generated request has at most {CHUNKS_PER_TOPIC} chunks but --k is {k}")
+            raise CommandError(
+                f"a generated request has at most {CHUNKS_PER_TOPIC} chunks but --k is {k}"
+            )
         self._num_requests, self._k, self._seed = num_requests, k, seed
         self._chunks: dict[int, Chunk] = {}
 
@@ -94,7 +101,8 @@ class GeneratedTrace:
 
 
 class PooledTrace:
-    """`num_requests` requests of `k` distinct chunks, known, shared and unique ones; as `GeneratedTrace`.
+    """`num_requests` requests of `k` distinct chunks, known, shared and unique ones; as
+    `GeneratedTrace`.
 
     Raises:
         CommandError: a pool has fewer than k chunks.
@@ -102,13 +110,16 @@ class PooledTrace:
 
     def __init__(self, num_requests: int, *, k: int = K, seed: int = 0) -> None:
         if k > min(POOLS.values()):
-            raise CommandError(f"a request of --fusionrag has at most {min(POOLS.values())} chunks but --k is {k}")
+            raise CommandError(
+                f"a request of --fusionrag has at most {min(POOLS.values())} chunks but --k is {k}"
+            )
         self._num_requests, self._k, self._seed = num_requests, k, seed
 
     def __iter__(self) -> Iterator[TraceRequest]:
         rng = random.Random(self._seed)
         by_rank = {
-            name: [*accumulate(rank**-CHUNK_ZIPF for rank in range(1, size + 1))] for name, size in POOLS.items()
+            name: [*accumulate(rank**-CHUNK_ZIPF for rank in range(1, size + 1))]
+            for name, size in POOLS.items()
         }
         for number in range(self._num_requests):
             drawn: dict[Chunk, None] = {}
@@ -116,8 +127,16 @@ class PooledTrace:
                 num_drawn = len(drawn)
                 while len(drawn) == num_drawn:
                     pool = by_rank.get(kind)
-                    which = bisect(pool, rng.random() * pool[-1]) if pool else number * self._k + num_drawn
-                    drawn[Chunk(ChunkId(f"{kind}-{which}"), _between(CHUNK_TOKENS, which * GOLDEN % 1))] = None
+                    which = (
+                        bisect(pool, rng.random() * pool[-1])
+                        if pool
+                        else number * self._k + num_drawn
+                    )
+                    drawn[
+                        Chunk(
+                            ChunkId(f"{kind}-{which}"), _between(CHUNK_TOKENS, which * GOLDEN % 1)
+                        )
+                    ] = None
             yield TraceRequest(tuple(drawn), True)
 
 

@@ -28,8 +28,9 @@ MAX_VISITS = 64
 class Cell:
     """One replay's settings, named like the options, with their defaults.
 
-    None: the setting does not apply; for `k`: all chunks of a request; for a `dedup` that is not given: off for the
-    retriever's order, as in stock SGLang, else shown. `host` is in the unit of the capacity; 0: no tier in host memory.
+    None: the setting does not apply; for `k`: all chunks of a request; for a `dedup` that is not
+    given: off for the retriever's order, as in stock SGLang, else shown. `host` is in the unit of
+    the capacity; 0: no tier in host memory.
     """
 
     order: OrderPolicy = "tree"
@@ -54,7 +55,9 @@ class Cell:
     @property
     def key(self) -> str:
         """The key of the cell's sample in its run."""
-        return "/".join(f"{name}={value}" for name, value in self.label.items() if value is not None)
+        return "/".join(
+            f"{name}={value}" for name, value in self.label.items() if value is not None
+        )
 
     @property
     def settings(self) -> ReplaySettings:
@@ -87,15 +90,20 @@ AXES = tuple(DEFAULTS)
 def grid(axes: Mapping[str, Sequence[Any] | None], *, has_conversations: bool) -> list[Cell]:
     """Every combination of the given values, in their order; other axes have their defaults."""
     values = [axes.get(name) or [DEFAULTS[name]] for name in AXES]
-    return _distinct([Cell(*combination) for combination in product(*values)], has_conversations=has_conversations)
+    return _distinct(
+        [Cell(*combination) for combination in product(*values)],
+        has_conversations=has_conversations,
+    )
 
 
 def comparison(capacities: Sequence[tuple[int, int]], *, has_conversations: bool) -> list[Cell]:
-    """The default comparison: the stock prefix cache, CRAFT's order and ours, each with its own eviction.
+    """The default comparison: the stock prefix cache, CRAFT's order and ours, each with its own
+    eviction.
 
-    CRAFT's marks suggest the eviction `promoted`. Its admission is `all`, too: it then finds more at unlimited capacity, and
-    no less at limited capacity. With conversations the stock prefix cache is also replayed with an application that drops
-    chunks already shown. This needs nothing of ours, and ours is judged against it.
+    CRAFT's marks suggest the eviction `promoted`. Its admission is `all`, too: it then finds more
+    at unlimited capacity, and no less at limited capacity. With conversations the stock prefix
+    cache is also replayed with an application that drops chunks already shown. This needs nothing
+    of ours, and ours is judged against it.
 
     Args:
         capacities: (capacity, capacity_tokens), 0 for no limit.
@@ -115,7 +123,8 @@ def comparison(capacities: Sequence[tuple[int, int]], *, has_conversations: bool
 
 
 def derived_capacities(facts: TraceFacts) -> list[tuple[int, int]]:
-    """No limit, a quarter and an eighth of the trace's distinct chunks; in tokens if the trace has lengths.
+    """No limit, a quarter and an eighth of the trace's distinct chunks; in tokens if the trace has
+    lengths.
 
     Sizes that cannot hold the trace's largest request are unrealistic and left out.
     """
@@ -130,26 +139,48 @@ def derived_capacities(facts: TraceFacts) -> list[tuple[int, int]]:
 def baseline_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
     """The entry to compare the cell with, if it was replayed.
 
-    For the retriever's order: the same cell without deduplication, if it has one. For another order: the retriever's order
-    with the same capacity and k; of several the one with the same deduplication, then the one of stock SGLang.
+    For the retriever's order: the same cell without deduplication, if it has one. For another
+    order: the retriever's order with the same capacity and k; of several the one with the same
+    deduplication, then the one of stock SGLang.
     """
     if cell["order"] == "retriever":
-        return next((other for other in cells if {**cell, "dedup": "off"} == other["cell"] != cell), None)
+        return next(
+            (other for other in cells if {**cell, "dedup": "off"} == other["cell"] != cell), None
+        )
     same = _like(cell, cells, "retriever", "capacity", "capacity_tokens", "k")
     return min(
-        same, key=lambda other: (other["cell"]["dedup"] != cell["dedup"], not is_stock(other["cell"])), default=None
+        same,
+        key=lambda other: (other["cell"]["dedup"] != cell["dedup"], not is_stock(other["cell"])),
+        default=None,
     )
 
 
 def without_host(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
-    """For a cell with a host tier the one without that is otherwise the same, if it was replayed."""
-    names = [name for name in cell if name != "threshold" and not name.startswith("host")]  # the rule alone may count
-    return next(iter(_like({**cell, "host": 0}, cells, cell["order"], *names, "host")), None) if cell["host"] else None
+    """For a cell with a host tier the one without that is otherwise the same,
+    if it was replayed."""
+    # the rule alone may count
+    names = [name for name in cell if name != "threshold" and not name.startswith("host")]
+    return (
+        next(iter(_like({**cell, "host": 0}, cells, cell["order"], *names, "host")), None)
+        if cell["host"]
+        else None
+    )
 
 
 def craft_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
-    """For `tree` the replay in CRAFT's order with the same capacity, k and deduplication, if it is the only one."""
-    same = _like(cell, cells, "frequency", "capacity", "capacity_tokens", "k", "dedup", "host", "host_admission")
+    """For `tree` the replay in CRAFT's order with the same capacity, k and deduplication,
+    if it is the only one."""
+    same = _like(
+        cell,
+        cells,
+        "frequency",
+        "capacity",
+        "capacity_tokens",
+        "k",
+        "dedup",
+        "host",
+        "host_admission",
+    )
     return same[0] if cell["order"] == "tree" and len(same) == 1 else None
 
 
@@ -159,13 +190,20 @@ def _like(cell: Mapping[str, Any], cells: Sequence[Entry], order: str, *names: s
 
 
 def is_stock(cell: Mapping[str, Any]) -> bool:
-    """Whether the cell is stock SGLang's policy, with or without deduplication by the application."""
-    stock = {"order": ("retriever",), "eviction": (None, "lru"), "admission": ("all",), "host": (0,)}
+    """Whether the cell is stock SGLang's policy, with or without deduplication by the
+    application."""
+    stock = {
+        "order": ("retriever",),
+        "eviction": (None, "lru"),
+        "admission": ("all",),
+        "host": (0,),
+    }
     return all(cell[name] in values for name, values in stock.items())
 
 
 def policy_name(cell: Mapping[str, Any]) -> str:
-    """The order, the deduplication if it is not the order's default, and a host tier: "tree", "retriever shown", "tree host"."""
+    """The order, the deduplication if it is not the order's default, and a host tier:
+    "tree", "retriever shown", "tree host"."""
     default = _default_dedup(cell["order"])
     dedup = () if cell["dedup"] in (None, default) else (cell["dedup"],)
     return " ".join((cell["order"], *dedup, *(["host"] if cell["host"] else [])))
@@ -182,7 +220,12 @@ def _canonical(cell: Cell, has_conversations: bool) -> Cell:
     eviction, host = (cell.eviction, cell.host) if is_limited else (None, 0)
     host_admission = cell.host_admission if host else None
     by_marks = "promoted" in (cell.admission, eviction) or host_admission in ("promoted", "either")
-    by_counts = by_marks or eviction == "reused" or cell.order == "frequency" or tail in ("seen", "frequency")
+    by_counts = (
+        by_marks
+        or eviction == "reused"
+        or cell.order == "frequency"
+        or tail in ("seen", "frequency")
+    )
     dedup = cell.dedup or _default_dedup(cell.order)
     return replace(
         cell,

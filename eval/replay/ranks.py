@@ -1,8 +1,10 @@
-"""A replay over several ranks (`--dp-size N`): each has a cache of its own, one front counts, orders and routes for all.
+"""A replay over several ranks (`--dp-size N`): each has a cache of its own, one front counts,
+orders and routes for all.
 
-The rules are the server's: `radix_ext.KvAware` over what each rank has of the chunks, and of a conversation's history as far as
-the rank has served it. Requests take no time here, so `in_flight` of them are always under way: one ends when as many have begun
-after it, or when its conversation goes on. Questions and answers have no tokens, as in every replay.
+The rules are the server's: `radix_ext.KvAware` over what each rank has of the chunks, and of a
+conversation's history as far as the rank has served it. Requests take no time here, so `in_flight`
+of them are always under way: one ends when as many have begun after it, or when its conversation
+goes on. Questions and answers have no tokens, as in every replay.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ from radix_ext import Chunk, HostStats, KvAware, Replay, ReplaySettings, Request
 class RanksReplay:
     """`num_ranks` ranks; `step` as `radix_ext.Replay`'s."""
 
-    def __init__(self, settings: ReplaySettings, *, num_ranks: int, in_flight: int, max_load_ratio: float) -> None:
+    def __init__(
+        self, settings: ReplaySettings, *, num_ranks: int, in_flight: int, max_load_ratio: float
+    ) -> None:
         first = Replay(settings)
         self.ranks = [first, *(first.beside() for _ in range(num_ranks - 1))]
         self._router = KvAware(num_ranks, max_load_ratio=max_load_ratio)
         self._in_flight = in_flight
         self._under_way: dict[object, tuple[int, int]] = {}
-        """Conversation, or an object of its own -> rank, prompt tokens; in the order of their beginning."""
+        """Conversation, or an object of its own -> rank, prompt tokens;
+        in the order of their beginning."""
         self._homes: dict[str, dict[int, int]] = {}
         """Conversation -> rank -> tokens of the history that it has served."""
         self._prompt_lens: dict[str, int] = {}
@@ -55,7 +60,10 @@ class RanksReplay:
         if conversation is not None:
             prompt_len += self._prompt_lens.pop(conversation, 0)
             if not is_last_turn:
-                self._prompt_lens[conversation], self._homes[conversation] = prompt_len, {**homes, rank: prompt_len}
+                self._prompt_lens[conversation], self._homes[conversation] = (
+                    prompt_len,
+                    {**homes, rank: prompt_len},
+                )
         self._begin(name, rank, prompt_len)
         served = self._served[rank]
         served[:] = served[0] + 1, served[1] + count.num_chunks, served[2] + count.num_hits
@@ -83,9 +91,10 @@ class RanksReplay:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """For the sample: `by_rank` has requests, chunks, found cached and mean tokens in flight; `left` are later turns that
-        another rank served than the one with most of the history; `busiest` is the largest of the ranks' means over their
-        mean, `busiest_now` the mean of the same at each moment when `in_flight` requests are under way."""
+        """For the sample: `by_rank` has requests, chunks, found cached and mean tokens in flight;
+        `left` are later turns that another rank served than the one with most of the history;
+        `busiest` is the largest of the ranks' means over their mean, `busiest_now` the mean of the
+        same at each moment when `in_flight` requests are under way."""
         mean = sum(self._loads) / len(self._loads)
         columns = ("requests", "chunks", "hits", "tokens_in_flight")
         moments = max(1, self._num_loads)
@@ -130,8 +139,12 @@ def ranks_table(
         rows.append(
             {
                 **settings(entry["cell"]),
-                "requests by rank": " ".join(f"{rank['requests'] / num_requests:.0%}" for rank in by_rank),
-                "found by rank": " ".join(f"{rank['hits'] / max(1, rank['chunks']):.1%}" for rank in by_rank),
+                "requests by rank": " ".join(
+                    f"{rank['requests'] / num_requests:.0%}" for rank in by_rank
+                ),
+                "found by rank": " ".join(
+                    f"{rank['hits'] / max(1, rank['chunks']):.1%}" for rank in by_rank
+                ),
                 "later turns": f"{later:,}",
                 "left their rank": f"{ranks['left']:,} ({ranks['left'] / max(1, later):.1%})",
                 "busiest / mean": f"{ranks['busiest']:.2f}",
@@ -139,7 +152,8 @@ def ranks_table(
             }
         )
     note = (
-        "Found: chunks of the rank's requests. Left: later turns served by another rank than the one with most of the history. "
-        "Busiest: tokens in flight, of the rank with most over the trace, then of that at each moment. Warm-up too."
+        "Found: chunks of the rank's requests. Left: later turns served by another rank than the"
+        " one with most of the history. Busiest: tokens in flight, of the rank with most over the"
+        " trace, then of that at each moment. Warm-up too."
     )
     return {"title": "Ranks", "rows": rows, "note": note}

@@ -1,8 +1,9 @@
-"""Samples of a replay -> shares with intervals and contrasts with the retriever's order: a pure function.
+"""Samples of a replay -> shares with intervals and contrasts with the retriever's order: a pure
+function.
 
-Shares are sums over the measured requests. Intervals come from a moving-block bootstrap over consecutive requests: they
-show how much a figure depends on the choice of requests. They do not include other histories of the cache, since every cell is
-replayed once.
+Shares are sums over the measured requests. Intervals come from a moving-block bootstrap over
+consecutive requests: they show how much a figure depends on the choice of requests. They do not
+include other histories of the cache, since every cell is replayed once.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ COUNTS = {"chunks": CHUNK_COUNTS[1:], "tokens": TOKEN_COUNTS[1:]}
 Share = Callable[..., dict[str, float]]
 """(sample, counts, unit) -> the counts' share of the unit with its interval."""
 _HOST_NOTE = (
-    "From host: of all, part of those found. Offloaded, loaded: tokens copied to host memory and back (chunks, if the trace has "
-    "no lengths), left host: chunks; warm-up too."
+    "From host: of all, part of those found. Offloaded, loaded: tokens copied to host memory and"
+    " back (chunks, if the trace has no lengths), left host: chunks; warm-up too."
 )
 
 
@@ -41,15 +42,26 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
     """
     share = partial(_share, spec["block"])
     cells = [sample for sample in samples if "cell" in sample]
-    pairs = [(find(one["cell"], cells), one) for find in (baseline_of, craft_of, without_host) for one in cells]
+    pairs = [
+        (find(one["cell"], cells), one)
+        for find in (baseline_of, craft_of, without_host)
+        for one in cells
+    ]
     overlap = [_overlap(sample, share) for sample in samples if "overlap" in sample]
     results: dict[str, Any] = {
         "cells": [_cell(sample, share) for sample in cells],
         "overlap": overlap[0] if overlap else None,
         "overlap_by_k": overlap,
-        "contrasts": [one for other, cell in pairs if other is not None for one in _contrasts(other, cell, share)],
+        "contrasts": [
+            one
+            for other, cell in pairs
+            if other is not None
+            for one in _contrasts(other, cell, share)
+        ],
     }
-    fused = [fused_entry(sample, results["cells"], share) for sample in samples if "fused" in sample]
+    fused = [
+        fused_entry(sample, results["cells"], share) for sample in samples if "fused" in sample
+    ]
     results["tables"] = [_table(results)] if cells else []
     if ranked := [cell for cell in results["cells"] if "ranks" in cell]:
         results["tables"].append(ranks_table(ranked, _settings(results["cells"])))
@@ -69,7 +81,9 @@ def _table(results: Mapping[str, Any]) -> dict[str, Any]:
         for unit in ("chunk", "token"):
             if share := one[f"{unit}_hit_rate"]:
                 row[f"{unit}s found"] = f"{share['value']:.1%}"
-                row["95%" if unit == "chunk" else "95% "] = f"{100 * share['low']:.1f}-{100 * share['high']:.1f}"
+                row["95%" if unit == "chunk" else "95% "] = (
+                    f"{100 * share['low']:.1f}-{100 * share['high']:.1f}"
+                )
                 if has_host:
                     row[f"{unit}s from host"] = (
                         f"{one['tiers'][f'{unit}s']['host']['value']:.1%}" if "host" in one else "-"
@@ -81,22 +95,32 @@ def _table(results: Mapping[str, Any]) -> dict[str, Any]:
             row[part.replace("_", " ")] = f"{one['reduction']['chunks'][part]['value']:.1%}"
         rows.append(row)
     notes = [_HOST_NOTE] if has_host else []
-    notes += [_overlap_note(overlap) for overlap in results["overlap_by_k"] if overlap["estimated_from"]]
+    notes += [
+        _overlap_note(overlap) for overlap in results["overlap_by_k"] if overlap["estimated_from"]
+    ]
     return {"title": "Shares found cached", "rows": rows, "note": " ".join(notes)}
 
 
 def _settings(cells: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], dict[str, str]]:
     """What names a cell in a table's row: the settings in which these differ."""
-    differs = [name for name in cells[0]["cell"] if len({cell["cell"][name] for cell in cells} - {None}) > 1]
+    differs = [
+        name
+        for name in cells[0]["cell"]
+        if len({cell["cell"][name] for cell in cells} - {None}) > 1
+    ]
     shown = [name for name in differs if not name.startswith("capacity")]
-    return lambda cell: {"capacity": capacity_name(cell), **{name: str(cell[name] or "-") for name in shown}}
+    return lambda cell: {
+        "capacity": capacity_name(cell),
+        **{name: str(cell[name] or "-") for name in shown},
+    }
 
 
 def _overlap_note(overlap: Mapping[str, Any]) -> str:
     of_first = f" of the first {overlap['k']} chunks" if overlap["k"] else ""
     return (
-        f"Overlap{of_first}: prefix {overlap['prefix']:.3f}, total {overlap['total']:.3f}, estimated from "
-        f"{overlap['estimated_from']:,} requests, each compared with some 10,000 to 20,000 before it."
+        f"Overlap{of_first}: prefix {overlap['prefix']:.3f}, total {overlap['total']:.3f},"
+        f" estimated from {overlap['estimated_from']:,} requests, each compared with some 10,000 to"
+        " 20,000 before it."
     )
 
 
@@ -106,15 +130,22 @@ def _cell(sample: Sample, share: Share) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "cell": sample["cell"],
         "chunk_hit_rate": share(sample, sample["hits"], "chunks"),
-        "token_hit_rate": share(sample, sample["token_hits"], "tokens") if sample["tokens"] else None,
+        "token_hit_rate": share(sample, sample["token_hits"], "tokens")
+        if sample["tokens"]
+        else None,
         "saved": {unit: share(sample, counts, unit) for unit, counts in saved.items()},
-        "saved_in_second_half": {unit: _second_half(counts, sample[unit]) for unit, counts in saved.items()},
+        "saved_in_second_half": {
+            unit: _second_half(counts, sample[unit]) for unit, counts in saved.items()
+        },
     }
     if sample["cell"]["dedup"] is not None:
         # CRAFT fig. 12's two parts, and the chunks of histories that left the cache.
         names = ("general", "conversation_scoped", "history_lost")
         figures["reduction"] = {
-            unit: {name: share(sample, sample[counts], unit) for name, counts in zip(names, COUNTS[unit], strict=True)}
+            unit: {
+                name: share(sample, sample[counts], unit)
+                for name, counts in zip(names, COUNTS[unit], strict=True)
+            }
             for unit in saved
         }
     if "host" in sample:
@@ -134,10 +165,13 @@ def _tiers(sample: Sample, unit: str, share: Share) -> dict[str, Any]:
 
 
 def _contrasts(baseline: Sample, other: Sample, share: Share) -> Iterator[dict[str, Any]]:
-    """The difference of saved shares, `other` less `baseline`, of chunks and, with lengths, of tokens."""
+    """The difference of saved shares, `other` less `baseline`, of chunks and, with lengths,
+    of tokens."""
     for unit, metric in METRICS.items():
         if other[unit]:
-            differences = [b - a for a, b in zip(_saved(baseline, unit), _saved(other, unit), strict=True)]
+            differences = [
+                b - a for a, b in zip(_saved(baseline, unit), _saved(other, unit), strict=True)
+            ]
             yield {
                 "cell": other["cell"],
                 "metric": metric,
@@ -151,7 +185,8 @@ def _contrasts(baseline: Sample, other: Sample, share: Share) -> Iterator[dict[s
 
 
 def _overlap(sample: Sample, share: Share) -> dict[str, Any]:
-    """CRAFT's prefix and total of the whole trace, and the share of chunks (tokens) retrieved before."""
+    """CRAFT's prefix and total of the whole trace, and the share of chunks (tokens) retrieved
+    before."""
     seen = {unit: share(sample, sample[f"seen_{unit}"], unit) for unit in METRICS if sample[unit]}
     figures = {"seen_before": seen["chunks"], "seen_before_tokens": seen.get("tokens")}
     return {"k": sample["k"], "heads": sample["heads"], **sample["overlap"], **figures}
@@ -168,6 +203,7 @@ def _second_half(parts: Sequence[float], wholes: Sequence[float]) -> float:
 
 
 def _saved(sample: Sample, unit: str) -> list[int]:
-    """Per bin: prefix hits and chunks left out as already shown, less chunks that are computed again."""
+    """Per bin: prefix hits and chunks left out as already shown,
+    less chunks that are computed again."""
     counts = zip(*(sample[name] for name in COUNTS[unit]), strict=True)
     return [hits + dropped - lost for hits, dropped, lost in counts]

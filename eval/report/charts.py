@@ -1,6 +1,8 @@
-"""The charts of a record: samples or cells in, a figure out; `embedded` makes it an image of the page.
+"""The charts of a record: samples or cells in, a figure out; `embedded` makes it an image of the
+page.
 
-Colours are Okabe and Ito's, which people with any colour vision can distinguish; arms also differ in dashes and markers.
+Colours are Okabe and Ito's, which people with any colour vision can distinguish; arms also differ
+in dashes and markers.
 """
 
 from __future__ import annotations
@@ -25,7 +27,16 @@ Rows = Sequence[Mapping[str, Any]]
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555", "#b8a800")
 DASHES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-KNOWN_ARMS = ("ours", "stock-lpm", "no-cache", "craft", "fused", "stock-fcfs", "cacheblend", "contextpilot")
+KNOWN_ARMS = (
+    "ours",
+    "stock-lpm",
+    "no-cache",
+    "craft",
+    "fused",
+    "stock-fcfs",
+    "cacheblend",
+    "contextpilot",
+)
 """They have the same colour on every page."""
 UNITS = {
     "rate": "request rate (1/s)",
@@ -77,7 +88,8 @@ def embedded(make: Callable[[], Figure]) -> str:
 
 
 def ttft_cdf(samples: Rows, lines: Lines) -> Figure:
-    """Share of requests answered within a time: a panel per cell, a line per arm. samples: with times, no warm-up."""
+    """Share of requests answered within a time: a panel per cell, a line per arm.
+    samples: with times, no warm-up."""
     cells = grouped(samples, lambda sample: sample["cell"])
     figure, panels = _panels(len(cells))
     times = [sample["metrics"]["ttft_s"] for sample in samples]
@@ -85,11 +97,17 @@ def ttft_cdf(samples: Rows, lines: Lines) -> Figure:
         for arm, line in lines.items():
             if values := [sample["metrics"]["ttft_s"] for sample in rows if sample["arm"] == arm]:
                 ax.ecdf(values, **line, markevery=max(1, len(values) // 20))
-        ax.set(title=_short(cell_name(cell), 48), xlabel=_axis("ttft_s"), ylabel="share of requests", ylim=(0, 1.03))
+        ax.set(
+            title=_short(cell_name(cell), 48),
+            xlabel=_axis("ttft_s"),
+            ylabel="share of requests",
+            ylim=(0, 1.03),
+        )
         if min(times) > 0 and max(times) / min(times) > 30:
             ax.set_xscale("log")
             ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0), numticks=8))
-            ax.xaxis.set_major_formatter("{x:g}")  # matplotlib's own has markup, which is switched off
+            # matplotlib's own has markup, which is switched off
+            ax.xaxis.set_major_formatter("{x:g}")
             ax.xaxis.set_minor_formatter(NullFormatter())
         else:
             ax.set_xlim(left=0)
@@ -97,18 +115,28 @@ def ttft_cdf(samples: Rows, lines: Lines) -> Figure:
 
 
 def curves(cells: Rows, lines: Lines, *, setting: str, metrics: Sequence[str]) -> Figure:
-    """A varied setting along x, its values at equal distances; a panel per metric, a line per arm with its intervals."""
+    """A varied setting along x, its values at equal distances;
+    a panel per metric, a line per arm with its intervals."""
     figure, panels = _panels(len(metrics))
-    values = sorted(dict.fromkeys(one["cell"][setting] for one in cells), key=lambda value: _place(setting, value))
+    values = sorted(
+        dict.fromkeys(one["cell"][setting] for one in cells),
+        key=lambda value: _place(setting, value),
+    )
     for ax, metric in zip(panels, metrics, strict=False):
         for arm, line in lines.items():
             mine = [(values.index(one["cell"][setting]), one) for one in cells if one["arm"] == arm]
-            points = sorted((x, *found) for x, one in mine if (found := middle(metric, one["metrics"].get(metric))))
+            points = sorted(
+                (x, *found)
+                for x, one in mine
+                if (found := middle(metric, one["metrics"].get(metric)))
+            )
             if points:
                 xs, ys, lows, highs = zip(*points, strict=True)
                 ax.plot(xs, ys, **line)
                 ax.vlines(xs, lows, highs, colors=line["color"], linewidth=1.2)
-        ax.set_xticks(range(len(values)), [_short(setting_name(setting, value), 16) for value in values])
+        ax.set_xticks(
+            range(len(values)), [_short(setting_name(setting, value), 16) for value in values]
+        )
         ax.set(xlabel=UNITS.get(setting, setting.replace("_", " ")), ylabel=_axis(metric))
         if metric not in METRICS or METRICS[metric].unit:
             ax.set_ylim(bottom=0)
@@ -129,7 +157,9 @@ def _panels(count: int) -> tuple[Figure, list[Axes]]:
     rows = math.ceil(shown / columns)
     figure = Figure(figsize=(WIDTH, 2.9 * rows + 0.3), layout="constrained")
     if count > shown:
-        figure.supxlabel(f"the first {shown} of {count} panels; all figures are in the table", fontsize=9)
+        figure.supxlabel(
+            f"the first {shown} of {count} panels; all figures are in the table", fontsize=9
+        )
     return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(shown)]
 
 
@@ -146,7 +176,9 @@ def _short(text: str, limit: int) -> str:
 
 
 def _axis(metric: str) -> str:
-    return fill(f"{label(metric)} ({METRICS[metric].unit or '0 to 1'})" if metric in METRICS else metric, 24)
+    return fill(
+        f"{label(metric)} ({METRICS[metric].unit or '0 to 1'})" if metric in METRICS else metric, 24
+    )
 
 
 def _with_legend(figure: Figure, rows: Rows, lines: Lines) -> Figure:
@@ -154,5 +186,10 @@ def _with_legend(figure: Figure, rows: Rows, lines: Lines) -> Figure:
     names = [_short(arm, 44) for arm in arms]
     columns = max(1, min(len(names), 88 // (max(map(len, names)) + 8)))
     figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(names) / columns))
-    figure.legend([Line2D([], [], **lines[arm]) for arm in arms], names, loc="outside upper left", ncols=columns)
+    figure.legend(
+        [Line2D([], [], **lines[arm]) for arm in arms],
+        names,
+        loc="outside upper left",
+        ncols=columns,
+    )
     return figure

@@ -28,16 +28,26 @@ MAX_OPEN = 4
 def main(argv: Sequence[str]) -> int:
     """Write the page and print its path."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("records", nargs="+", type=Path, metavar="RECORD", help="a run's folder or its record.json")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: runs/<time>-report)")
+    parser.add_argument(
+        "records", nargs="+", type=Path, metavar="RECORD", help="a run's folder or its record.json"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder (default: runs/<time>-report)"
+    )
     options = parser.parse_args(argv)
     page = (options.out or new_folder("report")) / "index.html"
-    runs = sorted((read_recorded(path) for path in options.records), key=lambda run: KINDS.index(run.kind))
+    runs = sorted(
+        (read_recorded(path) for path in options.records), key=lambda run: KINDS.index(run.kind)
+    )
     try:
         if not page.exists() and page.parent.exists() and any(page.parent.iterdir()):
-            raise CommandError(f"{page.parent} is not the folder of a report: name one that is new or empty")
+            raise CommandError(
+                f"{page.parent} is not the folder of a report: name one that is new or empty"
+            )
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(_render([Chapter(run) for run in runs]), encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,5 @@
-"""The tables of a record: frames of text, for the page and the terminal. Nested objects of a record become columns."""
+"""The tables of a record: frames of text, for the page and the terminal.
+Nested objects of a record become columns."""
 
 from __future__ import annotations
 
@@ -18,14 +19,25 @@ from eval.recorded import Recorded, middle, setting_name, varied
 
 MAX_LIST = 12
 """Longer lists, and lists of objects within rows, are in the record only."""
-KNOWN = {"cells", "overlap", "contrasts", "verdict", "tables", "servers", "ends", "skipped", "resumed_at"}
+KNOWN = {
+    "cells",
+    "overlap",
+    "contrasts",
+    "verdict",
+    "tables",
+    "servers",
+    "ends",
+    "skipped",
+    "resumed_at",
+}
 KNOWN |= {"note", "notes"}
 """Results that are shown in a form of their own."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """`frame`: text, one column per name; `numbers`: the columns of figures, which are aligned to the right."""
+    """`frame`: text, one column per name; `numbers`:
+    the columns of figures, which are aligned to the right."""
 
     title: str
     frame: pd.DataFrame
@@ -34,43 +46,78 @@ class Table:
 
     def text(self) -> str:
         """A table for the terminal."""
-        return str(tabulate(self.frame.to_dict("list"), headers="keys", disable_numparse=True, maxheadercolwidths=16))
+        return str(
+            tabulate(
+                self.frame.to_dict("list"),
+                headers="keys",
+                disable_numparse=True,
+                maxheadercolwidths=16,
+            )
+        )
 
 
 def create_table(title: str, rows: Iterable[Mapping[str, Any]], note: str = "") -> Table:
     """The rows as text; nested objects become columns, and columns without a value are left out."""
-    kept = ({name: value for name, value in flat(row).items() if not _is_rows(value)} for row in rows)
+    kept = (
+        {name: value for name, value in flat(row).items() if not _is_rows(value)} for row in rows
+    )
     frame = pd.DataFrame(kept).dropna(axis=1, how="all").astype(object).map(figure)
     # A figure begins with a number, such as one with its interval.
-    numbers = [str(name) for name in frame if frame[name].str.fullmatch(r"([-+]?[\d.]+(e-?\d+)?( \[.*)?)?").all()]
+    numbers = [
+        str(name)
+        for name in frame
+        if frame[name].str.fullmatch(r"([-+]?[\d.]+(e-?\d+)?( \[.*)?)?").all()
+    ]
     return Table(title, frame, frozenset(numbers), note)
 
 
 def tables_of(run: Recorded) -> list[Table]:
-    """The record's own tables, its cells, quantiles and contrasts, and whatever else its results hold."""
-    own = [create_table(one["title"], one["rows"], one.get("note", "")) for one in run.results.get("tables") or []]
+    """The record's own tables, its cells, quantiles and contrasts,
+    and whatever else its results hold."""
+    own = [
+        create_table(one["title"], one["rows"], one.get("note", ""))
+        for one in run.results.get("tables") or []
+    ]
     found = [*own, cells_table(run), quantiles_table(run), contrast_table(run.contrasts)]
-    return [table for table in [*found, *([] if own else other_tables(run.results))] if len(table.frame)]
+    return [
+        table for table in [*found, *([] if own else other_tables(run.results))] if len(table.frame)
+    ]
 
 
 def cells_table(run: Recorded) -> Table:
-    """One line per cell and arm: the settings that vary, and the middle of each metric with its interval."""
+    """One line per cell and arm: the settings that vary, and the middle of each metric with its
+    interval."""
     cells = run.results.get("cells") or []
     keys = varied(one["cell"] for one in cells)
     rows = []
     for one in cells:
-        figures = {with_unit(name): interval(name, found) for name, found in one.get("metrics", {}).items()}
-        rest = {key: value for key, value in one.items() if key not in ("cell", "arm", "metrics", "n", "errors")}
+        figures = {
+            with_unit(name): interval(name, found) for name, found in one.get("metrics", {}).items()
+        }
+        rest = {
+            key: value
+            for key, value in one.items()
+            if key not in ("cell", "arm", "metrics", "n", "errors")
+        }
         counted = {"n": one.get("n"), "errors": one.get("errors") or None}
-        rows.append({"arm": one.get("arm"), **_settings(one["cell"], keys), **counted, **figures, **rest})
-    return create_table("Figures, with 95% intervals", rows, "Times are medians, other metrics means.")
+        rows.append(
+            {"arm": one.get("arm"), **_settings(one["cell"], keys), **counted, **figures, **rest}
+        )
+    return create_table(
+        "Figures, with 95% intervals", rows, "Times are medians, other metrics means."
+    )
 
 
 def quantiles_table(run: Recorded) -> Table:
     """Times by their quantiles, one line per metric, cell and arm."""
     keys = varied(one["cell"] for one in run.cells)
     rows = [
-        {"metric": with_unit(name), "arm": one["arm"], **_settings(one["cell"], keys), "mean": found["mean"]}
+        {
+            "metric": with_unit(name),
+            "arm": one["arm"],
+            **_settings(one["cell"], keys),
+            "mean": found["mean"],
+        }
         | {"median": found["p50"], "p90": found["p90"], "p99": found["p99"]}
         for name in metric_names(run.cells)
         if is_time(name)
@@ -86,11 +133,18 @@ def contrast_table(contrasts: Sequence[Mapping[str, Any]]) -> Table:
     rows = []
     for one in contrasts:
         judged = ("yes" if direction(one) else "no") if has_enough(one) else "too few"
-        names = {"a": one["a"], "b": one["b"], "metric": label(one["metric"]), "statistic": one["statistic"]}
+        names = {
+            "a": one["a"],
+            "b": one["b"],
+            "metric": label(one["metric"]),
+            "statistic": one["statistic"],
+        }
         figures = {"of a": one.get("a_value"), "of b": one.get("b_value")}
         figures |= {key: one.get(key) for key in ("value", "low", "high", "n", "p")}
         figures |= {
-            f"{what} {side}": one.get(f"{what}_{side}") or None for what in ("asked", "failed") for side in "ab"
+            f"{what} {side}": one.get(f"{what}_{side}") or None
+            for what in ("asked", "failed")
+            for side in "ab"
         }
         found = {"beyond chance": "failures" if fails_more(one) else judged}
         rows.append(_settings(one["cell"], keys) | names | found | figures)
@@ -98,10 +152,15 @@ def contrast_table(contrasts: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def other_tables(results: Mapping[str, Any]) -> list[Table]:
-    """Results that no other table shows: a table for each list of objects, and one for all single values."""
+    """Results that no other table shows: a table for each list of objects,
+    and one for all single values."""
     rest = flat({key: value for key, value in results.items() if key not in KNOWN})
-    lists = [create_table(name.capitalize(), value) for name, value in rest.items() if _is_rows(value)]
-    single = [{"result": name, "value": value} for name, value in rest.items() if not _is_rows(value)]
+    lists = [
+        create_table(name.capitalize(), value) for name, value in rest.items() if _is_rows(value)
+    ]
+    single = [
+        {"result": name, "value": value} for name, value in rest.items() if not _is_rows(value)
+    ]
     return [*lists, create_table("Further results", single)]
 
 
@@ -109,17 +168,25 @@ def servers_table(run: Recorded) -> Table:
     """The servers' own descriptions, one column per server."""
     told = {arm: flat(facts) for arm, facts in run.servers.items()}
     keys = dict.fromkeys(key for facts in told.values() for key in facts)
-    rows = ({"server": key, **{arm: plain(facts.get(key)) for arm, facts in told.items()}} for key in keys)
+    rows = (
+        {"server": key, **{arm: plain(facts.get(key)) for arm, facts in told.items()}}
+        for key in keys
+    )
     return create_table("What really ran", rows)
 
 
 def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested objects as columns of one row; a figure with an interval is one text. Long lists of values are left out."""
+    """Nested objects as columns of one row; a figure with an interval is one text.
+    Long lists of values are left out."""
     found: dict[str, Any] = {}
     for key, value in row.items():
         name = f"{prefix} {words(key)}".strip()
         if isinstance(value, dict):
-            found |= {name: interval(key, value)} if {"low", "high"} <= value.keys() else flat(value, name)
+            found |= (
+                {name: interval(key, value)}
+                if {"low", "high"} <= value.keys()
+                else flat(value, name)
+            )
         elif not isinstance(value, list) or _is_rows(value):
             found[name] = value
         elif len(value) <= MAX_LIST:
@@ -168,7 +235,10 @@ def words(name: Any) -> str:
 
 def _settings(cell: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str | None]:
     shown = ((key, cell.get(key)) for key in keys)
-    return {words(key): None if value is None and key != "k" else setting_name(key, value) for key, value in shown}
+    return {
+        words(key): None if value is None and key != "k" else setting_name(key, value)
+        for key, value in shown
+    }
 
 
 def _is_rows(value: Any) -> bool:

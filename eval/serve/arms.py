@@ -1,11 +1,13 @@
-"""The arms that are compared. An arm is a server's flags, the route of its requests, and the fields added to their bodies.
+"""The arms that are compared. An arm is a server's flags, the route of its requests, and the fields
+added to their bodies.
 
     ARM    launcher flags                     route                          client
     ours   --schedule-policy lpm              /rag/v1/chat/completions       chunks in a field of their own
     stock  --stock --schedule-policy lpm ...  /v1/chat/completions           chunks in the user message
     URL    a running server                   either, chat by default        a known name keeps its arm's body and adapter
 
-Knows neither models nor load. `skip_reason` decides which arms can run on a machine; the others are skipped by name.
+Knows neither models nor load. `skip_reason` decides which arms can run on a machine; the others are
+skipped by name.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from eval.serve.contextpilot_adapter import ContextPilotReorderer, contextpilot_
 
 Route = Literal["rag", "chat"]
 EVERY_SERVER = ("--enable-cache-report", "--sleep-on-idle")
-"""Report cached tokens in every answer's usage; an idle server uses no core while another is measured."""
+"""Report cached tokens in every answer's usage;
+an idle server uses no core while another is measured."""
 LPM, FCFS = ("--schedule-policy", "lpm"), ("--schedule-policy", "fcfs")
 STOCK_LPM, STOCK_FCFS = ("--stock", *LPM), ("--stock", *FCFS)
 RUNNING = re.compile(r"([\w.+-]+)=(https?://[^/,][^,]*?)(?:/v1)?/?(?:,(chat|rag))?")
@@ -34,7 +37,8 @@ RUNNING = re.compile(r"([\w.+-]+)=(https?://[^/,][^,]*?)(?:/v1)?/?(?:,(chat|rag)
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to serve. `flags` are those of `python -m sglang_chunkcache.launch_server`, `--stock` first for stock SGLang."""
+    """One way to serve. `flags` are those of `python -m sglang_chunkcache.launch_server`,
+    `--stock` first for stock SGLang."""
 
     name: str
     summary: str
@@ -68,13 +72,18 @@ UNAUDITED = ("--chunkcache-audit-share", "0")
 
 def _fused(name: str, summary: str, *flags: str, **body: Any) -> Arm:
     """A server with `--reuse fused`. What `flags` and `body` leave out is the server's default."""
-    return Arm(name, summary, (*LPM, "--reuse", "fused", *flags), body={"reuse": {"mode": "fused"}, **body})
+    return Arm(
+        name, summary, (*LPM, "--reuse", "fused", *flags), body={"reuse": {"mode": "fused"}, **body}
+    )
 
 
 def _paper(name: str, summary: str, *flags: str, order: str = "retriever", **reuse: Any) -> Arm:
-    """What can be moved is moved, as in the papers, whatever it costs and whatever becomes of the answers."""
+    """What can be moved is moved, as in the papers, whatever it costs and whatever becomes of the
+    answers."""
     always = "--chunkcache-move", "always", "--chunkcache-exact-gaps", "0"
-    return _fused(name, summary, *always, *UNAUDITED, *flags, order=order, reuse={"mode": "fused", **reuse})
+    return _fused(
+        name, summary, *always, *UNAUDITED, *flags, order=order, reuse={"mode": "fused", **reuse}
+    )
 
 
 CRAFT = (
@@ -86,18 +95,25 @@ CRAFT = (
     *("--chunkcache-dedup", "paper"),
     *("--chunkcache-routing", "round_robin"),
 )
-"""CRAFT sections 4 and 5. Values equal to our defaults are listed too, since the paper's do not change with ours."""
+"""CRAFT sections 4 and 5. Values equal to our defaults are listed too,
+since the paper's do not change with ours."""
 HOST_MIB = "--chunkcache-host-mib"
 """Exact chains in host memory; of two the later counts."""
 NO_PASS_LIMIT = ("--chunkcache-max-pass-tokens", "10000000")
-"""More tokens than any context: KV deviation is measured over the whole moved region, which the default budget would cut."""
+"""More tokens than any context: KV deviation is measured over the whole moved region,
+which the default budget would cut."""
 CACHEBLEND: dict[str, Any] = {"selector": "deviation", "ratio": 0.15}
 CACHE_CRAFT: dict[str, Any] = {"selector": "context", "ratio": 0.15}
 
 ARMS = {
     arm.name: arm
     for arm in (
-        Arm("no-cache", "stock SGLang without prefix caching", (*STOCK_FCFS, "--disable-radix-cache"), "chat"),
+        Arm(
+            "no-cache",
+            "stock SGLang without prefix caching",
+            (*STOCK_FCFS, "--disable-radix-cache"),
+            "chat",
+        ),
         Arm("stock-fcfs", "stock SGLang, radix cache, first come first served", STOCK_FCFS, "chat"),
         Arm("stock-lpm", "stock SGLang, radix cache, longest prefix first", STOCK_LPM, "chat"),
         Arm(
@@ -106,10 +122,30 @@ ARMS = {
             (*STOCK_LPM, "--radix-cache-backend", "python_radix"),
             "chat",
         ),
-        Arm("stock-hicache", "HiCache, a tier in host memory", (*STOCK_LPM, "--enable-hierarchical-cache"), "chat"),
-        Arm("lmcache", "stock SGLang with LMCache's prefix tier", (*STOCK_LPM, "--enable-lmcache"), "chat"),
-        Arm("contextpilot", "ContextPilot reorders in the client", STOCK_LPM, "chat", adapter="contextpilot"),
-        Arm("craft", "CRAFT: frequency order, promoted eviction; all chunks are admitted, which finds more", CRAFT),
+        Arm(
+            "stock-hicache",
+            "HiCache, a tier in host memory",
+            (*STOCK_LPM, "--enable-hierarchical-cache"),
+            "chat",
+        ),
+        Arm(
+            "lmcache",
+            "stock SGLang with LMCache's prefix tier",
+            (*STOCK_LPM, "--enable-lmcache"),
+            "chat",
+        ),
+        Arm(
+            "contextpilot",
+            "ContextPilot reorders in the client",
+            STOCK_LPM,
+            "chat",
+            adapter="contextpilot",
+        ),
+        Arm(
+            "craft",
+            "CRAFT: frequency order, promoted eviction; all chunks are admitted, which finds more",
+            CRAFT,
+        ),
         Arm("ours", "our defaults, longest prefix first", LPM),
         Arm("ours-fcfs", "our defaults, first come first served", FCFS),
         Arm("ours-device", "ours with no exact chain in host memory", (*LPM, HOST_MIB, "0")),
@@ -118,7 +154,10 @@ ARMS = {
             "ours with 1024 MiB of exact chains in host memory, or with --host-mib",
             (*LPM, HOST_MIB, "1024"),
         ),
-        _fused("fused", "ours with --reuse fused and its defaults; requests say that they want it, and no more"),
+        _fused(
+            "fused",
+            "ours with --reuse fused and its defaults; requests say that they want it, and no more",
+        ),
         _fused(
             "fused-scored",
             "the same with everything scored",
@@ -126,24 +165,40 @@ ARMS = {
             *("--chunkcache-calibrate", "on"),
             reuse={"mode": "fused", "selector": "critical"},
         ),
-        _fused("fused-unstored", "the same with nothing stored", "--chunkcache-store-threshold", "1000000"),
-        _fused("fused-unaudited", "the same with no answer compared with an exact prefill", *UNAUDITED),
+        _fused(
+            "fused-unstored",
+            "the same with nothing stored",
+            "--chunkcache-store-threshold",
+            "1000000",
+        ),
+        _fused(
+            "fused-unaudited", "the same with no answer compared with an exact prefill", *UNAUDITED
+        ),
         _paper("cacheblend", "CacheBlend: 15% by KV deviation", *NO_PASS_LIMIT, **CACHEBLEND),
-        _paper("craft+cacheblend", "continuing its fused chains (fig. 16)", *NO_PASS_LIMIT, order="tree", **CACHEBLEND),
+        _paper(
+            "craft+cacheblend",
+            "continuing its fused chains (fig. 16)",
+            *NO_PASS_LIMIT,
+            order="tree",
+            **CACHEBLEND,
+        ),
         _paper("cache-craft", "Cache-Craft, no focus: 15% by context", focus="off", **CACHE_CRAFT),
         _paper("cache-craft-focus", "with focus, so less: see recomputed_share", **CACHE_CRAFT),
         _paper("epic", "EPIC: the first 15% of each", selector="first", ratio=0.15),
         _paper("full-reuse", "moved chunks, nothing recomputed", selector="none", ratio=0.0),
     )
 }
-"""Name -> arm, stock SGLang first. Arms of ours run the shipped defaults; the name says what differs. Percentages are shares of
-moved tokens that are recomputed."""
+"""Name -> arm, stock SGLang first. Arms of ours run the shipped defaults; the name says what
+differs. Percentages are shares of moved tokens that are recomputed."""
 
 
 def add_arm_options(parser: ArgumentParser, *, default: Sequence[str]) -> None:
     """Add `--arms` and the options of adapters."""
     known = "\n".join(f"{name}: {arm.summary};" for name, arm in ARMS.items())
-    arms = f"what is compared (default: {' '.join(default)}). {known} or NAME=URL[,chat|rag] for a server that already runs"
+    arms = (
+        f"what is compared (default: {' '.join(default)}). {known} or NAME=URL[,chat|rag] for a"
+        " server that already runs"
+    )
     python = "a Python in which contextpilot is installed, if it is not in this one"
     add = parser.add_argument
     add("--arms", nargs="+", default=list(default), metavar="ARM", help=arms.replace("%", "%%"))
@@ -155,7 +210,9 @@ def parse_arms(texts: Sequence[str]) -> list[Arm]:
     arms = [parse_arm(text) for text in texts]
     names = [arm.name for arm in arms]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise CommandError(f"--arms: {', '.join(twice)} given twice; a second server needs another name: NAME=URL")
+        raise CommandError(
+            f"--arms: {', '.join(twice)} given twice; a second server needs another name: NAME=URL"
+        )
     return arms
 
 
@@ -172,7 +229,8 @@ def parse_arm(text: str) -> Arm:
 
 
 def request_body(arm: Arm, extra: Mapping[str, Any], reuse: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields added to each request: the arm's body and `extra`; `reuse` changes that of arms that move KV only."""
+    """The fields added to each request: the arm's body and `extra`;
+    `reuse` changes that of arms that move KV only."""
     body = {**arm.body, **extra}
     return body | {"reuse": {**body["reuse"], **reuse}} if arm.is_fused else body
 
@@ -188,10 +246,16 @@ def skip_reason(arm: Arm, *, contextpilot_python: Path | None = None) -> str | N
     if arm.name == "lmcache" and importlib.util.find_spec("lmcache") is None:
         return "lmcache is not installed: pip install lmcache into SGLang's environment"
     if arm.name == "lmcache" and not {"LMCACHE_MP_HOST", "LMCACHE_CONFIG_FILE"} & os.environ.keys():
-        return "lmcache needs a running `lmcache server`, and its address in LMCACHE_MP_HOST and LMCACHE_MP_PORT (5555)"
+        return (
+            "lmcache needs a running `lmcache server`, and its address in LMCACHE_MP_HOST and"
+            " LMCACHE_MP_PORT (5555)"
+        )
     return None
 
 
-def create_reorderer(arm: Arm, *, contextpilot_python: Path | None = None) -> ContextPilotReorderer | None:
-    """A fresh reorderer for one pass over the requests of an arm that `skip_reason` admits; None for an arm without adapter."""
+def create_reorderer(
+    arm: Arm, *, contextpilot_python: Path | None = None
+) -> ContextPilotReorderer | None:
+    """A fresh reorderer for one pass over the requests of an arm that `skip_reason` admits;
+    None for an arm without adapter."""
     return ContextPilotReorderer(contextpilot_python) if arm.adapter else None

@@ -1,11 +1,13 @@
-"""Requests that only decode while others are measured: what moving, scoring and storing chunks costs them, token by token.
+"""Requests that only decode while others are measured: what moving, scoring and storing chunks
+costs them, token by token.
 
     stream      · · · · · · · · ·      ·   · · · · ·        · an arrival
     block           |begin                          end|    gaps that end inside are kept
 
-Each is a plain request to SGLang's own `/generate`, which sends an event for every token, whether it completes a character or
-not, and says how many tokens there are (`--stream-interval` is 1 unless it is given). A block begins once every stream has its
-first token, so that no stream's own prefill is a gap. Streams are aborted at the block's end: the next arm gets idle cores.
+Each is a plain request to SGLang's own `/generate`, which sends an event for every token, whether
+it completes a character or not, and says how many tokens there are (`--stream-interval` is 1 unless
+it is given). A block begins once every stream has its first token, so that no stream's own prefill
+is a gap. Streams are aborted at the block's end: the next arm gets idle cores.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ NUM_TOKENS = 1024
 
 @asynccontextmanager
 async def bystanders(count: int, url: str) -> AsyncIterator[list[float]]:
-    """Keep `count` streams going inside; the list holds the gaps between their tokens, in seconds, once it is left.
+    """Keep `count` streams going inside; the list holds the gaps between their tokens, in seconds,
+    once it is left.
 
     Raises:
         CommandError: a stream fails, for example since the server is not SGLang.
@@ -43,15 +46,25 @@ async def bystanders(count: int, url: str) -> AsyncIterator[list[float]]:
             times: list[float] = []
             arrivals.append(times)
             sampling = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
-            body = {"rid": uuid.uuid4().hex, "text": f"{number}. Count the stars.", "sampling_params": sampling}
-            post = session.post(url + "/generate", json=body | {"stream": True}, raise_for_status=True)
+            body = {
+                "rid": uuid.uuid4().hex,
+                "text": f"{number}. Count the stars.",
+                "sampling_params": sampling,
+            }
+            post = session.post(
+                url + "/generate", json=body | {"stream": True}, raise_for_status=True
+            )
             async with post as response:
                 async for event in events(response):
                     # Tokens of one event arrive at the same time.
-                    times += [time.perf_counter()] * (event["meta_info"]["completion_tokens"] - len(times))
+                    times += [time.perf_counter()] * (
+                        event["meta_info"]["completion_tokens"] - len(times)
+                    )
                     begun[number].set()
                     if stop.is_set():  # a server notices a closed connection seconds later only
-                        await session.post(url + "/abort_request", json={"rid": body["rid"]}, raise_for_status=True)
+                        await session.post(
+                            url + "/abort_request", json={"rid": body["rid"]}, raise_for_status=True
+                        )
 
     try:
         async with open_session() as session, asyncio.TaskGroup() as tasks:

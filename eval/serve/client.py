@@ -1,12 +1,15 @@
-"""Sends one request as a stream and times it as an application would. Times are this process's `time.perf_counter`.
+"""Sends one request as a stream and times it as an application would. Times are this process's
+`time.perf_counter`.
 
     rag    POST /rag/v1/chat/completions   chunks in a field of their own; the server orders them and knows the conversation
     chat   POST /v1/chat/completions       each chunk's text and an empty line, then the question, in the user message
 
-Every failure of a request, in the adapter, the connection or the answer, is stored in its `Answer.error`.
+Every failure of a request, in the adapter, the connection or the answer, is stored in its
+`Answer.error`.
 
-Streams are read with aiohttp, which SGLang itself needs. With httpx and httpx-sse an event takes twice the CPU time (0.8 against
-0.4 ms on the records' machine, sending included), and a GPU under load sends a thousand events a second to this one process.
+Streams are read with aiohttp, which SGLang itself needs. With httpx and httpx-sse an event takes
+twice the CPU time (0.8 against 0.4 ms on the records' machine, sending included), and a GPU under
+load sends a thousand events a second to this one process.
 """
 
 from __future__ import annotations
@@ -33,14 +36,16 @@ KEEP_ALIVE_S = 2.0
 
 @dataclass(slots=True)
 class Answer:
-    """The result of a request. Seconds count from the call of `send`, so all include an adapter's reordering."""
+    """The result of a request. Seconds count from the call of `send`,
+    so all include an adapter's reordering."""
 
     message: Message
     """The user message as sent, for the history of later turns."""
     text: str = ""
     ttft_s: float | None = None
-    """To the first event that names a role or holds text. SGLang sends both events with the first token, but the text may be
-    empty if a token ends within a character, so the role's event counts."""
+    """To the first event that names a role or holds text. SGLang sends both events with the first
+    token, but the text may be empty if a token ends within a character, so the role's event
+    counts."""
     first_text_s: float | None = None
     """To the first event with text: for servers that send the role before there is a token."""
     last_text_s: float | None = None
@@ -62,7 +67,8 @@ class Answer:
 
 
 def open_session(*, timeout_s: float = 600.0) -> aiohttp.ClientSession:
-    """A client without a limit on connections. A request fails after `timeout_s` without any data. Needs a running loop."""
+    """A client without a limit on connections. A request fails after `timeout_s` without any data.
+    Needs a running loop."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=timeout_s),
@@ -87,7 +93,8 @@ async def send(
         url: the server's root, without /v1.
         history: this arm's messages of earlier turns, without the system prompt.
         reorderer: orders the chunks before they are sent.
-        body: fields that override the request's: `eval.serve.arms.request_body`, and our server's `conversation_id`.
+        body: fields that override the request's: `eval.serve.arms.request_body`, and our server's
+            `conversation_id`.
     """
     start = time.perf_counter()
     chunks: Sequence[TextChunk] = request.chunks
@@ -97,7 +104,9 @@ async def send(
             chunks = reorderer.order(request)
             answer.reorder_s = time.perf_counter() - start
         answer.message = user_message(arm, request, chunks)
-        sent = request_json(arm, request, chunks, history, max_new_tokens=max_new_tokens) | dict(body or {})
+        sent = request_json(arm, request, chunks, history, max_new_tokens=max_new_tokens) | dict(
+            body or {}
+        )
         async with session.post(url + ROUTES[arm.route], json=sent) as response:
             if response.status != 200:
                 answer.error = f"HTTP {response.status}: {_reason(await response.text())}"
@@ -116,7 +125,12 @@ def user_message(arm: Arm, request: Request, chunks: Sequence[TextChunk]) -> Mes
 
 
 def request_json(
-    arm: Arm, request: Request, chunks: Sequence[TextChunk], history: Sequence[Message], *, max_new_tokens: int
+    arm: Arm,
+    request: Request,
+    chunks: Sequence[TextChunk],
+    history: Sequence[Message],
+    *,
+    max_new_tokens: int,
 ) -> dict[str, Any]:
     """The body of the request, without the fields of arm and cell."""
     system = [{"role": "system", "content": request.system}] if request.system else []
@@ -134,7 +148,8 @@ def request_json(
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events, as they come. Raises ValueError if it breaks off or tells an error."""
+    """The JSON objects of a stream of server-sent events, as they come.
+    Raises ValueError if it breaks off or tells an error."""
     async for line in response.content:
         if not line.startswith(b"data:"):
             continue
@@ -152,7 +167,8 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, An
 
 
 async def _read(answer: Answer, response: aiohttp.ClientResponse, start: float) -> None:
-    """Read the stream into `answer`. Raises ValueError if it is incomplete, empty, or does not consist of JSON events."""
+    """Read the stream into `answer`.
+    Raises ValueError if it is incomplete, empty, or does not consist of JSON events."""
     async for event in events(response):
         now = time.perf_counter() - start
         for choice in event.get("choices") or ():
@@ -162,7 +178,10 @@ async def _read(answer: Answer, response: aiohttp.ClientResponse, start: float) 
                 answer.first_text_s = now if answer.first_text_s is None else answer.first_text_s
                 answer.last_text_s = now
         if usage := event.get("usage"):
-            answer.prompt_tokens, answer.completion_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
+            answer.prompt_tokens, answer.completion_tokens = (
+                usage.get("prompt_tokens"),
+                usage.get("completion_tokens"),
+            )
             answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         answer.chunkcache = event.get("chunkcache") or answer.chunkcache
     if answer.ttft_s is None:

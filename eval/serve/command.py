@@ -1,4 +1,5 @@
-"""Time to first token and throughput under load: several ways to serve the same requests, interleaved.
+"""Time to first token and throughput under load: several ways to serve the same requests,
+interleaved.
 
     python -m eval serve --task trace --data my.jsonl --requests 60            a random model, ours against stock SGLang
     python -m eval serve --task mtrag --data DIR --model-path M --load poisson --rates 1 2 4 -- --mem-fraction-static 0.4
@@ -6,19 +7,22 @@
     python -m eval serve --windows 10 100 1000 --task ragpulse --data DIR      one setting varied
     python -m eval serve --restart --arms fused --warm-up 300 --requests 400   what a filled storage gives after a restart
 
-One server per arm, all with the same model and flags. The requests are cut into blocks, and each block is sent to every arm, one
-arm at a time, in rotating order; each arm keeps the cache that its own traffic filled. Cells of a sweep are measured one after
-the other, with the caches flushed in between (of running servers: only with --flush). Cells that need servers of their own
-(--windows, --thresholds) are interleaved, too. Two servers with the same flags may differ by some hundredths for as long as they
-run, which no interval of one pair shows: --servers 2 measures two of each arm.
+One server per arm, all with the same model and flags. The requests are cut into blocks, and each
+block is sent to every arm, one arm at a time, in rotating order; each arm keeps the cache that its
+own traffic filled. Cells of a sweep are measured one after the other, with the caches flushed in
+between (of running servers: only with --flush). Cells that need servers of their own (--windows,
+--thresholds) are interleaved, too. Two servers with the same flags may differ by some hundredths
+for as long as they run, which no interval of one pair shows: --servers 2 measures two of each arm.
 
---load closed keeps at most --clients requests in flight. With poisson and trace (the requests' own times) requests are sent at
-their arrival times, so waiting in the server's queue is part of the times. A turn of a conversation waits for the previous
-answer. Every block begins with an idle server.
+--load closed keeps at most --clients requests in flight. With poisson and trace (the requests' own
+times) requests are sent at their arrival times, so waiting in the server's queue is part of the
+times. A turn of a conversation waits for the previous answer. Every block begins with an idle
+server.
 
-Time to first token is from when a request was due, including the client-side reordering of an arm that has one, to the first
-event of the stream. With --bystanders N, N plain requests decode during each block, and the times between their tokens are
-compared, too. The last line of stdout is the record's results as JSON.
+Time to first token is from when a request was due, including the client-side reordering of an arm
+that has one, to the first event of the stream. With --bystanders N, N plain requests decode during
+each block, and the times between their tokens are compared, too. The last line of stdout is the
+record's results as JSON.
 """
 
 from __future__ import annotations
@@ -57,7 +61,9 @@ AT_ONCE = 8
 """Conversations that take turns in an open loop; in a closed one as many as clients."""
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("warm_up", "block", "bystanders"), (0, inf)),
-    **dict.fromkeys(("max_new_tokens", "threads", "max_total_tokens", "servers", "host_mib"), (1, inf)),
+    **dict.fromkeys(
+        ("max_new_tokens", "threads", "max_total_tokens", "servers", "host_mib"), (1, inf)
+    ),
     **dict.fromkeys(("clients", "ks"), (1, 10_000)),
     **dict.fromkeys(("rate", "speed"), (1e-6, 1e9)),
     "windows": (1, 10**9),
@@ -73,14 +79,18 @@ def main(argv: Sequence[str]) -> int:
     requests = {k: _requests(args, k) for k in args.ks or [args.k]}
     everything = [request for listed in requests.values() for request in listed]
     if args.load == "closed" and all(request.arrival_s is not None for request in everything):
-        print("eval: --load closed does not use the requests' own times; --load trace does", file=sys.stderr)
+        print(
+            "eval: --load closed does not use the requests' own times; --load trace does",
+            file=sys.stderr,
+        )
     folder = args.out or new_folder("serve")
     facts = load_facts(folder)
     plan = make_plan(args, arms, min(map(len, requests.values())), facts=facts)
     made = cells(args, requests)
     if args.restart and (len(made) > 1 or any(request.conversation for request in everything)):
         raise CommandError("--restart measures one cell, of requests without conversations")
-    for cell, arm in itertools.product(made, arms):  # before a folder is created or a server is started
+    # before a folder is created or a server is started
+    for cell, arm in itertools.product(made, arms):
         arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
         key_of(arm, cell)
     starts = any(arm.url is None for arm in arms)
@@ -90,8 +100,13 @@ def main(argv: Sequence[str]) -> int:
     model: AbstractContextManager[list[str]] = nullcontext([])
     if starts:
         model = model_flags(args, everything, args.server_flags)
-    with Run(folder, kind="serve", spec=spec, summarize=figures, baseline=args.baseline) as taken, model as flags:
-        (measure_restart if args.restart else measure)(taken, replace(plan, server_flags=flags), made)
+    with (
+        Run(folder, kind="serve", spec=spec, summarize=figures, baseline=args.baseline) as taken,
+        model as flags,
+    ):
+        (measure_restart if args.restart else measure)(
+            taken, replace(plan, server_flags=flags), made
+        )
     results = taken.results()
     print(text(results["tables"], floatfmt=".3f"))
     print(*results["verdict"], f"record: {folder}", json.dumps(results), sep="\n")
@@ -99,7 +114,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Arm]]:
-    """The checked options and arms; `server_flags` holds the flags after `--`. Raises CommandError."""
+    """The checked options and arms; `server_flags` holds the flags after `--`.
+    Raises CommandError."""
     argv, flags = split_flags(argv)
     args = _parser().parse_args(argv)
     args.server_flags = flags
@@ -107,7 +123,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Arm]]:
         given = getattr(args, name)
         values = given if isinstance(given, list) else [given]
         if wrong := [value for value in values if value is not None and not least <= value <= most]:
-            raise CommandError(f"--{name.replace('_', '-')}: {wrong[0]} is not between {least:,} and {most:,}")
+            raise CommandError(
+                f"--{name.replace('_', '-')}: {wrong[0]} is not between {least:,} and {most:,}"
+            )
         if len(set(values)) < len(values):
             raise CommandError(f"--{name}: a value is given twice: {' '.join(map(str, values))}")
     for kind, name in LOADS.items():
@@ -118,16 +136,24 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Arm]]:
         raise CommandError("--host-mib is for the arm ours-host, which is not among --arms")
     if args.host_mib:
         arms = [
-            replace(arm, flags=(*arm.flags, HOST_MIB, str(args.host_mib))) if arm.name == "ours-host" else arm
+            replace(arm, flags=(*arm.flags, HOST_MIB, str(args.host_mib)))
+            if arm.name == "ours-host"
+            else arm
             for arm in arms
         ]
     if args.servers > 1 and (running := [arm.name for arm in arms if arm.url is not None]):
-        raise CommandError(f"--servers {args.servers} starts servers, but {', '.join(running)} runs already")
+        raise CommandError(
+            f"--servers {args.servers} starts servers, but {', '.join(running)} runs already"
+        )
     if (args.windows or args.thresholds) and not any(arm.is_ours for arm in arms):
-        raise CommandError("--windows and --thresholds need an arm that starts a server with our cache among --arms")
+        raise CommandError(
+            "--windows and --thresholds need an arm that starts a server with our cache among"
+            " --arms"
+        )
     if args.restart and (len(arms) != 1 or not arms[0].is_ours):
         raise CommandError(
-            "--restart measures one arm that starts a server with our cache: --arms ours, or --arms fused"
+            "--restart measures one arm that starts a server with our cache: --arms ours, or --arms"
+            " fused"
         )
     if args.restart and not args.warm_up:
         raise CommandError("--restart needs --warm-up N: the requests that fill the storage")
@@ -140,41 +166,67 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Arm]]:
     return args, arms
 
 
-def make_plan(args: argparse.Namespace, arms: Sequence[Arm], num_requests: int, **more: Any) -> Plan:
+def make_plan(
+    args: argparse.Namespace, arms: Sequence[Arm], num_requests: int, **more: Any
+) -> Plan:
     """The plan that the options select; `more`: its other fields."""
     measured = num_requests - args.warm_up
     if measured < 1:
         raise CommandError(
-            f"--warm-up {args.warm_up} leaves none of {num_requests} requests to measure; send more, or fewer to warm up"
+            f"--warm-up {args.warm_up} leaves none of {num_requests} requests to measure; send"
+            " more, or fewer to warm up"
         )
-    block = _default_block(args, max(1, measured // MIN_BLOCKS)) if args.block is None else args.block
+    block = (
+        _default_block(args, max(1, measured // MIN_BLOCKS)) if args.block is None else args.block
+    )
     blocks = -(-measured // block) if block else 1
     if blocks < MIN_BLOCKS and len(arms) > 1:
-        enough = f"--requests >= {args.warm_up + MIN_BLOCKS * block}" if block else "another --block"
-        print(f"eval: too few blocks for a verdict: {blocks}, less than {MIN_BLOCKS}; give {enough}", file=sys.stderr)
-    given = {field.name: getattr(args, field.name) for field in fields(Plan) if hasattr(args, field.name)}
+        enough = (
+            f"--requests >= {args.warm_up + MIN_BLOCKS * block}" if block else "another --block"
+        )
+        print(
+            f"eval: too few blocks for a verdict: {blocks}, less than {MIN_BLOCKS}; give {enough}",
+            file=sys.stderr,
+        )
+    given = {
+        field.name: getattr(args, field.name) for field in fields(Plan) if hasattr(args, field.name)
+    }
     body = {"ignore_eos": True} if args.ignore_eos else {}
     return Plan(**{**given, "arms": arms, "block": block, "body": body, **more})
 
 
 def cells(args: argparse.Namespace, requests: Mapping[int | None, Sequence[Request]]) -> list[Cell]:
-    """Every combination of the swept options; `requests` by their number of chunks, that of --ks or --k."""
+    """Every combination of the swept options;
+    `requests` by their number of chunks, that of --ks or --k."""
     made, option = [], LOADS[args.load]
     given = getattr(args, option)
     values = given if isinstance(given, list) else [given or 1]
     servers = range(1, args.servers + 1) if args.servers > 1 else [None]
     for value, k, window, threshold, ratio, server in itertools.product(
-        values, requests, args.windows or [None], args.thresholds or [None], args.ratios or [None], servers
+        values,
+        requests,
+        args.windows or [None],
+        args.thresholds or [None],
+        args.ratios or [None],
+        servers,
     ):
         swept = {option: value if len(values) > 1 else None, "k": k if args.ks else None}
         swept |= {"window": window, "threshold": threshold, "ratio": ratio, SERVER: server}
-        knobs = {"--chunkcache-window-requests": window, "--chunkcache-promotion-threshold": threshold}
+        knobs = {
+            "--chunkcache-window-requests": window,
+            "--chunkcache-promotion-threshold": threshold,
+        }
         made.append(
             Cell(
                 label={name: value for name, value in swept.items() if value is not None},
                 requests=requests[k],
                 load=Load(args.load, **{option: value}),
-                flags=tuple(str(x) for flag, value in knobs.items() if value is not None for x in (flag, value)),
+                flags=tuple(
+                    str(x)
+                    for flag, value in knobs.items()
+                    if value is not None
+                    for x in (flag, value)
+                ),
                 reuse={"ratio": ratio} if ratio is not None else {},
             )
         )
@@ -186,20 +238,40 @@ def cells(args: argparse.Namespace, requests: Mapping[int | None, Sequence[Reque
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m eval serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arm_options(parser, default=["stock-lpm", "ours"])
-    parser.add_argument("--against", metavar="ARM", help="the arm to compare with (default: stock-lpm, or the first)")
+    parser.add_argument(
+        "--against",
+        metavar="ARM",
+        help="the arm to compare with (default: stock-lpm, or the first)",
+    )
     add_task_options(parser)
     _add_load_options(parser)
     add = parser.add_argument_group("sweeps: every combination is a cell").add_argument
     add("--ks", type=int, nargs="+", metavar="K", help="chunks per request")
     add("--windows", type=int, nargs="+", metavar="N", help="--chunkcache-window-requests")
     add("--thresholds", type=int, nargs="+", metavar="N", help="--chunkcache-promotion-threshold")
-    add("--ratios", type=float, nargs="+", metavar="R", help="share recomputed, of arms that move KV")
-    add = parser.add_argument_group("servers that are started; flags for all of them come after --").add_argument
+    add(
+        "--ratios",
+        type=float,
+        nargs="+",
+        metavar="R",
+        help="share recomputed, of arms that move KV",
+    )
+    add = parser.add_argument_group(
+        "servers that are started; flags for all of them come after --"
+    ).add_argument
     add("--model-path", default="random", metavar="M", help="a model, bundled, or random (default)")
-    add("--params", type=int, choices=sorted(SHAPES), default=DEFAULT_PARAMS, help="random: millions of parameters")
+    add(
+        "--params",
+        type=int,
+        choices=sorted(SHAPES),
+        default=DEFAULT_PARAMS,
+        help="random: millions of parameters",
+    )
     add(
         "--servers",
         type=int,
@@ -208,13 +280,35 @@ def _parser() -> argparse.ArgumentParser:
         help="of each arm, side by side: its times are their means (default: 1)",
     )
     add("--threads", type=int, default=2, help="threads of each server, without a GPU (default: 2)")
-    add("--max-total-tokens", type=int, metavar="N", help="KV pool (default: SGLang's; random: 40000)")
-    add("--host-mib", type=int, metavar="N", help="exact chains in host memory, of the arm ours-host (default: 1024)")
-    text = "measure ARM after a restart on the storage that the warm-up requests have filled, against an empty one"
+    add(
+        "--max-total-tokens",
+        type=int,
+        metavar="N",
+        help="KV pool (default: SGLang's; random: 40000)",
+    )
+    add(
+        "--host-mib",
+        type=int,
+        metavar="N",
+        help="exact chains in host memory, of the arm ours-host (default: 1024)",
+    )
+    text = (
+        "measure ARM after a restart on the storage that the warm-up requests have filled, against"
+        " an empty one"
+    )
     add("--restart", action="store_true", help=text)
-    add("--flush", action="store_true", help="also empty the caches of NAME=URL servers before every cell")
+    add(
+        "--flush",
+        action="store_true",
+        help="also empty the caches of NAME=URL servers before every cell",
+    )
     add = parser.add_argument_group("the run").add_argument
-    add("--out", type=Path, metavar="DIR", help="a new folder, or that of a run to continue (default: runs/<date>)")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="a new folder, or that of a run to continue (default: runs/<date>)",
+    )
     add("--baseline", metavar="RECORD", help="name of the record to compare this one with")
     return parser
 
@@ -222,20 +316,47 @@ def _parser() -> argparse.ArgumentParser:
 def _add_load_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("load").add_argument
     add("--load", choices=LOADS, default="closed", help="when requests are sent; see above")
-    add("--clients", type=int, nargs="+", metavar="N", help="closed: requests in flight; several: swept (default: 1)")
+    add(
+        "--clients",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="closed: requests in flight; several: swept (default: 1)",
+    )
     rates = "poisson: requests per second; several: swept (default: 1)"
     add("--rates", "--rate", dest="rate", type=float, nargs="+", metavar="R", help=rates)
     add("--speed", type=float, help="trace: seconds of the trace per second (default: 1)")
-    add("--max-new-tokens", type=int, help="maximum length of an answer (default: the trace's, else 8)")
+    add(
+        "--max-new-tokens",
+        type=int,
+        help="maximum length of an answer (default: the trace's, else 8)",
+    )
     add("--ignore-eos", action="store_true", help="answers of exactly that length (SGLang, vLLM)")
-    add("--warm-up", type=int, default=10, metavar="N", help="first requests, not measured (default: 10)")
+    add(
+        "--warm-up",
+        type=int,
+        default=10,
+        metavar="N",
+        help="first requests, not measured (default: 10)",
+    )
     block = (
-        "requests per block; 0: all. Default: 10, or fewer for at least 8 blocks; with several clients at least 4 for "
-        "each, in an open loop at least 20, because concurrency, rate and queue build up within a block only"
+        "requests per block; 0: all. Default: 10, or fewer for at least 8 blocks; with several"
+        " clients at least 4 for each, in an open loop at least 20, because concurrency, rate and"
+        " queue build up within a block only"
     )
     add("--block", type=int, metavar="N", help=block)
-    add("--bystanders", type=int, default=0, metavar="N", help="plain requests that decode during blocks (default: 0)")
-    add("--fresh", action="store_true", help="make every chunk unique: the costs if nothing can be reused")
+    add(
+        "--bystanders",
+        type=int,
+        default=0,
+        metavar="N",
+        help="plain requests that decode during blocks (default: 0)",
+    )
+    add(
+        "--fresh",
+        action="store_true",
+        help="make every chunk unique: the costs if nothing can be reused",
+    )
 
 
 def _requests(args: argparse.Namespace, k: int | None) -> list[Request]:
@@ -247,7 +368,8 @@ def _requests(args: argparse.Namespace, k: int | None) -> list[Request]:
 
 
 def _default_block(args: argparse.Namespace, eighth: int) -> int:
-    """A block short enough for 8 blocks, but long enough for rate, queue and concurrency to build up within it."""
+    """A block short enough for 8 blocks, but long enough for rate,
+    queue and concurrency to build up within it."""
     if args.load != "closed":
         return max(20, eighth)
     clients = max(args.clients or [1])

@@ -1,9 +1,11 @@
-"""ContextPilot as a client-side reorderer: a child process that only imports contextpilot, one JSON object per line.
+"""ContextPilot as a client-side reorderer: a child process that only imports contextpilot, one JSON
+object per line.
 
     parent -> {"ids": ["c7", "c2"], "conversation": null}     child -> ["c2", "c7"], or [] if ContextPilot fails
 
-A child process is used because ContextPilot's packages may conflict with ours (so it may run in another Python), and because it
-prints to stdout. A request on which it fails keeps the retriever's order and is counted.
+A child process is used because ContextPilot's packages may conflict with ours (so it may run in
+another Python), and because it prints to stdout. A request on which it fails keeps the retriever's
+order and is counted.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ if TYPE_CHECKING:
 
 WORKER = Path(__file__).with_name("contextpilot_worker.py")
 IMPORT = "from contextpilot.server.live_index import ContextPilot"
-"""The worker's import. `import contextpilot` alone proves nothing: 0.5.0 loads its modules on first use."""
+"""The worker's import. `import contextpilot` alone proves nothing:
+0.5.0 loads its modules on first use."""
 
 
 class ContextPilotReorderer:
-    """The online use of ContextPilot: each request is reordered by the index of earlier ones. None as `python`: this one."""
+    """The online use of ContextPilot: each request is reordered by the index of earlier ones.
+    None as `python`: this one."""
 
     def __init__(self, python: Path | None = None) -> None:
         self._child = subprocess.Popen(
@@ -40,7 +44,8 @@ class ContextPilotReorderer:
         """Requests sent in another order than the retriever's, and requests on which it failed."""
 
     def order(self, request: Request) -> Sequence[TextChunk]:
-        """The request's chunks in ContextPilot's order; in the retriever's if it fails or loses a chunk.
+        """The request's chunks in ContextPilot's order; in the retriever's if it fails or loses a
+        chunk.
 
         Raises:
             CommandError: the child has ended.
@@ -50,7 +55,11 @@ class ContextPilotReorderer:
         assert self._child.stdin
         assert self._child.stdout
         try:
-            print(json.dumps({"ids": ids, "conversation": request.conversation}), file=self._child.stdin, flush=True)
+            print(
+                json.dumps({"ids": ids, "conversation": request.conversation}),
+                file=self._child.stdin,
+                flush=True,
+            )
             ordered = json.loads(self._child.stdout.readline())
         except (BrokenPipeError, ValueError):
             raise CommandError(f"ContextPilot's process ended with {self._child.wait()}") from None
@@ -59,7 +68,10 @@ class ContextPilotReorderer:
             return request.chunks
         self.counts["reordered"] += ordered != ids
         # It treats a request as a set: repeated chunks are put after the others.
-        return [*(first[i] for i in ordered), *(chunk for chunk in request.chunks if first[chunk.id] is not chunk)]
+        return [
+            *(first[i] for i in ordered),
+            *(chunk for chunk in request.chunks if first[chunk.id] is not chunk),
+        ]
 
     def close(self) -> None:
         """End the child."""
@@ -67,7 +79,8 @@ class ContextPilotReorderer:
 
 
 def contextpilot_missing(python: Path | None) -> str | None:
-    """Why ContextPilot cannot be used, or None. Raises CommandError for a Python that cannot be run."""
+    """Why ContextPilot cannot be used, or None.
+    Raises CommandError for a Python that cannot be run."""
     try:
         command = [python or sys.executable, "-c", IMPORT]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -77,5 +90,6 @@ def contextpilot_missing(python: Path | None) -> str | None:
         return None
     last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
     return (
-        f"contextpilot does not import ({last}): pip install it, or name a Python that has it by --contextpilot-python"
+        f"contextpilot does not import ({last}): pip install it, or name a Python that has it by"
+        " --contextpilot-python"
     )

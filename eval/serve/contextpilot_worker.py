@@ -1,4 +1,5 @@
-"""Reorders chunk ids with ContextPilot, one JSON object per line; see contextpilot_adapter.py. May run in another Python."""
+"""Reorders chunk ids with ContextPilot, one JSON object per line; see contextpilot_adapter.py.
+May run in another Python."""
 
 import json
 import os

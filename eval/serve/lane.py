@@ -28,7 +28,8 @@ MAX_NEW_TOKENS = 8
 
 
 class Lane:
-    """Sends its cell's requests to its arm's server, block by block; each arm sees its own answers in later turns."""
+    """Sends its cell's requests to its arm's server, block by block;
+    each arm sees its own answers in later turns."""
 
     def __init__(self, arm: Arm, cell: Cell, plan: Plan, servers: ServerPool) -> None:
         self.arm, self.cell, self._plan = arm, cell, plan
@@ -38,11 +39,16 @@ class Lane:
         """A missing count of cached tokens then means zero: SGLang omits a zero."""
         self._session = uuid.uuid4().hex[:8]
         """Part of the conversations' ids, so that no other cell or run continues them."""
-        self._body = {"model": servers.model(self.server)} | request_body(arm, plan.body, cell.reuse)
+        self._body = {"model": servers.model(self.server)} | request_body(
+            arm, plan.body, cell.reuse
+        )
         self.reorderer = create_reorderer(arm, contextpilot_python=plan.contextpilot_python)
-        self._offsets = arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
+        self._offsets = arrivals(
+            cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed
+        )
         self._before: list[int] = []
-        """For each request the number of the turn before it; -1 for a single request or the first turn."""
+        """For each request the number of the turn before it;
+        -1 for a single request or the first turn."""
         last: dict[str, int] = {}
         for number, request in enumerate(cell.requests):
             talk = request.conversation or f"\0{number}"
@@ -55,9 +61,11 @@ class Lane:
         """Answers of this process, warm-up included, and the sum of their times to first token."""
 
     async def run(self, numbers: Sequence[int]) -> list[Sample]:
-        """Send these requests of the cell, each turn after its predecessor; returns their samples in order.
+        """Send these requests of the cell, each turn after its predecessor; returns their samples
+        in order.
 
-        With bystanders one more sample follows, of their block. Raises CommandError if a bystander fails.
+        With bystanders one more sample follows, of their block. Raises CommandError if a bystander
+        fails.
         """
         async with bystanders(self._plan.bystanders, self.url) as gaps:
             start = time.perf_counter()
@@ -67,13 +75,20 @@ class Lane:
         if gaps:
             p50, p99 = (quantile(gaps, q) for q in (0.5, 0.99))
             row = self._row(f"bystanders:{numbers[0]}", numbers[0])
-            row |= {"due_s": self.clock_s, "done_s": self.clock_s + loaded_s, "gaps_s": [round(gap, 6) for gap in gaps]}
-            samples.append(row | {"metrics": {"itl_bystander_p50_s": p50, "itl_bystander_p99_s": p99}})
+            row |= {
+                "due_s": self.clock_s,
+                "done_s": self.clock_s + loaded_s,
+                "gaps_s": [round(gap, 6) for gap in gaps],
+            }
+            samples.append(
+                row | {"metrics": {"itl_bystander_p50_s": p50, "itl_bystander_p99_s": p99}}
+            )
         self.clock_s += loaded_s
         return samples
 
     async def replay(self, numbers: Sequence[int]) -> None:
-        """Send earlier requests again, several at a time, to restore the server's cache and the histories."""
+        """Send earlier requests again, several at a time, to restore the server's cache and the
+        histories."""
         await self._send_all(numbers, Load(clients=max(self.cell.load.clients, 4)), None)
 
     # Private, in order of use
@@ -113,12 +128,22 @@ class Lane:
     async def _send(self, session: Any, number: int) -> Answer:
         request = self.cell.requests[number]
         body, talk = dict(self._body), request.conversation
-        limit = min(filter(None, (request.max_new_tokens, self._plan.max_new_tokens)), default=MAX_NEW_TOKENS)
+        limit = min(
+            filter(None, (request.max_new_tokens, self._plan.max_new_tokens)),
+            default=MAX_NEW_TOKENS,
+        )
         history = [] if talk is None else self._histories.setdefault(talk, [])
         if talk is not None and self.arm.route == "rag":
             body["conversation_id"] = f"{self._session}/{self.name}/{talk}"
         answer = await send(
-            session, self.url, self.arm, request, history, max_new_tokens=limit, reorderer=self.reorderer, body=body
+            session,
+            self.url,
+            self.arm,
+            request,
+            history,
+            max_new_tokens=limit,
+            reorderer=self.reorderer,
+            body=body,
         )
         if answer.ttft_s is not None:
             self.num_answers, self.ttft_s = self.num_answers + 1, self.ttft_s + answer.ttft_s
@@ -128,7 +153,9 @@ class Lane:
             history += [answer.message, {"role": "assistant", "content": answer.text}]
         return answer
 
-    def _sample(self, number: int, planned: float, due: float, sent: float, answer: Answer, start: float) -> Sample:
+    def _sample(
+        self, number: int, planned: float, due: float, sent: float, answer: Answer, start: float
+    ) -> Sample:
         request = self.cell.requests[number]
         sample = self._row(request.id, number) | {
             "sent_s": self.clock_s + sent - start,
@@ -144,7 +171,9 @@ class Lane:
         }
         if answer.error is not None:
             return sample | {"error": answer.error}
-        sample["metrics"] = _times(answer, sent - due) | _shares(answer, is_alone=request.conversation is None)
+        sample["metrics"] = _times(answer, sent - due) | _shares(
+            answer, is_alone=request.conversation is None
+        )
         sample["ttft_sent_s"], sample["first_text_s"] = answer.ttft_s, answer.first_text_s
         if answer.reorder_s is not None:
             sample["reorder_s"] = answer.reorder_s
@@ -158,13 +187,20 @@ class Lane:
             sample["chunkcache"]["fused_hit"] = reuse.get("fused_hit") or 0
             sample["chunkcache"]["sampled"] = bool(reuse.get("sampled"))
             sample["chunkcache"] |= {
-                name: reuse[name] for name in ("selected_by", "estimated_ms", "ms") if reuse.get(name)
+                name: reuse[name]
+                for name in ("selected_by", "estimated_ms", "ms")
+                if reuse.get(name)
             }
         return sample
 
     def _row(self, request: str, number: int) -> Sample:
         is_warm_up = number < self._plan.warm_up
-        return {"arm": self.arm.name, "cell": dict(self.cell.label), "request": request, "warm_up": is_warm_up}
+        return {
+            "arm": self.arm.name,
+            "cell": dict(self.cell.label),
+            "request": request,
+            "warm_up": is_warm_up,
+        }
 
 
 def _times(answer: Answer, wait: float) -> dict[str, float]:
@@ -172,12 +208,15 @@ def _times(answer: Answer, wait: float) -> dict[str, float]:
     assert answer.ttft_s is not None
     times = {"ttft_s": wait + answer.ttft_s, "e2e_s": wait + answer.e2e_s}
     if answer.completion_tokens and answer.completion_tokens > 1:
-        times["itl_s"] = ((answer.last_text_s or answer.ttft_s) - answer.ttft_s) / (answer.completion_tokens - 1)
+        times["itl_s"] = ((answer.last_text_s or answer.ttft_s) - answer.ttft_s) / (
+            answer.completion_tokens - 1
+        )
     return times
 
 
 def _shares(answer: Answer, *, is_alone: bool) -> dict[str, float]:
-    """What was reused, as far as the server says. `is_alone`: the request is no turn of a conversation."""
+    """What was reused, as far as the server says.
+    `is_alone`: the request is no turn of a conversation."""
     shares: dict[str, float] = {}
     cached = cached_tokens(answer.fates, answer.cached_tokens)
     if answer.prompt_tokens and cached is not None:

@@ -1,7 +1,9 @@
-"""Results of a load's samples: times, throughput, reuse and errors of each arm in each cell. Pure functions of the samples.
+"""Results of a load's samples: times, throughput, reuse and errors of each arm in each cell. Pure
+functions of the samples.
 
-Throughput is over the time under load: of each block, from its first request's due time to its last answer. Warm-up is left
-out; failed requests are counted as errors and have no times. A block's bystanders are one sample, with `gaps_s`.
+Throughput is over the time under load: of each block, from its first request's due time to its last
+answer. Warm-up is left out; failed requests are counted as errors and have no times. A block's
+bystanders are one sample, with `gaps_s`.
 """
 
 from __future__ import annotations
@@ -24,10 +26,15 @@ FATES = ("exact", "relocated", "recomputed", "computed")
 TIMES = ("ttft_s", "e2e_s")
 CONTRASTED = (*TIMES, "cached_share", "prefill_tokens")
 BYSTANDERS = ("itl_bystander_p50_s", "itl_bystander_p99_s")
-NOTE = "seconds; others' itl: between tokens of requests that only decode; missed: planned hits that did not come true"
+NOTE = (
+    "seconds; others' itl: between tokens of requests that only decode; missed: planned hits that"
+    " did not come true"
+)
 
 
-def summarize(samples: Sequence[Sample], *, facts: Mapping[str, Any], against: str) -> dict[str, Any]:
+def summarize(
+    samples: Sequence[Sample], *, facts: Mapping[str, Any], against: str
+) -> dict[str, Any]:
     """`results` of a serve run.
 
     Args:
@@ -39,12 +46,16 @@ def summarize(samples: Sequence[Sample], *, facts: Mapping[str, Any], against: s
     by_arm = _grouped(samples, lambda sample: sample["arm"])
     rows = cell_rows(samples)
     for row in rows:
-        row["overhead_share"] = (facts.get("overhead") or {}).get(lane_name(row["cell"], row["arm"]), {}).get("share")
+        row["overhead_share"] = (
+            (facts.get("overhead") or {}).get(lane_name(row["cell"], row["arm"]), {}).get("share")
+        )
     contrasts = [
         contrast
         for arm in by_arm
         for other in _references(by_arm, arm, against)
-        for contrast in _contrasts(by_arm[other], by_arm[arm], a=other, b=arm, full=other == against)
+        for contrast in _contrasts(
+            by_arm[other], by_arm[arm], a=other, b=arm, full=other == against
+        )
     ]
     return {
         "cells": rows,
@@ -69,7 +80,8 @@ def cell_rows(samples: Sequence[Sample]) -> list[Row]:
 
 
 def throughput(samples: Sequence[Sample]) -> dict[str, float | None]:
-    """Throughput of one arm in one cell per second of load; None if the server does not count tokens, or without answers."""
+    """Throughput of one arm in one cell per second of load;
+    None if the server does not count tokens, or without answers."""
     answered = [sample for sample in samples if "error" not in sample]
     amounts = {
         "requests_per_s": [1 for _ in answered],
@@ -77,22 +89,29 @@ def throughput(samples: Sequence[Sample]) -> dict[str, float | None]:
         "prompt_tokens_per_s": [sample["prompt_tokens"] for sample in answered],
     }
     loaded = loaded_s(samples)
-    return {name: sum(each) / loaded if each and None not in each else None for name, each in amounts.items()}
+    return {
+        name: sum(each) / loaded if each and None not in each else None
+        for name, each in amounts.items()
+    }
 
 
 def loaded_s(samples: Sequence[Sample]) -> float:
     """Seconds under load: over the blocks of the arm's servers, first due to last done."""
     blocks = _grouped(samples, lambda sample: (sample.get(SERVER), sample["block"])).values()
-    return float(sum(max(s["done_s"] for s in block) - min(s["due_s"] for s in block) for block in blocks))
+    return float(
+        sum(max(s["done_s"] for s in block) - min(s["due_s"] for s in block) for block in blocks)
+    )
 
 
 def cached_tokens(fates: Mapping[str, int] | None, reported: int | None) -> int | None:
-    """Tokens that were not computed: by fates if there are any, because SGLang's count includes recomputed tokens."""
+    """Tokens that were not computed: by fates if there are any,
+    because SGLang's count includes recomputed tokens."""
     return fates["exact"] + fates["relocated"] if fates else reported
 
 
 def moved_tokens(fates: Mapping[str, int] | None, fused_hit: int | None) -> int:
-    """Tokens that this request moved, recomputed ones included. `fused_hit`: those of earlier requests' moves."""
+    """Tokens that this request moved, recomputed ones included.
+    `fused_hit`: those of earlier requests' moves."""
     return fates["relocated"] + fates["recomputed"] - (fused_hit or 0) if fates else 0
 
 
@@ -106,7 +125,9 @@ def tables(rows: Sequence[Row], contrasts: Sequence[Row]) -> list[Row]:
             "ratio": f"{row['a']} / {row['b']}",
             "cell": cell_name(row["cell"]),
             "of": row["statistic"].removeprefix("ratio of "),
-            "value and interval": interval(row, 2) if has_enough(row) else f"{row['value']:.2f}, too few",
+            "value and interval": interval(row, 2)
+            if has_enough(row)
+            else f"{row['value']:.2f}, too few",
             "n": row["n"],
         }
         for row in contrasts
@@ -115,7 +136,11 @@ def tables(rows: Sequence[Row], contrasts: Sequence[Row]) -> list[Row]:
     shown = [{name: value for name, value in row.items() if name in kept} for row in figures]
     return [
         {"title": "Arms under load", "rows": shown, "note": NOTE},
-        *([{"title": "Ratios of times (above 1, the second is faster)", "rows": ratios}] if ratios else []),
+        *(
+            [{"title": "Ratios of times (above 1, the second is faster)", "rows": ratios}]
+            if ratios
+            else []
+        ),
     ]
 
 
@@ -123,7 +148,8 @@ def tables(rows: Sequence[Row], contrasts: Sequence[Row]) -> list[Row]:
 
 
 def _of_any_server(sample: Sample) -> Sample:
-    """With the cell that its server's number is no part of: a request that several servers answered counts with its mean."""
+    """With the cell that its server's number is no part of:
+    a request that several servers answered counts with its mean."""
     cell = {name: value for name, value in sample["cell"].items() if name != SERVER}
     return {**sample, "cell": cell, SERVER: sample["cell"].get(SERVER)}
 
@@ -141,16 +167,31 @@ def _grouped(samples: Iterable[Sample], key: Callable[[Sample], Any]) -> dict[An
 
 
 def _references(by_arm: Mapping[str, Sequence[Sample]], arm: str, against: str) -> list[str]:
-    """The arms to compare one with: `against`, and for one that moves KV also our first one that does not."""
-    moving = {name for name, samples in by_arm.items() if any(moved_tokens(s.get("fates"), 0) for s in samples)}
-    still = [name for name, samples in by_arm.items() if name not in moving and any(s.get("fates") for s in samples)]
+    """The arms to compare one with: `against`, and for one that moves KV also our first one that
+    does not."""
+    moving = {
+        name
+        for name, samples in by_arm.items()
+        if any(moved_tokens(s.get("fates"), 0) for s in samples)
+    }
+    still = [
+        name
+        for name, samples in by_arm.items()
+        if name not in moving and any(s.get("fates") for s in samples)
+    ]
     names = dict.fromkeys([against, *(still[:1] if arm in moving else ())])
     return [name for name in names if name != arm and name in by_arm]
 
 
-def _contrasts(left: Sequence[Sample], right: Sequence[Sample], *, a: str, b: str, full: bool) -> list[dict[str, Any]]:
+def _contrasts(
+    left: Sequence[Sample], right: Sequence[Sample], *, a: str, b: str, full: bool
+) -> list[dict[str, Any]]:
     """Of the requests if `full`, and of the bystanders."""
-    of_requests = contrast_arms(_requests(left), _requests(right), a=a, b=b, metrics=CONTRASTED) if full else []
+    of_requests = (
+        contrast_arms(_requests(left), _requests(right), a=a, b=b, metrics=CONTRASTED)
+        if full
+        else []
+    )
     blocks = ([sample for sample in side if "gaps_s" in sample] for side in (left, right))
     of_bystanders = contrast_arms(*blocks, a=a, b=b, metrics=BYSTANDERS)
     return of_requests + [row for row in of_bystanders if row["statistic"] == "ratio of medians"]
@@ -161,14 +202,22 @@ def _row(group: Sequence[Sample]) -> Row:
     errors = sum("error" in sample for sample in asked)
     told = [sample["chunkcache"] for sample in asked if sample.get("chunkcache")]
     hits = [
-        (c["chunks_planned"], c["chunks_hit"]) for c in told if c.get("chunks_planned") and c["chunks_hit"] is not None
+        (c["chunks_planned"], c["chunks_hit"])
+        for c in told
+        if c.get("chunks_planned") and c["chunks_hit"] is not None
     ]
-    moved = sum(moved_tokens(s["fates"], (s.get("chunkcache") or {}).get("fused_hit")) for s in asked)
+    moved = sum(
+        moved_tokens(s["fates"], (s.get("chunkcache") or {}).get("fused_hit")) for s in asked
+    )
     pairs = [(cached_tokens(s["fates"], s["cached_tokens"]), s["prompt_tokens"]) for s in asked]
     known = [(cached, tokens) for cached, tokens in pairs if cached is not None and tokens]
     loaded = [cache["loaded"] for cache in told if "loaded" in cache]
     gaps = [gap for sample in group for gap in sample.get("gaps_s", ())]
-    others = {"p50_s": quantile(gaps, 0.5), "p99_s": quantile(gaps, 0.99), "max_s": max(gaps)} if gaps else {}
+    others = (
+        {"p50_s": quantile(gaps, 0.5), "p99_s": quantile(gaps, 0.99), "max_s": max(gaps)}
+        if gaps
+        else {}
+    )
     fated = [sample["fates"] for sample in asked if sample["fates"]]
     fates = {fate: sum(found[fate] for found in fated) for fate in FATES} if fated else None
     return {
@@ -178,28 +227,45 @@ def _row(group: Sequence[Sample]) -> Row:
         "errors": errors,
         "metrics": {name: figures for name in METRICS if (figures := _figures(name, group))},
         "fates": fates,
-        "cached_share": sum(cached for cached, _ in known) / sum(tokens for _, tokens in known) if known else None,
-        "loaded_share": sum(loaded) / sum(tokens for _, tokens in known) if loaded and known else None,
+        "cached_share": sum(cached for cached, _ in known) / sum(tokens for _, tokens in known)
+        if known
+        else None,
+        "loaded_share": sum(loaded) / sum(tokens for _, tokens in known)
+        if loaded and known
+        else None,
         "recomputed_share": fates["recomputed"] / moved if fates and moved else None,
-        "planned_missed": sum(max(0, p - hit) for p, hit in hits) / sum(p for p, _ in hits) if hits else None,
-        "fallbacks": dict(Counter(reason for cache in told for reason in cache.get("fallbacks") or ())),
+        "planned_missed": sum(max(0, p - hit) for p, hit in hits) / sum(p for p, _ in hits)
+        if hits
+        else None,
+        "fallbacks": dict(
+            Counter(reason for cache in told for reason in cache.get("fallbacks") or ())
+        ),
         "throughput": throughput(asked),
         "bystanders": {"n": len(gaps), **others} if gaps else None,
     }
 
 
 def _figures(name: str, samples: Sequence[Sample]) -> dict[str, float] | None:
-    taken = [(sample["metrics"][name], sample["block"]) for sample in samples if name in sample["metrics"]]
+    taken = [
+        (sample["metrics"][name], sample["block"])
+        for sample in samples
+        if name in sample["metrics"]
+    ]
     if not taken:
         return None
-    # Requests of a block were sent together, so their times are correlated; with too few blocks single requests are resampled.
+    # Requests of a block were sent together, so their times are correlated; with too few blocks
+    # single requests are resampled.
     values, blocks = zip(*taken, strict=True)
     return summary(values, blocks, of_median=METRICS[name].unit == "s", draws=1000)
 
 
 def _figures_of(row: Row) -> Row:
     """A row of the first table."""
-    metrics, rates, others = defaultdict(dict, row["metrics"]), row["throughput"], row["bystanders"] or {}
+    metrics, rates, others = (
+        defaultdict(dict, row["metrics"]),
+        row["throughput"],
+        row["bystanders"] or {},
+    )
     return {
         "arm": row["arm"],
         "cell": cell_name(row["cell"]),

@@ -23,14 +23,19 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 @contextmanager
-def model_flags(args: argparse.Namespace, requests: Sequence[Request], flags: Sequence[str]) -> Iterator[list[str]]:
-    """The flags that all servers share. A random model, its tokenizer trained on the requests' texts, is deleted on exit."""
+def model_flags(
+    args: argparse.Namespace, requests: Sequence[Request], flags: Sequence[str]
+) -> Iterator[list[str]]:
+    """The flags that all servers share.
+    A random model, its tokenizer trained on the requests' texts, is deleted on exit."""
     with tempfile.TemporaryDirectory(prefix="eval-model-") as folder:
         path, pool = args.model_path, args.max_total_tokens
         if path == "random":
             chunks = {chunk.id: chunk.text for request in requests for chunk in request.chunks}
             texts = [*chunks.values(), *(request.question for request in requests)]
-            path = write_random_model(Path(folder) / f"random-{args.params}m", SHAPES[args.params], texts)
+            path = write_random_model(
+                Path(folder) / f"random-{args.params}m", SHAPES[args.params], texts
+            )
             pool = pool or 40_000
         size = ["--max-total-tokens", str(pool)] if pool else []
         yield ["--model-path", str(path), *size, *flags]

@@ -15,19 +15,23 @@ if TYPE_CHECKING:
 
 
 SERVER = "server"
-"""In a cell's label: the number of the server, where every arm has several. No setting: cells that differ in it are one."""
+"""In a cell's label: the number of the server, where every arm has several.
+No setting: cells that differ in it are one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One combination of the swept settings: every arm of the plan answers `requests` under `load`."""
+    """One combination of the swept settings:
+    every arm of the plan answers `requests` under `load`."""
 
     label: Mapping[str, Any]
-    """Swept settings only, as JSON, and SERVER, for each sample's `cell` and key. {} without either."""
+    """Swept settings only, as JSON, and SERVER, for each sample's `cell` and key.
+    {} without either."""
     requests: Sequence[Request]
     load: Load = field(default_factory=Load)
     flags: tuple[str, ...] = ()
-    """Added to the flags of servers that run our cache. Cells with different flags use different servers."""
+    """Added to the flags of servers that run our cache.
+    Cells with different flags use different servers."""
     reuse: Mapping[str, Any] = field(default_factory=dict)
     """Changes the `reuse` of requests of arms that move KV: `{"ratio": 0.3}`."""
 
@@ -53,10 +57,11 @@ class Plan:
     contextpilot_python: Path | None = None
     seed: int = 0
     flush: bool = False
-    """Also flush running servers before every cell; servers that are started always begin a cell with an empty cache."""
+    """Also flush running servers before every cell;
+    servers that are started always begin a cell with an empty cache."""
     keeps_start: bool = False
     """Servers that are started begin with what they have loaded at their start (restart.py)."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Filled by `measure`: `servers` (arm -> the server's own description), `skipped` (arm -> why), `resumed_at` (dates),
-    `overhead` (cell and arm -> seconds of our cache and of all times to first token), `tiers` (cell and arm -> what each
-    rank says of host memory and storage)."""
+    """Filled by `measure`: `servers` (arm -> the server's own description), `skipped` (arm -> why),
+    `resumed_at` (dates), `overhead` (cell and arm -> seconds of our cache and of all times to first
+    token), `tiers` (cell and arm -> what each rank says of host memory and storage)."""

@@ -6,7 +6,8 @@
 | poisson | at its time, gaps exponential with mean 1 / `rate` |
 | trace | at its `arrival_s` / `speed` |
 
-All kinds except closed are open loops: a slow server also gets the next request on time, so waiting in its queue is measured.
+All kinds except closed are open loops: a slow server also gets the next request on time, so waiting
+in its queue is measured.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How requests arrive. Each number applies to the kind that uses it in the table above, and is above 0."""
+    """How requests arrive. Each number applies to the kind that uses it in the table above,
+    and is above 0."""
 
     kind: Literal["closed", "poisson", "trace"] = "closed"
     clients: int = 1
@@ -37,7 +39,8 @@ class Load:
 
 
 def arrivals(load: Load, times: Sequence[float | None], *, seed: int) -> list[float] | None:
-    """Seconds from the first request's arrival to each request's, non-decreasing; None for a closed loop.
+    """Seconds from the first request's arrival to each request's, non-decreasing; None for a closed
+    loop.
 
     Args:
         times: `arrival_s` of each request; used for a trace only.
@@ -50,7 +53,9 @@ def arrivals(load: Load, times: Sequence[float | None], *, seed: int) -> list[fl
     if load.kind == "trace":
         known = [time for time in times if time is not None]
         if len(known) < len(times):
-            raise CommandError("--load trace needs requests with arrival times (arrival_s); use closed or poisson")
+            raise CommandError(
+                "--load trace needs requests with arrival times (arrival_s); use closed or poisson"
+            )
         if known != sorted(known):
             raise CommandError("--load trace: arrival times decrease; sort the trace by them")
         return [(time - known[0]) / load.speed for time in known]
@@ -59,16 +64,21 @@ def arrivals(load: Load, times: Sequence[float | None], *, seed: int) -> list[fl
 
 
 def cut(count: int, *, warm_up: int, block: int) -> list[range]:
-    """The numbers 0 to count - 1 as blocks of at most `block` (0: no limit); no block crosses the end of `warm_up`."""
+    """The numbers 0 to count - 1 as blocks of at most `block` (0: no limit);
+    no block crosses the end of `warm_up`."""
     block, warm_up = block or max(1, count), min(warm_up, count)
-    return [range(a, b) for a, b in pairwise([*range(0, warm_up, block), *range(warm_up, count, block), count])]
+    return [
+        range(a, b)
+        for a, b in pairwise([*range(0, warm_up, block), *range(warm_up, count, block), count])
+    ]
 
 
 def interleave(requests: Sequence[Request], at_once: int) -> list[Request]:
-    """The requests with `at_once` conversations at a time, one turn of each in rotation, like concurrent users of a server.
+    """The requests with `at_once` conversations at a time, one turn of each in rotation, like
+    concurrent users of a server.
 
-    A request without a conversation is a conversation of one turn. Turns stay in order; with 1 the list is unchanged if the
-    turns of each conversation are consecutive.
+    A request without a conversation is a conversation of one turn. Turns stay in order; with 1 the
+    list is unchanged if the turns of each conversation are consecutive.
     """
     conversations: dict[str, deque[Request]] = {}
     for request in requests:
@@ -86,8 +96,14 @@ def interleave(requests: Sequence[Request], at_once: int) -> list[Request]:
 
 
 def fresh(requests: Sequence[Request]) -> list[Request]:
-    """The requests with chunks of their own, so that none occurs twice and nothing can be reused: what reuse costs then."""
+    """The requests with chunks of their own, so that none occurs twice and nothing can be reused:
+    what reuse costs then."""
     return [
-        replace(request, chunks=tuple(replace(c, id=f"{n} {c.id}", text=f"{n} {c.text}") for c in request.chunks))
+        replace(
+            request,
+            chunks=tuple(
+                replace(c, id=f"{n} {c.id}", text=f"{n} {c.text}") for c in request.chunks
+            ),
+        )
         for n, request in enumerate(requests)
     ]

@@ -1,15 +1,20 @@
-"""`rag-qa-quality` and `long-doc-permutator`: the workloads of LMCache's `lmcache bench engine` that reuse chunks anywhere.
+"""`rag-qa-quality` and `long-doc-permutator`: the workloads of LMCache's `lmcache bench engine`
+that reuse chunks anywhere.
 
-Formats as of LMCache 0.5.6, lmcache/cli/commands/bench/engine_bench (github.com/LMCache/LMCache at 22d4ad2, 253838c; Apache-2.0).
+Formats as of LMCache 0.5.6, lmcache/cli/commands/bench/engine_bench (github.com/LMCache/LMCache at
+22d4ad2, 253838c; Apache-2.0).
 
 rag-qa-quality       `--data FILE`, a JSON list or JSON Lines, or `--hub`. Four kinds of rows, each with question and answers:
-                     MuSiQue's and HotpotQA's columns, HotpotQA's own `"context": [["title", ["sentence", ...]], ...]`, and
-                     CacheBlend's `"ctxs": [{"title": "...", "text": "..."}, ...]`. Rows that lack one of the three are left out.
-                     LMCache fills documents up to 256 tokens, the unit of its cache, and has instructions around them; neither
-                     is done here, since our unit is the chunk.
-long-doc-permutator  No data. Each request is a system prompt and the same documents in another order, without a question.
-                     `--data FILE` is a configuration of `lmcache bench engine --export-config`, of which `ldp_*` counts; `--k`
-                     is the number of documents, `--scale` divides lengths. Words are ours, one token each.
+                     MuSiQue's and HotpotQA's columns, HotpotQA's own `"context": [["title",
+                     ["sentence", ...]], ...]`, and CacheBlend's `"ctxs": [{"title": "...", "text":
+                     "..."}, ...]`. Rows that lack one of the three are left out. LMCache fills
+                     documents up to 256 tokens, the unit of its cache, and has instructions around
+                     them; neither is done here, since our unit is the chunk.
+long-doc-permutator  No data. Each request is a system prompt and the same documents in another
+order, without a question.
+                     `--data FILE` is a configuration of `lmcache bench engine --export-config`, of
+                     which `ldp_*` counts; `--k` is the number of documents, `--scale` divides
+                     lengths. Words are ours, one token each.
 """
 
 from __future__ import annotations
@@ -54,13 +59,19 @@ def _questions(source: Source) -> TaskData:
     for number, (where, row) in enumerate(rows):
         texts = [(title, text) for title, text in _documents(row, where) if text.strip()]
         question = str(row.get("question") or row.get("query") or "").strip()
-        answers = tuple(dict.fromkeys(_texts([row.get("answers") or row.get("answer"), row.get("answer_aliases")])))
+        answers = tuple(
+            dict.fromkeys(
+                _texts([row.get("answers") or row.get("answer"), row.get("answer_aliases")])
+            )
+        )
         name = f"rag-qa-quality:{row.get('_id') or row.get('id') or number}"
         if texts and question and answers and name not in requests:
             chunks = distinct(text_chunk("rag-qa-quality", title, text) for title, text in texts)
             requests[name] = Request(name, question, chunks, answers)
     if not requests:
-        raise CommandError(f"{source.data or source.hub} has no row with passages, a question and answers")
+        raise CommandError(
+            f"{source.data or source.hub} has no row with passages, a question and answers"
+        )
     passages = {chunk.id: chunk for request in requests.values() for chunk in request.chunks}
     return TaskData(tuple(passages.values()), tuple(requests.values()))
 
@@ -72,16 +83,23 @@ def _documents(row: Row, where: str) -> Iterator[tuple[str, str]]:
         fields = {"text": passage} if isinstance(passage, str) else passage
         if not isinstance(fields, dict):
             raise CommandError(f"{where}: {name} must be a list of objects or strings")
-        title, text = fields.get("title") or "", fields.get("text") or fields.get("paragraph_text") or ""
+        title, text = (
+            fields.get("title") or "",
+            fields.get("text") or fields.get("paragraph_text") or "",
+        )
         if not isinstance(title, str) or not isinstance(text, str):
             raise CommandError(f"{where}: title and text in {name} must be strings")
         yield title, text
     context = row.get("context") or []
     if isinstance(context, dict):
-        columns = [_list(context.get(name), f"{where}: {name} in context") for name in ("title", "sentences")]
+        columns = [
+            _list(context.get(name), f"{where}: {name} in context")
+            for name in ("title", "sentences")
+        ]
         if len(columns[0]) != len(columns[1]):
             raise CommandError(
-                f"{where}: context has {len(columns[0])} titles but {len(columns[1])} lists of sentences"
+                f"{where}: context has {len(columns[0])} titles but {len(columns[1])} lists of"
+                " sentences"
             )
         context = list(map(list, zip(*columns, strict=True)))
     for pair in _list(context, f"{where}: context"):
@@ -122,7 +140,10 @@ def _permuted(source: Source) -> TaskData:
     orders = _orders(num_contexts, min(sizes["ldp_num_permutations"], source.requests), source.seed)
     template = Request("", "", system=system, max_new_tokens=MAX_NEW_TOKENS)
     lists = [tuple(chunks[i] for i in order) for order in orders]
-    requests = (replace(template, id=f"long-doc-permutator:{n}", chunks=shown) for n, shown in enumerate(lists))
+    requests = (
+        replace(template, id=f"long-doc-permutator:{n}", chunks=shown)
+        for n, shown in enumerate(lists)
+    )
     return TaskData(tuple(chunks), tuple(requests))
 
 
@@ -132,10 +153,18 @@ def _configured(source: Source) -> dict[str, int]:
     try:
         config = json.loads(source.data.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CommandError(f"{source.data} is not a configuration of lmcache bench engine: {error}") from None
-    found = {name: config[name] for name in PERMUTATOR if name in config} if isinstance(config, dict) else {}
+        raise CommandError(
+            f"{source.data} is not a configuration of lmcache bench engine: {error}"
+        ) from None
+    found = (
+        {name: config[name] for name in PERMUTATOR if name in config}
+        if isinstance(config, dict)
+        else {}
+    )
     if not found:
-        raise CommandError(f"{source.data} must be a JSON object with one or more of {', '.join(PERMUTATOR)}")
+        raise CommandError(
+            f"{source.data} must be a JSON object with one or more of {', '.join(PERMUTATOR)}"
+        )
     for name, value in found.items():
         if type(value) is not int or value < (0 if name == "ldp_system_prompt_length" else 1):
             raise CommandError(f"{source.data}: {name} must be a positive integer, got {value!r}")
@@ -143,7 +172,8 @@ def _configured(source: Source) -> dict[str, int]:
 
 
 def _orders(num: int, count: int, seed: int) -> list[tuple[int, ...]]:
-    """`count` different orders of `num` documents, ascending: all, the first, or drawn from more than ten times as many."""
+    """`count` different orders of `num` documents, ascending:
+    all, the first, or drawn from more than ten times as many."""
     if factorial(num) <= 10 * count:
         return list(islice(permutations(range(num)), count))
     rng, drawn = random.Random(seed), set[tuple[int, ...]]()

@@ -1,11 +1,14 @@
-"""`qcfuse`: the questions that QCFuse publishes, seven sets of 500 (huggingface.co/datasets/Yjx666/qcfuse-dataset).
+"""`qcfuse`: the questions that QCFuse publishes, seven sets of 500
+(huggingface.co/datasets/Yjx666/qcfuse-dataset).
 
-Format as of its repository uYanJX/QCFuse at 8fc84ee (data/README.md, September 2026); licence Apache-2.0, the texts' are their
-sources'. `--data` is one of the files or the folder of all: musique, 2wikimqa, hotpotqa (9 to 11 chunks), ruler_mq, ruler_mv,
-ruler_vt and bird (10 chunks), about 10,000 tokens each. Their prompts' instructions are not taken along: chunks, then the input.
-A line:
+Format as of its repository uYanJX/QCFuse at 8fc84ee (data/README.md, September 2026); licence
+Apache-2.0, the texts' are their sources'. `--data` is one of the files or the folder of all:
+musique, 2wikimqa, hotpotqa (9 to 11 chunks), ruler_mq, ruler_mv, ruler_vt and bird (10 chunks),
+about 10,000 tokens each. Their prompts' instructions are not taken along: chunks, then the input. A
+line:
 
-    {"input": "Who is the spouse of the Green performer?", "context": ["Entity: ...", ...], "answers": ["Miquette Giraudy"],
+    {"input": "Who is the spouse of the Green performer?", "context": ["Entity: ...", ...],
+    "answers": ["Miquette Giraudy"],
      "num_chunks": 10}
 """
 
@@ -29,10 +32,18 @@ def load(source: Source) -> TaskData:
     for file in (file for file in files if file.exists() or not path.is_dir()):
         name = file.name.partition(".")[0]
         for number, (where, row) in enumerate(read_rows(file)):
-            chunks = distinct(text_chunk("qcfuse", "", text) for text in names_of(row, "context", where))
+            chunks = distinct(
+                text_chunk("qcfuse", "", text) for text in names_of(row, "context", where)
+            )
             passages.update((chunk.id, chunk) for chunk in chunks)
-            answers = (row["answers"],) if isinstance(row.get("answers"), str) else names_of(row, "answers", where)
+            answers = (
+                (row["answers"],)
+                if isinstance(row.get("answers"), str)
+                else names_of(row, "answers", where)
+            )
             limit = MAX_NEW_TOKENS.get(name, 48)
             question = text_of(row, "input", where)
-            requests.append(Request(f"qcfuse:{name}:{number}", question, chunks, answers, max_new_tokens=limit))
+            requests.append(
+                Request(f"qcfuse:{name}:{number}", question, chunks, answers, max_new_tokens=limit)
+            )
     return TaskData(tuple(passages.values()), tuple(requests))

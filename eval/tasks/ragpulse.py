@@ -1,14 +1,18 @@
-"""`ragpulse`: requests of a RAG service in production; lengths, times and which passages, but no text.
+"""`ragpulse`: requests of a RAG service in production; lengths, times and which passages, but no
+text.
 
 Source: RAGPulse, github.com/flashserve/RAGPulse, read from files; not from the hub. Licence: MIT.
-Every component becomes random words, as many as its tokens / scale, the same in all requests. System prompts end in a block that
-is unique to the request: before the chunks it would prevent any reuse, so only the first block is the system prompt, and all
-other components are the question. Requests without passages are left out; one with its history as a component is a single
-request, not a turn. Rows of `<DIR>/ragpulse/components.jsonl.gz` and `requests.jsonl.gz`:
+Every component becomes random words, as many as its tokens / scale, the same in all requests.
+System prompts end in a block that is unique to the request: before the chunks it would prevent any
+reuse, so only the first block is the system prompt, and all other components are the question.
+Requests without passages are left out; one with its history as a component is a single request, not
+a turn. Rows of `<DIR>/ragpulse/components.jsonl.gz` and `requests.jsonl.gz`:
 
     {"kind": "passage", "id": 5856, "token_length": 411}
-    {"id": 3800, "timestamp": 0.0, "session_id": "1758081635837-uficr5ams6tj", "input_length": 2926, "output_length": 154,
-     "passages": [5856, 5859], "sys_prompt": [8302, 11159], "history": [15200], "web_search": [], "user_input": [23649]}
+    {"id": 3800, "timestamp": 0.0, "session_id": "1758081635837-uficr5ams6tj", "input_length": 2926,
+    "output_length": 154,
+     "passages": [5856, 5859], "sys_prompt": [8302, 11159], "history": [15200], "web_search": [],
+     "user_input": [23649]}
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ KINDS = ("sys_prompt", "history", "web_search", "user_input")
 
 
 def load(source: Source) -> TaskData:
-    """Requests in the order of arrival, the first one at 0 s. Raises CommandError, also for components of unknown length."""
+    """Requests in the order of arrival, the first one at 0 s.
+    Raises CommandError, also for components of unknown length."""
     folder = source.folder("ragpulse")
     lengths = read_components(folder / "components.jsonl.gz")
     passages: dict[str, TextChunk] = {}
@@ -39,7 +44,9 @@ def load(source: Source) -> TaskData:
             raise CommandError(f"{where}: {' '.join(unknown)} is not among the components")
         for _, name in listed:
             if name not in passages:
-                passages[name] = TextChunk(name, random_text(f"passage {name}", lengths["passage", name]))
+                passages[name] = TextChunk(
+                    name, random_text(f"passage {name}", lengths["passage", name])
+                )
         texts = [random_text(" ".join(key), lengths[key] // source.scale) for key in others]
         arrival_s = number_of(row, "timestamp", where)
         start_s = arrival_s if start_s is None else start_s

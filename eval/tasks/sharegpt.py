@@ -1,16 +1,18 @@
 """`sharegpt`: conversations of people with a chatbot, for multi-turn load.
 
-Source: any file in ShareGPT's format, for example anon8231489123/ShareGPT_Vicuna_unfiltered on the hub, file
-ShareGPT_V3_unfiltered_cleaned_split.json (`--hub` alone). Licence: that one's is Apache-2.0; users' texts are their own.
-`--data FILE` is a JSON list, or one object per line. User turns are sent in order, with the file's own replies as history. The
-data set has no passages: without `--corpus` there are no chunks, with it the passages of that folder are searched for each user
-turn, as CRAFT (section 5) searches Wikipedia's. An item:
+Source: any file in ShareGPT's format, for example anon8231489123/ShareGPT_Vicuna_unfiltered on the
+hub, file ShareGPT_V3_unfiltered_cleaned_split.json (`--hub` alone). Licence: that one's is
+Apache-2.0; users' texts are their own. `--data FILE` is a JSON list, or one object per line. User
+turns are sent in order, with the file's own replies as history. The data set has no passages:
+without `--corpus` there are no chunks, with it the passages of that folder are searched for each
+user turn, as CRAFT (section 5) searches Wikipedia's. An item:
 
     {"id": "dsOTKpn_0", "conversations": [{"from": "human", "value": "Why does `dir` ..."},
                                           {"from": "gpt", "value": "The `dir` command ..."}, ...]}
 
-A leading turn of the bot is left out (the file has long conversations in pieces). A conversation that then does not alternate,
-has an empty or unknown turn, no question, or a repeated id is skipped; stderr shows how many.
+A leading turn of the bot is left out (the file has long conversations in pieces). A conversation
+that then does not alternate, has an empty or unknown turn, no question, or a repeated id is
+skipped; stderr shows how many.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from eval.data.question_set import read_passages
 from eval.data.rows import Row, read_rows
 from eval.task import Request, Source, TaskData
 
-HUB = HubName("anon8231489123/ShareGPT_Vicuna_unfiltered", None, "train", "ShareGPT_V3_unfiltered_cleaned_split.json")
+HUB = HubName(
+    "anon8231489123/ShareGPT_Vicuna_unfiltered",
+    None,
+    "train",
+    "ShareGPT_V3_unfiltered_cleaned_split.json",
+)
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"),
@@ -46,7 +53,10 @@ def load(source: Source) -> TaskData:
         if len(requests) >= source.requests:
             break
     if num_rows > len(talks):
-        told = f"sharegpt: skipped {num_rows - len(talks)} of {num_rows} conversations, which are malformed"
+        told = (
+            f"sharegpt: skipped {num_rows - len(talks)} of {num_rows} conversations, which are"
+            " malformed"
+        )
         print(told, file=sys.stderr)
     return TaskData(tuple(passages.values()), tuple(requests))
 

@@ -1,10 +1,12 @@
-"""Exact match of the bundled model on worlds it was not trained on, through stock transformers, greedily.
+"""Exact match of the bundled model on worlds it was not trained on, through stock transformers,
+greedily.
 
     python -m eval bench bundled-model [--model-path DIR] [--chunks 2 4 6] [--questions 200]
 
-One hop, two hops and order (first, last): gold passages and distractors of the same kinds, shuffled. The others are those of
-`eval.world.kinds`, where there are enough passages. Exact match wants the whole answer: every sentence of it, nothing else. By
-chance: what a random passage that the wording fits would reach, for two-hop questions after a right first hop.
+One hop, two hops and order (first, last): gold passages and distractors of the same kinds,
+shuffled. The others are those of `eval.world.kinds`, where there are enough passages. Exact match
+wants the whole answer: every sentence of it, nothing else. By chance: what a random passage that
+the wording fits would reach, for two-hop questions after a right first hop.
 """
 
 import argparse
@@ -44,40 +46,63 @@ class BundledModel:
         self._model = LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
         self._tokenizer = AutoTokenizer.from_pretrained(path)
 
-    def samples(self, kind: str, num_chunks: int, num_questions: int, *, seed: int = 0) -> list[Sample]:
-        """Exact match, and the wrong answer, of questions from fresh full-size worlds, one for every batch."""
+    def samples(
+        self, kind: str, num_chunks: int, num_questions: int, *, seed: int = 0
+    ) -> list[Sample]:
+        """Exact match, and the wrong answer, of questions from fresh full-size worlds,
+        one for every batch."""
         rng, samples = random.Random(seed), list[Sample]()
         while len(samples) < num_questions:
-            world = World(rng.getrandbits(48) | 1 << 60, links=kind in LINKED)  # beyond the seeds that training draws
-            drawn = _draw(world, kind, num_chunks, min(BATCH_SIZE, num_questions - len(samples)), rng)
+            # beyond the seeds that training draws
+            world = World(rng.getrandbits(48) | 1 << 60, links=kind in LINKED)
+            drawn = _draw(
+                world, kind, num_chunks, min(BATCH_SIZE, num_questions - len(samples)), rng
+            )
             for (question, _, num_rivals), answer in zip(drawn, self._answers(drawn), strict=True):
                 is_right = answer == question.answers[0]
-                wrong = {"question": question.question, "answer": answer, "right": question.answers[0]}
+                wrong = {
+                    "question": question.question,
+                    "answer": answer,
+                    "right": question.answers[0],
+                }
                 sample = {"metrics": {"em": float(is_right)}, "by_chance": 1 / num_rivals}
                 samples.append(sample | {"wrong": None if is_right else wrong})
         return samples
 
     @torch.inference_mode()
     def _answers(self, drawn: Sequence[Asked]) -> list[str]:
-        """Answer one batch greedily, padded on the left; each piece of a prompt is tokenised apart."""
+        """Answer one batch greedily, padded on the left;
+        each piece of a prompt is tokenised apart."""
         prompts = []
         for question, passages, _ in drawn:
-            head, pieces, tail = turn_pieces([passage.text for passage in passages], question.question, opens=True)
-            encoded = [self._tokenizer.encode(piece, add_special_tokens=False) for piece in (head, *pieces, tail)]
+            head, pieces, tail = turn_pieces(
+                [passage.text for passage in passages], question.question, opens=True
+            )
+            encoded = [
+                self._tokenizer.encode(piece, add_special_tokens=False)
+                for piece in (head, *pieces, tail)
+            ]
             prompts.append({"input_ids": [*chain.from_iterable(encoded)]})
         batch = self._tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
         out = self._model.generate(**batch, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-        answers = self._tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        answers = self._tokenizer.batch_decode(
+            out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
+        )
         return list(answers)
 
 
-def _draw(world: World, kind: str, num_chunks: int, num_questions: int, rng: random.Random) -> list[Asked]:
+def _draw(
+    world: World, kind: str, num_chunks: int, num_questions: int, rng: random.Random
+) -> list[Asked]:
     if kind in LINKED:
         return [KINDS[kind].draw(world, num_chunks, rng) for _ in range(num_questions)]
-    questions = rng.sample([q for q in world.questions if q.hop == (HOPS[kind] or 1)], num_questions)
+    questions = rng.sample(
+        [q for q in world.questions if q.hop == (HOPS[kind] or 1)], num_questions
+    )
     contexts = [world.context(question, num_chunks, rng) for question in questions]
     if kind == "order":
-        # First and last; "after" is beyond the model, see sglang_chunkcache/bundled_model/README.md.
+        # First and last; "after" is beyond the model, see
+        # sglang_chunkcache/bundled_model/README.md.
         questions = [rng.choice(order_questions(passages)[:2]) for passages in contexts]
     num_rivals = num_chunks // 2 if kind == "two hops" else num_chunks
     return [Asked(*drawn, num_rivals) for drawn in zip(questions, contexts, strict=True)]
@@ -92,9 +117,14 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
         chance = round(mean(one["by_chance"] for one in taken), 3)
         rows.append({**cell, "n": len(taken), "exact match": right, "by chance": chance})
     wrong = [{**one["cell"], **one["wrong"]} for one in samples if one["wrong"]]
-    tables = [table("Exact match in worlds that training never saw", rows), table("Wrong answers", wrong[:20])]
+    tables = [
+        table("Exact match in worlds that training never saw", rows),
+        table("Wrong answers", wrong[:20]),
+    ]
     said = [
-        f"{row['passages']} passages, {row['questions']}: {row['exact match']:.3f} of {row['n']} right." for row in rows
+        f"{row['passages']} passages, {row['questions']}: {row['exact match']:.3f} of {row['n']}"
+        " right."
+        for row in rows
     ]
     return {"verdict": said, "tables": [one for one in tables if one["rows"]]}
 
@@ -121,8 +151,14 @@ def main(argv: Sequence[str]) -> int:
                 if kind in KINDS and num_chunks < KINDS[kind].min_passages:
                     continue
                 if (name := f"{num_chunks}/{kind}") + "/0" not in run:
-                    about = {"arm": "bundled-model", "cell": {"passages": num_chunks, "questions": kind}}
+                    about = {
+                        "arm": "bundled-model",
+                        "cell": {"passages": num_chunks, "questions": kind},
+                    }
                     taken = model.samples(kind, num_chunks, args.questions)
-                    run.add_all((f"{name}/{i}", about | {"request": str(i)} | one) for i, one in enumerate(taken))
+                    run.add_all(
+                        (f"{name}/{i}", about | {"request": str(i)} | one)
+                        for i, one in enumerate(taken)
+                    )
     tell(run)
     return 0

@@ -1,4 +1,5 @@
-"""Training sequences: fact lists and conversations as token ids, with the tokens of each answer and the looks that links need.
+"""Training sequences: fact lists and conversations as token ids, with the tokens of each answer and
+the looks that links need.
 
 Each piece is tokenised apart, as the server does.
 """
@@ -44,10 +45,13 @@ class Rows:
         for number, sentence in enumerate(sample_fact_list(rng, NUM_FACTS)):
             row.ids += self._encode(f" {sentence}")
             if number >= NUM_FACTS:
-                row.answers.append(slice(len(row.ids) - 2, len(row.ids) - 1))  # the value comes before the full stop
+                # the value comes before the full stop
+                row.answers.append(slice(len(row.ids) - 2, len(row.ids) - 1))
         return row
 
-    def conversation(self, rng: random.Random, num_passages: int, num_turns: int, *, share_linked: float = 0.0) -> Row:
+    def conversation(
+        self, rng: random.Random, num_passages: int, num_turns: int, *, share_linked: float = 0.0
+    ) -> Row:
         """A whole conversation."""
         system = _sample_system_prompt(rng) if rng.random() < SYSTEM_SHARE else None
         row = Row()
@@ -61,7 +65,9 @@ class Rows:
         ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
         return ids
 
-    def _add_turn(self, row: Row, turn: Turn, system: str | None, last: dict[str, int], told: dict[Place, int]) -> None:
+    def _add_turn(
+        self, row: Row, turn: Turn, system: str | None, last: dict[str, int], told: dict[Place, int]
+    ) -> None:
         ids, question = row.ids, turn.question
         texts = [passage.text for passage in turn.passages]
         head, passages, tail = turn_pieces(texts, question.question, opens=not ids, system=system)

@@ -1,7 +1,8 @@
 """The bundled model's tokenizer and the pieces a conversation is tokenised in.
 
-Byte-level BPE without a prefix space, so any text survives encode and decode; every word of the world is one token when
-a space precedes it. The chat template is the plain form of what `turn_pieces` writes:
+Byte-level BPE without a prefix space, so any text survives encode and decode; every word of the
+world is one token when a space precedes it. The chat template is the plain form of what
+`turn_pieces` writes:
 
     <|bos|><|system|>\\n{system}<|end|>\\n<|user|>\\n{passage}\\n\\n{passage}\\n\\n{question}<|end|>\\n<|assistant|>\\n
     {answer}<|end|>\\n<|user|>\\n ...
@@ -35,20 +36,26 @@ SYSTEM_PROMPTS = (
     "Answer the question with the facts given in the passages, in one or two sentences.",
     "You are a helpful assistant. Use only the documents below to answer the question.",
 )
-_EXTRA_TEXT = "The answer is not in the passages. Please ask another question, and I will look for it."
+_EXTRA_TEXT = (
+    "The answer is not in the passages. Please ask another question, and I will look for it."
+)
 _SEED = 0
 
 
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str], **names: Any
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of texts, the special tokens first; `names`: what else transformers is to know of it."""
+    """A byte-level BPE of texts, the special tokens first;
+    `names`: what else transformers is to know of it."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[*special_tokens], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[*special_tokens],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     core.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=core, **names)
@@ -78,19 +85,26 @@ def turn_pieces(
     Args:
         passages: texts that are new in this turn.
         question: the user's question.
-        opens: whether this turn begins the conversation; a later one goes on after the last answer's end token.
+        opens: whether this turn begins the conversation; a later one goes on after the last
+            answer's end token.
         system: the system prompt, only for the opening turn.
     """
     head = "\n"
     if opens:
         head = BOS if system is None else f"{BOS}{SYSTEM}\n{system}{END}\n"
-    return f"{head}{USER}\n", [f"{text}\n\n" for text in passages], f"{question}{END}\n{ASSISTANT}\n"
+    return (
+        f"{head}{USER}\n",
+        [f"{text}\n\n" for text in passages],
+        f"{question}{END}\n{ASSISTANT}\n",
+    )
 
 
 def _training_text() -> list[str]:
     world = World(_SEED)
     passages = [f"{passage.text}\n\n" for passage in world.passages]
-    questions = random.Random(_SEED).sample([question.question for question in world.questions], 500)
+    questions = random.Random(_SEED).sample(
+        [question.question for question in world.questions], 500
+    )
     # Each word often enough that it outlives the merges of plain English.
     listed = [f"the {word}" for word in words() for _ in range(40)]
     return [*passages, *questions, *listed, *SYSTEM_PROMPTS * 40, _EXTRA_TEXT]

@@ -1,10 +1,11 @@
-"""The contract of scattered attention: which queries see which keys, and what every implementation offers.
+"""The contract of scattered attention: which queries see which keys, and what every implementation
+offers.
 
     keys       0 1 2 3 | 4 5 6 7 | 8 9        one list a request, in order of position, in pages of the KV pool
     queries      1           6     8          scattered; each sees the keys at or before its own position
 
-Knows positions and pages, no layers and no SGLang. `reference` computes it; `masked` computes it as laid out by
-`masked_layout`, `flashinfer` as laid out by `sparse_layout`.
+Knows positions and pages, no layers and no SGLang. `reference` computes it; `masked` computes it as
+laid out by `masked_layout`, `flashinfer` as laid out by `sparse_layout`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What attention depends on of a model, on one rank. `dtype` is that of queries, keys and values alike."""
+    """What attention depends on of a model, on one rank.
+    `dtype` is that of queries, keys and values alike."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -35,14 +37,16 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class SparseRequest:
-    """Which keys of the pool the query tokens of one request see: those at or before their own positions.
+    """Which keys of the pool the query tokens of one request see: those at or before their own
+    positions.
 
-    Positions are needed on the host, where layouts are computed: from a device, a copy would wait for it.
+    Positions are needed on the host, where layouts are computed: from a device, a copy would wait
+    for it.
 
     Args:
         positions: [n] int64, CPU, strictly ascending, from 0; n may be 0.
-        kv_pages: [ceil(num_keys / page_size)] int64 or int32, pages of the pool in order of position (slots, at page size 1).
-            Requests may share pages.
+        kv_pages: [ceil(num_keys / page_size)] int64 or int32, pages of the pool in order of
+            position (slots, at page size 1). Requests may share pages.
         num_keys: m, keys in those pages.
         kv_positions: [m] int64, CPU, strictly ascending: gaps are left out. None: 0 to m - 1.
     Raises:
@@ -57,7 +61,8 @@ class SparseRequest:
     def __post_init__(self) -> None:
         if self.kv_pages.ndim != 1 or self.kv_pages.dtype not in (torch.int64, torch.int32):
             raise ValueError(
-                f"kv_pages: expected [pages] integers, got {list(self.kv_pages.shape)} {self.kv_pages.dtype}"
+                f"kv_pages: expected [pages] integers, got {list(self.kv_pages.shape)}"
+                f" {self.kv_pages.dtype}"
             )
         if not isinstance(self.num_keys, int) or self.num_keys < 0:
             raise ValueError(f"num_keys: expected a number of keys, got {self.num_keys}")
@@ -66,18 +71,27 @@ class SparseRequest:
             fields.append(("kv_positions", self.kv_positions))
         for name, tensor in fields:
             if tensor.ndim != 1 or tensor.dtype != torch.int64 or tensor.device.type != "cpu":
-                raise ValueError(f"{name}: expected [n] int64 on the CPU, got {list(tensor.shape)} {tensor.dtype}")
+                raise ValueError(
+                    f"{name}: expected [n] int64 on the CPU, got {list(tensor.shape)}"
+                    f" {tensor.dtype}"
+                )
             if tensor.numel() and (int(tensor[0]) < 0 or not _ascends(tensor)):
-                raise ValueError(f"{name}: expected strictly ascending from 0 or above, got {tensor.tolist()[:8]}...")
+                raise ValueError(
+                    f"{name}: expected strictly ascending from 0 or above, got"
+                    f" {tensor.tolist()[:8]}..."
+                )
         if self.kv_positions is not None and len(self.kv_positions) != self.num_keys:
-            raise ValueError(f"kv_positions: expected {self.num_keys}, got {len(self.kv_positions)}")
+            raise ValueError(
+                f"kv_positions: expected {self.num_keys}, got {len(self.kv_positions)}"
+            )
 
     def check_pages(self, page_size: int) -> None:
-        """Raises ValueError where `kv_pages` are not exactly what `num_keys` fill at this page size."""
+        """Raises ValueError where `kv_pages` are not exactly what `num_keys` fill at this page
+        size."""
         if self.kv_pages.shape != (-(-self.num_keys // page_size),):
             raise ValueError(
-                f"kv_pages: expected {-(-self.num_keys // page_size)} pages of {page_size} for {self.num_keys} keys, "
-                f"got {list(self.kv_pages.shape)}"
+                f"kv_pages: expected {-(-self.num_keys // page_size)} pages of {page_size} for"
+                f" {self.num_keys} keys, got {list(self.kv_pages.shape)}"
             )
 
     def key_positions(self) -> Tensor:
@@ -85,11 +99,14 @@ class SparseRequest:
         return torch.arange(self.num_keys) if self.kv_positions is None else self.kv_positions
 
     def visible(self) -> Tensor:
-        """[n] int64: how many keys each query sees; always the first ones. Raises ValueError where a query sees none."""
+        """[n] int64: how many keys each query sees; always the first ones.
+        Raises ValueError where a query sees none."""
         if self.kv_positions is None:
             seen = (self.positions + 1).clamp(max=self.num_keys)
         else:  # 3x torch's speed
-            seen = torch.from_numpy(np.searchsorted(self.kv_positions.numpy(), self.positions.numpy(), side="right"))
+            seen = torch.from_numpy(
+                np.searchsorted(self.kv_positions.numpy(), self.positions.numpy(), side="right")
+            )
         if len(seen) and not int(seen[0]):
             raise ValueError(f"position {int(self.positions[0])} has nothing to attend to")
         return seen
@@ -98,7 +115,9 @@ class SparseRequest:
         """[n] bool: whether a key of the pool has the query's own position."""
         if self.kv_positions is None:
             return self.positions < self.num_keys
-        return torch.from_numpy(np.isin(self.positions.numpy(), self.kv_positions.numpy(), assume_unique=True))
+        return torch.from_numpy(
+            np.isin(self.positions.numpy(), self.kv_positions.numpy(), assume_unique=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -108,10 +127,12 @@ class PassSequence:
     Args:
         token_ids: [n] int64, n >= 1.
         request: where the n tokens are and what they see of the pool, at page size 1.
-        out_slots: [n] int64, where the tokens' K/V is written, in each layer before any token attends. They are among the
-            request's slots, at the same positions. None: nothing is written.
-        own: with `out_slots` None, whether the tokens also see each other's fresh K/V (and their own). The pool's keys
-            must then not include their positions. False: they see what the pool holds, at their own positions too.
+        out_slots: [n] int64, where the tokens' K/V is written, in each layer before any token
+            attends. They are among the request's slots, at the same positions. None: nothing is
+            written.
+        own: with `out_slots` None, whether the tokens also see each other's fresh K/V (and their
+            own). The pool's keys must then not include their positions. False: they see what the
+            pool holds, at their own positions too.
     Raises:
         ValueError: shape or dtype differs from the above; a token sees no key, or its own twice.
     """
@@ -132,13 +153,18 @@ class PassSequence:
         for name, tensor in fields:
             if tensor.shape != positions.shape or tensor.dtype != torch.int64:
                 raise ValueError(
-                    f"{name}: expected {list(positions.shape)} int64, got {list(tensor.shape)} {tensor.dtype}"
+                    f"{name}: expected {list(positions.shape)} int64, got {list(tensor.shape)}"
+                    f" {tensor.dtype}"
                 )
         has_key = self.request.has_key()
         if self.sees_fresh and bool(has_key.any()):
-            raise ValueError(f"position {int(positions[has_key][0])} is in kv_positions and would be seen twice")
+            raise ValueError(
+                f"position {int(positions[has_key][0])} is in kv_positions and would be seen twice"
+            )
         if self.out_slots is not None and not bool(has_key.all()):
-            raise ValueError(f"position {int(positions[~has_key][0])} is written but is not in kv_positions")
+            raise ValueError(
+                f"position {int(positions[~has_key][0])} is written but is not in kv_positions"
+            )
         if not self.sees_fresh:
             self.request.visible()
 
@@ -160,7 +186,8 @@ class SparseAttention(Protocol):
         """Lay out the pass.
 
         Returns:
-            [n] int64, CPU: row i of the queries given to `run` is token `order[i]` of the requests' queries, concatenated.
+            [n] int64, CPU: row i of the queries given to `run` is token `order[i]` of the requests'
+                queries, concatenated.
             None: the rows keep the requests' order.
         Raises:
             ValueError: a request does not fit the KV pool's pages; a query sees no key.
@@ -172,10 +199,12 @@ class SparseAttention(Protocol):
 
         Args:
             queries: [n, num_qo_heads, head_dim], in the plan's order, rotated.
-            keys: [num_pages, page_size, num_kv_heads, head_dim], or without the second at page size 1; only read.
+            keys: [num_pages, page_size, num_kv_heads, head_dim], or without the second at page size
+                1; only read.
             values: Like `keys`.
         Returns:
-            Like `queries`. Back in the requests' order: `result = torch.empty_like(out); result[order] = out`.
+            Like `queries`. Back in the requests' order: `result = torch.empty_like(out);
+            result[order] = out`.
         Raises:
             RuntimeError: nothing is planned.
             ValueError: the queries are not as many as planned.

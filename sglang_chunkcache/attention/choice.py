@@ -1,8 +1,10 @@
-"""Which attention the recompute pass uses: FlashInfer's fastest kernel on this machine, or the mask.
+"""Which attention the recompute pass uses: FlashInfer's fastest kernel on this machine, or the
+mask.
 
-Kernels are tried at the start, not looked up. Each kernel is first compared with the reference on a small pass; then its
-launches are timed on a pass of 15% of 8k keys (planning is the same for all). A kernel that does not compile, raises or is
-wrong is left out and named. A kernel that breaks the CUDA context ends the process, here as anywhere.
+Kernels are tried at the start, not looked up. Each kernel is first compared with the reference on a
+small pass; then its launches are timed on a pass of 15% of 8k keys (planning is the same for all).
+A kernel that does not compile, raises or is wrong is left out and named. A kernel that breaks the
+CUDA context ends the process, here as anywhere.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ SHARE = 0.15
 """Recomputed tokens among all (FusionRAG's and Cache-Craft's ratio)."""
 
 LAYERS = 8
-"""Calls timed together: as in a pass, the host starts the next layer while the GPU still runs the last one."""
+"""Calls timed together: as in a pass, the host starts the next layer while the GPU still runs the
+last one."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,11 @@ def create(runner: Any, option: str) -> tuple[SparseAttention | None, dict[str, 
         runner: SGLang's ModelRunner with model and pools made; only read.
         option: `--recompute-attention`: auto, masked or sparse.
     Returns:
-        The sparse attention, None for the mask; and what the stats show: `kind` (sparse, masked), `kernel`, `reason`, `ms`
-        (kernel -> milliseconds as measured).
+        The sparse attention, None for the mask; and what the stats show: `kind` (sparse, masked),
+        `kernel`, `reason`, `ms` (kernel -> milliseconds as measured).
     Raises:
-        ValueError: the option is `sparse`, which this machine or model cannot run; names the reason.
+        ValueError: the option is `sparse`, which this machine or model cannot run; names the
+            reason.
     """
     if option == "masked":
         return None, described("masked", "asked for")
@@ -79,7 +83,9 @@ def create(runner: Any, option: str) -> tuple[SparseAttention | None, dict[str, 
     return attention, chosen
 
 
-def described(kind: str, reason: str, kernel: str | None = None, ms: dict[str, float] | None = None) -> dict[str, Any]:
+def described(
+    kind: str, reason: str, kernel: str | None = None, ms: dict[str, float] | None = None
+) -> dict[str, Any]:
     """A choice as the stats show it."""
     return {"kind": kind, "kernel": kernel, "reason": reason, "ms": ms or {}}
 
@@ -97,7 +103,8 @@ def choose(
 
     Args:
         modules: None: FlashInfer, if it is installed and runs here.
-        timer: None: Triton's `do_bench`, which empties the L2 cache between its calls by writing 256 MB of GPU memory.
+        timer: None: Triton's `do_bench`, which empties the L2 cache between its calls by writing
+            256 MB of GPU memory.
     """
     if modules is None and (reason := unsupported(shape, page_size=page_size, device=device)):
         return Choice(None, {}, dict.fromkeys(KERNELS, reason))
@@ -108,13 +115,26 @@ def choose(
     small = _make_pass(shape, CHECKED_KEYS, CHECKED_RUN, page_size, generator, device)
     large = _make_pass(shape, TIMED_KEYS, 0, page_size, generator, device)
     for kernel in KERNELS:
-        if device.type == "cuda" and kernel != "fa2" and torch.cuda.get_device_capability(device)[0] != 9:
+        if (
+            device.type == "cuda"
+            and kernel != "fa2"
+            and torch.cuda.get_device_capability(device)[0] != 9
+        ):
             failed[kernel] = "FA3 needs a Hopper GPU"
             continue
         try:
-            logger.info("chunk cache: trying attention kernel %s; compiling it takes minutes, once a machine", kernel)
+            logger.info(
+                "chunk cache: trying attention kernel %s; compiling it takes minutes, once a"
+                " machine",
+                kernel,
+            )
             attention = FlashInferSparse(
-                shape, device=device, scale=scale, kernel=kernel, page_size=page_size, modules=modules
+                shape,
+                device=device,
+                scale=scale,
+                kernel=kernel,
+                page_size=page_size,
+                modules=modules,
             )
             attention.warm_up()
             if error := _error(attention, small, page_size, scale):
@@ -138,13 +158,18 @@ def _fastest(runner: Any) -> tuple[SparseAttention | None, dict[str, Any]]:
     if choice.kernel is None:
         return None, described("masked", "; ".join(left_out), ms=choice.ms)
     attention = FlashInferSparse(shape, device=device, scale=scale, kernel=choice.kernel)
-    return attention, described("sparse", "; ".join(["the fastest here", *left_out]), choice.kernel, choice.ms)
+    return attention, described(
+        "sparse", "; ".join(["the fastest here", *left_out]), choice.kernel, choice.ms
+    )
 
 
 def _shape_of(runner: Any) -> tuple[HeadShape, float, str | None]:
-    """Heads and scale of layer 0, and why one `SparseAttention` cannot serve all layers and their pool."""
+    """Heads and scale of layer 0, and why one `SparseAttention` cannot serve all layers and their
+    pool."""
     layers = [layer.self_attn.attn for layer in runner.model.model.layers]
-    kinds = {(a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.v_head_dim, a.scaling) for a in layers}
+    kinds = {
+        (a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.v_head_dim, a.scaling) for a in layers
+    }
     first, dtype, pool = layers[0], runner.dtype, runner.token_to_kv_pool
     shape = HeadShape(first.tp_q_head_num, first.tp_k_head_num, first.qk_head_dim, dtype)
     reason = None
@@ -158,7 +183,12 @@ def _shape_of(runner: Any) -> tuple[HeadShape, float, str | None]:
 
 
 def _make_pass(
-    shape: HeadShape, num_keys: int, run: int, page_size: int, generator: torch.Generator, device: torch.device
+    shape: HeadShape,
+    num_keys: int,
+    run: int,
+    page_size: int,
+    generator: torch.Generator,
+    device: torch.device,
 ) -> _Pass:
     """One request: `SHARE` of all positions and a run of `run` of them; pages in no order."""
     chosen = torch.rand(num_keys, generator=generator) < SHARE
@@ -179,10 +209,16 @@ def _error(attention: FlashInferSparse, small: _Pass, page_size: int, scale: flo
     order = torch.arange(len(small.queries)) if order is None else order
     rows = order.to(small.queries.device)
     got = attention.run(small.queries[rows], small.keys, small.values).float()
-    expected, _ = attend(small.queries, small.keys, small.values, [small.request], page_size=page_size, scale=scale)
+    expected, _ = attend(
+        small.queries, small.keys, small.values, [small.request], page_size=page_size, scale=scale
+    )
     off = (got - expected[rows]).abs() / (1 + expected[rows].abs())
     allowed = 2 * torch.finfo(small.queries.dtype).eps
-    return None if bool((off <= allowed).all()) else f"wrong: off by {float(off.max()):.2g}, {allowed:.2g} is rounding"
+    return (
+        None
+        if bool((off <= allowed).all())
+        else f"wrong: off by {float(off.max()):.2g}, {allowed:.2g} is rounding"
+    )
 
 
 def _planned(attention: FlashInferSparse, large: _Pass) -> Callable[[], object]:

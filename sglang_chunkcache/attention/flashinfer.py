@@ -5,10 +5,11 @@
     fa3             FA3, causal         FA3, our kernel variant    -
     fa3_two_part    FA3, causal         FA2, our kernel variant    FA3, then merged with "limited"
 
-Rows of a launch are a slice of the pass, so launches read and write views. Neither `plan` nor `run` waits for the device,
-with one exception: FlashInfer's `plan` writes into pinned memory of its own and queues a copy, so the next `plan` waits
-until that copy is done (the GPU is then a pass late, not idle). FlashInfer itself waits while it compiles or loads a
-module, which `warm_up` does in advance, and raises where a plan needs more workspace than there is.
+Rows of a launch are a slice of the pass, so launches read and write views. Neither `plan` nor `run`
+waits for the device, with one exception: FlashInfer's `plan` writes into pinned memory of its own
+and queues a copy, so the next `plan` waits until that copy is done (the GPU is then a pass late,
+not idle). FlashInfer itself waits while it compiles or loads a module, which `warm_up` does in
+advance, and raises where a plan needs more workspace than there is.
 """
 
 from __future__ import annotations
@@ -22,19 +23,27 @@ from torch import Tensor
 
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.flashinfer_cuda import Backend, jit_args, unsupported_shape
-from sglang_chunkcache.attention.sparse_layout import Kind, Launch, SparseLayout, page_indices, plan_sparse
+from sglang_chunkcache.attention.sparse_layout import (
+    Kind,
+    Launch,
+    SparseLayout,
+    page_indices,
+    plan_sparse,
+)
 from sglang_chunkcache.attention.upload import upload
 
 KERNELS = ("fa2", "fa3", "fa3_two_part")
 
 BLOCK_ROWS = 128
-"""Rows of a block, at most: FA2 packs the query heads of a KV head into them, FA3 takes a head by itself."""
+"""Rows of a block, at most: FA2 packs the query heads of a KV head into them,
+FA3 takes a head by itself."""
 
 FA3_BLOCK_ROWS = {64: 192, 128: 128}
 """FA3's rows by head size (FlashInfer's getCTATileSize)."""
 
 MIN_SCALE = 5e-3
-"""FlashInfer hides a key by the logit -5e4, whose weight has to vanish after scaling: at 5e-3 it is 2 ** -361."""
+"""FlashInfer hides a key by the logit -5e4, whose weight has to vanish after scaling:
+at 5e-3 it is 2 ** -361."""
 
 
 class Modules(Protocol):
@@ -80,13 +89,15 @@ class FlashInferSparse:
             raise ValueError(reason)
         if kernel not in KERNELS or scale < MIN_SCALE:
             raise ValueError(
-                f"expected a kernel of {KERNELS} and a scale from {MIN_SCALE} on, got {kernel} and {scale}"
+                f"expected a kernel of {KERNELS} and a scale from {MIN_SCALE} on, got {kernel} and"
+                f" {scale}"
             )
         self.tile_rows = tile_rows(shape, kernel)
         self._shape, self._scale, self._page_size = shape, scale, page_size
         self._device, self._kernel = device, kernel
         self._modules = modules or cast(Modules, importlib.import_module("flashinfer"))
-        # Shared by the launches, which run one after the other: it holds partial results within a launch only.
+        # Shared by the launches, which run one after the other: it holds partial results within a
+        # launch only.
         self._workspace = torch.empty(self._workspace_bytes(), dtype=torch.uint8, device=device)
         self._forced_mask = torch.zeros(1, dtype=torch.uint8, device=device)
         self._wrappers: dict[Kind, Any] = {}
@@ -95,14 +106,17 @@ class FlashInferSparse:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def warm_up(self) -> None:
-        """Compile and load every module that a pass may need, by running one launch of each kind. Minutes, the first time."""
+        """Compile and load every module that a pass may need, by running one launch of each kind.
+        Minutes, the first time."""
         positions = torch.arange(self.tile_rows + 2) + 2 * self._page_size
         positions[-2:] += torch.tensor([1, 2])  # a run, then two scattered rows
         num_keys = int(positions[-1]) + 1
         pages = torch.zeros(-(-num_keys // self._page_size), dtype=torch.int64, device=self._device)
         self.plan([SparseRequest(positions, pages, num_keys)])
         heads = (self._shape.num_kv_heads, self._shape.head_dim)
-        cache = torch.zeros(1, self._page_size, *heads, dtype=self._shape.dtype, device=self._device)
+        cache = torch.zeros(
+            1, self._page_size, *heads, dtype=self._shape.dtype, device=self._device
+        )
         queries = cache.new_zeros(len(positions), self._shape.num_qo_heads, self._shape.head_dim)
         self.run(queries, cache, cache)
 
@@ -120,7 +134,9 @@ class FlashInferSparse:
         num_pages = [request.kv_pages.numel() for request in requests]
         pages = [upload(request.kv_pages, self._device).int() for request in requests]
         starts = torch.tensor([0, *num_pages]).cumsum(0)
-        whole = torch.cat(pages) if pages else torch.empty(0, dtype=torch.int32, device=self._device)
+        whole = (
+            torch.cat(pages) if pages else torch.empty(0, dtype=torch.int32, device=self._device)
+        )
         self._steps = [self._plan_launch(launch, whole, starts) for launch in layout.launches]
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
@@ -128,11 +144,14 @@ class FlashInferSparse:
         return layout.order
 
     def run(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """One layer; see `SparseAttention.run`. Raises ValueError where the queries are not as many as planned."""
+        """One layer; see `SparseAttention.run`.
+        Raises ValueError where the queries are not as many as planned."""
         if self._layout is None:
             raise RuntimeError("plan comes before run")
         if len(queries) != self._layout.num_rows:
-            raise ValueError(f"queries: expected {self._layout.num_rows} rows as planned, got {len(queries)}")
+            raise ValueError(
+                f"queries: expected {self._layout.num_rows} rows as planned, got {len(queries)}"
+            )
         if self._page_size == 1 and keys.ndim == 3:
             keys, values = keys[:, None], values[:, None]
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
@@ -144,11 +163,15 @@ class FlashInferSparse:
                 step.wrapper.run(query, (keys, values), *step.extra, out=target)
             else:
                 target = torch.empty_like(target) if step.kind == "full" else target
-                parts[step.kind] = step.wrapper.run(query, (keys, values), *step.extra, out=target, return_lse=True)
+                parts[step.kind] = step.wrapper.run(
+                    query, (keys, values), *step.extra, out=target, return_lse=True
+                )
         if two_parts:
             (part, lse), (other, other_lse) = parts["limited"], parts["full"]
             # The rows of "full" are the last ones of "limited".
-            self._modules.merge_state_in_place(part[-len(other) :], lse[-len(other) :], other, other_lse)
+            self._modules.merge_state_in_place(
+                part[-len(other) :], lse[-len(other) :], other, other_lse
+            )
         return out
 
     def _plan_launch(self, launch: Launch, pages: Tensor, starts: Tensor) -> _Step:
@@ -156,12 +179,15 @@ class FlashInferSparse:
         if wrapper is None:
             wrapper = self._wrappers[launch.kind] = self._create_wrapper(launch.kind)
         shape = self._shape
-        # Views of one pinned block, so that copies of them are queued without a wait. Torch frees it after the copies.
+        # Views of one pinned block, so that copies of them are queued without a wait. Torch frees
+        # it after the copies.
         limits = launch.last_page_len[:0] if launch.limits is None else launch.limits
         arrays = (launch.qo_indptr, launch.kv_indptr, launch.last_page_len, limits)
         block = torch.cat(arrays)
         block = block.pin_memory() if self._device.type == "cuda" else block
-        qo_indptr, kv_indptr, last_page_len, limits = torch.split(block, [len(array) for array in arrays])
+        qo_indptr, kv_indptr, last_page_len, limits = torch.split(
+            block, [len(array) for array in arrays]
+        )
         wrapper.plan(
             qo_indptr,
             kv_indptr,
@@ -179,13 +205,23 @@ class FlashInferSparse:
         )
         if launch.kind != "limited":
             return _Step(launch.kind, launch.rows, wrapper, ())
-        return _Step(launch.kind, launch.rows, wrapper, (limits.to(self._device, non_blocking=True), self._scale))
+        return _Step(
+            launch.kind,
+            launch.rows,
+            wrapper,
+            (limits.to(self._device, non_blocking=True), self._scale),
+        )
 
     def _backend(self, kind: Kind) -> Backend:
-        return "fa2" if self._kernel == "fa2" or (self._kernel == "fa3_two_part" and kind == "limited") else "fa3"
+        return (
+            "fa2"
+            if self._kernel == "fa2" or (self._kernel == "fa3_two_part" and kind == "limited")
+            else "fa3"
+        )
 
     def _masks(self, kind: Kind) -> bool:
-        """Whether the kernel variant is applied to every tile only in custom-mask mode; that mode is then forced."""
+        """Whether the kernel variant is applied to every tile only in custom-mask mode;
+        that mode is then forced."""
         return kind == "limited" and self._backend(kind) == "fa2"
 
     def _create_wrapper(self, kind: Kind) -> Any:
@@ -196,15 +232,25 @@ class FlashInferSparse:
         return self._modules.BatchPrefillWithPagedKVCacheWrapper(self._workspace, **args)
 
     def _workspace_bytes(self) -> int:
-        """What FA2 needs where it splits the keys of an entry: output and log-sum-exp, float32, of as many blocks as it
-        starts, each counted with all query heads. FA3 needs none."""
+        """What FA2 needs where it splits the keys of an entry: output and log-sum-exp, float32, of
+        as many blocks as it starts, each counted with all query heads. FA3 needs none."""
         device, shape = self._device, self._shape
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        num_sms = (
+            torch.cuda.get_device_properties(device).multi_processor_count
+            if device.type == "cuda"
+            else 1
+        )
         num_blocks = max(1, 2 * num_sms // shape.num_kv_heads)
         needs_it = self._kernel != "fa3"
-        return (1 << 20) + needs_it * num_blocks * BLOCK_ROWS * shape.num_qo_heads * (shape.head_dim + 1) * 4
+        return (1 << 20) + needs_it * num_blocks * BLOCK_ROWS * shape.num_qo_heads * (
+            shape.head_dim + 1
+        ) * 4
 
 
 def tile_rows(shape: HeadShape, kernel: str) -> int:
     """Rows of a block, of the kernel that does most of the work."""
-    return max(16, BLOCK_ROWS // shape.group_size) if kernel == "fa2" else FA3_BLOCK_ROWS[shape.head_dim]
+    return (
+        max(16, BLOCK_ROWS // shape.group_size)
+        if kernel == "fa2"
+        else FA3_BLOCK_ROWS[shape.head_dim]
+    )

@@ -1,8 +1,9 @@
 """Kernel variants for FlashInfer, in CUDA: a row sees the first `limits[row]` keys of its entry.
 
-FlashInfer compiles a module per dtype, head size and kernel variant at its first use. A kernel variant is a struct whose
-members the kernels call; FA2 and FA3 call different ones, so there are two. `limits` is [rows] int32, concatenated over all
-entries, as `qo_indptr` counts them. Knows nothing of layouts and launches.
+FlashInfer compiles a module per dtype, head size and kernel variant at its first use. A kernel
+variant is a struct whose members the kernels call; FA2 and FA3 call different ones, so there are
+two. `limits` is [rows] int32, concatenated over all entries, as `qo_indptr` counts them. Knows
+nothing of layouts and launches.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from sglang_chunkcache.attention.base import HeadShape
 Backend = Literal["fa2", "fa3"]
 
 VERSION = "0.6.18"
-"""The FlashInfer whose kernels were read: the structs below rely on more than its public interface."""
+"""The FlashInfer whose kernels were read:
+the structs below rely on more than its public interface."""
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 128)
@@ -28,9 +30,12 @@ MAX_GROUP_SIZE = 8
 
 VARIANT_NAME = "ChunkcacheLimits"
 
-# NOTE: the kernels read `qo_len`, `kv_len`, `window_left` and `sm_scale_log2` of the kernel variant; unset, they are garbage.
-# NOTE: LogitsMask is called on every tile only in custom-mask mode, which the caller forces; else inner tiles skip it.
-# NOTE: tiles are whole, so it is called for rows at or past qo_len too, whose limits are another entry's or past the buffer.
+# NOTE: the kernels read `qo_len`, `kv_len`, `window_left` and `sm_scale_log2` of the kernel
+# variant; unset, they are garbage.
+# NOTE: LogitsMask is called on every tile only in custom-mask mode, which the caller forces; else
+# inner tiles skip it.
+# NOTE: tiles are whole, so it is called for rows at or past qo_len too, whose limits are another
+# entry's or past the buffer.
 _FA2 = """
 struct ChunkcacheLimits : AttentionVariantBase {
   static constexpr bool use_softmax = true;
@@ -55,7 +60,8 @@ struct ChunkcacheLimits : AttentionVariantBase {
 """
 
 # NOTE: the main loop always passes batch 0; only the constructor gets the entry's first row.
-# NOTE: hidden is -math::inf, which is finite (-5e4, before scaling): a true infinity makes a tile without any key NaN.
+# NOTE: hidden is -math::inf, which is finite (-5e4, before scaling): a true infinity makes a tile
+# without any key NaN.
 _FA3 = """
 struct ChunkcacheLimits {
   float sm_scale_log2;
@@ -85,9 +91,11 @@ SOURCES: dict[Backend, str] = {"fa2": _FA2, "fa3": _FA3}
 
 
 def jit_args(shape: HeadShape, backend: Backend) -> tuple[Any, ...]:
-    """`jit_args` of a FlashInfer wrapper. Its `run` then takes, after the KV cache, `limits` and the scale."""
+    """`jit_args` of a FlashInfer wrapper.
+    Its `run` then takes, after the KV cache, `limits` and the scale."""
     source = SOURCES[backend]
-    # The name is the module's key in FlashInfer's cache on disk, so it includes a checksum of the source.
+    # The name is the module's key in FlashInfer's cache on disk, so it includes a checksum of the
+    # source.
     name = f"chunkcache_limits_{backend}_{DTYPES[shape.dtype]}_{shape.head_dim}_{zlib.crc32(source.encode()):08x}"
     dtypes = (shape.dtype, shape.dtype, shape.dtype, torch.int32)
     heads = (shape.head_dim, shape.head_dim)
@@ -96,20 +104,27 @@ def jit_args(shape: HeadShape, backend: Backend) -> tuple[Any, ...]:
 
 
 def unsupported(shape: HeadShape, *, page_size: int, device: torch.device) -> str | None:
-    """Why FlashInfer's kernels cannot be used, in a phrase for a log; None: no reason is known before they are tried."""
+    """Why FlashInfer's kernels cannot be used, in a phrase for a log;
+    None: no reason is known before they are tried."""
     if reason := unsupported_shape(shape, page_size=page_size):
         return reason
     if device.type != "cuda":
         return f"the kernels need CUDA, not {device.type}"
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
-        return f"the kernels need compute capability 8.0 or above, not {capability[0]}.{capability[1]}"
+        return (
+            f"the kernels need compute capability 8.0 or above, not {capability[0]}.{capability[1]}"
+        )
     if find_spec("flashinfer") is None:
         return "flashinfer is not installed"
     try:
         found = version("flashinfer-python")
     except PackageNotFoundError:
         return "flashinfer is installed without its version"
-    return None if found == VERSION else f"flashinfer is {found}, the kernels were written for {VERSION}"
+    return (
+        None
+        if found == VERSION
+        else f"flashinfer is {found}, the kernels were written for {VERSION}"
+    )
 
 
 def unsupported_shape(shape: HeadShape, *, page_size: int) -> str | None:
@@ -119,5 +134,8 @@ def unsupported_shape(shape: HeadShape, *, page_size: int) -> str | None:
     if shape.head_dim not in HEAD_DIMS:
         return f"head_dim {shape.head_dim}: {' and '.join(map(str, HEAD_DIMS))} are supported"
     if shape.num_qo_heads % shape.num_kv_heads or not 1 <= shape.group_size <= MAX_GROUP_SIZE:
-        return f"{shape.num_qo_heads} query heads for {shape.num_kv_heads} KV heads: 1 to {MAX_GROUP_SIZE} for each are supported"
+        return (
+            f"{shape.num_qo_heads} query heads for {shape.num_kv_heads} KV heads: 1 to"
+            f" {MAX_GROUP_SIZE} for each are supported"
+        )
     return f"page size {page_size}: 1 or more is supported" if page_size < 1 else None

@@ -1,6 +1,7 @@
 """Log-sum-exp of attention logits, as attention kernels compute it on the way: no weight is kept.
 
-The mass of a query on some of its keys is exp(lse of these - lse of all), so masses on parts of a prompt need one call each.
+The mass of a query on some of its keys is exp(lse of these - lse of all), so masses on parts of a
+prompt need one call each.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ MAX_FLASH_DIM = 256
 
 
 def log_sum_exp(queries: Tensor, keys: Tensor, *, scale: float, is_causal: bool = False) -> Tensor:
-    """log sum exp(scale * query . key) over the keys that a query sees. Queued on the current stream, no sync.
+    """log sum exp(scale * query . key) over the keys that a query sees. Queued on the current
+    stream, no sync.
 
-    By flash attention on the CPU, and on CUDA in half precision; elsewhere by `log_sum_exp_by_pieces`, which it equals within
-    the dtype's rounding.
+    By flash attention on the CPU, and on CUDA in half precision; elsewhere by
+    `log_sum_exp_by_pieces`, which it equals within the dtype's rounding.
 
     Args:
         queries: [n, num_heads, head_dim], rotated; only read.
-        keys: [m, num_kv_heads, head_dim], m at least 1, dtype and device of `queries`, rotated; only read. num_kv_heads
-            divides num_heads.
+        keys: [m, num_kv_heads, head_dim], m at least 1, dtype and device of `queries`, rotated;
+            only read. num_kv_heads divides num_heads.
         is_causal: query i sees keys 0 to i, and n is m; else every query sees every key.
     Returns:
         [num_heads, n] float32.
@@ -39,12 +41,16 @@ def log_sum_exp(queries: Tensor, keys: Tensor, *, scale: float, is_causal: bool 
             return log_sum_exp_by_pieces(queries, keys, scale=scale, is_causal=is_causal)
         flash = torch.ops.aten._scaled_dot_product_flash_attention
     query, key = _by_kv_head(queries, keys)
-    lse: Tensor = flash(query, key, key, 0.0, is_causal, scale=scale)[1]  # keys as values: the output is not read
+    # keys as values: the output is not read
+    lse: Tensor = flash(query, key, key, 0.0, is_causal, scale=scale)[1]
     return lse.flatten(0, 1)
 
 
-def log_sum_exp_by_pieces(queries: Tensor, keys: Tensor, *, scale: float, is_causal: bool = False) -> Tensor:
-    """As `log_sum_exp`, from logits in float32, `PIECE_BYTES` of them (but one query's at least) at a time."""
+def log_sum_exp_by_pieces(
+    queries: Tensor, keys: Tensor, *, scale: float, is_causal: bool = False
+) -> Tensor:
+    """As `log_sum_exp`, from logits in float32, `PIECE_BYTES` of them (but one query's at least) at
+    a time."""
     _check(queries, keys, is_causal)
     query, key = _by_kv_head(queries.float(), keys.float())
     rows = max(1, PIECE_BYTES // (4 * queries.shape[1] * len(keys)))
@@ -66,7 +72,8 @@ def _check(queries: Tensor, keys: Tensor, is_causal: bool) -> None:
 
 
 def _by_kv_head(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Both [num_kv_heads, query heads of each, n or m, head_dim]; keys are expanded without a copy."""
+    """Both [num_kv_heads, query heads of each, n or m, head_dim];
+    keys are expanded without a copy."""
     num_kv_heads = keys.shape[1]
     query = queries.reshape(len(queries), num_kv_heads, -1, queries.shape[2]).permute(1, 2, 0, 3)
     return query, keys.transpose(0, 1)[:, None].expand(-1, query.shape[1], -1, -1)

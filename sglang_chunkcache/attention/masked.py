@@ -1,7 +1,9 @@
-"""Attention of scattered tokens with torch alone: serves on the CPU, measures for selectors, replaces a kernel that fails.
+"""Attention of scattered tokens with torch alone: serves on the CPU, measures for selectors,
+replaces a kernel that fails.
 
-A private SGLang backend: passed through `ForwardContext` for one pass, registered nowhere. In each layer all fresh K/V is
-written before any token attends, since one sequence may read what another of the same pass writes.
+A private SGLang backend: passed through `ForwardContext` for one pass, registered nowhere. In each
+layer all fresh K/V is written before any token attends, since one sequence may read what another of
+the same pass writes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from sglang_chunkcache.attention.masked_layout import Block, PassLayout, SequenceLayout
 
 MASK_BYTES = 64 << 20
-"""Masks are kept from layer to layer up to this size, all together; a larger pass builds them in each layer."""
+"""Masks are kept from layer to layer up to this size, all together;
+a larger pass builds them in each layer."""
 
 WEIGHT_BYTES = 128 << 20
 """Largest piece of attention weights that is in memory at a time, for observers."""
@@ -34,8 +37,9 @@ class StopPass(Exception):
 class SequenceAttention:
     """Queries and keys of one sequence in one layer.
 
-    queries: [n, num_heads, head_dim]; keys: [m, num_kv_heads, head_dim], both model dtype, rotated, only to be read.
-    positions: [n], key_positions: [m] int64, ascending; a query sees the keys at or before its position.
+    queries: [n, num_heads, head_dim]; keys: [m, num_kv_heads, head_dim], both model dtype, rotated,
+    only to be read. positions: [n], key_positions: [m] int64, ascending; a query sees the keys at
+    or before its position.
     """
 
     queries: Tensor
@@ -47,8 +51,8 @@ class SequenceAttention:
     def weights(self) -> Iterator[tuple[int, int, Tensor]]:
         """Attention weights, softmax over all visible keys, piece by piece.
 
-        Yields `(start, end, weights)` for queries [start, end): [num_heads, end - start, m] float32, 0 where hidden. A
-        piece has at most `WEIGHT_BYTES` (but one query at least).
+        Yields `(start, end, weights)` for queries [start, end): [num_heads, end - start, m]
+        float32, 0 where hidden. A piece has at most `WEIGHT_BYTES` (but one query at least).
         """
         num_tokens, num_heads, head_dim = self.queries.shape
         num_keys, num_kv_heads, _ = self.keys.shape
@@ -56,7 +60,9 @@ class SequenceAttention:
         rows = max(1, WEIGHT_BYTES // (4 * num_heads * num_keys))
         for start in range(0, num_tokens, rows):
             end = min(start + rows, num_tokens)
-            queries = self.queries[start:end].float().reshape(end - start, num_kv_heads, -1, head_dim)
+            queries = (
+                self.queries[start:end].float().reshape(end - start, num_kv_heads, -1, head_dim)
+            )
             logits = (queries.permute(1, 2, 0, 3) @ keys).flatten(0, 1).mul_(self.scale)
             logits.masked_fill_(self.key_positions > self.positions[start:end, None], float("-inf"))
             yield start, end, logits.softmax(-1)
@@ -66,29 +72,41 @@ class Observer:
     """Reads what a pass computes. Both methods may raise `StopPass`."""
 
     def on_kv(self, layer_id: int, keys: Tensor, values: Tensor) -> None:
-        """Fresh K/V of the whole pass, [total, num_kv_heads, head_dim], before the layer writes or attends."""
+        """Fresh K/V of the whole pass, [total, num_kv_heads, head_dim],
+        before the layer writes or attends."""
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
         """Sequence number `sequence` of the pass is about to attend."""
 
 
 LayerWatch = Callable[[Any, Tensor], None]
-"""Called with SGLang's layer and the pass' queries, [total, num_heads, head_dim], one sequence after the other."""
+"""Called with SGLang's layer and the pass' queries, [total, num_heads, head_dim],
+one sequence after the other."""
 
 
 class MaskedAttention(AttentionBackend):  # type: ignore[misc]
-    """Runs one pass as laid out. Raises ValueError for a layer that is more than causal attention over the pool."""
+    """Runs one pass as laid out. Raises ValueError for a layer that is more than causal attention
+    over the pool."""
 
     def __init__(
-        self, runner: Any, layout: PassLayout, observer: Observer | None = None, watch: LayerWatch | None = None
+        self,
+        runner: Any,
+        layout: PassLayout,
+        observer: Observer | None = None,
+        watch: LayerWatch | None = None,
     ) -> None:
         super().__init__()
-        self.req_to_token_pool = runner.req_to_token_pool  # SGLang finds both pools through the backend
+        # SGLang finds both pools through the backend
+        self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._layout = layout
         self._observer, self._watch = observer, watch
-        num_entries = sum((b.end - b.start) * b.num_keys for s in layout.sequences for b in s.blocks if b.masked)
-        self._masks: dict[tuple[int, int], Tensor] | None = {} if 2 * num_entries <= MASK_BYTES else None
+        num_entries = sum(
+            (b.end - b.start) * b.num_keys for s in layout.sequences for b in s.blocks if b.masked
+        )
+        self._masks: dict[tuple[int, int], Tensor] | None = (
+            {} if 2 * num_entries <= MASK_BYTES else None
+        )
 
     def forward_extend(
         self,
@@ -114,10 +132,21 @@ class MaskedAttention(AttentionBackend):  # type: ignore[misc]
             seen_keys, seen_values = self._gather(layer.layer_id, sequence, keys, values)
             if self._observer is not None:
                 attention = SequenceAttention(
-                    queries[sequence.rows], seen_keys, sequence.positions, sequence.key_positions, layer.scaling
+                    queries[sequence.rows],
+                    seen_keys,
+                    sequence.positions,
+                    sequence.key_positions,
+                    layer.scaling,
                 )
                 self._observer.on_attention(layer.layer_id, index, attention)
-            self._attend(index, queries[sequence.rows], seen_keys, seen_values, layer.scaling, out[sequence.rows])
+            self._attend(
+                index,
+                queries[sequence.rows],
+                seen_keys,
+                seen_values,
+                layer.scaling,
+                out[sequence.rows],
+            )
         return out.flatten(1)
 
     def _write(self, layer: Any, keys: Tensor, values: Tensor) -> None:
@@ -128,7 +157,9 @@ class MaskedAttention(AttentionBackend):  # type: ignore[misc]
             keys, values = keys[rows], values[rows]
         self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(slots), keys, values)
 
-    def _gather(self, layer_id: int, sequence: SequenceLayout, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather(
+        self, layer_id: int, sequence: SequenceLayout, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """All K/V the sequence may see, [m, num_kv_heads, head_dim] each, in the model's dtype."""
         gathered = []
         for buffer, fresh in (
@@ -141,35 +172,50 @@ class MaskedAttention(AttentionBackend):  # type: ignore[misc]
             gathered.append(seen if sequence.key_order is None else seen[sequence.key_order])
         return gathered[0], gathered[1]
 
-    def _attend(self, index: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor) -> None:
+    def _attend(
+        self, index: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor
+    ) -> None:
         """One call per block of queries, over the keys that its last query sees."""
-        # Query heads that share a KV head form one dimension over which keys are expanded without a copy: on the CPU as
+        # Query heads that share a KV head form one dimension over which keys are expanded without a
+        # copy: on the CPU as
         # fast as `enable_gqa`, which not every CUDA kernel supports together with a mask.
         queries = queries.reshape(queries.shape[0], keys.shape[1], -1, queries.shape[2])
         group = queries.shape[2]
         for block in self._layout.sequences[index].blocks:
             query = queries[block.start : block.end].permute(1, 2, 0, 3)
             key, value = (
-                seen[: block.num_keys].transpose(0, 1)[:, None].expand(-1, group, -1, -1) for seen in (keys, values)
+                seen[: block.num_keys].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+                for seen in (keys, values)
             )
             mask = self._mask(index, block, queries.dtype) if block.masked else None
             attended = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
             out[block.start : block.end] = attended.flatten(0, 1).transpose(0, 1)
 
     def _mask(self, index: int, block: Block, dtype: torch.dtype) -> Tensor:
-        """[queries, keys] of 0 and -inf: on the CPU a tenth to a third faster than a mask of booleans."""
+        """[queries, keys] of 0 and -inf: on the CPU a tenth to a third faster than a mask of
+        booleans."""
         if self._masks is not None and (index, block.start) in self._masks:
             return self._masks[index, block.start]
         sequence = self._layout.sequences[index]
-        hidden = sequence.key_positions[: block.num_keys] > sequence.positions[block.start : block.end, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+        hidden = (
+            sequence.key_positions[: block.num_keys]
+            > sequence.positions[block.start : block.end, None]
+        )
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+            hidden, float("-inf")
+        )
         if self._masks is not None:
             self._masks[index, block.start] = mask
         return mask
 
 
 def checked_heads(
-    layer: Any, q: Tensor, k: Tensor | None, v: Tensor | None, save_kv_cache: bool, kwargs: dict[str, Any]
+    layer: Any,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    save_kv_cache: bool,
+    kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """SGLang's arguments of a backend, by heads: [total, num_heads, head_dim] each.
 
@@ -177,7 +223,9 @@ def checked_heads(
         ValueError: the layer is more than causal attention over the pool.
     """
     if k is None or v is None:
-        raise ValueError(f"layer {layer.layer_id}: the pass does not support K/V shared with another layer")
+        raise ValueError(
+            f"layer {layer.layer_id}: the pass does not support K/V shared with another layer"
+        )
     reasons = {
         "cross attention": layer.is_cross_attention,
         "attention that is not causal": layer.attn_type != AttentionType.DECODER,

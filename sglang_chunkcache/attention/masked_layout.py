@@ -24,7 +24,8 @@ BLOCK_ROWS = 1024
 
 
 class Block(NamedTuple):
-    """Queries [start, end) of a sequence; the last of them sees its first `num_keys` keys, `masked` if some see fewer."""
+    """Queries [start, end) of a sequence; the last of them sees its first `num_keys` keys,
+    `masked` if some see fewer."""
 
     start: int
     end: int
@@ -45,7 +46,8 @@ class SequenceLayout:
     own: bool
     """Fresh keys join those from the pool."""
     key_order: Tensor | None
-    """[m + n] int64: brings (pool keys, own keys) into ascending order; None where they are already."""
+    """[m + n] int64: brings (pool keys, own keys) into ascending order;
+    None where they are already."""
     key_positions: Tensor
     """[m] or [m + n] int64, ascending."""
     blocks: tuple[Block, ...]
@@ -66,7 +68,9 @@ class PassLayout:
     sequences: tuple[SequenceLayout, ...]
 
 
-def plan(sequences: Sequence[PassSequence], device: torch.device | str, *, block_rows: int = BLOCK_ROWS) -> PassLayout:
+def plan(
+    sequences: Sequence[PassSequence], device: torch.device | str, *, block_rows: int = BLOCK_ROWS
+) -> PassLayout:
     """Lay the sequences out one after the other. Raises ValueError where there are none."""
     if not sequences:
         raise ValueError("sequences: expected at least one, got none")
@@ -76,7 +80,9 @@ def plan(sequences: Sequence[PassSequence], device: torch.device | str, *, block
         layouts.append(_lay_out(sequence, slice(start, end), device, block_rows))
         start = end
     written = [
-        (s.out_slots, layout.rows) for s, layout in zip(sequences, layouts, strict=True) if s.out_slots is not None
+        (s.out_slots, layout.rows)
+        for s, layout in zip(sequences, layouts, strict=True)
+        if s.out_slots is not None
     ]
     slots = [upload(out_slots, device) for out_slots, _ in written]
     all_written = len(written) == len(sequences)
@@ -84,13 +90,17 @@ def plan(sequences: Sequence[PassSequence], device: torch.device | str, *, block
     return PassLayout(
         token_ids=torch.cat([upload(s.token_ids, device) for s in sequences]),
         positions=torch.cat([layout.positions for layout in layouts]),
-        out_rows=None if all_written else upload(torch.cat(rows or [torch.empty(0, dtype=torch.int64)]), device),
+        out_rows=None
+        if all_written
+        else upload(torch.cat(rows or [torch.empty(0, dtype=torch.int64)]), device),
         out_slots=torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64, device=device),
         sequences=tuple(layouts),
     )
 
 
-def _lay_out(sequence: PassSequence, rows: slice, device: torch.device | str, block_rows: int) -> SequenceLayout:
+def _lay_out(
+    sequence: PassSequence, rows: slice, device: torch.device | str, block_rows: int
+) -> SequenceLayout:
     request, order = sequence.request, None
     positions, key_positions = request.positions, request.key_positions()
     if sequence.sees_fresh:
@@ -102,7 +112,9 @@ def _lay_out(sequence: PassSequence, rows: slice, device: torch.device | str, bl
         visible = request.visible().tolist()
     blocks = [
         Block(start, end, visible[end - 1], visible[start] < visible[end - 1])
-        for start, end in ((i, min(i + block_rows, len(visible))) for i in range(0, len(visible), block_rows))
+        for start, end in (
+            (i, min(i + block_rows, len(visible))) for i in range(0, len(visible), block_rows)
+        )
     ]
     return SequenceLayout(
         rows=rows,

@@ -5,8 +5,9 @@
     launches                     causal          | limited: all keys up to the tile's last row's, each row its first ones
     or, in two parts             causal          | full: the keys before the tile, and limited: the rest; to be merged
 
-An entry of a launch is some rows of one request over a stretch of its pages. Computed on the host, over all requests at
-once, from what the queries see: reads no device tensor, knows no heads and no kernels.
+An entry of a launch is some rows of one request over a stretch of its pages. Computed on the host,
+over all requests at once, from what the queries see: reads no device tensor, knows no heads and no
+kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ MAX_INDICES = 1 << 24
 """Page indices of a pass: 64 MiB of int32."""
 
 WASTE = 0.02
-"""Share of the needed pairs that tiles may add by growing; larger tiles are fewer and repeat fewer page indices."""
+"""Share of the needed pairs that tiles may add by growing;
+larger tiles are fewer and repeat fewer page indices."""
 
 
 class Launch(NamedTuple):
@@ -61,21 +63,25 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class SparseLayout:
-    """A pass as launches. Each row is in "causal" or in "limited", those of `merged` also in "full"."""
+    """A pass as launches. Each row is in "causal" or in "limited",
+    those of `merged` also in "full"."""
 
     order: Tensor | None
-    """[n] int64: row i is token `order[i]` of the requests' queries; None: they stay in their order."""
+    """[n] int64: row i is token `order[i]` of the requests' queries;
+    None: they stay in their order."""
     num_rows: int
     launches: tuple[Launch, ...]
     merged: slice | None
-    """Rows whose result of "full" is to be merged into that of "limited"; None: no launch is "full"."""
+    """Rows whose result of "full" is to be merged into that of "limited";
+    None: no launch is "full"."""
     needed_pairs: int
     """Query-key pairs that count: the sum of what the queries see."""
     page_size: int
 
     def executed_pairs(self, tile_rows: int) -> int:
-        """Pairs computed by kernels that take `tile_rows` rows of an entry at a time, padding rows included. They stop at an
-        entry's last key; causal ones at the key that the tile's last row sees, or would see if it existed."""
+        """Pairs computed by kernels that take `tile_rows` rows of an entry at a time, padding rows
+        included. They stop at an entry's last key; causal ones at the key that the tile's last row
+        sees, or would see if it existed."""
         return sum(_executed_pairs(launch, self.page_size, tile_rows) for launch in self.launches)
 
     def num_indices(self) -> int:
@@ -108,20 +114,25 @@ def plan_sparse(
     two_part: bool = False,
     max_indices: int = MAX_INDICES,
 ) -> SparseLayout:
-    """Lay out a pass: the runs' rows first, then the tiles; in two parts, those tiles first that are in "limited" only.
+    """Lay out a pass: the runs' rows first, then the tiles; in two parts, those tiles first that
+    are in "limited" only.
 
     Args:
-        tile_rows: Rows that the kernels take at a time, and the least that a run needs for an entry of its own.
+        tile_rows: Rows that the kernels take at a time, and the least that a run needs for an entry
+            of its own.
         two_part: Keys that are visible to a whole tile go to a launch without limits.
-        max_indices: Tiles grow until the launches have no more page indices than that, at most to all of a request's rows.
-            Where runs take more than half of it, tiles still get half: grown tiles would walk keys without need.
+        max_indices: Tiles grow until the launches have no more page indices than that, at most to
+            all of a request's rows. Where runs take more than half of it, tiles still get half:
+            grown tiles would walk keys without need.
     Raises:
         ValueError: a request's pages are not what its keys fill; a query sees no key.
     """
     for request in requests:
         request.check_pages(page_size)
     counts = np.array([request.positions.numel() for request in requests], dtype=np.int64)
-    visible = np.concatenate([np.empty(0, np.int64), *(request.visible().numpy() for request in requests)])
+    visible = np.concatenate(
+        [np.empty(0, np.int64), *(request.visible().numpy() for request in requests)]
+    )
     runs = _find_runs(visible, counts, tile_rows)
     run_rows = runs.rows()
     rows = np.delete(np.arange(len(visible)), run_rows)
@@ -148,10 +159,12 @@ def plan_sparse(
 
 
 def page_indices(launch: Launch, pages: Tensor, page_starts: Tensor) -> Tensor:
-    """Pages that the launch reads, entry by entry; queued on the current stream, no synchronisation.
+    """Pages that the launch reads, entry by entry; queued on the current stream, no
+    synchronisation.
 
     Args:
-        pages: [sum of the requests' pages] int64 or int32, any device: all `kv_pages`, concatenated.
+        pages: [sum of the requests' pages] int64 or int32, any device: all `kv_pages`,
+            concatenated.
         page_starts: [requests] int64, CPU: where each request's pages begin there.
     Returns:
         [kv_indptr[-1]] int32, on the device of `pages`.
@@ -165,9 +178,11 @@ def page_indices(launch: Launch, pages: Tensor, page_starts: Tensor) -> Tensor:
 
 
 def _find_runs(visible: Ints, counts: Ints, tile_rows: int) -> Pieces:
-    """Stretches of at least `tile_rows` rows, each of which sees one key more than the one before it.
+    """Stretches of at least `tile_rows` rows, each of which sees one key more than the one before
+    it.
 
-    Rows beyond whole tiles join the scattered ones, from the run's start, where that saves tiles of the request.
+    Rows beyond whole tiles join the scattered ones, from the run's start, where that saves tiles of
+    the request.
     """
     ends = np.cumsum(counts)
     begins = np.diff(visible, prepend=-1) != 1
@@ -185,7 +200,9 @@ def _find_runs(visible: Ints, counts: Ints, tile_rows: int) -> Pieces:
     return Pieces(request, start + beyond, size - beyond)
 
 
-def _cut_tiles(visible: Ints, counts: Ints, tile_rows: int, page_size: int, max_indices: int) -> Pieces:
+def _cut_tiles(
+    visible: Ints, counts: Ints, tile_rows: int, page_size: int, max_indices: int
+) -> Pieces:
     """Tiles of scattered rows, doubled while that costs little or the page indices are too many."""
     tiles, needed = _tiles_of(tile_rows, counts), int(visible.sum())
     while tile_rows < counts.max(initial=0):
@@ -200,7 +217,8 @@ def _cut_tiles(visible: Ints, counts: Ints, tile_rows: int, page_size: int, max_
 
 
 def _tiles_of(tile_rows: int, counts: Ints) -> Pieces:
-    """Each request's rows in tiles, the first of which takes the remainder: its rows see the fewest keys."""
+    """Each request's rows in tiles, the first of which takes the remainder:
+    its rows see the fewest keys."""
     num_tiles, ends = _ceil_div(counts, tile_rows), np.cumsum(counts)
     request = np.repeat(np.arange(len(counts)), num_tiles)
     tiles_after = np.repeat(np.cumsum(num_tiles), num_tiles) - np.arange(len(request)) - 1
@@ -209,7 +227,9 @@ def _tiles_of(tile_rows: int, counts: Ints) -> Pieces:
     return Pieces(request, start, end - start)
 
 
-def _launches(runs: Pieces, tiles: Pieces, cuts: Ints, visible: Ints, page_size: int) -> tuple[Launch, ...]:
+def _launches(
+    runs: Pieces, tiles: Pieces, cuts: Ints, visible: Ints, page_size: int
+) -> tuple[Launch, ...]:
     """The launches that have entries.
 
     Args:
@@ -224,7 +244,9 @@ def _launches(runs: Pieces, tiles: Pieces, cuts: Ints, visible: Ints, page_size:
     first_whole = len(visible) - int(whole.size.sum())
     launches = (
         _launch("causal", 0, runs, np.zeros_like(run_keys), run_keys, page_size),
-        _launch("full", first_whole, whole, np.zeros_like(whole.size), cut_keys[cuts > 0], page_size),
+        _launch(
+            "full", first_whole, whole, np.zeros_like(whole.size), cut_keys[cuts > 0], page_size
+        ),
         _launch("limited", num_run_rows, tiles, cuts, tile_keys - cut_keys, page_size, limits),
     )
     return tuple(launch for launch in launches if len(launch.request))
@@ -254,10 +276,13 @@ def _launch(
 
 def _executed_pairs(launch: Launch, page_size: int, tile_rows: int) -> int:
     num_rows = launch.qo_indptr.diff().numpy().astype(np.int64)
-    num_keys = (launch.kv_indptr.diff().numpy().astype(np.int64) - 1) * page_size + launch.last_page_len.numpy()
+    num_keys = (
+        launch.kv_indptr.diff().numpy().astype(np.int64) - 1
+    ) * page_size + launch.last_page_len.numpy()
     tiles = _tiles_of(tile_rows, num_rows)
     walked = num_keys[tiles.request]
-    if launch.kind == "causal":  # a kernel cuts from the entry's first row on: the remainder is in the last tile
+    # a kernel cuts from the entry's first row on: the remainder is in the last tile
+    if launch.kind == "causal":
         number = np.arange(len(walked)) - np.searchsorted(tiles.request, tiles.request)
         walked = np.minimum(walked, walked - num_rows[tiles.request] + (number + 1) * tile_rows)
     return tile_rows * int(walked.sum())
@@ -267,7 +292,9 @@ def _ceil_div(dividend: Ints, divisor: int) -> Ints:
     return -(-dividend // divisor)
 
 
-def _sum_by_request(values: Ints | NDArray[np.bool_], request: NDArray[np.intp], num_requests: int) -> Ints:
+def _sum_by_request(
+    values: Ints | NDArray[np.bool_], request: NDArray[np.intp], num_requests: int
+) -> Ints:
     return np.bincount(request, weights=values, minlength=num_requests).astype(np.int64)
 
 

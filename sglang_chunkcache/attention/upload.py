@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def upload(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on `device`; itself where it is there already. From the CPU to CUDA through pinned memory: a copy from
-    pageable memory waits until the stream has finished all earlier work."""
+    """The tensor on `device`; itself where it is there already. From the CPU to CUDA through pinned
+    memory: a copy from pageable memory waits until the stream has finished all earlier work."""
     device = torch.device(device)
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()

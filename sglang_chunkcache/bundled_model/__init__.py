@@ -1,6 +1,8 @@
-"""The model that comes with the project: weights and tokenizer of a small Llama, trained to answer about a generated world.
+"""The model that comes with the project: weights and tokenizer of a small Llama, trained to answer
+about a generated world.
 
-World, training and evaluation are in eval/world/. Importing this is light: no torch, no transformers.
+World, training and evaluation are in eval/world/. Importing this is light: no torch, no
+transformers.
 """
 
 from pathlib import Path

@@ -1,1 +1,2 @@
-"""The engine on a machine without a GPU: platform, attention, and the operators that torchvision lacks there."""
+"""The engine on a machine without a GPU:
+platform, attention, and the operators that torchvision lacks there."""

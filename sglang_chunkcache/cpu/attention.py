@@ -1,7 +1,9 @@
-"""SGLang's CPU attention without its padding: the backend `torch_native` on a machine without a GPU, with `--stock` too.
+"""SGLang's CPU attention without its padding: the backend `torch_native` on a machine without a
+GPU, with `--stock` too.
 
-SGLang's backend pads the queries of an extend to the whole sequence, so 40 new tokens after 6,000 cached ones cost a 6,000 by
-6,000 attention, nearly all of a CPU's time after a prefix hit. Here only the new tokens are queries:
+SGLang's backend pads the queries of an extend to the whole sequence, so 40 new tokens after 6,000
+cached ones cost a 6,000 by 6,000 attention, nearly all of a CPU's time after a prefix hit. Here
+only the new tokens are queries:
 
     keys      p p p p | n n n        prefix, new
     queries             n n n        each sees the prefix and the new tokens up to itself
@@ -26,7 +28,8 @@ def create(runner: Any) -> UnpaddedAttention:
 
 
 class UnpaddedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-    """Equal to its base to the last bit where nothing is cached; after a prefix equal within rounding, and faster."""
+    """Equal to its base to the last bit where nothing is cached;
+    after a prefix equal within rounding, and faster."""
 
     def _run_sdpa_forward_extend(
         self,
@@ -70,7 +73,9 @@ class UnpaddedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         lens = (req_pool_indices.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist())
         for row, prefix_len, extend_len in zip(*lens, strict=True):
             slots = req_to_token[row, : prefix_len + extend_len]
-            keys, values = (cache[slots].to(query.dtype).transpose(0, 1)[None] for cache in (k_cache, v_cache))
+            keys, values = (
+                cache[slots].to(query.dtype).transpose(0, 1)[None] for cache in (k_cache, v_cache)
+            )
             step = BLOCK_ROWS if prefix_len else max(1, extend_len)
             for first in range(0, extend_len, step):
                 last = min(first + step, extend_len)
@@ -80,7 +85,9 @@ class UnpaddedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
                     query[rows].transpose(0, 1)[None],
                     keys[:, :, :num_keys],
                     values[:, :, :num_keys],
-                    attn_mask=_mask(last - first, num_keys, query.dtype) if prefix_len and last - first > 1 else None,
+                    attn_mask=_mask(last - first, num_keys, query.dtype)
+                    if prefix_len and last - first > 1
+                    else None,
                     is_causal=not prefix_len,
                     scale=scaling,
                     enable_gqa=enable_gqa,

@@ -1,9 +1,9 @@
 """The real SGLang engine on a machine without a GPU and without `sgl_kernel`.
 
-SGLang finds `activate` by the entry point group `sglang.srt.platforms`; it declines wherever CUDA is available, so an
-installed package changes nothing on a GPU machine. The platform names torch's own attention, which `plugin.py` registers
-without SGLang's padding (attention.py), and SGLang's generic KV pool; scheduler, radix cache, HTTP
-server and everything else are SGLang's, unchanged.
+SGLang finds `activate` by the entry point group `sglang.srt.platforms`; it declines wherever CUDA
+is available, so an installed package changes nothing on a GPU machine. The platform names torch's
+own attention, which `plugin.py` registers without SGLang's padding (attention.py), and SGLang's
+generic KV pool; scheduler, radix cache, HTTP server and everything else are SGLang's, unchanged.
 """
 
 from __future__ import annotations
@@ -42,10 +42,17 @@ class CpuNativePlatform(CpuSRTPlatform):  # type: ignore[misc]
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
         class SlotAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
-            """SGLang passes a page size, which the slot allocator does not take (it is always 1 here)."""
+            """SGLang passes a page size, which the slot allocator does not take (it is always 1
+            here)."""
 
             def __init__(
-                self, size: int, page_size: int, dtype: Any, device: Any, kvcache: Any, need_sort: bool
+                self,
+                size: int,
+                page_size: int,
+                dtype: Any,
+                device: Any,
+                kvcache: Any,
+                need_sort: bool,
             ) -> None:
                 super().__init__(size, dtype, device, kvcache, need_sort)
 

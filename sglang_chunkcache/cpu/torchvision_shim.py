@@ -1,7 +1,7 @@
 """Lets a published torchvision be imported with torch's CPU build.
 
-The wheel registers CUDA kernels for two operators and fails where their schemas do not exist. It must run in every process
-before SGLang or transformers is imported, so it imports only torch.
+The wheel registers CUDA kernels for two operators and fails where their schemas do not exist. It
+must run in every process before SGLang or transformers is imported, so it imports only torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ _library: Any = None
 def define_torchvision_ops() -> None:
     """Define the two operators. Safe to call twice; does nothing with a CUDA build of torch."""
     global _library
-    if _library is not None or torch.version.cuda or importlib.util.find_spec("torchvision") is None:
+    if (
+        _library is not None
+        or torch.version.cuda
+        or importlib.util.find_spec("torchvision") is None
+    ):
         return
     _library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]  # kept: the definitions die with it
     _library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

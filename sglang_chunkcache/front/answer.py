@@ -34,7 +34,8 @@ def answer(rag: RagRequest) -> dict[str, Any]:
 
 
 def explained(planned: Planned, found: Explanation) -> dict[str, Any]:
-    """A plan, for people: what the front would send, and `found`, what the rank would do with it."""
+    """A plan, for people: what the front would send, and `found`,
+    what the rank would do with it."""
     labels = planned.labels
     unfound = missed(planned, found.exact + found.loaded + found.stored)
     return {
@@ -60,8 +61,13 @@ def explained(planned: Planned, found: Explanation) -> dict[str, Any]:
         "fused_hit": found.fused_hit,
         "estimated_ms": found.estimated_ms,
         "selected_by": found.selector,
-        "sources": [{**_shown(labels, source), "start": source.start, "end": source.end} for source in found.sources],
-        "fallbacks": tuple(dict.fromkeys((*planned.fallbacks, *found.fallbacks, *fallbacks(planned, unfound)))),
+        "sources": [
+            {**_shown(labels, source), "start": source.start, "end": source.end}
+            for source in found.sources
+        ],
+        "fallbacks": tuple(
+            dict.fromkeys((*planned.fallbacks, *found.fallbacks, *fallbacks(planned, unfound)))
+        ),
         "missed": _missed(planned, unfound),
     }
 
@@ -132,7 +138,8 @@ def _asked(planned: Planned) -> dict[str, Any] | None:
 
 
 def _taken(report: Report | None) -> float | None:
-    """The share of the tokens moved for this request that was recomputed. None: nothing was moved for it."""
+    """The share of the tokens moved for this request that was recomputed.
+    None: nothing was moved for it."""
     moved = report.relocated + report.recomputed - report.fused_hit if report else 0
     return round(report.recomputed / moved, 4) if report and moved else None
 

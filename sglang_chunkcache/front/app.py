@@ -21,17 +21,22 @@ _parts: Parts | None = None
 
 
 def install(config: ChunkCacheConfig) -> tuple[Misplaced, Guard | None]:
-    """Put our routes into SGLang's app, and what ends it in front of them. Returns what looks at the requests of
-    `generate_request`; the guard is None where a flag has switched it off."""
+    """Put our routes into SGLang's app, and what ends it in front of them. Returns what looks at
+    the requests of `generate_request`; the guard is None where a flag has switched it off."""
     global _parts
     _parts = parts = Parts(config)
     http_server.app.add_middleware(
-        Drain, parts.readiness, manager=lambda: parts.manager, lame_duck_s=config.lame_duck_s, limit_s=config.drain_s
+        Drain,
+        parts.readiness,
+        manager=lambda: parts.manager,
+        lame_duck_s=config.lame_duck_s,
+        limit_s=config.drain_s,
     )
     for method, path, handler in Routes(_parts).table():
         # Not include_router: it hides the endpoints from SGLang's auth levels.
         http_server.app.add_api_route(path, handler, methods=[method])
-    http_server.app.add_exception_handler(RequestError, refused)  # the guard's, where an endpoint does not catch it
+    # the guard's, where an endpoint does not catch it
+    http_server.app.add_exception_handler(RequestError, refused)
     return _parts.misplaced, _parts.guard if config.guard == "on" else None
 
 

@@ -1,12 +1,13 @@
-"""The audit: a share of the answers over moved KV is compared with an exact prefill of the same tokens.
+"""The audit: a share of the answers over moved KV is compared with an exact prefill of the same
+tokens.
 
     listen     the engine is asked for the answer's best tokens as well; what the client did not ask for is taken out again
     finished   KV was moved and the answer is complete: a check waits
     check      prompt and answer as one exact prefill, once nothing else waits at the rank; nothing of it stays in the tree
     compare    agreement and KL are counted by who chose, ratio and tenant, and tell `radix_ext.audit` what they decide
 
-One check at a time, the oldest first. One that could not be sent for MAX_WAIT_S is dropped. Every request that was drawn and not
-compared is counted by its reason.
+One check at a time, the oldest first. One that could not be sent for MAX_WAIT_S is dropped. Every
+request that was drawn and not compared is counted by its reason.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from sglang_chunkcache.front.request import RagRequest
 logger = logging.getLogger(__name__)
 
 ANSWER_BEST, EXACT_BEST = 5, 20
-"""Best tokens listed of each position: enough for KL at temperature 1, and below it for the rest (radix_ext/agreement.py)."""
+"""Best tokens listed of each position: enough for KL at temperature 1,
+and below it for the rest (radix_ext/agreement.py)."""
 MAX_POSITIONS = 256
-"""Of an answer; the others are not compared. Each takes a row of logits: 256 of a vocabulary of 150,000 take 150 MB."""
+"""Of an answer; the others are not compared.
+Each takes a row of logits: 256 of a vocabulary of 150,000 take 150 MB."""
 MAX_WAIT_S = 60.0
 MAX_WAITING = 64
 """Checks that wait. More are dropped: each holds its prompt and its answer."""
@@ -62,7 +65,8 @@ NEUTRAL = {
     "ebnf": None,
     "structural_tag": None,
 }
-"""Sampling parameters that change logits, and the values with which they do not. A prefill's logprobs know none of them."""
+"""Sampling parameters that change logits, and the values with which they do not.
+A prefill's logprobs know none of them."""
 
 
 class Skip(StrEnum):
@@ -124,15 +128,18 @@ class Prefills(Protocol):
         """Tokens that a prompt may have."""
 
     async def has_room(self, rank: int, num_tokens: int) -> bool:
-        """Whether nothing waits at the rank, and its pool can do without that many slots. Its mirror knows its epoch then."""
+        """Whether nothing waits at the rank, and its pool can do without that many slots.
+        Its mirror knows its epoch then."""
 
     async def prefill(self, check: Check, *, top: int) -> Mapping[str, Any]:
-        """SGLang's output for `check.input_ids`: exact, with logprobs from the prompt's last token on, inserted nowhere."""
+        """SGLang's output for `check.input_ids`:
+        exact, with logprobs from the prompt's last token on, inserted nowhere."""
 
 
 @dataclass(slots=True)
 class Listener:
-    """Takes an answer's best tokens out of SGLang's outputs, and leaves the client what it asked for."""
+    """Takes an answer's best tokens out of SGLang's outputs,
+    and leaves the client what it asked for."""
 
     asked_top: int | None
     """Best tokens that the client asked for. None: no logprobs at all."""
@@ -173,14 +180,18 @@ class Listener:
 class Auditor:
     """Of one front. `clock` is in seconds."""
 
-    def __init__(self, books: Bookkeeper, engine: Prefills, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, books: Bookkeeper, engine: Prefills, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._books, self._engine, self._clock = books, engine, clock
         self._waiting = deque[Check]()
         self._worker: asyncio.Task[None] | None = None
         self._tallies: dict[tuple[str, AskedRatio, str], Tally] = {}
         self._has_failed = False
 
-    def listen(self, rag: RagRequest, obj: Any, preferred: Mapping[str, Any] | None = None) -> Listener | None:
+    def listen(
+        self, rag: RagRequest, obj: Any, preferred: Mapping[str, Any] | None = None
+    ) -> Listener | None:
         """Prepare SGLang's request `obj` if `rag` was drawn. None: it is not audited.
 
         Args:
@@ -202,7 +213,8 @@ class Auditor:
         return None
 
     def finish(self, rag: RagRequest, listener: Listener) -> None:
-        """The request is over, or was given up. A complete answer over moved KV waits for its check."""
+        """The request is over, or was given up.
+        A complete answer over moved KV waits for its check."""
         if listener.is_over:
             return
         listener.is_over = True
@@ -230,7 +242,8 @@ class Auditor:
                     rows=listener.rows[:num_rows],
                     temperature=listener.temperature,
                     terms=terms,
-                    selected_by=(rag.report.selector if rag.report else None) or terms.whose.selector,
+                    selected_by=(rag.report.selector if rag.report else None)
+                    or terms.whose.selector,
                     ratio=round(ratio, 3) if isinstance(ratio, float) else ratio,
                     tenant=identity.tenant,
                     extra_key=identity.extra_key,
@@ -310,7 +323,9 @@ class Auditor:
     def _fail(self, error: Exception) -> None:
         self._skip(Skip.FAILED)
         if not self._has_failed:
-            logger.warning("chunk cache: an audit failed (further ones are counted)", exc_info=error)
+            logger.warning(
+                "chunk cache: an audit failed (further ones are counted)", exc_info=error
+            )
         self._has_failed = True
 
     def _conclude(self, check: Check, exact: Sequence[Row]) -> None:
@@ -318,7 +333,9 @@ class Auditor:
         assert self._books.audit is not None
         is_below = found.share < self._books.audit.target
         selector, ratio, tenant = self._count(check, found, is_below)
-        self._books.metrics.observe_audit(selector, ratio, tenant, found.share, found.kl, is_below=is_below)
+        self._books.metrics.observe_audit(
+            selector, ratio, tenant, found.share, found.kl, is_below=is_below
+        )
         self._books.audited(check.terms, found.share)
 
     def _count(self, check: Check, found: Agreement, is_below: bool) -> tuple[str, AskedRatio, str]:
@@ -338,10 +355,16 @@ def _unfit(params: Mapping[str, Any]) -> Skip | None:
 
 
 def _temperature(params: Mapping[str, Any]) -> float | None:
-    """Of the logprobs that SGLang tells of the answer. None: none that a prefill's can be compared with."""
+    """Of the logprobs that SGLang tells of the answer.
+    None: none that a prefill's can be compared with."""
     given, top_k = params.get("temperature"), params.get("top_k")
-    temperature = 1.0 if given is None or given < GREEDY or envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get() else float(given)
-    if temperature != 1 and top_k == 1:  # told at temperature 1 where all requests of the batch are greedy
+    temperature = (
+        1.0
+        if given is None or given < GREEDY or envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get()
+        else float(given)
+    )
+    # told at temperature 1 where all requests of the batch are greedy
+    if temperature != 1 and top_k == 1:
         return None
     return temperature if temperature <= 1 else None
 
@@ -352,7 +375,8 @@ def _cut(rows: Sequence[Any], length: int) -> list[Any]:
 
 
 def _exact_rows(output: Mapping[str, Any], num_rows: int) -> list[Row]:
-    """Of the answer's tokens: SGLang lists what was expected at each token from `logprob_start_len` on, nothing for the first."""
+    """Of the answer's tokens: SGLang lists what was expected at each token from `logprob_start_len`
+    on, nothing for the first."""
     meta = output["meta_info"]
     if (meta.get("finish_reason") or {}).get("type") not in ("stop", "length"):
         raise RuntimeError(f"the prefill ended with {meta.get('finish_reason')}")

@@ -63,12 +63,19 @@ class ReuseIn(BaseModel):
     quality: float | None = Field(default=None, ge=0, le=1, strict=True)
     alpha: float | None = Field(default=None, ge=0, le=MAX_ALPHA, strict=True)
     focus: Focus | None = None
-    depth: Annotated[int, Field(ge=1, le=MAX_LAYERS, strict=True)] | Literal["calibrated"] | None = None
-    layers: Annotated[int, Field(ge=1, le=MAX_LAYERS, strict=True)] | Literal["last", "calibrated"] | None = None
+    depth: (
+        Annotated[int, Field(ge=1, le=MAX_LAYERS, strict=True)] | Literal["calibrated"] | None
+    ) = None
+    layers: (
+        Annotated[int, Field(ge=1, le=MAX_LAYERS, strict=True)]
+        | Literal["last", "calibrated"]
+        | None
+    ) = None
     move: Literal["pays", "always"] | None = None
 
     def to_request(self, config: ChunkCacheConfig) -> FusionRequest | None:
-        """None for exact reuse. Raises RequestError where the server does not move KV, or has no such selector."""
+        """None for exact reuse. Raises RequestError where the server does not move KV,
+        or has no such selector."""
         needs_of(config, self.selector)
         if self.mode == "exact":
             return None
@@ -121,7 +128,8 @@ class RagFields(ReuseFields):
     """What a RAG chat request has besides OpenAI's fields."""
 
     chunks: list[ChunkIn] | None = None
-    """Of the last user message. None: not said, so a question that the conversation knows has the chunks that it had."""
+    """Of the last user message. None: not said, so a question that the conversation knows has the
+    chunks that it had."""
     retrieve: Annotated[RetrieveIn | None, BeforeValidator(_true_or_object)] = None
     conversation_id: Name | None = None
     history: Literal["required"] | None = None
@@ -182,7 +190,8 @@ class PreprocessIn(BaseModel):
 
 
 class CalibrationExample(BaseModel):
-    """A question and the chunks that answer it; further fields, as `check --calibrate` reads them, are ignored."""
+    """A question and the chunks that answer it;
+    further fields, as `check --calibrate` reads them, are ignored."""
 
     question: str = Field(min_length=1)
     chunks: list[Annotated[str, Field(min_length=1)]] = Field(min_length=2, max_length=64)

@@ -89,8 +89,8 @@ class Bookkeeper:
         self.forget()
 
     def forget(self) -> None:
-        """Forget which chunks were asked for, where they were cached, and what conversations were like. The cache stays, and the
-        tree that mirrors it."""
+        """Forget which chunks were asked for, where they were cached, and what conversations were
+        like. The cache stays, and the tree that mirrors it."""
         self.tables = TenantTables(
             window=self._config.window_requests,
             max_tenants=self._config.max_tenants,
@@ -104,8 +104,8 @@ class Bookkeeper:
         )
 
     def conversation(self, key: ConversationKey, told: Told, *, start: int) -> Conversation:
-        """What is in store of a conversation: up to message `start` as far as `told_hashes` agree, and what its questions up to
-        that message have shown."""
+        """What is in store of a conversation: up to message `start` as far as `told_hashes` agree,
+        and what its questions up to that message have shown."""
         now = self._clock()
         names = [(i, name) for i, names in told.questions.items() if i <= start for name in names]
         turns = self.conversations.found(key, [name for _, name in names], now)
@@ -135,7 +135,8 @@ class Bookkeeper:
             yield rag
 
     def told(self, planned: Planned, *, is_counted: bool = True) -> RequestSpans:
-        """What the scheduler is told of a request. Counts nothing. `is_counted`: its chunks have been; else as if they had."""
+        """What the scheduler is told of a request. Counts nothing.
+        `is_counted`: its chunks have been; else as if they had."""
         fusion, is_preprocessing = planned.fusion, planned.draft.is_preprocessing
         table = self.tables.of(planned.draft.identity.tenant)
         often = spans_to_keep(self._config, table, planned.spans)
@@ -157,8 +158,11 @@ class Bookkeeper:
         """`told` as the scheduler believes it."""
         return pack(told, secret=self._config.secret)
 
-    def observe(self, rag: RagRequest, output: dict[str, Any], *, index: int = 0, incremental: bool) -> None:
-        """Take what is ours out of one output of SGLang's, and learn from it. `index`: which of the n answers it is of."""
+    def observe(
+        self, rag: RagRequest, output: dict[str, Any], *, index: int = 0, incremental: bool
+    ) -> None:
+        """Take what is ours out of one output of SGLang's, and learn from it.
+        `index`: which of the n answers it is of."""
         meta = output["meta_info"]
         entry = meta.pop(ANSWER_KEY, None)
         if rag.served_by is None:
@@ -178,13 +182,16 @@ class Bookkeeper:
                 rag.is_cut = isinstance(meta["finish_reason"].get("matched"), str)
 
     def closed(self, rag: RagRequest, content: str | None) -> Turn | None:
-        """The turn of a complete answer, None where it is none of a conversation's. `content` is the message the client got, None
-        where it is not plain text. Reads the request alone; a thread does it, since a long answer may be tokenised again."""
+        """The turn of a complete answer, None where it is none of a conversation's. `content` is
+        the message the client got, None where it is not plain text. Reads the request alone; a
+        thread does it, since a long answer may be tokenised again."""
         planned, turn = rag.planned, rag.planned.draft.turn
         if turn is None or content is None or rag.is_cut or not rag.is_complete:
             return None
         tag = planned.fusion.recipe if planned.fusion and planned.spans else ""
-        return turn.closed(planned.input_ids, planned.spans, rag.output_ids, content=content, tag=tag)
+        return turn.closed(
+            planned.input_ids, planned.spans, rag.output_ids, content=content, tag=tag
+        )
 
     def finish(self, rag: RagRequest, closed: Turn | None) -> None:
         """The answer is complete: what `closed` has made of it is the conversation's."""
@@ -193,7 +200,9 @@ class Bookkeeper:
             assert turn is not None
             start = sum(each.num_tokens for each in turn.history)
             closed = replace(closed, home=self._home(rag, start))
-            self.conversations.finish(turn.key, turn.told.hashes[0], turn.history, closed, self._clock())
+            self.conversations.finish(
+                turn.key, turn.told.hashes[0], turn.history, closed, self._clock()
+            )
 
     def audited(self, terms: Terms, agreement: float) -> None:
         """An answer was compared with an exact prefill."""
@@ -215,20 +224,28 @@ class Bookkeeper:
                 "unknown_notices": tree.num_unknown_notices,
             },
             "tables": {"tenants": len(self.tables), "entries": self.tables.num_entries},
-            "conversations": {"count": len(self.conversations), "tokens": self.conversations.num_tokens},
+            "conversations": {
+                "count": len(self.conversations),
+                "tokens": self.conversations.num_tokens,
+            },
             "prompt_tokens_in_flight": list(self.router.in_flight),
             "hit_rates": self._hit_rates(),
             "reasons": self.metrics.shares("chunks_by_reason", "tokens_by_reason"),
-            "order_us_mean": round(1e6 * self.metrics.order_seconds / orders, 1) if orders else None,
+            "order_us_mean": round(1e6 * self.metrics.order_seconds / orders, 1)
+            if orders
+            else None,
             "reuse": self._config.reuse,
-            "reuse_seconds": {phase: round(total, 6) for phase, total in self.metrics.phase_seconds.items()},
+            "reuse_seconds": {
+                phase: round(total, 6) for phase, total in self.metrics.phase_seconds.items()
+            },
             **self.metrics.totals(),
         }
 
     # Private, in order of use
 
     def _hit_rates(self) -> dict[str, float | None]:
-        """Shares since the start: prompt tokens found cached, chunks found cached of those retrieved, None before any."""
+        """Shares since the start: prompt tokens found cached, chunks found cached of those
+        retrieved, None before any."""
         totals = self.metrics.totals()
         tokens, chunks = totals["prompt_tokens"], totals["chunks"]
         num_tokens, num_chunks = sum(tokens.values()), chunks.get("retrieved", 0)
@@ -254,14 +271,16 @@ class Bookkeeper:
             self.metrics.count("chunks", kind, amount)
 
     def _keep_turn(self, planned: Planned, home: Home | None = None) -> None:
-        """Its chunks, however it ends: the next turn may come before the end of this one. A whole answer stores more."""
+        """Its chunks, however it ends: the next turn may come before the end of this one.
+        A whole answer stores more."""
         turn = planned.draft.turn
         if turn is not None:
             kept = replace(turn.kept(planned.input_ids, planned.spans), home=home)
             self.conversations.keep(turn.key, kept, self._clock())
 
     def _home(self, rag: RagRequest, start: int) -> Home | None:
-        """Who has the turn's KV. None: nobody keeps it, or no rank has said that it read the request."""
+        """Who has the turn's KV. None: nobody keeps it, or no rank has said that it read the
+        request."""
         if rag.decoded is None:
             return None
         return Home(rag.served_by or 0, rag.decoded.events.epoch, start)
@@ -273,11 +292,15 @@ class Bookkeeper:
         assert self.audit is not None
         self.metrics.show_audit(self.audit)  # a pause ends without an answer
         tenant, selector, ratio = change.whose
-        level = logging.ERROR if change.after is AuditState.PAUSED and tenant is None else logging.WARNING
+        level = (
+            logging.ERROR
+            if change.after is AuditState.PAUSED and tenant is None
+            else logging.WARNING
+        )
         logger.log(
             level,
-            "chunk cache: selector %s at ratio %s (%s) is %s (was %s): of %d audited answers %d agree with an exact prefill at "
-            "less than %g of their tokens; %s",
+            "chunk cache: selector %s at ratio %s (%s) is %s (was %s): of %d audited answers %d"
+            " agree with an exact prefill at less than %g of their tokens; %s",
             selector,
             ratio,
             "the server's terms" if tenant is None else f"terms of tenant {tenant}",
@@ -294,7 +317,8 @@ class Bookkeeper:
         self.metrics.count("requests", "refused" if rag.is_refused else outcome)
 
     def _read(self, rag: RagRequest, text: str | None) -> Answer | None:
-        """The rank's encoded answer, its events applied. None: it sent none, or one that cannot be read."""
+        """The rank's encoded answer, its events applied.
+        None: it sent none, or one that cannot be read."""
         if text is None:
             return None
         if text != rag.heard:
@@ -302,20 +326,27 @@ class Bookkeeper:
             try:
                 rag.decoded = decode(text, Answer)
             except ValueError as error:
-                logger.warning("chunk cache: the answer of rank %s cannot be read: %s", rag.served_by, error)
+                logger.warning(
+                    "chunk cache: the answer of rank %s cannot be read: %s", rag.served_by, error
+                )
             else:
                 mirror = self.mirrors[rag.served_by or 0]
                 mirror.apply(rag.decoded.events)
                 mirror.host_worth = rag.decoded.host_worth
         return rag.decoded
 
-    def _book_answer(self, rag: RagRequest, answer: Answer | None, meta: dict[str, Any], *, was_heard: bool) -> None:
+    def _book_answer(
+        self, rag: RagRequest, answer: Answer | None, meta: dict[str, Any], *, was_heard: bool
+    ) -> None:
         """At the first token. Without a token SGLang drops the rank's answer, which is no fault."""
         turn = rag.planned.draft.turn
-        if turn is not None and (home := self._home(rag, sum(each.num_tokens for each in turn.history))):
+        if turn is not None and (
+            home := self._home(rag, sum(each.num_tokens for each in turn.history))
+        ):
             self._keep_turn(rag.planned, home)
         fusion, has_tokens = rag.planned.fusion, meta.get("completion_tokens", 0) > 0
-        is_plain = has_tokens and not was_heard  # the rank could not read our spans; its log says why
+        # the rank could not read our spans; its log says why
+        is_plain = has_tokens and not was_heard
         rag.report = answer.report if answer and fusion else None
         is_unread = is_plain or (has_tokens and answer is None and fusion is None)
         if is_unread:
@@ -366,7 +397,9 @@ class Bookkeeper:
             if reason not in rag.fallbacks:
                 self._fall_back(rag, reason)
         if found is not None:
-            for name, counted in zip(("chunks_by_reason", "tokens_by_reason"), counts(rag.planned, found), strict=True):
+            for name, counted in zip(
+                ("chunks_by_reason", "tokens_by_reason"), counts(rag.planned, found), strict=True
+            ):
                 for label, amount in counted.items():
                     self.metrics.count(name, label, amount)
 

@@ -1,4 +1,5 @@
-"""`/chunkcache/calibrate`: prompts for every rank to find out where the model keeps the evidence that selectors read."""
+"""`/chunkcache/calibrate`: prompts for every rank to find out where the model keeps the evidence
+that selectors read."""
 
 from __future__ import annotations
 
@@ -22,13 +23,16 @@ async def calibrate(parts: Parts, body: CalibrateIn) -> dict[str, Any]:
         RequestError: a rank refuses, with the reason.
     """
     examples = body.examples or [
-        CalibrationExample.model_validate(json.loads(line)) for line in CANNED.read_text(encoding="utf-8").splitlines()
+        CalibrationExample.model_validate(json.loads(line))
+        for line in CANNED.read_text(encoding="utf-8").splitlines()
     ]
     prompts = await asyncio.to_thread(lambda: [_prompt(parts, example) for example in examples])
     return {"ranks": await parts.engine.calibrate(prompts)}
 
 
 def _prompt(parts: Parts, example: CalibrationExample) -> CalibrationPrompt:
-    pieces = parts.assembler.turn([{"role": "user", "content": example.question}], num_agreed=0, has_chunks=True)
+    pieces = parts.assembler.turn(
+        [{"role": "user", "content": example.question}], num_agreed=0, has_chunks=True
+    )
     chunks = [list(parts.assembler.chunk(text, "").token_ids) for text in example.chunks]
     return CalibrationPrompt([*pieces.lead, *pieces.intro], chunks, list(pieces.outro))

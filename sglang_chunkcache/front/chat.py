@@ -1,7 +1,8 @@
-"""SGLang's own OpenAI chat serving with a RAG request on top: parsing, streaming, tools and errors stay SGLang's.
+"""SGLang's own OpenAI chat serving with a RAG request on top: parsing, streaming, tools and errors
+stay SGLang's.
 
-`serve` hands the planned request over with the HTTP request. `Engine` picks it up where SGLang asks for outputs, and the
-overridden methods do where SGLang writes the answer.
+`serve` hands the planned request over with the HTTP request. `Engine` picks it up where SGLang asks
+for outputs, and the overridden methods do where SGLang writes the answer.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
         self._books = books
 
     def check(self, request: ChatCompletionRequest) -> None:
-        """What SGLang checks before it renders, before we render: a template of the client's above all.
+        """What SGLang checks before it renders, before we render: a template of the client's above
+        all.
 
         Raises:
             RequestError: names the field.
@@ -84,20 +86,32 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
         return {**params, "stop": request.stop}
 
     def template_kwargs(self, request: ChatCompletionRequest) -> dict[str, Any] | None:
-        """What the chat template gets besides the messages: the server's defaults, then the request's own, as in SGLang."""
-        kwargs = {**(self.default_chat_template_kwargs or {}), **(request.chat_template_kwargs or {})}
+        """What the chat template gets besides the messages:
+        the server's defaults, then the request's own, as in SGLang."""
+        kwargs = {
+            **(self.default_chat_template_kwargs or {}),
+            **(request.chat_template_kwargs or {}),
+        }
         if request.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", request.reasoning_effort)
         return kwargs or None
 
-    async def serve(self, request: ChatCompletionRequest, planned: Planned, raw_request: Request) -> Any:
+    async def serve(
+        self, request: ChatCompletionRequest, planned: Planned, raw_request: Request
+    ) -> Any:
         """SGLang's response, with the `chunkcache` object in its answer."""
         rag = RagRequest(planned)
         hand_over(raw_request, rag)
         request.input_ids = planned.input_ids
         response = await self.handle_request(request, raw_request)
-        if isinstance(response, ORJSONResponse) and response.status_code >= 400 and not rag.has_begun:
-            self._books.metrics.count("requests", "refused" if response.status_code < 500 else "aborted")
+        if (
+            isinstance(response, ORJSONResponse)
+            and response.status_code >= 400
+            and not rag.has_begun
+        ):
+            self._books.metrics.count(
+                "requests", "refused" if response.status_code < 500 else "aborted"
+            )
         return response
 
     def extract_routed_dp_rank_from_header(
@@ -106,8 +120,12 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
         """The planner has chosen the rank; a client's header does not overrule it."""
         return body_routed_dp_rank
 
-    async def _handle_non_streaming_request(self, adapted_request: Any, request: Any, raw_request: Request) -> Any:
-        response = await super()._handle_non_streaming_request(adapted_request, request, raw_request)
+    async def _handle_non_streaming_request(
+        self, adapted_request: Any, request: Any, raw_request: Request
+    ) -> Any:
+        response = await super()._handle_non_streaming_request(
+            adapted_request, request, raw_request
+        )
         if isinstance(response, ORJSONResponse):  # an error
             return response
         rag = _of(raw_request)
@@ -120,12 +138,14 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
     async def _generate_chat_stream(
         self, adapted_request: Any, request: Any, raw_request: Request
     ) -> AsyncGenerator[str, None]:
-        """SGLang's events. Those from the first `finish_reason` on come without a pause: they are held until the last of them
-        that has choices is known. It takes the `chunkcache` object."""
+        """SGLang's events. Those from the first `finish_reason` on come without a pause: they are
+        held until the last of them that has choices is known. It takes the `chunkcache` object."""
         rag = _of(raw_request)
         content, plain = "", True
         held = list[tuple[str, dict[str, Any]]]()
-        async with aclosing(super()._generate_chat_stream(adapted_request, request, raw_request)) as events:
+        async with aclosing(
+            super()._generate_chat_stream(adapted_request, request, raw_request)
+        ) as events:
             async for event in events:
                 chunk = _chunk(event)
                 delta = _delta(chunk)
@@ -137,7 +157,9 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
                     await self._finish(rag, content if plain else None)
                     for ending in _ended(held, answer(rag)):
                         yield ending
-                elif held or any(choice.get("finish_reason") for choice in chunk.get("choices", ())):
+                elif held or any(
+                    choice.get("finish_reason") for choice in chunk.get("choices", ())
+                ):
                     held.append((event, chunk))
                     continue
                 yield event
@@ -173,11 +195,15 @@ def _ended(held: list[tuple[str, dict[str, Any]]], chunkcache: dict[str, Any]) -
 
 
 def _report_cached(body: dict[str, Any], rag: RagRequest) -> bool:
-    """Say in the `usage` of an answer or a chunk what was found cached; whether that was possible."""
+    """Say in the `usage` of an answer or a chunk what was found cached;
+    whether that was possible."""
     usage, num_cached = body.get("usage"), rag.num_cached
     if not usage or num_cached is None:
         return False
-    usage["prompt_tokens_details"] = {**(usage.get("prompt_tokens_details") or {}), "cached_tokens": num_cached}
+    usage["prompt_tokens_details"] = {
+        **(usage.get("prompt_tokens_details") or {}),
+        "cached_tokens": num_cached,
+    }
     return True
 
 

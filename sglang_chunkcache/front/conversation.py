@@ -1,7 +1,7 @@
 """What of a conversation goes into a turn's prompt, and which chunks it has shown already.
 
-    turns in store, their own ids | turns rendered from the request, each with its chunks | the question's turn
-    the oldest leave where not everything fits, and their chunks with them
+    turns in store, their own ids | turns rendered from the request, each with its chunks | the
+    question's turn the oldest leave where not everything fits, and their chunks with them
 
 Counts tokens, tokenises what is new, and decides; `radix_ext.ConversationMap` keeps the turns.
 """
@@ -43,7 +43,8 @@ from sglang_chunkcache.front.prompt import (
 from sglang_chunkcache.front.tokenizer import RequestEncoder
 
 Later = Callable[[Sequence[int], str], Sequence[int]]
-"""From an answer's ids and its text to the ids of all behind the turn's last chunk, as later turns show it."""
+"""From an answer's ids and its text to the ids of all behind the turn's last chunk,
+as later turns show it."""
 
 
 _PROBE = "\ue000reasoning\ue001"
@@ -52,9 +53,9 @@ _PROBE = "\ue000reasoning\ue001"
 
 @dataclass(frozen=True, slots=True)
 class PromptContext:
-    """What shapes a chat prompt besides its messages. `reserve` tokens stay free for the answer; `may_shorten` says whether
-    old turns may be left out, which only a conversation has asked for; `encode` is the request's.
-    `prefill` begins the answer."""
+    """What shapes a chat prompt besides its messages. `reserve` tokens stay free for the answer;
+    `may_shorten` says whether old turns may be left out, which only a conversation has asked for;
+    `encode` is the request's. `prefill` begins the answer."""
 
     tools: Sequence[Mapping[str, Any]] | None
     template_kwargs: Mapping[str, Any] | None
@@ -70,10 +71,11 @@ class Told(NamedTuple):
     num_opening: int
     """System messages in front."""
     hashes: tuple[str, ...]
-    """Of all in front of the first question, and then after each message: equal hashes, equal histories."""
+    """Of all in front of the first question, and then after each message:
+    equal hashes, equal histories."""
     questions: Mapping[int, tuple[str, ...]]
-    """By user message hashes of less than that: of the user's messages so far; if it was answered, of all messages up to its
-    answer, whatever stands in front of the first."""
+    """By user message hashes of less than that: of the user's messages so far; if it was answered,
+    of all messages up to its answer, whatever stands in front of the first."""
     said: str
     """The latter of all messages."""
 
@@ -99,17 +101,19 @@ class Conversation(NamedTuple):
     turns: tuple[Turn, ...]
     """Those in store that the messages agree with."""
     asked: Mapping[int, Turn]
-    """By user message, a turn in store that tells what was shown with it: with the same answers if there is one, else with the
-    same questions."""
+    """By user message, a turn in store that tells what was shown with it: with the same answers if
+    there is one, else with the same questions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What stands before the question: turns in store, then the chunks of later user messages, shown ones included."""
+    """What stands before the question: turns in store, then the chunks of later user messages,
+    shown ones included."""
 
     turns: tuple[Turn, ...] = ()
     chunks: Mapping[int, tuple[TokenizedChunk, ...]] | None = None
-    """By message, none for those without. None: later messages are text alone, and part of the question's turn."""
+    """By message, none for those without.
+    None: later messages are text alone, and part of the question's turn."""
     told: Told | None = None
     """None: no conversation, so nothing will be stored."""
     asked: Mapping[int, Turn] = field(default_factory=dict)
@@ -142,7 +146,8 @@ class Fitted(NamedTuple):
     num_reused: int
     """Of `turns`: those in store."""
     seen: frozenset[ChunkId] | None
-    """Chunks of all earlier turns. None where departed turns do not matter: only `--chunkcache-dedup paper` reads them."""
+    """Chunks of all earlier turns.
+    None where departed turns do not matter: only `--chunkcache-dedup paper` reads them."""
     later: Later
 
     @property
@@ -171,15 +176,23 @@ class OpenTurn:
     """The client's beginning of the answer; the client sends the whole back."""
     later: Later
     step: Turn | None
-    """This turn as it was kept at an earlier step, of a tool loop or before a question that nobody has answered. None: it has
-    none."""
+    """This turn as it was kept at an earlier step, of a tool loop or before a question that nobody
+    has answered. None: it has none."""
 
     def closed(
-        self, input_ids: Sequence[int], spans: Sequence[Span], output_ids: Sequence[int], *, content: str, tag: str
+        self,
+        input_ids: Sequence[int],
+        spans: Sequence[Span],
+        output_ids: Sequence[int],
+        *,
+        content: str,
+        tag: str,
     ) -> Turn:
         """The turn with its answer, under the hash of all messages, the answer included."""
         start, own = self._own(spans)
-        seen = frozenset[ChunkId]() if self.seen is None else self.seen | {span.chunk for span in own}
+        seen = (
+            frozenset[ChunkId]() if self.seen is None else self.seen | {span.chunk for span in own}
+        )
         content = self.prefill + content
         answer = _counted({"role": "assistant", "content": content})
         (whole_hash,) = running_hashes([answer], after=self.told.hashes[-1])
@@ -193,12 +206,22 @@ class OpenTurn:
         """What the turn has shown, whatever becomes of its answer: its prompt."""
         start, own = self._own(spans)
         lead, body = array("i", self.lead), array("i", input_ids[start:])
-        return Turn(self.num_messages, self.told.hashes[-1], lead, body, own, frozenset(), found_by=self.told.asked)
+        return Turn(
+            self.num_messages,
+            self.told.hashes[-1],
+            lead,
+            body,
+            own,
+            frozenset(),
+            found_by=self.told.asked,
+        )
 
     def _own(self, spans: Sequence[Span]) -> tuple[int, tuple[Span, ...]]:
         """Where its body starts in the prompt, and its chunks in that."""
         start = sum(turn.num_tokens for turn in self.history) + len(self.lead)
-        return start, tuple(Span(s - start, e - start, chunk) for s, e, chunk in spans if s >= start)
+        return start, tuple(
+            Span(s - start, e - start, chunk) for s, e, chunk in spans if s >= start
+        )
 
 
 def told_hashes(
@@ -206,14 +229,23 @@ def told_hashes(
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Told:
-    """Running hashes of all that shapes a history: its settings, then each message. Answers count without their reasoning and
-    without white space around them: clients send back more or less than the server wrote. Raises RequestError."""
+    """Running hashes of all that shapes a history: its settings, then each message. Answers count
+    without their reasoning and without white space around them: clients send back more or less than
+    the server wrote. Raises RequestError."""
     start = min(num_opening(messages), max(0, len(messages) - 1))
     questions, question = dict[int, tuple[str, ...]](), 0
     asked = said = ""
     try:
-        counted = [_counted({**message, "content": text_of(message, i)}) for i, message in enumerate(messages)]
-        head = {"role": "\0head", "tools": tools, "kwargs": template_kwargs, "messages": counted[:start]}
+        counted = [
+            _counted({**message, "content": text_of(message, i)})
+            for i, message in enumerate(messages)
+        ]
+        head = {
+            "role": "\0head",
+            "tools": tools,
+            "kwargs": template_kwargs,
+            "messages": counted[:start],
+        }
         hashes = running_hashes([head, *counted[start:]])
         for i, message in enumerate(counted[start:], start):
             (said,) = running_hashes([message], after=said)
@@ -228,9 +260,12 @@ def told_hashes(
 
 
 class TurnFitter:
-    """Fits turns into a context of `context_len` tokens; `dedup` and `past_reasoning` as in the configuration."""
+    """Fits turns into a context of `context_len` tokens;
+    `dedup` and `past_reasoning` as in the configuration."""
 
-    def __init__(self, assembler: PromptAssembler, *, context_len: int, dedup: str, past_reasoning: str) -> None:
+    def __init__(
+        self, assembler: PromptAssembler, *, context_len: int, dedup: str, past_reasoning: str
+    ) -> None:
         self._assembler, self._context_len, self._dedup = assembler, context_len, dedup
         self._drops_reasoning = past_reasoning == "template"
 
@@ -243,8 +278,9 @@ class TurnFitter:
     ) -> Fitted:
         """Choose what stays. All that fits does.
 
-        Otherwise the oldest turns leave until half of the context is free, so that the prefix breaks once and not every
-        turn; CRAFT 4.3 says why that is safe. What leaves takes its chunks with it, which count as not shown then.
+        Otherwise the oldest turns leave until half of the context is free, so that the prefix
+        breaks once and not every turn; CRAFT 4.3 says why that is safe. What leaves takes its
+        chunks with it, which count as not shown then.
         """
         room = self._context_len - context.reserve
         laid = self._laid(messages, past, chunks, context, num_departed=0)
@@ -252,12 +288,17 @@ class TurnFitter:
             return self._fitted(laid)
         head_len = len(context.encode(self._head(messages, context)))
         # What departs may have to be sent again.
-        budget = min(self._context_len // 2 + laid.own_len, room - _num_tokens(chunks) + _num_tokens(laid.own))
+        budget = min(
+            self._context_len // 2 + laid.own_len,
+            room - _num_tokens(chunks) + _num_tokens(laid.own),
+        )
         most = max(0, laid.num_fitting(budget - head_len))
 
         def kept(num_turns: int) -> Fitted:
             num_departed = laid.num_turns - num_turns
-            return self._fitted(self._laid(messages, past, chunks, context, num_departed=num_departed))
+            return self._fitted(
+                self._laid(messages, past, chunks, context, num_departed=num_departed)
+            )
 
         fitted = kept(most)
         if fitted.num_tokens <= room:
@@ -278,7 +319,10 @@ class TurnFitter:
         num_departed: int,
     ) -> _Laid:
         num_agreed, place = past.num_messages, turn_start(messages)
-        bounds = [num_agreed, *(exchange_ends(messages, num_agreed) if past.chunks is not None else ())]
+        bounds = [
+            num_agreed,
+            *(exchange_ends(messages, num_agreed) if past.chunks is not None else ()),
+        ]
         turns, skipped = past.turns[num_departed:], max(0, num_departed - len(past.turns))
         is_paper = self._dedup == "paper"
         shown_chunks = set(shown(past.turns, "paper") if is_paper else shown(turns, "kept"))
@@ -286,15 +330,22 @@ class TurnFitter:
         for i, each in sorted({**(past.chunks or {}), place: tuple(chunks)}.items()):
             ids = {item.chunk.id for item in each}
             if i >= bounds[skipped]:
-                unshown[i] = tuple(item for item in each if self._dedup == "off" or item.chunk.id not in shown_chunks)
+                unshown[i] = tuple(
+                    item
+                    for item in each
+                    if self._dedup == "off" or item.chunk.id not in shown_chunks
+                )
                 shown_chunks |= ids
             elif is_paper:
                 shown_chunks |= ids
                 seen |= ids
         opening = messages[: num_opening(messages)]
-        num_cut = 0  # messages that the template does not get, so that it shows the first of the others as such
+        # messages that the template does not get, so that it shows the first of the others as such
+        num_cut = 0
         if num_departed and turns:
-            lead = self._first_lead(messages, past.turns[num_departed - 1].num_messages, turns[0], context)
+            lead = self._first_lead(
+                messages, past.turns[num_departed - 1].num_messages, turns[0], context
+            )
             turns = (replace(turns[0], lead_ids=array("i", lead)), *turns[1:])
         elif num_departed:
             num_cut, num_agreed = bounds[skipped] - len(opening), 0
@@ -308,33 +359,53 @@ class TurnFitter:
         )
         own = [*opening, *messages[max(bounds[-1], len(opening)) :]]
         stay = [one.moved(num_cut) for one in (exchanges if num_cut else exchanges[skipped:])]
-        return _Laid(turns, stay, unshown, past, seen if is_paper else None, own, num_departed, context)
+        return _Laid(
+            turns, stay, unshown, past, seen if is_paper else None, own, num_departed, context
+        )
 
     def _head(self, messages: Sequence[Mapping[str, Any]], context: PromptContext) -> str:
-        return self._assembler.head(messages, tools=context.tools, template_kwargs=context.template_kwargs)
+        return self._assembler.head(
+            messages, tools=context.tools, template_kwargs=context.template_kwargs
+        )
 
     def _first_lead(
         self, messages: Sequence[Mapping[str, Any]], start: int, turn: Turn, context: PromptContext
     ) -> tuple[int, ...]:
-        """What a turn in store begins with when the messages before `start` have left: the head, and what it had in its lead of
-        messages that nobody has answered."""
+        """What a turn in store begins with when the messages before `start` have left: the head,
+        and what it had in its lead of messages that nobody has answered."""
         question = turn_start(messages[: turn.num_messages])
         between = [*messages[start:question]]
-        if not between or str(text_of(between[-1], 0)) not in self._assembler.tokenizer.decode(turn.lead_ids):
+        if not between or str(text_of(between[-1], 0)) not in self._assembler.tokenizer.decode(
+            turn.lead_ids
+        ):
             return context.encode(self._head(messages, context))
         asked = [*messages[: num_opening(messages)], *between, messages[question]]
-        (one,) = self._assembler.exchanges(asked, tools=context.tools, template_kwargs=context.template_kwargs)
+        (one,) = self._assembler.exchanges(
+            asked, tools=context.tools, template_kwargs=context.template_kwargs
+        )
         return context.encode(one.lead)
 
     def _fitted(self, laid: _Laid) -> Fitted:
         turns, lead = laid.joined()
         seen = None if laid.seen is None else turns[-1].seen if turns else laid.seen
-        later = partial(self._later, laid) if self._drops_reasoning else partial(_as_given, laid.outro)
-        return Fitted(turns, lead, laid.intro, laid.outro, laid.own, laid.num_departed, len(laid.turns), seen, later)
+        later = (
+            partial(self._later, laid) if self._drops_reasoning else partial(_as_given, laid.outro)
+        )
+        return Fitted(
+            turns,
+            lead,
+            laid.intro,
+            laid.outro,
+            laid.own,
+            laid.num_departed,
+            len(laid.turns),
+            seen,
+            later,
+        )
 
     def _later(self, laid: _Laid, output_ids: Sequence[int], content: str) -> Sequence[int]:
-        """Question and answer as the chat template shows them in later turns, where that is less than what was generated: it
-        leaves out reasoning. Elsewhere what was generated."""
+        """Question and answer as the chat template shows them in later turns, where that is less
+        than what was generated: it leaves out reasoning. Elsewhere what was generated."""
         given = _as_given(laid.outro, output_ids, content)
         context, answer = laid.context, {"role": "assistant", "content": content}
         if laid.messages[-1].get("role") == "assistant":  # it was shown as a user's
@@ -343,7 +414,10 @@ class TurnFitter:
             one, after = self._shown_later(laid, answer)
             ending, end = context.encode(one.areas[-1].ending), context.encode(after.lead)[:1]
             ids = output_ids[:-1] if tuple(output_ids[-1:]) == end else output_ids
-            if ending == laid.outro and one.answer.strip() == self._assembler.tokenizer.decode(ids).strip():
+            if (
+                ending == laid.outro
+                and one.answer.strip() == self._assembler.tokenizer.decode(ids).strip()
+            ):
                 return given
             shown_later = (*ending, *context.encode(one.answer))
             if self._num_visible(shown_later) >= self._num_visible((*laid.outro, *ids)):
@@ -381,7 +455,12 @@ class _Laid:
         num_departed: int,
         context: PromptContext,
     ) -> None:
-        self.turns, self.messages, self.num_departed, self.context = turns, messages, num_departed, context
+        self.turns, self.messages, self.num_departed, self.context = (
+            turns,
+            messages,
+            num_departed,
+            context,
+        )
         *self._exchanges, self._open = exchanges
         self._unshown, self._past, self.seen = unshown, past, seen
         encode = context.encode
@@ -401,8 +480,8 @@ class _Laid:
         return sum(len(ids) for ids, _ in self.intro) + _num_tokens(self.own) + len(self.outro)
 
     def num_fitting(self, room: int, *, with_lead: bool = False) -> int:
-        """How many of the newest turns fit into that many tokens beside the question's. -1: not even that. `with_lead`: and
-        beside what joins it to the turn before."""
+        """How many of the newest turns fit into that many tokens beside the question's. -1: not
+        even that. `with_lead`: and beside what joins it to the turn before."""
         fits = -1
         try:
             room -= self.own_len + (len(self.context.encode(self._open.lead)) if with_lead else 0)
@@ -410,7 +489,9 @@ class _Laid:
                 return fits
             fits = 0
             for exchange in reversed(self._exchanges):
-                room -= len(self.context.encode(exchange.lead)) + sum(len(ids) for ids, _ in self._pieces(exchange))
+                room -= len(self.context.encode(exchange.lead)) + sum(
+                    len(ids) for ids, _ in self._pieces(exchange)
+                )
                 if room < 0:
                     return fits
                 fits += 1
@@ -430,10 +511,25 @@ class _Laid:
             home: Home | None = None
             if told := self._past.told:
                 question = exchange.areas[-1].message
-                hash, names, kept = told.after(n), told.questions[question], self._past.asked.get(question)
+                hash, names, kept = (
+                    told.after(n),
+                    told.questions[question],
+                    self._past.asked.get(question),
+                )
                 if kept is not None and kept.messages_hash == told.after(n - 1):
                     home = kept.home
-            turns.append(Turn(n, hash, array("i", lead), body, spans, seen or frozenset(), found_by=names, home=home))
+            turns.append(
+                Turn(
+                    n,
+                    hash,
+                    array("i", lead),
+                    body,
+                    spans,
+                    seen or frozenset(),
+                    found_by=names,
+                    home=home,
+                )
+            )
         return tuple(turns), self._after(turns, self._open.lead)
 
     # Private, in order of use
@@ -441,16 +537,21 @@ class _Laid:
     def _body(self, areas: Sequence[Area]) -> Iterator[Piece]:
         for area in areas:
             yield self.context.encode(area.intro), None
-            yield from ((item.token_ids, item.chunk.id) for item in self._unshown.get(area.message, ()))
+            yield from (
+                (item.token_ids, item.chunk.id) for item in self._unshown.get(area.message, ())
+            )
             yield self.context.encode(area.ending), None
 
     def _pieces(self, exchange: Exchange) -> list[Piece]:
         return [*self._body(exchange.areas), (self.context.encode(exchange.answer), None)]
 
     def _after(self, turns: Sequence[Turn], text: str) -> tuple[int, ...]:
-        """A lead's ids behind these turns. An answer that ended with the token that the template puts after it has it once."""
+        """A lead's ids behind these turns.
+        An answer that ended with the token that the template puts after it has it once."""
         lead = self.context.encode(text)
-        return lead[1:] if lead and turns and turns[-1].body_ids[-1:] == array("i", lead[:1]) else lead
+        return (
+            lead[1:] if lead and turns and turns[-1].body_ids[-1:] == array("i", lead[:1]) else lead
+        )
 
 
 def history_of(
@@ -460,9 +561,14 @@ def history_of(
     *,
     is_question_known: bool = True,
 ) -> Past:
-    """What the messages before the question have shown: by turns in store, by the chunks that came with them (`sent`), by what
-    turns in store say that was shown with them. `is_question_known`: whether the question's own chunks are."""
-    turns, asked, told = (conversation.turns, conversation.asked, conversation.told) if conversation else ((), {}, None)
+    """What the messages before the question have shown: by turns in store, by the chunks that came
+    with them (`sent`), by what turns in store say that was shown with them. `is_question_known`:
+    whether the question's own chunks are."""
+    turns, asked, told = (
+        (conversation.turns, conversation.asked, conversation.told)
+        if conversation
+        else ((), {}, None)
+    )
     sent_ids = {i: frozenset(item.chunk.id for item in items) for i, items in sent.items()}
     place, first, is_changed = turn_start(messages), 0, False
     earlier = set[ChunkId]()  # shown or sent with the messages before
@@ -479,7 +585,9 @@ def history_of(
         users = [i for i in range(start, turn.num_messages) if messages[i].get("role") == "user"]
         ids = frozenset[ChunkId]().union(*(sent_ids[i] for i in users if i in sent))
         is_whole = all(i in sent for i in users)
-        if any(i in sent for i in users) and not is_shown(turn, ids if is_whole else ids | turn.chunks):
+        if any(i in sent for i in users) and not is_shown(
+            turn, ids if is_whole else ids | turn.chunks
+        ):
             turns, is_changed = turns[:n], True
             break
         earlier |= turn.chunks | ids
@@ -508,7 +616,9 @@ def history_of(
 def chunks_of(turn: Turn) -> tuple[TokenizedChunk, ...]:
     """What a turn has shown."""
     return tuple(
-        TokenizedChunk(Chunk(span.chunk, span.end - span.start), turn.body_ids[span.start : span.end])
+        TokenizedChunk(
+            Chunk(span.chunk, span.end - span.start), turn.body_ids[span.start : span.end]
+        )
         for span in turn.spans
     )
 

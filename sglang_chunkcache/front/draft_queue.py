@@ -1,7 +1,9 @@
-"""Drafts of long requests: one at a time in a thread, the shortest first. Short ones are made at once, on the event loop.
+"""Drafts of long requests: one at a time in a thread, the shortest first. Short ones are made at
+once, on the event loop.
 
-Tokenising releases the GIL, so the event loop goes on meanwhile. One thread, since the engine needs the cores more; shortest
-first, so that a long text delays no ordinary one by more than the draft that is being made.
+Tokenising releases the GIL, so the event loop goes on meanwhile. One thread, since the engine needs
+the cores more; shortest first, so that a long text delays no ordinary one by more than the draft
+that is being made.
 """
 
 from __future__ import annotations
@@ -28,13 +30,19 @@ class DraftQueue:
     """Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._waiting: asyncio.PriorityQueue[tuple[int, int, Callable[[], Any], asyncio.Future[Any]]]
+        self._waiting: asyncio.PriorityQueue[
+            tuple[int, int, Callable[[], Any], asyncio.Future[Any]]
+        ]
         self._waiting = asyncio.PriorityQueue(MAX_WAITING)
         self._number = itertools.count()
         self._worker: asyncio.Task[None] | None = None
 
     async def run(
-        self, make: Callable[[threading.Event], T], *, num_chars: int, is_gone: Callable[[], Awaitable[bool]]
+        self,
+        make: Callable[[threading.Event], T],
+        *,
+        num_chars: int,
+        is_gone: Callable[[], Awaitable[bool]],
     ) -> T:
         """What `make` returns; its event is set when the client has gone.
 

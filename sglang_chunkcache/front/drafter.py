@@ -1,7 +1,9 @@
-"""From what a client sent to a Draft: chunks tokenised, each content once, and fitted to what the conversation has shown.
+"""From what a client sent to a Draft: chunks tokenised, each content once, and fitted to what the
+conversation has shown.
 
-Three kinds of prompt: a chat turn, parts as they come, and a chunk to preprocess. Reads no state and counts nothing, so a thread
-may do it. Each text of a request is encoded once, and none that cannot fit.
+Three kinds of prompt: a chat turn, parts as they come, and a chunk to preprocess. Reads no state
+and counts nothing, so a thread may do it. Each text of a request is encoded once, and none that
+cannot fit.
 """
 
 from __future__ import annotations
@@ -24,12 +26,20 @@ from sglang_chunkcache.front.conversation import (
     history_of,
 )
 from sglang_chunkcache.front.fusion_options import check_fused
-from sglang_chunkcache.front.prompt import Piece, PromptAssembler, TokenizedChunk, joined, text_of, turn_start
+from sglang_chunkcache.front.prompt import (
+    Piece,
+    PromptAssembler,
+    TokenizedChunk,
+    joined,
+    text_of,
+    turn_start,
+)
 from sglang_chunkcache.front.request import Draft, Identity, Options, Passage
 from sglang_chunkcache.front.tokenizer import RequestEncoder
 
 MAX_CHUNK_CONTEXTS = 4
-"""Chunks of one request are tokenised up to this many contexts: some may be dropped as already seen, the rest is refused."""
+"""Chunks of one request are tokenised up to this many contexts:
+some may be dropped as already seen, the rest is refused."""
 
 
 class _Chunks(NamedTuple):
@@ -54,10 +64,15 @@ class Drafter:
         context_len: the model's context in tokens, prompt and answer together.
     """
 
-    def __init__(self, config: ChunkCacheConfig, assembler: PromptAssembler, *, context_len: int) -> None:
+    def __init__(
+        self, config: ChunkCacheConfig, assembler: PromptAssembler, *, context_len: int
+    ) -> None:
         self._config, self._assembler, self._context_len = config, assembler, context_len
         self._fitter = TurnFitter(
-            assembler, context_len=context_len, dedup=config.dedup, past_reasoning=config.past_reasoning
+            assembler,
+            context_len=context_len,
+            dedup=config.dedup,
+            past_reasoning=config.past_reasoning,
         )
 
     def chat(
@@ -77,39 +92,59 @@ class Drafter:
         """A chat turn. `prefill` begins its answer. Given up where `is_over` is set meanwhile.
 
         Args:
-            passages: the chunks. None: those that the conversation has shown with the same question, if it was asked before.
+            passages: the chunks. None: those that the conversation has shown with the same
+                question, if it was asked before.
             earlier: chunks of earlier user messages, by message.
         Raises:
             RequestError: messages or chunks that make no prompt; names the field.
-            HistoryError: nobody can tell what an earlier turn has shown, and the request requires that.
+            HistoryError: nobody can tell what an earlier turn has shown, and the request requires
+                that.
         """
         encode = self._encoder("messages", is_over)
         start = turn_start(messages)
         question = text_of(messages[start], start)
-        if isinstance(question, str) and encode.tokenizer.least_len(len(question)) > self._context_len:
-            raise TooLongError(f"messages: more than {self._context_len} tokens, which is the context")
+        if (
+            isinstance(question, str)
+            and encode.tokenizer.least_len(len(question)) > self._context_len
+        ):
+            raise TooLongError(
+                f"messages: more than {self._context_len} tokens, which is the context"
+            )
         is_conversation = conversation is not None
         texts = {each.text for area in (passages or (), *(earlier or {}).values()) for each in area}
         limit = self._context_len * (MAX_CHUNK_CONTEXTS if is_conversation else 1)
         if encode.tokenizer.least_len(sum(map(len, texts))) > limit:
-            raise TooLongError(f"chunks: more than {limit} tokens in all messages, the context is {self._context_len}")
-        chunks = self._tokenize(passages or (), encode, identity.tenant, may_be_shown=is_conversation)
+            raise TooLongError(
+                f"chunks: more than {limit} tokens in all messages, the context is"
+                f" {self._context_len}"
+            )
+        chunks = self._tokenize(
+            passages or (), encode, identity.tenant, may_be_shown=is_conversation
+        )
         if passages is None and conversation and start in conversation.asked:
             items = chunks_of(conversation.asked[start])
-            chunks = chunks._replace(items=items, labels={item.chunk.id: item.chunk.id[:8] for item in items})
+            chunks = chunks._replace(
+                items=items, labels={item.chunk.id: item.chunk.id[:8] for item in items}
+            )
         sent = {
-            i: self._tokenize(each, encode, identity.tenant, f"messages.{i}.chunks", may_be_shown=is_conversation).items
+            i: self._tokenize(
+                each, encode, identity.tenant, f"messages.{i}.chunks", may_be_shown=is_conversation
+            ).items
             for i, each in (earlier or {}).items()
         }
         is_said = passages is not None or (conversation is not None and start in conversation.asked)
-        is_begun = bool(prefill) or any(message.get("role") == "assistant" for message in messages[start:])
+        is_begun = bool(prefill) or any(
+            message.get("role") == "assistant" for message in messages[start:]
+        )
         past = history_of(messages, conversation, sent, is_question_known=is_said or not is_begun)
         if past.unknown and options.requires_history:
             raise HistoryError(
-                f"messages.{past.unknown[0]}.chunks: what this message has shown is not known here; send its chunks, "
-                "[] for none"
+                f"messages.{past.unknown[0]}.chunks: what this message has shown is not known here;"
+                " send its chunks, [] for none"
             )
-        context = PromptContext(tools, template_kwargs, self._reserve(options), is_conversation, encode, prefill)
+        context = PromptContext(
+            tools, template_kwargs, self._reserve(options), is_conversation, encode, prefill
+        )
         fitted = self._fitter.fit(messages, past, chunks.items, context)
         kept = {item.chunk.id for item in fitted.kept}
         return Draft(
@@ -159,13 +194,16 @@ class Drafter:
         options: Options,
         is_over: threading.Event | None = None,
     ) -> Draft:
-        """Texts and chunk areas as they come; only the first area is ordered. Texts are the program's own, chunks are not.
+        """Texts and chunk areas as they come; only the first area is ordered. Texts are the
+        program's own, chunks are not.
 
         Raises:
             RequestError: a chunk longer than the context.
         """
         encode = self._encoder("parts", is_over)
-        first = next((i for i, part in enumerate(parts) if part and not isinstance(part, str)), len(parts))
+        first = next(
+            (i for i, part in enumerate(parts) if part and not isinstance(part, str)), len(parts)
+        )
         num_chars = sum(len(part) for part in parts if isinstance(part, str))
         if encode.tokenizer.least_len(num_chars) > self._context_len:
             raise TooLongError(f"parts: more than {self._context_len} tokens, which is the context")
@@ -211,7 +249,8 @@ class Drafter:
         rank: int = 0,
         is_over: threading.Event | None = None,
     ) -> Draft:
-        """`chunk` after its neighbours, whose plain KV is moved there, to be computed and stored (FusionRAG 3.1, eq. 10).
+        """`chunk` after its neighbours, whose plain KV is moved there, to be computed and stored
+        (FusionRAG 3.1, eq. 10).
 
         Args:
             messages: system messages only, before the neighbours.
@@ -253,7 +292,9 @@ class Drafter:
 
     def _encoder(self, field: str, is_over: threading.Event | None) -> RequestEncoder:
         is_over = is_over or threading.Event()
-        return RequestEncoder(self._assembler.tokenizer, limit=self._context_len, field=field, is_over=is_over)
+        return RequestEncoder(
+            self._assembler.tokenizer, limit=self._context_len, field=field, is_over=is_over
+        )
 
     def _tokenize(
         self,
@@ -264,10 +305,16 @@ class Drafter:
         *,
         may_be_shown: bool = False,
     ) -> _Chunks:
-        """Each chunk, up to as many tokens as could be sent. `may_be_shown`: a conversation drops what it has shown already."""
+        """Each chunk, up to as many tokens as could be sent.
+        `may_be_shown`: a conversation drops what it has shown already."""
         limit = self._context_len * (MAX_CHUNK_CONTEXTS if may_be_shown else 1)
-        too_many = TooLongError(f"{field}: more than {limit} tokens, the context is {self._context_len}")
-        if encode.tokenizer.least_len(sum(map(len, {passage.text for passage in passages}))) > limit:
+        too_many = TooLongError(
+            f"{field}: more than {limit} tokens, the context is {self._context_len}"
+        )
+        if (
+            encode.tokenizer.least_len(sum(map(len, {passage.text for passage in passages})))
+            > limit
+        ):
             raise too_many
         chunks: dict[ChunkId, TokenizedChunk] = {}
         found = _Chunks((), {}, [], [])
@@ -277,12 +324,14 @@ class Drafter:
                 continue
             if encode.is_longer(passage.text, self._context_len):
                 raise TooLongError(
-                    f"{field}: {passage.label!r} has more than {self._context_len} tokens, which is the context"
+                    f"{field}: {passage.label!r} has more than {self._context_len} tokens, which is"
+                    " the context"
                 )
             item = self._assembler.chunk(passage.text, tenant)
             if item.chunk.num_tokens >= self._context_len:
                 raise RequestError(
-                    f"{field}: {passage.label!r} has {item.chunk.num_tokens} tokens, the context is {self._context_len}"
+                    f"{field}: {passage.label!r} has {item.chunk.num_tokens} tokens, the context is"
+                    f" {self._context_len}"
                 )
             if item.chunk.id in chunks:
                 found.repeated.append(passage.label)

@@ -1,12 +1,14 @@
-"""The end of the server: after SIGTERM requests are served on for a while, then new ones are refused, and a limit holds.
+"""The end of the server: after SIGTERM requests are served on for a while, then new ones are
+refused, and a limit holds.
 
     SIGTERM ── served, not ready ── lame_duck_s ── new requests: 503 ──────────────────────────────────────────────┐
                                                 ── running ones finish ── drain_s ── the rest is aborted ── LAST_S ── killed
     a second SIGTERM at any time ── killed
 
-At the end of the lame duck SGLang's tokenizer manager is told what its own handler would have told it with the signal. It waits
-until no request is left, then ends the schedulers and the HTTP server. It goes on accepting requests meanwhile, so under steady
-traffic it never ends. This stands in front of all endpoints, also SGLang's.
+At the end of the lame duck SGLang's tokenizer manager is told what its own handler would have told
+it with the signal. It waits until no request is left, then ends the schedulers and the HTTP server.
+It goes on accepting requests meanwhile, so under steady traffic it never ends. This stands in front
+of all endpoints, also SGLang's.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ SAME_S = 0.2
 """Signals this close are one: `timeout` sends it to the process, and then to its group."""
 
 LAST_S = 40.0
-"""For aborted requests to be answered and SGLang to end: it looks every 5 s, and waits 15 s for the schedulers to end."""
+"""For aborted requests to be answered and SGLang to end:
+it looks every 5 s, and waits 15 s for the schedulers to end."""
 
 
 class Drain:
@@ -61,7 +64,13 @@ class Drain:
     """
 
     def __init__(
-        self, app: ASGIApp, readiness: Readiness, *, manager: Callable[[], Any], lame_duck_s: float, limit_s: float
+        self,
+        app: ASGIApp,
+        readiness: Readiness,
+        *,
+        manager: Callable[[], Any],
+        lame_duck_s: float,
+        limit_s: float,
     ) -> None:
         self._app, self._readiness, self._manager = app, readiness, manager
         self._lame_duck_s, self._limit_s = lame_duck_s, limit_s
@@ -82,8 +91,8 @@ class Drain:
             await self._app(scope, receive, send)
 
     def _listen(self) -> None:
-        """Take SIGTERM over from uvicorn, which would end at once, and from SGLang, which would set its handler with the first
-        request: it does so once, so it does it now."""
+        """Take SIGTERM over from uvicorn, which would end at once, and from SGLang, which would set
+        its handler with the first request: it does so once, so it does it now."""
         self._manager().auto_create_handle_loop()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminate)
 
@@ -113,12 +122,21 @@ class Drain:
         manager, is_ready = self._manager(), self._readiness.objection() is None
         self._readiness.is_leaving = True
         if is_ready and self._lame_duck_s:
-            logger.info("chunk cache: SIGTERM: not ready any more, requests are served for %g s", self._lame_duck_s)
+            logger.info(
+                "chunk cache: SIGTERM: not ready any more, requests are served for %g s",
+                self._lame_duck_s,
+            )
             await asyncio.sleep(self._lame_duck_s)
         manager.gracefully_exit = True
-        logger.info("chunk cache: SIGTERM: new requests are refused, running ones have %g s", self._limit_s)
+        logger.info(
+            "chunk cache: SIGTERM: new requests are refused, running ones have %g s", self._limit_s
+        )
         await asyncio.sleep(self._limit_s)
-        logger.warning("chunk cache: after %g s %d requests are aborted", self._limit_s, len(manager.rid_to_state))
+        logger.warning(
+            "chunk cache: after %g s %d requests are aborted",
+            self._limit_s,
+            len(manager.rid_to_state),
+        )
         manager.abort_request(abort_all=True)
         await asyncio.sleep(LAST_S)
         logger.error("chunk cache: the server has not ended %g s after that, killing it", LAST_S)

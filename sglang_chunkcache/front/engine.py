@@ -1,7 +1,8 @@
-"""SGLang's tokenizer manager as the front uses it: the one way to the engine, for requests and for the ranks' state.
+"""SGLang's tokenizer manager as the front uses it: the one way to the engine, for requests and for
+the ranks' state.
 
-Every RAG request runs in `Engine.run`. It begins there and ends there, however it ends: answered, refused by SGLang, failed, or
-abandoned by its client, in which case Python closes the generator.
+Every RAG request runs in `Engine.run`. It begins there and ends there, however it ends: answered,
+refused by SGLang, failed, or abandoned by its client, in which case Python closes the generator.
 """
 
 from __future__ import annotations
@@ -22,16 +23,25 @@ from sglang_chunkcache.front.request import Planned, RagRequest
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Explanation
 from sglang_chunkcache.wire.spans import RequestSpans
-from sglang_chunkcache.wire.state import STATE_KEY, Asked, CalibrationPrompt, Cleared, ExplainRequest, RankState
+from sglang_chunkcache.wire.state import (
+    STATE_KEY,
+    Asked,
+    CalibrationPrompt,
+    Cleared,
+    ExplainRequest,
+    RankState,
+)
 
 logger = logging.getLogger(__name__)
 
 MAX_PREFETCHES = 16
-"""Requests that ranks are told to load for at once. More are let be: SGLang sends one message at a time, operators' as well."""
+"""Requests that ranks are told to load for at once.
+More are let be: SGLang sends one message at a time, operators' as well."""
 
 
 def hand_over(raw_request: Request, rag: RagRequest) -> None:
-    """Attach `rag` to the HTTP request: SGLang's chat serving passes nothing else on to the engine."""
+    """Attach `rag` to the HTTP request: SGLang's chat serving passes nothing else on to the
+    engine."""
     raw_request.state.chunkcache = rag
 
 
@@ -63,8 +73,9 @@ class Engine:
         return self.run(rag, obj, request)
 
     async def run(self, rag: RagRequest, obj: Any, raw_request: Any) -> AsyncIterator[Any]:
-        """SGLang's outputs for a planned request, with what is ours taken out of them. Outputs of a request that does not stream
-        are handed out when it is over, since SGLang reads only the first."""
+        """SGLang's outputs for a planned request, with what is ours taken out of them. Outputs of a
+        request that does not stream are handed out when it is over, since SGLang reads only the
+        first."""
         incremental = bool(obj.stream and self._manager.incremental_streaming_output)
         whole = []
         with self._books.begin(rag), self._listening(rag, obj) as listener:
@@ -74,7 +85,9 @@ class Engine:
                     for i, one in enumerate(output if isinstance(output, list) else [output]):
                         if listener is not None:
                             listener.hear(one["meta_info"], incremental=incremental)
-                        self._books.observe(rag, one, index=one.get("index", i), incremental=incremental)
+                        self._books.observe(
+                            rag, one, index=one.get("index", i), incremental=incremental
+                        )
                     self.keep_up()
                     if listener is not None and rag.finish_reason:
                         self.auditor.finish(rag, listener)
@@ -93,10 +106,14 @@ class Engine:
         found = await self._manager.get_internal_state()
         if any(STATE_KEY not in state for state in found):
             return None
-        return sorted((decode(state[STATE_KEY], RankState) for state in found), key=lambda state: state.dp_rank)
+        return sorted(
+            (decode(state[STATE_KEY], RankState) for state in found),
+            key=lambda state: state.dp_rank,
+        )
 
     def keep_up(self) -> None:
-        """Have the ranks tell what their mirrors lack and no answer brings, if there is anything. Waits for nothing."""
+        """Have the ranks tell what their mirrors lack and no answer brings, if there is anything.
+        Waits for nothing."""
         is_reading = self._reading is not None and not self._reading.done()
         if not is_reading and any(mirror.is_behind for mirror in self._books.mirrors):
             self._reading = asyncio.ensure_future(self._read_on())
@@ -109,9 +126,10 @@ class Engine:
     async def has_room(self, rank: int, num_tokens: int) -> bool:
         """Whether nothing waits at the rank, and its pool can do without that many slots.
 
-        SGLang's load report costs nothing, but is as old as the rank's last batch. So the rank is asked where that says so: its
-        answer comes after all that was sent before. Twice the slots must be free or evictable: running answers grow into them,
-        and a request that does not fit holds up those that come after it.
+        SGLang's load report costs nothing, but is as old as the rank's last batch. So the rank is
+        asked where that says so: its answer comes after all that was sent before. Twice the slots
+        must be free or evictable: running answers grow into them, and a request that does not fit
+        holds up those that come after it.
         """
         load = self._manager.load_snapshot_reader.read(rank)
         if self._manager.gracefully_exit or load is None or load.num_waiting_reqs:
@@ -120,20 +138,30 @@ class Engine:
         state = next((state for state in states if state.dp_rank == rank), None)
         if state is None:
             return False
-        self._books.mirrors[rank].hear(state)  # which restarts the mirror of a cache that was emptied
+        # which restarts the mirror of a cache that was emptied
+        self._books.mirrors[rank].hear(state)
         self.keep_up()
         if state.num_waiting:
             return False
         return bool(state.counts["free"] + state.counts["evictable"] >= 2 * num_tokens)
 
     async def prefill(self, check: Check, *, top: int) -> Mapping[str, Any]:
-        """SGLang's output for an audit: exact, with logprobs from the prompt's last token on, inserted nowhere."""
+        """SGLang's output for an audit: exact, with logprobs from the prompt's last token on,
+        inserted nowhere."""
         told = RequestSpans(
-            check.spans, check.namespace, 0, self._books.mirrors[check.rank].acknowledgement, is_audit=True
+            check.spans,
+            check.namespace,
+            0,
+            self._books.mirrors[check.rank].acknowledgement,
+            is_audit=True,
         )
         obj = GenerateReqInput(
             input_ids=check.input_ids,
-            sampling_params={"temperature": 0, "max_new_tokens": 1, "custom_params": self._books.packed(told)},
+            sampling_params={
+                "temperature": 0,
+                "max_new_tokens": 1,
+                "custom_params": self._books.packed(told),
+            },
             return_logprob=True,
             logprob_start_len=check.prompt_len - 1,
             top_logprobs_num=top,
@@ -147,8 +175,8 @@ class Engine:
         return found
 
     async def explain(self, planned: Planned) -> Explanation:
-        """What its rank would do with the request. What is asked while ranks answer is asked together: SGLang sends them one
-        message at a time, and they read it between two forwards.
+        """What its rank would do with the request. What is asked while ranks answer is asked
+        together: SGLang sends them one message at a time, and they read it between two forwards.
 
         Raises:
             ChunkCacheError: the rank does not explain.
@@ -161,7 +189,8 @@ class Engine:
         return await explained
 
     def prefetch(self, planned: Planned) -> None:
-        """Have its rank load what the request would need of the storage. Waits for nothing, nobody is told what comes of it."""
+        """Have its rank load what the request would need of the storage.
+        Waits for nothing, nobody is told what comes of it."""
         if len(self._prefetching) >= MAX_PREFETCHES:
             return
         task = asyncio.ensure_future(self._ask(Asked(prefetch=self._unsent(planned))))
@@ -198,7 +227,8 @@ class Engine:
     # Private, in order of use
 
     async def _read_on(self) -> None:
-        """Until the mirrors are even with the ranks. Given up where that fails: the next answer has it tried again."""
+        """Until the mirrors are even with the ranks.
+        Given up where that fails: the next answer has it tried again."""
         mirrors, before = self._books.mirrors, None
         try:
             while any(mirror.is_behind for mirror in mirrors):
@@ -210,7 +240,10 @@ class Engine:
                 before = read
         except Exception as error:  # orders get worse, answers do not
             if not self._has_lost_touch:
-                logger.warning("chunk cache: the front does not keep up with what the ranks have cached: %s", error)
+                logger.warning(
+                    "chunk cache: the front does not keep up with what the ranks have cached: %s",
+                    error,
+                )
             self._has_lost_touch = True
 
     async def _explain_all(self) -> None:
@@ -219,7 +252,9 @@ class Engine:
             try:
                 states = {
                     state.dp_rank: state
-                    for state in await self._ask(Asked(explain=tuple(asked for asked, _ in waiting)))
+                    for state in await self._ask(
+                        Asked(explain=tuple(asked for asked, _ in waiting))
+                    )
                 }
                 answers = {rank: iter(state.explanations) for rank, state in states.items()}
                 told = [next(answers.get(asked.dp_rank, iter(())), None) for asked, _ in waiting]
@@ -234,14 +269,18 @@ class Engine:
                 if explained.done():  # its client has gone
                     continue
                 if answer is None:
-                    explained.set_exception(ChunkCacheError(f"rank {asked.dp_rank} does not explain"))
+                    explained.set_exception(
+                        ChunkCacheError(f"rank {asked.dp_rank} does not explain")
+                    )
                 else:
                     explained.set_result(answer)
 
     @contextmanager
     def _listening(self, rag: RagRequest, obj: Any) -> Iterator[Listener | None]:
         """The audit's ear, if the request was drawn. A request that is given up is over, too."""
-        listener = self.auditor.listen(rag, obj, getattr(self._manager, "preferred_sampling_params", None))
+        listener = self.auditor.listen(
+            rag, obj, getattr(self._manager, "preferred_sampling_params", None)
+        )
         try:
             yield listener
         finally:
@@ -251,18 +290,26 @@ class Engine:
     def _unsent(self, planned: Planned) -> ExplainRequest:
         identity = planned.draft.identity
         told = self._books.told(planned, is_counted=False)
-        return ExplainRequest(planned.input_ids, told, identity.extra_key, identity.cache_salt, planned.rank)
+        return ExplainRequest(
+            planned.input_ids, told, identity.extra_key, identity.cache_salt, planned.rank
+        )
 
     async def _ask(self, asked: Asked) -> list[RankState]:
         """The answers of all ranks that run with the chunk cache, in any order."""
         self._manager.auto_create_handle_loop()
-        # SGLang's one way to a scheduler outside of serving; `rid` is the only field of this request that carries text.
-        answers = await self._manager.get_internal_state_communicator(GetInternalStateReq(rid=encode(asked)))
+        # SGLang's one way to a scheduler outside of serving; `rid` is the only field of this
+        # request that carries text.
+        answers = await self._manager.get_internal_state_communicator(
+            GetInternalStateReq(rid=encode(asked))
+        )
         states = [answer.internal_state.get(STATE_KEY) for answer in answers]
         return [decode(state, RankState) for state in states if state]
 
     def _address(self, obj: Any, rag: RagRequest) -> None:
         """Tell the scheduler what it must know, and SGLang which rank it is."""
         params = obj.sampling_params
-        obj.sampling_params = {**params, "custom_params": rag.params_with(params.get("custom_params"))}
+        obj.sampling_params = {
+            **params,
+            "custom_params": rag.params_with(params.get("custom_params")),
+        }
         obj.routed_dp_rank = rag.planned.rank if len(self._books.mirrors) > 1 else None

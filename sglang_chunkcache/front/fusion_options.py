@@ -1,12 +1,13 @@
-"""From a client's options for moved KV to what the scheduler is told: defaults, the recipe, and which chunks go into the store.
+"""From a client's options for moved KV to what the scheduler is told: defaults, the recipe, and
+which chunks go into the store.
 
     recipe   query/0.15/alpha=-/focus=off/question=9f86d081884c7d65
              the policy                           only where the choice of tokens depends on the question
     recipe   none/0.0/.../fresh=3/question=5f2ae1c07b9d4e83       of one prompt that preprocesses a chunk
 
-Fused KV is shared between requests by its recipe alone, so the recipe names all that the KV depends on besides its chunks and
-what precedes them; in a conversation the first fused turn's question counts for all later turns. Knows no token's KV and no
-source: the scheduler decides what is moved.
+Fused KV is shared between requests by its recipe alone, so the recipe names all that the KV depends
+on besides its chunks and what precedes them; in a conversation the first fused turn's question
+counts for all later turns. Knows no token's KV and no source: the scheduler decides what is moved.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ DEFAULT_QUALITY = 0.99
 def check_fused(config: ChunkCacheConfig, field: str) -> None:
     """Raise RequestError, naming `field` and the flag, where the server does not move KV."""
     if config.reuse != "fused":
-        raise RequestError(f"{field}: this server reuses exact prefixes only; start it with --reuse fused")
+        raise RequestError(
+            f"{field}: this server reuses exact prefixes only; start it with --reuse fused"
+        )
 
 
 def needs_of(config: ChunkCacheConfig, selector: str | None) -> frozenset[Need]:
-    """What that selector reads, by default the server's own. Raises RequestError: the server has no such selector."""
+    """What that selector reads, by default the server's own.
+    Raises RequestError: the server has no such selector."""
     name = config.selector if selector is None else selector
     try:
         return NEEDS.get(name) or own_needs(name, config.selectors)
@@ -55,30 +59,40 @@ def fused_request(
 ) -> FusionRequest:
     """The client's options with the server's defaults filled in; the recipe comes with the prompt.
 
-    Alpha and focus are Cache-Craft's (eq. 12, algorithm 1), so by default `context` alone has them. Without `depth` and `layers`
-    the papers' layers count, for `critical` and for ratio "auto" the calibrated ones.
+    Alpha and focus are Cache-Craft's (eq. 12, algorithm 1), so by default `context` alone has them.
+    Without `depth` and `layers` the papers' layers count, for `critical` and for ratio "auto" the
+    calibrated ones.
 
     Raises:
-        RequestError: a server that was started without `--reuse fused`, an option that the selector does not have, options that
-            exclude each other, or a wish to move where it pays on a server that moves always.
+        RequestError: a server that was started without `--reuse fused`, an option that the selector
+            does not have, options that exclude each other, or a wish to move where it pays on a
+            server that moves always.
     """
     check_fused(config, "reuse")
     if move == "pays" and config.move == "always":
-        raise RequestError("reuse.move: this server has not measured what pays; start it with --chunkcache-move pays")
+        raise RequestError(
+            "reuse.move: this server has not measured what pays; start it with --chunkcache-move"
+            " pays"
+        )
     needs = needs_of(config, selector)
     selector = config.selector if selector is None else selector
     if alpha is not None and selector != "context":
         raise RequestError(f"reuse.alpha: selector {selector} has none, only context")
     if depth is not None and Need.DEVIATION not in needs:
-        raise RequestError(f"reuse.depth: selector {selector} compares no KV, only deviation and critical do")
+        raise RequestError(
+            f"reuse.depth: selector {selector} compares no KV, only deviation and critical do"
+        )
     if layers is not None and (Need.QUESTION not in needs or Need.ALL_LAYERS in needs):
-        raise RequestError(f"reuse.layers: selector {selector} has no choice of them, only query and critical")
+        raise RequestError(
+            f"reuse.layers: selector {selector} has no choice of them, only query and critical"
+        )
     is_auto = ratio == "auto"
     if quality is not None and not is_auto:
         raise RequestError('reuse.quality: goes with "ratio": "auto"')
     if is_auto and selector not in ("deviation", "critical"):
         raise RequestError(
-            f"reuse.ratio: selector {selector} does not measure what KV lacks, only deviation and critical do"
+            f"reuse.ratio: selector {selector} does not measure what KV lacks, only deviation and"
+            " critical do"
         )
     if is_auto and depth not in (None, "calibrated"):
         raise RequestError("reuse.ratio: auto goes with the calibrated depth")
@@ -108,8 +122,9 @@ def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "")
 
     Args:
         question: token ids after the first chunk area.
-        earlier: recipe of the conversation's last fused turn, "" for none. It is kept while the policy stays the same: the
-            history's fused KV is cached under it, and a later question does not change what was chosen for an earlier one.
+        earlier: recipe of the conversation's last fused turn, "" for none. It is kept while the
+            policy stays the same: the history's fused KV is cached under it, and a later question
+            does not change what was chosen for an earlier one.
     """
     policy = "/".join(
         (
@@ -124,7 +139,8 @@ def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "")
         )
     )
     if fusion.plain:
-        # What a neighbour without plain KV becomes is not known beforehand, so nothing else may find what this prompt leaves.
+        # What a neighbour without plain KV becomes is not known beforehand, so nothing else may
+        # find what this prompt leaves.
         return f"{policy}{QUESTION}{secrets.token_hex(8)}"
     if earlier == policy or earlier.startswith(policy + QUESTION):
         return earlier
@@ -133,8 +149,11 @@ def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "")
     return f"{policy}{QUESTION}{blake2b(array('i', question), digest_size=8).hexdigest()}"
 
 
-def spans_to_keep(config: ChunkCacheConfig, table: AccessTable, spans: Sequence[Span]) -> frozenset[int]:
-    """Indices of the spans whose chunks are asked for often enough to be worth host memory; none without `--reuse fused`."""
+def spans_to_keep(
+    config: ChunkCacheConfig, table: AccessTable, spans: Sequence[Span]
+) -> frozenset[int]:
+    """Indices of the spans whose chunks are asked for often enough to be worth host memory;
+    none without `--reuse fused`."""
     if config.reuse != "fused":
         return frozenset()
     return table.frequent((span.chunk for span in spans), config.store_threshold)

@@ -63,10 +63,12 @@ async def generate(parts: Parts, body: GenerateIn, planned: Planned, raw_request
 
 
 def _field(complaint: str, body: GenerateIn) -> str:
-    """What SGLang complains of: a grammar, which it calls by another name, or what it names. Else the prompt, which it has
-    measured."""
+    """What SGLang complains of: a grammar, which it calls by another name, or what it names. Else
+    the prompt, which it has measured."""
     params = {name for name, value in body.sampling_params.items() if value is not None}
-    if "grammar" in complaint.lower() and (grammar := next((name for name in GRAMMARS if name in params), None)):
+    if "grammar" in complaint.lower() and (
+        grammar := next((name for name in GRAMMARS if name in params), None)
+    ):
         return f"sampling_params.{grammar}"
     if name := named_in(complaint, {*body.model_fields_set & ENGINE_FIELDS, *params}):
         return name if name in ENGINE_FIELDS else f"sampling_params.{name}"

@@ -1,4 +1,5 @@
-"""From an HTTP request to a plan: its body is read, the index searched if it asks for that, the prompt drafted and planned."""
+"""From an HTTP request to a plan: its body is read, the index searched if it asks for that,
+the prompt drafted and planned."""
 
 from __future__ import annotations
 
@@ -76,14 +77,19 @@ class Intake:
         return await self._chat(await json_object(raw_request, self._config), raw_request)
 
     async def hint(self, raw_request: Request) -> Planned:
-        """A chat completion that may come: what is known of it, its chunks as `texts` if that is all."""
+        """A chat completion that may come: what is known of it,
+        its chunks as `texts` if that is all."""
         if self._config.storage_backend is None:
-            raise RequestError("body: this server loads nothing ahead (--chunkcache-storage-backend)")
+            raise RequestError(
+                "body: this server loads nothing ahead (--chunkcache-storage-backend)"
+            )
         body = await json_object(raw_request, self._config)
         ours = (*RagFields.model_fields, "texts")
         refuse_misspelt(body, ours=ours, theirs=ChatCompletionRequest.model_fields)
         texts, messages = body.pop("texts", None), body.get("messages") or []
-        brings = isinstance(messages, list) and any(isinstance(each, dict) and each.get("chunks") for each in messages)
+        brings = isinstance(messages, list) and any(
+            isinstance(each, dict) and each.get("chunks") for each in messages
+        )
         if not (texts or body.get("chunks") or body.get("retrieve") is not None or brings):
             raise RequestError("texts: give texts, chunks or retrieve")
         if texts is not None:
@@ -91,15 +97,25 @@ class Intake:
             if body.get("chunks") or not are_strings:
                 raise RequestError("texts: must be a list of strings, and not together with chunks")
             body["chunks"] = [{"text": text} for text in texts]
-        if isinstance(messages, list) and body.get("retrieve") is None and _lacks_question(body, messages):
+        if (
+            isinstance(messages, list)
+            and body.get("retrieve") is None
+            and _lacks_question(body, messages)
+        ):
             body["messages"] = [*messages, UNKNOWN]
         return (await self._chat(body, raw_request))[1]
 
-    async def _chat(self, body: dict[str, Any], raw_request: Request) -> tuple[ChatCompletionRequest, Planned]:
-        refuse_misspelt(body, ours=RagFields.model_fields, theirs=ChatCompletionRequest.model_fields)
+    async def _chat(
+        self, body: dict[str, Any], raw_request: Request
+    ) -> tuple[ChatCompletionRequest, Planned]:
+        refuse_misspelt(
+            body, ours=RagFields.model_fields, theirs=ChatCompletionRequest.model_fields
+        )
         self._check_counts(body)
         brought = _taken_chunks(body)
-        fields = parse(RagFields, {key: body.pop(key) for key in RagFields.model_fields if key in body})
+        fields = parse(
+            RagFields, {key: body.pop(key) for key in RagFields.model_fields if key in body}
+        )
         request = self._openai_request(body)
         messages = searched = _messages(request)
         identity = _identity(raw_request, request.cache_salt, request.extra_key, _adapter(request))
@@ -115,7 +131,8 @@ class Intake:
             brought[start] = fields.chunks
         _check_ids(brought)
         earlier = {
-            i: self._passages(each, own if i == start else f"messages.{i}.chunks") for i, each in brought.items()
+            i: self._passages(each, own if i == start else f"messages.{i}.chunks")
+            for i, each in brought.items()
         }
         passages = earlier.pop(start, None)
         tools, template_kwargs = _tools(request), self._parts.chat.template_kwargs(request)
@@ -132,7 +149,9 @@ class Intake:
             self._check_num_chunks(num_earlier + len(passages or ()), "chunks")
             options = Options(
                 max_new_tokens=request.max_completion_tokens or request.max_tokens,
-                length_field="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
+                length_field="max_completion_tokens"
+                if request.max_completion_tokens
+                else "max_tokens",
                 order=fields.order,
                 fusion=fusion,
                 requires_history=fields.history is not None,
@@ -170,7 +189,9 @@ class Intake:
         body = parse(RetrieveBody, await json_object(raw_request, self._config))
         if (body.query is None) == (not body.messages):
             raise RequestError("query: give query or messages, one of them")
-        return body, await self._search().find(body, body.messages, field="", is_gone=raw_request.is_disconnected)
+        return body, await self._search().find(
+            body, body.messages, field="", is_gone=raw_request.is_disconnected
+        )
 
     async def generate(self, raw_request: Request) -> tuple[GenerateIn, Planned]:
         """A prompt of `parts`."""
@@ -178,32 +199,48 @@ class Intake:
         for i in _taken_chunks(raw):
             raise RequestError(f"messages.{i}.chunks: this endpoint has parts, not messages")
         body = parse(GenerateIn, raw)
-        parts = [part if isinstance(part, str) else self._passages(part.chunks) for part in body.parts]
-        self._check_num_chunks(sum(len(part) for part in parts if not isinstance(part, str)), "parts.chunks")
+        parts = [
+            part if isinstance(part, str) else self._passages(part.chunks) for part in body.parts
+        ]
+        self._check_num_chunks(
+            sum(len(part) for part in parts if not isinstance(part, str)), "parts.chunks"
+        )
         if body.sampling_params.get("n", 1) != 1:
             raise RequestError("sampling_params.n: must be 1")
-        self._parts.sampling(body.sampling_params, top_logprobs_num=body.top_logprobs_num, called=_in_generate)
+        self._parts.sampling(
+            body.sampling_params, top_logprobs_num=body.top_logprobs_num, called=_in_generate
+        )
         options = Options(
             max_new_tokens=body.sampling_params.get("max_new_tokens"),
             prompt_field="parts",
             length_field="sampling_params.max_new_tokens",
             order=body.order,
             fusion=body.fusion_request(self._config),
-            logprob_start=body.logprob_start_len if body.return_logprob and body.logprob_start_len >= 0 else None,
+            logprob_start=body.logprob_start_len
+            if body.return_logprob and body.logprob_start_len >= 0
+            else None,
         )
         identity = _identity(raw_request, body.cache_salt, body.extra_key)
         draft = partial(self._parts.drafter.parts, parts, identity=identity, options=options)
-        num_chars = sum(len(part) if isinstance(part, str) else _num_passage_chars(part) for part in parts)
+        num_chars = sum(
+            len(part) if isinstance(part, str) else _num_passage_chars(part) for part in parts
+        )
         planned = await self._plan(draft, num_chars, raw_request.is_disconnected)
         if body.return_logprob and body.logprob_start_len > len(planned.input_ids):
             raise RequestError(
-                f"logprob_start_len: must be at most {len(planned.input_ids)}, the prompt's tokens, got {body.logprob_start_len}"
+                f"logprob_start_len: must be at most {len(planned.input_ids)}, the prompt's tokens,"
+                f" got {body.logprob_start_len}"
             )
         return body, planned
 
-    async def preprocessing(self, body: PreprocessIn, raw_request: Request, *, rank: int) -> Planned:
+    async def preprocessing(
+        self, body: PreprocessIn, raw_request: Request, *, rank: int
+    ) -> Planned:
         """A chunk after its neighbours, on one rank."""
-        neighbors, (chunk,) = self._passages(body.neighbors, "neighbors"), self._passages([body.chunk], "chunk")
+        neighbors, (chunk,) = (
+            self._passages(body.neighbors, "neighbors"),
+            self._passages([body.chunk], "chunk"),
+        )
         draft = partial(
             self._parts.drafter.preprocessing,
             [message.model_dump() for message in body.messages],
@@ -214,7 +251,9 @@ class Intake:
             rank=rank,
         )
         num_chars = sum(len(message.content) for message in body.messages)
-        return await self._plan(draft, num_chars + _num_passage_chars([*neighbors, chunk]), raw_request.is_disconnected)
+        return await self._plan(
+            draft, num_chars + _num_passage_chars([*neighbors, chunk]), raw_request.is_disconnected
+        )
 
     # Private, in order of use
 
@@ -224,9 +263,14 @@ class Intake:
         num_chunks = len(chunks) if isinstance(chunks, list) else 0
         if isinstance(messages, list):
             contents = (message.get("content") for message in messages if isinstance(message, dict))
-            count = max(len(messages), sum(len(content) for content in contents if isinstance(content, list)))
+            count = max(
+                len(messages),
+                sum(len(content) for content in contents if isinstance(content, list)),
+            )
             if count > self._config.max_messages:
-                raise RequestError(f"messages: {count} given, parts counted, at most {self._config.max_messages}")
+                raise RequestError(
+                    f"messages: {count} given, parts counted, at most {self._config.max_messages}"
+                )
             brought = (message.get("chunks") for message in messages if isinstance(message, dict))
             num_chunks += sum(len(own) for own in brought if isinstance(own, list))
         if isinstance(tools, list) and len(tools) > MAX_TOOLS:
@@ -236,7 +280,8 @@ class Intake:
     def _check_num_chunks(self, num_chunks: int, field: str) -> None:
         if num_chunks > self._config.max_chunks:
             raise RequestError(
-                f"{field}: {num_chunks} given, those of all messages counted, at most {self._config.max_chunks}"
+                f"{field}: {num_chunks} given, those of all messages counted, at most"
+                f" {self._config.max_chunks}"
             )
 
     async def _plan(
@@ -255,14 +300,19 @@ class Intake:
             raise RequestError("input_ids: not supported here; use /v1/chat/completions")
         if not isinstance(body.get("rid"), str | None):  # a list is for a batch
             raise RequestError("rid: must be a string")
-        if not isinstance(body.get("response_format"), dict | None):  # SGLang's model raises AttributeError
+        # SGLang's model raises AttributeError
+        if not isinstance(body.get("response_format"), dict | None):
             raise RequestError("response_format: must be an object")
         request = parse(ChatCompletionRequest, body)
         params = self._parts.chat.sampling_params(request)
 
         def called(name: str) -> str:
             known = CHAT_NAMES.get(name, name)
-            return "max_completion_tokens" if known == "max_tokens" and request.max_completion_tokens else known
+            return (
+                "max_completion_tokens"
+                if known == "max_tokens" and request.max_completion_tokens
+                else known
+            )
 
         self._parts.sampling(params, top_logprobs_num=request.top_logprobs or 0, called=called)
         self._parts.chat.check(request)
@@ -273,13 +323,23 @@ class Intake:
         self._check_num_chunks(len(chunks), field)
         for i, chunk in enumerate(chunks):
             if len(chunk.text) > config.max_chunk_chars:
-                raise RequestError(f"{field}.{i}.text: {len(chunk.text)} characters, at most {config.max_chunk_chars}")
-        return [Passage(str(i) if chunk.id is None else str(chunk.id), chunk.text) for i, chunk in enumerate(chunks)]
+                raise RequestError(
+                    f"{field}.{i}.text: {len(chunk.text)} characters, at most"
+                    f" {config.max_chunk_chars}"
+                )
+        return [
+            Passage(str(i) if chunk.id is None else str(chunk.id), chunk.text)
+            for i, chunk in enumerate(chunks)
+        ]
 
-    async def _search_for(self, fields: RagFields, messages: list[dict[str, Any]], raw_request: Request) -> Retrieval:
+    async def _search_for(
+        self, fields: RagFields, messages: list[dict[str, Any]], raw_request: Request
+    ) -> Retrieval:
         assert fields.retrieve is not None
         is_gone = raw_request.is_disconnected
-        return await self._search().find(fields.retrieve, messages, field="retrieve.", is_gone=is_gone)
+        return await self._search().find(
+            fields.retrieve, messages, field="retrieve.", is_gone=is_gone
+        )
 
     def _search(self) -> RagSearch:
         if self._parts.search is None:
@@ -288,7 +348,8 @@ class Intake:
 
 
 def _taken_chunks(body: dict[str, Any]) -> dict[int, list[ChunkIn]]:
-    """The chunks of user messages, by message; taken out of these, since SGLang's messages have none."""
+    """The chunks of user messages, by message;
+    taken out of these, since SGLang's messages have none."""
     messages = body.get("messages")
     if not isinstance(messages, list):
         return {}
@@ -307,11 +368,14 @@ def _taken_chunks(body: dict[str, Any]) -> dict[int, list[ChunkIn]]:
         if message.get("role") != "user":
             raise RequestError(f"messages.{i}.chunks: only a user's message has chunks")
         brought[i] = {"chunks": chunks}
-    return {i: fields.chunks for i, fields in parse(Messages, {"messages": brought}).messages.items()}
+    return {
+        i: fields.chunks for i, fields in parse(Messages, {"messages": brought}).messages.items()
+    }
 
 
 def _check_content(message: Mapping[str, Any], field: str) -> None:
-    """Raise RequestError for a part that no prompt can have. SGLang's own complaint lists what each kind of part must be."""
+    """Raise RequestError for a part that no prompt can have.
+    SGLang's own complaint lists what each kind of part must be."""
     if message.get("role") == "user" and "content" not in message:
         raise RequestError(f"{field}: is missing")
     content = message.get("content")
@@ -322,11 +386,14 @@ def _check_content(message: Mapping[str, Any], field: str) -> None:
         if kind != "text":
             raise RequestError(f"{field}.{i}.type: must be 'text'")
         if not isinstance(part.get("text"), str):
-            raise RequestError(f"{field}.{i}.text: " + ("must be a string" if "text" in part else "is missing"))
+            raise RequestError(
+                f"{field}.{i}.text: " + ("must be a string" if "text" in part else "is missing")
+            )
 
 
 def _check_ids(brought: Mapping[int, Sequence[ChunkIn]]) -> None:
-    """Raise RequestError for an id that means one text in one message and another in another one."""
+    """Raise RequestError for an id that means one text in one message and another in another
+    one."""
     texts = dict[str, tuple[int, str]]()
     for i, chunks in sorted(brought.items()):
         for chunk in chunks:
@@ -334,7 +401,8 @@ def _check_ids(brought: Mapping[int, Sequence[ChunkIn]]) -> None:
                 first, text = texts.setdefault(str(chunk.id), (i, chunk.text))
                 if first != i and text != chunk.text:
                     raise RequestError(
-                        f"messages.{i}.chunks: the text of {chunk.id!r} is another one in messages.{first}"
+                        f"messages.{i}.chunks: the text of {chunk.id!r} is another one in"
+                        f" messages.{first}"
                     )
 
 
@@ -360,12 +428,16 @@ def _in_generate(name: str) -> str:
     return name if name in GenerateIn.model_fields else f"sampling_params.{name}"
 
 
-def _identity(raw_request: Request, cache_salt: Any, extra_key: Any, adapter: str | None = None) -> Identity:
+def _identity(
+    raw_request: Request, cache_salt: Any, extra_key: Any, adapter: str | None = None
+) -> Identity:
     for name, value in (("cache_salt", cache_salt), ("extra_key", extra_key)):
         if value is not None and not isinstance(value, str):
             raise RequestError(f"{name}: must be a string")
     # SGLang takes an empty cache_salt for none, but not an empty extra_key.
-    return Identity(raw_request.headers.get("authorization", ""), cache_salt or None, extra_key, adapter)
+    return Identity(
+        raw_request.headers.get("authorization", ""), cache_salt or None, extra_key, adapter
+    )
 
 
 def _adapter(request: ChatCompletionRequest) -> str | None:
@@ -385,7 +457,8 @@ def _messages(request: ChatCompletionRequest) -> list[dict[str, Any]]:
 
 
 def _tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-    """Those that the template shows: with a `tool_choice` that names one, that one, as in SGLang."""
+    """Those that the template shows: with a `tool_choice` that names one, that one,
+    as in SGLang."""
     if not request.tools or request.tool_choice == "none":
         return None
     named = None if isinstance(request.tool_choice, str) else request.tool_choice.function.name
@@ -393,7 +466,8 @@ def _tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
 
 
 def _about_the_search(error: RequestError, found: Retrieval | None) -> RequestError:
-    """The error, told of the field that the client has sent: passages that were found came of `retrieve`."""
+    """The error, told of the field that the client has sent:
+    passages that were found came of `retrieve`."""
     if found is None or not str(error).startswith("chunks:"):
         return error
     reason = str(error).removeprefix("chunks:")

@@ -1,7 +1,8 @@
-"""Counters of the front process: plain integers for `/chunkcache/stats`, and Prometheus under SGLang's `/metrics`.
+"""Counters of the front process: plain integers for `/chunkcache/stats`, and Prometheus under
+SGLang's `/metrics`.
 
-`prometheus_client` decides on its multiprocess mode when it is imported, and SGLang sets that up only while it starts. So the
-import waits until the first count, and with metrics off never happens.
+`prometheus_client` decides on its multiprocess mode when it is imported, and SGLang sets that up
+only while it starts. So the import waits until the first count, and with metrics off never happens.
 """
 
 from __future__ import annotations
@@ -12,29 +13,81 @@ from typing import Any
 from radix_ext.audit import Audit
 
 COUNTERS = {
-    "requests": ("outcome", "RAG requests by outcome: finished, aborted, refused, unsearched (its search failed)"),
+    "requests": (
+        "outcome",
+        "RAG requests by outcome: finished, aborted, refused, unsearched (its search failed)",
+    ),
     "prompt_tokens": ("fate", "prompt tokens by fate: exact, relocated, recomputed, computed"),
     "chunks": (
         "kind",
-        "chunks by kind: retrieved, repeated (in one request), empty, dropped (already seen), planned, hit",
+        (
+            "chunks by kind: retrieved, repeated (in one request), empty, dropped (already seen),"
+            " planned, hit"
+        ),
     ),
     "sources": (
         "source",
         "chunks of fused requests after their exact prefix, by source: device, host, gap (none)",
     ),
-    "searches": ("outcome", "searches of the index by outcome: found, empty, refused, failed, cancelled, full (queue)"),
-    "guarded": ("field", "requests refused because SGLang would have ended, on any endpoint, by field"),
+    "searches": (
+        "outcome",
+        "searches of the index by outcome: found, empty, refused, failed, cancelled, full (queue)",
+    ),
+    "guarded": (
+        "field",
+        "requests refused because SGLang would have ended, on any endpoint, by field",
+    ),
     "audit_skips": ("reason", "requests drawn for an audit that were not compared, by reason"),
-    "chunks_by_reason": ("reason", "chunks of exact requests, by why they were computed; found: they were not"),
+    "chunks_by_reason": (
+        "reason",
+        "chunks of exact requests, by why they were computed; found: they were not",
+    ),
     "tokens_by_reason": ("reason", "tokens of these chunks, likewise"),
-    "misplaced": ("field", "requests to /v1 with chunks, which only /rag/v1 reads, by field: chunks, messages.chunks"),
+    "misplaced": (
+        "field",
+        "requests to /v1 with chunks, which only /rag/v1 reads, by field: chunks, messages.chunks",
+    ),
     "fallbacks": ("reason", "things that were computed because reuse was not possible, by reason"),
 }
-"""Name -> (label, help). Every count is a number of requests, tokens, chunks or searches, as its name says."""
+"""Name -> (label, help). Every count is a number of requests, tokens, chunks or searches,
+as its name says."""
 
 ORDER_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
-REUSE_BUCKETS_S = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-SEARCH_BUCKETS_S = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+REUSE_BUCKETS_S = (
+    1e-4,
+    2e-4,
+    5e-4,
+    1e-3,
+    2e-3,
+    5e-3,
+    1e-2,
+    2e-2,
+    5e-2,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+)
+SEARCH_BUCKETS_S = (
+    1e-4,
+    2e-4,
+    5e-4,
+    1e-3,
+    2e-3,
+    5e-3,
+    1e-2,
+    2e-2,
+    5e-2,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+)
 
 
 RETRIEVAL_STATES = ("up", "stale", "down")
@@ -78,7 +131,8 @@ class Metrics:
             self._export("reuse_seconds").labels(phase).observe(seconds)
 
     def observe_search(self, phase: str, seconds: float) -> None:
-        """One phase of retrieval: queued, of one request; first, encode, dense, bm25, read, of one batch."""
+        """One phase of retrieval: queued, of one request;
+        first, encode, dense, bm25, read, of one batch."""
         self.search_seconds[phase] += seconds
         if self._prometheus:
             self._export("retrieval_seconds").labels(phase).observe(seconds)
@@ -90,11 +144,22 @@ class Metrics:
                 self._export("retrieval_state").labels(name).set(name == state)
 
     def observe_audit(
-        self, selector: str, ratio: float | str | None, tenant: str, agreement: float, kl: float, *, is_below: bool
+        self,
+        selector: str,
+        ratio: float | str | None,
+        tenant: str,
+        agreement: float,
+        kl: float,
+        *,
+        is_below: bool,
     ) -> None:
         """One answer compared with an exact prefill; a ratio of None recomputes nothing."""
         if self._prometheus:
-            labels = (selector, f"{ratio:g}" if isinstance(ratio, float) else ratio or "none", tenant)
+            labels = (
+                selector,
+                f"{ratio:g}" if isinstance(ratio, float) else ratio or "none",
+                tenant,
+            )
             self._export("audits").labels(*labels, "below" if is_below else "met").inc()
             self._export("audit_agreement").labels(*labels).observe(agreement)
             self._export("audit_kl").labels(*labels).observe(kl)
@@ -103,7 +168,9 @@ class Metrics:
         """Which state holds for the server's terms, and for how many of tenants' own each does."""
         if self._prometheus:
             for state, number in audit.own_states.items():
-                self._export("audit_state").labels(audit.server.selector, state.value).set(state is audit.state)
+                self._export("audit_state").labels(audit.server.selector, state.value).set(
+                    state is audit.state
+                )
                 self._export("audit_own_terms").labels(state.value).set(number)
 
     def totals(self) -> dict[str, dict[str, int]]:
@@ -127,31 +194,63 @@ class Metrics:
                 label, text = COUNTERS[name]
                 self._exported[name] = PrometheusCounter(f"chunkcache:{name}", text, [label])
             elif name == "reuse_seconds":
-                text = "time that a fused request's reuse took, by phase: lookup, relocate, select, recompute, extend"
-                self._exported[name] = Histogram(f"chunkcache:{name}", text, ["phase"], buckets=REUSE_BUCKETS_S)
+                text = (
+                    "time that a fused request's reuse took, by phase: lookup, relocate, select,"
+                    " recompute, extend"
+                )
+                self._exported[name] = Histogram(
+                    f"chunkcache:{name}", text, ["phase"], buckets=REUSE_BUCKETS_S
+                )
             elif name == "retrieval_seconds":
-                text = "time that retrieval took, by phase: queued (a request); encode, dense, bm25, read (a batch)"
-                self._exported[name] = Histogram(f"chunkcache:{name}", text, ["phase"], buckets=SEARCH_BUCKETS_S)
+                text = (
+                    "time that retrieval took, by phase: queued (a request); encode, dense, bm25,"
+                    " read (a batch)"
+                )
+                self._exported[name] = Histogram(
+                    f"chunkcache:{name}", text, ["phase"], buckets=SEARCH_BUCKETS_S
+                )
             elif name == "audits":
                 text = "answers compared with an exact prefill, by target: met, below"
-                self._exported[name] = PrometheusCounter(f"chunkcache:{name}", text, [*AUDIT_LABELS, "target"])
+                self._exported[name] = PrometheusCounter(
+                    f"chunkcache:{name}", text, [*AUDIT_LABELS, "target"]
+                )
             elif name == "audit_agreement":
-                text = "share of an audited answer's positions whose best token is that of an exact prefill"
+                text = (
+                    "share of an audited answer's positions whose best token is that of an exact"
+                    " prefill"
+                )
                 self._exported[name] = Summary(f"chunkcache:{name}", text, AUDIT_LABELS)
             elif name == "audit_kl":
                 text = "KL(exact || moved) of an audited answer in nats, mean of its positions"
                 self._exported[name] = Summary(f"chunkcache:{name}", text, AUDIT_LABELS)
             elif name == "audit_state":
-                text = "1 for the state of the server's terms: asked, paused, probation; 0 for the others"
+                text = (
+                    "1 for the state of the server's terms: asked, paused, probation; 0 for the"
+                    " others"
+                )
                 labels = ["selector", "state"]
-                self._exported[name] = Gauge(f"chunkcache:{name}", text, labels, multiprocess_mode="mostrecent")
+                self._exported[name] = Gauge(
+                    f"chunkcache:{name}", text, labels, multiprocess_mode="mostrecent"
+                )
             elif name == "audit_own_terms":
-                text = "terms of tenants' own (another selector, ratio or option) by state: asked, paused, probation"
-                self._exported[name] = Gauge(f"chunkcache:{name}", text, ["state"], multiprocess_mode="mostrecent")
+                text = (
+                    "terms of tenants' own (another selector, ratio or option) by state: asked,"
+                    " paused, probation"
+                )
+                self._exported[name] = Gauge(
+                    f"chunkcache:{name}", text, ["state"], multiprocess_mode="mostrecent"
+                )
             elif name == "retrieval_state":
-                text = "1 for the state of retrieval: up, stale (an index that was replaced answers), down; 0 for the others"
-                self._exported[name] = Gauge(f"chunkcache:{name}", text, ["state"], multiprocess_mode="mostrecent")
+                text = (
+                    "1 for the state of retrieval: up, stale (an index that was replaced answers),"
+                    " down; 0 for the others"
+                )
+                self._exported[name] = Gauge(
+                    f"chunkcache:{name}", text, ["state"], multiprocess_mode="mostrecent"
+                )
             else:
                 text = "time of one order and route decision"
-                self._exported[name] = Histogram(f"chunkcache:{name}", text, buckets=ORDER_BUCKETS_S)
+                self._exported[name] = Histogram(
+                    f"chunkcache:{name}", text, buckets=ORDER_BUCKETS_S
+                )
         return self._exported[name]

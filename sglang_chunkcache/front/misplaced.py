@@ -1,6 +1,8 @@
-"""Requests to SGLang's own `/v1` that come with `chunks`: SGLang ignores the field, so the model answers without the passages.
+"""Requests to SGLang's own `/v1` that come with `chunks`: SGLang ignores the field, so the model
+answers without the passages.
 
-Nothing of the answer changes. The body is not read for this: FastAPI has parsed it before SGLang calls `generate_request`.
+Nothing of the answer changes. The body is not read for this: FastAPI has parsed it before SGLang
+calls `generate_request`.
 """
 
 from __future__ import annotations
@@ -29,19 +31,23 @@ class Misplaced:
             self._metrics().count("misplaced", field)
             self._log.warn(
                 field,
-                "chunk cache: %s got `%s`, which SGLang ignores: the model does not see these passages. Use base_url /rag/v1",
+                "chunk cache: %s got `%s`, which SGLang ignores: the model does not see these"
+                " passages. Use base_url /rag/v1",
                 raw_request.scope["path"],
                 field,
             )
 
 
 def chunks_field(raw_request: Any) -> str | None:
-    """Where a request to `/v1` has chunks, at least one: `chunks`, `messages.chunks`, or nowhere."""
+    """Where a request to `/v1` has chunks, at least one:
+    `chunks`, `messages.chunks`, or nowhere."""
     body = getattr(raw_request, "_json", None)  # what Starlette keeps of `Request.json`
     if not isinstance(body, dict) or not raw_request.scope["path"].startswith("/v1/"):
         return None
     if body.get("chunks"):
         return "chunks"
     messages = body.get("messages")
-    are_in_one = isinstance(messages, list) and any(isinstance(each, dict) and each.get("chunks") for each in messages)
+    are_in_one = isinstance(messages, list) and any(
+        isinstance(each, dict) and each.get("chunks") for each in messages
+    )
     return "messages.chunks" if are_in_one else None

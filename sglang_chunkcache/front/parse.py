@@ -1,4 +1,5 @@
-"""A client's body, read within limits, as a model; and what is wrong with it by the client's own names."""
+"""A client's body, read within limits, as a model;
+and what is wrong with it by the client's own names."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ MAX_ERRORS = 5
 MAX_NAMES, MAX_NAME_CHARS = 50, 40
 """Unknown fields that are compared with ours, and their length: a body may have very many."""
 SIMILARITY = 0.8
-"""Of two names, from which one is taken for the other misspelt: `chunk` and `chunks` have .91, `store` and `order` .6."""
+"""Of two names, from which one is taken for the other misspelt:
+`chunk` and `chunks` have .91, `store` and `order` .6."""
 REASONS = {
     "missing": "is missing",
     "extra_forbidden": "is no field here",
@@ -47,7 +49,8 @@ async def json_object(raw_request: Request, config: ChunkCacheConfig) -> dict[st
 
     Raises:
         BodyTooLargeError: more bytes than allowed; they are not read.
-        RequestError: no JSON object, or one of too many values, or the client has gone before its end.
+        RequestError: no JSON object, or one of too many values, or the client has gone before its
+            end.
     """
     raw = await _bounded_body(raw_request, config.max_body_bytes)
     if _num_values(raw) > MAX_VALUES + VALUES_PER_CHUNK * config.max_chunks:
@@ -70,16 +73,23 @@ def parse(model: type[Model], body: dict[str, Any]) -> Model:
         branches: dict[str, set[str]] = {}
         for item in error.errors():
             place, branch = _place(item, body)
-            reasons.setdefault(place, {})[refusal(place) or refusal(place, item["input"]) or _reason(item)] = None
+            reasons.setdefault(place, {})[
+                refusal(place) or refusal(place, item["input"]) or _reason(item)
+            ] = None
             branches.setdefault(place, set()).add(branch)
         # What only some branches of a union refuse is right in another one.
         widest = max(map(len, branches.values()))
-        shown = [place for place in reasons if len(branches[place]) == widest or branches[place] == {""}][:MAX_ERRORS]
-        raise RequestError("; ".join(f"{place}: {' or '.join(reasons[place])}" for place in shown)) from None
+        shown = [
+            place for place in reasons if len(branches[place]) == widest or branches[place] == {""}
+        ][:MAX_ERRORS]
+        raise RequestError(
+            "; ".join(f"{place}: {' or '.join(reasons[place])}" for place in shown)
+        ) from None
 
 
 def refuse_misspelt(body: Iterable[str], ours: Iterable[str], theirs: Iterable[str]) -> None:
-    """Raise RequestError for a name that was ours, or that is neither `ours` nor `theirs` and looks like one. Others pass."""
+    """Raise RequestError for a name that was ours, or that is neither `ours` nor `theirs` and looks
+    like one. Others pass."""
     by_letters = {_letters(name): name for name in ours}
     known = {*by_letters.values(), *theirs}
     others = (name for name in body if name not in known and len(name) <= MAX_NAME_CHARS)
@@ -91,7 +101,8 @@ def refuse_misspelt(body: Iterable[str], ours: Iterable[str], theirs: Iterable[s
 
 
 def named_in(complaint: str, fields: Collection[str]) -> str | None:
-    """The first of these fields that SGLang's complaint names: in its messages the one that is meant."""
+    """The first of these fields that SGLang's complaint names:
+    in its messages the one that is meant."""
     return next((word for word in re.findall(r"\w+", complaint) if word in fields), None)
 
 
@@ -114,19 +125,27 @@ async def _bounded_body(raw_request: Request, max_bytes: int) -> bytes:
 
 
 def _num_values(raw: bytes) -> int:
-    """About how many values a JSON text holds, strings aside; never more than it holds where that is many. A parser would make an
-    object of each, which takes a second for a few MiB of brackets."""
+    """About how many values a JSON text holds, strings aside; never more than it holds where that
+    is many. A parser would make an object of each, which takes a second for a few MiB of
+    brackets."""
     if sum(map(raw.count, MARKS)) <= MAX_VALUES:  # in strings or not
         return 0
     num_strings = (raw.count(b'"') - raw.count(b'\\"')) // 2
-    return max(num_strings, sum(map(STRING.sub(b"", raw).count, MARKS)) if num_strings <= MAX_VALUES else 0)
+    return max(
+        num_strings, sum(map(STRING.sub(b"", raw).count, MARKS)) if num_strings <= MAX_VALUES else 0
+    )
 
 
 def _place(item: Mapping[str, Any], body: Any) -> tuple[str, str]:
-    """The path of an error as far as it leads through the body, and the rest: a union's branches, which pydantic names in it."""
+    """The path of an error as far as it leads through the body, and the rest:
+    a union's branches, which pydantic names in it."""
     path, branch, node = [], [], body
     for part in item["loc"]:
-        is_place = part in node if isinstance(node, dict) else isinstance(node, list) and isinstance(part, int)
+        is_place = (
+            part in node
+            if isinstance(node, dict)
+            else isinstance(node, list) and isinstance(part, int)
+        )
         if is_place:
             node = node[part]
         if is_place or (item["type"] == "missing" and part == item["loc"][-1]):

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 class Parts:
-    """Each is made when it is first needed, since SGLang is ready then: with the first request or the start-up check."""
+    """Each is made when it is first needed, since SGLang is ready then:
+    with the first request or the start-up check."""
 
     def __init__(self, config: ChunkCacheConfig) -> None:
         self.config = config
@@ -40,7 +41,8 @@ class Parts:
 
     @cached_property
     def context_len(self) -> int:
-        """Of prompt and answer together, in tokens. A KV pool smaller than the model's context is the tighter limit."""
+        """Of prompt and answer together, in tokens.
+        A KV pool smaller than the model's context is the tighter limit."""
         return int(min(self.manager.model_config.context_len, self.manager.max_req_input_len))
 
     @cached_property
@@ -51,10 +53,14 @@ class Parts:
 
     @cached_property
     def assembler(self) -> PromptAssembler:
-        """Raises ValueError for a chat template, a RAG template or a tokenizer that cannot be served."""
+        """Raises ValueError for a chat template, a RAG template or a tokenizer that cannot be
+        served."""
         templates = http_server.get_global_state().template_manager
         if name := templates.chat_template_name:
-            raise ValueError(f"--chat-template {name}: SGLang's built-in templates are not supported; give a file")
+            raise ValueError(
+                f"--chat-template {name}: SGLang's built-in templates are not supported; give a"
+                " file"
+            )
         template = read_template(self.config.rag_template)
         return PromptAssembler(
             self.manager.tokenizer,
@@ -98,7 +104,11 @@ class Parts:
     def limits(self) -> Limits:
         """What the guard must know of the server."""
         args = self.manager.server_args
-        labels = frozenset(args.tokenizer_metrics_allowed_custom_labels or ()) if args.enable_metrics else None
+        labels = (
+            frozenset(args.tokenizer_metrics_allowed_custom_labels or ())
+            if args.enable_metrics
+            else None
+        )
         return Limits(self.manager.model_config.vocab_size, labels)
 
     @cached_property
@@ -114,18 +124,25 @@ class Parts:
     @cached_property
     def chat(self) -> RagServingChat:
         """SGLang's chat serving."""
-        return RagServingChat(self.engine, http_server.get_global_state().template_manager, self.books)
+        return RagServingChat(
+            self.engine, http_server.get_global_state().template_manager, self.books
+        )
 
     @cached_property
     def search(self) -> RagSearch | None:
         """None for a server without an index."""
-        return RagSearch(self.retriever, self.config, self.books.metrics) if self.retriever is not None else None
+        return (
+            RagSearch(self.retriever, self.config, self.books.metrics)
+            if self.retriever is not None
+            else None
+        )
 
     async def stats(self) -> dict[str, Any] | None:
         """Counts of the front and of every rank. None: a rank runs without the chunk cache."""
         from sglang_chunkcache import __version__
 
-        _ = self.drafter  # the start-up check asks for stats: a template that cannot be served must fail it
+        # the start-up check asks for stats: a template that cannot be served must fail it
+        _ = self.drafter
         states = await self.engine.states()
         if states is None:
             return None

@@ -1,6 +1,7 @@
 """From a Draft to what is sent where: the order of its chunks, the rank, token ids and spans.
 
-Pure: reads the bookkeeper's tree, tables and router; counts and takes nothing. What explains a request plans it and stops.
+Pure: reads the bookkeeper's tree, tables and router; counts and takes nothing. What explains a
+request plans it and stops.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Planner:
         self._config, self._books, self._context_len = config, books, context_len
 
     def plan(self, draft: Draft) -> Planned:
-        """Order and route, then assemble. A history with chunks is fixed: then only its rank is chosen, by who has the history.
+        """Order and route, then assemble. A history with chunks is fixed: then only its rank is
+        chosen, by who has the history.
 
         Raises:
             RequestError: an empty prompt, or one longer than the context; names the field.
@@ -51,7 +53,9 @@ class Planner:
         rank, ordering, is_away = self._decide(draft, namespace, policy, growth)
         seconds = time.perf_counter() - start
         by_id = {item.chunk.id: item for item in draft.chunks}
-        ordered = list(draft.chunks) if draft.history else [by_id[chunk.id] for chunk in ordering.chunks]
+        ordered = (
+            list(draft.chunks) if draft.history else [by_id[chunk.id] for chunk in ordering.chunks]
+        )
         ids, spans = draft.assemble(ordered)
         self._check_length(len(ids), draft.options)
         area = leading_area(spans)
@@ -60,7 +64,14 @@ class Planner:
         if draft.options.fusion is None:
             epochs = self._epochs()
             expected = self._books.reasons.expect(
-                draft, namespace, ids, spans, area_len=len(area), held_len=ordering.held_len, rank=rank, epochs=epochs
+                draft,
+                namespace,
+                ids,
+                spans,
+                area_len=len(area),
+                held_len=ordering.held_len,
+                rank=rank,
+                epochs=epochs,
             )
         return Planned(
             draft,
@@ -88,10 +99,13 @@ class Planner:
         if fusion is None or audit is None or draft.is_preprocessing:
             return draft, None
         terms = audit.terms(fusion, draft.identity.tenant)
-        return draft if terms.is_moved else replace(draft, options=replace(draft.options, fusion=None)), terms
+        return draft if terms.is_moved else replace(
+            draft, options=replace(draft.options, fusion=None)
+        ), terms
 
     def _growth(self, fusion: FusionRequest | None, policy: OrderPolicy) -> Growth | None:
-        """Only chains that the tree's order aims for grow: other orders stay as their papers have them."""
+        """Only chains that the tree's order aims for grow:
+        other orders stay as their papers have them."""
         if fusion is None or not fusion.may_compute or policy != "tree":
             return None
         return Growth(self._config.exact_gaps, self._config.promotion_threshold)
@@ -102,7 +116,13 @@ class Planner:
         """(rank, its order, whether another rank has more of the history)."""
         router, rank = self._books.router, draft.options.rank
         by_turns = self._config.routing == "round_robin"
-        ranks = [rank] if rank is not None else [router.choose({})] if by_turns else range(router.num_ranks)
+        ranks = (
+            [rank]
+            if rank is not None
+            else [router.choose({})]
+            if by_turns
+            else range(router.num_ranks)
+        )
         worths = {mirror.rank: mirror.host_worth for mirror in self._books.mirrors}
         orderings = order_per_rank(
             "retriever" if draft.history else policy,
@@ -110,7 +130,9 @@ class Planner:
             self._books.tree,
             self._books.tables.of(draft.identity.tenant),
             namespace,
-            _chunks_of(leading_area(draft.history)) if draft.history else [item.chunk for item in draft.chunks],
+            _chunks_of(leading_area(draft.history))
+            if draft.history
+            else [item.chunk for item in draft.chunks],
             ranks=ranks,
             max_visits=self._config.max_search_visits,
             recipe=_shared_recipe(draft),
@@ -141,10 +163,16 @@ class Planner:
         return held_history((*draft.turn.history, *([step] if step else ())), epochs, recipe=recipe)
 
     def _fused_from(
-        self, draft: Draft, area: Sequence[Span], num_exact: int, num_fused: int, growth: Growth | None
+        self,
+        draft: Draft,
+        area: Sequence[Span],
+        num_exact: int,
+        num_fused: int,
+        growth: Growth | None,
     ) -> int:
-        """From which chunk on the KV is expected fused: where fused KV is found, or at a chunk that was asked for before, so that
-        there is a source of it, and that is none of those the exact chain grows by.
+        """From which chunk on the KV is expected fused: where fused KV is found, or at a chunk that
+        was asked for before, so that there is a source of it, and that is none of those the exact
+        chain grows by.
         """
         if draft.options.fusion is None:
             return len(area)
@@ -157,7 +185,9 @@ class Planner:
     def _check_length(self, prompt_len: int, options: Options) -> None:
         answer_len = max(1, options.max_new_tokens or 1)
         if prompt_len + answer_len > self._context_len:
-            field = options.prompt_field if prompt_len >= self._context_len else options.length_field
+            field = (
+                options.prompt_field if prompt_len >= self._context_len else options.length_field
+            )
             raise RequestError(
                 f"{field}: prompt of {prompt_len} tokens and answer of {answer_len} "
                 f"exceed the context of {self._context_len}"
@@ -171,7 +201,8 @@ def _chunks_of(spans: Sequence[Span]) -> list[Chunk]:
 
 
 def _shared_recipe(draft: Draft) -> str | None:
-    """The recipe by which the request may find what others have fused. None where that depends on the question."""
+    """The recipe by which the request may find what others have fused.
+    None where that depends on the question."""
     fusion = draft.options.fusion
     if fusion is None or fusion.asks_the_question or fusion.plain:
         return None

@@ -1,11 +1,13 @@
-"""`/chunkcache/preprocess`: a chunk's KV after its neighbours, into every rank's store (FusionRAG 3.1, eq. 10).
+"""`/chunkcache/preprocess`: a chunk's KV after its neighbours, into every rank's store (FusionRAG
+3.1, eq. 10).
 
     prompt    head | n1 | n2 | n3 | chunk        only `chunk` is computed, after all of them
 
-A neighbour's KV is plain: computed after the head alone. The first one may be the exact prefix, the others are moved. One that
-a rank has no plain KV of is computed alone before, so the chunk's KV does not depend on the order of the corpus. What the rank's
-storage has of it is loaded instead. A rank that has the chunk itself already, in store or storage, computes nothing: work that
-was cut off goes on where it was.
+A neighbour's KV is plain: computed after the head alone. The first one may be the exact prefix, the
+others are moved. One that a rank has no plain KV of is computed alone before, so the chunk's KV
+does not depend on the order of the corpus. What the rank's storage has of it is loaded instead. A
+rank that has the chunk itself already, in store or storage, computes nothing: work that was cut off
+goes on where it was.
 """
 
 from __future__ import annotations
@@ -32,18 +34,27 @@ WAIT_S = 10.0
 POLL_S = 0.01
 
 
-async def preprocess(parts: Parts, intake: Intake, body: PreprocessIn, raw_request: Request) -> dict[str, Any]:
-    """Compute the chunk on all ranks at once; what became of the prompts' tokens and of the neighbours, over all ranks.
+async def preprocess(
+    parts: Parts, intake: Intake, body: PreprocessIn, raw_request: Request
+) -> dict[str, Any]:
+    """Compute the chunk on all ranks at once; what became of the prompts' tokens and of the
+    neighbours, over all ranks.
 
-    Neighbours are `moved` (plain KV was there, or came from the storage), `computed` (alone before, then moved) or `missing`:
-    still not there, so computed in context. `kept`: every rank had the chunk, and nothing was computed.
+    Neighbours are `moved` (plain KV was there, or came from the storage), `computed` (alone before,
+    then moved) or `missing`: still not there, so computed in context. `kept`: every rank had the
+    chunk, and nothing was computed.
 
     Raises:
         RequestError: names the field that is wrong.
     """
     start = time.perf_counter()
-    planned = [await intake.preprocessing(body, raw_request, rank=rank) for rank in range(len(parts.books.mirrors))]
-    done = await asyncio.gather(*(_on_rank(parts, each, raw_request) for each in planned), return_exceptions=True)
+    planned = [
+        await intake.preprocessing(body, raw_request, rank=rank)
+        for rank in range(len(parts.books.mirrors))
+    ]
+    done = await asyncio.gather(
+        *(_on_rank(parts, each, raw_request) for each in planned), return_exceptions=True
+    )
     fates: Counter[str] = Counter()
     neighbors = Counter(moved=0, computed=0, missing=0)
     for each in done:
@@ -79,8 +90,14 @@ async def _on_rank(
         computed.add(absent)
         told = await _told(parts, planned, deadline)
     rag = await _run(parts, planned, raw_request)
-    found = _found(planned, rag.report) if rag.report and Fallback.PASS_FAILED not in rag.fallbacks else ()
-    return rag.fates() or {}, Counter(_fate(index, found, computed) for index in range(len(planned.spans) - 1))
+    found = (
+        _found(planned, rag.report)
+        if rag.report and Fallback.PASS_FAILED not in rag.fallbacks
+        else ()
+    )
+    return rag.fates() or {}, Counter(
+        _fate(index, found, computed) for index in range(len(planned.spans) - 1)
+    )
 
 
 async def _told(parts: Parts, planned: Planned, deadline: float) -> Explanation:
@@ -93,9 +110,12 @@ async def _told(parts: Parts, planned: Planned, deadline: float) -> Explanation:
 
 
 def _absent(planned: Planned, told: Explanation, computed: Collection[int]) -> int | None:
-    """Index of the first neighbour that the rank has no plain KV of, and that was not computed alone. None: of all it has."""
+    """Index of the first neighbour that the rank has no plain KV of,
+    and that was not computed alone. None: of all it has."""
     found = _found(planned, told)
-    return next((i for i in range(len(planned.spans) - 1) if i not in found and i not in computed), None)
+    return next(
+        (i for i in range(len(planned.spans) - 1) if i not in found and i not in computed), None
+    )
 
 
 def _found(planned: Planned, told: Explanation | Report) -> set[int]:
@@ -105,7 +125,8 @@ def _found(planned: Planned, told: Explanation | Report) -> set[int]:
 
 
 def _alone(draft: Draft, index: int) -> Draft:
-    """The prompt that computes one of the neighbours, as the prompt of a chunk without neighbours does."""
+    """The prompt that computes one of the neighbours, as the prompt of a chunk without neighbours
+    does."""
     fusion = draft.options.fusion
     assert fusion is not None
     options = replace(draft.options, fusion=replace(fusion, fresh=frozenset({0})))

@@ -1,10 +1,13 @@
-"""From messages and chunks to token ids and spans: the model's own chat template, rendered around the chunks.
+"""From messages and chunks to token ids and spans: the model's own chat template, rendered around
+the chunks.
 
-    <bos><system>…<user> | You may use: | chunk 1 + separator | chunk 2 + separator | question<end><assistant>
+    <bos><system>…<user> | You may use: | chunk 1 + separator | chunk 2 + separator |
+    question<end><assistant>
            lead          |     intro    |            spans, one per chunk            |          outro
 
-The pieces are tokenised apart, so that a chunk has the same ids at every place; ids go to the engine as they are, since
-tokenising the text again would move the borders. Nothing here knows the cache, an order or a conversation's past tokens.
+The pieces are tokenised apart, so that a chunk has the same ids at every place; ids go to the
+engine as they are, since tokenising the text again would move the borders. Nothing here knows the
+cache, an order or a conversation's past tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.tokenizer import Encode, ServedTokenizer
 
 CHUNK_CACHE_SIZE = 4096
-"""Chunk texts whose token ids are remembered: a popular chunk is tokenised once, not once a request."""
+"""Chunk texts whose token ids are remembered:
+a popular chunk is tokenised once, not once a request."""
 
 CHUNK_CACHE_CHARS = 16_384
 """Longer texts are not remembered, so that the memory is bounded: 4 bytes a token and the text."""
@@ -37,7 +41,8 @@ DEFAULT_TEMPLATE = "{chunks}{question}"
 
 
 Mark = tuple[str, int]
-"""Where a rendered prompt is cut: before intro ("s") or chunks ("c") of a user message, or at an answer ("a"); its index."""
+"""Where a rendered prompt is cut: before intro ("s") or chunks ("c") of a user message,
+or at an answer ("a"); its index."""
 
 Piece = tuple[Sequence[int], ChunkId | None]
 """Token ids, and the chunk that they are, if any."""
@@ -53,7 +58,8 @@ class TokenizedChunk:
 
 @dataclass(frozen=True, slots=True)
 class TurnPieces:
-    """Token ids of one turn around its chunks. `lead` joins it to what comes before: nothing, or an answer."""
+    """Token ids of one turn around its chunks.
+    `lead` joins it to what comes before: nothing, or an answer."""
 
     lead: tuple[int, ...]
     intro: tuple[int, ...]
@@ -71,7 +77,8 @@ class Area(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """The texts of messages up to an answer that a user's message follows. The last one is open: its answer is to be given."""
+    """The texts of messages up to an answer that a user's message follows.
+    The last one is open: its answer is to be given."""
 
     lead: str
     """Up to its first area."""
@@ -89,7 +96,8 @@ class Exchange(NamedTuple):
 
 
 def joined(before: Sequence[int], pieces: Iterable[Piece]) -> tuple[array[int], tuple[Span, ...]]:
-    """`before` and the pieces in a row: their ids (array 'i'), and a span for each piece that is a chunk."""
+    """`before` and the pieces in a row: their ids (array 'i'),
+    and a span for each piece that is a chunk."""
     ids, spans = array("i", before), []
     for token_ids, chunk in pieces:
         if chunk is not None:
@@ -103,11 +111,12 @@ class PromptAssembler:
 
     Args:
         tokenizer: the served model's Hugging Face tokenizer.
-        template: the user message around the chunks; holds `{chunks}`, then `{question}`, each once.
+        template: the user message around the chunks; holds `{chunks}`, then `{question}`, each
+            once.
         separator: text after every chunk.
         chunk_tokens: as in the configuration.
-        content_format: SGLang's word for what the chat template reads where a content has parts: `openai`, a list of them;
-            `string`, their texts with spaces between.
+        content_format: SGLang's word for what the chat template reads where a content has parts:
+            `openai`, a list of them; `string`, their texts with spaces between.
     Raises:
         ValueError: the template's placeholders, or a tokenizer that cannot be served.
     """
@@ -126,13 +135,21 @@ class PromptAssembler:
         self._intro, rest = template.split("{chunks}")
         if "{question}" not in rest:
             raise ValueError(
-                "the rag template must name {chunks} before {question}: nothing after the question is shared"
+                "the rag template must name {chunks} before {question}: nothing after the question"
+                " is shared"
             )
         self._before_question, self._after_question = rest.split("{question}")
-        self._tokenizer, self._separator, self._reads_parts = tokenizer, separator, content_format == "openai"
+        self._tokenizer, self._separator, self._reads_parts = (
+            tokenizer,
+            separator,
+            content_format == "openai",
+        )
         self.tokenizer = ServedTokenizer(tokenizer, chunk_tokens=chunk_tokens)
-        self._is_separator_control = chunk_tokens == "text" and self.tokenizer.holds_control(separator)
-        # Marks at the places where the rendered text is cut; random, so that no message can hold them.
+        self._is_separator_control = chunk_tokens == "text" and self.tokenizer.holds_control(
+            separator
+        )
+        # Marks at the places where the rendered text is cut; random, so that no message can hold
+        # them.
         self._nonce = secrets.token_hex(8)
         self._marks = re.compile(f"\ue000([sca]\\d+)-{self._nonce}\ue001")
         self._remembered_chunk = lru_cache(CHUNK_CACHE_SIZE)(self._tokenize_chunk)
@@ -140,9 +157,12 @@ class PromptAssembler:
     def chunk(self, text: str, tenant: str) -> TokenizedChunk:
         """A chunk's ids, its separator included; the same at every place.
 
-        Remembered for `tenant` alone: the time that takes must not tell that another tenant has sent the text.
+        Remembered for `tenant` alone: the time that takes must not tell that another tenant has
+        sent the text.
         """
-        tokenize = self._remembered_chunk if len(text) <= CHUNK_CACHE_CHARS else self._tokenize_chunk
+        tokenize = (
+            self._remembered_chunk if len(text) <= CHUNK_CACHE_CHARS else self._tokenize_chunk
+        )
         return tokenize(text, tenant)
 
     def turn(
@@ -156,11 +176,12 @@ class PromptAssembler:
         encode: Encode | None = None,
         prefill: str = "",
     ) -> TurnPieces:
-        """The pieces of the turn that the last user message opens: its chunks, its question, and all that follows.
+        """The pieces of the turn that the last user message opens: its chunks, its question, and
+        all that follows.
 
-        `num_agreed` messages, the last an answer, are there as tokens already: `lead` begins after that answer. An answer
-        that comes last is shown as a user's message, as in SGLang. `prefill` is the beginning of the answer to be given,
-        `encode` the request's own, if it has one.
+        `num_agreed` messages, the last an answer, are there as tokens already: `lead` begins after
+        that answer. An answer that comes last is shown as a user's message, as in SGLang. `prefill`
+        is the beginning of the answer to be given, `encode` the request's own, if it has one.
 
         Raises:
             RequestError: no message, or the chat template refuses them.
@@ -187,13 +208,16 @@ class PromptAssembler:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Exchange]:
-        """What the chat template makes of the messages after the first `num_agreed`, the last of which is an answer. The open
-        exchange has the last user message; unless `is_split` it begins with the text of all others.
+        """What the chat template makes of the messages after the first `num_agreed`, the last of
+        which is an answer. The open exchange has the last user message; unless `is_split` it begins
+        with the text of all others.
 
-        `with_chunks` are the user messages that have chunks. An answer that comes last is shown as a user's, as by SGLang.
+        `with_chunks` are the user messages that have chunks. An answer that comes last is shown as
+        a user's, as by SGLang.
 
         Raises:
-            RequestError: no message, or the chat template refuses them, or does not show each of them once.
+            RequestError: no message, or the chat template refuses them, or does not show each of
+                them once.
         """
         place = turn_start(messages)
         if not isinstance(text_of(messages[place], place), str):
@@ -215,14 +239,20 @@ class PromptAssembler:
         if not ends:
             return found
         told = [(kind, i) for kind, i in marks if kind != "a" or i < num_agreed]
-        shown = dict(zip(told, self._cut(self._render(shaped, tools, template_kwargs), told)[1:], strict=True))
+        shown = dict(
+            zip(
+                told, self._cut(self._render(shaped, tools, template_kwargs), told)[1:], strict=True
+            )
+        )
         answers = [
             _between(shown["c", one.areas[-1].message], one.areas[-1].ending, after.lead)
             for one, after in pairwise(found)
         ]
         for k, answer in enumerate(answers):
             end = found[k].num_messages - 1
-            found[k] = found[k]._replace(answer=text_of(messages[end], end) if answer is None else answer)
+            found[k] = found[k]._replace(
+                answer=text_of(messages[end], end) if answer is None else answer
+            )
         return found
 
     def head(
@@ -232,7 +262,8 @@ class PromptAssembler:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text in front of a conversation's first user message: what stays when the oldest turns leave."""
+        """The text in front of a conversation's first user message:
+        what stays when the oldest turns leave."""
         opening = list(messages[: num_opening(messages)])
         asked = [*opening, {"role": "user", "content": ""}]
         return self.exchanges(asked, tools=tools, template_kwargs=template_kwargs)[0].lead
@@ -242,18 +273,23 @@ class PromptAssembler:
 
     def _mark_area(self, message: dict[str, Any], index: int, *, has_chunks: bool) -> None:
         intro, before, after = (
-            (self._intro, self._before_question, self._after_question) if has_chunks else ("", "", "")
+            (self._intro, self._before_question, self._after_question)
+            if has_chunks
+            else ("", "", "")
         )
         ahead = self._mark("s", index) + intro + self._mark("c", index) + before
         message["content"] = _around(message["content"], ahead, after)
 
     def _cut(self, text: str, marks: Sequence[Mark]) -> list[str]:
-        """The texts before, between and after these marks, which the text must have in this order, each once."""
+        """The texts before, between and after these marks, which the text must have in this order,
+        each once."""
         pieces = self._marks.split(text)
         if pieces[1::2] != [f"{kind}{i}" for kind, i in marks]:
             counts = Counter(pieces[1::2])
             count = next((n for kind, i in marks if (n := counts[f"{kind}{i}"]) != 1), 0)
-            raise RequestError(f"messages: the chat template shows a message {count} times instead of once")
+            raise RequestError(
+                f"messages: the chat template shows a message {count} times instead of once"
+            )
         return pieces[::2]
 
     def _shaped(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -269,19 +305,31 @@ class PromptAssembler:
 
     def _tokenize_chunk(self, text: str, _tenant: str) -> TokenizedChunk:
         if self._is_separator_control:  # the operator's, so it may
-            plain, separator = self.tokenizer.encode_plain(text), self.tokenizer.encode(self._separator)
+            plain, separator = (
+                self.tokenizer.encode_plain(text),
+                self.tokenizer.encode(self._separator),
+            )
             ids = array("i", (*plain, *separator))
         else:
             ids = array("i", self.tokenizer.encode_plain(text + self._separator))
         return TokenizedChunk(Chunk(chunk_id(ids), len(ids)), ids)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, kwargs: Mapping[str, Any] | None) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, kwargs: Mapping[str, Any] | None
+    ) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
-            raise RequestError("messages: the model has no chat template; start the server with --chat-template FILE")
+            raise RequestError(
+                "messages: the model has no chat template; start the server with --chat-template"
+                " FILE"
+            )
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), tools=tools, tokenize=False, add_generation_prompt=True, **(kwargs or {})
+                    list(messages),
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **(kwargs or {}),
                 )
             )
         except Exception as error:  # jinja's and the template's own, which share no base
@@ -290,44 +338,61 @@ class PromptAssembler:
 
 def num_opening(messages: Sequence[Mapping[str, Any]]) -> int:
     """Messages in front of the first that is no system message."""
-    return next((i for i, m in enumerate(messages) if m.get("role") not in ("system", "developer")), len(messages))
+    return next(
+        (i for i, m in enumerate(messages) if m.get("role") not in ("system", "developer")),
+        len(messages),
+    )
 
 
 def turn_start(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Index of the message that the chunks belong to: the last user message, or the last of all where there is none.
+    """Index of the message that the chunks belong to: the last user message, or the last of all
+    where there is none.
 
     Raises:
         RequestError: no messages.
     """
     if not messages:
         raise RequestError("messages: there is none to put the chunks in front of")
-    return next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "user"), len(messages) - 1)
+    return next(
+        (i for i in reversed(range(len(messages))) if messages[i].get("role") == "user"),
+        len(messages) - 1,
+    )
 
 
 def exchange_ends(messages: Sequence[Mapping[str, Any]], start: int) -> list[int]:
-    """Where exchanges end, from message `start` to the last user message: behind each answer in words to a user's message that
-    is followed by another one, or by a system message."""
+    """Where exchanges end, from message `start` to the last user message: behind each answer in
+    words to a user's message that is followed by another one, or by a system message."""
     ends, has_question = [], False
     for i in range(start, turn_start(messages)):
         message = messages[i]
         has_question = has_question or message.get("role") == "user"
-        is_answer = message.get("role") == "assistant" and message.get("content") and not message.get("tool_calls")
-        if is_answer and has_question and messages[i + 1].get("role") in ("user", "system", "developer"):
+        is_answer = (
+            message.get("role") == "assistant"
+            and message.get("content")
+            and not message.get("tool_calls")
+        )
+        if (
+            is_answer
+            and has_question
+            and messages[i + 1].get("role") in ("user", "system", "developer")
+        ):
             ends.append(i + 1)
             has_question = False
     return ends
 
 
 def begun_answer(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """Of messages that end with an answer: those before it, and its text, which the answer to be given begins with."""
+    """Of messages that end with an answer: those before it, and its text,
+    which the answer to be given begins with."""
     if not messages or messages[-1].get("role") != "assistant":
         return messages, ""
     return messages[:-1], text_of(messages[-1], len(messages) - 1) or ""
 
 
 def text_of(message: Mapping[str, Any], index: int) -> Any:
-    """A message's content as one text, parts with spaces between: what is searched for, counted and hashed, whatever the template
-    reads. Parts that are reasoning are left out, as in SGLang. Content that is no text (null in tool calls) is passed on.
+    """A message's content as one text, parts with spaces between: what is searched for, counted and
+    hashed, whatever the template reads. Parts that are reasoning are left out, as in SGLang.
+    Content that is no text (null in tool calls) is passed on.
 
     Raises:
         RequestError: a part that is not text.
@@ -341,7 +406,11 @@ def _texts(content: list[Any], index: int) -> list[str]:
     for part in content:
         if isinstance(part, Mapping) and part.get("type") in REASONING_PARTS:
             continue
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
             raise RequestError(f"messages.{index}.content: only text parts are supported")
         texts.append(part["text"])
     return texts
@@ -362,7 +431,8 @@ def _around(content: Any, before: str, after: str) -> Any:
 
 
 def read_template(path: str | None) -> str:
-    """The user's template file, or the default. Raises ValueError for a file that cannot be read."""
+    """The user's template file, or the default.
+    Raises ValueError for a file that cannot be read."""
     if path is None:
         return DEFAULT_TEMPLATE
     try:
@@ -384,7 +454,11 @@ def _marks(
     """The marks of a prompt, in the order of its text."""
     marks: list[Mark] = [("a", num_agreed - 1)] if num_agreed else []
     for start, end in zip((num_agreed, *ends), (*ends, None), strict=True):
-        last = place if end is None else max(i for i in range(start, end) if messages[i].get("role") == "user")
+        last = (
+            place
+            if end is None
+            else max(i for i in range(start, end) if messages[i].get("role") == "user")
+        )
         areas = sorted({last, *(i for i in with_chunks if start <= i < last)})
         marks += [(kind, i) for i in areas for kind in ("s", "c")]
         if end is not None:
@@ -392,7 +466,9 @@ def _marks(
     return marks
 
 
-def _read(texts: Sequence[str], marks: Sequence[Mark], *, num_agreed: int, num_messages: int) -> list[Exchange]:
+def _read(
+    texts: Sequence[str], marks: Sequence[Mark], *, num_agreed: int, num_messages: int
+) -> list[Exchange]:
     """Exchanges of the texts around the marks, their answers still empty."""
     found, lead, intro = list[Exchange](), texts[0], ""
     areas: list[Area] = []

@@ -1,8 +1,10 @@
-"""The front's view of one rank: applies the rank's event log to the global tree, in order and each event once.
+"""The front's view of one rank: applies the rank's event log to the global tree, in order and each
+event once.
 
-Answers may arrive late or not at all; since each carries everything unread, only sequence numbers matter. A new epoch drops what
-the tree records about this rank. So does a gap, and the rank tells its nodes again. It does so as well where the mirror has
-all events and other nodes than the rank, which every batch shows: the tree is bounded and may have forgotten some.
+Answers may arrive late or not at all; since each carries everything unread, only sequence numbers
+matter. A new epoch drops what the tree records about this rank. So does a gap, and the rank tells
+its nodes again. It does so as well where the mirror has all events and other nodes than the rank,
+which every batch shows: the tree is bounded and may have forgotten some.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from sglang_chunkcache.wire.events import Acknowledgement, Batch, Event, Inserte
 from sglang_chunkcache.wire.state import RankState
 
 MAX_REPEATED = 65_536
-"""Events that are applied once more after a part of a rank's nodes, which is of a moment before them. As many as a rank keeps."""
+"""Events that are applied once more after a part of a rank's nodes,
+which is of a moment before them. As many as a rank keeps."""
 
 
 class RankMirror:
@@ -51,7 +54,8 @@ class RankMirror:
         return self._part is not None or self._seq < self._rank_seq
 
     def apply(self, batch: Batch) -> None:
-        """Apply the events that are new. Late batches, of this epoch or an older one, change nothing."""
+        """Apply the events that are new.
+        Late batches, of this epoch or an older one, change nothing."""
         if batch.epoch < self._epoch:
             return
         if batch.epoch > self._epoch:
@@ -70,8 +74,9 @@ class RankMirror:
         self._compare(batch)
 
     def hear(self, state: RankState) -> None:
-        """Take what a rank's state brings. A part of its nodes is of the moment after the events that come with it. Later
-        ones may have come first, since a state is read when all ranks have told theirs: they are applied once more."""
+        """Take what a rank's state brings. A part of its nodes is of the moment after the events
+        that come with it. Later ones may have come first, since a state is read when all ranks have
+        told theirs: they are applied once more."""
         self.apply(state.events)
         part, num_later = state.part, self._seq - state.events.seq
         if part is None or part.first != self._part or self._epoch != state.events.epoch:
@@ -96,14 +101,17 @@ class RankMirror:
         self._part = self._resynced_at = None
 
     def compared(self, state: RankState) -> dict[str, Any]:
-        """How far the mirror is from what the rank says of itself, once it has the events that come with it."""
+        """How far the mirror is from what the rank says of itself,
+        once it has the events that come with it."""
         self.hear(state)
         nodes, digest = self._tree.digest(self.rank)
         behind = state.events.seq - self._seq
         return {
             "chunk_nodes": nodes,
             "events_behind": behind,
-            "agrees": (nodes, digest) == (state.events.num_nodes, state.events.digest) if behind == 0 else None,
+            "agrees": (nodes, digest) == (state.events.num_nodes, state.events.digest)
+            if behind == 0
+            else None,
             "restarts": self.num_restarts,
             "gaps": self.num_gaps,
             "resyncs": self.num_resyncs,
@@ -112,14 +120,21 @@ class RankMirror:
     # Private, in order of use
 
     def _compare(self, batch: Batch) -> None:
-        """Have the rank's nodes told again if the mirror has others. Not where it would have them no better: a tree that is full
-        forgets as many as it learns. And not again before there were as many events as nodes, whatever the reason is."""
+        """Have the rank's nodes told again if the mirror has others. Not where it would have them
+        no better: a tree that is full forgets as many as it learns. And not again before there were
+        as many events as nodes, whatever the reason is."""
         held = self._tree.digest(self.rank)
-        if self._part is not None or self._seq != batch.seq or held == (batch.num_nodes, batch.digest):
+        if (
+            self._part is not None
+            or self._seq != batch.seq
+            or held == (batch.num_nodes, batch.digest)
+        ):
             return
         room = self._tree.max_nodes - (len(self._tree) - held[0])
         is_of_use = batch.num_nodes <= room or 2 * held[0] < room
-        if is_of_use and (self._resynced_at is None or self._seq - self._resynced_at >= batch.num_nodes):
+        if is_of_use and (
+            self._resynced_at is None or self._seq - self._resynced_at >= batch.num_nodes
+        ):
             self._begin_parts()
 
     def _begin_parts(self) -> None:
@@ -142,9 +157,13 @@ class RankMirror:
             return
         chunks, promoted_len = [Chunk(event.chunk, event.num_tokens)], int(event.promoted)
         if event.parent is None:
-            self._tree.insert(event.namespace, chunks, rank=self.rank, tier=Tier.DEVICE, promoted_len=promoted_len)
+            self._tree.insert(
+                event.namespace, chunks, rank=self.rank, tier=Tier.DEVICE, promoted_len=promoted_len
+            )
         elif self._part is None or self._holds(event.parent):
-            self._tree.extend(event.parent, chunks, rank=self.rank, tier=Tier.DEVICE, promoted_len=promoted_len)
+            self._tree.extend(
+                event.parent, chunks, rank=self.rank, tier=Tier.DEVICE, promoted_len=promoted_len
+            )
 
     def _holds(self, chain: ChainId) -> bool:
         node = self._tree.find(chain)

@@ -1,7 +1,9 @@
-"""Whether requests should come here: what `/ready` answers at once, however much the scheduler has to do.
+"""Whether requests should come here: what `/ready` answers at once, however much the scheduler has
+to do.
 
-SGLang's `/health` sleeps a second and then waits for the next output, under load for several seconds. Its `/ready` waits for
-nothing, but learns of a scheduler that hangs only where somebody asks `/health`, and knows no lame duck. So ours answers instead.
+SGLang's `/health` sleeps a second and then waits for the next output, under load for several
+seconds. Its `/ready` waits for nothing, but learns of a scheduler that hangs only where somebody
+asks `/health`, and knows no lame duck. So ours answers instead.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.tokenizer_manager import ServerStatus
 
 ASK_S = 5.0
-"""At least between two questions to the ranks, however often `/ready` is asked, which needs no key."""
+"""At least between two questions to the ranks, however often `/ready` is asked,
+which needs no key."""
 
 
 class Readiness:
@@ -35,7 +38,8 @@ class Readiness:
         """Whether the signal that ends the server has come."""
 
     def objection(self) -> str | None:
-        """Why no requests should come; None: they may. Waits for nothing: the ranks are asked for the next time."""
+        """Why no requests should come; None: they may.
+        Waits for nothing: the ranks are asked for the next time."""
         manager = self._manager()
         if self.is_leaving or manager.gracefully_exit:
             return "shutting down"
@@ -46,12 +50,17 @@ class Readiness:
         return None if self._is_answered(manager) else "the scheduler does not answer"
 
     def _is_answered(self, manager: Any) -> bool:
-        """Whether all ranks have answered what they were asked last, or still have time to: as long as SGLang's `/health` would
-        wait, unless that has waited in vain. Then asks again, if it is time to."""
+        """Whether all ranks have answered what they were asked last, or still have time to: as long
+        as SGLang's `/health` would wait, unless that has waited in vain. Then asks again, if it is
+        time to."""
         now, asking = time.monotonic(), self._asking
         is_over = asking is not None and asking.done()
-        is_answered = asking is not None and is_over and not asking.cancelled() and asking.exception() is None
+        is_answered = (
+            asking is not None and is_over and not asking.cancelled() and asking.exception() is None
+        )
         if asking is None or (is_over and now - self._asked >= ASK_S):
             self._asked, self._asking = now, asyncio.ensure_future(manager.get_internal_state())
         has_failed = manager.server_status is ServerStatus.UnHealthy
-        return is_answered or (now - self._asked < http_server.HEALTH_CHECK_TIMEOUT and not has_failed)
+        return is_answered or (
+            now - self._asked < http_server.HEALTH_CHECK_TIMEOUT and not has_failed
+        )

@@ -1,4 +1,5 @@
-"""Why a chunk was not found cached in its place, for every chunk of an exact request: exactly one reason each.
+"""Why a chunk was not found cached in its place, for every chunk of an exact request: exactly one
+reason each.
 
     before the request runs                                        by the tree, and by what the tenant's answers had
       in the tree in its place                                     evicted (the tree was behind), must_compute
@@ -8,11 +9,12 @@
       never seen                                                   new_chunk; new_tenant, where the tenant is new
     with its answer                                                what was not found takes its reason; all is noted
 
-Text means all before the chunk that is no chunk (`text_before`), as with moved KV. So the chunks of a conversation's later turns,
-which follow its history, are `other_head` if they were seen elsewhere; the texts part where the first area ends.
+Text means all before the chunk that is no chunk (`text_before`), as with moved KV. So the chunks of
+a conversation's later turns, which follow its history, are `other_head` if they were seen
+elsewhere; the texts part where the first area ends.
 
-Everything is read of the request's own tenant: nothing here differs with what another one has cached. What compares tenants
-(`hints`) is for operators.
+Everything is read of the request's own tenant: nothing here differs with what another one has
+cached. What compares tenants (`hints`) is for operators.
 """
 
 from __future__ import annotations
@@ -34,7 +36,15 @@ from radix_ext import (
 )
 from sglang_chunkcache.config import MAX_HEAD_BYTES, MAX_HEAD_TOKENS, MAX_HEADS, ChunkCacheConfig
 from sglang_chunkcache.front.hint_log import HintLog
-from sglang_chunkcache.front.request import Draft, Expected, Identity, Missed, Planned, RagRequest, Reason
+from sglang_chunkcache.front.request import (
+    Draft,
+    Expected,
+    Identity,
+    Missed,
+    Planned,
+    RagRequest,
+    Reason,
+)
 from sglang_chunkcache.wire.report import Fallback
 
 logger = logging.getLogger(__name__)
@@ -42,10 +52,12 @@ logger = logging.getLogger(__name__)
 OF = {fallback: Reason(fallback) for fallback in Fallback}
 
 HEADS_IN_A_ROW = 20
-"""Requests of one tenant whose chunks are known and whose heads never are, from which on that is said."""
+"""Requests of one tenant whose chunks are known and whose heads never are,
+from which on that is said."""
 
 SALTS, NEW_SALTS = 1000, 950
-"""Of so many requests with a salt so many with a new one: that is said. A server with many tenants begins a little like that."""
+"""Of so many requests with a salt so many with a new one: that is said.
+A server with many tenants begins a little like that."""
 
 HISTORY = "+"
 """In front of the names of texts that begin with a first area's chunks."""
@@ -58,13 +70,21 @@ class Reasons:
     """What tells reasons apart, of all tenants, within bounds."""
 
     def __init__(
-        self, config: ChunkCacheConfig, tree: ChunkPrefixTree, tables: TenantTables, *, clock: Callable[[], float]
+        self,
+        config: ChunkCacheConfig,
+        tree: ChunkPrefixTree,
+        tables: TenantTables,
+        *,
+        clock: Callable[[], float],
     ) -> None:
         self._tree, self._tables = tree, tables
         self._places = Places(max_places=config.max_tree_nodes)
-        self._heads = Heads(max_heads=MAX_HEADS, max_tokens=MAX_HEAD_TOKENS, max_bytes=MAX_HEAD_BYTES)
+        self._heads = Heads(
+            max_heads=MAX_HEADS, max_tokens=MAX_HEAD_TOKENS, max_bytes=MAX_HEAD_BYTES
+        )
         self._rows: OrderedDict[str, tuple[int, Parting | None]] = OrderedDict()
-        """Tenant -> requests in a row whose chunks were cached behind other heads, and where the last one's parted."""
+        """Tenant -> requests in a row whose chunks were cached behind other heads,
+        and where the last one's parted."""
         self._salts: deque[bool] = deque(maxlen=SALTS)
         self._num_new_salts = 0
         self._log = HintLog(clock)
@@ -92,10 +112,16 @@ class Reasons:
         tenant = draft.identity.tenant
         texts = _texts(namespace, spans, ids, area_len)
         prefixes = () if area_len == len(spans) else tuple(_prefixes(spans))
-        must_from = min(len(ids) - 1, len(ids) if draft.options.logprob_start is None else draft.options.logprob_start)
+        must_from = min(
+            len(ids) - 1,
+            len(ids) if draft.options.logprob_start is None else draft.options.logprob_start,
+        )
         is_new = draft.identity.is_named and tenant not in self._tables
         new = OF[Fallback.NEW_TENANT if is_new else Fallback.NEW_CHUNK]
-        reasons = [OF[Fallback.MUST_COMPUTE if span.end > must_from else Fallback.EVICTED] for span in spans]
+        reasons = [
+            OF[Fallback.MUST_COMPUTE if span.end > must_from else Fallback.EVICTED]
+            for span in spans
+        ]
         others = dict[int, str]()
         for index in range(held_len, len(spans)):
             chunk = spans[index].chunk
@@ -123,14 +149,17 @@ class Reasons:
         if not identity.is_named:
             return
         # A full table forgets tenants, who would seem to be new.
-        is_new = identity.tenant not in self._tables and len(self._tables) < self._tables.max_tenants
+        is_new = (
+            identity.tenant not in self._tables and len(self._tables) < self._tables.max_tenants
+        )
         self._num_new_salts += is_new - (self._salts[0] if len(self._salts) == SALTS else 0)
         self._salts.append(is_new)
         if self._do_salts_vary():
             self._log.warn(
                 "salts",
-                "chunk cache: of the last %d requests with a cache_salt or extra_key, %d had one that had not come since the "
-                "start; tenants share nothing, so a salt for each request switches reuse off",
+                "chunk cache: of the last %d requests with a cache_salt or extra_key, %d had one"
+                " that had not come since the start; tenants share nothing, so a salt for each"
+                " request switches reuse off",
                 SALTS,
                 self._num_new_salts,
             )
@@ -144,17 +173,27 @@ class Reasons:
         epoch = rag.decoded.events.epoch if rag.decoded else 0
         path = rag.plan.node.path()[: planned.fused_from] if rag.plan.node is not None else ()
         for node in path:
-            self._places.note(tenant, planned.namespace, node.chunk_id, Place(node.chain, rank, epoch))
+            self._places.note(
+                tenant, planned.namespace, node.chunk_id, Place(node.chain, rank, epoch)
+            )
         if path:
             self._heads.note(tenant, planned.namespace, draft.head, draft.outline)
         if planned.expected is None:
             return
         if (num_area := len(planned.area)) < len(planned.spans):
             # What was found has been noted. None: not known.
-            new = range(len(planned.spans)) if rag.missed is None else {i for each in rag.missed for i in each.spans}
-            for i, (span, prefix) in enumerate(zip(planned.spans, _prefixes(planned.spans), strict=True)):
+            new = (
+                range(len(planned.spans))
+                if rag.missed is None
+                else {i for each in rag.missed for i in each.spans}
+            )
+            for i, (span, prefix) in enumerate(
+                zip(planned.spans, _prefixes(planned.spans), strict=True)
+            ):
                 if i >= num_area and i in new:
-                    self._places.note(tenant, planned.expected.texts[i], span.chunk, Place(prefix, rank, epoch))
+                    self._places.note(
+                        tenant, planned.expected.texts[i], span.chunk, Place(prefix, rank, epoch)
+                    )
         if not draft.history:
             self._count_heads(tenant, planned.expected)
 
@@ -162,7 +201,11 @@ class Reasons:
         """What of the traffic keeps chunks from being found, over all tenants: for operators."""
         rows = ((tenant, *row) for tenant, row in self._rows.items() if row[0] >= HEADS_IN_A_ROW)
         return {
-            "salts": {"requests": len(self._salts), "new": self._num_new_salts, "never_recur": self._do_salts_vary()},
+            "salts": {
+                "requests": len(self._salts),
+                "new": self._num_new_salts,
+                "never_recur": self._do_salts_vary(),
+            },
             "heads": [
                 {"tenant": tenant, "requests": number, **(parting or Parting(None, None))._asdict()}
                 for tenant, number, parting in rows
@@ -180,7 +223,12 @@ class Reasons:
         return Fallback.OTHER_RANK if is_here and not node.is_held(rank) else Fallback.OTHER_ORDER
 
     def _other_heads(
-        self, draft: Draft, namespace: str, spans: Sequence[Span], area_len: int, others: dict[int, str]
+        self,
+        draft: Draft,
+        namespace: str,
+        spans: Sequence[Span],
+        area_len: int,
+        others: dict[int, str],
     ) -> Iterator[tuple[int, Reason]]:
         """Index and reason of chunks that were seen behind these other texts."""
         heads = {text for text in others.values() if not text.startswith(HISTORY)} - {namespace}
@@ -214,27 +262,34 @@ class Reasons:
         field, token = parting or Parting(None, None)
         self._log.warn(
             "heads",
-            "chunk cache: the last %d requests of a tenant had chunks that are cached, each behind another text, so that none "
-            "was found (the texts part in %s, at token %s); put what changes, as a time or a user's name, after the chunks",
+            "chunk cache: the last %d requests of a tenant had chunks that are cached, each behind"
+            " another text, so that none was found (the texts part in %s, at token %s); put what"
+            " changes, as a time or a user's name, after the chunks",
             number,
             field,
             token,
         )
 
 
-def missed(planned: Planned, num_found: int, *, is_plain: bool = False) -> tuple[Missed, ...] | None:
-    """The chunks that end after the first `num_found` tokens, which were found cached, by reason. None: the request asked for
-    moved KV. `is_plain`: the rank has not read where chunks are."""
+def missed(
+    planned: Planned, num_found: int, *, is_plain: bool = False
+) -> tuple[Missed, ...] | None:
+    """The chunks that end after the first `num_found` tokens, which were found cached, by reason.
+    None: the request asked for moved KV. `is_plain`: the rank has not read where chunks are."""
     if planned.expected is None:
         return None
     if not planned.spans or planned.spans[-1].end <= num_found:
         return ()
     found: dict[Reason, list[int]] = {}
-    for index, (span, reason) in enumerate(zip(planned.spans, planned.expected.reasons, strict=True)):
+    for index, (span, reason) in enumerate(
+        zip(planned.spans, planned.expected.reasons, strict=True)
+    ):
         if span.end > num_found:
             found.setdefault(OF[Fallback.PLAIN_TEXT] if is_plain else reason, []).append(index)
     lens = [span.end - span.start for span in planned.spans]
-    return tuple(Missed(reason, tuple(spans), sum(lens[i] for i in spans)) for reason, spans in found.items())
+    return tuple(
+        Missed(reason, tuple(spans), sum(lens[i] for i in spans)) for reason, spans in found.items()
+    )
 
 
 def fallbacks(planned: Planned, missed: Sequence[Missed] | None) -> Iterator[Fallback]:
@@ -246,7 +301,8 @@ def fallbacks(planned: Planned, missed: Sequence[Missed] | None) -> Iterator[Fal
 
 
 def counts(planned: Planned, missed: Sequence[Missed]) -> tuple[Counter[str], Counter[str]]:
-    """Chunks, and their tokens, by reason or `found`: those sent with the request, and those of its history that it missed."""
+    """Chunks, and their tokens, by reason or `found`:
+    those sent with the request, and those of its history that it missed."""
     chunks, tokens = Counter[str](), Counter[str]()
     own = planned.spans[len(planned.spans) - len(planned.order) :]
     chunks["found"], tokens["found"] = len(own), sum(span.end - span.start for span in own)
@@ -260,7 +316,9 @@ def counts(planned: Planned, missed: Sequence[Missed]) -> tuple[Counter[str], Co
     return chunks, tokens
 
 
-def _texts(namespace: str, spans: Sequence[Span], ids: Sequence[int], area_len: int) -> tuple[str, ...]:
+def _texts(
+    namespace: str, spans: Sequence[Span], ids: Sequence[int], area_len: int
+) -> tuple[str, ...]:
     """Names the text before each chunk."""
     if area_len == len(spans):
         return (namespace,) * area_len

@@ -12,7 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from radix_ext import Chunk, ChunkId, FusionRequest, OrderPolicy, Outline, Parting, Plan, Span, fused_chunk
+from radix_ext import (
+    Chunk,
+    ChunkId,
+    FusionRequest,
+    OrderPolicy,
+    Outline,
+    Parting,
+    Plan,
+    Span,
+    fused_chunk,
+)
 from radix_ext.audit import Terms
 from sglang_chunkcache.front.conversation import OpenTurn
 from sglang_chunkcache.front.prompt import Piece, TokenizedChunk, joined
@@ -22,7 +32,8 @@ from sglang_chunkcache.wire.spans import KEY_PREFIX, namespace_of
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A retrieved chunk as the client sent it. `label` is only shown back: identity is the token ids."""
+    """A retrieved chunk as the client sent it.
+    `label` is only shown back: identity is the token ids."""
 
     label: str
     text: str
@@ -65,11 +76,13 @@ class Options:
     requires_history: bool = False
     """Refused rather than answered where nobody can tell what an earlier turn has shown."""
     num_answers: int = 1
-    """With more than one SGLang fills its cache with a request of its own first, and does not report what was cached."""
+    """With more than one SGLang fills its cache with a request of its own first,
+    and does not report what was cached."""
     retrieval: Mapping[str, Any] | None = None
     """What was searched for and found, to be shown. None: the client sent its chunks."""
     logprob_start: int | None = None
-    """Logprobs of the prompt are asked for from this token on, so it is computed from there on. None: of no token."""
+    """Logprobs of the prompt are asked for from this token on, so it is computed from there on.
+    None: of no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +121,8 @@ class Draft:
     earlier_recipe: str = ""
     """Of the conversation's last fused turn."""
     turn: OpenTurn | None = None
-    """What the conversation keeps when the answer is complete. None: the request belongs to no conversation."""
+    """What the conversation keeps when the answer is complete.
+    None: the request belongs to no conversation."""
     is_preprocessing: bool = False
     """Fills the store ahead of requests: its chunks count neither as accesses nor as hits."""
     outline: Outline = ()
@@ -121,12 +135,15 @@ class Draft:
 
     def assemble(self, ordered: Sequence[TokenizedChunk]) -> tuple[array[int], tuple[Span, ...]]:
         """The prompt's ids and spans with the chunks in this order."""
-        ids, spans = joined(self.before, [*((item.token_ids, item.chunk.id) for item in ordered), *self.after])
+        ids, spans = joined(
+            self.before, [*((item.token_ids, item.chunk.id) for item in ordered), *self.after]
+        )
         return ids, (*self.history, *spans)
 
 
 class Reason(NamedTuple):
-    """Why a chunk is computed. `parting`: where the text before it parts from what it is cached behind (`other_head`)."""
+    """Why a chunk is computed. `parting`: where the text before it parts from what it is cached
+    behind (`other_head`)."""
 
     fallback: Fallback
     parting: Parting | None = None
@@ -195,7 +212,8 @@ class Planned:
 
     @property
     def labels(self) -> list[str]:
-        """One per span. Those of earlier turns are not kept: such chunks are named by the first characters of their hash."""
+        """One per span. Those of earlier turns are not kept:
+        such chunks are named by the first characters of their hash."""
         earlier = self.spans[: len(self.spans) - len(self.order)]
         return [*(span.chunk[:8] for span in earlier), *self.order]
 
@@ -205,7 +223,10 @@ class Planned:
         chunks = [Chunk(span.chunk, span.end - span.start) for span in self.area]
         if self.fusion is None:
             return chunks
-        fused = (replace(chunk, id=fused_chunk(self.fusion.recipe, chunk.id)) for chunk in chunks[self.fused_from :])
+        fused = (
+            replace(chunk, id=fused_chunk(self.fusion.recipe, chunk.id))
+            for chunk in chunks[self.fused_from :]
+        )
         return [*chunks[: self.fused_from], *fused]
 
     @property
@@ -216,7 +237,8 @@ class Planned:
 
 @dataclass
 class RagRequest:
-    """A planned request: `begin` of the bookkeeper fills the first two fields, `observe` the others."""
+    """A planned request: `begin` of the bookkeeper fills the first two fields,
+    `observe` the others."""
 
     planned: Planned
     custom_params: dict[str, str] = field(default_factory=dict)
@@ -226,7 +248,8 @@ class RagRequest:
     output_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     is_cut: bool = False
-    """The answer ended at a stop string: the client does not see all of its tokens, so they cannot be its history."""
+    """The answer ended at a stop string: the client does not see all of its tokens,
+    so they cannot be its history."""
     is_answered: bool = False
     """The first token is there, and with it all that the rank reports."""
     served_by: int | None = None
@@ -259,18 +282,22 @@ class RagRequest:
         return self.finish_reason in ("stop", "length")
 
     def params_with(self, theirs: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The engine's `custom_params`: the client's and ours. Ours come with the server's secret mark and are believed, so a
-        client's key that could be taken for one of them is left out."""
-        others = {key: value for key, value in (theirs or {}).items() if not key.startswith(KEY_PREFIX)}
+        """The engine's `custom_params`: the client's and ours. Ours come with the server's secret
+        mark and are believed, so a client's key that could be taken for one of them is left out."""
+        others = {
+            key: value for key, value in (theirs or {}).items() if not key.startswith(KEY_PREFIX)
+        }
         return {**others, **self.custom_params}
 
     @property
     def num_cached(self) -> int | None:
-        """Prompt tokens whose KV was there, in place or moved, and was not computed. None where the rank does not report it."""
+        """Prompt tokens whose KV was there, in place or moved, and was not computed.
+        None where the rank does not report it."""
         return None if self.known is None else self.known["exact"] + self.known["relocated"]
 
     def fates(self) -> dict[str, int] | None:
-        """Prompt tokens by fate; they sum to the prompt's length. None where the rank does not report them."""
+        """Prompt tokens by fate; they sum to the prompt's length.
+        None where the rank does not report them."""
         if self.known is None:
             return None
         return {**self.known, "computed": len(self.planned.input_ids) - sum(self.known.values())}

@@ -57,7 +57,10 @@ class Routes:
             ("POST", "/rag/v1/generate", self.rag_generate),
             ("GET", "/rag/v1/models", http_server.available_models),
             ("GET", "/rag/v1/models/{model:path}", http_server.retrieve_model),
-            *(("POST", f"/rag/v1/{name}", elsewhere) for name in ("completions", "embeddings", "responses")),
+            *(
+                ("POST", f"/rag/v1/{name}", elsewhere)
+                for name in ("completions", "embeddings", "responses")
+            ),
             ("POST", "/chunkcache/prefetch", self.chunkcache_prefetch),
             ("GET", "/chunkcache/stats", self.chunkcache_stats),
             ("GET", "/chunkcache/tree", self.chunkcache_tree),
@@ -94,8 +97,8 @@ class Routes:
             return self._refuse(error)
 
     async def chunkcache_prefetch(self, raw_request: Request) -> Any:
-        """What a request that may come needs of the storage is loaded. 202 says that this was understood, and nothing of what is
-        there."""
+        """What a request that may come needs of the storage is loaded. 202 says that this was
+        understood, and nothing of what is there."""
         try:
             self._parts.engine.prefetch(await self._intake.hint(raw_request))
         except ChunkCacheError as error:
@@ -120,7 +123,8 @@ class Routes:
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def chunkcache_forget(self) -> Any:
-        """Forget what requests were like, as a restart would. `/flush_cache` empties the cache, `clear_store` the store."""
+        """Forget what requests were like, as a restart would.
+        `/flush_cache` empties the cache, `clear_store` the store."""
         self._parts.books.forget()
         return ORJSONResponse({"forgotten": ["table", "conversations"]})
 
@@ -131,7 +135,8 @@ class Routes:
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def chunkcache_explain(self, raw_request: Request) -> Any:
-        """A chat request's order, rank, spans and each chunk's source. Nothing but a search is run or counted."""
+        """A chat request's order, rank, spans and each chunk's source.
+        Nothing but a search is run or counted."""
         try:
             _, planned = await self._intake.chat(raw_request)
             found = await self._parts.engine.explain(planned)
@@ -150,12 +155,15 @@ class Routes:
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def chunkcache_clear_store(self) -> Any:
-        """Empty every rank's store; what was in it. `/flush_cache` empties the tree, and keeps what was preprocessed."""
+        """Empty every rank's store; what was in it.
+        `/flush_cache` empties the tree, and keeps what was preprocessed."""
         try:
             cleared = await self._parts.engine.clear_store()
         except ChunkCacheError as error:
             return error_response(error)
-        return ORJSONResponse({"cleared": [{"dp_rank": rank, **asdict(held)} for rank, held in cleared.items()]})
+        return ORJSONResponse(
+            {"cleared": [{"dp_rank": rank, **asdict(held)} for rank, held in cleared.items()]}
+        )
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def chunkcache_calibrate(self, raw_request: Request) -> Any:
@@ -178,9 +186,15 @@ async def elsewhere(raw_request: Request) -> ORJSONResponse:
     """What of OpenAI's is SGLang's alone."""
     path = raw_request.url.path
     message = (
-        f"{path} does not exist: use {path.removeprefix('/rag')}, or /rag/v1/chat/completions for retrieved chunks"
+        f"{path} does not exist: use {path.removeprefix('/rag')}, or /rag/v1/chat/completions for"
+        " retrieved chunks"
     )
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "unknown_url"}
+    error = {
+        "message": message,
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "unknown_url",
+    }
     return ORJSONResponse({"error": error}, status_code=404)
 
 
@@ -201,7 +215,13 @@ def error_response(error: ChunkCacheError) -> ORJSONResponse:
         503: "ServiceUnavailableError",
     }
     param = message.split(":")[0] if status < 500 else None
-    body = {"object": "error", "message": message, "type": kinds[status], "param": param, "code": status}
+    body = {
+        "object": "error",
+        "message": message,
+        "type": kinds[status],
+        "param": param,
+        "code": status,
+    }
     # The rest of a body that is too large would be received for as long as the connection stands.
     headers = {"Connection": "close"} if status == 413 else None
     return ORJSONResponse(body, status_code=status, headers=headers)

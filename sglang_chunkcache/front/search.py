@@ -1,8 +1,10 @@
 """Retrieval for requests: which query, searched how, and what the client sees of it.
 
-    {"retrieve": {"turns": 2}}, messages -> query -> SearchQueue -> Retrieval: chunks to plan with, an object for the answer
+    {"retrieve": {"turns": 2}}, messages -> query -> SearchQueue -> Retrieval: chunks to plan with,
+    an object for the answer
 
-Knows messages and the index; no HTTP and no tokens. What is found is planned like chunks that a client sends.
+Knows messages and the index; no HTTP and no tokens. What is found is planned like chunks that a
+client sends.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from sglang_chunkcache.front.bodies import RetrieveIn
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.prompt import text_of
 from sglang_chunkcache.front.request import Passage
-from sglang_chunkcache.front.search_queue import Found, QueueFullError, SearchQueue, is_clients_fault
+from sglang_chunkcache.front.search_queue import (
+    Found,
+    QueueFullError,
+    SearchQueue,
+    is_clients_fault,
+)
 
 if TYPE_CHECKING:
     from retrieval.retriever import Hit, Mode, Retriever
@@ -88,10 +95,12 @@ class RagSearch:
 
         Args:
             messages: where the query comes from, unless the options have one.
-            field: put in front of the names of the options in errors; "retrieve." in a chat request.
+            field: put in front of the names of the options in errors; "retrieve." in a chat
+                request.
             is_gone: whether the client has disconnected; asked repeatedly while the search runs.
         Raises:
-            RequestError: an option that this server or index cannot serve, or no query; names the field.
+            RequestError: an option that this server or index cannot serve, or no query; names the
+                field.
             SearchFailedError: too many requests wait, or the search failed.
         """
         config = self._config
@@ -102,7 +111,9 @@ class RagSearch:
         if mode not in self._retriever.modes:
             raise RequestError(f"{field}mode: this index offers {', '.join(self._retriever.modes)}")
         query = query_of(options, messages, field=field, max_chars=config.max_query_chars)
-        search = self._queue.search(query, k=k, mode=mode, nprobe=options.nprobe or config.retrieve_nprobe)
+        search = self._queue.search(
+            query, k=k, mode=mode, nprobe=options.nprobe or config.retrieve_nprobe
+        )
         try:
             return Retrieval(query, mode, k, await unless_gone(search, is_gone))
         except RequestError:
@@ -126,7 +137,9 @@ class RagSearch:
             "searches": sum(self._metrics.totals()["searches"].values()),
             "batches": self._queue.num_batches,
             "waiting": self._queue.num_waiting,
-            "seconds": {phase: round(total, 6) for phase, total in self._metrics.search_seconds.items()},
+            "seconds": {
+                phase: round(total, 6) for phase, total in self._metrics.search_seconds.items()
+            },
         }
 
     def close(self) -> None:
@@ -136,14 +149,20 @@ class RagSearch:
 
 def default_mode(retriever: Retriever, config: ChunkCacheConfig) -> Mode:
     """How a request is searched that does not say."""
-    return retriever.modes[0] if config.retrieve_mode == "auto" else cast("Mode", config.retrieve_mode)
+    return (
+        retriever.modes[0] if config.retrieve_mode == "auto" else cast("Mode", config.retrieve_mode)
+    )
 
 
-def query_of(options: RetrieveIn, messages: Sequence[Mapping[str, Any]], *, field: str, max_chars: int) -> str:
-    """The query of the options, or the last user messages, oldest first: as many as asked for and fit; of one too long, its end.
+def query_of(
+    options: RetrieveIn, messages: Sequence[Mapping[str, Any]], *, field: str, max_chars: int
+) -> str:
+    """The query of the options, or the last user messages, oldest first: as many as asked for and
+    fit; of one too long, its end.
 
     Raises:
-        RequestError: nothing to search for, or a query given that is longer than `max_chars`; names the field.
+        RequestError: nothing to search for, or a query given that is longer than `max_chars`; names
+            the field.
     """
     if options.query is not None:
         if options.turns is not None:
@@ -151,7 +170,9 @@ def query_of(options: RetrieveIn, messages: Sequence[Mapping[str, Any]], *, fiel
         if not options.query.strip():
             raise RequestError(f"{field}query: is empty")
         if len(options.query) > max_chars:
-            raise RequestError(f"{field}query: {len(options.query)} characters, at most {max_chars}")
+            raise RequestError(
+                f"{field}query: {len(options.query)} characters, at most {max_chars}"
+            )
         return options.query
     texts: list[str] = []
     for index in reversed(range(len(messages))):
@@ -179,11 +200,17 @@ def _passages(hits: Sequence[Hit]) -> list[Passage]:
 
 
 def _brief(hit: Hit) -> dict[str, Any]:
-    return {"id": hit.passage.id, "score": round(float(hit.score), 6), "mode": hit.mode, "title": hit.passage.title}
+    return {
+        "id": hit.passage.id,
+        "score": round(float(hit.score), 6),
+        "mode": hit.mode,
+        "title": hit.passage.title,
+    }
 
 
 async def unless_gone(result: Awaitable[T], is_gone: Callable[[], Awaitable[bool]]) -> T:
-    """The result. If the client disconnects the work is cancelled: the framework does not do that."""
+    """The result. If the client disconnects the work is cancelled:
+    the framework does not do that."""
     task = asyncio.ensure_future(result)
     try:
         while not (await asyncio.wait({task}, timeout=GONE_POLL_S))[0]:

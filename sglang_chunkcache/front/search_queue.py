@@ -1,12 +1,14 @@
-"""Requests that wait for a search of the index: many coroutines in, one worker thread, a batch at a time.
+"""Requests that wait for a search of the index: many coroutines in, one worker thread, a batch at a
+time.
 
     event loop                              worker thread                    refresher thread
     search(): append, await a future   ->   take all that wait, by settings  every refresh_s:
     _settle(): results to the futures  <-   Retriever.search, together       Retriever.refresh, atomic
 
-While a batch is searched the next one gathers, so batches grow with the load and no query waits for others. What one finds
-does not depend on the others of its batch. Knows queries and hits; no messages, no HTTP. Nothing here blocks the event loop,
-and counts are kept on it alone. A search that fails fails for its own request only: the worker goes on.
+While a batch is searched the next one gathers, so batches grow with the load and no query waits for
+others. What one finds does not depend on the others of its batch. Knows queries and hits; no
+messages, no HTTP. Nothing here blocks the event loop, and counts are kept on it alone. A search
+that fails fails for its own request only: the worker goes on.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class QueueFullError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one query found, best first. `ms`: how long it was queued, and the phases of its batch of `batch_size` queries."""
+    """What one query found, best first.
+    `ms`: how long it was queued, and the phases of its batch of `batch_size` queries."""
 
     hits: list[Hit]
     ms: dict[str, float]
@@ -49,8 +52,9 @@ class RetrievalState:
     """Whether requests can be searched for.
 
     Attributes:
-        name: "up"; "stale": answers come from an index that its directory does not hold any more, since what is there
-            cannot be served; "down": the last search failed, or the index is damaged.
+        name: "up"; "stale": answers come from an index that its directory does not hold any more,
+            since what is there cannot be served; "down": the last search failed, or the index is
+            damaged.
         reason: of "stale" and "down".
         since: when the state, or its reason, began.
     """
@@ -61,7 +65,8 @@ class RetrievalState:
 
 
 class _Settings(NamedTuple):
-    """What queries must share to be searched together. k too: a larger one would cost the others, and may break ties anew."""
+    """What queries must share to be searched together.
+    k too: a larger one would cost the others, and may break ties anew."""
 
     k: int
     mode: Mode
@@ -77,7 +82,8 @@ class _Waiting:
 
 
 class SearchQueue:
-    """Searches of one retriever. Belongs to one event loop; its threads end with `close` or the process.
+    """Searches of one retriever. Belongs to one event loop; its threads end with `close` or the
+    process.
 
     Args:
         max_batch: queries searched together.
@@ -86,7 +92,13 @@ class SearchQueue:
     """
 
     def __init__(
-        self, retriever: Retriever, metrics: Metrics, *, max_batch: int, max_waiting: int, refresh_s: float
+        self,
+        retriever: Retriever,
+        metrics: Metrics,
+        *,
+        max_batch: int,
+        max_waiting: int,
+        refresh_s: float,
     ) -> None:
         self._retriever, self._metrics = retriever, metrics
         self._max_batch, self._max_waiting, self._refresh_s = max_batch, max_waiting, refresh_s
@@ -102,12 +114,15 @@ class SearchQueue:
         metrics.show_retrieval("up")
         self._threads = [threading.Thread(target=self._work, name="retrieval", daemon=True)]
         if refresh_s:
-            self._threads.append(threading.Thread(target=self._refresh, name="retrieval-refresh", daemon=True))
+            self._threads.append(
+                threading.Thread(target=self._refresh, name="retrieval-refresh", daemon=True)
+            )
         for thread in self._threads:
             thread.start()
 
     async def search(self, query: str, *, k: int, mode: Mode, nprobe: int) -> Found:
-        """Wait for the query's turn and search. A caller that is cancelled before its turn is not searched for.
+        """Wait for the query's turn and search. A caller that is cancelled before its turn is not
+        searched for.
 
         Raises:
             QueueFullError: `max_waiting` wait already.
@@ -115,7 +130,9 @@ class SearchQueue:
             Exception: whatever else its search raised; logged.
         """
         self._loop = asyncio.get_running_loop()
-        item = _Waiting(query, _Settings(k, mode, nprobe), self._loop.create_future(), time.perf_counter())
+        item = _Waiting(
+            query, _Settings(k, mode, nprobe), self._loop.create_future(), time.perf_counter()
+        )
         with self._changed:
             has_room = len(self._waiting) < self._max_waiting
             if has_room:
@@ -173,7 +190,9 @@ class SearchQueue:
         start = time.perf_counter()
         outcome: SearchResult | Exception
         try:
-            outcome = self._retriever.search([item.query for item in items], **items[0].settings._asdict())
+            outcome = self._retriever.search(
+                [item.query for item in items], **items[0].settings._asdict()
+            )
         except Exception as error:
             if len(items) > 1:  # one query's fault is not its neighbours': each alone
                 for item in items:
@@ -191,14 +210,18 @@ class SearchQueue:
         with contextlib.suppress(RuntimeError):  # the loop is closed: no request waits any more
             self._loop.call_soon_threadsafe(self._settle, items, outcome, start)
 
-    def _settle(self, items: Sequence[_Waiting], outcome: SearchResult | Exception, start: float) -> None:
+    def _settle(
+        self, items: Sequence[_Waiting], outcome: SearchResult | Exception, start: float
+    ) -> None:
         """On the event loop: count, and answer the requests that still wait."""
         self.num_batches += 1
         for item in items:
             self._metrics.observe_search("queued", start - item.since)
         if isinstance(outcome, Exception):
             if not items[0].future.done():
-                self._metrics.count("searches", "refused" if is_clients_fault(outcome) else "failed")
+                self._metrics.count(
+                    "searches", "refused" if is_clients_fault(outcome) else "failed"
+                )
                 items[0].future.set_exception(outcome)
             return
         for phase, ms in outcome.ms.items():
@@ -214,7 +237,9 @@ class SearchQueue:
         while not self._closed.wait(self._refresh_s):
             try:
                 if self._retriever.refresh():
-                    logger.info("retrieval: now serving generation %s", self._retriever.info()["generation"])
+                    logger.info(
+                        "retrieval: now serving generation %s", self._retriever.info()["generation"]
+                    )
                     if self._retriever.notice:
                         logger.warning("retrieval: %s", self._retriever.notice)
                     self._failure = None
@@ -239,11 +264,14 @@ class SearchQueue:
         if name == "down":
             logger.error("retrieval: down: %s", reason)
         elif name == "stale":
-            logger.warning("retrieval: what the index's directory holds now is not served: %s", reason)
+            logger.warning(
+                "retrieval: what the index's directory holds now is not served: %s", reason
+            )
         else:
             logger.info("retrieval: up again")
 
 
 def is_clients_fault(error: Exception) -> bool:
-    """Whether a search failed because of what was asked. A damaged index is never a client's fault."""
+    """Whether a search failed because of what was asked.
+    A damaged index is never a client's fault."""
     return isinstance(error, RetrievalError) and not isinstance(error, CorruptIndexError)

@@ -1,4 +1,5 @@
-"""Before the first request: the index opens and answers, every rank runs our cache, the tokenizers suit each other."""
+"""Before the first request: the index opens and answers, every rank runs our cache,
+the tokenizers suit each other."""
 
 from __future__ import annotations
 
@@ -28,12 +29,14 @@ def open_retriever(config: ChunkCacheConfig) -> Retriever:
     """The index and encoder of the flags, after a search that shows that they work.
 
     Raises:
-        RetrievalError: an index or encoder that cannot be served, a mode that the index does not offer, or packages missing.
+        RetrievalError: an index or encoder that cannot be served, a mode that the index does not
+            offer, or packages missing.
     """
     assert config.index is not None
     import torch
 
-    torch.set_num_threads(config.retrieve_threads)  # of this process, in which only the encoder computes
+    # of this process, in which only the encoder computes
+    torch.set_num_threads(config.retrieve_threads)
     try:
         from retrieval.retriever import Retriever
 
@@ -47,18 +50,23 @@ def open_retriever(config: ChunkCacheConfig) -> Retriever:
         mode = default_mode(retriever, config)
         if mode not in retriever.modes:
             flag = flag_name("retrieve_mode")
-            raise RetrievalError(f"{flag} {mode}: the index {config.index} offers {', '.join(retriever.modes)}")
+            raise RetrievalError(
+                f"{flag} {mode}: the index {config.index} offers {', '.join(retriever.modes)}"
+            )
         tried = "fusion" if mode == "filled" else mode  # words alone might fill the list
         retriever.search(["Does it work?"], k=1, mode=tried, nprobe=config.retrieve_nprobe)
     except ModuleNotFoundError as error:  # FAISS at once, others only where the index needs them
-        raise RetrievalError(f"needs the extra 'retrieval': {error.name} is not installed") from None
+        raise RetrievalError(
+            f"needs the extra 'retrieval': {error.name} is not installed"
+        ) from None
     if retriever.notice:
         logger.warning("retrieval: %s", retriever.notice)
     return retriever
 
 
 def check_tokenizer(retriever: Retriever, path: str) -> None:
-    """Log what the passages were measured in; a warning if that is another tokenizer than the served model's, at `path`."""
+    """Log what the passages were measured in;
+    a warning if that is another tokenizer than the served model's, at `path`."""
     info = retriever.info()
     name = info["tokenizer"]
     logger.info("retrieval: %d passages, measured in tokens of %s", info["passages"], name)
@@ -66,20 +74,27 @@ def check_tokenizer(retriever: Retriever, path: str) -> None:
         return
     from retrieval.tokens import load_tokens
 
-    with contextlib.suppress(RetrievalError, OSError):  # a tokenizer without tokenizer.json: no reason to stop a server
+    # a tokenizer without tokenizer.json: no reason to stop a server
+    with contextlib.suppress(RetrievalError, OSError):
         if load_tokens(path).name.rpartition("@")[2] != name.rpartition("@")[2]:
-            logger.warning("retrieval: that is not the served model's tokenizer: passages are longer or shorter for it")
+            logger.warning(
+                "retrieval: that is not the served model's tokenizer: passages are longer or"
+                " shorter for it"
+            )
 
 
 def calibrates(config: ChunkCacheConfig, ranks: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the start-up measures where the model keeps its evidence: where a selector reads it that is not known yet."""
-    is_read = config.calibrate == "on" or (config.calibrate == "auto" and config.selector == "critical")
+    """Whether the start-up measures where the model keeps its evidence:
+    where a selector reads it that is not known yet."""
+    is_read = config.calibrate == "on" or (
+        config.calibrate == "auto" and config.selector == "critical"
+    )
     return is_read and not all(rank["calibration"]["figures"] for rank in ranks)
 
 
 def warm_up(server_args: Any) -> bool:
-    """SGLang's warm-up. `/health` goes on saying 503 until `check_ranks` is done: a server that calibrates answers nothing for
-    longer than probes wait."""
+    """SGLang's warm-up. `/health` goes on saying 503 until `check_ranks` is done: a server that
+    calibrates answers nothing for longer than probes wait."""
     from sglang.srt.entrypoints.http_server import _execute_server_warmup
 
     is_warm: bool = _execute_server_warmup(server_args)
@@ -88,33 +103,53 @@ def warm_up(server_args: Any) -> bool:
     return is_warm
 
 
-def check_ranks(server_args: Any, retriever: Retriever | None, *, started: Callable[[], None]) -> None:
-    """Start-up check: every rank reports our cache, and the tokenizer suits us; then `started` is called. Otherwise the server
-    stops, with the reason."""
+def check_ranks(
+    server_args: Any, retriever: Retriever | None, *, started: Callable[[], None]
+) -> None:
+    """Start-up check: every rank reports our cache, and the tokenizer suits us; then `started` is
+    called. Otherwise the server stops, with the reason."""
     from sglang.srt.utils import kill_process_tree
 
     try:
-        key = server_args.api_key or server_args.admin_api_key  # where both are set the admin key opens no statistics
+        # where both are set the admin key opens no statistics
+        key = server_args.api_key or server_args.admin_api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         session = requests.Session()
         session.trust_env = False  # no proxy between the server and itself
         for scheme in ("http://", "https://"):  # the port may not be open yet
-            session.mount(scheme, HTTPAdapter(max_retries=Retry(connect=40, backoff_factor=0.2, backoff_max=2)))
-        answer = session.get(server_args.url() + "/chunkcache/stats", headers=headers, timeout=60, verify=False)
+            session.mount(
+                scheme,
+                HTTPAdapter(max_retries=Retry(connect=40, backoff_factor=0.2, backoff_max=2)),
+            )
+        answer = session.get(
+            server_args.url() + "/chunkcache/stats", headers=headers, timeout=60, verify=False
+        )
         answer.raise_for_status()
         ranks = answer.json()["ranks"]
         pool = sum(ranks[0][part] for part in ("free", "evictable", "protected"))
-        logger.info("chunk cache: in on %d rank(s), each with a KV pool of %d tokens", len(ranks), pool)
+        logger.info(
+            "chunk cache: in on %d rank(s), each with a KV pool of %d tokens", len(ranks), pool
+        )
         if retriever is not None:
             check_tokenizer(retriever, server_args.tokenizer_path or server_args.model_path)
         settings = from_env()
         if settings is not None and settings.reuse == "fused" and calibrates(settings, ranks):
-            told = session.post(server_args.url() + "/chunkcache/calibrate", json={}, headers=headers, verify=False)
-            logger.log(logging.INFO if told.ok else logging.WARNING, "chunk cache: selection calibrated: %s", told.text)
+            told = session.post(
+                server_args.url() + "/chunkcache/calibrate", json={}, headers=headers, verify=False
+            )
+            logger.log(
+                logging.INFO if told.ok else logging.WARNING,
+                "chunk cache: selection calibrated: %s",
+                told.text,
+            )
         _set_status("Up")
         quiet.started()
         started()
-        logger.info("chunk cache: ready, reuse %s: %s/rag/v1", settings and settings.reuse, server_args.url())
+        logger.info(
+            "chunk cache: ready, reuse %s: %s/rag/v1",
+            settings and settings.reuse,
+            server_args.url(),
+        )
     except Exception as error:
         logger.critical("chunk cache: start-up check failed, stopping: %s", error)
         kill_process_tree(os.getpid())

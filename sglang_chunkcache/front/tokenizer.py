@@ -1,9 +1,11 @@
-"""The served model's tokenizer as a second object, so that encoding here never meets SGLang's use of its own.
+"""The served model's tokenizer as a second object, so that encoding here never meets SGLang's use
+of its own.
 
     messages, template    encode        what SGLang's object gives: added tokens are recognised in the text
     chunks                encode_plain  nothing in the text becomes an added token, white space aside
 
-Two objects, since a switch on one that another thread encodes with raises "Already borrowed". Knows texts and ids, no prompts.
+Two objects, since a switch on one that another thread encodes with raises "Already borrowed". Knows
+texts and ids, no prompts.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ MOST_COMPOSED = 4
 """Characters that a normaliser makes one, at most: Unicode's composition (NFC)."""
 
 WIDE_CHARS = 8
-"""Characters per token that no language reaches: a text that would need them is counted before it is encoded."""
+"""Characters per token that no language reaches:
+a text that would need them is counted before it is encoded."""
 
 COUNT_CHARS = 32_768
 """Characters that are counted at once."""
@@ -42,28 +45,38 @@ class ServedTokenizer:
         tokenizer: the served model's Hugging Face tokenizer; not changed, and not used to encode.
         chunk_tokens: as in the configuration; with `control`, `encode_plain` is `encode`.
     Raises:
-        ValueError: a tokenizer whose pieces cannot be put together again, or that makes an added token of plain text.
+        ValueError: a tokenizer whose pieces cannot be put together again, or that makes an added
+            token of plain text.
     """
 
     def __init__(self, tokenizer: Any, *, chunk_tokens: str) -> None:
         self._tokenizer = tokenizer
         added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
-        # Runs of white space are layout, which models learn as such: GPT-NeoX and Gemma have tokens for them.
+        # Runs of white space are layout, which models learn as such: GPT-NeoX and Gemma have tokens
+        # for them.
         self._control = {text: id for text, id in added.items() if text.replace("▁", " ").strip()}
         self._raw: Callable[[str], Sequence[int]]
         self._raw_plain: Callable[[str], Sequence[int]]
         if own := _copied(tokenizer):
-            self._raw, self._raw_plain = partial(_ids, own), partial(_ids, _without(own, self._control))
+            self._raw, self._raw_plain = (
+                partial(_ids, own),
+                partial(_ids, _without(own, self._control)),
+            )
             is_composing = own.normalizer is not None
         else:
             one, other = (copy.deepcopy(tokenizer) for _ in range(2))  # each keeps its switch
             self._raw = partial(one.encode, add_special_tokens=False)
-            self._raw_plain = partial(other.encode, add_special_tokens=False, split_special_tokens=True)
+            self._raw_plain = partial(
+                other.encode, add_special_tokens=False, split_special_tokens=True
+            )
             is_composing = True
-        self._longest = max(map(len, tokenizer.get_vocab())) * (MOST_COMPOSED if is_composing else 1)
+        self._longest = max(map(len, tokenizer.get_vocab())) * (
+            MOST_COMPOSED if is_composing else 1
+        )
         bos_ids = tuple(tokenizer.encode(""))
         self.bos_ids = bos_ids if bos_ids == (tokenizer.bos_token_id,) else ()
-        """What the tokenizer puts in front of a plain text prompt; chat templates bring their own."""
+        """What the tokenizer puts in front of a plain text prompt;
+        chat templates bring their own."""
         self._guard = self._find_guard()
         if chunk_tokens == "control":
             self._raw_plain = self._raw
@@ -82,7 +95,9 @@ class ServedTokenizer:
         """The text of ids, special tokens included or not."""
         return str(
             self._tokenizer.decode(
-                list(token_ids), skip_special_tokens=not with_special, clean_up_tokenization_spaces=False
+                list(token_ids),
+                skip_special_tokens=not with_special,
+                clean_up_tokenization_spaces=False,
             )
         )
 
@@ -95,9 +110,10 @@ class ServedTokenizer:
         return num_chars // self._longest
 
     def is_longer(self, text: str, num_tokens: int) -> bool:
-        """Whether the text surely has more tokens than that, found without encoding all of it: a text that `least_len` lets
-        pass although no language is that dense is counted in pieces, up to where it is too long. A cut makes a token's
-        characters into tokens of their own, at worst."""
+        """Whether the text surely has more tokens than that, found without encoding all of it: a
+        text that `least_len` lets pass although no language is that dense is counted in pieces, up
+        to where it is too long. A cut makes a token's characters into tokens of their own, at
+        worst."""
         if self.least_len(len(text)) > num_tokens:
             return True
         if len(text) <= WIDE_CHARS * num_tokens:
@@ -122,8 +138,8 @@ class ServedTokenizer:
         return guarded[len(guard) :]
 
     def _find_guard(self) -> str:
-        """Text to tokenise in front of a piece and take off again: "" for byte-level tokenizers, a newline for those
-        that put a space in front of whatever they are given."""
+        """Text to tokenise in front of a piece and take off again: "" for byte-level tokenizers, a
+        newline for those that put a space in front of whatever they are given."""
         for guard in ("", "\n", "\n\n"):
             self._guard = guard
             try:
@@ -131,20 +147,28 @@ class ServedTokenizer:
                     return guard
             except RequestError:
                 continue
-        raise ValueError("the tokenizer's pieces cannot be put together again: text would change between chunks")
+        raise ValueError(
+            "the tokenizer's pieces cannot be put together again: text would change between chunks"
+        )
 
     def _check_plain(self) -> None:
         control = set(self._control.values())
-        texts = [text for token in self._control for text in (token, f"a{token}b", f" {token} ", token + token)]
+        texts = [
+            text
+            for token in self._control
+            for text in (token, f"a{token}b", f" {token} ", token + token)
+        ]
         for text in (*WORDS, *texts):
             try:
                 ids = self.encode_plain(text)
             except TypeError:  # an `encode` without the option
                 ids = self.encode(text)
-            if not control.isdisjoint(ids) or self.decode(ids).removeprefix(" ") != text.removeprefix(" "):
+            if not control.isdisjoint(ids) or self.decode(ids).removeprefix(
+                " "
+            ) != text.removeprefix(" "):
                 raise ValueError(
-                    f"the tokenizer cannot write {text!r} as plain text, so a chunk could forge a message; "
-                    "--chunkcache-chunk-tokens control serves it all the same"
+                    f"the tokenizer cannot write {text!r} as plain text, so a chunk could forge a"
+                    " message; --chunkcache-chunk-tokens control serves it all the same"
                 )
 
     def _joined(self, encode: Encode, words: Sequence[str]) -> str:
@@ -157,7 +181,8 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _copied(tokenizer: Any) -> Tokenizer | None:
-    """A second backend that encodes as SGLang's does. None for a tokenizer that does so in Python."""
+    """A second backend that encodes as SGLang's does.
+    None for a tokenizer that does so in Python."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         return None
@@ -165,18 +190,25 @@ def _copied(tokenizer: Any) -> Tokenizer | None:
     own.no_truncation()
     own.no_padding()
     texts = (*WORDS, *(f"a{token.content} b" for token in tokenizer.added_tokens_decoder.values()))
-    is_same = all(_ids(own, text) == tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    is_same = all(
+        _ids(own, text) == tokenizer.encode(text, add_special_tokens=False) for text in texts
+    )
     return own if is_same else None
 
 
 def _without(tokenizer: Tokenizer, tokens: Iterable[str]) -> Tokenizer:
-    """A tokenizer with the same ids that does not find these tokens in a text: each gets a name that no text can hold.
+    """A tokenizer with the same ids that does not find these tokens in a text: each gets a name
+    that no text can hold.
 
     The model's own vocabulary often has them, too, and SentencePiece's would find them there.
     """
     state, nonce = json.loads(tokenizer.to_str()), secrets.token_hex(8)
     model = state["model"]
-    hidden = {token: f"\ue000{nonce}{i}\ue001" for i, token in enumerate(tokens) if token != model.get("unk_token")}
+    hidden = {
+        token: f"\ue000{nonce}{i}\ue001"
+        for i, token in enumerate(tokens)
+        if token != model.get("unk_token")
+    }
     state["added_tokens"] = [
         {**token, "content": hidden.get(token["content"], token["content"])}
         for token in state["added_tokens"]
@@ -187,7 +219,9 @@ def _without(tokenizer: Tokenizer, tokens: Iterable[str]) -> Tokenizer:
     else:
         model["vocab"] = [[hidden.get(token, token), score] for token, score in model["vocab"]]
     if "merges" in model:
-        model["merges"] = [pair for pair in model["merges"] if hidden.keys().isdisjoint((*pair, "".join(pair)))]
+        model["merges"] = [
+            pair for pair in model["merges"] if hidden.keys().isdisjoint((*pair, "".join(pair)))
+        ]
     return Tokenizer.from_str(json.dumps(state))
 
 
@@ -200,7 +234,9 @@ class RequestEncoder:
         is_over: set when nobody waits for the request any more.
     """
 
-    def __init__(self, tokenizer: ServedTokenizer, *, limit: int, field: str, is_over: threading.Event) -> None:
+    def __init__(
+        self, tokenizer: ServedTokenizer, *, limit: int, field: str, is_over: threading.Event
+    ) -> None:
         self.tokenizer, self._limit, self._field, self._is_over = tokenizer, limit, field, is_over
         self._known: dict[str, tuple[int, ...]] = {}
 
@@ -208,7 +244,9 @@ class RequestEncoder:
         """Ids of one piece that is not a chunk's. Raises TooLongError."""
         if text not in self._known:
             if self.is_longer(text, self._limit):
-                raise TooLongError(f"{self._field}: more than {self._limit} tokens, which is the context")
+                raise TooLongError(
+                    f"{self._field}: more than {self._limit} tokens, which is the context"
+                )
             self._known[text] = self.tokenizer.encode(text)
         return self._known[text]
 

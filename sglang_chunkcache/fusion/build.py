@@ -31,11 +31,14 @@ from sglang_chunkcache.storage.opening import create_index
 logger = logging.getLogger(__name__)
 
 
-def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pricing: Pricing) -> Fuser:
+def create_fuser(
+    cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pricing: Pricing
+) -> Fuser:
     """Fused reuse, checked on the model it will serve. `ctx` is SGLang's TreeCacheBuildContext.
 
     Raises:
-        ValueError: the model or a flag does not suit it, or the gate found it wrong; names what, with the figures.
+        ValueError: the model or a flag does not suit it, or the gate found it wrong; names what,
+            with the figures.
     """
     runner, args = ctx.tp_worker.model_runner, ctx.server_args
     if reasons := unsupported(runner, args):
@@ -43,16 +46,23 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
     pool, codec = runner.token_to_kv_pool, CODECS[config.store_codec]
     codec.check_heads(pool.k_buffer[0], pool.v_buffer[0])
     table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
-    # cuDNN compiles a plan for each shape it meets, and keeps it. A masked pass has another shape in nearly every request.
+    # cuDNN compiles a plan for each shape it meets, and keeps it. A masked pass has another shape
+    # in nearly every request.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    sparse, attention, figures = gated_attention(runner, table, ctx.params, config.recompute_attention)
+    sparse, attention, figures = gated_attention(
+        runner, table, ctx.params, config.recompute_attention
+    )
     logger.info("chunk cache: attention of the recompute pass: %s", attention)
     _judge(figures, attention["kind"], config.gate)
-    prefill_budget = args.chunked_prefill_size if (args.chunked_prefill_size or 0) > 0 else args.max_prefill_tokens
+    prefill_budget = (
+        args.chunked_prefill_size
+        if (args.chunked_prefill_size or 0) > 0
+        else args.max_prefill_tokens
+    )
     if prefill_budget >= runner.token_to_kv_pool.size:
         logger.warning(
-            "--reuse fused moves nothing: a KV pool of %d tokens is no larger than one prefill budget of %d "
-            "(--chunked-prefill-size), which moving keeps free",
+            "--reuse fused moves nothing: a KV pool of %d tokens is no larger than one prefill"
+            " budget of %d (--chunked-prefill-size), which moving keeps free",
             runner.token_to_kv_pool.size,
             prefill_budget,
         )
@@ -78,16 +88,26 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
         if longest:
             pricing.start()
         else:
-            logger.warning("--reuse fused moves whatever it costs: the KV pool is too small to measure on")
+            logger.warning(
+                "--reuse fused moves whatever it costs: the KV pool is too small to measure on"
+            )
         logger.info(
             "chunk cache: costs measured in %.1f s on prompts of up to %d tokens: %s",
             time.perf_counter() - started,
             longest,
-            {phase.value: tuple(f"{part:.2e}" for part in line) for phase, line in (pricing.costs or {}).items()},
+            {
+                phase.value: tuple(f"{part:.2e}" for part in line)
+                for phase, line in (pricing.costs or {}).items()
+            },
         )
-    store_bytes = (config.store_mib or 0) << 20 or machine_bytes(STORE, ctx, taken=(config.host_mib or 0) << 20)
+    store_bytes = (config.store_mib or 0) << 20 or machine_bytes(
+        STORE, ctx, taken=(config.host_mib or 0) << 20
+    )
     store = create_index(config, store_bytes)
-    logger.info("chunk cache: store of chunks that are moved, in host memory: %.0f MiB", store_bytes / (1 << 20))
+    logger.info(
+        "chunk cache: store of chunks that are moved, in host memory: %.0f MiB",
+        store_bytes / (1 << 20),
+    )
     fuser = Fuser(
         cache,
         FusionPass(runner, table, config, (sparse, attention), pricing),
@@ -95,12 +115,16 @@ def create_fuser(cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pri
         limits,
         extend_reserve=prefill_budget,
         # Weights may be away when the tree is reset, and cannot be read then.
-        fingerprint=(lambda: None) if args.enable_memory_saver else partial(fingerprint, runner.model),
+        fingerprint=(lambda: None)
+        if args.enable_memory_saver
+        else partial(fingerprint, runner.model),
         calibrator=Calibrator(
             Means(runner, table, ctx.params, sparse, limits.question_window, pricing),
             config.recompute_ratio or 0.15,
         ),
-        tier=StorageTier(store, cache.storage, config.store_codec) if cache.storage is not None else None,
+        tier=StorageTier(store, cache.storage, config.store_codec)
+        if cache.storage is not None
+        else None,
         metrics=StoreMetrics() if args.enable_metrics else None,
     )
     fuser.gate = figures.as_dict()
@@ -119,7 +143,11 @@ def _judge(figures: GateFigures, attention: str, policy: str) -> None:
     logger.info("chunk cache: start-up gate: %s", figures)
     if not figures.passed and policy == "refuse":
         raise ValueError(
-            f"--reuse fused with {attention} attention: this model's answers would be wrong, measured {figures}"
+            f"--reuse fused with {attention} attention: this model's answers would be wrong,"
+            f" measured {figures}"
         )
     if not figures.conclusive:
-        logger.warning("--reuse fused: the gate cannot judge recomputation on this model (dummy weights?): %s", figures)
+        logger.warning(
+            "--reuse fused: the gate cannot judge recomputation on this model (dummy weights?): %s",
+            figures,
+        )

@@ -1,7 +1,9 @@
-"""Where the loaded model keeps the evidence for selectors: layers and heads, and the file that remembers them.
+"""Where the loaded model keeps the evidence for selectors: layers and heads, and the file that
+remembers them.
 
-The papers fix the second layer (CacheBlend) and the last one (FusionRAG). Which layers tell the tokens that matter differs
-between models, so it is measured (calibration_trial.py), once for a config and its weights.
+The papers fix the second layer (CacheBlend) and the last one (FusionRAG). Which layers tell the
+tokens that matter differs between models, so it is measured (calibration_trial.py), once for a
+config and its weights.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 MARGIN = 2
-"""How many times the tokens that sufficed for the calibration's prompts a quality takes. The prompts are few, and an answer hangs
-on single tokens: of others one in seven needed a lower limit than all of them (eval/LOG.md)."""
+"""How many times the tokens that sufficed for the calibration's prompts a quality takes. The
+prompts are few, and an answer hangs on single tokens: of others one in seven needed a lower limit
+than all of them (eval/LOG.md)."""
 
 
 class Step(NamedTuple):
-    """Recomputing all tokens that deviate more than `above`: what that gained, and their share of the tokens, on average."""
+    """Recomputing all tokens that deviate more than `above`:
+    what that gained, and their share of the tokens, on average."""
 
     above: float
     gain: float
@@ -58,19 +62,28 @@ class Calibration:
         return has_heads and 1 <= self.depth <= num_layers and 0 <= self.layer <= num_layers
 
     def resolve(self, fusion: FusionRequest) -> FusionRequest:
-        """The request with the layers that it leaves to calibration, which its recipe then names: another calibration makes other
-        fused KV. So the front, which knows no calibration, does not aim its order at such chains."""
+        """The request with the layers that it leaves to calibration, which its recipe then names:
+        another calibration makes other fused KV. So the front, which knows no calibration, does not
+        aim its order at such chains."""
         if fusion.selector != "critical" and fusion.depth is not None and fusion.layer is not None:
             return fusion
         depth = self.depth if fusion.depth is None else fusion.depth
         layer = self.layer if fusion.layer is None else fusion.layer
-        heads = "+".join(f"{at}.{head}" for at, head in self.heads) if fusion.selector == "critical" else ""
-        fusion = replace(fusion, depth=depth, layer=layer, recipe=f"{fusion.recipe}/at={depth}.{layer}.{heads}")
+        heads = (
+            "+".join(f"{at}.{head}" for at, head in self.heads)
+            if fusion.selector == "critical"
+            else ""
+        )
+        fusion = replace(
+            fusion, depth=depth, layer=layer, recipe=f"{fusion.recipe}/at={depth}.{layer}.{heads}"
+        )
         if fusion.quality is None or not self.steps:
             return fusion
         enough = fusion.quality * max(step.gain for step in self.steps)
         sufficed = next(step for step in self.steps if step.gain >= enough)
-        step = next((step for step in self.steps if step.share >= MARGIN * sufficed.share), self.steps[-1])
+        step = next(
+            (step for step in self.steps if step.share >= MARGIN * sufficed.share), self.steps[-1]
+        )
         recipe = f"{fusion.recipe}/above={step.above!r}"
         return replace(fusion, ratio=MAX_AUTO, above=step.above, expected=step.share, recipe=recipe)
 
@@ -78,11 +91,18 @@ class Calibration:
         """For stats and file; layers and heads counted from 1."""
         heads = [{"layer": layer + 1, "head": head + 1} for layer, head in self.heads]
         steps = [step._asdict() for step in self.steps]
-        return {"depth": self.depth, "layer": self.layer, "heads": heads, "steps": steps, "figures": dict(self.figures)}
+        return {
+            "depth": self.depth,
+            "layer": self.layer,
+            "heads": heads,
+            "steps": steps,
+            "figures": dict(self.figures),
+        }
 
 
 def file_of(hf_config: Any, weights: int) -> Path:
-    """Where the calibration of a model is kept, under `XDG_CACHE_HOME`. `weights` is their fingerprint."""
+    """Where the calibration of a model is kept, under `XDG_CACHE_HOME`.
+    `weights` is their fingerprint."""
     text = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
     key = blake2b(f"{weights}\0{text}".encode(), digest_size=12).hexdigest()
     return cache_folder() / f"selection-{key}.json"
@@ -94,7 +114,9 @@ def load(path: Path) -> Calibration | None:
         told = json.loads(path.read_text(encoding="utf-8"))
         heads = tuple((int(each["layer"]) - 1, int(each["head"]) - 1) for each in told["heads"])
         steps = tuple(Step(*(float(each[name]) for name in Step._fields)) for each in told["steps"])
-        return Calibration(int(told["depth"]), int(told["layer"]), heads, steps, dict(told["figures"]))
+        return Calibration(
+            int(told["depth"]), int(told["layer"]), heads, steps, dict(told["figures"])
+        )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:

@@ -1,4 +1,5 @@
-"""Prompts of a calibration: prefilled as a whole, with chunks moved from other places, and with some tokens recomputed.
+"""Prompts of a calibration: prefilled as a whole, with chunks moved from other places, and with
+some tokens recomputed.
 
     full     head | A | B | C | question | answer     ordinary prefill, and the answer that follows from it, greedily
     apart    head | C | B | A, and each alone         the chunks' KV as it is computed in other places
@@ -41,12 +42,14 @@ from sglang_chunkcache.wire.state import CalibrationPrompt
 MAX_ANSWER = 12
 """Tokens of an answer that are compared."""
 NUM_ROWS, NUM_PLACES = 3, 2
-"""Prompts whose KV is there at a time. Where a prompt's chunks are computed before they are moved: in turned order, and alone."""
+"""Prompts whose KV is there at a time.
+Where a prompt's chunks are computed before they are moved: in turned order, and alone."""
 
 
 @dataclass(frozen=True)
 class Means:
-    """What the trial runs with: SGLang's ModelRunner, its pools, and how the server moves and recomputes."""
+    """What the trial runs with: SGLang's ModelRunner, its pools,
+    and how the server moves and recomputes."""
 
     runner: Any
     table: RotaryTable
@@ -57,7 +60,8 @@ class Means:
 
 
 class Agreement(NamedTuple):
-    """With full prefill's answer: KL of its tokens, mean and maximum; as a gain, the share of either that is restored."""
+    """With full prefill's answer: KL of its tokens, mean and maximum;
+    as a gain, the share of either that is restored."""
 
     kl: float
     kl_max: float
@@ -74,7 +78,11 @@ class Trial:
     def __init__(self, means: Means, prompt: CalibrationPrompt, rows: Sequence[Row]) -> None:
         self.means, self.prompt = means, prompt
         self.full, self.apart, self.moved = rows
-        self.ids = [*prompt.head, *(token for chunk in prompt.chunks for token in chunk), *prompt.question]
+        self.ids = [
+            *prompt.head,
+            *(token for chunk in prompt.chunks for token in chunk),
+            *prompt.question,
+        ]
         self.start, self.num_tokens = len(prompt.head), len(self.ids)
         borders = list(accumulate(map(len, prompt.chunks), initial=self.start))
         self.spans, self.end = list(pairwise(borders)), borders[-1]
@@ -109,11 +117,14 @@ class Trial:
             hidden = self.prefill(self.full, ids, len(ids) - 1)
 
     def prefill(self, row: Row, ids: Sequence[int], start: int = 0) -> Tensor:
-        return run_virtual(self.means.runner, req_pool_index=row.number, runs=[(start, len(ids))], token_ids=ids)
+        return run_virtual(
+            self.means.runner, req_pool_index=row.number, runs=[(start, len(ids))], token_ids=ids
+        )
 
 
 class Place:
-    """A trial's chunks with KV from one other place: `groups` are orders of chunks that are computed together."""
+    """A trial's chunks with KV from one other place:
+    `groups` are orders of chunks that are computed together."""
 
     def __init__(self, trial: Trial, slots: Tensor, groups: Sequence[Sequence[int]]) -> None:
         self.trial, self._means, self._slots = trial, trial.means, slots
@@ -149,7 +160,8 @@ class Place:
         return deviation_evidence(self._means.runner, [probe])[0]
 
     def looks(self, depth: int, share: float) -> tuple[Tensor, Tensor]:
-        """([num_layers, num_heads, n] attention of chunk tokens beyond their chunk, [n] 1 for that share which deviates most)."""
+        """([num_layers, num_heads, n] attention of chunk tokens beyond their chunk,
+        [n] 1 for that share which deviates most)."""
         trial = self.trial
         deviation = self.deviation(depth)[trial.start :]
         wanted = torch.zeros(len(deviation))
@@ -162,7 +174,9 @@ class Place:
         chunks = self._chunks(heads)
         seen = Evidence(self.question(layer))
         offsets = critical.SELECTOR.candidates(chunks, request, seen)
-        named = torch.cat([chunk.start + chosen for chunk, chosen in zip(chunks, offsets, strict=True)])
+        named = torch.cat(
+            [chunk.start + chosen for chunk, chosen in zip(chunks, offsets, strict=True)]
+        )
         return Measured(chunks, Evidence(seen.question, None, self.deviation(depth, named)), named)
 
     def highest(self, scores: Tensor, ratio: float) -> list[int]:
@@ -180,7 +194,9 @@ class Place:
             request = SparseRequest(at, trial.moved.slots[:end], end)
             out = trial.moved.slots[at.to(trial.moved.slots.device)]
             run_pass(
-                self._means.runner, [PassSequence(torch.tensor(trial.ids)[at], request, out)], sparse=self._means.sparse
+                self._means.runner,
+                [PassSequence(torch.tensor(trial.ids)[at], request, out)],
+                sparse=self._means.sparse,
             )
         return trial.agreement()
 
@@ -196,14 +212,20 @@ class Place:
             ids += trial.prompt.chunks[index]
         trial.prefill(trial.apart, ids)
         observer = _Outward(
-            [(start, None if index == group[0] else trial.start) for index, start in starts.items()], trial.start
+            [
+                (start, None if index == group[0] else trial.start)
+                for index, start in starts.items()
+            ],
+            trial.start,
         )
         sequences = []
         for index, start in starts.items():
             end = start + len(trial.prompt.chunks[index])
             request = SparseRequest(torch.arange(start, end), trial.apart.slots[:end], end)
             sequences.append(PassSequence(torch.tensor(ids[start:end]), request, own=False))
-            self._copy(trial.apart.slots, range(start, end), self._slots, range(*trial.spans[index]))
+            self._copy(
+                trial.apart.slots, range(start, end), self._slots, range(*trial.spans[index])
+            )
         run_pass(self._means.runner, sequences, observer=observer)
         for number, index in enumerate(starts):
             self._outward[index] = torch.stack(observer.masses[number]).cpu()
@@ -226,14 +248,21 @@ class Place:
     def _chunks(self, heads: Sequence[Head]) -> list[MovedChunk]:
         chunks = []
         for index, (start, end) in enumerate(self.trial.spans):
-            outward = torch.stack([self._outward[index][head] for head in heads]).mean(0) if heads else None
-            chunks.append(MovedChunk(ChunkId(str(index)), start, end - start, (), (), None, outward=outward))
+            outward = (
+                torch.stack([self._outward[index][head] for head in heads]).mean(0)
+                if heads
+                else None
+            )
+            chunks.append(
+                MovedChunk(ChunkId(str(index)), start, end - start, (), (), None, outward=outward)
+            )
         return chunks
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """What `critical` knows of a place: its chunks, and the deviation of the tokens that were named (positions)."""
+    """What `critical` knows of a place: its chunks, and the deviation of the tokens that were named
+    (positions)."""
 
     chunks: Sequence[MovedChunk]
     seen: Evidence
@@ -248,21 +277,31 @@ class Measured:
     def choose(self, ratio: float, above: float | None = None) -> list[int]:
         """Positions that the selector chooses."""
         request = FusionRequest("critical", ratio, above=above)
-        return _positions(self.chunks, critical.SELECTOR.select(self.chunks, request, self.seen).offsets)
+        return _positions(
+            self.chunks, critical.SELECTOR.select(self.chunks, request, self.seen).offsets
+        )
 
 
 class _Outward(Observer):
-    """Per sequence and layer, [num_heads, n]: a chunk's attention to `[first, start)`, the chunks before it; to the head where
-    there are none (`first` is None)."""
+    """Per sequence and layer, [num_heads, n]: a chunk's attention to `[first, start)`, the chunks
+    before it; to the head where there are none (`first` is None)."""
 
     def __init__(self, chunks: Sequence[tuple[int, int | None]], head_len: int) -> None:
-        self._before = [(0, head_len) if first is None else (first, start) for start, first in chunks]
+        self._before = [
+            (0, head_len) if first is None else (first, start) for start, first in chunks
+        ]
         self.masses: list[list[Tensor]] = [[] for _ in chunks]
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
         seen = slice(*self._before[sequence])
-        self.masses[sequence].append(torch.cat([part[:, :, seen].sum(-1) for _, _, part in attention.weights()], dim=1))
+        self.masses[sequence].append(
+            torch.cat([part[:, :, seen].sum(-1) for _, _, part in attention.weights()], dim=1)
+        )
 
 
 def _positions(chunks: Sequence[MovedChunk], offsets: Sequence[Tensor]) -> list[int]:
-    return [chunk.start + int(at) for chunk, chosen in zip(chunks, offsets, strict=True) for at in chosen]
+    return [
+        chunk.start + int(at)
+        for chunk, chosen in zip(chunks, offsets, strict=True)
+        for at in chosen
+    ]

@@ -2,11 +2,12 @@
 
     gain = 1 - KL(full, moved and recomputed) / KL(full, moved)       mean over the answer's tokens
 
-A choice of `ratio` of the tokens is tried for the deviation at each depth and for the question's attention in each layer (in a
-deep model at every few, then beside the best). Chosen are those that gain most per second that the request takes with them, by
-the cost model. Heads are chosen by how many of the tokens that deviate most at that depth are among the `BY_CONTEXT` tokens that
-look beyond their chunk most. Then tokens are recomputed down to less and less deviation, which tells how much of it may stay
-(ratio "auto").
+A choice of `ratio` of the tokens is tried for the deviation at each depth and for the question's
+attention in each layer (in a deep model at every few, then beside the best). Chosen are those that
+gain most per second that the request takes with them, by the cost model. Heads are chosen by how
+many of the tokens that deviate most at that depth are among the `BY_CONTEXT` tokens that look
+beyond their chunk most. Then tokens are recomputed down to less and less deviation, which tells how
+much of it may stay (ratio "auto").
 """
 
 from __future__ import annotations
@@ -46,20 +47,24 @@ MAX_TRIED = 8
 """Depths, and layers, that are tried before the neighbours of the best."""
 MAX_HEADS = 4
 MIN_RECALL = 0.05
-"""What a further head must add. With .01 the bundled model's second one cost other questions .05 of exact match (eval/LOG.md)."""
+"""What a further head must add.
+With .01 the bundled model's second one cost other questions .05 of exact match (eval/LOG.md)."""
 SHARES = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3)
 """Of all tokens: the shares whose least deviation is tried as the limit."""
 MAX_SECONDS = 30
-"""About: fewer prompts are tried, one at least, where all of them would take longer. Fewer prompts find less, but SGLang's health
-check fails after 20 s in which nothing is answered."""
+"""About: fewer prompts are tried, one at least, where all of them would take longer. Fewer prompts
+find less, but SGLang's health check fails after 20 s in which nothing is answered."""
 MIN_KL, MIN_GAIN = 1e-4, 0.1
-"""Below, there is nothing to restore, or no depth, or no layer that restores it: the paper's stays."""
+"""Below, there is nothing to restore, or no depth, or no layer that restores it:
+the paper's stays."""
 MIN_KEPT = 0.9
-"""Share of what comparing all tokens gains that comparing the proposed ones must; else all are compared."""
+"""Share of what comparing all tokens gains that comparing the proposed ones must;
+else all are compared."""
 
 
 class Calibrator:
-    """Measures the loaded model, and remembers what it found, by the fingerprint of the weights. None: they cannot be told apart.
+    """Measures the loaded model, and remembers what it found, by the fingerprint of the weights.
+    None: they cannot be told apart.
 
     ratio: share of the tokens that choices are tried with.
     """
@@ -71,7 +76,8 @@ class Calibrator:
         """KV slots that measuring takes.
 
         Raises:
-            ValueError: no prompt, one longer than the context, or more than `room` slots; with the figures.
+            ValueError: no prompt, one longer than the context, or more than `room` slots; with the
+                figures.
         """
         if not prompts:
             raise ValueError("calibration needs prompts")
@@ -79,7 +85,8 @@ class Calibrator:
         needed = NUM_ROWS * longest + NUM_PLACES * sum(prompt.num_tokens for prompt in prompts)
         if longest > self._means.runner.model_config.context_len or needed > room:
             raise ValueError(
-                f"{len(prompts)} prompts of up to {longest} tokens need {needed} KV slots, {room} can be had"
+                f"{len(prompts)} prompts of up to {longest} tokens need {needed} KV slots, {room}"
+                " can be had"
             )
         return needed
 
@@ -88,10 +95,14 @@ class Calibrator:
         kept = None if weights is None else load(self._file(weights))
         config = self._means.runner.model_config
         if kept is not None and not kept.fits(config.num_hidden_layers, config.num_attention_heads):
-            logger.warning("chunk cache: the kept calibration is of no such model: %s", kept.as_dict())
+            logger.warning(
+                "chunk cache: the kept calibration is of no such model: %s", kept.as_dict()
+            )
             kept = None
         if kept is not None:
-            logger.info("chunk cache: selection was calibrated on these weights before: %s", kept.as_dict())
+            logger.info(
+                "chunk cache: selection was calibrated on these weights before: %s", kept.as_dict()
+            )
         return kept or Calibration()
 
     def measure(self, prompts: Sequence[CalibrationPrompt], weights: int | None) -> Calibration:
@@ -142,7 +153,8 @@ class _Search:
     def __init__(self, means: Means, places: Sequence[Place], ratio: float) -> None:
         self._means, self._ratio = means, ratio
         self._num_layers = means.runner.token_to_kv_pool.layer_num
-        # Of one place: three lists of choices, and for each choice evidence, a pass, question and answer.
+        # Of one place: three lists of choices, and for each choice evidence, a pass, question and
+        # answer.
         num_choices = 2 * min(self._num_layers, 2 * MAX_TRIED) + len(SHARES)
         expected, moved = 0.0, list[Agreement]()
         for place in places:
@@ -157,9 +169,18 @@ class _Search:
     def run(self) -> Calibration:
         if self._moved.kl < MIN_KL:
             return Calibration(figures=self._figures())
-        depths = self._try(range(2, self._num_layers + 1), lambda place, depth: place.deviation(depth), self._deviating)
-        layers = self._try(range(1, self._num_layers + 1), lambda place, layer: place.question(layer), self._asking)
-        depth, layer = _best(depths, otherwise=Calibration.depth), _best(layers, otherwise=Calibration.layer)
+        depths = self._try(
+            range(2, self._num_layers + 1),
+            lambda place, depth: place.deviation(depth),
+            self._deviating,
+        )
+        layers = self._try(
+            range(1, self._num_layers + 1), lambda place, layer: place.question(layer), self._asking
+        )
+        depth, layer = (
+            _best(depths, otherwise=Calibration.depth),
+            _best(layers, otherwise=Calibration.layer),
+        )
         heads, recall = self._heads(depth)
         whole = some = self._measured(depth, layer, ())
         gain_of_all = gain = self._gain(each.choose(self._ratio) for each in whole)
@@ -184,7 +205,8 @@ class _Search:
         return {"places": len(self._places), "moved": self._moved._asdict(), **more}
 
     def _steps(self, measured: Collection[Measured]) -> tuple[Step, ...]:
-        """What recomputing everything above a limit gains, for limits that some share of all tokens exceeds."""
+        """What recomputing everything above a limit gains, for limits that some share of all tokens
+        exceeds."""
         compared = torch.cat([each.compared for each in measured]).sort(descending=True).values
         num_tokens = sum(chunk.num_tokens for each in measured for chunk in each.chunks)
         steps = []
@@ -207,7 +229,9 @@ class _Search:
 
         def attempt(at: int) -> None:
             if at in choices and at not in tried:
-                gain = self._gain(place.highest(score_of(place, at), self._ratio) for place in self._places)
+                gain = self._gain(
+                    place.highest(score_of(place, at), self._ratio) for place in self._places
+                )
                 tried[at] = gain, gain.kl / seconds_of(at)
 
         step = ceil(len(choices) / MAX_TRIED) or 1
@@ -225,7 +249,9 @@ class _Search:
         """Of what is recomputed in each place."""
         pairs = zip(self._places, chosen, strict=True)
         left = Agreement.mean(place.agreement(positions) for place, positions in pairs)
-        return Agreement(*(round(1 - part / whole, 4) for part, whole in zip(left, self._moved, strict=True)))
+        return Agreement(
+            *(round(1 - part / whole, 4) for part, whole in zip(left, self._moved, strict=True))
+        )
 
     def _heads(self, depth: int) -> tuple[tuple[Head, ...], float]:
         """The heads that together point at most of what deviates most, and which share of it."""
@@ -239,7 +265,9 @@ class _Search:
                 sums = outward + sum((outward[at] for at in chosen), torch.zeros(()))
                 k = num_critical(BY_CONTEXT, sums.shape[-1])
                 ranks = sums.flatten(0, 1).sort(dim=-1, descending=True, stable=True).indices[:, :k]
-                found += wanted[ranks].sum(-1).reshape(num_layers, num_heads) / wanted.sum() / len(looks)
+                found += (
+                    wanted[ranks].sum(-1).reshape(num_layers, num_heads) / wanted.sum() / len(looks)
+                )
             for at in chosen:
                 found[at] = -1
             best = int(found.argmax())
@@ -264,7 +292,10 @@ class _Search:
         }
         total = 0.0
         for trial in (place.trial for place in self._places):
-            num_moved, num_recomputed = trial.end - trial.start, num_critical(self._ratio, trial.end - trial.start)
+            num_moved, num_recomputed = (
+                trial.end - trial.start,
+                num_critical(self._ratio, trial.end - trial.start),
+            )
             window = min(self._means.window, trial.num_tokens - trial.end)
             works = {
                 Phase.QUESTION: through(asked, window if asked else 0, trial.end),
@@ -279,5 +310,7 @@ class _Search:
 def _best(tried: Mapping[int, tuple[Agreement, float]], *, otherwise: int) -> int:
     """What gains most per second, of what gains enough."""
     return max(
-        (at for at, (gain, _) in tried.items() if gain.kl >= MIN_GAIN), key=lambda at: tried[at][1], default=otherwise
+        (at for at, (gain, _) in tried.items() if gain.kl >= MIN_GAIN),
+        key=lambda at: tried[at][1],
+        default=otherwise,
     )

@@ -1,4 +1,5 @@
-"""Copies of chunks on their way into the store: made after a later forward, in the order of radix_ext/capture_queue.py."""
+"""Copies of chunks on their way into the store:
+made after a later forward, in the order of radix_ext/capture_queue.py."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 class Captures(CaptureQueue):
     """The queue of one rank, and its way into the store.
 
-    When a copy arrives depends on the device. Tensor-parallel ranks, which fused reuse refuses so far, would have to agree on it.
+    When a copy arrives depends on the device. Tensor-parallel ranks, which fused reuse refuses so
+    far, would have to agree on it.
     """
 
     def __init__(self, copies: ChunkCopies, fusion_pass: FusionPass, store: VariantIndex) -> None:
@@ -46,9 +48,11 @@ class Captures(CaptureQueue):
         """Not told yet."""
 
     def run(self) -> int:
-        """Store what has arrived, in order, then score and copy what comes first in the queue. Waits for nothing.
+        """Store what has arrived, in order, then score and copy what comes first in the queue.
+        Waits for nothing.
 
-        One batch is under way at a time, which bounds the memory that its copies take on the device.
+        One batch is under way at a time, which bounds the memory that its copies take on the
+        device.
 
         Returns:
             How many chunks could not be copied since the last time.
@@ -104,7 +108,9 @@ class Captures(CaptureQueue):
 def _own_request(config: ChunkCacheConfig) -> FusionRequest:
     """With the server's own selector."""
     return FusionRequest(
-        config.selector, config.recompute_ratio, own_needs=own_needs(config.selector, config.selectors)
+        config.selector,
+        config.recompute_ratio,
+        own_needs=own_needs(config.selector, config.selectors),
     )
 
 

@@ -1,12 +1,13 @@
-"""Fills promised slots: move KV, choose the critical tokens, run them through the model. All requests of a batch together.
+"""Fills promised slots: move KV, choose the critical tokens, run them through the model. All
+requests of a batch together.
 
     move      every moved piece: gather, rotate keys to their new positions, scatter. What comes from host memory does so layer by
               layer, beside the passes below (scheduler/layer_loads.py)
     choose    read-only passes measure what a selector needs (measure.py), then the selector decides
     compute   one pass over critical tokens and gaps (recompute.py)
 
-It knows slots and positions, no tree: the caller keeps sources and targets locked. After an error the whole region is computed by
-SGLang's own attention instead, as in an ordinary prefill.
+It knows slots and positions, no tree: the caller keeps sources and targets locked. After an error
+the whole region is computed by SGLang's own attention instead, as in an ordinary prefill.
 """
 
 from __future__ import annotations
@@ -169,8 +170,12 @@ class FusionPass:
                     self._compute(moves, critical)
                     self._settle()
             except Exception:
-                logger.exception("chunk cache: moving chunk KV failed, %d prompt(s) are computed instead", len(moves))
-                with suppress(Exception):  # what matters is that nothing comes into slots that are computed
+                logger.exception(
+                    "chunk cache: moving chunk KV failed, %d prompt(s) are computed instead",
+                    len(moves),
+                )
+                # what matters is that nothing comes into slots that are computed
+                with suppress(Exception):
                     self._settle()
                 self._compute_all(moves)
         for move in moves:
@@ -182,7 +187,8 @@ class FusionPass:
 
     @torch.no_grad()
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
-        """Copies for the store, with the scores that are asked for. Queued only: the pool may be written afterwards."""
+        """Copies for the store, with the scores that are asked for.
+        Queued only: the pool may be written afterwards."""
         probes = {i: _score_probe(each) for i, each in enumerate(captures) if each.is_to_be_scored}
         measured: dict[int, tuple[ScoreProbe, Tensor]] = {}
         if probes:
@@ -204,13 +210,15 @@ class FusionPass:
         """Bytes of one token in the store."""
         keys, values = self.pool.k_buffer, self.pool.v_buffer
         _, heads, key_dim = keys[0].shape
-        return self.codec.nbytes(Sizes(len(keys), 1, heads, key_dim, values[0].shape[-1], self.pool.dtype))
+        return self.codec.nbytes(
+            Sizes(len(keys), 1, heads, key_dim, values[0].shape[-1], self.pool.dtype)
+        )
 
     def stats(self) -> dict[str, Any]:
-        """Seconds and tokens since the start, by phase; what the pass attends with, and how often it had to do without; how the
-        store keeps KV, and how far an element may be off by it (`Codec.max_error`);
-        layers of the last load from host memory that were copied before the passes, and loads whose copies failed beside them and
-        were made again."""
+        """Seconds and tokens since the start, by phase; what the pass attends with, and how often
+        it had to do without; how the store keeps KV, and how far an element may be off by it
+        (`Codec.max_error`); layers of the last load from host memory that were copied before the
+        passes, and loads whose copies failed beside them and were made again."""
         return {
             "codec": {"name": self.codec.name, "max_error": self.codec.max_error(self.pool.dtype)},
             "layers_ahead": self.layers_ahead,
@@ -226,14 +234,18 @@ class FusionPass:
         copies: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         blobs: list[tuple[HostBlob, Tensor, Tensor]] = []
         for move in moves:
-            self.num_tokens["moved_other_head"] += sum(each.end - each.start for each in move.moved if each.other_head)
+            self.num_tokens["moved_other_head"] += sum(
+                each.end - each.start for each in move.moved if each.other_head
+            )
             for piece in move.moved:
                 source = piece.source
                 target = move.slots[piece.start : piece.end]
                 positions = torch.arange(piece.start, piece.end, device=target.device)
                 if isinstance(source, DeviceCopy):
                     start = source.start
-                    origin = torch.arange(start, start + piece.end - piece.start, device=target.device)
+                    origin = torch.arange(
+                        start, start + piece.end - piece.start, device=target.device
+                    )
                     copies.append((source.node.value, origin, target, positions))
                 elif isinstance(source, HostCopy):
                     blobs.append((source.variant.blob, target, positions))
@@ -242,9 +254,13 @@ class FusionPass:
                 self.num_tokens[f"moved_{source.where}"] += piece.end - piece.start
         if copies:  # all layers at once: what is loaded beside this pass has to be there
             self.pool.get_kv_buffer(self.pool.layer_num - 1)
-        with self.pricing.watch(Phase.DEVICE, Work(bool(copies), sum(len(target) for _, _, target, _ in copies))):
+        with self.pricing.watch(
+            Phase.DEVICE, Work(bool(copies), sum(len(target) for _, _, target, _ in copies))
+        ):
             if copies:
-                slots, origins, targets, positions = (joined(column) for column in zip(*copies, strict=True))
+                slots, origins, targets, positions = (
+                    joined(column) for column in zip(*copies, strict=True)
+                )
                 copy_moved(
                     self.pool,
                     self.table,
@@ -256,8 +272,11 @@ class FusionPass:
         if blobs:
             self._load(moves, blobs)
 
-    def _load(self, moves: Sequence[Move], blobs: Sequence[tuple[HostBlob, Tensor, Tensor]]) -> None:
-        """From host memory to slots and positions, in layers, of which some come beside the passes (Cache-Craft 3.4.2)."""
+    def _load(
+        self, moves: Sequence[Move], blobs: Sequence[tuple[HostBlob, Tensor, Tensor]]
+    ) -> None:
+        """From host memory to slots and positions, in layers, of which some come beside the passes
+        (Cache-Craft 3.4.2)."""
         targets = [(blob, BlobTarget(self.pool, self.table, *place)) for blob, *place in blobs]
         work = Work(len(blobs), sum(len(slots) for _, slots, _ in blobs))
 
@@ -266,7 +285,9 @@ class FusionPass:
                 target.write(*blob.read(target.device, layers), layers)
 
         num_ahead = self._num_ahead(moves, work)
-        self.layers_ahead = self.loads.start(copy, Phase.HOST, work, num_ahead=num_ahead, clock=self.pricing)
+        self.layers_ahead = self.loads.start(
+            copy, Phase.HOST, work, num_ahead=num_ahead, clock=self.pricing
+        )
         self._is_beside = self.layers_ahead < self.loads.num_layers
 
     def _settle(self) -> None:
@@ -276,12 +297,13 @@ class FusionPass:
             self.num_copied_again += self.loads.settle()
 
     def _num_ahead(self, moves: Sequence[Move], work: Work) -> int:
-        """By equation 16, as if the passes were one; all where none follows, or a thread beside it would take a second team of
-        torch's threads."""
+        """By equation 16, as if the passes were one; all where none follows, or a thread beside it
+        would take a second team of torch's threads."""
         costs, num_layers = self.pricing.agreed, self.loads.num_layers
         passes = (Phase.QUESTION, Phase.DEVIATION, Phase.RECOMPUTE)
         compute: float = sum(
-            seconds(costs, {phase: move.plan.works.get(phase, Work()) for phase in passes}) for move in moves
+            seconds(costs, {phase: move.plan.works.get(phase, Work()) for phase in passes})
+            for move in moves
         )
         if not compute or (not self.loads.is_cuda and torch.get_num_threads() > 1):
             return num_layers
@@ -305,7 +327,11 @@ class FusionPass:
                 selection = focus.spare_unfocused(selection, focused)
                 move.focused = [int(move.moved[i].span or 0) for i in sorted(focused)]
             move.fallbacks += selection.fallbacks
-            positions = [chunk.start + int(i) for chunk, o in zip(chunks, selection.offsets, strict=True) for i in o]
+            positions = [
+                chunk.start + int(i)
+                for chunk, o in zip(chunks, selection.offsets, strict=True)
+                for i in o
+            ]
             move.recomputed_len = len(positions)
             for piece in move.plan.pieces:
                 if piece.source is None:
@@ -314,14 +340,21 @@ class FusionPass:
         return critical
 
     def _measure(
-        self, moves: Sequence[Move], needs: Sequence[set[Need]], chunks_of: Sequence[Sequence[MovedChunk]]
+        self,
+        moves: Sequence[Move],
+        needs: Sequence[set[Need]],
+        chunks_of: Sequence[Sequence[MovedChunk]],
     ) -> list[Evidence]:
         """The question's evidence first: a selector may name by it what is compared."""
-        asking = [i for i, need in enumerate(needs) if Need.QUESTION in need and moves[i].question_ids]
+        asking = [
+            i for i, need in enumerate(needs) if Need.QUESTION in need and moves[i].question_ids
+        ]
         asked = [self._question_probe(moves[i]) for i in asking]
         layers = self.pool.layer_num
         shares = [asked_layers(moves[i].fusion, layers) / layers for i in asking]
-        work = _sum(through(share, len(p.token_ids), p.end) for share, p in zip(shares, asked, strict=True))
+        work = _sum(
+            through(share, len(p.token_ids), p.end) for share, p in zip(shares, asked, strict=True)
+        )
         with self.pricing.watch(Phase.QUESTION, work):
             questions = question_evidence(self.runner, asked)
         evidence = [Evidence()] * len(moves)
@@ -330,7 +363,9 @@ class FusionPass:
         deviating = [i for i, need in enumerate(needs) if Need.DEVIATION in need]
         probes = []
         for i in deviating:
-            named = self._selector_of(moves[i].fusion).candidates(chunks_of[i], moves[i].fusion, evidence[i])
+            named = self._selector_of(moves[i].fusion).candidates(
+                chunks_of[i], moves[i].fusion, evidence[i]
+            )
             probes.append(_deviation_probe(moves[i], named))
         with self.pricing.watch(Phase.DEVIATION, _sum(map(self._deviation_work, probes))):
             deviations = deviation_evidence(self.runner, probes)
@@ -339,17 +374,24 @@ class FusionPass:
         return evidence
 
     def _selector_of(self, fusion: FusionRequest) -> Selector:
-        """The selector asked for; `first` in its place where nothing or everything is taken, which needs no measuring."""
+        """The selector asked for; `first` in its place where nothing or everything is taken,
+        which needs no measuring."""
         name = fusion.selector if fusion.is_choice or not fusion.recomputes else "first"
         return selectors.get(name, self.config.selectors)
 
     def _deviation_work(self, probe: DeviationProbe) -> Work:
         num_gaps = len(probe.token_ids) - sum(end - start for start, end in probe.chunks)
-        num_tokens = len(probe.token_ids) if probe.candidates is None else num_gaps + len(probe.candidates)
-        return through(min(probe.depth, self.pool.layer_num) / self.pool.layer_num, num_tokens, probe.end)
+        num_tokens = (
+            len(probe.token_ids) if probe.candidates is None else num_gaps + len(probe.candidates)
+        )
+        return through(
+            min(probe.depth, self.pool.layer_num) / self.pool.layer_num, num_tokens, probe.end
+        )
 
     def _question_probe(self, move: Move) -> QuestionProbe:
-        num_tokens = question_tokens(move.fusion, len(move.question_ids), window=self.config.question_window)
+        num_tokens = question_tokens(
+            move.fusion, len(move.question_ids), window=self.config.question_window
+        )
         ids = torch.tensor(move.question_ids[-num_tokens:], dtype=torch.int64)
         start = move.question_start + len(move.question_ids) - num_tokens
         visible = _filled(move).nonzero().flatten()
@@ -365,7 +407,9 @@ class FusionPass:
         )
 
     def _compute(self, moves: Sequence[Move], critical: Sequence[list[int]]) -> None:
-        work = [(move, positions) for move, positions in zip(moves, critical, strict=True) if positions]
+        work = [
+            (move, positions) for move, positions in zip(moves, critical, strict=True) if positions
+        ]
         self.num_tokens["recomputed"] += sum(move.recomputed_len for move in moves)
         self.num_tokens["gap"] += sum(move.plan.gap_len for move in moves)
         if not work:
@@ -373,7 +417,8 @@ class FusionPass:
         sequences = [_sequence(move, positions) for move, positions in work]
         with (
             self.pricing.watch(
-                Phase.RECOMPUTE, _sum(through(1, len(positions), move.plan.end) for move, positions in work)
+                Phase.RECOMPUTE,
+                _sum(through(1, len(positions), move.plan.end) for move, positions in work),
             ),
             self.outward.watch_pass(work) as watch,
         ):
@@ -381,12 +426,16 @@ class FusionPass:
                 run_pass(self.runner, sequences, sparse=self.sparse, watch=watch)
             except PlanError:
                 if not self.num_unplanned:
-                    logger.warning("chunk cache: no plan for sparse attention, masked in its place", exc_info=True)
+                    logger.warning(
+                        "chunk cache: no plan for sparse attention, masked in its place",
+                        exc_info=True,
+                    )
                 self.num_unplanned += 1
                 run_pass(self.runner, sequences, watch=watch)
 
     def _compute_all(self, moves: Sequence[Move]) -> None:
-        """An ordinary prefill of every promised region, in batch order and in pieces, since memory may have been short."""
+        """An ordinary prefill of every promised region, in batch order and in pieces,
+        since memory may have been short."""
         for move in moves:
             start, end = move.plan.start, move.plan.end
             move.recomputed_len = move.plan.moved_len
@@ -468,11 +517,17 @@ def _deviation_probe(move: Move, named: Sequence[Tensor] | None) -> DeviationPro
     """named: offsets per moved chunk; None: all."""
     spans, candidates = _spans(move), None
     if named is not None:
-        candidates = torch.cat([offsets + start for offsets, (start, _) in zip(named, spans, strict=True)])
+        candidates = torch.cat(
+            [offsets + start for offsets, (start, _) in zip(named, spans, strict=True)]
+        )
     assert move.fusion.depth is not None, "resolved by the calibration"
-    return DeviationProbe(_ids(move.token_ids)[move.plan.start :], move.slots, spans, move.fusion.depth, candidates)
+    return DeviationProbe(
+        _ids(move.token_ids)[move.plan.start :], move.slots, spans, move.fusion.depth, candidates
+    )
 
 
 def _score_probe(capture: Capture) -> ScoreProbe:
     ids = _ids(capture.token_ids)
-    return ScoreProbe(ids[capture.start :], capture.slots, capture.prefix, capture.scored is Scored.ALL)
+    return ScoreProbe(
+        ids[capture.start :], capture.slots, capture.prefix, capture.scored is Scored.ALL
+    )

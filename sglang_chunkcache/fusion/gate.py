@@ -1,16 +1,19 @@
-"""The start-up gate: does moving and recomputing KV give on this very model what an ordinary prefill gives?
+"""The start-up gate: does moving and recomputing KV give on this very model what an ordinary
+prefill gives?
 
     full      head | A | B | question      SGLang's own attention, once whole and several times in pieces
     elsewhere head | B                     B's KV, computed alone
     moved     head | A | B | question      head and A from `full`, B moved from `elsewhere`, then recomputed whole;
               ###  # #  ### #  # ###  #    then some of it once more, scattered
 
-Layer 0 knows no context, so there moved keys must equal computed ones. With all of B recomputed, its K/V and the question's
-logits must equal those of `full`. Scattered tokens run once more over KV that is right must get the K/V they have, which they do
-if each sees the keys up to its own and no other.
+Layer 0 knows no context, so there moved keys must equal computed ones. With all of B recomputed,
+its K/V and the question's logits must equal those of `full`. Scattered tokens run once more over KV
+that is right must get the K/V they have, which they do if each sees the keys up to its own and no
+other.
 
-What "equal" means is measured on the machine: ordinary prefill in pieces differs from prefill in one, too. Kernels that add in
-the same order for any piece give no difference at all, so a rounding per layer is granted in any case (`_rounding`).
+What "equal" means is measured on the machine: ordinary prefill in pieces differs from prefill in
+one, too. Kernels that add in the same order for any piece give no difference at all, so a rounding
+per layer is granted in any case (`_rounding`).
 
 The pass attends as it will in service: sparse, or masked.
 """
@@ -41,34 +44,44 @@ logger = logging.getLogger(__name__)
 HEAD_LEN, CHUNK_LEN, QUESTION_LEN = 8, 48, 8
 """Tokens: short enough for any pool and for SGLang's slow attention on the CPU."""
 
-START, END, PROMPT_LEN = HEAD_LEN + CHUNK_LEN, HEAD_LEN + 2 * CHUNK_LEN, HEAD_LEN + 2 * CHUNK_LEN + QUESTION_LEN
+START, END, PROMPT_LEN = (
+    HEAD_LEN + CHUNK_LEN,
+    HEAD_LEN + 2 * CHUNK_LEN,
+    HEAD_LEN + 2 * CHUNK_LEN + QUESTION_LEN,
+)
 """B is [START, END) of the prompt."""
 
 SPLITS = ((START,), (END,), (START, END))
-"""Where ordinary prefill is cut to measure its noise: before B, after B, and both, as the pass has it."""
+"""Where ordinary prefill is cut to measure its noise:
+before B, after B, and both, as the pass has it."""
 
 MAX_ULPS = 4.0
-"""Layer 0, moved or stored and moved. In a coarse dtype two roundings, each half a unit, of keys that were rounded once
-themselves (1.6 units seen); in float32 the turn's own products and sums round as well (2.4 units seen). One position off is 60
-units or more."""
+"""Layer 0, moved or stored and moved. In a coarse dtype two roundings, each half a unit, of keys
+that were rounded once themselves (1.6 units seen); in float32 the turn's own products and sums
+round as well (2.4 units seen). One position off is 60 units or more."""
 
 NOISE_FACTOR = 8.0
-"""Logits and K/V may differ by this many times prefill's own noise: about the middle, as a ratio, between right runs and
-mistakes in bfloat16, where these are nearest: at worst .49 and 3.0 times the limit over 200 token seeds of ten draws of weights
-and seven model families, .60 and 1,550 in float32 (`launch/test.sh -m nightly -k gate_sweep`, on an Intel Xeon with AVX-512)."""
+"""Logits and K/V may differ by this many times prefill's own noise: about the middle, as a ratio,
+between right runs and mistakes in bfloat16, where these are nearest: at worst .49 and 3.0 times the
+limit over 200 token seeds of ten draws of weights and seven model families, .60 and 1,550 in
+float32 (`launch/test.sh -m nightly -k gate_sweep`, on an Intel Xeon with AVX-512)."""
 
 MIN_NOISE = 1e-5
 """Least noise granted, relative: sums in another order, in float32."""
 
 QUANTILE = 0.75
-"""Of the tokens' differences: a few tokens may take another way through a mixture of experts, in one prefill or the other."""
+"""Of the tokens' differences: a few tokens may take another way through a mixture of experts,
+in one prefill or the other."""
 
-SCATTERED = [[i for i in range(1, PROMPT_LEN) if i % 16 in chosen] for chosen in ((0, 1, 2, 3), (7, 10, 13))]
+SCATTERED = [
+    [i for i in range(1, PROMPT_LEN) if i % 16 in chosen] for chosen in ((0, 1, 2, 3), (7, 10, 13))
+]
 """Positions that are run once more, clusters and singles, as two requests of one pass."""
 
 
 class _Noise(NamedTuple):
-    """What prefill in pieces differs by from one whole, the largest over `SPLITS`, at least a rounding per layer."""
+    """What prefill in pieces differs by from one whole, the largest over `SPLITS`,
+    at least a rounding per layer."""
 
     ulps: float
     kv: Tensor
@@ -78,8 +91,9 @@ class _Noise(NamedTuple):
 
 @dataclass(frozen=True)
 class GateFigures:
-    """What was measured. Units in the last place are those of the pool's dtype at the largest key of layer 0. Errors of logits
-    and K/V are relative: the norm of a token's difference by the norm of what it should be, the upper quartile over tokens."""
+    """What was measured. Units in the last place are those of the pool's dtype at the largest key
+    of layer 0. Errors of logits and K/V are relative: the norm of a token's difference by the norm
+    of what it should be, the upper quartile over tokens."""
 
     moved_ulps: float
     """Layer-0 keys of B moved on the device against computed ones."""
@@ -88,23 +102,27 @@ class GateFigures:
     noise_ulps: float
     """The same for prefill in pieces."""
     kv_error: float
-    """K/V of B, everything recomputed, against full prefill, in multiples of that layer's noise; the largest over layers, keys,
-    values."""
+    """K/V of B, everything recomputed, against full prefill, in multiples of that layer's noise;
+    the largest over layers, keys, values."""
     logit_error: float
     """Logits of the question, everything recomputed, against full prefill."""
     logit_noise: float
     """The same for prefill in pieces, at least a rounding per layer."""
     logit_error_unrecomputed: float
-    """The same with B moved and not recomputed: what the gate would see if recomputation did nothing."""
+    """The same with B moved and not recomputed:
+    what the gate would see if recomputation did nothing."""
     scattered_error: float
-    """By how much the K/V of scattered tokens changes when they are run once more, measured as `kv_error`."""
+    """By how much the K/V of scattered tokens changes when they are run once more,
+    measured as `kv_error`."""
     scattered_error_off_by_one: float
-    """The same, were each token to see one key less: what the gate would see if limits were wrong."""
+    """The same, were each token to see one key less:
+    what the gate would see if limits were wrong."""
     dtype: str
 
     @property
     def max_ulps(self) -> float:
-        """A turn's roundings, on top of what prefill's own keys differ by (twice: a turn may add up two of a key's numbers)."""
+        """A turn's roundings, on top of what prefill's own keys differ by (twice:
+        a turn may add up two of a key's numbers)."""
         return MAX_ULPS + 2 * self.noise_ulps
 
     @property
@@ -130,8 +148,12 @@ class GateFigures:
 
     @property
     def conclusive(self) -> bool:
-        """Whether mistakes would have shown: dummy weights, for one, give the same logits whatever is cached."""
-        return self.logit_error_unrecomputed > self.max_logit_error and self.scattered_error_off_by_one > NOISE_FACTOR
+        """Whether mistakes would have shown: dummy weights, for one,
+        give the same logits whatever is cached."""
+        return (
+            self.logit_error_unrecomputed > self.max_logit_error
+            and self.scattered_error_off_by_one > NOISE_FACTOR
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """For stats and the command."""
@@ -147,11 +169,14 @@ class GateFigures:
 
     def __str__(self) -> str:
         return (
-            f"layer-0 keys off by {self.moved_ulps:.2f} units in the last place when moved, {self.stored_ulps:.2f} by way of "
-            f"the store (limit {self.max_ulps:.2f}); with everything recomputed K/V off by {self.kv_error:.4g} times prefill's "
-            f"own noise (limit {NOISE_FACTOR}) and logits by {self.logit_error:.4g} (limit {self.max_logit_error:.4g}, without "
-            f"recomputing {self.logit_error_unrecomputed:.4g}); K/V of scattered tokens off by {self.scattered_error:.4g} times "
-            f"prefill's own noise (limit {NOISE_FACTOR}, with limits off by one {self.scattered_error_off_by_one:.4g})"
+            f"layer-0 keys off by {self.moved_ulps:.2f} units in the last place when moved,"
+            f" {self.stored_ulps:.2f} by way of the store (limit {self.max_ulps:.2f}); with"
+            f" everything recomputed K/V off by {self.kv_error:.4g} times prefill's own noise"
+            f" (limit {NOISE_FACTOR}) and logits by {self.logit_error:.4g} (limit"
+            f" {self.max_logit_error:.4g}, without recomputing"
+            f" {self.logit_error_unrecomputed:.4g}); K/V of scattered tokens off by"
+            f" {self.scattered_error:.4g} times prefill's own noise (limit {NOISE_FACTOR}, with"
+            f" limits off by one {self.scattered_error_off_by_one:.4g})"
         )
 
 
@@ -160,7 +185,8 @@ def gated_attention(
 ) -> tuple[SparseAttention | None, dict[str, Any], GateFigures]:
     """The recompute pass's attention as `choice.create` chooses it, and the gate's figures with it.
 
-    With `auto`, one that fails the gate is given up for the masked one, which is measured in its place.
+    With `auto`, one that fails the gate is given up for the masked one, which is measured in its
+    place.
 
     Raises:
         ValueError: `sparse` is asked for and not possible.
@@ -174,7 +200,9 @@ def gated_attention(
                 return sparse, attention, figures
             reason = str(figures)
         except Exception as error:
-            logger.warning("chunk cache: the gate did not get through with sparse attention", exc_info=True)
+            logger.warning(
+                "chunk cache: the gate did not get through with sparse attention", exc_info=True
+            )
             reason = f"{type(error).__name__}: {error}"
         reason = f"{attention['kernel']} failed the gate: {reason}"
         sparse, attention = None, {**attention, "kind": "masked", "kernel": None, "reason": reason}
@@ -182,7 +210,12 @@ def gated_attention(
 
 
 def run_gate(
-    runner: Any, table: RotaryTable, params: Any, *, sparse: SparseAttention | None = None, seed: int = 0
+    runner: Any,
+    table: RotaryTable,
+    params: Any,
+    *,
+    sparse: SparseAttention | None = None,
+    seed: int = 0,
 ) -> GateFigures:
     """Measure on the loaded model, in slots and rows that are given back.
 
@@ -191,7 +224,8 @@ def run_gate(
         params: SGLang's CacheInitParams, for the pools.
         sparse: what the pass attends with; None: the mask.
     Raises:
-        RuntimeError: the pool has not the slots and rows for four prompts of about a hundred tokens.
+        RuntimeError: the pool has not the slots and rows for four prompts of about a hundred
+            tokens.
     """
     with open_trial(runner, table, params, seed=seed) as trial:
         return trial.measure(sparse)
@@ -208,19 +242,32 @@ def open_trial(runner: Any, table: RotaryTable, params: Any, *, seed: int) -> It
 
 
 class Trial:
-    """One prompt: what ordinary prefill gives and how much that varies, then what the pass gives, with any attention.
+    """One prompt: what ordinary prefill gives and how much that varies, then what the pass gives,
+    with any attention.
 
     Args:
         rows: `full`, `full` in pieces, `elsewhere` and `moved`.
     """
 
-    def __init__(self, runner: Any, table: RotaryTable, prompt: Sequence[int], rows: Sequence[Row]) -> None:
-        self._runner, self._table, self._pool, self._prompt = runner, table, runner.token_to_kv_pool, prompt
+    def __init__(
+        self, runner: Any, table: RotaryTable, prompt: Sequence[int], rows: Sequence[Row]
+    ) -> None:
+        self._runner, self._table, self._pool, self._prompt = (
+            runner,
+            table,
+            runner.token_to_kv_pool,
+            prompt,
+        )
         self._full, pieces, self._elsewhere, self._moved = rows
         device = self._full.slots.device
-        self._before, self._b = torch.arange(START, device=device), torch.arange(START, END, device=device)
+        self._before, self._b = (
+            torch.arange(START, device=device),
+            torch.arange(START, END, device=device),
+        )
         self._b_elsewhere = torch.arange(HEAD_LEN, HEAD_LEN + CHUNK_LEN, device=device)
-        self._logits = logits_of(runner, _prefill(runner, self._full, prompt, [0, PROMPT_LEN])[-QUESTION_LEN:])
+        self._logits = logits_of(
+            runner, _prefill(runner, self._full, prompt, [0, PROMPT_LEN])[-QUESTION_LEN:]
+        )
         self._kv = _kv(self._pool, self._full.slots)
         alone = [*prompt[:HEAD_LEN], *prompt[START:END]]
         _prefill(runner, self._elsewhere, alone, [0, len(alone)])
@@ -254,7 +301,9 @@ class Trial:
             found.append((self._ulps(pieces), kv, self._logit_error(hidden)))
         ulps, kvs, logits = zip(*found, strict=True)
         num_layers, dtype = len(self._kv) // 2, self._pool.dtype
-        least = torch.tensor([_rounding(dtype, layer) for layer in range(num_layers) for _ in ("keys", "values")])
+        least = torch.tensor(
+            [_rounding(dtype, layer) for layer in range(num_layers) for _ in ("keys", "values")]
+        )
         least_logits = torch.tensor(_rounding(dtype, num_layers))
         return _Noise(
             ulps=float(torch.tensor(ulps).max()),  # NaN stays NaN
@@ -265,7 +314,9 @@ class Trial:
     def _unrecomputed(self) -> float:
         """Ordinary prefill of the question over B that was only moved."""
         self._move()
-        return self._logit_error(_prefill(self._runner, self._moved, self._prompt, [END, PROMPT_LEN]))
+        return self._logit_error(
+            _prefill(self._runner, self._moved, self._prompt, [END, PROMPT_LEN])
+        )
 
     def _off_by_one(self) -> float:
         """Scattered tokens of the row that is right, by the mask, each without its own key."""
@@ -284,9 +335,13 @@ class Trial:
 
     def _store(self) -> float:
         """B by way of the store; `stored_ulps`."""
-        keys, values = read_blob(self._pool, self._table, self._elsewhere.slots[self._b_elsewhere], self._b_elsewhere)
+        keys, values = read_blob(
+            self._pool, self._table, self._elsewhere.slots[self._b_elsewhere], self._b_elsewhere
+        )
         slots = self._moved.slots[self._b]
-        write_blob(self._pool, self._table, keys, values, target_slots=slots, target_positions=self._b)
+        write_blob(
+            self._pool, self._table, keys, values, target_slots=slots, target_positions=self._b
+        )
         return self._ulps(self._moved)
 
     def _move(self) -> float:
@@ -309,7 +364,9 @@ class Trial:
         """All of B, then the question; `kv_error` and `logit_error`."""
         _again(self._runner, self._moved, self._prompt, [range(START, END)], sparse)
         hidden = _again(self._runner, self._moved, self._prompt, [range(END, PROMPT_LEN)], sparse)
-        errors = _errors(_kv(self._pool, self._moved.slots[self._b]), [kv[self._b] for kv in self._kv])
+        errors = _errors(
+            _kv(self._pool, self._moved.slots[self._b]), [kv[self._b] for kv in self._kv]
+        )
         return float((_quartile(errors) / self._noise.kv).max()), self._logit_error(hidden)
 
     def _run_scattered(self, sparse: SparseAttention | None) -> float:
@@ -328,12 +385,19 @@ class Trial:
         return float(torch.stack([_quartile(part) / self._noise.kv for part in parts]).max())
 
     def _logit_error(self, hidden: Tensor) -> float:
-        return float(_quartile(_errors([logits_of(self._runner, hidden[-QUESTION_LEN:])], [self._logits])))
+        return float(
+            _quartile(_errors([logits_of(self._runner, hidden[-QUESTION_LEN:])], [self._logits]))
+        )
 
     def _ulps(self, row: Row) -> float:
         """Of layer-0 keys of B, against those of `full`."""
-        want, have = self._kv[0][self._b], self._pool.k_buffer[0][row.slots[self._b]].flatten(1).float()
-        return float((have - want).abs().max() / (torch.finfo(self._pool.dtype).eps * want.abs().max()))
+        want, have = (
+            self._kv[0][self._b],
+            self._pool.k_buffer[0][row.slots[self._b]].flatten(1).float(),
+        )
+        return float(
+            (have - want).abs().max() / (torch.finfo(self._pool.dtype).eps * want.abs().max())
+        )
 
 
 def _prefill(runner: Any, row: Row, token_ids: Sequence[int], borders: Sequence[int]) -> Tensor:
@@ -344,14 +408,20 @@ def _prefill(runner: Any, row: Row, token_ids: Sequence[int], borders: Sequence[
 
 
 def _again(
-    runner: Any, row: Row, token_ids: Sequence[int], requests: Sequence[Sequence[int]], sparse: SparseAttention | None
+    runner: Any,
+    row: Row,
+    token_ids: Sequence[int],
+    requests: Sequence[Sequence[int]],
+    sparse: SparseAttention | None,
 ) -> Tensor:
     """Our pass over positions of the row, each request's ascending."""
     ids = torch.tensor(token_ids)
     sequences = [
         PassSequence(
             token_ids=ids[positions],
-            request=SparseRequest(positions, row.slots[: int(positions[-1]) + 1], int(positions[-1]) + 1),
+            request=SparseRequest(
+                positions, row.slots[: int(positions[-1]) + 1], int(positions[-1]) + 1
+            ),
             out_slots=row.slots[positions.to(row.slots.device)],
         )
         for positions in map(torch.tensor, requests)
@@ -381,7 +451,9 @@ def _errors(got: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
     """[len(got), n]: relative difference of each token's."""
     tiny = torch.finfo(torch.float32).tiny
     pairs = zip(got, expected, strict=True)
-    return torch.stack([(have - want).norm(dim=1) / want.norm(dim=1).clamp(min=tiny) for have, want in pairs])
+    return torch.stack(
+        [(have - want).norm(dim=1) / want.norm(dim=1).clamp(min=tiny) for have, want in pairs]
+    )
 
 
 def _quartile(errors: Tensor) -> Tensor:
@@ -389,7 +461,8 @@ def _quartile(errors: Tensor) -> Tensor:
 
 
 def _rounding(dtype: torch.dtype, num_layers: int) -> float:
-    """Relative noise of so many layers, each of which rounds once by half a unit: independent errors add as squares."""
+    """Relative noise of so many layers, each of which rounds once by half a unit:
+    independent errors add as squares."""
     half_unit: float = torch.finfo(dtype).eps / 2
     return max(MIN_NOISE, half_unit * math.sqrt(max(1, num_layers)))
 

@@ -1,15 +1,17 @@
-"""Evidence for selectors, measured by passes that write nothing: the pool's bytes are the same before and after.
+"""Evidence for selectors, measured by passes that write nothing: the pool's bytes are the same
+before and after.
 
     question    the question over moved KV           -> which tokens it attends to     up to the last layer that is read
     deviation   the promised region, computed again  -> which tokens' KV is off        up to the layer compared, piece by piece
     scores      a chunk over its own KV              -> what the chunk attended to     once per variant
 
-Attention weights exist in float32 where they are read by token, piece by piece: those of the question in the layers that are
-read, and of a chunk over itself for `Need.RECEIVED`. Masses on whole chunks come from log-sum-exps. Under tensor
-parallelism a rank has some of the heads, so sums are added over the ranks: all ranks decide on the same numbers.
+Attention weights exist in float32 where they are read by token, piece by piece: those of the
+question in the layers that are read, and of a chunk over itself for `Need.RECEIVED`. Masses on
+whole chunks come from log-sum-exps. Under tensor parallelism a rank has some of the heads, so sums
+are added over the ranks: all ranks decide on the same numbers.
 
-The evidence of a request (question, deviation) is read back to the CPU, for which the host waits: the selection needs it.
-Scores stay on the device, and travel with the chunk's KV.
+The evidence of a request (question, deviation) is read back to the CPU, for which the host waits:
+the selection needs it. Scores stay on the device, and travel with the chunk's KV.
 """
 
 from __future__ import annotations
@@ -32,18 +34,19 @@ Head = tuple[int, int]
 """(layer, head of it), both from 0."""
 
 PIECE_TOKENS = 2048
-"""Tokens of a promised region that go through these layers at a time, and its gaps. A region may be as long as the context, and
-the memory that SGLang leaves free is for one prefill budget."""
+"""Tokens of a promised region that go through these layers at a time, and its gaps. A region may be
+as long as the context, and the memory that SGLang leaves free is for one prefill budget."""
 
 
 @dataclass(frozen=True)
 class QuestionProbe:
     """A request's question over the KV before it.
 
-    token_ids, positions: [n] int64, the question's, positions ascending. kv_slots, kv_positions: [m] int64, the KV it may
-    attend to: the exact prefix and what was moved, without gaps. chunks: `[start, end)` of each moved chunk, ascending. end:
-    length of the promised region; chunks end within it. layers: from 0, those whose attention counts, summed; None: the last.
-    in_all_layers: chunks are compared in every layer (focus).
+    token_ids, positions: [n] int64, the question's, positions ascending. kv_slots, kv_positions:
+    [m] int64, the KV it may attend to: the exact prefix and what was moved, without gaps. chunks:
+    `[start, end)` of each moved chunk, ascending. end: length of the promised region; chunks end
+    within it. layers: from 0, those whose attention counts, summed; None: the last. in_all_layers:
+    chunks are compared in every layer (focus).
     """
 
     token_ids: Tensor
@@ -63,9 +66,10 @@ class QuestionProbe:
 class DeviationProbe:
     """The promised region `[start, start + n)` of a request: everything after its exact prefix.
 
-    token_ids: [n] int64, gaps included. slots: [start + n] int64, the pool's slots of all positions from 0, filled but for
-    gaps. chunks: `[start, end)` of each moved chunk, ascending, in the region. depth: the layer that is compared, counted from 1.
-    candidates: [m] int64, CPU, positions of moved tokens, ascending: only these run and are compared. None: all.
+    token_ids: [n] int64, gaps included. slots: [start + n] int64, the pool's slots of all positions
+    from 0, filled but for gaps. chunks: `[start, end)` of each moved chunk, ascending, in the
+    region. depth: the layer that is compared, counted from 1. candidates: [m] int64, CPU, positions
+    of moved tokens, ascending: only these run and are compared. None: all.
     """
 
     token_ids: Tensor
@@ -92,8 +96,9 @@ class DeviationProbe:
 class ScoreProbe:
     """A chunk at `[start, start + n)` whose KV was computed at these positions.
 
-    token_ids: [n] int64. slots: [start + n] int64, the pool's slots of all positions from 0 to the chunk's end. prefix:
-    `[start, end)` of each chunk before it, ascending. received: also what each of its tokens receives.
+    token_ids: [n] int64. slots: [start + n] int64, the pool's slots of all positions from 0 to the
+    chunk's end. prefix: `[start, end)` of each chunk before it, ascending. received: also what each
+    of its tokens receives.
     """
 
     token_ids: Tensor
@@ -110,14 +115,18 @@ class ScoreProbe:
         return len(self.slots) - len(self.token_ids)
 
 
-def question_evidence(runner: Any, requests: Sequence[QuestionProbe]) -> list[tuple[Tensor, Tensor | None]]:
-    """What the questions attend to, all in one pass. Softmax over everything a question token sees, itself included.
+def question_evidence(
+    runner: Any, requests: Sequence[QuestionProbe]
+) -> list[tuple[Tensor, Tensor | None]]:
+    """What the questions attend to, all in one pass. Softmax over everything a question token sees,
+    itself included.
 
     Returns per request, float32, CPU:
-        [end]: mass on each prompt position, summed over the probe's layers, question tokens and heads; 0 at positions without
-        a moved token (FusionRAG 3.2: the last layer; ProphetKV: all).
-        [num_layers, num_chunks]: mass on each moved chunk, summed over question tokens, heads and the chunk's tokens
-        (Cache-Craft eq. 15's summand, alg. 1). None where not asked for (`in_all_layers`).
+        [end]: mass on each prompt position, summed over the probe's layers, question tokens and
+        heads; 0 at positions without a moved token (FusionRAG 3.2: the last layer; ProphetKV: all).
+        [num_layers, num_chunks]: mass on each moved chunk, summed over question tokens, heads and
+        the chunk's tokens (Cache-Craft eq. 15's summand, alg. 1). None where not asked for
+        (`in_all_layers`).
     Raises:
         ValueError: spans out of order or outside [0, end); sequences as in `run_pass`.
     """
@@ -127,7 +136,9 @@ def question_evidence(runner: Any, requests: Sequence[QuestionProbe]) -> list[tu
     run_pass(
         runner,
         [
-            PassSequence(r.token_ids, SparseRequest(r.positions, r.kv_slots, len(r.kv_slots), r.kv_positions))
+            PassSequence(
+                r.token_ids, SparseRequest(r.positions, r.kv_slots, len(r.kv_slots), r.kv_positions)
+            )
             for r in requests
         ],
         observer=observer,
@@ -139,15 +150,18 @@ def question_evidence(runner: Any, requests: Sequence[QuestionProbe]) -> list[tu
 
 
 def deviation_evidence(runner: Any, requests: Sequence[DeviationProbe]) -> list[Tensor]:
-    """How far moved KV is from computed KV, at one layer of each request (CacheBlend, FusionRAG eq. 7 and 8: the second).
+    """How far moved KV is from computed KV, at one layer of each request (CacheBlend, FusionRAG eq.
+    7 and 8: the second).
 
-    The candidates and gaps run through the layers before it and its projections, `PIECE_TOKENS` of the region at a time. They
-    attend to fresh KV of their own piece and of gaps, and to the pool's of all else. At the second layer, with all tokens as
-    candidates, that is an ordinary prefill's: in the first layer KV depends on its token alone. Deeper, what is left out of a
-    piece is seen as it was moved.
+    The candidates and gaps run through the layers before it and its projections, `PIECE_TOKENS` of
+    the region at a time. They attend to fresh KV of their own piece and of gaps, and to the pool's
+    of all else. At the second layer, with all tokens as candidates, that is an ordinary prefill's:
+    in the first layer KV depends on its token alone. Deeper, what is left out of a piece is seen as
+    it was moved.
 
-    Returns per request, [end] float32 CPU: squared difference of K plus that of V, summed over heads and dimensions; 0 at
-    positions that were not compared. A depth beyond the model's layers is its last.
+    Returns per request, [end] float32 CPU: squared difference of K plus that of V, summed over
+    heads and dimensions; 0 at positions that were not compared. A depth beyond the model's layers
+    is its last.
     Raises:
         ValueError: spans out of order or outside the region; sequences as in `run_pass`.
     """
@@ -156,25 +170,33 @@ def deviation_evidence(runner: Any, requests: Sequence[DeviationProbe]) -> list[
     deviations = [torch.zeros(request.end, device=runner.device) for request in requests]
     for request, deviation in zip(requests, deviations, strict=True):
         for start in range(request.start, request.end, PIECE_TOKENS):
-            _measure_piece(runner, request, start, min(start + PIECE_TOKENS, request.end), deviation)
+            _measure_piece(
+                runner, request, start, min(start + PIECE_TOKENS, request.end), deviation
+            )
     return _sum_over_ranks(runner, deviations, "cpu")
 
 
 def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[Tensor]:
-    """How much each chunk's tokens attend to the chunks before it and to each other; `scores_of` names the columns.
+    """How much each chunk's tokens attend to the chunks before it and to each other; `scores_of`
+    names the columns.
 
-    The chunks' tokens run again over the KV in the pool, theirs included. No sync: sums stay on the device.
+    The chunks' tokens run again over the KV in the pool, theirs included. No sync: sums stay on the
+    device.
 
-    Returns per chunk, [n, 3 + num_prefix_chunks] float32, on the device: mass of each token on what is in no chunk, on each
-    chunk of the prefix, on earlier tokens of its own chunk, what it receives from later ones (0 where not asked for), means over
-    layers and heads.
+    Returns per chunk, [n, 3 + num_prefix_chunks] float32, on the device: mass of each token on what
+    is in no chunk, on each chunk of the prefix, on earlier tokens of its own chunk, what it
+    receives from later ones (0 where not asked for), means over layers and heads.
     Raises:
         ValueError: spans out of order or not before the chunk; sequences as in `run_pass`.
     """
     if not chunks:
         return []
     sequences = [
-        PassSequence(c.token_ids, SparseRequest(torch.arange(c.start, len(c.slots)), c.slots, len(c.slots)), own=False)
+        PassSequence(
+            c.token_ids,
+            SparseRequest(torch.arange(c.start, len(c.slots)), c.slots, len(c.slots)),
+            own=False,
+        )
         for c in chunks
     ]
     observer = _ScoreObserver(runner, chunks)
@@ -183,7 +205,8 @@ def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[Tensor]:
 
 
 def scores_of(chunk: ScoreProbe, sums: Tensor) -> ChunkScores:
-    """A chunk's scores (Cache-Craft eq. 3, 4, 14) from what `score_chunks` has measured of it, copied to the CPU."""
+    """A chunk's scores (Cache-Craft eq.
+    3, 4, 14) from what `score_chunks` has measured of it, copied to the CPU."""
     on_prefix = sums[:, 1:-2]
     return ChunkScores(
         inter=tuple(on_prefix.sum(0).tolist()),
@@ -214,7 +237,9 @@ class _QuestionObserver(Observer):
             for r, layers in zip(requests, self._layers, strict=True)
         )
         self.read = [torch.zeros(r.end, device=device) for r in requests]
-        self.by_layer = [torch.zeros(self._last_layer + 1, len(r.chunks), device=device) for r in requests]
+        self.by_layer = [
+            torch.zeros(self._last_layer + 1, len(r.chunks), device=device) for r in requests
+        ]
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
         is_read = layer_id in self._layers[sequence]
@@ -230,7 +255,9 @@ class _QuestionObserver(Observer):
             raise StopPass
 
 
-def _measure_piece(runner: Any, request: DeviationProbe, start: int, end: int, deviation: Tensor) -> None:
+def _measure_piece(
+    runner: Any, request: DeviationProbe, start: int, end: int, deviation: Tensor
+) -> None:
     """Add the deviation of the region's positions `[start, end)`."""
     is_moved = torch.zeros(request.end, dtype=torch.bool)
     for first, last in request.chunks:
@@ -246,10 +273,14 @@ def _measure_piece(runner: Any, request: DeviationProbe, start: int, end: int, d
     is_run[: request.start] = False
     is_run[moved] = True
     run, seen = (part[:end].nonzero().flatten() for part in (is_run, ~is_run))
-    seen_slots, moved_slots = (request.slots[upload(part, request.slots.device)] for part in (seen, moved))
+    seen_slots, moved_slots = (
+        request.slots[upload(part, request.slots.device)] for part in (seen, moved)
+    )
     rows = upload(torch.searchsorted(run, moved), runner.device)
     observer = _DeviationObserver(runner, rows, moved_slots, request.depth)
-    sequence = PassSequence(request.token_ids[run - request.start], SparseRequest(run, seen_slots, len(seen), seen))
+    sequence = PassSequence(
+        request.token_ids[run - request.start], SparseRequest(run, seen_slots, len(seen), seen)
+    )
     run_pass(runner, [sequence], observer=observer)
     deviation[upload(moved, runner.device)] = observer.deviation
 
@@ -282,7 +313,9 @@ class _ScoreObserver(Observer):
         self._chunks = chunks
         rest = [_owners(c.prefix, c.start).sum(1) == 0 for c in chunks]
         self._rest = [upload(each.nonzero()[:, 0], runner.device) for each in rest]
-        self.sums = [torch.zeros(len(c.token_ids), 3 + len(c.prefix), device=runner.device) for c in chunks]
+        self.sums = [
+            torch.zeros(len(c.token_ids), 3 + len(c.prefix), device=runner.device) for c in chunks
+        ]
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
         chunk, rest, sums = self._chunks[sequence], self._rest[sequence], self.sums[sequence]
@@ -290,7 +323,11 @@ class _ScoreObserver(Observer):
         own = keys[chunk.start :]
         parts = [log_sum_exp(queries, keys[start:end], scale=scale) for start, end in chunk.prefix]
         parts.append(log_sum_exp(queries, own, scale=scale, is_causal=True))
-        head = log_sum_exp(queries, keys[rest], scale=scale) if len(rest) else torch.full_like(parts[-1], -torch.inf)
+        head = (
+            log_sum_exp(queries, keys[rest], scale=scale)
+            if len(rest)
+            else torch.full_like(parts[-1], -torch.inf)
+        )
         lse = torch.stack([head, *parts])
         total = lse.logsumexp(0)
         masses = (lse - total).exp()  # [parts, num_heads, n]
@@ -299,7 +336,9 @@ class _ScoreObserver(Observer):
         num_weights = queries.shape[1] * self._num_ranks * (self._last_layer + 1)
         sums[:, :-1] += masses.sum(1).T / num_weights
         if chunk.received:
-            inside = replace(attention, keys=own, key_positions=attention.key_positions[chunk.start :])
+            inside = replace(
+                attention, keys=own, key_positions=attention.key_positions[chunk.start :]
+            )
             for first, last, weights in inside.weights():
                 received = (weights * on_own[:, first:last, None]).sum(0) / num_weights
                 received.diagonal(first).zero_()
@@ -316,7 +355,8 @@ def _own_logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 def _owners(spans: Sequence[tuple[int, int]], length: int) -> Tensor:
-    """[length, num_spans] float32: 1 where a position is in a span. Sums by span are products with it, in fixed order."""
+    """[length, num_spans] float32: 1 where a position is in a span.
+    Sums by span are products with it, in fixed order."""
     owners = torch.zeros(length, len(spans))
     for index, (start, end) in enumerate(spans):
         owners[start:end, index] = 1
@@ -324,11 +364,13 @@ def _owners(spans: Sequence[tuple[int, int]], length: int) -> Tensor:
 
 
 def _sum_over_ranks(runner: Any, sums: list[Tensor], device: torch.device | str) -> list[Tensor]:
-    """The tensors added over the tensor-parallel ranks, equal to the last bit on all of them; views of one tensor on `device`."""
+    """The tensors added over the tensor-parallel ranks, equal to the last bit on all of them;
+    views of one tensor on `device`."""
     flat = torch.cat([part.flatten() for part in sums])
     group = runner.tp_group
     if group.world_size > 1:
-        # An all-reduce may round differently on different ranks, and a tie broken differently stops the server.
+        # An all-reduce may round differently on different ranks, and a tie broken differently stops
+        # the server.
         flat = group.broadcast(group.all_reduce(flat), src=0)
     parts = torch.split(flat.to(device), [part.numel() for part in sums])
     return [part.reshape(shaped.shape) for part, shaped in zip(parts, sums, strict=True)]
@@ -338,5 +380,8 @@ def _check_spans(spans: Sequence[tuple[int, int]], start: int, end: int) -> None
     at = start
     for span in spans:
         if not at <= span[0] < span[1] <= end:
-            raise ValueError(f"span [{span[0]}, {span[1]}): expected one in [{at}, {end}), after the previous one")
+            raise ValueError(
+                f"span [{span[0]}, {span[1]}): expected one in [{at}, {end}), after the"
+                " previous one"
+            )
         at = span[1]

@@ -6,7 +6,11 @@ from sglang_chunkcache.rank_metrics import RankMetrics
 
 GAUGES = {
     "bytes": ("bytes", "livesum", "bytes of KV in the store, by kind: captured, preprocessed"),
-    "saved_bytes": ("saved_bytes", "livesum", "how many fewer these are than in the pool's dtype, by kind"),
+    "saved_bytes": (
+        "saved_bytes",
+        "livesum",
+        "how many fewer these are than in the pool's dtype, by kind",
+    ),
 }
 
 

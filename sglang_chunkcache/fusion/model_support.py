@@ -1,8 +1,10 @@
-"""Why a server cannot move KV: asked once, when the cache is built, so that it is refused by name at the start.
+"""Why a server cannot move KV: asked once, when the cache is built, so that it is refused by name
+at the start.
 
-Moving needs plain keys, rotated by one table, in rows of their own. Recomputing needs attention that is softmax(q k) v over
-all earlier tokens and nothing else, in a model that runs on one rank without other passes. A model that is not known to be so is
-refused. What a class does inside its `forward` is not seen here: the start-up gate (gate.py) computes it.
+Moving needs plain keys, rotated by one table, in rows of their own. Recomputing needs attention
+that is softmax(q k) v over all earlier tokens and nothing else, in a model that runs on one rank
+without other passes. A model that is not known to be so is refused. What a class does inside its
+`forward` is not seen here: the start-up gate (gate.py) computes it.
 """
 
 from __future__ import annotations
@@ -26,9 +28,15 @@ def unsupported(model_runner: Any, server_args: Any) -> list[str]:
 
     Args:
         model_runner: SGLang's ModelRunner with model and pools made; only read.
-        server_args: SGLang's ServerArgs as given; what SGLang resolves later is read from the runner.
+        server_args: SGLang's ServerArgs as given; what SGLang resolves later is read from the
+            runner.
     """
-    return [*_flags(server_args), *_runner(model_runner), *_pool(model_runner.token_to_kv_pool), *_model(model_runner)]
+    return [
+        *_flags(server_args),
+        *_runner(model_runner),
+        *_pool(model_runner.token_to_kv_pool),
+        *_model(model_runner),
+    ]
 
 
 def _flags(args: Any) -> Iterator[str]:
@@ -104,7 +112,8 @@ def _model(runner: Any) -> Iterator[str]:
     if not layers:
         yield f"{type(model).__name__} has no model.layers"
         return
-    # Such a model writes K/V at its batch's slots, which are padding in our passes. All that tells it is an import.
+    # Such a model writes K/V at its batch's slots, which are padding in our passes. All that tells
+    # it is an import.
     is_fused = "enable_fused_set_kv_buffer" in vars(sys.modules[type(model).__module__])
     if is_fused and torch.device(pool.device).type == "cuda" and pool.dtype == torch.bfloat16:
         yield f"K/V written by the rotary kernel ({type(model).__name__})"

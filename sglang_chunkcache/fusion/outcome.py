@@ -40,7 +40,11 @@ def outcome_of(req: Req) -> Outcome:
 
 
 def in_ms(plan: ReusePlan) -> dict[str, float]:
-    return {} if plan.estimate is None else {name: 1000 * value for name, value in plan.estimate._asdict().items()}
+    return (
+        {}
+        if plan.estimate is None
+        else {name: 1000 * value for name, value in plan.estimate._asdict().items()}
+    )
 
 
 def selector_of(req: Req, plan: ReusePlan | None) -> str | None:
@@ -53,7 +57,9 @@ def selector_of(req: Req, plan: ReusePlan | None) -> str | None:
         chosen = plan.fusion
     elif fused is not None:
         cheaper = asked.cheaper
-        by_cheaper = cheaper is not None and fused.recipe.endswith(cheaper.recipe.removeprefix(asked.recipe))
+        by_cheaper = cheaper is not None and fused.recipe.endswith(
+            cheaper.recipe.removeprefix(asked.recipe)
+        )
         chosen = cheaper if cheaper and by_cheaper else asked
     else:
         return None

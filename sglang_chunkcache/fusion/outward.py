@@ -1,11 +1,13 @@
-"""What each chunk token attends to before its chunk, in the calibrated heads: read while the prompt is computed.
+"""What each chunk token attends to before its chunk, in the calibrated heads: read while the prompt
+is computed.
 
     prefill   head | A | B | question       at a calibrated head's layer: attention of A's tokens to the head, of B's to A
     pass      head | A moved | C a gap      the same of C's tokens, to A
     keep      the chunks' nodes have it, and so have their variants in the store
 
-The queries are there and the keys are in the pool, so it takes one head's attention once more, where a pass over a stored chunk
-takes half of its prefill. A chunk that was computed before the calibration has none, and `critical` compares all its tokens.
+The queries are there and the keys are in the pool, so it takes one head's attention once more,
+where a pass over a stored chunk takes half of its prefill. A chunk that was computed before the
+calibration has none, and `critical` compares all its tokens.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ class Watched(Protocol):
 
 
 class Measure(Protocol):
-    """Called in each layer of a forward: SGLang's layer, the queries, [n, num_heads * head_dim] or by heads, and keys that are
-    not in the pool yet."""
+    """Called in each layer of a forward: SGLang's layer, the queries, [n, num_heads * head_dim] or
+    by heads, and keys that are not in the pool yet."""
 
     def __call__(self, layer: Any, q: Tensor, k: Tensor | None = None) -> None: ...
 
@@ -65,7 +67,8 @@ class OutwardRows:
     """First position, and [n] float32 from there on."""
 
     def of(self, start: int, end: int) -> Tensor | None:
-        """[end - start] float32, CPU, own memory. None: not all of it was computed, or has arrived."""
+        """[end - start] float32, CPU, own memory.
+        None: not all of it was computed, or has arrived."""
         parts, at = [], start
         for first, offload in self.pieces:
             if first <= at < end and offload.is_done():
@@ -86,7 +89,8 @@ class _Block:
     before: Tensor
     """[n] int64: where each token's chunk starts."""
     counted: Tensor
-    """[m] float32: 1 for keys of chunks; of the first chunk's tokens for all keys, as there is only the head before it."""
+    """[m] float32: 1 for keys of chunks; of the first chunk's tokens for all keys,
+    as there is only the head before it."""
     first_before: int
     """Of `before`: keys up to there are before the chunks of all these tokens."""
 
@@ -101,15 +105,16 @@ class _Job:
     part: slice
     """Of the queries."""
     cached: Tensor
-    """[m] int64: slots of the request's first m positions, whose keys are in the pool when the layer attends."""
+    """[m] int64: slots of the request's first m positions, whose keys are in the pool when the
+    layer attends."""
     blocks: Sequence[_Block]
     masses: Tensor
     """[n] float32, on the device."""
 
 
 class OutwardWatch:
-    """Of one rank: of the model that the pass runs, in the heads that it is calibrated with. Waits for nothing, harms no
-    request."""
+    """Of one rank: of the model that the pass runs, in the heads that it is calibrated with. Waits
+    for nothing, harms no request."""
 
     def __init__(self, fusion_pass: Watched) -> None:
         self._pass = fusion_pass
@@ -127,7 +132,9 @@ class OutwardWatch:
             backend = self._pass.runner.attn_backend
             forward = backend.forward_extend
 
-            def forward_extend(q: Tensor, k: Tensor, v: Tensor, layer: Any, *args: Any, **kwargs: Any) -> Any:
+            def forward_extend(
+                q: Tensor, k: Tensor, v: Tensor, layer: Any, *args: Any, **kwargs: Any
+            ) -> Any:
                 measure(layer, q, k)
                 return forward(q, k, v, layer, *args, **kwargs)
 
@@ -139,9 +146,11 @@ class OutwardWatch:
 
     @contextmanager
     def watch_pass(self, work: Iterable[tuple[Move, Sequence[int]]]) -> Iterator[Measure | None]:
-        """Around the pass over these moves at these positions, ascending: the `outward` of moves with chunks among their gaps.
+        """Around the pass over these moves at these positions, ascending: the `outward` of moves
+        with chunks among their gaps.
 
-        Yields what the pass calls in each layer once its keys are in the pool. None: there is nothing to measure.
+        Yields what the pass calls in each layer once its keys are in the pool. None: there is
+        nothing to measure.
         """
         with self._measuring(self._gaps(work)) as measure:
             yield measure
@@ -159,7 +168,8 @@ class OutwardWatch:
 
     @contextmanager
     def _measuring(self, found: Iterable[_Job]) -> Iterator[Measure | None]:
-        """What was measured is told if the forward came to its end, and through each of the heads' layers."""
+        """What was measured is told if the forward came to its end,
+        and through each of the heads' layers."""
         jobs = list(found) if self._heads and not self._has_failed else []
         if not jobs:
             yield None
@@ -188,33 +198,55 @@ class OutwardWatch:
 
     def _prefilled(self, batch: ScheduleBatch) -> Iterator[_Job]:
         row = 0
-        for req, start, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+        for req, start, length in zip(
+            batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
+        ):
             spans = state(req).spans
-            chunks = () if spans is None or spans.is_audit else spans.spans  # an audit leaves no nodes
+            # an audit leaves no nodes
+            chunks = () if spans is None or spans.is_audit else spans.spans
             if any(span.start < start + length and start < span.end for span in chunks):
                 if state(req).outward is None or state(req).outward.heads != self._heads:
                     state(req).outward = OutwardRows(self._heads)
                 slots = self._pass.runner.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-                yield self._job(state(req).outward, chunks, start, row, length, slots[:start].long())
+                yield self._job(
+                    state(req).outward, chunks, start, row, length, slots[:start].long()
+                )
             row += length
 
     def _gaps(self, work: Iterable[tuple[Move, Sequence[int]]]) -> Iterator[_Job]:
         row = 0
         for move, positions in work:
-            gaps = _merged((piece.start, piece.end) for piece in move.plan.pieces if _is_computed_chunk(piece))
+            gaps = _merged(
+                (piece.start, piece.end) for piece in move.plan.pieces if _is_computed_chunk(piece)
+            )
             move.outward = OutwardRows(self._heads) if gaps else None
             for start, end in gaps:
                 assert move.outward is not None
                 first = row + bisect_left(positions, start)
-                yield self._job(move.outward, move.spans, start, first, end - start, move.slots[:end])
+                yield self._job(
+                    move.outward, move.spans, start, first, end - start, move.slots[:end]
+                )
             row += len(positions)
 
     def _job(
-        self, rows: OutwardRows, spans: Sequence[Span], start: int, first: int, length: int, cached: Tensor
+        self,
+        rows: OutwardRows,
+        spans: Sequence[Span],
+        start: int,
+        first: int,
+        length: int,
+        cached: Tensor,
     ) -> _Job:
         device = self._pass.runner.device
         blocks = _blocks([(span.start, span.end) for span in spans], start, start + length, device)
-        return _Job(rows, start, slice(first, first + length), cached, blocks, torch.zeros(length, device=device))
+        return _Job(
+            rows,
+            start,
+            slice(first, first + length),
+            cached,
+            blocks,
+            torch.zeros(length, device=device),
+        )
 
     def _measure(self, jobs: Iterable[_Job], layer: Any, q: Tensor, k: Tensor | None) -> None:
         heads = [head for at, head in self._heads if at == layer.layer_id]
@@ -229,7 +261,9 @@ class OutwardWatch:
                 seen = pool[job.cached, kv_head]
                 if fresh is not None:
                     seen = torch.cat([seen, fresh[job.part, kv_head]])
-                job.masses += _masses(job, queries[job.part, head], seen, layer.scaling) / len(self._heads)
+                job.masses += _masses(job, queries[job.part, head], seen, layer.scaling) / len(
+                    self._heads
+                )
 
 
 def _is_computed_chunk(piece: Piece) -> bool:
@@ -246,9 +280,16 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return areas
 
 
-def _blocks(spans: Sequence[tuple[int, int]], start: int, end: int, device: torch.device | str) -> list[_Block]:
-    """Of the chunk tokens from `start` to `end`. What is by chunk is put together on the host: the device has work by tokens."""
-    here = [(max(first, start), min(last, end), first) for first, last in spans if first < end and start < last]
+def _blocks(
+    spans: Sequence[tuple[int, int]], start: int, end: int, device: torch.device | str
+) -> list[_Block]:
+    """Of the chunk tokens from `start` to `end`.
+    What is by chunk is put together on the host: the device has work by tokens."""
+    here = [
+        (max(first, start), min(last, end), first)
+        for first, last in spans
+        if first < end and start < last
+    ]
     if not here:
         return []
     counted = torch.zeros(end)
@@ -263,7 +304,9 @@ def _blocks(spans: Sequence[tuple[int, int]], start: int, end: int, device: torc
     for rows in (*_pieces(0, num_first), *_pieces(num_first, len(places))):
         num_keys = start + int(places[rows.stop - 1]) + 1
         keys = torch.ones_like(seen[:num_keys]) if rows.start < num_first else seen[:num_keys]
-        blocks.append(_Block(at[rows], at[rows] + start, before[rows], keys, int(starts[rows.start])))
+        blocks.append(
+            _Block(at[rows], at[rows] + start, before[rows], keys, int(starts[rows.start]))
+        )
     return blocks
 
 
@@ -272,16 +315,20 @@ def _pieces(start: int, end: int) -> list[slice]:
 
 
 def _masses(job: _Job, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """[n]: attention of the piece's chunk tokens to the chunks before theirs, to the text before the first chunk; else 0.
+    """[n]: attention of the piece's chunk tokens to the chunks before theirs, to the text before
+    the first chunk; else 0.
 
-    One sum for each block of tokens, however many chunks they are of. Equals tests/reference/outward.py.
+    One sum for each block of tokens, however many chunks they are of. Equals
+    tests/reference/outward.py.
     """
     found = torch.zeros_like(job.masses)
     places = torch.arange(len(keys), device=keys.device)
     for block in job.blocks:
         num_keys, common = len(block.counted), block.first_before
         seen = places[:num_keys]
-        attention = SequenceAttention(queries[block.at, None], keys[:num_keys, None], block.positions, seen, scale)
+        attention = SequenceAttention(
+            queries[block.at, None], keys[:num_keys, None], block.positions, seen, scale
+        )
         for start, end, weights in attention.weights():
             weights[0, :, common:].masked_fill_(seen[common:] >= block.before[start:end, None], 0)
             found[block.at[start:end]] = weights[0] @ block.counted

@@ -1,7 +1,8 @@
-"""Measures the phases before a first token on the loaded model, at the start: lengths from a chunk's to a prompt's.
+"""Measures the phases before a first token on the loaded model, at the start: lengths from a
+chunk's to a prompt's.
 
-Each phase runs at sizes that are far apart. The longest prompt is as long as the pool, the context, the prefill budget and
-`MAX_SECONDS` allow.
+Each phase runs at sizes that are far apart. The longest prompt is as long as the pool, the context,
+the prefill budget and `MAX_SECONDS` allow.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ import torch
 
 from radix_ext.costs import CostModel, Phase, Work, extend_work, through
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
-from sglang_chunkcache.fusion.measure import DeviationProbe, QuestionProbe, deviation_evidence, question_evidence
+from sglang_chunkcache.fusion.measure import (
+    DeviationProbe,
+    QuestionProbe,
+    deviation_evidence,
+    question_evidence,
+)
 from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, copy_moved, read_blob
 from sglang_chunkcache.fusion.store import HostBlob, Offload
@@ -23,7 +29,8 @@ from sglang_chunkcache.fusion.trial_rows import Row, rows_of
 from sglang_chunkcache.storage.codec import Codec
 
 MAX_SECONDS = 1.0
-"""Of the longest prefill; all takes about twelve times as long. With .3, lines from 260 tokens were tenfold off at 2,500."""
+"""Of the longest prefill; all takes about twelve times as long.
+With .3, lines from 260 tokens were tenfold off at 2,500."""
 MIN_TOKENS, MAX_TOKENS = 128, 4096
 DEPTH = 2
 """Layers that KV is compared after."""
@@ -40,14 +47,16 @@ def measure_costs(
     max_tokens: int,
     codec: Codec,
 ) -> int:
-    """Fill the model. Returns the tokens of the longest prompt; 0, and nothing measured, where the pool holds not two of 128.
+    """Fill the model. Returns the tokens of the longest prompt; 0, and nothing measured, where the
+    pool holds not two of 128.
 
     Args:
         params: SGLang's CacheInitParams, for the pools; slots and row are given back.
         sparse: what the recompute pass attends with.
         window: the question's, in tokens.
         codec: the store's.
-        max_tokens: SGLang's prefill budget: memory is free for no more at a time; 128 are run in any case.
+        max_tokens: SGLang's prefill budget: memory is free for no more at a time; 128 are run in
+            any case.
     """
     pool = params.token_to_kv_pool_allocator
     at_most = min(max(max_tokens, MIN_TOKENS), MAX_TOKENS)
@@ -72,7 +81,13 @@ class _Trial:
         sparse: SparseAttention | None,
         codec: Codec,
     ) -> None:
-        self._runner, self._table, self._model, self._sparse, self._codec = runner, table, model, sparse, codec
+        self._runner, self._table, self._model, self._sparse, self._codec = (
+            runner,
+            table,
+            model,
+            sparse,
+            codec,
+        )
         self._row, self._other = row, other
         self._ids = torch.arange(len(row.slots)) % min(runner.model_config.vocab_size, 997)
 
@@ -84,15 +99,31 @@ class _Trial:
         """All phases."""
         quarter = longest // 4
         tail = longest - quarter
-        extends = ((longest - 8, longest), (0, quarter), (quarter, 2 * quarter), (tail, longest), (0, longest))
+        extends = (
+            (longest - 8, longest),
+            (0, quarter),
+            (quarter, 2 * quarter),
+            (tail, longest),
+            (0, longest),
+        )
         self._time(Phase.EXTEND, self._extend, extends, extend_work)
-        computed = ((8, longest), (quarter // 4, quarter), (quarter // 4, longest), (quarter, longest))
+        computed = (
+            (8, longest),
+            (quarter // 4, quarter),
+            (quarter // 4, longest),
+            (quarter, longest),
+        )
         self._time(Phase.RECOMPUTE, self._recompute, computed, _over)
         asked = ((window // 2, quarter), (window, quarter), (window, longest - window))
         self._time(Phase.QUESTION, self._ask, asked, _over)
         num_layers = self._runner.token_to_kv_pool.layer_num
         regions = ((end, end) for end in (quarter, 2 * quarter, longest))
-        self._time(Phase.DEVIATION, self._deviate, regions, partial(through, DEPTH / max(DEPTH, num_layers)))
+        self._time(
+            Phase.DEVIATION,
+            self._deviate,
+            regions,
+            partial(through, DEPTH / max(DEPTH, num_layers)),
+        )
         lengths = [(1, n) for n in (quarter // 4, quarter, longest)]
         self._time(Phase.DEVICE, self._copy, lengths, Work)
         self._blobs = {n: self._read(n) for _, n in lengths}
@@ -107,7 +138,8 @@ class _Trial:
         sizes: Iterable[tuple[int, int]],
         work: Callable[[int, int], Work],
     ) -> None:
-        """The better of two calls: what a first one compiles or allocates, or a neighbour takes, counts for nothing."""
+        """The better of two calls: what a first one compiles or allocates, or a neighbour takes,
+        counts for nothing."""
         for size in sizes:
             seconds = min(self._clock(partial(run, *size)) for _ in range(2))
             self._model.measure(phase, work(*size), seconds)
@@ -124,7 +156,9 @@ class _Trial:
 
     def _extend(self, start: int, end: int) -> None:
         ids = self._ids[:end].tolist()
-        run_virtual(self._runner, req_pool_index=self._row.number, runs=[(start, end)], token_ids=ids)
+        run_virtual(
+            self._runner, req_pool_index=self._row.number, runs=[(start, end)], token_ids=ids
+        )
 
     def _recompute(self, num_tokens: int, end: int) -> None:
         """Tokens spread over `[0, end)`, written again."""
@@ -140,11 +174,16 @@ class _Trial:
     def _ask(self, num_tokens: int, end: int) -> None:
         positions = torch.arange(end, end + num_tokens)
         visible = torch.arange(end)
-        question = QuestionProbe(self._ids[:num_tokens], positions, self._row.slots[:end], visible, ((0, end),), end)
+        question = QuestionProbe(
+            self._ids[:num_tokens], positions, self._row.slots[:end], visible, ((0, end),), end
+        )
         question_evidence(self._runner, [question])
 
     def _deviate(self, _: int, end: int) -> None:
-        deviation_evidence(self._runner, [DeviationProbe(self._ids[:end], self._row.slots[:end], ((0, end),), DEPTH)])
+        deviation_evidence(
+            self._runner,
+            [DeviationProbe(self._ids[:end], self._row.slots[:end], ((0, end),), DEPTH)],
+        )
 
     def _copy(self, _: int, num_tokens: int) -> None:
         positions = torch.arange(num_tokens, device=self._row.slots.device)

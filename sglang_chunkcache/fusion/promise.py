@@ -1,12 +1,13 @@
-"""Scheduler side of fused reuse: plans moves, allocates slots, has them filled, reports. It computes nothing; see fill.py.
+"""Scheduler side of fused reuse: plans moves, allocates slots, has them filled, reports. It
+computes nothing; see fill.py.
 
     match    exact prefix -> fused nodes of the same recipe -> a plan for what follows; nothing is taken     (at admission)
     commit   locks the sources, allocates slots, inserts empty fused nodes after the prefix        (once a batch)
     before   `FusionPass` fills the slots of the batch's promises, then the sources are unlocked
     after    chunks that have earned it are scored and copied into the store (capture.py)
 
-Every way out of this path ends in an ordinary prefill and is counted by its reason. All decisions follow from requests and
-the tree, never from clocks.
+Every way out of this path ends in an ordinary prefill and is counted by its reason. All decisions
+follow from requests and the tree, never from clocks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ from sglang_chunkcache.fusion.capture import Captures
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.metrics import StoreMetrics
 from sglang_chunkcache.fusion.move import Move, move_of
-from sglang_chunkcache.fusion.outcome import Outcome, in_ms, outcome_of, reasons_of, selector_of, sources_of
+from sglang_chunkcache.fusion.outcome import (
+    Outcome,
+    in_ms,
+    outcome_of,
+    reasons_of,
+    selector_of,
+    sources_of,
+)
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, identity_of, state
@@ -70,8 +78,10 @@ class Fuser:
     """The promise side of one rank, a `scheduler.promiser.Promiser`.
 
     Args:
-        extend_reserve: tokens that SGLang may take for the extends of one batch. They stay free or evictable.
-        fingerprint: of the model's weights, as they are when it is called. None: unknown, each reset counts as a change.
+        extend_reserve: tokens that SGLang may take for the extends of one batch. They stay free or
+            evictable.
+        fingerprint: of the model's weights, as they are when it is called. None: unknown, each
+            reset counts as a change.
         store: its `watch` is taken.
         tier: below the store. None: what leaves the store is gone.
         metrics: told what `stats` says of the store. None: Prometheus is told nothing.
@@ -115,10 +125,15 @@ class Fuser:
     def arrived(self, req: Req, spans: RequestSpans) -> None:
         """Ask the storage for what the request's chunks have there and nowhere else."""
         if self.tier is not None and spans.fusion is not None and state(req).loads is None:
-            state(req).loads = self.tier.ask(req, spans, spans.fusion, self.sources, self.pricing.costs)
+            state(req).loads = self.tier.ask(
+                req, spans, spans.fusion, self.sources, self.pricing.costs
+            )
 
-    def match(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
-        """Extend an exact match by fused nodes of the request's recipe and by what can be moved. Takes nothing."""
+    def match(
+        self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult
+    ) -> MatchResult:
+        """Extend an exact match by fused nodes of the request's recipe and by what can be moved.
+        Takes nothing."""
         assert spans.fusion is not None
         fusion = self.fusion_pass.calibration.resolve(spans.fusion)
         started = time.perf_counter()
@@ -128,18 +143,24 @@ class Fuser:
             self.tier.storage.planned(state(req).loads)
         node, found = result.last_device_node, [result.device_indices]
         if fusion.plain and len(found[0]):  # chunks of an exact chain were computed after others
-            found, node = self.cache._match_prefix_helper(self.cache.root_node, key[: spans.spans[0].end])
+            found, node = self.cache._match_prefix_helper(
+                self.cache.root_node, key[: spans.spans[0].end]
+            )
         exact = sum(map(len, found))
         if any(span.start == exact for span in key.spans):
             cheaper = None if fusion.always else fusion.cheaper
             for choice in filter(None, (fusion, cheaper)):
-                values, last = self.cache._match_prefix_helper(node, key[exact:].fused_by(choice.recipe))
+                values, last = self.cache._match_prefix_helper(
+                    node, key[exact:].fused_by(choice.recipe)
+                )
                 if values:
                     node, found = last, [*found, *values]
                     state(req).fused = Fused(exact, choice.recipe)
                     fusion = choice  # what follows is keyed by the same recipe
                     break
-        indices = torch.cat(found) if len(found) > 1 else found[0] if found else result.device_indices[:0]
+        indices = (
+            torch.cat(found) if len(found) > 1 else found[0] if found else result.device_indices[:0]
+        )
         try:
             gaps = self._exact_gaps(key, spans, exact) if len(indices) == exact else frozenset()
             plan = self._plan(req, key, fusion, len(indices), gaps)
@@ -149,7 +170,12 @@ class Fuser:
             logger.exception("chunk cache: no plan, the prompt is computed")
             plan = ReusePlan((), (Fallback.PLAN_FAILED,))
         outcome = state(req).promise = outcome_of(req)
-        outcome.exact, outcome.fused_hit, outcome.plan, outcome.move = exact, len(indices) - exact, plan, None
+        outcome.exact, outcome.fused_hit, outcome.plan, outcome.move = (
+            exact,
+            len(indices) - exact,
+            plan,
+            None,
+        )
         outcome.declined.clear()
         outcome.extends.clear()
         outcome.is_alone = True
@@ -173,8 +199,11 @@ class Fuser:
         if self._is_full(plan):
             return self._decline(outcome, Fallback.PASS_FULL, node)
         key = self._key(req, plan, spans)
-        sources = [piece.source.node for piece in plan.pieces if isinstance(piece.source, DeviceCopy)]
-        if key[plan.start :].child_key() in node.children:  # not to be expected: SGLang matches right before it asks
+        sources = [
+            piece.source.node for piece in plan.pieces if isinstance(piece.source, DeviceCopy)
+        ]
+        # not to be expected: SGLang matches right before it asks
+        if key[plan.start :].child_key() in node.children:
             return self._decline(outcome, Fallback.ALREADY_CACHED, node)
         if not self.sources.are_there(plan):
             return self._decline(outcome, Fallback.SOURCE_GONE, node)
@@ -205,14 +234,17 @@ class Fuser:
             return
         here = {id(outcome_of(req).move) for req in batch.reqs}
         if lost := [p for p in self._pending if id(p.move) not in here]:
-            raise IntegrityError([f"{len(lost)} promised prompts are not in the batch that should fill them"])
+            raise IntegrityError(
+                [f"{len(lost)} promised prompts are not in the batch that should fill them"]
+            )
         pending, self._pending = self._pending, []
         self.fusion_pass.run([each.move for each in pending])
         for each in pending:
             state(each.req).outward = each.move.outward
             each.taken.close()
             node = each.last
-            while node is not self.cache.root_node:  # by the path: others may have split its token nodes since
+            # by the path: others may have split its token nodes since
+            while node is not self.cache.root_node:
                 if not facts(node).is_filled:
                     self.cache.fill(node)
                 node = node.parent
@@ -220,8 +252,8 @@ class Fuser:
     def keep(self, req: Req, path: Sequence[TreeNode]) -> None:
         """Tell the store what was asked for, and queue the request's chunks that have earned it.
 
-        A chunk that was to be preprocessed after neighbours is none of them if some were computed in context, as all are after a
-        failed pass.
+        A chunk that was to be preprocessed after neighbours is none of them if some were computed
+        in context, as all are after a failed pass.
         """
         spans, move = state(req).spans, outcome_of(req).move
         assert spans is not None
@@ -229,7 +261,9 @@ class Fuser:
         self.outward.tell(req, chunks)
         if not spans.is_preprocessing:
             asked = [
-                (identity, facts(node).head, facts(node).prefix) for node in chunks if (identity := identity_of(node))
+                (identity, facts(node).head, facts(node).prefix)
+                for node in chunks
+                if (identity := identity_of(node))
             ]
             self.store.ask(asked)
             if self.tier is not None:
@@ -237,12 +271,16 @@ class Fuser:
         else:
             is_filled = move is not None and Fallback.PASS_FAILED not in move.fallbacks
             moved = {
-                piece.span for piece in (move.plan.pieces if move and is_filled else ()) if piece.source is not None
+                piece.span
+                for piece in (move.plan.pieces if move and is_filled else ())
+                if piece.source is not None
             }
             if not moved.issuperset(range(1, len(spans.spans) - 1)):
                 return
         scored = spans.fusion.scored if spans.fusion else Scored.NOTHING
-        self.captures.add(chunks, spans.keep, is_preprocessing=spans.is_preprocessing, scored=scored)
+        self.captures.add(
+            chunks, spans.keep, is_preprocessing=spans.is_preprocessing, scored=scored
+        )
 
     @contextmanager
     def watch(self, batch: ScheduleBatch) -> Iterator[None]:
@@ -258,9 +296,11 @@ class Fuser:
                 outcome_of(req).is_alone &= len(batch.reqs) == 1
 
     def after(self, *, first_tokens_wait: bool = False, is_ahead: bool = False) -> None:
-        """Score and store some of what waits: after decoding, and after a prefill only if the forward before was one, too.
+        """Score and store some of what waits: after decoding, and after a prefill only if the
+        forward before was one, too.
 
-        After one that was ahead of requests all of it: there as much comes with each forward, and nothing else makes room.
+        After one that was ahead of requests all of it: there as much comes with each forward, and
+        nothing else makes room.
         """
         if first_tokens_wait or is_ahead:
             self.pricing.refresh()
@@ -285,7 +325,11 @@ class Fuser:
             filling = move.filling.seconds if move and move.filling and outcome.is_alone else None
             if move and move.plan.estimate and filling is not None:
                 self.pricing.compare(move.plan.estimate.planned, filling + sum(seconds))
-        fallbacks = (*reasons_of(outcome.plan), *outcome.declined, *(move.fallbacks if move else ()))
+        fallbacks = (
+            *reasons_of(outcome.plan),
+            *outcome.declined,
+            *(move.fallbacks if move else ()),
+        )
         if (asked := state(req).loads) is not None and asked.is_unpaid:
             fallbacks = (*fallbacks, Fallback.STORAGE_SLOW)
         if move and outcome.is_uncalibrated:
@@ -307,7 +351,8 @@ class Fuser:
         )
 
     def explain(self, req: Req) -> Explanation | None:
-        """The plan of a request that was only matched. For a chunk to preprocess the storage loads."""
+        """The plan of a request that was only matched.
+        For a chunk to preprocess the storage loads."""
         if state(req).promise is None:
             return None
         outcome, spans = outcome_of(req), state(req).spans
@@ -315,8 +360,12 @@ class Fuser:
         assert spans is not None
         assert spans.fusion is not None
         costs = self.pricing.costs
-        is_unpaid = self.tier is not None and self.tier.is_unpaid(req, spans, spans.fusion, self.sources, costs)
-        is_kept, must_wait = self._look_ahead(req, spans) if spans.is_preprocessing else (False, False)
+        is_unpaid = self.tier is not None and self.tier.is_unpaid(
+            req, spans, spans.fusion, self.sources, costs
+        )
+        is_kept, must_wait = (
+            self._look_ahead(req, spans) if spans.is_preprocessing else (False, False)
+        )
         return Explanation(
             outcome.exact,
             outcome.fused_hit,
@@ -330,8 +379,8 @@ class Fuser:
         )
 
     def calibrate(self, prompts: Sequence[CalibrationPrompt]) -> None:
-        """Measure where this model keeps its evidence, and select by that from now on. What was scored is scored anew when it is
-        stored again, since heads may be others.
+        """Measure where this model keeps its evidence, and select by that from now on. What was
+        scored is scored anew when it is stored again, since heads may be others.
 
         Raises:
             ValueError: as `Calibrator.num_slots`, or weights that are not those of the cache.
@@ -353,9 +402,10 @@ class Fuser:
             self.tier.storage.heads = self.fusion_pass.calibration.heads
 
     def reset(self) -> None:
-        """The tree is gone: so are pending promises, waiting captures and the store, but for what was preprocessed with these
-        very weights. SGLang resets for `/flush_cache` and after weight updates alike, and does not say which. The storage keeps
-        all it has: what other weights have computed has other names."""
+        """The tree is gone: so are pending promises, waiting captures and the store, but for what
+        was preprocessed with these very weights. SGLang resets for `/flush_cache` and after weight
+        updates alike, and does not say which. The storage keeps all it has: what other weights have
+        computed has other names."""
         self._pending.clear()  # not closed: the locks went with the tree
         self.captures.clear()
         before, self._weights = self._weights, self._fingerprint()
@@ -365,7 +415,8 @@ class Fuser:
             self.fusion_pass.calibration = self.calibrator.kept(self._weights)
             if not self.fusion_pass.calibration.figures:
                 logger.warning(
-                    "chunk cache: no calibration is known for these weights, selection reads the papers' layers"
+                    "chunk cache: no calibration is known for these weights, selection reads the"
+                    " papers' layers"
                 )
         if self.tier is not None:
             self.tier.storage.start(self._weights, self.fusion_pass.calibration.heads)
@@ -416,22 +467,32 @@ class Fuser:
         return found
 
     def _look_ahead(self, req: Req, spans: RequestSpans) -> tuple[bool, bool]:
-        """(whether store or storage has what the chunk is to become, whether to ask again before it is sent).
+        """(whether store or storage has what the chunk is to become, whether to ask again before it
+        is sent).
 
-        What the store alone has is written, if the storage has no place for it in its queue when it is asked again.
+        What the store alone has is written, if the storage has no place for it in its queue when it
+        is asked again.
         """
         assert spans.fusion is not None
         heads = text_before(spans.namespace, spans.spans, req.origin_input_ids)
-        chunks, scored = tuple(span.chunk for span in spans.spans), self.captures.at_least(spans.fusion.scored)
+        chunks, scored = (
+            tuple(span.chunk for span in spans.spans),
+            self.captures.at_least(spans.fusion.scored),
+        )
         is_behind = self.tier is not None and self.tier.storage.is_behind
         must_wait = False
         for index in spans.keep:
-            identity, prefix = ChunkIdentity(chunks[index], req.extra_key, req.cache_salt), chunks[:index]
+            identity, prefix = (
+                ChunkIdentity(chunks[index], req.extra_key, req.cache_salt),
+                chunks[:index],
+            )
             if self.tier is not None and self.tier.has(identity, heads[index], prefix, scored):
                 continue
             variant = self.store.get(identity, heads[index], prefix)
             if variant is None or variant.preprocessed != bool(prefix) or variant.scored < scored:
-                is_coming = self.tier is not None and self.tier.fetch(req, spans, spans.fusion, self.sources)
+                is_coming = self.tier is not None and self.tier.fetch(
+                    req, spans, spans.fusion, self.sources
+                )
                 if is_coming or self.tier is None:
                     return False, is_coming
                 num_tokens = spans.spans[index].end - spans.spans[index].start
@@ -441,7 +502,9 @@ class Fuser:
                 must_wait |= is_behind
         return True, must_wait
 
-    def _plan(self, req: Req, key: ChunkKey, fusion: FusionRequest, start: int, exact: Collection[int]) -> ReusePlan:
+    def _plan(
+        self, req: Req, key: ChunkKey, fusion: FusionRequest, start: int, exact: Collection[int]
+    ) -> ReusePlan:
         """The plan of what follows the cached prefix `[0, start)`."""
         spans = state(req).spans
         assert spans is not None
@@ -462,7 +525,8 @@ class Fuser:
         )
 
     def _is_tried(self, plan: ReusePlan, fusion: FusionRequest) -> bool:
-        """Whether this plan's first choice, which is estimated not to pay, is carried out all the same."""
+        """Whether this plan's first choice, which is estimated not to pay,
+        is carried out all the same."""
         if plan.estimate is None or (plan.pieces and plan.fusion is fusion):
             return False
         if plan.estimate.planned > TRIED_UP_TO * plan.estimate.computed:
@@ -474,7 +538,11 @@ class Fuser:
         """What the prompt's exact chain grows by, from `start` on."""
 
         def can_move(chunk: ChunkId) -> bool:
-            return bool(self.sources.candidates(ChunkIdentity(chunk, key.extra_key, key.cache_salt), spans.namespace))
+            return bool(
+                self.sources.candidates(
+                    ChunkIdentity(chunk, key.extra_key, key.cache_salt), spans.namespace
+                )
+            )
 
         return exact_gaps(
             spans.spans,
@@ -487,7 +555,8 @@ class Fuser:
 
     @staticmethod
     def _is_filled(node: TreeNode) -> bool:
-        """Whether nothing from here up is filled with this batch: the pass looks at it while it fills, the extend after that."""
+        """Whether nothing from here up is filled with this batch:
+        the pass looks at it while it fills, the extend after that."""
         above: TreeNode | None = node
         while above is not None and facts(above).is_filled:
             above = above.parent
@@ -511,7 +580,9 @@ class Fuser:
             fused=fused,
         )
 
-    def _decline(self, outcome: Outcome, reason: Fallback, node: TreeNode) -> tuple[torch.Tensor, TreeNode]:
+    def _decline(
+        self, outcome: Outcome, reason: Fallback, node: TreeNode
+    ) -> tuple[torch.Tensor, TreeNode]:
         outcome.declined.append(reason)
         return torch.empty((0,), dtype=torch.int64, device=self.cache.device), node
 
@@ -526,8 +597,9 @@ class Fuser:
     def _allocate(self, num_tokens: int, num_after: int, taken: ExitStack) -> torch.Tensor | None:
         """Slots, evicting if need be; an exception on the way out of `taken` frees them.
 
-        None where the batch's extends might then find none, which kills SGLang. `num_after` tokens of the request's own are
-        left to prefill: without chunked prefill that may be more than the reserve.
+        None where the batch's extends might then find none, which kills SGLang. `num_after` tokens
+        of the request's own are left to prefill: without chunked prefill that may be more than the
+        reserve.
         """
         allocator = self.cache.token_to_kv_pool_allocator
         capacity = allocator.available_size() + self.cache.evictable_size()
@@ -540,7 +612,9 @@ class Fuser:
             taken.push(lambda error, *_: allocator.free(slots) if error else None)
         return slots
 
-    def _insert(self, key: ChunkKey, row: torch.Tensor, plan: ReusePlan, head: str, priority: int) -> TreeNode:
+    def _insert(
+        self, key: ChunkKey, row: torch.Tensor, plan: ReusePlan, head: str, priority: int
+    ) -> TreeNode:
         """The last of the region's nodes, which are yet to be filled."""
         # As chunked: the request has not used these nodes yet, so nothing is a hit.
         _, path = self.cache.insert_segments(key, row, head, priority, True, are_filled=False)
@@ -551,7 +625,8 @@ class Fuser:
         return path[-1]
 
     def _remove(self, last: TreeNode, above: TreeNode) -> None:
-        """Take the nodes from `last` up to `above` out of the tree again. Their slots are not freed."""
+        """Take the nodes from `last` up to `above` out of the tree again.
+        Their slots are not freed."""
         while last is not above:
             self.cache._delete_leaf(last)
             last = last.parent

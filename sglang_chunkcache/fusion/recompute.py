@@ -1,9 +1,11 @@
-"""Recomputes chosen tokens of cached prompts: runs them through the model, before SGLang's own extend.
+"""Recomputes chosen tokens of cached prompts: runs them through the model, before SGLang's own
+extend.
 
-`run_pass` serves requests: all chosen tokens of all requests in one call of the inner model, under a private attention
-backend, masked or sparse. `run_virtual` is its slow reference and computes what a failed pass left undone: each run of
-tokens is an ordinary sequence for SGLang's own backend. Neither chooses tokens. Attention is causal, so
-recomputing every token of a region, by either, equals an ordinary prefill of it.
+`run_pass` serves requests: all chosen tokens of all requests in one call of the inner model, under
+a private attention backend, masked or sparse. `run_virtual` is its slow reference and computes what
+a failed pass left undone: each run of tokens is an ordinary sequence for SGLang's own backend.
+Neither chooses tokens. Attention is causal, so recomputing every token of a region, by either,
+equals an ordinary prefill of it.
 """
 
 from __future__ import annotations
@@ -17,12 +19,22 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention
-from sglang_chunkcache.attention.masked import LayerWatch, MaskedAttention, Observer, StopPass, checked_heads
+from sglang_chunkcache.attention.masked import (
+    LayerWatch,
+    MaskedAttention,
+    Observer,
+    StopPass,
+    checked_heads,
+)
 from sglang_chunkcache.attention.masked_layout import plan
 from sglang_chunkcache.attention.upload import upload
 
@@ -31,11 +43,13 @@ PADDING_SLOT = 0
 
 
 class PlanError(Exception):
-    """The sparse attention could not plan a pass. Nothing is written yet, so the same pass can run with the mask."""
+    """The sparse attention could not plan a pass.
+    Nothing is written yet, so the same pass can run with the mask."""
 
 
 class SparseBackend(AttentionBackend):  # type: ignore[misc]
-    """Runs one planned pass under SGLang's model: in each layer, K/V is written into the pool, then `attention` attends.
+    """Runs one planned pass under SGLang's model: in each layer, K/V is written into the pool, then
+    `attention` attends.
 
     Nothing here waits for the device.
 
@@ -46,10 +60,15 @@ class SparseBackend(AttentionBackend):  # type: ignore[misc]
     """
 
     def __init__(
-        self, runner: Any, attention: SparseAttention, out_slots: Tensor, watch: LayerWatch | None = None
+        self,
+        runner: Any,
+        attention: SparseAttention,
+        out_slots: Tensor,
+        watch: LayerWatch | None = None,
     ) -> None:
         super().__init__()
-        self.req_to_token_pool = runner.req_to_token_pool  # SGLang finds both pools through the backend
+        # SGLang finds both pools through the backend
+        self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._attention = attention
         self._write_loc = KVWriteLoc(out_slots)
@@ -65,7 +84,8 @@ class SparseBackend(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
-        """SGLang's call, once a layer; returns [n, num_heads * head_dim]. Raises ValueError as `checked_heads` does."""
+        """SGLang's call, once a layer; returns [n, num_heads * head_dim].
+        Raises ValueError as `checked_heads` does."""
         queries, keys, values = checked_heads(layer, q, k, v, save_kv_cache, kwargs)
         pool = self.token_to_kv_pool
         # It waits for the layer's loads, which may be into slots that are written here.
@@ -73,7 +93,9 @@ class SparseBackend(AttentionBackend):  # type: ignore[misc]
         pool.set_kv_buffer(layer, self._write_loc, keys, values)
         if self._watch is not None:
             self._watch(layer, queries)
-        out = self._attention.run(queries, pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
+        out = self._attention.run(
+            queries, pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        )
         return out.flatten(1)
 
 
@@ -88,22 +110,32 @@ def run_pass(
 ) -> Tensor | None:
     """Run the sequences through the inner model: eager, no logits, no graph, on the current stream.
 
-    In each layer every sequence's K/V is written before any attends, so a sequence may read what another writes.
+    In each layer every sequence's K/V is written before any attends, so a sequence may read what
+    another writes.
 
     Args:
-        runner: SGLang's ModelRunner; its KV pool is written at `out_slots`, nothing else of it changes.
-        sequences: For `sparse`, tokens on the CPU and slots on the runner's device cost no synchronisation.
-        sparse: attends where there is no observer and every sequence writes; elsewhere, and if None, the mask does.
+        runner: SGLang's ModelRunner; its KV pool is written at `out_slots`, nothing else of it
+            changes.
+        sequences: For `sparse`, tokens on the CPU and slots on the runner's device cost no
+            synchronisation.
+        sparse: attends where there is no observer and every sequence writes; elsewhere, and if
+            None, the mask does.
         watch: called in each layer, once its K/V is in the pool.
     Returns:
-        [total, hidden_size] hidden states after the final norm, one sequence after the other; None where the observer
-        ended the pass.
+        [total, hidden_size] hidden states after the final norm, one sequence after the other; None
+        where the observer ended the pass.
     Raises:
         ValueError: no sequences; a layer that is not plain causal attention.
         PlanError: `sparse` could not plan the pass.
-    Equals `run_virtual`, and ordinary prefill where every token is run, within the model dtype's rounding.
+    Equals `run_virtual`, and ordinary prefill where every token is run, within the model dtype's
+    rounding.
     """
-    if sparse is not None and observer is None and sequences and all(s.out_slots is not None for s in sequences):
+    if (
+        sparse is not None
+        and observer is None
+        and sequences
+        and all(s.out_slots is not None for s in sequences)
+    ):
         return _run_sparse(runner, sequences, sparse, watch)
     layout = plan(sequences, runner.device)
     batch = _pass_batch(
@@ -113,7 +145,9 @@ def run_pass(
         num_keys=[len(s.key_positions) for s in layout.sequences],
         num_tokens=[len(s.positions) for s in layout.sequences],
     )
-    with forward_context(ForwardContext(attn_backend=MaskedAttention(runner, layout, observer, watch))):
+    with forward_context(
+        ForwardContext(attn_backend=MaskedAttention(runner, layout, observer, watch))
+    ):
         try:
             return runner.model.model(batch.input_ids, batch.positions, batch)  # type: ignore[no-any-return]
         except StopPass:
@@ -129,33 +163,40 @@ def run_virtual(
     token_ids: Sequence[int],
     max_sequences: int | None = None,
 ) -> Tensor:
-    """Run stretches of one request as sequences of their own through the runner's own attention backend.
+    """Run stretches of one request as sequences of their own through the runner's own attention
+    backend.
 
-    Stretch [a, b) is a sequence on the request's row: prefix a, extend b - a, K/V written over the slots row[a:b]. The
-    oracle for `run_pass`: `torch_native` pads every stretch to its whole length, so keep prompts short.
+    Stretch [a, b) is a sequence on the request's row: prefix a, extend b - a, K/V written over the
+    slots row[a:b]. The oracle for `run_pass`: `torch_native` pads every stretch to its whole
+    length, so keep prompts short.
 
     Args:
         req_pool_index: the request's row in `req_to_token`, filled up to the last run's end.
         runs: half-open position intervals, ascending, disjoint.
         token_ids: the prompt's, from position 0.
-        max_sequences: runs per pass, the request pool's size at most (and by default: backends size their buffers by it).
-            Passes go in ascending position, so each finds what it depends on.
+        max_sequences: runs per pass, the request pool's size at most (and by default: backends size
+            their buffers by it). Passes go in ascending position, so each finds what it depends on.
     Returns:
         [total, hidden_size], one run after the other.
     Raises:
         ValueError: runs empty, out of order or beyond `token_ids`.
 
-    FlashInfer's default path writes K/V after attention, so a run would read another's old K/V: its paged path is
-    switched on for the pass [read in SGLang 0.5.21, `flashinfer_backend.py`].
+    FlashInfer's default path writes K/V after attention, so a run would read another's old K/V: its
+    paged path is switched on for the pass [read in SGLang 0.5.21, `flashinfer_backend.py`].
     """
     _check_runs(runs, len(token_ids))
     cap = min(max_sequences or runner.req_to_token_pool.size, runner.req_to_token_pool.size)
     return torch.cat(
-        [_run_virtual(runner, req_pool_index, runs[i : i + cap], token_ids) for i in range(0, len(runs), cap)]
+        [
+            _run_virtual(runner, req_pool_index, runs[i : i + cap], token_ids)
+            for i in range(0, len(runs), cap)
+        ]
     )
 
 
-def _run_virtual(runner: Any, req_pool_index: int, runs: Sequence[tuple[int, int]], token_ids: Sequence[int]) -> Tensor:
+def _run_virtual(
+    runner: Any, req_pool_index: int, runs: Sequence[tuple[int, int]], token_ids: Sequence[int]
+) -> Tensor:
     row = runner.req_to_token_pool.req_to_token[req_pool_index]
     batch = _forward_batch(
         runner,
@@ -192,7 +233,10 @@ def _paged(backend: Any) -> Iterator[None]:
 
 
 def _run_sparse(
-    runner: Any, sequences: Sequence[PassSequence], sparse: SparseAttention, watch: LayerWatch | None
+    runner: Any,
+    sequences: Sequence[PassSequence],
+    sparse: SparseAttention,
+    watch: LayerWatch | None,
 ) -> Tensor:
     """The pass in the plan's order. Queued only: no tensor is read back from the device."""
     device = torch.device(runner.device)
@@ -203,7 +247,9 @@ def _run_sparse(
         raise PlanError(f"{type(error).__name__}: {error}") from error
     token_ids = torch.cat([s.token_ids for s in sequences])
     positions = torch.cat([request.positions for request in requests])
-    out_slots = torch.cat([upload(s.out_slots, device) for s in sequences if s.out_slots is not None])
+    out_slots = torch.cat(
+        [upload(s.out_slots, device) for s in sequences if s.out_slots is not None]
+    )
     if order is not None:
         token_ids, positions = token_ids[order.to(token_ids.device)], positions[order]
         order = upload(order, device)
@@ -216,7 +262,9 @@ def _run_sparse(
         num_keys=[request.num_keys for request in requests],
         num_tokens=[len(request.positions) for request in requests],
     )
-    with forward_context(ForwardContext(attn_backend=SparseBackend(runner, sparse, out_slots, watch))):
+    with forward_context(
+        ForwardContext(attn_backend=SparseBackend(runner, sparse, out_slots, watch))
+    ):
         hidden: Tensor = runner.model.model(batch.input_ids, batch.positions, batch)
     return hidden if order is None else torch.empty_like(hidden).index_copy_(0, order, hidden)
 
@@ -239,14 +287,17 @@ def _check_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> None:
 def _pass_batch(
     runner: Any, token_ids: Tensor, positions: Tensor, *, num_keys: list[int], num_tokens: list[int]
 ) -> Any:
-    """A batch for our backends only: its slots are the padding slot and its row is 0, since our backends lay out their own."""
+    """A batch for our backends only: its slots are the padding slot and its row is 0,
+    since our backends lay out their own."""
     return _forward_batch(
         runner,
         token_ids=token_ids,
         positions=positions,
         out_slots=torch.full_like(positions, PADDING_SLOT),
         rows=[0] * len(num_tokens),
-        prefix_lens=[max(0, keys - tokens) for keys, tokens in zip(num_keys, num_tokens, strict=True)],
+        prefix_lens=[
+            max(0, keys - tokens) for keys, tokens in zip(num_keys, num_tokens, strict=True)
+        ],
         extend_lens=num_tokens,
     )
 

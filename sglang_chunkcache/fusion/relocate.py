@@ -1,17 +1,19 @@
-"""Moves cached KV to other slots and other positions: values are copied as they are, keys are rotated.
+"""Moves cached KV to other slots and other positions: values are copied as they are, keys are
+rotated.
 
-RoPE stores a key already rotated: `K = R(p) k` at position p (RoFormer, arXiv 2104.09864, eq. 14). Each pair of a key's
-elements is one complex number and `R(p)` multiplies it by `z(p) = cos + i sin`, so a key moves from p to q by
+RoPE stores a key already rotated: `K = R(p) k` at position p (RoFormer, arXiv 2104.09864, eq. 14).
+Each pair of a key's elements is one complex number and `R(p)` multiplies it by `z(p) = cos + i
+sin`, so a key moves from p to q by
 
     turn = z(q) conj(z(p)) / |z(q) conj(z(p))|        K' = turn * K
 
-The division removes YaRN's `mscale`, which SGLang multiplies into its table and which the key already contains. Everything is
-computed in float32, the turn once a call for all layers, so a move costs one rounding and a move by 0 none. Compared with a key
-that the model itself stores at q, the result is off by at most 1 ulp of its pair's length in bfloat16 and float16, by 2 through
-a blob, whose un-rotated keys are rounded as well (test_relocate.py).
-This file is in torch, one layer after the other: for pools on the CPU, and as the reference of relocate_kernel.py, which moves
-all layers in one launch where the pool is on CUDA.
-Knows slots and positions, no chunks, trees or requests.
+The division removes YaRN's `mscale`, which SGLang multiplies into its table and which the key
+already contains. Everything is computed in float32, the turn once a call for all layers, so a move
+costs one rounding and a move by 0 none. Compared with a key that the model itself stores at q, the
+result is off by at most 1 ulp of its pair's length in bfloat16 and float16, by 2 through a blob,
+whose un-rotated keys are rounded as well (test_relocate.py). This file is in torch, one layer after
+the other: for pools on the CPU, and as the reference of relocate_kernel.py, which moves all layers
+in one launch where the pool is on CUDA. Knows slots and positions, no chunks, trees or requests.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ ROTARY_CLASSES = frozenset(
         "DynamicNTKAlphaRotaryEmbedding",
     }
 )
-"""SGLang's classes in which row p of one fixed table rotates position p, and only the first `rotary_dim` elements of a head.
-Others choose the table by length (Phi3 LongRoPE), take positions modulo (dual chunk) or of several axes (mrope), or rotate
-other elements (Gemma4, FoPE)."""
+"""SGLang's classes in which row p of one fixed table rotates position p, and only the first
+`rotary_dim` elements of a head. Others choose the table by length (Phi3 LongRoPE), take positions
+modulo (dual chunk) or of several axes (mrope), or rotate other elements (Gemma4, FoPE)."""
 
 
 class _Turn(NamedTuple):
@@ -53,12 +55,14 @@ class _Turn(NamedTuple):
     cos: Tensor
     sin: Tensor
     stays: Tensor | None
-    """Like `cos`, bool: does not turn. None: every pair turns; only known on the CPU, where reading it costs no wait."""
+    """Like `cos`, bool: does not turn.
+    None: every pair turns; only known on the CPU, where reading it costs no wait."""
 
 
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
-    """SGLang's cos and sin of one model, in float32. All methods queue on the current stream and never synchronise."""
+    """SGLang's cos and sin of one model, in float32.
+    All methods queue on the current stream and never synchronise."""
 
     cos: Tensor
     """[num_positions, rotary_dim / 2] float32, times `mscale`; only read."""
@@ -69,14 +73,18 @@ class RotaryTable:
 
     @classmethod
     def of(cls, rotary_emb: Any) -> RotaryTable:
-        """The table of SGLang's rotary module, as long as the module's own: the context length at least.
+        """The table of SGLang's rotary module, as long as the module's own: the context length at
+        least.
 
         Raises:
             ValueError: the module's class is not one of `ROTARY_CLASSES`; names it.
         """
         name = type(rotary_emb).__name__
         if name not in ROTARY_CLASSES:
-            raise ValueError(f"rotary embedding {name} is not supported, only {', '.join(sorted(ROTARY_CLASSES))}")
+            raise ValueError(
+                f"rotary embedding {name} is not supported, only"
+                f" {', '.join(sorted(ROTARY_CLASSES))}"
+            )
         cos, sin = _float32_table(rotary_emb).chunk(2, dim=-1)
         return cls(cos, sin, bool(rotary_emb.is_neox_style))
 
@@ -87,13 +95,15 @@ class RotaryTable:
 
     @property
     def num_positions(self) -> int:
-        """Positions must be below; on a GPU, where a check would synchronise, the caller guarantees it."""
+        """Positions must be below; on a GPU, where a check would synchronise,
+        the caller guarantees it."""
         return self.cos.shape[0]
 
     def _turn(self, old: Tensor | None, new: Tensor | None) -> _Turn:
         """From `old` to `new`; None is the origin."""
         (old_cos, old_sin), (new_cos, new_sin) = self._at(old), self._at(new)
-        # NOTE: not as complex numbers: their product may be fused, and a turn from p to p would not be exactly 1 + 0i.
+        # NOTE: not as complex numbers: their product may be fused, and a turn from p to p would not
+        # be exactly 1 + 0i.
         cos = new_cos * old_cos + new_sin * old_sin
         sin = new_sin * old_cos - new_cos * old_sin
         norm = torch.hypot(cos, sin)
@@ -113,7 +123,9 @@ class RotaryTable:
         turned = first * turn.cos - second * turn.sin, second * turn.cos + first * turn.sin
         for old, new in zip((first, second), turned, strict=True):
             # What does not turn keeps every bit: infinity times 0 would not be 0.
-            old.copy_(new if turn.stays is None else torch.where(turn.stays, old, new.to(old.dtype)))
+            old.copy_(
+                new if turn.stays is None else torch.where(turn.stays, old, new.to(old.dtype))
+            )
         return keys
 
     def _pairs(self, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +140,9 @@ class RotaryTable:
         if positions.device.type == "cpu" and num_tokens:
             low, high = int(positions.min()), int(positions.max())
             if low < 0 or high >= self.num_positions:
-                raise ValueError(f"{name}: expected positions in [0, {self.num_positions}), got {low} to {high}")
+                raise ValueError(
+                    f"{name}: expected positions in [0, {self.num_positions}), got {low} to {high}"
+                )
 
 
 def copy_moved(
@@ -141,7 +155,8 @@ def copy_moved(
     target_positions: Tensor,
     use_kernel: bool | None = None,
 ) -> None:
-    """Copy the KV of tokens to other slots of the same pool, in every layer, keys turned to their new positions.
+    """Copy the KV of tokens to other slots of the same pool, in every layer, keys turned to their
+    new positions.
 
     Queued on the current stream, no sync.
 
@@ -149,17 +164,23 @@ def copy_moved(
         pool: Written at `target_slots`; bfloat16, float16 or float32, one row a slot.
         table: The model's, on the pool's device.
         source_slots: [num_tokens] int64, on the pool's device.
-        source_positions: [num_tokens] int64, where the model stored these keys; on the pool's device.
-        target_slots: Like `source_slots`, each slot once and none the source of another token: tokens move at the same time.
+        source_positions: [num_tokens] int64, where the model stored these keys; on the pool's
+            device.
+        target_slots: Like `source_slots`, each slot once and none the source of another token:
+            tokens move at the same time.
         target_positions: Like `source_positions`.
         use_kernel: None: where the pool is on CUDA.
     Raises:
-        ValueError: shape, dtype or device differs from the above, or, on the CPU, where a check costs no synchronisation, a
-            position is not in the table or a target is another token's source; names argument, expected and got. Nothing
-            is written then.
+        ValueError: shape, dtype or device differs from the above, or, on the CPU, where a check
+            costs no synchronisation, a position is not in the table or a target is another token's
+            source; names argument, expected and got. Nothing is written then.
     """
-    num_tokens = _check_pool(pool, table, "source_slots", source_slots, "source_positions", source_positions)
-    _check_pool(pool, table, "target_slots", target_slots, "target_positions", target_positions, num_tokens)
+    num_tokens = _check_pool(
+        pool, table, "source_slots", source_slots, "source_positions", source_positions
+    )
+    _check_pool(
+        pool, table, "target_slots", target_slots, "target_positions", target_positions, num_tokens
+    )
     if source_slots.device.type == "cpu":
         _check_apart(source_slots, target_slots)
     turn = table._turn(source_positions, target_positions)
@@ -182,7 +203,8 @@ def write_blob(
     target_positions: Tensor,
     use_kernel: bool | None = None,
 ) -> None:
-    """Write stored KV into slots of the pool, keys rotated to their positions: all layers of `BlobTarget.write`."""
+    """Write stored KV into slots of the pool, keys rotated to their positions:
+    all layers of `BlobTarget.write`."""
     BlobTarget(pool, table, target_slots, target_positions, use_kernel=use_kernel).write(
         keys, values, range(len(pool.k_buffer))
     )
@@ -210,9 +232,14 @@ class BlobTarget:
         *,
         use_kernel: bool | None = None,
     ) -> None:
-        self._num_tokens = _check_pool(pool, table, "target_slots", slots, "target_positions", positions)
+        self._num_tokens = _check_pool(
+            pool, table, "target_slots", slots, "target_positions", positions
+        )
         self._pool, self._table, self._slots = pool, table, slots
-        self._turn, self._takes_kernel = table._turn(None, positions), _takes_kernel(pool, use_kernel)
+        self._turn, self._takes_kernel = (
+            table._turn(None, positions),
+            _takes_kernel(pool, use_kernel),
+        )
 
     @property
     def device(self) -> torch.device:
@@ -222,29 +249,37 @@ class BlobTarget:
     def write(self, keys: Tensor, values: Tensor, layers: range) -> None:
         """KV of these layers, keys rotated to their positions.
 
-        KV on another device is first copied to the pool's, keys and values with one copy each. From pinned memory, as the store
-        has it on CUDA, the copy is queued like the rest. From pageable memory, as a storage gives it, CUDA makes the host wait:
-        for the stream's earlier work, then until it has been read.
+        KV on another device is first copied to the pool's, keys and values with one copy each. From
+        pinned memory, as the store has it on CUDA, the copy is queued like the rest. From pageable
+        memory, as a storage gives it, CUDA makes the host wait: for the stream's earlier work, then
+        until it has been read.
 
         Args:
-            keys: [num_layers, num_tokens, num_kv_heads, head_dim], of these layers, the pool's dtype, un-rotated, as `read_blob`
-                gives them; on any device, only read.
+            keys: [num_layers, num_tokens, num_kv_heads, head_dim], of these layers, the pool's
+                dtype, un-rotated, as `read_blob` gives them; on any device, only read.
             values: [num_layers, num_tokens, num_kv_heads, v_head_dim], otherwise like `keys`.
             layers: of the pool.
         Raises:
             ValueError: as `copy_moved`.
         """
         key_buffers, value_buffers = (
-            buffers[layers.start : layers.stop] for buffers in (self._pool.k_buffer, self._pool.v_buffer)
+            buffers[layers.start : layers.stop]
+            for buffers in (self._pool.k_buffer, self._pool.v_buffer)
         )
         for name, blob, buffers in (("keys", keys, key_buffers), ("values", values, value_buffers)):
             _check_shape(name, blob, (len(buffers), self._num_tokens, *buffers[0].shape[1:]))
             _check_dtype(name, blob, self._pool.dtype)
-        keys, values = (blob.to(self.device, non_blocking=True).contiguous() for blob in (keys, values))
+        keys, values = (
+            blob.to(self.device, non_blocking=True).contiguous() for blob in (keys, values)
+        )
         if self._takes_kernel:
-            _launch(key_buffers, value_buffers, self._table, self._turn, (keys, values), self._slots)
+            _launch(
+                key_buffers, value_buffers, self._table, self._turn, (keys, values), self._slots
+            )
             return
-        for layer, (key_buffer, value_buffer) in enumerate(zip(key_buffers, value_buffers, strict=True)):
+        for layer, (key_buffer, value_buffer) in enumerate(
+            zip(key_buffers, value_buffers, strict=True)
+        ):
             key_buffer[self._slots] = self._table._apply_(keys[layer].clone(), self._turn)
             value_buffer[self._slots] = values[layer]
 
@@ -266,32 +301,41 @@ def read_blob(
         positions: [num_tokens] int64, where the model stored these keys; on the pool's device.
         use_kernel: As in `copy_moved`.
     Returns:
-        Keys [num_layers, num_tokens, num_kv_heads, head_dim] and values [.., v_head_dim]: in the pool's dtype, own memory.
+        Keys [num_layers, num_tokens, num_kv_heads, head_dim] and values [.., v_head_dim]: in the
+        pool's dtype, own memory.
     Raises:
         ValueError: as `copy_moved`.
     """
     _check_pool(pool, table, "slots", slots, "positions", positions)
     turn = table._turn(positions, None)
     keys, values = (
-        torch.empty((len(buffers), len(slots), *buffers[0].shape[1:]), dtype=pool.dtype, device=slots.device)
+        torch.empty(
+            (len(buffers), len(slots), *buffers[0].shape[1:]), dtype=pool.dtype, device=slots.device
+        )
         for buffers in (pool.k_buffer, pool.v_buffer)
     )
     if _takes_kernel(pool, use_kernel):
         _launch(pool.k_buffer, pool.v_buffer, table, turn, slots, (keys, values))
         return keys, values
-    for layer, (key_buffer, value_buffer) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True)):
+    for layer, (key_buffer, value_buffer) in enumerate(
+        zip(pool.k_buffer, pool.v_buffer, strict=True)
+    ):
         keys[layer] = table._apply_(key_buffer[slots], turn)
         values[layer] = value_buffer[slots]
     return keys, values
 
 
 def placed(
-    table: RotaryTable, read: Callable[[int], tuple[Tensor, Tensor]], old: Tensor | None, new: Tensor
+    table: RotaryTable,
+    read: Callable[[int], tuple[Tensor, Tensor]],
+    old: Tensor | None,
+    new: Tensor,
 ) -> Callable[[int], tuple[Tensor, Tensor]]:
     """The KV of tokens in a layer, as it would be at other positions. Writes nothing.
 
     Args:
-        read: layer to keys and values, [num_tokens, num_kv_heads, head_dim], on the table's device; only read.
+        read: layer to keys and values, [num_tokens, num_kv_heads, head_dim], on the table's device;
+            only read.
         old: [num_tokens] int64, where the model stored these keys. None: they are un-rotated.
         new: [num_tokens] int64.
     """
@@ -316,7 +360,8 @@ def _launch(
     source: Tensor | Blob,
     target: Tensor | Blob,
 ) -> None:
-    from sglang_chunkcache.fusion.relocate_kernel import relocate  # only here: without CUDA nothing needs Triton
+    # only here: without CUDA nothing needs Triton
+    from sglang_chunkcache.fusion.relocate_kernel import relocate
 
     relocate(keys, values, turn.cos, turn.sin, is_neox=table.is_neox, source=source, target=target)
 
@@ -325,21 +370,26 @@ def _check_apart(source_slots: Tensor, target_slots: Tensor) -> None:
     elsewhere = source_slots[source_slots != target_slots]
     common = elsewhere[torch.isin(elsewhere, target_slots)]
     if len(common):
-        raise ValueError(f"target_slots: expected no source of another token, got {common.tolist()[:8]}")
+        raise ValueError(
+            f"target_slots: expected no source of another token, got {common.tolist()[:8]}"
+        )
 
 
 def _float32_table(rotary_emb: Any) -> Tensor:
-    """[num_positions, rotary_dim] float32: the table that the model rotates by, or the same before it was rounded.
+    """[num_positions, rotary_dim] float32: the table that the model rotates by, or the same before
+    it was rounded.
 
-    On CUDA SGLang's table is float32 and is used as it is: computed again, angles at far positions could differ by a CPU's
-    `pow`. Elsewhere it has the model's dtype, which is too coarse for moves.
+    On CUDA SGLang's table is float32 and is used as it is: computed again, angles at far positions
+    could differ by a CPU's `pow`. Elsewhere it has the model's dtype, which is too coarse for
+    moves.
     """
     own: Tensor = rotary_emb.cos_sin_cache
     if own.dtype == torch.float32:
         return own
     table = rotary_emb._compute_cos_sin_cache().to(own.device, torch.float32)
     if len(table) < len(own):
-        # SGLang has grown its table to the context length, each class by its own rule: let a copy grow likewise.
+        # SGLang has grown its table to the context length, each class by its own rule: let a copy
+        # grow likewise.
         grown = copy.copy(rotary_emb)
         grown._buffers = {**rotary_emb._buffers, "cos_sin_cache": table}
         grown._ensure_cos_sin_cache_length(len(own) - 1)
@@ -362,7 +412,8 @@ def _check_pool(
     _check_dtype("pool", buffer, *DTYPES)
     if buffer.ndim != 3 or buffer.shape[-1] < table.rotary_dim:
         raise ValueError(
-            f"pool: expected keys [slots, num_kv_heads, head_dim >= {table.rotary_dim}], got {list(buffer.shape)}"
+            f"pool: expected keys [slots, num_kv_heads, head_dim >= {table.rotary_dim}], got"
+            f" {list(buffer.shape)}"
         )
     _check_device("table", table.cos, buffer.device)
     num_tokens = slots.numel() if num_tokens is None else num_tokens

@@ -1,12 +1,15 @@
-"""relocate.py on CUDA: one Triton launch gathers, turns and scatters the KV of tokens in all layers.
+"""relocate.py on CUDA: one Triton launch gathers, turns and scatters the KV of tokens in all
+layers.
 
     program = token block x layer x K or V        values:  rows as they are        keys:  pairs turned, the rest as it is
 
-Between slots of one pool, or between a pool and a blob [num_layers, num_tokens, heads, head_dim]. A token may keep its slot:
-one program reads its elements, then writes them. But programs run in any order, so no target may be another token's source.
-The formula is relocate.py's, in float32 without fused multiply-add, rounded once: bit by bit what torch computes.
-Layers vary fastest in the grid, so that a block's cos and sin stay in the cache while all layers use them.
+Between slots of one pool, or between a pool and a blob [num_layers, num_tokens, heads, head_dim]. A
+token may keep its slot: one program reads its elements, then writes them. But programs run in any
+order, so no target may be another token's source. The formula is relocate.py's, in float32 without
+fused multiply-add, rounded once: bit by bit what torch computes. Layers vary fastest in the grid,
+so that a block's cos and sin stay in the cache while all layers use them.
 """
+
 # Triton's decorators and the arguments of its kernels have no types.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -26,7 +29,8 @@ Blob: TypeAlias = tuple[Tensor, Tensor]
 """Keys [num_layers, num_tokens, num_kv_heads, head_dim] and values [.., v_head_dim], contiguous."""
 
 TILE_BYTES = 8192
-"""Of rows that one program moves: four 16-byte loads a thread. Computed from latency times bandwidth, not measured."""
+"""Of rows that one program moves: four 16-byte loads a thread.
+Computed from latency times bandwidth, not measured."""
 
 # Fused multiply-add would round differently from torch.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -46,22 +50,28 @@ def relocate(
 ) -> None:
     """Copy tokens' KV from `source` to `target`, keys turned. Queued on the current stream.
 
-    Synchronises once for each set of buffers, to copy their addresses to the device; never after that.
+    Synchronises once for each set of buffers, to copy their addresses to the device; never after
+    that.
 
     Args:
-        keys: the pool's, a layer each: [slots, num_kv_heads, head_dim], contiguous, bfloat16, float16 or float32.
+        keys: the pool's, a layer each: [slots, num_kv_heads, head_dim], contiguous, bfloat16,
+            float16 or float32.
         values: [slots, num_kv_heads, v_head_dim], otherwise like `keys`.
-        cos: [num_tokens, 1, rotary_dim / 2] float32, of the angle each pair turns by; rotary_dim <= head_dim.
+        cos: [num_tokens, 1, rotary_dim / 2] float32, of the angle each pair turns by; rotary_dim <=
+            head_dim.
         sin: Like `cos`.
         is_neox: As in `RotaryTable`.
         source: [num_tokens] int64 slots of the pool, or a blob of its dtype; only read.
-        target: Likewise, each slot once and none the source of another token. One of the two is no blob.
+        target: Likewise, each slot once and none the source of another token. One of the two is no
+            blob.
     Raises:
         ValueError: a tensor is not contiguous; names it.
     """
     if not len(cos):
         return
-    arguments, num_programs = launch_arguments(keys, values, cos, sin, is_neox=is_neox, source=source, target=target)
+    arguments, num_programs = launch_arguments(
+        keys, values, cos, sin, is_neox=is_neox, source=source, target=target
+    )
     _relocate[(num_programs,)](**arguments, **OPTIONS)
 
 
@@ -75,12 +85,26 @@ def launch_arguments(
     source: Tensor | Blob,
     target: Tensor | Blob,
 ) -> tuple[dict[str, Any], int]:
-    """The kernel's arguments by name and how many programs it takes. Arguments and errors as in `relocate`."""
-    blob = source if isinstance(source, tuple) else target if isinstance(target, tuple) else (None, None)
-    for name, tensors in (("keys", keys), ("values", values), ("blob", blob), ("cos, sin", (cos, sin))):
+    """The kernel's arguments by name and how many programs it takes.
+    Arguments and errors as in `relocate`."""
+    blob = (
+        source
+        if isinstance(source, tuple)
+        else target
+        if isinstance(target, tuple)
+        else (None, None)
+    )
+    for name, tensors in (
+        ("keys", keys),
+        ("values", values),
+        ("blob", blob),
+        ("cos, sin", (cos, sin)),
+    ):
         if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
             raise ValueError(f"{name}: expected contiguous")
-    addresses, alignment = _addresses(tuple(buffer.data_ptr() for buffer in (*keys, *values)), keys[0].device)
+    addresses, alignment = _addresses(
+        tuple(buffer.data_ptr() for buffer in (*keys, *values)), keys[0].device
+    )
     (num_tokens, _, num_pairs), (_, num_heads, head_dim) = cos.shape, keys[0].shape
     v_row = values[0][0].numel()
     row_bytes = max(num_heads * head_dim, v_row) * keys[0].element_size()
@@ -115,18 +139,24 @@ def launch_arguments(
 def _addresses(pointers: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
     """The addresses on the device, and the alignment in bytes that all of them share, up to 16.
 
-    Cached by address, not by pool: a pool may be given new buffers. Layers that are written one by one have an entry each.
+    Cached by address, not by pool: a pool may be given new buffers. Layers that are written one by
+    one have an entry each.
     """
     return torch.tensor(pointers, dtype=torch.int64, device=device), math.gcd(16, *pointers)
 
 
 def _power_of_two(size: int) -> int:
-    """At least `size`. Not Triton's: SGLang replaces that by a function of its own, which no kernel can call."""
+    """At least `size`. Not Triton's: SGLang replaces that by a function of its own,
+    which no kernel can call."""
     return 1 << max(0, size - 1).bit_length()
 
 
-# Compiled once per kind of move: neither the number of tokens nor the offset of a slice of slots causes another compilation.
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["source_slots", "target_slots"])
+# Compiled once per kind of move: neither the number of tokens nor the offset of a slice of slots
+# causes another compilation.
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["source_slots", "target_slots"],
+)
 def _relocate(
     addresses,
     source_slots,
@@ -150,7 +180,8 @@ def _relocate(
     V_WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Move TOKENS tokens of one layer's keys or values; slots None mean the blob, whose rows are the tokens."""
+    """Move TOKENS tokens of one layer's keys or values;
+    slots None mean the blob, whose rows are the tokens."""
     K_ROW: tl.constexpr = NUM_HEADS * HEAD_DIM
     part = tl.program_id(0) % (2 * NUM_LAYERS)
     tokens = (tl.program_id(0) // (2 * NUM_LAYERS)) * TOKENS + tl.arange(0, TOKENS)
@@ -176,7 +207,16 @@ def _relocate(
             PAIRS_WIDTH,
         )
         if HEAD_DIM > 2 * NUM_PAIRS:
-            _copy_heads(from_rows, to_rows, live, NUM_HEADS, HEAD_DIM, 2 * NUM_PAIRS, HEADS_WIDTH, REST_WIDTH)
+            _copy_heads(
+                from_rows,
+                to_rows,
+                live,
+                NUM_HEADS,
+                HEAD_DIM,
+                2 * NUM_PAIRS,
+                HEADS_WIDTH,
+                REST_WIDTH,
+            )
     else:
         from_rows = _rows(pool, blob_values, source_slots, tokens, in_blob, live, V_ROW)
         to_rows = _rows(pool, blob_values, target_slots, tokens, in_blob, live, V_ROW)
@@ -247,12 +287,17 @@ def _turn_heads(
         numbers = tl.load(from_rows + at, mask=both_mask)
         first, second = tl.split(tl.reshape(numbers, [numbers.shape[0], PAIRS, 2]))
         first, second = _turn(first, second, cos + turn_at, sin + turn_at, mask, ELEMENT)
-        tl.store(to_rows + at, tl.reshape(tl.join(first, second), [numbers.shape[0], 2 * PAIRS]), mask=both_mask)
+        tl.store(
+            to_rows + at,
+            tl.reshape(tl.join(first, second), [numbers.shape[0], 2 * PAIRS]),
+            mask=both_mask,
+        )
 
 
 @triton.jit
 def _turn(first, second, cos, sin, mask, ELEMENT: tl.constexpr):
-    """Pairs times cos + i sin. What does not turn keeps every bit: infinity times 0 would not be 0."""
+    """Pairs times cos + i sin. What does not turn keeps every bit:
+    infinity times 0 would not be 0."""
     c, s = tl.load(cos, mask=mask), tl.load(sin, mask=mask)
     a, b = first.to(tl.float32), second.to(tl.float32)
     stays = (c == 1) & (s == 0)

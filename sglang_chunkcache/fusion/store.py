@@ -1,4 +1,5 @@
-"""The tensors in host memory of radix_ext/variants.py's index, which decides what stays: a chunk's KV, un-rotated, and scores."""
+"""The tensors in host memory of radix_ext/variants.py's index, which decides what stays:
+a chunk's KV, un-rotated, and scores."""
 
 from __future__ import annotations
 
@@ -26,13 +27,17 @@ class ChunkScores(Attention):
     """
 
     context: Tensor
-    """[num_tokens] float32, CPU: mass of each token on all chunks of the prefix (Cache-Craft eq. 14)."""
+    """[num_tokens] float32, CPU: mass of each token on all chunks of the prefix (Cache-Craft eq.
+    14)."""
     received: Tensor | None = None
-    """[num_tokens] float32, CPU: mass each token receives from later tokens of this chunk. None: not measured."""
+    """[num_tokens] float32, CPU: mass each token receives from later tokens of this chunk.
+    None: not measured."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.context.dim() != 1 or any(each.shape != self.context.shape for each in self._tensors()):
+        if self.context.dim() != 1 or any(
+            each.shape != self.context.shape for each in self._tensors()
+        ):
             shapes = ", ".join(str(tuple(each.shape)) for each in self._tensors())
             raise ValueError(f"context and received must both be [num_tokens] but got {shapes}")
 
@@ -58,8 +63,8 @@ class HostBlob:
     Args:
         parts: CPU tensors that own their memory, as `codec` has encoded them.
     Raises:
-        ValueError: they are not the codec's, or not finite where it needs that, not on the CPU, or a view of something larger,
-            which would stay in memory uncounted.
+        ValueError: they are not the codec's, or not finite where it needs that, not on the CPU, or
+            a view of something larger, which would stay in memory uncounted.
     """
 
     def __init__(self, *parts: Tensor, codec: Codec = NONE) -> None:
@@ -68,7 +73,9 @@ class HostBlob:
                 raise ValueError(f"{name} must be on the cpu but are on {each.device}")
             if each.untyped_storage().nbytes() != each.nbytes:
                 held = each.untyped_storage().nbytes()
-                raise ValueError(f"{name} must own their memory but are {each.nbytes} of {held} bytes")
+                raise ValueError(
+                    f"{name} must own their memory but are {each.nbytes} of {held} bytes"
+                )
         codec.check(parts)
         self.parts, self.codec = parts, codec
 
@@ -88,21 +95,28 @@ class HostBlob:
         plain = NONE.shapes(self.codec.sizes(self.parts))
         return self._taken(prod(shape) * dtype.itemsize for shape, dtype in plain) - self.nbytes
 
-    def read(self, device: torch.device = CPU, layers: range | None = None) -> tuple[Tensor, Tensor]:
-        """(keys, values) of these layers, by default of all, in the pool's dtype, decoded on this device; not to be written: they
-        may be the parts. From pinned memory the copy is queued."""
+    def read(
+        self, device: torch.device = CPU, layers: range | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(keys, values) of these layers, by default of all, in the pool's dtype, decoded on this
+        device; not to be written: they may be the parts. From pinned memory the copy is queued."""
         some = slice(None) if layers is None else slice(layers.start, layers.stop)
         return self.codec.decode([each[some].to(device, non_blocking=True) for each in self.parts])
 
     def _taken(self, sizes: Iterable[int]) -> int:
-        return sum(1 << (size - 1).bit_length() if size and self.parts[0].is_pinned() else size for size in sizes)
+        return sum(
+            1 << (size - 1).bit_length() if size and self.parts[0].is_pinned() else size
+            for size in sizes
+        )
 
 
 class Offload:
-    """Tensors on their way to pinned host memory, on a stream beside the current one. CPU tensors are there at once.
+    """Tensors on their way to pinned host memory, on a stream beside the current one. CPU tensors
+    are there at once.
 
     Args:
-        tensors: on one device, own memory, complete when the current stream gets here; not written afterwards.
+        tensors: on one device, own memory, complete when the current stream gets here; not written
+            afterwards.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -116,7 +130,8 @@ class Offload:
             copies = [torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors]
             for copy, each in zip(copies, tensors, strict=True):
                 copy.copy_(each, non_blocking=True)
-                each.record_stream(stream)  # else its memory is given to others before it has been read
+                # else its memory is given to others before it has been read
+                each.record_stream(stream)
             self._tensors, self._arrived = tuple(copies), stream.record_event()
 
     def is_done(self) -> bool:

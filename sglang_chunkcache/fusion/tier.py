@@ -1,4 +1,5 @@
-"""Chunk KV of the store in host memory, kept in the rank's storage: what is written, what is loaded and for whom.
+"""Chunk KV of the store in host memory, kept in the rank's storage: what is written, what is loaded
+and for whom.
 
     store   ──► variant has come ──► write
     request ──► its chunks that neither device nor store has ──► load ──► store    what comes too late serves the next request
@@ -70,7 +71,8 @@ class StorageTier:
         storage.keeps("variants", self._how, self._layout)
 
     def load_most_used(self, seconds: float = START_S) -> int:
-        """Fill the store with the entries of highest f_r, before there are requests: the one method that waits, so long at most.
+        """Fill the store with the entries of highest f_r, before there are requests: the one method
+        that waits, so long at most.
 
         Entries of tenants are loaded when they ask: no file says who they are.
 
@@ -79,7 +81,11 @@ class StorageTier:
         """
         before = self._store.stats()
         mine = self._chunk(ChunkIdentity(ChunkId(""), None, None))[:2]
-        found = [variant for variant in self.storage.index.variants() if variant.blob.row.place[:2] == mine]
+        found = [
+            variant
+            for variant in self.storage.index.variants()
+            if variant.blob.row.place[:2] == mine
+        ]
         found.sort(key=lambda v: (v.is_reserved, v.reuse, v.last_used), reverse=True)
         room = self._store.max_bytes - before.num_bytes
 
@@ -97,29 +103,44 @@ class StorageTier:
     # A request's life
 
     def ask(
-        self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources, costs: Costs | None
+        self,
+        req: Req,
+        spans: RequestSpans,
+        fusion: FusionRequest,
+        sources: ChunkSources,
+        costs: Costs | None,
     ) -> Asked:
-        """Load what the storage has of the request's chunks, where neither device nor store has any behind the same head."""
+        """Load what the storage has of the request's chunks, where neither device nor store has any
+        behind the same head."""
         asked = Asked(is_prefetch=state(req).is_prefetch, tenant=(req.extra_key, req.cache_salt))
         with self.storage.guard("nothing is loaded, the prompt is computed"):
             self.storage.poll()
             if not (self.storage.is_off or self.storage.loader.is_paused):
                 wishes = list(self._wishes(req, spans, fusion, sources, costs))
                 asked.computed_s = sum(wish.computed_s or 0.0 for wish in wishes)
-                left = {self._chunk(wish.identity): wish for wish in wishes if not self._load_for(wish, asked)}
+                left = {
+                    self._chunk(wish.identity): wish
+                    for wish in wishes
+                    if not self._load_for(wish, asked)
+                }
                 numbers = {chunk: wish.num_tokens for chunk, wish in left.items()}
-                self.storage.look_up(numbers, partial(self._found_of_others, list(left.values()), asked), asked)
+                self.storage.look_up(
+                    numbers, partial(self._found_of_others, list(left.values()), asked), asked
+                )
         return asked
 
     def has(self, identity: ChunkIdentity, head: str, prefix: Prefix, scored: Scored) -> bool:
-        """Whether it has the chunk as it is preprocessed after these, or is alone after none, with so much of it measured."""
+        """Whether it has the chunk as it is preprocessed after these, or is alone after none,
+        with so much of it measured."""
         stored = self.storage.index.get(self._chunk(identity), head, prefix)
         if stored is None or self.storage.is_off:
             return False
         known = self.storage.known(stored)
         return known.preprocessed == bool(prefix) and known.scored >= scored
 
-    def fetch(self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources) -> bool:
+    def fetch(
+        self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources
+    ) -> bool:
         """`ask` for what a chunk to preprocess is moved after. Whether to wait for some of it."""
         self.ask(req, spans, fusion, sources, None)
         if self.storage.is_off or self.storage.loader.is_paused:
@@ -132,21 +153,33 @@ class StorageTier:
 
     def reserve(self, identity: ChunkIdentity, head: str, prefix: Prefix, num_tokens: int) -> bool:
         """As `Storage.reserve`, for what a request will preprocess."""
-        return self.storage.reserve(self._chunk(identity), head, prefix, num_tokens * self._layout.token_bytes)
+        return self.storage.reserve(
+            self._chunk(identity), head, prefix, num_tokens * self._layout.token_bytes
+        )
 
     def is_unpaid(
-        self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources, costs: Costs | None
+        self,
+        req: Req,
+        spans: RequestSpans,
+        fusion: FusionRequest,
+        sources: ChunkSources,
+        costs: Costs | None,
     ) -> bool:
         """Whether `ask` would leave something that it knows of. Asks nobody."""
         wishes = () if self.storage.is_off else self._wishes(req, spans, fusion, sources, costs)
-        return any(not self._is_faster(wish, variant.blob.row) for wish in wishes for variant in self._found(wish))
+        return any(
+            not self._is_faster(wish, variant.blob.row)
+            for wish in wishes
+            for variant in self._found(wish)
+        )
 
     def count_asked(self, chunks: Iterable[tuple[ChunkIdentity, str, Prefix]]) -> None:
         """As `VariantIndex.ask` of the store, for the same request."""
         self.storage.ask((self._chunk(identity), head, prefix) for identity, head, prefix in chunks)
 
     def count_uses(self, plan: ReusePlan, extra_key: str | None, cache_salt: str | None) -> None:
-        """As `ChunkSources.count_uses`: a source's twin in the storage is used with it. One that is not there is written."""
+        """As `ChunkSources.count_uses`: a source's twin in the storage is used with it.
+        One that is not there is written."""
         for piece in plan.pieces:
             if piece.source is None or piece.chunk is None or piece.cfo is None:
                 continue
@@ -170,16 +203,25 @@ class StorageTier:
         """Keep one of the store's, unless it is kept."""
         if self.storage.is_off:
             return
-        heads = self.storage.heads if variant.scores is not None or variant.outward is not None else ()
+        heads = (
+            self.storage.heads if variant.scores is not None or variant.outward is not None else ()
+        )
         place = Place(*self._chunk(identity), variant.head, variant.prefix, variant.preprocessed)
         measured = variant.scored, variant.outward is not None, heads
-        row = Row(self.storage.names.entry(place, *measured), place, variant.blob.num_tokens, 0, *measured)
+        row = Row(
+            self.storage.names.entry(place, *measured), place, variant.blob.num_tokens, 0, *measured
+        )
         told = partial(self._tell_store, place, variant)
         if not self.storage.write(row, entry_of(variant, heads), told, self._layout):
             told()
 
     def _wishes(
-        self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources, costs: Costs | None
+        self,
+        req: Req,
+        spans: RequestSpans,
+        fusion: FusionRequest,
+        sources: ChunkSources,
+        costs: Costs | None,
     ) -> Iterator[_Wish]:
         heads = text_before(spans.namespace, spans.spans, req.origin_input_ids)
         before = [span.chunk for span in spans.spans]
@@ -194,8 +236,20 @@ class StorageTier:
             if any(each.head == head for each in there):
                 continue
             # Its tokens in a prefill that runs in any case.
-            computed_s = None if line is None else line.seconds(extend_work(span.start, span.end)._replace(calls=0))
-            yield _Wish(identity, head, before[:index], span.end - span.start, fusion.plain, bool(there), computed_s)
+            computed_s = (
+                None
+                if line is None
+                else line.seconds(extend_work(span.start, span.end)._replace(calls=0))
+            )
+            yield _Wish(
+                identity,
+                head,
+                before[:index],
+                span.end - span.start,
+                fusion.plain,
+                bool(there),
+                computed_s,
+            )
 
     def _found(self, wish: _Wish) -> list[Variant]:
         """What the index has for it, best first."""
@@ -222,7 +276,8 @@ class StorageTier:
         return bool(found) and found[0].head == wish.head
 
     def _is_faster(self, wish: _Wish, row: Row) -> bool:
-        """Whether loading it is estimated to take no longer than computing it. What was never tried is taken to be."""
+        """Whether loading it is estimated to take no longer than computing it.
+        What was never tried is taken to be."""
         expected = self.storage.seconds(row.num_bytes)
         return wish.computed_s is None or expected is None or expected <= wish.computed_s
 
@@ -239,7 +294,9 @@ class StorageTier:
         if stored is not None and stored.preprocessed == variant.preprocessed:
             self._store.set_below(variant)
 
-    def _load(self, identity: ChunkIdentity, variant: Variant, num_tokens: int, asked: Asked | None = None) -> None:
+    def _load(
+        self, identity: ChunkIdentity, variant: Variant, num_tokens: int, asked: Asked | None = None
+    ) -> None:
         """Unless it is under way, or the store would not have it, or too much is."""
         if not self._is_wanted(identity, variant, num_tokens):
             return
@@ -257,7 +314,9 @@ class StorageTier:
         return self._store.wants(identity, *place, preprocessed=variant.preprocessed, nbytes=nbytes)
 
     def _chunk(self, identity: ChunkIdentity) -> StoredChunk:
-        return self.storage.chunk(self._how, identity.extra_key, identity.cache_salt, identity.chunk)
+        return self.storage.chunk(
+            self._how, identity.extra_key, identity.cache_salt, identity.chunk
+        )
 
 
 def entry_of(variant: Variant, heads: tuple[Head, ...]) -> Callable[[], Entry]:
@@ -266,7 +325,9 @@ def entry_of(variant: Variant, heads: tuple[Head, ...]) -> Callable[[], Entry]:
     scores: ChunkScores | None = variant.scores  # type: ignore[assignment]
     measured = {"outward": variant.outward, "heads": heads, "codec": blob.codec}
     if scores is not None:
-        masses = Masses(scores.inter, scores.prefix_lens, scores.intra, scores.head, scores.head_len)
+        masses = Masses(
+            scores.inter, scores.prefix_lens, scores.intra, scores.head, scores.head_len
+        )
         measured |= {"masses": masses, "context": scores.context, "received": scores.received}
     return lambda: Entry(blob.parts, **measured)
 

@@ -1,4 +1,5 @@
-"""Request rows and KV slots for what the server tries on itself: the gate, the costs, the calibration."""
+"""Request rows and KV slots for what the server tries on itself:
+the gate, the costs, the calibration."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Row(NamedTuple):
 
 @contextmanager
 def slots_of(params: Any, num_slots: int) -> Iterator[Tensor]:
-    """[num_slots] int64 of the KV pool, given back afterwards. Raises RuntimeError where it has not as many."""
+    """[num_slots] int64 of the KV pool, given back afterwards.
+    Raises RuntimeError where it has not as many."""
     allocator = params.token_to_kv_pool_allocator
     slots = allocator.alloc(num_slots)
     if slots is None:
@@ -35,7 +37,8 @@ def slots_of(params: Any, num_slots: int) -> Iterator[Tensor]:
 
 @contextmanager
 def rows_of(params: Any, lens: Sequence[int]) -> Iterator[list[Row]]:
-    """Request rows with slots of their own, given back afterwards. Raises RuntimeError where the pools have not as many.
+    """Request rows with slots of their own, given back afterwards. Raises RuntimeError where the
+    pools have not as many.
 
     params: SGLang's CacheInitParams. lens: tokens of each row.
     """
@@ -43,9 +46,14 @@ def rows_of(params: Any, lens: Sequence[int]) -> Iterator[list[Row]]:
     with slots_of(params, sum(lens)) as slots:
         indices = pool.alloc_rows(len(lens))
         if indices is None:
-            raise RuntimeError(f"--reuse fused tries the model and needs {len(lens)} request rows for that")
+            raise RuntimeError(
+                f"--reuse fused tries the model and needs {len(lens)} request rows for that"
+            )
         try:
-            rows = [Row(i, part) for i, part in zip(indices, torch.split(slots, list(lens)), strict=True)]
+            rows = [
+                Row(i, part)
+                for i, part in zip(indices, torch.split(slots, list(lens)), strict=True)
+            ]
             for row in rows:
                 pool.write((row.number, slice(0, len(row.slots))), row.slots.to(torch.int32))
             yield rows
@@ -56,4 +64,6 @@ def rows_of(params: Any, lens: Sequence[int]) -> Iterator[list[Row]]:
 def logits_of(runner: Any, hidden: Tensor) -> Tensor:
     """[n, vocab] float32 from [n, hidden_size]."""
     hidden = hidden.float()
-    return torch.cat([hidden @ rows.float().T for rows in runner.model.lm_head.weight.split(VOCAB_ROWS)], dim=1)
+    return torch.cat(
+        [hidden @ rows.float().T for rows in runner.model.lm_head.weight.split(VOCAB_ROWS)], dim=1
+    )

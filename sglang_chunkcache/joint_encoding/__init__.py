@@ -1,1 +1,2 @@
-"""Joint encoding: similar KV blocks of several requests or chunks become one shared block (Fast Fusion). Torch only."""
+"""Joint encoding: similar KV blocks of several requests or chunks become one shared block (Fast
+Fusion). Torch only."""

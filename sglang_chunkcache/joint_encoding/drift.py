@@ -1,18 +1,19 @@
 """What fusing does to attention, at most (Fast Fusion, proposition 5.3).
 
-A block K and the shared K' have the same norm and similarity u, so |K' - K| = |K| sqrt(2 (1 - u)). A query q of one head sees of
-each token a part of that difference, so no logit moves further than
+A block K and the shared K' have the same norm and similarity u, so |K' - K| = |K| sqrt(2 (1 - u)).
+A query q of one head sees of each token a part of that difference, so no logit moves further than
 
     epsilon = |K| |q| / sqrt(head_dim) * sqrt(2 (1 - u))
 
-and the attention distribution moves by at most exp(2 epsilon) - 1 in L1, as the paper shows. What epsilon allows is exactly
-2 tanh(epsilon / 2), never more than epsilon nor than 2: some logits gain epsilon, all others lose it, and the worst mass to gain
-has odds of exp(-epsilon).
+and the attention distribution moves by at most exp(2 epsilon) - 1 in L1, as the paper shows. What
+epsilon allows is exactly 2 tanh(epsilon / 2), never more than epsilon nor than 2: some logits gain
+epsilon, all others lose it, and the worst mass to gain has odds of exp(-epsilon).
 
-NOTE: norms are those of blocks. The paper's proof speaks of tokens, whose norms are not kept where whole blocks are turned: one
-token may have all of the difference.
-NOTE: u is the similarity of a block to what it is decoded from. That may be less than the threshold: of several blocks that join
-one, the fewer are outvoted, and over the levels a direction moves on (test_drift.py has both). `relative_errors` measures it.
+NOTE: norms are those of blocks. The paper's proof speaks of tokens, whose norms are not kept where
+whole blocks are turned: one token may have all of the difference.
+NOTE: u is the similarity of a block to what it is decoded from. That may be less than the
+threshold: of several blocks that join one, the fewer are outvoted, and over the levels a direction
+moves on (test_drift.py has both). `relative_errors` measures it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import math
 
 
 def distance(similarity: float) -> float:
-    """|K' - K| / |K| of two blocks of one norm: sqrt(2 (1 - u)). What `encoding.relative_errors` measures."""
+    """|K' - K| / |K| of two blocks of one norm: sqrt(2 (1 - u)).
+    What `encoding.relative_errors` measures."""
     return math.sqrt(2 * max(0.0, 1 - similarity))
 
 
 def logit_scale(block_norm: float, query_norm: float, head_dim: int) -> float:
-    """|K| |q| / sqrt(d), the largest of a layer: `block_norm` of all heads together, `query_norm` of one head."""
+    """|K| |q| / sqrt(d), the largest of a layer:
+    `block_norm` of all heads together, `query_norm` of one head."""
     return block_norm * query_norm / math.sqrt(head_dim)
 
 
@@ -46,5 +49,6 @@ def logit_drift_within(drift: float) -> float:
 
 
 def similarity_within(logit_drift: float, scale: float) -> float:
-    """The least similarity at which a layer with this `logit_scale` has no larger logit drift; 0 if any has."""
+    """The least similarity at which a layer with this `logit_scale` has no larger logit drift;
+    0 if any has."""
     return max(0.0, 1 - (logit_drift / scale) ** 2 / 2) if scale else 0.0

@@ -3,10 +3,12 @@
     tokens of a unit    [ block | block | block | tail ]        the tail, shorter than a block, is kept as it is
     encoded             table: block -> shared block            scale: this block's norm over the leader's
 
-Of each shared block the leader's norm is kept in the block itself, so a block that nothing joined, and one that only its equals
-joined in bfloat16 or float16, is decoded bit by bit. All others get the shared direction and their own norm.
+Of each shared block the leader's norm is kept in the block itself, so a block that nothing joined,
+and one that only its equals joined in bfloat16 or float16, is decoded bit by bit. All others get
+the shared direction and their own norm.
 
-Knows no slots: `decode` gives the tokens in the order in which `encode` took them, to be copied back to where they came from.
+Knows no slots: `decode` gives the tokens in the order in which `encode` took them, to be copied
+back to where they came from.
 """
 
 from __future__ import annotations
@@ -49,7 +51,14 @@ class JointLayer:
     @property
     def nbytes(self) -> int:
         """Of all that has to be kept; an entry of the table would take four bytes."""
-        kept = (self.keys, self.values, self.key_scales, self.value_scales, self.tail_keys, self.tail_values)
+        kept = (
+            self.keys,
+            self.values,
+            self.key_scales,
+            self.value_scales,
+            self.tail_keys,
+            self.tail_values,
+        )
         return 4 * len(self.table) + sum(each.nbytes for each in kept)
 
 
@@ -65,13 +74,14 @@ def encode(
     """Fuse similar blocks of different units in one layer.
 
     Args:
-        keys: [num_tokens, num_kv_heads, head_dim], the model's dtype, the units one after the other; only read. Rotated or not,
-            but all units alike.
+        keys: [num_tokens, num_kv_heads, head_dim], the model's dtype, the units one after the
+            other; only read. Rotated or not, but all units alike.
         values: [num_tokens, num_kv_heads, v_head_dim], likewise.
         lens: tokens of each unit.
         block_size: tokens of a block, at least 1.
         threshold: as in `fast_fusion`; from `NEVER` on all blocks stay their own.
-        fixed: as in `fast_fusion`, of whole blocks. A fixed block comes back bit by bit, whatever joins it.
+        fixed: as in `fast_fusion`, of whole blocks. A fixed block comes back bit by bit, whatever
+            joins it.
     Returns:
         New tensors, on the same device.
     Raises:
@@ -79,11 +89,15 @@ def encode(
     """
     for name, each in (("keys", keys), ("values", values)):
         if each.ndim != 3 or len(each) != sum(lens):
-            raise ValueError(f"{name}: expected [{sum(lens)}, num_kv_heads, head_dim], got {list(each.shape)}")
+            raise ValueError(
+                f"{name}: expected [{sum(lens)}, num_kv_heads, head_dim], got {list(each.shape)}"
+            )
     if block_size < 1:
         raise ValueError(f"block_size: expected 1 or more, got {block_size}")
     whole = _in_blocks(lens, block_size).to(keys.device)
-    key_blocks, value_blocks = (each[whole].reshape(-1, block_size, *each.shape[1:]) for each in (keys, values))
+    key_blocks, value_blocks = (
+        each[whole].reshape(-1, block_size, *each.shape[1:]) for each in (keys, values)
+    )
     flat = key_blocks.flatten(1), value_blocks.flatten(1)
     fused = fast_fusion(*flat, [length // block_size for length in lens], threshold, fixed=fixed)
     (shared_keys, key_scales), (shared_values, value_scales) = (
@@ -121,19 +135,22 @@ def decode(layer: JointLayer) -> tuple[Tensor, Tensor]:
 
 
 def relative_errors(layer: JointLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """How far each decoded block is from the original, over the original's norm: what drift.py takes, measured.
+    """How far each decoded block is from the original, over the original's norm: what drift.py
+    takes, measured.
 
     Args:
         keys: as `encode` got them.
         values: likewise.
     Returns:
-        [num_blocks] float32 for keys and for values, 0 to 2 but for rounding; NaN for a block of zeros or one that is not finite.
+        [num_blocks] float32 for keys and for values, 0 to 2 but for rounding; NaN for a block of
+        zeros or one that is not finite.
     """
     whole = _in_blocks(layer.lens, layer.block_size).to(keys.device)
     errors = []
     for original, decoded in zip((keys, values), decode(layer), strict=True):
         before, after = (
-            each[whole].float().reshape(-1, layer.block_size * each.shape[1:].numel()) for each in (original, decoded)
+            each[whole].float().reshape(-1, layer.block_size * each.shape[1:].numel())
+            for each in (original, decoded)
         )
         norm = torch.linalg.vector_norm
         errors.append(norm(after - before, dim=1) / norm(before, dim=1))
@@ -150,13 +167,18 @@ def _in_blocks(lens: Sequence[int], block_size: int) -> Tensor:
     return torch.arange(sum(lens)) < ends.repeat_interleave(lengths)
 
 
-def _share(blocks: Tensor, directions: Tensor, fused: FusedBlocks, fixed: Tensor | None) -> tuple[Tensor, Tensor]:
+def _share(
+    blocks: Tensor, directions: Tensor, fused: FusedBlocks, fixed: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The shared blocks, at their leaders' norms, and each block's scale."""
     norms = torch.linalg.vector_norm(blocks.float(), dim=1)
     kept = norms[fused.leaders]
-    kept = kept.masked_fill(kept == 0, 1)  # a leader of zeros, whose direction is that of what joined it
+    # a leader of zeros, whose direction is that of what joined it
+    kept = kept.masked_fill(kept == 0, 1)
     is_shared = (fused.references > 1).unsqueeze(1)
     turned = is_shared if fixed is None else is_shared & ~fixed[fused.leaders].unsqueeze(1)
-    shared = torch.where(turned, (directions * kept.unsqueeze(1)).to(blocks.dtype), blocks[fused.leaders])
+    shared = torch.where(
+        turned, (directions * kept.unsqueeze(1)).to(blocks.dtype), blocks[fused.leaders]
+    )
     scales = norms / kept[fused.table]
     return shared, torch.where(is_shared[fused.table, 0], scales, 1.0)

@@ -1,28 +1,35 @@
-"""Algorithm 1 of Fast Fusion: similar blocks of different units become one direction. One layer; knows no tokens and no pool.
+"""Algorithm 1 of Fast Fusion: similar blocks of different units become one direction. One layer;
+knows no tokens and no pool.
 
-A unit is what the paper's tree has as a leaf: a request (BFF) or a chunk (CFF). Units are split into halves until one is left:
+A unit is what the paper's tree has as a leaf: a request (BFF) or a chunk (CFF). Units are split
+into halves until one is left:
 
     units            1   2   3   4   5          left half: the first num_units // 2
     level 3                     (4   5)
     level 2         (1   2) (3  [4   5])
     level 1        ([1   2] [3   4   5])
 
-A pair's left blocks keep their place. A right block that is more similar than the threshold to a left one joins it: the left
-direction becomes the normalised sum. The other right blocks stay. All pairs of a level are computed together, so there are
-ceil(log2 num_units) steps, or more where units differ so much in length that padding would take too much memory.
+A pair's left blocks keep their place. A right block that is more similar than the threshold to a
+left one joins it: the left direction becomes the normalised sum. The other right blocks stay. All
+pairs of a level are computed together, so there are ceil(log2 num_units) steps, or more where units
+differ so much in length that padding would take too much memory.
 
-NOTE: the paper's O(B log B) holds where most right blocks join. Where none does, a pair compares all its blocks, n^2 / 2 in all.
+NOTE: the paper's O(B log B) holds where most right blocks join. Where none does, a pair compares
+all its blocks, n^2 / 2 in all.
 
 What the paper leaves open, and what was chosen:
-- A right block may exceed the threshold with several left ones. It joins the most similar, among equals the first. Line by line
-  the algorithm adds it to each of them, but a block has one entry in the table.
+- A right block may exceed the threshold with several left ones. It joins the most similar, among
+  equals the first. Line by line the algorithm adds it to each of them, but a block has one entry in
+  the table.
 - A right block is added with its unit direction, whatever the number of blocks that it stands for.
 - Similarities of a pair are taken once, before its left directions move.
 - Blocks of one unit are never compared: a leaf is returned as it is.
 - Values join where keys do. Their own similarity is not asked for.
-- Figure 2 pairs six requests two by two, the algorithm's halves give 1 + 2 and 1 + 2. The algorithm counts.
+- Figure 2 pairs six requests two by two, the algorithm's halves give 1 + 2 and 1 + 2. The algorithm
+  counts.
 - The order of units is the caller's (remark 4.1: units with fewer blocks first).
-- Some blocks may be fixed, which the paper has not: others join them in their direction, and they join nothing.
+- Some blocks may be fixed, which the paper has not: others join them in their direction, and they
+  join nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +44,8 @@ from torch import Tensor
 NEVER = 1.0
 """A threshold that no similarity exceeds."""
 MAX_PADDED = 1 << 26
-"""Numbers that are compared together: pairs of a level are padded to its longest units. One pair may be more."""
+"""Numbers that are compared together: pairs of a level are padded to its longest units.
+One pair may be more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +53,8 @@ class FusedBlocks:
     """Which blocks are one, and in which direction. On the blocks' device."""
 
     table: Tensor
-    """[num_blocks] int64: the shared block of each block. Shared blocks are numbered as their first blocks are."""
+    """[num_blocks] int64: the shared block of each block.
+    Shared blocks are numbered as their first blocks are."""
     leaders: Tensor
     """[num_shared] int64, ascending: the block that stayed in its place each time."""
     keys: Tensor
@@ -53,7 +62,8 @@ class FusedBlocks:
     values: Tensor
     """[num_shared, value_size] float32, likewise."""
     fused_at: Tensor
-    """[num_blocks] float32: the similarity at which a block, with what had joined it, joined another. NaN: a leader."""
+    """[num_blocks] float32: the similarity at which a block, with what had joined it,
+    joined another. NaN: a leader."""
 
     @property
     def references(self) -> Tensor:
@@ -62,22 +72,31 @@ class FusedBlocks:
 
 
 def fast_fusion(
-    keys: Tensor, values: Tensor, lens: Sequence[int], threshold: float, *, fixed: Tensor | None = None
+    keys: Tensor,
+    values: Tensor,
+    lens: Sequence[int],
+    threshold: float,
+    *,
+    fixed: Tensor | None = None,
 ) -> FusedBlocks:
     """Fuse similar blocks of different units in one layer (algorithm 1).
 
     Args:
-        keys: [num_blocks, key_size] float, any device, the units one after the other; only read. A block whose keys or values
-            are not finite stays alone.
+        keys: [num_blocks, key_size] float, any device, the units one after the other; only read. A
+            block whose keys or values are not finite stays alone.
         values: [num_blocks, value_size], otherwise likewise.
         lens: number of blocks of each unit, 0 included.
-        threshold: cosine similarity, at least 0. Only what is more similar fuses; from `NEVER` on nothing does.
-        fixed: [num_blocks] bool, on the blocks' device: blocks that may lead and never change. None: no block is.
+        threshold: cosine similarity, at least 0. Only what is more similar fuses; from `NEVER` on
+            nothing does.
+        fixed: [num_blocks] bool, on the blocks' device: blocks that may lead and never change.
+            None: no block is.
     Returns:
-        New tensors. On CUDA one synchronisation a level; sums of three blocks and more depend on the order of additions.
+        New tensors. On CUDA one synchronisation a level; sums of three blocks and more depend on
+        the order of additions.
     Raises:
-        ValueError: keys and values are no matrices of as many rows as the lens sum to; names what was expected and got. Or the
-            threshold is below 0, where sums could cancel out, or NaN. Or `fixed` has another shape.
+        ValueError: keys and values are no matrices of as many rows as the lens sum to; names what
+            was expected and got. Or the threshold is below 0, where sums could cancel out, or NaN.
+            Or `fixed` has another shape.
     Equals tests/reference/naive_joint.py: the same table, directions within 1e-5.
     """
     num_blocks = sum(lens)
@@ -127,7 +146,8 @@ def normalize(blocks: Tensor) -> Tensor:
 
 
 def cosine(left: Tensor, right: Tensor) -> Tensor:
-    """Similarities of unit vectors [.., m1, size] and [.., m2, size]: [.., m1, m2], at most 1 whatever the rounding."""
+    """Similarities of unit vectors [.., m1, size] and [.., m2, size]:
+    [.., m1, m2], at most 1 whatever the rounding."""
     return (left @ right.mT).clamp_max(1.0)
 
 
@@ -135,8 +155,8 @@ def cosine(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _levels(lens: Sequence[int], size: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Pairs of the tree, deepest level first: first block of the left half, of the right half, and their end. A level in several
-    parts if padding would take too much."""
+    """Pairs of the tree, deepest level first: first block of the left half, of the right half, and
+    their end. A level in several parts if padding would take too much."""
     starts = [0, *accumulate(lens)]
     levels, nodes = [], [(0, len(lens))]
     while splits := [(a, a + (b - a) // 2, b) for a, b in nodes if b - a > 1]:
@@ -154,7 +174,8 @@ def _levels(lens: Sequence[int], size: int) -> Iterator[list[tuple[int, int, int
 
 
 def _padded(alive: Tensor, ranges: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """The blocks of each range that are still there, padded to the longest: ids and whether they are meant, [num_ranges, m]."""
+    """The blocks of each range that are still there, padded to the longest:
+    ids and whether they are meant, [num_ranges, m]."""
     bounds = torch.searchsorted(alive, torch.tensor(ranges, device=alive.device))
     first, end = bounds[:, :1], bounds[:, 1:]
     at = first + torch.arange(int((end - first).max()), device=alive.device)

@@ -1,14 +1,17 @@
-"""How many blocks will fuse at a threshold, from a sample of their similarities (Fast Fusion, section 5).
+"""How many blocks will fuse at a threshold, from a sample of their similarities (Fast Fusion,
+section 5).
 
     similarities of a layer --> kernel density (eq. 1) or a Gaussian --> rate: pairs over the threshold --> blocks that join
 
-The rate L is that of a Poisson variable, so nothing fuses with probability exp(-L). The paper's compression ratio takes L itself
-for the number of blocks that join, but several of the L pairs may have the same right block, which joins once. So there are two
-predictions. `most_joins`, the paper's, takes each right block to be in one pair at most, as in variants of one chunk.
+The rate L is that of a Poisson variable, so nothing fuses with probability exp(-L). The paper's
+compression ratio takes L itself for the number of blocks that join, but several of the L pairs may
+have the same right block, which joins once. So there are two predictions. `most_joins`, the
+paper's, takes each right block to be in one pair at most, as in variants of one chunk.
 `expected_joins` spreads the pairs over the right blocks at random.
 
-NOTE: a kernel knows no limit, cosines end at 1. Where similarities lie in several heaps or near 1, the bandwidth that suits a
-Gaussian puts mass over thresholds that nothing exceeds: eq. 1 can predict fusing at .999 where no pair is over .99.
+NOTE: a kernel knows no limit, cosines end at 1. Where similarities lie in several heaps or near 1,
+the bandwidth that suits a Gaussian puts mass over thresholds that nothing exceeds: eq. 1 can
+predict fusing at .999 where no pair is over .99.
 
 Everything is computed in float64, on the sample's device.
 """
@@ -28,7 +31,8 @@ Joins = Callable[[float, float], float]
 
 
 def unit_similarities(blocks: Tensor, lens: Sequence[int]) -> Tensor:
-    """Similarities of all pairs of blocks of different units, those that the tree compares as long as nothing fuses.
+    """Similarities of all pairs of blocks of different units, those that the tree compares as long
+    as nothing fuses.
 
     Args:
         blocks: [num_blocks, size] float, the units one after the other.
@@ -47,8 +51,8 @@ def num_pairs(lens: Sequence[int]) -> int:
 
 
 def normal_bandwidth(similarities: Tensor) -> float:
-    """The kernel's standard deviation that is best if the sample is Gaussian: (4 / 3n)^(1/5) of the sample's own (the paper names
-    none). Of one similarity it is 0, which is no bandwidth."""
+    """The kernel's standard deviation that is best if the sample is Gaussian: (4 / 3n)^(1/5) of the
+    sample's own (the paper names none). Of one similarity it is 0, which is no bandwidth."""
     num = len(similarities)
     return float((4 / (3 * num)) ** 0.2 * similarities.double().std(correction=0))
 
@@ -61,24 +65,31 @@ def density(at: Tensor, similarities: Tensor, bandwidth: float) -> Tensor:
 
 def distribution(at: Tensor, similarities: Tensor, bandwidth: float) -> Tensor:
     """F_h (eq. 1): the estimated share of similarities up to the points `at` [k], [k] float64."""
-    return torch.stack([torch.special.ndtr((x - similarities.double()) / bandwidth).mean() for x in at.double()])
+    return torch.stack(
+        [torch.special.ndtr((x - similarities.double()) / bandwidth).mean() for x in at.double()]
+    )
 
 
 def kernel_rate(threshold: float, similarities: Tensor, bandwidth: float) -> float:
-    """n (1 - F_h): similarities over the threshold that are expected of n like the sample's. Bandwidth above 0."""
+    """n (1 - F_h): similarities over the threshold that are expected of n like the sample's.
+    Bandwidth above 0."""
     return float(torch.special.ndtr((similarities.double() - threshold) / bandwidth).sum())
 
 
 def extreme_rate(threshold: float, similarities: Tensor, bandwidth: float) -> float:
-    """Eq. 2: `kernel_rate` with the Gaussian's tail in its extreme-value form, of two similarities at least.
+    """Eq. 2: `kernel_rate` with the Gaussian's tail in its extreme-value form, of two similarities
+    at least.
 
-    NOTE: a term is right where a kernel has about one of n samples over the threshold. For similarities within three bandwidths
-    below the threshold, or above it, a term is far too large, without limit; see README.md. Infinite where it overflows.
+    NOTE: a term is right where a kernel has about one of n samples over the threshold. For
+    similarities within three bandwidths below the threshold, or above it, a term is far too large,
+    without limit; see README.md. Infinite where it overflows.
     """
     num = len(similarities)
     a = (2 * math.log(num)) ** -0.5
     b = 1 / a - a / 2 * (math.log(math.log(num)) + math.log(4 * math.pi))
-    return float(torch.exp(-(threshold - (bandwidth * b + similarities.double())) / (bandwidth * a)).mean())
+    return float(
+        torch.exp(-(threshold - (bandwidth * b + similarities.double())) / (bandwidth * a)).mean()
+    )
 
 
 def gaussian_rate(threshold: float, mean: float, std: float, num: int) -> float:
@@ -97,19 +108,22 @@ def compression_ratio(num_left: int, num_right: int, rates: Sequence[float]) -> 
     Args:
         num_left: m1, blocks of the one unit; at least 1.
         num_right: m2, of the other one.
-        rates: of each layer. More than `num_right` cannot join; the paper's formula would then have no meaning.
+        rates: of each layer. More than `num_right` cannot join; the paper's formula would then have
+            no meaning.
     """
     before = len(rates) * (num_left + num_right)
     return before / (before - sum(most_joins(rate, num_right) for rate in rates))
 
 
 def most_joins(rate: float, num_right: float) -> float:
-    """Right blocks with a pair over the threshold, if no two pairs have the same one as long as there are others."""
+    """Right blocks with a pair over the threshold, if no two pairs have the same one as long as
+    there are others."""
     return min(rate, num_right)
 
 
 def expected_joins(rate: float, num_right: float) -> float:
-    """Right blocks with a pair over the threshold, if the pairs fall on them at random; at most `num_right`."""
+    """Right blocks with a pair over the threshold, if the pairs fall on them at random;
+    at most `num_right`."""
     return num_right * -math.expm1(-rate / num_right) if num_right else 0.0
 
 
@@ -118,7 +132,8 @@ def expected_blocks(lens: Sequence[int], exceedance: float, joins: Joins = expec
 
     Args:
         lens: blocks of each unit.
-        exceedance: probability that a pair of blocks is over the threshold, at every level the same.
+        exceedance: probability that a pair of blocks is over the threshold, at every level the
+            same.
         joins: `expected_joins` or `most_joins`.
     """
     if len(lens) < 2:

@@ -1,4 +1,5 @@
-"""Thresholds that give some blocks a compression ratio: what `ThresholdController` predicts is corrected by what fuses."""
+"""Thresholds that give some blocks a compression ratio:
+what `ThresholdController` predicts is corrected by what fuses."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ MAX_PAIRS = 1 << 16
 """Similarities of a layer that are kept of those of all pairs, at equal distances."""
 
 
-def thresholds_for_ratio(layers: Sequence[Tensor], lens: Sequence[int], ratio: float, head_dim: int) -> list[float]:
+def thresholds_for_ratio(
+    layers: Sequence[Tensor], lens: Sequence[int], ratio: float, head_dim: int
+) -> list[float]:
     """Of a few rounds' thresholds those that came nearest to the ratio.
 
     Args:
@@ -61,4 +64,8 @@ def _statistics(blocks: Tensor, lens: Sequence[int], head_dim: int) -> LayerStat
 
 
 def _num_shared(blocks: Tensor, threshold: float, lens: Sequence[int]) -> int:
-    return sum(lens) if threshold >= NEVER else len(fast_fusion(blocks, blocks, lens, threshold).leaders)
+    return (
+        sum(lens)
+        if threshold >= NEVER
+        else len(fast_fusion(blocks, blocks, lens, threshold).leaders)
+    )

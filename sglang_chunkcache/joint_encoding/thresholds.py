@@ -1,7 +1,9 @@
-"""Thresholds by layer from a wish: a compression ratio or a bound on attention drift (Fast Fusion, remark 4.2).
+"""Thresholds by layer from a wish: a compression ratio or a bound on attention drift (Fast Fusion,
+remark 4.2).
 
-All layers get one bound on the drift of their logits, so one with larger norms gets a higher threshold. Of all thresholds that
-save as much these have the lowest worst drift. Layers in which probably nothing fuses are skipped: their threshold is `NEVER`.
+All layers get one bound on the drift of their logits, so one with larger norms gets a higher
+threshold. Of all thresholds that save as much these have the lowest worst drift. Layers in which
+probably nothing fuses are skipped: their threshold is `NEVER`.
 
     statistics of a few blocks --> logit drift --> threshold of each layer --> blocks that fused --> logit drift ...
 """
@@ -25,7 +27,8 @@ _HALVINGS = 40
 _STEPS = 0.01, 0.5
 """The least and the largest change of the logit drift's logarithm."""
 _FASTER, _SLOWER = 1.3, 0.5
-"""Changes grow until they overshoot: how steeply the ratio follows the threshold differs by orders between kinds of blocks."""
+"""Changes grow until they overshoot: how steeply the ratio follows the threshold differs by orders
+between kinds of blocks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +41,16 @@ class LayerStatistics:
     """`drift.logit_scale`: how far similarity 1/2 would move a logit."""
 
     def exceedance(self, threshold: float) -> float:
-        """Share of the pairs that are over the threshold. Counted: near 1 a kernel's width would decide (fusion_rate.py)."""
+        """Share of the pairs that are over the threshold.
+        Counted: near 1 a kernel's width would decide (fusion_rate.py)."""
         return float((self.similarities > threshold).double().mean())
 
 
-def thresholds_for_drift(layers: Sequence[LayerStatistics], lens: Sequence[int], drift: float) -> list[float]:
-    """The lowest thresholds with which fusing a pair moves no layer's attention by more than `drift` in L1.
+def thresholds_for_drift(
+    layers: Sequence[LayerStatistics], lens: Sequence[int], drift: float
+) -> list[float]:
+    """The lowest thresholds with which fusing a pair moves no layer's attention by more than
+    `drift` in L1.
 
     Args:
         layers: statistics of every layer.
@@ -59,7 +66,9 @@ def thresholds_for_drift(layers: Sequence[LayerStatistics], lens: Sequence[int],
     return _skipping(layers, lens, _thresholds(layers, logit_drift_within(drift)))
 
 
-def predicted_ratio(layers: Sequence[LayerStatistics], lens: Sequence[int], thresholds: Sequence[float]) -> float:
+def predicted_ratio(
+    layers: Sequence[LayerStatistics], lens: Sequence[int], thresholds: Sequence[float]
+) -> float:
     """Blocks of units with these numbers of blocks, in all layers, before over after the tree."""
     after = [
         expected_blocks(lens, layer.exceedance(u)) if u < NEVER else sum(lens)
@@ -74,14 +83,17 @@ class ThresholdController:
     Args:
         layers: statistics of a calibration's blocks, of every layer.
         lens: numbers of blocks of the units of a typical batch or prompt.
-        ratio: blocks before over after fusing, in all layers together, that is asked for; above 1. What the blocks do not
-            give within `drift` is not reached.
-        drift: a bound on what fusing a pair may do to a layer's attention, in L1, above 0, kept whatever the ratio; 2 for none.
+        ratio: blocks before over after fusing, in all layers together, that is asked for; above 1.
+            What the blocks do not give within `drift` is not reached.
+        drift: a bound on what fusing a pair may do to a layer's attention, in L1, above 0, kept
+            whatever the ratio; 2 for none.
     Raises:
         ValueError: a ratio of 1 or below, a drift outside its range, or no layers.
     """
 
-    def __init__(self, layers: Sequence[LayerStatistics], lens: Sequence[int], *, ratio: float, drift: float) -> None:
+    def __init__(
+        self, layers: Sequence[LayerStatistics], lens: Sequence[int], *, ratio: float, drift: float
+    ) -> None:
         if not ratio > 1:
             raise ValueError(f"ratio: expected more than 1, got {ratio}")
         if not 0 < drift <= 2:
@@ -101,7 +113,8 @@ class ThresholdController:
         return _skipping(self._layers, self._lens, _thresholds(self._layers, self._logit_drift))
 
     def observe(self, num_blocks: int, num_shared: int) -> None:
-        """Tell what became of a batch in all layers, skipped ones too: too few fused lowers the thresholds, too many raise them.
+        """Tell what became of a batch in all layers, skipped ones too: too few fused lowers the
+        thresholds, too many raise them.
 
         Args:
             num_blocks: before, at least 1.
@@ -118,7 +131,10 @@ class ThresholdController:
         low, high = 0.0, self._limit
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            enough = predicted_ratio(self._layers, self._lens, _thresholds(self._layers, middle)) >= self._ratio
+            enough = (
+                predicted_ratio(self._layers, self._lens, _thresholds(self._layers, middle))
+                >= self._ratio
+            )
             low, high = (low, middle) if enough else (middle, high)
         return high
 
@@ -127,7 +143,9 @@ def _thresholds(layers: Sequence[LayerStatistics], logit_drift: float) -> list[f
     return [similarity_within(logit_drift, layer.scale) for layer in layers]
 
 
-def _skipping(layers: Sequence[LayerStatistics], lens: Sequence[int], thresholds: Sequence[float]) -> list[float]:
+def _skipping(
+    layers: Sequence[LayerStatistics], lens: Sequence[int], thresholds: Sequence[float]
+) -> list[float]:
     pairs = num_pairs(lens)
     return [
         NEVER if no_fusion(pairs * layer.exceedance(u)) >= SKIPPED_FROM else u

@@ -1,24 +1,28 @@
-"""The scheduler's tree: SGLang's `RadixCache` with one node per chunk. It owns KV slots and decides no order.
+"""The scheduler's tree: SGLang's `RadixCache` with one node per chunk. It owns KV slots and decides
+no order.
 
     root ── head tokens ── C1 ── C2 ── question ── answer          chunk nodes: `chunk`, `chain`, `promoted`
                             └─── C3 ── question                    token nodes: as in SGLang
 
-Requests without spans pass through untouched, so plain traffic sees stock SGLang. For the front's requests the key that
-SGLang builds is replaced by a `ChunkKey`; matching, locking and eviction stay SGLang's.
+Requests without spans pass through untouched, so plain traffic sees stock SGLang. For the front's
+requests the key that SGLang builds is replaced by a `ChunkKey`; matching, locking and eviction stay
+SGLang's.
 
-Requests that opted into moved KV (`--reuse fused`) are promised more than is cached, by a `Promiser`: the `match_prefix` of
-their admission plans, `init_load_back` allocates and inserts empty nodes under fused keys, which are filled before the batch
-runs.
+Requests that opted into moved KV (`--reuse fused`) are promised more than is cached, by a
+`Promiser`: the `match_prefix` of their admission plans, `init_load_back` allocates and inserts
+empty nodes under fused keys, which are filled before the batch runs.
 
 Audits match what is exact, and none of their slots ever gets into the tree.
 
-Exact chains that leave the device may stay in host memory (host_chains.py). The `match_prefix` of an admission brings them back.
+Exact chains that leave the device may stay in host memory (host_chains.py). The `match_prefix` of
+an admission brings them back.
 
 Invariants in addition to SGLang's own:
 - A node of ours is one segment of its key: a chunk, or tokens between chunks.
-- No inserted key ends inside a chunk. Otherwise two chunks that begin alike would give one slot two owners.
-- A key is never cut shorter than what the tree already owns of the request (`cache_protected_len`). Otherwise the caller would
-  free the tree's slots.
+- No inserted key ends inside a chunk. Otherwise two chunks that begin alike would give one slot two
+  owners.
+- A key is never cut shorter than what the tree already owns of the request (`cache_protected_len`).
+  Otherwise the caller would free the tree's slots.
 """
 
 from __future__ import annotations
@@ -72,11 +76,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_UNREAD_EVENTS = 65_536
-"""Events kept for the front; of a rank that is not asked for longer all nodes are told again. About 150 bytes each."""
+"""Events kept for the front; of a rank that is not asked for longer all nodes are told again.
+About 150 bytes each."""
 
 
 class ChunkRadixCache(RadixCache):  # type: ignore[misc]
-    """Radix cache with chunk-keyed nodes for the front's requests (CRAFT 4.1's GPU-local chunk-prefix tree)."""
+    """Radix cache with chunk-keyed nodes for the front's requests (CRAFT 4.1's GPU-local
+    chunk-prefix tree)."""
 
     def __init__(self, params: CacheInitParams, config: ChunkCacheConfig) -> None:
         """Build the cache of one rank.
@@ -87,7 +93,9 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         if params.page_size != 1:
             raise ValueError(f"the chunk cache needs --page-size 1, got {params.page_size}")
         if params.is_eagle:
-            raise ValueError("the chunk cache does not support speculative decoding (--speculative-algorithm)")
+            raise ValueError(
+                "the chunk cache does not support speculative decoding (--speculative-algorithm)"
+            )
         self.config = config
         self.log = EventLog(MAX_UNREAD_EVENTS)
         self.fallbacks: Counter[Fallback] = Counter()
@@ -122,10 +130,12 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             self.promiser.arrived(req, spans)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """As SGLang's, with the front's requests matched chunk by chunk. Idempotent; may be called again and again.
+        """As SGLang's, with the front's requests matched chunk by chunk. Idempotent; may be called
+        again and again.
 
-        SGLang matches to order its queue, up to 128 waiting requests a round, and once more to admit a request. Only the latter
-        limits the key, so that a token is left to compute: only then is more promised than is exact.
+        SGLang matches to order its queue, up to 128 waiting requests a round, and once more to
+        admit a request. Only the latter limits the key, so that a token is left to compute: only
+        then is more promised than is exact.
         """
         spans, is_admission = self._spans_of(params.req), params.key.limit is not None
         start = time.perf_counter()
@@ -136,7 +146,11 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         if spans is not None and isinstance(params.key, ChunkKey):
             known = state(params.req)
             known.fused = None
-            known.waits = is_admission and not known.is_asked_only and self._awaits(known, len(result.device_indices))
+            known.waits = (
+                is_admission
+                and not known.is_asked_only
+                and self._awaits(known, len(result.device_indices))
+            )
             is_admission = is_admission and not known.waits
             if is_admission and self.host is not None:
                 if self.stored is not None:
@@ -151,7 +165,8 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         return result
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
-        """Keep what `match_prefix` promised: slots for all of it, or an empty tensor (declined, to be computed).
+        """Keep what `match_prefix` promised: slots for all of it, or an empty tensor (declined, to
+        be computed).
 
         Never None, by which SGLang would put off this request, and with it all that wait behind it.
         """
@@ -160,8 +175,9 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
 
     @contextmanager
     def around_forward(self, batch: ScheduleBatch) -> Iterator[None]:
-        """Around a batch's forward, on its stream: what it needs of host memory is loaded, what it was promised is filled first,
-        and what is worth keeping is copied last. Called by our hook."""
+        """Around a batch's forward, on its stream: what it needs of host memory is loaded, what it
+        was promised is filled first, and what is worth keeping is copied last. Called by our
+        hook."""
         is_extend = batch.forward_mode.is_extend()
         is_ahead = is_extend and all(map(self._is_preprocessing, batch.reqs))
         watching = self.promiser or self.host
@@ -181,18 +197,27 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             self.storage.poll(is_round=True)
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """As SGLang's; a `ChunkKey` is inserted segment by segment, so that one node is one chunk."""
+        """As SGLang's; a `ChunkKey` is inserted segment by segment,
+        so that one node is one chunk."""
         if self.disable or not isinstance(params.key, ChunkKey):
             result = super().insert(params)
             self._touch(result.last_device_node)
             return result
-        value = params.value if params.value is not None else torch.tensor(params.key.token_ids, dtype=torch.int64)
+        value = (
+            params.value
+            if params.value is not None
+            else torch.tensor(params.key.token_ids, dtype=torch.int64)
+        )
         matched, path = self.insert_segments(params.key, value, "", params.priority, params.chunked)
-        return InsertResult(prefix_len=matched, last_device_node=path[-1] if path else self.root_node)
+        return InsertResult(
+            prefix_len=matched, last_device_node=path[-1] if path else self.root_node
+        )
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
         if self._is_audit(req):  # its slots stay its own, as in SGLang's cache without a tree
-            row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(req.get_fill_ids())]
+            row = self.req_to_token_pool.req_to_token[
+                req.kv.req_pool_idx, : len(req.get_fill_ids())
+            ]
             req.prefix_indices = row.to(dtype=torch.int64, copy=True)
         else:
             super().cache_unfinished_req(req, chunked=chunked)
@@ -202,7 +227,8 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
     def insert_req(self, req: Req, *, up_to: int) -> None:
         if not self._is_audit(req):
             super().insert_req(req, up_to=up_to)
-        self._report(req)  # a request that ends on its first token never gets to cache_unfinished_req
+        # a request that ends on its first token never gets to cache_unfinished_req
+        self._report(req)
 
     def reset(self) -> None:
         """Empty tree, new epoch: the front drops this rank's mirror with the next answer."""
@@ -238,16 +264,19 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         *,
         are_filled: bool = True,
     ) -> tuple[int, list[TreeNode]]:
-        """Insert `key`, one node per segment; returns (tokens already there, the last node of every segment).
+        """Insert `key`, one node per segment; returns (tokens already there, the last node of every
+        segment).
 
-        `head` names the tokens before the first chunk. `are_filled` False: the slots of new nodes are yet to be written, so they
-        are no source for others.
+        `head` names the tokens before the first chunk. `are_filled` False: the slots of new nodes
+        are yet to be written, so they are no source for others.
         """
         node, matched, path = self.root_node, 0, []
         before: list[ChunkId] = []
         heads = iter(text_before(head, key.spans, key.token_ids))
         for start, end, chunk in key.segments(*borders):
-            found, node = self._insert_helper(node, key[start:end], values[start:end], priority, chunked)
+            found, node = self._insert_helper(
+                node, key[start:end], values[start:end], priority, chunked
+            )
             if matched == start:
                 matched += found
             known, text = facts(node), "" if chunk is None else next(heads)
@@ -263,7 +292,8 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         return matched, path
 
     def fill(self, node: TreeNode) -> None:
-        """The node's slots hold its KV. A chunk's computed KV (not moved) may serve as a source from now on."""
+        """The node's slots hold its KV.
+        A chunk's computed KV (not moved) may serve as a source from now on."""
         facts(node).is_filled = True
         if self._is_copy(node):
             self.copies.add(node)
@@ -290,7 +320,9 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         self._num_chunk_tokens += len(node.key)
         self.log.append(Inserted(known.chunk, len(node.key), parent, namespace, known.promoted))
 
-    def on_host(self, chunk: ChunkId, num_tokens: int, parent: ChainId | None, namespace: str) -> ChainId:
+    def on_host(
+        self, chunk: ChunkId, num_tokens: int, parent: ChainId | None, namespace: str
+    ) -> ChainId:
         """The chain has come to host memory, and is not on the device."""
         inserted = Inserted(chunk, num_tokens, parent, namespace, promoted=False)
         self.log.append(inserted)
@@ -302,14 +334,16 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         self.log.append(Evicted(chain))
 
     def doubt_weights(self) -> None:
-        """The weights change: as long as the tree is not emptied, KV of two weights may be mixed, and none of it outlives the
-        process. Called by our hook."""
+        """The weights change: as long as the tree is not emptied, KV of two weights may be mixed,
+        and none of it outlives the process. Called by our hook."""
         if self.storage is not None:
             self.storage.stop()
 
-    def rank_state(self, dp_rank: int, asked: Asked = NOTHING, *, num_waiting: int = 0) -> RankState:
-        """What the front asks of this rank. The counts are those after the store was cleared. `num_waiting`: requests whose
-        prefill has not begun or not ended."""
+    def rank_state(
+        self, dp_rank: int, asked: Asked = NOTHING, *, num_waiting: int = 0
+    ) -> RankState:
+        """What the front asks of this rank. The counts are those after the store was cleared.
+        `num_waiting`: requests whose prefill has not begun or not ended."""
         if self.storage is not None:
             self.storage.poll(is_round=True)  # all ranks of a group are asked at once
         cleared = None
@@ -335,7 +369,11 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         if reading is not None:
             self.log.acknowledge(reading.ack)
         events, part = self.log.unread(), None
-        if reading is not None and reading.part is not None and events.start + len(events.events) == events.seq:
+        if (
+            reading is not None
+            and reading.part is not None
+            and events.start + len(events.events) == events.seq
+        ):
             part = self.log.part(reading.part)
         return RankState(
             dp_rank=dp_rank,
@@ -343,13 +381,16 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             counts=self.stats(),
             part=part,
             num_waiting=num_waiting,
-            explanations=tuple(self.explain(each) for each in asked.explain if each.dp_rank == dp_rank),
+            explanations=tuple(
+                self.explain(each) for each in asked.explain if each.dp_rank == dp_rank
+            ),
             cleared=cleared,
             refusal=refusal,
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counts for `/chunkcache/stats`, O(1): tokens unless they say chunks, nodes or seconds. No chunk is named."""
+        """Counts for `/chunkcache/stats`, O(1): tokens unless they say chunks, nodes or seconds.
+        No chunk is named."""
         allocator = self.token_to_kv_pool_allocator
         return {
             "chunk_tokens": self._num_chunk_tokens,
@@ -392,25 +433,37 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         return structs.replace(found, stored=stored, fallbacks=(*found.fallbacks, *slow))
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError with every violated invariant. Walks the whole tree: for tests and idle moments."""
+        """Raise IntegrityError with every violated invariant.
+        Walks the whole tree: for tests and idle moments."""
         violations = self._slot_violations()
         chains = list[ChainId]()
         tokens = promoted = 0
         for node in self._nodes():
             if len(node.key) != len(node.value):
-                violations.append(f"node {node.id}: {len(node.key)} tokens but {len(node.value)} slots")
+                violations.append(
+                    f"node {node.id}: {len(node.key)} tokens but {len(node.value)} slots"
+                )
             if isinstance(node.key, ChunkKey) and len(list(node.key.segments())) != 1:
-                violations.append(f"node {node.id}: more than one segment: {list(node.key.segments())}")
+                violations.append(
+                    f"node {node.id}: more than one segment: {list(node.key.segments())}"
+                )
             known = facts(node)
             if (chain := known.chain) is not None:
                 chains.append(chain)
                 tokens, promoted = tokens + len(node.key), promoted + known.promoted
                 if facts(node.parent).chunk is not None and facts(node.parent).chain is None:
-                    violations.append(f"node {node.id} has a place in the global tree but the chunk above has none")
+                    violations.append(
+                        f"node {node.id} has a place in the global tree but the chunk above has"
+                        " none"
+                    )
             if known.host is not None and known.host.node is not node:
-                violations.append(f"node {node.id} and its copy in host memory do not know each other")
+                violations.append(
+                    f"node {node.id} and its copy in host memory do not know each other"
+                )
             if self.copies.holds(node) != self._is_copy(node):
-                violations.append(f"node {node.id}: findable as a source is {self.copies.holds(node)}")
+                violations.append(
+                    f"node {node.id}: findable as a source is {self.copies.holds(node)}"
+                )
         if len(self.copies) != sum(self._is_copy(node) for node in self._nodes()):
             violations.append(f"{len(self.copies)} sources are booked, the tree has another number")
         if self.host is not None:
@@ -419,7 +472,9 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         counted = (len(chains), reduce(xor, {*chains}, 0), tokens, promoted)
         booked = (self.log.num_alike, self.log.digest, self._num_chunk_tokens, self._num_promoted)
         if counted != booked:
-            violations.append(f"chunk nodes, digest, tokens, promoted are {counted} but were booked as {booked}")
+            violations.append(
+                f"chunk nodes, digest, tokens, promoted are {counted} but were booked as {booked}"
+            )
         if violations:
             raise IntegrityError(violations)
 
@@ -434,9 +489,13 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         key_limit: int | None = None,
         split_prompt: bool = False,
     ) -> tuple[Any, torch.Tensor, int]:
-        """SGLang builds a plain key of the request here; ours is chunk-keyed, and ends at a whole chunk."""
+        """SGLang builds a plain key of the request here;
+        ours is chunk-keyed, and ends at a whole chunk."""
         spans, known = self._spans_of(req), state(req)
-        is_first, known.is_inserted = not known.is_inserted and not (spans and spans.is_preprocessing), True
+        is_first, known.is_inserted = (
+            not known.is_inserted and not (spans and spans.is_preprocessing),
+            True,
+        )
         self.clock += is_first
         if spans is None:
             return super()._insert_cache(  # type: ignore[no-any-return]
@@ -449,12 +508,16 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         key = self._key(req, token_ids, spans, max(up_to, owned), known.fused)
         borders = (len(req.origin_input_ids),) if split_prompt else ()
         values = row[: len(key)].to(dtype=torch.int64, copy=True)
-        matched, path = self.insert_segments(key, values, spans.namespace, req.priority or 0, chunked, borders)
-        # A conversation's own later turns are no sign that others will ask for its chunks: counted, they would keep
+        matched, path = self.insert_segments(
+            key, values, spans.namespace, req.priority or 0, chunked, borders
+        )
+        # A conversation's own later turns are no sign that others will ask for its chunks: counted,
+        # they would keep
         # finished conversations in the pool while the running ones' histories leave.
         self._mark(path, spans, counts_hits=is_first and not spans.is_later_turn)
         if self.promiser is not None and not chunked and not known.is_kept:
-            known.is_kept = True  # with the prompt; once more with the answer would store again what has just left
+            # with the prompt; once more with the answer would store again what has just left
+            known.is_kept = True
             self.promiser.keep(req, path)
         self.token_to_kv_pool_allocator.free_segment(row[owned:matched], start_pos=owned)
         self.insert_seconds += time.perf_counter() - start
@@ -464,7 +527,8 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         node = super()._split_node(key, child, split_len)
         upper, lower = facts(node), facts(child)
         upper.is_filled = lower.is_filled
-        upper.used = lower.used = self.clock  # SGLang splits a node that is being used, and counts both halves as used
+        # SGLang splits a node that is being used, and counts both halves as used
+        upper.used = lower.used = self.clock
         if self.host is not None:
             self.host.split(node, child)
         return node
@@ -496,7 +560,11 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         if not known.is_read:
             known.is_read = True
             try:
-                known.spans = unpack(req.sampling_params.custom_params, req.origin_input_ids, secret=self.config.secret)
+                known.spans = unpack(
+                    req.sampling_params.custom_params,
+                    req.origin_input_ids,
+                    secret=self.config.secret,
+                )
             except ValueError as error:
                 self._fall_back(Fallback.BAD_SPANS, error)
         return known.spans
@@ -506,10 +574,16 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         if self.storage is None or (known.chain is None and known.loads is None):
             return False
         self.storage.poll()
-        is_here = known.chain is not None and known.chain.end is not None and known.chain.end <= num_cached
+        is_here = (
+            known.chain is not None
+            and known.chain.end is not None
+            and known.chain.end <= num_cached
+        )
         return self.storage.awaits(None if is_here else known.chain, known.loads)
 
-    def _with_host(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
+    def _with_host(
+        self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult
+    ) -> MatchResult:
         """The match with what host memory has behind it."""
         assert self.host is not None
         known, start = state(req), len(result.device_indices)
@@ -529,21 +603,38 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         return spans is not None and spans.is_preprocessing
 
     def _key(
-        self, req: Req, token_ids: array[int], spans: RequestSpans, up_to: int, fused: Fused | None = None
+        self,
+        req: Req,
+        token_ids: array[int],
+        spans: RequestSpans,
+        up_to: int,
+        fused: Fused | None = None,
     ) -> ChunkKey:
         return ChunkKey.cut(
-            token_ids, spans.spans, up_to, extra_key=req.extra_key, cache_salt=req.cache_salt, fused=fused
+            token_ids,
+            spans.spans,
+            up_to,
+            extra_key=req.extra_key,
+            cache_salt=req.cache_salt,
+            fused=fused,
         )
 
     def _mark(self, path: list[TreeNode], spans: RequestSpans, *, counts_hits: bool) -> None:
-        """Give the nodes of the first chunk area their place in the global tree and this request's promotion marks.
+        """Give the nodes of the first chunk area their place in the global tree and this request's
+        promotion marks.
 
-        What is fused for one question gets none: no other request asks for it. Other fused chunks have theirs below the exact
-        chain they hang on, named by their recipe. They are not promoted and count no hits, or they would push exact chains out of
-        the pool (eval/LOG.md). `counts_hits`: every exact chunk that was there before counts one.
+        What is fused for one question gets none: no other request asks for it. Other fused chunks
+        have theirs below the exact chain they hang on, named by their recipe. They are not promoted
+        and count no hits, or they would push exact chains out of the pool (eval/LOG.md).
+        `counts_hits`: every exact chunk that was there before counts one.
         """
-        mine = itertools.takewhile(lambda node: node.key.fused is None or not node.key.fused.serves_one, path)
-        parent, area = None, [node for node in mine if facts(node).chunk is not None][: spans.area_len]
+        mine = itertools.takewhile(
+            lambda node: node.key.fused is None or not node.key.fused.serves_one, path
+        )
+        parent, area = (
+            None,
+            [node for node in mine if facts(node).chunk is not None][: spans.area_len],
+        )
         is_new = any(facts(node).chain is None for node in area)
         copies = self.host.of(area) if self.host is not None and is_new else []
         for index, node in enumerate(area):
@@ -568,7 +659,8 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             self.host.offer(area)
 
     def _credit(self, node: TreeNode) -> None:
-        """The node was used as a source just now. No hit: counted as such, sources push exact chains out (eval/LOG.md)."""
+        """The node was used as a source just now.
+        No hit: counted as such, sources push exact chains out (eval/LOG.md)."""
         self._touch(node)
         above, now = node, time.monotonic()
         while above is not None:
@@ -586,7 +678,11 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         if spans is None or spans.is_audit or self.disable or known.is_reported:
             return
         known.is_reported = True
-        report = self.promiser.report(req) if self.promiser is not None and spans.fusion is not None else None
+        report = (
+            self.promiser.report(req)
+            if self.promiser is not None and spans.fusion is not None
+            else None
+        )
         worth = self.host.worth if self.host else 1.0
         answer = encode(Answer(self.log.unread(), report, known.loaded, worth))
         req.customized_info = {**(req.customized_info or {}), ANSWER_KEY: [answer]}
@@ -594,7 +690,10 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
     def _fall_back(self, reason: Fallback, error: Exception) -> None:
         if not self.fallbacks[reason]:
             logger.warning(
-                "chunk cache: %s, the request is computed as plain text (further ones are counted): %s", reason, error
+                "chunk cache: %s, the request is computed as plain text (further ones are"
+                " counted): %s",
+                reason,
+                error,
             )
         self.fallbacks[reason] += 1
 
@@ -619,7 +718,9 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         counted = len(owners) - len(protected), len(protected)
         booked = self.evictable_size(), self.protected_size()
         if counted != booked:
-            violations.append(f"evictable, protected are booked as {booked}, the tree has {counted}")
+            violations.append(
+                f"evictable, protected are booked as {booked}, the tree has {counted}"
+            )
         return violations
 
     def _nodes(self) -> Iterator[TreeNode]:
@@ -633,6 +734,8 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
 def _made(asked: ExplainRequest) -> Any:
     """As much of a request as is looked at before it is admitted."""
     ids = array("q", asked.input_ids)
-    req: Any = SimpleNamespace(origin_input_ids=ids, extra_key=asked.extra_key, cache_salt=asked.cache_salt)
+    req: Any = SimpleNamespace(
+        origin_input_ids=ids, extra_key=asked.extra_key, cache_salt=asked.cache_salt
+    )
     state(req).is_read, state(req).spans = True, checked(asked.spans, ids)
     return req

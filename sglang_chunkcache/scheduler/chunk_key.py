@@ -1,16 +1,20 @@
-"""A `RadixKey` that knows its chunks, so that SGLang's unchanged `RadixCache` walks a chunk per step.
+"""A `RadixKey` that knows its chunks, so that SGLang's unchanged `RadixCache` walks a chunk per
+step.
 
     token ids   h h h | a a a a | b b | q q q        one letter per segment
     segments    [0,3)   [3,7)     [7,9) [9,12)       chunk segments carry a ChunkId, token segments None
 
-Inside the chunk area `child_key()` is the chunk's id and `match()` one comparison; outside it, tokens as in SGLang.
-Invariant: spans are whole (no key begins or ends inside one), sorted and disjoint; a node's key is one segment.
+Inside the chunk area `child_key()` is the chunk's id and `match()` one comparison; outside it,
+tokens as in SGLang. Invariant: spans are whole (no key begins or ends inside one), sorted and
+disjoint; a node's key is one segment.
 
-From the first moved chunk on, KV is approximate: there and below, child keys also carry the recipe that made it ("fused"),
-which no exact key can form. So only requests that asked for approximate KV can match it.
+From the first moved chunk on, KV is approximate: there and below, child keys also carry the recipe
+that made it ("fused"), which no exact key can form. So only requests that asked for approximate KV
+can match it.
 
-Chunk-keyed and plain keys never share nodes: every child key of ours carries `_TAG`, also in front of the chunks, since
-a plain node may run on into what is a chunk here and a match would end inside it.
+Chunk-keyed and plain keys never share nodes: every child key of ours carries `_TAG`, also in front
+of the chunks, since a plain node may run on into what is a chunk here and a match would end inside
+it.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ _TAG = "chunkcache"
 
 
 class Segment(NamedTuple):
-    """`[start, end)` of a key, in tokens: one chunk, or the tokens between chunks (`chunk` is None)."""
+    """`[start, end)` of a key, in tokens: one chunk, or the tokens between chunks (`chunk` is
+    None)."""
 
     start: int
     end: int
@@ -37,7 +42,8 @@ class Segment(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """From where on a key's KV is approximate, in tokens of the key (always a segment's start), and by which recipe."""
+    """From where on a key's KV is approximate, in tokens of the key (always a segment's start),
+    and by which recipe."""
 
     start: int
     recipe: str
@@ -49,10 +55,12 @@ class Fused(NamedTuple):
 
 
 class ChunkKey(RadixKey):  # type: ignore[misc]
-    """Token ids with the spans of their chunks, offsets relative to the key; `fused` None means exact throughout."""
+    """Token ids with the spans of their chunks, offsets relative to the key;
+    `fused` None means exact throughout."""
 
     __slots__ = ("_end", "_first", "_offset", "_spans", "fused")
-    # A match slices its key once a chunk. So a slice that has several spans looks at those of the key it was cut from:
+    # A match slices its key once a chunk. So a slice that has several spans looks at those of the
+    # key it was cut from:
     # `_spans[_first:_end]`, which are `_offset` tokens too far to the right.
 
     def __init__(
@@ -88,7 +96,8 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         cache_salt: str | None = None,
         fused: Fused | None = None,
     ) -> ChunkKey:
-        """The first `up_to` tokens, or less: a key that would end inside a chunk ends where that chunk starts."""
+        """The first `up_to` tokens, or less: a key that would end inside a chunk ends where that
+        chunk starts."""
         end = cut_at_chunk(spans, min(up_to, len(token_ids)))
         kept = tuple(span for span in spans if span.end <= end)
         if fused is not None and fused.start >= end:
@@ -98,7 +107,11 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
     def fused_by(self, recipe: str) -> ChunkKey:
         """The same tokens, approximate throughout."""
         return ChunkKey(
-            self.token_ids, self.spans, extra_key=self.extra_key, cache_salt=self.cache_salt, fused=Fused(0, recipe)
+            self.token_ids,
+            self.spans,
+            extra_key=self.extra_key,
+            cache_salt=self.cache_salt,
+            fused=Fused(0, recipe),
         )
 
     def segments(self, *extra_borders: int) -> Iterator[Segment]:
@@ -111,7 +124,8 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         yield from _token_segments(position, len(self), extra_borders)
 
     def __len__(self) -> int:
-        return len(self.token_ids)  # it has no limit and is no bigram view, and a match asks four times a chunk
+        # it has no limit and is no bigram view, and a match asks four times a chunk
+        return len(self.token_ids)
 
     def __getitem__(self, index: int | slice) -> ChunkKey:
         if isinstance(index, int):
@@ -125,7 +139,11 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         if fused is not None:
             fused = Fused(max(0, fused.start - start), fused.recipe) if fused.start < stop else None
         key = ChunkKey(
-            self.token_ids[start:stop], self._spans, extra_key=self.extra_key, cache_salt=self.cache_salt, fused=fused
+            self.token_ids[start:stop],
+            self._spans,
+            extra_key=self.extra_key,
+            cache_salt=self.cache_salt,
+            fused=fused,
         )
         key._look_at(self._first, self._end, self._offset + start)
         return key
@@ -133,10 +151,15 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
     def child_key(self, page_size: int = 1) -> Any:
         head = self._leading_chunk()
         exact = (_TAG, self.extra_key, self.cache_salt, self.token_ids[0] if head is None else head)
-        return exact if self.fused is None or self.fused.start else (*exact, "fused", self.fused.recipe)
+        return (
+            exact
+            if self.fused is None or self.fused.start
+            else (*exact, "fused", self.fused.recipe)
+        )
 
     def match(self, other: RadixKey, page_size: int = 1) -> int:
-        """Tokens of this node's key that lead `other`: all or none of a chunk, token by token elsewhere."""
+        """Tokens of this node's key that lead `other`:
+        all or none of a chunk, token by token elsewhere."""
         self._check_compatible(other)
         if not isinstance(other, ChunkKey):
             return 0
@@ -147,7 +170,8 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         return min(limit, int(super().match(other)))
 
     def _look_at(self, first: int, end: int, offset: int) -> None:
-        """Of `_spans[first:end]` those that lie whole in this key, which begins at `offset` among them."""
+        """Of `_spans[first:end]` those that lie whole in this key,
+        which begins at `offset` among them."""
         spans, stop = self._spans, offset + len(self)
         first = bisect_left(spans, (offset,), first, end)
         end = bisect_left(spans, (stop,), first, end)
@@ -164,7 +188,9 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         return chunk if start == self._offset else None
 
     def _leading_tokens_len(self) -> int:
-        return self._spans[self._first].start - self._offset if self._first < self._end else len(self)
+        return (
+            self._spans[self._first].start - self._offset if self._first < self._end else len(self)
+        )
 
 
 def cut_at_chunk(spans: Sequence[Span], end: int) -> int:

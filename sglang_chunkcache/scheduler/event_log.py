@@ -1,13 +1,15 @@
-"""A rank's log of cache events, for the front's mirror to read, and the nodes that they leave (wire/events.py).
+"""A rank's log of cache events, for the front's mirror to read, and the nodes that they leave
+(wire/events.py).
 
     events    + a   + b   ~ a   - b   + c       numbered; what a request acknowledges at its arrival is forgotten
     nodes     a (host)    c                     in the order of their birth, parents before what is below them
 
-Fused nodes of two questions may be one chain to the front, which is told of the first that comes and of the last that goes.
+Fused nodes of two questions may be one chain to the front, which is told of the first that comes
+and of the last that goes.
 
-A log that outgrows `max_events` forgets its oldest events. The reader sees a gap, drops its mirror of the rank and has the nodes
-told again, part by part. A part begins at a birth: whatever comes and goes meanwhile, a node that was born before has been told,
-one that was born later is yet to be.
+A log that outgrows `max_events` forgets its oldest events. The reader sees a gap, drops its mirror
+of the rank and has the nodes told again, part by part. A part begins at a birth: whatever comes and
+goes meanwhile, a node that was born before has been told, one that was born later is yet to be.
 """
 
 from __future__ import annotations
@@ -89,9 +91,12 @@ class EventLog:
                 self._events.popleft()
 
     def unread(self) -> Batch:
-        """The events that are not acknowledged, oldest first and no more than a message should carry."""
+        """The events that are not acknowledged, oldest first and no more than a message should
+        carry."""
         events = tuple(islice(self._events, self.max_told))
-        return Batch(self.epoch, self.seq - len(self._events), events, self.seq, self.num_nodes, self.digest)
+        return Batch(
+            self.epoch, self.seq - len(self._events), events, self.seq, self.num_nodes, self.digest
+        )
 
     def part(self, first: int) -> Part:
         """What is held now, from birth `first` on and no more than a message should carry."""
@@ -104,7 +109,9 @@ class EventLog:
                 if node.tier is not Tier.DEVICE:
                     told.append(Moved(node.chain, node.tier))
             at += 1
-        return Part(first, tuple(told), self._by_birth[at].birth if at < len(self._by_birth) else None)
+        return Part(
+            first, tuple(told), self._by_birth[at].birth if at < len(self._by_birth) else None
+        )
 
     # Private
 
@@ -125,4 +132,6 @@ class EventLog:
             del self._held[chain]
             self.digest ^= chain
             if len(self._by_birth) > 2 * len(self._held) + self.max_told:
-                self._by_birth = [each for each in self._by_birth if self._held.get(each.chain) is each]
+                self._by_birth = [
+                    each for each in self._by_birth if self._held.get(each.chain) is each
+                ]

@@ -1,20 +1,24 @@
-"""Exact chunk chains in host memory (CRAFT 4.1, 4.2): what has left the device is loaded, not computed. The same tokens after the
-same tokens at the same position are a byte copy, so contract 1 stays as it is.
+"""Exact chunk chains in host memory (CRAFT 4.1, 4.2): what has left the device is loaded, not
+computed. The same tokens after the same tokens at the same position are a byte copy, so contract 1
+stays as it is.
 
     root ── head tokens ── C1 ── C2         what is worth it is saved after a forward, C1 before C2
                             └─── C3         a chain leaves from its end, the least reused one first
 
-Where a request's prefix on the device ends and goes on here, the rest is in the tree from its admission on, as nodes like any
-others, and is copied with the next forward, layer by layer beside it (layer_loads.py). SGLang sees a longer prefix: no promise,
-no lock. The two trees know each other by `ChunkFacts.host` and `HostNode.node`. Decisions follow from requests, counts and costs
-that the ranks agree on, never from clocks.
+Where a request's prefix on the device ends and goes on here, the rest is in the tree from its
+admission on, as nodes like any others, and is copied with the next forward, layer by layer beside
+it (layer_loads.py). SGLang sees a longer prefix: no promise, no lock. The two trees know each other
+by `ChunkFacts.host` and `HostNode.node`. Decisions follow from requests, counts and costs that the
+ranks agree on, never from clocks.
 
 Invariants:
 - A node's parent is here, too.
-- A node that is busy, since another thread reads or writes its slots, or that is being loaded, stays, and its slots are given to
-  nobody else.
-- `_loads` has the nodes of the tree whose slots hold nothing yet, and only between an admission and the next forward.
-- `place` names all tokens up to the node's end, with extra_key and cache_salt, by hashes of the tokens themselves.
+- A node that is busy, since another thread reads or writes its slots, or that is being loaded,
+  stays, and its slots are given to nobody else.
+- `_loads` has the nodes of the tree whose slots hold nothing yet, and only between an admission and
+  the next forward.
+- `place` names all tokens up to the node's end, with extra_key and cache_salt, by hashes of the
+  tokens themselves.
 - A node with a chain is known to the front as long as it is here or on the device.
 """
 
@@ -73,12 +77,21 @@ class Tree(Protocol):
     def evictable_size(self) -> int: ...
     def evict(self, params: EvictParams) -> Any: ...
     def insert_segments(
-        self, key: ChunkKey, values: Tensor, head: str, priority: int | None, chunked: bool, *, are_filled: bool
+        self,
+        key: ChunkKey,
+        values: Tensor,
+        head: str,
+        priority: int | None,
+        chunked: bool,
+        *,
+        are_filled: bool,
     ) -> tuple[int, list[TreeNode]]: ...
     def path(self, key: ChunkKey) -> list[TreeNode]: ...
     def fill(self, node: TreeNode) -> None: ...
     def back_on_device(self, node: TreeNode, host: HostNode, namespace: str) -> None: ...
-    def on_host(self, chunk: ChunkId, num_tokens: int, parent: ChainId | None, namespace: str) -> ChainId: ...
+    def on_host(
+        self, chunk: ChunkId, num_tokens: int, parent: ChainId | None, namespace: str
+    ) -> ChainId: ...
     def off_host(self, chain: ChainId) -> None: ...
 
 
@@ -100,7 +113,9 @@ class Slots(Protocol):
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None: ...
     def save(self, device_slots: Tensor, slots: Tensor) -> None: ...
     def prepare(self, slots: Tensor) -> Tensor: ...
-    def load(self, slots: Tensor, device_slots: Tensor, *, num_ahead: int, clock: LoadClock) -> None: ...
+    def load(
+        self, slots: Tensor, device_slots: Tensor, *, num_ahead: int, clock: LoadClock
+    ) -> None: ...
     def finish(self) -> bool: ...
     def close(self) -> None: ...
 
@@ -123,7 +138,8 @@ class HostCounts:
     evicted_tokens: int = 0
     loads: int = 0
     unpaid: int = 0
-    """Loads that were estimated to take longer than computing, and not made, but for one in `TRIED_EVERY`."""
+    """Loads that were estimated to take longer than computing, and not made,
+    but for one in `TRIED_EVERY`."""
     no_room: int = 0
     """Loads that were cut short, or not made, because the device had no room."""
     missed: int = 0
@@ -139,8 +155,10 @@ class HostChains:
 
     Args:
         window: requests, as of the access table.
-        num_ranks: of a tensor-parallel group. More than one: a copy that fails is raised, since the others' may not have.
-        metrics: told what `stats` says, with it and when it is due while there are requests. None: nobody is.
+        num_ranks: of a tensor-parallel group. More than one: a copy that fails is raised, since the
+            others' may not have.
+        metrics: told what `stats` says, with it and when it is due while there are requests. None:
+            nobody is.
     """
 
     def __init__(
@@ -165,7 +183,8 @@ class HostChains:
         self._gone: set[HostNode] = set()
         """Not here any more, and busy or being loaded."""
         self._loads: dict[TreeNode, Tensor] = {}
-        """Node of the device -> the slots that its KV is copied from with the next forward, as `Slots.prepare` gives them."""
+        """Node of the device -> the slots that its KV is copied from with the next forward,
+        as `Slots.prepare` gives them."""
         self._being_loaded: set[HostNode] = set()
         """Until that forward is queued."""
         self.saved: Callable[[HostNode, TreeNode], None] = lambda host, node: None
@@ -173,9 +192,12 @@ class HostChains:
 
     # A request's life
 
-    def load(self, key: ChunkKey, spans: RequestSpans, result: MatchResult, priority: int) -> MatchResult:
-        """Extend an exact match, at a request's admission, by what is here and not on the device. The new nodes are in the tree,
-        unlocked, and their KV is there for whoever reads it by the pool's getters in the next forward."""
+    def load(
+        self, key: ChunkKey, spans: RequestSpans, result: MatchResult, priority: int
+    ) -> MatchResult:
+        """Extend an exact match, at a request's admission, by what is here and not on the device.
+        The new nodes are in the tree, unlocked, and their KV is there for whoever reads it by the
+        pool's getters in the next forward."""
         cache, allocator = self.cache, self.cache.token_to_kv_pool_allocator
         start, last = len(result.device_indices), result.last_device_node
         found = list(self._after(key, spans.area_len, start))
@@ -203,7 +225,9 @@ class HostChains:
             self._copy_failed(error)
             return result
         row = torch.cat([result.device_indices, device_slots])
-        _, path = cache.insert_segments(key[: len(row)], row, spans.namespace, priority, True, are_filled=False)
+        _, path = cache.insert_segments(
+            key[: len(row)], row, spans.namespace, priority, True, are_filled=False
+        )
         parts = torch.split(sources, [len(slots) for _, slots in found])
         for node, part in zip(path[-len(found) :], parts, strict=True):
             cache.fill(node)  # what is above may be promised to another request, and not filled yet
@@ -217,11 +241,15 @@ class HostChains:
         self.counts.loads += 1
         self.counts.loaded_tokens += num_tokens
         return result._replace(
-            device_indices=row, last_device_node=path[-1], last_host_node=path[-1], best_match_node=path[-1]
+            device_indices=row,
+            last_device_node=path[-1],
+            last_host_node=path[-1],
+            best_match_node=path[-1],
         )
 
     def before(self, batch: ScheduleBatch) -> None:
-        """A forward comes next: copy what it may read, as much of it beside as costs no wait (Cache-Craft, eq. 16)."""
+        """A forward comes next: copy what it may read, as much of it beside as costs no wait
+        (Cache-Craft, eq. 16)."""
         loads, self._loads = self._loads, {}
         if not loads:
             return
@@ -243,14 +271,19 @@ class HostChains:
         found: list[HostNode] = []
         host = self._nodes.get(self._head(chunks[0])[0]) if self._nodes and chunks else None
         for node in chunks:
-            host = self._nodes.get(below(host.place, facts(node).chunk)) if host and node.key.fused is None else None
+            host = (
+                self._nodes.get(below(host.place, facts(node).chunk))
+                if host and node.key.fused is None
+                else None
+            )
             if host is None or not host.is_here:
                 break
             found.append(host)
         return found
 
     def offer(self, chunks: Sequence[TreeNode]) -> None:
-        """A request has used these nodes, from its first chunk on: note those that are worth keeping."""
+        """A request has used these nodes, from its first chunk on:
+        note those that are worth keeping."""
         for node in chunks:
             known = facts(node)
             is_worth_it = worth_offloading("either", hits=known.hits, promoted=known.promoted)
@@ -262,7 +295,8 @@ class HostChains:
     @contextmanager
     def watch(self, batch: ScheduleBatch) -> Iterator[None]:
         """Learn what the batch's extend takes, where nobody else does."""
-        if not batch.forward_mode.is_extend():  # a decoding batch still has the lengths of its prefill
+        # a decoding batch still has the lengths of its prefill
+        if not batch.forward_mode.is_extend():
             yield
             return
         with self.pricing.watch_extend(batch):
@@ -270,7 +304,8 @@ class HostChains:
         self.pricing.refresh()
 
     def after(self, *, first_tokens_wait: bool) -> None:
-        """Save some of what waits: after decoding, and after a prefill only if the forward before was one, too."""
+        """Save some of what waits: after decoding, and after a prefill only if the forward before
+        was one, too."""
         self.pool.follow()
         self._was_put_off = first_tokens_wait and not self._was_put_off
         num_saved = 0
@@ -310,8 +345,8 @@ class HostChains:
         return self._nodes.get(place)
 
     def claim(self, place: bytes, above: bytes | None, num_tokens: int) -> HostNode | None:
-        """A node that `came` or `drop` will be told of. Without tokens it is here at once. None: it does not fit, or what is
-        above it is not here."""
+        """A node that `came` or `drop` will be told of. Without tokens it is here at once. None: it
+        does not fit, or what is above it is not here."""
         parent = None if above is None else self._nodes.get(above)
         if above is not None and parent is None:
             return None
@@ -322,8 +357,11 @@ class HostChains:
             self._push(host)
         return host
 
-    def came(self, host: HostNode, prefix: tuple[ChunkId, ...], namespace: str, node: TreeNode | None) -> None:
-        """It holds the KV of the last of these chunks; none: of what precedes the first. `node` is the same on the device."""
+    def came(
+        self, host: HostNode, prefix: tuple[ChunkId, ...], namespace: str, node: TreeNode | None
+    ) -> None:
+        """It holds the KV of the last of these chunks; none: of what precedes the first.
+        `node` is the same on the device."""
         host.is_here, host.hits = True, 1
         if prefix and node is not None and facts(node).chain is not None:
             facts(node).host, host.chain, host.node = host, facts(node).chain, node
@@ -346,7 +384,9 @@ class HostChains:
 
     def drop(self, host: HostNode) -> None:
         """Take it out, with all that is below it."""
-        for below_it in [each for each in self._nodes.values() if each.parent is host] if host.num_below else []:
+        for below_it in (
+            [each for each in self._nodes.values() if each.parent is host] if host.num_below else []
+        ):
             self.drop(below_it)
         del self._nodes[host.place]
         if self._is_held(host):
@@ -365,7 +405,10 @@ class HostChains:
     @property
     def worth(self) -> float:
         """Of a token here, if one on the device is worth 1: what a load saves of computing it."""
-        load, extend = (self.pricing.agreed[phase].seconds(Work(0, 1000)) for phase in (Phase.LOAD, Phase.EXTEND))
+        load, extend = (
+            self.pricing.agreed[phase].seconds(Work(0, 1000))
+            for phase in (Phase.LOAD, Phase.EXTEND)
+        )
         return max(0.0, 1 - load / extend) if extend > 0 else 1.0
 
     def stats(self) -> dict[str, Any]:
@@ -380,7 +423,8 @@ class HostChains:
             **asdict(self.counts),
             "waiting": len(self._waiting),
             "ms_per_1000_tokens": {
-                phase.value: round(1e3 * costs[phase].seconds(Work(1, 1000)), 3) for phase in (Phase.LOAD, Phase.EXTEND)
+                phase.value: round(1e3 * costs[phase].seconds(Work(1, 1000)), 3)
+                for phase in (Phase.LOAD, Phase.EXTEND)
             },
         }
         if self._metrics is not None:
@@ -389,7 +433,9 @@ class HostChains:
 
     def violations(self) -> Iterator[str]:
         """What is wrong, for tests and idle moments. Walks all nodes."""
-        below = Counter(host.parent.place for host in self._nodes.values() if host.parent is not None)
+        below = Counter(
+            host.parent.place for host in self._nodes.values() if host.parent is not None
+        )
         num_held = sum(len(host.slots) for host in (*self._nodes.values(), *self._gone))
         for place, host in self._nodes.items():
             if host.place != place or (
@@ -397,7 +443,10 @@ class HostChains:
             ):
                 yield f"host node {place.hex()} has another place, or no parent"
             if host.num_below != below[place]:
-                yield f"host node {place.hex()} has {below[place]} below but {host.num_below} were booked"
+                yield (
+                    f"host node {place.hex()} has {below[place]} below but {host.num_below} were"
+                    " booked"
+                )
             if host.chain is not None and not host.is_here:
                 yield f"host node {place.hex()} is known before it is here"
             if host.node is not None and facts(host.node).host is not host:
@@ -405,20 +454,31 @@ class HostChains:
         if not all(self._is_held(host) for host in self._gone):
             yield "slots on the host are kept for nobody"
         for node, part in self._loads.items():
-            if len(part) != len(node.value) or node.parent.children.get(node.key.child_key()) is not node:
+            if (
+                len(part) != len(node.value)
+                or node.parent.children.get(node.key.child_key()) is not node
+            ):
                 yield f"node {node.id} is to be loaded into other slots than its own"
         if num_held != self.pool.num_slots - self.pool.num_free:
-            yield f"{num_held} slots are held on the host, {self.pool.num_slots - self.pool.num_free} are given out"
+            yield (
+                f"{num_held} slots are held on the host, {self.pool.num_slots - self.pool.num_free}"
+                " are given out"
+            )
 
     @property
     def chains_not_on_device(self) -> list[ChainId]:
         """Chains that are here alone."""
-        return [host.chain for host in self._nodes.values() if host.chain is not None and host.node is None]
+        return [
+            host.chain
+            for host in self._nodes.values()
+            if host.chain is not None and host.node is None
+        ]
 
     # Private, in order of use
 
     def _after(self, key: ChunkKey, area_len: int, start: int) -> Iterator[tuple[HostNode, Tensor]]:
-        """(node, its slots from `start` on) of what is here of the key's first chunk area and before it, without a gap."""
+        """(node, its slots from `start` on) of what is here of the key's first chunk area and
+        before it, without a gap."""
         area = key.spans[:area_len]
         if not self._nodes or not area or start >= area[-1].end:
             return
@@ -438,7 +498,8 @@ class HostChains:
                 yield host, host.slots
 
     def _pays(self, start: int, end: int) -> bool:
-        """Whether a load is estimated to take no longer than computing. What was never observed is tried."""
+        """Whether a load is estimated to take no longer than computing.
+        What was never observed is tried."""
         load, extend = self.pricing.agreed[Phase.LOAD], self.pricing.agreed[Phase.EXTEND]
         work = extend_work(start, end)._replace(calls=0)  # there is an extend either way
         if (
@@ -451,8 +512,10 @@ class HostChains:
         return self.counts.unpaid % TRIED_EVERY == 0
 
     def _num_ahead(self, num_tokens: int, batch: ScheduleBatch) -> int:
-        """Layers to copy before the forward: all of them where nothing would wait for the others."""
-        is_asked = batch.forward_mode.is_extend() and any(batch.prefix_lens)  # else attention may leave the cache alone
+        """Layers to copy before the forward: all of them where nothing would wait for the
+        others."""
+        # else attention may leave the cache alone
+        is_asked = batch.forward_mode.is_extend() and any(batch.prefix_lens)
         if not (is_asked and self.pool.is_layered):
             return self.pool.num_layers
         load = self.pricing.agreed[Phase.LOAD].seconds(Work(1, num_tokens))
@@ -476,7 +539,9 @@ class HostChains:
         if known.host is not None:
             return 0
         before = self.counts.saved_tokens
-        parent = self._parent(node) if node.parent.children.get(node.key.child_key()) is node else None
+        parent = (
+            self._parent(node) if node.parent.children.get(node.key.child_key()) is node else None
+        )
         if parent is not None:
             place = below(parent.place, known.chunk)
             host = self._nodes.get(place) or self._add(place, parent, node.value)
@@ -489,12 +554,15 @@ class HostChains:
         return self.counts.saved_tokens - before
 
     def _parent(self, node: TreeNode) -> HostNode | None:
-        """What is here of all before the node; the tokens before a first chunk are saved if need be."""
+        """What is here of all before the node; the tokens before a first chunk are saved if need
+        be."""
         if facts(node.parent).chunk is not None:
             return facts(node.parent).host
         place, above = self._head(node)
         nothing = torch.empty((0,), dtype=torch.int64, device=self.cache.device)
-        host = self._nodes.get(place) or self._add(place, None, joined([nothing, *(each.value for each in above)]))
+        host = self._nodes.get(place) or self._add(
+            place, None, joined([nothing, *(each.value for each in above)])
+        )
         return host if host is not None and host.is_here else None
 
     def _head(self, node: TreeNode) -> tuple[bytes, list[TreeNode]]:
@@ -547,7 +615,8 @@ class HostChains:
             raise error
         if not self.counts.failed:
             logger.warning(
-                "chunk cache: a copy from or to host memory failed, what it was for is computed (further ones are counted)",
+                "chunk cache: a copy from or to host memory failed, what it was for is computed"
+                " (further ones are counted)",
                 exc_info=error,
             )
         self.counts.failed += 1
@@ -595,7 +664,9 @@ def _num_tokens(found: Sequence[tuple[HostNode, Tensor]]) -> int:
 
 def root(token_ids: array[int], extra_key: str | None, cache_salt: str | None) -> bytes:
     """The place of the tokens before a first chunk. They may be none."""
-    tenant = "".join("-" if each is None else f"{len(each)}:{each}" for each in (extra_key, cache_salt))
+    tenant = "".join(
+        "-" if each is None else f"{len(each)}:{each}" for each in (extra_key, cache_salt)
+    )
     data = tenant.encode("utf-8", "surrogatepass") + b"\0" + token_ids.tobytes()
     return blake2b(data, digest_size=PLACE_BYTES, person=b"head").digest()
 

@@ -47,7 +47,9 @@ def machine_bytes(use: Use, ctx: Any, *, taken: int = 0) -> int:
     num_ranks = ranks_per_host() * ctx.server_args.dp_size
     found = default_bytes(
         use,
-        device_bytes=sum(allocator.get_kvcache().get_kv_size_bytes()) if use.copies or has_own_memory(allocator) else 0,
+        device_bytes=sum(allocator.get_kvcache().get_kv_size_bytes())
+        if use.copies or has_own_memory(allocator)
+        else 0,
         available=available_host_memory_bytes() - num_ranks * taken,
         num_ranks=num_ranks,
     )
@@ -55,5 +57,6 @@ def machine_bytes(use: Use, ctx: Any, *, taken: int = 0) -> int:
 
 
 def has_own_memory(allocator: Any) -> bool:
-    """Whether the device's memory is not the host's: else a larger KV pool does the same without copies."""
+    """Whether the device's memory is not the host's:
+    else a larger KV pool does the same without copies."""
     return torch.device(allocator.device).type != "cpu"

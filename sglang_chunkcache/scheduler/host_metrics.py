@@ -12,7 +12,10 @@ GAUGES = {
         ("bytes", "bytes of host memory that hold KV"),
         ("max_bytes", "bytes of host memory that may hold KV"),
         ("waiting", "chunks that wait to be saved"),
-        ("layers_ahead", "layers of the last load that were copied before its forward, the others beside it"),
+        (
+            "layers_ahead",
+            "layers of the last load that were copied before its forward, the others beside it",
+        ),
     )
 }
 COUNTERS = {
@@ -22,7 +25,13 @@ COUNTERS = {
         ("loaded_tokens", "tokens loaded from host memory"),
         ("evicted_tokens", "tokens evicted from host memory"),
         ("loads", "loads from host memory"),
-        ("unpaid", "loads left out because computing was estimated to be faster, but for those that were tried"),
+        (
+            "unpaid",
+            (
+                "loads left out because computing was estimated to be faster, but for those that"
+                " were tried"
+            ),
+        ),
         ("no_room", "loads cut short because the device was full"),
         ("missed", "chunks that left the device before they were saved, or did not fit"),
         ("failed", "copies that failed"),

@@ -1,8 +1,9 @@
-"""Exact KV in host memory: HiCache's host pool without HiCache. All copies keep the order of the forward stream.
+"""Exact KV in host memory: HiCache's host pool without HiCache. All copies keep the order of the
+forward stream.
 
-A slot that is copied from, or to, was given out before and may be given out again once the forward is queued: what reads or
-writes it later does so on the same stream, which has waited by then for copies beside it (layer_loads.py). So a copy needs no
-lock.
+A slot that is copied from, or to, was given out before and may be given out again once the forward
+is queued: what reads or writes it later does so on the same stream, which has waited by then for
+copies beside it (layer_loads.py). So a copy needs no lock.
 """
 
 from __future__ import annotations
@@ -29,18 +30,23 @@ logger = logging.getLogger(__name__)
 
 
 class HostPool:
-    """Slots of `token_bytes` each. On CUDA the memory is pinned and SGLang's kernels copy, else torch does.
+    """Slots of `token_bytes` each. On CUDA the memory is pinned and SGLang's kernels copy, else
+    torch does.
 
     Args:
         device_pool: SGLang's, one that `refusal` takes. Its getters wait for loads from now on.
-        is_layered: whether prefills ask the getters for each layer, so that loads may go on beside them.
+        is_layered: whether prefills ask the getters for each layer, so that loads may go on beside
+            them.
 
     Raises:
         ValueError: so much host memory is not there.
     """
 
     def __init__(self, device_pool: Any, num_bytes: int, *, is_layered: bool = True) -> None:
-        self._device_pool, self._is_cuda = device_pool, torch.device(device_pool.device).type == "cuda"
+        self._device_pool, self._is_cuda = (
+            device_pool,
+            torch.device(device_pool.device).type == "cuda",
+        )
         self._pool = MHATokenToKVPoolHost(
             device_pool,
             0.0,
@@ -52,7 +58,9 @@ class HostPool:
         )
         self.token_bytes: int = self._pool.size_per_token
         self.num_slots: int = self._pool.size
-        self._bytes: list[Any] = [each.view(torch.uint8).numpy() for each in (self._pool.k_buffer, self._pool.v_buffer)]
+        self._bytes: list[Any] = [
+            each.view(torch.uint8).numpy() for each in (self._pool.k_buffer, self._pool.v_buffer)
+        ]
         self._stream: Any = None
         """The forward stream, known with the first forward."""
         self.num_layers: int = self._pool.layer_num
@@ -82,8 +90,9 @@ class HostPool:
         return lambda: event.synchronize()
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, [num_layers, num_tokens, num_kv_heads, head_dim] each, copied; on any thread, behind a `fence`.
-        By numpy, on one core, as all that runs beside a forward: torch would take all cores from it."""
+        """Keys and values, [num_layers, num_tokens, num_kv_heads, head_dim] each, copied; on any
+        thread, behind a `fence`. By numpy, on one core, as all that runs beside a forward: torch
+        would take all cores from it."""
         keys, values = (torch.from_numpy(each.take(slots.numpy(), axis=1)) for each in self._bytes)
         return keys.view(self._pool.dtype), values.view(self._pool.dtype)
 
@@ -93,7 +102,8 @@ class HostPool:
             each[:, slots.numpy()] = given.view(torch.uint8).numpy()
 
     def close(self) -> None:
-        """The process ends: memory that is still pinned then may hold that up for tens of seconds."""
+        """The process ends: memory that is still pinned then may hold that up for tens of
+        seconds."""
         self._pool.destroy()
 
     def follow(self) -> None:
@@ -102,7 +112,8 @@ class HostPool:
             self._stream = torch.cuda.current_stream()
 
     def save(self, device_slots: Tensor, slots: Tensor) -> None:
-        """Copy KV from the device, [num_tokens] int64 each. On the forward stream, with a forward just queued."""
+        """Copy KV from the device, [num_tokens] int64 each.
+        On the forward stream, with a forward just queued."""
         pool = self._pool
         if self._is_cuda:
             device_slots.record_stream(self._stream)  # made on another one
@@ -118,22 +129,28 @@ class HostPool:
         return upload(slots, self._device_pool.device)
 
     def load(self, slots: Tensor, device_slots: Tensor, *, num_ahead: int, clock: Clock) -> None:
-        """Copy KV to the device, [num_tokens] int64 each, on the forward stream before a forward: `num_ahead` layers at once, the
-        rest beside it until `finish`. Whoever reads a layer by the device pool's getters waits for it."""
+        """Copy KV to the device, [num_tokens] int64 each, on the forward stream before a forward:
+        `num_ahead` layers at once, the rest beside it until `finish`. Whoever reads a layer by the
+        device pool's getters waits for it."""
 
         def copy(layers: range) -> None:
             for layer in layers:
                 if self._is_cuda:
-                    self._pool.load_to_device_per_layer(self._device_pool, slots, device_slots, layer, "kernel")
+                    self._pool.load_to_device_per_layer(
+                        self._device_pool, slots, device_slots, layer, "kernel"
+                    )
                     continue
                 sides = (self._device_pool.k_buffer[layer], self._device_pool.v_buffer[layer])
                 for held, side in zip(self._bytes, sides, strict=True):
-                    side.view(torch.uint8).numpy()[device_slots.numpy()] = held[layer].take(slots.numpy(), axis=0)
+                    side.view(torch.uint8).numpy()[device_slots.numpy()] = held[layer].take(
+                        slots.numpy(), axis=0
+                    )
 
         self.loads.start(copy, Phase.LOAD, Work(1, len(slots)), num_ahead=num_ahead, clock=clock)
 
     def finish(self) -> bool:
-        """The forward is queued: what comes next, on its stream, finds all that was loaded. Whether copies were made again.
+        """The forward is queued: what comes next, on its stream, finds all that was loaded. Whether
+        copies were made again.
 
         Raises:
             IntegrityError: it has read layers that it did not wait for.
@@ -142,7 +159,8 @@ class HostPool:
 
 
 def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
-    """The pool of one rank, of one size on all ranks of a tensor-parallel group. `ctx` is SGLang's TreeCacheBuildContext.
+    """The pool of one rank, of one size on all ranks of a tensor-parallel group. `ctx` is SGLang's
+    TreeCacheBuildContext.
 
     None: not wanted, or by default not possible, which is logged.
 
@@ -153,14 +171,19 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
     has_use = is_needed or has_own_memory(ctx.params.token_to_kv_pool_allocator)
     if config.host_mib == 0 or (config.host_mib is None and not has_use):
         return None
-    device_pool, group = ctx.params.token_to_kv_pool_allocator.get_kvcache(), ctx.tp_worker.model_runner.tp_group
+    device_pool, group = (
+        ctx.params.token_to_kv_pool_allocator.get_kvcache(),
+        ctx.tp_worker.model_runner.tp_group,
+    )
     pool, problem = None, refusal(device_pool, ctx.server_args)
     try:
         if problem is None:
             size = (config.host_mib or 0) << 20 or machine_bytes(EXACT_CHAINS, ctx)
             # A graph of whole prefills replays attention without asking for layers.
             is_replayed = check_cuda_graph_backend(GraphPhase.PREFILL, Backend.FULL)
-            is_layered = not is_replayed and _attends_in_all(ctx.tp_worker.model_runner.model, device_pool.layer_num)
+            is_layered = not is_replayed and _attends_in_all(
+                ctx.tp_worker.model_runner.model, device_pool.layer_num
+            )
             pool = HostPool(device_pool, size, is_layered=is_layered)
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         problem = str(error)
@@ -174,7 +197,9 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
         logger.warning("chunk cache: no exact chains in host memory: %s", problem)
         return None
     mib = pool.num_slots * pool.token_bytes / (1 << 20)
-    logger.info("chunk cache: exact chains in host memory: %.0f MiB, %d tokens", mib, pool.num_slots)
+    logger.info(
+        "chunk cache: exact chains in host memory: %.0f MiB, %d tokens", mib, pool.num_slots
+    )
     return pool
 
 
@@ -185,10 +210,16 @@ def refusal(device_pool: Any, args: Any) -> str | None:
     if type(device_pool) is not MHATokenToKVPool:
         return f"KV in a {type(device_pool).__name__} is not supported"
     if device_pool.head_dim != device_pool.v_head_dim or device_pool.layer_shard_enabled:
-        return "keys and values of different sizes, or layers that are shared out, are not supported"
+        return (
+            "keys and values of different sizes, or layers that are shared out, are not supported"
+        )
     return None
 
 
 def _attends_in_all(model: Any, num_layers: int) -> bool:
-    """Whether every layer of the pool is asked for. Some models have layers without attention (DeciLM)."""
-    return len({module.layer_id for module in model.modules() if isinstance(module, RadixAttention)}) == num_layers
+    """Whether every layer of the pool is asked for.
+    Some models have layers without attention (DeciLM)."""
+    return (
+        len({module.layer_id for module in model.modules() if isinstance(module, RadixAttention)})
+        == num_layers
+    )

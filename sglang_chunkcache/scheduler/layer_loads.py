@@ -1,16 +1,20 @@
-"""KV that comes into the pool layer by layer while a forward computes (Cache-Craft 3.4.2, algorithm 2).
+"""KV that comes into the pool layer by layer while a forward computes (Cache-Craft 3.4.2, algorithm
+2).
 
     before the forward   |0|1|                        in line: `num_ahead` layers, so that none has to be waited for
     beside it                |2|3|4|5|                on a copy stream; without CUDA on a thread
     the forward              |--0--|--1--|--2--|...   a getter of the pool waits for its layer
 
-`LayerLoads` is SGLang's layer transfer counter: the getters of a KV pool ask `wait_until` before they give a layer away. SGLang's
-own, `LayerDoneCounter`, waits for events of the device, and `torch.cpu.Event` waits for nothing. Knows layers, no slots.
+`LayerLoads` is SGLang's layer transfer counter: the getters of a KV pool ask `wait_until` before
+they give a layer away. SGLang's own, `LayerDoneCounter`, waits for events of the device, and
+`torch.cpu.Event` waits for nothing. Knows layers, no slots.
 
 Invariants:
-- One pass at a time goes on beside. It begins with `start` and ends with `finish`, or with `settle`, before the next forward.
+- One pass at a time goes on beside. It begins with `start` and ends with `finish`, or with
+  `settle`, before the next forward.
 - Layers are copied in ascending order: whoever has waited for one has waited for all before it.
-- What was copied beside has been waited for when the forward is over. Otherwise its attention has read what was not there.
+- What was copied beside has been waited for when the forward is over. Otherwise its attention has
+  read what was not there.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ from sglang_chunkcache.scheduler.pricing import Stretch, Watch
 logger = logging.getLogger(__name__)
 
 WORTH_HIDING_S = 0.002
-"""Of a load. A shorter one is over before a thread has begun, and what it takes beside a forward says little of it."""
+"""Of a load. A shorter one is over before a thread has begun,
+and what it takes beside a forward says little of it."""
 Copy = Callable[[range], None]
 """Copies layers, on the current stream. Called again after it has failed, so twice is as once."""
 Stall = Callable[[], AbstractContextManager[None]]
@@ -54,7 +59,8 @@ class _Pass(Protocol):
 
 
 class LayerLoads:
-    """Of a pool of `num_layers`. All calls come from the thread, and on the stream, that forwards run on."""
+    """Of a pool of `num_layers`. All calls come from the thread, and on the stream,
+    that forwards run on."""
 
     @classmethod
     def of(cls, pool: Any) -> LayerLoads:
@@ -75,7 +81,8 @@ class LayerLoads:
         self._has_failed = False
 
     def start(self, copy: Copy, phase: Phase, work: Work, *, num_ahead: int, clock: Clock) -> int:
-        """Copy `num_ahead` layers, and begin with the rest; all of them while another pass goes on. How many are there now.
+        """Copy `num_ahead` layers, and begin with the rest; all of them while another pass goes on.
+        How many are there now.
 
         What raises here is raised, and nothing is copied afterwards.
         """
@@ -94,25 +101,31 @@ class LayerLoads:
         return num_ahead
 
     def wait_until(self, layer: int) -> None:
-        """SGLang's call, by the pool's getters: what the current stream, or this thread, does next finds layers `[0, layer]`."""
+        """SGLang's call, by the pool's getters: what the current stream, or this thread,
+        does next finds layers `[0, layer]`."""
         if self._beside is not None:
             self._unread.discard(layer)
             self._has_failed |= self._beside.wait(layer, self._stall)
 
     def finish(self) -> bool:
-        """The forward is over: what comes next finds all layers. Whether copies have failed, and were made again.
+        """The forward is over: what comes next finds all layers. Whether copies have failed, and
+        were made again.
 
         Raises:
-            IntegrityError: nobody has waited for some of the layers, so the forward has read them too early.
+            IntegrityError: nobody has waited for some of the layers, so the forward has read them
+                too early.
         """
         unread = sorted(self._unread)
         has_failed = self.settle()
         if unread:
-            raise IntegrityError([f"no attention has waited for layers {unread}, which were loaded beside it"])
+            raise IntegrityError(
+                [f"no attention has waited for layers {unread}, which were loaded beside it"]
+            )
         return has_failed
 
     def settle(self) -> bool:
-        """Nothing is copied any more, read or not, whatever it raises. Whether copies have failed, and were made again."""
+        """Nothing is copied any more, read or not, whatever it raises.
+        Whether copies have failed, and were made again."""
         if self._beside is None:
             return False
         try:
@@ -124,12 +137,18 @@ class LayerLoads:
 
 
 def copied_ahead(num_layers: int, *, load: float, compute: float) -> int:
-    """Layers to copy before a forward (Cache-Craft, eq. 16), of seconds: all where hiding the load gains nothing."""
-    return layers_ahead(num_layers, load=load, compute=compute) if load >= WORTH_HIDING_S else num_layers
+    """Layers to copy before a forward (Cache-Craft, eq.
+    16), of seconds: all where hiding the load gains nothing."""
+    return (
+        layers_ahead(num_layers, load=load, compute=compute)
+        if load >= WORTH_HIDING_S
+        else num_layers
+    )
 
 
 class _OnThread:
-    """Host memory to host memory. What fails is copied again by the reader: what fails twice is raised there."""
+    """Host memory to host memory. What fails is copied again by the reader:
+    what fails twice is raised there."""
 
     def __init__(self, copy: Copy, layers: range, watch: Watch, stretch: Stretch) -> None:
         self._copy, self._layers, self._watch, self._stretch = copy, layers, watch, stretch
@@ -150,14 +169,19 @@ class _OnThread:
         self._failed_from = None
         return True
 
-    @torch.inference_mode()  # as the forward's thread: a pool made in this mode can be written in no other
+    # as the forward's thread: a pool made in this mode can be written in no other
+    @torch.inference_mode()
     def _run(self) -> None:
         self._stretch.mark()
         for layer in self._layers:
             try:
                 self._copy(range(layer, layer + 1))
             except Exception:
-                logger.warning("chunk cache: copying layer %d failed, its reader copies it again", layer, exc_info=True)
+                logger.warning(
+                    "chunk cache: copying layer %d failed, its reader copies it again",
+                    layer,
+                    exc_info=True,
+                )
                 self._watch.phase = None  # the time of half a load is none of a load's
                 self._failed_from = layer
                 break
@@ -168,10 +192,12 @@ class _OnThread:
 
 
 class _OnStream:
-    """All is queued at once: behind what the current stream has queued, so that slots have their last reader behind them."""
+    """All is queued at once: behind what the current stream has queued,
+    so that slots have their last reader behind them."""
 
     def __init__(self, copy: Copy, layers: range, stream: Any, stretch: Stretch) -> None:
-        self._copy = copy  # its tensors belong to the current stream, which waits before they are freed
+        # its tensors belong to the current stream, which waits before they are freed
+        self._copy = copy
         self._stalls: set[int] = set()
         self._is_there: dict[int, Any] = {}
         stream.wait_stream(torch.cuda.current_stream())

@@ -1,6 +1,8 @@
-"""What we keep on SGLang's objects: one record on each `TreeNode`, one on each `Req`. Both are made when they are first read.
+"""What we keep on SGLang's objects: one record on each `TreeNode`, one on each `Req`. Both are made
+when they are first read.
 
-`facts` and `state` are the only ways to them. Nothing else of ours is an attribute of an object of SGLang's.
+`facts` and `state` are the only ways to them. Nothing else of ours is an attribute of an object of
+SGLang's.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ class ChunkFacts(CopyFacts):
     is_moved: bool = False
     """Its KV was computed at another place."""
     chain: ChainId | None = None
-    """The place in the global tree. None: a token node, or a chunk that the global tree does not hold: of a later turn, or fused
-    for one question."""
+    """The place in the global tree. None: a token node, or a chunk that the global tree does not
+    hold: of a later turn, or fused for one question."""
     promoted: bool = False
     hits: int = 0
     """Requests that found it cached exactly."""
@@ -101,7 +103,8 @@ class RequestState:
     is_prefetch: bool = False
     """It may come. False: it is here, or only explained."""
     loads: Asked | None = None
-    """What was asked of the storage for its moved chunks (fusion/tier.py). None: nothing was yet."""
+    """What was asked of the storage for its moved chunks (fusion/tier.py).
+    None: nothing was yet."""
     chain: Asked | None = None
     """And for its exact chain."""
     waits: bool = False
@@ -133,6 +136,7 @@ def identity_of(node: TreeNode) -> ChunkIdentity | None:
 def joined(values: Sequence[Tensor]) -> Tensor:
     """One tensor, of the current stream."""
     for value in values:
-        if value.is_cuda:  # made on another stream, and may be gone there before this one has read it
+        # made on another stream, and may be gone there before this one has read it
+        if value.is_cuda:
             value.record_stream(torch.cuda.current_stream())
     return torch.cat(tuple(values))

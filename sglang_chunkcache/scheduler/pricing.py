@@ -1,7 +1,8 @@
-"""What the phases before a first token take on this machine: measured at the start, observed in service, agreed between ranks.
+"""What the phases before a first token take on this machine: measured at the start, observed in
+service, agreed between ranks.
 
-The scheduler plans by `costs`, which changes every `REFRESH` prefills. All ranks of a tensor-parallel group take rank 0's,
-at the same batch, so that they decide alike.
+The scheduler plans by `costs`, which changes every `REFRESH` prefills. All ranks of a
+tensor-parallel group take rank 0's, at the same batch, so that they decide alike.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class Pricing:
 
     @contextmanager
     def watch(self, phase: Phase | None, work: Work) -> Iterator[Watch]:
-        """Observe what the block takes, unless it raises or does nothing. Queues two events on CUDA and waits for none.
+        """Observe what the block takes, unless it raises or does nothing. Queues two events on CUDA
+        and waits for none.
 
         `poll` learns from the seconds, once they are known; without a phase nothing is.
         """
@@ -112,14 +114,15 @@ class Pricing:
             self._running.append(watch)
 
     def beside(self, watch: Watch) -> Stretch:
-        """More of what is watched, on another stream or thread: it marks where that begins and ends, which may be later."""
+        """More of what is watched, on another stream or thread:
+        it marks where that begins and ends, which may be later."""
         watch.stretches.append(self._stretch())
         return watch.stretches[-1]
 
     @contextmanager
     def stall(self, load: Watch) -> Iterator[None]:
-        """In the block the current stream, or this thread, waits for a load: that is no part of what is watched around it, but of
-        what the load is a part of."""
+        """In the block the current stream, or this thread, waits for a load: that is no part of
+        what is watched around it, but of what the load is a part of."""
         stretch = self._stretch()
         stretch.mark()
         yield
@@ -152,11 +155,14 @@ class Pricing:
         self._plan_errors.append(abs(estimate - actual) / actual)
 
     def stats(self) -> dict[str, Any]:
-        """For `/chunkcache/stats`: of each phase the line and the error of its estimates, `plan`: of whole plans. Empty without
-        costs."""
+        """For `/chunkcache/stats`: of each phase the line and the error of its estimates, `plan`:
+        of whole plans. Empty without costs."""
         if self.costs is None:
             return {}
-        return {**self.model.stats(), "plan": {"observed": len(self._plan_errors), **spread(self._plan_errors)}}
+        return {
+            **self.model.stats(),
+            "plan": {"observed": len(self._plan_errors), **spread(self._plan_errors)},
+        }
 
     def _stretch(self) -> Stretch:
         return Stretch(is_cuda=self._is_cuda)
@@ -172,5 +178,8 @@ class Pricing:
 
 def prefill_work(batch: ScheduleBatch) -> Work:
     """Of SGLang's extend of the batch."""
-    works = [extend_work(start, start + n) for start, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+    works = [
+        extend_work(start, start + n)
+        for start, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)
+    ]
     return Work(1, sum(work.tokens for work in works), sum(work.pairs for work in works))

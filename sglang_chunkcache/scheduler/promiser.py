@@ -1,4 +1,5 @@
-"""What the tree asks of fused reuse, which promises SGLang more tokens than are cached (fusion/promise.py)."""
+"""What the tree asks of fused reuse, which promises SGLang more tokens than are cached
+(fusion/promise.py)."""
 
 from __future__ import annotations
 
@@ -24,8 +25,11 @@ class Promiser(Protocol):
     def arrived(self, req: Req, spans: RequestSpans) -> None:
         """It waits from now on: what it will need of slower tiers may be loaded."""
 
-    def match(self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult) -> MatchResult:
-        """Extend an exact match, at a request's admission, by what can be had otherwise. Idempotent: takes nothing."""
+    def match(
+        self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult
+    ) -> MatchResult:
+        """Extend an exact match, at a request's admission, by what can be had otherwise.
+        Idempotent: takes nothing."""
 
     def commit(self, req: Req, node: TreeNode) -> tuple[torch.Tensor, TreeNode]:
         """Slots for all that was promised, or an empty tensor: declined, to be computed."""
@@ -43,8 +47,8 @@ class Promiser(Protocol):
         """What became of the request."""
 
     def after(self, *, first_tokens_wait: bool = False, is_ahead: bool = False) -> None:
-        """Store some of what was noted; after a forward, whose result is told next. `is_ahead`: all of it was sent ahead of
-        requests, so that nobody waits for its tokens."""
+        """Store some of what was noted; after a forward, whose result is told next. `is_ahead`: all
+        of it was sent ahead of requests, so that nobody waits for its tokens."""
 
     def explain(self, req: Req) -> Explanation | None:
         """What was planned for a request that was only matched. None: nothing was."""
@@ -53,7 +57,8 @@ class Promiser(Protocol):
         """The tree is empty, and the weights may have changed."""
 
     def calibrate(self, prompts: Sequence[CalibrationPrompt]) -> None:
-        """Measure where the model keeps the evidence by which tokens are selected. Raises ValueError or RuntimeError: cannot."""
+        """Measure where the model keeps the evidence by which tokens are selected.
+        Raises ValueError or RuntimeError: cannot."""
 
     def clear_store(self) -> Cleared:
         """Empty the store, the chunks that wait for it included."""

@@ -1,11 +1,13 @@
-"""Exact chains below host memory (CRAFT 4.1): what host memory has is written to the rank's storage, and comes back to it.
+"""Exact chains below host memory (CRAFT 4.1): what host memory has is written to the rank's
+storage, and comes back to it.
 
     a chunk was copied to host memory ──► it is written, or is with its next request if the queue is full
     an arriving request's chain goes on in the storage ──► loads ──► host memory ──► device, at the request's admission
     a start ──► the chains of highest f_r ──► host memory, and the front knows them
 
-KV goes back to the place that it comes from, so it is named by all that it depends on: model and weights, tenant, all tokens up
-to its end, and what has computed it (`how`). A node is claimed in host memory before it is loaded.
+KV goes back to the place that it comes from, so it is named by all that it depends on: model and
+weights, tenant, all tokens up to its end, and what has computed it (`how`). A node is claimed in
+host memory before it is loaded.
 """
 
 from __future__ import annotations
@@ -68,11 +70,17 @@ class StoredChains:
 
     Args:
         how: what KV depends on beside model, weights and tokens.
-        fingerprint: of the model's weights, as they are when it is called. None: somebody else starts the storage.
+        fingerprint: of the model's weights, as they are when it is called. None: somebody else
+            starts the storage.
     """
 
     def __init__(
-        self, host: HostChains, storage: Storage, *, how: tuple[str, ...], fingerprint: Callable[[], int] | None
+        self,
+        host: HostChains,
+        storage: Storage,
+        *,
+        how: tuple[str, ...],
+        fingerprint: Callable[[], int] | None,
     ) -> None:
         self.host, self.storage, self._how, self._fingerprint = host, storage, how, fingerprint
         host.saved = self._saved
@@ -90,7 +98,9 @@ class StoredChains:
         if state(req).chain is not None or spans.is_preprocessing or spans.is_audit:
             return
         is_prefetch = state(req).is_prefetch
-        asked = state(req).chain = Asked(is_prefetch=is_prefetch, tenant=(req.extra_key, req.cache_salt))
+        asked = state(req).chain = Asked(
+            is_prefetch=is_prefetch, tenant=(req.extra_key, req.cache_salt)
+        )
         with self.storage.guard("nothing is loaded, the prompt is computed"):
             self.storage.poll(is_round=True)
             if self.storage.is_off or self.storage.loader.is_paused:
@@ -99,7 +109,10 @@ class StoredChains:
             asked_for = [link for link in links if not link.is_empty]
             if not is_prefetch:
                 is_request = self._fingerprint is not None  # else the promiser counts it
-                self.storage.ask(((each.stored, each.head, each.prefix) for each in asked_for), is_request=is_request)
+                self.storage.ask(
+                    ((each.stored, each.head, each.prefix) for each in asked_for),
+                    is_request=is_request,
+                )
                 self._use(links)
             unknown = {
                 each.stored: each.num_tokens
@@ -113,7 +126,8 @@ class StoredChains:
                 asked.computed_s = self._computed_s(self._num_cached(key[: asked.end]), asked.end)
 
     def stored(self, key: ChunkKey, spans: RequestSpans) -> tuple[int, bool]:
-        """(tokens that the storage has behind host memory and device, whether to load them is estimated to pay). Asks nobody."""
+        """(tokens that the storage has behind host memory and device,
+        whether to load them is estimated to pay). Asks nobody."""
         if self.storage.is_off:
             return 0, True
         missing, start = self._missing(self._links(key, spans), key)
@@ -125,7 +139,8 @@ class StoredChains:
         self.storage.planned(state(req).chain)
 
     def load_most_used(self, seconds: float = START_S) -> int:
-        """Fill host memory with the chains of highest f_r, before there are requests: waits, so long at most.
+        """Fill host memory with the chains of highest f_r, before there are requests: waits, so
+        long at most.
 
         Chains of tenants are loaded when they ask: no file says who they are.
 
@@ -145,7 +160,9 @@ class StoredChains:
             return True
 
         self._is_starting = True
-        self.storage.fill((partial(load, link) for each in found for link in self._links_of(each)), seconds)
+        self.storage.fill(
+            (partial(load, link) for each in found for link in self._links_of(each)), seconds
+        )
         self._is_starting = False
         return self.storage.loader.num_loaded - before
 
@@ -156,7 +173,9 @@ class StoredChains:
         if not area:
             return []
         first = root(key.token_ids[: area[0].start], key.extra_key, key.cache_salt)
-        links = self._chain(first, spans.namespace, [span.chunk for span in area], key.extra_key, key.cache_salt)
+        links = self._chain(
+            first, spans.namespace, [span.chunk for span in area], key.extra_key, key.cache_salt
+        )
         ends = [0, area[0].start, *(span.end for span in area)]
         return [
             link._replace(num_tokens=end - start, end=end)
@@ -164,20 +183,33 @@ class StoredChains:
         ]
 
     def _chain(
-        self, place: bytes, namespace: str, chunks: Sequence[ChunkId], extra_key: str | None, cache_salt: str | None
+        self,
+        place: bytes,
+        namespace: str,
+        chunks: Sequence[ChunkId],
+        extra_key: str | None,
+        cache_salt: str | None,
     ) -> Iterator[_Link]:
         """From the tokens before the first chunk on."""
-        head, parent, is_empty = f"{place.hex()} {namespace}", None, place == root(array("q"), extra_key, cache_salt)
+        head, parent, is_empty = (
+            f"{place.hex()} {namespace}",
+            None,
+            place == root(array("q"), extra_key, cache_salt),
+        )
         for number in range(len(chunks) + 1):
             if number:
                 place, parent = below(place, chunks[number - 1]), place
             stored = self.storage.chunk(self._how, extra_key, cache_salt, ChunkId(place.hex()))
-            yield _Link(place, parent, stored, head, tuple(chunks[:number]), is_empty and not number)
+            yield _Link(
+                place, parent, stored, head, tuple(chunks[:number]), is_empty and not number
+            )
 
     def _use(self, links: Sequence[_Link]) -> None:
-        """Count a use of what the storage has without a gap, and write what goes on from there in host memory.
+        """Count a use of what the storage has without a gap, and write what goes on from there in
+        host memory.
 
-        The end first: of nodes that were used alike the index loses the one that was used least recently."""
+        The end first: of nodes that were used alike the index loses the one that was used least
+        recently."""
         found = list(takewhile(lambda link: link.is_empty or self._find(link) is not None, links))
         for variant in map(self._find, reversed(found)):
             if variant is not None:
@@ -199,13 +231,15 @@ class StoredChains:
                     break
 
     def _write(self, link: _Link) -> bool:
-        """Whether it is being written: what would leave for it is asked for less often, or chains would replace each other
-        without end."""
+        """Whether it is being written: what would leave for it is asked for less often, or chains
+        would replace each other without end."""
         host = self.host.get(link.place)
         if host is None or not host.is_here or host.is_busy:
             return host is not None and host.is_here
         place = Place(*link.stored, link.head, link.prefix, False)
-        row = Row(self.storage.names.entry(place, 0, False, ()), place, len(host.slots), 0, 0, False)
+        row = Row(
+            self.storage.names.entry(place, 0, False, ()), place, len(host.slots), 0, 0, False
+        )
         if not self.storage.gains(link.stored, len(host.slots)):
             return False
         entry = partial(_read, self.host.pool, host.slots, self.host.pool.fence())
@@ -216,7 +250,8 @@ class StoredChains:
         return self.storage.index.get(link.stored, link.head, link.prefix)
 
     def _load(self, links: Sequence[_Link], key: ChunkKey, asked: Asked) -> None:
-        """Load what follows the last node in host memory, where that pays. What was never tried is."""
+        """Load what follows the last node in host memory, where that pays.
+        What was never tried is."""
         asked.goes_on = None
         missing, start = self._missing(links, key)
         if not missing:
@@ -229,12 +264,15 @@ class StoredChains:
             self.storage.planned(asked)
 
     def _missing(self, links: Sequence[_Link], key: ChunkKey) -> tuple[Sequence[_Link], int]:
-        """(what follows the last node in host memory, as far as the storage has it without a gap, unless the device has it;
-        how many tokens precede what would be computed of it). What is on its way is missing, too."""
+        """(what follows the last node in host memory, as far as the storage has it without a gap,
+        unless the device has it; how many tokens precede what would be computed of it). What is on
+        its way is missing, too."""
         found = [self.host.get(link.place) for link in links]
         num_here = sum(host is not None and host.is_here for host in found)
         num_found = num_here
-        while num_found < len(links) and (links[num_found].is_empty or self._find(links[num_found])):
+        while num_found < len(links) and (
+            links[num_found].is_empty or self._find(links[num_found])
+        ):
             num_found += 1
         missing = links[num_here:num_found]
         cached = self._num_cached(key[: missing[-1].end]) if missing else 0
@@ -246,19 +284,28 @@ class StoredChains:
         """Whether loading them is estimated to take no longer than computing from `start` on."""
         costs, end = self.host.pricing.agreed, links[-1].end
         variants = [variant for variant in map(self._find, links) if variant is not None]
-        loaded = sum(self.storage.seconds(variant.blob.row.num_bytes) or 0.0 for variant in variants)
+        loaded = sum(
+            self.storage.seconds(variant.blob.row.num_bytes) or 0.0 for variant in variants
+        )
         computed = self._computed_s(start, end)
-        return not loaded or not computed or loaded + costs[Phase.LOAD].seconds(Work(1, end - start)) <= computed
+        return (
+            not loaded
+            or not computed
+            or loaded + costs[Phase.LOAD].seconds(Work(1, end - start)) <= computed
+        )
 
     def _num_cached(self, key: ChunkKey) -> int:
         """Tokens that the device has of it."""
         return sum(len(node.key) for node in self.host.cache.path(key))
 
     def _computed_s(self, start: int, end: int) -> float:
-        return self.host.pricing.agreed[Phase.EXTEND].seconds(extend_work(start, end)._replace(calls=0))
+        return self.host.pricing.agreed[Phase.EXTEND].seconds(
+            extend_work(start, end)._replace(calls=0)
+        )
 
     def _claim(self, link: _Link, key: ChunkKey | None, asked: Asked | None = None) -> bool:
-        """Begin to load a node, unless it is here. False: no room, too much is under way, or what is above is not here."""
+        """Begin to load a node, unless it is here.
+        False: no room, too much is under way, or what is above is not here."""
         variant = self._find(link)
         if self.host.get(link.place) is not None:
             if variant is not None:
@@ -273,14 +320,21 @@ class StoredChains:
         if host is None or variant is None:
             return host is not None
         into = partial(_fill, self.host.pool, host.slots, self.host.pool.fence())
-        if not self.storage.load(variant, num_tokens, partial(self._came, link, host, key, asked), into, asked):
+        if not self.storage.load(
+            variant, num_tokens, partial(self._came, link, host, key, asked), into, asked
+        ):
             self.host.drop(host)
             return False
         host.is_busy = True
         return True
 
     def _came(
-        self, link: _Link, host: HostNode, key: ChunkKey | None, asked: Asked | None, entry: Entry | None
+        self,
+        link: _Link,
+        host: HostNode,
+        key: ChunkKey | None,
+        asked: Asked | None,
+        entry: Entry | None,
     ) -> None:
         """The node's KV is in host memory, or is not to be had."""
         if not self.host.released(host):
@@ -292,7 +346,9 @@ class StoredChains:
             return
         path = self.host.cache.path(key[: link.end]) if key is not None else []
         is_on_device = bool(path) and sum(len(node.key) for node in path) == link.end
-        self.host.came(host, link.prefix, link.head.partition(" ")[2], path[-1] if is_on_device else None)
+        self.host.came(
+            host, link.prefix, link.head.partition(" ")[2], path[-1] if is_on_device else None
+        )
         if asked is not None and asked.goes_on is not None:
             asked.goes_on()
 
@@ -303,17 +359,39 @@ class StoredChains:
         return self._chain(bytes.fromhex(first), namespace, place.prefix, None, None)
 
 
-def create_stored_chains(host: HostChains, storage: Storage, ctx: Any, config: ChunkCacheConfig) -> StoredChains:
+def create_stored_chains(
+    host: HostChains, storage: Storage, ctx: Any, config: ChunkCacheConfig
+) -> StoredChains:
     """Of one rank, with host memory filled. `ctx` is SGLang's TreeCacheBuildContext."""
     args, device = ctx.server_args, torch.device(host.cache.device)
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    kernels = (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend)
-    how = ("exact", chip, f"tp{args.tp_size}", sglang.__version__, torch.__version__, *map(str, kernels))
+    chip = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else torch.backends.cpu.get_cpu_capability()
+    )
+    kernels = (
+        args.attention_backend,
+        args.prefill_attention_backend,
+        args.decode_attention_backend,
+    )
+    how = (
+        "exact",
+        chip,
+        f"tp{args.tp_size}",
+        sglang.__version__,
+        torch.__version__,
+        *map(str, kernels),
+    )
     model = ctx.tp_worker.model_runner.model
-    weights = partial(fingerprint, model) if config.reuse == "exact" else None  # else the promiser starts the storage
+    # else the promiser starts the storage
+    weights = partial(fingerprint, model) if config.reuse == "exact" else None
     stored, started = StoredChains(host, storage, how=how, fingerprint=weights), time.perf_counter()
     num_loaded = stored.load_most_used()
-    logger.info("chunk cache: %d nodes of exact chains loaded in %.1f s", num_loaded, time.perf_counter() - started)
+    logger.info(
+        "chunk cache: %d nodes of exact chains loaded in %.1f s",
+        num_loaded,
+        time.perf_counter() - started,
+    )
     return stored
 
 

@@ -1,10 +1,12 @@
-"""SGLang's `HiCacheStorage` as a store of bytes by name: HiCache's own backends and configuration, without HiCache.
+"""SGLang's `HiCacheStorage` as a store of bytes by name: HiCache's own backends and configuration,
+without HiCache.
 
     file       one file an entry, in a folder of the rank's own          dynamic    any class, as HiCache loads it
 
-Traps of HiCache's that are dealt with here: `get` reads into a tensor whose size must be known, a smaller one is filled without
-a word; `set` overwrites nothing; some `set` report success and keep nothing; nobody deletes. What an entry must be
-is none of its business. The loader's thread uses it, and no other one after the start.
+Traps of HiCache's that are dealt with here: `get` reads into a tensor whose size must be known, a
+smaller one is filled without a word; `set` overwrites nothing; some `set` report success and keep
+nothing; nobody deletes. What an entry must be is none of its business. The loader's thread uses it,
+and no other one after the start.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class Backend:
                 raise OSError(f"{name} is there and cannot be read")
             return None
         if found.numel() * found.element_size() != num_bytes:
-            raise RefusedEntryError(Refusal.TRUNCATED, f"{found.numel() * found.element_size()} of {num_bytes} bytes")
+            raise RefusedEntryError(
+                Refusal.TRUNCATED, f"{found.numel() * found.element_size()} of {num_bytes} bytes"
+            )
         return found.cpu().contiguous().view(-1).view(torch.uint8)
 
     def set(self, name: str, data: Tensor) -> None:
@@ -80,7 +84,8 @@ class Backend:
         return bool(self._storage.exists(name))
 
     def delete(self, name: str) -> bool:
-        """Nothing is under the name any more. False: HiCache's interface cannot, and its class has no `delete(key)`."""
+        """Nothing is under the name any more.
+        False: HiCache's interface cannot, and its class has no `delete(key)`."""
         delete = getattr(self._storage, "delete", None)
         if not callable(delete):
             return False
@@ -88,7 +93,8 @@ class Backend:
         return True
 
     def sizes(self) -> dict[str, int] | None:
-        """Name -> bytes of all that is there, after what was left over has been removed. None: it cannot be listed."""
+        """Name -> bytes of all that is there, after what was left over has been removed.
+        None: it cannot be listed."""
         return None
 
     def close(self) -> None:
@@ -143,20 +149,26 @@ def extra_config(config: ChunkCacheConfig) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        found = json.loads(Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text)
+        found = json.loads(
+            Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
+        )
     except (OSError, ValueError) as error:
         raise ValueError(f"{flag}: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{flag} must be a JSON object, got {type(found).__name__}")
     if config.storage_backend == "file" and (unknown := found.keys() - _FILE_SETTINGS):
-        raise ValueError(f"{flag}: file does not know {', '.join(sorted(unknown))}, only {', '.join(_FILE_SETTINGS)}")
+        raise ValueError(
+            f"{flag}: file does not know {', '.join(sorted(unknown))}, only"
+            f" {', '.join(_FILE_SETTINGS)}"
+        )
     if not isinstance(found.get("directory", ""), str):
         raise ValueError(f"{flag}: directory must be a path, got {found['directory']!r}")
     return found
 
 
 def folder_of(config: ChunkCacheConfig, rank: str) -> Path:
-    """Where one rank keeps its manifest, and `file` its entries. Raises ValueError as `extra_config`."""
+    """Where one rank keeps its manifest, and `file` its entries.
+    Raises ValueError as `extra_config`."""
     given = extra_config(config).get("directory")
     return Path(given or cache_folder() / f"storage-{config.storage_backend}") / rank
 
@@ -179,7 +191,9 @@ def create_backend(config: ChunkCacheConfig, folder: Path, *, model_name: str) -
         model_name = ""  # the names of entries tell models apart
     with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(entries)):
         try:
-            storage = StorageBackendFactory.create_backend(name, _storage_config(extra, model_name), None)
+            storage = StorageBackendFactory.create_backend(
+                name, _storage_config(extra, model_name), None
+            )
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             storage = None

@@ -3,8 +3,8 @@
     keys, values ── encode ──► parts ── decode ──► keys, values
     pool's dtype               host memory, disk, network      pool's dtype, each element within a known bound
 
-The first two parts are the keys' and the values', tokens are every part's second dimension, and sizes follow from the parts'
-shapes. It knows tensors alone: no chunk, no store, no storage.
+The first two parts are the keys' and the values', tokens are every part's second dimension, and
+sizes follow from the parts' shapes. It knows tensors alone: no chunk, no store, no storage.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ class Sizes(NamedTuple):
 
 
 class Codec(ABC):
-    """One way to keep KV. Its methods read what they are given, queue on the current stream and never synchronise."""
+    """One way to keep KV. Its methods read what they are given,
+    queue on the current stream and never synchronise."""
 
     name: str
 
     @abstractmethod
     def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """The parts, contiguous, on the same device; the tensors themselves where nothing is to be done.
+        """The parts, contiguous, on the same device; the tensors themselves where nothing is to be
+        done.
 
         Args:
             keys: [num_layers, num_tokens, num_kv_heads, key_dim], the pool's dtype; any device.
@@ -60,7 +62,8 @@ class Codec(ABC):
         """How far an element may be off, over the largest absolute one of its token and head."""
 
     def check_heads(self, keys: Tensor, values: Tensor) -> None:
-        """Raise ValueError where heads do not fit a part; of a pool's buffers, [num_slots, num_kv_heads, head_dim]."""
+        """Raise ValueError where heads do not fit a part;
+        of a pool's buffers, [num_slots, num_kv_heads, head_dim]."""
         self.encode(keys[:0].unsqueeze(0), values[:0].unsqueeze(0))
 
     def nbytes(self, sizes: Sizes) -> int:
@@ -74,10 +77,14 @@ class Codec(ABC):
             ValueError: they are not this codec's; names what was expected and got.
         """
         got = [(tuple(each.shape), each.dtype) for each in parts]
-        if len(parts) < 2 or any(each.dim() != 4 for each in parts[:2]) or self.shapes(self.sizes(parts)) != got:
+        if (
+            len(parts) < 2
+            or any(each.dim() != 4 for each in parts[:2])
+            or self.shapes(self.sizes(parts)) != got
+        ):
             raise ValueError(
-                f"keys and values must be [num_layers, num_tokens, num_kv_heads, head_dim], as {self.name} keeps them,"
-                f" but got {', '.join(str(shape) for shape, _ in got)}"
+                "keys and values must be [num_layers, num_tokens, num_kv_heads, head_dim], as"
+                f" {self.name} keeps them, but got {', '.join(str(shape) for shape, _ in got)}"
             )
 
 
@@ -107,12 +114,13 @@ class Plain(Codec):
 
 
 class Quantized(Codec):
-    """Whole numbers of few bits, with a scale for each token of a head in a layer: x ~ s q, |q| <= m = 2^(bits - 1) - 1.
+    """Whole numbers of few bits, with a scale for each token of a head in a layer: x ~ s q, |q| <=
+    m = 2^(bits - 1) - 1.
 
         s = max |x| / m in x's dtype        q = x / s, rounded
 
-    Parts: keys and values as q + m, packed along a head, uint8; their scales [num_layers, num_tokens, num_kv_heads].
-    Equals tests/reference/naive_codec.py bit by bit.
+    Parts: keys and values as q + m, packed along a head, uint8; their scales [num_layers,
+    num_tokens, num_kv_heads]. Equals tests/reference/naive_codec.py bit by bit.
 
     Args:
         bits: of a number, 2 to 8. A head must fill whole bytes.
@@ -131,7 +139,10 @@ class Quantized(Codec):
         """
         for name, each in (("keys", keys), ("values", values)):
             if each.shape[-1] * self.bits % 8:
-                raise ValueError(f"{name}: expected heads of whole bytes in {self.name}, got heads of {each.shape[-1]}")
+                raise ValueError(
+                    f"{name}: expected heads of whole bytes in {self.name}, got heads of"
+                    f" {each.shape[-1]}"
+                )
         (key_data, key_scales), (value_data, value_scales) = map(self._encoded, (keys, values))
         return key_data, value_data, key_scales, value_scales
 
@@ -147,7 +158,9 @@ class Quantized(Codec):
 
     def shapes(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
         rows = sizes[:3]
-        data = [((*rows, dim * self.bits // 8), torch.uint8) for dim in (sizes.key_dim, sizes.value_dim)]
+        data = [
+            ((*rows, dim * self.bits // 8), torch.uint8) for dim in (sizes.key_dim, sizes.value_dim)
+        ]
         return [*data, (rows, sizes.dtype), (rows, sizes.dtype)]
 
     def max_error(self, dtype: torch.dtype) -> float:
@@ -163,7 +176,9 @@ class Quantized(Codec):
     # Private, in order of use
 
     def _encoded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        data = rows.new_empty((*rows.shape[:-1], rows.shape[-1] * self.bits // 8), dtype=torch.uint8)
+        data = rows.new_empty(
+            (*rows.shape[:-1], rows.shape[-1] * self.bits // 8), dtype=torch.uint8
+        )
         scales = rows.new_empty(rows.shape[:-1])
         for part in _parts(rows):
             data[part], scales[part] = self._quantized(rows[part])
@@ -171,16 +186,24 @@ class Quantized(Codec):
 
     def _quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         largest = rows.abs().amax(-1)
-        scales = (largest.float() / self._most).clamp(max=_largest_scale(rows.dtype, self._most)).to(rows.dtype)
+        scales = (
+            (largest.float() / self._most)
+            .clamp(max=_largest_scale(rows.dtype, self._most))
+            .to(rows.dtype)
+        )
         steps = scales.float().masked_fill(scales == 0, 1).unsqueeze(-1)
         levels = (rows.float() / steps).round_().clamp_(-self._most, self._most).add_(self._most)
-        return _packed(levels.to(torch.uint8), self.bits), torch.where(largest.isfinite(), scales, torch.nan)
+        return _packed(levels.to(torch.uint8), self.bits), torch.where(
+            largest.isfinite(), scales, torch.nan
+        )
 
     def _decoded(self, data: Tensor, scales: Tensor) -> Tensor:
         rows = scales.new_empty((*scales.shape, data.shape[-1] * 8 // self.bits))
         for part in _parts(data):
             levels = rows[part]
-            levels.copy_(_unpacked(data[part], self.bits)).sub_(self._most).mul_(scales[part].unsqueeze(-1))
+            levels.copy_(_unpacked(data[part], self.bits)).sub_(self._most).mul_(
+                scales[part].unsqueeze(-1)
+            )
         return rows
 
 
@@ -193,7 +216,8 @@ CODECS: Mapping[str, Codec] = {each.name: each for each in (NONE, Quantized(8), 
 
 
 def _parts(rows: Tensor) -> list[slice]:
-    """All layers at once; on a CPU one after the other, so that what is between two steps stays in its caches."""
+    """All layers at once; on a CPU one after the other, so that what is between two steps stays in
+    its caches."""
     if rows.device.type != "cpu":
         return [slice(None)]
     return [slice(layer, layer + 1) for layer in range(len(rows))]
@@ -209,7 +233,8 @@ def _largest_scale(dtype: torch.dtype, most: int) -> float:
 
 
 def _packed(levels: Tensor, bits: int) -> Tensor:
-    """[..., dim] uint8 below 2^bits as [..., dim * bits / 8]: first 4 bits of each number, then 2, then 1, as `bits` has them.
+    """[..., dim] uint8 below 2^bits as [..., dim * bits / 8]: first 4 bits of each number, then 2,
+    then 1, as `bits` has them.
 
     A byte has bits of numbers that are far apart, so whole stretches of a head are shifted at once.
     """
@@ -232,7 +257,9 @@ def _unpacked(data: Tensor, bits: int) -> Tensor:
     widths = _widths(bits)
     levels: Tensor | None = None
     for width, plane in zip(
-        widths, torch.split(data, [data.shape[-1] * width // bits for width in widths], -1), strict=True
+        widths,
+        torch.split(data, [data.shape[-1] * width // bits for width in widths], -1),
+        strict=True,
     ):
         part = torch.cat([(plane >> at) & (2**width - 1) for at in range(0, 8, width)], -1)
         levels = part if levels is None else (levels << width) | part

@@ -1,11 +1,13 @@
 """The bytes of one stored variant: a chunk's KV and what was measured of it.
 
-    magic  version  num_bytes  secret's tag  checksum | header_len  header | KV  context  received  outward
+    magic  version  num_bytes  secret's tag  checksum | header_len  header | KV  context  received
+    outward
     8      4        8          8             32       | 4           JSON   | as the header says, without gaps
 
-The checksum covers all other bytes, keyed by the secret if there is one: with a secret only who knows it can make an entry. It
-knows no chunk, no store and no backend. `pointer.py` frames its bytes likewise, with a magic of its own.
-NOTE: bytes are copied by numpy, on one core and without the interpreter's lock: torch would take all cores from a forward.
+The checksum covers all other bytes, keyed by the secret if there is one: with a secret only who
+knows it can make an entry. It knows no chunk, no store and no backend. `pointer.py` frames its
+bytes likewise, with a magic of its own. NOTE: bytes are copied by numpy, on one core and without
+the interpreter's lock: torch would take all cores from a forward.
 """
 
 from __future__ import annotations
@@ -81,7 +83,14 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     def sizes(self, num_tokens: int) -> Sizes:
         """Of so many tokens, in the pool's dtype."""
-        return Sizes(self.num_layers, num_tokens, self.num_kv_heads, self.key_dim, self.value_dim, DTYPES[self.dtype])
+        return Sizes(
+            self.num_layers,
+            num_tokens,
+            self.num_kv_heads,
+            self.key_dim,
+            self.value_dim,
+            DTYPES[self.dtype],
+        )
 
 
 class Masses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,7 +124,9 @@ class Entry:
     @property
     def layout(self) -> Layout:
         layers, _, heads, key_dim, value_dim, dtype = self.codec.sizes(self.kv)
-        return Layout(layers, heads, key_dim, value_dim, str(dtype).removeprefix("torch."), self.codec.name)
+        return Layout(
+            layers, heads, key_dim, value_dim, str(dtype).removeprefix("torch."), self.codec.name
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -150,7 +161,9 @@ def write(entry: Entry, name: str, *, secret: bytes) -> Tensor:
             entry.heads,
         )
     )
-    return framed(MAGIC, header, [_bytes_of(each).numpy() for each in entry.tensors()], secret=secret)
+    return framed(
+        MAGIC, header, [_bytes_of(each).numpy() for each in entry.tensors()], secret=secret
+    )
 
 
 def read(
@@ -175,7 +188,8 @@ def read(
         raise RefusedEntryError(Refusal.OTHER_ENTRY, f"these are the bytes of {header.name}")
     if (header.layout, header.num_tokens) != (layout, num_tokens):
         raise RefusedEntryError(
-            Refusal.LAYOUT, f"{header.num_tokens} tokens of {header.layout}, not {num_tokens} of {layout}"
+            Refusal.LAYOUT,
+            f"{header.num_tokens} tokens of {header.layout}, not {num_tokens} of {layout}",
         )
     codec, tokens = CODECS[layout.codec], ((num_tokens,), torch.float32)
     kv = codec.shapes(layout.sizes(num_tokens))
@@ -194,7 +208,9 @@ def read(
     made = [
         None
         if each is None
-        else _filled((empty if i < len(kv) else torch.empty)(each[0], dtype=each[1]), next(bytes_of))
+        else _filled(
+            (empty if i < len(kv) else torch.empty)(each[0], dtype=each[1]), next(bytes_of)
+        )
         for i, each in enumerate(wanted)
     ]
     *parts, context, received, outward = made
@@ -210,7 +226,8 @@ def read(
 
 
 def framed(magic: bytes, header: bytes, parts: Sequence[Any], *, secret: bytes) -> Tensor:
-    """[num_bytes] uint8, CPU: what `header_of` checks. `parts`: arrays or buffers of bytes, which follow the header."""
+    """[num_bytes] uint8, CPU: what `header_of` checks.
+    `parts`: arrays or buffers of bytes, which follow the header."""
     start = _FIXED.size + _HEADER_LEN.size + len(header)
     data = torch.empty(start + sum(map(len, parts)), dtype=torch.uint8)
     view = _view(data)

@@ -1,12 +1,14 @@
-"""Whether a model's weights are those they were: SGLang updates them in place, and names a version only where the client does.
+"""Whether a model's weights are those they were: SGLang updates them in place, and names a version
+only where the client does.
 
     fingerprint = sum of word * multiplier(its place)     modulo 2^64; a word is 4 bytes, a multiplier an odd number of 64 bits
 
-So one changed word always shows. Several changes, as an exchange of two values is, cancel out once in 2^32 times or less: the
-multipliers look random, and a change of 32 bits leaves as many of theirs. Not meant against somebody who chooses weights for it.
+So one changed word always shows. Several changes, as an exchange of two values is, cancel out once
+in 2^32 times or less: the multipliers look random, and a change of 32 bits leaves as many of
+theirs. Not meant against somebody who chooses weights for it.
 
-About .5 s of one core for 100 million float32 parameters (one-off); on a GPU a few reads of the weights and four launches a
-piece: some .1 s for 8 billion in bfloat16 (estimate).
+About .5 s of one core for 100 million float32 parameters (one-off); on a GPU a few reads of the
+weights and four launches a piece: some .1 s for 8 billion in bfloat16 (estimate).
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
 
 def fingerprint(model: nn.Module) -> int:
-    """A number for all parameters and buffers, the same on any device: every bit at its place counts, names do not.
+    """A number for all parameters and buffers, the same on any device: every bit at its place
+    counts, names do not.
 
-    Reads each weight once, in pieces, on its own device, and waits for the result. Takes PIECE_WORDS * 24 bytes beside them, and
-    a copy of a tensor that is not contiguous.
+    Reads each weight once, in pieces, on its own device, and waits for the result. Takes
+    PIECE_WORDS * 24 bytes beside them, and a copy of a tensor that is not contiguous.
 
     Equals tests/reference/naive_fingerprint.py.
     """

@@ -1,12 +1,13 @@
-"""How a stored variant is named: by all that its KV depends on, so that what is found under a name is right or damaged.
+"""How a stored variant is named: by all that its KV depends on, so that what is found under a name
+is right or damaged.
 
     model     config with its RoPE overrides, weights, layout of KV            tenant    extra_key and cache_salt
     place     model, tenant, chunk, head, chunks before it, preprocessed or not
     name      place, what was measured of it, in which heads
     pointer   model, tenant, chunk, a number: where others look for names (pointer.py)
 
-All of it is hashed, with the secret if there is one. So a tenant's salt stands in no name and in no file, and cannot be guessed
-from them without the secret.
+All of it is hashed, with the secret if there is one. So a tenant's salt stands in no name and in no
+file, and cannot be guessed from them without the secret.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from typing import NamedTuple
 from radix_ext import ChunkId
 from sglang_chunkcache.storage.entry import Layout
 
-SECRET_VAR, SECRET_FILE_VAR = "SGLANG_CHUNKCACHE_STORAGE_SECRET", "SGLANG_CHUNKCACHE_STORAGE_SECRET_FILE"
+SECRET_VAR, SECRET_FILE_VAR = (
+    "SGLANG_CHUNKCACHE_STORAGE_SECRET",
+    "SGLANG_CHUNKCACHE_STORAGE_SECRET_FILE",
+)
 
 NOT_OF_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
 """Keys of a config that say where a model is from, not what it computes."""
@@ -54,25 +58,37 @@ class Place(NamedTuple):
 
 
 class Names:
-    """`secret` b"": none; at most 64 bytes, as `secret_of` makes them. `shard` tells apart what tensor-parallel ranks have of
-    one entry."""
+    """`secret` b"": none; at most 64 bytes, as `secret_of` makes them. `shard` tells apart what
+    tensor-parallel ranks have of one entry."""
 
     def __init__(self, secret: bytes, shard: str = "") -> None:
         self._secret, self._shard = secret, shard
 
     def model(self, config: Mapping[str, object], layout: Layout, weights: int, *how: str) -> str:
-        """`config` is the model's, with what was overridden. `weights`: their fingerprint. `how`: what else KV depends on."""
+        """`config` is the model's, with what was overridden. `weights`: their fingerprint.
+        `how`: what else KV depends on."""
         told = {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL}
         text = json.dumps(told, sort_keys=True, default=str)
-        sizes = (layout.num_layers, layout.num_kv_heads, layout.key_dim, layout.value_dim, layout.dtype)
+        sizes = (
+            layout.num_layers,
+            layout.num_kv_heads,
+            layout.key_dim,
+            layout.value_dim,
+            layout.dtype,
+        )
         return self._hash("model", text, str(weights), *map(str, sizes), *how)
 
     def tenant(self, extra_key: str | None, cache_salt: str | None) -> str:
         """None is kept apart from an empty one."""
-        return self._hash("tenant", *("-" if each is None else f"+{each}" for each in (extra_key, cache_salt)))
+        return self._hash(
+            "tenant", *("-" if each is None else f"+{each}" for each in (extra_key, cache_salt))
+        )
 
-    def entry(self, place: Place, scored: int, has_outward: bool, heads: Sequence[tuple[int, int]]) -> str:
-        """A file's name, too. Entries with more measured are other entries: a backend overwrites none."""
+    def entry(
+        self, place: Place, scored: int, has_outward: bool, heads: Sequence[tuple[int, int]]
+    ) -> str:
+        """A file's name, too. Entries with more measured are other entries:
+        a backend overwrites none."""
         measured = f"{int(scored)} {has_outward} {sorted(heads) if scored or has_outward else ()}"
         return f"cc1-{self._hash('entry', *place[:4], str(place.preprocessed), measured, *place.prefix)}{self._shard}"
 
@@ -83,7 +99,8 @@ class Names:
     def _hash(self, *parts: str) -> str:
         """No two lists of parts are hashed alike."""
         data = b"".join(
-            b"%d:%b" % (len(each), each) for each in (part.encode("utf-8", "surrogatepass") for part in parts)
+            b"%d:%b" % (len(each), each)
+            for each in (part.encode("utf-8", "surrogatepass") for part in parts)
         )
         return blake2b(data, key=self._secret, digest_size=20).hexdigest()
 

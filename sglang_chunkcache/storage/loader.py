@@ -1,10 +1,11 @@
-"""The thread that reads and writes a rank's storage, beside its scheduler: loads before writes, one after the other.
+"""The thread that reads and writes a rank's storage, beside its scheduler: loads before writes, one
+after the other.
 
     scheduler   look_up, load, write, ...  ──► bounded queues ──► thread: backend, checks, manifest ──► poll ──► scheduler
 
-The scheduler gives and polls, and never waits. Whatever the backend raises is counted here. After `PAUSE_AFTER` failures
-in a row the storage pauses: jobs fail at once, and after `PAUSE_S` the next one tries again. A backend that hangs stops the
-thread, and so all that waits, but nobody else.
+The scheduler gives and polls, and never waits. Whatever the backend raises is counted here. After
+`PAUSE_AFTER` failures in a row the storage pauses: jobs fail at once, and after `PAUSE_S` the next
+one tries again. A backend that hangs stops the thread, and so all that waits, but nobody else.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from torch import Tensor
 
 from sglang_chunkcache.storage.backend import Backend
 from sglang_chunkcache.storage.entry import RefusedEntryError, read, write
-from sglang_chunkcache.storage.jobs import FAILED, GONE, MAX_WAITING, PAUSED, Job, Load, Lookup, Write
+from sglang_chunkcache.storage.jobs import (
+    FAILED,
+    GONE,
+    MAX_WAITING,
+    PAUSED,
+    Job,
+    Load,
+    Lookup,
+    Write,
+)
 from sglang_chunkcache.storage.manifest import Manifest, Row, Use
 from sglang_chunkcache.storage.pointer import Pointers
 from sglang_chunkcache.storage.ranks import Ranks
@@ -32,13 +42,15 @@ from sglang_chunkcache.storage.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 512 << 20
-"""Of loads, and likewise of writes: they hold memory beside the store's. One is taken whatever its size."""
+"""Of loads, and likewise of writes: they hold memory beside the store's.
+One is taken whatever its size."""
 PAUSE_AFTER = 4
 """Failures in a row."""
 PAUSE_S = 30.0
 """A backend that restarts takes about as long."""
 MAX_REFUSED = 10_000
-"""Names of refused bytes that could not be deleted: about a megabyte. The oldest is asked for again."""
+"""Names of refused bytes that could not be deleted: about a megabyte.
+The oldest is asked for again."""
 DELETED_AT_ONCE = 64
 """Entries: a load that has come meanwhile waits for no more."""
 CLOSE_S = 5.0
@@ -68,12 +80,19 @@ class Loader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pointers, self._ranks = pointers, ranks
-        self._backend, self._manifest, self._secret, self._empty, self._clock = backend, manifest, secret, empty, clock
+        self._backend, self._manifest, self._secret, self._empty, self._clock = (
+            backend,
+            manifest,
+            secret,
+            empty,
+            clock,
+        )
         self._loads: deque[Load | Lookup] = deque()
         self._others: deque[Write | Callable[[], None]] = deque()
         """Writes, and changes of what is kept, in their order."""
         self._done: deque[Job] = deque()
-        self._waiting = {Load: [0, 0], Write: [0, 0], Lookup: [0, 0]}  # number, bytes; the scheduler thread's alone
+        # number, bytes; the scheduler thread's alone
+        self._waiting = {Load: [0, 0], Write: [0, 0], Lookup: [0, 0]}
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._refused: dict[str, str] = {}  # name -> why
         self._in_a_row = 0
@@ -91,7 +110,8 @@ class Loader:
         return self._ask(job)
 
     def look_up(self, job: Lookup) -> bool:
-        """Find what others have written, where there are others. False: there are none, or too much waits."""
+        """Find what others have written, where there are others.
+        False: there are none, or too much waits."""
         return self.is_shared and self._ask(job)
 
     def write(self, job: Write) -> bool:
@@ -103,7 +123,8 @@ class Loader:
         return True
 
     def delete(self, rows: Sequence[Row]) -> None:
-        """Of entries that are not wanted any more the rows, then what points to them, then the bytes."""
+        """Of entries that are not wanted any more the rows, then what points to them,
+        then the bytes."""
         for start in range(0, len(rows), DELETED_AT_ONCE):
             self._do(partial(self._delete, rows[start : start + DELETED_AT_ONCE]))
 
@@ -116,8 +137,8 @@ class Loader:
         self._do(self._manifest.halve)
 
     def poll(self, *, is_round: bool = False) -> Iterator[Job]:
-        """What is done since the last time. Of several ranks: what all have done, and only with `is_round`, which all say at
-        once."""
+        """What is done since the last time. Of several ranks: what all have done, and only with
+        `is_round`, which all say at once."""
         for job in self._taken(is_round):
             waiting = self._waiting[type(job)]
             waiting[0], waiting[1] = waiting[0] - 1, waiting[1] - job.size
@@ -184,9 +205,12 @@ class Loader:
             "full": self.num_full,
             "unwritten": self.num_unwritten,
             **({"unshared": self.num_unshared} if self.is_shared else {}),
-            # Nothing waits only when the scheduler knows what has become of it: a load that was refused is written anew, a lookup
+            # Nothing waits only when the scheduler knows what has become of it: a load that was
+            # refused is written anew, a lookup
             # is followed by loads.
-            "queue": max(len(self._loads) + len(self._others), sum(num for num, _ in self._waiting.values())),
+            "queue": max(
+                len(self._loads) + len(self._others), sum(num for num, _ in self._waiting.values())
+            ),
             "pauses": self.num_pauses,
             "paused": self.is_paused,
         }
@@ -199,7 +223,9 @@ class Loader:
         self._wake.put(False)
         self._thread.join(seconds)
         if self._thread.is_alive():
-            logger.warning("chunk cache: the storage does not answer, %d writes are lost", len(self._others))
+            logger.warning(
+                "chunk cache: the storage does not answer, %d writes are lost", len(self._others)
+            )
 
     # Private: the scheduler's
 
@@ -210,7 +236,10 @@ class Loader:
         elif is_round:
             num_loads, num_writes = self._waiting[Load][0], self._waiting[Write][0]
             yield from self._ranks.done_by_all(
-                self._done, num_loads=num_loads, num_writes=num_writes, is_paused=self._fails_at_once
+                self._done,
+                num_loads=num_loads,
+                num_writes=num_writes,
+                is_paused=self._fails_at_once,
             )
 
     def _ask(self, job: Load | Lookup) -> bool:
@@ -223,7 +252,8 @@ class Loader:
     def _takes(self, job: Job) -> bool:
         waiting = self._waiting[type(job)]
         if self._is_open and (
-            not waiting[0] or (waiting[0] < MAX_WAITING and waiting[1] + job.size <= MAX_WAITING_BYTES)
+            not waiting[0]
+            or (waiting[0] < MAX_WAITING and waiting[1] + job.size <= MAX_WAITING_BYTES)
         ):
             waiting[0], waiting[1] = waiting[0] + 1, waiting[1] + job.size
             return True
@@ -307,7 +337,10 @@ class Loader:
         except _PausedError:
             job.problem = self._tell(PAUSED, "%s was not read, the storage pauses", job.name)
         except Exception as error:
-            job.entry, job.problem = None, self._tell(FAILED, "%s was not read: %r", job.name, error)
+            job.entry, job.problem = (
+                None,
+                self._tell(FAILED, "%s was not read: %r", job.name, error),
+            )
         self._done.append(job)
 
     def _write(self, job: Write) -> None:
@@ -339,7 +372,9 @@ class Loader:
         """The very entry, where another server has written it."""
         if self._pointers is None:
             return None
-        found = [each for each in self._pointers.find(row.place.stored_chunk) if each.name == row.name]
+        found = [
+            each for each in self._pointers.find(row.place.stored_chunk) if each.name == row.name
+        ]
         return found[0] if found and self._backend.exists(row.name) else None
 
     def _delete(self, rows: Sequence[Row]) -> None:
@@ -366,7 +401,8 @@ class Loader:
             if self._in_a_row >= PAUSE_AFTER:
                 if self._paused_until is None:
                     logger.warning(
-                        "chunk cache: the storage pauses after %d failures, and is tried again every %g s",
+                        "chunk cache: the storage pauses after %d failures, and is tried again"
+                        " every %g s",
                         self._in_a_row,
                         PAUSE_S,
                     )

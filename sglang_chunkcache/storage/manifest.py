@@ -1,8 +1,9 @@
 """What a rank's storage holds: one row an entry, in SQLite beside the entries.
 
-A row is written after the backend has confirmed the entry's bytes, and deleted before they are. So after SIGKILL at any moment
-each row's bytes are there, and bytes without a row are left over. One process has a folder: a lock says so, which goes
-with the process. After a power cut the last rows may be missing, or rows of torn bytes be there, which reading refuses.
+A row is written after the backend has confirmed the entry's bytes, and deleted before they are. So
+after SIGKILL at any moment each row's bytes are there, and bytes without a row are left over. One
+process has a folder: a lock says so, which goes with the process. After a power cut the last rows
+may be missing, or rows of torn bytes be there, which reading refuses.
 """
 
 from __future__ import annotations
@@ -75,14 +76,19 @@ class Manifest:
         try:
             self._database = _opened(self._file)
         except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):  # no room, no right: not the file's fault
+            # no room, no right: not the file's fault
+            if isinstance(error, sqlite3.OperationalError):
                 os.close(self._lock)
                 raise OSError(f"{self._file}: {error}") from None
-            logger.warning("chunk cache: %s is damaged, the storage starts empty: %s", self._file, error)
+            logger.warning(
+                "chunk cache: %s is damaged, the storage starts empty: %s", self._file, error
+            )
             for each in folder.glob(f"{self._file.name}*"):
                 each.replace(each.with_name(each.name.replace("manifest", "damaged")))
             self._database = _opened(self._file)
-        (self._clock,) = self._database.execute("SELECT coalesce(max(last_used), 0) FROM entries").fetchone()
+        (self._clock,) = self._database.execute(
+            "SELECT coalesce(max(last_used), 0) FROM entries"
+        ).fetchone()
 
     def rows(self) -> list[Row]:
         """All, the most used first; of those that were used together what precedes the others."""
@@ -95,7 +101,10 @@ class Manifest:
         """The row is there, for good, when this returns."""
         place = row.place
         self._clock += 1
-        prefix, heads = " ".join(place.prefix), " ".join(f"{layer}.{head}" for layer, head in row.heads)
+        prefix, heads = (
+            " ".join(place.prefix),
+            " ".join(f"{layer}.{head}" for layer, head in row.heads),
+        )
         of_place = place.model, place.tenant, place.chunk, place.head, prefix, place.preprocessed
         of_entry = row.num_tokens, row.num_bytes, row.scored, row.has_outward, heads
         self._execute(
@@ -111,7 +120,9 @@ class Manifest:
         """Entries that are not there are left out."""
         self._clock += 1
         told = [(use.reuse, use.num_uses, self._clock, use.name) for use in uses]
-        self._execute("UPDATE entries SET reuse = ?, num_uses = ?, last_used = ? WHERE name = ?", told)
+        self._execute(
+            "UPDATE entries SET reuse = ?, num_uses = ?, last_used = ? WHERE name = ?", told
+        )
 
     def halve(self) -> None:
         """Every f_r, as with each window of requests."""
@@ -150,7 +161,8 @@ def _opened(file: Path) -> sqlite3.Connection:
     database = sqlite3.connect(file, timeout=1.0, check_same_thread=False)
     try:
         database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")  # after a power cut bytes may be torn, too: reading finds out
+        # after a power cut bytes may be torn, too: reading finds out
+        database.execute("PRAGMA synchronous = NORMAL")
         (schema,) = database.execute("PRAGMA user_version").fetchone()
         if schema not in (0, SCHEMA):
             raise sqlite3.DatabaseError(f"schema {schema}, not {SCHEMA}")
@@ -181,6 +193,10 @@ def _row(
     num_uses: int,
     last_used: int,
 ) -> Row:
-    place = Place(model, tenant, ChunkId(chunk), head, tuple(map(ChunkId, prefix.split())), bool(preprocessed))
-    told = tuple((int(layer), int(number)) for layer, number in (each.split(".") for each in heads.split()))
+    place = Place(
+        model, tenant, ChunkId(chunk), head, tuple(map(ChunkId, prefix.split())), bool(preprocessed)
+    )
+    told = tuple(
+        (int(layer), int(number)) for layer, number in (each.split(".") for each in heads.split())
+    )
     return Row(name, place, num_tokens, num_bytes, scored, bool(outward), told, reuse, num_uses)

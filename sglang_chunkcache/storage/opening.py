@@ -1,4 +1,5 @@
-"""Opens a rank's storage at a start: believes of the manifest what the backend confirms, and removes what nobody knows."""
+"""Opens a rank's storage at a start: believes of the manifest what the backend confirms,
+and removes what nobody knows."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Opened(NamedTuple):
 
 
 def create_storage(ctx: Any, config: ChunkCacheConfig) -> Storage | None:
-    """The storage of one rank, off until its weights are known. `ctx` is SGLang's TreeCacheBuildContext. None: not wanted.
+    """The storage of one rank, off until its weights are known. `ctx` is SGLang's
+    TreeCacheBuildContext. None: not wanted.
 
     Raises:
         ValueError: a setting is wrong or not supported, or the folder is another server's.
@@ -51,21 +53,30 @@ def create_storage(ctx: Any, config: ChunkCacheConfig) -> Storage | None:
     runner, args = ctx.tp_worker.model_runner, ctx.server_args
     if args.enable_memory_saver:
         raise ValueError(
-            "--chunkcache-storage-backend does not go with --enable-memory-saver: weights that may be away name nothing"
+            "--chunkcache-storage-backend does not go with --enable-memory-saver: weights that may"
+            " be away name nothing"
         )
     if args.enable_lora or args.lora_paths:
-        raise ValueError("--chunkcache-storage-backend does not go with --lora-paths: an adapter has no fingerprint")
+        raise ValueError(
+            "--chunkcache-storage-backend does not go with --lora-paths: an adapter has no"
+            " fingerprint"
+        )
     pool = runner.token_to_kv_pool
     dtype = str(pool.dtype).removeprefix("torch.")
     if not isinstance(pool, MHATokenToKVPool) or dtype not in DTYPES:
-        raise ValueError(f"--chunkcache-storage-backend does not go with KV of {dtype} in a {type(pool).__name__}")
+        raise ValueError(
+            f"--chunkcache-storage-backend does not go with KV of {dtype} in a"
+            f" {type(pool).__name__}"
+        )
     _, num_heads, key_dim = pool.k_buffer[0].shape
     layout = Layout(len(pool.k_buffer), num_heads, key_dim, pool.v_buffer[0].shape[-1], dtype)
     empty = partial(torch.empty, pin_memory=torch.device(runner.device).type == "cuda")
     ranks = Ranks(runner.tp_group) if args.tp_size > 1 else None
     rank = f"rank{get_parallel().dp_rank or 0}{ranks.shard if ranks else ''}"
     try:
-        opened = open_storage(config, rank=rank, model_name=runner.model_config.model_path, empty=empty, ranks=ranks)
+        opened = open_storage(
+            config, rank=rank, model_name=runner.model_config.model_path, empty=empty, ranks=ranks
+        )
     except OSError as error:
         raise ValueError(f"--chunkcache-storage-backend: {error}") from None
     shows = args.enable_metrics and ctx.tp_rank == 0  # Prometheus would add them up
@@ -101,11 +112,12 @@ def open_storage(
     empty: Callable[..., Tensor] = torch.empty,
     ranks: Ranks | None = None,
 ) -> Opened:
-    """The storage of the rank of that name. `empty` and `ranks` as `Loader` takes them: all open theirs at once, and have what
-    all have.
+    """The storage of the rank of that name. `empty` and `ranks` as `Loader` takes them: all open
+    theirs at once, and have what all have.
 
     Raises:
-        ValueError: a setting is wrong, the backend cannot be made, or another process has the folder.
+        ValueError: a setting is wrong, the backend cannot be made, or another process has the
+            folder.
         OSError: the folder cannot be written.
     """
     folder, secret = folder_of(config, rank), secret_of()
@@ -123,7 +135,9 @@ def open_storage(
         manifest.close()
         raise
     names = Names(secret, ranks.shard if ranks else "")
-    pointers = Pointers(backend, names, secret=secret) if backend.is_shared and ranks is None else None
+    pointers = (
+        Pointers(backend, names, secret=secret) if backend.is_shared and ranks is None else None
+    )
     loader = Loader(backend, manifest, secret=secret, pointers=pointers, ranks=ranks, empty=empty)
     loader.delete(others)
     if num_gone:
@@ -141,7 +155,8 @@ def open_storage(
 
 
 def confirmed(manifest: Manifest, backend: Backend) -> tuple[list[Row], int]:
-    """(the rows whose entries are there, how many were not): the others leave the manifest, entries without a row the backend.
+    """(the rows whose entries are there, how many were not): the others leave the manifest, entries
+    without a row the backend.
 
     A backend that cannot be listed is believed, until an entry is asked for.
     """

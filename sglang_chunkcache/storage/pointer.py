@@ -1,12 +1,14 @@
-"""How servers on one storage find each other's entries: a few small values a chunk, under names that follow from the chunk.
+"""How servers on one storage find each other's entries: a few small values a chunk, under names
+that follow from the chunk.
 
     ccp1-<model, tenant, chunk>-0 ──► head, chunks before it, what was measured, sizes ──► an entry's name
     ccp1-<model, tenant, chunk>-1 ──► ...                                       no gaps, at most `MAX_POINTERS`
 
-An entry's own name cannot be guessed: it holds what precedes the chunk. A pointer is framed and checked as an entry is, and says
-nothing that the entry's reader does not check again. Places are filled without locks: who finds its place taken takes the next
-one, who empties one moves the last pointer there, and two who do so at once may lose one. That costs speed, nothing else.
-The loader's thread uses it, and no other one.
+An entry's own name cannot be guessed: it holds what precedes the chunk. A pointer is framed and
+checked as an entry is, and says nothing that the entry's reader does not check again. Places are
+filled without locks: who finds its place taken takes the next one, who empties one moves the last
+pointer there, and two who do so at once may lose one. That costs speed, nothing else. The loader's
+thread uses it, and no other one.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from sglang_chunkcache.storage.manifest import Row
 MAX_POINTERS = 8
 """Of one chunk. Further entries are found by their writer alone."""
 POINTER_BYTES = 4096
-"""Of each: HiCache's `get` must know a size. It holds the names of a hundred chunks before this one."""
+"""Of each: HiCache's `get` must know a size.
+It holds the names of a hundred chunks before this one."""
 
 _MAGIC = b"chunkpt\n"
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -52,7 +55,8 @@ class Pointers:
         self._backend, self._names, self._secret = backend, names, secret
 
     def find(self, chunk: StoredChunk) -> list[Row]:
-        """The entries that are pointed to, the oldest first. Whether they are there is not asked."""
+        """The entries that are pointed to, the oldest first.
+        Whether they are there is not asked."""
         return [row for row in self._all(chunk) if row is not None]
 
     def add(self, row: Row) -> bool:
@@ -65,15 +69,19 @@ class Pointers:
             if any(each is not None and each.name == row.name for each in there):
                 return True
             number = len(there)
-            if None in there and self._backend.delete(self._names.pointer(chunk, there.index(None))):
+            if None in there and self._backend.delete(
+                self._names.pointer(chunk, there.index(None))
+            ):
                 number = there.index(None)
             if number == MAX_POINTERS:
                 break
-            self._backend.set(self._names.pointer(chunk, number), data)  # and look: another server may have been faster
+            # and look: another server may have been faster
+            self._backend.set(self._names.pointer(chunk, number), data)
         return False
 
     def remove(self, row: Row) -> None:
-        """Point to this entry no more, nor to what cannot be read. No effect where the backend cannot delete."""
+        """Point to this entry no more, nor to what cannot be read.
+        No effect where the backend cannot delete."""
         chunk = row.place.stored_chunk
         there = self._all(chunk)
         for number in reversed(range(len(there))):
@@ -112,7 +120,9 @@ class Pointers:
             raise RefusedEntryError(Refusal.OTHER_ENTRY, f"these are the bytes of {told.of}")
         place = Place(*chunk, told.head, tuple(map(ChunkId, told.prefix)), told.preprocessed)
         name = self._names.entry(place, told.scored, told.has_outward, told.heads)
-        return Row(name, place, told.num_tokens, told.num_bytes, told.scored, told.has_outward, told.heads)
+        return Row(
+            name, place, told.num_tokens, told.num_bytes, told.scored, told.has_outward, told.heads
+        )
 
     def _bytes(self, row: Row) -> Tensor | None:
         """None: it does not fit."""
@@ -133,4 +143,6 @@ class Pointers:
         room = POINTER_BYTES - len(framed(_MAGIC, header, (), secret=self._secret))
         if room < 0:
             return None
-        return framed(_MAGIC, header, [torch.zeros(room, dtype=torch.uint8).numpy()], secret=self._secret)
+        return framed(
+            _MAGIC, header, [torch.zeros(room, dtype=torch.uint8).numpy()], secret=self._secret
+        )

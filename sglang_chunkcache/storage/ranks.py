@@ -1,11 +1,13 @@
-"""Tensor-parallel ranks take in what their storages have done at the same moment: one reduction a round, of what all have.
-A round is after each forward, and with each request that arrives or asks for the state.
+"""Tensor-parallel ranks take in what their storages have done at the same moment: one reduction a
+round, of what all have. A round is after each forward, and with each request that arrives or asks
+for the state.
 
     rank 0   load 1 done     load 2 done      load 3          write 1 done
     rank 1   load 1 done     load 2 failed    load 3 done     write 1          ──► both take in load 1, and load 2 as failed
 
-What a rank asks of its thread follows from requests and from what was taken in, so all ask the same, in the same order; and a
-thread does loads in the order in which they were asked for, and writes likewise. No decision looks at a rank's own clock.
+What a rank asks of its thread follows from requests and from what was taken in, so all ask the
+same, in the same order; and a thread does loads in the order in which they were asked for, and
+writes likewise. No decision looks at a rank's own clock.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _FAILED, _GONE = -1e6, -1e9
 
 
 class Ranks:
-    """Of one tensor-parallel group, as one of them sees it. All call the same methods in the same order.
+    """Of one tensor-parallel group, as one of them sees it. All call the same methods in the same
+    order.
 
     Args:
         group: SGLang's GroupCoordinator.
@@ -55,7 +58,8 @@ class Ranks:
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
     def common(self, rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-        """(the rows that every rank has, in the first rank's order and with its f_r, the others)."""
+        """(the rows that every rank has, in the first rank's order and with its f_r,
+        the others)."""
         facts = [(self._shared_name(row), row.num_bytes, row.reuse, row.num_uses) for row in rows]
         first, *others = self.of_all(facts)
         there = set.intersection(*({fact[:2] for fact in each} for each in (first, *others)))
@@ -69,8 +73,11 @@ class Ranks:
 
     # In each round
 
-    def done_by_all(self, done: deque[Job], *, num_loads: int, num_writes: int, is_paused: bool) -> Iterator[Job]:
-        """What all ranks have done of so many that are asked for, each as it went where it went worst. Empties `done`."""
+    def done_by_all(
+        self, done: deque[Job], *, num_loads: int, num_writes: int, is_paused: bool
+    ) -> Iterator[Job]:
+        """What all ranks have done of so many that are asked for,
+        each as it went where it went worst. Empties `done`."""
         while done:
             job = done.popleft()
             self._finished[type(job)].append(job)
@@ -79,8 +86,12 @@ class Ranks:
         loads, writes = self._finished[Load], self._finished[Write]
         told = torch.zeros(3 + 2 * MAX_WAITING, dtype=torch.float64)
         told[:3] = torch.tensor([len(loads), len(writes), not is_paused])
-        told[3 : 3 + len(loads)] = torch.tensor([_outcome(job) for job in loads], dtype=torch.float64)
-        told[3 + MAX_WAITING :][: len(writes)] = torch.tensor([job.is_confirmed for job in writes], dtype=torch.float64)
+        told[3 : 3 + len(loads)] = torch.tensor(
+            [_outcome(job) for job in loads], dtype=torch.float64
+        )
+        told[3 + MAX_WAITING :][: len(writes)] = torch.tensor(
+            [job.is_confirmed for job in writes], dtype=torch.float64
+        )
         self._group.cpu_group.allreduce([told], torch.distributed.ReduceOp.MIN).wait()
         num_loads, num_writes, runs = map(int, told[:3])
         self.is_paused = not runs

@@ -3,8 +3,9 @@
     fusion/tier.py               chunk KV that is moved ──┐
     scheduler/stored_chains.py   exact chains ────────────┴──► index, one budget in bytes ──► loader.py: the thread
 
-The index knows every entry of the manifest and what was found of others', and none of their KV. By f_r others leave it for what
-comes. Who has written an entry deletes it for its budget, others only forget it. Nothing raises; a start and the end alone wait.
+The index knows every entry of the manifest and what was found of others', and none of their KV. By
+f_r others leave it for what comes. Who has written an entry deletes it for its budget, others only
+forget it. Nothing raises; a start and the end alone wait.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ MAX_LOOKED_UP = 10_000
 RESERVED_S = 10.0
 """A place in the queue for what a request will write: as long as the front waits for one."""
 MAX_PREFETCH_BYTES = 64 << 20
-"""That one tenant may have under way for requests that may come. A hint costs its client nothing, so it must not keep the disk
-from requests that wait: a second of a fast network."""
+"""That one tenant may have under way for requests that may come. A hint costs its client nothing,
+so it must not keep the disk from requests that wait: a second of a fast network."""
 START_S = 10.0
 """What a start may spend on loading the entries that were used most: some gigabytes from a disk."""
 MAX_OVERHEAD_BYTES = 1 << 20
@@ -101,7 +102,8 @@ class Known(NamedTuple):
     has_outward: bool
 
     def replaces(self, old: Known) -> bool:
-        """As in a store, except that nothing that was measured is lost: a backend joins no entries."""
+        """As in a store, except that nothing that was measured is lost:
+        a backend joins no entries."""
         if self.preprocessed != old.preprocessed:
             return self.preprocessed
         return self != old and self.scored >= old.scored and self.has_outward >= old.has_outward
@@ -116,7 +118,8 @@ class Storage:
         model_of: names model, weights (by their fingerprint) and what else KV depends on.
         window: requests after which every f_r halves, as the index's.
         rows: what the manifest has, the most used first.
-        metrics: told what `stats` says, with it and when it is due while there are requests. None: nobody is.
+        metrics: told what `stats` says, with it and when it is due while there are requests. None:
+            nobody is.
         ranks: as the loader has them.
         clock: seconds.
     """
@@ -137,7 +140,13 @@ class Storage:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ranks, self.prefetches = ranks, Prefetches(MAX_PREFETCH_BYTES)
-        self.index, self.loader, self.names, self.layout, self._window = index, loader, names, layout, window
+        self.index, self.loader, self.names, self.layout, self._window = (
+            index,
+            loader,
+            names,
+            layout,
+            window,
+        )
         self._model_of, self._weights, self._models = model_of, 0, dict[tuple[str, ...], str]()
         self.heads: tuple[tuple[int, int], ...] = ()
         """What was measured in others is not used."""
@@ -146,7 +155,10 @@ class Storage:
         self.pays = True
         """The last load that was thought of."""
         self.num_late = self.num_unpaid = self.num_found = 0
-        self._tenant: tuple[tuple[str | None, str | None], str] = (None, None), names.tenant(None, None)
+        self._tenant: tuple[tuple[str | None, str | None], str] = (
+            (None, None),
+            names.tenant(None, None),
+        )
         """The last one, and its name."""
         self._patience = patience or Patience(0.0)
         self._under_way: dict[str, Load | None] = {}
@@ -166,15 +178,17 @@ class Storage:
         self._num_bytes, self._num_tokens = Counter[str](), Counter[str]()
         """Of own entries, by model."""
         index.watch = self._index_changed
-        left = index.restore_all((row.place.stored_chunk, _variant(row, row.reuse, row.num_uses)) for row in rows)
+        left = index.restore_all(
+            (row.place.stored_chunk, _variant(row, row.reuse, row.num_uses)) for row in rows
+        )
         if left:  # the limit is lower than it was
             loader.delete([variant.blob.row for variant in left])
 
     # A rank's life
 
     def start(self, weights: int | None, heads: tuple[tuple[int, int], ...] = ()) -> None:
-        """From now on with these weights (their fingerprint; None: unknown, as `stop`) and calibrated heads. What is under way
-        for others is not used."""
+        """From now on with these weights (their fingerprint; None: unknown, as `stop`) and
+        calibrated heads. What is under way for others is not used."""
         self.stop()
         if weights is not None:
             self._weights = weights if self.ranks is None else self.ranks.fingerprint(weights)
@@ -187,7 +201,8 @@ class Storage:
         self._era += 1
 
     def fill(self, loads: Iterable[Callable[[], bool]], seconds: float = START_S) -> None:
-        """Do these loads, before there are requests, until one says False: the one method that waits, so long at most."""
+        """Do these loads, before there are requests, until one says False:
+        the one method that waits, so long at most."""
         deadline = time.monotonic() + seconds
 
         def is_over() -> bool:
@@ -211,17 +226,22 @@ class Storage:
     # Entries
 
     def keeps(self, kind: str, how: tuple[str, ...], layout: Layout | None = None) -> None:
-        """Entries whose `chunk` was told `how` count as of this kind. `layout`: theirs; None: the pool's."""
+        """Entries whose `chunk` was told `how` count as of this kind.
+        `layout`: theirs; None: the pool's."""
         self._kinds[kind] = how, self.layout.token_bytes - (layout or self.layout).token_bytes
 
-    def chunk(self, how: tuple[str, ...], extra_key: str | None, cache_salt: str | None, chunk: ChunkId) -> StoredChunk:
-        """What a tenant's entries of a chunk are found by. `how`: what KV depends on beside model, weights and tokens."""
+    def chunk(
+        self, how: tuple[str, ...], extra_key: str | None, cache_salt: str | None, chunk: ChunkId
+    ) -> StoredChunk:
+        """What a tenant's entries of a chunk are found by.
+        `how`: what KV depends on beside model, weights and tokens."""
         if (extra_key, cache_salt) != self._tenant[0]:  # a request's chunks have one
             self._tenant = (extra_key, cache_salt), self.names.tenant(extra_key, cache_salt)
         return StoredChunk(self._model(how), self._tenant[1], chunk)
 
     def has(self, row: Row, layout: Layout | None = None) -> bool:
-        """Whether the storage has as much of it, or something better in its place, or would not take it."""
+        """Whether the storage has as much of it, or something better in its place,
+        or would not take it."""
         old = self.index.get(row.place.stored_chunk, row.place.head, row.place.prefix)
         if old is not None:
             return not _known(row).replaces(self.known(old))
@@ -239,16 +259,20 @@ class Storage:
 
     @property
     def is_behind(self) -> bool:
-        """Whether it has much to write: what would be written now may soon find no place in its queue."""
+        """Whether it has much to write: what would be written now may soon find no place in its
+        queue."""
         return not (self.is_off or self.loader.is_paused) and self.loader.is_behind
 
     def reserve(self, chunk: StoredChunk, head: str, prefix: Prefix, num_bytes: int) -> bool:
-        """Whether an entry of so many bytes, which a request will make, finds a place in the queue, beside those of others that
-        were told so in the last `RESERVED_S` and have not written yet."""
+        """Whether an entry of so many bytes, which a request will make, finds a place in the queue,
+        beside those of others that were told so in the last `RESERVED_S` and have not written
+        yet."""
         if self.is_off or self.loader.is_paused:
             return True
         now, key = self._clock(), (chunk, head, prefix)
-        others = {each: held for each, held in self._reserved.items() if each != key and held.until > now}
+        others = {
+            each: held for each, held in self._reserved.items() if each != key and held.until > now
+        }
         size = num_bytes + OVERHEAD_BYTES
         has_room = not self.loader.is_behind and self.loader.has_room(
             1 + len(others), size + sum(each.size for each in others.values())
@@ -263,21 +287,32 @@ class Storage:
         done: Callable[[], object] = lambda: None,
         layout: Layout | None = None,
     ) -> bool:
-        """Keep it, unless `has`. The thread calls `entry`, the scheduler `done` when the index knows what has become of it.
-        False: nothing is written. `layout`: of the entry; None: the pool's."""
+        """Keep it, unless `has`. The thread calls `entry`, the scheduler `done` when the index
+        knows what has become of it. False: nothing is written. `layout`: of the entry; None: the
+        pool's."""
         self._reserved.pop((row.place.stored_chunk, row.place.head, row.place.prefix), None)
-        if self.is_off or self.loader.is_paused or row.name in self._under_way or self.has(row, layout):
+        if (
+            self.is_off
+            or self.loader.is_paused
+            or row.name in self._under_way
+            or self.has(row, layout)
+        ):
             return False
         num_bytes = row.num_tokens * (layout or self.layout).token_bytes + OVERHEAD_BYTES
-        if not self.loader.write(Write(row, entry, num_bytes, partial(self._written, self._num_cleared, done))):
+        if not self.loader.write(
+            Write(row, entry, num_bytes, partial(self._written, self._num_cleared, done))
+        ):
             return False
         self._under_way[row.name] = None
         self._writing_bytes += num_bytes
         return True
 
     def gains(self, chunk: StoredChunk, num_tokens: int) -> bool:
-        """Whether there is room beside what is being written, or it is asked for more often than what would leave."""
-        return self.index.gains(chunk, num_tokens * self.layout.token_bytes + OVERHEAD_BYTES + self._writing_bytes)
+        """Whether there is room beside what is being written, or it is asked for more often than
+        what would leave."""
+        return self.index.gains(
+            chunk, num_tokens * self.layout.token_bytes + OVERHEAD_BYTES + self._writing_bytes
+        )
 
     def load(
         self,
@@ -288,8 +323,9 @@ class Storage:
         asked: Asked | None = None,
         layout: Layout | None = None,
     ) -> bool:
-        """Load one of the index's, for what was asked for. The thread calls `into` where there is an entry. `done` is told: None,
-        there is none, or it is of other weights by now. False: it is under way, or too much is. `layout`: as in `write`."""
+        """Load one of the index's, for what was asked for. The thread calls `into` where there is
+        an entry. `done` is told: None, there is none, or it is of other weights by now. False: it
+        is under way, or too much is. `layout`: as in `write`."""
         if not self.takes(variant, asked):
             self.join(variant, asked)
             return False
@@ -313,7 +349,8 @@ class Storage:
             asked.loads.append(job)
 
     def takes(self, variant: Variant, asked: Asked | None) -> bool:
-        """Whether it may be loaded: not if it is under way, or ahead if loads wait or the tenant has too much under way."""
+        """Whether it may be loaded: not if it is under way, or ahead if loads wait or the tenant
+        has too much under way."""
         row: Row = variant.blob.row
         if row.name in self._under_way or self.loader.is_full:
             return False
@@ -321,13 +358,19 @@ class Storage:
             return True
         return self.loader.has_spare and self.prefetches.has_room(asked.tenant, row.num_bytes)
 
-    def look_up(self, chunks: Mapping[StoredChunk, int], then: Callable[[], None], asked: Asked) -> None:
-        """Ask what others have of these chunks of so many tokens, unless that is known or being asked. `then` is told when the
-        index knows it."""
+    def look_up(
+        self, chunks: Mapping[StoredChunk, int], then: Callable[[], None], asked: Asked
+    ) -> None:
+        """Ask what others have of these chunks of so many tokens, unless that is known or being
+        asked. `then` is told when the index knows it."""
         if not self.loader.is_shared:
             return
         now = self._clock()
-        unknown = {chunk: number for chunk, number in chunks.items() if now >= self._looked_up.get(chunk, now)}
+        unknown = {
+            chunk: number
+            for chunk, number in chunks.items()
+            if now >= self._looked_up.get(chunk, now)
+        }
         job = Lookup(list(unknown), partial(self._found, self._era, unknown, then))
         if not unknown or not self.loader.look_up(job):
             return
@@ -349,8 +392,8 @@ class Storage:
         return self.num_unpaid
 
     def awaits(self, *asked: Asked | None) -> bool:
-        """Whether a request, which could be admitted, waits for what was asked for it. If not, it is `planned` next. Those of a
-        group of ranks do not wait, whose clocks differ."""
+        """Whether a request, which could be admitted, waits for what was asked for it. If not, it
+        is `planned` next. Those of a group of ranks do not wait, whose clocks differ."""
         parts = [each for each in asked if each is not None and not each.is_planned]
         if not parts or self.ranks is not None:
             return False
@@ -364,14 +407,19 @@ class Storage:
             return is_waiting
         if not is_coming:
             return False
-        loads = [self._times.seconds(job.num_bytes) for job in self._under_way.values() if job is not None]
+        loads = [
+            self._times.seconds(job.num_bytes)
+            for job in self._under_way.values()
+            if job is not None
+        ]
         load_s = None if None in loads else sum(filter(None, loads))
         wait_s = self._patience.seconds(load_s, max(each.computed_s for each in parts))
         first.until = now + wait_s
         return wait_s > 0
 
     def planned(self, asked: Asked | None) -> None:
-        """The request is planned with what has come: what is under way for it serves the next one."""
+        """The request is planned with what has come:
+        what is under way for it serves the next one."""
         if asked is None:
             return
         asked.is_planned = True
@@ -380,7 +428,9 @@ class Storage:
                 load.is_late = True
                 self.num_late += 1
 
-    def ask(self, chunks: Iterable[tuple[Identity, str, Prefix]], *, is_request: bool = True) -> None:
+    def ask(
+        self, chunks: Iterable[tuple[Identity, str, Prefix]], *, is_request: bool = True
+    ) -> None:
         """Count one request, as `VariantIndex.ask`; or what is to be counted with the next one."""
         self._asked += chunks
         if not is_request:
@@ -401,7 +451,8 @@ class Storage:
         self._note(variant)
 
     def poll(self, *, is_round: bool = False) -> None:
-        """Take in what the thread has done. Of several ranks, what all threads have: only with `is_round`, after each forward."""
+        """Take in what the thread has done.
+        Of several ranks, what all threads have: only with `is_round`, after each forward."""
         self._take_in(is_round)
         if self._metrics is not None and self._metrics.is_due:
             self.stats()
@@ -409,8 +460,8 @@ class Storage:
     # Operators
 
     def clear(self) -> None:
-        """Delete every entry that this server knows, of whatever model, those under way and those of others included. What
-        others have written and this one never asked for stays."""
+        """Delete every entry that this server knows, of whatever model, those under way and those
+        of others included. What others have written and this one never asked for stays."""
         self._era += 1
         self._num_cleared += 1
         rows = [variant.blob.row for variant in self.index.variants()]
@@ -439,7 +490,9 @@ class Storage:
             "waits_in_vain": self._patience.num_in_vain,
             "unpaid": self.num_unpaid,
             "pays": self.pays,
-            "load_ms_per_mib": None if (taken := self._times.seconds(1 << 20)) is None else 1000 * taken,
+            "load_ms_per_mib": None
+            if (taken := self._times.seconds(1 << 20)) is None
+            else 1000 * taken,
             "off": self.is_off,
             "prefetch": self.prefetches.stats(),
             "prefetch_bytes": self.prefetches.num_bytes,
@@ -452,7 +505,8 @@ class Storage:
 
     @contextmanager
     def guard(self, message: str) -> Iterator[None]:
-        """The scheduler must not die of what can be computed. Ranks of a group would differ, and end."""
+        """The scheduler must not die of what can be computed.
+        Ranks of a group would differ, and end."""
         try:
             yield
         except Exception:
@@ -478,7 +532,9 @@ class Storage:
         """Of all other entries nobody knows what they would take as plain KV."""
         models = {kind: self._model(how) for kind, (how, _) in self._kinds.items()}
         found = {kind: self._num_bytes[model] for kind, model in models.items()}
-        saved = {kind: self._num_tokens[models[kind]] * each for kind, (_, each) in self._kinds.items()}
+        saved = {
+            kind: self._num_tokens[models[kind]] * each for kind, (_, each) in self._kinds.items()
+        }
         return {"bytes": {**found, "other": num_bytes - sum(found.values())}, "saved_bytes": saved}
 
     def _index_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
@@ -517,7 +573,9 @@ class Storage:
         elif old is not None and not _known(row).replaces(self.known(old)):
             self._delete_own(job)
             return
-        stored = _variant(row, old.reuse if old else 0.0, old.num_uses if old else 0, is_own=job.is_own)
+        stored = _variant(
+            row, old.reuse if old else 0.0, old.num_uses if old else 0, is_own=job.is_own
+        )
         if old is not None:
             self.index.drop(old)
         if self.index.put(row.place.stored_chunk, stored):
@@ -550,7 +608,9 @@ class Storage:
                 self.loader.delete([variant.blob.row])
         done(job.entry if era == self._era else None)
 
-    def _found(self, era: int, chunks: Mapping[StoredChunk, int], then: Callable[[], None], job: Lookup) -> None:
+    def _found(
+        self, era: int, chunks: Mapping[StoredChunk, int], then: Callable[[], None], job: Lookup
+    ) -> None:
         for chunk in job.chunks:
             if era != self._era or chunk not in job.found:  # the storage has failed
                 self._looked_up.pop(chunk, None)
@@ -562,7 +622,8 @@ class Storage:
         then()
 
     def _take_over(self, row: Row, num_tokens: int) -> None:
-        """Another server tells of this entry: the index has it, if it has nothing as good there. Nothing leaves for it."""
+        """Another server tells of this entry: the index has it, if it has nothing as good there.
+        Nothing leaves for it."""
         room = 2 * num_tokens * self.layout.token_bytes + MAX_OVERHEAD_BYTES
         if row.num_tokens != num_tokens or row.num_bytes > room or self.loader.is_refused(row.name):
             return
@@ -571,11 +632,15 @@ class Storage:
             return
         if old is not None:
             self.index.drop(old)
-        self.num_found += self.index.restore(row.place.stored_chunk, _variant(row, 0.0, 0, is_own=False))
+        self.num_found += self.index.restore(
+            row.place.stored_chunk, _variant(row, 0.0, 0, is_own=False)
+        )
 
     def _note(self, variant: Variant) -> None:
         if variant.blob.is_own:  # others have no row
-            self._used[variant.blob.row.name] = Use(variant.blob.row.name, variant.reuse, variant.num_uses)
+            self._used[variant.blob.row.name] = Use(
+                variant.blob.row.name, variant.reuse, variant.num_uses
+            )
 
     def _tell_uses(self) -> None:
         self.loader.use(list(self._used.values()))

@@ -8,7 +8,8 @@
     front    takes a part if it has the very events that came with it: so an eviction before the part is in the part, and one
              after it comes as an event
 
-A flush or a restart draws a new epoch. scheduler/event_log.py keeps the events, front/rank_mirror.py applies them.
+A flush or a restart draws a new epoch. scheduler/event_log.py keeps the events,
+front/rank_mirror.py applies them.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ NOTHING_READ = Acknowledgement(0, 0)
 
 
 class Inserted(Record, frozen=True, array_like=True, tag="+"):
-    """A chunk node is in the rank's tree, new or back from host memory. It follows `parent` or, if that is None, is first in its
-    namespace.
+    """A chunk node is in the rank's tree, new or back from host memory. It follows `parent` or, if
+    that is None, is first in its namespace.
 
-    Where its KV is approximate, `chunk` is `fused_chunk` of its recipe; no question is part of that.
+    Where its KV is approximate, `chunk` is `fused_chunk` of its recipe; no question is part of
+    that.
     """
 
     chunk: ChunkId
@@ -45,7 +47,9 @@ class Inserted(Record, frozen=True, array_like=True, tag="+"):
     @property
     def chain(self) -> ChainId:
         """The node's own."""
-        return extend_chain(root_chain(self.namespace) if self.parent is None else self.parent, self.chunk)
+        return extend_chain(
+            root_chain(self.namespace) if self.parent is None else self.parent, self.chunk
+        )
 
 
 class Moved(Record, frozen=True, array_like=True, tag="~"):
@@ -65,7 +69,8 @@ Event = Inserted | Moved | Evicted
 
 
 class Batch(Record, frozen=True):
-    """Events of one rank: `events[0]` has number `start`. The rest says what the rank has, at this moment."""
+    """Events of one rank: `events[0]` has number `start`.
+    The rest says what the rank has, at this moment."""
 
     epoch: int
     start: int
@@ -78,7 +83,8 @@ class Batch(Record, frozen=True):
 
 
 class Part(Record, frozen=True):
-    """Some of the nodes that a rank has, parents first: an `Inserted` each, and a `Moved` where its KV is not on the device."""
+    """Some of the nodes that a rank has, parents first:
+    an `Inserted` each, and a `Moved` where its KV is not on the device."""
 
     first: int
     """As it was asked for."""

@@ -1,6 +1,8 @@
-"""How a message crosses the process border: one JSON string, encoded once, with the version in front.
+"""How a message crosses the process border: one JSON string, encoded once, with the version in
+front.
 
-A string passes every door of SGLang's (`custom_params`, `customized_info`, a state request's `rid`), which nested lists do not.
+A string passes every door of SGLang's (`custom_params`, `customized_info`, a state request's
+`rid`), which nested lists do not.
 """
 
 from __future__ import annotations

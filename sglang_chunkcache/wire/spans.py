@@ -1,7 +1,8 @@
 """A request's chunks on their way to the scheduler, in `sampling_params.custom_params`.
 
-Trust: a request is read only if it carries the server's secret mark, and the scheduler hashes a span's tokens itself. So a client
-that writes these keys into `/generate` gains nothing, and no claim about a chunk is ever believed.
+Trust: a request is read only if it carries the server's secret mark, and the scheduler hashes a
+span's tokens itself. So a client that writes these keys into `/generate` gains nothing, and no
+claim about a chunk is ever believed.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ class RequestSpans(Record, frozen=True):
     fusion: FusionRequest | None = None
     """None: exact reuse only."""
     is_later_turn: bool = False
-    """A follow-up turn: chunks of its own history are cache hits by construction and must not count as reuse."""
+    """A follow-up turn: chunks of its own history are cache hits by construction and must not count
+    as reuse."""
 
     is_audit: bool = False
     """Checks an earlier answer: it matches what is exact, and leaves nothing in the tree."""
 
     exact_gaps: Annotated[int, Meta(ge=0)] = 0
-    """Promoted chunks after the exact prefix that are computed although they could be moved, at most (radix_ext/invest.py)."""
+    """Promoted chunks after the exact prefix that are computed although they could be moved,
+    at most (radix_ext/invest.py)."""
 
     @property
     def area_len(self) -> int:
@@ -58,11 +61,13 @@ class RequestSpans(Record, frozen=True):
 def namespace_of(head_ids: Sequence[int], *identity: str | None) -> str:
     """The namespace of prompts whose first chunk follows `head_ids`.
 
-    `identity` is extra_key, cache_salt, LoRA; None: not given. SGLang keeps an empty extra_key apart from none.
+    `identity` is extra_key, cache_salt, LoRA; None: not given. SGLang keeps an empty extra_key
+    apart from none.
     """
     named = chunk_id(head_ids) if len(head_ids) else ""
     return blake2b(
-        "\0".join((named, *(f"{len(x)}:{x}" if x is not None else "" for x in identity))).encode(), digest_size=12
+        "\0".join((named, *(f"{len(x)}:{x}" if x is not None else "" for x in identity))).encode(),
+        digest_size=12,
     ).hexdigest()
 
 
@@ -77,7 +82,8 @@ def unpack(params: object, token_ids: array[int], *, secret: str) -> RequestSpan
     Args:
         token_ids: the prompt's.
     Raises:
-        ValueError: the mark is right but the rest is not. A bug of ours, which the caller counts and computes through.
+        ValueError: the mark is right but the rest is not. A bug of ours, which the caller counts
+            and computes through.
     """
     # `params` may be anything a client put there: SGLang does not check it.
     mark = params.get(MARK_KEY) if isinstance(params, Mapping) else None
@@ -92,7 +98,9 @@ def unpack(params: object, token_ids: array[int], *, secret: str) -> RequestSpan
 def checked(request: RequestSpans, token_ids: array[int]) -> RequestSpans:
     """The request, if its spans are this prompt's. Raises ValueError otherwise."""
     check_spans(request.spans, len(token_ids))
-    spans = tuple(Span(start, end, chunk_id(token_ids[start:end])) for start, end, _ in request.spans)
+    spans = tuple(
+        Span(start, end, chunk_id(token_ids[start:end])) for start, end, _ in request.spans
+    )
     if spans != request.spans:
         raise ValueError("a span's tokens are not those of the chunk it names")
     return structs.replace(request, spans=spans)  # with the one string that equal ids share

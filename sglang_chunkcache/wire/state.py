@@ -66,11 +66,13 @@ class RankState(Record, frozen=True):
 
     dp_rank: int
     events: Batch
-    """What nobody has acknowledged. A start that has loaded chains tells of them before there is an answer."""
+    """What nobody has acknowledged.
+    A start that has loaded chains tells of them before there is an answer."""
     counts: dict[str, Any]
     """For `/chunkcache/stats`: shown as they are."""
     part: Part | None = None
-    """The answer to that of `read` that was meant for this rank. None: no part was asked for, or there are more events first."""
+    """The answer to that of `read` that was meant for this rank.
+    None: no part was asked for, or there are more events first."""
     explanations: tuple[Explanation, ...] = ()
     """The answers to those of `explain` that this rank was to answer, in their order."""
     cleared: Cleared | None = None
@@ -78,4 +80,5 @@ class RankState(Record, frozen=True):
     refusal: str | None = None
     """Why `calibrate` was not done. Its figures are among the counts."""
     num_waiting: int = 0
-    """Requests whose prefill has not begun or not ended, of those that were sent before this was asked."""
+    """Requests whose prefill has not begun or not ended, of those that were sent before this was
+    asked."""

@@ -1,6 +1,8 @@
-"""Every name and signature of SGLang that we touch. Red here after an upgrade says what to look at; nothing else need fail.
+"""Every name and signature of SGLang that we touch. Red here after an upgrade says what to look at;
+nothing else need fail.
 
-The bases that we subclass are also subclassed here by an outsider, so that a new abstract method shows.
+The bases that we subclass are also subclassed here by an outsider, so that a new abstract method
+shows.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
-from sglang.srt.managers import data_parallel_controller, detokenizer_manager, scheduler, tokenizer_manager
+from sglang.srt.managers import (
+    data_parallel_controller,
+    detokenizer_manager,
+    scheduler,
+    tokenizer_manager,
+)
 from sglang.srt.managers.io_struct import GenerateReqInput, GetInternalStateReqOutput
 from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
@@ -32,7 +39,12 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.mem_cache import common, registry
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import (
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+)
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
@@ -53,7 +65,8 @@ PACKAGE = Path(sglang_chunkcache.__file__).parent
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
-    """Names of a function's parameters, `self` left out; `*` marks where keyword-only ones begin."""
+    """Names of a function's parameters, `self` left out;
+    `*` marks where keyword-only ones begin."""
     names: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in names:
@@ -79,7 +92,8 @@ def sglang_imports() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("module", "name"), sglang_imports())
 def test_imported_name_exists(module: str, name: str) -> None:
-    """Also those inside functions and for type checking only, which nothing else would notice before a server starts."""
+    """Also those inside functions and for type checking only,
+    which nothing else would notice before a server starts."""
     container = importlib.import_module(module)
     assert hasattr(container, name) or importlib.import_module(f"{module}.{name}")
 
@@ -118,8 +132,14 @@ def test_radix_cache_method(name: str, expected: list[str]) -> None:
         (MatchPrefixParams, {"key", "req"}),
         (InsertParams, {"key", "value", "priority", "chunked"}),
         (InsertResult, {"prefix_len", "last_device_node"}),
-        (CacheInitParams, {"disable", "req_to_token_pool", "token_to_kv_pool_allocator", "page_size", "is_eagle"}),
-        (ReqKvInfo, {"req_pool_idx", "cache_protected_len", "kv_committed_len", "kv_allocated_len"}),
+        (
+            CacheInitParams,
+            {"disable", "req_to_token_pool", "token_to_kv_pool_allocator", "page_size", "is_eagle"},
+        ),
+        (
+            ReqKvInfo,
+            {"req_pool_idx", "cache_protected_len", "kv_committed_len", "kv_allocated_len"},
+        ),
         (registry.TreeCacheBuildContext, {"params", "server_args", "tp_worker", "tp_rank"}),
         (
             GenerateReqInput,
@@ -218,7 +238,8 @@ def test_radix_cache_uses_the_key_only_by_methods_we_override() -> None:
 
 
 def test_cache_unfinished_req_matches_the_key_that_was_inserted() -> None:
-    """It matches again by the very key `_insert_cache` gave back, without the request; and trusts its length."""
+    """It matches again by the very key `_insert_cache` gave back, without the request;
+    and trusts its length."""
     source = inspect.getsource(RadixCache.cache_unfinished_req)
     assert "self.match_prefix(MatchPrefixParams(key=radix_key))" in source
     assert "self._insert_cache(" in source
@@ -242,12 +263,16 @@ def test_waiting_requests_are_told() -> None:
 
 
 def test_logprobs_limit_the_match() -> None:
-    """A prefix ends where logprobs begin, so an audit may use the exact KV of the prompt's last token but one."""
-    assert "min(max_prefix_len, self.logprob_start_len)" in inspect.getsource(Req._compute_max_prefix_len)
+    """A prefix ends where logprobs begin, so an audit may use the exact KV of the prompt's last
+    token but one."""
+    assert "min(max_prefix_len, self.logprob_start_len)" in inspect.getsource(
+        Req._compute_max_prefix_len
+    )
 
 
 def test_release_inserts_then_frees_then_unlocks() -> None:
-    """The order our accounting is built on; tests/reference/scheduler.py runs this very function."""
+    """The order our accounting is built on; tests/reference/scheduler.py runs this very
+    function."""
     source = inspect.getsource(common.release_kv_cache)
     calls = ["tree_cache.insert_req(", "tree_cache.free_kv_row(", "tree_cache.unpin("]
     positions = [source.index(call) for call in calls]
@@ -258,7 +283,15 @@ def test_tree_node_takes_attributes_of_ours() -> None:
     """Chunk, chain and mark are attributes of SGLang's nodes."""
     node = TreeNode()
     node.chunkcache = "x"
-    assert {"key", "value", "parent", "children", "lock_ref", "last_access_time", "priority"} <= set(vars(node))
+    assert {
+        "key",
+        "value",
+        "parent",
+        "children",
+        "lock_ref",
+        "last_access_time",
+        "priority",
+    } <= set(vars(node))
 
 
 def test_allocator_frees_segments() -> None:
@@ -280,7 +313,8 @@ def test_outsider_can_subclass_eviction_strategy() -> None:
 
 
 def test_outsider_can_subclass_radix_cache() -> None:
-    """The base builds without pools, calls our `reset` while it is made, and takes another strategy."""
+    """The base builds without pools, calls our `reset` while it is made,
+    and takes another strategy."""
 
     class Counting(RadixCache):  # type: ignore[misc]
         num_resets = 0
@@ -371,7 +405,8 @@ def test_serving_chat_method(name: str, expected: list[str]) -> None:
 
 
 def test_serving_chat_streams_through_what_we_override() -> None:
-    """The stream passes `_generate_chat_stream`, whose first output is waited for before HTTP 200."""
+    """The stream passes `_generate_chat_stream`, whose first output is waited for before HTTP
+    200."""
     source = inspect.getsource(OpenAIServingChat._handle_streaming_request)
     assert "self._generate_chat_stream(" in source
     assert "__anext__()" in source
@@ -442,15 +477,18 @@ def test_tokenizer_manager_methods() -> None:
 
 
 def test_sigterm_is_ours_from_the_start_on() -> None:
-    """SGLang sets its handler once, when its loop is created, and that handler does nothing but tell the manager: front/drain.py
-    creates the loop and then does so itself. The other processes have no handler, so ignoring the signal takes none away."""
+    """SGLang sets its handler once, when its loop is created, and that handler does nothing but
+    tell the manager: front/drain.py creates the loop and then does so itself. The other processes
+    have no handler, so ignoring the signal takes none away."""
     source = " ".join(inspect.getsource(TokenizerManager.auto_create_handle_loop).split())
     assert source.index("if self.event_loop is not None: return") < source.index(
         "loop.add_signal_handler(signal.SIGTERM"
     )
     assert inspect.getsource(tokenizer_manager).count("SIGTERM,") == 1
     handler = inspect.getsource(tokenizer_manager.SignalHandler.sigterm_handler)
-    assert handler.strip().splitlines()[-1].strip() == "self.tokenizer_manager.gracefully_exit = True"
+    assert (
+        handler.strip().splitlines()[-1].strip() == "self.tokenizer_manager.gracefully_exit = True"
+    )
     for module in (scheduler, detokenizer_manager, data_parallel_controller):
         assert "SIGTERM" not in inspect.getsource(module), module
 
@@ -466,15 +504,26 @@ def test_ready_is_open_and_asks_nobody() -> None:
         auth_level=AuthLevel.NORMAL,
     )
     assert decided.allowed
-    assert {route.path for route in http_server.app.routes if hasattr(route, "path")} >= {READY, *HEALTH}
+    assert {route.path for route in http_server.app.routes if hasattr(route, "path")} >= {
+        READY,
+        *HEALTH,
+    }
     source = inspect.getsource(TokenizerManager.is_ready)
-    assert all(name in source for name in ("is_pause", "gracefully_exit", "server_status == ServerStatus.Up"))
+    assert all(
+        name in source
+        for name in ("is_pause", "gracefully_exit", "server_status == ServerStatus.Up")
+    )
 
 
 def test_meta_info_keys() -> None:
     """What the service reads from an output."""
     source = inspect.getsource(TokenizerManager)
-    logprobs = ("output_top_logprobs", "input_top_logprobs", "output_token_logprobs", "input_token_logprobs")
+    logprobs = (
+        "output_top_logprobs",
+        "input_top_logprobs",
+        "output_token_logprobs",
+        "input_token_logprobs",
+    )
     for key in (
         "finish_reason",
         "completion_tokens",
@@ -497,7 +546,8 @@ def test_kill_process_tree_parameters() -> None:
 
 
 def test_add_stats_writes_into_the_internal_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our hook against an object of SGLang's shape. Another cache has no stats and is left alone."""
+    """Our hook against an object of SGLang's shape.
+    Another cache has no stats and is left alone."""
     from sglang_chunkcache import hooks
     from sglang_chunkcache.wire.message import decode
     from sglang_chunkcache.wire.state import STATE_KEY, RankState

@@ -46,7 +46,16 @@ def build_index(folder: Path, passages: Sequence[Mapping[str, str]]) -> None:
     """Make or extend an index, as a user does."""
     source = folder.with_suffix(".jsonl")
     source.write_text("".join(json.dumps(passage) + "\n" for passage in passages), encoding="utf-8")
-    command = [sys.executable, "-m", "retrieval", "build", str(source), "--out", str(folder), "--no-split"]
+    command = [
+        sys.executable,
+        "-m",
+        "retrieval",
+        "build",
+        str(source),
+        "--out",
+        str(folder),
+        "--no-split",
+    ]
     command += ["--dim", "64", "--tokenizer", str(model_dir())]
     subprocess.run(command, check=True, capture_output=True, timeout=600)
 
@@ -74,15 +83,19 @@ def rag_server(index: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 def retracting_server(tmp_path: Path) -> Iterator[Server]:
-    """Like `rag_server`, but SGLang takes running requests back every few steps, as it does when the pool runs out."""
-    with Server(TIGHT, log=tmp_path / "retract.log", env={**STRICT, "SGLANG_TEST_RETRACT": "1"}) as server:
+    """Like `rag_server`, but SGLang takes running requests back every few steps,
+    as it does when the pool runs out."""
+    with Server(
+        TIGHT, log=tmp_path / "retract.log", env={**STRICT, "SGLANG_TEST_RETRACT": "1"}
+    ) as server:
         yield server
         assert server.is_running, f"the server died:\n{server.log_tail(40)}"
 
 
 @pytest.fixture(scope="module")
 def dp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two ranks, each with a tree of its own. One module only: SGLang's DP controller never sleeps and takes a core."""
+    """Two ranks, each with a tree of its own.
+    One module only: SGLang's DP controller never sleeps and takes a core."""
     log: Path = tmp_path_factory.mktemp("servers") / "dp.log"
     with Server(["--model-path", "bundled", "--dp-size", "2"], log=log, env=STRICT) as server:
         yield server

@@ -2,9 +2,9 @@
 
     python -m tests.e2e.failing_selector --model-path M [our flags] [any SGLang flag]
 
-While the file that SWITCH_VAR names exists, `deviation` takes the tokens that deviate least instead of most: an answer still says
-that so many tokens were recomputed by it. To the file that LOG_VAR names every audit appends a line of JSON: prompt and answer,
-and the rows of both sides.
+While the file that SWITCH_VAR names exists, `deviation` takes the tokens that deviate least instead
+of most: an answer still says that so many tokens were recomputed by it. To the file that LOG_VAR
+names every audit appends a line of JSON: prompt and answer, and the rows of both sides.
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ def install_log(path: Path) -> None:
 
     def conclude_and_log(auditor: Any, check: Any, exact: Any) -> None:
         with path.open("a", encoding="utf-8") as file:
-            line = {"input_ids": check.input_ids, "prompt_len": check.prompt_len, "exact": exact, "moved": check.rows}
+            line = {
+                "input_ids": check.input_ids,
+                "prompt_len": check.prompt_len,
+                "exact": exact,
+                "moved": check.rows,
+            }
             file.write(json.dumps(line) + "\n")
         conclude(auditor, check, exact)
 

@@ -1,7 +1,9 @@
-"""Hostile clients: valid requests to every endpoint that reaches the engine, mutated field by field.
+"""Hostile clients: valid requests to every endpoint that reaches the engine, mutated field by
+field.
 
-The fields come from the endpoints' own schemas, so a field that SGLang adds is mutated, too. Endpoints that change or stop the
-server by design (weights, sessions, pausing, profiling) are not among them.
+The fields come from the endpoints' own schemas, so a field that SGLang adds is mutated, too.
+Endpoints that change or stop the server by design (weights, sessions, pausing, profiling) are not
+among them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from sglang.srt.entrypoints.openai.protocol import (
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_chunkcache.front.bodies import GenerateIn, PreprocessIn, RagFields, RetrieveBody, RetrieveIn, ReuseIn
+from sglang_chunkcache.front.bodies import (
+    GenerateIn,
+    PreprocessIn,
+    RagFields,
+    RetrieveBody,
+    RetrieveIn,
+    ReuseIn,
+)
 
 PATIENCE_S = 20.0
 """After which a client hangs up. Long answers are asked for, too: hanging up ends them."""
@@ -35,7 +44,8 @@ MAX_READ = 1 << 20
 
 
 class Door(NamedTuple):
-    """An endpoint: a valid body, and the fields that may be put into it, by the place in the body."""
+    """An endpoint: a valid body, and the fields that may be put into it,
+    by the place in the body."""
 
     path: str
     body: dict[str, Any]
@@ -50,8 +60,17 @@ MESSAGES = [
     {"role": "user", "content": [{"type": "text", "text": "And Solon?"}]},
 ]
 CHUNKS = [{"id": "a", "text": "The company Dravex makes clocks."}, {"text": "Solon makes lamps."}]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-SAMPLING = {"max_new_tokens": 3, "temperature": 0.5, "stop": ["."], "logit_bias": {"5": 1.0}, "custom_params": {"a": 1}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
+SAMPLING = {
+    "max_new_tokens": 3,
+    "temperature": 0.5,
+    "stop": ["."],
+    "logit_bias": {"5": 1.0},
+    "custom_params": {"a": 1},
+}
 CHAT: dict[str, Any] = {
     "model": "default",
     "messages": MESSAGES,
@@ -70,12 +89,21 @@ RAG = {"chunks": CHUNKS, "conversation_id": "hostile", "order": "tree", "cache_s
 
 
 def _fields(*classes: Any) -> dict[str, Any]:
-    return {name: kind for one in classes for name, kind in get_type_hints(one).items() if name not in _IS_NO_FIELD}
+    return {
+        name: kind
+        for one in classes
+        for name, kind in get_type_hints(one).items()
+        if name not in _IS_NO_FIELD
+    }
 
 
 _IS_NO_FIELD = {"model_config", "_pydantic_private"}
 _SAMPLING = {"sampling_params": _fields(SamplingParams)}
-_RAG = {"": _fields(ChatCompletionRequest, RagFields), "reuse": _fields(ReuseIn), "retrieve": _fields(RetrieveIn)}
+_RAG = {
+    "": _fields(ChatCompletionRequest, RagFields),
+    "reuse": _fields(ReuseIn),
+    "retrieve": _fields(RetrieveIn),
+}
 
 DOORS = (
     Door("/rag/v1/chat/completions", CHAT | RAG, _RAG),
@@ -106,7 +134,12 @@ DOORS = (
 OUR_DOORS = tuple(door for door in DOORS if door.path[:4] in ("/rag", "/chu"))
 PREFETCH = Door(
     "/chunkcache/prefetch",
-    CHAT | {"texts": [chunk["text"] for chunk in CHUNKS], "reuse": {"mode": "fused"}, "cache_salt": "hostile"},
+    CHAT
+    | {
+        "texts": [chunk["text"] for chunk in CHUNKS],
+        "reuse": {"mode": "fused"},
+        "cache_salt": "hostile",
+    },
     {"": _RAG[""] | {"texts": list[str]}, "reuse": _RAG["reuse"]},
 )
 """Only a server with a storage reads what is sent there."""
@@ -131,7 +164,9 @@ _ODD: list[Any] = [
 
 _values = st.sampled_from(_ODD) | st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 
@@ -164,7 +199,8 @@ def _typed(kind: Any) -> st.SearchStrategy[Any]:
 
 @st.composite
 def requests(draw: st.DrawFn, doors: Sequence[Door]) -> tuple[str, bytes]:
-    """(path, body): a valid body of a door with up to three of its fields replaced, put in, taken out or wrapped."""
+    """(path, body): a valid body of a door with up to three of its fields replaced, put in,
+    taken out or wrapped."""
     door = draw(st.sampled_from(doors))
     body = copy.deepcopy(door.body)
     for _ in range(draw(st.sampled_from((0, 1, 1, 1, 1, 2, 3)))):
@@ -173,7 +209,8 @@ def requests(draw: st.DrawFn, doors: Sequence[Door]) -> tuple[str, bytes]:
 
 
 def send(url: str, path: str, body: bytes) -> int | None:
-    """The answer's status, read to its end or to `MAX_READ`. None: the client hung up after `PATIENCE_S`. 0: it broke off.
+    """The answer's status, read to its end or to `MAX_READ`. None: the client hung up after
+    `PATIENCE_S`. 0: it broke off.
 
     Raises:
         OSError: nobody answers.
@@ -187,7 +224,9 @@ def send(url: str, path: str, body: bytes) -> int | None:
     except TimeoutError:
         return None
     except (http.client.HTTPException, BrokenPipeError, ConnectionResetError):
-        return 0  # SGLang breaks off some streams, and too large a body is not read; the next request shows whether it lives
+        # SGLang breaks off some streams, and too large a body is not read; the next request shows
+        # whether it lives
+        return 0
     finally:
         connection.close()
 

@@ -1,4 +1,5 @@
-"""Requests to `/generate`, each of which ends a stock server: one list for the guard's tests, with a server and without."""
+"""Requests to `/generate`, each of which ends a stock server:
+one list for the guard's tests, with a server and without."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ class Lethal(NamedTuple):
 TEXT = "Which city does the company Lumum serve?"
 
 
-def sampling(id: str, *, beside: dict[str, Any] | None = None, stream: bool = False, **params: Any) -> Lethal:
+def sampling(
+    id: str, *, beside: dict[str, Any] | None = None, stream: bool = False, **params: Any
+) -> Lethal:
     """A case in `sampling_params`; the first parameter is the lethal one."""
     field = f"sampling_params.{next(iter(params))}"
     body = {"text": TEXT, "stream": stream, "sampling_params": {"max_new_tokens": 4} | params}
@@ -29,7 +32,9 @@ def sampling(id: str, *, beside: dict[str, Any] | None = None, stream: bool = Fa
 
 def request(id: str, **fields: Any) -> Lethal:
     """A case beside `sampling_params`; the first field is the lethal one."""
-    return Lethal(id, next(iter(fields)), {"text": TEXT, "sampling_params": {"max_new_tokens": 4}} | fields)
+    return Lethal(
+        id, next(iter(fields)), {"text": TEXT, "sampling_params": {"max_new_tokens": 4}} | fields
+    )
 
 
 def in_session(id: str, **params: Any) -> Lethal:
@@ -37,12 +42,19 @@ def in_session(id: str, **params: Any) -> Lethal:
     before = [
         (
             "/generate",
-            {"text": TEXT, "rid": rid, "sampling_params": {"max_new_tokens": 1}, "session_params": {"id": "s"}},
+            {
+                "text": TEXT,
+                "rid": rid,
+                "sampling_params": {"max_new_tokens": 1},
+                "session_params": {"id": "s"},
+            },
         )
         for rid in ("r", "q")
     ]
     case = request(id, session_params={"id": "s", **params})
-    return case._replace(before=(("/open_session", {"capacity_of_str_len": 1000, "session_id": "s"}), *before))
+    return case._replace(
+        before=(("/open_session", {"capacity_of_str_len": 1000, "session_id": "s"}), *before)
+    )
 
 
 LETHAL = [
@@ -51,7 +63,12 @@ LETHAL = [
     sampling("logit_bias a string", logit_bias="5"),
     sampling("logit_bias of strings", logit_bias={"5": "x"}),
     sampling("logit_bias over 32 bits", logit_bias={"5": 1e308}, top_k=5),
-    sampling("logit_bias over 32 bits by the temperature", logit_bias={"5": 1e38}, temperature=1e-4, top_k=5),
+    sampling(
+        "logit_bias over 32 bits by the temperature",
+        logit_bias={"5": 1e38},
+        temperature=1e-4,
+        top_k=5,
+    ),
     sampling("repetition_penalty", repetition_penalty=1e-40, top_k=5),
     sampling("top_k over 32 bits", top_k=2**31, temperature=1),
     sampling("max_new_tokens a fraction", max_new_tokens=1.5, ignore_eos=True),
@@ -61,7 +78,10 @@ LETHAL = [
     sampling("stop_token_ids behind a null", stop_token_ids=[None, 5000], min_new_tokens=2),
     sampling(
         "stop_token_ids beside min_new_tokens",
-        beside={"text": TEXT, "sampling_params": {"max_new_tokens": 2000, "min_new_tokens": 2000, "temperature": 1}},
+        beside={
+            "text": TEXT,
+            "sampling_params": {"max_new_tokens": 2000, "min_new_tokens": 2000, "temperature": 1},
+        },
         stop_token_ids=[5000],
     ),
     sampling("stream_interval a string", stream_interval="x", ignore_eos=True, stream=True),
@@ -76,7 +96,9 @@ LETHAL = [
     request("input_ids over the vocabulary", input_ids=[5000], text=None),
     request("input_ids empty in a batch", input_ids=[[]], text=None),
     request("logprob_start_len negative", logprob_start_len=-5, return_logprob=True),
-    request("top_logprobs_num over the vocabulary", top_logprobs_num=1_000_000, return_logprob=True),
+    request(
+        "top_logprobs_num over the vocabulary", top_logprobs_num=1_000_000, return_logprob=True
+    ),
     request(
         "top_logprobs_num in a batch with another's logprobs",
         top_logprobs_num=[2 if i % 2 else 1_000_000 for i in range(16)],

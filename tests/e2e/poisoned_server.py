@@ -1,16 +1,19 @@
-"""Our server with a KV pool in which every free slot holds NaN: a request that reads such a slot answers NaN.
+"""Our server with a KV pool in which every free slot holds NaN: a request that reads such a slot
+answers NaN.
 
     python -m tests.e2e.poisoned_server --model-path M [our flags] [any SGLang flag]
 
-Slots are poisoned when the pool is made or cleared, and when they become free: at the end of a group for frees that SGLang
-groups. Slot 0 is poisoned too: it belongs to padding, and rows of the request table that were never written point to it. On
-the CPU a forward pass is over when its call returns, so no forward still reads what is freed.
+Slots are poisoned when the pool is made or cleared, and when they become free: at the end of a
+group for frees that SGLang groups. Slot 0 is poisoned too: it belongs to padding, and rows of the
+request table that were never written point to it. On the CPU a forward pass is over when its call
+returns, so no forward still reads what is freed.
 
 Loads from host memory come beside forwards and passes, however short they are.
 
-SGLang's processes import the main module again, so that the patches below are in the scheduler as well. With `SABOTAGE_VAR`
-naming a file, moving KV on the device does nothing while that file exists: the promised slots stay as they were allocated; and
-calibrating takes the time that it takes.
+SGLang's processes import the main module again, so that the patches below are in the scheduler as
+well. With `SABOTAGE_VAR` naming a file, moving KV on the device does nothing while that file
+exists: the promised slots stay as they were allocated; and calibrating takes the time that it
+takes.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sglang_chunkcache import launch_server  # first: defines the operators without which nothing of SGLang is imported
+# first: defines the operators without which nothing of SGLang is imported
+from sglang_chunkcache import launch_server
 
 # isort: split
 import torch

@@ -1,9 +1,10 @@
-"""A server whose copies from host memory and whose searches sleep, as a file says that may change while it runs.
+"""A server whose copies from host memory and whose searches sleep, as a file says that may change
+while it runs.
 
     SLOW_SERVER_SWITCH=FILE python -m tests.e2e.slow_server FLAGS
 
-JSON, every key optional: `us_per_token` that a load from host memory sleeps, over its layers; `in_line`: all layers before the
-forward; `search_ms` that a search of all lists sleeps.
+JSON, every key optional: `us_per_token` that a load from host memory sleeps, over its layers;
+`in_line`: all layers before the forward; `search_ms` that a search of all lists sleeps.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def install(switch: Path) -> None:
 
     start, search_dense = LayerLoads.start, Retriever._search_dense
 
-    def start_slowed(loads: LayerLoads, copy: Any, phase: Any, work: Any, *, num_ahead: int, clock: Any) -> int:
+    def start_slowed(
+        loads: LayerLoads, copy: Any, phase: Any, work: Any, *, num_ahead: int, clock: Any
+    ) -> int:
         seconds = asked("us_per_token") * 1e-6 * work.tokens / loads.num_layers
 
         def slow(layers: range) -> None:

@@ -2,9 +2,9 @@
 
     launch/test.sh -m nightly tests/e2e/test_audit.py -s
 
-The pool is tiny and poisoned, prefill pieces are smaller than two chunks, SGLang's checks are on, and every request with moved KV
-is audited. Questions are about sentences that only the passage before explains, so an answer is right only if the right tokens
-are recomputed.
+The pool is tiny and poisoned, prefill pieces are smaller than two chunks, SGLang's checks are on,
+and every request with moved KV is audited. Questions are about sentences that only the passage
+before explains, so an answer is right only if the right tokens are recomputed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def audits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def audited_server(tmp_path_factory: pytest.TempPathFactory, switch: Path, audits: Path) -> Iterator[Server]:
+def audited_server(
+    tmp_path_factory: pytest.TempPathFactory, switch: Path, audits: Path
+) -> Iterator[Server]:
     """Every request with moved KV is audited; a pause is short."""
     log = tmp_path_factory.mktemp("servers") / "audited.log"
     env = {**STRICT, "OMP_NUM_THREADS": "1", SWITCH_VAR: str(switch), LOG_VAR: str(audits)}
@@ -67,7 +69,8 @@ def audited_server(tmp_path_factory: pytest.TempPathFactory, switch: Path, audit
 def moved_body(
     reuse: Mapping[str, Any] | None = None, *, send: Callable[[dict[str, Any]], Any], **fields: Any
 ) -> dict[str, Any]:
-    """A request whose four chunks are cached in another order, by a request that `send` sends now."""
+    """A request whose four chunks are cached in another order,
+    by a request that `send` sends now."""
     number = next(_numbers)
     rng = random.Random(number)
     passages = WORLD.linked_context(4, rng)
@@ -85,7 +88,10 @@ def moved_body(
 
 def ask(server: Server, reuse: Mapping[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
     """The reply to a request with moved KV."""
-    return post(server.url + CHAT, moved_body(reuse, send=lambda body: post(server.url + CHAT, body), **fields))
+    return post(
+        server.url + CHAT,
+        moved_body(reuse, send=lambda body: post(server.url + CHAT, body), **fields),
+    )
 
 
 def audit_of(server: Server, *, settled: bool = True) -> dict[str, Any]:
@@ -99,7 +105,11 @@ def audit_of(server: Server, *, settled: bool = True) -> dict[str, Any]:
 
 
 def lines_of(audits: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in audits.read_text(encoding="utf-8").splitlines()] if audits.exists() else []
+    return (
+        [json.loads(line) for line in audits.read_text(encoding="utf-8").splitlines()]
+        if audits.exists()
+        else []
+    )
 
 
 @contextmanager
@@ -136,25 +146,38 @@ def load(server: Server, num_clients: int) -> Iterator[None]:
 
 
 def test_check_is_an_ordinary_prefill_of_the_same_ids(audited_server: Server, audits: Path) -> None:
-    """Its rows against SGLang's own `/generate` of prompt and answer, nothing reused; answers whole, streamed and of parts, at a
-    temperature, and with everything recomputed."""
+    """Its rows against SGLang's own `/generate` of prompt and answer, nothing reused; answers
+    whole, streamed and of parts, at a temperature, and with everything recomputed."""
     known = len(lines_of(audits))
     ask(audited_server)
     ask(audited_server, {**SOUND, "ratio": 1.0})
     ask(audited_server, {"mode": "fused", "selector": "none"})
     ask(audited_server, temperature=0.7, seed=3)
-    stream_of(audited_server, CHAT, moved_body(send=lambda body: post(audited_server.url + CHAT, body)))
+    stream_of(
+        audited_server, CHAT, moved_body(send=lambda body: post(audited_server.url + CHAT, body))
+    )
     generate_moved(audited_server)
     audit_of(audited_server)
     found = lines_of(audits)[known:]
     assert len(found) == 6
     for check in found:
-        body = {"input_ids": check["input_ids"], "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
-        body |= {"return_logprob": True, "logprob_start_len": check["prompt_len"] - 1, "top_logprobs_num": 20}
-        meta = post(audited_server.url + "/generate", {**body, "cache_salt": f"alone{next(_numbers)}"})["meta_info"]
+        body = {
+            "input_ids": check["input_ids"],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+        }
+        body |= {
+            "return_logprob": True,
+            "logprob_start_len": check["prompt_len"] - 1,
+            "top_logprobs_num": 20,
+        }
+        meta = post(
+            audited_server.url + "/generate", {**body, "cache_salt": f"alone{next(_numbers)}"}
+        )["meta_info"]
         assert meta["cached_tokens"] == 0
         reference = meta["input_top_logprobs"][1:]
-        assert len(check["exact"]) == len(reference) == len(check["input_ids"]) - check["prompt_len"]
+        assert (
+            len(check["exact"]) == len(reference) == len(check["input_ids"]) - check["prompt_len"]
+        )
         for mine, theirs in zip(check["exact"], reference, strict=True):
             expected = {token: logprob for logprob, token, _ in theirs}
             shared = [(logprob, expected[token]) for logprob, token in mine if token in expected]
@@ -163,7 +186,8 @@ def test_check_is_an_ordinary_prefill_of_the_same_ids(audited_server: Server, au
 
 
 def test_check_leaves_nothing(audited_server: Server) -> None:
-    """What an exact request would find is what it would have found before, no slot is lost, and the mirror agrees."""
+    """What an exact request would find is what it would have found before, no slot is lost,
+    and the mirror agrees."""
     body = moved_body(send=lambda body: post(audited_server.url + CHAT, body))
     exact = {key: value for key, value in body.items() if key != "reuse"}
     before = post(audited_server.url + "/chunkcache/explain", exact)["exact"]
@@ -194,11 +218,14 @@ def generate_moved(server: Server, **fields: Any) -> dict[str, Any]:
         asked = {name: body[name] for name in ("order", "cache_salt", "reuse") if name in body}
         return {"parts": parts, "sampling_params": params, **asked}
 
-    return post(url, {**parts_of(moved_body(send=lambda body: post(url, parts_of(body)))), **fields})
+    return post(
+        url, {**parts_of(moved_body(send=lambda body: post(url, parts_of(body)))), **fields}
+    )
 
 
 def test_answer_says_that_it_was_sampled_and_has_nothing_else(audited_server: Server) -> None:
-    """No logprobs that were not asked for, and as many of the best tokens as were, whole and streamed."""
+    """No logprobs that were not asked for, and as many of the best tokens as were,
+    whole and streamed."""
     plain = ask(audited_server)
     assert plain["chunkcache"]["reuse"]["sampled"] is True
     assert plain["chunkcache"]["fates"]["relocated"] > 0
@@ -206,19 +233,31 @@ def test_answer_says_that_it_was_sampled_and_has_nothing_else(audited_server: Se
     told = ask(audited_server, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
     assert {len(token["top_logprobs"]) for token in told} == {2}
 
-    events = stream_of(audited_server, CHAT, moved_body(send=lambda body: post(audited_server.url + CHAT, body)))
+    events = stream_of(
+        audited_server, CHAT, moved_body(send=lambda body: post(audited_server.url + CHAT, body))
+    )
     assert events[-1]["chunkcache"]["reuse"]["sampled"] is True
     assert not any(choice.get("logprobs") for event in events for choice in event["choices"])
-    body = moved_body(send=lambda body: post(audited_server.url + CHAT, body), logprobs=True, top_logprobs=3)
+    body = moved_body(
+        send=lambda body: post(audited_server.url + CHAT, body), logprobs=True, top_logprobs=3
+    )
     events = stream_of(audited_server, CHAT, body)
-    tokens = [t for e in events for c in e["choices"] for t in (c.get("logprobs") or {}).get("content") or ()]
+    tokens = [
+        t
+        for e in events
+        for c in e["choices"]
+        for t in (c.get("logprobs") or {}).get("content") or ()
+    ]
     assert len(tokens) > 2
     assert {len(token["top_logprobs"]) for token in tokens} == {3}
 
     assert not [name for name in generate_moved(audited_server)["meta_info"] if "logprob" in name]
     meta = generate_moved(audited_server, return_logprob=True, top_logprobs_num=1)["meta_info"]
     assert {len(row) for row in meta["output_top_logprobs"]} == {1}
-    assert "output_top_logprobs" not in generate_moved(audited_server, return_logprob=True)["meta_info"]
+    assert (
+        "output_top_logprobs"
+        not in generate_moved(audited_server, return_logprob=True)["meta_info"]
+    )
 
 
 def test_requests_that_cannot_be_compared_are_counted(audited_server: Server) -> None:
@@ -230,7 +269,11 @@ def test_requests_that_cannot_be_compared_are_counted(audited_server: Server) ->
 
     audit_of(audited_server)  # what still waits may be left out, too
     before = skips()
-    asked: list[dict[str, Any]] = [{"n": 2, "temperature": 1.0}, {"temperature": 1.5}, {"presence_penalty": 0.5}]
+    asked: list[dict[str, Any]] = [
+        {"n": 2, "temperature": 1.0},
+        {"temperature": 1.5},
+        {"presence_penalty": 0.5},
+    ]
     for fields in asked:
         ask(audited_server, None, **fields)
     fresh = moved_body(send=lambda body: None, logprobs=True)  # nothing is cached under its salt
@@ -251,17 +294,25 @@ def test_requests_that_cannot_be_compared_are_counted(audited_server: Server) ->
 def test_sound_selector_serves_and_broken_one_is_paused(
     audited_server: Server, switch: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Under load. 40 answers of the sound selector change nothing. Made to fail, the tenant's terms are paused within 20 samples,
-    the server's are not: requests are served exactly and say why, log and metrics show it. Mended, they return from probation."""
+    """Under load. 40 answers of the sound selector change nothing. Made to fail, the tenant's terms
+    are paused within 20 samples, the server's are not: requests are served exactly and say why, log
+    and metrics show it. Mended, they return from probation."""
 
     def terms() -> dict[str, Any]:
         """Of the one tenant, at this selector and ratio."""
         found: list[dict[str, Any]] = audit_of(audited_server)["terms"]["own"]
         names = "selector", "ratio"
-        return next(one for one in found if one["samples"] + one["pauses"] and all(one[n] == SOUND[n] for n in names))
+        return next(
+            one
+            for one in found
+            if one["samples"] + one["pauses"] and all(one[n] == SOUND[n] for n in names)
+        )
 
     def ask(server: Server) -> dict[str, Any]:
-        return post(server.url + CHAT, moved_body(send=lambda body: post(server.url + CHAT, body), cache_salt="one"))
+        return post(
+            server.url + CHAT,
+            moved_body(send=lambda body: post(server.url + CHAT, body), cache_salt="one"),
+        )
 
     with load(audited_server, 2):
         for _ in range(40):
@@ -272,18 +323,29 @@ def test_sound_selector_serves_and_broken_one_is_paused(
         replies = list[dict[str, Any]]()
         try:
             while not replies or "audit_paused" not in replies[-1]["chunkcache"]["fallbacks"]:
-                assert len(replies) <= 20, f"not paused after 20 samples: {audit_of(audited_server)}"
+                assert len(replies) <= 20, (
+                    f"not paused after 20 samples: {audit_of(audited_server)}"
+                )
                 replies.append(ask(audited_server))
                 audit_of(audited_server)
         finally:
             switch.unlink()
         broken = audit_of(audited_server)
         paused = replies[-1]["chunkcache"]
-        assert (paused["reuse"], paused["fates"]["relocated"], paused["fates"]["recomputed"]) == (None, 0, 0)
+        assert (paused["reuse"], paused["fates"]["relocated"], paused["fates"]["recomputed"]) == (
+            None,
+            0,
+            0,
+        )
         assert {reply["chunkcache"]["reuse"]["ratio"] for reply in replies[:-1]} == {0.3}
         text = Path(str(audited_server.log)).read_text(encoding="utf-8")
-        assert re.search(r"selector deviation at ratio 0\.3 \(terms of tenant \w+\) is paused \(was asked\)", text)
-        with urllib.request.urlopen(audited_server.url + "/metrics", timeout=DEADLINE_S) as response:
+        assert re.search(
+            r"selector deviation at ratio 0\.3 \(terms of tenant \w+\) is paused \(was asked\)",
+            text,
+        )
+        with urllib.request.urlopen(
+            audited_server.url + "/metrics", timeout=DEADLINE_S
+        ) as response:
             metrics = response.read().decode()
         assert 'chunkcache:audit_own_terms{state="paused"} 1.0' in metrics
         assert 'chunkcache:audit_state{selector="critical",state="asked"} 1.0' in metrics
@@ -294,18 +356,24 @@ def test_sound_selector_serves_and_broken_one_is_paused(
                 break
         assert terms()["state"] == "asked"
     with capfd.disabled():
-        print(f"\nsound: {figures(sound)}\nbroken, paused after {len(replies) - 1}: {figures(broken)}")
+        print(
+            f"\nsound: {figures(sound)}\nbroken, paused after {len(replies) - 1}: {figures(broken)}"
+        )
     assert mixed_load.leftovers(audited_server.url, mixed_load.POOL_TOKENS) == []
 
 
 def figures(found: Mapping[str, Any]) -> str:
-    """All tenants together, by selector and ratio: samples, below the target, mean agreement, mean KL."""
+    """All tenants together, by selector and ratio:
+    samples, below the target, mean agreement, mean KL."""
     sums: dict[tuple[str, float | None], list[float]] = {}
     for one in found["figures"]:
         total = sums.setdefault((one["selector"], one["ratio"]), [0, 0, 0, 0])
-        for i, value in enumerate((1, one["below_target"] / one["samples"], one["agreement"], one["kl"])):
+        for i, value in enumerate(
+            (1, one["below_target"] / one["samples"], one["agreement"], one["kl"])
+        ):
             total[i] += value * one["samples"]
     return "; ".join(
-        f"{selector} {ratio}: {n:.0f} samples, {below:.0f} below, agreement {agreed / n:.3f}, KL {kl / n:.3f}"
+        f"{selector} {ratio}: {n:.0f} samples, {below:.0f} below, agreement {agreed / n:.3f}, KL"
+        f" {kl / n:.3f}"
         for (selector, ratio), (n, below, agreed, kl) in sums.items()
     )

@@ -1,6 +1,7 @@
 """Whatever a client sends: a 4xx that names the field, and the next good request is answered.
 
-What a body may hold is shown without a server, by tests/sglang_chunkcache/front/test_bodies.py and test_routes.py.
+What a body may hold is shown without a server, by tests/sglang_chunkcache/front/test_bodies.py and
+test_routes.py.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def reuse(**fields: Any) -> dict[str, Any]:
 
 
 def deep(body: dict[str, Any]) -> bytes:
-    """The body with 900 objects in one another in the place of "HERE"; Python's own encoder would refuse to write it."""
+    """The body with 900 objects in one another in the place of "HERE";
+    Python's own encoder would refuse to write it."""
     return json.dumps(body).replace('"HERE"', '{"a": ' * 900 + "1" + "}" * 900).encode()
 
 
@@ -155,7 +157,11 @@ def test_odd_text_is_answered(rag_server: Server, text: str) -> None:
     """Text is text: unicode, control characters, the template's own tokens, no spaces."""
     reply = post(
         rag_server.url + CHAT,
-        {"messages": [{"role": "user", "content": text[:200]}], "chunks": [{"text": text}], "max_tokens": 2},
+        {
+            "messages": [{"role": "user", "content": text[:200]}],
+            "chunks": [{"text": text}],
+            "max_tokens": 2,
+        },
     )
     assert sum(reply["chunkcache"]["fates"].values()) == reply["usage"]["prompt_tokens"]
 

@@ -25,7 +25,11 @@ def test_repeated_chunks_go_where_they_are_cached(dp_server: Server) -> None:
     for _ in range(3):
         for request in world_requests(4, seed=21):
             chunks = [{"id": c.id, "text": c.text} for c in reversed(request.chunks)]
-            body = {"messages": [{"role": "user", "content": request.question}], "chunks": chunks, "max_tokens": 2}
+            body = {
+                "messages": [{"role": "user", "content": request.question}],
+                "chunks": chunks,
+                "max_tokens": 2,
+            }
             reply = post(dp_server.url + PATH, body)["chunkcache"]
             key = " ".join(sorted(c.id for c in request.chunks))
             if key in home:
@@ -36,7 +40,11 @@ def test_repeated_chunks_go_where_they_are_cached(dp_server: Server) -> None:
 
 def test_client_header_does_not_choose_the_rank(dp_server: Server) -> None:
     """`X-Data-Parallel-Rank` is SGLang's for its own routes; ours decide themselves."""
-    body = {"messages": [{"role": "user", "content": "Hello"}], "chunks": [{"text": "A lone chunk."}], "max_tokens": 1}
+    body = {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "chunks": [{"text": "A lone chunk."}],
+        "max_tokens": 1,
+    }
     first = post(dp_server.url + PATH, body)["chunkcache"]["dp_rank"]
     again = post(dp_server.url + PATH, body, headers={"X-Data-Parallel-Rank": str(1 - first)})
     assert again["chunkcache"]["dp_rank"] == first
@@ -49,7 +57,11 @@ def test_both_mirrors_agree(dp_server: Server) -> None:
         chunks = [{"id": c.id, "text": c.text} for c in request.chunks]
         post(
             dp_server.url + PATH,
-            {"messages": [{"role": "user", "content": request.question}], "chunks": chunks, "max_tokens": 1},
+            {
+                "messages": [{"role": "user", "content": request.question}],
+                "chunks": chunks,
+                "max_tokens": 1,
+            },
         )
     stats = get(dp_server.url + "/chunkcache/stats")
     assert [rank["dp_rank"] for rank in stats["ranks"]] == [0, 1]
@@ -59,9 +71,20 @@ def test_both_mirrors_agree(dp_server: Server) -> None:
 
 def test_answers_are_audited_at_their_rank(tmp_path: Path) -> None:
     """The check of each moved answer runs, and leaves nothing at either rank."""
-    flags = ["--model-path", "bundled", "--dp-size", "2", "--reuse", "fused", "--chunkcache-move", "always"]
+    flags = [
+        "--model-path",
+        "bundled",
+        "--dp-size",
+        "2",
+        "--reuse",
+        "fused",
+        "--chunkcache-move",
+        "always",
+    ]
     served = Counter[int]()
-    with Server([*flags, "--chunkcache-audit-share", "1"], log=tmp_path / "audits.log", env=STRICT) as server:
+    with Server(
+        [*flags, "--chunkcache-audit-share", "1"], log=tmp_path / "audits.log", env=STRICT
+    ) as server:
         for request in world_requests(6, seed=23):
             body: dict[str, Any] = {
                 "messages": [{"role": "user", "content": request.question}],
@@ -71,15 +94,24 @@ def test_answers_are_audited_at_their_rank(tmp_path: Path) -> None:
                 "temperature": 0,
             }
             first = post(server.url + PATH, body)["chunkcache"]
-            chunks = [body["chunks"][0], *body["chunks"][:0:-1]]  # the first one leads it to the same rank
+            # the first one leads it to the same rank
+            chunks = [body["chunks"][0], *body["chunks"][:0:-1]]
             moved = {**body, "chunks": chunks, "reuse": {"mode": "fused", "ratio": 1.0}}
             reply = post(server.url + PATH, moved)["chunkcache"]
             assert (reply["dp_rank"], reply["reuse"]["sampled"]) == (first["dp_rank"], True)
             served[reply["dp_rank"]] += 1
-        stats = until(lambda: told if not (told := get(server.url + "/chunkcache/stats"))["audit"]["waiting"] else None)
+        stats = until(
+            lambda: (
+                told
+                if not (told := get(server.url + "/chunkcache/stats"))["audit"]["waiting"]
+                else None
+            )
+        )
     assert set(served) == {0, 1}
     figures = stats["audit"]["figures"]
-    assert [(one["samples"], one["below_target"]) for one in figures] == [(6, 0)], "everything was recomputed"
+    assert [(one["samples"], one["below_target"]) for one in figures] == [(6, 0)], (
+        "everything was recomputed"
+    )
     assert stats["audit_skips"] == {}
     assert all(rank["mirror"]["agrees"] and not rank["protected"] for rank in stats["ranks"])
 
@@ -87,7 +119,10 @@ def test_answers_are_audited_at_their_rank(tmp_path: Path) -> None:
 def test_round_robin_takes_turns(tmp_path: Path) -> None:
     """CRAFT's baseline: ranks in turn, whatever they hold; what the chosen rank holds is used."""
     flags = ["--model-path", "bundled", "--dp-size", "2", "--chunkcache-routing", "round_robin"]
-    chunks = [{"text": "The company Dravex makes clocks."}, {"text": "The company Solon makes lamps."}]
+    chunks = [
+        {"text": "The company Dravex makes clocks."},
+        {"text": "The company Solon makes lamps."},
+    ]
     body = {"messages": [{"role": "user", "content": "Hello"}], "chunks": chunks, "max_tokens": 1}
     with Server(flags, log=tmp_path / "turns.log") as server:
         replies = [post(server.url + PATH, body)["chunkcache"] for _ in range(4)]

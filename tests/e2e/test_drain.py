@@ -1,5 +1,5 @@
-"""SIGTERM: as long as the lame duck lasts new requests are served, then refused; running ones finish; the server ends within its
-limit, whoever got the signal, whatever it was doing.
+"""SIGTERM: as long as the lame duck lasts new requests are served, then refused; running ones
+finish; the server ends within its limit, whoever got the signal, whatever it was doing.
 
 launch/test.sh tests/e2e/test_drain.py -m nightly
 """
@@ -47,8 +47,8 @@ def probed(url: str, path: str = "/ready") -> int:
 
 
 def test_lame_duck_until_a_second_signal(tmp_path: Path) -> None:
-    """Sent to the whole group, as a terminal or a service manager may: what answers the requests does not end before they are
-    answered. Who does not want to wait sends it again."""
+    """Sent to the whole group, as a terminal or a service manager may: what answers the requests
+    does not end before they are answered. Who does not want to wait sends it again."""
     with Server([*BUNDLED, "--chunkcache-lame-duck-s", "3000"], log=tmp_path / "log") as server:
         assert probed(server.url) == 200
         os.killpg(server.pid, signal.SIGTERM)
@@ -60,7 +60,8 @@ def test_lame_duck_until_a_second_signal(tmp_path: Path) -> None:
 
         def is_over() -> bool:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGTERM)  # one right after the first is taken for the same
+                # one right after the first is taken for the same
+                os.killpg(server.pid, signal.SIGTERM)
             return process.poll() is not None
 
         until(is_over)
@@ -80,12 +81,19 @@ def group_of(pid: int) -> dict[int, bytes]:
 
 @pytest.mark.nightly
 def test_signal_while_the_model_is_loaded_ends_all(tmp_path: Path) -> None:
-    """Nothing is left of a start that was given up, though the other processes ignore the signal by then."""
+    """Nothing is left of a start that was given up, though the other processes ignore the signal by
+    then."""
     server = Server(BUNDLED, log=tmp_path / "log")
     with server.log.open("wb") as out:
-        process = subprocess.Popen(server._command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            server._command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
-        until(lambda: any(b"multiprocessing.spawn" in command for command in group_of(process.pid).values()))
+        until(
+            lambda: any(
+                b"multiprocessing.spawn" in command for command in group_of(process.pid).values()
+            )
+        )
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
         until(lambda: not group_of(process.pid))
@@ -103,7 +111,8 @@ class UnaskedServer(Server):
 
 @pytest.mark.nightly
 def test_idle_server_ends_after_its_lame_duck(tmp_path: Path) -> None:
-    """Before the first request uvicorn's handler is in place, which ends at once; SGLang's comes with it, and ends within 5 s."""
+    """Before the first request uvicorn's handler is in place, which ends at once;
+    SGLang's comes with it, and ends within 5 s."""
     flags = [*BUNDLED, "--skip-server-warmup", "--chunkcache-lame-duck-s", "8"]
     with UnaskedServer(flags, log=tmp_path / "log") as server:
         signalled = time.monotonic()
@@ -118,7 +127,9 @@ def test_server_whose_scheduler_hangs_is_not_ready_and_ends(tmp_path: Path) -> N
     flags = [*BUNDLED, "--chunkcache-lame-duck-s", "3000", "--chunkcache-drain-s", "1"]
     with Server(flags, log=tmp_path / "log", env={"SGLANG_HEALTH_CHECK_TIMEOUT": "3"}) as server:
         assert probed(server.url) == 200
-        (scheduler,) = (pid for pid, command in group_of(server.pid).items() if b"sglang::scheduler" in command)
+        (scheduler,) = (
+            pid for pid, command in group_of(server.pid).items() if b"sglang::scheduler" in command
+        )
         os.kill(scheduler, signal.SIGSTOP)
 
         def ask() -> None:
@@ -134,7 +145,8 @@ def test_server_whose_scheduler_hangs_is_not_ready_and_ends(tmp_path: Path) -> N
 
 
 class Balancer:
-    """Sends each request to the next of the replicas that were ready when it looked; it looks every `every_s`."""
+    """Sends each request to the next of the replicas that were ready when it looked;
+    it looks every `every_s`."""
 
     def __init__(self, every_s: float) -> None:
         self.replicas = list[str]()
@@ -189,10 +201,14 @@ def steady_clients(balancer: Balancer) -> Iterator[list[int]]:
 
 @pytest.mark.nightly
 def test_rolling_update_fails_no_request(tmp_path: Path) -> None:
-    """One replica is replaced behind a balancer that looks every 5 s: the new one is asked when it is ready, the old one serves
-    until that has been noticed."""
+    """One replica is replaced behind a balancer that looks every 5 s: the new one is asked when it
+    is ready, the old one serves until that has been noticed."""
     flags = [*BUNDLED, "--chunkcache-lame-duck-s", "15"]
-    with Server(flags, log=tmp_path / "old.log") as old, contextlib.ExitStack() as stack, Balancer(5.0) as balancer:
+    with (
+        Server(flags, log=tmp_path / "old.log") as old,
+        contextlib.ExitStack() as stack,
+        Balancer(5.0) as balancer,
+    ):
         new = Server(flags, log=tmp_path / "new.log")
         balancer.replicas = [old.url, new.url]
         until(lambda: balancer.ready == [old.url])
@@ -208,10 +224,18 @@ def test_rolling_update_fails_no_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("drain_s", "max_tokens", "reason"), [(300, 400, "length"), (1, 4000, "abort")])
-def test_server_ends_under_steady_clients(tmp_path: Path, drain_s: int, max_tokens: int, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("drain_s", "max_tokens", "reason"), [(300, 400, "length"), (1, 4000, "abort")]
+)
+def test_server_ends_under_steady_clients(
+    tmp_path: Path, drain_s: int, max_tokens: int, reason: str
+) -> None:
     """In time: whole answers. Over the limit: what there is of them, marked as SGLang does."""
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": max_tokens, "ignore_eos": True}
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+    }
     answers: list[tuple[float, int, Any]] = []
     ended = threading.Event()
 
@@ -226,7 +250,8 @@ def test_server_ends_under_steady_clients(tmp_path: Path, drain_s: int, max_toke
             answers.append((began, status, json.loads(text)))
 
     with Server([*BUNDLED, "--chunkcache-drain-s", str(drain_s)], log=tmp_path / "log") as server:
-        # A stream of two answers, of which SGLang keeps an entry in its table, and would wait for it.
+        # A stream of two answers, of which SGLang keeps an entry in its table, and would wait for
+        # it.
         send(server.url + PATHS[1], {**body, "max_tokens": 2, "n": 2, "stream": True})
         clients = [threading.Thread(target=ask, args=(PATHS[i % 2],)) for i in range(CLIENTS)]
         for client in clients:
@@ -244,7 +269,9 @@ def test_server_ends_under_steady_clients(tmp_path: Path, drain_s: int, max_toke
             ended.set()
         for client in clients:
             client.join()
-    running = [(status, reply) for began, status, reply in answers if began < signalled and status == 200]
+    running = [
+        (status, reply) for began, status, reply in answers if began < signalled and status == 200
+    ]
     assert len(running) >= CLIENTS
     assert reason in {reply["choices"][0]["finish_reason"] for _, reply in running}
     late = [(status, reply) for began, status, reply in answers if began > noticed]

@@ -1,4 +1,5 @@
-"""Nothing a client sends ends the server: mutated requests to every door, and good requests between them are answered right."""
+"""Nothing a client sends ends the server:
+mutated requests to every door, and good requests between them are answered right."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ SOAK_S = float(os.environ.get("CHUNKCACHE_SOAK_S", "1200"))
 
 
 class Client:
-    """Sends hostile inputs and tells of the last ones if the server does not survive them; asks good questions between."""
+    """Sends hostile inputs and tells of the last ones if the server does not survive them;
+    asks good questions between."""
 
     def __init__(self, server: Server) -> None:
         self.server, self.statuses = server, Counter[int | None]()
@@ -50,13 +52,19 @@ class Client:
             if self.statuses.total() % EVERY == 0:
                 assert_right(self.server, next(self._next_good))
         except Exception as error:
-            inputs = "\n".join(f"{path} {body[:600].decode(errors='replace')}" for path, body in self._last)
-            raise AssertionError(f"{error!r} after\n{inputs}\n{self.server.log_tail(60)}") from error
+            inputs = "\n".join(
+                f"{path} {body[:600].decode(errors='replace')}" for path, body in self._last
+            )
+            raise AssertionError(
+                f"{error!r} after\n{inputs}\n{self.server.log_tail(60)}"
+            ) from error
 
 
 def assert_right(server: Server, request: Request) -> None:
     """The request's answer is the right one."""
-    reply = post(server.url + "/rag/v1/chat/completions", body_of(request, max_tokens=12), timeout_s=300)
+    reply = post(
+        server.url + "/rag/v1/chat/completions", body_of(request, max_tokens=12), timeout_s=300
+    )
     content = reply["choices"][0]["message"]["content"]
     assert any(answer in content for answer in request.answers), (request, reply)
 
@@ -93,7 +101,8 @@ def attack(client: Client, num_inputs: int, doors: Sequence[Door] = OUR_DOORS) -
 
 @pytest.mark.parametrize("num_inputs", [300, pytest.param(5000, marks=pytest.mark.nightly)])
 def test_server_survives_hostile_clients(rag_server: Server, num_inputs: int) -> None:
-    """It lives, good requests are answered right, the pool adds up. Some inputs are answered and some refused."""
+    """It lives, good requests are answered right, the pool adds up.
+    Some inputs are answered and some refused."""
     client = Client(rag_server)
     attack(client, num_inputs)
     print("hostile inputs by status:", dict(client.statuses))
@@ -111,7 +120,8 @@ def stop() -> Iterator[threading.Event]:
 
 @pytest.mark.nightly
 def test_good_clients_beside_hostile_ones(rag_server: Server, stop: threading.Event) -> None:
-    """Eight clients ask good questions for `SOAK_S`: every answer is right while hostile inputs come in."""
+    """Eight clients ask good questions for `SOAK_S`:
+    every answer is right while hostile inputs come in."""
     client = Client(rag_server)
 
     def ask(number: int) -> int:
@@ -129,5 +139,10 @@ def test_good_clients_beside_hostile_ones(rag_server: Server, stop: threading.Ev
                 attack(client, 500)
         finally:
             stop.set()
-        print("good requests:", sum(future.result() for future in asked), "hostile by status:", dict(client.statuses))
+        print(
+            "good requests:",
+            sum(future.result() for future in asked),
+            "hostile by status:",
+            dict(client.statuses),
+        )
     assert_clean(rag_server)

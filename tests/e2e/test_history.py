@@ -1,4 +1,5 @@
-"""A follow-up question whose document came with an earlier turn, after all that may happen between two turns: right, or told."""
+"""A follow-up question whose document came with an earlier turn,
+after all that may happen between two turns: right, or told."""
 
 from __future__ import annotations
 
@@ -18,10 +19,22 @@ from tests.e2e.test_bad_input import send
 pytestmark = pytest.mark.engine
 
 CHAT = "/rag/v1/chat/completions"
-LUMUM = {"id": "lumum", "text": "The company Lumum serves Ashburg. Once Lumum bought Velex. Still Lumum makes boots."}
-TOREX = {"id": "torex", "text": "The company Torex bought Myrex. By now Torex serves Norton. Torex makes pens."}
-FIRST, SECOND = "Which city does the company Lumum serve?", "Which city does the company Torex serve?"
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+LUMUM = {
+    "id": "lumum",
+    "text": "The company Lumum serves Ashburg. Once Lumum bought Velex. Still Lumum makes boots.",
+}
+TOREX = {
+    "id": "torex",
+    "text": "The company Torex bought Myrex. By now Torex serves Norton. Torex makes pens.",
+}
+FIRST, SECOND = (
+    "Which city does the company Lumum serve?",
+    "Which city does the company Torex serve?",
+)
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
 Body = dict[str, Any]
 
 
@@ -30,7 +43,9 @@ def user(text: str, *chunks: Any) -> Body:
 
 
 def ask(server: Server, messages: list[Body], **fields: Any) -> Body:
-    reply: Body = post(server.url + CHAT, {"temperature": 0, "max_tokens": 40, "messages": messages, **fields})
+    reply: Body = post(
+        server.url + CHAT, {"temperature": 0, "max_tokens": 40, "messages": messages, **fields}
+    )
     return reply
 
 
@@ -106,7 +121,8 @@ CHANGES = [
 def test_second_turn_knows_the_first_ones_documents(
     rag_server: Server, cid: str, change: Callable[[Server, Body], None]
 ) -> None:
-    """Norton, or `unknown_history`; with `"history": "required"` no answer without its documents."""
+    """Norton, or `unknown_history`; with `"history":
+    "required"` no answer without its documents."""
     messages = [{"role": "system", "content": "It is noon."}, user(FIRST)]
     first = ask(rag_server, messages, chunks=[LUMUM, TOREX], conversation_id=cid)
     assert "Ashburg" in words(first)
@@ -138,8 +154,12 @@ def test_turn_that_ended_at_a_stop_string_keeps_its_documents(rag_server: Server
 def streamed(server: Server, body: Body) -> Generator[str]:
     """The words of a stream as they come; the connection ends with the generator."""
     address = urllib.parse.urlparse(server.url)
-    with closing(http.client.HTTPConnection(str(address.hostname), address.port, timeout=60)) as connection:
-        connection.request("POST", CHAT, json.dumps({**body, "stream": True}), {"Content-Type": "application/json"})
+    with closing(
+        http.client.HTTPConnection(str(address.hostname), address.port, timeout=60)
+    ) as connection:
+        connection.request(
+            "POST", CHAT, json.dumps({**body, "stream": True}), {"Content-Type": "application/json"}
+        )
         for line in connection.getresponse():
             if line.startswith(b"data: {"):
                 yield json.loads(line[len(b"data: ") :])["choices"][0]["delta"].get("content") or ""
@@ -147,12 +167,15 @@ def streamed(server: Server, body: Body) -> Generator[str]:
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_stopped_turn_keeps_its_documents(rag_server: Server, cid: str, keeps: bool) -> None:
-    """The user stops the second answer. Then goes on from its words, or asks the same again without saying which chunks."""
+    """The user stops the second answer.
+    Then goes on from its words, or asks the same again without saying which chunks."""
     messages = [user(FIRST)]
     first = ask(rag_server, messages, chunks=[LUMUM], conversation_id=cid)
     messages += [{"role": "assistant", "content": words(first)}, user(SECOND)]
     limits = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
-    stream = streamed(rag_server, {"messages": messages, "chunks": [TOREX], "conversation_id": cid, **limits})
+    stream = streamed(
+        rag_server, {"messages": messages, "chunks": [TOREX], "conversation_id": cid, **limits}
+    )
     begun = "".join(next(stream) for _ in range(4))
     stream.close()
     if keeps:
@@ -161,7 +184,8 @@ def test_stopped_turn_keeps_its_documents(rag_server: Server, cid: str, keeps: b
 
 
 def test_rendered_history_is_found_cached(rag_server: Server, cid: str) -> None:
-    """A replica that never saw the conversation: its second turn shares all before the first answer with what is cached."""
+    """A replica that never saw the conversation:
+    its second turn shares all before the first answer with what is cached."""
     first = ask(rag_server, [user(FIRST, LUMUM, TOREX)], conversation_id=cid)
     order = [{"lumum": LUMUM, "torex": TOREX}[name] for name in first["chunkcache"]["order"]]
     post(rag_server.url + "/chunkcache/forget", {})

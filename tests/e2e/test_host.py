@@ -1,4 +1,5 @@
-"""Exact chains that left the device and came back from host memory: their answers are those of before."""
+"""Exact chains that left the device and came back from host memory:
+their answers are those of before."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def host_of(server: Server) -> dict[str, Any]:
 
 
 def crowd_out(server: Server, salt: str) -> None:
-    """Prompts of others that are hit more often: more than the pool holds, less than the host, which is twice as large."""
+    """Prompts of others that are hit more often:
+    more than the pool holds, less than the host, which is twice as large."""
     tokens, number = 0, 0
     while tokens < 2700:
         passages = World(500 + number, 20).passages[:8]
@@ -38,11 +40,14 @@ def served(server: Server, passages: Sequence[Passage], salt: str) -> dict[str, 
 
 
 def test_chain_comes_back_from_the_host(rag_server: Server) -> None:
-    """Until then it is computed, found on the device, and evicted. Another tenant's request finds nothing of it."""
+    """Until then it is computed, found on the device, and evicted.
+    Another tenant's request finds nothing of it."""
     passages, before = World(77, 20).passages[:4], host_of(rag_server)
     first, again = served(rag_server, passages, "host"), served(rag_server, passages, "host")
     crowd_out(rag_server, "crowd")
-    told = post(rag_server.url + "/chunkcache/explain", body_of(passages, QUESTION, cache_salt="host"))
+    told = post(
+        rag_server.url + "/chunkcache/explain", body_of(passages, QUESTION, cache_salt="host")
+    )
     back = served(rag_server, passages, "host")
     chunks = told["spans"][-1]["end"]
     assert first["chunkcache"]["loaded"] == again["chunkcache"]["loaded"] == 0
@@ -58,5 +63,9 @@ def test_chain_comes_back_from_the_host(rag_server: Server) -> None:
     with urlopen(rag_server.url + "/metrics", timeout=30) as response:
         lines = response.read().decode().splitlines()
     shown = dict(line.rsplit(" ", 1) for line in lines if line.startswith("chunkcache:host_"))
-    for name, key in (("max_bytes", "max_bytes"), ("loads_total", "loads"), ("loaded_tokens_total", "loaded_tokens")):
+    for name, key in (
+        ("max_bytes", "max_bytes"),
+        ("loads_total", "loads"),
+        ("loaded_tokens_total", "loaded_tokens"),
+    ):
         assert float(shown[f"chunkcache:host_{name}"]) == after[key]

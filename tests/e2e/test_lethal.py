@@ -1,6 +1,8 @@
-"""Requests that end a stock server: here that they do, and that ours refuses them on every endpoint and goes on.
+"""Requests that end a stock server: here that they do, and that ours refuses them on every endpoint
+and goes on.
 
-The list is tests/e2e/lethal.py. What the guard lets pass: tests/sglang_chunkcache/front/guard/test_lethal.py.
+The list is tests/e2e/lethal.py. What the guard lets pass:
+tests/sglang_chunkcache/front/guard/test_lethal.py.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ MESSAGES = [{"role": "user", "content": TEXT}]
 def test_stock_server_ends(case: Lethal, tmp_path: Path) -> None:
     """Otherwise the rule refuses what is harmless, and should go."""
     flags = ["--stock", "--model-path", "bundled", "--enable-metrics"]
-    with Server(flags, log=tmp_path / "stock.log", env={"OMP_NUM_THREADS": STRICT["OMP_NUM_THREADS"]}) as server:
+    with Server(
+        flags, log=tmp_path / "stock.log", env={"OMP_NUM_THREADS": STRICT["OMP_NUM_THREADS"]}
+    ) as server:
         for path, body in (("/generate", GOOD), *case.before):
             assert send(server.url + path, body)[0] == 200
         if case.beside:
@@ -57,12 +61,15 @@ def test_ours_refuses(rag_server: Server, case: Lethal) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in LETHAL if case.field.startswith("sampling_params.")], ids=lambda case: case.id
+    "case",
+    [case for case in LETHAL if case.field.startswith("sampling_params.")],
+    ids=lambda case: case.id,
 )
 def test_rag_endpoint_refuses(rag_server: Server, case: Lethal) -> None:
     """Before the request is planned."""
     status, text = send(
-        rag_server.url + "/rag/v1/generate", {"parts": [TEXT], "sampling_params": case.body["sampling_params"]}
+        rag_server.url + "/rag/v1/generate",
+        {"parts": [TEXT], "sampling_params": case.body["sampling_params"]},
     )
     assert (status, json.loads(text)["param"]) == (400, case.field)
 
@@ -87,7 +94,9 @@ OTHER_DOORS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "field"), OTHER_DOORS, ids=lambda value: str(value)[:60])
-def test_every_door_refuses(rag_server: Server, path: str, body: dict[str, Any], field: str) -> None:
+def test_every_door_refuses(
+    rag_server: Server, path: str, body: dict[str, Any], field: str
+) -> None:
     """They all come to the same place in SGLang."""
     if "model" in body:
         body = {**body, "model": get(rag_server.url + "/v1/models")["data"][0]["id"]}
@@ -108,7 +117,8 @@ def test_refusals_are_counted(rag_server: Server) -> None:
 
 
 def background(server: Server, body: dict[str, Any]) -> threading.Thread:
-    """A request to `/generate` whose client waits as long as it takes: SGLang would abort it otherwise."""
+    """A request to `/generate` whose client waits as long as it takes:
+    SGLang would abort it otherwise."""
 
     def run() -> None:
         with contextlib.suppress(

@@ -1,7 +1,8 @@
-"""OpenAI's Python client, case by case, on SGLang's `/v1` and on our `/rag/v1`: what works on one works on the other.
+"""OpenAI's Python client, case by case, on SGLang's `/v1` and on our `/rag/v1`: what works on one
+works on the other.
 
-The table in sglang_chunkcache/README.md, section "OpenAI clients", has these cases and outcomes. A wrong key is shown without a
-server, by tests/sglang_chunkcache/front/test_routes.py.
+The table in sglang_chunkcache/README.md, section "OpenAI clients", has these cases and outcomes. A
+wrong key is shown without a server, by tests/sglang_chunkcache/front/test_routes.py.
 """
 
 from __future__ import annotations
@@ -40,14 +41,22 @@ SCHEMA = {
 }
 TOOL = {
     "type": "function",
-    "function": {"name": "look_up", "description": "Looks a company up.", "parameters": SCHEMA, "strict": True},
+    "function": {
+        "name": "look_up",
+        "description": "Looks a company up.",
+        "parameters": SCHEMA,
+        "strict": True,
+    },
 }
 NAMED = {"type": "function", "function": {"name": "look_up"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/x.png"}}
 TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
-BLANKS = [number for number in range(TOKENIZER.get_vocab_size()) if TOKENIZER.decode([number]).isspace()]
+BLANKS = [
+    number for number in range(TOKENIZER.get_vocab_size()) if TOKENIZER.decode([number]).isspace()
+]
 WRITES_JSON = {"logit_bias": {str(number): -100 for number in BLANKS}, "max_tokens": 80}
-"""The bundled model has never seen JSON: a grammar keeps it to the syntax, and this from filling it with blanks."""
+"""The bundled model has never seen JSON:
+a grammar keeps it to the syntax, and this from filling it with blanks."""
 LONG = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
 """An answer that takes many seconds."""
 
@@ -56,7 +65,11 @@ class Clients:
     """A sync and an async client of one base, whose requests carry chunks if it is ours."""
 
     def __init__(self, server: Server, base: str) -> None:
-        self._options: dict[str, Any] = {"base_url": server.url + base, "api_key": "none", "max_retries": 0}
+        self._options: dict[str, Any] = {
+            "base_url": server.url + base,
+            "api_key": "none",
+            "max_retries": 0,
+        }
         self.sync = openai.OpenAI(**self._options)
         self.has_chunks = base == RAG
 
@@ -94,14 +107,20 @@ def naive_loop(to: Clients, **fields: Any) -> list[Any]:
         text += chunk.choices[0].delta.content or ""
         chunks.append(chunk)
     assert text
-    assert {(chunk.object, chunk.model) for chunk in chunks} == {("chat.completion.chunk", "default")}
+    assert {(chunk.object, chunk.model) for chunk in chunks} == {
+        ("chat.completion.chunk", "default")
+    }
     assert len({chunk.id for chunk in chunks}) == fields.get("n", 1)  # SGLang names each answer
     assert all(abs(chunk.created - chunks[0].created) < 60 for chunk in chunks)
     return chunks
 
 
 def stream_with_usage(to: Clients) -> list[Any]:
-    chunks = list(to.sync.chat.completions.create(**to.body(stream=True, stream_options={"include_usage": True})))
+    chunks = list(
+        to.sync.chat.completions.create(
+            **to.body(stream=True, stream_options={"include_usage": True})
+        )
+    )
     assert [bool(chunk.choices) for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
     assert chunks[-1].usage.prompt_tokens > 0
     return chunks
@@ -117,7 +136,9 @@ def stream_helper(to: Clients) -> None:
 
 async def eight_at_once(to: Clients) -> None:
     async with to.make_async() as client:
-        replies = await asyncio.gather(*(client.chat.completions.create(**to.body()) for _ in range(8)))
+        replies = await asyncio.gather(
+            *(client.chat.completions.create(**to.body()) for _ in range(8))
+        )
     assert len({reply.choices[0].message.content for reply in replies}) == 1
 
 
@@ -178,12 +199,15 @@ def called_in_a_stream(to: Clients) -> None:
 
 
 def tool_loop(to: Clients, **fields: Any) -> list[list[Any]]:
-    """Three turns of a conversation, each with a call, its result and an answer; per turn both replies."""
+    """Three turns of a conversation, each with a call, its result and an answer;
+    per turn both replies."""
     messages: list[Any] = []
     turns = []
     for question in ("What does Dravex make?", "And Solon?", "And now?"):
         messages.append({"role": "user", "content": question})
-        first = to.ask(messages=messages, tools=[TOOL], tool_choice="required", **WRITES_JSON, **fields)
+        first = to.ask(
+            messages=messages, tools=[TOOL], tool_choice="required", **WRITES_JSON, **fields
+        )
         messages.append(first.choices[0].message.model_dump())
         for call in first.choices[0].message.tool_calls:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": "It makes paint."})
@@ -201,7 +225,9 @@ def as_json(to: Clients, response_format: Any) -> str:
 
 
 def by_schema(to: Clients) -> None:
-    text = as_json(to, {"type": "json_schema", "json_schema": {"name": "company", "schema": SCHEMA}})
+    text = as_json(
+        to, {"type": "json_schema", "json_schema": {"name": "company", "schema": SCHEMA}}
+    )
     assert json.loads(text)["name"] in COMPANIES
 
 
@@ -249,7 +275,13 @@ CASES: dict[str, tuple[str, Case]] = {
                 *QUESTION,
                 {
                     "role": "assistant",
-                    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "look_up", "arguments": "{"}}],
+                    "tool_calls": [
+                        {
+                            "id": "1",
+                            "type": "function",
+                            "function": {"name": "look_up", "arguments": "{"},
+                        }
+                    ],
                 },
                 {"role": "tool", "tool_call_id": "1", "content": "x"},
             ]
@@ -259,12 +291,17 @@ CASES: dict[str, tuple[str, Case]] = {
     "`response_format` json_schema": ("ok", by_schema),
     "content parts": (
         "ok",
-        lambda to: to.ask(messages=[{"role": "user", "content": [{"type": "text", "text": "Why?"}]}]),
+        lambda to: to.ask(
+            messages=[{"role": "user", "content": [{"type": "text", "text": "Why?"}]}]
+        ),
     ),
     "an image part": ("400", lambda to: to.ask(messages=[{"role": "user", "content": [IMAGE]}])),
     "system message": ("ok", first("system")),
     "developer message": ("ok", first("developer")),
-    "no user message": ("ok", lambda to: to.ask(messages=[{"role": "developer", "content": "Be brief."}])),
+    "no user message": (
+        "ok",
+        lambda to: to.ask(messages=[{"role": "developer", "content": "Be brief."}]),
+    ),
     "unknown role": ("400", first("wizard")),
     "assistant last": ("ok", lambda to: to.ask(messages=ANSWERED)),
     "assistant last, `continue_final_message`": (
@@ -281,7 +318,10 @@ CASES: dict[str, tuple[str, Case]] = {
     "model name with a colon (an adapter)": ("400", lambda to: to.ask(model="gpt-4o:x")),
     "`models.list`, `models.retrieve`": ("ok", listed),
     "`models.retrieve` of an unknown name": ("404", lambda to: to.sync.models.retrieve("none")),
-    "time-out": ("time-out", lambda to: to.sync.with_options(timeout=0.2).chat.completions.create(**to.body(**LONG))),
+    "time-out": (
+        "time-out",
+        lambda to: to.sync.with_options(timeout=0.2).chat.completions.create(**to.body(**LONG)),
+    ),
     "cancel": ("ok", lambda to: asyncio.run(cancelled(to))),
 }
 
@@ -301,7 +341,10 @@ def outcome(case: Case, server: Server, base: str) -> str:
 def test_case_comes_out_the_same_on_both(rag_server: Server, name: str) -> None:
     """A program written for one base runs on the other."""
     expected, case = CASES[name]
-    assert {base: outcome(case, rag_server, base) for base in (V1, RAG)} == {V1: expected, RAG: expected}
+    assert {base: outcome(case, rag_server, base) for base in (V1, RAG)} == {
+        V1: expected,
+        RAG: expected,
+    }
 
 
 def test_readme_lists_the_cases() -> None:
@@ -309,9 +352,13 @@ def test_readme_lists_the_cases() -> None:
     readme = Path(__file__).parents[2] / "sglang_chunkcache" / "README.md"
     section = readme.read_text(encoding="utf-8").split("## OpenAI clients\n")[1].split("\n## ")[0]
     rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| ")
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("| ")
     ]
-    assert [row[:2] for row in rows[1 : 1 + len(CASES)]] == [[name, expected] for name, (expected, _) in CASES.items()]
+    assert [row[:2] for row in rows[1 : 1 + len(CASES)]] == [
+        [name, expected] for name, (expected, _) in CASES.items()
+    ]
 
 
 @pytest.mark.parametrize("name", ["completions", "embeddings", "responses"])
@@ -323,17 +370,22 @@ def test_what_is_not_there_says_where_to_go(rag_server: Server, name: str) -> No
         "embeddings": lambda: to.embeddings.create(model="default", input="x"),
         "responses": lambda: to.responses.create(model="default", input="x"),
     }
-    with pytest.raises(openai.NotFoundError, match=f"use /v1/{name}, or /rag/v1/chat/completions") as error:
+    with pytest.raises(
+        openai.NotFoundError, match=f"use /v1/{name}, or /rag/v1/chat/completions"
+    ) as error:
         calls[name]()
     assert error.value.code == "unknown_url"
 
 
 def test_stream_ends_with_chunkcache_and_usage(rag_server: Server) -> None:
-    """The last event with choices has `chunkcache`, the usage event stays the last, and both tell of the same tokens."""
+    """The last event with choices has `chunkcache`, the usage event stays the last,
+    and both tell of the same tokens."""
     to = Clients(rag_server, RAG)
     whole = to.ask()
     events = stream_with_usage(to)
-    assert [i for i, event in enumerate(events) if "chunkcache" in (event.model_extra or {})] == [len(events) - 2]
+    assert [i for i, event in enumerate(events) if "chunkcache" in (event.model_extra or {})] == [
+        len(events) - 2
+    ]
     fates = events[-2].chunkcache["fates"]
     assert fates["exact"] > 0
     assert events[-1].usage.prompt_tokens_details.cached_tokens == fates["exact"]
@@ -353,17 +405,27 @@ def test_stream_with_running_usage_tells_what_was_cached(rag_server: Server) -> 
 def test_last_of_two_streamed_answers_has_chunkcache(rag_server: Server) -> None:
     """One object per request, not one per answer. What was cached is not known here."""
     events = naive_loop(Clients(rag_server, RAG), n=2)
-    assert [i for i, event in enumerate(events) if "chunkcache" in (event.model_extra or {})] == [len(events) - 1]
+    assert [i for i, event in enumerate(events) if "chunkcache" in (event.model_extra or {})] == [
+        len(events) - 1
+    ]
     assert events[-1].chunkcache["fates"] is None
 
 
 def test_tool_loop_computes_no_chunk_twice(rag_server: Server) -> None:
-    """Each step finds the one before cached, chunks included; the plain answer closes the turn, the next one goes on from it."""
-    turns = tool_loop(Clients(rag_server, RAG), extra_body={"chunks": CHUNKS, "conversation_id": "loop"})
+    """Each step finds the one before cached, chunks included;
+    the plain answer closes the turn, the next one goes on from it."""
+    turns = tool_loop(
+        Clients(rag_server, RAG), extra_body={"chunks": CHUNKS, "conversation_id": "loop"}
+    )
     for number, (call, reply) in enumerate(turns):
         assert call.chunkcache["turns_reused"] == reply.chunkcache["turns_reused"] == number
-        assert call.chunkcache["dropped"] == reply.chunkcache["dropped"] == (["a", "b"] if number else [])
-        # All of the first step's prompt but its end, which the call has replaced, and at most one token for the border.
+        assert (
+            call.chunkcache["dropped"]
+            == reply.chunkcache["dropped"]
+            == (["a", "b"] if number else [])
+        )
+        # All of the first step's prompt but its end, which the call has replaced, and at most one
+        # token for the border.
         assert reply.chunkcache["fates"]["exact"] >= call.usage.prompt_tokens - 5
     for (_, before), (after, _) in pairwise(turns):
         assert after.chunkcache["fates"]["exact"] >= before.usage.total_tokens - 1
@@ -388,8 +450,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_prompt_reads_as_sglangs_with_the_chunks_in_the_message(rag_server: Server, name: str) -> None:
-    """The slow way to the same prompt: SGLang's own, with the chunks' texts in front of the last user message's."""
+def test_prompt_reads_as_sglangs_with_the_chunks_in_the_message(
+    rag_server: Server, name: str
+) -> None:
+    """The slow way to the same prompt: SGLang's own, with the chunks' texts in front of the last
+    user message's."""
     fields = SHAPES[name]
     extra = {**fields.get("extra_body", {}), "return_prompt_token_ids": True}
     texts = []
@@ -397,10 +462,18 @@ def test_prompt_reads_as_sglangs_with_the_chunks_in_the_message(rag_server: Serv
         messages = [dict(message) for message in fields["messages"]]
         if base == V1:
             asked = [message for message in messages if message["role"] == "user"][-1]
-            parts = asked["content"] if isinstance(asked["content"], list) else [{"text": asked["content"]}]
-            asked["content"] = "".join(c["text"] + "\n\n" for c in CHUNKS) + " ".join(part["text"] for part in parts)
+            parts = (
+                asked["content"]
+                if isinstance(asked["content"], list)
+                else [{"text": asked["content"]}]
+            )
+            asked["content"] = "".join(c["text"] + "\n\n" for c in CHUNKS) + " ".join(
+                part["text"] for part in parts
+            )
         own = {"order": "retriever"} if base == RAG else {}
-        reply = Clients(rag_server, base).ask(**{**fields, "messages": messages, "extra_body": {**extra, **own}})
+        reply = Clients(rag_server, base).ask(
+            **{**fields, "messages": messages, "extra_body": {**extra, **own}}
+        )
         texts.append(TOKENIZER.decode(reply.choices[0].prompt_token_ids, skip_special_tokens=False))
     assert texts[0] == texts[1]
 

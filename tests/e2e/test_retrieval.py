@@ -79,7 +79,11 @@ def test_search_alone_finds_the_same(rag_server: Server) -> None:
     passages = post(rag_server.url + RETRIEVE, {"query": question})["passages"]
     assert [passage["id"] for passage in passages] == found(asked)
     assert all(passage["text"] == WORLD.passage(passage["id"]).text for passage in passages)
-    body = {"messages": [{"role": "user", "content": question}], "chunks": passages, "max_tokens": 1}
+    body = {
+        "messages": [{"role": "user", "content": question}],
+        "chunks": passages,
+        "max_tokens": 1,
+    }
     sent = post(rag_server.url + CHAT, body)
     assert sent["chunkcache"]["retrieval"] is None
     assert sent["chunkcache"]["chunks_hit"] == K
@@ -88,8 +92,14 @@ def test_search_alone_finds_the_same(rag_server: Server) -> None:
 @pytest.mark.parametrize("mode", ["fusion", "dense", "bm25"])
 def test_modes_and_times(rag_server: Server, mode: str) -> None:
     """The answer says how it was searched and what that took."""
-    retrieval = chat(rag_server, questions(1)[0].question, {"mode": mode, "k": 2})["chunkcache"]["retrieval"]
-    phases = {"fusion": {"encode", "dense", "bm25"}, "dense": {"encode", "dense"}, "bm25": {"bm25"}}[mode]
+    retrieval = chat(rag_server, questions(1)[0].question, {"mode": mode, "k": 2})["chunkcache"][
+        "retrieval"
+    ]
+    phases = {
+        "fusion": {"encode", "dense", "bm25"},
+        "dense": {"encode", "dense"},
+        "bm25": {"bm25"},
+    }[mode]
     assert (retrieval["mode"], retrieval["k"], len(retrieval["passages"])) == (mode, 2, 2)
     assert retrieval["ms"].keys() == {"queued", "read", *phases}
     assert all(value >= 0 for value in retrieval["ms"].values())
@@ -102,7 +112,8 @@ def test_nothing_found_is_answered_without_chunks(rag_server: Server) -> None:
 
 
 def test_conversation_searches_its_last_turns(rag_server: Server) -> None:
-    """A question without a name is searched with the previous one, and chunks in the prompt are not shown again."""
+    """A question without a name is searched with the previous one,
+    and chunks in the prompt are not shown again."""
     (first,) = questions(1)
     messages = [{"role": "user", "content": first.question}]
     answer = chat(rag_server, messages, conversation_id="talk")
@@ -145,7 +156,9 @@ def test_explain_searches_too(rag_server: Server) -> None:
     question = questions(1)[0].question
     body = {"messages": [{"role": "user", "content": question}], "retrieve": {"k": 2}}
     plan = post(rag_server.url + "/chunkcache/explain", body)
-    assert sorted(passage["id"] for passage in plan["retrieval"]["passages"]) == sorted(plan["order"])
+    assert sorted(passage["id"] for passage in plan["retrieval"]["passages"]) == sorted(
+        plan["order"]
+    )
 
 
 def test_frontend_programs_can_search(rag_server: Server) -> None:
@@ -169,10 +182,14 @@ def test_requests_at_once_are_searched_together(rag_server: Server) -> None:
     before = get(rag_server.url + "/chunkcache/stats")["retrieval"]
     with ThreadPoolExecutor(20) as pool:
         replies = list(pool.map(search, asked * 8))
-        answers = list(pool.map(lambda question: chat(rag_server, question.question, max_tokens=1), asked[:20]))
+        answers = list(
+            pool.map(lambda question: chat(rag_server, question.question, max_tokens=1), asked[:20])
+        )
     after = get(rag_server.url + "/chunkcache/stats")["retrieval"]
     assert [reply["passages"] for reply in replies] == alone * 8
-    assert all(passages[0]["id"] in found(reply) for passages, reply in zip(alone, answers, strict=False))
+    assert all(
+        passages[0]["id"] in found(reply) for passages, reply in zip(alone, answers, strict=False)
+    )
     num_searches, num_batches = (after[name] - before[name] for name in ("searches", "batches"))
     assert num_searches == len(replies) + len(answers)
     assert num_batches < num_searches
@@ -193,10 +210,14 @@ CASES: list[tuple[str, Any, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("body", "field"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("body", "field"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
 def test_bad_wish_is_refused_by_name(rag_server: Server, body: Any, field: str) -> None:
     """A 400 whose text names the field."""
-    status, text = send(rag_server.url + CHAT, body if isinstance(body, bytes) else {"messages": MESSAGES, **body})
+    status, text = send(
+        rag_server.url + CHAT, body if isinstance(body, bytes) else {"messages": MESSAGES, **body}
+    )
     assert status == 400, text
     assert field in text
 
@@ -207,11 +228,17 @@ SEARCH_CASES: list[tuple[str, Any, str]] = [
     ("query null", {"query": None}, "query"),
     ("query of a megabyte", {"query": "x" * 1_000_000}, "query"),
     ("message without content", {"messages": [{"role": "user"}]}, "messages.0.content"),
-    ("message of a nested list", {"messages": [{"role": "user", "content": [["x"]]}]}, "messages.0.content"),
+    (
+        "message of a nested list",
+        {"messages": [{"role": "user", "content": [["x"]]}]},
+        "messages.0.content",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("body", "field"), [case[1:] for case in SEARCH_CASES], ids=[case[0] for case in SEARCH_CASES])
+@pytest.mark.parametrize(
+    ("body", "field"), [case[1:] for case in SEARCH_CASES], ids=[case[0] for case in SEARCH_CASES]
+)
 def test_bad_search_is_refused_by_name(rag_server: Server, body: Any, field: str) -> None:
     """As above, without a prompt."""
     status, text = send(rag_server.url + RETRIEVE, body)
@@ -221,11 +248,22 @@ def test_bad_search_is_refused_by_name(rag_server: Server, body: Any, field: str
 
 @pytest.mark.parametrize(
     "query",
-    ["🙂 中文 é", "\0", "a\0b", "\u202e", "AND OR NOT (", '"unclosed', "id:5 *:* ~2^3", "x" * 8000, "% ' ; DROP TABLE"],
+    [
+        "🙂 中文 é",
+        "\0",
+        "a\0b",
+        "\u202e",
+        "AND OR NOT (",
+        '"unclosed',
+        "id:5 *:* ~2^3",
+        "x" * 8000,
+        "% ' ; DROP TABLE",
+    ],
     ids=lambda query: ascii(query)[:20],
 )
 @pytest.mark.parametrize(
-    "mode", [*(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("dense", "bm25")), "fusion"]
+    "mode",
+    [*(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("dense", "bm25")), "fusion"],
 )
 def test_odd_query_is_answered(rag_server: Server, query: str, mode: str) -> None:
     """A query is text, never syntax."""
@@ -236,7 +274,9 @@ def test_odd_query_is_answered(rag_server: Server, query: str, mode: str) -> Non
 
 def retrieval_when(server: Server, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The stats of the index, once that holds of them."""
-    return until(lambda: told if holds(told := get(server.url + "/chunkcache/stats")["retrieval"]) else None)
+    return until(
+        lambda: told if holds(told := get(server.url + "/chunkcache/stats")["retrieval"]) else None
+    )
 
 
 def test_newer_generation_is_served(rag_server: Server, index: Path) -> None:
@@ -256,28 +296,39 @@ def test_damaged_generation_is_not_served(rag_server: Server, index: Path) -> No
     manifest = index / "manifest.json"
     whole = manifest.read_text(encoding="utf-8")
     try:
-        manifest.write_text(whole.replace('"generation": 2', '"generation": 3').replace('"xxh3": "', '"xxh3": "0'))
+        manifest.write_text(
+            whole.replace('"generation": 2', '"generation": 3').replace('"xxh3": "', '"xxh3": "0')
+        )
         stats = retrieval_when(rag_server, lambda found: found["state"] == "stale")
         assert "its checksum differs" in stats["reason"]
         assert "now is not served: " + stats["reason"] in rag_server.log.read_text(errors="replace")
-        assert 'chunkcache:retrieval_state{state="stale"} 1.0' in send(rag_server.url + "/metrics", "GET")[1]
+        assert (
+            'chunkcache:retrieval_state{state="stale"} 1.0'
+            in send(rag_server.url + "/metrics", "GET")[1]
+        )
         assert len(found(chat(rag_server, questions(1)[0].question))) == K
         assert stats["generation"] == 2
     finally:
         manifest.write_text(whole, encoding="utf-8")
 
 
-def test_replaced_index_is_served_whatever_its_generation(rag_server: Server, index: Path, tmp_path: Path) -> None:
-    """Written over in place: down, and searches are refused. Removed and put back: served, without a restart."""
+def test_replaced_index_is_served_whatever_its_generation(
+    rag_server: Server, index: Path, tmp_path: Path
+) -> None:
+    """Written over in place: down, and searches are refused.
+    Removed and put back: served, without a restart."""
 
     def wait(state: str, generation: int) -> dict[str, Any]:
-        return retrieval_when(rag_server, lambda found: (found["state"], found["generation"]) == (state, generation))
+        return retrieval_when(
+            rag_server, lambda found: (found["state"], found["generation"]) == (state, generation)
+        )
 
     build_index(tmp_path / "earlier", [{"id": "sub", "text": "The company Wolfram makes kayaks."}])
     backup = shutil.copytree(index, tmp_path / "backup")
     wait("up", 2)
     (segment,) = index.glob("dense-2-*.faiss")
-    with segment.open("r+b") as file:  # without truncating it: it is mapped into the server's memory
+    # without truncating it: it is mapped into the server's memory
+    with segment.open("r+b") as file:
         file.write(bytes(segment.stat().st_size))
     assert segment.name in wait("down", 2)["reason"]
     query = {"query": "Which company makes kayaks?", "k": 1, "mode": "dense"}
@@ -292,7 +343,8 @@ def test_replaced_index_is_served_whatever_its_generation(rag_server: Server, in
 
 
 def test_nothing_is_left_behind(rag_server: Server) -> None:
-    """After all of the above: no plan, no load, no waiting request, no missing slot, and the counters show it."""
+    """After all of the above: no plan, no load, no waiting request, no missing slot,
+    and the counters show it."""
     until(lambda: get(rag_server.url + "/chunkcache/stats")["prompt_tokens_in_flight"] == [0])
     stats = get(rag_server.url + "/chunkcache/stats")
     assert stats["tree"]["open_plans"] == 0
@@ -311,7 +363,11 @@ def test_nothing_is_left_behind(rag_server: Server) -> None:
 
 @pytest.mark.parametrize("harm", ["missing", "damaged", "another encoder"])
 def test_start_with_a_bad_index_says_why(
-    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], harm: str
+    index: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    harm: str,
 ) -> None:
     """Exit code 2 and the reason, before the model is loaded."""
     folder, flags = tmp_path / "index", list[str]()
@@ -324,10 +380,16 @@ def test_start_with_a_bad_index_says_why(
         vectors.write_bytes(data)
     elif harm == "another encoder":
         flags = ["--encoder", str(tmp_path)]
-    reason = {"missing": "no index there", "damaged": "checksum", "another encoder": "does not fit"}[harm]
+    reason = {
+        "missing": "no index there",
+        "damaged": "checksum",
+        "another encoder": "does not fit",
+    }[harm]
     monkeypatch.setenv(config.ENV_VAR, "")  # what `main` sets is undone
     monkeypatch.setattr("sglang_chunkcache.quiet.hide", lambda settings: None)
-    monkeypatch.setattr(launch_server, "_run", lambda *args, **kwargs: pytest.fail("the server would start"))
+    monkeypatch.setattr(
+        launch_server, "_run", lambda *args, **kwargs: pytest.fail("the server would start")
+    )
     with pytest.raises(SystemExit) as caught:
         launch_server.main(["--model-path", "bundled", "--index", str(folder), *flags])
     assert caught.value.code == 2

@@ -1,8 +1,9 @@
 """Fused reuse as a user sees it, on a server whose pool holds NaN in every free slot.
 
-Every answer below is asked for with log probabilities and refused where one is not a number. `cache_salt` keeps a test's KV
-to itself; under a salt of its own a prompt is prefilled in full. The bundled model answers questions about its passages and
-about their order, and only the latter need attention across chunks.
+Every answer below is asked for with log probabilities and refused where one is not a number.
+`cache_salt` keeps a test's KV to itself; under a salt of its own a prompt is prefilled in full. The
+bundled model answers questions about its passages and about their order, and only the latter need
+attention across chunks.
 """
 
 from __future__ import annotations
@@ -38,9 +39,13 @@ CHAT = "/rag/v1/chat/completions"
 SELECTORS = [
     "query",
     "context",
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("first", "random", "h2o", "deviation")),
+    *(
+        pytest.param(name, marks=pytest.mark.nightly)
+        for name in ("first", "random", "h2o", "deviation")
+    ),
 ]
-"""One that looks at the question and one that looks at stored scores; what a selector chooses is shown without a server."""
+"""One that looks at the question and one that looks at stored scores;
+what a selector chooses is shown without a server."""
 _numbers = count()
 
 
@@ -52,7 +57,8 @@ def switch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def fused_server(tmp_path_factory: pytest.TempPathFactory, switch: Path) -> Iterator[Server]:
-    """Fused reuse, poisoned, with a pool that evicts, pieces smaller than two chunks and every check on."""
+    """Fused reuse, poisoned, with a pool that evicts, pieces smaller than two chunks and every
+    check on."""
     log = tmp_path_factory.mktemp("servers") / "fused.log"
     env = {
         **STRICT,
@@ -60,7 +66,8 @@ def fused_server(tmp_path_factory: pytest.TempPathFactory, switch: Path) -> Iter
         "POISONED_SERVER_SABOTAGE": str(switch),
         "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
     }
-    flags = [*mixed_load.FLAGS, "--chunkcache-move", "pays"]  # most tests ask for moves that do not pay
+    # most tests ask for moves that do not pay
+    flags = [*mixed_load.FLAGS, "--chunkcache-move", "pays"]
     flags += ["--chunkcache-audit-share", "0"]  # a check would evict what a test counts on
     flags += ["--chunkcache-selectors", "eval.selectors"]
     with Server(flags, log=log, launcher=mixed_load.POISONED, env=env) as server:
@@ -98,7 +105,9 @@ def body_of(passages: Sequence[Passage], question: Question | str, **fields: Any
     }
 
 
-def ask(server: Server, passages: Sequence[Passage], question: Question | str, **fields: Any) -> dict[str, Any]:
+def ask(
+    server: Server, passages: Sequence[Passage], question: Question | str, **fields: Any
+) -> dict[str, Any]:
     """A reply whose log probabilities are numbers and whose fates add up."""
     reply = post(server.url + CHAT, body_of(passages, question, **fields))
     assert_finite(reply)
@@ -113,14 +122,18 @@ def assert_finite(reply: Mapping[str, Any]) -> None:
 
 
 def logprobs_of(reply: Mapping[str, Any]) -> list[Any]:
-    return [token["logprob"] for choice in reply["choices"] for token in choice["logprobs"]["content"]]
+    return [
+        token["logprob"] for choice in reply["choices"] for token in choice["logprobs"]["content"]
+    ]
 
 
 def text_of(reply: Mapping[str, Any]) -> str:
     return str(reply["choices"][0]["message"]["content"])
 
 
-def full_prefill(server: Server, passages: Sequence[Passage], question: Question | str, **fields: Any) -> str:
+def full_prefill(
+    server: Server, passages: Sequence[Passage], question: Question | str, **fields: Any
+) -> str:
     """The answer to the same prompt with nothing reused."""
     reply = ask(server, passages, question, cache_salt=f"alone{next(_numbers)}", **fields)
     assert reply["chunkcache"]["fates"]["exact"] == 0
@@ -129,7 +142,10 @@ def full_prefill(server: Server, passages: Sequence[Passage], question: Question
 
 def sources_of(reply: Mapping[str, Any]) -> list[tuple[str | None, str, int]]:
     """(chunk, from, chunks in front of the source) of every piece."""
-    return [(s["chunk"], s["from"], s["variant_prefix"]) for s in reply["chunkcache"]["reuse"]["sources"]]
+    return [
+        (s["chunk"], s["from"], s["variant_prefix"])
+        for s in reply["chunkcache"]["reuse"]["sources"]
+    ]
 
 
 def flush(server: Server) -> None:
@@ -144,17 +160,28 @@ def crowd_out(server: Server) -> None:
     for number in range(8):
         other = World(9_000_000 + next(_numbers), 20, num_kinds=1)
         for _ in range(2):  # what has been hit stays longer than what has not
-            ask(server, other.passages, f"What is {number}?", max_tokens=1, cache_salt=f"crowd{other.passages[0].text}")
+            ask(
+                server,
+                other.passages,
+                f"What is {number}?",
+                max_tokens=1,
+                cache_salt=f"crowd{other.passages[0].text}",
+            )
     assert get(server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"] >= before + 60
 
 
 # The poison itself
 
 
-def test_reading_what_was_never_written_is_seen(fused_server: Server, switch: Path, world: World, salt: str) -> None:
-    """With the copy left out, a moved chunk's slots are as allocated, and the answer is NaN; with it, it is not."""
+def test_reading_what_was_never_written_is_seen(
+    fused_server: Server, switch: Path, world: World, salt: str
+) -> None:
+    """With the copy left out, a moved chunk's slots are as allocated, and the answer is NaN;
+    with it, it is not."""
     first, second = world.passages[:4], world.passages[3::-1]
-    question = next(q for q in world.questions if q.gold_passage_ids[0] == first[1].id and q.hop == 1)
+    question = next(
+        q for q in world.questions if q.gold_passage_ids[0] == first[1].id and q.hop == 1
+    )
     ask(fused_server, first, question, cache_salt=salt)
     switch.touch()
     try:
@@ -177,7 +204,8 @@ def test_reading_what_was_never_written_is_seen(fused_server: Server, switch: Pa
 def cases_of(
     world: World, num_passages: int, rng: random.Random
 ) -> tuple[list[Passage], list[Passage], list[Question]]:
-    """Chunks as they are cached, as they are asked for, and questions about facts and about order."""
+    """Chunks as they are cached, as they are asked for, and questions about facts and about
+    order."""
     facts = [q for q in world.questions if q.hop == 1]
     fact = rng.choice(facts)
     cached = world.context(fact, num_passages, rng)
@@ -188,7 +216,8 @@ def cases_of(
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_recomputing_everything_equals_full_prefill(fused_server: Server, selector: str) -> None:
-    """Eight prompts about facts and order, for every selector: the very answer of a prefill, and nothing merely moved."""
+    """Eight prompts about facts and order, for every selector:
+    the very answer of a prefill, and nothing merely moved."""
     rng = random.Random(selector)
     for number in range(2):
         world = World(seed_of(selector, number), 20, num_kinds=1)
@@ -205,11 +234,14 @@ def test_recomputing_everything_equals_full_prefill(fused_server: Server, select
 
 
 def test_recomputing_nothing_loses_the_order(fused_server: Server) -> None:
-    """What the test above would show if recomputation did nothing: facts survive, most questions about order do not."""
+    """What the test above would show if recomputation did nothing:
+    facts survive, most questions about order do not."""
     rng = random.Random(0)
     right: dict[int, list[bool]] = {0: [], 1: []}
     for number in range(6):
-        cached, asked, questions = cases_of(World(seed_of("nothing", number), 20, num_kinds=1), 4, rng)
+        cached, asked, questions = cases_of(
+            World(seed_of("nothing", number), 20, num_kinds=1), 4, rng
+        )
         for question in questions:
             salt = f"nothing{next(_numbers)}"
             ask(fused_server, cached, question, cache_salt=salt, max_tokens=1)
@@ -223,7 +255,8 @@ def test_recomputing_nothing_loses_the_order(fused_server: Server) -> None:
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_fates_are_as_asked(fused_server: Server, world: World, salt: str, selector: str) -> None:
-    """A third of the moved tokens is recomputed, rounding up once a chunk at most; the rest is moved."""
+    """A third of the moved tokens is recomputed, rounding up once a chunk at most;
+    the rest is moved."""
     passages = world.passages[:5]
     for _ in range(2):  # the second use brings the chunks into the store, with scores
         ask(fused_server, passages, "Which passage comes last?", cache_salt=salt, max_tokens=1)
@@ -243,19 +276,28 @@ def test_fates_are_as_asked(fused_server: Server, world: World, salt: str, selec
     assert reply["chunkcache"]["reuse"]["ratio"] == pytest.approx(1 / 3)
 
 
-def test_what_moving_takes_is_estimated_and_compared(fused_server: Server, world: World, salt: str) -> None:
-    """By a server that has measured itself; the answer has both, explain the estimate, the stats how far it was off."""
+def test_what_moving_takes_is_estimated_and_compared(
+    fused_server: Server, world: World, salt: str
+) -> None:
+    """By a server that has measured itself; the answer has both, explain the estimate,
+    the stats how far it was off."""
     passages = world.passages[:3]
     ask(fused_server, passages, "Which passage comes last?", cache_salt=salt, max_tokens=1)
-    body = body_of(passages[::-1], "And first?", cache_salt=salt, reuse=fused("first", 0.15, move="pays"))
+    body = body_of(
+        passages[::-1], "And first?", cache_salt=salt, reuse=fused("first", 0.15, move="pays")
+    )
     explained = post(fused_server.url + "/chunkcache/explain", body)
     reply = post(fused_server.url + CHAT, body)["chunkcache"]
     for told in (explained, reply["reuse"]):
         assert 0 < told["estimated_ms"]["computed"] < 60_000
         assert told["estimated_ms"]["planned"] > 0
-    is_moved = reply["reuse"]["estimated_ms"]["planned"] <= 0.95 * reply["reuse"]["estimated_ms"]["computed"]
+    is_moved = (
+        reply["reuse"]["estimated_ms"]["planned"]
+        <= 0.95 * reply["reuse"]["estimated_ms"]["computed"]
+    )
     assert (reply["reuse"]["selected_by"] == "first") == is_moved
-    assert is_moved or "not_worth_it" in reply["fallbacks"]  # also where a chunk of several is computed
+    # also where a chunk of several is computed
+    assert is_moved or "not_worth_it" in reply["fallbacks"]
     assert reply["reuse"]["ms"]["extend"] > 0
     costs = get(fused_server.url + "/chunkcache/stats")["ranks"][0]["costs"]
     assert costs["extend"]["observed"] > 1
@@ -266,7 +308,8 @@ def test_what_moving_takes_is_estimated_and_compared(fused_server: Server, world
 
 
 def test_exact_requests_do_not_see_fused_kv(fused_server: Server, world: World, salt: str) -> None:
-    """After a fused request over the same tokens an exact one finds the head only, and answers as a prefill does."""
+    """After a fused request over the same tokens an exact one finds the head only,
+    and answers as a prefill does."""
     passages = world.passages[:4]
     question = order_questions(passages)[3]
     ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
@@ -280,11 +323,14 @@ def test_exact_requests_do_not_see_fused_kv(fused_server: Server, world: World, 
 
 def question_of(passages: Sequence[Passage], world: World) -> Question:
     """A fact of the second passage."""
-    return next(q for q in world.questions if q.gold_passage_ids[0] == passages[1].id and q.hop == 1)
+    return next(
+        q for q in world.questions if q.gold_passage_ids[0] == passages[1].id and q.hop == 1
+    )
 
 
 def test_fused_kv_is_shared_by_recipe(fused_server: Server, world: World, salt: str) -> None:
-    """The same recipe finds the fused chunks. Another ratio or selector moves its own. `query`'s recipe has the question."""
+    """The same recipe finds the fused chunks. Another ratio or selector moves its own.
+    `query`'s recipe has the question."""
     passages = world.passages[:4]
     ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
 
@@ -303,7 +349,8 @@ def test_fused_kv_is_shared_by_recipe(fused_server: Server, world: World, salt: 
 
 
 def test_conversation_with_fused_turns(fused_server: Server, world: World, salt: str) -> None:
-    """A fused turn's KV is the next fused turn's history; an exact turn in between recomputes it and answers as a prefill."""
+    """A fused turn's KV is the next fused turn's history;
+    an exact turn in between recomputes it and answers as a prefill."""
     flush(fused_server)  # what has been hit stays, and would crowd out the later turns
     passages = world.passages[:6]
     ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
@@ -332,20 +379,29 @@ def test_conversation_with_fused_turns(fused_server: Server, world: World, salt:
     assert cached[1]["fates"]["relocated"] > cached[1]["reuse"]["fused_hit"]
     assert cached[2]["fates"]["exact"] == cached[2]["head_tokens"]
     assert cached[2]["fates"]["relocated"] == 0
-    assert cached[3]["fates"]["exact"] > 100  # what the exact turn has computed is better than what was moved
+    # what the exact turn has computed is better than what was moved
+    assert cached[3]["fates"]["exact"] > 100
     assert cached[3]["fates"]["relocated"] == 0
 
 
 # Where a chunk is found
 
 
-def test_chunks_are_found_on_the_device_wherever_they_stand(fused_server: Server, world: World, salt: str) -> None:
-    """After others and alone after the head; a chunk that is not cached is a gap, and found there later."""
+def test_chunks_are_found_on_the_device_wherever_they_stand(
+    fused_server: Server, world: World, salt: str
+) -> None:
+    """After others and alone after the head;
+    a chunk that is not cached is a gap, and found there later."""
     a, b, c, d, e = world.passages[:5]
     ask(fused_server, [a, b], "Hello", cache_salt=salt, max_tokens=1)
     ask(fused_server, [c], "Hello", cache_salt=salt, max_tokens=1)
     reply = ask(fused_server, [d, b, e, c], "Hello", cache_salt=salt, reuse=fused())
-    assert sources_of(reply) == [(d.id, "gap", 0), (b.id, "device", 1), (e.id, "gap", 0), (c.id, "device", 0)]
+    assert sources_of(reply) == [
+        (d.id, "gap", 0),
+        (b.id, "device", 1),
+        (e.id, "gap", 0),
+        (c.id, "device", 0),
+    ]
     assert reply["chunkcache"]["reuse"]["gap"] > 30
     again = ask(fused_server, [e, a, d], "Hello", cache_salt=salt, reuse=fused())
     assert sources_of(again) == [(e.id, "device", 2), (a.id, "device", 0), (d.id, "device", 0)]
@@ -354,26 +410,43 @@ def test_chunks_are_found_on_the_device_wherever_they_stand(fused_server: Server
 def test_chunks_are_found_on_the_host_when_the_device_has_lost_them(
     fused_server: Server, world: World, salt: str
 ) -> None:
-    """Once other requests have taken the pool, KV comes from the store: same chunks, same answers."""
+    """Once other requests have taken the pool, KV comes from the store:
+    same chunks, same answers."""
     passages = world.passages[:4]
-    facts = [q for q in world.questions if q.hop == 1 and q.gold_passage_ids[0] in {p.id for p in passages}][:4]
+    facts = [
+        q
+        for q in world.questions
+        if q.hop == 1 and q.gold_passage_ids[0] in {p.id for p in passages}
+    ][:4]
     for _ in range(2):
         ask(fused_server, passages, "Hello", cache_salt=salt, max_tokens=1)
     settle(Client(fused_server.url, None))
     crowd_out(fused_server)
     for number, question in enumerate(facts):
         asked = passages[::-1] if number else passages[1:] + passages[:1]
-        reply = ask(fused_server, asked, question, cache_salt=salt, reuse=fused("first", 0.1 + 0.1 * number))
+        reply = ask(
+            fused_server, asked, question, cache_salt=salt, reuse=fused("first", 0.1 + 0.1 * number)
+        )
         if not number:
             assert sources_of(reply)[-4:] == [(asked[i].id, "host", (i + 1) % 4) for i in range(4)]
         assert text_of(reply) in question.answers
-    whole = ask(fused_server, passages[2:] + passages[:2], facts[0], cache_salt=salt, reuse=fused("query", 1.0))
+    whole = ask(
+        fused_server,
+        passages[2:] + passages[:2],
+        facts[0],
+        cache_salt=salt,
+        reuse=fused("query", 1.0),
+    )
     assert whole["chunkcache"]["fates"]["recomputed"] > 60
     assert text_of(whole) == full_prefill(fused_server, passages[2:] + passages[:2], facts[0])
 
 
-@pytest.mark.parametrize("reuse", [None, fused("query", 0.25), fused("first", 0.5)], ids=["exact", "query", "first"])
-def test_explain_says_what_then_happens(fused_server: Server, world: World, salt: str, reuse: Any) -> None:
+@pytest.mark.parametrize(
+    "reuse", [None, fused("query", 0.25), fused("first", 0.5)], ids=["exact", "query", "first"]
+)
+def test_explain_says_what_then_happens(
+    fused_server: Server, world: World, salt: str, reuse: Any
+) -> None:
     """Same exact prefix, same sources, and asking leaves no trace."""
     a, b, c, d = world.passages[:4]
     ask(fused_server, [a, b], "Hello", cache_salt=salt, max_tokens=1)
@@ -387,7 +460,10 @@ def test_explain_says_what_then_happens(fused_server: Server, world: World, salt
     if reuse is None:
         assert explained["sources"] == []
         return
-    told = [{k: v for k, v in source.items() if k not in ("start", "end")} for source in explained["sources"]]
+    told = [
+        {k: v for k, v in source.items() if k not in ("start", "end")}
+        for source in explained["sources"]
+    ]
     assert told == reply["reuse"]["sources"]
     assert [source["chunk"] for source in told] == [c.id, d.id, b.id]
     moved = sum(s["end"] - s["start"] for s in explained["sources"] if s["from"] != "gap")
@@ -399,19 +475,31 @@ def test_explain_says_what_then_happens(fused_server: Server, world: World, salt
 
 
 def test_preprocessed_chunks_are_used(fused_server: Server, world: World, tmp_path: Path) -> None:
-    """The command puts every chunk into the store, computed after its neighbours, and requests take those variants."""
+    """The command puts every chunk into the store, computed after its neighbours,
+    and requests take those variants."""
     flush(fused_server)
     passages = world.passages[:4]
     rows: dict[str, list[dict[str, Any]]] = {
         "corpus": [{"id": p.id, "text": p.text} for p in passages],
-        "neighbors": [{"id": p.id, "neighbors": [q.id for q in passages if q is not p]} for p in passages],
+        "neighbors": [
+            {"id": p.id, "neighbors": [q.id for q in passages if q is not p]} for p in passages
+        ],
     }
     flags = []
     for name, lines in rows.items():
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         flags += [f"--{name}", str(path)]
-    command = [sys.executable, "-m", "sglang_chunkcache.preprocess", "--url", fused_server.url, "--top-n", "2", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "sglang_chunkcache.preprocess",
+        "--url",
+        fused_server.url,
+        "--top-n",
+        "2",
+        *flags,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -427,12 +515,17 @@ def test_preprocessed_chunks_are_used(fused_server: Server, world: World, tmp_pa
 
 
 def test_preprocess_endpoint(fused_server: Server, world: World, salt: str) -> None:
-    """Neighbours are moved, those without plain KV once they are computed alone; the chunk is computed after them and kept."""
+    """Neighbours are moved, those without plain KV once they are computed alone;
+    the chunk is computed after them and kept."""
     a, b, c, d = world.passages[:4]
 
     def prepare(chunk: Passage, *neighbors: Passage) -> dict[str, Any]:
         items = [{"id": p.id, "text": p.text} for p in neighbors]
-        body = {"chunk": {"id": chunk.id, "text": chunk.text}, "neighbors": items, "cache_salt": salt}
+        body = {
+            "chunk": {"id": chunk.id, "text": chunk.text},
+            "neighbors": items,
+            "cache_salt": salt,
+        }
         return post(fused_server.url + "/chunkcache/preprocess", body)
 
     alone = prepare(a)
@@ -454,16 +547,22 @@ def test_preprocess_endpoint(fused_server: Server, world: World, salt: str) -> N
 def test_stream_of_a_fused_answer(fused_server: Server, world: World, salt: str) -> None:
     passages = world.passages[:4]
     ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
-    body = body_of(passages, "Which passage comes first?", cache_salt=salt, reuse=fused("first", 0.5))
+    body = body_of(
+        passages, "Which passage comes first?", cache_salt=salt, reuse=fused("first", 0.5)
+    )
     request = urllib.request.Request(
-        fused_server.url + CHAT, json.dumps({**body, "stream": True}).encode(), {"Content-Type": "application/json"}
+        fused_server.url + CHAT,
+        json.dumps({**body, "stream": True}).encode(),
+        {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
         events = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
     objects = [event["chunkcache"] for event in events if "chunkcache" in event]
     assert len(objects) == 1
     assert objects[0]["fates"]["recomputed"] > 30
-    text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+    text = "".join(
+        choice["delta"].get("content") or "" for event in events for choice in event["choices"]
+    )
     assert text == text_of(post(fused_server.url + CHAT, body))
 
 
@@ -488,13 +587,16 @@ def test_one_token_answers(fused_server: Server, world: World, salt: str) -> Non
     """A request that ends on its first token reports like any other."""
     passages = world.passages[:4]
     ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
-    reply = ask(fused_server, passages, "Hello", cache_salt=salt, reuse=fused("h2o", 0.5), max_tokens=1)
+    reply = ask(
+        fused_server, passages, "Hello", cache_salt=salt, reuse=fused("h2o", 0.5), max_tokens=1
+    )
     assert reply["usage"]["completion_tokens"] == 1
     assert reply["chunkcache"]["fates"]["recomputed"] > 0
 
 
 def test_vanished_clients_leave_nothing(fused_server: Server, world: World, salt: str) -> None:
-    """Fused streams whose clients hang up at once or after the first event: every slot is given back."""
+    """Fused streams whose clients hang up at once or after the first event:
+    every slot is given back."""
     passages = world.passages[:6]
     ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
     rng = random.Random(0)
@@ -512,7 +614,8 @@ def test_vanished_clients_leave_nothing(fused_server: Server, world: World, salt
 
 
 def test_a_prompt_as_long_as_the_pool_falls_back(fused_server: Server, salt: str) -> None:
-    """Where source and target do not fit together, the prompt is prefilled as usual and the answer says why."""
+    """Where source and target do not fit together, the prompt is prefilled as usual and the answer
+    says why."""
     texts = [f"Number {i}. " + "Later Dravex bought Solon. " * 20 for i in range(8)]
     chunks = [{"id": str(i), "text": text} for i, text in enumerate(texts)]
     asked = body_of((), "Hello", cache_salt=salt, chunks=chunks, max_tokens=2)
@@ -529,7 +632,8 @@ def test_a_prompt_as_long_as_the_pool_falls_back(fused_server: Server, salt: str
 
 
 def test_calibrated_selector_restores_what_moving_costs(fused_server: Server, salt: str) -> None:
-    """Calibrated on two prompts, `critical` answers a third as full prefill does. Its chunks were stored after others, scored."""
+    """Calibrated on two prompts, `critical` answers a third as full prefill does.
+    Its chunks were stored after others, scored."""
     examples = [json.loads(line) for line in CANNED.read_text(encoding="utf-8").splitlines()]
     (rank,) = post(fused_server.url + "/chunkcache/calibrate", {"examples": examples[:2]})["ranks"]
     assert (rank["depth"], rank["layer"]) == (3, 3)
@@ -537,7 +641,14 @@ def test_calibrated_selector_restores_what_moving_costs(fused_server: Server, sa
     assert get(fused_server.url + "/chunkcache/stats")["ranks"][0]["calibration"]["depth"] == 3
     question, texts = examples[3]["question"], examples[3]["chunks"]
     chunks = [{"id": str(i), "text": text} for i, text in enumerate(texts)]
-    turned = body_of((), "Hello", cache_salt=salt, chunks=chunks[::-1], max_tokens=1, reuse=fused("critical", 0.15))
+    turned = body_of(
+        (),
+        "Hello",
+        cache_salt=salt,
+        chunks=chunks[::-1],
+        max_tokens=1,
+        reuse=fused("critical", 0.15),
+    )
     for _ in range(3):
         post(fused_server.url + CHAT, turned)
     settle(Client(fused_server.url, None))
@@ -550,12 +661,15 @@ def test_calibrated_selector_restores_what_moving_costs(fused_server: Server, sa
     assert text_of(reply) == text_of(post(fused_server.url + CHAT, full))
     nothing = post(fused_server.url + CHAT, {**asked, "reuse": fused("none", 0.0)})
     assert text_of(nothing) != text_of(reply)
-    auto = post(fused_server.url + CHAT, {**asked, "reuse": {**fused("critical", "auto"), "quality": 0.9}})
+    auto = post(
+        fused_server.url + CHAT, {**asked, "reuse": {**fused("critical", "auto"), "quality": 0.9}}
+    )
     assert text_of(auto) == text_of(reply)
     found = auto["chunkcache"]
     assert (found["reuse"]["quality"], found["fallbacks"]) == (0.9, [])
     assert found["reuse"]["ratio"] == pytest.approx(
-        found["fates"]["recomputed"] / (found["fates"]["recomputed"] + found["fates"]["relocated"]), abs=1e-4
+        found["fates"]["recomputed"] / (found["fates"]["recomputed"] + found["fates"]["relocated"]),
+        abs=1e-4,
     )
     assert 0 < found["reuse"]["ratio"] < 0.15
 
@@ -569,7 +683,9 @@ def test_calibrated_selector_restores_what_moving_costs(fused_server: Server, sa
         ({"examples": [{"question": "q", "chunks": ["long " * 3000, "b"]}]}, "KV slots"),
     ],
 )
-def test_prompts_that_cannot_be_calibrated_on(fused_server: Server, body: dict[str, Any], message: str) -> None:
+def test_prompts_that_cannot_be_calibrated_on(
+    fused_server: Server, body: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CommandError, match=f"400.*{message}"):
         post(fused_server.url + "/chunkcache/calibrate", body)
 
@@ -586,7 +702,10 @@ def preprocessed(server: Server, passages: Sequence[Passage], salt: str) -> None
     flush(server)
     post(server.url + "/chunkcache/clear_store")
     *neighbors, chunk = ({"id": p.id, "text": p.text} for p in passages)
-    post(server.url + "/chunkcache/preprocess", {"chunk": chunk, "neighbors": neighbors, "cache_salt": salt})
+    post(
+        server.url + "/chunkcache/preprocess",
+        {"chunk": chunk, "neighbors": neighbors, "cache_salt": salt},
+    )
     settle(Client(server.url, None))
     flush(server)
 
@@ -594,7 +713,8 @@ def preprocessed(server: Server, passages: Sequence[Passage], salt: str) -> None
 def test_flush_keeps_preprocessed_chunks_and_clear_store_does_not(
     fused_server: Server, world: World, salt: str
 ) -> None:
-    """The tree is empty, the chunk is moved from the store all the same. What clear_store has removed it says."""
+    """The tree is empty, the chunk is moved from the store all the same.
+    What clear_store has removed it says."""
     preprocessed(fused_server, world.passages[:2], salt)
     assert stored(fused_server) == 1
     reply = ask(fused_server, world.passages[1:2], "Hello", cache_salt=salt, reuse=fused())
@@ -611,8 +731,9 @@ def test_flush_keeps_preprocessed_chunks_and_clear_store_does_not(
 def test_update_of_the_weights_leaves_nothing_old(
     fused_server: Server, world: World, salt: str, tmp_path: Path
 ) -> None:
-    """Weights of the same shapes, and no version named: what was preprocessed with the old ones is gone, and a fused request
-    answers as a full prefill does. So it is when the old ones come back."""
+    """Weights of the same shapes, and no version named: what was preprocessed with the old ones is
+    gone, and a fused request answers as a full prefill does. So it is when the old ones come
+    back."""
     other = tmp_path / "other"
     shutil.copytree(model_dir(), other)
     weights = other / "model.safetensors"
@@ -621,11 +742,15 @@ def test_update_of_the_weights_leaves_nothing_old(
     tensors[name] = tensors[name].flip(0)  # every value stays
     save_file(tensors, weights, metadata={"format": "pt"})
     passages = world.passages[:2]
-    question = next(q for q in world.questions if q.gold_passage_ids[0] == passages[1].id and q.hop == 1)
+    question = next(
+        q for q in world.questions if q.gold_passage_ids[0] == passages[1].id and q.hop == 1
+    )
     for path in (other, model_dir()):
         preprocessed(fused_server, passages, salt)
         assert stored(fused_server) == 1
-        assert post(fused_server.url + "/update_weights_from_disk", {"model_path": str(path)})["success"]
+        assert post(fused_server.url + "/update_weights_from_disk", {"model_path": str(path)})[
+            "success"
+        ]
         assert stored(fused_server) == 0
         reply = ask(fused_server, passages[1:], question, cache_salt=salt, reuse=fused())
         assert reply["chunkcache"]["fallbacks"] == ["no_source"]
@@ -638,9 +763,12 @@ def test_update_of_the_weights_leaves_nothing_old(
 
 
 def test_soak(fused_server: Server) -> None:
-    """tests/soak/test_reuse_soak.py in small: no NaN, no lost slot, exact answers as from a full prefill."""
+    """tests/soak/test_reuse_soak.py in small:
+    no NaN, no lost slot, exact answers as from a full prefill."""
     evicted = get(fused_server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"]
-    found = mixed_load.soak(fused_server.url, 60, clients=8, seed=3, pool_tokens=mixed_load.POOL_TOKENS)
+    found = mixed_load.soak(
+        fused_server.url, 60, clients=8, seed=3, pool_tokens=mixed_load.POOL_TOKENS
+    )
     mixed_load.check_exact(found, fused_server.url, cache_salt="soak")
     assert found.problems == []
     assert len(found.exact) > 4

@@ -1,4 +1,5 @@
-"""Clients that vanish, crowds, flushes: no slot is lost, and the front's mirror agrees with the rank's tree afterwards."""
+"""Clients that vanish, crowds, flushes: no slot is lost,
+and the front's mirror agrees with the rank's tree afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ POOL_TOKENS = 2400
 def body_of(request: Request, **extra: Any) -> dict[str, Any]:
     """What is posted for a request."""
     chunks = [{"id": c.id, "text": c.text} for c in request.chunks]
-    return {"messages": [{"role": "user", "content": request.question}], "chunks": chunks, "temperature": 0, **extra}
+    return {
+        "messages": [{"role": "user", "content": request.question}],
+        "chunks": chunks,
+        "temperature": 0,
+        **extra,
+    }
 
 
 CLIENT = """
@@ -55,7 +61,10 @@ def assert_clean(server: Server) -> None:
     """Idle: every slot is free or evictable, no plan or load is open, and mirror and tree agree."""
 
     def is_clean() -> bool:
-        post(server.url + "/rag/v1/chat/completions", body_of(world_requests(1, seed=5)[0], max_tokens=1))
+        post(
+            server.url + "/rag/v1/chat/completions",
+            body_of(world_requests(1, seed=5)[0], max_tokens=1),
+        )
         stats = get(server.url + "/chunkcache/stats")
         rank = stats["ranks"][0]
         found = (
@@ -80,14 +89,21 @@ def test_killed_clients_leave_nothing(rag_server: Server) -> None:
 
 
 def test_fifty_parallel_clients(rag_server: Server) -> None:
-    """More requests than fit, some of them ending on their first token: all answered, eviction under way."""
+    """More requests than fit, some of them ending on their first token:
+    all answered, eviction under way."""
     requests = world_requests(50, seed=2)
     lengths = random.Random(0).choices([1, 2, 12], k=50)
     evicted = get(rag_server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"]
     with ThreadPoolExecutor(50) as pool:
-        bodies = [body_of(request, max_tokens=n) for request, n in zip(requests, lengths, strict=True)]
-        replies = list(pool.map(lambda body: post(rag_server.url + "/rag/v1/chat/completions", body), bodies))
-    assert all(sum(r["chunkcache"]["fates"].values()) == r["usage"]["prompt_tokens"] for r in replies)
+        bodies = [
+            body_of(request, max_tokens=n) for request, n in zip(requests, lengths, strict=True)
+        ]
+        replies = list(
+            pool.map(lambda body: post(rag_server.url + "/rag/v1/chat/completions", body), bodies)
+        )
+    assert all(
+        sum(r["chunkcache"]["fates"].values()) == r["usage"]["prompt_tokens"] for r in replies
+    )
     assert get(rag_server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"] > evicted
     assert_clean(rag_server)
 
@@ -117,10 +133,17 @@ def test_flush_during_load(rag_server: Server) -> None:
 
 @pytest.mark.nightly
 def test_retracted_requests_are_served_in_the_end(retracting_server: Server) -> None:
-    """A request taken back matches again with its answer so far after the prompt; slots and mirror still add up."""
-    bodies = [body_of(request, max_tokens=60, ignore_eos=True) for request in world_requests(16, seed=6)]
+    """A request taken back matches again with its answer so far after the prompt;
+    slots and mirror still add up."""
+    bodies = [
+        body_of(request, max_tokens=60, ignore_eos=True) for request in world_requests(16, seed=6)
+    ]
     with ThreadPoolExecutor(8) as pool:
-        replies = list(pool.map(lambda body: post(retracting_server.url + "/rag/v1/chat/completions", body), bodies))
+        replies = list(
+            pool.map(
+                lambda body: post(retracting_server.url + "/rag/v1/chat/completions", body), bodies
+            )
+        )
     assert all(reply["usage"]["completion_tokens"] == 60 for reply in replies)
     assert "retract" in retracting_server.log.read_text().lower()
     assert_clean(retracting_server)

@@ -1,4 +1,5 @@
-"""`python -m eval serve` with real servers: what it starts, measures and records, and that no process remains."""
+"""`python -m eval serve` with real servers:
+what it starts, measures and records, and that no process remains."""
 
 from __future__ import annotations
 
@@ -20,9 +21,30 @@ REQUESTS, WARM_UP = 12, 2
 @pytest.mark.engine
 @pytest.mark.nightly
 def test_serve_measures_stock_and_ours_on_the_bundled_model(tmp_path: Path) -> None:
-    """From one command to a record: both arms answer every request, and ours says what it reused."""
-    command = [sys.executable, "-m", "eval", "serve", "--model-path", "bundled", "--threads", "1", "--out", "run"]
-    command += ["--requests", str(REQUESTS), "--warm-up", str(WARM_UP), "--clients", "2", "--max-total-tokens", "4000"]
+    """From one command to a record: both arms answer every request,
+    and ours says what it reused."""
+    command = [
+        sys.executable,
+        "-m",
+        "eval",
+        "serve",
+        "--model-path",
+        "bundled",
+        "--threads",
+        "1",
+        "--out",
+        "run",
+    ]
+    command += [
+        "--requests",
+        str(REQUESTS),
+        "--warm-up",
+        str(WARM_UP),
+        "--clients",
+        "2",
+        "--max-total-tokens",
+        "4000",
+    ]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [*command, "--", "--max-running-requests", "4"],
@@ -59,4 +81,6 @@ def test_serve_measures_stock_and_ours_on_the_bundled_model(tmp_path: Path) -> N
         port = re.search(r"running on http://127\.0\.0\.1:(\d+)", log.read_text())
         assert port is not None
         with socket.socket() as probe:
-            assert probe.connect_ex(("127.0.0.1", int(port[1]))) != 0, f"{log.stem} was left running"
+            assert probe.connect_ex(("127.0.0.1", int(port[1]))) != 0, (
+                f"{log.stem} was left running"
+            )

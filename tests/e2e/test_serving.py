@@ -1,4 +1,5 @@
-"""What a user sees: answers from the chunks, fates, conversations, streams, SGLang's own routes next to ours."""
+"""What a user sees: answers from the chunks, fates, conversations, streams,
+SGLang's own routes next to ours."""
 
 from __future__ import annotations
 
@@ -19,12 +20,24 @@ from tests.polling import DEADLINE_S
 
 pytestmark = pytest.mark.engine
 
-FACTS = [f"The company {name} makes {thing}." for name, thing in
-         [("Dravex", "clocks"), ("Solon", "lamps"), ("Brinix", "boats"), ("Torum", "paint"), ("Quarex", "ropes")]]  # fmt: skip
-CHUNKS = [{"id": f"doc{i}", "text": text + f" Later number {i} came."} for i, text in enumerate(FACTS)]
+FACTS = [
+    f"The company {name} makes {thing}."
+    for name, thing in [
+        ("Dravex", "clocks"),
+        ("Solon", "lamps"),
+        ("Brinix", "boats"),
+        ("Torum", "paint"),
+        ("Quarex", "ropes"),
+    ]
+]
+CHUNKS = [
+    {"id": f"doc{i}", "text": text + f" Later number {i} came."} for i, text in enumerate(FACTS)
+]
 
 
-def ask(server: Server, chunks: list[int], messages: list[dict[str, str]] | str, **extra: Any) -> Any:
+def ask(
+    server: Server, chunks: list[int], messages: list[dict[str, str]] | str, **extra: Any
+) -> Any:
     """One request through the openai client; the whole reply."""
     client = openai.OpenAI(base_url=server.url + "/rag/v1", api_key=extra.pop("api_key", "none"))
     if isinstance(messages, str):
@@ -52,7 +65,8 @@ def flush(server: Server) -> None:
 
 
 def test_permuted_chunks_are_reused(rag_server: Server) -> None:
-    """The same chunks in any order cost one prefill; SGLang's own `cached_tokens` is what the fates report."""
+    """The same chunks in any order cost one prefill;
+    SGLang's own `cached_tokens` is what the fates report."""
     flush(rag_server)
     cold = ask(rag_server, [0, 1, 2], "What does Dravex make?")
     warm = ask(rag_server, [2, 0, 1], "What does Solon make?")
@@ -72,7 +86,8 @@ def test_prefix_of_a_chain_is_reused_and_extended(rag_server: Server) -> None:
 
 
 def test_answers_come_from_the_chunks(rag_server: Server) -> None:
-    """The bundled model answers from whatever order and reuse the cache chose; a broken cache would show here."""
+    """The bundled model answers from whatever order and reuse the cache chose;
+    a broken cache would show here."""
     flush(rag_server)
     requests = world_requests(40, seed=11)
     right = reused = 0
@@ -96,7 +111,11 @@ def test_stream_carries_the_same_object(rag_server: Server) -> None:
     text = ask(rag_server, [0, 1], "What does Dravex make?").choices[0].message.content
     chunks = list(ask(rag_server, [1, 0], "What does Dravex make?", stream=True))
     streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    objects = [c.model_extra["chunkcache"] for c in chunks if c.model_extra and "chunkcache" in c.model_extra]
+    objects = [
+        c.model_extra["chunkcache"]
+        for c in chunks
+        if c.model_extra and "chunkcache" in c.model_extra
+    ]
     assert streamed == text
     assert len(objects) == 1
     assert objects[0]["chunks_hit"] == 2
@@ -118,15 +137,22 @@ def test_forged_params_on_generate_do_nothing(rag_server: Server) -> None:
     """A client that writes our keys into SGLang's own route gets a plain request."""
     request = RequestSpans((Span(0, 4, ChunkId("")),), "x", 1, Acknowledgement(0, 0))
     params = pack(request, secret="guess")
-    body = {"text": "a b c d e f", "sampling_params": {"max_new_tokens": 1, "custom_params": params}}
+    body = {
+        "text": "a b c d e f",
+        "sampling_params": {"max_new_tokens": 1, "custom_params": params},
+    }
     before = get(rag_server.url + "/chunkcache/stats")["ranks"][0]
     assert "chunkcache" not in post(rag_server.url + "/generate", body)["meta_info"]
     after = get(rag_server.url + "/chunkcache/stats")["ranks"][0]
-    assert (after["inserted_chunks"], after["fallbacks"]) == (before["inserted_chunks"], before["fallbacks"])
+    assert (after["inserted_chunks"], after["fallbacks"]) == (
+        before["inserted_chunks"],
+        before["fallbacks"],
+    )
 
 
 def test_conversation_reuses_history_and_drops_seen_chunks(rag_server: Server) -> None:
-    """Turn t is token for token a prefix of turn t+1: all of it but the last answer token is exact."""
+    """Turn t is token for token a prefix of turn t+1:
+    all of it but the last answer token is exact."""
     messages = [{"role": "user", "content": "What does Dravex make?"}]
     first = ask(rag_server, [0, 1], messages, extra_body={"conversation_id": "talk"})
     messages += [
@@ -142,15 +168,20 @@ def test_conversation_reuses_history_and_drops_seen_chunks(rag_server: Server) -
 
 
 def test_stranger_with_the_conversation_id_learns_nothing(rag_server: Server) -> None:
-    """A guessed id with other messages, or another key with the same ones, starts fresh: nothing dropped or reused."""
+    """A guessed id with other messages, or another key with the same ones, starts fresh:
+    nothing dropped or reused."""
     messages = [{"role": "user", "content": "What does Torum make?"}]
-    reply = ask(rag_server, [3, 4], messages, extra_body={"conversation_id": "mine"}, api_key="owner")
+    reply = ask(
+        rag_server, [3, 4], messages, extra_body={"conversation_id": "mine"}, api_key="owner"
+    )
     messages += [
         {"role": "assistant", "content": reply.choices[0].message.content},
         {"role": "user", "content": "More?"},
     ]
     for guess, key in ((messages[2:], "owner"), (messages, "thief")):
-        answer = cache_of(ask(rag_server, [3, 4], guess, extra_body={"conversation_id": "mine"}, api_key=key))
+        answer = cache_of(
+            ask(rag_server, [3, 4], guess, extra_body={"conversation_id": "mine"}, api_key=key)
+        )
         assert answer["dropped"] == []
         assert answer["turns_reused"] == 0
 
@@ -159,17 +190,26 @@ def test_salted_requests_share_no_kv(rag_server: Server) -> None:
     """`cache_salt` keeps tenants apart: the same chunks under another salt are computed."""
     flush(rag_server)
     ask(rag_server, [0, 1], "Hello", extra_body={"cache_salt": "a"})
-    assert cache_of(ask(rag_server, [0, 1], "Hello", extra_body={"cache_salt": "b"}))["fates"]["exact"] == 0
-    assert cache_of(ask(rag_server, [0, 1], "Hello", extra_body={"cache_salt": "a"}))["chunks_hit"] == 2
+    assert (
+        cache_of(ask(rag_server, [0, 1], "Hello", extra_body={"cache_salt": "b"}))["fates"]["exact"]
+        == 0
+    )
+    assert (
+        cache_of(ask(rag_server, [0, 1], "Hello", extra_body={"cache_salt": "a"}))["chunks_hit"]
+        == 2
+    )
 
 
 def test_generate_takes_parts(rag_server: Server) -> None:
-    """Frontend programs send texts and chunk areas; the first area is ordered, ids go as they are."""
+    """Frontend programs send texts and chunk areas;
+    the first area is ordered, ids go as they are."""
     flush(rag_server)
     area = {"chunks": CHUNKS[:2]}
     params = {"max_new_tokens": 2, "temperature": 0}
     for parts in (["Read: ", area, "Now: "], ["Read: ", {"chunks": CHUNKS[1::-1]}, "Then: "]):
-        reply = post(rag_server.url + "/rag/v1/generate", {"parts": parts, "sampling_params": params})
+        reply = post(
+            rag_server.url + "/rag/v1/generate", {"parts": parts, "sampling_params": params}
+        )
     assert reply["chunkcache"]["order"] == ["doc0", "doc1"]
     assert reply["chunkcache"]["chunks_hit"] == 2
 
@@ -177,7 +217,8 @@ def test_generate_takes_parts(rag_server: Server) -> None:
 def test_own_routes_and_metrics(rag_server: Server) -> None:
     """`/v1/*` is SGLang's, stats count, the tree is shown, Prometheus has our counters."""
     plain = post(
-        rag_server.url + "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        rag_server.url + "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
     )
     assert "chunkcache" not in plain
     stats = get(rag_server.url + "/chunkcache/stats")
@@ -189,20 +230,32 @@ def test_own_routes_and_metrics(rag_server: Server) -> None:
 
 
 def test_why_nothing_was_found_is_told(rag_server: Server) -> None:
-    """The usual mistakes, on a real server: a reason in the answer, beforehand in `explain`, and its share in the stats."""
+    """The usual mistakes, on a real server: a reason in the answer, beforehand in `explain`,
+    and its share in the stats."""
     flush(rag_server)
     path, stats = "/rag/v1/chat/completions", rag_server.url + "/chunkcache/stats"
     salt = "why"
 
     def body(system: str, **extra: Any) -> dict[str, Any]:
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": "What does Dravex make?"}]
-        return {"messages": messages, "chunks": CHUNKS[:2], "cache_salt": salt, "max_tokens": 1, **extra}
+        messages = [
+            {"role": "system", "content": system},
+            {"role": "user", "content": "What does Dravex make?"},
+        ]
+        return {
+            "messages": messages,
+            "chunks": CHUNKS[:2],
+            "cache_salt": salt,
+            "max_tokens": 1,
+            **extra,
+        }
 
     def why(**sent: Any) -> list[tuple[str, list[str], str | None]]:
         plan = post(rag_server.url + "/chunkcache/explain", sent)
         reply = post(rag_server.url + path, sent)["chunkcache"]
         assert (plan["missed"], list(plan["fallbacks"])) == (reply["missed"], reply["fallbacks"])
-        found = sum(span["end"] - span["start"] for span in plan["spans"]) - sum(m["tokens"] for m in reply["missed"])
+        found = sum(span["end"] - span["start"] for span in plan["spans"]) - sum(
+            m["tokens"] for m in reply["missed"]
+        )
         assert (found > 0) == (reply["chunks_hit"] > 0)
         return [(each["reason"], each["chunks"], each.get("field")) for each in reply["missed"]]
 
@@ -219,21 +272,32 @@ def test_why_nothing_was_found_is_told(rag_server: Server) -> None:
     flush(rag_server)
     assert why(**body("Be brief. It is 12:00:02.")) == [("evicted", both, None)]
     after = get(stats)
-    counted = {reason: count - before.get(reason, 0) for reason, count in after["chunks_by_reason"].items()}
+    counted = {
+        reason: count - before.get(reason, 0) for reason, count in after["chunks_by_reason"].items()
+    }
     assert {reason: count for reason, count in counted.items() if count} == {
-        "new_tenant": 2, "found": 2, "other_head": 2, "other_order": 2, "new_chunk": 2, "evicted": 2}  # fmt: skip
+        "new_tenant": 2,
+        "found": 2,
+        "other_head": 2,
+        "other_order": 2,
+        "new_chunk": 2,
+        "evicted": 2,
+    }
     assert sum(after["reasons"]["tokens_by_reason"].values()) == pytest.approx(1)
 
 
 def test_chunks_on_v1_are_counted(rag_server: Server) -> None:
-    """SGLang ignores them, and its answer stays as it is; a log line and a count say that nobody read them."""
+    """SGLang ignores them, and its answer stays as it is;
+    a log line and a count say that nobody read them."""
     stats, url = rag_server.url + "/chunkcache/stats", rag_server.url + "/v1/chat/completions"
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "temperature": 0}
     before, plain = get(stats)["misplaced"], post(url, body)
     in_a_message = {**body, "messages": [{**body["messages"][0], "chunks": CHUNKS[:1]}]}  # type: ignore[index]
     for sent in ({**body, "chunks": CHUNKS[:1]}, in_a_message):
         assert post(url, sent)["choices"] == plain["choices"]
-    counted = {field: count - before.get(field, 0) for field, count in get(stats)["misplaced"].items()}
+    counted = {
+        field: count - before.get(field, 0) for field, count in get(stats)["misplaced"].items()
+    }
     assert counted == {"chunks": 1, "messages.chunks": 1}
     assert "/v1/chat/completions got `chunks`, which SGLang ignores" in rag_server.log_tail(10_000)
 
@@ -241,15 +305,18 @@ def test_chunks_on_v1_are_counted(rag_server: Server) -> None:
 def test_plain_traffic_is_cached_as_ever(rag_server: Server) -> None:
     """Requests without spans see SGLang's own radix cache."""
     flush(rag_server)
-    body = {"text": "The company Dravex makes clocks. " * 6, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    body = {
+        "text": "The company Dravex makes clocks. " * 6,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+    }
     cold, warm = (post(rag_server.url + "/generate", body)["meta_info"] for _ in range(2))
     assert cold["cached_tokens"] == 0
     assert warm["cached_tokens"] == warm["prompt_tokens"] - 1
 
 
 def test_n_answers_at_once(rag_server: Server) -> None:
-    """Parallel sampling works. SGLang fills its cache with a request of its own first, so no fates are claimed; the
-    conversation goes on from the first answer's own tokens."""
+    """Parallel sampling works. SGLang fills its cache with a request of its own first, so no fates
+    are claimed; the conversation goes on from the first answer's own tokens."""
     messages = [{"role": "user", "content": "What does Dravex make?"}]
     body = {
         "messages": messages,
@@ -268,7 +335,13 @@ def test_n_answers_at_once(rag_server: Server) -> None:
         again = [*messages, answer, {"role": "user", "content": "And Solon?"}]
         if choice == 1 and answer["content"] == reply["choices"][0]["message"]["content"]:
             continue
-        follow = {"messages": again, "chunks": [], "max_tokens": 1, "conversation_id": "two", "return_token_ids": True}
+        follow = {
+            "messages": again,
+            "chunks": [],
+            "max_tokens": 1,
+            "conversation_id": "two",
+            "return_token_ids": True,
+        }
         second = post(rag_server.url + "/rag/v1/chat/completions", follow)
         assert second["chunkcache"]["turns_reused"] == turns
 
@@ -280,15 +353,29 @@ def test_answer_is_json_the_openai_client_accepts(rag_server: Server) -> None:
 
 
 def test_long_conversation_loses_its_oldest_turns(rag_server: Server) -> None:
-    """Beyond the context the oldest turns leave, once for several turns: no error, and the prefix holds again after it."""
+    """Beyond the context the oldest turns leave, once for several turns:
+    no error, and the prefix holds again after it."""
     messages: list[dict[str, str]] = []
     replies = []
     for turn in range(12):
         messages.append({"role": "user", "content": f"What does number {turn} make?"})
-        chunks = [{"id": f"t{turn}", "text": f"Number {turn}. " + "The company Dravex makes clocks. " * 40}]
-        body = {"messages": messages, "chunks": chunks, "max_tokens": 4, "temperature": 0, "conversation_id": "long"}
+        chunks = [
+            {
+                "id": f"t{turn}",
+                "text": f"Number {turn}. " + "The company Dravex makes clocks. " * 40,
+            }
+        ]
+        body = {
+            "messages": messages,
+            "chunks": chunks,
+            "max_tokens": 4,
+            "temperature": 0,
+            "conversation_id": "long",
+        }
         replies.append(post(rag_server.url + "/rag/v1/chat/completions", body))
-        messages.append({"role": "assistant", "content": replies[-1]["choices"][0]["message"]["content"]})
+        messages.append(
+            {"role": "assistant", "content": replies[-1]["choices"][0]["message"]["content"]}
+        )
     departures = [i for i, reply in enumerate(replies) if reply["chunkcache"]["turns_departed"]]
     assert departures
     assert len(departures) < 6

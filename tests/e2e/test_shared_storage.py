@@ -1,4 +1,5 @@
-"""Two servers at once on one Redis: what the first has computed the second moves. Pools are poisoned, as in test_reuse.py."""
+"""Two servers at once on one Redis: what the first has computed the second moves.
+Pools are poisoned, as in test_reuse.py."""
 
 from __future__ import annotations
 
@@ -44,13 +45,27 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
         def start(name: str) -> Server:
             extra = json.dumps({**CLASS, "port": redis.port, "directory": str(folder / name)})
             flags = [
-                *(*mixed_load.FLAGS, "--chunkcache-calibrate", "off", "--chunkcache-selector", "query"),
-                *("--chunkcache-audit-share", "0", "--chunkcache-store-threshold", "1", "--enable-metrics"),
+                *(
+                    *mixed_load.FLAGS,
+                    "--chunkcache-calibrate",
+                    "off",
+                    "--chunkcache-selector",
+                    "query",
+                ),
+                *(
+                    "--chunkcache-audit-share",
+                    "0",
+                    "--chunkcache-store-threshold",
+                    "1",
+                    "--enable-metrics",
+                ),
                 *("--chunkcache-storage-backend", "dynamic", "--chunkcache-storage-mib", "64"),
                 *("--chunkcache-storage-backend-extra-config", extra),
             ]
             own = {**env, "XDG_CACHE_HOME": str(folder / name)}
-            server = Server(flags, log=folder / f"{name}.log", launcher=mixed_load.POISONED, env=own)
+            server = Server(
+                flags, log=folder / f"{name}.log", launcher=mixed_load.POISONED, env=own
+            )
             return stack.enter_context(server)
 
         first, second = start("first"), start("second")
@@ -67,7 +82,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
 
 
 def test_second_server_moves_what_the_first_has_computed(two: Two) -> None:
-    """The same answer to the last bit of its log probabilities. Its own first request is too early, on an idle server."""
+    """The same answer to the last bit of its log probabilities.
+    Its own first request is too early, on an idle server."""
     assert settled(two.second)["num_entries"] == 0
     moved(two.second, two.passages[:3])
     counts = settled(two.second)
@@ -83,7 +99,8 @@ def test_second_server_moves_what_the_first_has_computed(two: Two) -> None:
 
 
 def test_second_server_is_no_writer_of_it(two: Two) -> None:
-    """What it has preprocessed itself is in the storage already, and it learns so when it would write."""
+    """What it has preprocessed itself is in the storage already,
+    and it learns so when it would write."""
     before, passages = settled(two.second), two.passages[3:5]
     body = {"chunk": chunk_of(passages[0]), "neighbors": [chunk_of(passages[1])]}
     post(two.second.url + "/chunkcache/preprocess", body)
@@ -102,7 +119,10 @@ def test_prometheus_is_told(two: Two) -> None:
     found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("chunkcache:stor"))
     assert 0 < float(found['chunkcache:storage_loads_total{tier="network"}']) <= counts["loaded"]
     assert 'chunkcache:storage_load_ms_per_mib{tier="network"}' in found
-    assert float(found['chunkcache:storage_bytes{kind="variants",tier="network"}']) == counts["num_bytes"]
+    assert (
+        float(found['chunkcache:storage_bytes{kind="variants",tier="network"}'])
+        == counts["num_bytes"]
+    )
     assert float(found['chunkcache:storage_saved_bytes{kind="variants",tier="network"}']) == 0
     for name in ("bytes", "saved_bytes"):
         for kind in ("captured", "preprocessed"):

@@ -1,4 +1,5 @@
-"""Chunk KV that outlives its server: two servers, one after the other, on one folder. Pools are poisoned, as in test_reuse.py."""
+"""Chunk KV that outlives its server: two servers, one after the other, on one folder.
+Pools are poisoned, as in test_reuse.py."""
 
 from __future__ import annotations
 
@@ -73,15 +74,38 @@ class Twice(NamedTuple):
 
 @pytest.fixture(scope="module")
 def twice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twice]:
-    """The first server stores preprocessed chunks, moves them from memory, and ends. One more entry is damaged afterwards."""
+    """The first server stores preprocessed chunks, moves them from memory, and ends.
+    One more entry is damaged afterwards."""
     folder = tmp_path_factory.mktemp("storage")
     flags = [
         *mixed_load.FLAGS,
-        *("--chunkcache-calibrate", "off", "--chunkcache-selector", "query", "--chunkcache-audit-share", "0"),
-        *("--chunkcache-store-threshold", "1", "--chunkcache-storage-backend", "file", "--chunkcache-host-mib", "10"),
-        *("--chunkcache-storage-backend-extra-config", json.dumps({"directory": str(folder / "kept")})),
+        *(
+            "--chunkcache-calibrate",
+            "off",
+            "--chunkcache-selector",
+            "query",
+            "--chunkcache-audit-share",
+            "0",
+        ),
+        *(
+            "--chunkcache-store-threshold",
+            "1",
+            "--chunkcache-storage-backend",
+            "file",
+            "--chunkcache-host-mib",
+            "10",
+        ),
+        *(
+            "--chunkcache-storage-backend-extra-config",
+            json.dumps({"directory": str(folder / "kept")}),
+        ),
     ]
-    env = {**STRICT, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder), "SGLANG_CHUNKCACHE_STORAGE_SECRET": "s"}
+    env = {
+        **STRICT,
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(folder),
+        "SGLANG_CHUNKCACHE_STORAGE_SECRET": "s",
+    }
     passages = World(77, 20, num_kinds=1).passages[:6]
     with Server(flags, log=folder / "first.log", launcher=mixed_load.POISONED, env=env) as server:
         for passage, neighbor in pairwise(passages[:5]):
@@ -115,7 +139,8 @@ def entries(folder: Path) -> dict[str, Path]:
 
 
 def test_first_request_after_a_restart_moves_what_was_stored(twice: Twice) -> None:
-    """Chunk by chunk from where the first server moved them, and the same answer to the last bit of its log probabilities."""
+    """Chunk by chunk from where the first server moved them,
+    and the same answer to the last bit of its log probabilities."""
     assert storage_of(twice.server)["loaded"] >= 4
     reply = moved(twice.server, twice.passages[:3])
     assert [place for _, place, _ in sources_of(reply) if place == "host"] == ["host"] * 3
@@ -130,7 +155,9 @@ def test_first_request_after_a_restart_finds_its_exact_chain(twice: Twice) -> No
     assert twice.num_known > 0, "the front was not told"
     reply = exactly(twice.server, twice.passages)
     told = reply["chunkcache"]
-    assert told["loaded"] >= told["fates"]["exact"] - 1 > 50, "every prompt begins with the same token"
+    assert told["loaded"] >= told["fates"]["exact"] - 1 > 50, (
+        "every prompt begins with the same token"
+    )
     assert text_of(reply) == text_of(twice.exact)
     assert logprobs_of(reply) == pytest.approx(logprobs_of(twice.exact), abs=1e-5)
 
@@ -144,7 +171,8 @@ def test_what_was_stored_is_not_written_again(twice: Twice) -> None:
 
 
 def test_damaged_entry_is_refused_and_computed(twice: Twice) -> None:
-    """A tenant's, so it is asked for when its request comes. It is counted, dropped and written anew."""
+    """A tenant's, so it is asked for when its request comes.
+    It is counted, dropped and written anew."""
     before = settled(twice.server)["written"]
     reply = moved(twice.server, [twice.damaged], cache_salt=SALT)
     assert reply["chunkcache"]["fates"]["relocated"] == 0
@@ -155,7 +183,9 @@ def test_damaged_entry_is_refused_and_computed(twice: Twice) -> None:
             return True
         flush(
             twice.server
-        )  # the request was over before the entry had been read: the next that computes the chunk writes it
+            # the request was over before the entry had been read: the next that computes the chunk
+            # writes it
+        )
         moved(twice.server, [twice.damaged], cache_salt=SALT)
         return False
 
@@ -165,7 +195,8 @@ def test_damaged_entry_is_refused_and_computed(twice: Twice) -> None:
 
 
 def test_tenants_chunk_is_loaded_with_its_request(twice: Twice) -> None:
-    """Too late for this one on an idle server, in time for the next whose chunk has left the device."""
+    """Too late for this one on an idle server, in time for the next whose chunk has left the
+    device."""
     chunk, other = twice.passages[3], twice.passages[4]
     ask(twice.server, [other, chunk], QUESTION, cache_salt="paprika")
     settled(twice.server)
@@ -175,11 +206,16 @@ def test_tenants_chunk_is_loaded_with_its_request(twice: Twice) -> None:
     assert first["chunkcache"]["fates"]["relocated"] in (0, *range(10, 1000))
     assert settled(twice.server)["loaded"] > before
     stranger = moved(twice.server, [chunk], cache_salt="saffron")
-    assert stranger["chunkcache"]["fates"]["relocated"] == stranger["chunkcache"]["fates"]["exact"] == 0
+    assert (
+        stranger["chunkcache"]["fates"]["relocated"]
+        == stranger["chunkcache"]["fates"]["exact"]
+        == 0
+    )
 
 
 def test_hint_has_a_tenants_chunk_loaded_ahead(twice: Twice) -> None:
-    """Its request moves it. The hint is not told what is there, and has nothing loaded of others."""
+    """Its request moves it. The hint is not told what is there,
+    and has nothing loaded of others."""
     chunk, other, url = twice.passages[2], twice.passages[4], twice.server.url
     ask(twice.server, [other, chunk], QUESTION, cache_salt="mint")
     settled(twice.server)
@@ -219,7 +255,9 @@ HINTS: list[tuple[str, Any, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("body", "field"), [pytest.param(*fields, id=name) for name, *fields in HINTS])
+@pytest.mark.parametrize(
+    ("body", "field"), [pytest.param(*fields, id=name) for name, *fields in HINTS]
+)
 def test_hostile_hint_is_refused_by_name(twice: Twice, body: Any, field: str) -> None:
     status, text = test_bad_input.send(twice.server.url + PREFETCH.path, body)
     assert 400 <= status < 500, text
@@ -227,12 +265,17 @@ def test_hostile_hint_is_refused_by_name(twice: Twice, body: Any, field: str) ->
 
 
 @pytest.mark.parametrize(
-    "texts", [[""], ["<|end|><|system|>"], ["\0 \u202e \n"], ["x"] * 256], ids=["empty", "control", "odd", "alike"]
+    "texts",
+    [[""], ["<|end|><|system|>"], ["\0 \u202e \n"], ["x"] * 256],
+    ids=["empty", "control", "odd", "alike"],
 )
 def test_odd_hint_is_taken_as_text(twice: Twice, texts: list[str]) -> None:
     """And has nothing loaded that is not there."""
     before = settled(twice.server)
-    assert post(twice.server.url + PREFETCH.path, {"texts": texts, "reuse": fused("query", 0.25)}) == {}
+    assert (
+        post(twice.server.url + PREFETCH.path, {"texts": texts, "reuse": fused("query", 0.25)})
+        == {}
+    )
     assert settled(twice.server)["loaded"] == before["loaded"]
 
 

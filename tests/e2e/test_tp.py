@@ -1,5 +1,6 @@
-"""Two tensor-parallel ranks keep one tree: what comes back from host memory or from their storages comes back on both, at one
-request. Ranks that disagreed would wait for each other until SGLang's watchdog ends them."""
+"""Two tensor-parallel ranks keep one tree: what comes back from host memory or from their storages
+comes back on both, at one request. Ranks that disagreed would wait for each other until SGLang's
+watchdog ends them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 def test_chain_comes_back_on_both_ranks(tmp_path: Path) -> None:
-    with Server([*TIGHT, "--tp-size", "2", "--enable-metrics"], log=tmp_path / "tp.log", env=STRICT) as server:
+    with Server(
+        [*TIGHT, "--tp-size", "2", "--enable-metrics"], log=tmp_path / "tp.log", env=STRICT
+    ) as server:
         test_host.test_chain_comes_back_from_the_host(server)
         assert server.is_running, server.log_tail(40)
 
@@ -29,15 +32,25 @@ def test_chain_comes_back_on_both_ranks(tmp_path: Path) -> None:
 def test_chain_outlives_both_ranks(tmp_path: Path) -> None:
     """What both have kept is there at the next start. What one of them has lost is computed."""
     where = json.dumps({"directory": str(tmp_path / "storage")})
-    storage = ["--chunkcache-storage-backend", "file", "--chunkcache-storage-backend-extra-config", where]
+    storage = [
+        "--chunkcache-storage-backend",
+        "file",
+        "--chunkcache-storage-backend-extra-config",
+        where,
+    ]
     flags, passages = [*TIGHT, "--tp-size", "2", *storage], World(77, 20).passages[:4]
     with Server(flags, log=tmp_path / "first.log", env=STRICT) as server:
         reply = [ask(server, passages, QUESTION) for _ in range(3)][-1]
         assert drained(server)["written"] == 5, "the head and four chunks"
-        chunks = post(server.url + "/chunkcache/explain", body_of(passages, QUESTION))["spans"][-1]["end"]
+        chunks = post(server.url + "/chunkcache/explain", body_of(passages, QUESTION))["spans"][-1][
+            "end"
+        ]
     with Server(flags, log=tmp_path / "second.log", env=STRICT) as server:
         back = ask(server, passages, QUESTION)
-        assert (back["chunkcache"]["fates"]["exact"], back["chunkcache"]["loaded"]) == (chunks, chunks)
+        assert (back["chunkcache"]["fates"]["exact"], back["chunkcache"]["loaded"]) == (
+            chunks,
+            chunks,
+        )
         assert text_of(back) == text_of(reply)
         assert logprobs_of(back) == pytest.approx(logprobs_of(reply), abs=1e-5)
         test_host.crowd_out(server, "crowd")

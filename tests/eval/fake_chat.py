@@ -1,7 +1,8 @@
-"""A server that answers whole chat completions with distributions, as the quality modes ask for them: ours or a stock one.
+"""A server that answers whole chat completions with distributions, as the quality modes ask for
+them: ours or a stock one.
 
-It knows by salt what was asked (an equal prompt is cached but for its last token) and which chunks preceded a chunk when it was
-captured, newest capture last. What it answers is the test's to say.
+It knows by salt what was asked (an equal prompt is cached but for its last token) and which chunks
+preceded a chunk when it was captured, newest capture last. What it answers is the test's to say.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ GETS: dict[str, Body] = {
 
 
 class FakeChat:
-    """`answer(body)` is the text, or a ValueError that becomes HTTP 400. Without `order` in a body, chunks are sorted by id."""
+    """`answer(body)` is the text, or a ValueError that becomes HTTP 400.
+    Without `order` in a body, chunks are sorted by id."""
 
     def __init__(self, answer: Callable[[Body], str], *, takes_salt: bool = True) -> None:
         self._answer, self._takes_salt = answer, takes_salt
@@ -60,14 +62,24 @@ class FakeChat:
                 reply["chunkcache"] = self._info(body, salt, order, num_prompt, num_cached)
             return 200, reply
 
-    def _info(self, body: Body, salt: str, order: list[str], num_prompt: int, num_cached: int) -> Body:
-        fates = {"exact": num_cached, "relocated": 0, "recomputed": 0, "computed": num_prompt - num_cached}
+    def _info(
+        self, body: Body, salt: str, order: list[str], num_prompt: int, num_cached: int
+    ) -> Body:
+        fates = {
+            "exact": num_cached,
+            "relocated": 0,
+            "recomputed": 0,
+            "computed": num_prompt - num_cached,
+        }
         info: Body = {"order": order, "dropped": [], "fates": fates, "reuse": None, "fallbacks": []}
         if body.get("reuse") in (None, "exact"):
             for place, chunk in enumerate(order):
                 self.prefixes[salt][chunk].append(place)
             return info
-        found = [{"chunk": c, "from": "host", "variant_prefix": self.prefixes[salt][c][-1]} for c in order]
+        found = [
+            {"chunk": c, "from": "host", "variant_prefix": self.prefixes[salt][c][-1]}
+            for c in order
+        ]
         fates |= {"exact": 4, "relocated": num_prompt - 8, "recomputed": 2, "computed": 2}
         return info | {"reuse": {"sources": found, "fused_hit": 0}}
 
@@ -95,7 +107,9 @@ def chatting(fake: FakeChat) -> Iterator[FakeChat]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
         thread.start()
         fake.url = f"http://127.0.0.1:{server.server_address[1]}"
         try:
@@ -119,5 +133,8 @@ def _completion(text: str, num_prompt: int, num_cached: int) -> Body:
     ]
     return {
         "choices": [{"message": {"content": text}, "logprobs": {"content": steps}}],
-        "usage": {"prompt_tokens": num_prompt, "prompt_tokens_details": {"cached_tokens": num_cached}},
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        },
     }

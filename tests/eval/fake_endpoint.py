@@ -1,4 +1,5 @@
-"""An OpenAI-compatible endpoint that streams, and misbehaves on demand: a question with one of MISHAPS' words gets it."""
+"""An OpenAI-compatible endpoint that streams, and misbehaves on demand:
+a question with one of MISHAPS' words gets it."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ class FakeEndpoint:
             self.num_in_flight -= 1
             body["answered"] = time.perf_counter()
 
-    async def _stream(self, http: web.Request, body: dict[str, Any], mishap: str | None) -> web.StreamResponse:
+    async def _stream(
+        self, http: web.Request, body: dict[str, Any], mishap: str | None
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
         if mishap == "mute":
@@ -95,7 +98,9 @@ class FakeEndpoint:
             await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _write(self, response: web.StreamResponse, body: dict[str, Any], mishap: str | None) -> None:
+    async def _write(
+        self, response: web.StreamResponse, body: dict[str, Any], mishap: str | None
+    ) -> None:
         async def event(delta: dict[str, str] | None, **more: Any) -> None:
             choices = [] if delta is None else [{"index": 0, "delta": delta}]
             await response.write(f"data: {json.dumps({'choices': choices, **more})}\n\n".encode())
@@ -111,23 +116,34 @@ class FakeEndpoint:
                 assert response._req.transport is not None
                 response._req.transport.abort()
         prompt = sum(len(message["content"]) for message in body["messages"])
-        cached = None if self.is_cold else {"cached_tokens": prompt // 2}  # as SGLang, which leaves a zero out
+        # as SGLang, which leaves a zero out
+        cached = None if self.is_cold else {"cached_tokens": prompt // 2}
         fates = {"exact": prompt - 3, "relocated": 0, "recomputed": 1, "computed": 2}
-        ours = {"fates": fates, "order": ["b", "a"], "chunks_hit": 1, "dropped": ["a"], "fallbacks": []}
+        ours = {
+            "fates": fates,
+            "order": ["b", "a"],
+            "chunks_hit": 1,
+            "dropped": ["a"],
+            "fallbacks": [],
+        }
         ours |= {"loaded": 2} if self.has_tiers else {}
         await event({}, **({"chunkcache": ours} if body["path"].startswith("/rag") else {}))
         usage = {"prompt_tokens": prompt, "completion_tokens": 3, "prompt_tokens_details": cached}
         await event(None, usage=usage)
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
-        """A plain request of SGLang's own: an event for every token, the second of them without text."""
+        """A plain request of SGLang's own: an event for every token,
+        the second of them without text."""
         body = await http.json()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
         for number in range(1, body["sampling_params"]["max_new_tokens"] + 1):
             token_s = self.stalled_s if self.num_in_flight else 0.002
             await asyncio.sleep(self.prefill_s if number == 1 else token_s)
-            event = {"text": "" if number == 2 else "x" * number, "meta_info": {"completion_tokens": number}}
+            event = {
+                "text": "" if number == 2 else "x" * number,
+                "meta_info": {"completion_tokens": number},
+            }
             await response.write(f"data: {json.dumps(event)}\n\n".encode())
             if body["rid"] in self.aborted:
                 break
@@ -158,7 +174,13 @@ class FakeEndpoint:
         app.router.add_get("/v1/models", _says({"data": [{"id": "fake-model"}]}))
         app.router.add_get(
             "/server_info",
-            _says({"model_path": "/somewhere/fake", "device": "cpu", "enable_cache_report": self.cache_report}),
+            _says(
+                {
+                    "model_path": "/somewhere/fake",
+                    "device": "cpu",
+                    "enable_cache_report": self.cache_report,
+                }
+            ),
         )
         if self.can_flush:
             app.router.add_post("/flush_cache", self._flush)
@@ -170,8 +192,14 @@ class FakeEndpoint:
 
     async def _stats(self, _: web.Request) -> web.Response:
         self.num_waiting = max(0, self.num_waiting - 1)
-        tiers = {"host": {"tokens": 7}, "storage": {"queue": self.num_waiting}, "store": {"num_chunks": 1}}
-        return web.json_response({"ranks": [{"gate": {"passed": True}, **(tiers if self.has_tiers else {})}]})
+        tiers = {
+            "host": {"tokens": 7},
+            "storage": {"queue": self.num_waiting},
+            "store": {"num_chunks": 1},
+        }
+        return web.json_response(
+            {"ranks": [{"gate": {"passed": True}, **(tiers if self.has_tiers else {})}]}
+        )
 
     async def _forget(self, _: web.Request) -> web.Response:
         self.num_forgotten += 1

@@ -1,4 +1,5 @@
-"""Runs made up for the tests of compare, report and charts: folders like those that the commands write, seeded."""
+"""Runs made up for the tests of compare, report and charts:
+folders like those that the commands write, seeded."""
 
 from __future__ import annotations
 
@@ -19,16 +20,27 @@ Sample = dict[str, Any]
 
 
 def make_served(
-    arms: Mapping[str, float], *, cells: Sequence[dict[str, Any]] = ({},), requests: int = 40, seed: int = 0
+    arms: Mapping[str, float],
+    *,
+    cells: Sequence[dict[str, Any]] = ({},),
+    requests: int = 40,
+    seed: int = 0,
 ) -> list[Sample]:
-    """Samples as `serve` takes them: arm -> how much slower than 0.2 s it is; times of one request go together."""
+    """Samples as `serve` takes them: arm -> how much slower than 0.2 s it is;
+    times of one request go together."""
     rng = random.Random(seed)
     samples = []
     for cell in cells:
         for number in range(requests):
             size = rng.lognormvariate(0, 0.5)
             for arm, slow in arms.items():
-                ttft = 0.2 * slow * size * rng.lognormvariate(0, 0.15) * (1 + 0.2 * cell.get("rate", 0))
+                ttft = (
+                    0.2
+                    * slow
+                    * size
+                    * rng.lognormvariate(0, 0.15)
+                    * (1 + 0.2 * cell.get("rate", 0))
+                )
                 exact = 0 if arm == "no-cache" else rng.randrange(400)
                 samples.append(
                     {
@@ -45,7 +57,12 @@ def make_served(
                             "e2e_s": ttft + 0.2,
                             "hit_share": exact / 400,
                         },
-                        "fates": {"exact": exact, "relocated": 40, "recomputed": 10, "computed": 550 - exact},
+                        "fates": {
+                            "exact": exact,
+                            "relocated": 40,
+                            "recomputed": 10,
+                            "computed": 550 - exact,
+                        },
                     }
                 )
     return samples
@@ -79,11 +96,16 @@ def summarize(samples: Sequence[Sample], *, against: str) -> dict[str, Any]:
         good = [sample for sample in taken if not sample.get("error")]
         names = dict.fromkeys(name for sample in good for name in sample["metrics"])
         metrics = {
-            name: figures(name, [s["metrics"][name] for s in good if s["metrics"].get(name) is not None])
+            name: figures(
+                name, [s["metrics"][name] for s in good if s["metrics"].get(name) is not None]
+            )
             for name in names
         }
         spent = sum(sample["metrics"].get("e2e_s", 0.5) for sample in good) or 1.0
-        throughput = {"requests_per_s": len(good) / spent, "output_tokens_per_s": 8 * len(good) / spent}
+        throughput = {
+            "requests_per_s": len(good) / spent,
+            "output_tokens_per_s": 8 * len(good) / spent,
+        }
         cells.append(
             {
                 "arm": arm,
@@ -111,13 +133,15 @@ def figures(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def make_ratio(requests: int = 12) -> list[Sample]:
-    """Samples as `quality ratio` takes them: F1 rises with the share recomputed, an arm a selector."""
+    """Samples as `quality ratio` takes them:
+    F1 rises with the share recomputed, an arm a selector."""
     rng = random.Random(5)
     rows = []
     for arm, gain in {"query": 0.5, "random": 0.3, "first": 0.1}.items():
         for ratio in (0.05, 0.15, 0.3, 0.5):
             rows += [
-                (arm, {"kind": "linked", "ratio": ratio}, n, min(1.0, 0.35 + gain * ratio * 2)) for n in range(requests)
+                (arm, {"kind": "linked", "ratio": ratio}, n, min(1.0, 0.35 + gain * ratio * 2))
+                for n in range(requests)
             ]
     rows += [("full-prefill", {"kind": "linked"}, n, 0.95) for n in range(requests)]
     return [
@@ -128,7 +152,10 @@ def make_ratio(requests: int = 12) -> list[Sample]:
             "mode": "ratio",
             "request": f"made:{n}",
             "warm_up": False,
-            "metrics": {"f1": min(1.0, max(0.0, rng.gauss(mean, 0.1))), "em": float(rng.random() < mean)},
+            "metrics": {
+                "f1": min(1.0, max(0.0, rng.gauss(mean, 0.1))),
+                "em": float(rng.random() < mean),
+            },
             "fates": None,
         }
         for arm, cell, n, mean in rows
@@ -141,7 +168,9 @@ def make_permutation(requests: int = 12) -> dict[str, Any]:
     spread = [
         {
             "request": f"made:{n}",
-            "metrics": {"f1": {"baseline": rng.random(), "mean": rng.random(), "sd": 0.1 * rng.random()}},
+            "metrics": {
+                "f1": {"baseline": rng.random(), "mean": rng.random(), "sd": 0.1 * rng.random()}
+            },
         }
         for n in range(requests)
     ]
@@ -149,7 +178,8 @@ def make_permutation(requests: int = 12) -> dict[str, Any]:
 
 
 def write_replay(folder: Path, *options: str) -> Path:
-    """A run of `replay` itself: 30 conversations of four turns, whose histories a small cache loses."""
+    """A run of `replay` itself: 30 conversations of four turns,
+    whose histories a small cache loses."""
     rng = random.Random(7)
     lines = [
         {
@@ -212,5 +242,9 @@ def write_served(folder: Path, samples: Sequence[Sample], *, against: str, **mor
         }
         for arm in dict.fromkeys(sample["arm"] for sample in samples)
     }
-    results = {**summarize(samples, against=against), "servers": servers, "skipped": {"lmcache": "needs CUDA"}}
+    results = {
+        **summarize(samples, against=against),
+        "servers": servers,
+        "skipped": {"lmcache": "needs CUDA"},
+    }
     return write_run(folder, "serve", samples, {**results, **more.pop("results", {})}, **more)

@@ -11,7 +11,18 @@ from typing import Any
 
 from eval.task import Request, add_task_options, load_requests
 
-WORDS = ("amber", "basalt", "copper", "dolomite", "emerald", "feldspar", "garnet", "hematite", "iolite", "jasper")
+WORDS = (
+    "amber",
+    "basalt",
+    "copper",
+    "dolomite",
+    "emerald",
+    "feldspar",
+    "garnet",
+    "hematite",
+    "iolite",
+    "jasper",
+)
 
 
 def requests(*options: str | Path) -> list[Request]:
@@ -34,9 +45,14 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def write_questions(folder: Path) -> None:
-    """Twenty passages, two about each mineral; ten questions, each about one, whose list begins with other passages."""
+    """Twenty passages, two about each mineral;
+    ten questions, each about one, whose list begins with other passages."""
     passages = [
-        {"id": f"p{i}", "title": f"Page {i}", "text": f"The {WORDS[i % 10]} mine number {i} was opened in 18{i:02}."}
+        {
+            "id": f"p{i}",
+            "title": f"Page {i}",
+            "text": f"The {WORDS[i % 10]} mine number {i} was opened in 18{i:02}.",
+        }
         for i in range(20)
     ]
     questions = [
@@ -54,7 +70,8 @@ def write_questions(folder: Path) -> None:
 
 
 def write_conversations(folder: Path) -> None:
-    """Two conversations of three turns in two domains, whose passages say the same; the other file lists no passages."""
+    """Two conversations of three turns in two domains, whose passages say the same;
+    the other file lists no passages."""
     passages = [
         {"id": f"{domain}-{i}", "title": "", "text": f"A note on {word}.", "domain": domain}
         for domain in ("clapnq", "govt")

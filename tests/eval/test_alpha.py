@@ -1,4 +1,5 @@
-"""Eq. 13 on servers that are made up: the least alpha that is good enough, what is asked for, and what the command prints."""
+"""Eq. 13 on servers that are made up: the least alpha that is good enough, what is asked for,
+and what the command prints."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ EXAMPLES = [Example(f"question {i}", ("one", "two", "three"), ("right answer",))
 
 
 class FakeClient(Client):
-    """Answers right for a share of the examples that depends on alpha; `full` of them without moved KV."""
+    """Answers right for a share of the examples that depends on alpha;
+    `full` of them without moved KV."""
 
-    def __init__(self, share: Callable[[float], float], *, full: float = 1.0, moved: int = 100) -> None:
+    def __init__(
+        self, share: Callable[[float], float], *, full: float = 1.0, moved: int = 100
+    ) -> None:
         self.url = "fake"
         self.share, self.full, self.moved = share, full, moved
         self.posts: list[tuple[str, dict[str, Any]]] = []
@@ -40,7 +44,9 @@ class FakeClient(Client):
         recomputed = round(self.moved * min(1.0, alpha / 4)) if alpha is not None else 0
         return {
             "choices": [{"message": {"content": "right answer" if right else None}}],
-            "chunkcache": {"fates": {"relocated": self.moved - recomputed, "recomputed": recomputed}},
+            "chunkcache": {
+                "fates": {"relocated": self.moved - recomputed, "recomputed": recomputed}
+            },
         }
 
     def get(self, path: str) -> dict[str, Any]:
@@ -60,7 +66,8 @@ def alphas_of(result: Mapping[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize("threshold", [0.01, 0.2, 0.25, 0.3, 0.9, 1.7, 4.0, 8.0])
 def test_least_alpha_that_reaches_the_target(threshold: float) -> None:
-    """On a monotone server: good enough, and no more than a sixteenth of a grid step above the threshold."""
+    """On a monotone server: good enough, and no more than a sixteenth of a grid step above the
+    threshold."""
     result = calibrate(FakeClient(lambda alpha: float(alpha >= threshold)), EXAMPLES, target=0.9)
     index = next(i for i, alpha in enumerate(GRID) if alpha >= threshold)
     width = (GRID[index] - GRID[index - 1]) / 2**NUM_HALVINGS
@@ -70,7 +77,9 @@ def test_least_alpha_that_reaches_the_target(threshold: float) -> None:
 
 def test_the_target_is_a_share_of_full_prefills_f1() -> None:
     """Eq. 13 compares with what the model itself reaches, not with perfect answers."""
-    result = calibrate(FakeClient(lambda alpha: 0.3 + 0.1 * (alpha >= 1), full=0.4), EXAMPLES, target=0.9)
+    result = calibrate(
+        FakeClient(lambda alpha: 0.3 + 0.1 * (alpha >= 1), full=0.4), EXAMPLES, target=0.9
+    )
     assert result["full_f1"] == pytest.approx(0.4)
     assert 0.5 < result["alpha"] <= 1.0
     assert (result["target"], result["examples"]) == (0.9, 10)
@@ -89,7 +98,8 @@ def test_no_alpha_may_be_enough() -> None:
 
 
 def test_quality_that_falls_again() -> None:
-    """The first grid point that suffices is halved in on; a worse point after it is never asked for."""
+    """The first grid point that suffices is halved in on;
+    a worse point after it is never asked for."""
     good = lambda alpha: float(0.4 <= alpha <= 0.6)  # noqa: E731
     result = calibrate(FakeClient(good), EXAMPLES, target=0.9)
     assert 0.4 <= result["alpha"] <= 0.4 + 0.25 / 2**NUM_HALVINGS
@@ -97,7 +107,8 @@ def test_quality_that_falls_again() -> None:
 
 
 def test_quality_with_a_hole() -> None:
-    """Whatever lies between grid points, the alpha that is returned was itself tried and good enough."""
+    """Whatever lies between grid points, the alpha that is returned was itself tried and good
+    enough."""
     good = lambda alpha: float(alpha >= 1 or 0.55 <= alpha < 0.7)  # noqa: E731
     result = calibrate(FakeClient(good), EXAMPLES, target=0.9)
     best = next(step for step in result["steps"] if step["alpha"] == result["alpha"])
@@ -116,8 +127,8 @@ def test_steps_tell_what_was_recomputed() -> None:
 
 
 def test_chunks_are_stored_in_another_order_first() -> None:
-    """Twice, since a chunk enters the store at its second use, which reads scores. Captures are waited for. Full prefill has its
-    own salt."""
+    """Twice, since a chunk enters the store at its second use, which reads scores. Captures are
+    waited for. Full prefill has its own salt."""
     client = FakeClient(lambda alpha: 1.0)
     calibrate(client, EXAMPLES[:1], target=0.9)
     warm, again, full, fused = client.chats
@@ -131,7 +142,11 @@ def test_chunks_are_stored_in_another_order_first() -> None:
     assert fused["cache_salt"] == warm["cache_salt"] != full["cache_salt"]
     assert all(body["order"] == "retriever" and body["temperature"] == 0 for body in client.chats)
     paths = [path for path, _ in client.posts]
-    assert paths == [*["/rag/v1/chat/completions"] * 2, *["/rag/v1/generate"] * 2, *["/rag/v1/chat/completions"] * 2]
+    assert paths == [
+        *["/rag/v1/chat/completions"] * 2,
+        *["/rag/v1/generate"] * 2,
+        *["/rag/v1/chat/completions"] * 2,
+    ]
 
 
 def test_two_runs_share_no_kv() -> None:
@@ -185,11 +200,15 @@ def test_exit_code_tells_whether_an_alpha_was_found(
     alpha: float | None,
     code: int,
 ) -> None:
-    """The file and the target are handed on; no alpha that is good enough is exit code 1, alpha 0 is not."""
+    """The file and the target are handed on;
+    no alpha that is good enough is exit code 1, alpha 0 is not."""
     path = tmp_path / "examples.jsonl"
     path.write_text(json.dumps({"question": "q", "chunks": ["a"], "answers": ["x"]}))
     asked: list[Any] = []
-    steps = [{"alpha": 1.0, "mean_cfo": 0.25, "f1": 0.5}, {"alpha": 2.0, "mean_cfo": 0.5, "f1": 0.8}]
+    steps = [
+        {"alpha": 1.0, "mean_cfo": 0.25, "f1": 0.5},
+        {"alpha": 2.0, "mean_cfo": 0.5, "f1": 0.8},
+    ]
     result = {"alpha": alpha, "full_f1": 0.8, "steps": steps}
 
     def calibrate(client: Any, examples: Any, *, target: float) -> dict[str, Any]:
@@ -210,7 +229,9 @@ def test_a_model_that_is_never_right_divides_by_nothing(
     path = tmp_path / "examples.jsonl"
     path.write_text(json.dumps({"question": "q", "chunks": ["a"], "answers": ["x"]}))
     steps = [{"alpha": 0.0, "mean_cfo": 0.0, "f1": 0.0}]
-    monkeypatch.setattr(command, "calibrate", lambda *args, **kwargs: {"alpha": 0.0, "full_f1": 0.0, "steps": steps})
+    monkeypatch.setattr(
+        command, "calibrate", lambda *args, **kwargs: {"alpha": 0.0, "full_f1": 0.0, "steps": steps}
+    )
     assert main([str(path), "--url", "u"]) == 0
     assert capsys.readouterr().out.splitlines()[-2].split() == ["0.000", "0.000", "0.000", "0.000"]
 

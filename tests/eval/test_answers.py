@@ -1,4 +1,5 @@
-"""`quality answers` against fake servers: which full prefill an arm is compared with, what may be shown, and going on.
+"""`quality answers` against fake servers: which full prefill an arm is compared with, what may be
+shown, and going on.
 
 python -m pytest tests/eval/test_answers.py
 """
@@ -38,16 +39,30 @@ def ours() -> Iterator[FakeChat]:
         yield fake
 
 
-def run(ours: FakeChat, out: Path, *options: str, arms: tuple[str, ...] = ("tree",)) -> dict[str, Any]:
+def run(
+    ours: FakeChat, out: Path, *options: str, arms: tuple[str, ...] = ("tree",)
+) -> dict[str, Any]:
     """The record of six questions of the world through arms at the fake."""
     named = [arm if "=" in arm else f"{arm}={ours.url},rag" for arm in arms]
-    argv = ["answers", "--requests", "6", "--arms", *named, "--reference", ours.url, "--out", str(out), *options]
+    argv = [
+        "answers",
+        "--requests",
+        "6",
+        "--arms",
+        *named,
+        "--reference",
+        ours.url,
+        "--out",
+        str(out),
+        *options,
+    ]
     assert main(argv) == 0
     return read_record(out)
 
 
 def test_reordering_is_no_loss_by_reuse(ours: FakeChat, tmp_path: Path) -> None:
-    """The fake answers by order alone, so its answers equal full prefill of its own prompts, and not of the retriever's."""
+    """The fake answers by order alone, so its answers equal full prefill of its own prompts,
+    and not of the retriever's."""
     record = run(ours, tmp_path / "run")
     rows = [row for row in read_samples(tmp_path / "run") if row["arm"] == "tree"]
     assert len(rows) == 6
@@ -60,7 +75,8 @@ def test_reordering_is_no_loss_by_reuse(ours: FakeChat, tmp_path: Path) -> None:
 
 
 def test_full_prefill_is_asked_once_under_a_salt_of_its_own(ours: FakeChat, tmp_path: Path) -> None:
-    """A salt used twice would make it a cache hit. Both arms sort, so their prompts are the same and computed once."""
+    """A salt used twice would make it a cache hit.
+    Both arms sort, so their prompts are the same and computed once."""
     run(ours, tmp_path / "run", arms=("one", "two"))
     salted = [body for body in ours.received if "cache_salt" in body]
     assert len({body["cache_salt"] for body in salted}) == len(salted)
@@ -76,8 +92,13 @@ def ids_of(request: Request) -> tuple[str, ...]:
 
 def test_a_server_without_salts_is_refused(tmp_path: Path) -> None:
     """What it calls full prefill may be a cache hit."""
-    with chatting(FakeChat(first_chunk, takes_salt=False)) as fake, chatting(FakeChat(first_chunk)) as reference:
-        record = run(fake, tmp_path / "run", "--reference", reference.url, arms=(f"stock={fake.url},chat",))
+    with (
+        chatting(FakeChat(first_chunk, takes_salt=False)) as fake,
+        chatting(FakeChat(first_chunk)) as reference,
+    ):
+        record = run(
+            fake, tmp_path / "run", "--reference", reference.url, arms=(f"stock={fake.url},chat",)
+        )
     (errors,) = [cell["errors"] for cell in record["results"]["cells"] if cell["arm"] == "stock"]
     rows = [row for row in read_samples(tmp_path / "run") if row.get("error")]
     assert errors == len(rows) > 0
@@ -105,11 +126,18 @@ def test_a_started_model_and_an_unknown_one_have_no_common_score() -> None:
 
 @pytest.mark.parametrize(
     ("reference", "said"),
-    [("127.0.0.1:9", "no arm .full-prefill=127.0.0.1:9"), ("http://127.0.0.1:9", "no server answers")],
+    [
+        ("127.0.0.1:9", "no arm .full-prefill=127.0.0.1:9"),
+        ("http://127.0.0.1:9", "no server answers"),
+    ],
 )
-def test_a_reference_that_is_no_server_is_refused(reference: str, said: str, tmp_path: Path) -> None:
+def test_a_reference_that_is_no_server_is_refused(
+    reference: str, said: str, tmp_path: Path
+) -> None:
     with pytest.raises(CommandError, match=said):
-        main(["answers", "--requests", "1", "--reference", reference, "--out", str(tmp_path / "run")])
+        main(
+            ["answers", "--requests", "1", "--reference", reference, "--out", str(tmp_path / "run")]
+        )
 
 
 def test_known_weights_are_scored_and_contrasted(
@@ -118,7 +146,10 @@ def test_known_weights_are_scored_and_contrasted(
     """And where nothing may be said since there is too little, that is said."""
     record = run(ours, tmp_path / "run", "--weights", "real")
     lines = capsys.readouterr().out.splitlines()
-    assert {"Figures, with 95% intervals", "Comparison of arms: ratios are a / b, differences b - a"} <= set(lines)
+    assert {
+        "Figures, with 95% intervals",
+        "Comparison of arms: ratios are a / b, differences b - a",
+    } <= set(lines)
     assert any(line.split()[:2] == ["tree", "6"] for line in lines)
     told = [line for line in lines if line.startswith("No verdict")]
     assert told == record["results"]["verdict"]
@@ -127,7 +158,12 @@ def test_known_weights_are_scored_and_contrasted(
     assert "note" not in results
     assert results["cells"][0]["metrics"]["em"]["mean"] == 0.0
     (f1,) = [each for each in results["contrasts"] if each["metric"] == "f1"]
-    assert (f1["a"], f1["b"], f1["n"], f1["statistic"]) == ("full-prefill", "tree", 6, "difference of means")
+    assert (f1["a"], f1["b"], f1["n"], f1["statistic"]) == (
+        "full-prefill",
+        "tree",
+        6,
+        "difference of means",
+    )
 
 
 def test_an_interrupted_run_goes_on(ours: FakeChat, tmp_path: Path) -> None:
@@ -151,10 +187,18 @@ def test_an_interrupted_run_goes_on(ours: FakeChat, tmp_path: Path) -> None:
 CHUNKS = (TextChunk("a", "text"), TextChunk("b", "text"))
 
 
-def test_turns_of_a_conversation_are_one_block(ours: FakeChat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in `answers`, where the server does not hear of the conversation, since the history is in the messages."""
-    turns = [Request(f"t:{n}", f"question {n}?", CHUNKS, conversation="c", reply="Yes.") for n in range(2)]
-    monkeypatch.setattr("eval.quality.answers.load_requests", lambda args: [*turns, Request("t:2", "more?", CHUNKS)])
+def test_turns_of_a_conversation_are_one_block(
+    ours: FakeChat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in `answers`, where the server does not hear of the conversation,
+    since the history is in the messages."""
+    turns = [
+        Request(f"t:{n}", f"question {n}?", CHUNKS, conversation="c", reply="Yes.")
+        for n in range(2)
+    ]
+    monkeypatch.setattr(
+        "eval.quality.answers.load_requests", lambda args: [*turns, Request("t:2", "more?", CHUNKS)]
+    )
     run(ours, tmp_path / "run")
     assert [row["block"] for row in read_samples(tmp_path / "run")] == ["c", "c", "t:2"] * 2
 
@@ -164,7 +208,10 @@ def test_a_run_goes_on_with_the_same_requests_only(
 ) -> None:
     """Ids and settings do not tell that a data set's texts have changed."""
     asked = {"question": "first?"}
-    monkeypatch.setattr("eval.quality.answers.load_requests", lambda args: [Request("t:1", asked["question"], CHUNKS)])
+    monkeypatch.setattr(
+        "eval.quality.answers.load_requests",
+        lambda args: [Request("t:1", asked["question"], CHUNKS)],
+    )
     record = run(ours, tmp_path / "run")
     (tmp_path / "run" / "record.json").write_text(json.dumps(record | {"complete": False}))
     asked["question"] = "second?"
@@ -176,9 +223,13 @@ def test_a_run_goes_on_with_the_same_requests_only(
 @pytest.mark.parametrize(
     "choice", ["text", {"message": "text"}, {"message": {"content": "x"}, "logprobs": "odd"}, None]
 )
-def test_an_odd_answer_is_an_error_of_that_request(choice: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_odd_answer_is_an_error_of_that_request(
+    choice: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One proxy's page in place of an answer must not end a run of hours."""
-    monkeypatch.setattr("eval.quality.greedy.post", lambda url, body: {"choices": [choice], "usage": {}})
+    monkeypatch.setattr(
+        "eval.quality.greedy.post", lambda url, body: {"choices": [choice], "usage": {}}
+    )
     with pytest.raises(CommandError, match="no chat completion came back"):
         ask(Endpoint("http://x", "m", ARMS["ours"], 8, 0), Request("t:1", "?", CHUNKS), CHUNKS)
 
@@ -201,12 +252,22 @@ def test_what_a_server_refuses_is_a_sample(tmp_path: Path) -> None:
 
 def world_requests() -> list[Request]:
     """The requests that `run` asks."""
-    known = {"task": "world", "data": None, "hub": None, "corpus": None, "requests": 6, "k": 5, "scale": 1, "seed": 0}
+    known = {
+        "task": "world",
+        "data": None,
+        "hub": None,
+        "corpus": None,
+        "requests": 6,
+        "k": 5,
+        "scale": 1,
+        "seed": 0,
+    }
     return load_requests(Namespace(**known, retriever=None))
 
 
 def test_text_prompts_of_another_length_are_counted(ours: FakeChat, tmp_path: Path) -> None:
-    """Chunks as text are tokenised with their surroundings: answers may then differ without any reuse."""
+    """Chunks as text are tokenised with their surroundings:
+    answers may then differ without any reuse."""
     record = run(ours, tmp_path / "run", arms=(f"stock={ours.url},chat",))
     assert record["results"]["tokenised_otherwise"] == {"stock": 6}
     rows = [row for row in read_samples(tmp_path / "run") if row["arm"] == "stock"]
@@ -222,7 +283,9 @@ def test_text_prompts_of_another_length_are_counted(ours: FakeChat, tmp_path: Pa
         (["--bert-encoder", "/nowhere"], "is not the folder of an encoder"),
     ],
 )
-def test_nonsense_gets_one_line(options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonsense_gets_one_line(
+    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("eval.quality.answers.load_requests", lambda args: [])
     with pytest.raises(CommandError, match=said):
         main(["answers", "--arms", "ours", "--out", str(tmp_path / "run"), *options])
@@ -230,7 +293,8 @@ def test_nonsense_gets_one_line(options: list[str], said: str, tmp_path: Path, m
 
 
 def test_histories_are_the_data_sets_own() -> None:
-    """The same for every arm, so that arms differ in the last turn only; a turn without a reply is left out."""
+    """The same for every arm, so that arms differ in the last turn only;
+    a turn without a reply is left out."""
     chunk = (TextChunk("p", "text"),)
     turns = [
         Request("t:1:0", "first?", chunk, conversation="1", reply="One."),

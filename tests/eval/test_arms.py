@@ -1,4 +1,5 @@
-"""The arms: no flag rots, every body is valid, names and addresses are read as people write them."""
+"""The arms: no flag rots, every body is valid, names and addresses are read as people write
+them."""
 
 from __future__ import annotations
 
@@ -85,14 +86,18 @@ def test_arms_with_and_without_host_memory_differ_in_nothing_else() -> None:
     assert settings == [config.ChunkCacheConfig(host_mib=mib) for mib in (0, 77, 1024)]
 
 
-@pytest.mark.parametrize("arm", [arm for arm in ARMS.values() if arm.route == "rag"], ids=lambda arm: arm.name)
+@pytest.mark.parametrize(
+    "arm", [arm for arm in ARMS.values() if arm.route == "rag"], ids=lambda arm: arm.name
+)
 def test_bodies_are_valid(arm: Arm) -> None:
     """A body that the arm's own server would refuse fails every request of a run."""
     request = fusion_request(arm, ratio=0.5)
     assert (request is not None) == arm.is_fused
     if request is not None:
         assert request.ratio == 0.5
-        assert request.selector == arm.body["reuse"].get("selector", config.ChunkCacheConfig.selector)
+        assert request.selector == arm.body["reuse"].get(
+            "selector", config.ChunkCacheConfig.selector
+        )
 
 
 def fusion_request(arm: Arm, **reuse: Any) -> Any:
@@ -104,21 +109,32 @@ def fusion_request(arm: Arm, **reuse: Any) -> Any:
 
 
 def test_fused_is_what_a_user_gets() -> None:
-    """--reuse fused and nothing else, and a request that says no more than that; a variation has a name of its own."""
+    """--reuse fused and nothing else, and a request that says no more than that;
+    a variation has a name of its own."""
     defaults = config.ChunkCacheConfig(reuse="fused")
     assert parse_launcher(list(ARMS["fused"].flags))[0] == defaults
     assert ARMS["fused"].body == {"reuse": {"mode": "fused"}}
     request = fusion_request(ARMS["fused"])
-    assert (request.selector, request.ratio, request.focus) == (defaults.selector, defaults.recompute_ratio, "off")
+    assert (request.selector, request.ratio, request.focus) == (
+        defaults.selector,
+        defaults.recompute_ratio,
+        "off",
+    )
     for name, arm in ARMS.items():
         if arm.is_fused:
             assert (parse_launcher(list(arm.flags))[0].selector == "h2o") == ("scored" in name)
 
 
 def test_cache_craft_recomputes_what_it_is_labelled_with() -> None:
-    """Alpha is solved for the labelled share; focus would take tokens away afterwards, and has a name of its own."""
+    """Alpha is solved for the labelled share;
+    focus would take tokens away afterwards, and has a name of its own."""
     request = fusion_request(ARMS["cache-craft"])
-    assert (request.selector, request.ratio, request.alpha, request.focus) == ("context", 0.15, None, "off")
+    assert (request.selector, request.ratio, request.alpha, request.focus) == (
+        "context",
+        0.15,
+        None,
+        "off",
+    )
     assert fusion_request(ARMS["cache-craft-focus"]).focus == "spare"
 
 
@@ -134,11 +150,17 @@ def test_share_that_is_chosen_is_the_label(name: str) -> None:
         context = torch.rand(length, generator=draw)
         measured = store.ChunkScores((context.sum().item(),), (80,), 0.3 * length, context, context)
         prefix = (ChunkId(f"old{number}"),)
-        chunks.append(base.MovedChunk(ChunkId(f"c{number}"), start, length, prefix, (ChunkId("new"),), measured))
+        chunks.append(
+            base.MovedChunk(
+                ChunkId(f"c{number}"), start, length, prefix, (ChunkId("new"),), measured
+            )
+        )
         start += length
     request = fusion_request(ARMS[name])
     selector = importlib.import_module("sglang_chunkcache.fusion.selectors").get(request.selector)
-    chosen = selector.select(chunks, request, base.Evidence(None, None, torch.rand(start, generator=draw)))
+    chosen = selector.select(
+        chunks, request, base.Evidence(None, None, torch.rand(start, generator=draw))
+    )
     assert 0 <= sum(map(len, chosen.offsets)) - 0.15 * start < len(chunks)
 
 
@@ -236,8 +258,11 @@ def test_options_name_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
     assert all("".join(f"{arm.name}:{arm.summary}".split()) in text for arm in ARMS.values())
 
 
-def test_rivals_on_a_gpu_say_what_they_need(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """GPU, package, and the process that holds what LMCache stores; an endpoint needs none of them."""
+def test_rivals_on_a_gpu_say_what_they_need(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """GPU, package, and the process that holds what LMCache stores;
+    an endpoint needs none of them."""
     lmcache, hicache = ARMS["lmcache"], ARMS["stock-hicache"]
     found: dict[str, Any] = {}
     monkeypatch.setattr("importlib.util.find_spec", found.get)

@@ -38,7 +38,8 @@ def test_hidden_is_a_share_of_what_a_copy_sleeps(part: str) -> None:
     assert (computed["loaded tokens"], beside["loaded tokens"], beside["rounds"]) == (0, 1000, 3)
     assert beside["computed / arm"].startswith("3.33")
     assert found["verdict"] == [
-        f"tokens 2000, {part} 500, arm beside: {beside['computed / arm']} times sooner than computed, hidden 0.6"
+        f"tokens 2000, {part} 500, arm beside: {beside['computed / arm']} times sooner than"
+        " computed, hidden 0.6"
     ]
 
 
@@ -61,4 +62,9 @@ def test_prompts_are_told_apart_by_a_word() -> None:
     assert len(prompts) == 4 + 2 * 2 * 3, "kept ones, and one to compute each round"
     for name, texts in prompts.items():
         assert all(marker(name) in text.split() for text in texts)
-        assert not any(marker(name) in text.split() for other in prompts if other != name for text in prompts[other])
+        assert not any(
+            marker(name) in text.split()
+            for other in prompts
+            if other != name
+            for text in prompts[other]
+        )

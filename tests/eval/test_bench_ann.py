@@ -1,4 +1,5 @@
-"""The bench of approximate search runs, at a small size. Its times depend on the machine; its recall does not."""
+"""The bench of approximate search runs, at a small size.
+Its times depend on the machine; its recall does not."""
 
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,21 @@ def bench(out: Path, *args: str) -> Recorded:
 
 
 def recalls(run: Recorded) -> dict[str, Any]:
-    return {row["index / nprobe"]: float(row["recall"].split()[0]) for row in run.results["tables"][0]["rows"]}
+    return {
+        row["index / nprobe"]: float(row["recall"].split()[0])
+        for row in run.results["tables"][0]["rows"]
+    }
 
 
 def test_recall_grows_with_nprobe_to_exact(tmp_path: Path) -> None:
-    """All lists visited is exact search: anything less than 1 there would be a fault of the bench."""
+    """All lists visited is exact search: anything less than 1 there would be a fault of the
+    bench."""
     run = bench(tmp_path, "--factories", "IVF32,Flat", "HNSW16", "--nprobe", "1", "4", "32")
     found = recalls(run)
-    assert list(found) == ["Flat", *(f"{f}/{n}" for f in ("IVF32,Flat", "HNSW16") for n in (1, 4, 32))]
+    assert list(found) == [
+        "Flat",
+        *(f"{f}/{n}" for f in ("IVF32,Flat", "HNSW16") for n in (1, 4, 32)),
+    ]
     assert found["Flat"] == 1
     assert 0 < found["IVF32,Flat/1"] < found["IVF32,Flat/4"] <= found["IVF32,Flat/32"] == 1
     assert run.results["tables"][0]["rows"][0]["times faster"] == "1.0 [1.0, 1.0]"
@@ -38,7 +46,9 @@ def test_recall_grows_with_nprobe_to_exact(tmp_path: Path) -> None:
 
 def test_same_command_same_recall(tmp_path: Path) -> None:
     """Vectors, training samples and queries are seeded."""
-    first, second = (bench(tmp_path / name, "--factories", "IVF32,Flat", "--nprobe", "2") for name in "ab")
+    first, second = (
+        bench(tmp_path / name, "--factories", "IVF32,Flat", "--nprobe", "2") for name in "ab"
+    )
     assert recalls(first) == recalls(second)
 
 

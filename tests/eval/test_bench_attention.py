@@ -1,4 +1,5 @@
-"""The attention benchmark without a GPU: positions, work, arms, what samples say, and the whole command in a small size."""
+"""The attention benchmark without a GPU:
+positions, work, arms, what samples say, and the whole command in a small size."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ import torch
 
 from eval.bench.attention import command
 from eval.bench.attention.arms import Arm, Entry, FlashInferPrefill, arms_of, runs_of
-from eval.bench.attention.cells import Cell, cells_of, layouts_of, make_requests, pairs_of, positions_of
+from eval.bench.attention.cells import (
+    Cell,
+    cells_of,
+    layouts_of,
+    make_requests,
+    pairs_of,
+    positions_of,
+)
 from eval.bench.attention.command import Prepared
 from eval.bench.attention.figures import NO_GPU, PAPER, summarize
 from eval.errors import CommandError
@@ -45,17 +53,36 @@ def check_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_samples(
     ms: dict[str, list[float]] | None = None, *, batch: int = 1, context: int = 32_768
 ) -> list[dict[str, Any]]:
-    """32k at 15%: ours takes 2 ms, FA3 dense 12 on a machine whose speed drifts, and a seventh of its work is needed."""
+    """32k at 15%: ours takes 2 ms, FA3 dense 12 on a machine whose speed drifts,
+    and a seventh of its work is needed."""
     drift = [1.0 + 0.1 * turn for turn in range(8)]
-    steady = {"fa2": 3.0, "fa3": 2.0, "dense_fa3": 12.0, "dense_fa2": 24.0, "sdpa": 6.0, "custom_mask": 9.0}
+    steady = {
+        "fa2": 3.0,
+        "fa3": 2.0,
+        "dense_fa3": 12.0,
+        "dense_fa2": 24.0,
+        "sdpa": 6.0,
+        "custom_mask": 9.0,
+    }
     ms = {name: [each * d for d in drift] for name, each in steady.items()} if ms is None else ms
-    about = {"cell": vars(Cell("scattered", context, batch, 0.15)), "request": "0", "device": "cuda"}
+    about = {
+        "cell": vars(Cell("scattered", context, batch, 0.15)),
+        "request": "0",
+        "device": "cuda",
+    }
     work = {"pairs": 1, "flops": 10**9, "dense_flops": 7 * 10**9}
     layout = {"executed_over_needed": 3.0, "index_mib": 5.0, "layout_s": 0.00025}
-    samples = [{"arm": "work", **about, "metrics": work}, {"arm": "layout fa3", **about, "metrics": layout}]
+    samples = [
+        {"arm": "work", **about, "metrics": work},
+        {"arm": "layout fa3", **about, "metrics": layout},
+    ]
     for name, taken in ms.items():
-        plan = {"plan_s": 0.001, "index_mib": 1.0} | ({"mask_mib": 7.0} if name == "custom_mask" else {})
-        samples += [{"arm": name, **about, "metrics": {"layer_s": each / 1000, **plan}} for each in taken]
+        plan = {"plan_s": 0.001, "index_mib": 1.0} | (
+            {"mask_mib": 7.0} if name == "custom_mask" else {}
+        )
+        samples += [
+            {"arm": name, **about, "metrics": {"layer_s": each / 1000, **plan}} for each in taken
+        ]
     return samples
 
 
@@ -80,12 +107,17 @@ def test_positions_have_the_ratio_and_are_the_same_again(pattern: str, ratio: fl
 
 
 def test_clustered_tokens_stand_in_runs_of_about_64() -> None:
-    """Else both patterns would be one. Runs never touch, so each is as long as it was drawn, but for the last."""
-    request = SparseRequest(positions_of("clustered", 32_768, 0.15, seed=0), torch.arange(32_768), 32_768)
+    """Else both patterns would be one.
+    Runs never touch, so each is as long as it was drawn, but for the last."""
+    request = SparseRequest(
+        positions_of("clustered", 32_768, 0.15, seed=0), torch.arange(32_768), 32_768
+    )
     lengths = [run.num_rows for run in runs_of([request])]
     assert all(32 <= length <= 96 for length in lengths[:-1])
     assert 56 <= sum(lengths) / len(lengths) <= 72
-    scattered = SparseRequest(positions_of("scattered", 32_768, 0.15, seed=0), torch.arange(32_768), 32_768)
+    scattered = SparseRequest(
+        positions_of("scattered", 32_768, 0.15, seed=0), torch.arange(32_768), 32_768
+    )
     lone = [run.num_rows for run in runs_of([scattered])]
     assert sum(lone) / len(lone) < 1.3
 
@@ -117,7 +149,10 @@ def test_layouts_execute_at_least_what_is_needed() -> None:
     """A layout that executes less than is needed leaves keys out."""
     found = layouts_of(make_requests(Cell("scattered", 2048, 2, 0.15)), command.SHAPE)
     assert list(found) == list(KERNELS)
-    assert all(1 <= layout["executed_over_needed"] < 2 and layout["index_mib"] > 0 for layout in found.values())
+    assert all(
+        1 <= layout["executed_over_needed"] < 2 and layout["index_mib"] > 0
+        for layout in found.values()
+    )
 
 
 # Arms
@@ -125,7 +160,10 @@ def test_layouts_execute_at_least_what_is_needed() -> None:
 
 @pytest.mark.parametrize(
     ("positions", "expected"),
-    [([0, 1, 2, 5, 7, 8], [Entry(0, 3, 3), Entry(0, 1, 6), Entry(0, 2, 9)]), ([4], [Entry(0, 1, 5)])],
+    [
+        ([0, 1, 2, 5, 7, 8], [Entry(0, 3, 3), Entry(0, 1, 6), Entry(0, 2, 9)]),
+        ([4], [Entry(0, 1, 5)]),
+    ],
     ids=["several", "one"],
 )
 def test_runs(positions: list[int], expected: list[Entry]) -> None:
@@ -145,19 +183,24 @@ def test_cpu_arms_agree_with_the_reference(cell: Cell) -> None:
 class MaskingWrapper:
     """What FlashInfer does with an unpacked mask: entry by entry, bits of [rows, keys]."""
 
-    def plan(self, *args: Any, custom_mask: Any, causal: bool, sm_scale: float, **kwargs: Any) -> None:
+    def plan(
+        self, *args: Any, custom_mask: Any, causal: bool, sm_scale: float, **kwargs: Any
+    ) -> None:
         assert not causal
         self._args, self._mask, self._scale = args, custom_mask, sm_scale
 
     def run(self, queries: Any, pool: tuple[Any, Any], *, out: Any) -> Any:
-        qo_indptr, kv_indptr, indices, last_page_len, num_heads, num_kv_heads, _, page_size = self._args
+        qo_indptr, kv_indptr, indices, last_page_len, num_heads, num_kv_heads, _, page_size = (
+            self._args
+        )
         start = 0
         for entry, last in enumerate(last_page_len.tolist()):
             rows = slice(*qo_indptr[entry : entry + 2].tolist())
             pages = indices[slice(*kv_indptr[entry : entry + 2].tolist())].long()
             num_keys = (len(pages) - 1) * page_size + last
             keys, values = (
-                p[pages].flatten(0, 1)[:num_keys].repeat_interleave(num_heads // num_kv_heads, 1) for p in pool
+                p[pages].flatten(0, 1)[:num_keys].repeat_interleave(num_heads // num_kv_heads, 1)
+                for p in pool
             )
             end = start + (rows.stop - rows.start) * num_keys
             logits = torch.einsum("nhd,mhd->hnm", queries[rows], keys) * self._scale
@@ -170,12 +213,15 @@ class MaskingWrapper:
 @pytest.mark.parametrize("masked", [False, True], ids=["runs", "mask"])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_flashinfer_baselines_are_planned_right(cell: Cell, masked: bool) -> None:
-    """Indices, lengths and masks of the arms that need a GPU, by a wrapper that computes what FlashInfer's would."""
+    """Indices, lengths and masks of the arms that need a GPU,
+    by a wrapper that computes what FlashInfer's would."""
 
     def create(device: Any, backend: str) -> Any:
         workspace = torch.empty(16, dtype=torch.uint8)
         return (
-            MaskingWrapper() if masked else flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
+            MaskingWrapper()
+            if masked
+            else flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
         )
 
     for whole in (False, True):
@@ -187,7 +233,9 @@ def test_flashinfer_baselines_are_planned_right(cell: Cell, masked: bool) -> Non
 def test_our_arms_run_in_the_bench(kernel: str) -> None:
     """Their order of rows is followed, else the check would not pass."""
     shape = HeadShape(4, 2, 64, torch.bfloat16)
-    make = partial(FlashInferSparse, shape, device=CPU, scale=64**-0.5, kernel=kernel, modules=flashinfer)
+    make = partial(
+        FlashInferSparse, shape, device=CPU, scale=64**-0.5, kernel=kernel, modules=flashinfer
+    )
     for cell in (Cell("scattered", 640, 2, 0.15), Cell("clustered", 640, 2, 0.5)):
         Prepared(Arm(make), cell, shape, CPU)
 
@@ -213,7 +261,9 @@ def _no_memory() -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_failing_arms_are_left_out_with_their_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_arms_are_left_out_with_their_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wrong or out of memory: the others are measured, each in every repetition."""
     arms = {
         "reference": Arm(partial(ReferenceAttention, command.QUICK_SHAPE, scale=64**-0.5)),
@@ -235,7 +285,8 @@ def test_failing_arms_are_left_out_with_their_reason(tmp_path: Path, monkeypatch
 
 
 def test_figures_are_those_the_samples_were_made_of() -> None:
-    """Rates over needed work, ratios whatever the drift; planning on the host in rows of its own."""
+    """Rates over needed work, ratios whatever the drift;
+    planning on the host in rows of its own."""
     results = summarize(make_samples())
     (row,) = rows_of(results, "Times")
     assert (row["fastest"], row["fa3"], row["dense_fa3"]) == ("fa3", 2.7, 16.2)
@@ -245,18 +296,27 @@ def test_figures_are_those_the_samples_were_made_of() -> None:
     assert rows_of(results, "What the layouts execute over what is needed")[0]["worst"] == 3.0
     rows = {row["arm"]: row for row in rows_of(results, "Layouts and plans, cell by cell")}
     ours = rows["fa3"]
-    assert (ours["executed/needed"], ours["indices (MiB)"], ours["layout (ms)"], ours["plan (ms)"]) == (3, 5, 0.25, 1)
+    assert (
+        ours["executed/needed"],
+        ours["indices (MiB)"],
+        ours["layout (ms)"],
+        ours["plan (ms)"],
+    ) == (3, 5, 0.25, 1)
     assert rows["custom_mask"]["mask (MiB)"] == 7.0
 
 
 def test_verdict_is_on_the_worst_cell() -> None:
-    """A kernel is worth what it reaches in every cell of the aim; other cells, and cells without FA3 dense, do not count."""
+    """A kernel is worth what it reaches in every cell of the aim;
+    other cells, and cells without FA3 dense, do not count."""
     dense = [12.0] * 4
     one = make_samples({"fa2": [3.0] * 4, "fa3": [2.0] * 4, "dense_fa3": dense})
     two = make_samples({"fa3": [4.0] * 4, "dense_fa3": dense}, batch=4)
     others = [*make_samples({"fa3": [1.0] * 4}, batch=8), *make_samples(context=8192)]
     fa2, fa3, paper = summarize([*one, *two, *others])["verdict"]
-    assert "fa2 at 15%, 32,768 tokens, worst of 1 cells (scattered, 1 requests): 4.00 [4.00, 4.00] times" in fa2
+    assert (
+        "fa2 at 15%, 32,768 tokens, worst of 1 cells (scattered, 1 requests): 4.00 [4.00, 4.00]"
+        " times" in fa2
+    )
     assert "worst of 2 cells (scattered, 4 requests): 3.00 [3.00, 3.00]" in fa3
     assert "at 43% of its rate" in fa3
     assert paper == PAPER
@@ -264,18 +324,32 @@ def test_verdict_is_on_the_worst_cell() -> None:
 
 def test_nothing_is_claimed_without_a_gpu() -> None:
     """That is the one sentence then."""
-    on_cpu = summarize([{**one, "device": "cpu"} for one in make_samples({"reference": [2.0], "dense": [2.0]})])
+    on_cpu = summarize(
+        [{**one, "device": "cpu"} for one in make_samples({"reference": [2.0], "dense": [2.0]})]
+    )
     assert on_cpu["verdict"] == [NO_GPU]
     assert "fastest" not in rows_of(on_cpu, "Times")[0]
 
 
 # The command
 
-SMALL = ["--device=cpu", "--quick", "--contexts=64", "--batches=1", "--ratios", "0.1", "1", "--repetitions=2"]
+SMALL = [
+    "--device=cpu",
+    "--quick",
+    "--contexts=64",
+    "--batches=1",
+    "--ratios",
+    "0.1",
+    "1",
+    "--repetitions=2",
+]
 
 
-def test_dry_run_goes_on_after_its_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At the limit no cell is begun; the same command measures what is missing, and says that this measures no GPU."""
+def test_dry_run_goes_on_after_its_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the limit no cell is begun; the same command measures what is missing,
+    and says that this measures no GPU."""
     out = tmp_path / "run"
     assert command.main([*SMALL, "--out", str(out), "--limit-s", "0.000001"]) == 0
     assert "goes on" in capsys.readouterr().err
@@ -285,7 +359,11 @@ def test_dry_run_goes_on_after_its_limit(tmp_path: Path, capsys: pytest.CaptureF
     assert run.record["complete"] is True
     assert run.results["verdict"] == [NO_GPU]
     rows = rows_of(run.results, "Times")
-    assert [(row["pattern"], row["ratio"]) for row in rows] == [("scattered", 0.1), ("all", 1), ("clustered", 0.1)]
+    assert [(row["pattern"], row["ratio"]) for row in rows] == [
+        ("scattered", 0.1),
+        ("all", 1),
+        ("clustered", 0.1),
+    ]
     assert all(row[arm] > 0 for row in rows for arm in ("reference", "sdpa", "dense"))
     assert rows_of(run.results, "Left out") == []
 
@@ -309,4 +387,7 @@ def test_layouts_alone_need_no_arm(tmp_path: Path) -> None:
     assert command.main([*grid, "--out", str(tmp_path)]) == 0
     results = read_recorded(tmp_path).results
     assert rows_of(results, "Times") == []
-    assert all(1 <= row["executed/needed"] < 1.2 for row in rows_of(results, "Layouts and plans, cell by cell"))
+    assert all(
+        1 <= row["executed/needed"] < 1.2
+        for row in rows_of(results, "Layouts and plans, cell by cell")
+    )

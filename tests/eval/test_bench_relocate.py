@@ -1,4 +1,5 @@
-"""The bench of moving KV runs on the CPU, at a small size. Its rates depend on the machine; what it reports does not."""
+"""The bench of moving KV runs on the CPU, at a small size.
+Its rates depend on the machine; what it reports does not."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ SMALL = ["--device", "cpu", "--quick"]
 
 
 def test_dry_run_without_cuda(tmp_path: Path) -> None:
-    """Every arm that a CPU has, each against the copy, and a plain word on what is missing; a complete run is not touched."""
+    """Every arm that a CPU has, each against the copy, and a plain word on what is missing;
+    a complete run is not touched."""
     out = tmp_path / "run"
     assert main([*SMALL, "--out", str(out)]) == 0
     run = read_recorded(out)
@@ -36,14 +38,21 @@ def test_dry_run_without_cuda(tmp_path: Path) -> None:
 
 
 def test_rates_are_of_bytes_read_and_written() -> None:
-    """A pass that takes as long as a plain copy has a share of 1, and both have the rate of all bytes twice."""
+    """A pass that takes as long as a plain copy has a share of 1,
+    and both have the rate of all bytes twice."""
     bench = Bench("small", 8, "scattered", torch.device("cpu"))
     in_pool = sum(buffer[bench.source].nbytes for buffer in bench.buffers)
     assert bench.num_bytes == 2 * in_pool
     assert bench.plain[0].nbytes == in_pool
     about = {"cell": {"shape": "small"}, "bytes": 10**9, "wrong": ["move"], "device": "cuda"}
     samples = [
-        {"arm": arm, **about, "request": str(number), "against": against, "metrics": {"moved_s": seconds}}
+        {
+            "arm": arm,
+            **about,
+            "request": str(number),
+            "against": against,
+            "metrics": {"moved_s": seconds},
+        }
         for number, (copy_s, move_s) in enumerate([(1.0, 4.0), (2.0, 8.0)])
         for arm, against, seconds in (("copy", None, copy_s), ("move", "copy", move_s))
     ]

@@ -1,4 +1,5 @@
-"""The pure parts of the reuse bench: arms, their order, what an answer must say, shares and crossovers. No server."""
+"""The pure parts of the reuse bench: arms, their order, what an answer must say,
+shares and crossovers. No server."""
 
 import math
 from typing import Any
@@ -19,12 +20,16 @@ def make_arms(*, stock: bool = False) -> list[Arm]:
 
 
 def make_sample(arm: Arm, seconds: float = 1.0, **changed: Any) -> dict[str, Any]:
-    """What a server says of a prompt of 8 head tokens, 4 chunks of 100 and 12 for the question, moved as the arm asks."""
+    """What a server says of a prompt of 8 head tokens, 4 chunks of 100 and 12 for the question,
+    moved as the arm asks."""
     recomputed = {"none": 0, "context": 37}.get(arm.selector, math.ceil(400 * arm.ratio))
     fates = {
         "full": {"exact": 8, "relocated": 0, "recomputed": 0, "computed": 412},
         "exact": {"exact": 419, "relocated": 0, "recomputed": 0, "computed": 1},
-    }.get(arm.kind, {"exact": 8, "relocated": 400 - recomputed, "recomputed": recomputed, "computed": 12})
+    }.get(
+        arm.kind,
+        {"exact": 8, "relocated": 400 - recomputed, "recomputed": recomputed, "computed": 12},
+    )
     phases = {"lookup_s": 0.001, "relocate_s": 0.01, "select_s": 0.02, "recompute_s": 0.1}
     return {
         "arm": arm.name,
@@ -84,7 +89,8 @@ def test_selector_may_name_a_ratio_and_a_layer() -> None:
 
 
 def test_every_arm_comes_first_once_in_a_cycle() -> None:
-    """A round has every arm once; no arm keeps its place, and none always follows the same other one."""
+    """A round has every arm once; no arm keeps its place, and none always follows the same other
+    one."""
     arms = [arm.name for arm in make_arms()]
     orders = [turned(arms, number) for number in range(2 * len(arms))]
     assert all(sorted(order, key=arms.index) == arms for order in orders)
@@ -104,12 +110,14 @@ def test_every_arm_comes_first_once_in_a_cycle() -> None:
     ids=["between", "on a point", "first of several", "never pays", "always pays"],
 )
 def test_crossover(points: list[tuple[float, float]], expected: float) -> None:
-    """Linear between neighbours; the first ratio where nothing pays, infinity where everything does."""
+    """Linear between neighbours; the first ratio where nothing pays,
+    infinity where everything does."""
     assert crossover(points) == pytest.approx(expected)
 
 
 def test_summary_finds_what_the_rounds_were_made_of() -> None:
-    """Shares are those built in whatever the machine's drift, and so is the crossover; phases are over the median of `full`."""
+    """Shares are those built in whatever the machine's drift, and so is the crossover;
+    phases are over the median of `full`."""
     results = summarize(make_samples(0.5, 1.0))
     arms = rows_of(results, 0, "arm")
     assert results["wrong"] == 0
@@ -126,7 +134,8 @@ def test_summary_finds_what_the_rounds_were_made_of() -> None:
     assert crossed["query/host"]["ratio"] == "0.50 [0.50, 0.50]"
     assert arms["query/host/0.5"]["full / arm"] == 1.0
     assert any(
-        said.startswith("400 tokens, query/host/0.5: full prefill takes 1.0 times") for said in results["verdict"]
+        said.startswith("400 tokens, query/host/0.5: full prefill takes 1.0 times")
+        for said in results["verdict"]
     )
 
 
@@ -137,10 +146,14 @@ def test_summary_has_no_crossover_where_all_ratios_pay() -> None:
 
 
 def test_wrong_samples_are_counted_and_kept_and_warm_up_is_not() -> None:
-    """A sample with other fates is no reason to drop it: its time stays in the medians, and the count tells."""
+    """A sample with other fates is no reason to drop it:
+    its time stays in the medians, and the count tells."""
     samples = make_samples(0.5, 1.0)
     samples[0]["wrong"] = ["gap 3"]
-    warm = [{**one, "warm_up": True, "metrics": {**one["metrics"], "ttft_s": 99.0}} for one in make_samples(1, 1, 1)]
+    warm = [
+        {**one, "warm_up": True, "metrics": {**one["metrics"], "ttft_s": 99.0}}
+        for one in make_samples(1, 1, 1)
+    ]
     results = summarize([*warm, *samples])
     assert results["wrong"] == 1
     assert results["tables"][0]["rows"] == summarize(samples)["tables"][0]["rows"]
@@ -148,7 +161,9 @@ def test_wrong_samples_are_counted_and_kept_and_warm_up_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "arm", [*make_arms(stock=True), FUSED, Arm("fused", "host", "context", 0.15)], ids=lambda a: a.name
+    "arm",
+    [*make_arms(stock=True), FUSED, Arm("fused", "host", "context", 0.15)],
+    ids=lambda a: a.name,
 )
 def test_fates_as_intended_are_not_wrong(arm: Arm) -> None:
     """Every arm has an answer that suits it."""
@@ -185,7 +200,8 @@ OTHER = {"fused_hit": 0, "gap": 0, "fallbacks": []}
     ],
 )
 def test_other_fates_are_wrong(arm: Arm, changed: dict[str, Any]) -> None:
-    """A hit where none should be, a chunk not moved, another ratio or tier: each makes the sample another measurement."""
+    """A hit where none should be, a chunk not moved, another ratio or tier:
+    each makes the sample another measurement."""
     assert wrong_fates(arm, make_sample(arm, **changed), 400, 4)
 
 

@@ -10,7 +10,9 @@ from eval.bench.storage import STATES, main, summarize
 from eval.run import Sample
 
 IDLE: dict[str, Any] = {
-    **dict.fromkeys(("loaded", "written", "late", "unpaid", "queue", "full", "pauses", "num_entries"), 0),
+    **dict.fromkeys(
+        ("loaded", "written", "late", "unpaid", "queue", "full", "pauses", "num_entries"), 0
+    ),
     "pays": True,
     "load_ms_per_mib": None,
     "problems": {},
@@ -18,12 +20,19 @@ IDLE: dict[str, Any] = {
 
 
 def samples(state: str, on_s: list[float], **counts: Any) -> list[Sample]:
-    """Pairs in which the server without a storage takes a second, behind one of warm-up in which the other takes an hour."""
+    """Pairs in which the server without a storage takes a second,
+    behind one of warm-up in which the other takes an hour."""
     made: list[Sample] = []
     for number, seconds in enumerate([3600.0, *on_s]):
         for arm, taken in (("off", 1.0), ("on", seconds)):
             fates = {"exact": 0, "relocated": 10, "recomputed": 5, "computed": 85}
-            told = {**IDLE, **{name: number * each if name == "loaded" else each for name, each in counts.items()}}
+            told = {
+                **IDLE,
+                **{
+                    name: number * each if name == "loaded" else each
+                    for name, each in counts.items()
+                },
+            }
             made.append(
                 {
                     "arm": arm,
@@ -47,13 +56,19 @@ def test_ratio_is_that_of_pairs_without_the_warm_up() -> None:
     assert counts[0]["loaded"] == 60
     assert found["idle"] == []
     assert found["verdict"] == [
-        "healthy: time to first token with the storage / without 1.020 [1.020, 1.020] at the median, 1.02 at p99: kept."
+        "healthy: time to first token with the storage / without 1.020 [1.020, 1.020] at the"
+        " median, 1.02 at p99: kept."
     ]
 
 
 @pytest.mark.parametrize(
     ("on_s", "kept"),
-    [([1.04] * 20, True), ([1.06] * 20, False), ([1.0] * 19 + [1.5], False), ([1.0] * 19 + [1.1], True)],
+    [
+        ([1.04] * 20, True),
+        ([1.06] * 20, False),
+        ([1.0] * 19 + [1.5], False),
+        ([1.0] * 19 + [1.1], True),
+    ],
 )
 def test_promise_is_of_the_median_and_of_the_last_hundredth(on_s: list[float], kept: bool) -> None:
     """Either one breaks it."""
@@ -62,7 +77,10 @@ def test_promise_is_of_the_median_and_of_the_last_hundredth(on_s: list[float], k
 
 def test_storage_whose_thread_does_nothing_is_told() -> None:
     """It would keep any promise."""
-    measured = [*samples("healthy", [1.0] * 8), *samples("refusing", [1.0] * 8, problems={"failed": 4})]
+    measured = [
+        *samples("healthy", [1.0] * 8),
+        *samples("refusing", [1.0] * 8, problems={"failed": 4}),
+    ]
     assert summarize(measured)["idle"] == ["healthy"]
 
 

@@ -1,4 +1,5 @@
-"""The pure part of the bench of tiers: what its samples say, and what each server may hold. No server."""
+"""The pure part of the bench of tiers: what its samples say, and what each server may hold.
+No server."""
 
 from __future__ import annotations
 
@@ -28,16 +29,27 @@ def test_each_tier_is_told_against_computing() -> None:
     ]
     found = summarize(samples)
     compute, host = found["tables"][0]["rows"]
-    assert found["verdict"] == ["2000 tokens, alone: from host 4.00 [4.00, 4.00] times sooner than computed."]
+    assert found["verdict"] == [
+        "2000 tokens, alone: from host 4.00 [4.00, 4.00] times sooner than computed."
+    ]
     assert (compute["compute / tier"], compute["loaded tokens"]) == ("1.00 [1.00, 1.00]", 0)
-    assert (host["compute / tier"], host["loaded tokens"], host["rounds"]) == ("4.00 [4.00, 4.00]", 2000, 20)
+    assert (host["compute / tier"], host["loaded tokens"], host["rounds"]) == (
+        "4.00 [4.00, 4.00]",
+        2000,
+        20,
+    )
 
 
 @pytest.mark.parametrize(("redis", "tiers"), [([], 3), (["--redis", "6379"], 4)])
-def test_host_memory_above_a_storage_holds_one_prompt_and_not_two(redis: list[str], tiers: int) -> None:
+def test_host_memory_above_a_storage_holds_one_prompt_and_not_two(
+    redis: list[str], tiers: int
+) -> None:
     """Of 14 layers with 4 heads of 64 numbers in bfloat16: 14 KiB a token."""
     found = _flags(_parse(redis), 6000, Path("x"))
     assert len(found) == tiers
-    held = {tier: int(flags[flags.index("--chunkcache-host-mib") + 1]) * 1024 / 14 for tier, flags in found.items()}
+    held = {
+        tier: int(flags[flags.index("--chunkcache-host-mib") + 1]) * 1024 / 14
+        for tier, flags in found.items()
+    }
     assert held["compute"] == 0
     assert 6000 < held["disk"] < 12_000 < 21 * 6000 < held["host"]

@@ -1,4 +1,5 @@
-"""The tree bench runs, at a small size, and reports what it promises. Its times depend on the machine; its sizes do not."""
+"""The tree bench runs, at a small size, and reports what it promises.
+Its times depend on the machine; its sizes do not."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""BERTScore with a tiny random BERT: equal to torchmetrics' one pair at a time, and to a slow direct computation.
+"""BERTScore with a tiny random BERT: equal to torchmetrics' one pair at a time, and to a slow
+direct computation.
 
 python -m pytest tests/eval/test_bert_score.py
 """
@@ -18,7 +19,21 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 from eval.errors import CommandError
 from eval.quality.bert_score import BertScore, match
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red", "green", "blue", "sky", "sea", "the", "is", "."]
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "red",
+    "green",
+    "blue",
+    "sky",
+    "sea",
+    "the",
+    "is",
+    ".",
+]
 ANSWERS = ["the red sky .", "blue", "sea is green", "the sea is the blue sky ."]
 REFERENCES = ["red", "the blue sky is red .", "green sea", "sky is blue"]
 
@@ -43,7 +58,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_equals_torchmetrics_pair_by_pair(encoder: Path) -> None:
-    """One at a time, because with several texts of different lengths torchmetrics 1.9 mixes up which belongs to which."""
+    """One at a time, because with several texts of different lengths torchmetrics 1.9 mixes up
+    which belongs to which."""
     pytest.importorskip("torchmetrics")
     from torchmetrics.functional.text.bert import bert_score
 
@@ -75,7 +91,9 @@ def test_equals_the_slow_way(encoder: Path) -> None:
 
 def test_the_best_reference_counts(encoder: Path) -> None:
     scorer = BertScore(encoder)
-    assert scorer.score("blue", REFERENCES) == max(scorer.score("blue", [text]) for text in REFERENCES)
+    assert scorer.score("blue", REFERENCES) == max(
+        scorer.score("blue", [text]) for text in REFERENCES
+    )
 
 
 def test_empty_texts(encoder: Path) -> None:
@@ -101,4 +119,9 @@ def test_what_is_no_encoder_is_said(tmp_path: Path) -> None:
 
 
 def test_the_record_says_what_it_depends_on(encoder: Path) -> None:
-    assert BertScore(encoder).spec() == {"encoder": encoder.name, "layer": 2, "idf": False, "rescaled": False}
+    assert BertScore(encoder).spec() == {
+        "encoder": encoder.name,
+        "layer": 2,
+        "idf": False,
+        "rescaled": False,
+    }

@@ -1,4 +1,5 @@
-"""The charts: what a reader needs is on them. No display, no file. Run: pytest tests/eval/test_charts.py"""
+"""The charts: what a reader needs is on them. No display, no file.
+Run: pytest tests/eval/test_charts.py"""
 
 from __future__ import annotations
 
@@ -16,11 +17,22 @@ from eval.recorded import read_recorded
 from eval.report import charts
 from eval.report.chapter import Chapter
 from eval.report.charts import embedded, lines_of
-from tests.eval.made_runs import HOSTILE, make_ratio, make_served, summarize, write_replay, write_run
+from tests.eval.made_runs import (
+    HOSTILE,
+    make_ratio,
+    make_served,
+    summarize,
+    write_replay,
+    write_run,
+)
 
 LINES = lines_of(["ours", "stock-lpm", "retriever", "tree"])
-SERVED = make_served({"stock-lpm": 1.5, "ours": 1.0}, cells=[{"rate": r} for r in (1, 2)], requests=12)
-WINDOWS = make_served({"stock-lpm": 1.5, "ours": 1.0}, cells=[{"window": w} for w in (10, 100, 1000)], requests=10)
+SERVED = make_served(
+    {"stock-lpm": 1.5, "ours": 1.0}, cells=[{"rate": r} for r in (1, 2)], requests=12
+)
+WINDOWS = make_served(
+    {"stock-lpm": 1.5, "ours": 1.0}, cells=[{"window": w} for w in (10, 100, 1000)], requests=10
+)
 
 
 def draw(make: Callable[[], Figure]) -> Figure:
@@ -66,9 +78,14 @@ def test_cdf_has_a_line_an_arm_and_a_panel_a_cell() -> None:
 
 
 def test_an_arm_has_one_colour_in_all_charts() -> None:
-    """Else a reader carries the wrong line over: known arms have theirs on every page, others what is left."""
+    """Else a reader carries the wrong line over:
+    known arms have theirs on every page, others what is left."""
     steps = draw(lambda: charts.ttft_cdf(SERVED, LINES))
-    assert windows(["ttft_s"]).axes[0].lines[0].get_color() == steps.axes[0].lines[0].get_color() == charts.COLOURS[0]
+    assert (
+        windows(["ttft_s"]).axes[0].lines[0].get_color()
+        == steps.axes[0].lines[0].get_color()
+        == charts.COLOURS[0]
+    )
     colours = [line["color"] for line in lines_of(["b", "stock-lpm", "craft"]).values()]
     assert colours == [charts.COLOURS[place] for place in (1, 3, 0)]
 
@@ -77,7 +94,11 @@ def test_curves_draw_the_median_of_times_in_the_order_of_x() -> None:
     """Values are those of the cells, and their intervals are at them."""
     cells = list(reversed(summarize(WINDOWS, against="stock-lpm")["cells"]))
     ax = windows(["ttft_s"], cells).axes[0]
-    expected = {one["cell"]["window"]: one["metrics"]["ttft_s"]["p50"] for one in cells if one["arm"] == "ours"}
+    expected = {
+        one["cell"]["window"]: one["metrics"]["ttft_s"]["p50"]
+        for one in cells
+        if one["arm"] == "ours"
+    }
     assert [text.get_text() for text in ax.get_xticklabels()] == ["10", "100", "1000"]
     assert list(ax.lines[0].get_ydata()) == [expected[x] for x in (10, 100, 1000)]  # type: ignore[arg-type]
     assert len(ax.collections) == 2
@@ -97,7 +118,9 @@ def test_an_arm_without_the_setting_is_a_level_line(tmp_path: Path) -> None:
 def test_a_replays_sizes_are_in_order_and_no_limit_is_the_last(tmp_path: Path) -> None:
     """Heights are the record's shares."""
     cells = read_recorded(write_replay(tmp_path / "replay")).cells
-    ax = draw(lambda: charts.curves(cells, LINES, setting="capacity", metrics=["saved_share"])).axes[0]
+    ax = draw(
+        lambda: charts.curves(cells, LINES, setting="capacity", metrics=["saved_share"])
+    ).axes[0]
     heights = sorted(y for line in ax.lines for y in np.asarray(line.get_ydata()).tolist())
     assert heights == sorted(one["saved"]["chunks"]["value"] for one in cells)
     assert [text.get_text() for text in ax.get_xticklabels()] == ["50", "1000", "no limit"]
@@ -112,7 +135,8 @@ def test_one_request_and_equal_times_still_show() -> None:
 
 
 def test_any_name_can_be_drawn() -> None:
-    """Markup, dollar signs, leading underscores and other scripts are text, and twenty arms have twenty entries."""
+    """Markup, dollar signs, leading underscores and other scripts are text,
+    and twenty arms have twenty entries."""
     names = [HOSTILE, "_hidden", "$\\frac{", "line\nbreak", *(f"arm {i}" for i in range(16))]
     samples = make_served(dict.fromkeys(names, 1.0), requests=3)
     lines = lines_of(names)

@@ -1,4 +1,5 @@
-"""One request against a streaming server: what is sent, what is timed, and what each way to fail becomes."""
+"""One request against a streaming server:
+what is sent, what is timed, and what each way to fail becomes."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def odd() -> Iterator[FakeEndpoint]:
         yield fake
 
 
-def ask(url: str, question: str, arm: Arm = CHAT, *, timeout_s: float = 5.0, **options: Any) -> Answer:
+def ask(
+    url: str, question: str, arm: Arm = CHAT, *, timeout_s: float = 5.0, **options: Any
+) -> Answer:
     """Send one request with two chunks."""
     request = Request("t:1", question, CHUNKS, system="Be brief.", conversation="c")
     history = [{"role": "user", "content": "earlier"}, {"role": "assistant", "content": "so"}]
@@ -49,9 +52,23 @@ def test_chat_puts_chunks_into_the_user_message(endpoint: FakeEndpoint) -> None:
     answer = ask(endpoint.url, "why?", body={"model": "m", "ignore_eos": True})
     body = endpoint.received[-1]
     assert body["path"] == "/v1/chat/completions"
-    assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "user"]
-    assert body["messages"][-1] == answer.message == {"role": "user", "content": "first\n\nsecond\n\nwhy?"}
-    assert (body["max_tokens"], body["temperature"], body["model"], body["ignore_eos"]) == (7, 0, "m", True)
+    assert [message["role"] for message in body["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+    ]
+    assert (
+        body["messages"][-1]
+        == answer.message
+        == {"role": "user", "content": "first\n\nsecond\n\nwhy?"}
+    )
+    assert (body["max_tokens"], body["temperature"], body["model"], body["ignore_eos"]) == (
+        7,
+        0,
+        "m",
+        True,
+    )
     assert "chunks" not in body
 
 
@@ -109,7 +126,12 @@ def test_adapter_that_fails_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     "event",
-    [{"choices": ["no object"]}, {"choices": 5}, {"choices": [{"delta": {"content": ["a"]}}]}, {"usage": "none"}],
+    [
+        {"choices": ["no object"]},
+        {"choices": 5},
+        {"choices": [{"delta": {"content": ["a"]}}]},
+        {"usage": "none"},
+    ],
 )
 def test_odd_answers_are_errors(odd: FakeEndpoint, event: dict[str, Any]) -> None:
     """One answer of another shape must not end the whole run."""
@@ -129,7 +151,9 @@ def test_odd_answers_are_errors(odd: FakeEndpoint, event: dict[str, Any]) -> Non
         ("complaint", "out of memory"),
     ],
 )
-def test_every_failure_is_an_error_and_no_exception(endpoint: FakeEndpoint, mishap: str, told: str) -> None:
+def test_every_failure_is_an_error_and_no_exception(
+    endpoint: FakeEndpoint, mishap: str, told: str
+) -> None:
     """A failed request that counts as answered would make a broken server look fast."""
     answer = ask(endpoint.url, mishap)
     assert answer.error is not None

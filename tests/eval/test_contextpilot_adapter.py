@@ -1,4 +1,5 @@
-"""The ContextPilot adapter's child process: its protocol, and that nothing ContextPilot does loses a request."""
+"""The ContextPilot adapter's child process:
+its protocol, and that nothing ContextPilot does loses a request."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class ContextPilot:
 
 
 def request(*ids: str, conversation: str | None = None) -> Request:
-    chunks = tuple(TextChunk(id=name, text=f"text of {name}, {place}") for place, name in enumerate(ids))
+    chunks = tuple(
+        TextChunk(id=name, text=f"text of {name}, {place}") for place, name in enumerate(ids)
+    )
     return Request(id="t:1", question="?", chunks=chunks, conversation=conversation)
 
 
@@ -128,7 +131,8 @@ REAL = os.environ.get("CONTEXTPILOT_PYTHON")
     reason="no contextpilot here; CONTEXTPILOT_PYTHON may name a Python that has it",
 )
 def test_the_real_one() -> None:
-    """ContextPilot 0.5.0 puts what it has seen first. From a thousand children of one node on, it fails on whatever overlaps."""
+    """ContextPilot 0.5.0 puts what it has seen first.
+    From a thousand children of one node on, it fails on whatever overlaps."""
     it = ContextPilotReorderer(Path(REAL) if REAL else None)
     assert order(it, request("a", "b", "c")) == ["a", "b", "c"]
     assert order(it, request("b", "a", "d")) == ["a", "b", "d"]

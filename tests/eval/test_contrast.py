@@ -47,7 +47,10 @@ def test_difference_and_p_value_known_answers() -> None:
 
 def test_equal_differences_have_no_p_value() -> None:
     """The t-test would divide by zero."""
-    assert contrast([(float(i), i + 1.0) for i in range(10)], statistic="difference of means")["p"] is None
+    assert (
+        contrast([(float(i), i + 1.0) for i in range(10)], statistic="difference of means")["p"]
+        is None
+    )
     assert contrast([(0.0, 0.0)], statistic="difference of means")["p"] is None
 
 
@@ -57,11 +60,14 @@ def test_quantiles_of_the_plain_data_are_numpys() -> None:
     expected: dict[Statistic, float] = {"ratio of medians": 0.5, "ratio of p90": 0.9}
     for statistic, q in expected.items():
         found = contrast([(a, b) for a, b in values], statistic=statistic)
-        assert found["value"] == pytest.approx(np.quantile(values[:, 0], q) / np.quantile(values[:, 1], q))
+        assert found["value"] == pytest.approx(
+            np.quantile(values[:, 0], q) / np.quantile(values[:, 1], q)
+        )
 
 
 def test_interval_equals_a_plain_bootstrap() -> None:
-    """Fast equals slow: drawing pairs one by one gives the same interval, up to the draws' chance."""
+    """Fast equals slow: drawing pairs one by one gives the same interval,
+    up to the draws' chance."""
     rng = np.random.default_rng(3)
     values = rng.lognormal(size=(60, 2))
     draws = [values[rng.integers(0, 60, 60)] for _ in range(4000)]
@@ -71,7 +77,9 @@ def test_interval_equals_a_plain_bootstrap() -> None:
     }
     for statistic, drawn in slow.items():
         found = contrast([(a, b) for a, b in values], statistic=statistic, draws=4000)
-        assert [found["low"], found["high"]] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), rel=0.05)
+        assert [found["low"], found["high"]] == pytest.approx(
+            np.quantile(drawn, [0.025, 0.975]), rel=0.05
+        )
 
 
 def test_mean_ratio_over_zero_has_no_value() -> None:
@@ -87,9 +95,15 @@ def test_interval_holds_the_truth_about_95_times_in_100(statistic: Statistic) ->
     for _ in range(200):
         shared = rng.normal(size=40)  # A long prompt is long in both arms.
         a, b = (np.exp(shared + 0.3 * rng.normal(size=40)) for _ in range(2))
-        pairs = list(zip(2 * a, b, strict=True)) if statistic != "difference of means" else list(zip(a, b, strict=True))
+        pairs = (
+            list(zip(2 * a, b, strict=True))
+            if statistic != "difference of means"
+            else list(zip(a, b, strict=True))
+        )
         found = contrast(pairs, statistic=statistic, draws=500)
-        held += found["low"] <= (0.0 if statistic == "difference of means" else 2.0) <= found["high"]
+        held += (
+            found["low"] <= (0.0 if statistic == "difference of means" else 2.0) <= found["high"]
+        )
     assert 0.90 <= held / 200 <= 0.99
 
 
@@ -105,7 +119,8 @@ def test_blocks_that_move_together_give_a_longer_interval() -> None:
 
 
 def test_few_blocks_fall_back_to_single_pairs_and_give_no_verdict() -> None:
-    """Seven blocks are seven witnesses at most: pairs give an interval to look at, which is too short to be believed."""
+    """Seven blocks are seven witnesses at most:
+    pairs give an interval to look at, which is too short to be believed."""
     pairs = [(float(i % 5), float(i % 7) + 9) for i in range(70)]
     blocked = contrast(pairs, statistic="difference of means", blocks=[i // 10 for i in range(70)])
     single = contrast(pairs, statistic="difference of means")
@@ -113,7 +128,8 @@ def test_few_blocks_fall_back_to_single_pairs_and_give_no_verdict() -> None:
     names = {"cell": {}, "metric": "em", "a": "x", "b": "y"}
     assert verdict({**names, **single}) is not None
     assert sentences([{**names, **blocked}]) == [
-        "No verdict in 1 of 1 comparisons: too few blocks of requests: 7; give --requests >= 80 and the warm-up's."
+        "No verdict in 1 of 1 comparisons: too few blocks of requests: 7; give --requests >= 80 and"
+        " the warm-up's."
     ]
 
 
@@ -164,18 +180,22 @@ def test_verdict_says_which_way() -> None:
     faster = contrast(TIMES)
     slower = contrast([(b, a) for a, b in TIMES])
     assert (
-        verdict(label(faster)) == "ours reaches the first token 2.00 times faster than stock at the median [2.00, 2.00]"
+        verdict(label(faster))
+        == "ours reaches the first token 2.00 times faster than stock at the median [2.00, 2.00]"
     )
     assert (
-        verdict(label(slower)) == "ours reaches the first token 2.00 times slower than stock at the median [2.00, 2.00]"
+        verdict(label(slower))
+        == "ours reaches the first token 2.00 times slower than stock at the median [2.00, 2.00]"
     )
     rose = contrast([(0.0, 0.5)] * 10, statistic="difference of means")
     assert (
         verdict(label(rose, "em"))
         == "exact match: ours is 0.5 higher than stock on average [0.5, 0.5], which is better"
     )
-    assert verdict(label(rose, "kl")) == (
-        "KL to full prefill, mean of the answer: ours is 0.5 nats higher than stock on average [0.5, 0.5], which is worse"
+    assert (
+        verdict(label(rose, "kl"))
+        == "KL to full prefill, mean of the answer: ours is 0.5 nats higher than stock on average"
+        " [0.5, 0.5], which is worse"
     )
     assert direction(label(rose, "no_such_metric")) is None
 
@@ -183,7 +203,12 @@ def test_verdict_says_which_way() -> None:
 def test_no_verdict_where_the_interval_holds_no_difference() -> None:
     """An interval that touches 1 or 0 excludes nothing."""
     assert verdict(label(contrast([(1.0, 1.0)] * 20))) is None
-    assert verdict(label(contrast([(0.0, 1.0), (1.0, 0.0)] * 10, statistic="difference of means"), "em")) is None
+    assert (
+        verdict(
+            label(contrast([(0.0, 1.0), (1.0, 0.0)] * 10, statistic="difference of means"), "em")
+        )
+        is None
+    )
 
 
 def test_no_verdict_of_fewer_than_eight_pairs() -> None:
@@ -191,7 +216,10 @@ def test_no_verdict_of_fewer_than_eight_pairs() -> None:
     few, enough = (label(contrast(TIMES[:n])) for n in (7, 8))
     assert sentences([few, enough]) == [
         verdict(enough),
-        "No verdict in 1 of 2 comparisons: too few requests: 7; give --requests >= 8 and the warm-up's.",
+        (
+            "No verdict in 1 of 2 comparisons: too few requests: 7; give --requests >= 8 and the"
+            " warm-up's."
+        ),
     ]
     assert "No difference" not in " ".join(sentences([few]))
 
@@ -205,9 +233,14 @@ def test_no_difference_is_said_of_what_could_have_shown_one() -> None:
 
 
 def test_difference_needs_the_t_test_too() -> None:
-    """A bootstrap interval of eight values is a little short: where the test finds nothing, nothing is found."""
+    """A bootstrap interval of eight values is a little short:
+    where the test finds nothing, nothing is found."""
     found = label(
-        contrast([(0.0, d) for d in (1.3, 1.1, 0.2, -0.5, 0.9, -0.4, 1.6, 0.3)], statistic="difference of means"), "em"
+        contrast(
+            [(0.0, d) for d in (1.3, 1.1, 0.2, -0.5, 0.9, -0.4, 1.6, 0.3)],
+            statistic="difference of means",
+        ),
+        "em",
     )
     assert found["low"] > 0
     assert found["p"] > 0.05
@@ -218,7 +251,10 @@ def test_difference_needs_the_t_test_too() -> None:
 def test_arm_that_fails_more_gets_no_verdict() -> None:
     """What it did answer may be what was easy: without its slow half any arm looks fast."""
     stock = make_arm([2.0 + i for i in range(90)])
-    ours = [{**s, "metrics": {}, "error": "timeout"} if i >= 43 else s for i, s in enumerate(make_arm([1.0] * 90))]
+    ours = [
+        {**s, "metrics": {}, "error": "timeout"} if i >= 43 else s
+        for i, s in enumerate(make_arm([1.0] * 90))
+    ]
     warm_up = make_sample("w", 1.0, warm_up=True, error="timeout")
     found = contrast_arms(stock, [*ours, warm_up], a="stock", b="ours")
     assert (found[0]["n"], found[0]["failed_a"], found[0]["failed_b"]) == (43, 0, 47)
@@ -227,16 +263,20 @@ def test_arm_that_fails_more_gets_no_verdict() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failed_a", "failed_b", "way"), [(9, 9, "better"), (0, 1, "better"), (0, 2, None), (9, 2, None)]
+    ("failed_a", "failed_b", "way"),
+    [(9, 9, "better"), (0, 1, "better"), (0, 2, None), (9, 2, None)],
 )
-def test_few_failures_or_as_many_on_both_sides_leave_the_verdict(failed_a: int, failed_b: int, way: str | None) -> None:
+def test_few_failures_or_as_many_on_both_sides_leave_the_verdict(
+    failed_a: int, failed_b: int, way: str | None
+) -> None:
     """One timeout in a hundred chooses no sample."""
     counts = {"failed_a": failed_a, "failed_b": failed_b, "asked_a": 100, "asked_b": 100}
     assert direction({**label(contrast(TIMES)), **counts}) == way
 
 
 def test_arms_are_paired_by_request_within_a_cell() -> None:
-    """Order, extra requests, warm-up, failures, missing and infinite values must not shift a pair."""
+    """Order, extra requests, warm-up, failures, missing and infinite values must not shift a
+    pair."""
     left = make_arm([2.0, 4.0, 6.0])
     right = [
         make_sample("q2", 3.0),
@@ -255,7 +295,9 @@ def test_arms_are_paired_by_request_within_a_cell() -> None:
 
 def test_request_taken_twice_counts_once() -> None:
     """Repeats are not new questions: they would make the interval too short."""
-    found = contrast_arms(make_arm([2.0, 2.0]) * 3, make_arm([1.0, 1.0]), a="a", b="b", metrics=["ttft_s"])
+    found = contrast_arms(
+        make_arm([2.0, 2.0]) * 3, make_arm([1.0, 1.0]), a="a", b="b", metrics=["ttft_s"]
+    )
     assert found[0]["n"] == 2
     assert contrast_arms(make_arm([2.0]), make_arm([1.0]), a="a", b="b", metrics=["em"]) == []
 
@@ -266,4 +308,7 @@ def test_blocks_of_the_samples_are_used() -> None:
     blocked = [{**s, "block": i // 10} for i, s in enumerate(make_arm(values))]
     other = make_arm([1.0] * 80)
     one = contrast_arms(blocked, other, a="a", b="b")[0]
-    assert (one["low"], one["high"]) != (contrast_arms(make_arm(values), other, a="a", b="b")[0]["low"], one["high"])
+    assert (one["low"], one["high"]) != (
+        contrast_arms(make_arm(values), other, a="a", b="b")[0]["low"],
+        one["high"],
+    )

@@ -1,4 +1,5 @@
-"""`quality dedup`: conversations worth deduplicating, histories, and what is counted, against a fake server.
+"""`quality dedup`: conversations worth deduplicating, histories, and what is counted, against a
+fake server.
 
 python -m pytest tests/eval/test_dedup.py
 """
@@ -32,7 +33,8 @@ def endpoint_of(fake: FakeChat, policy: str = "off") -> Endpoint:
 
 
 def test_world_conversations_repeat_chunks_and_hold_their_answers() -> None:
-    """Without repeated chunks the test would compare a server with itself; a question's passage is always retrieved."""
+    """Without repeated chunks the test would compare a server with itself;
+    a question's passage is always retrieved."""
     conversations = group(world())
     assert [len(turns) for turns in conversations] == [5, 5, 5, 5]
     for turns in conversations:
@@ -41,7 +43,9 @@ def test_world_conversations_repeat_chunks_and_hold_their_answers() -> None:
         assert len({turn.question for turn in turns}) == 5
         for turn in turns:
             assert set(turn.gold_ids) <= {chunk.id for chunk in turn.chunks}
-            assert any(turn.answers[1] in chunk.text for chunk in turn.chunks if chunk.id in turn.gold_ids)
+            assert any(
+                turn.answers[1] in chunk.text for chunk in turn.chunks if chunk.id in turn.gold_ids
+            )
     assert world() == world()
     ids = [{chunk.id for turn in turns for chunk in turn.chunks} for turns in conversations]
     assert not ids[0] & ids[1]  # each conversation has a world of its own
@@ -105,12 +109,18 @@ class FakeServers:
         return "fake"
 
 
-OPTIONS: dict[str, Any] = {"task": "t", "policies": ["off", "shown"], "model_path": "random", "weights": "auto"}
+OPTIONS: dict[str, Any] = {
+    "task": "t",
+    "policies": ["off", "shown"],
+    "model_path": "random",
+    "weights": "auto",
+}
 OPTIONS |= {"bert_encoder": None, "max_new_tokens": 8, "top_logprobs": 2}
 
 
 def test_an_interrupted_conversation_is_held_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its server is gone, and with it what had been shown; turns that were scored stay as they were."""
+    """Its server is gone, and with it what had been shown;
+    turns that were scored stay as they were."""
     monkeypatch.setattr("eval.quality.dedup.load_requests", lambda args: TURNS)
     run, mode = FakeRun(), Dedup(Namespace(**OPTIONS))
     with chatting(FakeChat(lambda body: "Yes.")) as fake:
@@ -126,7 +136,13 @@ def test_an_interrupted_conversation_is_held_again(monkeypatch: pytest.MonkeyPat
 
 
 def make_row(policy: str, request: str, f1: float, num_dropped: int = 0) -> dict[str, Any]:
-    row = {"arm": f"dedup {policy}", "cell": {}, "request": request, "metrics": {"f1": f1}, "fates": None}
+    row = {
+        "arm": f"dedup {policy}",
+        "cell": {},
+        "request": request,
+        "metrics": {"f1": f1},
+        "fates": None,
+    }
     return row | {"num_dropped": num_dropped}
 
 

@@ -37,7 +37,9 @@ def test_conversations_ask_about_every_chunk_and_the_server_retrieves_the_last()
     turns = phases["conversations"]
     assert set(Counter(turn.conversation for turn in turns).values()) == {NUM_TURNS}
     assert len({turn.id for turn in turns}) == 3 * NUM_TURNS
-    assert {chunk.id for turn in turns[:NUM_TURNS] for chunk in turn.chunks} == {chunk.id for chunk in turns[0].chunks}
+    assert {chunk.id for turn in turns[:NUM_TURNS] for chunk in turn.chunks} == {
+        chunk.id for chunk in turns[0].chunks
+    }
     assert [request.chunks for request in phases["server retrieves"]] == [()] * 5
 
 
@@ -52,14 +54,23 @@ def test_plain_cache_computes_what_no_earlier_prompt_begins_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hits", "right", "failed"), [(3, 1, ""), (0, 1, "no chunk was found"), (3, 0, "0 of 2 answers")]
+    ("hits", "right", "failed"),
+    [(3, 1, ""), (0, 1, "no chunk was found"), (3, 0, "0 of 2 answers")],
 )
 def test_nothing_reused_or_wrong_answers_fail(
     hits: int, right: int, failed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the sums of every phase, and all rows together."""
-    row = {**dict.fromkeys(HEADS, 5), "chunks_hit": hits, "right": right, "first_text_ms": 1.0, "shown": "Which?"}
-    assert tell({"single questions": [row, row], "conversations": []}, any_answer=False) == bool(failed)
+    row = {
+        **dict.fromkeys(HEADS, 5),
+        "chunks_hit": hits,
+        "right": right,
+        "first_text_ms": 1.0,
+        "shown": "Which?",
+    }
+    assert tell({"single questions": [row, row], "conversations": []}, any_answer=False) == bool(
+        failed
+    )
     out = capsys.readouterr().out
     assert failed in out
     assert "conversations" not in out

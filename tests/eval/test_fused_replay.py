@@ -1,4 +1,5 @@
-"""The fused replay by hand, on made traces, and as a command. test_fused_replay_is_the_server.py holds it against the server."""
+"""The fused replay by hand, on made traces, and as a command.
+test_fused_replay_is_the_server.py holds it against the server."""
 
 from __future__ import annotations
 
@@ -29,25 +30,35 @@ def make_replay(
     max_pass_tokens: int = 1000,
     **knobs: object,
 ) -> FusedReplay:
-    settings = ReplaySettings(order, "seen", eviction, "all", "shown", None, capacity_tokens, 1000, 2, 64)
+    settings = ReplaySettings(
+        order, "seen", eviction, "all", "shown", None, capacity_tokens, 1000, 2, 64
+    )
     least = {"max_pass_tokens": max_pass_tokens, "exact_gaps": 0}
     config = ChunkCacheConfig(**{**least, **knobs})  # type: ignore[arg-type]
-    return FusedReplay(settings, config, kv_bytes=1, store_bytes=1 << 30, prefill_budget=10, chunk_tokens=1)
+    return FusedReplay(
+        settings, config, kv_bytes=1, store_bytes=1 << 30, prefill_budget=10, chunk_tokens=1
+    )
 
 
 def request(names: str, num_tokens: int = 10) -> list[Chunk]:
     return [Chunk(ChunkId(name), num_tokens) for name in names]
 
 
-def fates(replay: FusedReplay, names: str, conversation: str | None = None) -> tuple[int, int, int, int]:
+def fates(
+    replay: FusedReplay, names: str, conversation: str | None = None
+) -> tuple[int, int, int, int]:
     """Tokens exact, relocated, recomputed, computed."""
     count = replay.step(request(names), conversation)
-    assert count.exact + count.relocated + count.recomputed + count.computed + count.dropped == count.tokens
+    assert (
+        count.exact + count.relocated + count.recomputed + count.computed + count.dropped
+        == count.tokens
+    )
     return count.exact, count.relocated, count.recomputed, count.computed
 
 
 def test_moved_chunks_by_hand() -> None:
-    """15% of what is moved is recomputed. C between moved chunks is a gap, at the end it is prefilled."""
+    """15% of what is moved is recomputed.
+    C between moved chunks is a gap, at the end it is prefilled."""
     replay = make_replay()
     assert fates(replay, "AB") == (0, 0, 0, 20)
     assert fates(replay, "BA") == (0, 17, 3, 0)
@@ -69,7 +80,8 @@ def test_another_head_is_a_source_and_no_prefix() -> None:
 
 
 def test_moved_kv_ends_the_exact_chain() -> None:
-    """B after nothing was moved, so B-A is not found as it is; C behind it was computed, and still no exact KV."""
+    """B after nothing was moved, so B-A is not found as it is;
+    C behind it was computed, and still no exact KV."""
     replay = make_replay(selector="query")
     replay.step(request("AB"))
     count = replay.step(request("BC"))
@@ -79,7 +91,8 @@ def test_moved_kv_ends_the_exact_chain() -> None:
 
 
 def test_fused_kv_is_found_again_by_its_recipe_alone() -> None:
-    """`query` chooses by the question, and each request has its own; `none` has one recipe for all."""
+    """`query` chooses by the question, and each request has its own;
+    `none` has one recipe for all."""
     for selector, found in (("query", 0), ("none", 20)):
         replay = make_replay(selector=selector)
         replay.step(request("AB"))
@@ -88,7 +101,8 @@ def test_fused_kv_is_found_again_by_its_recipe_alone() -> None:
 
 
 def test_order_aims_at_fused_chains_of_its_recipe() -> None:
-    """Behind C, B was fused before A; `query` chooses by the question, so nobody else's chain is one to follow."""
+    """Behind C, B was fused before A; `query` chooses by the question,
+    so nobody else's chain is one to follow."""
     for selector, found in (("query", 0), ("none", 20)):
         replay = make_replay(order="tree", selector=selector)
         for names in ("XAB", "C", "CBA"):
@@ -107,7 +121,8 @@ def test_a_chunk_moved_is_no_source_and_a_gap_is_one() -> None:
 
 
 def test_exact_chains_grow_by_a_chunk_a_request() -> None:
-    """B-C is exact for an exact request after two fused ones; the chunk that is grown by counts as computed."""
+    """B-C is exact for an exact request after two fused ones;
+    the chunk that is grown by counts as computed."""
     replay = make_replay(exact_gaps=1, order="tree")
     replay.step(request("ABC"))
     assert fates(replay, "BC") == (0, 8, 2, 10)
@@ -117,7 +132,8 @@ def test_exact_chains_grow_by_a_chunk_a_request() -> None:
 
 
 def test_chunks_cached_nowhere_come_before_what_is_moved() -> None:
-    """D is new: behind the chunk that the chain grows by it is exact, behind the moved C it would not be."""
+    """D is new: behind the chunk that the chain grows by it is exact,
+    behind the moved C it would not be."""
     replay = make_replay(exact_gaps=1, order="tree")
     replay.step(request("ABC"))
     count = replay.step(request("BCD"))
@@ -137,7 +153,13 @@ def test_half_of_the_requests_fused_are_counted_apart() -> None:
     settings = ReplaySettings("tree", "seen", "lru", "all", "shown", None, None, 1000, 2, 64)
     config = ChunkCacheConfig(reuse="fused")
     replay = FusedReplay(
-        settings, config, kv_bytes=1, store_bytes=1 << 30, prefill_budget=100, chunk_tokens=1, share=0.5
+        settings,
+        config,
+        kv_bytes=1,
+        store_bytes=1 << 30,
+        prefill_budget=100,
+        chunk_tokens=1,
+        share=0.5,
     )
     counts = [replay.step(request(names)) for names in ("ABC", "BC", "BC", "BC")]
     told = [(each.opted_tokens, each.opted_exact, each.opted_computed) for each in counts]
@@ -152,7 +174,11 @@ def test_store_takes_chunks_over_the_threshold() -> None:
     replay.step(request("AC"))
     assert [len(replay.store.find(ChunkId(name))) for name in "ABC"] == [1, 0, 0]
     replay.step(request("BC"))
-    assert [[each.prefix for each in replay.store.find(ChunkId(name))] for name in "ABC"] == [[()], [("A",)], [("A",)]]
+    assert [[each.prefix for each in replay.store.find(ChunkId(name))] for name in "ABC"] == [
+        [()],
+        [("A",)],
+        [("A",)],
+    ]
 
 
 def test_host_copies_serve_what_has_left_the_device() -> None:
@@ -166,7 +192,8 @@ def test_host_copies_serve_what_has_left_the_device() -> None:
 
 
 def test_later_turns_have_their_history_and_move_the_rest() -> None:
-    """A shown chunk is not sent again; C, cached elsewhere, is moved behind the history, which is found as it was made."""
+    """A shown chunk is not sent again; C, cached elsewhere, is moved behind the history,
+    which is found as it was made."""
     replay = make_replay()
     replay.step(request("C"))
     assert fates(replay, "AB", "talk") == (0, 0, 0, 20)
@@ -187,7 +214,8 @@ def test_a_history_that_has_left_is_moved_or_lost() -> None:
 
 
 def test_sources_and_prompt_are_not_evicted_for_the_request() -> None:
-    """Room for five chunks: B-A needs two, one stays free for an extend, and A and B are moved out of A-B, the oldest."""
+    """Room for five chunks: B-A needs two, one stays free for an extend,
+    and A and B are moved out of A-B, the oldest."""
     replay = make_replay(capacity_tokens=50)
     replay.step(request("AB"))
     replay.step(request("CD"))
@@ -205,11 +233,16 @@ def test_nothing_is_moved_without_room() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_limits_hold_on_any_trace(seed: int) -> None:
-    """Room and store after every request; fates add up (`fates`); what left the tree is no source."""
+    """Room and store after every request; fates add up (`fates`);
+    what left the tree is no source."""
     rng = random.Random(seed)
-    replay = make_replay(order="tree", eviction="reused", capacity_tokens=150, store_chunks=6, store_variants=2)
+    replay = make_replay(
+        order="tree", eviction="reused", capacity_tokens=150, store_chunks=6, store_variants=2
+    )
     for _ in range(400):
-        names = "".join(dict.fromkeys(rng.choice("AAABBBCCDDEFGHIJKLMN") for _ in range(rng.randint(1, 5))))
+        names = "".join(
+            dict.fromkeys(rng.choice("AAABBBCCDDEFGHIJKLMN") for _ in range(rng.randint(1, 5)))
+        )
         fates(replay, names, rng.choice([None, None, "x", "y"]) if rng.random() < 0.3 else None)
         if rng.random() < 0.2:
             replay._histories.clear()
@@ -227,7 +260,9 @@ def test_even_attention_is_the_sum_over_tokens() -> None:
     scores = EvenAttention.of(12, lens, num_tokens)
     weights = [1 / (12 + offset + 1) for offset in range(num_tokens)]
     assert scores.inter == pytest.approx([length * sum(weights) for length in lens], rel=1e-3)
-    assert scores.intra == pytest.approx(sum(offset * w for offset, w in enumerate(weights)), rel=1e-2)
+    assert scores.intra == pytest.approx(
+        sum(offset * w for offset, w in enumerate(weights)), rel=1e-2
+    )
     assert EvenAttention.of(0, (), num_tokens).inter == ()
 
 
@@ -245,14 +280,22 @@ def replay_command(*options: str, bare: bool = False) -> subprocess.CompletedPro
 
 
 def test_command_runs_on_python_alone(tmp_path: Path) -> None:
-    """`-S` hides torch, msgspec and everything else that is installed; exact and fused stand side by side."""
-    done = replay_command("--generate", "300", "--reuse", "fused", "--out", str(tmp_path / "run"), bare=True)
+    """`-S` hides torch, msgspec and everything else that is installed;
+    exact and fused stand side by side."""
+    done = replay_command(
+        "--generate", "300", "--reuse", "fused", "--out", str(tmp_path / "run"), bare=True
+    )
     assert done.returncode == 0, done.stderr
     results = read_record(tmp_path / "run")["results"]
     for entry in results["fused"]:
         assert sum(share["value"] for share in entry["fates"].values()) == pytest.approx(1)
-        assert entry["fates"]["exact"]["value"] == pytest.approx(entry["exact_without"]["value"], abs=0.02)
-        variants, store = {int(num): held for num, held in entry["variants"].items()}, entry["store"]
+        assert entry["fates"]["exact"]["value"] == pytest.approx(
+            entry["exact_without"]["value"], abs=0.02
+        )
+        variants, store = (
+            {int(num): held for num, held in entry["variants"].items()},
+            entry["store"],
+        )
         assert sum(chunks for chunks, _ in variants.values()) == store["num_chunks"]
         assert sum(num * chunks for num, (chunks, _) in variants.items()) == store["num_variants"]
         kv = sum(num * mib for num, (_, mib) in variants.items())
@@ -263,7 +306,9 @@ def test_command_runs_on_python_alone(tmp_path: Path) -> None:
 
 def test_command_names_an_option_out_of_range(tmp_path: Path) -> None:
     """By the server's flag, without a traceback."""
-    done = replay_command("--generate", "50", "--reuse", "fused", "--store-mib", "0", "--out", str(tmp_path / "run"))
+    done = replay_command(
+        "--generate", "50", "--reuse", "fused", "--store-mib", "0", "--out", str(tmp_path / "run")
+    )
     assert done.returncode == 2
     assert "store-mib must be at least 1" in done.stderr
     assert "Traceback" not in done.stderr
@@ -275,12 +320,25 @@ def test_all_of_ragpulse_fused(tmp_path: Path) -> None:
     folder = Path(os.environ.get("CHUNKCACHE_DATA", "/nowhere")) / "ragpulse"
     if not folder.exists():
         pytest.skip("no RAGPulse data")
-    trace = ["--trace", str(folder / "requests.jsonl.gz"), "--components", str(folder / "components.jsonl.gz")]
-    done = replay_command(*trace, "--reuse", "fused", "--capacity-tokens", "0", "--out", str(tmp_path / "run"))
+    trace = [
+        "--trace",
+        str(folder / "requests.jsonl.gz"),
+        "--components",
+        str(folder / "components.jsonl.gz"),
+    ]
+    done = replay_command(
+        *trace, "--reuse", "fused", "--capacity-tokens", "0", "--out", str(tmp_path / "run")
+    )
     assert done.returncode == 0, done.stderr
     (entry,) = read_record(tmp_path / "run")["results"]["fused"]
     shares = {fate: round(share["value"], 4) for fate, share in entry["fates"].items()}
-    assert shares == {"exact": 0.4555, "relocated": 0.2564, "recomputed": 0.0455, "computed": 0.2426, "dropped": 0.0}
+    assert shares == {
+        "exact": 0.4555,
+        "relocated": 0.2564,
+        "recomputed": 0.0455,
+        "computed": 0.2426,
+        "dropped": 0.0,
+    }
     assert round(entry["exact_without"]["value"], 4) == 0.5074
 
 
@@ -290,4 +348,7 @@ def test_removed_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     add_options(parser)
     with pytest.raises(SystemExit):
         parser.parse_args(["--scoring", "on"])
-    assert "--scoring was removed: a replay measures what its selector reads" in capsys.readouterr().err
+    assert (
+        "--scoring was removed: a replay measures what its selector reads"
+        in capsys.readouterr().err
+    )

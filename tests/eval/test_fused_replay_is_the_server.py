@@ -1,7 +1,9 @@
-"""`eval replay --reuse fused` against the server's own scheduler: the same requests, the same fates, sources and store.
+"""`eval replay --reuse fused` against the server's own scheduler: the same requests, the same
+fates, sources and store.
 
-The scheduler is `ChunkRadixCache` and `Fuser` on SGLang's pools (tests/reference/fused_scheduler.py). Only the model is
-replaced: its pass recomputes as many tokens as the plan foresees and measures the attention that the replay is told here.
+The scheduler is `ChunkRadixCache` and `Fuser` on SGLang's pools
+(tests/reference/fused_scheduler.py). Only the model is replaced: its pass recomputes as many tokens
+as the plan foresees and measures the attention that the replay is told here.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import SECRET, FakeReq, answer_of, marked
 
 WINDOW, NUM_CHUNKS, NUM_REQUESTS = 20, 14, 120
-TOKENS = [[100 * number + offset for offset in range(2 + number % 5)] for number in range(1, NUM_CHUNKS + 1)]
+TOKENS = [
+    [100 * number + offset for offset in range(2 + number % 5)]
+    for number in range(1, NUM_CHUNKS + 1)
+]
 CHUNKS = [Chunk(chunk_id(tokens), len(tokens)) for tokens in TOKENS]
 TOKENS_OF = {chunk.id: tokens for chunk, tokens in zip(CHUNKS, TOKENS, strict=True)}
 BYTES = 8
@@ -59,7 +64,12 @@ class Pair:
         )
         settings = ReplaySettings(order, "seen", "reused", "all", "off", None, None, WINDOW, 2, 64)
         self.replay = WatchedReplay(
-            settings, self.config, kv_bytes=BYTES, store_bytes=STORE_BYTES, prefill_budget=64, chunk_tokens=1
+            settings,
+            self.config,
+            kv_bytes=BYTES,
+            store_bytes=STORE_BYTES,
+            prefill_budget=64,
+            chunk_tokens=1,
         )
         self.server = FusedScheduler(5000, self.config, limits=limits, store_bytes=STORE_BYTES)
         self.exact_gaps = self.config.exact_gaps if order == "tree" else 0
@@ -82,11 +92,14 @@ class Pair:
             if asked[chunk.id] >= self.config.store_threshold
         ]
         promoted_len = next(
-            (index for index, chunk in enumerate(self.replay.prompt.chunks) if asked[chunk.id] < 2), len(spans)
+            (index for index, chunk in enumerate(self.replay.prompt.chunks) if asked[chunk.id] < 2),
+            len(spans),
         )
         selector = self.config.selector
         fusion = FusionRequest(selector, self.config.recompute_ratio, self.replay.prompt.recipe)
-        params = marked(spans, promoted_len=promoted_len, keep=keep, fusion=fusion, exact_gaps=self.exact_gaps)
+        params = marked(
+            spans, promoted_len=promoted_len, keep=keep, fusion=fusion, exact_gaps=self.exact_gaps
+        )
         number = len(self.recent) + 10_000 * self.replay.num_requests
         req = FakeReq([*ids, number, 7], params)
         self.server.serve(req, answer=[50])
@@ -99,7 +112,10 @@ class Pair:
     def empty_device(self) -> None:
         """Everything leaves both trees; the stores stay."""
         self.server.evict(5000)
-        settings, self.replay._settings = self.replay._settings, replace(self.replay._settings, capacity=1)
+        settings, self.replay._settings = (
+            self.replay._settings,
+            replace(self.replay._settings, capacity=1),
+        )
         self.replay._make_room(CHUNKS[:1], ())
         self.replay._settings = settings
 
@@ -109,7 +125,9 @@ def stored(store: VariantIndex) -> dict[ChunkId, list[tuple[Any, ...]]]:
     found = {}
     for chunk in CHUNKS:
         variants = store.find(chunk.id) or store.find((chunk.id, None, None))
-        found[chunk.id] = [(each.prefix, pytest.approx(each.reuse), each.last_used) for each in variants]
+        found[chunk.id] = [
+            (each.prefix, pytest.approx(each.reuse), each.last_used) for each in variants
+        ]
     return found
 
 
@@ -135,21 +153,41 @@ TIGHT = Limits(max_pass_tokens=9, max_gap_tokens=4, question_window=0)  # a repl
     ("order", "limits", "knobs"),
     [
         ("tree", ROOMY, {"selector": "query", "store_chunks": 2}),
-        ("tree", ROOMY, {"selector": "query", "exact_gaps": 2, "store_threshold": 1, "store_chunks": 2}),
+        (
+            "tree",
+            ROOMY,
+            {"selector": "query", "exact_gaps": 2, "store_threshold": 1, "store_chunks": 2},
+        ),
         ("tree", ROOMY, {"selector": "query", "exact_gaps": 0, "store_chunks": 2}),
-        ("retriever", TIGHT, {"selector": "query", "recompute_ratio": 0.5, "store_chunks": 4, "store_variants": 2}),
-        ("tree", ROOMY, {"selector": "none", "store_threshold": 1, "store_chunks": 2}),  # fused nodes are found again
+        (
+            "retriever",
+            TIGHT,
+            {"selector": "query", "recompute_ratio": 0.5, "store_chunks": 4, "store_variants": 2},
+        ),
+        # fused nodes are found again
+        ("tree", ROOMY, {"selector": "none", "store_threshold": 1, "store_chunks": 2}),
         ("tree", ROOMY, {"selector": "critical", "store_chunks": 2}),
-        ("retriever", ROOMY, {"selector": "context", "store_chunks": 3, "store_variants": 3, "store_threshold": 3}),
+        (
+            "retriever",
+            ROOMY,
+            {"selector": "context", "store_chunks": 3, "store_variants": 3, "store_threshold": 3},
+        ),
         ("tree", TIGHT, {"selector": "first", "recompute_ratio": 0.3, "store_chunks": 2}),
     ],
 )
 def test_replay_equals_the_server(
-    monkeypatch: pytest.MonkeyPatch, order: OrderPolicy, limits: Limits, knobs: dict[str, Any], seed: int
+    monkeypatch: pytest.MonkeyPatch,
+    order: OrderPolicy,
+    limits: Limits,
+    knobs: dict[str, Any],
+    seed: int,
 ) -> None:
-    """Request by request: the fates of its tokens, tiers of its sources, the whole store with f_r and order of use."""
+    """Request by request: the fates of its tokens, tiers of its sources,
+    the whole store with f_r and order of use."""
     monkeypatch.setattr(
-        fused.EvenAttention, "of", lambda start, lens, n: EvenAttention((1.0,) * len(lens), tuple(lens), 1.0, n)
+        fused.EvenAttention,
+        "of",
+        lambda start, lens, n: EvenAttention((1.0,) * len(lens), tuple(lens), 1.0, n),
     )
     pair = Pair(order, limits, **knobs)
     seen: Counter[str] = Counter()
@@ -170,6 +208,13 @@ def test_replay_equals_the_server(
     stats = pair.replay.store.stats()
     assert min(stats.num_evicted, stats.num_uses) > 0
     assert (
-        min(seen["exact"], seen["relocated"], seen["from_device"], seen["from_host"], seen["computed"], seen["ended"])
+        min(
+            seen["exact"],
+            seen["relocated"],
+            seen["from_device"],
+            seen["from_host"],
+            seen["computed"],
+            seen["ended"],
+        )
         > 0
     )

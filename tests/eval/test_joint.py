@@ -1,4 +1,5 @@
-"""KV for the joint encoding's figures: is it what the server caches and stores? And the command, at a small size."""
+"""KV for the joint encoding's figures: is it what the server caches and stores? And the command,
+at a small size."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def drawn(of: str, keys: str) -> Units:
 
 
 def test_variants_are_equal_in_layer_0_alone() -> None:
-    """Keys and values of layer 0 do not depend on the prefix: un-rotated they agree but for rounding. Later ones differ."""
+    """Keys and values of layer 0 do not depend on the prefix:
+    un-rotated they agree but for rounding. Later ones differ."""
     units = drawn("variants", "un-rotated")
     assert len(set(units.lens)) == 1
     keys = units.keys.view(4, 3, units.lens[0], -1).float()
@@ -47,11 +49,13 @@ def test_variants_are_equal_in_layer_0_alone() -> None:
 
 
 def test_neighbors_are_other_chunks_of_many_equal_words() -> None:
-    """Equal tokens have un-rotated values in layer 0 that are equal bit by bit, and behind other tokens other ones after that."""
+    """Equal tokens have un-rotated values in layer 0 that are equal bit by bit,
+    and behind other tokens other ones after that."""
     units = drawn("neighbors", "un-rotated")
     for layer, is_alike in ((0, True), (3, False)):
         first, second = (
-            {tuple(row.flatten().tolist()) for row in unit} for unit in torch.split(units.values[layer], units.lens)
+            {tuple(row.flatten().tolist()) for row in unit}
+            for unit in torch.split(units.values[layer], units.lens)
         )
         assert first != second
         assert (len(first & second) > min(len(first), len(second)) / 4) == is_alike
@@ -68,11 +72,16 @@ def test_cached_and_stored_chunks_are_one_but_for_positions() -> None:
 
 
 def test_queries_attend_as_the_model_does() -> None:
-    """Rotated queries over cached keys give the weights of transformers' own attention, whose logits are rounded to bfloat16."""
+    """Rotated queries over cached keys give the weights of transformers' own attention,
+    whose logits are rounded to bfloat16."""
     pieces = ["The company Lumex serves Marton.\n\n", "Which city does the company Lumex serve?"]
     cached = model().cached(pieces)
     llama: Any = model()._model
-    ids = [token for piece in pieces for token in model()._tokenizer.encode(piece, add_special_tokens=False)]
+    ids = [
+        token
+        for piece in pieces
+        for token in model()._tokenizer.encode(piece, add_special_tokens=False)
+    ]
     llama.set_attn_implementation("eager")
     with torch.inference_mode():
         own = llama(torch.tensor([ids]), output_attentions=True).attentions
@@ -87,7 +96,9 @@ def test_blocks_are_those_that_are_encoded(block_size: int) -> None:
     """Predictions come from the same blocks."""
     units = drawn("requests", "as cached")
     blocks = Blocks(units, block_size)
-    layer = encode(units.keys[1], units.values[1], units.lens, block_size=block_size, threshold=NEVER)
+    layer = encode(
+        units.keys[1], units.values[1], units.lens, block_size=block_size, threshold=NEVER
+    )
     assert torch.equal(layer.keys.flatten(1), blocks.keys(1))
     assert len(layer.keys) == sum(blocks.lens)
 
@@ -118,7 +129,10 @@ def test_command_writes_a_record(tmp_path: Path) -> None:
     tables = [one["rows"] for one in run.results["tables"]]
     assert len(tables) == 4
     ratios = {(row["of"], row["keys"], row["threshold"]): row for row in tables[1]}
-    assert ratios["variants", "un-rotated", 0.95]["measured"] > ratios["chunks", "un-rotated", 0.95]["measured"]
+    assert (
+        ratios["variants", "un-rotated", 0.95]["measured"]
+        > ratios["chunks", "un-rotated", 0.95]["measured"]
+    )
     assert {row["of"] for row in tables[2]} == {"requests"}
     for row in tables[2]:
         assert row["drift"] <= row["allowed by epsilon"] + 0.01
@@ -133,7 +147,11 @@ def test_a_block_is_similar_in_all_layers_or_it_is_not() -> None:
     owner = [sum(number >= end for end in ends) for number in range(sum(blocks.lens))]
     keys = [torch.nn.functional.normalize(blocks.keys(layer).float(), dim=1) for layer in range(4)]
     expected = [
-        max(min(float(each[i] @ each[j]) for each in keys) for j in range(len(owner)) if owner[j] != owner[i])
+        max(
+            min(float(each[i] @ each[j]) for each in keys)
+            for j in range(len(owner))
+            if owner[j] != owner[i]
+        )
         for i in range(len(owner))
     ]
     assert similar_in_all_layers(blocks).tolist() == pytest.approx(expected, abs=1e-5)

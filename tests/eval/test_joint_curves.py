@@ -1,4 +1,5 @@
-"""`quality joint`: what is fused of prompts, cells, batches and figures, with the bundled model and by hand."""
+"""`quality joint`: what is fused of prompts, cells, batches and figures,
+with the bundled model and by hand."""
 
 from __future__ import annotations
 
@@ -41,8 +42,13 @@ def prompt(number: int) -> Cached:
 
 def changed(after: Cached, before: Cached, layer: int) -> list[bool]:
     """By token, whether its keys or values are others."""
-    pairs = zip((after.pool.k_buffer, after.pool.v_buffer), (before.pool.k_buffer, before.pool.v_buffer), strict=True)
-    found: list[bool] = sum((a[layer] != b[layer]).flatten(1).any(1).int() for a, b in pairs).bool().tolist()  # type: ignore
+    pairs = zip(
+        (after.pool.k_buffer, after.pool.v_buffer),
+        (before.pool.k_buffer, before.pool.v_buffer),
+        strict=True,
+    )
+    differ = [(a[layer] != b[layer]).flatten(1).any(1) for a, b in pairs]
+    found: list[bool] = torch.stack(differ).any(0).tolist()
     return found
 
 
@@ -62,7 +68,8 @@ def rows_of(*argv: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_every_cell_is_measured_once() -> None:
-    """Thresholds and ratios, in blocks of every size, over chunks and over batches of every size."""
+    """Thresholds and ratios, in blocks of every size, over chunks and over batches of every
+    size."""
     cells = make_cells(["chunks", "batch"], [4, 16], [0.5], [1.5, 2.0], [2, 8])
     assert len(cells) == len({tuple(label_of(cell)) for cell in cells}) == (1 + 2) * 2 * 3
     assert cells[1] == {"over": "chunks", "block": 4, "ratio": 1.5}
@@ -71,9 +78,12 @@ def test_every_cell_is_measured_once() -> None:
 
 @pytest.mark.parametrize("over", ["chunks", "batch"])
 def test_whole_blocks_of_units_change_alone(over: str) -> None:
-    """Head, question and tails stay, except that a batch's units are whole prompts; the prompts themselves stay as they are."""
+    """Head, question and tails stay, except that a batch's units are whole prompts;
+    the prompts themselves stay as they are."""
     prompts = [prompt(0)] if over == "chunks" else [prompt(0), prompt(1)]
-    before = [[each.clone() for each in (*one.pool.k_buffer, *one.pool.v_buffer)] for one in prompts]
+    before = [
+        [each.clone() for each in (*one.pool.k_buffer, *one.pool.v_buffer)] for one in prompts
+    ]
     fused = fuse(prompts, Wish(4, threshold=ALL), over)
     for one, kept in zip(prompts, before, strict=True):
         assert all(map(torch.equal, (*one.pool.k_buffer, *one.pool.v_buffer), kept))
@@ -116,16 +126,25 @@ def test_answers_are_those_of_full_prefill_where_nothing_fuses() -> None:
     assert [row["arm"] for _, row in rows[:3]] == [FULL_PREFILL] * 3
     for row in joint:
         if row["cell"]["threshold"] == NONE:
-            assert (row["metrics"]["same"], row["metrics"]["kl"], row["metrics"]["kl_first"]) == (1, 0, 0)
+            assert (row["metrics"]["same"], row["metrics"]["kl"], row["metrics"]["kl_first"]) == (
+                1,
+                0,
+                0,
+            )
         elif row["cell"]["over"] == "chunks":
             assert row["metrics"]["kl"] > 0
             assert row["metrics"]["kl_first"] == 0
-    batches = [row["encoded"]["requests"] for row in joint if row["cell"] == {**row["cell"], "over": "batch"}]
+    batches = [
+        row["encoded"]["requests"]
+        for row in joint
+        if row["cell"] == {**row["cell"], "over": "batch"}
+    ]
     assert batches == [2, 2, 1] * 2
 
 
 def test_compression_counts_each_block_once() -> None:
-    """The two answers of a batch have the figures of both; by hand 2 x 8 blocks of 2 layers, 12 and 8 left."""
+    """The two answers of a batch have the figures of both;
+    by hand 2 x 8 blocks of 2 layers, 12 and 8 left."""
     alone = {"requests": 1, "blocks": 8, "shared": [8, 8], "ms": 1.0}
     both = {"requests": 2, "blocks": 16, "shared": [12, 8], "ms": 3.0}
     assert fused_of([both, both]) == {"compression": 1.6, "encode_ms": 3.0}
@@ -174,8 +193,13 @@ def test_flags_of_a_server_are_refused() -> None:
 
 
 def test_a_job_is_a_batch() -> None:
-    """The largest, of the world's questions; its key is that of its last sample. It needs no server."""
-    mode = JointCurves(options("--requests", "5", "--batch", "2", "--blocks", "8", "--ratios", "--thresholds", "0.5"))
+    """The largest, of the world's questions; its key is that of its last sample.
+    It needs no server."""
+    mode = JointCurves(
+        options(
+            "--requests", "5", "--batch", "2", "--blocks", "8", "--ratios", "--thresholds", "0.5"
+        )
+    )
     ((arms, jobs),) = mode.stages()
     assert arms == ()
     assert len(jobs) == 3

@@ -1,4 +1,5 @@
-"""The judge's adapter against a fake endpoint: strict replies, bounded retries, and a key that leaves no trace.
+"""The judge's adapter against a fake endpoint: strict replies, bounded retries, and a key that
+leaves no trace.
 
 python -m pytest tests/eval/test_judge.py
 """
@@ -18,7 +19,9 @@ TWO_OF_THREE = (
 
 
 def test_claims_are_counted() -> None:
-    assert supported_share(TWO_OF_THREE) == supported_share(f"```json\n{TWO_OF_THREE}\n```") == 2 / 3
+    assert (
+        supported_share(TWO_OF_THREE) == supported_share(f"```json\n{TWO_OF_THREE}\n```") == 2 / 3
+    )
     assert supported_share('{"claims": []}') is None
 
 
@@ -50,7 +53,11 @@ def test_the_judge_sees_question_answer_and_passages(monkeypatch: pytest.MonkeyP
     prompt = body["messages"][0]["content"]
     assert "[1] {first}\n[2] second" in prompt
     assert "Question: who?\nAnswer: me" in prompt
-    assert (body["path"], body["model"], body["temperature"]) == ("/v1/chat/completions", "judge-1", 0)
+    assert (body["path"], body["model"], body["temperature"]) == (
+        "/v1/chat/completions",
+        "judge-1",
+        0,
+    )
     assert judge.spec() == {"model": "judge-1", "failures": 0}
     assert "secret-key" not in str(body)
 

@@ -11,7 +11,8 @@ from eval.serve.latency import cell_rows, loaded_s, summarize, throughput
 
 
 def sample(arm: str = "ours", number: int = 0, ttft: float = 0.1, **other: Any) -> dict[str, Any]:
-    """An answered request; the n-th begins n seconds into its arm's load and takes half a second."""
+    """An answered request; the n-th begins n seconds into its arm's load and takes half a
+    second."""
     base = {
         "key": f"{arm}/t:{number}",
         "arm": arm,
@@ -32,7 +33,14 @@ def sample(arm: str = "ours", number: int = 0, ttft: float = 0.1, **other: Any) 
 
 
 def test_cells_are_one_row_for_each_arm_and_setting() -> None:
-    rows = cell_rows([sample(cell={"k": k}, arm=arm, number=n) for k in (1, 2) for n in (0, 1) for arm in ("a", "b")])
+    rows = cell_rows(
+        [
+            sample(cell={"k": k}, arm=arm, number=n)
+            for k in (1, 2)
+            for n in (0, 1)
+            for arm in ("a", "b")
+        ]
+    )
     assert [(row["arm"], row["cell"], row["n"]) for row in rows] == [
         ("a", {"k": 1}, 2),
         ("b", {"k": 1}, 2),
@@ -51,10 +59,13 @@ def test_times_are_quantiles_with_an_interval_of_the_median() -> None:
 
 
 def test_interval_of_a_cell_draws_whole_blocks() -> None:
-    """A block that was slow was slow for all of its requests: they are one witness, unless there are too few blocks."""
+    """A block that was slow was slow for all of its requests:
+    they are one witness, unless there are too few blocks."""
     widths = []
     for size in (10, 20):
-        taken = [sample(number=n, block=n // size, ttft=0.1 + 0.1 * (n // 10 % 4)) for n in range(120)]
+        taken = [
+            sample(number=n, block=n // size, ttft=0.1 + 0.1 * (n // 10 % 4)) for n in range(120)
+        ]
         figures = cell_rows(taken)[0]["metrics"]["ttft_s"]
         widths.append(figures["high"] - figures["low"])
     blocked, single = widths
@@ -63,7 +74,9 @@ def test_interval_of_a_cell_draws_whole_blocks() -> None:
 
 def test_few_blocks_are_named_not_called_no_difference() -> None:
     """Four blocks cannot show anything, so they have not shown that arms are alike."""
-    taken = [sample(arm=arm, number=n, block=n // 20) for n in range(80) for arm in ("stock-lpm", "ours")]
+    taken = [
+        sample(arm=arm, number=n, block=n // 20) for n in range(80) for arm in ("stock-lpm", "ours")
+    ]
     (said,) = summarize(taken, facts={}, against="stock-lpm")["verdict"]
     assert "too few blocks of requests: 4; give --requests >= 160" in said
 
@@ -102,14 +115,19 @@ def test_warm_up_counts_nowhere() -> None:
 
 
 def test_failed_requests_are_errors_and_have_no_times() -> None:
-    failed = sample(number=1, error="HTTP 500", metrics={}, fates=None, prompt_tokens=None, cached_tokens=None)
+    failed = sample(
+        number=1, error="HTTP 500", metrics={}, fates=None, prompt_tokens=None, cached_tokens=None
+    )
     (row,) = cell_rows([sample(), failed])
     assert (row["n"], row["errors"]) == (1, 1)
-    assert row["throughput"]["requests_per_s"] == pytest.approx(1 / 1.5), "the time it took is load all the same"
+    assert row["throughput"]["requests_per_s"] == pytest.approx(1 / 1.5), (
+        "the time it took is load all the same"
+    )
 
 
 def test_throughput_counts_the_time_the_arm_was_loaded() -> None:
-    """Between an arm's blocks another arm is measured, and the arm's clock stops; a pause inside a block is part of the load."""
+    """Between an arm's blocks another arm is measured, and the arm's clock stops;
+    a pause inside a block is part of the load."""
     taken = [sample(number=n) for n in range(4)]
     assert loaded_s(taken) == 1.5 + 1.5
     assert throughput(taken) == {
@@ -121,7 +139,9 @@ def test_throughput_counts_the_time_the_arm_was_loaded() -> None:
 
 def test_server_that_counts_no_tokens_has_no_token_figures() -> None:
     """Zero would read as a measurement."""
-    (row,) = cell_rows([sample(cached_tokens=None, prompt_tokens=None, completion_tokens=None, fates=None)])
+    (row,) = cell_rows(
+        [sample(cached_tokens=None, prompt_tokens=None, completion_tokens=None, fates=None)]
+    )
     assert row["fates"] is None
     assert row["cached_share"] is None
     assert row["throughput"]["output_tokens_per_s"] is None
@@ -130,12 +150,15 @@ def test_server_that_counts_no_tokens_has_no_token_figures() -> None:
 
 def test_cached_share_is_over_all_tokens() -> None:
     """A mean over requests would give short prompts too much weight."""
-    (row,) = cell_rows([sample(fates=None), sample(number=1, prompt_tokens=300, cached_tokens=0, fates=None)])
+    (row,) = cell_rows(
+        [sample(fates=None), sample(number=1, prompt_tokens=300, cached_tokens=0, fates=None)]
+    )
     assert row["cached_share"] == 25 / 400
 
 
 def test_recomputed_tokens_are_not_cached() -> None:
-    """SGLang counts recomputed tokens as cached, since they are in the cache's slots: more recomputing would look cheaper."""
+    """SGLang counts recomputed tokens as cached, since they are in the cache's slots:
+    more recomputing would look cheaper."""
     fates = {"exact": 10, "relocated": 15, "recomputed": 60, "computed": 15}
     (row,) = cell_rows([sample(cached_tokens=85, fates=fates)])
     assert row["cached_share"] == 0.25
@@ -149,7 +172,9 @@ def test_every_arm_is_compared_with_one_in_each_cell() -> None:
         for arm, ttft in (("stock-lpm", 0.3), ("ours", 0.1), ("craft", 0.3))
     ]
     results = summarize(samples, facts={"servers": {"ours": {}}}, against="stock-lpm")
-    found = {(c["b"], c["cell"]["rate"], c["metric"], c["statistic"]): c for c in results["contrasts"]}
+    found = {
+        (c["b"], c["cell"]["rate"], c["metric"], c["statistic"]): c for c in results["contrasts"]
+    }
     assert len(found) == 2 * 2 * 2 * 3
     assert found["ours", 1, "ttft_s", "ratio of medians"]["value"] == pytest.approx(3.0)
     assert found["craft", 2, "ttft_s", "ratio of p90"]["value"] == pytest.approx(1.0)
@@ -186,7 +211,9 @@ def test_nothing_taken_yet_has_results() -> None:
 
 
 def test_table_shows_arms_cells_and_ratios() -> None:
-    samples = [sample(arm=arm, number=n, cell={"k": 5}) for arm in ("stock-lpm", "ours") for n in range(8)]
+    samples = [
+        sample(arm=arm, number=n, cell={"k": 5}) for arm in ("stock-lpm", "ours") for n in range(8)
+    ]
     samples += [sample(number=9, error="x", metrics={}, cell={"k": 5}, completion_tokens=None)]
     results = summarize(samples, facts={}, against="stock-lpm")
     arms, ratios = (table["rows"] for table in results["tables"])
@@ -204,22 +231,38 @@ MOVED = {"exact": 10, "relocated": 60, "recomputed": 15, "computed": 15}
 def bystanders(arm: str, block: int, *gaps: float) -> dict[str, Any]:
     """A block's sample of the streams that only decode."""
     figures = {"itl_bystander_p50_s": gaps[0], "itl_bystander_p99_s": max(gaps)}
-    times = {"due_s": 0.0, "done_s": 1.0, "warm_up": False, "block": block, "gaps_s": list(gaps), "metrics": figures}
+    times = {
+        "due_s": 0.0,
+        "done_s": 1.0,
+        "warm_up": False,
+        "block": block,
+        "gaps_s": list(gaps),
+        "metrics": figures,
+    }
     return {"arm": arm, "cell": {}, "request": f"bystanders:{block}", **times}
 
 
 def test_bystanders_are_compared_with_arms_that_move_nothing() -> None:
-    """With the one that all are compared with, and with ours without moved KV; they are no requests of the load."""
+    """With the one that all are compared with, and with ours without moved KV;
+    they are no requests of the load."""
     taken = []
     for block in range(10):
         for arm, longest, fates in (
             ("stock-lpm", 0.04, None),
             ("ours", 0.05, MOVED | {"relocated": 0, "recomputed": 0}),
         ):
-            taken += [sample(arm, block, block=block, fates=fates), bystanders(arm, block, 0.02, longest)]
-        taken += [sample("fused", block, block=block, fates=MOVED), bystanders("fused", block, 0.02, 0.2)]
+            taken += [
+                sample(arm, block, block=block, fates=fates),
+                bystanders(arm, block, 0.02, longest),
+            ]
+        taken += [
+            sample("fused", block, block=block, fates=MOVED),
+            bystanders("fused", block, 0.02, 0.2),
+        ]
     results = summarize(taken, facts={}, against="stock-lpm")
-    found = {(c["a"], c["b"]): c for c in results["contrasts"] if c["metric"] == "itl_bystander_p99_s"}
+    found = {
+        (c["a"], c["b"]): c for c in results["contrasts"] if c["metric"] == "itl_bystander_p99_s"
+    }
     assert {pair: round(c["value"], 2) for pair, c in found.items()} == {
         ("stock-lpm", "ours"): 0.8,
         ("stock-lpm", "fused"): 0.2,
@@ -228,13 +271,24 @@ def test_bystanders_are_compared_with_arms_that_move_nothing() -> None:
     assert found["ours", "fused"]["num_blocks"] == 10
     row = results["cells"][2]
     assert (row["n"], row["bystanders"]["n"], row["bystanders"]["max_s"]) == (10, 20, 0.2)
-    assert sum("only decode, p99) is 5.00 times slower than stock-lpm" in line for line in results["verdict"]) == 1
+    assert (
+        sum(
+            "only decode, p99) is 5.00 times slower than stock-lpm" in line
+            for line in results["verdict"]
+        )
+        == 1
+    )
 
 
 def test_recomputed_share_is_of_what_the_request_moved() -> None:
-    """Chunks that an earlier request moved were recomputed then: they would make the share smaller than the arm's name says."""
-    own = sample(fates=MOVED, chunkcache={"chunks_hit": 1, "chunks_planned": None, "fallbacks": ["no_room"]})
-    theirs = sample(number=1, fates=MOVED, chunkcache={"chunks_hit": 1, "chunks_planned": None, "fused_hit": 50})
+    """Chunks that an earlier request moved were recomputed then:
+    they would make the share smaller than the arm's name says."""
+    own = sample(
+        fates=MOVED, chunkcache={"chunks_hit": 1, "chunks_planned": None, "fallbacks": ["no_room"]}
+    )
+    theirs = sample(
+        number=1, fates=MOVED, chunkcache={"chunks_hit": 1, "chunks_planned": None, "fused_hit": 50}
+    )
     (row,) = cell_rows([own, theirs])
     assert row["recomputed_share"] == 30 / (75 + 25)
     assert row["fallbacks"] == {"no_room": 1}
@@ -243,7 +297,10 @@ def test_recomputed_share_is_of_what_the_request_moved() -> None:
 def test_planned_hits_that_did_not_come_true() -> None:
     """Of all planned ones; finding more than was planned makes up for none."""
     counts = [(4, 3), (4, 6), (None, 2), (2, 2)]
-    taken = [sample(number=n, chunkcache={"chunks_planned": p, "chunks_hit": hit}) for n, (p, hit) in enumerate(counts)]
+    taken = [
+        sample(number=n, chunkcache={"chunks_planned": p, "chunks_hit": hit})
+        for n, (p, hit) in enumerate(counts)
+    ]
     assert cell_rows(taken)[0]["planned_missed"] == 1 / 10
 
 

@@ -1,4 +1,5 @@
-"""The compact form of a record: what goes in comes out, and a comparison of it says what one of the samples says."""
+"""The compact form of a record: what goes in comes out,
+and a comparison of it says what one of the samples says."""
 
 from __future__ import annotations
 
@@ -10,18 +11,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.packed import MIN_ROWS, pack_results, pack_samples, record_text, unpack_results, unpack_samples
+from eval.packed import (
+    MIN_ROWS,
+    pack_results,
+    pack_samples,
+    record_text,
+    unpack_results,
+    unpack_samples,
+)
 from eval.recorded import _replayed, _requests
 
 TEXT = st.text(max_size=3)
-LEAF = st.none() | st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False, allow_infinity=False) | TEXT
-ROW = st.dictionaries(TEXT, LEAF | st.dictionaries(TEXT, LEAF, max_size=2) | st.lists(LEAF, max_size=2), max_size=4)
-RESULTS = st.dictionaries(st.sampled_from("ab"), LEAF | ROW | st.lists(ROW, max_size=5) | st.lists(st.lists(ROW)))
+LEAF = (
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 9)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT
+)
+ROW = st.dictionaries(
+    TEXT, LEAF | st.dictionaries(TEXT, LEAF, max_size=2) | st.lists(LEAF, max_size=2), max_size=4
+)
+RESULTS = st.dictionaries(
+    st.sampled_from("ab"), LEAF | ROW | st.lists(ROW, max_size=5) | st.lists(st.lists(ROW))
+)
 
 
 @given(RESULTS)
 def test_results_come_back_as_they_were(results: dict[str, Any]) -> None:
-    """Keys in their order, numbers as they were, whatever is missing from a row; also by way of a file."""
+    """Keys in their order, numbers as they were, whatever is missing from a row;
+    also by way of a file."""
     told = json.loads(record_text({"results": pack_results(results)}))["results"]
     assert json.dumps(unpack_results(told)) == json.dumps(results)
 
@@ -49,7 +68,8 @@ def test_quantiles_that_nobody_reads_are_not_kept() -> None:
 
 
 def test_samples_come_back_by_arm_and_cell() -> None:
-    """Measured ones with all digits; of the others that they were there. What is no number is not measured."""
+    """Measured ones with all digits; of the others that they were there.
+    What is no number is not measured."""
     one = {"arm": "a", "cell": {"k": 2}, "request": 7, "block": "b1"}
     samples = [
         {**one, "warm_up": True, "metrics": {"ttft_s": 9.0}},
@@ -70,10 +90,16 @@ def test_samples_come_back_by_arm_and_cell() -> None:
 
 @pytest.mark.parametrize(("num", "size", "step"), [(85, 2, 5), (30, 2, 1), (40, 20, 1)])
 def test_replay_keeps_the_means_of_blocks(num: int, size: int, step: int) -> None:
-    """Blocks of ten requests. With fewer than eight of them, bins are drawn, and kept; so they are where a bin is longer."""
+    """Blocks of ten requests. With fewer than eight of them, bins are drawn, and kept;
+    so they are where a bin is longer."""
     rng = np.random.default_rng(num)
     counts = {name: rng.integers(0, 5, num).tolist() for name in ("hits", "dropped", "lost")}
-    row = {"cell": {"order": "tree"}, "bin": size, "chunks": rng.integers(5, 9, num).tolist(), **counts}
+    row = {
+        "cell": {"order": "tree"},
+        "bin": size,
+        "chunks": rng.integers(5, 9, num).tolist(),
+        **counts,
+    }
     (kept,) = unpack_samples(pack_samples([row], 10))
     assert (kept["num"], kept["step"], len(kept["hits"])) == (num, step, -(-num // step))
     samples = _requests(_replayed([kept])[0])

@@ -23,7 +23,17 @@ CHUNKS = tuple(TextChunk(f"p{i}", f"text {i}") for i in range(3))
 
 def run(fake: FakeChat, out: Path, *options: str) -> dict[str, Any]:
     """The record of two questions of the world, three chunks each, ten orders."""
-    argv = ["permutation", "--requests", "2", "--k", "3", "--orders", "10", "--arm", f"ours={fake.url},rag"]
+    argv = [
+        "permutation",
+        "--requests",
+        "2",
+        "--k",
+        "3",
+        "--orders",
+        "10",
+        "--arm",
+        f"ours={fake.url},rag",
+    ]
     assert main([*argv, "--out", str(out), *options]) == 0
     return read_record(out)
 
@@ -33,11 +43,17 @@ def last_chunk(body: Body) -> str:
     return f"{body['chunks'][-1]['text']}"
 
 
-def test_orders_are_asked_as_drawn_and_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three chunks have six orders, of which ten draws name some twice: the server sees each once, and is told to keep it."""
+def test_orders_are_asked_as_drawn_and_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three chunks have six orders, of which ten draws name some twice:
+    the server sees each once, and is told to keep it."""
     with chatting(FakeChat(last_chunk)) as fake:
         record = run(fake, tmp_path / "run")
-        asked = [(b["messages"][-1]["content"], tuple(c["id"] for c in b["chunks"])) for b in fake.received]
+        asked = [
+            (b["messages"][-1]["content"], tuple(c["id"] for c in b["chunks"]))
+            for b in fake.received
+        ]
         assert all(body["order"] == "retriever" for body in fake.received)
     assert len(asked) == len(set(asked)) <= 2 * 6
     assert f"eval quality: {len(asked)} requests to send" in capsys.readouterr().err.splitlines()[0]
@@ -45,7 +61,10 @@ def test_orders_are_asked_as_drawn_and_once(tmp_path: Path, capsys: pytest.Captu
     assert len(rows) == 2 * 11
     assert [row["permutation"] for row in rows[:11]] == list(range(11))
     assert len({row["block"] for row in rows[:11]}) == 1  # 11 orders of one request are one sample
-    assert [(cell["n"], cell["num_answers"]) for cell in record["results"]["cells"]] == [(2, 2), (2, 20)]
+    assert [(cell["n"], cell["num_answers"]) for cell in record["results"]["cells"]] == [
+        (2, 2),
+        (2, 20),
+    ]
 
 
 def test_an_order_dependent_model_is_found_out(tmp_path: Path) -> None:
@@ -59,18 +78,25 @@ def test_an_order_dependent_model_is_found_out(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
-    """A request whose orders are not all there is asked again; the other one is not, and no sample is there twice."""
+    """A request whose orders are not all there is asked again;
+    the other one is not, and no sample is there twice."""
     with chatting(FakeChat(last_chunk)) as fake:
         whole = run(fake, tmp_path / "whole")
         part = tmp_path / "part"
         part.mkdir()
         lines = (tmp_path / "whole" / "samples.jsonl").read_text().splitlines(keepends=True)
         (part / "samples.jsonl").write_text("".join(lines[:21]))
-        record = (tmp_path / "whole" / "record.json").read_text().replace('"complete": true', '"complete": false')
+        record = (
+            (tmp_path / "whole" / "record.json")
+            .read_text()
+            .replace('"complete": true', '"complete": false')
+        )
         (part / "record.json").write_text(record)
         before = len(fake.received)
         again = run(fake, part)
-        assert len(fake.received) - before == len({tuple(row["order"]) for row in read_samples(part)[11:]})
+        assert len(fake.received) - before == len(
+            {tuple(row["order"]) for row in read_samples(part)[11:]}
+        )
     assert len(read_samples(part)) == 22
     assert again["results"]["requests"] == whole["results"]["requests"]
 
@@ -90,11 +116,19 @@ def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def make_row(request: str, number: int, f1: float) -> dict[str, Any]:
     cell = {"order": "random" if number else "retriever"}
-    return {"arm": "a", "cell": cell, "request": request, "permutation": number, "metrics": {"f1": f1}, "fates": None}
+    return {
+        "arm": "a",
+        "cell": cell,
+        "request": request,
+        "permutation": number,
+        "metrics": {"f1": f1},
+        "fates": None,
+    }
 
 
 def test_mean_and_deviation_by_hand() -> None:
-    """One request within its deviation (0.5 against 0.5 ± 0.5), one outside (1 against 0), one that never changes."""
+    """One request within its deviation (0.5 against 0.5 ± 0.5), one outside (1 against 0),
+    one that never changes."""
     rows = [make_row("1", n, f1) for n, f1 in enumerate([0.5, 0.0, 1.0])]
     rows += [make_row("2", n, f1) for n, f1 in enumerate([1.0, 0.0, 0.0])]
     rows += [make_row("3", n, 0.3) for n in range(3)]
@@ -106,11 +140,20 @@ def test_mean_and_deviation_by_hand() -> None:
 
 
 def test_orders_of_one_request_are_one_sample() -> None:
-    """A hundred orders of two requests are no two hundred draws: one always right, one never, so [0, 1] it is."""
-    rows = [make_row(request, n, f1) for request, f1 in (("1", 0.0), ("2", 1.0)) for n in range(101)]
+    """A hundred orders of two requests are no two hundred draws:
+    one always right, one never, so [0, 1] it is."""
+    rows = [
+        make_row(request, n, f1) for request, f1 in (("1", 0.0), ("2", 1.0)) for n in range(101)
+    ]
     given, drawn = figures_of(rows)["cells"]
     found = drawn["metrics"]["f1"]
-    assert (drawn["n"], drawn["num_answers"], found["mean"], found["low"], found["high"]) == (2, 200, 0.5, 0, 1)
+    assert (drawn["n"], drawn["num_answers"], found["mean"], found["low"], found["high"]) == (
+        2,
+        200,
+        0.5,
+        0,
+        1,
+    )
     assert given["metrics"]["f1"] == found
 
 

@@ -17,7 +17,16 @@ import pytest
 from eval.errors import CommandError
 from eval.quality import ratio_curves
 from eval.quality.greedy import Endpoint, Greedy
-from eval.quality.ratio_cases import CLIP_CHARS, LONG, Case, data_cases, long_request, make_case, ranker, world_cases
+from eval.quality.ratio_cases import (
+    CLIP_CHARS,
+    LONG,
+    Case,
+    data_cases,
+    long_request,
+    make_case,
+    ranker,
+    world_cases,
+)
 from eval.quality.ratio_curves import (
     CAPTURES,
     SELECTORS,
@@ -55,7 +64,15 @@ def make_test_case(num_chunks: int = 4, name: str = "t:1") -> Case:
 
 
 def options(**changed: Any) -> Namespace:
-    known = {"k": 4, "requests": 3, "neighbors": [2], "seed": 0, "task": "world", "questions": ["linked"], "worlds": 1}
+    known = {
+        "k": 4,
+        "requests": 3,
+        "neighbors": [2],
+        "seed": 0,
+        "task": "world",
+        "questions": ["linked"],
+        "worlds": 1,
+    }
     known |= {"rounds": [1], "from_store": False}
     known |= {"model_path": "bundled", "retriever": None}
     return Namespace(**known | changed)
@@ -73,7 +90,9 @@ def mode_of(cells: list[ratio_curves.Cell], names: tuple[str, ...] = CAPTURES) -
     return mode
 
 
-def rows_of(fake: FakeChat, case: Case, cells: list[ratio_curves.Cell], names: tuple[str, ...] = CAPTURES) -> list[Any]:
+def rows_of(
+    fake: FakeChat, case: Case, cells: list[ratio_curves.Cell], names: tuple[str, ...] = CAPTURES
+) -> list[Any]:
     """Key and sample of everything that an empty run lacks."""
     return list(mode_of(cells, names).take(case, {"fused": endpoint_of(fake)}))
 
@@ -98,7 +117,8 @@ def test_cells_run_ends_once() -> None:
 
 
 def test_a_capture_for_each_number_of_neighbors() -> None:
-    """FusionRAG fig. 17, and for each number of variants; other captures have no neighbours or rounds to vary."""
+    """FusionRAG fig. 17, and for each number of variants;
+    other captures have no neighbours or rounds to vary."""
     assert make_captures(CAPTURES, [1, 5], [1, 3]) == [
         {"capture": "alone"},
         {"capture": "live"},
@@ -120,7 +140,11 @@ def test_strangers_and_neighbors_are_not_in_the_prompt() -> None:
 
 
 def test_ranker_prefers_rare_words() -> None:
-    corpus = [TextChunk("a", "the red fox"), TextChunk("b", "the blue fox"), TextChunk("c", "the blue whale")]
+    corpus = [
+        TextChunk("a", "the red fox"),
+        TextChunk("b", "the blue fox"),
+        TextChunk("c", "the blue whale"),
+    ]
     assert [c.id for c in ranker(corpus)("a blue whale", 2)] == ["c", "b"]
     assert [c.id for c in ranker(corpus)("the", 3)] == ["a", "b", "c"]
 
@@ -134,11 +158,15 @@ def test_ranker_prefers_rare_words() -> None:
         ({"capture": "live"}, {1, 3}),
     ],
 )
-def test_every_chunk_is_captured_once_where_the_capture_says(capture: dict[str, Any], expected: set[int]) -> None:
+def test_every_chunk_is_captured_once_where_the_capture_says(
+    capture: dict[str, Any], expected: set[int]
+) -> None:
     case = make_test_case()
     with chatting(FakeChat(answer)) as fake:
         behind = bring_in(endpoint_of(fake), capture, case, "salt", random.Random(0))
-    assert {c.id: fake.prefixes["salt"][c.id] for c in case.request.chunks} == {c: [*n] for c, n in behind.items()}
+    assert {c.id: fake.prefixes["salt"][c.id] for c in case.request.chunks} == {
+        c: [*n] for c, n in behind.items()
+    }
     assert set().union(*behind.values()) == expected
 
 
@@ -147,24 +175,38 @@ def test_rounds_capture_variants_of_every_chunk() -> None:
     case, orders = make_test_case(), []
     for rounds in (1, 3):
         with chatting(FakeChat(answer)) as fake:
-            behind = bring_in(endpoint_of(fake), {"capture": "live", "rounds": rounds}, case, "salt", random.Random(0))
+            behind = bring_in(
+                endpoint_of(fake),
+                {"capture": "live", "rounds": rounds},
+                case,
+                "salt",
+                random.Random(0),
+            )
         orders.append([[chunk["id"] for chunk in body["chunks"]] for body in fake.received])
         for chunk in case.request.chunks:
-            variants = {tuple(order[: order.index(chunk.id)]) for order in orders[-1] if chunk.id in order}
+            variants = {
+                tuple(order[: order.index(chunk.id)]) for order in orders[-1] if chunk.id in order
+            }
             assert len(variants) == rounds
             assert {len(prefix) for prefix in variants} == behind[chunk.id]
     assert orders[1][:2] == orders[0]
 
 
 def test_a_full_pool_leaves_the_store_alone() -> None:
-    """Other tenants' KV takes the place of what was captured, and a copy on the device ends the run."""
+    """Other tenants' KV takes the place of what was captured,
+    and a copy on the device ends the run."""
     case = make_test_case()
     with chatting(FakeChat(answer)) as fake:
         fill_pool(endpoint_of(fake), long_request(case.request, 100))
     assert len({body["cache_salt"] for body in fake.received}) * LONG > STORE_POOL
     source = {"chunk": "p0", "from": "device", "variant_prefix": 1}
-    for fallbacks, sources, told in (([], [source], "another source"), (["no_room"], [], "not moved .*no_room")):
-        found = Greedy("x", [], [], (), 10, 0, {"reuse": {"sources": sources}, "fallbacks": fallbacks})
+    for fallbacks, sources, told in (
+        ([], [source], "another source"),
+        (["no_room"], [], "not moved .*no_room"),
+    ):
+        found = Greedy(
+            "x", [], [], (), 10, 0, {"reuse": {"sources": sources}, "fallbacks": fallbacks}
+        )
         with pytest.raises(CommandError, match=told):
             check_sources(found, {"p0": {1}}, from_store=True)
 
@@ -173,9 +215,15 @@ def test_questions_and_captures_are_kept_apart() -> None:
     """Full prefill never shares a salt with moved chunks, nor one capture with another."""
     cells = make_cells(["first"], [0, 0.15, 1])
     with chatting(FakeChat(answer)) as fake:
-        rows = [row for name in ("t:1", "t:2") for _, row in rows_of(fake, make_test_case(name=name), cells)]
+        rows = [
+            row
+            for name in ("t:1", "t:2")
+            for _, row in rows_of(fake, make_test_case(name=name), cells)
+        ]
         chats = [body for body in fake.received if "messages" in body]
-    full = {body["cache_salt"] for body in chats if body["reuse"] == "exact" and body["max_tokens"] == 8}
+    full = {
+        body["cache_salt"] for body in chats if body["reuse"] == "exact" and body["max_tokens"] == 8
+    }
     moved = [body["cache_salt"] for body in chats if body["reuse"] != "exact"]
     assert not full & set(moved)
     assert len(full) == 2
@@ -191,7 +239,8 @@ def test_questions_and_captures_are_kept_apart() -> None:
 
 
 def test_a_foreign_source_is_refused() -> None:
-    """A chunk moved from another capture than the case's would compare selectors on different KV."""
+    """A chunk moved from another capture than the case's would compare selectors on different
+    KV."""
     sources = [
         {"chunk": "p0", "from": "device", "variant_prefix": 2},
         {"chunk": "p1", "from": "host", "variant_prefix": 0},
@@ -210,7 +259,9 @@ def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 FATES = {"exact": 10, "relocated": 60, "recomputed": 20, "computed": 10}
 
 
-def make_row(arm: str, capture: str, request: str, f1: float, ratio: float = 0.15) -> dict[str, Any]:
+def make_row(
+    arm: str, capture: str, request: str, f1: float, ratio: float = 0.15
+) -> dict[str, Any]:
     metrics = {"em": f1, "f1": f1, "rouge_l": f1, "same": f1, "kl": f1 / 10}
     cell = {"capture": capture, "ratio": ratio}
     return {"arm": arm, "cell": cell, "metrics": metrics, "fates": FATES, "request": request}
@@ -218,7 +269,10 @@ def make_row(arm: str, capture: str, request: str, f1: float, ratio: float = 0.1
 
 def make_rows() -> list[dict[str, Any]]:
     """Full prefill 1, full reuse 0.5 alone and 0.75 preprocessed, query 0.75 and 1, random 0.5."""
-    rows = [{"arm": "full-prefill", "cell": {}, "request": r, "metrics": {"f1": 1.0}, "fates": None} for r in "ab"]
+    rows = [
+        {"arm": "full-prefill", "cell": {}, "request": r, "metrics": {"f1": 1.0}, "fates": None}
+        for r in "ab"
+    ]
     for capture, arm, values in (
         ("alone", "full-reuse", (0.0, 1.0)),
         ("alone", "query", (0.5, 1.0)),
@@ -239,7 +293,8 @@ def test_figures_by_hand() -> None:
     assert found["query", "alone"]["metrics"]["f1"]["mean"] == 0.75
     assert found["query", "alone"]["normalized_f1"] == 0.5
     assert found["query", "preprocessed"]["normalized_f1"] == 1.0
-    assert found["full-reuse", "preprocessed"]["normalized_f1"] == 0.5  # of full reuse without preprocessing
+    # of full reuse without preprocessing
+    assert found["full-reuse", "preprocessed"]["normalized_f1"] == 0.5
     assert "normalized_f1" not in found["full-prefill", None]
     shares = [found["query", "alone"][f"{name}_share"] for name in ("exact", "moved", "recomputed")]
     assert shares == [0.1, 0.8, 0.25]
@@ -306,13 +361,24 @@ def test_own_questions_need_no_other_passage() -> None:
 
 
 def test_kinds_and_worlds_take_turns() -> None:
-    """An interrupted run has some of each. A kind's questions do not depend on which others are asked."""
+    """An interrupted run has some of each.
+    A kind's questions do not depend on which others are asked."""
     cases = world_cases(options(questions=["own", "order"], worlds=2))
-    assert [case.request.id for case in cases[:5]] == ["own:0:0", "order:0:0", "own:1:0", "order:1:0", "own:0:1"]
+    assert [case.request.id for case in cases[:5]] == [
+        "own:0:0",
+        "order:0:0",
+        "own:1:0",
+        "order:1:0",
+        "own:0:1",
+    ]
     assert [case.questions for case in cases[:2]] == ["own", "order"]
     assert len(cases) == 2 * 2 * 3
     assert cases[::4] == world_cases(options(questions=["own"]))
-    worlds = {chunk.id.partition(":")[0] for case in cases[2::4] for chunk in (*case.request.chunks, *case.strangers)}
+    worlds = {
+        chunk.id.partition(":")[0]
+        for case in cases[2::4]
+        for chunk in (*case.request.chunks, *case.strangers)
+    }
     assert worlds == {"1"}
     with pytest.raises(CommandError, match="--questions linked-3 needs --k 6 or more, got 4"):
         world_cases(options(questions=["own", "linked-3"]))
@@ -328,10 +394,17 @@ def test_kinds_are_cells_of_their_own() -> None:
         for number, (before, after) in enumerate(zip(prefilled, reused, strict=True)):
             both: dict[str, Any] = {"request": f"{kind}:{number}", "fates": None}
             rows.append(
-                {"arm": "full-prefill", "cell": {"questions": kind}, "metrics": {"em": before, "f1": before}, **both}
+                {
+                    "arm": "full-prefill",
+                    "cell": {"questions": kind},
+                    "metrics": {"em": before, "f1": before},
+                    **both,
+                }
             )
             cell: dict[str, Any] = {"questions": kind, "capture": "live", "ratio": 0.0}
-            rows.append({"arm": "full-reuse", "cell": cell, "metrics": {"em": after, "f1": after}, **both})
+            rows.append(
+                {"arm": "full-reuse", "cell": cell, "metrics": {"em": after, "f1": after}, **both}
+            )
             rows.append(rows[-1] | {"arm": "critical", "cell": {**cell, "ratio": 0.15}})
     results = figures_of(rows)
     found = {(cell["arm"], cell["cell"]["questions"]): cell for cell in results["cells"]}
@@ -339,23 +412,38 @@ def test_kinds_are_cells_of_their_own() -> None:
     assert found["full-reuse", "own"]["normalized_f1"] == 0
     assert found["full-reuse", "contradicted"]["metrics"]["em_of_full"]["mean"] == 1
     said = [text for text in results["verdict"] if text.startswith("Not measurable")]
-    assert said == ["Not measurable with these weights: full prefill answers 0.750 of the questions contradicted."]
+    assert said == [
+        "Not measurable with these weights: full prefill answers 0.750 of the questions"
+        " contradicted."
+    ]
     by_ratio = {row["questions"]: row for row in results["tables"][0]["rows"]}
-    assert by_ratio["own"] == {"questions": "own", "capture": "live", "selector": "critical", "0": 0.5, "0.15": 0.5}
+    assert by_ratio["own"] == {
+        "questions": "own",
+        "capture": "live",
+        "selector": "critical",
+        "0": 0.5,
+        "0.15": 0.5,
+    }
 
 
 def test_ratio_auto_is_asked_for_by_quality() -> None:
     """Once for all ratios."""
-    cells = [cell for cell in make_cells(["critical@auto"], [0, 0.05, 0.15, 1]) if cell.arm == "critical@auto"]
+    cells = [
+        cell
+        for cell in make_cells(["critical@auto"], [0, 0.05, 0.15, 1])
+        if cell.arm == "critical@auto"
+    ]
     assert [(cell.label, cell.reuse) for cell in cells] == [
-        ({"quality": q}, {"mode": "fused", "selector": "critical", "ratio": "auto", "quality": q}) for q in (0.9, 0.99)
+        ({"quality": q}, {"mode": "fused", "selector": "critical", "ratio": "auto", "quality": q})
+        for q in (0.9, 0.99)
     ]
 
 
 def test_calibrated_layers_are_asked_for_by_name() -> None:
     """`deviation` by depth, `query` by layer."""
     cells = {
-        cell.arm: cell.reuse for cell in make_cells(["deviation@calibrated", "query@calibrated", "critical"], [0.15])
+        cell.arm: cell.reuse
+        for cell in make_cells(["deviation@calibrated", "query@calibrated", "critical"], [0.15])
     }
     assert cells["deviation@calibrated"] == {
         "mode": "fused",
@@ -363,7 +451,12 @@ def test_calibrated_layers_are_asked_for_by_name() -> None:
         "ratio": 0.15,
         "depth": "calibrated",
     }
-    assert cells["query@calibrated"] == {"mode": "fused", "selector": "query", "ratio": 0.15, "layers": "calibrated"}
+    assert cells["query@calibrated"] == {
+        "mode": "fused",
+        "selector": "query",
+        "ratio": 0.15,
+        "layers": "calibrated",
+    }
     assert cells["critical"] == {"mode": "fused", "selector": "critical", "ratio": 0.15}
     assert [cell.reuse for cell in make_cells(["deviation@3", "query@3"], [0.15])][1:] == [
         {"mode": "fused", "selector": "deviation", "ratio": 0.15, "depth": 3},
@@ -372,28 +465,50 @@ def test_calibrated_layers_are_asked_for_by_name() -> None:
 
 
 def test_clipped_passages_of_a_data_set(tmp_path: Path) -> None:
-    """Questions with too few passages are left out; passages are cut to what the small model's context takes."""
+    """Questions with too few passages are left out;
+    passages are cut to what the small model's context takes."""
     folder = tmp_path / "hotpotqa"
     folder.mkdir()
     passages = [{"id": f"p{i}", "title": "t", "text": f"text{i} " * 200} for i in range(9)]
     questions = [
-        {"id": f"q{n}", "question": f"q{n}", "answers": ["a"], "context_passage_ids": [f"p{i}" for i in range(n)]}
+        {
+            "id": f"q{n}",
+            "question": f"q{n}",
+            "answers": ["a"],
+            "context_passage_ids": [f"p{i}" for i in range(n)],
+        }
         for n in (3, 4, 9)
     ]
     for name, rows in (("passages", passages), ("questions", questions)):
         with gzip.open(folder / f"{name}.jsonl.gz", "wt") as out:
             out.writelines(json.dumps(row) + "\n" for row in rows)
-    task = {"task": "hotpotqa", "data": tmp_path, "hub": None, "corpus": None, "retriever": "given", "scale": 1}
+    task = {
+        "task": "hotpotqa",
+        "data": tmp_path,
+        "hub": None,
+        "corpus": None,
+        "retriever": "given",
+        "scale": 1,
+    }
     cases = list(data_cases(options(**task)))
-    assert {(c.request.question, len(c.request.chunks)) for c in cases} == {(q, 4) for q in ("q4", "q9")}
-    assert all(len(c.text) <= CLIP_CHARS for case in cases for c in (*case.request.chunks, *case.strangers))
+    assert {(c.request.question, len(c.request.chunks)) for c in cases} == {
+        (q, 4) for q in ("q4", "q9")
+    }
+    assert all(
+        len(c.text) <= CLIP_CHARS for case in cases for c in (*case.request.chunks, *case.strangers)
+    )
 
 
 def test_published_questions_keep_all_their_passages(tmp_path: Path) -> None:
-    """Half of a published list, or clipped passages, would be another question; the bundled model's context takes no more."""
+    """Half of a published list, or clipped passages, would be another question;
+    the bundled model's context takes no more."""
     file = tmp_path / "musique.jsonl"
     rows = [
-        {"input": f"q{n}", "context": [f"{n}-{i} " + "text " * 200 for i in range(n)], "answers": []}
+        {
+            "input": f"q{n}",
+            "context": [f"{n}-{i} " + "text " * 200 for i in range(n)],
+            "answers": [],
+        }
         for n in (1, 9, 11, 12)
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -401,20 +516,26 @@ def test_published_questions_keep_all_their_passages(tmp_path: Path) -> None:
     cases = list(data_cases(options(**task, k=None, model_path="/models/M")))
     assert [len(case.request.chunks) for case in cases] == [9, 11, 12]
     assert min(len(c.text) for case in cases for c in case.request.chunks) > CLIP_CHARS
-    assert max(len(c.text) for case in data_cases(options(**task, k=4)) for c in case.request.chunks) == CLIP_CHARS
+    assert (
+        max(len(c.text) for case in data_cases(options(**task, k=4)) for c in case.request.chunks)
+        == CLIP_CHARS
+    )
 
 
 def test_published_questions_are_scored_at_full_prefill_and_at_each_ratio(tmp_path: Path) -> None:
     """LongBench's own layout, with weights that may know the answers."""
     context = "".join(f"Passage {n + 1}:\nTitle {n}\nText {n}.\n" for n in range(3))
     rows = [
-        {"input": "Who?", "context": context.replace("Text", f"{name} text"), "answers": ["Right!"]} for name in "ab"
+        {"input": "Who?", "context": context.replace("Text", f"{name} text"), "answers": ["Right!"]}
+        for name in "ab"
     ]
     (tmp_path / "2wikimqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {"task": "longbench", "data": tmp_path, "hub": None, "corpus": None, "scale": 1}
     (case, _) = data_cases(options(**task, k=None, model_path="/models/M"))
     with chatting(FakeChat(answer)) as fake:
-        taken = [row for _, row in rows_of(fake, case, make_cells(["query"], [0, 0.15]), ("alone",))]
+        taken = [
+            row for _, row in rows_of(fake, case, make_cells(["query"], [0, 0.15]), ("alone",))
+        ]
         asked = [body for body in fake.received if "messages" in body]
     assert [(row["arm"], row["metrics"]["em"], row["metrics"]["f1"]) for row in taken] == [
         ("full-prefill", 1, 1),
@@ -422,7 +543,9 @@ def test_published_questions_are_scored_at_full_prefill_and_at_each_ratio(tmp_pa
         ("query", 1, 1),
     ]
     assert {(body["messages"][0]["role"], body["max_tokens"]) for body in asked} == {("system", 32)}
-    assert [chunk["text"] for chunk in asked[0]["chunks"]] == [f"Title {n}\na text {n}." for n in range(3)]
+    assert [chunk["text"] for chunk in asked[0]["chunks"]] == [
+        f"Title {n}\na text {n}." for n in range(3)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -430,7 +553,10 @@ def test_published_questions_are_scored_at_full_prefill_and_at_each_ratio(tmp_pa
     [
         (["--ratios", "1.5"], "--ratios must be in 0..1"),
         (["--k", "1"], "--k must be at least 2"),
-        (["--weights", "real", "--model-path", "random"], "the random weights know nothing of world"),
+        (
+            ["--weights", "real", "--model-path", "random"],
+            "the random weights know nothing of world",
+        ),
     ],
 )
 def test_nonsense_gets_one_line(argv: list[str], said: str, tmp_path: Path) -> None:
@@ -448,13 +574,17 @@ def test_rounds_without_other_strangers_are_refused(rounds: list[int]) -> None:
 
 
 def test_numbers_of_variants_are_compared_on_the_same_questions() -> None:
-    """By hand: three variants against one, two answers of a capture and ratio; other captures have none."""
+    """By hand: three variants against one, two answers of a capture and ratio;
+    other captures have none."""
     rows = [make_row("query", "live", request, f1) for request, f1 in (("a", 0.0), ("b", 0.5))]
     rows += [{**make_row("query", "live", request, 1.0)} for request in "ab"]
     for row in rows[2:]:
         row["cell"] = {**row["cell"], "rounds": 3}
     found = by_rounds([*rows, make_row("query", "alone", "a", 0.0)])
-    told = [(each["metric"], each["a"], each["b"], each["cell"], each["value"], each["n"]) for each in found]
+    told = [
+        (each["metric"], each["a"], each["b"], each["cell"], each["value"], each["n"])
+        for each in found
+    ]
     names, cell = ("query, variants 1", "query, variants 3"), {"capture": "live", "ratio": 0.15}
     assert told == [("same", *names, cell, 0.75, 2), ("kl", *names, cell, pytest.approx(0.075), 2)]
     assert by_rounds(rows[:2]) == []

@@ -1,4 +1,5 @@
-"""Recall and overlap on folders of questions, by the real index and retriever; the figures can be done by hand.
+"""Recall and overlap on folders of questions, by the real index and retriever; the figures can be
+done by hand.
 
 CHUNKCACHE_DATA=DIR python -m pytest tests/eval/test_recall.py      DIR: holds ragpulse/requests.jsonl.gz
 """
@@ -42,7 +43,9 @@ Make = Callable[..., Path]
 def make(tmp_path: Path) -> Make:
     """Writes the set `one`; returns the folder that holds it."""
 
-    def write(rows: Sequence[Any], *, name: str = "questions", passages: Sequence[Any] = PASSAGES) -> Path:
+    def write(
+        rows: Sequence[Any], *, name: str = "questions", passages: Sequence[Any] = PASSAGES
+    ) -> Path:
         (tmp_path / "one").mkdir(exist_ok=True)
         for file, content in (("passages", passages), (name, rows)):
             lines = "\n".join(json.dumps(row) for row in content)
@@ -74,8 +77,11 @@ def queries(data: Path, *kinds: str, limit: int | None = None) -> list[list[str]
 
 
 def test_recall_of_each_mode(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    """The mean share of the right passages among the k, over the questions that have any; the last line is JSON."""
-    data = make([ask("apple", "p0", "p1"), ask("dune", "p3"), ask("candle", "p0", "p2"), ask("brick")])
+    """The mean share of the right passages among the k, over the questions that have any;
+    the last line is JSON."""
+    data = make(
+        [ask("apple", "p0", "p1"), ask("dune", "p3"), ask("candle", "p0", "p2"), ask("brick")]
+    )
     found = run(data)
     assert [arm for _, arm in found] == ["bm25", "dense", "fusion"]
     for figures in found.values():
@@ -89,16 +95,24 @@ def test_recall_of_each_mode(make: Make, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_overlap_is_that_of_what_was_retrieved(make: Make) -> None:
-    """apple -> p0 p1, brick -> p1 p2, apple again: half of the second is known, and all of the third."""
+    """apple -> p0 p1, brick -> p1 p2, apple again:
+    half of the second is known, and all of the third."""
     talk = {"id": "c", "turns": [ask("apple"), ask("brick"), ask("apple")]}
-    figures = run(make([talk], name="conversations"), "--modes", "bm25", "--query", "last")["last", "bm25"]
-    assert figures == pytest.approx({"prefix": 1 / 2, "total": 3 / 4, "hit": 1 / 2, "repeated": 3 / 4})
+    figures = run(make([talk], name="conversations"), "--modes", "bm25", "--query", "last")[
+        "last", "bm25"
+    ]
+    assert figures == pytest.approx(
+        {"prefix": 1 / 2, "total": 3 / 4, "hit": 1 / 2, "repeated": 3 / 4}
+    )
 
 
 def test_each_domain_has_an_index_of_its_own(make: Make) -> None:
     """Answers come back to their questions, whatever order domains are searched in."""
     passages = [{**row, "domain": domain} for row, domain in zip(PASSAGES, "xyxy", strict=True)]
-    turns = {"x": [ask("candle", "p2"), ask("apple", "p0")], "y": [ask("candle", "p3"), ask("apple", "p1")]}
+    turns = {
+        "x": [ask("candle", "p2"), ask("apple", "p0")],
+        "y": [ask("candle", "p3"), ask("apple", "p1")],
+    }
     talks = [{"id": f"c{i}", "domain": "xyx"[i], "turns": turns["xyx"[i]]} for i in range(3)]
     data = make(talks, name="conversations", passages=passages)
     figures = run(data, "--modes", "bm25", "--query", "last", "--k", "1")["last", "bm25"]
@@ -108,19 +122,24 @@ def test_each_domain_has_an_index_of_its_own(make: Make) -> None:
 
 
 def test_equal_texts_are_one_passage(make: Make) -> None:
-    """The index keeps the first; a question whose right passage is the second is answered by it too."""
-    data = make([ask("dune", "p4")], passages=[*PASSAGES, {"id": "p4", "text": PASSAGES[3]["text"]}])
+    """The index keeps the first; a question whose right passage is the second is answered by it
+    too."""
+    data = make(
+        [ask("dune", "p4")], passages=[*PASSAGES, {"id": "p4", "text": PASSAGES[3]["text"]}]
+    )
     assert run(data, "--modes", "bm25", "--k", "1")["last", "bm25"]["recall@1"] == 1.0
 
 
 def test_an_interrupted_run_goes_on(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells that are there are not searched again, and the record is that of an uninterrupted run."""
+    """Cells that are there are not searched again, and the record is that of an uninterrupted
+    run."""
     data = make([TALK], name="conversations")
     whole = run(data)
     samples = (data / "record" / "samples.jsonl").read_text().splitlines(keepends=True)
     record = read_record(data / "record")
     (data / "record" / "record.json").write_text(json.dumps(record | {"complete": False}))
-    (data / "record" / "samples.jsonl").write_text("".join(samples[:12]))  # `last` and one mode of `turns:2`
+    # `last` and one mode of `turns:2`
+    (data / "record" / "samples.jsonl").write_text("".join(samples[:12]))
     searched: list[tuple[str, recall.Mode]] = []
     search = recall._search
 
@@ -147,17 +166,27 @@ class CountingEncoder:
 
     def encode_queries(self, texts: Sequence[str]) -> NDArray[np.float32]:
         words = ("apple", "brick", "candle", "dune")
-        return np.array([[text.split().count(word) for word in words] for text in texts], np.float32)
+        return np.array(
+            [[text.split().count(word) for word in words] for text in texts], np.float32
+        )
 
     def spec(self) -> dict[str, Any]:
         return {"kind": "counting", "dim": self.dim, "model": "/models/counting"}
 
 
-def test_a_model_names_its_arms_and_encodes_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All queries and modes of a set search one index: a model needs minutes for each encoding of the passages."""
+def test_a_model_names_its_arms_and_encodes_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All queries and modes of a set search one index:
+    a model needs minutes for each encoding of the passages."""
     encoder = CountingEncoder()
     monkeypatch.setattr(recall, "_encoder", lambda path: encoder)
-    found = run(make([{**TALK, "turns": [{"question": "dune", "rewrite": "dune candle"}]}], name="conversations"))
+    found = run(
+        make(
+            [{**TALK, "turns": [{"question": "dune", "rewrite": "dune candle"}]}],
+            name="conversations",
+        )
+    )
     assert set(found) == {
         (query, arm)
         for query in ("last", "turns:2", "rewrite")
@@ -181,12 +210,16 @@ def test_neighbours_of_what_was_found(make: Make) -> None:
     """p0 and p1 were retrieved together, and each other's vectors are among the nearest."""
     data = make([ask("apple")])
     run(data)
-    cells = {cell["arm"]: cell["neighbors"] for cell in read_record(data / "record")["results"]["cells"]}
+    cells = {
+        cell["arm"]: cell["neighbors"] for cell in read_record(data / "record")["results"]["cells"]
+    }
     assert cells["bm25"] == {}
     assert cells["dense"]["any"]["15"] == cells["dense"]["pairs"]["15"] == 1.0
 
 
-def test_first_lists_are_not_compared_any_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_lists_are_not_compared_any_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["--data", str(tmp_path), "--first", "1", "8"])
     assert "--first was removed: " in capsys.readouterr().err
@@ -228,7 +261,8 @@ def test_questions_are_shuffled_and_limited(make: Make) -> None:
 
 
 def test_what_a_turn_searches_for(make: Make) -> None:
-    """Its last questions, oldest first, or its rewrite, without which it is left out; turns keep their order."""
+    """Its last questions, oldest first, or its rewrite, without which it is left out;
+    turns keep their order."""
     data = make([{**TALK, "turns": [*TURNS, {"question": "q"}]}], name="conversations")
     assert queries(data, "last", "turns:2", "rewrite") == [
         ["turn 0", "turn 1", "turn 2", "q"],
@@ -257,29 +291,44 @@ def shares(requests: Sequence[Sequence[str]], name: str, k: int) -> float:
 
 def test_the_papers_example() -> None:
     """One chunk lies in front in both requests, three are in both."""
-    rows = overlap([["c1", "c4", "c5", "c6", "c7"], ["c1", "c2", "c3", "c4", "c5"]], ["a", "a"], k=5)
-    assert rows == [{"hit": 0.0}, {"prefix": 1 / 5, "total": 3 / 5, "hit": 3 / 5, "repeated": 3 / 5}]
+    rows = overlap(
+        [["c1", "c4", "c5", "c6", "c7"], ["c1", "c2", "c3", "c4", "c5"]], ["a", "a"], k=5
+    )
+    assert rows == [
+        {"hit": 0.0},
+        {"prefix": 1 / 5, "total": 3 / 5, "hit": 3 / 5, "repeated": 3 / 5},
+    ]
 
 
 @pytest.mark.parametrize("num_chunks", [6, 12, 40])
 @pytest.mark.parametrize("seed", range(5))
 def test_equal_to_the_papers_formulas(num_chunks: int, seed: int) -> None:
-    """The trie and the inverted index find the pair that comparing all pairs finds, also in lists that came out short."""
+    """The trie and the inverted index find the pair that comparing all pairs finds,
+    also in lists that came out short."""
 
     def lcp(a: list[str], b: list[str]) -> int:
         return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
 
     rng = Random(seed)
-    requests = [[str(i) for i in rng.sample(range(num_chunks), rng.randint(0, 5))] for _ in range(60)]
+    requests = [
+        [str(i) for i in rng.sample(range(num_chunks), rng.randint(0, 5))] for _ in range(60)
+    ]
     for name, shared in (("prefix", lcp), ("total", lambda a, b: len({*a} & {*b}))):
-        best = [max(shared(ids, earlier) for earlier in requests[:i]) / 5 for i, ids in enumerate(requests) if i]
+        best = [
+            max(shared(ids, earlier) for earlier in requests[:i]) / 5
+            for i, ids in enumerate(requests)
+            if i
+        ]
         assert shares(requests, name, 5) == pytest.approx(fmean(best))
     full = [[str(i) for i in rng.sample(range(7), 3)] for _ in range(50)]
-    assert shares(full, "prefix", 3) == pytest.approx(shares(full[::-1], "prefix", 3)), "depends on the order"
+    assert shares(full, "prefix", 3) == pytest.approx(shares(full[::-1], "prefix", 3)), (
+        "depends on the order"
+    )
 
 
 def test_repetition_stays_inside_a_conversation() -> None:
-    """Turns of two conversations may alternate; a turn that retrieves nothing is a turn, but has no share."""
+    """Turns of two conversations may alternate;
+    a turn that retrieves nothing is a turn, but has no share."""
     requests = [["a", "b"], ["a"], [], ["a", "c"], ["a"], ["c", "d", "b", "e"]]
     rows = overlap(requests, ["x", "y", "y", "x", "y", "x"], k=5)
     assert [row.get("repeated") for row in rows] == [None, None, None, 1 / 2, 1.0, 2 / 4]
@@ -291,9 +340,13 @@ def test_ragpulse_as_recorded(data_dir: Path) -> None:
     with gzip.open(data_dir / "ragpulse" / "requests.jsonl.gz", "rt") as lines:
         logged = [json.loads(line) for line in lines]
     rows = overlap([one["passages"] for one in logged], [one["session_id"] for one in logged], k=1)
-    hits = sum(row.get("hit", 0) * len(one["passages"]) for row, one in zip(rows, logged, strict=True))
+    hits = sum(
+        row.get("hit", 0) * len(one["passages"]) for row, one in zip(rows, logged, strict=True)
+    )
     assert hits / sum(len(one["passages"]) for one in logged) == pytest.approx(0.886, abs=0.0005)
-    assert fmean(row["repeated"] for row in rows if "repeated" in row) == pytest.approx(0.321, abs=0.0005)
+    assert fmean(row["repeated"] for row in rows if "repeated" in row) == pytest.approx(
+        0.321, abs=0.0005
+    )
 
 
 @pytest.mark.data

@@ -23,14 +23,20 @@ def chunks(names: str) -> list[Chunk]:
 
 
 def make_ranks(num_ranks: int = 4, in_flight: int = 1, **settings: Any) -> RanksReplay:
-    return RanksReplay(Cell(**settings).settings, num_ranks=num_ranks, in_flight=in_flight, max_load_ratio=1.25)
+    return RanksReplay(
+        Cell(**settings).settings, num_ranks=num_ranks, in_flight=in_flight, max_load_ratio=1.25
+    )
 
 
 def test_one_rank_is_the_replay_without_ranks() -> None:
     """Counts of every request, evictions, and a conversation that loses some of its history."""
     rng = random.Random(1)
     requests = [
-        (chunks("".join(rng.sample("abcdefghij", 3))), rng.choice([None, "x", "y"]), rng.random() < 0.1)
+        (
+            chunks("".join(rng.sample("abcdefghij", 3))),
+            rng.choice([None, "x", "y"]),
+            rng.random() < 0.1,
+        )
         for _ in range(300)
     ]
     ranks, one = make_ranks(1, capacity=8), Replay(Cell(capacity=8).settings)
@@ -50,7 +56,8 @@ def test_requests_go_to_the_rank_that_has_most() -> None:
 
 
 def test_a_later_turn_finds_its_history_on_its_own_rank_alone() -> None:
-    """Every rank has the first turn's chunks, only one the second turn's: no turn leaves it, nothing is computed again."""
+    """Every rank has the first turn's chunks, only one the second turn's:
+    no turn leaves it, nothing is computed again."""
     ranks = make_ranks(in_flight=12)
     for _ in range(12):
         ranks.step(chunks("ab"))
@@ -71,7 +78,8 @@ def test_a_turn_that_leaves_is_counted_and_computes_its_history_again() -> None:
 
 
 def write_trace(path: Path) -> Path:
-    """64 conversations of 10 turns, asked in any order; popular chunks first, some turns without any."""
+    """64 conversations of 10 turns, asked in any order;
+    popular chunks first, some turns without any."""
     rng, lines = random.Random(0), list[Json]()
     for turn in range(10):
         for chat in rng.sample(range(64), 64):
@@ -85,8 +93,19 @@ def write_trace(path: Path) -> Path:
 
 
 def test_64_conversations_on_4_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At most 10% of the later turns leave their rank, and the busiest rank has at most 1.25 times the mean in flight."""
-    options = ["--ranks", "4", "--in-flight", "64", "--order", "tree", "--out", str(tmp_path / "run"), "--json"]
+    """At most 10% of the later turns leave their rank, and the busiest rank has at most 1.25 times
+    the mean in flight."""
+    options = [
+        "--ranks",
+        "4",
+        "--in-flight",
+        "64",
+        "--order",
+        "tree",
+        "--out",
+        str(tmp_path / "run"),
+        "--json",
+    ]
     assert main(["--trace", str(write_trace(tmp_path / "trace.jsonl")), *options]) == 0
     results = json.loads(capsys.readouterr().out)
     ranks = results["cells"][0]["ranks"]
@@ -107,4 +126,12 @@ def test_64_conversations_on_4_ranks(tmp_path: Path, capsys: pytest.CaptureFixtu
 )
 def test_what_does_not_apply_is_refused(tmp_path: Path, options: list[str], message: str) -> None:
     with pytest.raises(CommandError, match=message):
-        main(["--trace", str(write_trace(tmp_path / "trace.jsonl")), *options, "--out", str(tmp_path / "run")])
+        main(
+            [
+                "--trace",
+                str(write_trace(tmp_path / "trace.jsonl")),
+                *options,
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )

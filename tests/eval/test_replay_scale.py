@@ -1,4 +1,5 @@
-"""Long traces: what a replay keeps does not grow with requests, generated traces, and time and memory of a larger one."""
+"""Long traces: what a replay keeps does not grow with requests, generated traces,
+and time and memory of a larger one."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ import pytest
 from eval.__main__ import main
 from eval.replay import cells
 from eval.replay.cells import Bins, ReplayCell
-from eval.replay.generated import CHUNKS_PER_TOPIC, NOISE, POOL_SHARES, POOLS, GeneratedTrace, PooledTrace
+from eval.replay.generated import (
+    CHUNKS_PER_TOPIC,
+    NOISE,
+    POOL_SHARES,
+    POOLS,
+    GeneratedTrace,
+    PooledTrace,
+)
 from eval.replay.grid import grid
 from eval.replay.trace import TraceRequest, scan
 from eval.run import read_record
@@ -25,12 +33,15 @@ from radix_ext import Chunk, ChunkId
 
 def create_cell(trace: list[TraceRequest], **axes: Any) -> ReplayCell:
     facts = scan(trace)
-    (cell,) = grid({name: [value] for name, value in axes.items()}, has_conversations=bool(facts.num_turns))
+    (cell,) = grid(
+        {name: [value] for name, value in axes.items()}, has_conversations=bool(facts.num_turns)
+    )
     return ReplayCell(cell, facts, warm_up=0)
 
 
 def test_bins_are_sums_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most so many, each of as many requests as the others but for the last; the warm-up is in none."""
+    """At most so many, each of as many requests as the others but for the last;
+    the warm-up is in none."""
     monkeypatch.setattr(cells, "MAX_BINS", 4)
     for num_requests, size, sums in (
         (4, 1, [1, 2, 3, 4]),
@@ -41,19 +52,39 @@ def test_bins_are_sums_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
         bins = Bins(("a", "b"), warm_up=2)
         for number in (99, 98, *range(1, num_requests + 1)):
             bins.add((number, 10 * number))
-        sample = {"bin": size, "num_requests": num_requests, "a": sums, "b": [10 * total for total in sums]}
+        sample = {
+            "bin": size,
+            "num_requests": num_requests,
+            "a": sums,
+            "b": [10 * total for total in sums],
+        }
         assert bins.sample == sample
 
 
-def test_what_a_long_replay_reports_is_what_a_short_one_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With few bins and an estimated overlap: the same shares, intervals of the same order, and a label."""
-    command = ["replay", "--generate", "600", "--order", "retriever", "tree", "--capacity", "500", "--out"]
+def test_what_a_long_replay_reports_is_what_a_short_one_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With few bins and an estimated overlap:
+    the same shares, intervals of the same order, and a label."""
+    command = [
+        "replay",
+        "--generate",
+        "600",
+        "--order",
+        "retriever",
+        "tree",
+        "--capacity",
+        "500",
+        "--out",
+    ]
     assert main([*command, str(tmp_path / "exact")]) == 0
     monkeypatch.setattr(cells, "MAX_BINS", 128)
     monkeypatch.setattr(cells, "OVERLAP_WINDOW", 200)
     assert main([*command, str(tmp_path / "binned")]) == 0
     exact, binned = (read_record(tmp_path / name)["results"] for name in ("exact", "binned"))
-    for one, other in zip(exact["cells"] + exact["contrasts"], binned["cells"] + binned["contrasts"], strict=True):
+    for one, other in zip(
+        exact["cells"] + exact["contrasts"], binned["cells"] + binned["contrasts"], strict=True
+    ):
         a, b = (found.get("chunk_hit_rate", found) for found in (one, other))
         assert a["value"] == b["value"]
         assert 0.5 < (b["high"] - b["low"]) / (a["high"] - a["low"]) < 2
@@ -67,7 +98,11 @@ def test_conversations_are_forgotten_after_their_last_turn() -> None:
     """What is kept follows the conversations under way; what is counted does not depend on it."""
     rng = random.Random(2)
     turns = [
-        TraceRequest(tuple(Chunk(ChunkId(f"{name}-{rng.randrange(9)}"), 1) for _ in range(1)), True, conversation=name)
+        TraceRequest(
+            tuple(Chunk(ChunkId(f"{name}-{rng.randrange(9)}"), 1) for _ in range(1)),
+            True,
+            conversation=name,
+        )
         for start in range(0, 300, 3)
         for name in [str(start + n % 3) for n in range(12)]
     ]
@@ -102,16 +137,23 @@ def test_generated_trace_is_the_same_for_the_same_seed() -> None:
 
 
 def test_generated_trace_is_as_described() -> None:
-    """Few topics and few chunks of a topic are popular; most of a request is of one topic; time passes; topics change."""
+    """Few topics and few chunks of a topic are popular; most of a request is of one topic;
+    time passes; topics change."""
     requests = [*GeneratedTrace(4000)]
-    topics = [Counter(chunk.id.partition("-")[0] for chunk in request.chunks) for request in requests]
+    topics = [
+        Counter(chunk.id.partition("-")[0] for chunk in request.chunks) for request in requests
+    ]
     main_topics = Counter(topic.most_common(1)[0][0] for topic in topics)
     (_, most), *_, (_, least) = main_topics.most_common()
     assert most > 50 * least
     own = sum(topic.most_common(1)[0][1] for topic in topics) / (10 * len(requests))
     assert 1 - 2 * NOISE < own < 1
     first = sum(chunk.id.endswith("-0") for request in requests for chunk in request.chunks)
-    last = sum(chunk.id.endswith(f"-{CHUNKS_PER_TOPIC - 1}") for request in requests for chunk in request.chunks)
+    last = sum(
+        chunk.id.endswith(f"-{CHUNKS_PER_TOPIC - 1}")
+        for request in requests
+        for chunk in request.chunks
+    )
     assert first > 5 * last
     times = [request.timestamp or 0 for request in requests]
     assert times == sorted(times)
@@ -121,7 +163,8 @@ def test_generated_trace_is_as_described() -> None:
 
 
 def test_pooled_trace_is_as_described() -> None:
-    """Shares of known, shared and unique chunks; a unique one is seen once, a pool's first most often; one length a chunk."""
+    """Shares of known, shared and unique chunks;
+    a unique one is seen once, a pool's first most often; one length a chunk."""
     requests = [*PooledTrace(1000)]
     assert requests == [*PooledTrace(2000)][:1000]
     assert {len({chunk.id for chunk in request.chunks}) for request in requests} == {10}
@@ -139,7 +182,10 @@ def test_pooled_trace_is_as_described() -> None:
 
 def test_k_of_a_generated_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As many chunks as asked for, if a topic has them."""
-    assert main(["replay", "--generate", "30", "--k", "3", "--out", str(tmp_path / "run"), "--json"]) == 0
+    assert (
+        main(["replay", "--generate", "30", "--k", "3", "--out", str(tmp_path / "run"), "--json"])
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["cells"][0]["num_chunks"] == 90
     assert main(["replay", "--generate", "30", "--k", "51"]) == 2
     assert "at most 50 chunks but --k is 51" in capsys.readouterr().err
@@ -151,7 +197,8 @@ def test_k_of_a_generated_trace(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_memory_does_not_grow_with_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a full cache: 700 further requests of 10 chunks leave less than 40 bytes each, where their counts alone took 450."""
+    """Of a full cache: 700 further requests of 10 chunks leave less than 40 bytes each,
+    where their counts alone took 450."""
     monkeypatch.setattr(cells, "MAX_BINS", 64)
     monkeypatch.setattr("radix_ext.replay._MAX_TIMES", 64)
     trace = [*GeneratedTrace(1000)]
@@ -169,10 +216,20 @@ def test_memory_does_not_grow_with_requests(monkeypatch: pytest.MonkeyPatch) -> 
 def cost(num_requests: int, folder: Path) -> tuple[float, int]:
     """(CPU seconds, peak KiB) of a process that replays so many requests."""
     code = (
-        "import resource, sys; from eval.__main__ import main; main(sys.argv[1:]); "
-        "used = resource.getrusage(resource.RUSAGE_SELF); print(used.ru_utime + used.ru_stime, used.ru_maxrss)"
+        "import resource, sys; from eval.__main__ import main; main(sys.argv[1:]); used ="
+        " resource.getrusage(resource.RUSAGE_SELF); print(used.ru_utime + used.ru_stime,"
+        " used.ru_maxrss)"
     )
-    options = ["--generate", str(num_requests), "--order", "tree", "--eviction", "reused", "--capacity", "20000"]
+    options = [
+        "--generate",
+        str(num_requests),
+        "--order",
+        "tree",
+        "--eviction",
+        "reused",
+        "--capacity",
+        "20000",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", code, "replay", *options, "--out", str(folder)],
         cwd=Path(__file__).parents[2],
@@ -186,9 +243,11 @@ def cost(num_requests: int, folder: Path) -> tuple[float, int]:
 
 @pytest.mark.nightly
 def test_request_of_a_long_trace_costs_no_more(tmp_path: Path) -> None:
-    """100,000 requests: at most 1.3 times the CPU time of each of 10,000, start-up taken off, and less than 300 MB more.
+    """100,000 requests: at most 1.3 times the CPU time of each of 10,000, start-up taken off, and
+    less than 300 MB more.
 
-    What grows are distinct chunks, here about 300 bytes for each of 60,000, and the bits of an estimate's window.
+    What grows are distinct chunks, here about 300 bytes for each of 60,000, and the bits of an
+    estimate's window.
     """
     start_up, _ = cost(1, tmp_path / "1")
     before, small = cost(10_000, tmp_path / "before")

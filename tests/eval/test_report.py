@@ -54,18 +54,26 @@ class Tags(HTMLParser):
 def served_page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of serve at two rates: its folder and the page."""
     folder = tmp_path_factory.mktemp("served")
-    samples = make_served({"stock-lpm": 1.5, "ours": 1.0}, cells=[{"rate": r} for r in (1, 2)], requests=14)
+    samples = make_served(
+        {"stock-lpm": 1.5, "ours": 1.0}, cells=[{"rate": r} for r in (1, 2)], requests=14
+    )
     run = write_served(
-        folder / "run", samples, against="stock-lpm", results={"note": "random weights measure time alone"}
+        folder / "run",
+        samples,
+        against="stock-lpm",
+        results={"note": "random weights measure time alone"},
     )
     return run, write_report(run, out=folder / "report")
 
 
 def test_page_needs_nothing_else(served_page: tuple[Path, str]) -> None:
-    """It is mailed around and opened without network: no script, no address in any src, href, srcset or style."""
+    """It is mailed around and opened without network:
+    no script, no address in any src, href, srcset or style."""
     tags = Tags(served_page[1])
     names = ("src", "href", "srcset", "xlink:href")
-    links = [value or "" for _, attrs in tags.tags for name, value in attrs.items() if name in names]
+    links = [
+        value or "" for _, attrs in tags.tags for name, value in attrs.items() if name in names
+    ]
     assert links
     assert all(link.startswith(("#", "data:image/svg+xml;base64,")) for link in links)
     assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in tags.tags}
@@ -83,7 +91,11 @@ def test_every_figure_of_the_results_is_on_the_page(served_page: tuple[Path, str
     numbers = {number for cell in cells for number in re.findall(r"[-\d.e]+", cell)}
     for one in results["cells"]:
         for name, found in one["metrics"].items():
-            shown = found if name.endswith("_s") else {key: found[key] for key in ("mean", "low", "high")}
+            shown = (
+                found
+                if name.endswith("_s")
+                else {key: found[key] for key in ("mean", "low", "high")}
+            )
             assert {figure(value) for value in shown.values()} <= numbers
         assert {figure(value) for value in one["throughput"].values()} <= cells
     for one in results["contrasts"]:
@@ -96,27 +108,44 @@ def test_page_tells_what_was_run(served_page: tuple[Path, str]) -> None:
     text = unescape(re.sub(r"<[^>]+>", " ", page))
     record = read_record(run)
     for expected in (
-        *("python -m eval serve --seed 3", "0.5.21", "torch_native", "bfloat16", "cores 2", "seed 3", "complete"),
+        *(
+            "python -m eval serve --seed 3",
+            "0.5.21",
+            "torch_native",
+            "bfloat16",
+            "cores 2",
+            "seed 3",
+            "complete",
+        ),
         *("48 measured, 8 of warm-up, 0 failed", "0123456789ab", "Not run: lmcache: needs CUDA"),
         *("random weights measure", *record["results"]["verdict"]),
     ):
         assert expected in text, expected
 
 
-@pytest.mark.parametrize("kind", ["replay", "sweep", "ratio", "permutation", "answers", "serve", "recall", "bench"])
+@pytest.mark.parametrize(
+    "kind", ["replay", "sweep", "ratio", "permutation", "answers", "serve", "recall", "bench"]
+)
 def test_every_kind_has_its_charts_and_tables(tmp_path: Path, kind: str) -> None:
     """A mix of records needs no options."""
     rows = [{"nodes": 1000, "p50": 17.25, "of": {"deep": 2}}, {"nodes": 100_000, "p50": 96}]
-    told = {"verdict": ["17 us a decision."], "tables": [{"title": "Decisions", "rows": rows, "note": "CPU time."}]}
+    told = {
+        "verdict": ["17 us a decision."],
+        "tables": [{"title": "Decisions", "rows": rows, "note": "CPU time."}],
+    }
     samples = make_ratio()
     if kind == "replay":
         run, expected = write_replay(tmp_path / "run"), ["Capacity varied"]
     elif kind == "sweep":
-        samples = make_served({"stock-lpm": 1.5, "ours": 1.0}, cells=[{"window": w} for w in (10, 100)], requests=9)
+        samples = make_served(
+            {"stock-lpm": 1.5, "ours": 1.0}, cells=[{"window": w} for w in (10, 100)], requests=9
+        )
         run = write_run(tmp_path / "run", "serve", samples, summarize(samples, against="stock-lpm"))
         expected = ["Time to first token", "Window varied"]
     elif kind == "serve":
-        samples = make_served({"stock-lpm": 1.5, "ours": 1.0}, cells=[{"rate": r} for r in (1, 2)], requests=9)
+        samples = make_served(
+            {"stock-lpm": 1.5, "ours": 1.0}, cells=[{"rate": r} for r in (1, 2)], requests=9
+        )
         run = write_served(tmp_path / "run", samples, against="stock-lpm")
         expected = ["Time to first token", "Rate varied"]
     elif kind == "permutation":
@@ -126,11 +155,17 @@ def test_every_kind_has_its_charts_and_tables(tmp_path: Path, kind: str) -> None
         )
     elif kind in ("ratio", "answers"):
         if kind == "answers":
-            samples = [{**sample, "cell": {}} for sample in samples if sample["cell"].get("ratio", 0.15) == 0.15]
+            samples = [
+                {**sample, "cell": {}}
+                for sample in samples
+                if sample["cell"].get("ratio", 0.15) == 0.15
+            ]
         run = write_run(tmp_path / "run", "quality", samples, summarize(samples, against="random"))
         expected = ["Ratio varied: kind linked"] if kind == "ratio" else []
     else:
-        run = write_run(tmp_path / "run", kind, [], told, spec={"bench": "tree"} if kind == "bench" else {})
+        run = write_run(
+            tmp_path / "run", kind, [], told, spec={"bench": "tree"} if kind == "bench" else {}
+        )
         expected = []
     chapter = Chapter(read_recorded(run))
     assert [picture.title for picture in chapter.pictures] == expected
@@ -141,7 +176,11 @@ def test_every_kind_has_its_charts_and_tables(tmp_path: Path, kind: str) -> None
         assert f"<h3>{table.title}</h3>" in page
     if kind in ("bench", "recall"):
         (table,) = chapter.tables
-        assert table.frame.to_dict("list") == {"nodes": ["1000", "100000"], "p50": ["17.2", "96"], "of deep": ["2", ""]}
+        assert table.frame.to_dict("list") == {
+            "nodes": ["1000", "100000"],
+            "p50": ["17.2", "96"],
+            "of deep": ["2", ""],
+        }
         assert table.numbers == {"nodes", "p50", "of deep"}
         assert (table.note, chapter.verdict) == ("CPU time.", ["17 us a decision."])
         assert chapter.kind == ("bench tree" if kind == "bench" else "recall")
@@ -158,7 +197,9 @@ def test_partial_run_is_labelled_and_summarised(tmp_path: Path) -> None:
 
 def test_record_without_samples_has_a_page(tmp_path: Path) -> None:
     """A run that was interrupted at once, or that failed in every request."""
-    empty = write_run(tmp_path / "empty", "serve", [], {"cells": [], "contrasts": [], "verdict": []})
+    empty = write_run(
+        tmp_path / "empty", "serve", [], {"cells": [], "contrasts": [], "verdict": []}
+    )
     failed = write_served(tmp_path / "failed", make_failed("ours"), against="ours")
     page = write_report(empty, failed, out=tmp_path / "out")
     assert "10 requests failed" in page
@@ -170,15 +211,26 @@ def test_missing_and_infinite_figures_are_empty(tmp_path: Path) -> None:
     samples = make_served({"ours": 1.0}, requests=4)
     samples[2]["metrics"] = {"ttft_s": math.nan, "hit_share": None}
     nan = {"mean": math.nan, "p50": math.nan, "p90": None, "p99": None, "low": None, "high": None}
-    one = {"arm": "ours", "cell": {}, "n": 1, "errors": 0, "metrics": {"ttft_s": {**nan, "p50": 0.25}, "em": nan}}
-    run = write_run(tmp_path / "run", "serve", samples, {"cells": [one], "contrasts": [], "verdict": []})
+    one = {
+        "arm": "ours",
+        "cell": {},
+        "n": 1,
+        "errors": 0,
+        "metrics": {"ttft_s": {**nan, "p50": 0.25}, "em": nan},
+    }
+    run = write_run(
+        tmp_path / "run", "serve", samples, {"cells": [one], "contrasts": [], "verdict": []}
+    )
     frame = Chapter(read_recorded(run)).tables[0].frame
-    assert frame.to_dict("records") == [{"arm": "ours", "n": "1", "time to first token (s)": "0.25", "exact match": ""}]
+    assert frame.to_dict("records") == [
+        {"arm": "ours", "n": "1", "time to first token (s)": "0.25", "exact match": ""}
+    ]
     assert ">nan<" not in write_report(run, out=tmp_path / "out")
 
 
 def test_contents_have_one_entry_a_record_with_its_verdict_first(tmp_path: Path) -> None:
-    """Forty records must fit: two sentences each, a replay's own verdict before its figures; all are in the chapter."""
+    """Forty records must fit: two sentences each, a replay's own verdict before its figures;
+    all are in the chapter."""
     said = [*(f"Sentence {n}." for n in range(11)), "Verdict: worth it."]
     runs = [
         write_run(tmp_path / kind, kind, [], {"cells": [], "contrasts": [], "verdict": said})
@@ -194,7 +246,9 @@ def test_contents_have_one_entry_a_record_with_its_verdict_first(tmp_path: Path)
 def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
     """Arm names, notes and folders come from users and models."""
     samples = make_served({HOSTILE: 1.0, "$\\frac{": 2.0}, requests=10)
-    run = write_served(tmp_path / "<img src=x> & 漢字", samples, against=HOSTILE, results={"note": HOSTILE})
+    run = write_served(
+        tmp_path / "<img src=x> & 漢字", samples, against=HOSTILE, results={"note": HOSTILE}
+    )
     out = tmp_path / "out"
     page = write_report(run, out=out)
     tags = Tags(page)
@@ -205,14 +259,28 @@ def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
 
 def test_results_without_a_table_of_their_own_are_shown(tmp_path: Path) -> None:
     """The storage simulation has neither cells nor a chart, but figures."""
-    figures = {"backtracking": {"storage_reduction": 0.665, "hit_rate": {"value": 0.758, "low": 0.7, "high": 0.8}}}
-    storage = {"paper": {"storage_reduction": 0.71}, "runs": [{"key": "seed=0", "figures": figures}]}
+    figures = {
+        "backtracking": {
+            "storage_reduction": 0.665,
+            "hit_rate": {"value": 0.758, "low": 0.7, "high": 0.8},
+        }
+    }
+    storage = {
+        "paper": {"storage_reduction": 0.71},
+        "runs": [{"key": "seed=0", "figures": figures}],
+    }
     results = {"cells": [], "contrasts": [], "verdict": [], "storage": storage, "num_warm_up": 3}
     tables = Chapter(read_recorded(write_run(tmp_path / "run", "replay", [], results))).tables
     shown = {table.title: table.frame.to_dict("records") for table in tables}
     way = "figures backtracking"
     assert shown == {
-        "Storage runs": [{"key": "seed=0", f"{way} storage reduction": "0.665", f"{way} hit rate": "0.758 [0.7, 0.8]"}],
+        "Storage runs": [
+            {
+                "key": "seed=0",
+                f"{way} storage reduction": "0.665",
+                f"{way} hit rate": "0.758 [0.7, 0.8]",
+            }
+        ],
         "Further results": [
             {"result": "storage paper storage reduction", "value": "0.71"},
             {"result": "num warm up", "value": "3"},
@@ -222,7 +290,9 @@ def test_results_without_a_table_of_their_own_are_shown(tmp_path: Path) -> None:
 
 def test_verdict_begins_with_our_arm(tmp_path: Path) -> None:
     """Of forty sentences the first are read."""
-    samples = make_served({"stock-lpm": 3.0, "no-cache": 4.0, "zeta": 9.0, "ours": 1.0}, requests=30)
+    samples = make_served(
+        {"stock-lpm": 3.0, "no-cache": 4.0, "zeta": 9.0, "ours": 1.0}, requests=30
+    )
     run = read_recorded(write_served(tmp_path / "run", samples, against="stock-lpm"))
     assert Chapter(run).verdict[0].startswith("ours reaches the first token")
     assert sorted(Chapter(run).verdict) == sorted(run.results["verdict"])
@@ -239,7 +309,9 @@ def test_folders_of_one_name_stay_apart(tmp_path: Path) -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_foreign_folder_is_not_written_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_folder_is_not_written_into(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """--out pointed at one's home must not fill it; an older report may be replaced."""
     run = write_run(tmp_path / "run", "serve", [], {"cells": [], "contrasts": [], "verdict": []})
     assert main(["report", str(run), "--out", str(run)]) == 2
@@ -249,16 +321,22 @@ def test_foreign_folder_is_not_written_into(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_conditions_that_changed_are_caveats(tmp_path: Path) -> None:
-    """Another model, full caches, an interruption or idle servers explain a difference as well as reuse does."""
+    """Another model, full caches, an interruption or idle servers explain a difference as well as
+    reuse does."""
     samples = make_served({"stock-lpm": 1.5, "ours": 1.0})
     ours = {"model": "a-1b", "dtype": "bfloat16", "device": "cpu", "flushed": False}
     results = {
         "resumed_at": [{"date": "2026-01-02T03:00:00", "samples": 31}],
-        "servers": {"ours": ours, "stock-lpm": {**ours, "model": "b-8b", "device": "cuda", "flushed": True}},
+        "servers": {
+            "ours": ours,
+            "stock-lpm": {**ours, "model": "b-8b", "device": "cuda", "flushed": True},
+        },
     }
     git = {"sha": "0" * 40, "dirty": False, "resumed_with": ["f" * 40]}
     spec = {"load": "poisson"}
-    run = write_served(tmp_path / "run", samples, against="stock-lpm", results=results, git=git, spec=spec)
+    run = write_served(
+        tmp_path / "run", samples, against="stock-lpm", results=results, git=git, spec=spec
+    )
     caveats = Chapter(read_recorded(run)).caveats
     for expected in (
         "with other code: ffffffffffff.",

@@ -1,4 +1,5 @@
-"""`python -m eval serve --restart`: what fills the storage, what is measured, and on which folders."""
+"""`python -m eval serve --restart`: what fills the storage, what is measured,
+and on which folders."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tests.eval.test_arms import parse_launcher
 def test_server_is_filled_then_measured_against_a_cold_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """Exact and fused requests alike: the filled one has its folder from before, the cold one another; nothing is left."""
+    """Exact and fused requests alike: the filled one has its folder from before,
+    the cold one another; nothing is left."""
     measured: list[tuple[Path, list[Arm], bool, list[str], list[str]]] = []
 
     def measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
@@ -34,7 +36,17 @@ def test_server_is_filled_then_measured_against_a_cold_one(
         measured.append((run.folder, list(plan.arms), plan.keeps_start, ids, folders))
 
     monkeypatch.setattr("eval.serve.restart.measure", measure)
-    options = ["--restart", "--arms", name, "--requests", "30", "--warm-up", "20", "--model-path", "bundled"]
+    options = [
+        "--restart",
+        "--arms",
+        name,
+        "--requests",
+        "30",
+        "--warm-up",
+        "20",
+        "--model-path",
+        "bundled",
+    ]
     assert main([*options, "--out", str(tmp_path / "r")]) == 0
     filling, both = measured
     assert [[arm.name for arm in arms] for _, arms, *_ in measured] == [
@@ -52,7 +64,10 @@ def test_server_is_filled_then_measured_against_a_cold_one(
 def directory_of(arm: Arm) -> str:
     """Its storage's, as the server reads it."""
     settings, rest = parse_launcher(list(arm.flags))
-    assert (settings.reuse, settings.storage_backend) == ("fused" if "fused" in arm.name else "exact", "file")
+    assert (settings.reuse, settings.storage_backend) == (
+        "fused" if "fused" in arm.name else "exact",
+        "file",
+    )
     assert rest == ["--schedule-policy", "lpm"]
     given: Any = settings.storage_backend_extra_config
     return str(json.loads(Path(given.removeprefix("@")).read_text())["directory"])

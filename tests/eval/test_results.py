@@ -1,5 +1,5 @@
-"""The records in eval/results: those that changed are of the one format, each is named by a page, and none is missing that a page
-names. One record of each schema is in tests/eval/records."""
+"""The records in eval/results: those that changed are of the one format, each is named by a page,
+and none is missing that a page names. One record of each schema is in tests/eval/records."""
 
 import re
 import subprocess
@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval/results"
 SCHEMAS = Path(__file__).parent / "records"
 FOLDERS = sorted(path.name for path in RESULTS.iterdir() if path.is_dir())
-PAGES = (ROOT / "eval/LOG.md", *(path for path in ROOT.rglob("README.md") if ".venv" not in path.parts))
+PAGES = (
+    ROOT / "eval/LOG.md",
+    *(path for path in ROOT.rglob("README.md") if ".venv" not in path.parts),
+)
 NAME = re.compile(r"20\d\d-\d\d-\d\dT\d{4}-[a-z0-9*-]*[a-z0-9*]")
 """A record's name on a page; an asterisk stands for any end."""
 MAX_BYTES = 3_000_000
@@ -27,18 +30,27 @@ def named() -> set[str]:
 
 
 def changed() -> list[str]:
-    """Records that differ from the commit before, or are new; none where git or that commit is not there."""
+    """Records that differ from the commit before, or are new;
+    none where git or that commit is not there."""
     found = list[str]()
-    for command in (["diff", "--name-only", "--diff-filter=AM", "HEAD~1"], ["ls-files", "--others"]):
+    for command in (
+        ["diff", "--name-only", "--diff-filter=AM", "HEAD~1"],
+        ["ls-files", "--others"],
+    ):
         done = subprocess.run(
-            ["git", *command, "--", "eval/results/*/record.json"], cwd=ROOT, capture_output=True, text=True, check=False
+            ["git", *command, "--", "eval/results/*/record.json"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         found += [Path(line).parent.name for line in done.stdout.splitlines()]
     return found
 
 
 def check(run: Recorded) -> None:
-    """`compare` and `report` read it: kind, settings, results; a bench's name, tables as lists of rows, and sentences."""
+    """`compare` and `report` read it: kind, settings, results;
+    a bench's name, tables as lists of rows, and sentences."""
     assert run.kind in KINDS
     assert run.record["date"].startswith("20")
     assert all(isinstance(sentence, str) for sentence in run.results.get("verdict", []))
@@ -57,12 +69,15 @@ def test_changed_records_are_of_the_one_format() -> None:
         run = read_recorded(RESULTS / name)
         check(run)
         assert run.record["schema"] == SCHEMA, name
-        assert [path.name for path in (RESULTS / name).iterdir() if path.suffix == ".json"] == ["record.json"]
+        assert [path.name for path in (RESULTS / name).iterdir() if path.suffix == ".json"] == [
+            "record.json"
+        ]
 
 
 @pytest.mark.parametrize("schema", range(1, SCHEMA + 1))
 def test_record_of_each_schema_is_read(schema: int) -> None:
-    """2026-11-23T2200-tiers-waits as it was written, with its samples, and as it is now, alone: the same figures and values."""
+    """2026-11-23T2200-tiers-waits as it was written, with its samples, and as it is now, alone:
+    the same figures and values."""
     run = read_recorded(SCHEMAS / f"schema-{schema}")
     check(run)
     assert run.results == read_recorded(RESULTS / "2026-11-23T2200-tiers-waits").results
@@ -79,7 +94,9 @@ def test_record_is_named_by_a_page() -> None:
 
 def test_named_records_exist() -> None:
     """A figure whose record is missing cannot be checked."""
-    assert [name for name in sorted(named()) if not any(fnmatch(folder, name) for folder in FOLDERS)] == []
+    assert [
+        name for name in sorted(named()) if not any(fnmatch(folder, name) for folder in FOLDERS)
+    ] == []
 
 
 def test_records_are_small() -> None:

@@ -1,4 +1,5 @@
-"""A run's folder: every sample is kept, an interrupted run goes on, and its record is valid at every moment."""
+"""A run's folder: every sample is kept, an interrupted run goes on,
+and its record is valid at every moment."""
 
 import json
 import math
@@ -43,10 +44,15 @@ def test_complete_run_has_its_samples_and_figures(tmp_path: Path) -> None:
         {"seed": 3},
         {"total": 3},
     )
-    assert read_samples(tmp_path / "run") == [{"key": "sample 1", "value": 1}, {"key": "sample 2", "value": 2}]
+    assert read_samples(tmp_path / "run") == [
+        {"key": "sample 1", "value": 1},
+        {"key": "sample 2", "value": 2},
+    ]
 
 
-def test_interrupted_run_has_a_valid_record_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_run_has_a_valid_record_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Ctrl-C costs the sample in the making and no other."""
     interrupt(open_run(tmp_path / "run"), KeyboardInterrupt)
     record = read_record(tmp_path / "run")
@@ -80,7 +86,10 @@ def test_record_is_there_before_the_first_sample(tmp_path: Path) -> None:
 def test_other_settings_do_not_continue_a_run(tmp_path: Path) -> None:
     """Samples of two settings in one record would be no record."""
     interrupt(open_run(tmp_path / "run", seed=1, rate=2), KeyboardInterrupt)
-    with pytest.raises(CommandError, match="other settings: seed"), open_run(tmp_path / "run", seed=2, rate=2):
+    with (
+        pytest.raises(CommandError, match="other settings: seed"),
+        open_run(tmp_path / "run", seed=2, rate=2),
+    ):
         pass
     with (
         pytest.raises(CommandError, match="the command"),
@@ -89,8 +98,11 @@ def test_other_settings_do_not_continue_a_run(tmp_path: Path) -> None:
         pass
 
 
-def test_run_without_samples_is_begun_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A typing error in the first command must not need another folder, nor be told how to go on."""
+def test_run_without_samples_is_begun_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A typing error in the first command must not need another folder,
+    nor be told how to go on."""
     with pytest.raises(CommandError), open_run(tmp_path / "run", rate=1):
         raise CommandError("no server answers")
     assert capsys.readouterr().err == ""
@@ -163,10 +175,17 @@ def test_spec_keeps_no_path_of_this_machine() -> None:
         "out": Path("/x"),
         "n": (1, "../y/z"),
     }
-    assert portable(spec) == {"data": "squad", "model": "x", "hub": "rajpurkar/squad", "n": [1, "z"]}
+    assert portable(spec) == {
+        "data": "squad",
+        "model": "x",
+        "hub": "rajpurkar/squad",
+        "n": [1, "z"],
+    }
 
 
-def test_interrupted_command_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_command_ends_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As shells expect, and without a traceback."""
 
     def interrupted(argv: Sequence[str]) -> int:
@@ -198,7 +217,8 @@ def test_missing_package_is_one_line_and_a_missing_module_of_ours_a_bug(
 
 
 def test_samples_that_belong_together_are_kept_together(tmp_path: Path) -> None:
-    """A block counts whole or not at all: neither a key that is there nor a number that is none leaves half of it."""
+    """A block counts whole or not at all: neither a key that is there nor a number that is none
+    leaves half of it."""
     with open_run(tmp_path / "run") as run:
         run.add_all([("a", {"value": 1}), ("b", {"value": 2})])
         for key, value in (("a", 3.0), ("c", 3.0), ("d", math.nan)):
@@ -227,7 +247,10 @@ def test_whole_samples_are_not_written_again(tmp_path: Path) -> None:
     before = samples.stat()
     with open_run(tmp_path / "run"):
         pass
-    assert (samples.stat().st_ino, samples.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert (samples.stat().st_ino, samples.stat().st_mtime_ns) == (
+        before.st_ino,
+        before.st_mtime_ns,
+    )
 
 
 def test_cut_sample_is_removed_without_a_moment_without_the_others(
@@ -258,15 +281,29 @@ def test_record_holds_no_number_that_json_has_not(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_commits_of_a_run_that_went_on_are_all_in_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commits_of_a_run_that_went_on_are_all_in_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`git` is the first one's: its samples were not taken with the last one."""
-    for sha, dirty in (("one", False), ("one", False), ("two", True), ("three", False), ("one", False)):
-        monkeypatch.setattr("eval.run.git_state", lambda sha=sha, dirty=dirty: {"sha": sha, "dirty": dirty})
+    for sha, dirty in (
+        ("one", False),
+        ("one", False),
+        ("two", True),
+        ("three", False),
+        ("one", False),
+    ):
+        monkeypatch.setattr(
+            "eval.run.git_state", lambda sha=sha, dirty=dirty: {"sha": sha, "dirty": dirty}
+        )
         run = open_run(tmp_path / "run").__enter__()
         if not run.samples:
             run.add("a", {"value": 1})
         # and then it is killed
-    assert read_record(tmp_path / "run")["git"] == {"sha": "one", "dirty": True, "resumed_with": ["two", "three"]}
+    assert read_record(tmp_path / "run")["git"] == {
+        "sha": "one",
+        "dirty": True,
+        "resumed_with": ["two", "three"],
+    }
 
 
 def test_commit_is_that_of_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +319,9 @@ def test_model_is_known_by_its_config(tmp_path: Path) -> None:
     for name, text in (("a", "{}"), ("b", "{ }")):
         (tmp_path / name / "m").mkdir(parents=True)
         (tmp_path / name / "m" / "config.json").write_text(text)
-    digests = {model_sha256(str(tmp_path / name / "m")) for name in "ab"} | {model_sha256("bundled")}
+    digests = {model_sha256(str(tmp_path / name / "m")) for name in "ab"} | {
+        model_sha256("bundled")
+    }
     assert len(digests - {None}) == 3
     assert model_sha256("nobody/nothing") is None
 

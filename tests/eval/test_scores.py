@@ -33,7 +33,14 @@ def make_greedy(text: str, best: float = 0.9) -> Greedy:
 
 
 def make_row(arm: str, request: str, f1: float, **more: Any) -> dict[str, Any]:
-    return {"arm": arm, "cell": {}, "request": request, "metrics": {"f1": f1}, "fates": None, **more}
+    return {
+        "arm": arm,
+        "cell": {},
+        "request": request,
+        "metrics": {"f1": f1},
+        "fates": None,
+        **more,
+    }
 
 
 @pytest.mark.parametrize(
@@ -49,7 +56,9 @@ def make_row(arm: str, request: str, f1: float, **more: Any) -> dict[str, Any]:
         ("bundled", "world", "none", False),
     ],
 )
-def test_right_answers_count_where_they_can_be_known(model: str | None, task: str, weights: Any, known: bool) -> None:
+def test_right_answers_count_where_they_can_be_known(
+    model: str | None, task: str, weights: Any, known: bool
+) -> None:
     assert knows_answers(model, task, weights) is known
 
 
@@ -60,16 +69,27 @@ def test_nobody_may_call_our_weights_real_on_real_data() -> None:
 
 def test_the_best_right_answer_counts_for_each_metric() -> None:
     request = Request("t:1", "?", answers=("The company Dravex makes clocks.", "clocks"))
-    assert Scorer(has_gold=True).gold("Clocks!", request) == {"em": 1.0, "f1": 1.0, "rouge_l": 1.0, "jaccard": 1.0}
+    assert Scorer(has_gold=True).gold("Clocks!", request) == {
+        "em": 1.0,
+        "f1": 1.0,
+        "rouge_l": 1.0,
+        "jaccard": 1.0,
+    }
     assert Scorer(has_gold=True).gold("clocks", Request("t:2", "?")) == {}
     assert Scorer(has_gold=False).gold("clocks", request) == {}
 
 
 def test_agreement_by_hand() -> None:
-    """The answers part at their second word, so KL counts two steps: the first equal, the second with nothing in common."""
+    """The answers part at their second word, so KL counts two steps:
+    the first equal, the second with nothing in common."""
     given, full = make_greedy("a b"), make_greedy("a c")
     found = Scorer(has_gold=False).agreement(given, full, "full")
-    assert (found["same"], found["rouge_l_full"], found["jaccard_full"], found["kl_first"]) == (0, 0.5, 1 / 3, 0)
+    assert (found["same"], found["rouge_l_full"], found["jaccard_full"], found["kl_first"]) == (
+        0,
+        0.5,
+        1 / 3,
+        0,
+    )
     # Both name <other> with 0.1 and leave out one word each, which count as one: 0.9 against 0.9.
     assert (found["kl"], found["kl_max"]) == (0, 0)
     renamed = Scorer(has_gold=False).agreement(given, full, "retriever")
@@ -93,16 +113,26 @@ def test_the_largest_kl_of_an_answer_is_not_hidden_by_its_mean() -> None:
 
 
 def test_each_comparison_has_names_of_its_own() -> None:
-    """An answer compared with another policy's is no agreement with full prefill, and every name has a label."""
+    """An answer compared with another policy's is no agreement with full prefill,
+    and every name has a label."""
     given, other = make_greedy("a b"), make_greedy("a c")
-    names = [Scorer(has_gold=False).agreement(given, other, against).keys() for against in REFERENCES]
+    names = [
+        Scorer(has_gold=False).agreement(given, other, against).keys() for against in REFERENCES
+    ]
     assert len(set().union(*names)) == sum(map(len, names))
-    assert {"same_given", "kl_given", "kl_first_policy", "rouge_l_policy"} <= set().union(*names) <= METRICS.keys()
+    assert (
+        {"same_given", "kl_given", "kl_first_policy", "rouge_l_policy"}
+        <= set().union(*names)
+        <= METRICS.keys()
+    )
 
 
 def test_what_is_not_finite_was_not_measured() -> None:
     """JSON has no NaN, and a mean with an infinite value says nothing of the others."""
-    assert rounded({"same": 1.0, "kl": math.inf, "kl_first": math.nan, "f1": 1 / 3}) == {"same": 1.0, "f1": 0.333333}
+    assert rounded({"same": 1.0, "kl": math.inf, "kl_first": math.nan, "f1": 1 / 3}) == {
+        "same": 1.0,
+        "f1": 0.333333,
+    }
 
 
 def test_agreement_without_distributions_has_no_kl() -> None:
@@ -117,8 +147,14 @@ def test_failed_requests_are_counted_not_scored() -> None:
 
 
 def test_cells_are_kept_apart_by_arm_and_setting() -> None:
-    rows = [make_row("a", "1", 0.0), make_row("a", "1", 1.0, cell={"ratio": 0.5}), make_row("b", "1", 0.5)]
-    assert [(cell["arm"], cell["cell"], cell["metrics"]["f1"]["mean"]) for cell in cells_of(rows)] == [
+    rows = [
+        make_row("a", "1", 0.0),
+        make_row("a", "1", 1.0, cell={"ratio": 0.5}),
+        make_row("b", "1", 0.5),
+    ]
+    assert [
+        (cell["arm"], cell["cell"], cell["metrics"]["f1"]["mean"]) for cell in cells_of(rows)
+    ] == [
         ("a", {}, 0.0),
         ("a", {"ratio": 0.5}, 1.0),
         ("b", {}, 0.5),
@@ -126,8 +162,14 @@ def test_cells_are_kept_apart_by_arm_and_setting() -> None:
 
 
 def test_arms_are_compared_request_by_request() -> None:
-    """b is better by 0.1 and 0.3 on the two requests both answered; the third one does not count."""
-    rows = [make_row("a", "1", 0.1), make_row("a", "2", 0.2), make_row("b", "2", 0.5), make_row("b", "1", 0.2)]
+    """b is better by 0.1 and 0.3 on the two requests both answered;
+    the third one does not count."""
+    rows = [
+        make_row("a", "1", 0.1),
+        make_row("a", "2", 0.2),
+        make_row("b", "2", 0.5),
+        make_row("b", "1", 0.2),
+    ]
     rows.append(make_row("b", "3", 0.0))
     (found,) = summarize_arms(rows, against="a")["contrasts"]
     assert found["value"] == pytest.approx(0.2)
@@ -136,7 +178,8 @@ def test_arms_are_compared_request_by_request() -> None:
 
 
 def test_equal_answers_have_no_p_value() -> None:
-    """A t-test over differences that are all zero has no statistic: that is said, and not 1 or 0."""
+    """A t-test over differences that are all zero has no statistic:
+    that is said, and not 1 or 0."""
     rows = [make_row(arm, str(n), n / 10) for arm in "ab" for n in range(9)]
     (found,) = summarize_arms(rows, against="a")["contrasts"]
     assert (found["value"], found["p"]) == (0, None)
@@ -150,11 +193,16 @@ def test_normalized_f1_needs_both_ends() -> None:
 
 
 def test_what_moves_together() -> None:
-    """Turns of a conversation, or questions about the same passage. Else every request is by itself."""
+    """Turns of a conversation, or questions about the same passage.
+    Else every request is by itself."""
     turns = [Request(f"t:1:{n}", "?", conversation="t:1", gold_ids=(f"p{n}",)) for n in range(2)]
     about = [Request(f"t:{n}", "?", gold_ids=("p1", "p2")) for n in range(2)]
     plain = [Request(f"t:{n}", "?") for n in range(2)]
-    assert [len({block_of(request) for request in each}) for each in (turns, about, plain)] == [1, 1, 2]
+    assert [len({block_of(request) for request in each}) for each in (turns, about, plain)] == [
+        1,
+        1,
+        2,
+    ]
 
 
 def test_conversations_are_resampled_as_wholes() -> None:
@@ -170,5 +218,7 @@ def test_conversations_are_resampled_as_wholes() -> None:
     assert (whole["n"], whole["num_blocks"], single["num_blocks"]) == (80, 8, 80)
     assert whole["p"] > 1000 * single["p"]
     (_, cell), (_, flat) = (summarize_arms(each, against="a")["cells"] for each in (rows, alone))
-    width, narrow = (each["metrics"]["f1"]["high"] - each["metrics"]["f1"]["low"] for each in (cell, flat))
+    width, narrow = (
+        each["metrics"]["f1"]["high"] - each["metrics"]["f1"]["low"] for each in (cell, flat)
+    )
     assert width > 2.5 * narrow

@@ -1,4 +1,5 @@
-"""The selectors that the papers compare with; what holds for all is in tests/sglang_chunkcache/fusion/selectors."""
+"""The selectors that the papers compare with;
+what holds for all is in tests/sglang_chunkcache/fusion/selectors."""
 
 from __future__ import annotations
 
@@ -22,16 +23,21 @@ OWN = own_selectors("eval.selectors")
 def test_h2o_takes_what_is_attended_most() -> None:
     """By what a token receives inside the chunk, not by what it looks at outside."""
     scores = make_scores(context=[9, 9, 0, 0, 0], received=[1, 2, 5, 3, 4])
-    selection = OWN["h2o"].select([make_chunk("a", 3, 5, scores=scores)], make_request(ratio=0.4), Evidence())
+    selection = OWN["h2o"].select(
+        [make_chunk("a", 3, 5, scores=scores)], make_request(ratio=0.4), Evidence()
+    )
     assert as_lists(selection) == [[2, 4]]
 
 
 def test_random_depends_on_recipe_and_chunk_alone() -> None:
-    """The same chunk elsewhere in the prompt keeps its tokens, another recipe or chunk draws others."""
+    """The same chunk elsewhere in the prompt keeps its tokens,
+    another recipe or chunk draws others."""
 
     def drawn(name: str, start: int, recipe: str) -> list[int]:
         chunks = [make_chunk(name, start, 1000)]
-        return as_lists(OWN["random"].select(chunks, make_request(ratio=0.1, recipe=recipe), Evidence()))[0]
+        return as_lists(
+            OWN["random"].select(chunks, make_request(ratio=0.1, recipe=recipe), Evidence())
+        )[0]
 
     assert drawn("a", 0, "r") == drawn("a", 50, "r")
     assert drawn("a", 0, "r") != drawn("a", 0, "s")
@@ -42,11 +48,16 @@ def test_random_depends_on_recipe_and_chunk_alone() -> None:
 def test_random_agrees_between_processes() -> None:
     """Each tensor-parallel rank is one, with its own hash seed."""
     code = (
-        "from tests.reference.moved_chunks import *; from tests.reference.sources import *;"
-        "from sglang_chunkcache.own_selectors import own_selectors;"
-        "from sglang_chunkcache.fusion.selectors.base import Evidence; random = own_selectors('eval.selectors')['random'];"
-        "print(as_lists(random.select([make_chunk('a', 0, 100)], make_request(ratio=.1), Evidence())))"
+        "from tests.reference.moved_chunks import *; from tests.reference.sources import *;from"
+        " sglang_chunkcache.own_selectors import own_selectors;from"
+        " sglang_chunkcache.fusion.selectors.base import Evidence; random ="
+        " own_selectors('eval.selectors')['random'];print(as_lists(random.select([make_chunk('a',"
+        " 0, 100)], make_request(ratio=.1), Evidence())))"
     )
-    here = as_lists(OWN["random"].select([make_chunk("a", 0, 100)], make_request(ratio=0.1), Evidence()))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    here = as_lists(
+        OWN["random"].select([make_chunk("a", 0, 100)], make_request(ratio=0.1), Evidence())
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert done.stdout.strip() == str(here)

@@ -1,4 +1,5 @@
-"""`python -m eval serve` against endpoints that are already there: its record, its last line, and what it refuses."""
+"""`python -m eval serve` against endpoints that are already there:
+its record, its last line, and what it refuses."""
 
 from __future__ import annotations
 
@@ -55,10 +56,15 @@ def test_run_leaves_a_record_a_table_and_results(
     assert record["results"] == unpack_results(pack_results(results))
     assert [(cell["arm"], cell["n"]) for cell in results["cells"]] == [("theirs", 20), ("ours", 20)]
     assert {(row["a"], row["b"]) for row in results["contrasts"]} == {("theirs", "ours")}
-    assert any("ours reaches the first token" in line and "faster" in line for line in results["verdict"])
+    assert any(
+        "ours reaches the first token" in line and "faster" in line for line in results["verdict"]
+    )
     assert "ttft p50" in out
     assert len(read_samples(tmp_path / "r")) == 48
-    assert len({sample["block"] for sample in read_samples(tmp_path / "r") if not sample["warm_up"]}) >= 8
+    assert (
+        len({sample["block"] for sample in read_samples(tmp_path / "r") if not sample["warm_up"]})
+        >= 8
+    )
 
 
 def test_sweep_has_a_cell_for_every_combination(
@@ -73,12 +79,20 @@ def test_sweep_has_a_cell_for_every_combination(
         (400.0, 2),
         (400.0, 3),
     }
-    assert {sample["num_chunks"] for sample in read_samples(tmp_path / "r") if sample["cell"]["k"] == 2} == {2}
+    assert {
+        sample["num_chunks"] for sample in read_samples(tmp_path / "r") if sample["cell"]["k"] == 2
+    } == {2}
 
 
 @pytest.mark.parametrize(
     "sign",
-    [signal.SIGINT, *(pytest.param(sign, marks=pytest.mark.nightly) for sign in (signal.SIGTERM, signal.SIGHUP))],
+    [
+        signal.SIGINT,
+        *(
+            pytest.param(sign, marks=pytest.mark.nightly)
+            for sign in (signal.SIGTERM, signal.SIGHUP)
+        ),
+    ],
 )
 def test_interrupted_run_leaves_a_valid_record_and_is_continued(
     endpoints: tuple[FakeEndpoint, FakeEndpoint],
@@ -127,7 +141,9 @@ def test_run_goes_on_with_the_same_requests_only(
     argv = options(endpoints, tmp_path / "r", "--task", "trace", "--data", str(data))
 
     def interrupted(taken: Run, *_: Any) -> None:
-        taken.add("a", {"arm": "theirs", "cell": {}, "request": "a", "warm_up": True, "metrics": {}})
+        taken.add(
+            "a", {"arm": "theirs", "cell": {}, "request": "a", "warm_up": True, "metrics": {}}
+        )
         raise KeyboardInterrupt
 
     monkeypatch.setattr("eval.serve.command.measure", interrupted)
@@ -142,7 +158,16 @@ def test_run_goes_on_with_the_same_requests_only(
 
 def test_nobody_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="theirs: no server answers"):
-        main(["--arms", f"theirs=http://127.0.0.1:{free_port()}", "--requests", "12", "--out", str(tmp_path / "r")])
+        main(
+            [
+                "--arms",
+                f"theirs=http://127.0.0.1:{free_port()}",
+                "--requests",
+                "12",
+                "--out",
+                str(tmp_path / "r"),
+            ]
+        )
     assert read_record(tmp_path / "r")["complete"] is False
 
 
@@ -168,13 +193,26 @@ def test_nobody_there_is_one_line(tmp_path: Path) -> None:
         (["--restart", "--arms", "ours", "fused"], "--restart measures one arm"),
         (["--restart", "--arms", "ours", "--warm-up", "0"], "--restart needs --warm-up N"),
         (["--restart", "--arms", "ours", "--clients", "1", "2"], "--restart measures one cell"),
-        (["--restart", "--arms", "ours", "--against", "stock-lpm"], "not one of the arms: ours-cold"),
+        (
+            ["--restart", "--arms", "ours", "--against", "stock-lpm"],
+            "not one of the arms: ours-cold",
+        ),
     ],
 )
 def test_nonsense_is_one_clear_line(tmp_path: Path, wrong: list[str], told: str) -> None:
     """And it is refused before a folder is made or a server started."""
     with pytest.raises(CommandError, match=told) as error:
-        main(["--arms", "a=http://127.0.0.1:9", "--requests", "30", "--out", str(tmp_path / "r"), *wrong])
+        main(
+            [
+                "--arms",
+                "a=http://127.0.0.1:9",
+                "--requests",
+                "30",
+                "--out",
+                str(tmp_path / "r"),
+                *wrong,
+            ]
+        )
     assert "\n" not in str(error.value)
     assert not (tmp_path / "r").exists()
 
@@ -191,16 +229,25 @@ def test_nonsense_is_one_clear_line(tmp_path: Path, wrong: list[str], told: str)
         (["--block", "0"], 50, 0),
     ],
 )
-def test_block_leaves_enough_blocks_and_an_open_loop_its_queue(load: list[str], requests: int, block: int) -> None:
-    """A block of one request at a time would be a closed loop, whatever the rate, and keep one of eight clients busy."""
+def test_block_leaves_enough_blocks_and_an_open_loop_its_queue(
+    load: list[str], requests: int, block: int
+) -> None:
+    """A block of one request at a time would be a closed loop, whatever the rate,
+    and keep one of eight clients busy."""
     assert make_plan(parse(load)[0], (), requests).block == block
 
 
-def test_too_few_blocks_for_a_verdict_are_said_before_the_load(capsys: pytest.CaptureFixture[str]) -> None:
-    """An hour of load that can say nothing should not be begun by mistake; the number named is enough."""
+def test_too_few_blocks_for_a_verdict_are_said_before_the_load(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An hour of load that can say nothing should not be begun by mistake;
+    the number named is enough."""
     args, arms = parse(["--load", "poisson", "--warm-up", "10"])
     make_plan(args, arms, 100)
-    assert "too few blocks for a verdict: 5, less than 8; give --requests >= 170" in capsys.readouterr().err
+    assert (
+        "too few blocks for a verdict: 5, less than 8; give --requests >= 170"
+        in capsys.readouterr().err
+    )
     make_plan(args, arms, 170)
     make_plan(args, arms[:1], 100)
     assert capsys.readouterr().err == ""
@@ -208,18 +255,28 @@ def test_too_few_blocks_for_a_verdict_are_said_before_the_load(capsys: pytest.Ca
 
 def test_only_what_is_swept_is_a_label() -> None:
     """Records of runs without a sweep can then be compared whatever their load."""
-    assert [cell.label for cell in cells(parse(["--load", "poisson", "--rates", "2"])[0], {None: ()})] == [{}]
-    swept = cells(parse(["--clients", "1", "4", "--ratios", ".5", "--arms", "fused"])[0], {None: ()})
+    assert [
+        cell.label for cell in cells(parse(["--load", "poisson", "--rates", "2"])[0], {None: ()})
+    ] == [{}]
+    swept = cells(
+        parse(["--clients", "1", "4", "--ratios", ".5", "--arms", "fused"])[0], {None: ()}
+    )
     assert [(cell.label, cell.load.clients, cell.reuse) for cell in swept] == [
         ({"clients": clients, "ratio": 0.5}, clients, {"ratio": 0.5}) for clients in (1, 4)
     ]
     (window,) = cells(parse(["--windows", "10"])[0], {None: ()})
     assert (window.label, window.flags) == ({"window": 10}, ("--chunkcache-window-requests", "10"))
-    assert [cell.label for cell in cells(parse(["--servers", "2"])[0], {None: ()})] == [{"server": 1}, {"server": 2}]
+    assert [cell.label for cell in cells(parse(["--servers", "2"])[0], {None: ()})] == [
+        {"server": 1},
+        {"server": 2},
+    ]
 
 
 def test_flags_behind_the_dashes_are_the_servers() -> None:
-    assert split_flags(["--k", "3", "--", "--page-size", "1", "--"]) == (["--k", "3"], ["--page-size", "1", "--"])
+    assert split_flags(["--k", "3", "--", "--page-size", "1", "--"]) == (
+        ["--k", "3"],
+        ["--page-size", "1", "--"],
+    )
     assert parse(["--k", "3", "--", "--page-size", "1"])[0].server_flags == ["--page-size", "1"]
 
 
@@ -228,7 +285,11 @@ def test_requests_own_times_are_not_left_out_without_a_word(
 ) -> None:
     """Nor are chunks; and one arm alone is compared with nothing."""
     data = tmp_path / "trace.jsonl"
-    data.write_text("".join(f'{{"passages": ["a", "b"], "lengths": [4, 4], "timestamp": {n}}}\n' for n in range(12)))
+    data.write_text(
+        "".join(
+            f'{{"passages": ["a", "b"], "lengths": [4, 4], "timestamp": {n}}}\n' for n in range(12)
+        )
+    )
     argv = [*options(endpoints, tmp_path / "r", "--task", "trace", "--data", str(data)), "--k", "1"]
     assert main([*argv, "--arms", f"ours={endpoints[1].url}"]) == 0
     out, told = capsys.readouterr()

@@ -1,4 +1,5 @@
-"""Servers are started when needed and stopped whatever happens; processes that only answer HTTP replace them."""
+"""Servers are started when needed and stopped whatever happens;
+processes that only answer HTTP replace them."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def _launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pids(pool: ServerPool) -> list[int]:
     """Of the servers that run now."""
-    return [server._process.pid for server, _ in pool._running.values() if server._process is not None]
+    return [
+        server._process.pid for server, _ in pool._running.values() if server._process is not None
+    ]
 
 
 def is_alive(pid: int) -> bool:
@@ -71,10 +74,15 @@ def test_servers_are_started_once_and_all_stopped(tmp_path: Path) -> None:
     assert (facts["ours"]["chunk_cache"], facts["stock-lpm"]["chunk_cache"]) == (True, False)
     assert facts["stock-lpm"]["flags"][0] == "--stock"
     assert "/x/m" not in facts["ours"]["flags"], "no path of a machine is kept"
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["ours.log", "stock-lpm.log"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+        "ours.log",
+        "stock-lpm.log",
+    ]
 
 
-def test_restarted_server_keeps_what_it_has_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_restarted_server_keeps_what_it_has_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A flush would throw it away; this launcher does not know one, and would be noted."""
     for keeps_start in (True, False):
         plan = Plan([OURS], keeps_start=keeps_start)
@@ -99,7 +107,9 @@ def test_start_that_fails_is_told_with_the_logs_end(tmp_path: Path) -> None:
         pool.open(Key("ours", ()), OURS)
 
 
-def test_interrupted_start_leaves_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_start_leaves_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server takes half a minute to start: that is when people change their minds."""
     started: list[int] = []
 
@@ -124,7 +134,8 @@ def test_signals_stop_all_servers(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing else would: a closed terminal does not reach them. It sends one hangup and its shell another."""
+    """Nothing else would: a closed terminal does not reach them.
+    It sends one hangup and its shell another."""
     stop = Server.__exit__
 
     def hang_up_and_stop(server: Server, *error: Any) -> None:
@@ -132,7 +143,9 @@ def test_signals_stop_all_servers(
         stop(server, *error)
 
     monkeypatch.setattr(Server, "__exit__", hang_up_and_stop)
-    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, on_sigint)))
+    request.addfinalizer(
+        partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, on_sigint))
+    )
     running: list[int] = []
     before = signal.getsignal(sign)
     with pytest.raises(KeyboardInterrupt), ServerPool(Plan([OURS]), tmp_path) as pool:  # noqa: PT012  all is one run

@@ -1,4 +1,5 @@
-"""Tasks from files: what becomes of a data set's rows, and one clear line for what is wrong with them."""
+"""Tasks from files: what becomes of a data set's rows, and one clear line for what is wrong with
+them."""
 
 from __future__ import annotations
 
@@ -11,12 +12,20 @@ import pytest
 from eval.errors import CommandError
 from eval.task import TASKS, Source, load_task
 from eval.tasks.world import world_requests
-from tests.eval.make_data import parse, requests, write_conversations, write_questions, write_ragpulse, write_rows
+from tests.eval.make_data import (
+    parse,
+    requests,
+    write_conversations,
+    write_questions,
+    write_ragpulse,
+    write_rows,
+)
 
 QUESTION_SETS = ("hotpotqa", "2wikimqa", "musique", "squad", "triviaqa", "nq")
 
 needs_retrieval = pytest.mark.skipif(
-    not (find_spec("faiss") and find_spec("tantivy")), reason="the extra `retrieval` is not installed"
+    not (find_spec("faiss") and find_spec("tantivy")),
+    reason="the extra `retrieval` is not installed",
 )
 
 
@@ -36,7 +45,10 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", QUESTION_SETS)
 def test_given_chunks_are_the_data_sets_in_its_order(data: Path, name: str) -> None:
     """Distractors keep the data set's order, and the title is part of the text."""
-    by_id = {request.id: request for request in requests("--task", name, "--data", data, "--retriever", "given")}
+    by_id = {
+        request.id: request
+        for request in requests("--task", name, "--data", data, "--retriever", "given")
+    }
     assert len(by_id) == 10
     asked = by_id[f"{name}:q4"]
     assert [chunk.id for chunk in asked.chunks] == ["p5", "p6", "p4"]
@@ -55,7 +67,8 @@ def test_k_and_requests_cut_from_the_end(data: Path) -> None:
 def test_given_lists_are_cut_only_where_k_says(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, num_chunks: int
 ) -> None:
-    """`replay` counts all chunks of a trace: a server that is sent fewer would seem to contradict it."""
+    """`replay` counts all chunks of a trace:
+    a server that is sent fewer would seem to contradict it."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"passages": [1, 2, 3, 4, 5, 6, 7]}\n{"passages": [1, 2]}\n')
     options: list[str | Path] = ["--task", task, "--retriever", "given", "--requests", "2"]
@@ -67,7 +80,8 @@ def test_given_lists_are_cut_only_where_k_says(
 
 
 def test_the_order_of_questions_is_the_seeds(data: Path) -> None:
-    """Files have questions about one passage side by side, which no service sees; and two arms get the same order."""
+    """Files have questions about one passage side by side, which no service sees;
+    and two arms get the same order."""
     options = ("--task", "squad", "--data", data, "--retriever", "given", "--seed")
     assert requests(*options, "1") == requests(*options, "1")
     one, two = ([request.id for request in requests(*options, seed)] for seed in "12")
@@ -77,9 +91,12 @@ def test_the_order_of_questions_is_the_seeds(data: Path) -> None:
 
 @needs_retrieval
 @pytest.mark.parametrize(
-    "retriever", [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("bm25", "dense")), "fusion"]
+    "retriever",
+    [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("bm25", "dense")), "fusion"],
 )
-def test_retrieved_chunks_hold_the_answer_more_often_than_chance(data: Path, retriever: str) -> None:
+def test_retrieved_chunks_hold_the_answer_more_often_than_chance(
+    data: Path, retriever: str
+) -> None:
     """Two of twenty passages would hold it once in ten."""
     found = requests("--task", "nq", "--data", data, "--retriever", retriever, "--k", "2")
     assert all(len(request.chunks) == 2 for request in found)
@@ -129,7 +146,9 @@ def test_turns_stand_in_order_with_the_data_sets_reply(data: Path) -> None:
 def test_a_conversation_is_searched_in_its_own_domain(data: Path, name: str) -> None:
     """The other domain has the same words, so a search of everything would mix them."""
     found = requests("--task", name, "--data", data, "--retriever", "bm25", "--k", "4")
-    assert [request.id for request in found] == [f"{name}:c{c}:{t}" for c in (0, 1) for t in (1, 2, 3)]
+    assert [request.id for request in found] == [
+        f"{name}:c{c}:{t}" for c in (0, 1) for t in (1, 2, 3)
+    ]
     for request in found:
         domain = "govt" if request.conversation == f"{name}:c0" else "clapnq"
         assert request.chunks
@@ -156,7 +175,11 @@ def test_ragpulse_components_become_words_that_come_again(data: Path) -> None:
     assert first.system == second.system
     assert len(first.question.split()) == 4 + 6 + 4
     assert [r.arrival_s for r in (first, second, third)] == [0.0, 7.0, 21.0]
-    assert [r.id for r in (first, second, third)] == ["ragpulse:100", "ragpulse:101", "ragpulse:103"]
+    assert [r.id for r in (first, second, third)] == [
+        "ragpulse:100",
+        "ragpulse:101",
+        "ragpulse:103",
+    ]
     assert first.max_new_tokens == 12
 
 
@@ -169,9 +192,21 @@ def test_ragpulse_lengths_are_scaled_once(data: Path) -> None:
 def test_trace_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     lines = [
-        {"passages": ["a", "b"], "lengths": [30, 8], "timestamp": 5, "conversation": 1, "output_tokens": 9},
+        {
+            "passages": ["a", "b"],
+            "lengths": [30, 8],
+            "timestamp": 5,
+            "conversation": 1,
+            "output_tokens": 9,
+        },
         {"passages": [], "timestamp": 6},
-        {"passages": ["b", "c"], "lengths": [8, 4], "timestamp": 7.5, "question_tokens": 3, "system_tokens": 2},
+        {
+            "passages": ["b", "c"],
+            "lengths": [8, 4],
+            "timestamp": 7.5,
+            "question_tokens": 3,
+            "system_tokens": 2,
+        },
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     first, second = requests("--task", "trace", "--data", path)
@@ -221,7 +256,9 @@ def test_sharegpt_turns_and_replies(tmp_path: Path) -> None:
     assert {r.chunks for r in asked} == {()}
 
 
-def test_malformed_conversations_are_skipped_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_conversations_are_skipped_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "sharegpt.jsonl"
     bad = [
         {"id": "no turns"},
@@ -241,13 +278,26 @@ def test_malformed_conversations_are_skipped_and_counted(tmp_path: Path, capsys:
 def test_sharegpt_searches_a_corpus_for_each_turn(data: Path) -> None:
     """A turn that finds nothing stays: later turns come after it."""
     path = data / "sharegpt.json"
-    path.write_text(json.dumps([talk("a", "Is there a jasper mine?", "Yes.", "Thanks!", "Bye.", "A copper mine?")]))
+    path.write_text(
+        json.dumps(
+            [talk("a", "Is there a jasper mine?", "Yes.", "Thanks!", "Bye.", "A copper mine?")]
+        )
+    )
     asked = requests("--task", "sharegpt", "--data", path, "--corpus", data / "musique", "--k", "2")
     assert [len(r.chunks) for r in asked] == [2, 0, 2]
     assert all("jasper" in chunk.text for chunk in asked[0].chunks)
     assert all("copper" in chunk.text for chunk in asked[2].chunks)
     with pytest.raises(CommandError, match="lists no chunks here"):
-        requests("--task", "sharegpt", "--data", path, "--corpus", data / "musique", "--retriever", "given")
+        requests(
+            "--task",
+            "sharegpt",
+            "--data",
+            path,
+            "--corpus",
+            data / "musique",
+            "--retriever",
+            "given",
+        )
 
 
 # The generated world
@@ -305,7 +355,11 @@ QUESTION = {"id": "q", "question": "Which?"}
     [
         ("questions", [QUESTION, QUESTION], "line 2: id 'q' occurs twice"),
         ("questions", [{"id": "q"}], "line 1: question must be a non-empty string"),
-        ("questions", [QUESTION | {"context_passage_ids": ["p99"]}], "names 'p99', which is not among the passages"),
+        (
+            "questions",
+            [QUESTION | {"context_passage_ids": ["p99"]}],
+            "names 'p99', which is not among the passages",
+        ),
         ("questions", [QUESTION | {"gold_passage_ids": "p1"}], "gold_passage_ids must be a list"),
         ("questions", [], "has no questions"),
         ("questions", [QUESTION], "lists no chunks here: use --retriever"),
@@ -314,7 +368,9 @@ QUESTION = {"id": "q", "question": "Which?"}
         ("passages", [{"id": "p", "text": "x"}] * 2, "line 2: id 'p' occurs twice"),
     ],
 )
-def test_wrong_rows_are_named(data: Path, name: str, rows: list[dict[str, object]], said: str) -> None:
+def test_wrong_rows_are_named(
+    data: Path, name: str, rows: list[dict[str, object]], said: str
+) -> None:
     write_rows(data / "squad" / f"{name}.jsonl.gz", rows)
     with pytest.raises(CommandError, match=said):
         requests("--task", "squad", "--data", data, "--retriever", "given")
@@ -335,7 +391,11 @@ def test_files_that_are_no_rows_are_named(data: Path) -> None:
     (data / "mine.jsonl").write_text('{"id": 1}\n{"id"\n')
     with pytest.raises(CommandError, match="line 2, column 6: Expecting"):
         requests("--task", "sharegpt", "--data", data / "mine.jsonl")
-    for text, said in (("[1]", "line 1: must be a JSON object"), ("[", "line 1, column 2"), ("[]", "has no questions")):
+    for text, said in (
+        ("[1]", "line 1: must be a JSON object"),
+        ("[", "line 1, column 2"),
+        ("[]", "has no questions"),
+    ):
         (data / "mine.json").write_text(text)
         with pytest.raises(CommandError, match=said):
             requests("--task", "sharegpt", "--data", data / "mine.json")
@@ -344,13 +404,18 @@ def test_files_that_are_no_rows_are_named(data: Path) -> None:
 def test_ids_may_be_integers(data: Path) -> None:
     """A list of 7 finds the passage "7", as in a trace."""
     write_rows(data / "nq" / "passages.jsonl.gz", [{"id": 7, "text": "x"}])
-    write_rows(data / "nq" / "questions.jsonl.gz", [{"id": 3, "question": "Which?", "context_passage_ids": ["7"]}])
+    write_rows(
+        data / "nq" / "questions.jsonl.gz",
+        [{"id": 3, "question": "Which?", "context_passage_ids": ["7"]}],
+    )
     (request,) = requests("--task", "nq", "--data", data, "--retriever", "given")
     assert (request.id, request.chunks[0].id) == ("nq:3", "7")
 
 
 def test_ragpulse_component_of_unknown_length_is_named(data: Path) -> None:
-    write_rows(data / "ragpulse" / "components.jsonl.gz", [{"kind": "passage", "id": 1, "token_length": 4}])
+    write_rows(
+        data / "ragpulse" / "components.jsonl.gz", [{"kind": "passage", "id": 1, "token_length": 4}]
+    )
     with pytest.raises(CommandError, match="line 1: passage 2 is not among the components"):
         requests("--task", "ragpulse", "--data", data)
 

@@ -1,4 +1,5 @@
-"""Tasks through `datasets`: the mapping from the hub's columns, on small local copies in the published layouts."""
+"""Tasks through `datasets`: the mapping from the hub's columns,
+on small local copies in the published layouts."""
 
 from __future__ import annotations
 
@@ -79,10 +80,17 @@ def test_musique(tmp_path: Path) -> None:
         "answer": "Miquette Giraudy",
         "answer_aliases": ["Giraudy"],
         "answerable": True,
-        "question_decomposition": [{"id": 1, "question": "?", "answer": "!", "paragraph_support_idx": 1}],
+        "question_decomposition": [
+            {"id": 1, "question": "?", "answer": "!", "paragraph_support_idx": 1}
+        ],
         "paragraphs": [
             {"idx": 0, "title": "Green", "paragraph_text": "A colour.", "is_supporting": False},
-            {"idx": 1, "title": "Miquette Giraudy", "paragraph_text": "A musician.", "is_supporting": True},
+            {
+                "idx": 1,
+                "title": "Miquette Giraudy",
+                "paragraph_text": "A musician.",
+                "is_supporting": True,
+            },
         ],
     }
     unanswerable = row | {"id": "2hop__3", "answerable": False}
@@ -137,7 +145,17 @@ def test_triviaqa_pages_are_cut_and_gold_holds_an_answer(tmp_path: Path) -> None
 
 
 def test_nq_paragraphs_without_mark_up(tmp_path: Path) -> None:
-    words = ["<P>", *["palace"] * 24, "</P>", "<P>", "short", "</P>", "<Td>", *["inside"] * 24, "</Td>"]
+    words = [
+        "<P>",
+        *["palace"] * 24,
+        "</P>",
+        "<P>",
+        "short",
+        "</P>",
+        "<Td>",
+        *["inside"] * 24,
+        "</Td>",
+    ]
     spans = [(0, 26), (26, 29), (29, 55)]
     row = {
         "id": "7978",
@@ -152,14 +170,22 @@ def test_nq_paragraphs_without_mark_up(tmp_path: Path) -> None:
             "top_level": [True, True, False],
         },
         "annotations": {
-            "long_answer": [{"start_token": 0, "end_token": 26}, {"start_token": -1, "end_token": -1}],
+            "long_answer": [
+                {"start_token": 0, "end_token": 26},
+                {"start_token": -1, "end_token": -1},
+            ],
             "short_answers": [{"text": ["the Emperor"]}, {"text": []}],
         },
     }
-    unanswered = row | {"id": "1", "annotations": {"long_answer": [], "short_answers": [{"text": []}]}}
+    unanswered = row | {
+        "id": "1",
+        "annotations": {"long_answer": [], "short_answers": [{"text": []}]},
+    }
     request, texts = only(load("nq", published(tmp_path, row, unanswered)))
     assert request.answers == ("the Emperor",)
-    assert [texts[name] for name in request.gold_ids] == ["Tokyo Imperial Palace\n" + " ".join(["palace"] * 24)]
+    assert [texts[name] for name in request.gold_ids] == [
+        "Tokyo Imperial Palace\n" + " ".join(["palace"] * 24)
+    ]
     assert len(texts) == 1
 
 
@@ -173,14 +199,19 @@ def test_sharegpt(tmp_path: Path) -> None:
 def test_given_is_the_rows_list_and_k_cuts_it(tmp_path: Path) -> None:
     source = Source("hotpotqa", hub=published(tmp_path, TWO_PARAGRAPHS), k=2)
     (request,) = requests_of(source, load_task(source), retriever="given")
-    assert [chunk.text.partition("\n")[0] for chunk in request.chunks] == ["Ed Wood (film)", "Ed Wood"]
+    assert [chunk.text.partition("\n")[0] for chunk in request.chunks] == [
+        "Ed Wood (film)",
+        "Ed Wood",
+    ]
 
 
 def test_names_on_the_hub() -> None:
     """A bare `--hub` is the published set; a copy elsewhere brings no config along."""
     hotpot = HubName("hotpotqa/hotpot_qa", "distractor", "validation")
     assert parse_hub("", hotpot) == hotpot
-    assert parse_hub("hotpotqa/hotpot_qa:fullwiki", hotpot) == HubName("hotpotqa/hotpot_qa", "fullwiki", "validation")
+    assert parse_hub("hotpotqa/hotpot_qa:fullwiki", hotpot) == HubName(
+        "hotpotqa/hotpot_qa", "fullwiki", "validation"
+    )
     assert parse_hub("me/copy", hotpot) == HubName("me/copy", None, "validation")
     assert parse_hub("me/copy::train[:9]", hotpot) == HubName("me/copy", None, "train[:9]")
 
@@ -189,11 +220,17 @@ def test_a_part_of_a_split(tmp_path: Path) -> None:
     """A whole data set may be too much to index."""
     rows = [TWO_PARAGRAPHS | {"id": str(i)} for i in range(5)]
     data = load("hotpotqa", published(tmp_path, *rows) + "::validation[:3]")
-    assert sorted(request.id for request in data.requests) == ["hotpotqa:0", "hotpotqa:1", "hotpotqa:2"]
+    assert sorted(request.id for request in data.requests) == [
+        "hotpotqa:0",
+        "hotpotqa:1",
+        "hotpotqa:2",
+    ]
 
 
 def test_rows_of_another_layout_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match=r"row 1 does not have the format of task squad: KeyError 'title'"):
+    with pytest.raises(
+        CommandError, match=r"row 1 does not have the format of task squad: KeyError 'title'"
+    ):
         load("squad", published(tmp_path, TWO_PARAGRAPHS))
 
 
@@ -207,5 +244,9 @@ def test_unreachable_hub_is_one_line(tmp_path: Path) -> None:
     """`HF_HUB_OFFLINE` is read when the library is imported, so this needs a process of its own."""
     code = "from eval.task import *; load_task(Source('squad', hub=''))"
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines()[-1].startswith("eval.errors.CommandError: --hub rajpurkar/squad: Couldn't reach")
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.splitlines()[-1].startswith(
+        "eval.errors.CommandError: --hub rajpurkar/squad: Couldn't reach"
+    )

@@ -1,4 +1,5 @@
-"""The trace format: what each field becomes, and every mistake as one line that names file and line."""
+"""The trace format: what each field becomes, and every mistake as one line that names file and
+line."""
 
 from __future__ import annotations
 
@@ -52,19 +53,37 @@ def test_every_field_is_read(tmp_path: Path) -> None:
 
 def test_fields_not_given_are_none(tmp_path: Path) -> None:
     """Chunks of one token each, and no request without chunks."""
-    requests, facts = read(write(tmp_path / "t.jsonl", {"passages": ["a"], "timestamp": None}, {"passages": []}))
+    requests, facts = read(
+        write(tmp_path / "t.jsonl", {"passages": ["a"], "timestamp": None}, {"passages": []})
+    )
     assert requests == [TraceRequest((Chunk(ChunkId("a"), 1),), False)]
     assert (facts.has_lengths, facts.num_turns) == (False, {})
 
 
 def test_facts_are_counted(tmp_path: Path) -> None:
-    """Each distinct chunk once; the largest request; another digest for another conversation, length, order or cut."""
-    lines = [{"passages": ["a", "b"], "lengths": [5, 7]}, {"passages": ["b"], "lengths": [7], "conversation": 1}]
+    """Each distinct chunk once; the largest request;
+    another digest for another conversation, length, order or cut."""
+    lines = [
+        {"passages": ["a", "b"], "lengths": [5, 7]},
+        {"passages": ["b"], "lengths": [7], "conversation": 1},
+    ]
     facts = read(write(tmp_path / "t.jsonl", *lines))[1]
-    assert (facts.num_requests, facts.num_counted, facts.distinct_chunks, facts.distinct_tokens) == (2, 2, 2, 12)
+    assert (
+        facts.num_requests,
+        facts.num_counted,
+        facts.distinct_chunks,
+        facts.distinct_tokens,
+    ) == (2, 2, 2, 12)
     assert (facts.largest_chunks, facts.largest_tokens) == (2, 12)
-    others = ({"passages": ["b"], "lengths": [7]}, {**lines[1], "lengths": [8]}, {**lines[1], "passages": ["a b"]})
-    digests = {read(write(tmp_path / "u.jsonl", {"passages": ["a"]}, other))[1].sha256 for other in (*others, lines[1])}
+    others = (
+        {"passages": ["b"], "lengths": [7]},
+        {**lines[1], "lengths": [8]},
+        {**lines[1], "passages": ["a b"]},
+    )
+    digests = {
+        read(write(tmp_path / "u.jsonl", {"passages": ["a"]}, other))[1].sha256
+        for other in (*others, lines[1])
+    }
     assert len(digests) == 4
     assert facts.sha256 == read(tmp_path / "t.jsonl")[1].sha256
 
@@ -78,7 +97,9 @@ def test_equal_ids_are_one_object(tmp_path: Path) -> None:
 
 def test_lengths_count_only_where_all_have_them(tmp_path: Path) -> None:
     """One request without them would mix units."""
-    path = write(tmp_path / "t.jsonl", {"passages": ["a"], "lengths": [3]}, {"passages": ["b", "a"]})
+    path = write(
+        tmp_path / "t.jsonl", {"passages": ["a"], "lengths": [3]}, {"passages": ["b", "a"]}
+    )
     requests, facts = read(path)
     assert not facts.has_lengths
     assert [chunk.num_tokens for request in requests for chunk in request.chunks] == [3, 1, 1]
@@ -100,7 +121,12 @@ def test_turn_without_passages_stays_in_its_conversation(tmp_path: Path) -> None
     ]
     requests, facts = read(write(tmp_path / "t.jsonl", *turns))
     assert [len(request.chunks) for request in requests] == [0, 1]
-    assert (facts.num_requests, facts.num_counted, facts.num_turns, facts.has_lengths) == (2, 1, {"x": 2}, True)
+    assert (facts.num_requests, facts.num_counted, facts.num_turns, facts.has_lengths) == (
+        2,
+        1,
+        {"x": 2},
+        True,
+    )
     with pytest.raises(CommandError, match="has no request with passages among the first 1"):
         read(tmp_path / "t.jsonl", max_requests=1)
 
@@ -122,7 +148,9 @@ def test_components_give_lengths(tmp_path: Path) -> None:
     trace = write(tmp_path / "t.jsonl", {"passages": [7]})
     assert read(trace, components=components)[0][0].chunks == (Chunk(ChunkId("7"), 5),)
     write(trace, {"passages": [7]}, {"passages": [8]})
-    assert "line 2: the length of '8' must be an integer" in read_error(trace, components=components)
+    assert "line 2: the length of '8' must be an integer" in read_error(
+        trace, components=components
+    )
     write(components, {"kind": "passage", "id": 7, "token_length": "5"})
     assert "line 1: token_length must be an integer" in read_error(trace, components=components)
 
@@ -148,13 +176,19 @@ def test_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
         ('{"passages": [1], "lengths": 3}', "lengths must be a list of 1 token counts"),
         ('{"passages": [1], "lengths": [0]}', "the length of '1' must be an integer from 1 to"),
         ('{"passages": [1], "lengths": ["3"]}', "the length of '1' must be an integer from 1 to"),
-        (f'{{"passages": [1], "lengths": [{MAX_COUNT + 1}]}}', f"must be an integer from 1 to {MAX_COUNT:,}"),
+        (
+            f'{{"passages": [1], "lengths": [{MAX_COUNT + 1}]}}',
+            f"must be an integer from 1 to {MAX_COUNT:,}",
+        ),
         ('{"passages": [1, 1], "lengths": [2, 3]}', "'1' has 3 tokens but had 2 before"),
         ('{"passages": [1], "timestamp": NaN}', "timestamp must be a finite number"),
         ('{"passages": [1], "timestamp": 1e400}', "timestamp must be a finite number"),
         ('{"passages": [1], "timestamp": "2026-01-01"}', "timestamp must be a finite number"),
         ('{"passages": [1], "conversation": ["x"]}', "conversation must be a non-empty string"),
-        ('{"passages": [1], "question_tokens": -1}', "question_tokens must be an integer from 0 to"),
+        (
+            '{"passages": [1], "question_tokens": -1}',
+            "question_tokens must be an integer from 0 to",
+        ),
         ('{"passages": [1], "system_tokens": 1.5}', "system_tokens must be an integer from 0 to"),
         ('{"passages": [1], "output_tokens": true}', "output_tokens must be an integer from 0 to"),
     ],
@@ -177,7 +211,9 @@ def test_pipe_is_no_trace(tmp_path: Path) -> None:
 
 def test_lines_that_contradict_each_other_are_named(tmp_path: Path) -> None:
     """Time does not go back, and a chunk has one length."""
-    path = write(tmp_path / "t.jsonl", {"passages": [1], "timestamp": 5}, {"passages": [1], "timestamp": 4})
+    path = write(
+        tmp_path / "t.jsonl", {"passages": [1], "timestamp": 5}, {"passages": [1], "timestamp": 4}
+    )
     assert "line 2: timestamp is before 5 of a line above it" in read_error(path)
     write(path, {"passages": [1], "lengths": [5]}, {"passages": [1], "lengths": [6]})
     assert "line 2: '1' has 6 tokens but had 5 before" in read_error(path)
@@ -192,13 +228,24 @@ def test_lines_that_contradict_each_other_are_named(tmp_path: Path) -> None:
         ("t.jsonl", b'{"passages": ["\xff"]}\n', "cannot be read after line 0: 'utf-8' codec"),
         ("t.jsonl", b"[" * 100_000, "cannot be read after line 1: maximum recursion depth"),
         ("t.jsonl.gz", b"plain text", "cannot be read after line 0: Not a gzipped file"),
-        ("t.jsonl.gz", gzip.compress(b'{"passages": [1]}\n' * 999, mtime=0)[:-9], "cannot be read after line"),
-        ("t.jsonl.gz", gzip.compress(b"x", mtime=0)[:10] + b"\xff" * 40, "cannot be read after line 0"),
+        (
+            "t.jsonl.gz",
+            gzip.compress(b'{"passages": [1]}\n' * 999, mtime=0)[:-9],
+            "cannot be read after line",
+        ),
+        (
+            "t.jsonl.gz",
+            gzip.compress(b"x", mtime=0)[:10] + b"\xff" * 40,
+            "cannot be read after line 0",
+        ),
         ("", None, "Is a directory"),
     ],
 )
-def test_unreadable_file_is_one_clear_line(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
-    """Missing, empty, another encoding, too deep, not gzip, cut off, garbage inside, a directory."""
+def test_unreadable_file_is_one_clear_line(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
+    """Missing, empty, another encoding, too deep, not gzip, cut off, garbage inside,
+    a directory."""
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)

@@ -11,13 +11,22 @@ from radix_ext import AccessTable, ChunkId, LimitError
 ids = st.sampled_from([ChunkId(name) for name in "abcdef"])
 
 
-@given(window=st.integers(1, 5), requests=st.lists(st.lists(ids, max_size=5), max_size=20), threshold=st.integers(1, 3))
-def test_table_equals_a_counter_over_the_window(window: int, requests: list[list[ChunkId]], threshold: int) -> None:
-    """After every request: same counts, same size, same promoted run as counting the window afresh."""
+@given(
+    window=st.integers(1, 5),
+    requests=st.lists(st.lists(ids, max_size=5), max_size=20),
+    threshold=st.integers(1, 3),
+)
+def test_table_equals_a_counter_over_the_window(
+    window: int, requests: list[list[ChunkId]], threshold: int
+) -> None:
+    """After every request: same counts, same size, same promoted run as counting the window
+    afresh."""
     table = AccessTable(window)
     for number, request in enumerate(requests, start=1):
         table.observe(request)
-        naive = Counter(chunk for recent in requests[max(0, number - window) : number] for chunk in set(recent))
+        naive = Counter(
+            chunk for recent in requests[max(0, number - window) : number] for chunk in set(recent)
+        )
         assert [table.count(chunk) for chunk in map(ChunkId, "abcdef")] == [
             naive[chunk] for chunk in map(ChunkId, "abcdef")
         ]

@@ -21,7 +21,10 @@ def normed(weights: list[float]) -> list[float]:
 
 def row_of(probabilities: list[float], length: int | None = None) -> Row:
     """The best `length` tokens of a distribution over 0, 1, 2…, as SGLang lists them."""
-    best = sorted(((math.log(p), token) for token, p in enumerate(probabilities)), key=lambda one: (-one[0], one[1]))
+    best = sorted(
+        ((math.log(p), token) for token, p in enumerate(probabilities)),
+        key=lambda one: (-one[0], one[1]),
+    )
     return best[:length]
 
 
@@ -45,8 +48,11 @@ def test_whole_lists_give_kl(p: list[float], q: list[float], temperature: float)
 
 @given(WEIGHTS, WEIGHTS, st.integers(1, 6), st.integers(1, 6))
 @example([1.0, 1.0, 1.0, 0.125, 0.125, 0.25], [1.0, 1.0, 0.3125, 1.0, 0.375, 0.25], 1, 4)
-def test_short_lists_never_give_more(p: list[float], q: list[float], ours: int, theirs: int) -> None:
-    """Of an exact side that lists all, the estimate never exceeds the KL of the whole distributions. In general it is finite."""
+def test_short_lists_never_give_more(
+    p: list[float], q: list[float], ours: int, theirs: int
+) -> None:
+    """Of an exact side that lists all, the estimate never exceeds the KL of the whole
+    distributions. In general it is finite."""
     p, q = normed(p), normed(q)
     assert 0 <= compare([row_of(p, ours)], [row_of(q, theirs)], temperature=1.0).kl <= MAX_KL + 1e-9
     assert compare([row_of(p)], [row_of(q, theirs)], temperature=1.0).kl <= kl(p, q) + 1e-9
@@ -56,13 +62,16 @@ def test_short_lists_never_give_more(p: list[float], q: list[float], ours: int, 
 def test_same_distribution_has_no_divergence(p: list[float], temperature: float) -> None:
     """Whatever is listed of it at temperature 1; below, the rest of a short list is a bound."""
     length = 3 if temperature == 1 else 6
-    found = compare([row_of(normed(p), length)], [row_of(hot(p, temperature), length)], temperature=temperature)
+    found = compare(
+        [row_of(normed(p), length)], [row_of(hot(p, temperature), length)], temperature=temperature
+    )
     assert found.agreed == 1
     assert found.kl == pytest.approx(0, abs=1e-9)
 
 
 def test_certain_of_different_tokens() -> None:
-    """Both are all but sure, of tokens that the other does not list: the largest divergence, not none."""
+    """Both are all but sure, of tokens that the other does not list:
+    the largest divergence, not none."""
     found = compare([[(-1e-7, 1), (-20.0, 2)]], [[(-1e-7, 3), (-20.0, 4)]], temperature=1.0)
     assert found.agreed == 0
     assert found.kl > 10
@@ -121,4 +130,10 @@ def test_tally() -> None:
     tally = Tally()
     tally.add(Agreement(4, 4, 0.0), is_below=False)
     tally.add(Agreement(4, 2, 0.5), is_below=True)
-    assert (tally.samples, tally.below, tally.share, tally.kl, tally.max_kl) == (2, 1, 1.5, 0.5, 0.5)
+    assert (tally.samples, tally.below, tally.share, tally.kl, tally.max_kl) == (
+        2,
+        1,
+        1.5,
+        0.5,
+        0.5,
+    )

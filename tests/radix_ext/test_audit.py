@@ -1,4 +1,5 @@
-"""The audit's states: what leads from one to the next, whose answers do, and how often broken or sound terms are paused."""
+"""The audit's states: what leads from one to the next, whose answers do,
+and how often broken or sound terms are paused."""
 
 from __future__ import annotations
 
@@ -16,11 +17,17 @@ SERVERS = Whose(None, "query", 0.15)
 ASKED, PAUSED, PROBATION = AuditState
 
 
-def make_audit(*, share: float = 1.0, pause: int = 5, seed: str = "s", max_tenants: int = 100) -> Audit:
-    return Audit(share=share, target=0.9, pause=pause, seed=seed, server=QUERY, max_tenants=max_tenants)
+def make_audit(
+    *, share: float = 1.0, pause: int = 5, seed: str = "s", max_tenants: int = 100
+) -> Audit:
+    return Audit(
+        share=share, target=0.9, pause=pause, seed=seed, server=QUERY, max_tenants=max_tenants
+    )
 
 
-def sample(audit: Audit, *, is_below: bool, fusion: FusionRequest = QUERY, tenant: str = "me") -> Change | None:
+def sample(
+    audit: Audit, *, is_below: bool, fusion: FusionRequest = QUERY, tenant: str = "me"
+) -> Change | None:
     """One audited request, from its plan to the comparison of its answer."""
     terms = audit.terms(fusion, tenant)
     assert terms.is_sampled
@@ -29,7 +36,9 @@ def sample(audit: Audit, *, is_below: bool, fusion: FusionRequest = QUERY, tenan
     return audit.observe(terms, 0.89 if is_below else 0.9)
 
 
-def bring_to(audit: Audit, state: AuditState, fusion: FusionRequest = QUERY, tenant: str = "me") -> None:
+def bring_to(
+    audit: Audit, state: AuditState, fusion: FusionRequest = QUERY, tenant: str = "me"
+) -> None:
     """By answers below the target, and by waiting for the end of a pause."""
     for _ in range(100):
         terms = audit.terms(fusion, tenant)
@@ -66,7 +75,9 @@ def test_sound_terms_are_hardly_ever_paused(rate: float) -> None:
     assert sum(samples_until_pause(rate, seed, 500) is not None for seed in range(100)) <= 1
 
 
-@pytest.mark.parametrize("fusion", [QUERY, FusionRequest("first", 0.3)], ids=["the server's", "own"])
+@pytest.mark.parametrize(
+    "fusion", [QUERY, FusionRequest("first", 0.3)], ids=["the server's", "own"]
+)
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
 def test_share_is_sampled(share: float, fusion: FusionRequest) -> None:
     """Of 20,000 requests, within four standard deviations, on whatever terms; all are moved."""
@@ -106,7 +117,8 @@ def test_same_seed_decides_alike() -> None:
 
 
 def test_way_down() -> None:
-    """Five answers below the target pause; the change says what decided it. The ratio stays as it is asked for."""
+    """Five answers below the target pause; the change says what decided it.
+    The ratio stays as it is asked for."""
     audit = make_audit()
     changes = [sample(audit, is_below=True) for _ in range(5)]
     assert changes == [None, None, None, None, Change(SERVERS, ASKED, PAUSED, 5, 5)]
@@ -121,7 +133,8 @@ def test_way_back() -> None:
 
 
 def test_clean_answers_are_no_credit() -> None:
-    """Terms that break after a thousand good answers are caught as soon as those that were broken from the start."""
+    """Terms that break after a thousand good answers are caught as soon as those that were broken
+    from the start."""
     audit = make_audit()
     for _ in range(1000):
         assert sample(audit, is_below=False) is None
@@ -205,7 +218,8 @@ def test_requests_on_the_servers_terms(fields: dict[str, Any]) -> None:
     ids=str,
 )
 def test_requests_on_terms_of_their_own(fields: dict[str, Any], ratio: Any) -> None:
-    """Another selector, ratio or option is no sign of what others get: they count by tenant, selector and ratio."""
+    """Another selector, ratio or option is no sign of what others get:
+    they count by tenant, selector and ratio."""
     audit, fusion = make_audit(), replace(QUERY, **fields)
     assert audit.terms(fusion, "me").whose == Whose("me", fusion.selector, ratio)
 
@@ -220,8 +234,13 @@ def test_ratio_that_nobody_reads_is_no_term() -> None:
 def served(
     *, others: FusionRequest | None, mine: FusionRequest, my_rate: float, others_rate: float
 ) -> tuple[Audit, list[Terms]]:
-    """What 4,000 requests on terms of `mine` get whose moved answers fail by `my_rate`, every second request being another's."""
-    audit, mine_drawn, others_drawn = make_audit(share=0.2, pause=50), random.Random(1), random.Random(2)
+    """What 4,000 requests on terms of `mine` get whose moved answers fail by `my_rate`,
+    every second request being another's."""
+    audit, mine_drawn, others_drawn = (
+        make_audit(share=0.2, pause=50),
+        random.Random(1),
+        random.Random(2),
+    )
     found = []
     for _ in range(4000):
         if others is not None:
@@ -242,16 +261,19 @@ def served(
 def test_half_of_the_traffic_at_another_ratio_changes_nothing(
     others: FusionRequest, ratio: float, others_rate: float, my_rate: float
 ) -> None:
-    """Bad answers at ratio 0 pause nobody on the server's terms, good ones at ratio 1 hide nothing: request by request, these are
-    moved, sampled and paused as without the others."""
+    """Bad answers at ratio 0 pause nobody on the server's terms, good ones at ratio 1 hide nothing:
+    request by request, these are moved, sampled and paused as without the others."""
     _, alone = served(others=None, mine=QUERY, my_rate=my_rate, others_rate=others_rate)
-    _, beside = served(others=replace(others, ratio=ratio), mine=QUERY, my_rate=my_rate, others_rate=others_rate)
+    _, beside = served(
+        others=replace(others, ratio=ratio), mine=QUERY, my_rate=my_rate, others_rate=others_rate
+    )
     assert beside == alone
     assert any(terms.state is PAUSED for terms in alone) == (my_rate == 0.7)
 
 
 def test_broken_terms_of_the_server_pause_no_others() -> None:
-    """Half of the traffic is on the server's terms, which fail; own terms that agree go on as without them."""
+    """Half of the traffic is on the server's terms, which fail;
+    own terms that agree go on as without them."""
     mine = FusionRequest("query", 0.5)
     _, alone = served(others=None, mine=mine, my_rate=0.02, others_rate=0.0)
     audit, beside = served(others=QUERY, mine=mine, my_rate=0.02, others_rate=0.9)
@@ -261,7 +283,8 @@ def test_broken_terms_of_the_server_pause_no_others() -> None:
 
 
 def test_tenants_own_terms_are_apart() -> None:
-    """What one tries with a selector says nothing of another's texts; a tenant's other ratio goes on, too."""
+    """What one tries with a selector says nothing of another's texts;
+    a tenant's other ratio goes on, too."""
     audit, fusion = make_audit(), FusionRequest("first", 0.15)
     bring_to(audit, PAUSED, fusion, "me")
     assert audit.terms(fusion, "me").state is PAUSED
@@ -290,7 +313,8 @@ def ask(audit: Audit, ratio: float, tenant: str) -> None:
 
 
 def test_inventing_ratios_costs_the_inventor() -> None:
-    """A tenant's own least recently used terms are forgotten, nobody else's; a late answer on them changes nothing."""
+    """A tenant's own least recently used terms are forgotten, nobody else's;
+    a late answer on them changes nothing."""
     audit, fusion = make_audit(), FusionRequest("first", 0.15)
     bring_to(audit, PAUSED, fusion, "me")
     forgotten = audit.terms(FusionRequest("first", 0.0), "you")
@@ -326,4 +350,9 @@ def test_stats() -> None:
     assert stats["server"] == {"selector": "query", "ratio": 0.15, **told, "samples": 1, "below": 1}
     assert stats["own_states"] == {"asked": TOLD_TERMS + 5, "paused": 0, "probation": 0}
     assert len(stats["own"]) == TOLD_TERMS
-    assert stats["own"][0] == {"tenant": f"t{TOLD_TERMS + 4}", "selector": "first", "ratio": 0.5, **told}
+    assert stats["own"][0] == {
+        "tenant": f"t{TOLD_TERMS + 4}",
+        "selector": "first",
+        "ratio": 0.5,
+        **told,
+    }

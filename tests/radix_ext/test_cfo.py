@@ -29,13 +29,15 @@ prefixes = st.lists(st.sampled_from("abcdef"), unique=True).map("".join)
 
 
 def three_quarters(num_tokens: int = 4) -> Attention:
-    """A chunk of CCI 0.75 after p and q: b = 1, a = log 3, three quarters of it from p, which is as long as q."""
+    """A chunk of CCI 0.75 after p and q: b = 1, a = log 3, three quarters of it from p,
+    which is as long as q."""
     mass = num_tokens * log(3)
     return make_sums([0.75 * mass, 0.25 * mass], [1, 1], intra=num_tokens**2, num_tokens=num_tokens)
 
 
 def test_prefix_overlap_by_hand() -> None:
-    """Eq. 6: p and r are here again, 1 + 5 of 8; their order plays no part, nor does what is new."""
+    """Eq. 6: p and r are here again, 1 + 5 of 8;
+    their order plays no part, nor does what is new."""
     assert prefix_overlap(ids("pqr"), (1, 2, 5), ids("rp")) == 6 / 8
     assert prefix_overlap(ids("pqr"), (1, 2, 5), ids("xq")) == 2 / 8
     assert prefix_overlap(ids("pqr"), (1, 2, 5), ids("pqr")) == 1
@@ -90,7 +92,9 @@ def test_densities_by_hand() -> None:
 
 def test_context_impact_by_hand() -> None:
     """Eq. 11: a/b = 1.3, and 1 / (1 + e^-1.3) = 0.785835."""
-    assert context_impact(make_sums([6, 3], [3, 5], intra=8, num_tokens=4)) == pytest.approx(0.785835, abs=1e-6)
+    assert context_impact(make_sums([6, 3], [3, 5], intra=8, num_tokens=4)) == pytest.approx(
+        0.785835, abs=1e-6
+    )
     assert context_impact(three_quarters()) == pytest.approx(0.75)
 
 
@@ -108,12 +112,15 @@ def test_fix_overhead_by_hand() -> None:
 
 
 def test_another_head_adds_to_eq_6_and_9() -> None:
-    """beta: 2 of 2 + 6. a: 2/(4*1) + 6/(4*3) = 1 where b is 8/16. The same head counts in neither."""
+    """beta: 2 of 2 + 6. a: 2/(4*1) + 6/(4*3) = 1 where b is 8/16.
+    The same head counts in neither."""
     scores = make_sums([2], [1], intra=8, num_tokens=4, head=6, head_len=3)
     assert inter_density(scores) == 0.5
     assert inter_density(scores, other_head=True) == 1
     assert fix_overhead(ids("p"), scores, ids("p")) == fix_overhead((), None, ()) == 0
-    assert fix_overhead(ids("p"), scores, ids("p"), other_head=True) == pytest.approx(0.75 / (1 + exp(-2)))
+    assert fix_overhead(ids("p"), scores, ids("p"), other_head=True) == pytest.approx(
+        0.75 / (1 + exp(-2))
+    )
     assert fix_overhead(ids("p"), None, ids("p"), other_head=True) == 0.5
 
 
@@ -125,7 +132,14 @@ def test_fix_overhead_unscored_takes_the_worst() -> None:
 
 @pytest.mark.parametrize(
     ("alpha", "overhead", "num_tokens", "expected"),
-    [(0.5, 0.8, 10, 0.4), (0.0, 0.8, 10, 0.1), (0.1, 0.1, 4, 0.25), (9, 0.8, 10, 1), (inf, 0, 10, 1), (5, 0, 10, 0.1)],
+    [
+        (0.5, 0.8, 10, 0.4),
+        (0.0, 0.8, 10, 0.1),
+        (0.1, 0.1, 4, 0.25),
+        (9, 0.8, 10, 1),
+        (inf, 0, 10, 1),
+        (5, 0, 10, 0.1),
+    ],
 )
 def test_cfo_by_hand(alpha: float, overhead: float, num_tokens: int, expected: float) -> None:
     """Eq. 12 within [1/n, 1]."""
@@ -146,23 +160,35 @@ def test_cfo_by_hand(alpha: float, overhead: float, num_tokens: int, expected: f
         ([], [], 0.5, 0.0),
     ],
 )
-def test_solve_alpha_by_hand(overheads: list[float], lens: list[int], ratio: float, alpha: float) -> None:
+def test_solve_alpha_by_hand(
+    overheads: list[float], lens: list[int], ratio: float, alpha: float
+) -> None:
     """Token-weighted, clamps minded."""
     assert solve_alpha(overheads, lens, ratio) == pytest.approx(alpha)
 
 
 def test_best_variant_needs_least() -> None:
-    """After p, q: a full match beats a match of the lighter half, of no part, and no prefix at all (CCI 0.5)."""
+    """After p, q: a full match beats a match of the lighter half, of no part,
+    and no prefix at all (CCI 0.5)."""
     scores, none = three_quarters(), make_sums(intra=1, num_tokens=4)
-    candidates = [((), none), (ids("xy"), scores), (ids("xq"), scores), (ids("qp"), scores), (ids("pq"), scores)]
+    candidates = [
+        ((), none),
+        (ids("xy"), scores),
+        (ids("xq"), scores),
+        (ids("qp"), scores),
+        (ids("pq"), scores),
+    ]
     assert best_variant(candidates, ids("pq")) == 4
-    assert best_variant(candidates[:4], ids("pq")) == 0  # 0.5 < 0.75 * (1 - 0.25); q-p is discordant, so 0.75
+    # 0.5 < 0.75 * (1 - 0.25); q-p is discordant, so 0.75
+    assert best_variant(candidates[:4], ids("pq")) == 0
     assert best_variant(candidates[1:4], ids("pq")) == 1
 
 
 def test_best_variant_of_equals_is_the_first() -> None:
     """Every rank takes the same."""
-    assert best_variant([(ids("xy"), three_quarters()), (ids("yx"), three_quarters())], ids("pq")) == 0
+    assert (
+        best_variant([(ids("xy"), three_quarters()), (ids("yx"), three_quarters())], ids("pq")) == 0
+    )
 
 
 def test_best_variant_prefers_scored_unless_the_prefix_is_the_same() -> None:
@@ -193,19 +219,27 @@ def test_overhead_is_a_share(old: str, new: str, data: st.DataObject) -> None:
     scores = make_sums(inter, [3] * len(old), intra=data.draw(st.floats(0, 10)), num_tokens=5)
     assert 0 <= prefix_overlap(ids(old), inter, ids(new)) <= 1 + 1e-12
     assert -1e-12 <= fix_overhead(ids(old), scores, ids(new)) <= 1
-    assert fix_overhead(ids(old), scores, ids(old)) <= fix_overhead(ids(old), scores, ids(new)) + 1e-12
+    assert (
+        fix_overhead(ids(old), scores, ids(old)) <= fix_overhead(ids(old), scores, ids(new)) + 1e-12
+    )
 
 
 @given(
-    chunks=st.lists(st.tuples(st.floats(0.001, 1) | st.just(0.0), st.integers(1, 50)), min_size=1, max_size=8),
+    chunks=st.lists(
+        st.tuples(st.floats(0.001, 1) | st.just(0.0), st.integers(1, 50)), min_size=1, max_size=8
+    ),
     ratio=st.floats(0, 0.999),
 )
 @settings(max_examples=examples(300))
-def test_solved_alpha_hits_the_ratio_unless_clamps_forbid(chunks: list[tuple[float, int]], ratio: float) -> None:
+def test_solved_alpha_hits_the_ratio_unless_clamps_forbid(
+    chunks: list[tuple[float, int]], ratio: float
+) -> None:
     """The mean equals bisection's, and the ratio wherever it can be reached."""
     overheads, lens = [x for x, _ in chunks], [n for _, n in chunks]
     mean = mean_cfo(solve_alpha(overheads, lens, ratio), overheads, lens)
-    assert mean == pytest.approx(mean_cfo(bisect_alpha(overheads, lens, ratio), overheads, lens), abs=1e-6)
+    assert mean == pytest.approx(
+        mean_cfo(bisect_alpha(overheads, lens, ratio), overheads, lens), abs=1e-6
+    )
     if mean_cfo(0, overheads, lens) <= ratio <= mean_cfo(1e6, overheads, lens):
         assert mean == pytest.approx(ratio, abs=1e-6)
 

@@ -6,11 +6,22 @@ from array import array
 
 import pytest
 
-from radix_ext import ChunkError, ChunkId, Span, SpanError, check_spans, chunk_id, extend_chain, root_chain
+from radix_ext import (
+    ChunkError,
+    ChunkId,
+    Span,
+    SpanError,
+    check_spans,
+    chunk_id,
+    extend_chain,
+    root_chain,
+)
 from tests.reference.chains import chain_of
 
 
-@pytest.mark.parametrize("as_sequence", [list, tuple, lambda ids: array("i", ids), lambda ids: array("q", ids)])
+@pytest.mark.parametrize(
+    "as_sequence", [list, tuple, lambda ids: array("i", ids), lambda ids: array("q", ids)]
+)
 def test_chunk_id_depends_on_the_ids_alone(as_sequence: type[list[int]]) -> None:
     """A list, a tuple and arrays of any width name the same chunk."""
     assert chunk_id(as_sequence([1, 2, 70_000])) == chunk_id([1, 2, 70_000])
@@ -57,7 +68,11 @@ def test_chain_ids_agree_across_processes() -> None:
 def test_chain_ids_tell_paths_apart() -> None:
     """Order, depth and namespace count; every id fits 60 bits."""
     a, b = ChunkId("a"), ChunkId("b")
-    chains = [root_chain(""), root_chain("x"), *(chain_of("", ids) for ids in ([a], [b], [a, b], [b, a]))]
+    chains = [
+        root_chain(""),
+        root_chain("x"),
+        *(chain_of("", ids) for ids in ([a], [b], [a, b], [b, a])),
+    ]
     chains.append(chain_of("x", [a]))
     assert len(set(chains)) == len(chains)
     assert all(0 <= chain < 1 << 60 for chain in chains)
@@ -65,7 +80,9 @@ def test_chain_ids_tell_paths_apart() -> None:
 
 def test_spans_in_order_pass() -> None:
     """Gaps between spans are allowed: a conversation has several chunk areas."""
-    check_spans([Span(2, 5, ChunkId("a")), Span(5, 9, ChunkId("b")), Span(12, 13, ChunkId("c"))], 13)
+    check_spans(
+        [Span(2, 5, ChunkId("a")), Span(5, 9, ChunkId("b")), Span(12, 13, ChunkId("c"))], 13
+    )
 
 
 @pytest.mark.parametrize(

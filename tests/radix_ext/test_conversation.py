@@ -1,4 +1,5 @@
-"""Conversations: agreement by hashes, edits, retries, branches, two at once, overflow, bounds, guessed keys."""
+"""Conversations: agreement by hashes, edits, retries, branches, two at once, overflow, bounds,
+guessed keys."""
 
 from array import array
 from dataclasses import replace
@@ -33,8 +34,12 @@ def answer(text: str) -> dict[str, object]:
     return {"role": "assistant", "content": text}
 
 
-def make_map(*, max_conversations: int = 10, max_tokens: int = 100_000, idle_s: float = 60) -> ConversationMap:
-    return ConversationMap(max_conversations=max_conversations, max_tokens=max_tokens, idle_s=idle_s)
+def make_map(
+    *, max_conversations: int = 10, max_tokens: int = 100_000, idle_s: float = 60
+) -> ConversationMap:
+    return ConversationMap(
+        max_conversations=max_conversations, max_tokens=max_tokens, idle_s=idle_s
+    )
 
 
 def asked_hash(messages: Messages) -> str:
@@ -42,7 +47,9 @@ def asked_hash(messages: Messages) -> str:
     return running_hashes([message for message in messages if message["role"] == "user"])[-1]
 
 
-def make_turn(messages: Messages, *, chunks: str = "", seen: str = "", num_tokens: int = 10) -> Turn:
+def make_turn(
+    messages: Messages, *, chunks: str = "", seen: str = "", num_tokens: int = 10
+) -> Turn:
     """A turn whose answer is the last of `messages`; one token of its tokens is the lead."""
     return Turn(
         num_messages=len(messages),
@@ -63,7 +70,10 @@ def hashes_of(messages: Messages, head: str = HEAD) -> tuple[str, ...]:
 
 
 DIALOGUE: Messages = [user("q1"), answer("a1"), user("q2"), answer("a2"), user("q3")]
-TURN_1, TURN_2 = make_turn(DIALOGUE[:2], chunks="abc"), make_turn(DIALOGUE[:4], chunks="d", seen="abcd")
+TURN_1, TURN_2 = (
+    make_turn(DIALOGUE[:2], chunks="abc"),
+    make_turn(DIALOGUE[:4], chunks="d", seen="abcd"),
+)
 
 
 @pytest.fixture
@@ -123,8 +133,16 @@ def test_two_turns_at_once_are_both_kept(conversations: ConversationMap) -> None
     first, second = (make_turn([*DIALOGUE, answer(text)]) for text in ("first", "second"))
     conversations.finish(KEY, HEAD, base, first, 3)
     conversations.finish(KEY, HEAD, base, second, 4)
-    assert agree(conversations, [*DIALOGUE, answer("first"), user("q4")], now=5) == (TURN_1, TURN_2, first)
-    assert agree(conversations, [*DIALOGUE, answer("second"), user("q4")], now=5) == (TURN_1, TURN_2, second)
+    assert agree(conversations, [*DIALOGUE, answer("first"), user("q4")], now=5) == (
+        TURN_1,
+        TURN_2,
+        first,
+    )
+    assert agree(conversations, [*DIALOGUE, answer("second"), user("q4")], now=5) == (
+        TURN_1,
+        TURN_2,
+        second,
+    )
 
 
 def test_aborted_turn_is_simply_not_finished(conversations: ConversationMap) -> None:
@@ -134,7 +152,8 @@ def test_aborted_turn_is_simply_not_finished(conversations: ConversationMap) -> 
 
 
 def test_history_without_its_oldest_turns_still_agrees() -> None:
-    """After overflow turn 1 has left: turn 2 is judged by its own hash, which covers turn 1's messages."""
+    """After overflow turn 1 has left: turn 2 is judged by its own hash,
+    which covers turn 1's messages."""
     stored = make_map()
     stored.finish(KEY, HEAD, (), TURN_2, 0)
     assert agree(stored, DIALOGUE) == (TURN_2,)
@@ -143,13 +162,17 @@ def test_history_without_its_oldest_turns_still_agrees() -> None:
 
 @pytest.mark.parametrize("field", ConversationKey._fields)
 def test_guessed_conversation_id_reads_nothing(conversations: ConversationMap, field: str) -> None:
-    """Another API key, salt or extra key is another conversation, even with the very same messages."""
+    """Another API key, salt or extra key is another conversation,
+    even with the very same messages."""
     assert agree(conversations, DIALOGUE, key=KEY._replace(**{field: "guess"})) == ()
 
 
 def test_same_key_with_other_messages_reads_nothing(conversations: ConversationMap) -> None:
     """Knowing all four parts of the key does not do: the messages must be known as well."""
-    assert agree(conversations, [user("tell me"), answer("?"), user("x"), answer("?"), user("y")]) == ()
+    assert (
+        agree(conversations, [user("tell me"), answer("?"), user("x"), answer("?"), user("y")])
+        == ()
+    )
 
 
 def test_other_messages_under_the_same_id_take_nothing(conversations: ConversationMap) -> None:
@@ -161,12 +184,16 @@ def test_other_messages_under_the_same_id_take_nothing(conversations: Conversati
     conversations.finish(KEY, HEAD, (), make_turn(DIALOGUE[:2], chunks="x"), 2)
     conversations.finish(KEY, HEAD, agree(conversations, theirs), make_turn(theirs), 2)
     assert agree(conversations, DIALOGUE) == (TURN_1, TURN_2)
-    assert [shown(agree(conversations, told), "kept") for told in (DIALOGUE, theirs)] == [set("abcd"), {"x"}]
+    assert [shown(agree(conversations, told), "kept") for told in (DIALOGUE, theirs)] == [
+        set("abcd"),
+        {"x"},
+    ]
     assert len(conversations) == 1
 
 
 def test_overflow_goes_on_from_the_turns_that_stayed(conversations: ConversationMap) -> None:
-    """The first turn that stays has a new lead. A retry from before goes on from what stayed, too."""
+    """The first turn that stays has a new lead.
+    A retry from before goes on from what stayed, too."""
     stayed = replace(TURN_2, lead_ids=array("i", [7, 7, 7]))
     third = make_turn([*DIALOGUE, answer("a3")])
     conversations.finish(KEY, HEAD, (stayed,), third, 2)
@@ -187,7 +214,8 @@ def test_least_recently_used_conversation_goes_first() -> None:
 
 
 def test_tokens_in_store_are_bounded() -> None:
-    """Two turns and a half in all: the third conversation pushes out the first; one too large is not kept."""
+    """Two turns and a half in all: the third conversation pushes out the first;
+    one too large is not kept."""
     plain, later = make_turn(DIALOGUE[:2]), make_turn(DIALOGUE[:4])
     stored = make_map(max_tokens=plain.cost * 5 // 2)
     keys = [KEY._replace(conversation_id=name) for name in "abc"]
@@ -218,7 +246,8 @@ def test_idle_conversations_are_forgotten() -> None:
 
 
 steps = st.lists(
-    st.tuples(st.sampled_from("ab"), st.lists(st.sampled_from("xyz"), min_size=1, max_size=4)), max_size=40
+    st.tuples(st.sampled_from("ab"), st.lists(st.sampled_from("xyz"), min_size=1, max_size=4)),
+    max_size=40,
 )
 
 
@@ -228,8 +257,11 @@ def test_histories_equal_a_map_that_forgets_nothing(
 ) -> None:
     """With room the same histories; without it only what the messages say, within the bounds."""
     roomy = make_map()
-    tight = make_map(max_conversations=max_conversations, max_tokens=max_turns * make_turn(DIALOGUE[:2]).cost)
-    histories: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}  # by conversation and all of its words
+    tight = make_map(
+        max_conversations=max_conversations, max_tokens=max_turns * make_turn(DIALOGUE[:2]).cost
+    )
+    # by conversation and all of its words
+    histories: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
     for now, (name, words) in enumerate(steps):
         key = KEY._replace(conversation_id=name)
         messages = [message for word in words for message in (user(word), answer(word))]
@@ -240,7 +272,9 @@ def test_histories_equal_a_map_that_forgets_nothing(
             base = agree(stored, messages[:-1], key=key, now=now)
             found = tuple(each.messages_hash for each in base)
             assert found == (
-                expected if stored is roomy else tuple(hash for hash in running_hashes(messages) if hash in found)
+                expected
+                if stored is roomy
+                else tuple(hash for hash in running_hashes(messages) if hash in found)
             )
             stored.finish(key, HEAD, base, turn, now)
             assert stored.num_tokens <= stored.max_tokens
@@ -249,7 +283,8 @@ def test_histories_equal_a_map_that_forgets_nothing(
 
 
 def test_hashes_run_over_all_messages() -> None:
-    """One hash per message; equal beginnings have equal hashes, and none is a mere function of its own message."""
+    """One hash per message; equal beginnings have equal hashes,
+    and none is a mere function of its own message."""
     hashes = running_hashes(DIALOGUE)
     assert running_hashes(DIALOGUE[:3]) == hashes[:3]
     assert running_hashes(DIALOGUE[1:])[0] != hashes[1]
@@ -258,31 +293,40 @@ def test_hashes_run_over_all_messages() -> None:
 
 def test_hashes_do_not_join_neighbouring_messages() -> None:
     """Moving text from one message to the next is an edit."""
-    assert running_hashes([user("ab"), user("c")])[-1] != running_hashes([user("a"), user("bc")])[-1]
+    assert (
+        running_hashes([user("ab"), user("c")])[-1] != running_hashes([user("a"), user("bc")])[-1]
+    )
     assert running_hashes([user("a")]) != running_hashes([answer("a")])
 
 
 def test_hashes_overlook_empty_fields_and_field_order() -> None:
-    """Clients send an answer back with null fields the server never wrote, and in their own field order."""
+    """Clients send an answer back with null fields the server never wrote,
+    and in their own field order."""
     echoed: Messages = [{"refusal": None, "tool_calls": [], "content": "a1", "role": "assistant"}]
     assert running_hashes(echoed) == running_hashes([answer("a1")])
 
 
 def test_hashes_regard_fields_that_hold_something() -> None:
     """A tool call with the same text is another message."""
-    assert running_hashes([answer("a") | {"tool_calls": [{"id": "1"}]}]) != running_hashes([answer("a")])
+    assert running_hashes([answer("a") | {"tool_calls": [{"id": "1"}]}]) != running_hashes(
+        [answer("a")]
+    )
     parts = [{"type": "text", "text": "\ud800 é"}]
     assert len(running_hashes([{"role": "user", "content": parts}])[0]) == 32
 
 
-@pytest.mark.parametrize("message", ["text", {"role": "user", "content": {1, 2}}, {"role": "user", "content": b"x"}])
+@pytest.mark.parametrize(
+    "message", ["text", {"role": "user", "content": {1, 2}}, {"role": "user", "content": b"x"}]
+)
 def test_message_that_is_no_json_is_refused(message: dict[str, object]) -> None:
     """The edge can name the message."""
     with pytest.raises(MessageError, match="message 1"):
         running_hashes([user("fine"), message])
 
 
-@pytest.mark.parametrize(("budget", "num_kept"), [(0, 0), (9, 0), (10, 1), (19, 1), (20, 2), (99, 2)])
+@pytest.mark.parametrize(
+    ("budget", "num_kept"), [(0, 0), (9, 0), (10, 1), (19, 1), (20, 2), (99, 2)]
+)
 def test_overflow_drops_the_oldest_turns(budget: int, num_kept: int) -> None:
     """Ten tokens a turn: the most recent that fit stay, in order."""
     turns = (TURN_1, TURN_2)
@@ -296,7 +340,8 @@ def test_overflow_stops_at_the_first_turn_that_does_not_fit() -> None:
 
 
 def test_shown_chunks_of_departed_turns_depend_on_the_policy() -> None:
-    """By default a chunk whose turn has left may be sent again; the paper (CRAFT 4.3) keeps it dropped."""
+    """By default a chunk whose turn has left may be sent again;
+    the paper (CRAFT 4.3) keeps it dropped."""
     assert shown((TURN_2,), "kept") == {"d"}
     assert shown((TURN_2,), "paper") == {"a", "b", "c", "d"}
     assert shown((TURN_1, TURN_2), "kept") == {"a", "b", "c", "d"}
@@ -317,7 +362,8 @@ def test_impossible_settings_are_refused() -> None:
 
 
 def test_turn_is_found_by_its_questions(conversations: ConversationMap) -> None:
-    """Whatever was answered, and behind any head: that says what its user was shown, and gives no tokens to continue from."""
+    """Whatever was answered, and behind any head:
+    that says what its user was shown, and gives no tokens to continue from."""
     other = [DIALOGUE[0], answer("another answer"), DIALOGUE[2]]
     hashes = [asked_hash(other[:n]) for n in (1, 3)]
     assert conversations.found(KEY, hashes, 2) == (TURN_1, TURN_2)
@@ -326,8 +372,11 @@ def test_turn_is_found_by_its_questions(conversations: ConversationMap) -> None:
     assert conversations.agree(KEY, hashes_of(other, head="11"), 2) == ()
 
 
-def test_turn_without_an_answer_is_found_by_its_questions_alone(conversations: ConversationMap) -> None:
-    """It was stopped: it shows nothing else, and takes no other turn's place but that of the same questions."""
+def test_turn_without_an_answer_is_found_by_its_questions_alone(
+    conversations: ConversationMap,
+) -> None:
+    """It was stopped: it shows nothing else, and takes no other turn's place but that of the same
+    questions."""
     stopped = replace(make_turn(DIALOGUE, chunks="e"), messages_hash="")
     conversations.keep(KEY, stopped, 3)
     assert conversations.found(KEY, [asked_hash(DIALOGUE)], 3) == (stopped,)
@@ -346,7 +395,8 @@ def test_turn_that_is_too_large_is_not_kept() -> None:
 
 
 def test_overwritten_turns_are_forgotten() -> None:
-    """Overflow stores the turns that stay anew, with another lead: of those before, none is left that nobody finds."""
+    """Overflow stores the turns that stay anew, with another lead:
+    of those before, none is left that nobody finds."""
     stored, messages, history = make_map(), list[dict[str, object]](), tuple[Turn, ...]()
     for i in range(40):
         messages += [user(f"q{i}"), answer(f"a{i}")]
@@ -373,7 +423,8 @@ def test_turn_that_another_branch_follows_stays() -> None:
 
 
 def test_heads_of_a_conversation_are_bounded() -> None:
-    """The time in a system prompt: each turn stores all turns before it behind a new head. The four used last stay."""
+    """The time in a system prompt: each turn stores all turns before it behind a new head.
+    The four used last stay."""
     stored = make_map()
     heads = [f"{i:02x}" for i in range(1, 9)]
     for now, head in enumerate(heads):
@@ -396,9 +447,14 @@ lives = st.lists(
 
 
 @given(steps=lives, max_turns=st.integers(2, 30))
-def test_what_is_stored_is_counted_and_found(steps: list[tuple[str, str, list[str], str]], max_turns: int) -> None:
-    """After any life: the tokens in store are those of its turns, each can be found, and all that is found agrees."""
-    stored = make_map(max_conversations=2, max_tokens=max_turns * make_turn(DIALOGUE[:2]).cost, idle_s=20)
+def test_what_is_stored_is_counted_and_found(
+    steps: list[tuple[str, str, list[str], str]], max_turns: int
+) -> None:
+    """After any life: the tokens in store are those of its turns, each can be found,
+    and all that is found agrees."""
+    stored = make_map(
+        max_conversations=2, max_tokens=max_turns * make_turn(DIALOGUE[:2]).cost, idle_s=20
+    )
     for now, (name, head, words, step) in enumerate(steps):
         key = KEY._replace(conversation_id=name)
         messages = [message for word in words for message in (user(word), answer(word))]

@@ -32,7 +32,10 @@ def test_fit_recovers_the_line(coefficients: tuple[float, float, float]) -> None
 @given(st.lists(st.floats(0.5, 2.0), min_size=len(SIZES), max_size=len(SIZES)))
 def test_fit_is_the_best_with_noise(noise: list[float]) -> None:
     """Against numpy: no line with coefficients of at least 0 has less squared relative error."""
-    times = [Line(0.02, 1e-4, 1e-8).seconds(work) * factor for work, factor in zip(SIZES, noise, strict=True)]
+    times = [
+        Line(0.02, 1e-4, 1e-8).seconds(work) * factor
+        for work, factor in zip(SIZES, noise, strict=True)
+    ]
     model = CostModel()
     for work, seconds in zip(SIZES, times, strict=True):
         model.measure(Phase.HOST, work, seconds)
@@ -46,7 +49,8 @@ def test_fit_is_the_best_with_noise(noise: list[float]) -> None:
 
 
 def test_observations_replace_measurements() -> None:
-    """A machine that has become three times as slow: after `MEMORY` observations the estimate says so, within a tenth."""
+    """A machine that has become three times as slow:
+    after `MEMORY` observations the estimate says so, within a tenth."""
     line = Line(0.02, 1e-4, 1e-8)
     model = measured(line)
     model.fit()
@@ -58,7 +62,8 @@ def test_observations_replace_measurements() -> None:
     assert all(2.5 < found.seconds(work) / line.seconds(work) < 3.05 for work in SIZES)
     stats = model.stats()["recompute"]
     assert stats["observed"] == MEMORY // len(SIZES) * len(SIZES)
-    assert 0 < (stats["error_p50"] or 0) < (stats["error_p90"] or 0) < 2 / 3  # of which the first was off by all
+    # of which the first was off by all
+    assert 0 < (stats["error_p50"] or 0) < (stats["error_p90"] or 0) < 2 / 3
 
 
 def test_one_stall_changes_little() -> None:
@@ -80,7 +85,9 @@ def test_one_length_over_and_over_keeps_the_others() -> None:
     for _ in range(500):
         model.observe(Phase.RECOMPUTE, SIZES[0], line.seconds(SIZES[0]))
     found = model.fit()[Phase.RECOMPUTE]
-    assert [found.seconds(work) / line.seconds(work) for work in SIZES] == pytest.approx([1] * len(SIZES), rel=0.01)
+    assert [found.seconds(work) / line.seconds(work) for work in SIZES] == pytest.approx(
+        [1] * len(SIZES), rel=0.01
+    )
 
 
 @given(st.integers(0, 40), st.integers(0, 40))
@@ -91,16 +98,21 @@ def test_extend_counts_each_tokens_keys(start: int, num_tokens: int) -> None:
 
 
 def test_phase_that_never_runs_keeps_pace_with_prefill() -> None:
-    """Measured while the machine was three times as slow, and never observed since: prefill tells that it is not any more."""
+    """Measured while the machine was three times as slow, and never observed since:
+    prefill tells that it is not any more."""
     line, model = Line(0.02, 1e-4, 1e-8), CostModel()
     for work in SIZES:
         for phase in (Phase.EXTEND, Phase.QUESTION):
             model.measure(phase, work, 3 * line.seconds(work))
-    assert model.fit()[Phase.QUESTION].seconds(SIZES[0]) == pytest.approx(3 * line.seconds(SIZES[0]))
+    assert model.fit()[Phase.QUESTION].seconds(SIZES[0]) == pytest.approx(
+        3 * line.seconds(SIZES[0])
+    )
     for _ in range(20):
         for work in SIZES:
             model.observe(Phase.EXTEND, work, line.seconds(work))
-    assert model.fit()[Phase.QUESTION].seconds(SIZES[0]) == pytest.approx(line.seconds(SIZES[0]), rel=0.05)
+    assert model.fit()[Phase.QUESTION].seconds(SIZES[0]) == pytest.approx(
+        line.seconds(SIZES[0]), rel=0.05
+    )
 
 
 def test_a_clock_that_stood_still_does_not_make_a_phase_free() -> None:

@@ -7,7 +7,9 @@ def test_each_doubling_of_hits_keeps_a_node_one_window_longer() -> None:
     """1, 2 and 4 hits are one window apart; of equal ends the one used longer ago leaves first."""
     ends = [reused_priority(hits=hits, last_access=7, window=10)[0] for hits in (0, 1, 2, 3, 4)]
     assert ends == [7, 17, 27, 27, 37]
-    assert reused_priority(hits=1, last_access=7, window=10) < reused_priority(hits=0, last_access=17, window=10)
+    assert reused_priority(hits=1, last_access=7, window=10) < reused_priority(
+        hits=0, last_access=17, window=10
+    )
 
 
 def test_eviction_queue_survives_many_uses_of_the_same_leaf() -> None:

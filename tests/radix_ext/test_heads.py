@@ -20,16 +20,22 @@ def make_heads(*, max_heads: int = 4, max_tokens: int = 100, max_bytes: int = 1 
     return Heads(max_heads=max_heads, max_tokens=max_tokens, max_bytes=max_bytes)
 
 
-def note(heads: Heads, name: str, head: Any, outline: Outline = NO_OUTLINE, *, tenant: str = "t") -> None:
+def note(
+    heads: Heads, name: str, head: Any, outline: Outline = NO_OUTLINE, *, tenant: str = "t"
+) -> None:
     heads.note(tenant, name, array("i", head), outline)
 
 
-def parting(heads: Heads, head: Any, *among: str, outline: Outline = NO_OUTLINE, tenant: str = "t") -> Parting | None:
+def parting(
+    heads: Heads, head: Any, *among: str, outline: Outline = NO_OUTLINE, tenant: str = "t"
+) -> Parting | None:
     return heads.parting(tenant, "mine", array("i", head), outline, among=among)
 
 
 def common_len(first: list[int], second: list[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    )
 
 
 @given(mine=ids, others=st.lists(ids, min_size=1, max_size=4))
@@ -61,7 +67,9 @@ def test_own_name_and_other_tenants_are_no_other_head() -> None:
         ([("a", 1), ("b", 2)], [("a", 1)], "b"),
     ],
 )
-def test_field_is_the_first_part_that_differs(mine: Outline, theirs: Outline, field: str | None) -> None:
+def test_field_is_the_first_part_that_differs(
+    mine: Outline, theirs: Outline, field: str | None
+) -> None:
     """Also one that only one of the two has."""
     heads = make_heads()
     note(heads, "x", [1], theirs)
@@ -83,7 +91,8 @@ def test_least_recently_noted_heads_and_tenants_leave() -> None:
     for name, head in (("a", [1, 1, 1]), ("b", [1, 1]), ("a", [1, 1, 1]), ("c", [1])):
         note(heads, name, head)
     assert parting(heads, [1, 1, 1, 1]) == Parting(None, 3)
-    assert parting(heads, [1, 1, 1, 1], "b") == Parting(None, 3)  # gone, so the nearest of the others
+    # gone, so the nearest of the others
+    assert parting(heads, [1, 1, 1, 1], "b") == Parting(None, 3)
     assert parting(heads, [1, 1, 1, 1], "c") == Parting(None, 1)
     small = make_heads(max_bytes=2100)
     for tenant in "tutv":

@@ -32,7 +32,9 @@ def test_a_turn_that_stands_elsewhere_is_of_no_use() -> None:
     assert held_history(turns[1:], EPOCHS) == {}
 
 
-@pytest.mark.parametrize(("recipe", "expected"), [("", {0: 10}), ("first", {0: 10, 1: 20}), ("query", {0: 10})])
+@pytest.mark.parametrize(
+    ("recipe", "expected"), [("", {0: 10}), ("first", {0: 10, 1: 20}), ("query", {0: 10})]
+)
 def test_fused_turns_are_found_by_their_recipe_alone(recipe: str, expected: dict[int, int]) -> None:
     """No exact request matches moved KV, nor does another recipe."""
     turns = [turn(Home(0, 7, 0)), turn(Home(1, 8, 10), tag="first")]

@@ -20,8 +20,12 @@ def tail(names: str, table: AccessTable, num_chunks: int, threshold: int = 2) ->
     return "".join(chunk.id for chunk in Growth(num_chunks, threshold).tail(chunks, table))
 
 
-@pytest.mark.parametrize(("num_chunks", "expected"), [(0, "xyabc"), (1, "axybc"), (2, "abxyc"), (9, "abcxy")])
-def test_tail_has_what_grows_then_what_is_new_then_what_is_moved(num_chunks: int, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("num_chunks", "expected"), [(0, "xyabc"), (1, "axybc"), (2, "abxyc"), (9, "abcxy")]
+)
+def test_tail_has_what_grows_then_what_is_new_then_what_is_moved(
+    num_chunks: int, expected: str
+) -> None:
     """Each part in retriever order. With no bound it is the tail `seen`."""
     assert tail("xabyc", table_of("abc", "c"), num_chunks) == expected
 
@@ -32,7 +36,13 @@ def test_tail_grows_by_promoted_chunks() -> None:
 
 
 def gaps(
-    movable: str, *, layout: str = "abcd", start: int = 0, limit: int = 1000, promoted_len: int = 9, num_chunks: int = 1
+    movable: str,
+    *,
+    layout: str = "abcd",
+    start: int = 0,
+    limit: int = 1000,
+    promoted_len: int = 9,
+    num_chunks: int = 1,
 ) -> list[int]:
     """Of a prompt of two-token chunks; a dot is a token of text."""
     spans, position = list[Span](), 0
@@ -51,7 +61,9 @@ def gaps(
     return sorted(found)
 
 
-@pytest.mark.parametrize(("num_chunks", "expected"), [(0, []), (1, [0]), (2, [0, 1]), (9, [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("num_chunks", "expected"), [(0, []), (1, [0]), (2, [0, 1]), (9, [0, 1, 2, 3])]
+)
 def test_as_many_as_may_be(num_chunks: int, expected: list[int]) -> None:
     """All could be moved."""
     assert gaps("abcd", num_chunks=num_chunks) == expected

@@ -1,4 +1,5 @@
-"""What loads are estimated to take, against the line they were drawn from and against all pairs by hand."""
+"""What loads are estimated to take, against the line they were drawn from and against all pairs by
+hand."""
 
 from __future__ import annotations
 
@@ -21,14 +22,17 @@ def times_of(seen: list[tuple[int, float]]) -> LoadTimes:
 
 
 def naive(seen: list[tuple[int, float]], num_bytes: int) -> float:
-    """By sorting: the middle of all pairs' slopes, at most that of all through zero, then of what is left."""
+    """By sorting: the middle of all pairs' slopes, at most that of all through zero,
+    then of what is left."""
 
     def middle(values: list[float]) -> float:
         ordered, half = sorted(values), len(values) // 2
         return ordered[half] if len(values) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
     seen = seen[-MEMORY:]
-    slopes = [(b - a) / (y - x) for i, (x, a) in enumerate(seen) for y, b in seen[i + 1 :] if x != y]
+    slopes = [
+        (b - a) / (y - x) for i, (x, a) in enumerate(seen) for y, b in seen[i + 1 :] if x != y
+    ]
     whole = middle([taken / size for size, taken in seen])
     each = min(whole, max(0.0, middle(slopes))) if slopes else whole
     return max(0.0, middle([taken - each * size for size, taken in seen])) + each * num_bytes
@@ -45,20 +49,33 @@ def test_one_size_tells_a_rate() -> None:
     assert times.seconds(50) == pytest.approx(1.0)
 
 
-@given(SIZES, st.floats(0, 10), st.floats(0, 1e-3), st.sets(st.integers(0, MEMORY - 1), max_size=2), st.floats(1, 1e4))
+@given(
+    SIZES,
+    st.floats(0, 10),
+    st.floats(0, 1e-3),
+    st.sets(st.integers(0, MEMORY - 1), max_size=2),
+    st.floats(1, 1e4),
+)
 def test_line_is_found_through_loads_that_were_held_up(
     sizes: list[int], fixed: float, each: float, held_up: set[int], by: float
 ) -> None:
     """Two of eight say nothing of the others."""
-    seen = [(size, fixed + each * size + (by if i in held_up else 0.0)) for i, size in enumerate(sizes)]
+    seen = [
+        (size, fixed + each * size + (by if i in held_up else 0.0)) for i, size in enumerate(sizes)
+    ]
     found = times_of(seen).seconds(1 << 20)
     assert found == pytest.approx(fixed + each * (1 << 20), rel=1e-6, abs=1e-6 * (1 + by))
 
 
-@given(st.lists(st.tuples(st.integers(1, 1000), st.floats(1e-3, 1e3)), min_size=1, max_size=20), st.integers(1, 1000))
+@given(
+    st.lists(st.tuples(st.integers(1, 1000), st.floats(1e-3, 1e3)), min_size=1, max_size=20),
+    st.integers(1, 1000),
+)
 def test_estimate_equals_the_naive_one(seen: list[tuple[int, float]], num_bytes: int) -> None:
     """Of the last loads, whatever they were."""
-    assert times_of(seen).seconds(num_bytes) == pytest.approx(naive(seen, num_bytes), rel=1e-9, abs=1e-9)
+    assert times_of(seen).seconds(num_bytes) == pytest.approx(
+        naive(seen, num_bytes), rel=1e-9, abs=1e-9
+    )
 
 
 def test_storage_that_has_become_slow_is_known_after_five_loads() -> None:
@@ -68,7 +85,15 @@ def test_storage_that_has_become_slow_is_known_after_five_loads() -> None:
 
 
 def test_sizes_that_hardly_differ_say_nothing_of_the_slope() -> None:
-    """Chunks of 250 tokens or so, in 7 ms each, give or take one: an estimate is about that, whatever line noise suggests."""
-    seen = [(3_670_309, 6.8), (3_641_637, 6.7), (3_612_965, 5.3), (3_641_637, 6.2), (3_627_301, 8.3), (3_655_973, 7.6)]
+    """Chunks of 250 tokens or so, in 7 ms each, give or take one:
+    an estimate is about that, whatever line noise suggests."""
+    seen = [
+        (3_670_309, 6.8),
+        (3_641_637, 6.7),
+        (3_612_965, 5.3),
+        (3_641_637, 6.2),
+        (3_627_301, 8.3),
+        (3_655_973, 7.6),
+    ]
     for order in permutations(seen):
         assert 5.0 < (times_of(list(order)).seconds(3_650_000) or 0.0) < 8.5

@@ -13,13 +13,20 @@ from radix_ext.variants import Variant
 from tests.reference.sources import ids
 
 
-def make_variant(before: str, head: str = "h", *, preprocessed: bool = False, last_used: int = 0) -> Variant:
+def make_variant(
+    before: str, head: str = "h", *, preprocessed: bool = False, last_used: int = 0
+) -> Variant:
     return Variant(ids(before), None, preprocessed=preprocessed, head=head, last_used=last_used)
 
 
-def chosen(variants: list[Variant], before: str = "abc", *, num: int = 9, alone: bool = False) -> list[str]:
+def chosen(
+    variants: list[Variant], before: str = "abc", *, num: int = 9, alone: bool = False
+) -> list[str]:
     found = worth_loading(variants, ids(before), "h", max_variants=num, alone=alone)
-    return ["".join(variant.prefix) + ("" if variant.head == "h" else f"@{variant.head}") for variant in found]
+    return [
+        "".join(variant.prefix) + ("" if variant.head == "h" else f"@{variant.head}")
+        for variant in found
+    ]
 
 
 def test_what_has_seen_most_of_the_chunks_before_it_comes_first() -> None:
@@ -58,8 +65,15 @@ VARIANTS = st.lists(
 )
 
 
-@given(variants=VARIANTS, before=st.sets(st.sampled_from("abcd")), alone=st.booleans(), num=st.integers(0, 4))
-def test_order_is_that_of_comparing_every_two(variants: list[Variant], before: set[str], alone: bool, num: int) -> None:
+@given(
+    variants=VARIANTS,
+    before=st.sets(st.sampled_from("abcd")),
+    alone=st.booleans(),
+    num=st.integers(0, 4),
+)
+def test_order_is_that_of_comparing_every_two(
+    variants: list[Variant], before: set[str], alone: bool, num: int
+) -> None:
     """Rule by rule."""
     for last_used, variant in enumerate(variants):
         variant.last_used = last_used

@@ -110,7 +110,9 @@ def test_match_that_ended_inside_text_leaves_its_rest_as_gap() -> None:
     assert pieces(plan_of("AAA...BB.", "AB", start=5)) == [(5, 6, False), (6, 8, True)]
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(8, [3, 5, 8]), (7, [3, 5]), (5, [3, 5]), (4, [3]), (2, [])])
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(8, [3, 5, 8]), (7, [3, 5]), (5, [3, 5]), (4, [3]), (2, [])]
+)
 def test_chunks_are_moved_whole_up_to_the_limit(limit: int, expected: list[int]) -> None:
     """SGLang caps a prefix one token before the end, or at the prompt logprobs asked for."""
     plan = plan_of("AAABBCCC", "ABC", limit=limit)
@@ -126,14 +128,21 @@ def test_what_is_cached_already_is_not_planned() -> None:
 def test_fresh_spans_are_computed_though_a_source_exists() -> None:
     """FusionRAG preprocesses a chunk after its neighbours: that chunk itself must not be moved."""
     fusion = FusionRequest("none", 0.0, "r", fresh=frozenset({1}))
-    assert pieces(plan_of("AABBCC.", "ABC", fusion=fusion)) == [(0, 2, True), (2, 4, False), (4, 6, True)]
+    assert pieces(plan_of("AABBCC.", "ABC", fusion=fusion)) == [
+        (0, 2, True),
+        (2, 4, False),
+        (4, 6, True),
+    ]
 
 
 def test_repeated_chunk_is_moved_twice_from_one_source() -> None:
     """The client's list may name a chunk twice; each place counts."""
     plan = plan_of("AA.AA.", "A")
     assert pieces(plan) == [(0, 2, True), (2, 3, False), (3, 5, True)]
-    assert [(piece.prefix, piece.overlap) for piece in plan.pieces if piece.source] == [((), 0), (ids("A"), 0)]
+    assert [(piece.prefix, piece.overlap) for piece in plan.pieces if piece.source] == [
+        ((), 0),
+        (ids("A"), 0),
+    ]
 
 
 def test_piece_tells_what_stands_before_it_and_what_stood_before_its_source() -> None:
@@ -154,7 +163,9 @@ def test_no_source_is_a_reason() -> None:
     assert plan_of("AAABB.", "") == ReusePlan((), (NotMoved.NO_SOURCE,))
 
 
-@pytest.mark.parametrize(("layout", "start", "limit"), [("...", 0, 3), ("AAA..", 3, 5), ("AAA", 0, 2)])
+@pytest.mark.parametrize(
+    ("layout", "start", "limit"), [("...", 0, 3), ("AAA..", 3, 5), ("AAA", 0, 2)]
+)
 def test_nothing_to_move_is_no_reason(layout: str, start: int, limit: int) -> None:
     """No chunk left to move: an ordinary request, not a fallback."""
     assert plan_of(layout, "", start=start, limit=limit) == ReusePlan(())
@@ -180,14 +191,22 @@ def test_pass_budget_counts_gaps_and_recomputed_tokens() -> None:
     assert plan_of(layout, "ACD", fusion=fusion, limits=roomier).end == 12
 
 
-@pytest.mark.parametrize(("budget", "end", "reasons"), [(7, 8, (NotMoved.MEASURING_BUDGET,)), (10, 16, ())])
-def test_measuring_counts_as_its_share_of_the_layers(budget: int, end: int, reasons: tuple[str, ...]) -> None:
-    """Two of four: 16 tokens are measured for 8 and 2 are recomputed. It has a reason of its own."""
+@pytest.mark.parametrize(
+    ("budget", "end", "reasons"), [(7, 8, (NotMoved.MEASURING_BUDGET,)), (10, 16, ())]
+)
+def test_measuring_counts_as_its_share_of_the_layers(
+    budget: int, end: int, reasons: tuple[str, ...]
+) -> None:
+    """Two of four: 16 tokens are measured for 8 and 2 are recomputed.
+    It has a reason of its own."""
     limits = Limits(max_pass_tokens=budget, max_gap_tokens=0, num_layers=4)
     plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("deviation", 0.125), limits=limits)
     assert (plan.end, plan.fallbacks) == (end, reasons)
     assert plan.num_pass_tokens == end // 2 + end // 8
-    assert plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("query", 0.125), limits=limits).end == 16
+    assert (
+        plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("query", 0.125), limits=limits).end
+        == 16
+    )
 
 
 def test_what_is_recomputed_is_told_from_what_is_measured() -> None:
@@ -209,7 +228,11 @@ def test_the_budget_is_for_as_many_as_may_be_recomputed() -> None:
 
 
 def make_costs(
-    *, extend: float = 1.0, recompute: tuple[float, float] = (1.0, 1.0), question: float = 0.0, host: float = 0.1
+    *,
+    extend: float = 1.0,
+    recompute: tuple[float, float] = (1.0, 1.0),
+    question: float = 0.0,
+    host: float = 0.1,
 ) -> dict[Phase, Line]:
     """Of which each test needs some; a move on the device is a hundredth of a computed token."""
     return {
@@ -224,7 +247,8 @@ def make_costs(
 
 @pytest.mark.parametrize(("overhead", "is_moved"), [(3.7, True), (4.0, False)])
 def test_moving_must_be_faster(overhead: float, is_moved: bool) -> None:
-    """10 tokens moved, 5 of them recomputed, 2 more prefilled: 12 + overhead + 5 + .1 against 10 + 12, less a twentieth."""
+    """10 tokens moved, 5 of them recomputed, 2 more prefilled:
+    12 + overhead + 5 + .1 against 10 + 12, less a twentieth."""
     costs = make_costs(recompute=(overhead, 1.0))
     plan = plan_of("AAAAAAAAAA..", "A", fusion=make_request("first", 0.5), costs=costs)
     assert bool(plan.pieces) == is_moved
@@ -247,7 +271,10 @@ def test_question_that_eats_the_gain_is_not_asked() -> None:
     asked = plan_of(layout, "A", fusion=fusion, costs=make_costs(question=1.0))
     cheaper = plan_of(layout, "A", fusion=fusion, costs=make_costs(question=9.0))
     assert (asked.fusion, asked.measured_len) == (fusion, 2)
-    assert (cheaper.fusion, cheaper.measured_len) == (replace(fusion, selector="first", recipe="r/by=first"), 0)
+    assert (cheaper.fusion, cheaper.measured_len) == (
+        replace(fusion, selector="first", recipe="r/by=first"),
+        0,
+    )
     assert pieces(cheaper) == pieces(asked) == [(0, 10, True)]
     critical = make_request("critical", 0.2)
     assert critical.cheaper == replace(critical, selector="query", recipe="r/by=query")
@@ -296,7 +323,11 @@ def test_preprocessed_sources_come_first() -> None:
 def test_plain_request_takes_what_was_computed_alone_and_nothing_else() -> None:
     """FusionRAG eq. 10: neither what other chunks went into, nor what was preprocessed."""
     plain = Copy(where="host")
-    others = [Copy(ids("A")), Copy(ids("XY"), where="host", preprocessed=True), Copy(preprocessed=True)]
+    others = [
+        Copy(ids("A")),
+        Copy(ids("XY"), where="host", preprocessed=True),
+        Copy(preprocessed=True),
+    ]
     fusion = replace(NONE, plain=True)
     assert plan_of("AZZ.", {"Z": [*others, plain]}, fusion=fusion).pieces[-1].source is plain
     assert plan_of("AZZ.", {"Z": others}, fusion=fusion) == ReusePlan((), (NotMoved.NO_SOURCE,))
@@ -334,7 +365,8 @@ def test_context_takes_the_lowest_fix_overhead() -> None:
 
 
 def test_piece_carries_its_fix_overhead() -> None:
-    """Even odds of eq. 11 at alpha 1, half of the prefix lost: 0.25. Without scores it is estimated; a gap has none."""
+    """Even odds of eq. 11 at alpha 1, half of the prefix lost: 0.25.
+    Without scores it is estimated; a gap has none."""
     scores = make_sums([1.0, 1.0], [1000, 1000], intra=1e9, num_tokens=8)
     plan = plan_of("AZZZZZZZZYY.", {"Z": [Copy(ids("AX"), scores=scores)], "Y": [Copy()]})
     assert [piece.cfo for piece in plan.pieces] == [None, pytest.approx(0.25), 1]
@@ -352,7 +384,8 @@ def test_source_behind_another_head_is_taken_last() -> None:
 
 
 def test_another_head_is_part_of_the_prefix() -> None:
-    """A took all of the chunks' mass, and the head as much again: half of the prefix is lost. CCI is 0.5 either way."""
+    """A took all of the chunks' mass, and the head as much again: half of the prefix is lost.
+    CCI is 0.5 either way."""
     scores = make_sums([1.0], [1000], intra=1e9, num_tokens=8, head=1.0, head_len=1000)
     overheads = []
     for head in ("", "other"):
@@ -367,7 +400,8 @@ def test_another_head_is_part_of_the_prefix() -> None:
         (make_request("query", 0.15), 2),  # ceil(0.15 * 12)
         (make_request("none", 0.5), 0),
         (make_request("context", 0.5), 6),  # alpha is solved for the ratio
-        (make_request("context", 0.5, alpha=1.9), 4 + 2),  # ceil(8 * 1.9 * 0.25), and the ratio where nothing is scored
+        # ceil(8 * 1.9 * 0.25), and the ratio where nothing is scored
+        (make_request("context", 0.5, alpha=1.9), 4 + 2),
         (make_request("context", 0.5, alpha=100.0), 8 + 2),
         (make_request("query", 0.0), 0),
         (make_request("query", 1.0), 12),
@@ -387,9 +421,13 @@ def test_exact_gaps_are_computed_outside_the_gap_budget() -> None:
     plan = plan_of("AAABBBDDDCC.", "AC", limits=limits, exact=frozenset({0, 1}))
     assert pieces(plan) == [(0, 3, False), (3, 6, False), (6, 9, False), (9, 11, True)]
     assert (plan.fused_from, plan.gap_len, plan.fallbacks) == (9, 9, ())
-    assert plan_of("AAABBBDDDDCC.", "AC", limits=limits, exact=frozenset({0, 1})).fallbacks == (NotMoved.GAP_TOO_LONG,)
+    assert plan_of("AAABBBDDDDCC.", "AC", limits=limits, exact=frozenset({0, 1})).fallbacks == (
+        NotMoved.GAP_TOO_LONG,
+    )
     tight = Limits(max_pass_tokens=8, max_gap_tokens=3)
-    assert plan_of("AAABBBDDDCC.", "AC", limits=tight, exact=frozenset({0, 1})).fallbacks == (NotMoved.PASS_BUDGET,)
+    assert plan_of("AAABBBDDDCC.", "AC", limits=tight, exact=frozenset({0, 1})).fallbacks == (
+        NotMoved.PASS_BUDGET,
+    )
 
 
 # Against a slow version
@@ -403,9 +441,12 @@ def slow_plan(
     fusion: FusionRequest,
     limits: Limits,
 ) -> tuple[set[int], int, tuple[str, ...]]:
-    """(moved positions, end of the promise, reasons): as many hits as fit, tried one by one, each from scratch."""
+    """(moved positions, end of the promise, reasons):
+    as many hits as fit, tried one by one, each from scratch."""
     usable = [span for i, span in enumerate(spans) if span.start >= start and span.end <= limit]
-    hits = [span for span in usable if sources.get(span.chunk) and spans.index(span) not in fusion.fresh]
+    hits = [
+        span for span in usable if sources.get(span.chunk) and spans.index(span) not in fusion.fresh
+    ]
     if not hits:
         return set(), start, (NotMoved.NO_SOURCE,) if usable else ()
 
@@ -430,7 +471,10 @@ def slow_plan(
         if fusion.selector in ("query", "critical"):
             asked = max(0, min(limits.question_window, limit - spans[-1].end))
             measured += min(fusion.layer or num_layers, num_layers) / num_layers * asked
-        if 0 < fusion.ratio < 1 and gaps + recomputed + math.ceil(measured) > limits.max_pass_tokens:
+        if (
+            0 < fusion.ratio < 1
+            and gaps + recomputed + math.ceil(measured) > limits.max_pass_tokens
+        ):
             reasons.append(NotMoved.MEASURING_BUDGET)
             break
         num_hits += 1
@@ -441,14 +485,16 @@ def slow_plan(
 @st.composite
 def layouts(draw: st.DrawFn) -> str:
     parts = st.one_of(
-        st.sampled_from(["", ".", "..."]), st.builds(str.__mul__, st.sampled_from("ABCD"), st.integers(1, 5))
+        st.sampled_from(["", ".", "..."]),
+        st.builds(str.__mul__, st.sampled_from("ABCD"), st.integers(1, 5)),
     )
     return "".join(draw(st.lists(parts, max_size=9)))
 
 
 @given(st.data(), layouts())
 def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
-    """Any prompt, any sources, any limits: the same promise for the same reasons, without holes, whole chunks only."""
+    """Any prompt, any sources, any limits: the same promise for the same reasons, without holes,
+    whole chunks only."""
     spans = prompt(layout)
     inside = {position for span in spans for position in range(span.start + 1, span.end)}
     start = data.draw(st.sampled_from([p for p in range(len(layout) + 1) if p not in inside]))
@@ -491,7 +537,9 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
             for letter, copies in sources.items()
         }
     moved, end, reasons = slow_plan(spans, start, limit, sources, fusion, limits)
-    assert {p for piece in plan.pieces if piece.source for p in range(piece.start, piece.end)} == moved
+    assert {
+        p for piece in plan.pieces if piece.source for p in range(piece.start, piece.end)
+    } == moved
     assert plan.fallbacks == reasons
     if not plan.pieces:
         assert not moved
@@ -499,7 +547,9 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
     assert (plan.start, plan.end) == (start, end)
     assert plan.fused_from == min(moved)
     assert plan.pieces[-1].source is not None
-    assert all(left.end == right.start for left, right in zip(plan.pieces, plan.pieces[1:], strict=False))
+    assert all(
+        left.end == right.start for left, right in zip(plan.pieces, plan.pieces[1:], strict=False)
+    )
     assert plan.gap_len == end - start - len(moved) <= limits.max_gap_tokens
     assert plan.num_pass_tokens <= limits.max_pass_tokens
     for piece in plan.pieces:
@@ -537,14 +587,18 @@ def _merit(copy: Candidate, before: Sequence[ChunkId]) -> tuple[bool, bool, int,
 def test_no_end_of_the_plan_is_faster(
     data: st.DataObject, layout: str, selector: str, coefficients: list[float]
 ) -> None:
-    """Against every end, each estimated from scratch, token by token; nothing is moved where that saves less than a twentieth."""
+    """Against every end, each estimated from scratch, token by token;
+    nothing is moved where that saves less than a twentieth."""
     spans = prompt(layout)
     where = {letter: data.draw(st.sampled_from(["device", "host", None])) for letter in "ABCD"}
     sources = {letter: [Copy(where=tier)] for letter, tier in where.items() if tier}
     costs = {phase: Line(*coefficients[3 * i : 3 * i + 3]) for i, phase in enumerate(Phase)}
     depth, layer, num_layers = (data.draw(st.integers(low, 6)) for low in (1, 0, 1))
     fusion = replace(
-        make_request(selector, 0.5), depth=depth, layer=layer, expected=data.draw(st.sampled_from([None, 0.2]))
+        make_request(selector, 0.5),
+        depth=depth,
+        layer=layer,
+        expected=data.draw(st.sampled_from([None, 0.2])),
     )
     limits = Limits(1000, 1000, question_window=2, num_layers=num_layers)
     plan = plan_of(layout, sources, fusion=fusion, limits=limits, costs=costs)
@@ -557,12 +611,22 @@ def test_no_end_of_the_plan_is_faster(
             mine = [span for span in hits if where[span.chunk] == phase]
             num_calls = len(mine) if phase is Phase.HOST else min(1, len(mine))
             line = costs[phase]
-            total += line.fixed * num_calls + line.each * sum(span.end - span.start for span in mine)
-        num_computed = end - len(moved) + (math.ceil(choice.expected_ratio * len(moved)) if choice.recomputes else 0)
+            total += line.fixed * num_calls + line.each * sum(
+                span.end - span.start for span in mine
+            )
+        num_computed = (
+            end
+            - len(moved)
+            + (math.ceil(choice.expected_ratio * len(moved)) if choice.recomputes else 0)
+        )
         total += _slow(costs[Phase.RECOMPUTE], [end] * num_computed)
         asked = min(2, len(layout) - spans[-1].end) if hits else 0
         if choice.selector in ("query", "critical"):
-            total += _slow(costs[Phase.QUESTION], [end] * asked, min(layer or num_layers, num_layers) / num_layers)
+            total += _slow(
+                costs[Phase.QUESTION],
+                [end] * asked,
+                min(layer or num_layers, num_layers) / num_layers,
+            )
         if choice.selector in ("deviation", "critical"):
             total += _slow(costs[Phase.DEVIATION], [end] * end, min(depth, num_layers) / num_layers)
         return total
@@ -578,7 +642,9 @@ def test_no_end_of_the_plan_is_faster(
             computed = num * (line.each + line.attended * span.end)
             if move.fixed * (tier == "host") + move.each * num + share * computed < computed:
                 worth.append(span)
-        return min((slow_seconds(worth[: n + 1], choice) for n in range(len(worth))), default=math.inf)
+        return min(
+            (slow_seconds(worth[: n + 1], choice) for n in range(len(worth))), default=math.inf
+        )
 
     computed = slow_seconds([], fusion)
     times = [slow_best(choice) for choice in (fusion, fusion.cheaper) if choice is not None]

@@ -2,12 +2,21 @@
 
 import pytest
 
-from radix_ext import Chunk, ChunkId, ChunkPrefixTree, HostAdmission, PolicyError, Tier, worth_offloading
+from radix_ext import (
+    Chunk,
+    ChunkId,
+    ChunkPrefixTree,
+    HostAdmission,
+    PolicyError,
+    Tier,
+    worth_offloading,
+)
 from radix_ext.offloading import HostTier
 
 
 @pytest.mark.parametrize(
-    ("admission", "expected"), [("reused", "ny ny"), ("promoted", "nn yy"), ("either", "ny yy"), ("all", "yy yy")]
+    ("admission", "expected"),
+    [("reused", "ny ny"), ("promoted", "nn yy"), ("either", "ny yy"), ("all", "yy yy")],
 )
 def test_rule_by_hits_and_mark(admission: HostAdmission, expected: str) -> None:
     """Not found yet, found once; then the same, promoted."""
@@ -23,7 +32,9 @@ class Served:
 
     def __init__(self, admission: HostAdmission, capacity: int) -> None:
         self.tree = ChunkPrefixTree(max_nodes=100)
-        self.host = HostTier(self.tree, "reused", admission, capacity=capacity, capacity_tokens=None, window=10)
+        self.host = HostTier(
+            self.tree, "reused", admission, capacity=capacity, capacity_tokens=None, window=10
+        )
 
     def __call__(self, names: str) -> str:
         """Serve a request; returns what left host memory for it."""
@@ -36,7 +47,9 @@ class Served:
 
     @property
     def held(self) -> str:
-        return " ".join(sorted("".join(above.chunk_id for above in node.path()) for node in self.host._nodes))
+        return " ".join(
+            sorted("".join(above.chunk_id for above in node.path()) for node in self.host._nodes)
+        )
 
 
 def test_second_request_copies_what_it_found() -> None:
@@ -49,7 +62,8 @@ def test_second_request_copies_what_it_found() -> None:
 
 
 def test_room_is_made_by_the_device_rule_and_never_from_the_chain_itself() -> None:
-    """`x` has no hit and leaves, then `b` before its parent; where all that is left is the chain's own, it ends."""
+    """`x` has no hit and leaves, then `b` before its parent;
+    where all that is left is the chain's own, it ends."""
     served = Served("all", capacity=3)
     for names in ("ab", "x", "ab"):
         served(names)
@@ -62,5 +76,7 @@ def test_room_is_made_by_the_device_rule_and_never_from_the_chain_itself() -> No
 
 def test_unknown_admission_is_refused() -> None:
     """By name."""
-    with pytest.raises(PolicyError, match="host admission must be one of reused, promoted, either, all"):
+    with pytest.raises(
+        PolicyError, match="host admission must be one of reused, promoted, either, all"
+    ):
         Served("hot", capacity=1)  # type: ignore[arg-type]

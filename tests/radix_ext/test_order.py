@@ -1,4 +1,5 @@
-"""Order policies: what they choose, the bounded search against brute force, planned against held nodes."""
+"""Order policies: what they choose, the bounded search against brute force,
+planned against held nodes."""
 
 import random
 from itertools import permutations
@@ -34,7 +35,8 @@ def make_chunks(names: str) -> list[Chunk]:
     """A capital is the chunk fused by recipe r."""
     return [
         Chunk(
-            fused_chunk("r", ChunkId(name.lower())) if name.isupper() else ChunkId(name), LENGTHS.get(name.lower(), 4)
+            fused_chunk("r", ChunkId(name.lower())) if name.isupper() else ChunkId(name),
+            LENGTHS.get(name.lower(), 4),
         )
         for name in names
     ]
@@ -90,7 +92,9 @@ def names_of(ordering: Ordering) -> str:
         ("tree", "frequency", "cdba", 1),
     ],
 )
-def test_policies_order_as_named(policy: OrderPolicy, tail: TailPolicy, expected: str, held_len: int) -> None:
+def test_policies_order_as_named(
+    policy: OrderPolicy, tail: TailPolicy, expected: str, held_len: int
+) -> None:
     """c is cached; d was seen three times and b twice in the window."""
     ordering = order("abcd", make_tree("c"), policy=policy, tail=tail, seen="dbdbd")
     assert (names_of(ordering), ordering.held_len) == (expected, held_len)
@@ -152,7 +156,11 @@ def test_order_per_rank_serves_a_router() -> None:
     per_rank = order_per_rank(
         "tree", "rank", tree, AccessTable(10), "", make_chunks("abc"), ranks=range(3), max_visits=50
     )
-    assert {rank: ordering.cached_tokens for rank, ordering in per_rank.items()} == {0: 9, 1: 8, 2: 0}
+    assert {rank: ordering.cached_tokens for rank, ordering in per_rank.items()} == {
+        0: 9,
+        1: 8,
+        2: 0,
+    }
     assert {rank: ordering.worth(0.4) for rank, ordering in per_rank.items()} == {0: 4, 1: 8, 2: 0}
     assert [names_of(per_rank[rank]) for rank in range(3)] == ["cab", "bac", "abc"]
     tree.insert("", make_chunks("a"), rank=0, tier=Tier.DEVICE, promoted_len=0)
@@ -167,7 +175,8 @@ def test_order_per_rank_serves_a_router() -> None:
         max_visits=50,
         host_worths={0: 0.4},
     )
-    assert [names_of(slow[rank]) for rank in range(3)] == ["abc", "bac", "abc"]  # 4 tokens against .4 of 9
+    # 4 tokens against .4 of 9
+    assert [names_of(slow[rank]) for rank in range(3)] == ["abc", "bac", "abc"]
 
 
 def test_namespaces_do_not_see_each_other() -> None:
@@ -181,7 +190,9 @@ def test_bad_arguments_are_refused() -> None:
     """Each with the error class the edge turns into a 400."""
     with pytest.raises(ChunkError, match="1 are repeated"):
         order("aba", make_tree())
-    with pytest.raises(PolicyError, match="policy must be one of retriever, frequency, tree but got 'best'"):
+    with pytest.raises(
+        PolicyError, match="policy must be one of retriever, frequency, tree but got 'best'"
+    ):
         order("a", make_tree(), policy="best")  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="tail"):
         order("a", make_tree(), tail="x")  # type: ignore[arg-type]
@@ -189,7 +200,9 @@ def test_bad_arguments_are_refused() -> None:
         order("ab", make_tree("a"), max_visits=0)
 
 
-chains = st.lists(st.permutations("abcde").map("".join).flatmap(lambda s: st.integers(0, 5).map(lambda n: s[:n])))
+chains = st.lists(
+    st.permutations("abcde").map("".join).flatmap(lambda s: st.integers(0, 5).map(lambda n: s[:n]))
+)
 
 
 @given(
@@ -202,14 +215,17 @@ chains = st.lists(st.permutations("abcde").map("".join).flatmap(lambda s: st.int
 def test_unbounded_search_equals_brute_force(
     chains: list[str], request_names: str, other: list[str], tail: TailPolicy, seen: str
 ) -> None:
-    """Over all permutations: most tokens, then most chunks, then lexicographically first by retriever rank; then the tail."""
+    """Over all permutations: most tokens, then most chunks,
+    then lexicographically first by retriever rank; then the tail."""
     tree = make_tree(*chains)
     for chain in other:
         tree.insert("", make_chunks(chain), rank=1, tier=Tier.DEVICE, promoted_len=0)
     held = {chain[:end] for chain in chains for end in range(1, len(chain) + 1)}
 
     def goodness(permuted: tuple[str, ...]) -> tuple[int, int, list[int]]:
-        length = max(end for end in range(len(permuted) + 1) if end == 0 or "".join(permuted[:end]) in held)
+        length = max(
+            end for end in range(len(permuted) + 1) if end == 0 or "".join(permuted[:end]) in held
+        )
         run = permuted[:length]
         ranks = [-request_names.index(name) for name in run]
         return sum(LENGTHS.get(name, 4) for name in run), length, ranks
@@ -228,8 +244,11 @@ def test_unbounded_search_equals_brute_force(
 
 
 @given(on_device=chains, on_host=chains, parts=st.integers(0, 4))
-def test_search_that_weighs_loads_equals_brute_force(on_device: list[str], on_host: list[str], parts: int) -> None:
-    """A token in host memory counts for a part of one on the device; what both have is on the device."""
+def test_search_that_weighs_loads_equals_brute_force(
+    on_device: list[str], on_host: list[str], parts: int
+) -> None:
+    """A token in host memory counts for a part of one on the device;
+    what both have is on the device."""
     tree = make_tree()
     for tier, chains in ((Tier.HOST, on_host), (Tier.DEVICE, on_device)):
         for chain in chains:
@@ -251,10 +270,16 @@ def test_search_that_weighs_loads_equals_brute_force(on_device: list[str], on_ho
 
 
 def test_fused_request_continues_the_fused_chains_of_its_recipe() -> None:
-    """Behind an exact chain or at once; another recipe's and exact requests see exact chains alone."""
+    """Behind an exact chain or at once; another recipe's and exact requests see exact chains
+    alone."""
     tree = make_tree("aCD", "bE", "D")
     fused = order("dca", tree, recipe="r")
-    assert (names_of(fused), fused.held_len, fused.num_fused, fused.held_tokens) == ("acd", 3, 2, 17)
+    assert (names_of(fused), fused.held_len, fused.num_fused, fused.held_tokens) == (
+        "acd",
+        3,
+        2,
+        17,
+    )
     alone = order("cd", tree, recipe="r")
     assert (names_of(alone), alone.held_len, alone.num_fused) == ("dc", 1, 1)
     for recipe in (None, "s"):
@@ -263,7 +288,8 @@ def test_fused_request_continues_the_fused_chains_of_its_recipe() -> None:
 
 
 def test_exact_chunks_come_before_fused_ones() -> None:
-    """One exact chunk of 4 tokens and three fused of 4, 9 and 17: exact KV is what everybody can continue."""
+    """One exact chunk of 4 tokens and three fused of 4, 9 and 17:
+    exact KV is what everybody can continue."""
     tree = make_tree("b", "ACDE", "bA")
     ordering = order("acdeb", tree, recipe="r")
     assert (names_of(ordering), ordering.held_len, ordering.num_fused) == ("bacde", 2, 1)
@@ -271,7 +297,8 @@ def test_exact_chunks_come_before_fused_ones() -> None:
 
 @pytest.mark.parametrize("policy", ["tree", "retriever"])
 def test_planned_fused_chains_guide_too(policy: OrderPolicy) -> None:
-    """Of what is held and what is planned, exact or fused, the held continuation is followed where the order is given."""
+    """Of what is held and what is planned, exact or fused, the held continuation is followed where
+    the order is given."""
     tree = make_tree("aB")
     tree.plan("", make_chunks("aBC"), rank=0)
     ordering = order("abc", tree, policy=policy, recipe="r")
@@ -279,23 +306,33 @@ def test_planned_fused_chains_guide_too(policy: OrderPolicy) -> None:
 
 
 @given(
-    chains=st.lists(st.tuples(st.permutations("abcde"), st.integers(0, 5), st.integers(0, 5)), max_size=8),
+    chains=st.lists(
+        st.tuples(st.permutations("abcde"), st.integers(0, 5), st.integers(0, 5)), max_size=8
+    ),
     request_names=st.permutations("abcdz").map("".join),
     policy=st.sampled_from(["tree", "retriever"]),
 )
 def test_fused_search_equals_brute_force(
     chains: list[tuple[list[str], int, int]], request_names: str, policy: OrderPolicy
 ) -> None:
-    """Over all permutations: most exact tokens, then most tokens, then chunks, then the retriever's first, exact before fused. A
-    rank that matches exactly first and then what is fused finds just that."""
-    cut = ["".join(names[:exact] + [name.upper() for name in names[exact:end]]) for names, exact, end in chains]
+    """Over all permutations: most exact tokens, then most tokens, then chunks, then the retriever's
+    first, exact before fused. A rank that matches exactly first and then what is fused finds just
+    that."""
+    cut = [
+        "".join(names[:exact] + [name.upper() for name in names[exact:end]])
+        for names, exact, end in chains
+    ]
     tree = make_tree(*cut)
     held = {chain[:end] for chain in cut for end in range(len(chain) + 1)} | {""}
 
     def found(permuted: str) -> str:
         exact = max(end for end in range(len(permuted) + 1) if permuted[:end] in held)
         lengths = range(exact, len(permuted) + 1)
-        return next(run for end in reversed(lengths) if (run := permuted[:exact] + permuted[exact:end].upper()) in held)
+        return next(
+            run
+            for end in reversed(lengths)
+            if (run := permuted[:exact] + permuted[exact:end].upper()) in held
+        )
 
     def goodness(run: str) -> tuple[int, int, int, list[int]]:
         tokens = [chunk.num_tokens for chunk in make_chunks(run)]
@@ -303,18 +340,26 @@ def test_fused_search_equals_brute_force(
         ranks = [-(request_names + request_names.upper()).index(name) for name in run]
         return exact, sum(tokens), len(run), ranks
 
-    orders = ["".join(order) for order in permutations(request_names)] if policy == "tree" else [request_names]
+    orders = (
+        ["".join(order) for order in permutations(request_names)]
+        if policy == "tree"
+        else [request_names]
+    )
     best = max(map(found, orders), key=goodness)
     ordering = order(request_names, tree, policy=policy, recipe="r")
     assert names_of(ordering)[: len(best)] == best.lower()
     assert (ordering.held_len, ordering.num_fused) == (len(best), sum(map(str.isupper, best)))
     assert ordering.held_tokens == goodness(best)[1]
     assert order(request_names, tree, policy=policy) == order(
-        request_names, make_tree(*("".join(filter(str.islower, chain)) for chain in cut)), policy=policy
+        request_names,
+        make_tree(*("".join(filter(str.islower, chain)) for chain in cut)),
+        policy=policy,
     )
 
 
-def scattered_tree(num_chunks: int, num_chains: int, max_len: int) -> tuple[ChunkPrefixTree, list[Chunk]]:
+def scattered_tree(
+    num_chunks: int, num_chains: int, max_len: int
+) -> tuple[ChunkPrefixTree, list[Chunk]]:
     """Random orders of the same chunks, cut anywhere: nothing can be ruled out without looking."""
     rng = random.Random(0)
     chunks = [Chunk(ChunkId(f"{number}"), 4) for number in range(num_chunks)]
@@ -326,16 +371,22 @@ def scattered_tree(num_chunks: int, num_chains: int, max_len: int) -> tuple[Chun
 
 
 @pytest.mark.parametrize(("num_chunks", "max_len", "at_least"), [(10, 9, 8), (100, 40, 25)])
-def test_bounded_search_is_good_on_adversarial_trees(num_chunks: int, max_len: int, at_least: int) -> None:
-    """With 64 visits in a tree of thousands of nodes, the chain found is long, if not the longest."""
+def test_bounded_search_is_good_on_adversarial_trees(
+    num_chunks: int, max_len: int, at_least: int
+) -> None:
+    """With 64 visits in a tree of thousands of nodes, the chain found is long,
+    if not the longest."""
     tree, chunks = scattered_tree(num_chunks, 1500, max_len)
-    ordering = order_chunks("tree", "rank", tree, AccessTable(1), "", chunks[::-1], rank=0, max_visits=64)
+    ordering = order_chunks(
+        "tree", "rank", tree, AccessTable(1), "", chunks[::-1], rank=0, max_visits=64
+    )
     assert ordering.held_len >= at_least
     assert len({chunk.id for chunk in ordering.chunks}) == num_chunks
 
 
 def test_search_stays_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks into at most max_visits nodes, whatever the tree, unless the request itself is longer."""
+    """It looks into at most max_visits nodes, whatever the tree,
+    unless the request itself is longer."""
     tree, chunks = scattered_tree(10, 1500, 10)
     children_among = order_module._children_among
     num_visits = 0
@@ -348,7 +399,9 @@ def test_search_stays_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order_module, "_children_among", counted)
     for max_visits in (1, 10, 64):
         num_visits = 0
-        order_chunks("tree", "rank", tree, AccessTable(1), "", chunks, rank=0, max_visits=max_visits)
+        order_chunks(
+            "tree", "rank", tree, AccessTable(1), "", chunks, rank=0, max_visits=max_visits
+        )
         assert 0 < num_visits <= max(max_visits, len(chunks))
 
 
@@ -357,6 +410,8 @@ def test_one_visit_per_level_still_follows_a_chain_to_its_end() -> None:
     chunks = [Chunk(ChunkId(f"{number}"), 4) for number in range(100)]
     tree = ChunkPrefixTree(max_nodes=200)
     tree.insert("", chunks, rank=0, tier=Tier.DEVICE, promoted_len=0)
-    ordering = order_chunks("tree", "rank", tree, AccessTable(1), "", chunks[::-1], rank=0, max_visits=1)
+    ordering = order_chunks(
+        "tree", "rank", tree, AccessTable(1), "", chunks[::-1], rank=0, max_visits=1
+    )
     assert ordering.chunks == tuple(chunks)
     assert ordering.held_tokens == 400

@@ -1,4 +1,5 @@
-"""Upper bounds of reuse: the papers' example, equality with the definition, and estimates of long traces."""
+"""Upper bounds of reuse: the papers' example, equality with the definition,
+and estimates of long traces."""
 
 import random
 
@@ -26,21 +27,28 @@ def test_overlap_equals_comparing_all_pairs() -> None:
     trace = [[ChunkId(name) for name in request] for request in make_trace(60, seed=3)]
 
     def common_prefix(a: list[ChunkId], b: list[ChunkId]) -> int:
-        return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        return next(
+            (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+        )
 
     prefix = total = 0.0
     for i in range(1, len(trace)):
         prefix += max(common_prefix(trace[i], trace[j]) for j in range(i)) / len(trace[i])
         total += max(len(set(trace[i]) & set(trace[j])) for j in range(i)) / len(trace[i])
     overlap = measured(trace, window=60)
-    assert (overlap.prefix, overlap.total, overlap.num_measured) == pytest.approx((prefix / 59, total / 59, 59))
+    assert (overlap.prefix, overlap.total, overlap.num_measured) == pytest.approx(
+        (prefix / 59, total / 59, 59)
+    )
     for short in (trace[:1], []):
         assert (measured(short).prefix, measured(short).total) == (0, 0)
 
 
-@pytest.mark.parametrize(("num_requests", "num_measured"), [(101, 10), (199, 10), (350, 30), (10_000, 160)])
+@pytest.mark.parametrize(
+    ("num_requests", "num_measured"), [(101, 10), (199, 10), (350, 30), (10_000, 160)]
+)
 def test_long_trace_is_estimated(num_requests: int, num_measured: int) -> None:
-    """Near the exact figures where neighbours tell as much as all, from every part of the trace; labelled."""
+    """Near the exact figures where neighbours tell as much as all, from every part of the trace;
+    labelled."""
     rng = random.Random(1)
     trace = [[ChunkId(str(n)) for n in rng.sample(range(12), 4)] for _ in range(num_requests)]
     estimate = measured(trace)
@@ -51,7 +59,8 @@ def test_long_trace_is_estimated(num_requests: int, num_measured: int) -> None:
 
 
 def test_estimate_compares_with_the_window_only() -> None:
-    """Pairs of equal requests, a window apart: they share everything, and the estimate sees nothing of it."""
+    """Pairs of equal requests, a window apart:
+    they share everything, and the estimate sees nothing of it."""
     trace = [[ChunkId(f"{n % 100}")] for n in range(200)]
     assert measured(trace, window=200).total == 100 / 199
     assert measured(trace, window=100).total == 0
@@ -65,6 +74,10 @@ def test_window_must_hold_a_request() -> None:
 
 def test_seen_counts_chunks_and_tokens() -> None:
     """At any position, by any earlier request."""
-    trace = [[Chunk(ChunkId("a"), 5), Chunk(ChunkId("b"), 7)], [Chunk(ChunkId("c"), 1), Chunk(ChunkId("b"), 7)], []]
+    trace = [
+        [Chunk(ChunkId("a"), 5), Chunk(ChunkId("b"), 7)],
+        [Chunk(ChunkId("c"), 1), Chunk(ChunkId("b"), 7)],
+        [],
+    ]
     seen = Seen()
     assert [seen.step(request) for request in trace] == [(0, 0), (1, 7), (0, 0)]

@@ -21,7 +21,9 @@ class Example:
 
     def serve(self, *chunks: Chunk) -> int:
         """Serve a request on GPU 1; returns how many chunks were reused."""
-        ordering = order_chunks("frequency", "rank", self.tree, self.table, "", chunks, rank=GPU_1, max_visits=16)
+        ordering = order_chunks(
+            "frequency", "rank", self.tree, self.table, "", chunks, rank=GPU_1, max_visits=16
+        )
         ids = [chunk.id for chunk in ordering.chunks]
         self.table.observe(ids)
         run = self.table.promoted_run(ids, THRESHOLD)
@@ -51,7 +53,8 @@ def test_start_has_counts_of_one_and_an_empty_tree(example: Example) -> None:
 
 
 def test_first_request_promotes_the_leading_run(example: Example) -> None:
-    """[C1, C2, C5] finds nothing. C1 and C2 reach the threshold, C5 does not. C2 becomes C1's child on GPU 1."""
+    """[C1, C2, C5] finds nothing. C1 and C2 reach the threshold, C5 does not.
+    C2 becomes C1's child on GPU 1."""
     assert example.serve(C1, C2, C5) == 0
     assert example.counts(C1, C2, C5) == [2, 2, 1]
     assert example.chain(C1, C2) == [Tier.DEVICE, Tier.DEVICE]
@@ -88,12 +91,15 @@ def test_migration_to_cpu_memory_updates_the_location(example: Example) -> None:
     for chain in ([C1.id], [C1.id, C2.id]):
         assert example.tree.move(chain_of("", chain), rank=GPU_1, tier=Tier.HOST)
     assert example.chain(C1, C2) == [Tier.HOST, Tier.HOST]
-    assert [(held.tier, held.num_nodes, held.num_tokens) for held in example.tree.stats.held] == [("host", 2, 8)]
+    assert [(held.tier, held.num_nodes, held.num_tokens) for held in example.tree.stats.held] == [
+        ("host", 2, 8)
+    ]
     assert example.serve(C1, C2, C6) == 2
 
 
 def test_removal_deletes_the_nodes(example: Example) -> None:
-    """The KV is removed altogether: C1's entry goes and C2's below it; nothing is reused any more."""
+    """The KV is removed altogether: C1's entry goes and C2's below it;
+    nothing is reused any more."""
     example.serve(C1, C2, C5)
     assert example.tree.evict(chain_of("", [C1.id]), rank=GPU_1) == 2
     assert len(example.tree) == 0

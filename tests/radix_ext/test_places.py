@@ -8,12 +8,17 @@ from hypothesis import strategies as st
 
 from radix_ext import ChunkId, LimitError, Place, Places
 
-notes = st.lists(st.tuples(*map(st.sampled_from, ("tu", "xyz", "abc")), st.integers(0, 9)), max_size=30)
+notes = st.lists(
+    st.tuples(*map(st.sampled_from, ("tu", "xyz", "abc")), st.integers(0, 9)), max_size=30
+)
 
 
 @given(sent=notes, max_places=st.integers(1, 12))
-def test_places_equal_a_list_of_notes(sent: list[tuple[Any, Any, Any, int]], max_places: int) -> None:
-    """The last place behind a text, and the last text; of each kind the most recently noted ones."""
+def test_places_equal_a_list_of_notes(
+    sent: list[tuple[Any, Any, Any, int]], max_places: int
+) -> None:
+    """The last place behind a text, and the last text;
+    of each kind the most recently noted ones."""
     places = Places(max_places=max_places)
     for tenant, text, chunk, chain in sent:
         places.note(tenant, text, ChunkId(chunk), Place(chain, 0, 1))
@@ -23,7 +28,9 @@ def test_places_equal_a_list_of_notes(sent: list[tuple[Any, Any, Any, int]], max
     for text in "xyz":
         for chunk in "abc":
             place = dict(behind).get((text, chunk))
-            assert places.behind(text, ChunkId(chunk)) == (None if place is None else Place(place, 0, 1))
+            assert places.behind(text, ChunkId(chunk)) == (
+                None if place is None else Place(place, 0, 1)
+            )
     for tenant in "tu":
         for chunk in "abc":
             assert places.last_text(tenant, ChunkId(chunk)) == dict(texts).get((tenant, chunk))
@@ -34,7 +41,11 @@ def test_what_is_noted_again_stays() -> None:
     places = Places(max_places=2)
     for number, chunk in enumerate("abac"):
         places.note("t", "x", ChunkId(chunk), Place(number, 0, 1))
-    assert [places.behind("x", ChunkId(chunk)) for chunk in "abc"] == [Place(2, 0, 1), None, Place(3, 0, 1)]
+    assert [places.behind("x", ChunkId(chunk)) for chunk in "abc"] == [
+        Place(2, 0, 1),
+        None,
+        Place(3, 0, 1),
+    ]
     assert [places.last_text("t", ChunkId(chunk)) for chunk in "abc"] == ["x", None, "x"]
 
 

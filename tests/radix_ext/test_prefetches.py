@@ -57,7 +57,9 @@ def test_chunk_is_used_once_and_not_after_its_life() -> None:
     assert prefetches.stats()["used"] == 1
 
 
-STEPS = st.lists(st.tuples(st.sampled_from(["load", "ask", "next"]), st.integers(0, 3)), max_size=200)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["load", "ask", "next"]), st.integers(0, 3)), max_size=200
+)
 
 
 @given(steps=STEPS)

@@ -1,4 +1,5 @@
-"""The tree's own promises that the model test does not show: bounds, snapshot, notices, integrity, sizes."""
+"""The tree's own promises that the model test does not show:
+bounds, snapshot, notices, integrity, sizes."""
 
 import json
 import random
@@ -40,7 +41,10 @@ def test_match_returns_the_nodes_with_their_tiers() -> None:
     """Reusing needs to know where the KV is, node by node."""
     tree = make_tree("ab")
     tree.move(chain("ab"), rank=0, tier=Tier.DISK)
-    assert [node.tier(0) for node in tree.match("", [ChunkId("a"), ChunkId("b")], rank=0)] == [Tier.DEVICE, Tier.DISK]
+    assert [node.tier(0) for node in tree.match("", [ChunkId("a"), ChunkId("b")], rank=0)] == [
+        Tier.DEVICE,
+        Tier.DISK,
+    ]
     assert match_len(tree, "ab", rank=1) == 0
 
 
@@ -64,7 +68,8 @@ def test_mark_is_dropped_by_a_later_request_under_the_threshold() -> None:
 
 
 def test_bound_forgets_the_least_recently_used_leaves() -> None:
-    """Five nodes for four places: the leaf unused for longest goes, never a node with something below it."""
+    """Five nodes for four places: the leaf unused for longest goes,
+    never a node with something below it."""
     tree = make_tree("ab", "c", max_nodes=4)
     hold(tree, "a")
     hold(tree, "de")
@@ -113,7 +118,9 @@ def test_notices_about_unknown_chains_are_ignored_and_counted() -> None:
     assert tree.evict(ChainId(12345), rank=0) == 0
     assert tree.evict(chain("a"), rank=3) == 0
     assert not tree.move(chain("zz"), rank=0, tier=Tier.HOST)
-    assert tree.extend(chain("b"), make_chunks("c"), rank=0, tier=Tier.DEVICE, promoted_len=0) is None
+    assert (
+        tree.extend(chain("b"), make_chunks("c"), rank=0, tier=Tier.DEVICE, promoted_len=0) is None
+    )
     assert tree.stats.num_unknown_notices == 4
     assert len(tree) == 2
 
@@ -251,10 +258,12 @@ def test_impossible_numbers_are_refused() -> None:
 
 @pytest.mark.parametrize(("num_chunks", "limit"), [(3000, 260), (10**9, 260 + 81 + 28)])
 def test_bytes_of_a_node(num_chunks: int, limit: int) -> None:
-    """A node is 128 bytes, its chain id 32, its entry in the index 30 to 60: here the most, since the index has just doubled.
+    """A node is 128 bytes, its chain id 32, its entry in the index 30 to 60: here the most, since
+    the index has just doubled.
 
-    The rest is for the dicts of nodes with several children. `chunk_id` gives equal ids as one string; a chunk that occurs once
-    adds its own string and length. eval/bench/tree.py measures larger trees.
+    The rest is for the dicts of nodes with several children. `chunk_id` gives equal ids as one
+    string; a chunk that occurs once adds its own string and length. eval/bench/tree.py measures
+    larger trees.
     """
     rng = random.Random(0)
     chunks: dict[int, Chunk] = {}
@@ -262,7 +271,9 @@ def test_bytes_of_a_node(num_chunks: int, limit: int) -> None:
     tree = ChunkPrefixTree(max_nodes=100_000)
     while len(tree) < 21_900:
         names = dict.fromkeys(int(num_chunks * rng.random() ** 2) for _ in range(10))
-        request = [chunks.get(name) or Chunk(ChunkId(f"{name:032x}"), 300 + name % 200) for name in names]
+        request = [
+            chunks.get(name) or Chunk(ChunkId(f"{name:032x}"), 300 + name % 200) for name in names
+        ]
         if num_chunks == 3000:
             chunks |= dict(zip(names, request, strict=True))
         tree.insert("", request, rank=0, tier=Tier.DEVICE, promoted_len=0)
@@ -273,7 +284,8 @@ def test_bytes_of_a_node(num_chunks: int, limit: int) -> None:
 
 
 def test_chain_told_node_by_node_costs_by_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a rank tells a prompt of many chunks: what is above a new node was used last, and is not walked again."""
+    """As a rank tells a prompt of many chunks:
+    what is above a new node was used last, and is not walked again."""
     tree, walked = ChunkPrefixTree(max_nodes=10_000), list[int]()
     path = ChainNode.path
 

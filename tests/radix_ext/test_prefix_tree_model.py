@@ -1,16 +1,26 @@
-"""ChunkPrefixTree against a dict of paths, driven by Hypothesis through every operation, checked after every step."""
+"""ChunkPrefixTree against a dict of paths, driven by Hypothesis through every operation,
+checked after every step."""
 
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    precondition,
+    rule,
+)
 
 from radix_ext import Chunk, ChunkId, ChunkPrefixTree, Plan, Tier
 from tests.reference.chains import chain_of
 from tests.reference.naive_tree import NaiveTree
 
-CHUNKS = tuple(Chunk(ChunkId(name), tokens) for name, tokens in zip("abc", (4, 300, 7), strict=True))
+CHUNKS = tuple(
+    Chunk(ChunkId(name), tokens) for name, tokens in zip("abc", (4, 300, 7), strict=True)
+)
 namespaces = st.sampled_from(["", "tenant"])
 chunk_lists = st.lists(st.sampled_from(CHUNKS), max_size=4)
 ranks = st.integers(0, 1)
@@ -23,7 +33,8 @@ def ids_of(chunks: list[Chunk]) -> list[ChunkId]:
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Both trees do the same; they must agree on every answer and, after each step, on every node."""
+    """Both trees do the same; they must agree on every answer and, after each step,
+    on every node."""
 
     plans: Bundle[OpenPlan] = Bundle("plans")
 
@@ -33,14 +44,37 @@ class TreeMachine(RuleBasedStateMachine):
         self.naive = NaiveTree()
         self.num_open_plans = 0
 
-    @rule(namespace=namespaces, chunks=chunk_lists, rank=ranks, tier=tiers, promoted_len=st.integers(0, 5))
-    def insert(self, namespace: str, chunks: list[Chunk], rank: int, tier: Tier, promoted_len: int) -> None:
+    @rule(
+        namespace=namespaces,
+        chunks=chunk_lists,
+        rank=ranks,
+        tier=tiers,
+        promoted_len=st.integers(0, 5),
+    )
+    def insert(
+        self, namespace: str, chunks: list[Chunk], rank: int, tier: Tier, promoted_len: int
+    ) -> None:
         node = self.tree.insert(namespace, chunks, rank=rank, tier=tier, promoted_len=promoted_len)
         self.naive.insert(namespace, chunks, rank, tier, promoted_len)
         assert node is self.tree.find(chain_of(namespace, ids_of(chunks)))
 
-    @rule(namespace=namespaces, base=chunk_lists, chunks=chunk_lists, rank=ranks, tier=tiers, run=st.integers(0, 3))
-    def extend(self, namespace: str, base: list[Chunk], chunks: list[Chunk], rank: int, tier: Tier, run: int) -> None:
+    @rule(
+        namespace=namespaces,
+        base=chunk_lists,
+        chunks=chunk_lists,
+        rank=ranks,
+        tier=tiers,
+        run=st.integers(0, 3),
+    )
+    def extend(
+        self,
+        namespace: str,
+        base: list[Chunk],
+        chunks: list[Chunk],
+        rank: int,
+        tier: Tier,
+        run: int,
+    ) -> None:
         chain = chain_of(namespace, ids_of(base))
         used = [node.chain for node in self.tree._newest_first()]
         node = self.tree.extend(chain, chunks, rank=rank, tier=tier, promoted_len=run)
@@ -50,7 +84,10 @@ class TreeMachine(RuleBasedStateMachine):
         known = self.naive.nodes.get((namespace, tuple(ids_of(base))))
         assert (node is not None) == (known is not None and rank in known.tiers)
         if node is not None:
-            before = [(self.naive.nodes[namespace, tuple(ids_of(base[:end]))]) for end in range(1, len(base) + 1)]
+            before = [
+                (self.naive.nodes[namespace, tuple(ids_of(base[:end]))])
+                for end in range(1, len(base) + 1)
+            ]
             kept = [(naive.hits, naive.tiers[rank], naive.promoted) for naive in before]
             self.naive.insert(namespace, [*base, *chunks], rank, tier, len(base) + run)
             for naive, (hits, old_tier, promoted) in zip(before, kept, strict=True):
@@ -83,7 +120,9 @@ class TreeMachine(RuleBasedStateMachine):
         self.naive.count_hits(namespace, chunks[:num_chunks])
 
     @rule(namespace=namespaces, chunks=chunk_lists, rank=ranks, tier=tiers)
-    def notices_about_any_chain(self, namespace: str, chunks: list[Chunk], rank: int, tier: Tier) -> None:
+    def notices_about_any_chain(
+        self, namespace: str, chunks: list[Chunk], rank: int, tier: Tier
+    ) -> None:
         self._move_and_evict(namespace, ids_of(chunks) or [ChunkId("unknown")], rank, tier)
 
     @precondition(lambda self: self.naive.nodes)
@@ -92,9 +131,13 @@ class TreeMachine(RuleBasedStateMachine):
         namespace, path = sorted(self.naive.nodes)[pick % len(self.naive.nodes)]
         self._move_and_evict(namespace, [ChunkId(chunk) for chunk in path], rank, tier, evict=evict)
 
-    def _move_and_evict(self, namespace: str, ids: list[ChunkId], rank: int, tier: Tier, *, evict: bool = True) -> None:
+    def _move_and_evict(
+        self, namespace: str, ids: list[ChunkId], rank: int, tier: Tier, *, evict: bool = True
+    ) -> None:
         chain = chain_of(namespace, ids)
-        assert self.tree.move(chain, rank=rank, tier=tier) == self.naive.move(namespace, ids, rank, tier)
+        assert self.tree.move(chain, rank=rank, tier=tier) == self.naive.move(
+            namespace, ids, rank, tier
+        )
         if evict:
             assert self.tree.evict(chain, rank=rank) == self.naive.evict(namespace, ids, rank)
 
@@ -117,13 +160,21 @@ class TreeMachine(RuleBasedStateMachine):
             assert node is not None
             assert tuple(step.chunk_id for step in node.path()) == path
             assert dict(node.held_by()) == naive.tiers
-            assert [node.num_plans(rank) for rank in range(2)] == [naive.plans.count(rank) for rank in range(2)]
-            assert (node.promoted, node.hits, node.num_tokens) == (naive.promoted, naive.hits, naive.num_tokens)
+            assert [node.num_plans(rank) for rank in range(2)] == [
+                naive.plans.count(rank) for rank in range(2)
+            ]
+            assert (node.promoted, node.hits, node.num_tokens) == (
+                naive.promoted,
+                naive.hits,
+                naive.num_tokens,
+            )
 
     @invariant()
     def same_stats(self) -> None:
         stats = self.tree.stats
-        assert {(h.rank, h.tier): (h.num_nodes, h.num_tokens) for h in stats.held} == self.naive.held()
+        assert {
+            (h.rank, h.tier): (h.num_nodes, h.num_tokens) for h in stats.held
+        } == self.naive.held()
         assert stats.num_promoted == sum(naive.promoted for naive in self.naive.nodes.values())
         assert stats.num_namespaces == len({namespace for namespace, _ in self.naive.nodes})
         assert stats.num_open_plans == self.num_open_plans

@@ -33,9 +33,12 @@ from tests.reference.naive_replay import NaiveCounts, naive_hits
 
 
 def make_trace(num_requests: int, *, seed: int = 0) -> list[list[str]]:
-    """Requests of 1 to 5 of 20 chunks, low numbers more often: enough of everything in a short trace."""
+    """Requests of 1 to 5 of 20 chunks, low numbers more often:
+    enough of everything in a short trace."""
     rng = random.Random(seed)
-    draws = ([int(20 * rng.random() ** 2) for _ in range(rng.randint(1, 5))] for _ in range(num_requests))
+    draws = (
+        [int(20 * rng.random() ** 2) for _ in range(rng.randint(1, 5))] for _ in range(num_requests)
+    )
     return [[str(number) for number in dict.fromkeys(draw)] for draw in draws]
 
 
@@ -89,15 +92,32 @@ def run(
 @pytest.mark.parametrize("eviction", ["lru", "promoted", "reused"])
 @pytest.mark.parametrize(
     ("order", "tail"),
-    [("retriever", "rank"), ("frequency", "rank"), ("tree", "seen"), ("tree", "rank"), ("tree", "frequency")],
+    [
+        ("retriever", "rank"),
+        ("frequency", "rank"),
+        ("tree", "seen"),
+        ("tree", "rank"),
+        ("tree", "frequency"),
+    ],
 )
 def test_replay_equals_the_naive_simulator(
     order: OrderPolicy, tail: TailPolicy, eviction: EvictionPolicy, capacity: int | None
 ) -> None:
-    """Same hits on a generated trace, whatever the policies; window and threshold small enough to matter."""
+    """Same hits on a generated trace, whatever the policies;
+    window and threshold small enough to matter."""
     trace = make_trace(150)
-    result = run(as_chunks(trace), order=order, tail=tail, eviction=eviction, capacity=capacity, window=12, threshold=3)
-    expected = naive_hits(trace, order=order, tail=tail, eviction=eviction, capacity=capacity, window=12, threshold=3)
+    result = run(
+        as_chunks(trace),
+        order=order,
+        tail=tail,
+        eviction=eviction,
+        capacity=capacity,
+        window=12,
+        threshold=3,
+    )
+    expected = naive_hits(
+        trace, order=order, tail=tail, eviction=eviction, capacity=capacity, window=12, threshold=3
+    )
     assert result.total.num_hits == expected.device_hits
     assert 0 < expected.device_hits < result.total.num_chunks
 
@@ -112,18 +132,22 @@ def test_host_that_holds_everything_finds_what_an_unlimited_device_finds() -> No
 
 
 def test_history_is_loaded_from_the_host() -> None:
-    """Two strangers push the first turn out, not out of host memory: nothing is computed again, and it is no hit of the turn."""
+    """Two strangers push the first turn out, not out of host memory:
+    nothing is computed again, and it is no hit of the turn."""
     trace = as_chunks([["a", "b"], ["o"], ["p"], ["c"]], num_tokens=5)
     replay = Replay(settings_of(capacity=2, host=100, host_admission="all"))
     counts = [replay.step(*turn) for turn in zip(trace, ["x", None, None, "x"], strict=True)]
-    assert [(count.num_hits, count.num_host_hits, count.num_lost) for count in counts] == [(0, 0, 0)] * 4
+    assert [(count.num_hits, count.num_host_hits, count.num_lost) for count in counts] == [
+        (0, 0, 0)
+    ] * 4
     assert replay.host_stats == (5, 25, 2, 10, 0, 25)
     replay.check_integrity()
 
 
 @pytest.mark.parametrize("host_admission", HOST_ADMISSIONS)
 def test_tiers_are_whole_whatever_is_cached(host_admission: HostAdmission) -> None:
-    """Promoted runs only, conversations, deduplication: what was loaded beyond a run leaves the device again."""
+    """Promoted runs only, conversations, deduplication:
+    what was loaded beyond a run leaves the device again."""
     tiers: dict[str, Any] = {"host": 9, "host_admission": host_admission, "capacity": 4}
     replay = Replay(settings_of(**tiers, admission="promoted", eviction="reused", window=6))
     names = [None, "x", None, "y", "x", None]
@@ -146,15 +170,34 @@ def test_integrity_check_finds_a_copy_that_is_not_there() -> None:
 
 @pytest.mark.parametrize("host_admission", HOST_ADMISSIONS)
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
-@pytest.mark.parametrize(("order", "host", "host_worth"), [("retriever", 12, 1), ("tree", 13, 0.5), ("tree", 18, 0.9)])
+@pytest.mark.parametrize(
+    ("order", "host", "host_worth"), [("retriever", 12, 1), ("tree", 13, 0.5), ("tree", 18, 0.9)]
+)
 def test_host_tier_equals_the_naive_simulator(
-    order: OrderPolicy, host: int, host_worth: float, eviction: EvictionPolicy, host_admission: HostAdmission
+    order: OrderPolicy,
+    host: int,
+    host_worth: float,
+    eviction: EvictionPolicy,
+    host_admission: HostAdmission,
 ) -> None:
-    """Same hits in each tier, copies, loads and evictions; tree and tiers are whole each time. Interests change twice."""
-    trace = [[era + name for name in request] for era in "xyz" for request in make_trace(60, seed=host)]
+    """Same hits in each tier, copies, loads and evictions; tree and tiers are whole each time.
+    Interests change twice."""
+    trace = [
+        [era + name for name in request] for era in "xyz" for request in make_trace(60, seed=host)
+    ]
     lengths = {name: 1 + int(name[1:]) % 4 for request in trace for name in request}
-    parts: dict[str, Any] = {"order": order, "tail": "seen", "eviction": eviction, "window": 12, "threshold": 3}
-    tiers: dict[str, Any] = {"host": host, "host_admission": host_admission, "host_worth": host_worth}
+    parts: dict[str, Any] = {
+        "order": order,
+        "tail": "seen",
+        "eviction": eviction,
+        "window": 12,
+        "threshold": 3,
+    }
+    tiers: dict[str, Any] = {
+        "host": host,
+        "host_admission": host_admission,
+        "host_worth": host_worth,
+    }
     replay, counts = Replay(settings_of(**parts, **tiers, capacity_tokens=7)), []
     for request in trace:
         counts.append(replay.step([Chunk(ChunkId(name), lengths[name]) for name in request]))
@@ -164,14 +207,21 @@ def test_host_tier_equals_the_naive_simulator(
     stats = replay.host_stats
     assert stats is not None
     num_device_hits = total.num_hits - total.num_host_hits
-    assert NaiveCounts(num_device_hits, total.num_host_hits, stats.offloaded, stats.evicted) == expected
+    assert (
+        NaiveCounts(num_device_hits, total.num_host_hits, stats.offloaded, stats.evicted)
+        == expected
+    )
     assert (stats.loaded, stats.loaded_tokens) == (total.num_host_hits, total.num_host_token_hits)
     assert min(expected.device_hits, expected.host_hits, expected.host_evicted) > 0
 
 
 def test_result_accounts_for_everything() -> None:
-    """Counts, rates and bounds by hand: the second request hits both chunks, the third one of two."""
-    result = run([[*chunks] for chunks in as_chunks([["a", "b"], ["b", "a"], ["a", "c"]], num_tokens=5)], capacity=2)
+    """Counts, rates and bounds by hand: the second request hits both chunks,
+    the third one of two."""
+    result = run(
+        [[*chunks] for chunks in as_chunks([["a", "b"], ["b", "a"], ["a", "c"]], num_tokens=5)],
+        capacity=2,
+    )
     assert (len(result.requests), result.total.num_chunks, result.total.num_hits) == (3, 6, 3)
     assert (result.total.num_tokens, result.total.num_token_hits) == (30, 15)
     assert (result.chunk_hit_rate, result.token_hit_rate) == (0.5, 0.5)
@@ -193,7 +243,8 @@ def test_admission_of_promoted_runs_only_caches_less() -> None:
 
 
 def test_room_in_tokens_is_kept_after_every_request() -> None:
-    """Chunks of 5 tokens, a capacity of 10: the same replay as with a capacity of two chunks. Of 11 tokens, none fits."""
+    """Chunks of 5 tokens, a capacity of 10: the same replay as with a capacity of two chunks.
+    Of 11 tokens, none fits."""
     trace = make_trace(80)
     by_chunks = run(as_chunks(trace, num_tokens=5), capacity=2)
     by_tokens = run(as_chunks(trace, num_tokens=5), capacity_tokens=10)
@@ -203,7 +254,8 @@ def test_room_in_tokens_is_kept_after_every_request() -> None:
 
 
 def test_later_turn_hits_no_prefix_and_drops_what_was_shown() -> None:
-    """CRAFT 4.3: its second turn comes after a history, so `b` is no hit although it is cached at the front."""
+    """CRAFT 4.3: its second turn comes after a history, so `b` is no hit although it is cached at
+    the front."""
     trace = as_chunks([["b", "d"], ["a", "b"], ["b", "a", "c"], ["b", "c"]], num_tokens=5)
     names = [None, "x", "x", None]
     counts = run(trace, conversations=names).requests
@@ -214,12 +266,18 @@ def test_later_turn_hits_no_prefix_and_drops_what_was_shown() -> None:
         (1, 0, 0),  # `c` comes after the question of turn 1 there
     ]
     counts = run(trace, conversations=names, dedup="off").requests
-    assert [(count.num_hits, count.num_dropped) for count in counts] == [(0, 0), (1, 0), (0, 0), (1, 0)]
+    assert [(count.num_hits, count.num_dropped) for count in counts] == [
+        (0, 0),
+        (1, 0),
+        (0, 0),
+        (1, 0),
+    ]
 
 
 @pytest.mark.parametrize("capacity", [None, 12])
 def test_heads_keep_chunks_apart(capacity: int | None) -> None:
-    """As if each head had chunks of its own; a head for each request finds nothing, one for all changes nothing."""
+    """As if each head had chunks of its own;
+    a head for each request finds nothing, one for all changes nothing."""
     trace = as_chunks(make_trace(80))
     heads = [f"{number % 3}" for number in range(80)]
     renamed = [
@@ -235,7 +293,8 @@ def test_heads_keep_chunks_apart(capacity: int | None) -> None:
 
 
 def test_history_behind_another_head_is_lost() -> None:
-    """The system prompt was edited between two turns: what the conversation has shown is computed again."""
+    """The system prompt was edited between two turns:
+    what the conversation has shown is computed again."""
     trace = as_chunks([["a", "b"], ["c"], ["d"]])
     counts = run(trace, conversations=[*"xxx"], heads=["1", "2", "2"]).requests
     assert [count.num_lost for count in counts] == [0, 2, 0]
@@ -249,10 +308,13 @@ def test_conversations_of_one_turn_change_nothing() -> None:
 
 
 def test_turn_behind_an_empty_one_hits_no_prefix() -> None:
-    """A first turn without chunks is a history all the same: its question comes before the second."""
+    """A first turn without chunks is a history all the same:
+    its question comes before the second."""
     trace = as_chunks([["a"], [], ["a", "b"], [], ["b"]])
     counts = run(trace, conversations=[None, "x", "x", "x", "x"]).requests
-    assert [(count.num_chunks, count.num_hits, count.num_dropped, count.num_lost) for count in counts] == [
+    assert [
+        (count.num_chunks, count.num_hits, count.num_dropped, count.num_lost) for count in counts
+    ] == [
         (1, 0, 0, 0),
         (0, 0, 0, 0),
         (2, 0, 0, 0),
@@ -262,7 +324,8 @@ def test_turn_behind_an_empty_one_hits_no_prefix() -> None:
 
 
 def test_history_takes_room() -> None:
-    """The chunks of later turns are KV too: with a capacity of three, the third turn's two push the other request out."""
+    """The chunks of later turns are KV too: with a capacity of three,
+    the third turn's two push the other request out."""
     trace = as_chunks([["o"], ["a"], ["b", "c"], ["o"]])
     names = [None, "x", "x", None]
     assert run(trace, conversations=names, capacity=4).total.num_hits == 1
@@ -271,7 +334,8 @@ def test_history_takes_room() -> None:
 
 
 def test_history_that_left_the_cache_is_counted() -> None:
-    """Two strangers between the turns push the first turn out: its chunks are computed once more, in front of the second."""
+    """Two strangers between the turns push the first turn out:
+    its chunks are computed once more, in front of the second."""
     trace = as_chunks([["a", "b"], ["o"], ["p"], ["c"]], num_tokens=5)
     names = ["x", None, None, "x"]
     assert run(trace, conversations=names).total.num_lost == 0
@@ -280,7 +344,8 @@ def test_history_that_left_the_cache_is_counted() -> None:
 
 
 def test_later_turns_are_no_sign_that_others_want_the_chunks() -> None:
-    """Under `reused` a finished conversation must not stay for its own turns' sake while the running one's history leaves."""
+    """Under `reused` a finished conversation must not stay for its own turns' sake while the
+    running one's history leaves."""
     names: list[str | None] = [*["x"] * 6, *["y"] * 6]
     trace = as_chunks([[f"{name}{turn}"] for turn, name in enumerate(names)])
     for eviction in EVICTION_POLICIES:
@@ -309,7 +374,9 @@ def test_impossible_settings_are_refused() -> None:
         run([], capacity=0)
     with pytest.raises(LimitError, match="capacity_tokens must be at least 1 but got 0"):
         run([], capacity_tokens=0)
-    with pytest.raises(PolicyError, match="host_admission must be one of reused, promoted, either, all"):
+    with pytest.raises(
+        PolicyError, match="host_admission must be one of reused, promoted, either, all"
+    ):
         run([], host_admission="hot")
     with pytest.raises(LimitError, match="host must be at least 0 but got -1"):
         run([], capacity=1, host=-1)
@@ -320,12 +387,16 @@ def test_impossible_settings_are_refused() -> None:
 @pytest.fixture(scope="module")
 def ragpulse() -> list[list[Chunk]]:
     """The development part of RAGPulse, where it is at hand."""
-    path = Path(os.environ.get("CHUNKCACHE_DATA", "/nonexistent")) / "ragpulse" / "requests.jsonl.gz"
+    path = (
+        Path(os.environ.get("CHUNKCACHE_DATA", "/nonexistent")) / "ragpulse" / "requests.jsonl.gz"
+    )
     if not path.exists():
         pytest.skip("CHUNKCACHE_DATA does not name a directory with ragpulse/requests.jsonl.gz")
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         requests = [json.loads(line)["passages"] for line in lines]
-    return as_chunks([[str(passage) for passage in dict.fromkeys(request)] for request in requests if request])
+    return as_chunks(
+        [[str(passage) for passage in dict.fromkeys(request)] for request in requests if request]
+    )
 
 
 @pytest.mark.data

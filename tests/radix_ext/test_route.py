@@ -42,7 +42,8 @@ def test_kv_aware_allows_load_up_to_the_ratio() -> None:
 
 
 def test_kv_aware_breaks_ties_by_load_then_turn() -> None:
-    """Cold requests go to the less loaded rank and otherwise around, so that every rank's cache gets used."""
+    """Cold requests go to the less loaded rank and otherwise around,
+    so that every rank's cache gets used."""
     router = KvAware(3, max_load_ratio=2)
     assert [served(router) for _ in range(4)] == [0, 1, 2, 0]
     router.begin(1, 10)
@@ -50,7 +51,8 @@ def test_kv_aware_breaks_ties_by_load_then_turn() -> None:
 
 
 def test_kv_aware_leaves_no_rank_out() -> None:
-    """A conversation goes back to rank 0 between any two others: these still go around all other ranks."""
+    """A conversation goes back to rank 0 between any two others:
+    these still go around all other ranks."""
     router, ranks = KvAware(4, max_load_ratio=1.25), []
     for _ in range(6):
         router.begin(0, 0)
@@ -60,7 +62,8 @@ def test_kv_aware_leaves_no_rank_out() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(160, 0), (164, 1)])
 def test_kv_aware_is_patient_with_a_history(num_tokens: int, expected: int) -> None:
-    """30 tokens of history are worth being up to 120 above the mean (of 40 and 41 here). 30 that others share are not."""
+    """30 tokens of history are worth being up to 120 above the mean (of 40 and 41 here).
+    30 that others share are not."""
     router = KvAware(4, max_load_ratio=1.25)
     router.begin(0, num_tokens)
     assert router.choose({0: 30}, {0: 30}) == expected

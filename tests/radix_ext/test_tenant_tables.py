@@ -10,7 +10,8 @@ from radix_ext import AccessTable, ChunkId, LimitError, TenantTables
 
 CHUNKS = [ChunkId(name) for name in "abcd"]
 requests = st.lists(
-    st.tuples(st.sampled_from("xyz"), st.lists(st.sampled_from(CHUNKS), unique=True, max_size=4)), max_size=30
+    st.tuples(st.sampled_from("xyz"), st.lists(st.sampled_from(CHUNKS), unique=True, max_size=4)),
+    max_size=30,
 )
 
 
@@ -24,7 +25,9 @@ class NaiveTables:
     def observe(self, tenant: str, ids: list[ChunkId]) -> None:
         mine = self.requests.pop(tenant, [])
         self.requests[tenant] = [*mine, ids][-self.window :]
-        while len(self.requests) > self.max_tenants or (self.num_entries > self.max_entries and len(self.requests) > 1):
+        while len(self.requests) > self.max_tenants or (
+            self.num_entries > self.max_entries and len(self.requests) > 1
+        ):
             del self.requests[next(iter(self.requests))]
 
     @property
@@ -35,7 +38,12 @@ class NaiveTables:
         return Counter(chunk for ids in self.requests.get(tenant, []) for chunk in ids)[chunk]
 
 
-@given(window=st.integers(1, 4), max_tenants=st.integers(1, 3), max_entries=st.integers(1, 20), sent=requests)
+@given(
+    window=st.integers(1, 4),
+    max_tenants=st.integers(1, 3),
+    max_entries=st.integers(1, 20),
+    sent=requests,
+)
 def test_tables_equal_lists_of_requests(
     window: int, max_tenants: int, max_entries: int, sent: list[tuple[str, list[ChunkId]]]
 ) -> None:
@@ -48,7 +56,9 @@ def test_tables_equal_lists_of_requests(
         assert [tables.of(name).count(chunk) for name in "xyz" for chunk in CHUNKS] == [
             naive.count(name, chunk) for name in "xyz" for chunk in CHUNKS
         ]
-        assert [tables.of(name).num_requests for name in "xyz"] == [len(naive.requests.get(name, [])) for name in "xyz"]
+        assert [tables.of(name).num_requests for name in "xyz"] == [
+            len(naive.requests.get(name, [])) for name in "xyz"
+        ]
         assert (len(tables), tables.num_entries) == (len(naive.requests), naive.num_entries)
 
 
@@ -60,7 +70,9 @@ def test_a_tenant_with_room_counts_as_if_alone(sent: list[tuple[str, list[ChunkI
         tables.observe(tenant, ids)
         if tenant == "x":
             alone.observe(ids)
-    assert [tables.of("x").count(chunk) for chunk in CHUNKS] == [alone.count(chunk) for chunk in CHUNKS]
+    assert [tables.of("x").count(chunk) for chunk in CHUNKS] == [
+        alone.count(chunk) for chunk in CHUNKS
+    ]
 
 
 def test_reading_keeps_no_tenant() -> None:

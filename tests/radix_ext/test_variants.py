@@ -1,4 +1,5 @@
-"""VariantIndex: what it keeps, what it refuses, what it evicts first. At the end, against a plain list."""
+"""VariantIndex: what it keeps, what it refuses, what it evicts first.
+At the end, against a plain list."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def make_variant(
 ) -> Variant:
     scores = make_scores(names, num_tokens, scored) if scored else None
     outward = Bytes(OUTWARD_BYTES * num_tokens) if has_outward else None
-    return Variant(ids(names), Bytes(TOKEN_BYTES * num_tokens), scores, preprocessed, outward=outward)
+    return Variant(
+        ids(names), Bytes(TOKEN_BYTES * num_tokens), scores, preprocessed, outward=outward
+    )
 
 
 def behind(head: str, variant: Variant) -> Variant:
@@ -59,8 +62,12 @@ def behind(head: str, variant: Variant) -> Variant:
     return replace(variant, head=head)
 
 
-def make_store(*, tokens: int = 100, chunks: int = 100, variants: int = 100, window: int = 1000) -> VariantIndex:
-    return VariantIndex(max_bytes=tokens * TOKEN_BYTES, max_chunks=chunks, max_variants=variants, window=window)
+def make_store(
+    *, tokens: int = 100, chunks: int = 100, variants: int = 100, window: int = 1000
+) -> VariantIndex:
+    return VariantIndex(
+        max_bytes=tokens * TOKEN_BYTES, max_chunks=chunks, max_variants=variants, window=window
+    )
 
 
 def ask(store: VariantIndex, names: str, before: str = "") -> None:
@@ -158,14 +165,16 @@ def test_larger_than_the_store_is_refused() -> None:
     store = make_store(tokens=2)
     store.put(chunk("a"), make_variant(num_tokens=2))
     assert not store.put(chunk("b"), make_variant(num_tokens=3))
-    assert not store.put(chunk("a"), make_variant(num_tokens=2, scored=Scored.ALL))  # the scores are too much
+    # the scores are too much
+    assert not store.put(chunk("a"), make_variant(num_tokens=2, scored=Scored.ALL))
     assert store.stats().num_bytes == 2 * TOKEN_BYTES
     assert store.stats().num_refused == 2
     assert store.put(chunk("a"), make_variant("x", num_tokens=2))  # exactly as large
 
 
 def test_a_chunk_with_all_its_variants_gets_another_one_for_a_prefix_asked_for_more_often() -> None:
-    """At M it takes the place of the chunk's own lowest where the store is full; other chunks are left alone."""
+    """At M it takes the place of the chunk's own lowest where the store is full;
+    other chunks are left alone."""
     store = make_store(tokens=3, chunks=2, variants=2)
     other, x, y = make_variant(), make_variant("x"), make_variant("y")
     for name, variant in (("b", other), ("a", x), ("a", y)):
@@ -264,7 +273,8 @@ def test_what_is_on_the_device_leaves_first() -> None:
 
 
 def test_preprocessed_variants_stay_until_their_first_use() -> None:
-    """Nothing ordinary takes their place, and none is captured in vain; another preprocessed one does."""
+    """Nothing ordinary takes their place, and none is captured in vain;
+    another preprocessed one does."""
     store = make_store(tokens=2)
     ahead = make_variant("x", preprocessed=True)
     store.put(chunk("a"), ahead)
@@ -328,7 +338,11 @@ def test_number_limit_evicts_the_lowest_of_any_chunk() -> None:
         ({"scored": Scored.MASSES}, {"preprocessed": True}, True),
         ({"preprocessed": True}, {"scored": Scored.MASSES}, False),
         ({"preprocessed": True}, {"scored": Scored.MASSES, "preprocessed": True}, True),
-        ({"scored": Scored.MASSES, "preprocessed": True}, {"scored": Scored.MASSES, "preprocessed": True}, False),
+        (
+            {"scored": Scored.MASSES, "preprocessed": True},
+            {"scored": Scored.MASSES, "preprocessed": True},
+            False,
+        ),
         ({"scored": Scored.ALL}, {"has_outward": True}, True),
         ({"has_outward": True}, {"scored": Scored.MASSES}, True),
         ({"has_outward": True}, {"has_outward": True}, False),
@@ -339,8 +353,8 @@ def test_number_limit_evicts_the_lowest_of_any_chunk() -> None:
 def test_same_prefix_is_replaced_only_by_what_knows_more(
     old: dict[str, Any], new: dict[str, Any], replaced: bool
 ) -> None:
-    """What was measured of the old one alone stays known, so that two kinds never replace each other in turn; its uses stay
-    counted."""
+    """What was measured of the old one alone stays known, so that two kinds never replace each
+    other in turn; its uses stay counted."""
     store = make_store()
     before, after = make_variant("x", **old), make_variant("x", **new)
     store.put(chunk("a"), before)
@@ -368,7 +382,8 @@ def test_wants_a_new_prefix() -> None:
 
 
 def test_restored_variant_goes_on_as_it_was() -> None:
-    """With its f_r and its uses, though nobody has asked for its chunk yet; nothing leaves for it."""
+    """With its f_r and its uses, though nobody has asked for its chunk yet;
+    nothing leaves for it."""
     store = make_store(tokens=2, variants=1)
     kept = replace(make_variant("x", preprocessed=True), reuse=3.5, num_uses=2)
     assert store.restore(chunk("a"), kept)
@@ -395,7 +410,12 @@ def test_whoever_watches_is_told_of_all_that_comes_and_leaves() -> None:
     """By whatever way: put, replaced, evicted, dropped, restored, cleared."""
     store, told = make_store(tokens=2), list[tuple[Any, bool]]()
     store.watch = lambda identity, variant, is_here: told.append((variant, is_here))
-    a, better, b, c = make_variant(), make_variant(preprocessed=True), make_variant(), make_variant()
+    a, better, b, c = (
+        make_variant(),
+        make_variant(preprocessed=True),
+        make_variant(),
+        make_variant(),
+    )
     store.put(chunk("a"), a)
     store.put(chunk("a"), better)
     store.restore(chunk("b"), b)
@@ -449,7 +469,8 @@ def test_what_has_left_is_freed() -> None:
 
 
 def test_eviction_order_does_not_grow_with_replacement() -> None:
-    """A store of one variant leaves an entry at each put, and each time its chunk comes and goes."""
+    """A store of one variant leaves an entry at each put, and each time its chunk comes and
+    goes."""
     store = make_store(tokens=1)
     for index in range(1000):
         store.put(chunk("a"), make_variant(f"{index}"))
@@ -568,9 +589,15 @@ class StoreMachine(RuleBasedStateMachine):
     ) -> None:
         sizes = TOKEN_BYTES, SCORE_BYTES * bool(scored), OUTWARD_BYTES * has_outward
         kv, scores, outward = (tokens * each for each in sizes)
-        naive = NaiveVariant(chunk(name), ids(before), kv, scored, preprocessed, head, scores, outward)
+        naive = NaiveVariant(
+            chunk(name), ids(before), kv, scored, preprocessed, head, scores, outward
+        )
         made = make_variant(
-            before, num_tokens=tokens, scored=scored, preprocessed=preprocessed, has_outward=has_outward
+            before,
+            num_tokens=tokens,
+            scored=scored,
+            preprocessed=preprocessed,
+            has_outward=has_outward,
         )
         variant = behind(head, made)
         taken = self.store.put(chunk(name), variant)
@@ -578,7 +605,11 @@ class StoreMachine(RuleBasedStateMachine):
         if taken:
             self.pairs.append((variant, naive))
 
-    @rule(asked=st.lists(st.tuples(names, befores), min_size=1, max_size=4, unique_by=lambda pair: pair[0]))
+    @rule(
+        asked=st.lists(
+            st.tuples(names, befores), min_size=1, max_size=4, unique_by=lambda pair: pair[0]
+        )
+    )
     def ask(self, asked: list[tuple[str, str]]) -> None:
         places = [(chunk(name), "", ids(before)) for name, before in asked]
         self.store.ask(places)
@@ -617,7 +648,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.stats().num_variants == len(self.naive.variants)
         assert self.store.stats().num_evicted == len(self.naive.evicted)
         for name in "abc":
-            expected = [(v.prefix, v.head, v.reuse) for v in self.naive.variants if v.identity == chunk(name)]
+            expected = [
+                (v.prefix, v.head, v.reuse)
+                for v in self.naive.variants
+                if v.identity == chunk(name)
+            ]
             assert [(v.prefix, v.head, v.reuse) for v in self.store.find(chunk(name))] == expected
 
 

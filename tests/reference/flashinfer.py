@@ -1,8 +1,10 @@
-"""FlashInfer 0.6.18's paged prefill wrapper in torch: what its kernels compute, what it refuses, what it silently gets wrong.
+"""FlashInfer 0.6.18's paged prefill wrapper in torch: what its kernels compute, what it refuses,
+what it silently gets wrong.
 
-Replaces the module `flashinfer` where there is no GPU: the names, constructor, `plan` and `run` are FlashInfer's, as far
-as we use them (tests/contract/test_flashinfer.py compares). Where the real one would read wild memory or wait for the device,
-this one raises. Knows one kernel variant by its name, `ChunkcacheLimits`. Computes in float32, entry by entry.
+Replaces the module `flashinfer` where there is no GPU: the names, constructor, `plan` and `run` are
+FlashInfer's, as far as we use them (tests/contract/test_flashinfer.py compares). Where the real one
+would read wild memory or wait for the device, this one raises. Knows one kernel variant by its
+name, `ChunkcacheLimits`. Computes in float32, entry by entry.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from torch import Tensor
 VARIANT = "ChunkcacheLimits"
 
 KV_TILE = 64
-"""Keys per tile of FA2 at head_dim 128 and 128 rows; the tile at an entry's end is where an unforced mask is still asked."""
+"""Keys per tile of FA2 at head_dim 128 and 128 rows;
+the tile at an entry's end is where an unforced mask is still asked."""
 
 MASKED = -5e4
 """`math::inf` of FlashInfer, negative: finite, before scaling."""
@@ -71,16 +74,29 @@ class BatchPrefillWithPagedKVCacheWrapper:
         for name, tensor in {**host, "paged_kv_indices": paged_kv_indices}.items():
             if tensor.dtype != torch.int32:
                 raise ValueError(f"{name} is {tensor.dtype}: the kernels would read it as int32")
-        if paged_kv_indices.device != self.device or len(paged_kv_indices) < int(paged_kv_indptr[-1]):
-            raise ValueError("paged_kv_indices: not on the device, or fewer than paged_kv_indptr counts")
-        if not len(qo_indptr) == len(paged_kv_indptr) == len(paged_kv_last_page_len) + 1 or len(qo_indptr) < 2:
-            raise ValueError("qo_indptr, paged_kv_indptr: expected [batch_size + 1], at least one entry")
+        if paged_kv_indices.device != self.device or len(paged_kv_indices) < int(
+            paged_kv_indptr[-1]
+        ):
+            raise ValueError(
+                "paged_kv_indices: not on the device, or fewer than paged_kv_indptr counts"
+            )
+        if (
+            not len(qo_indptr) == len(paged_kv_indptr) == len(paged_kv_last_page_len) + 1
+            or len(qo_indptr) < 2
+        ):
+            raise ValueError(
+                "qo_indptr, paged_kv_indptr: expected [batch_size + 1], at least one entry"
+            )
         if (qo_indptr.diff() < 0).any() or (paged_kv_indptr.diff() < 0).any():
             raise ValueError("qo_indptr, paged_kv_indptr should be non-negative steps")
         if paged_kv_last_page_len[paged_kv_indptr.diff() == 0].any():
-            raise ValueError("paged_kv_last_page_len: keys of an entry without pages, which FA3 would read")
+            raise ValueError(
+                "paged_kv_last_page_len: keys of an entry without pages, which FA3 would read"
+            )
         if max_token_per_sequence is None:
-            raise ValueError("max_token_per_sequence: FlashInfer would look for it in a Python loop")
+            raise ValueError(
+                "max_token_per_sequence: FlashInfer would look for it in a Python loop"
+            )
         self._heads = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
         self._causal, self._scale, self._dtype = causal, sm_scale, q_data_type
         if self._jit_args is not None and tuple(self._jit_args[1:7]) != (
@@ -102,20 +118,28 @@ class BatchPrefillWithPagedKVCacheWrapper:
         lse: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
-        """Attention [rows, num_qo_heads, head_dim] and, if wanted, the log-sum-exp [rows, num_qo_heads], to base 2."""
+        """Attention [rows, num_qo_heads, head_dim] and, if wanted, the log-sum-exp [rows,
+        num_qo_heads], to base 2."""
         if self._num_rows is None:
             raise RuntimeError("plan info is not initialized")
         if self._mask is not None and self.backend == "fa3":
-            raise RuntimeError("BatchPrefillWithPagedKVCacheSM90Run failed with error: operation not supported")
+            raise RuntimeError(
+                "BatchPrefillWithPagedKVCacheSM90Run failed with error: operation not supported"
+            )
         num_qo_heads, num_kv_heads, head_dim, page_size = self._heads
         keys, values = paged_kv_cache
         if q.shape != (self._num_rows, num_qo_heads, head_dim):
             raise ValueError(
-                f"q.shape {list(q.shape)} does not match qo_indptr[-1] ({self._num_rows}) and the plan's heads"
+                f"q.shape {list(q.shape)} does not match qo_indptr[-1] ({self._num_rows}) and the"
+                " plan's heads"
             )
-        if keys.shape[1:] != (page_size, num_kv_heads, head_dim) or keys.stride() != values.stride():
+        if (
+            keys.shape[1:] != (page_size, num_kv_heads, head_dim)
+            or keys.stride() != values.stride()
+        ):
             raise ValueError(
-                "paged_kv_cache: expected [num_pages, page_size, num_kv_heads, head_dim], both with the same strides"
+                "paged_kv_cache: expected [num_pages, page_size, num_kv_heads, head_dim], both with"
+                " the same strides"
             )
         if {q.dtype, keys.dtype, values.dtype} != {self._dtype}:
             raise ValueError(f"dtypes {q.dtype}, {keys.dtype}: planned for {self._dtype}")
@@ -128,7 +152,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
         )
         for entry in range(len(self._arrays[2])):
             rows, flat = self._gather(entry, keys, values)
-            part, part_lse = self._attend(q[rows].float(), *flat, None if limits is None else limits[rows], scale)
+            part, part_lse = self._attend(
+                q[rows].float(), *flat, None if limits is None else limits[rows], scale
+            )
             out[rows] = part.to(out.dtype)
             lse[rows] = part_lse
         return (out, lse) if return_lse else out
@@ -139,23 +165,34 @@ class BatchPrefillWithPagedKVCacheWrapper:
                 raise ValueError("expected no further arguments, and sm_scale in plan")
             return None, self._scale
         limits, scale = args
-        if limits.dtype != torch.int32 or limits.device != self.device or limits.shape != (num_rows,):
+        if (
+            limits.dtype != torch.int32
+            or limits.device != self.device
+            or limits.shape != (num_rows,)
+        ):
             raise ValueError(
-                f"limits: expected [{num_rows}] int32, got {list(limits.shape)} {limits.dtype}: wild reads"
+                f"limits: expected [{num_rows}] int32, got {list(limits.shape)} {limits.dtype}:"
+                " wild reads"
             )
         return limits, scale
 
-    def _gather(self, entry: int, keys: Tensor, values: Tensor) -> tuple[slice, tuple[Tensor, Tensor]]:
+    def _gather(
+        self, entry: int, keys: Tensor, values: Tensor
+    ) -> tuple[slice, tuple[Tensor, Tensor]]:
         """The entry's rows, and its keys and values, [kv_len, num_qo_heads, head_dim] float32."""
         qo_indptr, kv_indptr, last_page_len, indices = self._arrays
         first, last = kv_indptr[entry : entry + 2].tolist()
         num_qo_heads, num_kv_heads, _, page_size = self._heads
         kv_len = (last - first - 1) * page_size + int(last_page_len[entry]) if last > first else 0
         seen_keys, seen_values = (
-            cache[indices[first:last].long()].flatten(0, 1)[:kv_len].float() for cache in (keys, values)
+            cache[indices[first:last].long()].flatten(0, 1)[:kv_len].float()
+            for cache in (keys, values)
         )
         group = num_qo_heads // num_kv_heads
-        flat = seen_keys.repeat_interleave(group, dim=1), seen_values.repeat_interleave(group, dim=1)
+        flat = (
+            seen_keys.repeat_interleave(group, dim=1),
+            seen_values.repeat_interleave(group, dim=1),
+        )
         return slice(*qo_indptr[entry : entry + 2].tolist()), flat
 
     def _attend(
@@ -164,27 +201,45 @@ class BatchPrefillWithPagedKVCacheWrapper:
         if not len(keys) or not len(q):
             return torch.zeros_like(q), torch.full(q.shape[:2], MASKED)
         logits = torch.einsum("nhd,mhd->nhm", q, keys)
-        logits = torch.where(self._hidden(len(q), len(keys), limits)[:, None], MASKED, logits) * scale
+        logits = (
+            torch.where(self._hidden(len(q), len(keys), limits)[:, None], MASKED, logits) * scale
+        )
         out = torch.einsum("nhm,mhd->nhd", logits.softmax(-1), values)
         return out, logits.logsumexp(-1) / math.log(2)
 
     def _hidden(self, num_rows: int, num_keys: int, limits: Tensor | None) -> Tensor:
-        """[rows, keys]: which keys the kernels mask. With a mask (FA2 alone takes one) causal is ignored."""
+        """[rows, keys]: which keys the kernels mask.
+        With a mask (FA2 alone takes one) causal is ignored."""
         key, row = torch.arange(num_keys), torch.arange(num_rows)[:, None]
         causal = self._causal and self._mask is None
         last = num_keys - num_rows + row if causal else num_keys
         hidden = key > last
         if limits is None:
             return hidden.expand(num_rows, num_keys)
-        asked = key >= last // KV_TILE * KV_TILE if self.backend == "fa2" and self._mask is None else torch.tensor(True)
+        asked = (
+            key >= last // KV_TILE * KV_TILE
+            if self.backend == "fa2" and self._mask is None
+            else torch.tensor(True)
+        )
         return hidden | (asked & (key >= limits[:, None]))
 
 
-def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
+def merge_state_in_place(
+    v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None
+) -> None:
     """(v, s) becomes the attention over the keys of both; s to base 2."""
-    if mask is not None or v.shape != v_other.shape or s.shape != v.shape[:2] or s_other.shape != s.shape:
+    if (
+        mask is not None
+        or v.shape != v_other.shape
+        or s.shape != v.shape[:2]
+        or s_other.shape != s.shape
+    ):
         raise ValueError("not modelled, or shapes differ")
-    if v.dtype != v_other.dtype or {s.dtype, s_other.dtype} != {torch.float32} or not v.is_contiguous():
+    if (
+        v.dtype != v_other.dtype
+        or {s.dtype, s_other.dtype} != {torch.float32}
+        or not v.is_contiguous()
+    ):
         raise ValueError("v: same dtype and contiguous, s: float32")
     top = torch.maximum(s, s_other)
     weight, weight_other = (s - top).exp2()[..., None], (s_other - top).exp2()[..., None]
@@ -194,5 +249,8 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-        raise ValueError(f"{name}: expected contiguous {list(shape)} {dtype}, got {list(tensor.shape)} {tensor.dtype}")
+        raise ValueError(
+            f"{name}: expected contiguous {list(shape)} {dtype}, got {list(tensor.shape)}"
+            f" {tensor.dtype}"
+        )
     return tensor

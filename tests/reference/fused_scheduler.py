@@ -3,8 +3,8 @@
     KV(token, position, context)    context: the exact tokens before it, as one number;
                                     None: moved, recomputed or computed after such
 
-Whatever reads a slot says which token it expects there at which position. A freed slot holds nothing, so reading it, or one
-that was promised and never filled, is an assertion.
+Whatever reads a slot says which token it expects there at which position. A freed slot holds
+nothing, so reading it, or one that was promised and never filled, is an assertion.
 """
 
 from __future__ import annotations
@@ -61,12 +61,20 @@ class Contents:
 
     def context(self, before: int | None, token: int) -> int | None:
         """The context of `token` after `before`; 0 is the empty one."""
-        return None if before is None else self._contexts.setdefault((before, token), len(self._contexts) + 1)
+        return (
+            None
+            if before is None
+            else self._contexts.setdefault((before, token), len(self._contexts) + 1)
+        )
 
     def read(self, slot: int, token: int, position: int) -> KV:
-        assert slot in self.slots, f"slot {slot} is read for token {token} at {position} and holds nothing"
+        assert slot in self.slots, (
+            f"slot {slot} is read for token {token} at {position} and holds nothing"
+        )
         kv = self.slots[slot]
-        assert kv[:2] == (token, position), f"slot {slot} holds {kv}, not token {token} at {position}"
+        assert kv[:2] == (token, position), (
+            f"slot {slot} holds {kv}, not token {token} at {position}"
+        )
         return kv
 
     def exact_len(self, slots: Sequence[int], token_ids: Sequence[int]) -> int:
@@ -80,7 +88,9 @@ class Contents:
             length += context is not None
         return length
 
-    def compute(self, slots: Sequence[int], token_ids: Sequence[int], positions: Iterable[int]) -> None:
+    def compute(
+        self, slots: Sequence[int], token_ids: Sequence[int], positions: Iterable[int]
+    ) -> None:
         """Run the tokens at `positions` through the model: each reads all before it."""
         computed = set(positions)
         context: int | None = 0
@@ -94,7 +104,8 @@ class Contents:
 
 
 class FakePass:
-    """`FusionPass` on contents, in its order: move everything, look at everything, compute everything.
+    """`FusionPass` on contents, in its order: move everything, look at everything, compute
+    everything.
 
     Recomputes the first ceil(ratio * n) of the moved tokens, whatever the selector.
     """
@@ -103,7 +114,9 @@ class FakePass:
 
     def __init__(self, contents: Contents, rows: Any, config: ChunkCacheConfig) -> None:
         self.contents, self.rows, self.config = contents, rows, config
-        self.pricing = Pricing(SimpleNamespace(device="cpu", tp_group=SimpleNamespace(world_size=1)))
+        self.pricing = Pricing(
+            SimpleNamespace(device="cpu", tp_group=SimpleNamespace(world_size=1))
+        )
         self.calibration = Calibration()
         self.outward = OutwardWatch(cast("Any", self))
         self.num_captured = self.num_scored = 0
@@ -118,7 +131,12 @@ class FakePass:
             for piece in move.moved:
                 self._move(move, piece)
         for move in moves:  # probes read all that is not a gap
-            gaps = {p for piece in move.plan.pieces if piece.source is None for p in range(piece.start, piece.end)}
+            gaps = {
+                p
+                for piece in move.plan.pieces
+                if piece.source is None
+                for p in range(piece.start, piece.end)
+            }
             for position in set(range(move.plan.end)) - gaps:
                 self.contents.read(int(move.slots[position]), move.token_ids[position], position)
         if self.fails:
@@ -130,12 +148,21 @@ class FakePass:
             return
         for move in moves:
             moved = [position for piece in move.moved for position in range(piece.start, piece.end)]
-            critical = moved[: 0 if move.fusion.selector == "none" else math.ceil(move.fusion.ratio * len(moved))]
-            gaps = {p for piece in move.plan.pieces if piece.source is None for p in range(piece.start, piece.end)}
+            critical = moved[
+                : 0 if move.fusion.selector == "none" else math.ceil(move.fusion.ratio * len(moved))
+            ]
+            gaps = {
+                p
+                for piece in move.plan.pieces
+                if piece.source is None
+                for p in range(piece.start, piece.end)
+            }
             move.recomputed_len = len(critical)
             self._compute(move, sorted(gaps.union(critical)))
             move.filling = (
-                Watch(None, Work(1), [cast(Any, SimpleNamespace(seconds=FILLING_S))]) if len(moves) == 1 else None
+                Watch(None, Work(1), [cast(Any, SimpleNamespace(seconds=FILLING_S))])
+                if len(moves) == 1
+                else None
             )
 
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
@@ -143,12 +170,17 @@ class FakePass:
         for capture in captures:
             self.contents.exact_len(capture.slots.tolist(), capture.token_ids)
             codec = CODECS[self.config.store_codec]
-            tokens = torch.tensor(capture.token_ids[capture.start :], dtype=torch.float32).reshape(1, -1, 1, 1)
+            tokens = torch.tensor(capture.token_ids[capture.start :], dtype=torch.float32).reshape(
+                1, -1, 1, 1
+            )
             if codec.name == "int4":  # heads of whole bytes
                 tokens = tokens.expand(2, -1, 1, 4).contiguous()
             scores = capture.scores
             if capture.is_to_be_scored:
-                lens, zeros = tuple(end - start for start, end in capture.prefix), torch.zeros(tokens.shape[1])
+                lens, zeros = (
+                    tuple(end - start for start, end in capture.prefix),
+                    torch.zeros(tokens.shape[1]),
+                )
                 received = zeros if capture.scored is Scored.ALL else None
                 scores = ChunkScores((1.0,) * len(lens), lens, 1.0, zeros, received)
                 self.num_scored += 1
@@ -172,7 +204,10 @@ class FakePass:
                 self.contents.read(slot, token, source.start + offset)
         else:
             assert isinstance(source, HostCopy)
-            assert [part[-1, :, 0, 0].round().tolist() for part in source.variant.blob.read()] == [tokens, tokens]
+            assert [part[-1, :, 0, 0].round().tolist() for part in source.variant.blob.read()] == [
+                tokens,
+                tokens,
+            ]
         for position, token in zip(positions, tokens, strict=True):
             slot = int(move.slots[position])
             assert slot not in self.contents.slots, f"slot {slot} is filled twice"
@@ -180,8 +215,8 @@ class FakePass:
 
 
 class FusedScheduler(Scheduler):
-    """`Scheduler` with a fuser; `prefill_budget` is also what a promise leaves free for extends. `storage` makes what is below
-    the store."""
+    """`Scheduler` with a fuser; `prefill_budget` is also what a promise leaves free for extends.
+    `storage` makes what is below the store."""
 
     def __init__(
         self,
@@ -195,7 +230,13 @@ class FusedScheduler(Scheduler):
         storage: Storage | None = None,
         host_slots: int = 0,
     ) -> None:
-        super().__init__(capacity, config, prefill_budget=prefill_budget, is_chunked=is_chunked, host_slots=host_slots)
+        super().__init__(
+            capacity,
+            config,
+            prefill_budget=prefill_budget,
+            is_chunked=is_chunked,
+            host_slots=host_slots,
+        )
         self.contents = Contents(self.allocator.contents)
         self.fusion_pass = FakePass(self.contents, self.rows, config)
         self.store = VariantIndex(
@@ -214,11 +255,14 @@ class FusedScheduler(Scheduler):
             limits,
             extend_reserve=prefill_budget,
             fingerprint=lambda: self.weights,
-            tier=StorageTier(self.store, storage, config.store_codec) if storage is not None else None,
+            tier=StorageTier(self.store, storage, config.store_codec)
+            if storage is not None
+            else None,
         )
         self.cache.promiser = self.fuser
         self.evicted_before_load_back = 0
-        """Tokens that leave between a match and the promise: SGLang has no reason to, but its calls allow for it."""
+        """Tokens that leave between a match and the promise:
+        SGLang has no reason to, but its calls allow for it."""
 
     def idle(self) -> None:
         """Forwards of other requests: everything that waits is captured."""
@@ -232,7 +276,8 @@ class FusedScheduler(Scheduler):
         self.contents.slots = self.allocator.contents
 
     def evict(self, num_tokens: int) -> int:
-        """What SGLang is told could be evicted is free afterwards, or it dies of the next allocation."""
+        """What SGLang is told could be evicted is free afterwards,
+        or it dies of the next allocation."""
         free, evictable = self.allocator.available_size(), self.cache.evictable_size()
         num_evicted = super().evict(num_tokens)
         assert self.allocator.available_size() - free == num_evicted >= min(num_tokens, evictable)
@@ -243,20 +288,29 @@ class FusedScheduler(Scheduler):
         return [self.contents.slots.get(slot) for slot in self.slots(req, start, end)]
 
     def check(self, reqs: Sequence[FakeReq] = ()) -> None:
-        """Also: locks are what holders explain, and every slot holds what its node's key says, or will with the next forward."""
+        """Also: locks are what holders explain, and every slot holds what its node's key says,
+        or will with the next forward."""
         super().check(reqs)
         self.store.check_integrity()
         stats = self.fuser.stats()["store"]
         for kind in ("captured", "preprocessed"):
-            blobs = [each.blob for each in self.store.variants() if each.preprocessed == (kind == "preprocessed")]
+            blobs = [
+                each.blob
+                for each in self.store.variants()
+                if each.preprocessed == (kind == "preprocessed")
+            ]
             assert stats["bytes"][kind] == sum(blob.nbytes for blob in blobs)
             assert stats["saved_bytes"][kind] == sum(blob.saved_bytes for blob in blobs)
         measured = sum(each.nbytes - each.blob.nbytes for each in self.store.variants())
         assert sum(stats["bytes"].values()) + measured == stats["num_bytes"]
-        assert self.store._on_device == set(self.cache.copies._nodes), "the store mistakes what is on the device"
+        assert self.store._on_device == set(self.cache.copies._nodes), (
+            "the store mistakes what is on the device"
+        )
         self._check_locks(reqs)
         loads = self._loads()
-        assert not loads.keys() & self.contents.slots.keys(), "a slot is loaded that holds something"
+        assert not loads.keys() & self.contents.slots.keys(), (
+            "a slot is loaded that holds something"
+        )
         stack: list[tuple[Any, int, int | None, str | None]] = [(self.cache.root_node, 0, 0, None)]
         while stack:
             node, position, context, recipe = stack.pop()
@@ -264,10 +318,14 @@ class FusedScheduler(Scheduler):
                 assert self.batch, "a promise outlived its batch"
                 continue  # nor is anything below it filled
             taint = node.key.fused if isinstance(node.key, ChunkKey) else None
-            assert recipe is None or (taint is not None and taint.recipe == recipe), "exact or foreign below fused KV"
+            assert recipe is None or (taint is not None and taint.recipe == recipe), (
+                "exact or foreign below fused KV"
+            )
             for slot, token in zip(map(int, node.value), node.key.token_ids, strict=True):
                 context = self.contents.context(context, token)
-                kv = Contents(loads if slot in loads else self.contents.slots).read(slot, token, position)
+                kv = Contents(loads if slot in loads else self.contents.slots).read(
+                    slot, token, position
+                )
                 assert taint is not None or kv.context == context, f"{kv} under an exact key"
                 position += 1
             for child in node.children.values():
@@ -280,7 +338,11 @@ class FusedScheduler(Scheduler):
         """What comes from host memory with the next forward."""
         host = self.cache.host
         parts = host._loads.items() if host is not None else ()
-        pairs = [pair for node, part in parts for pair in zip(node.value.tolist(), part.tolist(), strict=True)]
+        pairs = [
+            pair
+            for node, part in parts
+            for pair in zip(node.value.tolist(), part.tolist(), strict=True)
+        ]
         return {slot: host.pool.contents[source] for slot, source in pairs}
 
     def _load_back(self, req: FakeReq, num_tokens: int) -> int | None:

@@ -1,4 +1,5 @@
-"""A host pool for the schedulers of tests: what a slot holds is an object, and a slot that was not written holds none."""
+"""A host pool for the schedulers of tests:
+what a slot holds is an object, and a slot that was not written holds none."""
 
 from __future__ import annotations
 
@@ -77,12 +78,16 @@ class MemoryHost:
 
     def load(self, slots: Tensor, device_slots: Tensor, *, num_ahead: int, clock: Any) -> None:
         assert not self._under_way, "the load before it has not ended"
-        self.num_ahead, self._under_way = num_ahead, list(zip(slots.tolist(), device_slots.tolist(), strict=True))
+        self.num_ahead, self._under_way = (
+            num_ahead,
+            list(zip(slots.tolist(), device_slots.tolist(), strict=True)),
+        )
         with clock.watch(Phase.LOAD, Work(1, len(slots))):
             self._copy()
 
     def finish(self) -> bool:
-        """A layer may be copied as late as this: by now nobody else may have written either slot."""
+        """A layer may be copied as late as this:
+        by now nobody else may have written either slot."""
         self._copy()
         self._under_way.clear()
         return False

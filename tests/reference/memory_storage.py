@@ -1,4 +1,5 @@
-"""A HiCache storage of one process, for `dynamic`, that is healthy, slow, hangs or refuses as told: `module_path` of tests/."""
+"""A HiCache storage of one process, for `dynamic`, that is healthy, slow, hangs or refuses as told:
+`module_path` of tests/."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 class MemoryStorage(HiCacheStorage):  # type: ignore[misc]
     """A dict. As HiCache's backends, `set` overwrites nothing.
 
-    `extra_config` of `config` may have `state` (healthy, slowed, hanging, refusing) and `ms_per_mib`, which slowed takes.
+    `extra_config` of `config` may have `state` (healthy, slowed, hanging, refusing) and
+    `ms_per_mib`, which slowed takes.
     """
 
     def __init__(self, config: Any = None, kwargs: Any = None) -> None:
@@ -52,7 +54,9 @@ class MemoryStorage(HiCacheStorage):  # type: ignore[misc]
         target_location.copy_(self.held[key][: len(target_location)])
         return target_location
 
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
         self._called("set", key)
         self._take_time(value)
         if not self.forgets:
@@ -69,7 +73,9 @@ class MemoryStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_get(self, keys: Any, target_locations: Any = None, target_sizes: Any = None) -> Any:
         raise NotImplementedError
 
-    def batch_set(self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
+    def batch_set(
+        self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
         raise NotImplementedError
 
     def _called(self, what: str, key: str) -> None:

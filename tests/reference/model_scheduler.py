@@ -23,9 +23,17 @@ class ModelScheduler(Scheduler):
     """`Scheduler` over a `tests.models.runner` and its pool, of which it uses `capacity` slots."""
 
     def __init__(
-        self, runner: Any, capacity: int, config: ChunkCacheConfig, *, store_bytes: int = 1 << 30, prefill_budget: int
+        self,
+        runner: Any,
+        capacity: int,
+        config: ChunkCacheConfig,
+        *,
+        store_bytes: int = 1 << 30,
+        prefill_budget: int,
     ) -> None:
-        super().__init__(capacity, config, prefill_budget=prefill_budget, rows=runner.req_to_token_pool)
+        super().__init__(
+            capacity, config, prefill_budget=prefill_budget, rows=runner.req_to_token_pool
+        )
         self._runner = runner
         table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
         self.store = VariantIndex(
@@ -51,5 +59,8 @@ class ModelScheduler(Scheduler):
             told: Any = SimpleNamespace(reqs=[req], prefix_lens=[start], extend_lens=[end - start])
             with self.fuser.outward.watch(told):
                 run_virtual(
-                    self._runner, req_pool_index=req.kv.req_pool_idx, runs=[(start, end)], token_ids=req.all_ids[:end]
+                    self._runner,
+                    req_pool_index=req.kv.req_pool_idx,
+                    runs=[(start, end)],
+                    token_ids=req.all_ids[:end],
                 )

@@ -1,4 +1,5 @@
-"""Mooncake's store as a HiCache storage, for `dynamic`: values by name over TCP, without HiCache's pages."""
+"""Mooncake's store as a HiCache storage, for `dynamic`:
+values by name over TCP, without HiCache's pages."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ BUFFER_BYTES = 64 << 20
 
 
 class MooncakeStorage(HiCacheStorage):  # type: ignore[misc]
-    """`extra_config` has `master`, its address, and `segment_mib`, the memory that this server gives to the store."""
+    """`extra_config` has `master`, its address, and `segment_mib`,
+    the memory that this server gives to the store."""
 
     def __init__(self, config: Any, kwargs: Any = None) -> None:
         from mooncake.store import MooncakeDistributedStore
@@ -20,7 +22,9 @@ class MooncakeStorage(HiCacheStorage):  # type: ignore[misc]
         self._store = MooncakeDistributedStore()
         told = config.extra_config
         segment = int(told["segment_mib"]) << 20
-        failed = self._store.setup("127.0.0.1", "P2PHANDSHAKE", segment, BUFFER_BYTES, "tcp", "", told["master"])
+        failed = self._store.setup(
+            "127.0.0.1", "P2PHANDSHAKE", segment, BUFFER_BYTES, "tcp", "", told["master"]
+        )
         if failed:
             raise ConnectionError(f"mooncake: {failed}")
 
@@ -28,7 +32,9 @@ class MooncakeStorage(HiCacheStorage):  # type: ignore[misc]
         found = self._store.get(key)  # b"": not there
         return torch.frombuffer(bytearray(found), dtype=torch.uint8) if found else None
 
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
         return bool(self._store.put(key, value.numpy().tobytes()) == 0)
 
     def exists(self, key: str) -> bool:
@@ -44,5 +50,7 @@ class MooncakeStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_get(self, keys: Any, target_locations: Any = None, target_sizes: Any = None) -> Any:
         raise NotImplementedError
 
-    def batch_set(self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
+    def batch_set(
+        self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
         raise NotImplementedError

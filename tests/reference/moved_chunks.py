@@ -54,7 +54,8 @@ def as_lists(selection: Selection) -> list[list[int]]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[MovedChunk], Evidence]:
-    """1 to 4 chunks with gaps between them, some scored, and evidence with many equal values over the whole prompt."""
+    """1 to 4 chunks with gaps between them, some scored, and evidence with many equal values over
+    the whole prompt."""
     values = st.integers(0, 3).map(lambda tenths: tenths / 4)
     chunks: list[MovedChunk] = []
     position = draw(st.integers(0, 3))

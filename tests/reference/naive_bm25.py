@@ -1,6 +1,8 @@
-"""BM25 in plain Python: what retrieval/bm25.py must equal, score by score, on an index without removals.
+"""BM25 in plain Python: what retrieval/bm25.py must equal, score by score, on an index without
+removals.
 
-Knows nothing of tantivy but its two liberties: the constants, and a passage's length kept in one byte.
+Knows nothing of tantivy but its two liberties: the constants, and a passage's length kept in one
+byte.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ LEFT_OUT = (_VOICED, "MAI EK", "MAI THO", "MAI TRI", "COENG", "VIRAMA", "ASAT", 
 
 
 def words(text: str) -> list[str]:
-    """Runs of letters and digits in small letters; in `PAIRED` scripts each two neighbouring letters, or one alone."""
+    """Runs of letters and digits in small letters;
+    in `PAIRED` scripts each two neighbouring letters, or one alone."""
     found: list[str] = []
     run, was_paired = "", False
     for char in [*normalize("NFC", text), " "]:
@@ -32,7 +35,11 @@ def words(text: str) -> list[str]:
             continue
         is_letter = char.isalnum() or (is_paired and category(char)[0] == "M")
         if run and not (is_letter and is_paired == was_paired):
-            found += [run[at : at + 2] for at in range(max(1, len(run) - 1))] if was_paired else [run.lower()]
+            found += (
+                [run[at : at + 2] for at in range(max(1, len(run) - 1))]
+                if was_paired
+                else [run.lower()]
+            )
             run = ""
         if is_letter:
             run, was_paired = run + char, is_paired
@@ -40,7 +47,8 @@ def words(text: str) -> list[str]:
 
 
 def rounded_length(length: int) -> int:
-    """The largest representable length that is not above: exact up to 40, then four significant bits, as in Lucene."""
+    """The largest representable length that is not above:
+    exact up to 40, then four significant bits, as in Lucene."""
     excess = length - 24
     if excess < 16:
         return length
@@ -49,7 +57,8 @@ def rounded_length(length: int) -> int:
 
 
 def bm25_scores(passages: Sequence[Sequence[str]], query: Sequence[str]) -> list[float]:
-    """One score per passage, 0.0 where it shares no word with the query; both are given as words."""
+    """One score per passage, 0.0 where it shares no word with the query;
+    both are given as words."""
     mean_length = sum(map(len, passages)) / len(passages)
     scores = [0.0] * len(passages)
     for word in set(query):

@@ -1,7 +1,7 @@
 """What `ChunkRadixCache` holds, as a dict from a path of units to the slots of its last unit.
 
-A unit is one token, or one whole chunk; a path begins with the namespace (kind, extra_key, cache_salt). Slow and
-obviously right: no nodes, no splits, no locks.
+A unit is one token, or one whole chunk; a path begins with the namespace (kind, extra_key,
+cache_salt). Slow and obviously right: no nodes, no splits, no locks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def units(
     extra_key: str | None,
     salt: str | None,
 ) -> Path:
-    """The first `up_to` tokens as units; a chunk that would be cut is left out with all after it."""
+    """The first `up_to` tokens as units; a chunk that would be cut is left out with all after
+    it."""
     path: list[Unit] = [("plain" if spans is None else "chunks", extra_key, salt)]
     starts = dict(spans or ())
     position = 0
@@ -64,7 +65,9 @@ class NaiveCache:
         """Marks along the first chunk area of `path`; a chunk that had one is hit once more."""
         chunks = [path[: i + 1] for i, unit in enumerate(path) if unit[0] == "chunk"]
         for index, chunk_path in enumerate(chunks[:area_len]):
-            self.hits[chunk_path] = self.hits[chunk_path] + counts_hits if chunk_path in self.marks else 0
+            self.hits[chunk_path] = (
+                self.hits[chunk_path] + counts_hits if chunk_path in self.marks else 0
+            )
             self.marks[chunk_path] = index < promoted_len
 
     def evict(self, freed: Iterable[int]) -> None:

@@ -1,4 +1,5 @@
-"""Reference of storage/codec.py: one row of numbers at a time, in Python's floats, from the formulas of its docstring."""
+"""Reference of storage/codec.py: one row of numbers at a time, in Python's floats,
+from the formulas of its docstring."""
 
 from __future__ import annotations
 
@@ -34,12 +35,15 @@ def _row(row: Tensor, bits: int) -> tuple[list[int], float]:
     scale = float((torch.tensor(max(map(abs, numbers))) / most).to(row.dtype))
     levels = [0] * len(numbers)
     if scale:
-        levels = [max(-most, min(most, round(Fraction(each) / Fraction(scale)))) for each in numbers]
+        levels = [
+            max(-most, min(most, round(Fraction(each) / Fraction(scale)))) for each in numbers
+        ]
     return _pack([level + most for level in levels], bits), scale
 
 
 def _pack(levels: list[int], bits: int) -> list[int]:
-    """Of each number its highest bits first, in planes of 4, 2 and 1; in a byte the first stretch of the row lowest."""
+    """Of each number its highest bits first, in planes of 4, 2 and 1;
+    in a byte the first stretch of the row lowest."""
     if bits == 8:
         return levels
     packed, below = [], bits

@@ -1,4 +1,5 @@
-"""HashedEncoder one text, one word and one column at a time, with dicts. The projection is by a full decomposition."""
+"""HashedEncoder one text, one word and one column at a time, with dicts.
+The projection is by a full decomposition."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from numpy.typing import NDArray
 
 
 def naive_stems(text: str, *, stem_chars: int, unspaced: str) -> list[str]:
-    """First letters of every word; each unspaced character with the unspaced one after it, if there is one."""
+    """First letters of every word; each unspaced character with the unspaced one after it,
+    if there is one."""
     text = text.lower()
     stems, position = [], 0
     while position < len(text):
@@ -21,7 +23,11 @@ def naive_stems(text: str, *, stem_chars: int, unspaced: str) -> list[str]:
             stems.append(pair if len(pair) == 2 and pair[1] in unspaced else pair[0])
             end += 1
         else:
-            while end < len(text) and (text[end].isalnum() or text[end] == "_") and text[end] not in unspaced:
+            while (
+                end < len(text)
+                and (text[end].isalnum() or text[end] == "_")
+                and text[end] not in unspaced
+            ):
                 end += 1
             if end > position:
                 stems.append(text[position : min(end, position + stem_chars)])
@@ -39,7 +45,9 @@ def naive_bucket(stem: str, num_buckets: int) -> int:
 class NaiveHashedEncoder:
     """Weights from a sample, as the module's docstrings have them."""
 
-    def __init__(self, sample: Sequence[str], *, num_buckets: int, stem_chars: int, unspaced: str) -> None:
+    def __init__(
+        self, sample: Sequence[str], *, num_buckets: int, stem_chars: int, unspaced: str
+    ) -> None:
         self.num_buckets, self.stem_chars, self.unspaced = num_buckets, stem_chars, unspaced
         counts = [c for c in map(self.counts, sample) if c]
         self.num_texts = len(counts)
@@ -58,7 +66,9 @@ class NaiveHashedEncoder:
     def passage_weights(self, text: str, *, k1: float, b: float, power: float) -> dict[int, float]:
         counts = self.counts(text)
         offset = k1 * (1 - b + b * sum(counts.values()) / self.mean_len)
-        return {bucket: n / (n + offset) * self.rarity(bucket) ** power for bucket, n in counts.items()}
+        return {
+            bucket: n / (n + offset) * self.rarity(bucket) ** power for bucket, n in counts.items()
+        }
 
     def query_weights(self, text: str, *, power: float) -> dict[int, float]:
         return {bucket: self.rarity(bucket) ** power for bucket in self.counts(text)}
@@ -74,8 +84,11 @@ def naive_project(weights: dict[int, float], projection: NDArray[np.float32]) ->
     return [value / length for value in vector] if length else vector
 
 
-def naive_leading_subspace(rows: list[dict[int, float]], num_vectors: int, num_buckets: int) -> NDArray[np.float64]:
-    """[num_buckets, num_vectors]: leading right singular vectors of the rows at length 1, by LAPACK."""
+def naive_leading_subspace(
+    rows: list[dict[int, float]], num_vectors: int, num_buckets: int
+) -> NDArray[np.float64]:
+    """[num_buckets, num_vectors]: leading right singular vectors of the rows at length 1,
+    by LAPACK."""
     used = sorted(set().union(*rows))
     matrix = np.array([[weights.get(bucket, 0.0) for bucket in used] for weights in rows])
     matrix /= np.linalg.norm(matrix, axis=1, keepdims=True)

@@ -1,7 +1,8 @@
-"""An index directory as a list of passages and a dict of documents: what retrieval/build.py must equal.
+"""An index directory as a list of passages and a dict of documents: what retrieval/build.py must
+equal.
 
-Knows no file: what a build does to the stored rows (`read`), and what it then serves (`publish`), are two steps, so that a crash
-between them is told here by leaving the second one out.
+Knows no file: what a build does to the stored rows (`read`), and what it then serves (`publish`),
+are two steps, so that a crash between them is told here by leaving the second one out.
 """
 
 from __future__ import annotations
@@ -25,12 +26,20 @@ class Served:
     live: frozenset[int]
 
     def search(self, query: str, encode: Encode, *, k: int) -> list[tuple[int, float]]:
-        """(row, inner product) of the best k rows, best first, equal scores by row; vectors rounded to float16."""
+        """(row, inner product) of the best k rows, best first, equal scores by row;
+        vectors rounded to float16."""
         if not self.passages:
             return []
-        stored = encode([passage.content for passage in self.passages]).astype(np.float16).astype(np.float32)
+        stored = (
+            encode([passage.content for passage in self.passages])
+            .astype(np.float16)
+            .astype(np.float32)
+        )
         scores = stored @ encode([query])[0]
-        return [(row, float(scores[row])) for row in sorted(self.live, key=lambda row: (-scores[row], row))[:k]]
+        return [
+            (row, float(scores[row]))
+            for row in sorted(self.live, key=lambda row: (-scores[row], row))[:k]
+        ]
 
     def with_word(self, word: str) -> list[int]:
         """Rows of passages that hold the word."""
@@ -64,7 +73,11 @@ class NaiveIndex:
 
     def rows_of(self, name: str) -> list[int]:
         """Live rows of a passage or a document."""
-        return [row for row in sorted(self.live) if name in (self.passages[row].id, self.passages[row].document_id)]
+        return [
+            row
+            for row in sorted(self.live)
+            if name in (self.passages[row].id, self.passages[row].document_id)
+        ]
 
     def remove(self, rows: Iterable[int]) -> None:
         """Rows are not found any more, and their documents are read again when they come again."""
@@ -87,13 +100,20 @@ class NaiveIndex:
         return len({self.passages[row].document_id for row in rows}), len(rows)
 
     def gone(self, corpus: Iterable[Document], unread: Collection[str]) -> dict[str, int]:
-        """Documents that are not in the corpus, nor perhaps in a file that was not read, with numbers of passages served."""
+        """Documents that are not in the corpus, nor perhaps in a file that was not read,
+        with numbers of passages served."""
         there = {*self.documents, *(self.passages[row].document_id for row in self.live)}
         gone: dict[str, int] = {}
         for name in there - {document.id for document in corpus}:
             file = self.documents[name].file if name in self.documents else None
-            if not (unread if file is None else any(file == each or file.startswith(f"{each}/") for each in unread)):
-                gone[name] = sum(row < len(self.served.passages) for row in self._rows_of_document(name))
+            if not (
+                unread
+                if file is None
+                else any(file == each or file.startswith(f"{each}/") for each in unread)
+            ):
+                gone[name] = sum(
+                    row < len(self.served.passages) for row in self._rows_of_document(name)
+                )
         return gone
 
     def drop(self, names: Collection[str]) -> None:
@@ -107,7 +127,11 @@ class NaiveIndex:
 
     def texts(self) -> set[str]:
         """What the documents that were read say, in any row."""
-        return {passage.content for document in self.documents.values() for passage in self.cut(document)}
+        return {
+            passage.content
+            for document in self.documents.values()
+            for passage in self.cut(document)
+        }
 
     def publish(self) -> None:
         """Serve what there is."""
@@ -116,7 +140,10 @@ class NaiveIndex:
     def _put(self, document: Document) -> dict[str, int]:
         passages = list(self.cut(document))
         wanted = {(passage.id, passage.content) for passage in passages}
-        old = {(self.passages[row].id, self.passages[row].content): row for row in self._rows_of_document(document.id)}
+        old = {
+            (self.passages[row].id, self.passages[row].content): row
+            for row in self._rows_of_document(document.id)
+        }
         gone = [row for key, row in old.items() if key not in wanted]
         num_rows = len(self.passages)
         self._drop_waiting(document.id)
@@ -140,7 +167,11 @@ class NaiveIndex:
 
     def _hide(self, row: int) -> None:
         self.live.discard(row)
-        heirs = sorted(name for name, passage in self.waiting.items() if passage.content == self.passages[row].content)
+        heirs = sorted(
+            name
+            for name, passage in self.waiting.items()
+            if passage.content == self.passages[row].content
+        )
         if heirs:
             self._add(self.waiting.pop(heirs[0]))
 
@@ -149,4 +180,8 @@ class NaiveIndex:
         self.passages.append(passage)
 
     def _drop_waiting(self, document: str) -> None:
-        self.waiting = {name: passage for name, passage in self.waiting.items() if passage.document_id != document}
+        self.waiting = {
+            name: passage
+            for name, passage in self.waiting.items()
+            if passage.document_id != document
+        }

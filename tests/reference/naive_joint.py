@@ -1,4 +1,5 @@
-"""Fast Fusion from the paper's text: algorithm 1 block by block, its equations term by term, in Python's own floats."""
+"""Fast Fusion from the paper's text: algorithm 1 block by block, its equations term by term,
+in Python's own floats."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ Vector = list[float]
 
 @dataclass
 class Block:
-    """A shared block: two directions and the blocks that point to it, the first one its leader. A fixed one never changes."""
+    """A shared block: two directions and the blocks that point to it, the first one its leader.
+    A fixed one never changes."""
 
     keys: Vector
     values: Vector
@@ -21,7 +23,8 @@ class Block:
 
 @dataclass
 class Trace:
-    """`compared`: every similarity that was taken. `fused_at`: block -> the one at which it joined another."""
+    """`compared`: every similarity that was taken.
+    `fused_at`: block -> the one at which it joined another."""
 
     compared: list[float] = field(default_factory=list)
     fused_at: dict[int, float] = field(default_factory=dict)
@@ -38,14 +41,20 @@ def dot(left: Vector, right: Vector) -> float:
 
 
 def fast_fusion(
-    units: Sequence[Sequence[tuple[Vector, Vector]]], threshold: float, trace: Trace, fixed: Collection[int] = ()
+    units: Sequence[Sequence[tuple[Vector, Vector]]],
+    threshold: float,
+    trace: Trace,
+    fixed: Collection[int] = (),
 ) -> list[Block]:
-    """Algorithm 1 for units of (keys, values) blocks. A right block joins the most similar left one, not each of them.
-    `fixed`: blocks that join none, and whose directions stay."""
+    """Algorithm 1 for units of (keys, values) blocks. A right block joins the most similar left
+    one, not each of them. `fixed`: blocks that join none, and whose directions stay."""
     numbered, at = [], 0
     for unit in units:
         numbered.append(
-            [Block(list(keys), list(values), [at + i], at + i in fixed) for i, (keys, values) in enumerate(unit)]
+            [
+                Block(list(keys), list(values), [at + i], at + i in fixed)
+                for i, (keys, values) in enumerate(unit)
+            ]
         )
         at += len(unit)
     return _fused(numbered, threshold, trace) if numbered else []
@@ -53,7 +62,10 @@ def fast_fusion(
 
 def _fused(units: list[list[Block]], threshold: float, trace: Trace) -> list[Block]:
     if len(units) == 1:
-        return [replace(block, keys=normalize(block.keys), values=normalize(block.values)) for block in units[0]]
+        return [
+            replace(block, keys=normalize(block.keys), values=normalize(block.values))
+            for block in units[0]
+        ]
     left = _fused(units[: len(units) // 2], threshold, trace)
     right = _fused(units[len(units) // 2 :], threshold, trace)
     similarity = [[dot(row.keys, block.keys) for block in right] for row in left]
@@ -63,13 +75,22 @@ def _fused(units: list[list[Block]], threshold: float, trace: Trace) -> list[Blo
         fused = []
         for i in range(len(right)):
             column = [similarity[other][i] for other in range(len(left))]
-            if similarity[row][i] > threshold and column.index(max(column)) == row and not right[i].is_fixed:
+            if (
+                similarity[row][i] > threshold
+                and column.index(max(column)) == row
+                and not right[i].is_fixed
+            ):
                 fused.append(i)
                 trace.fused_at[right[i].members[0]] = similarity[row][i]
         if fused and not block.is_fixed:
-            block.keys = normalize([sum(xs) for xs in zip(block.keys, *(right[i].keys for i in fused), strict=True)])
+            block.keys = normalize(
+                [sum(xs) for xs in zip(block.keys, *(right[i].keys for i in fused), strict=True)]
+            )
             block.values = normalize(
-                [sum(xs) for xs in zip(block.values, *(right[i].values for i in fused), strict=True)]
+                [
+                    sum(xs)
+                    for xs in zip(block.values, *(right[i].values for i in fused), strict=True)
+                ]
             )
         block.members += [member for i in fused for member in right[i].members]
         joined.update(fused)
@@ -83,7 +104,9 @@ def normal_cdf(z: float) -> float:
 
 def kernel_density(x: float, samples: Sequence[float], h: float) -> float:
     """f_h as written."""
-    kernels = [math.exp(-(((x - sample) / h) ** 2) / 2) / math.sqrt(2 * math.pi) for sample in samples]
+    kernels = [
+        math.exp(-(((x - sample) / h) ** 2) / 2) / math.sqrt(2 * math.pi) for sample in samples
+    ]
     return sum(kernels) / (len(samples) * h)
 
 

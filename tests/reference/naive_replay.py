@@ -1,4 +1,5 @@
-"""A cache simulator with nothing clever in it: a dict of paths and two sets of them, searched and sorted afresh every time."""
+"""A cache simulator with nothing clever in it:
+a dict of paths and two sets of them, searched and sorted afresh every time."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,7 +49,9 @@ def naive_hits(
 
     def worth(order: Path) -> tuple[float, int]:
         held = [order[:end] for end in range(1, _depth(order, cached) + 1)]
-        return sum(size([path]) * (1 if path in on_device else host_worth) for path in held), len(held)
+        return sum(size([path]) * (1 if path in on_device else host_worth) for path in held), len(
+            held
+        )
 
     def first_to_leave(paths: set[Path], spared: Path) -> Path | None:
         leaves = [path for path in paths if not any(other[:-1] == path for other in paths)]
@@ -56,7 +59,9 @@ def naive_hits(
         return min(others, key=lambda path: _priority(cached[path], eviction, window), default=None)
 
     for now, request in enumerate(requests):
-        counts = Counter(chunk for recent in requests[max(0, now - window) : now] for chunk in recent)
+        counts = Counter(
+            chunk for recent in requests[max(0, now - window) : now] for chunk in recent
+        )
         by_count = tuple(sorted(request, key=lambda chunk: -counts[chunk]))
         ordered = tuple(request) if order == "retriever" else by_count
         if order == "tree":
@@ -68,7 +73,9 @@ def naive_hits(
         found = [ordered[:end] for end in range(1, _depth(ordered, cached) + 1)]
         counted.device_hits += len(on_device & {*found})
         counted.host_hits += len({*found} - on_device)
-        counts = Counter(chunk for recent in requests[max(0, now + 1 - window) : now + 1] for chunk in recent)
+        counts = Counter(
+            chunk for recent in requests[max(0, now + 1 - window) : now + 1] for chunk in recent
+        )
         promoted, is_worth_it = True, host > 0
         for end in range(1, len(ordered) + 1):
             path = ordered[:end]
@@ -81,7 +88,12 @@ def naive_hits(
             if path in on_host:
                 continue
             promoted, _, hits = cached[path]
-            rules = {"reused": hits > 0, "promoted": promoted, "either": hits > 0 or promoted, "all": True}
+            rules = {
+                "reused": hits > 0,
+                "promoted": promoted,
+                "either": hits > 0 or promoted,
+                "all": True,
+            }
             is_worth_it = is_worth_it and rules[host_admission]
             while is_worth_it and size([*on_host, path]) > host:
                 victim = first_to_leave(on_host, spared=ordered)

@@ -1,4 +1,5 @@
-"""The selectors' algorithms in their obvious form: all pairs, all permutations, the papers' own lines."""
+"""The selectors' algorithms in their obvious form:
+all pairs, all permutations, the papers' own lines."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 
 
 def kendall_distance(old: Sequence[Any], new: Sequence[Any]) -> float:
-    """Cache-Craft eq. 7: discordant pairs of the shared items over all their pairs. Items are unique."""
+    """Cache-Craft eq. 7: discordant pairs of the shared items over all their pairs.
+    Items are unique."""
     shared = [item for item in old if item in new]
     pairs = list(combinations(shared, 2))
     return sum(new.index(a) > new.index(b) for a, b in pairs) / len(pairs) if pairs else 0.0
@@ -22,26 +24,37 @@ def joint_top(
     above: float = -1.0,
     least: float = 0.0,
 ) -> list[list[int]]:
-    """Offsets in each [start, end): the highest ceil(ratio * all tokens) over all spans, of those over `above` until
-    ceil(least * all tokens) are found. Scores are at least 0."""
-    tokens = [(span, position) for span, (start, end) in enumerate(spans) for position in range(start, end)]
+    """Offsets in each [start, end): the highest ceil(ratio * all tokens) over all spans, of those
+    over `above` until ceil(least * all tokens) are found. Scores are at least 0."""
+    tokens = [
+        (span, position)
+        for span, (start, end) in enumerate(spans)
+        for position in range(start, end)
+    ]
     k = ceil(round(ratio * len(tokens), 6))
     ranked = sorted(tokens, key=lambda token: -scores[token[1]])
     chosen: list[tuple[int, int]] = []
     num_above = sum(scores[position] > above for _, position in tokens)
     for token in ranked:
-        if token not in chosen and len(chosen) < min(k, max(num_above, ceil(round(least * len(tokens), 6)))):
+        if token not in chosen and len(chosen) < min(
+            k, max(num_above, ceil(round(least * len(tokens), 6)))
+        ):
             chosen.append(token)
-    return [sorted(p - start for s, p in chosen if s == span) for span, (start, _) in enumerate(spans)]
+    return [
+        sorted(p - start for s, p in chosen if s == span) for span, (start, _) in enumerate(spans)
+    ]
 
 
 def mean_cfo(alpha: float, overheads: Sequence[float], lens: Sequence[int]) -> float:
     """Cache-Craft eq. 12 with CFO kept in [1 / n, 1], weighted by tokens."""
-    return sum(n * min(1, max(1 / n, alpha * x)) for x, n in zip(overheads, lens, strict=True)) / sum(lens)
+    return sum(
+        n * min(1, max(1 / n, alpha * x)) for x, n in zip(overheads, lens, strict=True)
+    ) / sum(lens)
 
 
 def bisect_alpha(overheads: Sequence[float], lens: Sequence[int], ratio: float) -> float:
-    """The least alpha with a mean CFO of at least `ratio`, or one far too large if there is none."""
+    """The least alpha with a mean CFO of at least `ratio`, or one far too large if there is
+    none."""
     low, high = 0.0, 1e6
     for _ in range(200):
         middle = (low + high) / 2
@@ -50,7 +63,8 @@ def bisect_alpha(overheads: Sequence[float], lens: Sequence[int], ratio: float) 
 
 
 def predict_focused(inter: Sequence[Sequence[float]], w: int) -> tuple[set[int], int] | None:
-    """Cache-Craft's algorithm 1, line by line, lists from index 1 on. At least 3 chunks, no layer of equal sums."""
+    """Cache-Craft's algorithm 1, line by line, lists from index 1 on.
+    At least 3 chunks, no layer of equal sums."""
     k = len(inter[0])
     f_all: list[set[int]] = []
     cinter = [0.0] * k

@@ -1,4 +1,5 @@
-"""The splitter as slowly as it can be said: every rule a scan over all characters and all tokens. For texts of one block."""
+"""The splitter as slowly as it can be said: every rule a scan over all characters and all tokens.
+For texts of one block."""
 
 from __future__ import annotations
 
@@ -52,9 +53,12 @@ class NaiveSplitter:
         return sum(span_end > start and span_start < end for span_start, span_end in self.spans)
 
     def header_above(self, start: int) -> str:
-        """The header of the table in whose rows a passage begins, unless it takes more than half of one."""
+        """The header of the table in whose rows a passage begins,
+        unless it takes more than half of one."""
         headers = [table.header for table in self.tables if table.body <= start < table.end]
-        return "".join(header for header in headers if 2 * len(self.tokens.offsets(header)) <= self.max_tokens)
+        return "".join(
+            header for header in headers if 2 * len(self.tokens.offsets(header)) <= self.max_tokens
+        )
 
     def end_of_passage(self, start: int, fresh: int, header: str) -> int | None:
         """The best end; with fewer tokens while the text alone proves too long."""
@@ -69,20 +73,29 @@ class NaiveSplitter:
         return None
 
     def best_end(self, start: int, fresh: int, limit: int) -> int | None:
-        """The document's end, a paragraph's if half full, a sentence's, a line's, a word's, a token's."""
+        """The document's end, a paragraph's if half full, a sentence's, a line's, a word's,
+        a token's."""
         fitting = [
-            border for border in self.borders if border.end > fresh and self.num_tokens(start, border.end) <= limit
+            border
+            for border in self.borders
+            if border.end > fresh and self.num_tokens(start, border.end) <= limit
         ]
         if fitting and fitting[-1] == self.borders[-1]:
             return fitting[-1].end
-        paragraphs = [border.end for border in fitting if border.paragraph and self.half_full(start, border.end)]
+        paragraphs = [
+            border.end
+            for border in fitting
+            if border.paragraph and self.half_full(start, border.end)
+        ]
         if paragraphs:
             return paragraphs[-1]
         if fitting:
             return fitting[-1].end
         if start < fresh and self.begins_sentence(fresh):
             return None
-        cuts = [cut for cut in range(fresh + 1, len(self.text)) if self.num_tokens(start, cut) <= limit]
+        cuts = [
+            cut for cut in range(fresh + 1, len(self.text)) if self.num_tokens(start, cut) <= limit
+        ]
         if not cuts:
             return None if start < fresh else fresh + 1
         lines = [cut for cut in cuts if self.text[cut] == "\n" and self.half_full(start, cut)]
@@ -91,13 +104,26 @@ class NaiveSplitter:
         return len(self.text[:cut].rstrip())
 
     def next_start(self, start: int, end: int, fresh: int) -> int:
-        """The earliest sentence within the overlap; the earliest word where the sentence was cut."""
+        """The earliest sentence within the overlap;
+        the earliest word where the sentence was cut."""
         if self.overlap_tokens == 0 or fresh == len(self.text):
             return fresh
-        within = [place for place in range(start + 1, fresh) if self.num_tokens(place, end) <= self.overlap_tokens]
+        within = [
+            place
+            for place in range(start + 1, fresh)
+            if self.num_tokens(place, end) <= self.overlap_tokens
+        ]
         sentences = [place for place in within if self.begins_sentence(place)]
-        words = [place for place in within if self.text[place - 1].isspace() and not self.text[place].isspace()]
-        if sentences or self.begins_sentence(fresh) or any(table.start <= fresh < table.end for table in self.tables):
+        words = [
+            place
+            for place in within
+            if self.text[place - 1].isspace() and not self.text[place].isspace()
+        ]
+        if (
+            sentences
+            or self.begins_sentence(fresh)
+            or any(table.start <= fresh < table.end for table in self.tables)
+        ):
             return [*sentences, fresh][0]
         return [*words, fresh][0]
 

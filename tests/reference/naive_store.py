@@ -70,12 +70,18 @@ class NaiveStore:
             joined.outward_bytes = new.outward_bytes or old.outward_bytes
         if joined.nbytes > self.max_bytes or not self.wants(new, joined):
             return False
-        new.scored, new.score_bytes, new.outward_bytes = joined.scored, joined.score_bytes, joined.outward_bytes
+        new.scored, new.score_bytes, new.outward_bytes = (
+            joined.scored,
+            joined.score_bytes,
+            joined.outward_bytes,
+        )
         for old in [v for v in self.variants if v.place == new.place]:
             self.variants.remove(old)
             new.reuse = old.reuse
         siblings = self.leaving(new.identity)
-        is_full_house = len([v for v in self.variants if v.identity == new.identity]) >= self.max_variants
+        is_full_house = (
+            len([v for v in self.variants if v.identity == new.identity]) >= self.max_variants
+        )
         if is_full_house and siblings and not self.fits(new) and not new.preprocessed:
             self.evict(siblings[0])
         while not self.fits(new):
@@ -118,7 +124,11 @@ class NaiveStore:
 
     def leaving(self, identity: Hashable = None) -> list[NaiveVariant]:
         """What leaves first; of one chunk those that are not reserved."""
-        among = [v for v in self.variants if identity is None or (v.identity == identity and not v.is_reserved)]
+        among = [
+            v
+            for v in self.variants
+            if identity is None or (v.identity == identity and not v.is_reserved)
+        ]
         return sorted(
             among,
             key=lambda v: (v.is_reserved, v.identity not in self.on_device, v.reuse, v.last_used),

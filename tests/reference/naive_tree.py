@@ -1,4 +1,5 @@
-"""A chunk-prefix tree as plainly as it can be written: a dict from (namespace, path of ids) to what is known of it.
+"""A chunk-prefix tree as plainly as it can be written: a dict from (namespace, path of ids) to what
+is known of it.
 
 Slow and obviously right; tests/radix_ext/test_prefix_tree_model.py holds the real one against it.
 """
@@ -23,7 +24,8 @@ class NaiveNode:
 
 
 class NaiveTree:
-    """Same operations and meaning as ChunkPrefixTree without a bound; paths instead of chain ids."""
+    """Same operations and meaning as ChunkPrefixTree without a bound;
+    paths instead of chain ids."""
 
     def __init__(self) -> None:
         self.nodes: dict[tuple[str, Path], NaiveNode] = {}
@@ -37,7 +39,9 @@ class NaiveTree:
             length = end
         return length
 
-    def insert(self, namespace: str, chunks: Sequence[Chunk], rank: int, tier: Tier, promoted_len: int) -> None:
+    def insert(
+        self, namespace: str, chunks: Sequence[Chunk], rank: int, tier: Tier, promoted_len: int
+    ) -> None:
         for index, node in enumerate(self._reach(namespace, chunks)):
             node.hits += rank in node.tiers
             node.tiers[rank] = tier
@@ -67,7 +71,11 @@ class NaiveTree:
         path = tuple(ids)
         lost = 0
         for (other, below), node in self.nodes.items():
-            if other == namespace and below[: len(path)] == path and node.tiers.pop(rank, None) is not None:
+            if (
+                other == namespace
+                and below[: len(path)] == path
+                and node.tiers.pop(rank, None) is not None
+            ):
                 lost += 1
         self._clean()
         return lost

@@ -1,4 +1,5 @@
-"""A tensor-parallel group whose ranks are threads of one process, as far as storages use SGLang's GroupCoordinator."""
+"""A tensor-parallel group whose ranks are threads of one process,
+as far as storages use SGLang's GroupCoordinator."""
 
 from __future__ import annotations
 
@@ -18,9 +19,13 @@ LIMIT_S = 30.0
 class RankGroup:
     """As rank `rank_in_group` sees it: reductions are torch's own, over Gloo."""
 
-    def __init__(self, rank: int, size: int, store: Any, barrier: threading.Barrier, values: list[Any]) -> None:
+    def __init__(
+        self, rank: int, size: int, store: Any, barrier: threading.Barrier, values: list[Any]
+    ) -> None:
         self.rank_in_group, self.world_size = rank, size
-        self.cpu_group = torch.distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=LIMIT_S))
+        self.cpu_group = torch.distributed.ProcessGroupGloo(
+            store, rank, size, timedelta(seconds=LIMIT_S)
+        )
         self._barrier, self._values = barrier, values
 
     def all_gather_object(self, value: Any) -> list[Any]:

@@ -1,4 +1,5 @@
-"""Redis as a HiCache storage, for `dynamic`: the few commands that it takes, over a socket, without a client library."""
+"""Redis as a HiCache storage, for `dynamic`:
+the few commands that it takes, over a socket, without a client library."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ TIMEOUT_S = 5.0
 
 
 class RedisStorage(HiCacheStorage):  # type: ignore[misc]
-    """`extra_config` has `port`, on this machine. Where the server is away it raises; the next call connects anew."""
+    """`extra_config` has `port`, on this machine.
+    Where the server is away it raises; the next call connects anew."""
 
     def __init__(self, config: Any, kwargs: Any = None) -> None:
         self._port = int(config.extra_config["port"])
@@ -22,8 +24,11 @@ class RedisStorage(HiCacheStorage):  # type: ignore[misc]
         found = self._call(b"GET", key.encode())
         return None if found is None else torch.frombuffer(bytearray(found), dtype=torch.uint8)
 
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        self._call(b"SET", key.encode(), value.numpy().tobytes(), b"NX")  # as HiCache's: nothing is overwritten
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        # as HiCache's: nothing is overwritten
+        self._call(b"SET", key.encode(), value.numpy().tobytes(), b"NX")
         return True
 
     def exists(self, key: str) -> bool:
@@ -40,7 +45,9 @@ class RedisStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_get(self, keys: Any, target_locations: Any = None, target_sizes: Any = None) -> Any:
         raise NotImplementedError
 
-    def batch_set(self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
+    def batch_set(
+        self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
         raise NotImplementedError
 
     def _call(self, *parts: bytes) -> Any:

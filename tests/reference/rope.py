@@ -1,4 +1,5 @@
-"""RoPE from its definition: one pair, one complex number, one multiplication at a time, in double precision.
+"""RoPE from its definition: one pair, one complex number, one multiplication at a time, in double
+precision.
 
 The reference of `sglang_chunkcache/fusion/relocate.py`. Shares nothing with SGLang's tables.
 """
@@ -14,7 +15,8 @@ from torch import Tensor
 
 
 def plain(rotary_dim: int, base: float) -> list[float]:
-    """Radians per position of each pair: base^(-2i / rotary_dim) (RoFormer, arXiv 2104.09864, section 3.2.2)."""
+    """Radians per position of each pair: base^(-2i / rotary_dim) (RoFormer, arXiv 2104.09864,
+    section 3.2.2)."""
     return [base ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)]
 
 
@@ -24,11 +26,16 @@ def linear(rotary_dim: int, base: float, *, factor: float) -> list[float]:
 
 
 def dynamic_ntk(rotary_dim: int, base: float, *, factor: float) -> list[float]:
-    """A larger base, as for a sequence of `factor` times the trained length (Hugging Face's `dynamic`)."""
-    return plain(rotary_dim, base * (factor * factor - (factor - 1)) ** (rotary_dim / (rotary_dim - 2)))
+    """A larger base, as for a sequence of `factor` times the trained length (Hugging Face's
+    `dynamic`)."""
+    return plain(
+        rotary_dim, base * (factor * factor - (factor - 1)) ** (rotary_dim / (rotary_dim - 2))
+    )
 
 
-def llama3(rotary_dim: int, base: float, *, factor: float, low: float, high: float, trained_len: int) -> list[float]:
+def llama3(
+    rotary_dim: int, base: float, *, factor: float, low: float, high: float, trained_len: int
+) -> list[float]:
     """Long waves squeezed, short ones kept, those between blended (Llama 3.1's reference code)."""
     frequencies = []
     for frequency in plain(rotary_dim, base):
@@ -39,14 +46,24 @@ def llama3(rotary_dim: int, base: float, *, factor: float, low: float, high: flo
 
 
 def yarn(
-    rotary_dim: int, base: float, *, factor: float, trained_len: int, fast: float = 32, slow: float = 1
+    rotary_dim: int,
+    base: float,
+    *,
+    factor: float,
+    trained_len: int,
+    fast: float = 32,
+    slow: float = 1,
 ) -> list[float]:
-    """NTK by parts (YaRN, arXiv 2309.00071, section 3.2), ramp ends rounded outward as in its code."""
+    """NTK by parts (YaRN, arXiv 2309.00071, section 3.2), ramp ends rounded outward as in its
+    code."""
 
     def pair_that_turns(turns: float) -> float:
         return rotary_dim * math.log(trained_len / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = max(math.floor(pair_that_turns(fast)), 0), min(math.ceil(pair_that_turns(slow)), rotary_dim - 1)
+    low, high = (
+        max(math.floor(pair_that_turns(fast)), 0),
+        min(math.ceil(pair_that_turns(slow)), rotary_dim - 1),
+    )
     frequencies = []
     for i, frequency in enumerate(plain(rotary_dim, base)):
         squeeze = min(max((i - low) / (high - low), 0.0), 1.0)
@@ -55,14 +72,21 @@ def yarn(
 
 
 def yarn_mscale(factor: float) -> float:
-    """What YaRN multiplies keys and queries by: the square root of 1/t (arXiv 2309.00071, section 3.4)."""
+    """What YaRN multiplies keys and queries by:
+    the square root of 1/t (arXiv 2309.00071, section 3.4)."""
     return 0.1 * math.log(factor) + 1
 
 
 def rotate(
-    keys: Tensor, positions: Sequence[int], frequencies: Sequence[float], *, neox: bool, scale: float = 1.0
+    keys: Tensor,
+    positions: Sequence[int],
+    frequencies: Sequence[float],
+    *,
+    neox: bool,
+    scale: float = 1.0,
 ) -> Tensor:
-    """`keys` [num_tokens, num_heads, head_dim], each token turned by its position, which may be negative; float64."""
+    """`keys` [num_tokens, num_heads, head_dim], each token turned by its position,
+    which may be negative; float64."""
     result = keys.double().clone()
     half = len(frequencies)
     for token, position in enumerate(positions):
@@ -76,7 +100,8 @@ def rotate(
 
 
 def pair_norms(keys: Tensor, rotary_dim: int, *, neox: bool) -> Tensor:
-    """Like `keys` in float64: at each number the length of the pair it belongs to, or its own where it is not rotated."""
+    """Like `keys` in float64: at each number the length of the pair it belongs to,
+    or its own where it is not rotated."""
     norms = keys.double().abs()
     for i in range(rotary_dim // 2):
         a, b = (i, i + rotary_dim // 2) if neox else (2 * i, 2 * i + 1)

@@ -1,10 +1,11 @@
-"""SGLang's scheduler reduced to what a prefix cache sees: the same calls in the same order, on its real pools.
+"""SGLang's scheduler reduced to what a prefix cache sees: the same calls in the same order, on its
+real pools.
 
-A request goes match -> load back -> lock -> prefill pieces -> decode -> release; the last step is SGLang's own
-`release_kv_cache`. Slots are counted, so a double free or a leak shows at once.
+A request goes match -> load back -> lock -> prefill pieces -> decode -> release; the last step is
+SGLang's own `release_kv_cache`. Slots are counted, so a double free or a leak shows at once.
 
-A batch is first put together (`add`, `extend`), which gives out promises but no slots of its own. `forward` allocates
-and computes. There SGLang dies if slots are short, so here it is an assertion.
+A batch is first put together (`add`, `extend`), which gives out promises but no slots of its own.
+`forward` allocates and computes. There SGLang dies if slots are short, so here it is an assertion.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class CountingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
 
     def free(self, free_index: torch.Tensor) -> None:
         slots = Counter(free_index.tolist())
-        twice = (slots & Counter(self.free_pages.tolist())) + Counter(s for s, n in slots.items() if n > 1)
+        twice = (slots & Counter(self.free_pages.tolist())) + Counter(
+            s for s, n in slots.items() if n > 1
+        )
         assert not twice, f"slots freed twice: {sorted(twice)}"
         for slot in slots:
             self.contents.pop(slot, None)
@@ -127,7 +130,9 @@ def marked(
 
 def packed(request: RequestSpans, token_ids: Sequence[int]) -> dict[str, str]:
     """The `custom_params` of the request with these tokens."""
-    spans = tuple(Span(start, end, chunk_id(token_ids[start:end])) for start, end, _ in request.spans)
+    spans = tuple(
+        Span(start, end, chunk_id(token_ids[start:end])) for start, end, _ in request.spans
+    )
     return pack(structs.replace(request, spans=spans), secret=SECRET)
 
 
@@ -169,7 +174,9 @@ class Scheduler:
         self.cache: Any = RadixCache(params) if config is None else ChunkRadixCache(params, config)
         if host_slots and config is not None:
             pool = MemoryHost(lambda: self.allocator.contents, host_slots)
-            self.cache.host = HostChains(self.cache, pool, FixedCosts(), window=config.window_requests)
+            self.cache.host = HostChains(
+                self.cache, pool, FixedCosts(), window=config.window_requests
+            )
 
     def queue(self, req: FakeReq) -> None:
         """As `SchedulePolicy` finds a waiting request's place."""
@@ -197,7 +204,8 @@ class Scheduler:
         return matched
 
     def add(self, req: FakeReq, num_tokens: int) -> int | None:
-        """As `PrefillAdder.add_one_req`: match, take what is promised, lock, into the batch with a first piece.
+        """As `PrefillAdder.add_one_req`: match, take what is promised, lock, into the batch with a
+        first piece.
 
         Returns:
             Tokens that need not be prefilled; None: not with this batch.
@@ -221,7 +229,8 @@ class Scheduler:
         return matched
 
     def extend(self, req: FakeReq, end: int) -> bool:
-        """The next piece of a request under way, up to `end` or the budget, into the batch. False if slots are short."""
+        """The next piece of a request under way, up to `end` or the budget, into the batch.
+        False if slots are short."""
         if self.prefill_budget is not None:
             end = min(end, req.filled + self.prefill_budget - self._num_planned())
         if end <= req.filled or self._num_free() < end - req.filled:
@@ -230,7 +239,8 @@ class Scheduler:
         return True
 
     def forward(self) -> None:
-        """Allocate for the batch and compute it. Others decode next, after which nothing is put off that is to be copied."""
+        """Allocate for the batch and compute it.
+        Others decode next, after which nothing is put off that is to be copied."""
         batch, self.batch = self.batch, []
         for req, end in batch:
             if req.kv.req_pool_idx is None:
@@ -277,7 +287,12 @@ class Scheduler:
         """The request ends, is aborted or retracted: SGLang's own `release_kv_cache`."""
         with without_server_args():
             release_kv_cache(req, self.cache, is_insert=is_insert)
-        req.last_node, req.filled, req.kv.kv_committed_len, req.kv.cache_protected_len = None, 0, 0, 0
+        req.last_node, req.filled, req.kv.kv_committed_len, req.kv.cache_protected_len = (
+            None,
+            0,
+            0,
+            0,
+        )
 
     def serve(self, req: FakeReq, *, piece: int = 10**6, answer: Sequence[int] = ()) -> int:
         """A whole request at once; returns its matched length."""
@@ -310,7 +325,11 @@ class Scheduler:
 
     def check(self, reqs: Sequence[FakeReq] = ()) -> None:
         """Every slot has one owner, and the books agree."""
-        own = [slot for req in reqs for slot in self.slots(req, req.kv.cache_protected_len, req.kv.kv_allocated_len)]
+        own = [
+            slot
+            for req in reqs
+            for slot in self.slots(req, req.kv.cache_protected_len, req.kv.kv_allocated_len)
+        ]
         owners = Counter([*own, *self.free_slots(), *self.tree_slots()])
         assert owners == Counter(range(1, self.capacity + 1)), (
             f"own {own}, {owners - Counter(range(1, self.capacity + 1))}"
@@ -325,7 +344,9 @@ class Scheduler:
         end = self._piece_end(req, req.host_hit_length, num_tokens)
         if end is None or not req.host_hit_length:
             return end
-        loaded = self.cache.init_load_back(InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req))
+        loaded = self.cache.init_load_back(
+            InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req)
+        )
         assert loaded is not None, "SGLang would end admission for all"
         indices, req.last_node = loaded
         assert len(indices) in (0, req.host_hit_length), "SGLang dies of a promise kept in part"
@@ -349,7 +370,9 @@ class Scheduler:
 
     def _num_free(self) -> int:
         """Slots that can be had besides those promised to the batch."""
-        return int(self.allocator.available_size() + self.cache.evictable_size()) - self._num_planned()
+        return (
+            int(self.allocator.available_size() + self.cache.evictable_size()) - self._num_planned()
+        )
 
     def _num_planned(self) -> int:
         return sum(end - req.filled for req, end in self.batch)
@@ -359,11 +382,15 @@ class Scheduler:
         if self.allocator.available_size() < need:
             self.evict(need - self.allocator.available_size())
         slots = self.allocator.alloc(need)
-        assert slots is not None, f"SGLang dies: no slots for {need} tokens of a batch that was admitted"
+        assert slots is not None, (
+            f"SGLang dies: no slots for {need} tokens of a batch that was admitted"
+        )
         self.rows.write((req.kv.req_pool_idx, slice(end - need, end)), slots.to(torch.int32))
         req.kv.kv_allocated_len = end
 
-    def _around(self, mode: ForwardMode, batch: Sequence[tuple[FakeReq, int]] = ()) -> AbstractContextManager[None]:
+    def _around(
+        self, mode: ForwardMode, batch: Sequence[tuple[FakeReq, int]] = ()
+    ) -> AbstractContextManager[None]:
         """As our hook, around a forward of SGLang's batch."""
         told = SimpleNamespace(
             forward_mode=mode,
@@ -371,7 +398,11 @@ class Scheduler:
             prefix_lens=[req.filled for req, _ in batch],
             extend_lens=[end - req.filled for req, end in batch],
         )
-        around = self.cache.around_forward(told) if isinstance(self.cache, ChunkRadixCache) else nullcontext()
+        around = (
+            self.cache.around_forward(told)
+            if isinstance(self.cache, ChunkRadixCache)
+            else nullcontext()
+        )
         return cast("AbstractContextManager[None]", around)
 
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
@@ -380,7 +411,9 @@ class Scheduler:
 
 def walk(cache: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """(keys from the root down to it, node) for every node."""
-    stack: list[tuple[tuple[Any, ...], Any]] = [((), node) for node in cache.root_node.children.values()]
+    stack: list[tuple[tuple[Any, ...], Any]] = [
+        ((), node) for node in cache.root_node.children.values()
+    ]
     while stack:
         above, node = stack.pop()
         path = (*above, node.key)
@@ -393,9 +426,13 @@ _RELEASES = threading.Lock()
 
 @contextmanager
 def without_server_args() -> Iterator[None]:
-    """`release_kv_cache` asks two settings of a server that does not run here. One thread at a time."""
+    """`release_kv_cache` asks two settings of a server that does not run here.
+    One thread at a time."""
     common = "sglang.srt.mem_cache.common"
-    spec, serving = SimpleNamespace(speculative_algorithm=None), SimpleNamespace(strip_thinking_cache=False)
+    spec, serving = (
+        SimpleNamespace(speculative_algorithm=None),
+        SimpleNamespace(strip_thinking_cache=False),
+    )
     with (
         _RELEASES,
         mock.patch(f"{common}.get_spec", return_value=spec),

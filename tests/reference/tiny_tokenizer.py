@@ -1,4 +1,5 @@
-"""Tokenizers made on the fly, one of each kind that matters: byte-level, and sentencepiece-like with a leading space."""
+"""Tokenizers made on the fly, one of each kind that matters:
+byte-level, and sentencepiece-like with a leading space."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{"
+    " message['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt"
+    " %}<|im_start|>assistant\n{% endif %}"
 )
 
 SPECIAL_TOKENS = ["<s>", "<|im_start|>", "<|im_end|>", "<pad>"]
@@ -35,9 +37,15 @@ def make_tokenizer(vocab_size: int = 512) -> Any:
 def make_spaced_tokenizer(vocab_size: int = 512) -> Any:
     """Llama's kind: puts a space in front of whatever it is given, falls back to bytes."""
     bpe = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
-    bpe.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<unk>", *SPECIAL_TOKENS], show_progress=False)
-    bpe.train_from_iterator((word for line in generated_lines(300) for word in line.split()), trainer)
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement="▁", prepend_scheme="first", split=False
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<unk>", *SPECIAL_TOKENS], show_progress=False
+    )
+    bpe.train_from_iterator(
+        (word for line in generated_lines(300) for word in line.split()), trainer
+    )
     state = json.loads(bpe.to_str())
     vocab = state["model"]["vocab"]
     for byte in range(256):
@@ -45,26 +53,41 @@ def make_spaced_tokenizer(vocab_size: int = 512) -> Any:
     state["model"]["byte_fallback"] = True
     bpe = Tokenizer.from_str(json.dumps(state))
     bpe.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return _wrap(bpe)
 
 
 def make_unigram_tokenizer(vocab_size: int = 512) -> Any:
-    """SentencePiece's other kind, with byte fallback; control tokens are pieces of the model, too."""
+    """SentencePiece's other kind, with byte fallback;
+    control tokens are pieces of the model, too."""
     unigram = Tokenizer(models.Unigram())
-    unigram.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement="▁", prepend_scheme="first", split=False
+    )
     trainer = trainers.UnigramTrainer(
         vocab_size=vocab_size, special_tokens=["<unk>", *SPECIAL_TOKENS], unk_token="<unk>"
     )
     trainer.show_progress = False
-    unigram.train_from_iterator((word for line in generated_lines(300) for word in line.split()), trainer)
+    unigram.train_from_iterator(
+        (word for line in generated_lines(300) for word in line.split()), trainer
+    )
     state = json.loads(unigram.to_str())
     state["model"]["vocab"] += [[f"<0x{byte:02X}>", -20.0] for byte in range(256)]
     state["model"]["byte_fallback"] = True
     unigram = Tokenizer.from_str(json.dumps(state))
     unigram.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return _wrap(unigram)
 
@@ -85,6 +108,10 @@ def _wrap(backend: Tokenizer) -> Any:
 def generated_lines(num_lines: int) -> list[str]:
     """Pseudo-random sentences of made-up words, the same on every run."""
     rng = random.Random(0)
-    syllables = [a + b for a in "bcdfghklmnprstvz" for b in ("a", "e", "i", "o", "u", "an", "er", "is", "or", "um")]
+    syllables = [
+        a + b
+        for a in "bcdfghklmnprstvz"
+        for b in ("a", "e", "i", "o", "u", "an", "er", "is", "or", "um")
+    ]
     words = ["".join(rng.choices(syllables, k=rng.randint(1, 4))) for _ in range(1500)]
     return [" ".join(rng.choices(words, k=12)).capitalize() + "." for _ in range(num_lines)]

@@ -23,7 +23,8 @@ OPTIONS = BuildOptions(fit_passages=1000, encode_batch=3, bm25_memory_bytes=15_0
 
 
 class WordEncoder:
-    """The sum of a text's words, each a fixed random direction, at length 1. `seed` replaces the weights."""
+    """The sum of a text's words, each a fixed random direction, at length 1.
+    `seed` replaces the weights."""
 
     def __init__(self, *, seed: int = 0, dim: int = DIM) -> None:
         self.seed, self.dim = seed, dim
@@ -74,7 +75,12 @@ def quiet(stage: str, done: int, total: int | None) -> None:
 
 
 def build(
-    folder: Path, documents: Iterable[Document], *, encoder: Any = None, pruning: Pruning | None = None, **changes: Any
+    folder: Path,
+    documents: Iterable[Document],
+    *,
+    encoder: Any = None,
+    pruning: Pruning | None = None,
+    **changes: Any,
 ) -> BuildReport:
     """`build_index` with what tests do not care about filled in."""
     return build_index(
@@ -95,7 +101,8 @@ def remove(folder: Path, *ids: str) -> int:
 
 
 def delete(folder: Path) -> None:
-    """The whole folder of an index. While it is open tantivy looks at it twice a second, and may create its lock file again."""
+    """The whole folder of an index.
+    While it is open tantivy looks at it twice a second, and may create its lock file again."""
 
     def is_gone() -> bool:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""Bm25Index: the ranking against a naive one, hostile text, and that what is opened stays as it was.
+"""Bm25Index: the ranking against a naive one, hostile text, and that what is opened stays as it
+was.
 
 .venv/bin/python -m pytest tests/retrieval/test_bm25.py
 """
@@ -62,7 +63,9 @@ PASSAGES = st.lists(st.lists(WORDS, max_size=60), min_size=1, max_size=12)
 def folder(tmp_path: Path) -> Path:
     """An index of TEXTS in English; row = place in the list."""
     folder = tmp_path / "bm25"
-    Bm25Index.create(folder, language="english", version=ANALYZER).update(enumerate(TEXTS), [], memory_bytes=MEMORY)
+    Bm25Index.create(folder, language="english", version=ANALYZER).update(
+        enumerate(TEXTS), [], memory_bytes=MEMORY
+    )
     return folder
 
 
@@ -72,7 +75,10 @@ def rows_of(index: Bm25Index, query: str, k: int = 10) -> list[int]:
 
 def contents_of(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Name -> inode and digest of every file."""
-    return {file.name: (file.stat().st_ino, blake2b(file.read_bytes()).digest()) for file in folder.iterdir()}
+    return {
+        file.name: (file.stat().st_ino, blake2b(file.read_bytes()).digest())
+        for file in folder.iterdir()
+    }
 
 
 # The ranking
@@ -81,10 +87,13 @@ def contents_of(folder: Path) -> dict[str, tuple[int, bytes]]:
 @settings(max_examples=examples(25))
 @given(PASSAGES, st.lists(WORDS | st.just("unknown"), min_size=1, max_size=5), st.integers(1, 12))
 def test_search_equals_naive_bm25(passages: list[list[str]], query: list[str], k: int) -> None:
-    """Every score is the formula's, nothing without a shared word is found, and nothing better is left out."""
+    """Every score is the formula's, nothing without a shared word is found,
+    and nothing better is left out."""
     with TemporaryDirectory() as directory:
         index = Bm25Index.create(Path(directory), language="none", version=ANALYZER)
-        index.update(((row, " ".join(words)) for row, words in enumerate(passages)), [], memory_bytes=MEMORY)
+        index.update(
+            ((row, " ".join(words)) for row, words in enumerate(passages)), [], memory_bytes=MEMORY
+        )
         scores, rows = index.search(" ".join(query), k=k)
     expected = bm25_scores(passages, query) if any(passages) else [0.0] * len(passages)
     found = [score for score in sorted(expected, reverse=True) if score > 0][:k]
@@ -94,8 +103,13 @@ def test_search_equals_naive_bm25(passages: list[list[str]], query: list[str], k
 
 
 @settings(max_examples=examples(25))
-@given(st.lists(st.lists(st.sampled_from(MIXED), max_size=8).map("".join), min_size=1, max_size=6), st.data())
-def test_search_of_scripts_without_spaces_equals_naive_bm25(passages: list[str], data: st.DataObject) -> None:
+@given(
+    st.lists(st.lists(st.sampled_from(MIXED), max_size=8).map("".join), min_size=1, max_size=6),
+    st.data(),
+)
+def test_search_of_scripts_without_spaces_equals_naive_bm25(
+    passages: list[str], data: st.DataObject
+) -> None:
     """Pairs of characters, beside words with spaces, in passages and queries alike."""
     query = "".join(data.draw(st.lists(st.sampled_from(MIXED), min_size=1, max_size=4)))
     cut = [words(passage) for passage in passages]
@@ -109,27 +123,42 @@ def test_search_of_scripts_without_spaces_equals_naive_bm25(passages: list[str],
 
 
 def test_older_analyzer_cuts_as_it_did(tmp_path: Path) -> None:
-    """A sentence in Chinese is one word for the first version; neither version's index is opened as the other's."""
+    """A sentence in Chinese is one word for the first version;
+    neither version's index is opened as the other's."""
     for version, found in [(1, []), (2, [0])]:
         folder = tmp_path / str(version)
         index = Bm25Index.create(folder, language="none", version=version)
         index.update([(0, "退货政策很简单")], [], memory_bytes=MEMORY)
         assert rows_of(Bm25Index.open(folder, language="none", version=version), "退货") == found
-        assert rows_of(Bm25Index.open(folder, language="none", version=version), "退货政策很简单") == [0]
+        assert rows_of(
+            Bm25Index.open(folder, language="none", version=version), "退货政策很简单"
+        ) == [0]
         with pytest.raises(CorruptIndexError, match=f"by analyzer {3 - version}"):
             Bm25Index.open(folder, language="none", version=3 - version)
 
 
 def test_rounded_length_steps() -> None:
     """The naive twin rounds as the engine does: exact to 40, then steps of an eighth."""
-    assert [rounded_length(n) for n in (0, 39, 40, 41, 42, 55, 57, 100, 1000)] == [0, 39, 40, 40, 42, 54, 56, 96, 984]
+    assert [rounded_length(n) for n in (0, 39, 40, 41, 42, 55, 57, 100, 1000)] == [
+        0,
+        39,
+        40,
+        40,
+        42,
+        54,
+        56,
+        96,
+        984,
+    ]
 
 
 def test_search_of_long_passages_equals_naive_bm25(tmp_path: Path) -> None:
     """Lengths far above 40 words, where the rounding is coarse."""
     passages = [["x"] + ["y"] * length for length in (0, 10, 41, 43, 99, 103, 500, 5000)]
     index = Bm25Index.create(tmp_path, language="none", version=ANALYZER)
-    index.update(((row, " ".join(words)) for row, words in enumerate(passages)), [], memory_bytes=MEMORY)
+    index.update(
+        ((row, " ".join(words)) for row, words in enumerate(passages)), [], memory_bytes=MEMORY
+    )
     scores, rows = index.search("x", k=10)
     expected = bm25_scores(passages, ["x"])
     assert scores == pytest.approx([expected[row] for row in rows], rel=1e-5)
@@ -147,7 +176,9 @@ def test_equal_scores_stand_by_row(tmp_path: Path) -> None:
 def test_search_returns_the_promised_types(folder: Path) -> None:
     """float32 scores and int64 rows, best first, also where nothing is found."""
     for query in ("the in café fox", "zzz"):
-        scores, rows = Bm25Index.open(folder, language="english", version=ANALYZER).search(query, k=3)
+        scores, rows = Bm25Index.open(folder, language="english", version=ANALYZER).search(
+            query, k=3
+        )
         assert (scores.dtype.name, rows.dtype.name) == ("float32", "int64")
         assert scores.shape == rows.shape
         assert (np.diff(scores) <= 0).all()
@@ -175,7 +206,8 @@ def test_search_returns_the_promised_types(folder: Path) -> None:
     ],
 )
 def test_queries_are_text_and_not_syntax(folder: Path, query: str, rows: list[int]) -> None:
-    """Whatever a user types is looked up as words: no operator, no error, nothing found where no word is known."""
+    """Whatever a user types is looked up as words:
+    no operator, no error, nothing found where no word is known."""
     assert rows_of(Bm25Index.open(folder, language="english", version=ANALYZER), query) == rows
 
 
@@ -187,7 +219,8 @@ def test_repeated_words_count_once(folder: Path) -> None:
 
 
 def test_long_query_keeps_its_rarest_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A megabyte of text is bounded, and unknown or common words do not push out the one that tells."""
+    """A megabyte of text is bounded, and unknown or common words do not push out the one that
+    tells."""
     index = Bm25Index.create(tmp_path, language="none", version=ANALYZER)
     index.update(((row, f"common w{row}") for row in range(50)), [], memory_bytes=MEMORY)
     query = "common " + " ".join(f"unknown{n}" for n in range(80_000)) + " w7"
@@ -209,7 +242,10 @@ def test_languages_stem_and_none_does_not(tmp_path: Path) -> None:
         index = Bm25Index.create(tmp_path / language, language=language, version=ANALYZER)
         index.update([(1, "running wolves")], [], memory_bytes=MEMORY)
         assert rows_of(index, "wolves") == [1]
-    assert rows_of(Bm25Index.open(tmp_path / "none", language="none", version=ANALYZER), "wolf run") == []
+    assert (
+        rows_of(Bm25Index.open(tmp_path / "none", language="none", version=ANALYZER), "wolf run")
+        == []
+    )
 
 
 # Updates
@@ -225,7 +261,8 @@ def test_update_removes_and_adds_in_one_commit(folder: Path) -> None:
 
 
 def test_failed_update_changes_nothing_and_frees_the_folder(folder: Path) -> None:
-    """A corpus file that breaks off in the middle leaves no half of it, and the next update can write."""
+    """A corpus file that breaks off in the middle leaves no half of it,
+    and the next update can write."""
 
     def broken() -> Iterator[tuple[int, str]]:
         yield 100, "whales"
@@ -234,13 +271,16 @@ def test_failed_update_changes_nothing_and_frees_the_folder(folder: Path) -> Non
     index = Bm25Index.open(folder, language="english", version=ANALYZER)
     with pytest.raises(OSError, match="unreadable"):
         index.update(broken(), [0], memory_bytes=MEMORY)
-    assert rows_of(Bm25Index.open(folder, language="english", version=ANALYZER), "fox whales") == [0]
+    assert rows_of(Bm25Index.open(folder, language="english", version=ANALYZER), "fox whales") == [
+        0
+    ]
     index.update([(100, "whales")], [], memory_bytes=MEMORY)
     assert rows_of(index, "fox whales", k=5) == [100, 0]
 
 
 def test_killed_writer_leaves_the_last_commit_writable(folder: Path) -> None:
-    """kill -9 in the middle of a build: none of it is visible, and its lock blocks no later writer."""
+    """kill -9 in the middle of a build: none of it is visible,
+    and its lock blocks no later writer."""
     code = """if True:
         import os, sys
         from pathlib import Path
@@ -265,15 +305,20 @@ def test_second_writer_is_refused(folder: Path) -> None:
     """Two writers at once would lose one's work."""
 
     def nested() -> Iterator[tuple[int, str]]:
-        Bm25Index.open(folder, language="english", version=ANALYZER).update([], [], memory_bytes=MEMORY)
+        Bm25Index.open(folder, language="english", version=ANALYZER).update(
+            [], [], memory_bytes=MEMORY
+        )
         yield 0, ""
 
     with pytest.raises(RetrievalError, match="another writer holds its lock"):
-        Bm25Index.open(folder, language="english", version=ANALYZER).update(nested(), [], memory_bytes=MEMORY)
+        Bm25Index.open(folder, language="english", version=ANALYZER).update(
+            nested(), [], memory_bytes=MEMORY
+        )
 
 
 def test_opened_index_is_a_snapshot(folder: Path) -> None:
-    """Searches under way see one state, also when another object updates the folder and the folder is deleted."""
+    """Searches under way see one state, also when another object updates the folder and the folder
+    is deleted."""
     before, other = (
         Bm25Index.open(folder, language="english", version=ANALYZER),
         Bm25Index.open(folder, language="english", version=ANALYZER),
@@ -287,10 +332,13 @@ def test_opened_index_is_a_snapshot(folder: Path) -> None:
 
 
 def test_link_copy_shares_no_changes(folder: Path) -> None:
-    """Updates of the copy, with removals and merges, leave the source's files byte for byte, and the other way round."""
+    """Updates of the copy, with removals and merges, leave the source's files byte for byte,
+    and the other way round."""
     copy = folder.with_name("copy")
     link_copy(folder, copy)
-    assert {file.stat().st_ino for file in copy.iterdir()} < {file.stat().st_ino for file in folder.iterdir()}
+    assert {file.stat().st_ino for file in copy.iterdir()} < {
+        file.stat().st_ino for file in folder.iterdir()
+    }
     before = contents_of(folder)
     index = Bm25Index.open(copy, language="english", version=ANALYZER)
     for step in range(12):  # more than the eight segments that start a merge
@@ -299,7 +347,11 @@ def test_link_copy_shares_no_changes(folder: Path) -> None:
     assert contents_of(folder) == before
     assert rows_of(Bm25Index.open(folder, language="english", version=ANALYZER), "fox") == [0]
     delete(folder)
-    assert rows_of(Bm25Index.open(copy, language="english", version=ANALYZER), "fox") == [109, 110, 111]
+    assert rows_of(Bm25Index.open(copy, language="english", version=ANALYZER), "fox") == [
+        109,
+        110,
+        111,
+    ]
 
 
 def test_writers_of_source_and_copy_do_not_wait_for_each_other(folder: Path) -> None:
@@ -308,11 +360,17 @@ def test_writers_of_source_and_copy_do_not_wait_for_each_other(folder: Path) -> 
     link_copy(folder, copy)
 
     def nested() -> Iterator[tuple[int, str]]:
-        Bm25Index.open(copy, language="english", version=ANALYZER).update([(6, "whales")], [], memory_bytes=MEMORY)
+        Bm25Index.open(copy, language="english", version=ANALYZER).update(
+            [(6, "whales")], [], memory_bytes=MEMORY
+        )
         yield 6, "sharks"
 
-    Bm25Index.open(folder, language="english", version=ANALYZER).update(nested(), [], memory_bytes=MEMORY)
-    assert rows_of(Bm25Index.open(copy, language="english", version=ANALYZER), "whales sharks") == [6]
+    Bm25Index.open(folder, language="english", version=ANALYZER).update(
+        nested(), [], memory_bytes=MEMORY
+    )
+    assert rows_of(Bm25Index.open(copy, language="english", version=ANALYZER), "whales sharks") == [
+        6
+    ]
 
 
 def test_link_copy_without_links(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +403,10 @@ def test_missing_or_damaged_folder_is_named(folder: Path, tmp_path: Path) -> Non
             Bm25Index.open(path, language="english", version=ANALYZER)
         with pytest.raises(CorruptIndexError, match=f"{path} is no BM25 index"):
             link_copy(path, tmp_path / "target")
-    for name in ["meta.json", *(file.name for file in folder.iterdir() if file.suffix not in {".lock", ".json"})]:
+    for name in [
+        "meta.json",
+        *(file.name for file in folder.iterdir() if file.suffix not in {".lock", ".json"}),
+    ]:
         damaged = tmp_path / f"damaged-{name}"
         shutil.copytree(folder, damaged)
         os.truncate(damaged / name, (damaged / name).stat().st_size // 2)
@@ -354,7 +415,8 @@ def test_missing_or_damaged_folder_is_named(folder: Path, tmp_path: Path) -> Non
 
 
 def test_panic_of_the_engine_is_an_ordinary_error(folder: Path) -> None:
-    """Flipped bytes can make the engine panic, which would pass `except Exception` and take the server down."""
+    """Flipped bytes can make the engine panic, which would pass `except Exception` and take the
+    server down."""
     for file in folder.glob("*.fast"):
         data = bytearray(file.read_bytes())
         footer_bytes = 200  # what opening does check
@@ -365,7 +427,8 @@ def test_panic_of_the_engine_is_an_ordinary_error(folder: Path) -> None:
 
 
 def test_read_only_folder_can_be_searched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server may have its index mounted read-only, where the engine's lock file cannot be made."""
+    """A server may have its index mounted read-only, where the engine's lock file cannot be
+    made."""
     before = contents_of(folder)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert rows_of(Bm25Index.open(folder, language="english", version=ANALYZER), "fox") == [0]
@@ -395,4 +458,9 @@ def test_k_beyond_the_index_is_all_that_match(folder: Path) -> None:
     """The engine sets memory aside for k hits; a huge k must not ask for it."""
     index = Bm25Index.open(folder, language="english", version=ANALYZER)
     assert rows_of(index, "fox", k=10**12) == [0]
-    assert rows_of(Bm25Index.create(folder.with_name("empty"), language="none", version=ANALYZER), "fox") == []
+    assert (
+        rows_of(
+            Bm25Index.create(folder.with_name("empty"), language="none", version=ANALYZER), "fox"
+        )
+        == []
+    )

@@ -40,7 +40,16 @@ from retrieval.passage import Document
 from retrieval.retriever import Retriever
 from retrieval.settings import SETTINGS
 from retrieval.store import PassageStore
-from tests.retrieval.small_index import DIM, OPTIONS, TOKENS, WordEncoder, build, make_documents, make_settings, remove
+from tests.retrieval.small_index import (
+    DIM,
+    OPTIONS,
+    TOKENS,
+    WordEncoder,
+    build,
+    make_documents,
+    make_settings,
+    remove,
+)
 
 NUM_DOCUMENTS = 3000
 
@@ -48,13 +57,21 @@ NUM_DOCUMENTS = 3000
 def texts_of(folder: Path) -> list[str]:
     """Live texts by row."""
     index = Index.open(folder, verify=True)
-    return [passage.text for row, passage in index.store.iterate(0, index.num_rows) if row not in index.removed]
+    return [
+        passage.text
+        for row, passage in index.store.iterate(0, index.num_rows)
+        if row not in index.removed
+    ]
 
 
 def ids_of(folder: Path) -> list[str]:
     """Live ids by row."""
     index = Index.open(folder, verify=True)
-    return [passage.id for row, passage in index.store.iterate(0, index.num_rows) if row not in index.removed]
+    return [
+        passage.id
+        for row, passage in index.store.iterate(0, index.num_rows)
+        if row not in index.removed
+    ]
 
 
 class CountingEncoder(WordEncoder):
@@ -82,7 +99,8 @@ def test_reports(tmp_path: Path) -> None:
 
 
 def test_encodes_each_passage_once(tmp_path: Path) -> None:
-    """Encoding is the most expensive step: stored passages are not encoded again, except one to check a continued build."""
+    """Encoding is the most expensive step: stored passages are not encoded again,
+    except one to check a continued build."""
     encoder = CountingEncoder()
     build(tmp_path, make_documents([f"text {n}" for n in range(10)]), encoder=encoder)
     build(tmp_path, make_documents([f"text {n}" for n in range(12)]), encoder=encoder)
@@ -91,15 +109,21 @@ def test_encodes_each_passage_once(tmp_path: Path) -> None:
 
 
 def test_long_documents_make_short_transactions(tmp_path: Path) -> None:
-    """Thousands of books are not read twice because the last one cannot be read, nor held at once."""
+    """Thousands of books are not read twice because the last one cannot be read,
+    nor held at once."""
 
     def books() -> Iterator[Document]:
         yield from make_documents(["one long book", "two long books", "three"])
         raise RetrievalError("the fourth is not UTF-8")
 
-    with patch.object(build_module, "READ_CHARS", 20), pytest.raises(RetrievalError, match="fourth"):
+    with (
+        patch.object(build_module, "READ_CHARS", 20),
+        pytest.raises(RetrievalError, match="fourth"),
+    ):
         build(tmp_path, books())
-    assert build(tmp_path, make_documents(["one long book", "two long books", "three"])).unchanged == 2
+    assert (
+        build(tmp_path, make_documents(["one long book", "two long books", "three"])).unchanged == 2
+    )
 
 
 def test_a_text_that_two_documents_have_outlives_one_of_them(tmp_path: Path) -> None:
@@ -115,7 +139,8 @@ def test_a_text_that_two_documents_have_outlives_one_of_them(tmp_path: Path) -> 
 
 
 def test_shifted_rows_without_ids_lose_nothing(tmp_path: Path) -> None:
-    """The first line of a file is deleted: every other line is another document now, with its neighbour's text."""
+    """The first line of a file is deleted: every other line is another document now,
+    with its neighbour's text."""
     texts = [f"text {n}" for n in range(30)]
     build(tmp_path, make_documents(texts))
     build(tmp_path, make_documents(texts[1:]))
@@ -151,8 +176,8 @@ def test_a_build_is_resumed_with_its_encoder_only(tmp_path: Path) -> None:
 
 
 def test_settings_are_kept_by_what_is_made_with_them(tmp_path: Path) -> None:
-    """A mistake in the first build costs no more than that build: factory and words until there is an index, the rest until there
-    is a passage."""
+    """A mistake in the first build costs no more than that build: factory and words until there is
+    an index, the rest until there is a passage."""
     with pytest.raises(RetrievalError, match="no text"):
         build(tmp_path, [], max_tokens=64, is_split=True)
     with pytest.raises(RetrievalError, match="at least 64 passages"):
@@ -189,26 +214,46 @@ def make_older(folder: Path) -> None:
     place, store = folder / manifest.bm25, PassageStore(folder / PASSAGES, writable=False)
     shutil.rmtree(place)
     hidden = set(removed_rows(folder, manifest).tolist())
-    rows = ((row, passage.content) for row, passage in store.iterate(0, manifest.num_rows) if row not in hidden)
-    Bm25Index.create(place, language="none", version=1).update(rows, [], memory_bytes=OPTIONS.bm25_memory_bytes)
+    rows = (
+        (row, passage.content)
+        for row, passage in store.iterate(0, manifest.num_rows)
+        if row not in hidden
+    )
+    Bm25Index.create(place, language="none", version=1).update(
+        rows, [], memory_bytes=OPTIONS.bm25_memory_bytes
+    )
     store.close()
-    others = {name: entry for name, entry in manifest.files.items() if not name.startswith(manifest.bm25)}
-    words = {f"{place.name}/{path.name}": entry_of(path) for path in place.iterdir() if path.suffix != ".lock"}
+    others = {
+        name: entry for name, entry in manifest.files.items() if not name.startswith(manifest.bm25)
+    }
+    words = {
+        f"{place.name}/{path.name}": entry_of(path)
+        for path in place.iterdir()
+        if path.suffix != ".lock"
+    }
     fields = asdict(replace(manifest, files={**others, **words}))
     del fields["analyzer"]
     (folder / MANIFEST).write_text(json.dumps({"format": 1, "xxh3": _digest(fields), **fields}))
 
 
-def test_index_of_an_older_analyzer_is_searched_with_it_until_the_next_build(tmp_path: Path) -> None:
-    """Never words cut in one way among those cut in another: the next build indexes the texts anew, and encodes none again."""
-    documents = [*make_documents(["退货政策很简单", "plain words", "gone"]), Document("zh", "", "退货")]
+def test_index_of_an_older_analyzer_is_searched_with_it_until_the_next_build(
+    tmp_path: Path,
+) -> None:
+    """Never words cut in one way among those cut in another:
+    the next build indexes the texts anew, and encodes none again."""
+    documents = [
+        *make_documents(["退货政策很简单", "plain words", "gone"]),
+        Document("zh", "", "退货"),
+    ]
     build(tmp_path, documents)
     remove(tmp_path, "d2")
     make_older(tmp_path)
     retriever = Retriever(Index.open(tmp_path, verify=True), WordEncoder(), verify=True, threads=1)
 
     def found(query: str) -> list[str]:
-        return [hit.passage.id for hit in retriever.search([query], k=5, mode="bm25", nprobe=1).hits[0]]
+        return [
+            hit.passage.id for hit in retriever.search([query], k=5, mode="bm25", nprobe=1).hits[0]
+        ]
 
     assert (found("退货"), found("words gone")) == (["zh"], ["d1"])
     assert "run `python -m retrieval build` again" in (retriever.notice or "")
@@ -227,7 +272,9 @@ def test_documents_of_an_older_store_are_pruned_with_care(tmp_path: Path) -> Non
     with sqlite3.connect(tmp_path / PASSAGES) as db:
         db.execute("ALTER TABLE documents DROP COLUMN file")
     db.close()
-    assert build(tmp_path, documents[:2], pruning=Pruning({"other.txt"}, even_most=False)).pruned == 0
+    assert (
+        build(tmp_path, documents[:2], pruning=Pruning({"other.txt"}, even_most=False)).pruned == 0
+    )
     assert build(tmp_path, documents[:1], pruning=Pruning({"b.jsonl"}, even_most=False)).pruned == 0
     assert build(tmp_path, documents[:2], pruning=Pruning((), even_most=False)).pruned == 1
     assert ids_of(tmp_path) == ["a", "b"]
@@ -255,7 +302,10 @@ def test_index_of_a_newer_analyzer_is_refused(tmp_path: Path) -> None:
     build(tmp_path, make_documents(["a"]))
     newer = replace(read_manifest(tmp_path), analyzer=ANALYZER + 1)
     (tmp_path / MANIFEST).write_text(newer.to_json())
-    with pytest.raises(CorruptIndexError, match=f"analyzer is of version {ANALYZER + 1}, this release has {ANALYZER}"):
+    with pytest.raises(
+        CorruptIndexError,
+        match=f"analyzer is of version {ANALYZER + 1}, this release has {ANALYZER}",
+    ):
         Index.open(tmp_path, verify=False)
 
 
@@ -293,7 +343,10 @@ def test_remove_is_all_or_nothing(tmp_path: Path) -> None:
 def test_a_removal_that_died_is_finished_by_the_same_command(tmp_path: Path) -> None:
     """It was marked, but not served yet."""
     build(tmp_path, make_documents(["a", "b"]))
-    with patch.object(build_module, "publish", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with (
+        patch.object(build_module, "publish", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
         remove(tmp_path, "d0")
     assert texts_of(tmp_path) == ["a", "b"]
     remove(tmp_path, "d0")
@@ -310,7 +363,9 @@ def test_a_removal_that_died_is_finished_by_the_same_command(tmp_path: Path) -> 
         (["a"], {"is_split": True, "max_tokens": 1}, "at least 8 tokens"),
     ],
 )
-def test_no_index_can_be_made(tmp_path: Path, texts: list[str], changes: dict[str, Any], message: str) -> None:
+def test_no_index_can_be_made(
+    tmp_path: Path, texts: list[str], changes: dict[str, Any], message: str
+) -> None:
     """One line."""
     with pytest.raises(RetrievalError, match=message):
         build(tmp_path, make_documents(texts), **changes)
@@ -324,11 +379,15 @@ def test_a_mistake_in_the_settings_does_not_stick(tmp_path: Path, changes: dict[
     build(tmp_path, make_documents(["a"]))
 
 
-@pytest.mark.parametrize("changes", [{"factory": "HNSW8"}, {"max_tokens": 9}, {"bm25_language": None}])
+@pytest.mark.parametrize(
+    "changes", [{"factory": "HNSW8"}, {"max_tokens": 9}, {"bm25_language": None}]
+)
 def test_other_settings_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Half of the passages cut or encoded otherwise would be found by accident."""
     build(tmp_path, make_documents(["a"]))
-    with pytest.raises(RetrievalError, match=f"was built with {next(iter(changes))} .*use another directory"):
+    with pytest.raises(
+        RetrievalError, match=f"was built with {next(iter(changes))} .*use another directory"
+    ):
         build(tmp_path, make_documents(["a", "b"]), **changes)
 
 
@@ -351,7 +410,10 @@ def test_one_builder_at_a_time(tmp_path: Path) -> None:
     """The second says so, and goes on when the first has gone."""
     build(tmp_path, make_documents(["a"]))
     with writer_lock(tmp_path):
-        for work in (lambda: build(tmp_path, make_documents(["b"])), lambda: remove(tmp_path, "d0")):
+        for work in (
+            lambda: build(tmp_path, make_documents(["b"])),
+            lambda: remove(tmp_path, "d0"),
+        ):
             with pytest.raises(RetrievalError, match="another process is building it"):
                 work()
     assert remove(tmp_path, "d0") == 1
@@ -364,7 +426,10 @@ def test_nothing_is_built_on_damage(tmp_path: Path, name: str) -> None:
     build(tmp_path, documents)
     (tmp_path / name).write_bytes(b"")
     before = (tmp_path / MANIFEST).read_bytes()
-    for go_on in (lambda: build(tmp_path, [*documents, Document("new", "", "new")]), lambda: remove(tmp_path, "d1")):
+    for go_on in (
+        lambda: build(tmp_path, [*documents, Document("new", "", "new")]),
+        lambda: remove(tmp_path, "d1"),
+    ):
         with pytest.raises(CorruptIndexError, match=name):
             go_on()
     assert (tmp_path / MANIFEST).read_bytes() == before
@@ -373,10 +438,19 @@ def test_nothing_is_built_on_damage(tmp_path: Path, name: str) -> None:
 def test_the_embedded_encoder_is_never_fitted_twice(tmp_path: Path) -> None:
     """Another sample gives other vectors: a lost state is said, not replaced."""
     settings = make_settings(encoder={"kind": "hashed", "dim": 8, "seed": 0})
-    for documents in (make_documents(["one text", "another text"]), make_documents(["a", "b", "something new"])):
+    for documents in (
+        make_documents(["one text", "another text"]),
+        make_documents(["a", "b", "something new"]),
+    ):
         try:
             build_index(
-                documents, tmp_path, settings, tokens=TOKENS, encoder=None, options=OPTIONS, progress=lambda *_: None
+                documents,
+                tmp_path,
+                settings,
+                tokens=TOKENS,
+                encoder=None,
+                options=OPTIONS,
+                progress=lambda *_: None,
             )
             (tmp_path / STATE_FILE).unlink()
         except CorruptIndexError as error:
@@ -395,16 +469,34 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
             words = [f"w{generator.randrange(5000)}" for _ in range(generator.randrange(5, 120))]
             text = " ".join(words) if number % 10 else f"the same {number % 70}"
             file.write(
-                json.dumps({"id": f"doc{number}", "text": f"unique{number} {text}" if number % 10 else text}) + "\n"
+                json.dumps(
+                    {
+                        "id": f"doc{number}",
+                        "text": f"unique{number} {text}" if number % 10 else text,
+                    }
+                )
+                + "\n"
             )
     return path
 
 
 def start_build(corpus: Path, folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "retrieval", "build", str(corpus), "--out", str(folder), "--dim", "32"]
+    command = [
+        sys.executable,
+        "-m",
+        "retrieval",
+        "build",
+        str(corpus),
+        "--out",
+        str(folder),
+        "--dim",
+        "32",
+    ]
     command += ["--chunk-tokens", "32", "--overlap-tokens", "0", "--bm25", "none", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
 
 
 def content_of(folder: Path) -> Any:
@@ -424,7 +516,8 @@ def content_of(folder: Path) -> Any:
 
 @pytest.mark.nightly
 def test_killed_again_and_again(corpus: Path, tmp_path: Path) -> None:
-    """SIGKILL at any moment costs time and nothing else: the same rows, the same answers as undisturbed."""
+    """SIGKILL at any moment costs time and nothing else:
+    the same rows, the same answers as undisturbed."""
     undisturbed, folder = tmp_path / "undisturbed", tmp_path / "killed"
     begun = time.monotonic()
     process = start_build(corpus, undisturbed)
@@ -459,10 +552,14 @@ def test_a_reader_sees_whole_generations(tmp_path: Path) -> None:
             build(folder, make_documents([f"text w{n}" for n in range(30 + 10 * round)]))
             remove(folder, "d0")
     """
-    retriever = Retriever(Index.open(tmp_path / "index", verify=False), WordEncoder(), verify=False, threads=1)
+    retriever = Retriever(
+        Index.open(tmp_path / "index", verify=False), WordEncoder(), verify=False, threads=1
+    )
     seen: set[int] = set()
     for num_killed in range(2):
-        process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "index")], cwd=os.getcwd())
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path / "index")], cwd=os.getcwd()
+        )
         try:
             while len(seen) < 3 * (num_killed + 1):
                 assert process.poll() is None

@@ -1,4 +1,5 @@
-"""`python -m retrieval`: a mistake is one line on stderr and exit code 2, never a traceback; what is asked for is on stdout."""
+"""`python -m retrieval`: a mistake is one line on stderr and exit code 2, never a traceback;
+what is asked for is on stdout."""
 
 from __future__ import annotations
 
@@ -51,10 +52,14 @@ def check_refused(capsys: pytest.CaptureFixture[str], argv: Sequence[object], me
     out, err = capsys.readouterr()
     assert message in err.encode("utf-8", "backslashreplace").decode(), err
     assert out == ""
-    assert len([line for line in err.splitlines() if not line.startswith(("usage: ", " "))]) == 1, err
+    assert len([line for line in err.splitlines() if not line.startswith(("usage: ", " "))]) == 1, (
+        err
+    )
 
 
-def test_build_search_inspect_remove(docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_search_inspect_remove(
+    docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A newcomer's way; each prints one JSON object when asked."""
     folder = tmp_path / "index"
     assert run("build", docs, "--out", folder, *BUILD, "--json") == 0
@@ -65,7 +70,9 @@ def test_build_search_inspect_remove(docs: Path, tmp_path: Path, capsys: pytest.
     assert run("inspect", folder, "--verify", "--json") == 0
     assert json.loads(capsys.readouterr().out)["passages"] == 3
     assert run("remove", folder, "ash.md") == 0
-    assert run("build", docs, "--out", folder) == 0, "the directory's settings are kept when none are given"
+    assert run("build", docs, "--out", folder) == 0, (
+        "the directory's settings are kept when none are given"
+    )
     assert "1 added" in capsys.readouterr().out
     for command in ([], ["--passage", "tea.txt"]):
         assert run("inspect", folder, *command) == 0
@@ -73,9 +80,13 @@ def test_build_search_inspect_remove(docs: Path, tmp_path: Path, capsys: pytest.
     assert "tea.txt" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("query", ["?!", "", " ", "\u00e9\u8336\U0001f375", "bark" + ODD, ODD, "word " * 200_000, "\0"])
+@pytest.mark.parametrize(
+    "query", ["?!", "", " ", "\u00e9\u8336\U0001f375", "bark" + ODD, ODD, "word " * 200_000, "\0"]
+)
 @pytest.mark.parametrize("mode", ["fusion", "dense", "bm25"])
-def test_any_query_is_answered(index: Path, capfd: pytest.CaptureFixture[str], query: str, mode: str) -> None:
+def test_any_query_is_answered(
+    index: Path, capfd: pytest.CaptureFixture[str], query: str, mode: str
+) -> None:
     """Punctuation, nothing, a megabyte, broken UTF-8: passages or none, as text and as JSON."""
     for flags in ([], ["--json"]):
         assert run("search", index, query, "--mode", mode, *flags) == 0
@@ -99,7 +110,10 @@ def test_any_query_is_answered(index: Path, capfd: pytest.CaptureFixture[str], q
         (["build", "DOCS", "--out", "TMP/new", "--bm25", "klingon"], "klingon"),
         (["build", "DOCS", "--out", "TMP/new", "--tokenizer", "TMP/no-tokenizer"], "no-tokenizer"),
         (["build", "DOCS", "--out", "INDEX", "--dim", "17"], "was built with encoder"),
-        (["build", "DOCS", "--out", "INDEX", "--chunk-tokens", "99"], "was built with max_tokens 256, not 99"),
+        (
+            ["build", "DOCS", "--out", "INDEX", "--chunk-tokens", "99"],
+            "was built with max_tokens 256, not 99",
+        ),
         (["search", "TMP/nothing", "x"], "no index there"),
         (["search", "FILE", "x"], "no index there"),
         (["search", "DOCS", "x"], "no index there"),
@@ -121,7 +135,12 @@ def test_any_query_is_answered(index: Path, capfd: pytest.CaptureFixture[str], q
     ],
 )
 def test_a_mistake_is_one_line(
-    docs: Path, index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+    docs: Path,
+    index: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+    message: str,
 ) -> None:
     """With what is wrong in it."""
     (tmp_path / "file").write_text("x")
@@ -132,7 +151,9 @@ def test_a_mistake_is_one_line(
     check_refused(capsys, argv, message)
 
 
-def test_a_second_builder_says_so(docs: Path, index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_builder_says_so(
+    docs: Path, index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Instead of waiting or writing into the same files."""
     with writer_lock(index):
         check_refused(capsys, ["build", docs, "--out", index], "another process is building it")
@@ -143,7 +164,9 @@ def test_as_a_process(index: Path, tmp_path: Path) -> None:
     """Exit code, stdout and stderr as a shell sees them, with a query that is no UTF-8."""
     command = [sys.executable.encode(), b"-m", b"retrieval", b"search"]
     utf8 = {**os.environ, "PYTHONUTF8": "1"}
-    good = subprocess.run([*command, bytes(index), b"bark \xff", b"--json"], capture_output=True, check=True, env=utf8)
+    good = subprocess.run(
+        [*command, bytes(index), b"bark \xff", b"--json"], capture_output=True, check=True, env=utf8
+    )
     assert json.loads(good.stdout)["passages"][0]["document"] == "birch.txt"
     assert good.stderr == b""
     bad = subprocess.run([*command, bytes(tmp_path), b"bark"], capture_output=True, check=False)
@@ -155,10 +178,12 @@ def test_as_a_process(index: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit_kib", [16, 64, 256])
 def test_first_build_on_a_full_disk_is_named_and_resumed(tmp_path: Path, limit_kib: int) -> None:
-    """Exit code 2 and one line, and with room the same command continues. A limit on the size of files stands for the disk."""
+    """Exit code 2 and one line, and with room the same command continues.
+    A limit on the size of files stands for the disk."""
     documents = tmp_path / "documents.jsonl"
     lines = (
-        json.dumps({"id": f"d{i}", "text": f"note {i} " + " ".join(f"w{i}x{j}" for j in range(60))}) for i in range(600)
+        json.dumps({"id": f"d{i}", "text": f"note {i} " + " ".join(f"w{i}x{j}" for j in range(60))})
+        for i in range(600)
     )
     documents.write_text("\n".join(lines), encoding="utf-8")
     command = [
@@ -188,12 +213,15 @@ def test_first_build_on_a_full_disk_is_named_and_resumed(tmp_path: Path, limit_k
 
 @pytest.fixture
 def notes(tmp_path: Path) -> Path:
-    """Five files with an index `index` beside them: two texts, two rows with ids of their own, one in a folder."""
+    """Five files with an index `index` beside them:
+    two texts, two rows with ids of their own, one in a folder."""
     folder = tmp_path / "notes"
     (folder / "sub").mkdir(parents=True)
     for name in ("a.txt", "b.txt", "sub/c.txt"):
         (folder / name).write_text(f"The note {name} of the keeper.")
-    (folder / "rows.jsonl").write_text('{"id": "r1", "text": "Row one."}\n{"id": "r2", "text": "Row two."}\n')
+    (folder / "rows.jsonl").write_text(
+        '{"id": "r1", "text": "Row one."}\n{"id": "r2", "text": "Row two."}\n'
+    )
     assert run("build", folder, "--out", tmp_path / "index", *BUILD) == 0
     return folder
 
@@ -202,11 +230,14 @@ def ids_in(index: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Documents that a search finds."""
     capsys.readouterr()
     assert run("search", index, "note row", "--mode", "bm25", "--k", 20, "--json") == 0
-    return sorted(passage["document"] for passage in json.loads(capsys.readouterr().out)["passages"])
+    return sorted(
+        passage["document"] for passage in json.loads(capsys.readouterr().out)["passages"]
+    )
 
 
 def test_build_says_what_it_has_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files read and left out, unreadable ones by name, and scripts that need more than words; the same as JSON."""
+    """Files read and left out, unreadable ones by name, and scripts that need more than words;
+    the same as JSON."""
     docs = tmp_path / "docs"
     docs.mkdir()
     for name, data in [
@@ -234,7 +265,10 @@ def test_build_says_what_it_has_found(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "scripts without spaces: 1 documents" in out
     assert run(*command, "--skip-unreadable", "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert {name: told[name] for name in ("documents", "unspaced", "files", "without_text", "other_files")} == {
+    assert {
+        name: told[name]
+        for name in ("documents", "unspaced", "files", "without_text", "other_files")
+    } == {
         "documents": 2,
         "unspaced": 1,
         "files": 5,
@@ -245,19 +279,25 @@ def test_build_says_what_it_has_found(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_prune_removes_what_is_gone(notes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A deleted file and a deleted row; a renamed file keeps its text, under its new name. A dry run tells before."""
+    """A deleted file and a deleted row; a renamed file keeps its text, under its new name.
+    A dry run tells before."""
     index = notes.with_name("index")
     (notes / "a.txt").unlink()
     (notes / "b.txt").rename(notes / "new.txt")
     assert run("build", notes, "--out", index) == 0
-    assert ids_in(index, capsys) == ["a.txt", "b.txt", "r1", "r2", "sub/c.txt"], "without --prune all of them stay"
+    assert ids_in(index, capsys) == ["a.txt", "b.txt", "r1", "r2", "sub/c.txt"], (
+        "without --prune all of them stay"
+    )
     manifest = (index / "manifest.json").read_bytes()
     assert run("build", notes, "--out", index, "--prune", "--dry-run") == 0
     out = capsys.readouterr().out
     assert out.splitlines()[:2] == ["would go: a.txt (1 passages)", "would go: b.txt (1 passages)"]
     assert (index / "manifest.json").read_bytes() == manifest
     assert run("build", notes, "--out", index, "--prune-all", "--dry-run", "--json") == 0
-    assert [row["document"] for row in json.loads(capsys.readouterr().out)["gone"]] == ["a.txt", "b.txt"]
+    assert [row["document"] for row in json.loads(capsys.readouterr().out)["gone"]] == [
+        "a.txt",
+        "b.txt",
+    ]
     assert run("build", notes, "--out", index, "--prune") == 0
     assert "pruned: 2 documents" in capsys.readouterr().out
     assert ids_in(index, capsys) == ["new.txt", "r1", "r2", "sub/c.txt"]
@@ -267,7 +307,8 @@ def test_prune_removes_what_is_gone(notes: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_prune_keeps_what_was_not_read(notes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Unreadable files, texts or rows, empty ones, and what lies behind a link that leads nowhere are not gone."""
+    """Unreadable files, texts or rows, empty ones, and what lies behind a link that leads nowhere
+    are not gone."""
     index = notes.with_name("index")
     (notes / "a.txt").write_bytes(b"\xff")
     (notes / "b.txt").write_text(" ")
@@ -284,9 +325,11 @@ def test_prune_keeps_what_was_not_read(notes: Path, capsys: pytest.CaptureFixtur
     assert ids_in(index, capsys) == ["a.txt", "b.txt", "r1", "r2", "r9"]
 
 
-def test_prune_refuses_what_looks_like_a_mistake(notes: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder that is missing, empty, or has lost more than half of what is served, however often it is tried: exit code 2,
-    and the index is as it was."""
+def test_prune_refuses_what_looks_like_a_mistake(
+    notes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that is missing, empty, or has lost more than half of what is served, however often
+    it is tried: exit code 2, and the index is as it was."""
     index, away = notes.with_name("index"), notes.with_name("away")
     before = ids_in(index, capsys)
     (notes / "only.txt").write_text("The only note.")
@@ -313,7 +356,9 @@ def test_prune_refuses_what_looks_like_a_mistake(notes: Path, capsys: pytest.Cap
     assert ids_in(index, capsys) == []
 
 
-def test_a_folder_called_words_is_no_tokenizer(docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_called_words_is_no_tokenizer(
+    docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`words` and `bundled` are names, whatever lies in the current folder."""
     (tmp_path / "words").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -322,16 +367,32 @@ def test_a_folder_called_words_is_no_tokenizer(docs: Path, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    "flags", [[], ["--tokenizer", "bundled", "--chunk-tokens", "40", "--overlap-tokens", "8", "--bm25", "off"]]
+    "flags",
+    [
+        [],
+        [
+            "--tokenizer",
+            "bundled",
+            "--chunk-tokens",
+            "40",
+            "--overlap-tokens",
+            "8",
+            "--bm25",
+            "off",
+        ],
+    ],
 )
 def test_settings_that_are_given_are_kept(docs: Path, tmp_path: Path, flags: list[str]) -> None:
-    """The second build has the first one's settings without their flags, and equal ones may be given again."""
+    """The second build has the first one's settings without their flags,
+    and equal ones may be given again."""
     folder = tmp_path / "index"
     assert run("build", docs, "--out", folder, "--dim", "16", *flags) == 0
     settings = (folder / "settings.json").read_text()
     kept = json.loads(settings)
     assert kept["encoder"] == {"kind": "hashed", "dim": 16}
-    assert (kept["max_tokens"], kept["bm25_language"]) == ((40, None) if flags else (256, "english"))
+    assert (kept["max_tokens"], kept["bm25_language"]) == (
+        (40, None) if flags else (256, "english")
+    )
     for again in ([], flags):
         assert run("build", docs, "--out", folder, *again) == 0
         assert (folder / "settings.json").read_text() == settings

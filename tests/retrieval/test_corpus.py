@@ -42,7 +42,16 @@ def ids(source: Path) -> list[str]:
 
 def test_folder_is_read_in_order_of_names_without_hidden_and_other_files(tmp_path: Path) -> None:
     """The same folder gives the same ids in the same order on every machine."""
-    for name in ("b.txt", "a/z.md", "a/B.TXT", "c.pdf", ".hidden.txt", ".git/x.txt", "a/.b/x.md", "empty.txt"):
+    for name in (
+        "b.txt",
+        "a/z.md",
+        "a/B.TXT",
+        "c.pdf",
+        ".hidden.txt",
+        ".git/x.txt",
+        "a/.b/x.md",
+        "empty.txt",
+    ):
         write(tmp_path / name, "" if name == "empty.txt" else "text")
     write_rows(tmp_path / "c/d.jsonl", {"text": "x"})
     assert ids(tmp_path) == ["b.txt", "a/B.TXT", "a/z.md", "c/d.jsonl:1"]
@@ -61,9 +70,9 @@ def test_linked_folders_are_read_once_and_loops_end(tmp_path: Path) -> None:
 
 def test_single_file_is_called_by_its_name(tmp_path: Path) -> None:
     """Its folder may move."""
-    assert list(read_documents(str(write(tmp_path / "a.txt", b"\xef\xbb\xbfOne.\r\nTwo.\rThree")))) == [
-        Document("a.txt", "", "One.\nTwo.\nThree")
-    ]
+    assert list(
+        read_documents(str(write(tmp_path / "a.txt", b"\xef\xbb\xbfOne.\r\nTwo.\rThree")))
+    ) == [Document("a.txt", "", "One.\nTwo.\nThree")]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +84,9 @@ def test_single_file_is_called_by_its_name(tmp_path: Path) -> None:
         ("#hashtag\n#  \n# ##\n# C#", "C#"),
     ],
 )
-def test_title_of_markdown_is_its_first_heading_of_level_1(tmp_path: Path, text: str, title: str) -> None:
+def test_title_of_markdown_is_its_first_heading_of_level_1(
+    tmp_path: Path, text: str, title: str
+) -> None:
     """The text keeps the heading."""
     assert list(read_documents(write(tmp_path / "a.md", text))) == [Document("a.md", title, text)]
 
@@ -98,7 +109,10 @@ def test_rows_have_their_own_ids_or_their_line(tmp_path: Path, name: str) -> Non
 
 def test_blank_lines_count_and_the_last_line_needs_no_end(tmp_path: Path) -> None:
     """An id names the line an editor shows."""
-    assert ids(write(tmp_path / "a.jsonl", '\ufeff{"text": "a"}\n\n  \r\n{"text": "b"}')) == ["a.jsonl:1", "a.jsonl:4"]
+    assert ids(write(tmp_path / "a.jsonl", '\ufeff{"text": "a"}\n\n  \r\n{"text": "b"}')) == [
+        "a.jsonl:1",
+        "a.jsonl:4",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +121,10 @@ def test_blank_lines_count_and_the_last_line_needs_no_end(tmp_path: Path) -> Non
         (b'{"text": ', r"a\.jsonl:2: not JSON"),
         (b"[" * 100_000, r"a\.jsonl:2: not JSON"),
         (b'["text"]', r"a\.jsonl:2: a row must be an object, got list"),
-        (b'{"contents": "x", "id": 1}', r'a\.jsonl:2: a row must have a "text"; got the fields contents, id'),
+        (
+            b'{"contents": "x", "id": 1}',
+            r'a\.jsonl:2: a row must have a "text"; got the fields contents, id',
+        ),
         (b"{}", r"got the fields none"),
         (b'{"text": 1}', r"a\.jsonl:2: the text must be a string, got int"),
         (b'{"text": "x", "title": []}', r"a\.jsonl:2: the title must be a string, got list"),
@@ -136,22 +153,34 @@ def test_damaged_gzip_is_refused(tmp_path: Path) -> None:
 
 UNICODE = "# Grüße\r\n\r\n北京 😀\n"
 MARKED = [
-    (codec, bom) for codec, bom in (("utf-8", b"\xef\xbb\xbf"), ("utf-16-le", b"\xff\xfe"), ("utf-16-be", b"\xfe\xff"))
+    (codec, bom)
+    for codec, bom in (
+        ("utf-8", b"\xef\xbb\xbf"),
+        ("utf-16-le", b"\xff\xfe"),
+        ("utf-16-be", b"\xfe\xff"),
+    )
 ]
 MARKED += [("utf-32-le", b"\xff\xfe\0\0"), ("utf-32-be", b"\0\0\xfe\xff")]
 
 
 @pytest.mark.parametrize(("codec", "bom"), MARKED)
 def test_byte_order_marks_are_read(tmp_path: Path, codec: str, bom: bytes) -> None:
-    """Of PowerShell, Notepad and Excel: text, rows, and rows in gzip; the mark is no part of the text."""
+    """Of PowerShell, Notepad and Excel: text, rows, and rows in gzip;
+    the mark is no part of the text."""
     text = write(tmp_path / "a.md", bom + UNICODE.encode(codec))
     assert list(read_documents(text)) == [Document("a.md", "Grüße", "# Grüße\n\n北京 😀\n")]
     lines = "".join(
-        json.dumps({"id": name, "text": f"北京 {name}\u010a"}, ensure_ascii=False) + "\r\n" for name in "xy"
+        json.dumps({"id": name, "text": f"北京 {name}\u010a"}, ensure_ascii=False) + "\r\n"
+        for name in "xy"
     )
     data = bom + (lines + "\r\n").encode(codec)
-    for rows in (write(tmp_path / "a.jsonl", data), write(tmp_path / "b.jsonl.gz", gzip.compress(data))):
-        assert list(read_documents(rows)) == [Document(name, "", f"北京 {name}\u010a") for name in "xy"]
+    for rows in (
+        write(tmp_path / "a.jsonl", data),
+        write(tmp_path / "b.jsonl.gz", gzip.compress(data)),
+    ):
+        assert list(read_documents(rows)) == [
+            Document(name, "", f"北京 {name}\u010a") for name in "xy"
+        ]
 
 
 def test_text_that_is_cut_off_is_refused(tmp_path: Path) -> None:
@@ -168,8 +197,14 @@ def write_unreadable(folder: Path) -> list[str]:
     """Six kinds of files that cannot be read among good ones; what is wrong with them, in order."""
     write(folder / "a.txt", "one\ncaf\xe9".encode("latin-1"))
     write(folder / "b.txt", "good")
-    write(folder / "c.jsonl", b'{"text": "r1"}\n{"txt": "x"}\n{"text": "r3"}\nnot json\n{"text": "r5"}\n')
-    write(folder / "d.jsonl.gz", gzip.compress(b'{"text": "%s"}' % os.urandom(200).hex().encode())[:99])
+    write(
+        folder / "c.jsonl",
+        b'{"text": "r1"}\n{"txt": "x"}\n{"text": "r3"}\nnot json\n{"text": "r5"}\n',
+    )
+    write(
+        folder / "d.jsonl.gz",
+        gzip.compress(b'{"text": "%s"}' % os.urandom(200).hex().encode())[:99],
+    )
     write(folder / "e.md", b"x" * 2000)
     write(folder / "sub/f.txt", b"\xff\xfeg")
     write(folder / "sub/g.txt", "also good")
@@ -182,7 +217,9 @@ def write_unreadable(folder: Path) -> list[str]:
     ]
 
 
-def test_all_that_cannot_be_read_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_cannot_be_read_is_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not one after each attempt; of both sources, in one error."""
     monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 1000)
     expected = write_unreadable(tmp_path / "docs")
@@ -196,7 +233,9 @@ def test_all_that_cannot_be_read_is_named_at_once(tmp_path: Path, monkeypatch: p
         assert part in line
 
 
-def test_what_cannot_be_read_is_skipped_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_skipped_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All the rest is read, rows beside bad ones too."""
     monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 1000)
     expected = write_unreadable(tmp_path)
@@ -214,10 +253,20 @@ def test_what_cannot_be_read_is_skipped_and_named(tmp_path: Path, monkeypatch: p
     assert len(found.reading.unreadable) == len(expected)
     assert all(part in line for line, part in zip(found.reading.unreadable, expected, strict=True))
     assert (found.reading.files, found.reading.num_empty, found.reading.num_other) == (8, 1, 1)
-    assert found.reading.unread == {"a.txt", "c.jsonl", "d.jsonl.gz", "e.md", "sub/f.txt", "empty.txt", "away"}
+    assert found.reading.unread == {
+        "a.txt",
+        "c.jsonl",
+        "d.jsonl.gz",
+        "e.md",
+        "sub/f.txt",
+        "empty.txt",
+        "away",
+    }
 
 
-def test_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its files are not gone."""
     write(tmp_path / "a.txt", "a")
     write(tmp_path / "locked/b.txt", "b")
@@ -236,7 +285,9 @@ def test_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pyte
     assert found.reading.unread == {"locked"}
 
 
-def test_folder_that_cannot_be_entered_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_cannot_be_entered_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It can be listed, as with mode 0444; its files are not gone."""
     write(tmp_path / "a.txt", "a")
     write(tmp_path / "locked/b.txt", "b")
@@ -274,7 +325,9 @@ def test_source_that_holds_nothing_is_refused(tmp_path: Path) -> None:
     """An empty index would answer nothing, and say nothing."""
     with pytest.raises(RetrievalError, match="no such file or folder"):
         read_documents(tmp_path / "none")
-    with pytest.raises(RetrievalError, match=r"a\.pdf: not one of \.txt, \.md, \.jsonl, \.jsonl\.gz"):
+    with pytest.raises(
+        RetrievalError, match=r"a\.pdf: not one of \.txt, \.md, \.jsonl, \.jsonl\.gz"
+    ):
         read_documents(write(tmp_path / "a.pdf", "x"))
     with pytest.raises(RetrievalError, match=r"no documents in .*: looked for \.txt"):
         ids(tmp_path)
@@ -283,10 +336,12 @@ def test_source_that_holds_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_control_characters_and_halves_of_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
-    """NUL ends strings in C, ESC commands a terminal, a lone surrogate cannot be written; offsets stay as they were."""
+    """NUL ends strings in C, ESC commands a terminal, a lone surrogate cannot be written;
+    offsets stay as they were."""
     path = write(
         tmp_path / "a.jsonl",
-        r'{"id": "\ud800", "title": "t\u0000", "text": "a\ud800b\u0000c\u001b[1m\ud83d\ude00\tz\f"}',
+        r'{"id": "\ud800", "title": "t\u0000", "text":'
+        r' "a\ud800b\u0000c\u001b[1m\ud83d\ude00\tz\f"}',
     )
     assert list(read_documents(path)) == [Document("\ufffd", "t", "a\ufffdb c [1m😀\tz\f")]
     assert clean("e\u0301\u200d\u2028\x85") == "e\u0301\u200d\u2028\x85"

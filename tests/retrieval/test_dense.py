@@ -1,4 +1,5 @@
-"""Segments against brute force: every factory, hidden rows, a later segment, searches side by side."""
+"""Segments against brute force: every factory, hidden rows, a later segment,
+searches side by side."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ NONE = np.zeros(0, np.int64)
 def make_faiss(factory: str, vectors: NDArray[np.float32] = VECTORS) -> Any:
     """All `vectors` in batches of 100."""
     batches = (vectors[first : first + 100] for first in range(0, len(vectors), 100))
-    return create_faiss(factory, vectors.shape[1], len(vectors), lambda n: vectors[:n], batches, lambda done: None)
+    return create_faiss(
+        factory, vectors.shape[1], len(vectors), lambda n: vectors[:n], batches, lambda done: None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,9 @@ def indexes() -> dict[str, Any]:
     return {factory: make_faiss(factory) for factory in FACTORIES}
 
 
-def brute_force(k: int, hidden: NDArray[np.int64] = NONE) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def brute_force(
+    k: int, hidden: NDArray[np.int64] = NONE
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     scores = QUERIES @ VECTORS.T
     scores[:, hidden] = -np.inf
     rows = np.argsort(-scores, axis=1, kind="stable")[:, :k]
@@ -62,7 +67,8 @@ def brute_force(k: int, hidden: NDArray[np.int64] = NONE) -> tuple[NDArray[np.fl
 
 
 def check_equal(
-    found: tuple[NDArray[np.float32], NDArray[np.int64]], expected: tuple[NDArray[np.float32], NDArray[np.int64]]
+    found: tuple[NDArray[np.float32], NDArray[np.int64]],
+    expected: tuple[NDArray[np.float32], NDArray[np.int64]],
 ) -> None:
     assert np.array_equal(found[1], expected[1])
     np.testing.assert_allclose(found[0], expected[0], atol=1e-4)
@@ -73,22 +79,33 @@ def check_equal(
 @pytest.mark.parametrize("k", [1, 7, NUM_ROWS, NUM_ROWS + 3])
 def test_equals_brute_force(indexes: dict[str, Any], factory: str, k: int) -> None:
     """All lists visited; -1 and -inf where there are fewer than k."""
-    found = search_segments((create_segment(indexes[factory], 0, NONE),), QUERIES, k=k, nprobe=NUM_LISTS)
+    found = search_segments(
+        (create_segment(indexes[factory], 0, NONE),), QUERIES, k=k, nprobe=NUM_LISTS
+    )
     scores, rows = brute_force(k)
     missing = ((0, 0), (0, max(0, k - NUM_ROWS)))
-    check_equal(found, (np.pad(scores, missing, constant_values=-np.inf), np.pad(rows, missing, constant_values=-1)))
+    check_equal(
+        found,
+        (
+            np.pad(scores, missing, constant_values=-np.inf),
+            np.pad(rows, missing, constant_values=-1),
+        ),
+    )
 
 
 @pytest.mark.parametrize("factory", EXACT)
 @pytest.mark.parametrize("num_base", [1, 300, 599])
 def test_a_later_segment_is_merged(factory: str, num_base: int) -> None:
-    """Rows that were added later are found as if they had always been there, and hidden rows are hidden in both."""
+    """Rows that were added later are found as if they had always been there,
+    and hidden rows are hidden in both."""
     hidden = np.arange(0, NUM_ROWS, 3)
     base = make_faiss(factory if num_base >= NUM_LISTS else "Flat", VECTORS[:num_base])
     later = make_faiss("Flat", VECTORS[num_base:])
     segments = (create_segment(base, 0, hidden), create_segment(later, num_base, hidden))
     for k in (5, NUM_ROWS):
-        check_equal(search_segments(segments, QUERIES, k=k, nprobe=NUM_LISTS), brute_force(k, hidden))
+        check_equal(
+            search_segments(segments, QUERIES, k=k, nprobe=NUM_LISTS), brute_force(k, hidden)
+        )
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
@@ -100,7 +117,9 @@ def test_hidden_rows_are_never_found(indexes: dict[str, Any], factory: str) -> N
     found = rows[rows >= 0]
     assert len(found)
     assert not np.isin(found, hidden).any()
-    _, rows = search_segments((create_segment(indexes[factory], 0, np.arange(NUM_ROWS)),), QUERIES, k=3, nprobe=200)
+    _, rows = search_segments(
+        (create_segment(indexes[factory], 0, np.arange(NUM_ROWS)),), QUERIES, k=3, nprobe=200
+    )
     assert (rows == -1).all()
 
 
@@ -120,8 +139,11 @@ def test_is_the_same_from_a_file(indexes: dict[str, Any], factory: str, tmp_path
 
 @pytest.mark.parametrize("factory", FACTORIES)
 def test_approximate_ones_are_near(indexes: dict[str, Any], factory: str) -> None:
-    """Scores are inner products, the larger the nearer: half of the ten best are among the 50 first."""
-    scores, rows = search_segments((create_segment(indexes[factory], 0, NONE),), QUERIES, k=50, nprobe=100)
+    """Scores are inner products, the larger the nearer:
+    half of the ten best are among the 50 first."""
+    scores, rows = search_segments(
+        (create_segment(indexes[factory], 0, NONE),), QUERIES, k=50, nprobe=100
+    )
     assert (np.diff(scores) <= 0).all()
     best = brute_force(10)[1]
     assert np.mean([len(np.intersect1d(rows[at], best[at])) for at in range(len(QUERIES))]) >= 5
@@ -144,23 +166,33 @@ def test_nothing_to_search() -> None:
     scores, rows = search_segments((), QUERIES, k=2, nprobe=1)
     assert (rows == -1).all()
     assert np.isneginf(scores).all()
-    _, rows = search_segments((create_segment(make_faiss("Flat"), 0, NONE),), QUERIES[:0], k=2, nprobe=1)
+    _, rows = search_segments(
+        (create_segment(make_faiss("Flat"), 0, NONE),), QUERIES[:0], k=2, nprobe=1
+    )
     assert rows.shape == (0, 2)
 
 
 def test_searches_with_other_parameters_run_at_once(indexes: dict[str, Any]) -> None:
-    """nprobe belongs to a search, not to the index: concurrent searches do not change each other's recall."""
+    """nprobe belongs to a search, not to the index:
+    concurrent searches do not change each other's recall."""
     segment = create_segment(indexes["IVF8,Flat"], 0, NONE)
-    expected = {nprobe: search_segments((segment,), QUERIES, k=20, nprobe=nprobe)[1] for nprobe in (1, NUM_LISTS)}
+    expected = {
+        nprobe: search_segments((segment,), QUERIES, k=20, nprobe=nprobe)[1]
+        for nprobe in (1, NUM_LISTS)
+    }
     assert not np.array_equal(expected[1], expected[NUM_LISTS])
     wrong: list[int] = []
 
     def search(nprobe: int) -> None:
         for _ in range(100):
-            if not np.array_equal(search_segments((segment,), QUERIES, k=20, nprobe=nprobe)[1], expected[nprobe]):
+            if not np.array_equal(
+                search_segments((segment,), QUERIES, k=20, nprobe=nprobe)[1], expected[nprobe]
+            ):
                 wrong.append(nprobe)
 
-    threads = [threading.Thread(target=search, args=(nprobe,)) for nprobe in (1, NUM_LISTS, 1, NUM_LISTS)]
+    threads = [
+        threading.Thread(target=search, args=(nprobe,)) for nprobe in (1, NUM_LISTS, 1, NUM_LISTS)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -202,7 +234,14 @@ def test_damaged_files_are_told(indexes: dict[str, Any], factory: str, tmp_path:
     path = tmp_path / "dense.faiss"
     write_faiss(indexes[factory], path)
     whole = path.read_bytes()
-    for content in (b"", whole[:3], whole[:40], whole[: len(whole) // 2], b"\0" * 1000, b"IxFI" + b"\xff" * 1000):
+    for content in (
+        b"",
+        whole[:3],
+        whole[:40],
+        whole[: len(whole) // 2],
+        b"\0" * 1000,
+        b"IxFI" + b"\xff" * 1000,
+    ):
         path.write_bytes(content)
         with pytest.raises(CorruptIndexError, match=r"dense\.faiss: "):
             read_faiss(path)

@@ -34,7 +34,9 @@ def test_default_encoder_comes_back(saved: tuple[dict[str, Any], Path]) -> None:
         json.loads(json.dumps(spec)), folder=folder, override=None, device=None, batch_size=1
     )
     assert loaded.spec() == spec
-    assert np.array_equal(loaded.encode_queries(TEXTS), fit_default(TEXTS, dim=8, seed=0).encode_queries(TEXTS))
+    assert np.array_equal(
+        loaded.encode_queries(TEXTS), fit_default(TEXTS, dim=8, seed=0).encode_queries(TEXTS)
+    )
 
 
 def test_override_of_the_default_encoder_is_refused(saved: tuple[dict[str, Any], Path]) -> None:
@@ -45,7 +47,9 @@ def test_override_of_the_default_encoder_is_refused(saved: tuple[dict[str, Any],
 
 
 @pytest.mark.parametrize("change", [{"kind": "other"}, {"kind": None}, {"dim": 9}])
-def test_spec_that_does_not_fit_is_refused(saved: tuple[dict[str, Any], Path], change: dict[str, Any]) -> None:
+def test_spec_that_does_not_fit_is_refused(
+    saved: tuple[dict[str, Any], Path], change: dict[str, Any]
+) -> None:
     """A record of another program's, or of another encoder's, index."""
     spec, folder = saved
     with pytest.raises(CorruptIndexError):
@@ -53,7 +57,9 @@ def test_spec_that_does_not_fit_is_refused(saved: tuple[dict[str, Any], Path], c
 
 
 @pytest.mark.parametrize("spec", [{}, {"kind": "hashed"}, {"kind": "sentence"}])
-def test_incomplete_spec_is_refused(saved: tuple[dict[str, Any], Path], spec: dict[str, Any]) -> None:
+def test_incomplete_spec_is_refused(
+    saved: tuple[dict[str, Any], Path], spec: dict[str, Any]
+) -> None:
     """A KeyError would be a traceback at the user's."""
     with pytest.raises(CorruptIndexError):
         load_encoder(spec, folder=saved[1], override=None, device=None, batch_size=1)

@@ -1,4 +1,5 @@
-"""The embedded encoder: equal to the naive one, sound at its edges, and good enough to find things."""
+"""The embedded encoder: equal to the naive one, sound at its edges,
+and good enough to find things."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ from retrieval.hashed_encoder import (
     HashedEncoder,
     fit_default,
 )
-from tests.reference.naive_hashed_encoder import NaiveHashedEncoder, naive_leading_subspace, naive_project
+from tests.reference.naive_hashed_encoder import (
+    NaiveHashedEncoder,
+    naive_leading_subspace,
+    naive_project,
+)
 
 pytest.importorskip("sklearn")
 
@@ -42,7 +47,8 @@ def encoder() -> HashedEncoder:
 
 
 def make_task(num_topics: int) -> tuple[list[str], list[str]]:
-    """Passages of common and topic words, each with one name; queries with a few words of a passage and its name."""
+    """Passages of common and topic words, each with one name;
+    queries with a few words of a passage and its name."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnop", k=6)) for _ in range(6000)]
     common, rare = words[:300], words[300:]
@@ -55,13 +61,18 @@ def make_task(num_topics: int) -> tuple[list[str], list[str]]:
 
 
 def test_vectors_equal_the_naive_encoder(encoder: HashedEncoder) -> None:
-    """Stems, hash, weights and projection are what the docstrings say, for spaced and unspaced writing."""
-    naive = NaiveHashedEncoder(TEXTS, num_buckets=NUM_BUCKETS, stem_chars=STEM_CHARS, unspaced=UNSPACED)
+    """Stems, hash, weights and projection are what the docstrings say,
+    for spaced and unspaced writing."""
+    naive = NaiveHashedEncoder(
+        TEXTS, num_buckets=NUM_BUCKETS, stem_chars=STEM_CHARS, unspaced=UNSPACED
+    )
     for text in [*TEXTS, "a new passage of 東京 and Bartók", ""]:
         passage = naive.passage_weights(text, k1=BM25_K1, b=BM25_B, power=PASSAGE_RARITY)
         query = naive.query_weights(text, power=QUERY_RARITY)
         np.testing.assert_allclose(
-            encoder.encode_passages([text])[0], naive_project(passage, encoder.projection), atol=1e-5
+            encoder.encode_passages([text])[0],
+            naive_project(passage, encoder.projection),
+            atol=1e-5,
         )
         np.testing.assert_allclose(
             encoder.encode_queries([text])[0], naive_project(query, encoder.projection), atol=1e-5
@@ -73,22 +84,29 @@ def test_first_columns_span_the_leading_singular_vectors() -> None:
     sample = make_task(60)[0]
     projection = fit_default(sample, dim=256, seed=0).projection
     naive = NaiveHashedEncoder(sample, num_buckets=NUM_BUCKETS, stem_chars=STEM_CHARS, unspaced="")
-    rows = [naive.passage_weights(text, k1=BM25_K1, b=BM25_B, power=PASSAGE_RARITY) for text in sample]
+    rows = [
+        naive.passage_weights(text, k1=BM25_K1, b=BM25_B, power=PASSAGE_RARITY) for text in sample
+    ]
     exact = naive_leading_subspace(rows, num_vectors=60, num_buckets=NUM_BUCKETS)
     leading, rest = projection[:, :60].astype(np.float64), projection[:, 60:]
     cosines = np.linalg.svd(exact.T @ (leading / np.linalg.norm(leading, axis=0)), compute_uv=False)
     assert cosines.min() > 0.999
-    assert np.abs(exact.T @ rest).max() < 0.01, "the random columns must not add to what the others hold"
+    assert np.abs(exact.T @ rest).max() < 0.01, (
+        "the random columns must not add to what the others hold"
+    )
 
 
 def test_same_sample_and_seed_give_the_same_encoder(encoder: HashedEncoder) -> None:
-    """An interrupted build fits again and must continue in the same space; another seed is another space."""
+    """An interrupted build fits again and must continue in the same space;
+    another seed is another space."""
     again = fit_default(TEXTS, dim=24, seed=3).encode_passages(TEXTS)
     assert np.array_equal(again, encoder.encode_passages(TEXTS))
     assert not np.allclose(fit_default(TEXTS, dim=24, seed=4).encode_passages(TEXTS), again)
 
 
-def test_saved_and_loaded_encoder_gives_the_same_bits(encoder: HashedEncoder, tmp_path: Path) -> None:
+def test_saved_and_loaded_encoder_gives_the_same_bits(
+    encoder: HashedEncoder, tmp_path: Path
+) -> None:
     """The index is built by the fitted encoder and searched by the loaded one."""
     encoder.save(tmp_path / STATE_FILE)
     loaded = HashedEncoder.load(tmp_path / STATE_FILE)
@@ -98,21 +116,27 @@ def test_saved_and_loaded_encoder_gives_the_same_bits(encoder: HashedEncoder, tm
 
 
 def test_state_of_a_small_corpus_is_small(encoder: HashedEncoder, tmp_path: Path) -> None:
-    """It has what the sample's words need; 64 MB beside three passages would be copied, checked and backed up."""
+    """It has what the sample's words need; 64 MB beside three passages would be copied,
+    checked and backed up."""
     encoder.save(tmp_path / STATE_FILE)
     assert (tmp_path / STATE_FILE).stat().st_size < 5_000
 
 
 def test_random_columns_are_those_of_every_version() -> None:
-    """An index outlives versions of numpy: the signs come from a bit generator, whose stream is guaranteed."""
+    """An index outlives versions of numpy: the signs come from a bit generator,
+    whose stream is guaranteed."""
     columns = fit_default(TEXTS, dim=24, seed=3).projection[:4, -3:]
     assert np.sign(columns).tolist() == [[1, -1, 1], [1, -1, -1], [-1, 1, -1], [1, -1, 1]]
 
 
-def test_state_of_another_release_is_refused_by_name(encoder: HashedEncoder, tmp_path: Path) -> None:
+def test_state_of_another_release_is_refused_by_name(
+    encoder: HashedEncoder, tmp_path: Path
+) -> None:
     """The file of version 1 had the whole matrix."""
     np.savez(tmp_path / STATE_FILE, version=np.int64(1), projection=encoder.projection)
-    with pytest.raises(CorruptIndexError, match="version 1, this release reads 2; build the index anew"):
+    with pytest.raises(
+        CorruptIndexError, match="version 1, this release reads 2; build the index anew"
+    ):
         HashedEncoder.load(tmp_path / STATE_FILE)
 
 
@@ -133,7 +157,9 @@ def test_damaged_state_is_refused(encoder: HashedEncoder, tmp_path: Path, damage
         with path.open("wb") as file:
             np.save(file, state["leading"])
     else:
-        changed = {"version": np.int64(0)} if damage == "version" else {"leading": state["leading"][:9]}
+        changed = (
+            {"version": np.int64(0)} if damage == "version" else {"leading": state["leading"][:9]}
+        )
         np.savez(path, **(state | changed))
     with pytest.raises(CorruptIndexError):
         HashedEncoder.load(path)
@@ -167,7 +193,9 @@ def test_huge_text(encoder: HashedEncoder) -> None:
     np.testing.assert_allclose(np.linalg.norm(vectors), 1, atol=1e-5)
 
 
-def test_vector_does_not_depend_on_the_batch(encoder: HashedEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vector_does_not_depend_on_the_batch(
+    encoder: HashedEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A resumed build cuts its batches elsewhere."""
     whole = encoder.encode_passages(TEXTS)
     monkeypatch.setattr("retrieval.hashed_encoder.BATCH", 2)
@@ -186,9 +214,14 @@ def test_threads_share_an_encoder(encoder: HashedEncoder) -> None:
 @pytest.mark.parametrize("num_passages", [1, 2, 50])
 def test_small_sample_gives_the_same_dimensions(num_passages: int) -> None:
     """A folder of three notes is a corpus too; a passage is found by its own words."""
-    sample = [f"note {i}: the keeper of lighthouse{i} is called name{i}" for i in range(num_passages)]
+    sample = [
+        f"note {i}: the keeper of lighthouse{i} is called name{i}" for i in range(num_passages)
+    ]
     encoder = fit_default(sample, dim=128, seed=0)
-    scores = encoder.encode_queries([f"keeper name{num_passages - 1}"]) @ encoder.encode_passages(sample).T
+    scores = (
+        encoder.encode_queries([f"keeper name{num_passages - 1}"])
+        @ encoder.encode_passages(sample).T
+    )
     assert encoder.dim == 128
     assert scores.argmax() == num_passages - 1
 

@@ -15,11 +15,26 @@ import pytest
 from retrieval.errors import CorruptIndexError
 from retrieval.hashed_encoder import STATE_FILE
 from retrieval.index import Index
-from retrieval.manifest import MANIFEST, PASSAGES, VECTORS, Manifest, read_manifest, write_atomically
+from retrieval.manifest import (
+    MANIFEST,
+    PASSAGES,
+    VECTORS,
+    Manifest,
+    read_manifest,
+    write_atomically,
+)
 from retrieval.retriever import Retriever
 from retrieval.settings import SETTINGS, read_settings
 from tests.retrieval.conftest import TEXTS
-from tests.retrieval.small_index import DIM, WordEncoder, build, delete, make_documents, make_settings, remove
+from tests.retrieval.small_index import (
+    DIM,
+    WordEncoder,
+    build,
+    delete,
+    make_documents,
+    make_settings,
+    remove,
+)
 
 Damage = Callable[[Path, Path], object]
 
@@ -44,18 +59,25 @@ OF_SIZE = ["deleted", "emptied", "cut", "cut by a byte"]
 
 def use(folder: Path, *, verify: bool) -> list[Any]:
     """Open it and read everything that there is."""
-    retriever = Retriever(Index.open(folder, verify=verify), WordEncoder(), verify=verify, threads=1)
+    retriever = Retriever(
+        Index.open(folder, verify=verify), WordEncoder(), verify=verify, threads=1
+    )
     index = retriever.index
     answers: list[Any] = [
         retriever.search([text], k=50, mode=mode, nprobe=1).hits
         for mode in retriever.modes
         for text in ("late", *TEXTS)
     ]
-    return [*answers, index.vectors(0, index.num_rows).tolist(), list(index.store.iterate(0, index.num_rows))]
+    return [
+        *answers,
+        index.vectors(0, index.num_rows).tolist(),
+        list(index.store.iterate(0, index.num_rows)),
+    ]
 
 
 def files_of(folder: Path) -> list[str]:
-    """Everything that an index is made of, but the lock; WAL files are empty or gone once it is built."""
+    """Everything that an index is made of, but the lock;
+    WAL files are empty or gone once it is built."""
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     return sorted(name for name in names if not name.endswith(("lock", "-wal", "-shm")))
 
@@ -82,7 +104,8 @@ def test_what_is_in_it(whole_index: Path) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_any_damage_is_named(whole_index: Path, tmp_path: Path, damage: str) -> None:
-    """Whatever happened to whichever file: a line with its name, or the same answers as before, never others."""
+    """Whatever happened to whichever file: a line with its name, or the same answers as before,
+    never others."""
     other = tmp_path / "other"
     build(other, make_documents([f"other{text}" for text in TEXTS]))
     build(other, make_documents(["more words", "few words"], prefix="e"))
@@ -105,12 +128,15 @@ def test_any_damage_is_named(whole_index: Path, tmp_path: Path, damage: str) -> 
             ):  # which names what does not fit
                 silent.append(f"{name}: {message}")
         delete(folder)
-    # Rows of a file that only grows have no checksum: neighbours may come out otherwise, a search does not read them.
+    # Rows of a file that only grows have no checksum: neighbours may come out otherwise, a search
+    # does not read them.
     assert silent == []
 
 
 @pytest.mark.parametrize("damage", OF_SIZE)
-def test_missing_bytes_are_seen_without_reading(whole_index: Path, tmp_path: Path, damage: str) -> None:
+def test_missing_bytes_are_seen_without_reading(
+    whole_index: Path, tmp_path: Path, damage: str
+) -> None:
     """A server starts without checksums; a copy that broke off is told all the same."""
     for name in files_of(whole_index):
         folder = Path(shutil.copytree(whole_index, tmp_path / "copy"))
@@ -118,7 +144,9 @@ def test_missing_bytes_are_seen_without_reading(whole_index: Path, tmp_path: Pat
         if name in (MANIFEST, PASSAGES) and damage == "cut by a byte":
             delete(folder)
             continue  # a line's end, and an empty end of SQLite's last page
-        expected = "has not finished" if (name, damage) == (MANIFEST, "deleted") else name.split("/")[0]
+        expected = (
+            "has not finished" if (name, damage) == (MANIFEST, "deleted") else name.split("/")[0]
+        )
         with pytest.raises(CorruptIndexError, match=expected):
             use(folder, verify=False)
         delete(folder)
@@ -127,7 +155,8 @@ def test_missing_bytes_are_seen_without_reading(whole_index: Path, tmp_path: Pat
 @pytest.mark.parametrize("name", [MANIFEST, SETTINGS])
 @pytest.mark.parametrize("change", ["missing", "number", "text", "list", "null"])
 def test_json_of_another_shape(folder: Path, name: str, change: str) -> None:
-    """Each field missing or of another type: a line that names the file. The manifest is written by hand at most."""
+    """Each field missing or of another type: a line that names the file.
+    The manifest is written by hand at most."""
     whole = json.loads((folder / name).read_text())
     for field in whole:
         if field == "xxh3" and change in ("missing", "null"):
@@ -138,7 +167,12 @@ def test_json_of_another_shape(folder: Path, name: str, change: str) -> None:
             if type(values[change]) is type(whole[field]):
                 continue
             changed[field] = values[change]
-        if (field, change) in {("removed", "null"), ("bm25", "null"), ("factory", "text"), ("bm25_language", "null")}:
+        if (field, change) in {
+            ("removed", "null"),
+            ("bm25", "null"),
+            ("factory", "text"),
+            ("bm25_language", "null"),
+        }:
             continue
         (folder / name).write_text(json.dumps(changed))
         with pytest.raises(CorruptIndexError, match=name.split(".")[0]):
@@ -187,11 +221,17 @@ def test_settings_name_their_differences() -> None:
     """In the message that refuses them."""
     settings = make_settings()
     assert settings.differences(settings) == []
-    assert settings.differences(replace(settings, factory="HNSW32", max_tokens=9)) == ["max_tokens", "factory"]
+    assert settings.differences(replace(settings, factory="HNSW32", max_tokens=9)) == [
+        "max_tokens",
+        "factory",
+    ]
 
 
-def test_a_generation_that_goes_while_it_is_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between reading the manifest and opening its files a build has replaced them: the next one is opened."""
+def test_a_generation_that_goes_while_it_is_opened(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between reading the manifest and opening its files a build has replaced them:
+    the next one is opened."""
     real, builds = np.load, list[int]()
 
     def build_meanwhile(*args: Any, **kwargs: Any) -> Any:
@@ -206,20 +246,30 @@ def test_a_generation_that_goes_while_it_is_opened(folder: Path, monkeypatch: py
 
 
 def test_compressed_vectors_only_propose(tmp_path: Path) -> None:
-    """Scores are those of the stored vectors, so rows of the exact segment win only if they are nearer."""
+    """Scores are those of the stored vectors, so rows of the exact segment win only if they are
+    nearer."""
     texts = [f"word{number % 97} tail{number % 31} end{number}" for number in range(1200)]
     build(tmp_path, make_documents(texts), factory="IVF1,PQ4x4", bm25_language=None)
-    build(tmp_path, make_documents(["word1 tail2"], prefix="late"), factory="IVF1,PQ4x4", bm25_language=None)
+    build(
+        tmp_path,
+        make_documents(["word1 tail2"], prefix="late"),
+        factory="IVF1,PQ4x4",
+        bm25_language=None,
+    )
     index = Index.open(tmp_path, verify=True)
     assert [entry.factory for entry in index.manifest.segments] == ["IVF1,PQ4x4", "Flat"]
     queries = WordEncoder().encode_queries(["word1 tail2", "word50 tail7 end3"] * 40)
     scores, rows = index.search_dense(queries, k=5, nprobe=1)
     assert rows[0][0] == 1200
     stored = index.vectors(0, index.num_rows)
-    np.testing.assert_allclose(scores, np.take_along_axis(queries @ stored.T, rows, axis=1), atol=1e-5)
+    np.testing.assert_allclose(
+        scores, np.take_along_axis(queries @ stored.T, rows, axis=1), atol=1e-5
+    )
     assert (np.diff(scores, axis=1) <= 0).all()
     best = np.sort(queries @ stored.T, axis=1)[:, ::-1][:, :5]
     assert (scores >= best - 1e-5).mean() > 0.8, "ten proposals for each that is wanted"
     assert index.search_dense(queries[:0], k=5, nprobe=1)[1].shape == (0, 5)
     delete(tmp_path)
-    np.testing.assert_array_equal(index.search_dense(queries, k=5, nprobe=1)[1], rows, "what is open stays as it is")
+    np.testing.assert_array_equal(
+        index.search_dense(queries, k=5, nprobe=1)[1], rows, "what is open stays as it is"
+    )

@@ -1,6 +1,8 @@
-"""An index directory against a list of passages, driven by Hypothesis through builds, removals and crashes.
+"""An index directory against a list of passages, driven by Hypothesis through builds, removals and
+crashes.
 
-After every step the directory, opened anew, finds what the list has; what was opened earlier answers as it did.
+After every step the directory, opened anew, finds what the list has; what was opened earlier
+answers as it did.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ ENCODER = WordEncoder()
 WORDS = ["ash", "birch", "cedar", "elm"]
 READ_DOCUMENTS = 2
 SENTENCES = [
-    " ".join(WORDS[(start + step * at) % 4] for at in range(6)) + " oak." for start in range(4) for step in (1, 3)
+    " ".join(WORDS[(start + step * at) % 4] for at in range(6)) + " oak."
+    for start in range(4)
+    for step in (1, 3)
 ]
 """As long as a passage may be: each becomes one."""
 FILES = ["a.jsonl", "sub/a.jsonl", "sub/b.txt", None]
@@ -101,7 +105,12 @@ class IndexMachine(RuleBasedStateMachine):
             opened.index.store.close()
         delete(self.folder)
 
-    def _build(self, corpus: Sequence[Document] | Iterator[Document], encoder: Any = ENCODER, **options: Any) -> Any:
+    def _build(
+        self,
+        corpus: Sequence[Document] | Iterator[Document],
+        encoder: Any = ENCODER,
+        **options: Any,
+    ) -> Any:
         return build(self.folder, corpus, encoder=encoder, **options, **self.changes)
 
     @initialize(corpus=corpora)
@@ -113,7 +122,9 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(corpus=corpora)
     def build(self, corpus: list[Document]) -> None:
         counts, before, generation = self.naive.read(corpus), self.naive.served, self._generation()
-        assert self.naive.texts() <= {self.naive.passages[row].content for row in self.naive.live}, "a text is lost"
+        assert self.naive.texts() <= {
+            self.naive.passages[row].content for row in self.naive.live
+        }, "a text is lost"
         report = self._build(corpus)
         self.naive.publish()
         for name, number in counts.items():
@@ -122,7 +133,11 @@ class IndexMachine(RuleBasedStateMachine):
         assert report.generation == generation + (before != self.naive.served)
         self.is_clean = True
 
-    @rule(corpus=corpora, unread=st.sets(st.sampled_from(["a.jsonl", "sub", "sub/b.txt"])), even_most=st.booleans())
+    @rule(
+        corpus=corpora,
+        unread=st.sets(st.sampled_from(["a.jsonl", "sub", "sub/b.txt"])),
+        even_most=st.booleans(),
+    )
     def prune(self, corpus: list[Document], unread: set[str], even_most: bool) -> None:
         """What a dry run tells is what goes, unless it is more than half of what was served."""
         before, generation = self.naive.num_served(), self._generation()
@@ -147,7 +162,10 @@ class IndexMachine(RuleBasedStateMachine):
         self.is_clean = True
 
     @rule(
-        pick=st.integers(0, 99), whole=st.booleans(), dies_at=st.none() | st.sampled_from(STAGES), after=st.booleans()
+        pick=st.integers(0, 99),
+        whole=st.booleans(),
+        dies_at=st.none() | st.sampled_from(STAGES),
+        after=st.booleans(),
     )
     def remove(self, pick: int, whole: bool, dies_at: str | None, after: bool) -> None:
         """Only rows that have vectors are served: a crash may have left some without."""
@@ -186,7 +204,8 @@ class IndexMachine(RuleBasedStateMachine):
             self._build(corpus, encoder)
         except Killed:
             with open(self.folder / VECTORS, "ab") as file:
-                file.truncate(file.tell() // (2 * DIM) * (2 * DIM))  # a writer goes on here, not after half a row
+                # a writer goes on here, not after half a row
+                file.truncate(file.tell() // (2 * DIM) * (2 * DIM))
                 file.write(torn)
             self.naive.read(corpus)
         else:
@@ -196,7 +215,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(corpus=corpora, stage=st.sampled_from(STAGES), after=st.booleans(), prunes=st.booleans())
     def die_publishing(self, corpus: list[Document], stage: str, after: bool, prunes: bool) -> None:
-        """Before or after any of the last steps; only the manifest's replacement serves what is new, and hides what has gone."""
+        """Before or after any of the last steps;
+        only the manifest's replacement serves what is new, and hides what has gone."""
         self.naive.read(corpus)
         if prunes:
             self.naive.drop(self.naive.gone(corpus, ()))
@@ -207,7 +227,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.is_clean = not death.has_died
 
     @rule(
-        names=st.sets(st.sampled_from([MANIFEST + ".draft", "dense-2-0.faiss", "removed-3.npy", "draft-encoder.npz"]))
+        names=st.sets(
+            st.sampled_from(
+                [MANIFEST + ".draft", "dense-2-0.faiss", "removed-3.npy", "draft-encoder.npz"]
+            )
+        )
     )
     def leave_junk(self, names: set[str]) -> None:
         """Of builds that died."""
@@ -228,13 +252,20 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.retriever.refresh() == is_newer
         check(Opened(self.retriever.index, self.naive.served))
         hits = self.retriever.search(["elm"], k=3, mode="dense", nprobe=1).hits[0]
-        expected = self.naive.served.search("elm", ENCODER.encode_queries, k=len(self.naive.passages) + 1)
+        expected = self.naive.served.search(
+            "elm", ENCODER.encode_queries, k=len(self.naive.passages) + 1
+        )
         by_id = {
-            self.naive.served.passages[row].id: (self.naive.served.passages[row], score) for row, score in expected
+            self.naive.served.passages[row].id: (self.naive.served.passages[row], score)
+            for row, score in expected
         }
         assert [hit.passage for hit in hits] == [by_id[hit.passage.id][0] for hit in hits]
-        np.testing.assert_allclose([hit.score for hit in hits], [score for _, score in expected[:3]], atol=1e-3)
-        np.testing.assert_allclose([hit.score for hit in hits], [by_id[hit.passage.id][1] for hit in hits], atol=1e-3)
+        np.testing.assert_allclose(
+            [hit.score for hit in hits], [score for _, score in expected[:3]], atol=1e-3
+        )
+        np.testing.assert_allclose(
+            [hit.score for hit in hits], [by_id[hit.passage.id][1] for hit in hits], atol=1e-3
+        )
 
     def _generation(self) -> int:
         return read_manifest(self.folder).generation if (self.folder / MANIFEST).exists() else 0
@@ -270,7 +301,9 @@ def check(opened: Opened) -> None:
     """The index answers as brute force over `served`."""
     index, served = opened.index, opened.served
     assert (index.num_rows, index.num_live) == (len(served.passages), len(served.live))
-    assert [passage for _, passage in index.store.iterate(0, index.num_rows)] == list(served.passages)
+    assert [passage for _, passage in index.store.iterate(0, index.num_rows)] == list(
+        served.passages
+    )
     assert set(np.flatnonzero(index.is_live(np.arange(index.num_rows))).tolist()) == served.live
     k = index.num_rows + 1
     for query in WORDS:
@@ -281,7 +314,9 @@ def check(opened: Opened) -> None:
         assert (rows[0, found:] == -1).all()
         by_row = dict(expected)
         np.testing.assert_allclose(scores[0, :found], [score for _, score in expected], atol=1e-3)
-        np.testing.assert_allclose(scores[0, :found], [by_row[row] for row in rows[0, :found].tolist()], atol=1e-3)
+        np.testing.assert_allclose(
+            scores[0, :found], [by_row[row] for row in rows[0, :found].tolist()], atol=1e-3
+        )
         if index.bm25:
             assert sorted(index.bm25.search(query, k=k)[1].tolist()) == served.with_word(query)
 

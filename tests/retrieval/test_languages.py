@@ -1,4 +1,5 @@
-"""Questions in scripts without spaces and in Korean find their texts with the defaults, from the command line."""
+"""Questions in scripts without spaces and in Korean find their texts with the defaults,
+from the command line."""
 
 from __future__ import annotations
 
@@ -11,9 +12,14 @@ from retrieval.__main__ import main
 from tests.retrieval.languages import QUESTIONS, TEXTS, write_texts
 
 
-def test_questions_find_their_texts_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At least seven of eight, built and asked without flags; and the build says what it has found."""
-    assert main(["build", str(write_texts(tmp_path / "docs")), "--out", str(tmp_path / "index")]) == 0
+def test_questions_find_their_texts_by_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At least seven of eight, built and asked without flags;
+    and the build says what it has found."""
+    assert (
+        main(["build", str(write_texts(tmp_path / "docs")), "--out", str(tmp_path / "index")]) == 0
+    )
     told = capsys.readouterr().out
     assert f"files: {len(TEXTS)} read" in told
     assert "scripts without spaces: 8 documents" in told

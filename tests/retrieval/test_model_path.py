@@ -1,4 +1,5 @@
-"""Names of models: what is loaded, and what is refused at once instead of after the hub's retries."""
+"""Names of models: what is loaded, and what is refused at once instead of after the hub's
+retries."""
 
 from __future__ import annotations
 
@@ -43,8 +44,12 @@ def test_bundled_is_a_folder() -> None:
     assert find_model("bundled", file="config.json") == str(model_dir())
 
 
-@pytest.mark.parametrize("name", ["PATH", "s3://bucket/model", "org/model-GGUF:Q4_K_M", "org/model/file.gguf"])
-def test_what_is_no_name_of_the_hub_is_not_asked_for(hub: SimpleNamespace, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["PATH", "s3://bucket/model", "org/model-GGUF:Q4_K_M", "org/model/file.gguf"]
+)
+def test_what_is_no_name_of_the_hub_is_not_asked_for(
+    hub: SimpleNamespace, tmp_path: Path, name: str
+) -> None:
     """A folder, and what SGLang loads in ways of its own."""
     name = name.replace("PATH", str(tmp_path))
     assert find_model(name, file="config.json") == name
@@ -77,11 +82,16 @@ def test_name_on_the_hub(hub: SimpleNamespace, answer: type[Exception] | None) -
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (RepositoryNotFoundError, "no such file or folder here, and no model of this name on the hub"),
+        (
+            RepositoryNotFoundError,
+            "no such file or folder here, and no model of this name on the hub",
+        ),
         (None, "nor in the hub's cache, and the hub does not answer: no route"),
     ],
 )
-def test_name_that_nobody_knows(hub: SimpleNamespace, answer: type[Exception] | None, message: str) -> None:
+def test_name_that_nobody_knows(
+    hub: SimpleNamespace, answer: type[Exception] | None, message: str
+) -> None:
     """Both places are named, after one question."""
     hub.answer = refusal(answer) if answer else httpx.ConnectError("no route")
     with pytest.raises(RetrievalError, match=message):

@@ -34,7 +34,9 @@ class FakeIndex:
     def is_live(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         return ~np.isin(rows, self.removed)
 
-    def search_dense(self, queries: NDArray[np.float32], *, k: int, nprobe: int) -> tuple[Any, NDArray[np.int64]]:
+    def search_dense(
+        self, queries: NDArray[np.float32], *, k: int, nprobe: int
+    ) -> tuple[Any, NDArray[np.int64]]:
         scores = queries @ self.all.T
         scores[:, self.removed] = -np.inf
         rows = np.argsort(-scores, axis=1, kind="stable")
@@ -43,7 +45,9 @@ class FakeIndex:
         return scores, np.pad(rows, ((0, 0), (0, short)), constant_values=-1)[:, :k]
 
     def get(self, rows: Sequence[int]) -> list[Passage]:
-        return [Passage(f"p{row}", f"p{row}", "", f"text {row} \u2028\ud800", 0, 2, 2) for row in rows]
+        return [
+            Passage(f"p{row}", f"p{row}", "", f"text {row} \u2028\ud800", 0, 2, 2) for row in rows
+        ]
 
     def ids(self, rows: Sequence[int]) -> dict[int, str]:
         return {row: f"p{row}" for row in rows}
@@ -57,8 +61,12 @@ def make_index(vectors: Sequence[Sequence[float]], *, removed: Sequence[int] = (
 
 
 def on_circle(num: int) -> list[list[float]]:
-    """Unit vectors at 0, 0.5, 2, 4.5 ... degrees: the previous row is nearer than the next, and no two are equally near."""
-    return [[float(np.cos(angle)), float(np.sin(angle))] for angle in np.radians(np.arange(num) ** 2 / 2)]
+    """Unit vectors at 0, 0.5, 2, 4.5 ...
+    degrees: the previous row is nearer than the next, and no two are equally near."""
+    return [
+        [float(np.cos(angle)), float(np.sin(angle))]
+        for angle in np.radians(np.arange(num) ** 2 / 2)
+    ]
 
 
 def quiet(stage: str, done: int, total: int | None) -> None:
@@ -74,14 +82,16 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_neighbors_are_the_nearest_others() -> None:
-    """Nearest first, without the passage itself and without removed ones, on either side of a batch's border."""
+    """Nearest first, without the passage itself and without removed ones,
+    on either side of a batch's border."""
     index = make_index(on_circle(6), removed=[2])
     assert nearest(index, 0, 3, n=2, nprobe=1) == {0: [1, 3], 1: [0, 3]}
     assert nearest(index, 3, 6, n=2, nprobe=1) == {3: [4, 1], 4: [3, 5], 5: [4, 3]}
 
 
 def test_equal_vectors() -> None:
-    """Where more passages than asked for have one vector, the search may not name the passage itself: still n others."""
+    """Where more passages than asked for have one vector, the search may not name the passage
+    itself: still n others."""
     index = make_index([[1.0]] * 5)
     found = nearest(index, 0, 5, n=2, nprobe=1)
     assert found[4] == [0, 1]
@@ -95,7 +105,9 @@ def test_fewer_passages_than_neighbors() -> None:
 
 
 @pytest.mark.parametrize("batch_rows", [1, 3, 100])
-def test_file_holds_every_live_passage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_rows: int) -> None:
+def test_file_holds_every_live_passage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_rows: int
+) -> None:
     """For any batch size; no other file remains."""
     monkeypatch.setattr(neighbors, "BATCH_ROWS", batch_rows)
     index = make_index(on_circle(7), removed=[0])
@@ -122,7 +134,8 @@ def test_a_killed_run_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_preprocessing_reads_both_files(tmp_path: Path) -> None:
-    """Texts as the served model reads them, whatever characters are in them, and only neighbours that are in the corpus."""
+    """Texts as the served model reads them, whatever characters are in them,
+    and only neighbours that are in the corpus."""
     index = make_index(on_circle(5), removed=[4])
     write(index, tmp_path / "n.jsonl")
     assert write_corpus(index, tmp_path / "c.jsonl", progress=quiet) == 4
@@ -149,7 +162,9 @@ def test_a_real_index(tmp_path: Path) -> None:
     texts = ("red apple", "red apple pie", "red apple tart", "deep blue sea", "blue sea")
     documents = [Document(f"d{i}", "", text) for i, text in enumerate(texts)]
     folder = tmp_path / "index"
-    build_index(documents, folder, settings, tokens=tokens, encoder=None, options=options, progress=quiet)
+    build_index(
+        documents, folder, settings, tokens=tokens, encoder=None, options=options, progress=quiet
+    )
     remove_passages(folder, ["d1"], load=never, options=options, progress=quiet)
     index = Index.open(folder, verify=True)
     write(index, tmp_path / "n.jsonl", n=3)

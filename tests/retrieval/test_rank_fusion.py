@@ -41,8 +41,11 @@ def test_rank_fusion_refuses_negative_numbers(arguments: dict[str, int]) -> None
 
 
 @given(RANKINGS, st.integers(0, 20), CONSTANTS)
-def test_rank_fusion_equals_the_definition(rankings: list[list[int]], k: int, constant: int) -> None:
-    """Every id's sum over all rankings, written as the paper has it; ties by best rank, then by first ranking."""
+def test_rank_fusion_equals_the_definition(
+    rankings: list[list[int]], k: int, constant: int
+) -> None:
+    """Every id's sum over all rankings, written as the paper has it;
+    ties by best rank, then by first ranking."""
 
     def slow_key(item: int) -> tuple[float, int, int]:
         ranks = [ranking.index(item) + 1 if item in ranking else 10**9 for ranking in rankings]
@@ -67,7 +70,9 @@ def test_rank_fusion_scores_do_not_depend_on_the_order_of_rankings(
 
 
 @given(st.lists(st.integers(), unique=True, max_size=8), st.integers(1, 4), CONSTANTS)
-def test_rank_fusion_of_equal_rankings_is_that_ranking(ranking: list[int], copies: int, constant: int) -> None:
+def test_rank_fusion_of_equal_rankings_is_that_ranking(
+    ranking: list[int], copies: int, constant: int
+) -> None:
     """Agreement changes nothing."""
     fused = reciprocal_rank_fusion([ranking] * copies, k=50, constant=constant)
     assert [item for item, _ in fused] == ranking

@@ -1,4 +1,5 @@
-"""Retriever: what each mode answers, one generation at a time, and only with the encoder that the index has."""
+"""Retriever: what each mode answers, one generation at a time,
+and only with the encoder that the index has."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def test_each_mode_finds_a_word(whole_index: Path) -> None:
     assert retriever.modes == ("fusion", "dense", "bm25", "filled")
     for mode in retriever.modes:
         for number in (0, 7, 39):
-            assert ids(retriever, f"word{number} shared tail{number % 5}", k=1, mode=mode) == [f"d{number}"]
+            assert ids(retriever, f"word{number} shared tail{number % 5}", k=1, mode=mode) == [
+                f"d{number}"
+            ]
         assert ids(retriever, "later words", k=1, mode=mode) == ["e1"]
         assert "d3" not in ids(retriever, "word3 shared tail3", k=100, mode=mode)
     assert ids(retriever, "word3", mode="bm25") == []
@@ -64,17 +67,23 @@ def test_rank_fusion_is_of_the_two_lists(whole_index: Path) -> None:
     hits = retriever.search(["word5 tail1"], k=50, mode="fusion", nprobe=1).hits[0]
     assert [(numbers[hit.passage.id], hit.score) for hit in hits] == expected
     for k in (1, 4, 30):
-        assert ids(retriever, "word5 tail1", k=k, mode="fusion") == [hit.passage.id for hit in hits[:k]]
+        assert ids(retriever, "word5 tail1", k=k, mode="fusion") == [
+            hit.passage.id for hit in hits[:k]
+        ]
 
 
 def test_filled_is_bm25_then_what_else_is_near(whole_index: Path) -> None:
-    """Fewer than k share a word: vectors fill up, none twice, none without likeness, and each score says whose it is."""
+    """Fewer than k share a word: vectors fill up, none twice, none without likeness,
+    and each score says whose it is."""
     retriever = make_retriever(whole_index)
     words = retriever.search(["word5"], k=30, mode="bm25", nprobe=1).hits[0]
     near = retriever.search(["word5"], k=30, mode="dense", nprobe=1).hits[0]
     assert len(words) == 1
     assert min(hit.score for hit in near) < 0, "some must not be taken"
-    expected = [*words, *(hit for hit in near if hit.score > ZERO and hit.passage != words[0].passage)]
+    expected = [
+        *words,
+        *(hit for hit in near if hit.score > ZERO and hit.passage != words[0].passage),
+    ]
     found = retriever.search(["word5"], k=30, mode="filled", nprobe=1)
     assert found.hits[0] == expected
     assert {hit.mode for hit in found.hits[0]} == {"bm25", "dense"}
@@ -82,7 +91,8 @@ def test_filled_is_bm25_then_what_else_is_near(whole_index: Path) -> None:
 
 
 def test_filled_asks_the_vectors_only_for_queries_that_are_short(whole_index: Path) -> None:
-    """The others take no time of the encoder, and find what BM25 alone does; a query without words finds nothing."""
+    """The others take no time of the encoder, and find what BM25 alone does;
+    a query without words finds nothing."""
     retriever = make_retriever(whole_index)
     full = retriever.search(["shared"], k=3, mode="filled", nprobe=1)
     assert (full.hits, set(full.ms)) == (
@@ -103,8 +113,18 @@ def test_modes_of_the_embedded_encoder(tmp_path: Path) -> None:
     ]:
         settings = make_settings(encoder={"kind": "hashed", "dim": 8}, bm25_language=language)
         documents = make_documents(["one text", "another text"])
-        build_index(documents, folder, settings, tokens=TOKENS, encoder=None, options=OPTIONS, progress=quiet)
-        assert Retriever.open(folder, encoder=None, device=None, verify=True, threads=1).modes == modes
+        build_index(
+            documents,
+            folder,
+            settings,
+            tokens=TOKENS,
+            encoder=None,
+            options=OPTIONS,
+            progress=quiet,
+        )
+        assert (
+            Retriever.open(folder, encoder=None, device=None, verify=True, threads=1).modes == modes
+        )
 
 
 def test_a_batch_is_its_queries(whole_index: Path) -> None:
@@ -123,7 +143,9 @@ def test_a_batch_is_its_queries(whole_index: Path) -> None:
         for query, hits in zip(queries, result.hits, strict=True):
             (alone,) = retriever.search([query], k=4, mode=mode, nprobe=1).hits
             assert [hit.passage for hit in hits] == [hit.passage for hit in alone]
-            np.testing.assert_allclose([hit.score for hit in hits], [hit.score for hit in alone], atol=1e-5)
+            np.testing.assert_allclose(
+                [hit.score for hit in hits], [hit.score for hit in alone], atol=1e-5
+            )
     assert retriever.search([], k=1, mode="dense", nprobe=1).hits == []
 
 
@@ -149,9 +171,16 @@ def test_refresh_switches_to_what_was_built(folder: Path) -> None:
     assert ids(retriever, "newcomer", mode="bm25") == []
     assert retriever.refresh()
     assert not retriever.refresh()
-    assert (ids(retriever, "newcomer", mode="bm25"), ids(retriever, "word0", mode="bm25")) == (["n0"], [])
-    assert retriever.index.faiss_indexes["dense-1-0.faiss"] is early.faiss_indexes["dense-1-0.faiss"], "not read twice"
-    _, rows = early.search_dense(WordEncoder().encode_queries(["word0 shared tail0"]), k=1, nprobe=1)
+    assert (ids(retriever, "newcomer", mode="bm25"), ids(retriever, "word0", mode="bm25")) == (
+        ["n0"],
+        [],
+    )
+    assert (
+        retriever.index.faiss_indexes["dense-1-0.faiss"] is early.faiss_indexes["dense-1-0.faiss"]
+    ), "not read twice"
+    _, rows = early.search_dense(
+        WordEncoder().encode_queries(["word0 shared tail0"]), k=1, nprobe=1
+    )
     assert early.store.get(rows[0].tolist())[0].id == "d0"
 
 
@@ -181,7 +210,8 @@ def replace(folder: Path, *, num_builds: int) -> None:
 
 @pytest.mark.parametrize("num_builds", [1, 3, 4])
 def test_index_that_was_made_anew_is_served(folder: Path, num_builds: int) -> None:
-    """Whatever its generation, lower, equal or higher than the served one; never a mixture of both."""
+    """Whatever its generation, lower, equal or higher than the served one;
+    never a mixture of both."""
     retriever = make_retriever(folder)
     early = retriever.index
     replace(folder, num_builds=num_builds)
@@ -192,11 +222,14 @@ def test_index_that_was_made_anew_is_served(folder: Path, num_builds: int) -> No
     for mode in retriever.modes:
         assert ids(retriever, "word0 shared tail0", k=1, mode=mode) == ["x0"]
         assert ids(retriever, "other7", k=1, mode=mode) == ["x8"]
-    assert early.store.get([5])[0].id == "d5", "a search that began before finishes on what it began with"
+    assert early.store.get([5])[0].id == "d5", (
+        "a search that began before finishes on what it began with"
+    )
 
 
 def test_index_put_back_is_served(folder: Path, tmp_path: Path) -> None:
-    """The directory removed and restored from a copy of an earlier generation: numbers go back, answers too."""
+    """The directory removed and restored from a copy of an earlier generation:
+    numbers go back, answers too."""
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     build(folder, make_documents(["a newcomer"], prefix="n"))
@@ -205,7 +238,9 @@ def test_index_put_back_is_served(folder: Path, tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(CorruptIndexError, match="no index there"):
             retriever.refresh()
-    assert ids(retriever, "newcomer", mode="bm25") == ["n0"], "open files are served until there is something better"
+    assert ids(retriever, "newcomer", mode="bm25") == ["n0"], (
+        "open files are served until there is something better"
+    )
     shutil.copytree(copy, folder)
     assert retriever.refresh()
     assert (retriever.index.generation, ids(retriever, "newcomer", mode="bm25")) == (3, [])
@@ -225,13 +260,18 @@ def build_with(folder: Path, encoder: WordEncoder) -> None:
     )
 
 
-def test_another_encoder_comes_with_another_index(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An index swapped for one with other vectors: its encoder is loaded, or, if it does not fit, the old index stays."""
+def test_another_encoder_comes_with_another_index(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An index swapped for one with other vectors:
+    its encoder is loaded, or, if it does not fit, the old index stays."""
     encoder = WordEncoder(seed=1, dim=12)
     retriever = open_with(monkeypatch, folder, WordEncoder())
     delete(folder)
     build_with(folder, encoder)
-    with pytest.raises(CorruptIndexError, match="the vectors have 12 dimensions, but the encoder gives 8"):
+    with pytest.raises(
+        CorruptIndexError, match="the vectors have 12 dimensions, but the encoder gives 8"
+    ):
         retriever.refresh()
     assert ids(retriever, "word5 shared tail0", k=1, mode="dense") == ["d5"]
     retriever._load = lambda spec: encoder
@@ -242,13 +282,16 @@ def test_another_encoder_comes_with_another_index(folder: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("with_times", [False, True])
 def test_damage_is_refused_until_it_is_mended(folder: Path, with_times: bool) -> None:
-    """Files written over in place are mapped into memory: answers from them would be noise. `with_times`: mended by rsync -t."""
+    """Files written over in place are mapped into memory: answers from them would be noise.
+    `with_times`: mended by rsync -t."""
     retriever = make_retriever(folder)
     (path,) = folder.glob("dense-1-0.faiss")
     whole, stat = path.read_bytes(), path.stat()
     path.write_bytes(whole[:-64] + bytes(64))
     for _ in range(2):
-        with pytest.raises(CorruptIndexError, match=r"dense-1-0\.faiss: damaged, its checksum differs"):
+        with pytest.raises(
+            CorruptIndexError, match=r"dense-1-0\.faiss: damaged, its checksum differs"
+        ):
             retriever.refresh()
     assert "dense-1-0.faiss" in str(retriever.damage)
     for mode in retriever.modes:
@@ -286,7 +329,9 @@ def test_store_overwritten_and_mended_in_place(folder: Path) -> None:
     (folder / "passages.sqlite").write_bytes(whole[:4096] + bytes(len(whole) - 4096))
     with pytest.raises(CorruptIndexError, match=r"passages\.sqlite"):
         retriever.refresh()
-    assert ids(retriever, "word5", k=1, mode="bm25") == ["d5"], "the removed file is still open and whole"
+    assert ids(retriever, "word5", k=1, mode="bm25") == ["d5"], (
+        "the removed file is still open and whole"
+    )
     (folder / "passages.sqlite").unlink()
     (folder / "passages.sqlite").write_bytes(whole)
     assert retriever.refresh()
@@ -330,8 +375,12 @@ def open_with(monkeypatch: pytest.MonkeyPatch, folder: Path, encoder: Any) -> Re
 
 def test_only_its_own_encoder(whole_index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another model's vectors would find anything; the stored probe tells."""
-    assert ids(open_with(monkeypatch, whole_index, WordEncoder()), "word1", k=1, mode="bm25") == ["d1"]
-    with pytest.raises(CorruptIndexError, match="vectors have 8 dimensions, but the encoder gives 9"):
+    assert ids(open_with(monkeypatch, whole_index, WordEncoder()), "word1", k=1, mode="bm25") == [
+        "d1"
+    ]
+    with pytest.raises(
+        CorruptIndexError, match="vectors have 8 dimensions, but the encoder gives 9"
+    ):
         open_with(monkeypatch, whole_index, WordEncoder(dim=9))
     with pytest.raises(CorruptIndexError, match="written by another encoder"):
         open_with(monkeypatch, whole_index, WordEncoder(seed=1))
@@ -346,7 +395,11 @@ def test_info(whole_index: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 def test_searching_needs_no_right_to_write(whole_index: Path, tmp_path: Path) -> None:
     """The index may belong to another user, or be on a read-only medium."""
-    folder = Path(shutil.copytree(whole_index, tmp_path / "index", ignore=shutil.ignore_patterns("*-wal", "*-shm")))
+    folder = Path(
+        shutil.copytree(
+            whole_index, tmp_path / "index", ignore=shutil.ignore_patterns("*-wal", "*-shm")
+        )
+    )
     program = f"""if True:
         import os
         from pathlib import Path
@@ -360,7 +413,9 @@ def test_searching_needs_no_right_to_write(whole_index: Path, tmp_path: Path) ->
     """
     for parent in [folder, *folder.parents][:-1]:
         parent.chmod(parent.stat().st_mode | 0o055)
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path.cwd())
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=Path.cwd()
+    )
     assert result.returncode == 0, result.stderr
 
 

@@ -36,9 +36,14 @@ def test_text_is_cut_into_pairs(text: str, expected: str) -> None:
 
 
 def test_the_tokenizer_keeps_every_pair_whole() -> None:
-    """What tantivy takes for no letter is a mark that is left out, or punctuation that ends a run: else it would split pairs."""
+    """What tantivy takes for no letter is a mark that is left out, or punctuation that ends a run:
+    else it would split pairs."""
     analyzer = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple()).build()
-    members = [char for char in map(chr, range(sys.maxunicode)) if scripts._RUN.match(char) and category(char) != "Cn"]
+    members = [
+        char
+        for char in map(chr, range(sys.maxunicode))
+        if scripts._RUN.match(char) and category(char) != "Cn"
+    ]
     letters = set(analyzer.analyze(" ".join(members)))
     others = {char for char in members if char not in letters}
     assert others == {char for char in members if ord(char) in scripts._FOLDED}

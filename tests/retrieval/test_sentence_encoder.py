@@ -22,10 +22,38 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("sentence_transformers")
 
-WORDS = ["the", "a", "of", "storm", "lighthouse", "harbour", "ship", "which", "who", "query", "passage", ":", "?"]
+WORDS = [
+    "the",
+    "a",
+    "of",
+    "storm",
+    "lighthouse",
+    "harbour",
+    "ship",
+    "which",
+    "who",
+    "query",
+    "passage",
+    ":",
+    "?",
+]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *LETTERS, *(f"##{letter}" for letter in LETTERS)]
-TEXTS = ["the keeper of the lighthouse", "a storm", "which ship is called the harbour of night ?", "zzz"]
+VOCAB = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    *WORDS,
+    *LETTERS,
+    *(f"##{letter}" for letter in LETTERS),
+]
+TEXTS = [
+    "the keeper of the lighthouse",
+    "a storm",
+    "which ship is called the harbour of night ?",
+    "zzz",
+]
 HIDDEN = 32
 MAX_TOKENS = 24
 
@@ -34,7 +62,9 @@ def write_model(folder: Path, seed: int) -> Path:
     """A plain transformers model, as Contriever is published."""
     folder.mkdir(parents=True)
     (folder / "vocab.txt").write_text("\n".join(VOCAB))
-    tokenizer = transformers.BertTokenizerFast(vocab={w: i for i, w in enumerate(VOCAB)}, model_max_length=MAX_TOKENS)
+    tokenizer = transformers.BertTokenizerFast(
+        vocab={w: i for i, w in enumerate(VOCAB)}, model_max_length=MAX_TOKENS
+    )
     tokenizer.save_pretrained(folder)
     config = transformers.BertConfig(
         vocab_size=len(VOCAB),
@@ -94,7 +124,10 @@ def test_plain_model_equals_mean_pooling(model_dir: Path, normalize: bool) -> No
 def test_explicit_prefixes_reach_the_model(model_dir: Path) -> None:
     """E5's way: without them it loses recall."""
     encoder = make_encoder(model_dir, query_prefix="query: ", passage_prefix="passage: ")
-    expected = [mean_pooled(model_dir, [f"{p}: {t}" for t in TEXTS], normalize=True) for p in ("query", "passage")]
+    expected = [
+        mean_pooled(model_dir, [f"{p}: {t}" for t in TEXTS], normalize=True)
+        for p in ("query", "passage")
+    ]
     np.testing.assert_allclose(encoder.encode_queries(TEXTS), expected[0], atol=1e-5)
     np.testing.assert_allclose(encoder.encode_passages(TEXTS), expected[1], atol=1e-5)
 
@@ -103,12 +136,16 @@ def test_prompts_of_the_model_are_its_prefixes(model_dir: Path, tmp_path: Path) 
     """A model that brings its prompts needs no flags, and flags win over them."""
     from sentence_transformers import SentenceTransformer
 
-    model = SentenceTransformer(str(model_dir), device="cpu", prompts={"query": "who: ", "passage": "the: "})
+    model = SentenceTransformer(
+        str(model_dir), device="cpu", prompts={"query": "who: ", "passage": "the: "}
+    )
     model.save(str(tmp_path / "prompted"))
     own = make_encoder(tmp_path / "prompted")
     assert (own.query_prefix, own.passage_prefix) == ("who: ", "the: ")
     np.testing.assert_allclose(
-        own.encode_queries(["ship"]), mean_pooled(model_dir, ["who: ship"], normalize=True), atol=1e-5
+        own.encode_queries(["ship"]),
+        mean_pooled(model_dir, ["who: ship"], normalize=True),
+        atol=1e-5,
     )
     none = make_encoder(tmp_path / "prompted", query_prefix="", passage_prefix="")
     np.testing.assert_allclose(
@@ -140,7 +177,10 @@ def test_own_prefixes(name: str, prompts: dict[str, str], expected: tuple[str, s
 def test_published_prefix_reaches_an_encoder_by_its_folder(tmp_path: Path) -> None:
     """A downloaded E5 keeps its name as its folder's."""
     encoder = make_encoder(write_model(tmp_path / "e5-small-v2", seed=0))
-    assert (encoder.spec()["query_prefix"], encoder.spec()["passage_prefix"]) == ("query: ", "passage: ")
+    assert (encoder.spec()["query_prefix"], encoder.spec()["passage_prefix"]) == (
+        "query: ",
+        "passage: ",
+    )
 
 
 def test_long_text_is_cut_at_max_tokens(model_dir: Path) -> None:
@@ -165,7 +205,9 @@ def test_threads_share_an_encoder(model_dir: Path) -> None:
     encoder = make_encoder(model_dir)
     with ThreadPoolExecutor(4) as pool:
         rows = list(pool.map(lambda i: encoder.encode_queries([TEXTS[i % 4]])[0], range(32)))
-    np.testing.assert_allclose(np.vstack(rows), np.tile(encoder.encode_queries(TEXTS), (8, 1)), atol=1e-5)
+    np.testing.assert_allclose(
+        np.vstack(rows), np.tile(encoder.encode_queries(TEXTS), (8, 1)), atol=1e-5
+    )
 
 
 def test_spec_brings_the_encoder_back(model_dir: Path, tmp_path: Path) -> None:
@@ -175,7 +217,9 @@ def test_spec_brings_the_encoder_back(model_dir: Path, tmp_path: Path) -> None:
     moved = shutil.copytree(model_dir, tmp_path / "moved")
     for override in (None, str(moved)):
         loaded = load_encoder(spec, folder=tmp_path, override=override, device="cpu", batch_size=2)
-        np.testing.assert_allclose(loaded.encode_queries(TEXTS), encoder.encode_queries(TEXTS), atol=1e-5)
+        np.testing.assert_allclose(
+            loaded.encode_queries(TEXTS), encoder.encode_queries(TEXTS), atol=1e-5
+        )
         assert loaded.spec() == spec | {"model": override or str(model_dir)}
 
 
@@ -184,9 +228,12 @@ def test_what_is_no_model_is_refused(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """One line that names it, whatever the libraries raise."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable is read at import
+    # the variable is read at import
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "empty").mkdir()
-    shutil.copytree(model_dir, tmp_path / "no_model", ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(
+        model_dir, tmp_path / "no_model", ignore=shutil.ignore_patterns("*.safetensors")
+    )
     path = tmp_path / name if name in ("empty", "no_model") else name
     with pytest.raises(RetrievalError, match=str(path)) as caught:
         make_encoder(path)

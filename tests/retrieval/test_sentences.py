@@ -31,8 +31,14 @@ def cut(text: str) -> list[str]:
             "Dr. Who met J. R. Smith of the U.S. Army vs. Mr. X.",
             ["Dr. Who met J. R. Smith of the U.S. Army vs. Mr. X."],
         ),
-        ("See Fig. 3 and No. 5, e.g. Paris. No. Not so.", ["See Fig. 3 and No. 5, e.g. Paris.", "No.", "Not so."]),
-        ("Takes approx. five etc. and so on. 2020 began.", ["Takes approx. five etc. and so on.", "2020 began."]),
+        (
+            "See Fig. 3 and No. 5, e.g. Paris. No. Not so.",
+            ["See Fig. 3 and No. 5, e.g. Paris.", "No.", "Not so."],
+        ),
+        (
+            "Takes approx. five etc. and so on. 2020 began.",
+            ["Takes approx. five etc. and so on.", "2020 began."],
+        ),
         ("all lower case. here too. done", ["all lower case.", "here too.", "done"]),
         ("Tokenised text . Next one .", ["Tokenised text .", "Next one ."]),
         ("www.example.org/a.b?c=d. Next.", ["www.example.org/a.b?c=d.", "Next."]),
@@ -41,7 +47,14 @@ def cut(text: str) -> list[str]:
         ("Wait... What?! No.", ["Wait...", "What?!", "No."]),
         (
             "See below. Here:\n| a. B | c |\n|---|---|\n| d. E | f! G |\n|# h | i. |\nText. More",
-            ["See below.", "Here:", "| a. B | c |\n|---|---|\n| d. E | f! G |", "|# h | i. |", "Text.", "More"],
+            [
+                "See below.",
+                "Here:",
+                "| a. B | c |\n|---|---|\n| d. E | f! G |",
+                "|# h | i. |",
+                "Text.",
+                "More",
+            ],
         ),
         ("# Head\na | b\n-|-\nc | d\n\ne | f", ["# Head\na | b\n-|-\nc | d", "¶e | f"]),
         ("  padded. \n Text. \n", ["padded.", "Text."]),
@@ -59,7 +72,10 @@ def test_sentences(text: str, expected: list[str]) -> None:
         ("One.\r\n\r\nTwo.\n \n\n Three.", ["One.", "¶Two.", "¶Three."]),
         ("One.\n# Head. More!\n\nTwo. Three.", ["One.", "¶# Head. More!\n\nTwo.", "Three."]),
         ("# Head\n## Sub\nText.\n# Last. one", ["# Head\n## Sub\nText.", "¶# Last. one"]),
-        ("List:\n- a\n- b. C\n\n1. one\n12) two\n#tag", ["List:", "- a", "- b.", "C", "¶1. one", "12) two\n#tag"]),
+        (
+            "List:\n- a\n- b. C\n\n1. one\n12) two\n#tag",
+            ["List:", "- a", "- b.", "C", "¶1. one", "12) two\n#tag"],
+        ),
         ("1. First. Second.\n  2. Third.", ["1. First.", "Second.", "2. Third."]),
     ],
 )
@@ -69,7 +85,12 @@ def test_paragraphs_headings_and_lists(text: str, expected: list[str]) -> None:
 
 
 @given(
-    st.lists(st.sampled_from(["A", "b", ". ", "!", "\n", "\n\n", " ", "# ", "- ", "1. ", "。", "”", "Dr"]), max_size=40)
+    st.lists(
+        st.sampled_from(
+            ["A", "b", ". ", "!", "\n", "\n\n", " ", "# ", "- ", "1. ", "。", "”", "Dr"]
+        ),
+        max_size=40,
+    )
 )
 def test_borders_ascend_and_enclose_whitespace_only(pieces: list[str]) -> None:
     """Nothing between two sentences is lost, and none is empty."""

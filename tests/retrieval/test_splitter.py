@@ -22,13 +22,62 @@ from tests.examples import examples
 from tests.reference.naive_splitter import NaiveSplitter
 
 PIECES = [
-    *["One", " two", " three", "Four", " of", " the", "a", "I", "Dr", " 3.14", "e.g", "x" * 40, " superlongword"],
-    *[".", "!", "?", "...", ",", "—", '"', ")", ". ", "! ", ".\n", "? ", " ", "  ", "\n", "\n\n", "\r\n", "\u00a0"],
-    *["\n# Head\n", "\n## Sub\n\n", "\n- item", "\n1. item", "\n```\n", "中文字符。", "「引用。」", "ひらが", "한국어"],
+    *[
+        "One",
+        " two",
+        " three",
+        "Four",
+        " of",
+        " the",
+        "a",
+        "I",
+        "Dr",
+        " 3.14",
+        "e.g",
+        "x" * 40,
+        " superlongword",
+    ],
+    *[
+        ".",
+        "!",
+        "?",
+        "...",
+        ",",
+        "—",
+        '"',
+        ")",
+        ". ",
+        "! ",
+        ".\n",
+        "? ",
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\u00a0",
+    ],
+    *[
+        "\n# Head\n",
+        "\n## Sub\n\n",
+        "\n- item",
+        "\n1. item",
+        "\n```\n",
+        "中文字符。",
+        "「引用。」",
+        "ひらが",
+        "한국어",
+    ],
     *["é", "e\u0301", "👩\u200d👩\u200d👧", "🇩🇪", "ﬁ", "\u200b", "Ω", "הטקסט"],
 ]
 CHARACTERS = st.characters(exclude_categories=["Cs"])
-ROWS = ["| a | b |\n", "| c. D | e |\n", "x | y\n", "| long " + "row " * 9 + "| z |\n", "| 中文。字 | ok! No |\n"]
+ROWS = [
+    "| a | b |\n",
+    "| c. D | e |\n",
+    "x | y\n",
+    "| long " + "row " * 9 + "| z |\n",
+    "| 中文。字 | ok! No |\n",
+]
 TABLE_PIECES = [
     *[
         f"\n{head}|---|---|\n{row}"
@@ -36,7 +85,16 @@ TABLE_PIECES = [
         for row in ROWS
     ],
     *ROWS,
-    *["One two. Three", "\n\n", "\n", "# Head\n", "- item\n", "|---|---|\n", "|", " four five six."],
+    *[
+        "One two. Three",
+        "\n\n",
+        "\n",
+        "# Head\n",
+        "- item\n",
+        "|---|---|\n",
+        "|",
+        " four five six.",
+    ],
 ]
 TABLE_TEXTS = st.lists(st.sampled_from(TABLE_PIECES), max_size=25).map("".join)
 TEXTS = st.one_of(
@@ -54,13 +112,16 @@ def make_bpe(folder: Path) -> Tokens:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator(["One two three. Four of the items, of the others!\n\n# Head\n\nOne"] * 9, trainer)
+    bpe.train_from_iterator(
+        ["One two three. Four of the items, of the others!\n\n# Head\n\nOne"] * 9, trainer
+    )
     bpe.save(str(folder / "tokenizer.json"))
     return load_tokens(str(folder))
 
 
 def make_spaced(folder: Path) -> Tokens:
-    """Llama's kind: a space is put in front of each text, so a passage alone counts otherwise than within its document."""
+    """Llama's kind: a space is put in front of each text, so a passage alone counts otherwise than
+    within its document."""
     pytest.importorskip("transformers")
     from tests.reference.tiny_tokenizer import make_spaced_tokenizer
 
@@ -76,15 +137,22 @@ def load_bundled(folder: Path) -> Tokens:
 @pytest.fixture(scope="module", params=["words", "bpe", "spaced", "bundled"])
 def tokens(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
     """One tokenizer of each kind."""
-    make = {"words": lambda _: WordTokens(), "bpe": make_bpe, "spaced": make_spaced, "bundled": load_bundled}[
-        request.param
-    ]
+    make = {
+        "words": lambda _: WordTokens(),
+        "bpe": make_bpe,
+        "spaced": make_spaced,
+        "bundled": load_bundled,
+    }[request.param]
     return make(tmp_path_factory.mktemp(request.param))
 
 
 def split(tokens: Tokens, text: str, max_tokens: int, overlap_tokens: int) -> list[Passage]:
     """The passages of a document called "d"."""
-    return list(Splitter(tokens, max_tokens=max_tokens, overlap_tokens=overlap_tokens).split(Document("d", "", text)))
+    return list(
+        Splitter(tokens, max_tokens=max_tokens, overlap_tokens=overlap_tokens).split(
+            Document("d", "", text)
+        )
+    )
 
 
 def words(text: str, max_tokens: int, overlap_tokens: int = 0) -> list[str]:
@@ -106,7 +174,9 @@ def without_header(passage: Passage, text: str) -> str:
     return passage.text
 
 
-def check(tokens: Tokens, text: str, passages: Sequence[Passage], max_tokens: int, overlap_tokens: int) -> None:
+def check(
+    tokens: Tokens, text: str, passages: Sequence[Passage], max_tokens: int, overlap_tokens: int
+) -> None:
     """What must hold of every split."""
     covered = [0] * len(text)
     for passage in passages:
@@ -160,7 +230,9 @@ def test_split_of_tables_keeps_every_promise_and_repeats_headers(
                 # A table may take a passage for its header and not even one character below.
                 assert (own != passage.text) == fits or len(own) == 1
                 if first < end:
-                    assert text[text.rfind("\n", 0, first) + 1 : first].strip() == "", "the overlap begins within a row"
+                    assert text[text.rfind("\n", 0, first) + 1 : first].strip() == "", (
+                        "the overlap begins within a row"
+                    )
         end = first + len(own)
 
 
@@ -195,7 +267,10 @@ def test_split_gives_up_the_overlap_rather_than_cutting_a_sentence() -> None:
 
 def test_split_ends_with_a_paragraph_if_half_full() -> None:
     """A passage on one thing, unless that left it nearly empty."""
-    assert words("One two three.\n\nFour five. Six seven.", 8) == ["One two three.", "Four five. Six seven."]
+    assert words("One two three.\n\nFour five. Six seven.", 8) == [
+        "One two three.",
+        "Four five. Six seven.",
+    ]
     assert words("One.\n\nFour five. Six seven eight nine ten.", 8) == [
         "One.\n\nFour five.",
         "Six seven eight nine ten.",
@@ -210,7 +285,8 @@ def test_split_keeps_a_heading_with_what_follows() -> None:
 
 
 def test_split_cuts_a_long_sentence_between_lines_then_words() -> None:
-    """A table's rows stay whole. A sentence without breaks is cut between words. A word without end between tokens."""
+    """A table's rows stay whole. A sentence without breaks is cut between words.
+    A word without end between tokens."""
     assert words("a b c d e\nf g h i j\nk l m n o", 12) == ["a b c d e\nf g h i j", "k l m n o"]
     assert words("a b c d e f g h i j k l", 8) == ["a b c d e f g h", "i j k l"]
     assert words("a b c d e f g h i j k l", 8, 3) == ["a b c d e f g h", "f g h i j k l"]
@@ -250,7 +326,12 @@ def test_split_counts_positions_in_characters_and_tokens() -> None:
     """Ids and spans point into the document."""
     first, second = split(WordTokens(), "  One two three. 👩‍👧 four five!  Six.", 8, 0)
     assert (first.id, first.start, first.end, first.num_tokens) == ("d#2", 0, 4, 4)
-    assert (second.id, second.start, second.end, second.text) == ("d#17", 4, 12, "👩‍👧 four five!  Six.")
+    assert (second.id, second.start, second.end, second.text) == (
+        "d#17",
+        4,
+        12,
+        "👩‍👧 four five!  Six.",
+    )
 
 
 def test_split_yields_nothing_of_whitespace() -> None:
@@ -258,7 +339,9 @@ def test_split_yields_nothing_of_whitespace() -> None:
     assert words("", 8) == words(" \n\t\u3000 ", 8) == []
 
 
-@pytest.mark.parametrize(("max_tokens", "overlap_tokens"), [(7, 0), (0, 0), (8, 4), (8, -1), (9, 5)])
+@pytest.mark.parametrize(
+    ("max_tokens", "overlap_tokens"), [(7, 0), (0, 0), (8, 4), (8, -1), (9, 5)]
+)
 def test_splitter_refuses_limits_out_of_range(max_tokens: int, overlap_tokens: int) -> None:
     """An overlap of half a passage would not get ahead."""
     with pytest.raises(RetrievalError, match="tokens, got"):
@@ -297,7 +380,8 @@ def test_split_refuses_a_character_that_no_passage_holds() -> None:
     ],
 )
 def test_split_takes_linear_time(unit: str) -> None:
-    """A block of anything: eight times the text takes eight times as long, with a quadratic rule it would be 64."""
+    """A block of anything: eight times the text takes eight times as long,
+    with a quadratic rule it would be 64."""
 
     def seconds(num_chars: int) -> float:
         text = "Start " + unit * (num_chars // len(unit))
@@ -306,4 +390,5 @@ def test_split_takes_linear_time(unit: str) -> None:
         return time.process_time() - began
 
     long, short = splitter_module.BLOCK_CHARS, splitter_module.BLOCK_CHARS // 8
-    assert any(seconds(long) < 30 * seconds(short) for _ in range(5))  # a busy machine stretches some
+    # a busy machine stretches some
+    assert any(seconds(long) < 30 * seconds(short) for _ in range(5))

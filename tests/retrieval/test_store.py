@@ -23,7 +23,9 @@ def store(tmp_path: Path) -> Iterator[PassageStore]:
 
 def put(store: PassageStore, name: str, texts: Sequence[str], *, run: int = 0) -> tuple[int, int]:
     """A document with these texts as its passages `name#0`, `name#1` …"""
-    passages = [Passage(f"{name}#{at}", name, "", text, at, at + 1, 1) for at, text in enumerate(texts)]
+    passages = [
+        Passage(f"{name}#{at}", name, "", text, at, at + 1, 1) for at, text in enumerate(texts)
+    ]
     return store.put(Document(name, "", " ".join(texts)), passages, run)
 
 
@@ -34,7 +36,11 @@ def live(store: PassageStore) -> dict[str, int]:
 
 def test_rows_count_up_from_zero(store: PassageStore) -> None:
     """What FAISS numbers by position and BM25 by row is the same passage."""
-    assert (store.num_rows, put(store, "a", ["x", "y"]), put(store, "b", ["z"])) == (0, (2, 0), (1, 0))
+    assert (store.num_rows, put(store, "a", ["x", "y"]), put(store, "b", ["z"])) == (
+        0,
+        (2, 0),
+        (1, 0),
+    )
     assert store.num_rows == 3
     assert live(store) == {"a#0": 0, "a#1": 1, "b#0": 2}
     assert store.get([2, 0, 2]) == [
@@ -92,7 +98,9 @@ def test_is_known_tells_changed_documents(store: PassageStore) -> None:
     run = store.begin_run()
     assert run == 1
     assert store.is_known(Document("a", "", "x"), run)
-    assert store.is_known(Document("a", "", "x"), run), "the same document twice in one run is no mistake"
+    assert store.is_known(Document("a", "", "x"), run), (
+        "the same document twice in one run is no mistake"
+    )
     assert not store.is_known(Document("a", "title", "x"), run + 1)
     with pytest.raises(RetrievalError, match="'a' occurs twice"):
         store.is_known(Document("a", "", "z"), run)
@@ -135,7 +143,9 @@ def test_a_changed_text_is_seen(tmp_path: Path, store: PassageStore) -> None:
         store.get([0])
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no database, but long enough to be looked at" * 100])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"no database, but long enough to be looked at" * 100]
+)
 @pytest.mark.parametrize("writable", [False, True])
 def test_no_such_file(tmp_path: Path, content: bytes | None, writable: bool) -> None:
     """Named, whether it is missing, empty or something else; a writer makes what is missing."""
@@ -154,7 +164,9 @@ def test_more_rows_than_sqlite_takes_variables(store: PassageStore) -> None:
     store.begin()
     put(store, "a", [f"text {number}" for number in range(33_000)])
     store.commit()
-    assert [passage.id for passage in store.get(range(33_000))] == [f"a#{number}" for number in range(33_000)]
+    assert [passage.id for passage in store.get(range(33_000))] == [
+        f"a#{number}" for number in range(33_000)
+    ]
 
 
 def test_looking_up_an_id_reads_no_table(store: PassageStore) -> None:
@@ -169,7 +181,9 @@ def test_looking_up_an_id_reads_no_table(store: PassageStore) -> None:
     for statement in statements:
         if statement.startswith(("SELECT", "UPDATE", "DELETE")):
             plan = [step for *_, step in store._db.execute(f"EXPLAIN QUERY PLAN {statement}")]
-            assert not [step for step in plan if step.startswith("SCAN") and "INDEX" not in step], statement
+            assert not [step for step in plan if step.startswith("SCAN") and "INDEX" not in step], (
+                statement
+            )
 
 
 def test_readers_beside_a_writer(tmp_path: Path, store: PassageStore) -> None:
@@ -198,7 +212,8 @@ def test_readers_beside_a_writer(tmp_path: Path, store: PassageStore) -> None:
 
 
 def test_a_transaction_is_whole_or_not_there(tmp_path: Path) -> None:
-    """What a killed build began is gone, and closing in the middle of it says nothing of its own."""
+    """What a killed build began is gone, and closing in the middle of it says nothing of its
+    own."""
     store = PassageStore(tmp_path / "passages.sqlite", writable=True)
     store.begin()
     put(store, "a", ["x"])
@@ -218,7 +233,9 @@ def test_full_disk_is_named(tmp_path: Path, store: PassageStore) -> None:
     put(store, "first", ["text of the first"])
     pages = store._db.execute("PRAGMA page_count").fetchone()[0]
     store._db.execute(f"PRAGMA max_page_count = {pages + 1}")
-    with pytest.raises(RetrievalError, match=r"passages\.sqlite: the disk is full; make room") as caught:
+    with pytest.raises(
+        RetrievalError, match=r"passages\.sqlite: the disk is full; make room"
+    ) as caught:
         put(store, "second", ["long text " * 10_000])
     assert not isinstance(caught.value, CorruptIndexError)
     assert live(store)["first#0"] == 0

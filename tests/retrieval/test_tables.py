@@ -11,7 +11,10 @@ HEAD = "| a | b |\n|---|:-:|\n"
 
 def found(text: str, header: str = "") -> list[tuple[str, str, bool]]:
     """(header, rows, whether more may follow) of each table."""
-    return [(table.header, text[table.body : table.end], table.is_open) for table in find_tables(text, header)]
+    return [
+        (table.header, text[table.body : table.end], table.is_open)
+        for table in find_tables(text, header)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -24,7 +27,10 @@ def found(text: str, header: str = "") -> list[tuple[str, str, bool]]:
         (f"{HEAD}|1|2|\n\n{HEAD}|3|4|\n\n", [(HEAD, "|1|2|", False), (HEAD, "|3|4|", False)]),
         (f"{HEAD}|1|2|\n|---|---|\n|3|4|\n", [(HEAD, "|1|2|\n|---|---|\n|3|4|", True)]),
         ("| a |\n|---|\n| 1 |\n", [("| a |\n|---|\n", "| 1 |", True)]),
-        (r"| a \| b | c |" + "\n|---|---|\n|1|2|", [("| a \\| b | c |\n|---|---|\n", "|1|2|", True)]),
+        (
+            r"| a \| b | c |" + "\n|---|---|\n|1|2|",
+            [("| a \\| b | c |\n|---|---|\n", "|1|2|", True)],
+        ),
     ],
 )
 def test_tables_are_found(text: str, expected: list[tuple[str, str, bool]]) -> None:

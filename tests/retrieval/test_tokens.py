@@ -18,7 +18,8 @@ from sglang_chunkcache import bundled_model
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a byte-level BPE tokenizer that adds a special token, cuts off after 3 tokens and pads to 9."""
+    """A folder with a byte-level BPE tokenizer that adds a special token,
+    cuts off after 3 tokens and pads to 9."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     folder.mkdir()
     bpe = Tokenizer(models.BPE())
@@ -55,7 +56,13 @@ def test_words_are_never_longer_than_32_characters() -> None:
 def test_file_tokens_are_neither_special_nor_cut_nor_padded(model_dir: Path) -> None:
     """Truncation set in tokenizer.json would hide most of a document from the splitter."""
     tokens = load_tokens(str(model_dir))
-    assert list(tokens.offsets("the cat and the hat")) == [(0, 3), (3, 7), (7, 11), (11, 15), (15, 19)]
+    assert list(tokens.offsets("the cat and the hat")) == [
+        (0, 3),
+        (3, 7),
+        (7, 11),
+        (11, 15),
+        (15, 19),
+    ]
     assert list(tokens.offsets("")) == []
 
 
@@ -77,7 +84,8 @@ def test_spans_ascend_and_lie_within_the_text(model_dir: Path, text: str) -> Non
 
 
 def test_name_is_a_last_part_and_a_fingerprint(model_dir: Path, tmp_path: Path) -> None:
-    """An index moved with its model keeps its tokenizer's name; another tokenizer of the same name is noticed."""
+    """An index moved with its model keeps its tokenizer's name;
+    another tokenizer of the same name is noticed."""
     name = load_tokens(str(model_dir)).name
     assert name.startswith("tiny@")
     assert len(name) == len("tiny@") + 8
@@ -89,7 +97,9 @@ def test_name_is_a_last_part_and_a_fingerprint(model_dir: Path, tmp_path: Path) 
     assert load_tokens("words").name == "words"
 
 
-def test_load_tokens_refuses_what_is_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_tokens_refuses_what_is_no_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each mistake by its name; offline, a hub name that is not in the cache is one, too."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(RetrievalError, match=r"no tokenizer\.json there"):
@@ -101,7 +111,8 @@ def test_load_tokens_refuses_what_is_no_tokenizer(tmp_path: Path, monkeypatch: p
         with pytest.raises(RetrievalError, match=r"no such file or folder$"):
             load_tokens(name)
     with pytest.raises(
-        RetrievalError, match="no such file or folder here nor in the hub's cache, and the hub does not answer"
+        RetrievalError,
+        match="no such file or folder here nor in the hub's cache, and the hub does not answer",
     ):
         load_tokens("no-such-user/no-such-model")
 

@@ -1,4 +1,5 @@
-"""A server that answers `/chunkcache/*` without an engine, and keeps what it was asked. For tests of the commands."""
+"""A server that answers `/chunkcache/*` without an engine, and keeps what it was asked.
+For tests of the commands."""
 
 from __future__ import annotations
 
@@ -41,23 +42,46 @@ class FakeServer:
             def do_GET(self) -> None:
                 fake.keys.append(self.headers.get("Authorization"))
                 is_sent = any(path == "/chunkcache/preprocess" for path, _ in fake.posts)
-                dropped, evicted = (num if is_sent else 0 for num in (fake.num_lost, fake.num_evicted))
+                dropped, evicted = (
+                    num if is_sent else 0 for num in (fake.num_lost, fake.num_evicted)
+                )
                 sizes = {"max_bytes": 1 << 20, "max_entries": 50, "num_evicted": evicted}
                 ranks: list[dict[str, Any]] = [
-                    {"store": {"pending": n, "dropped": dropped, "token_bytes": 1024, "num_variants": 7, **sizes}}
+                    {
+                        "store": {
+                            "pending": n,
+                            "dropped": dropped,
+                            "token_bytes": 1024,
+                            "num_variants": 7,
+                            **sizes,
+                        }
+                    }
                     for n in (fake.pending, 0)
                 ]
                 if fake.storage:
                     told = fake.storage[0] if len(fake.storage) == 1 else fake.storage.pop(0)
                     rooms = {**sizes, "num_evicted": 0}
-                    ranks[0]["storage"] = {"queue": 0, "problems": {}, "unwritten": 0, **rooms, **told}
-                self._answer(*(fake.reply or (200, json.dumps({"reuse": fake.reuse, "ranks": ranks}).encode())))
+                    ranks[0]["storage"] = {
+                        "queue": 0,
+                        "problems": {},
+                        "unwritten": 0,
+                        **rooms,
+                        **told,
+                    }
+                self._answer(
+                    *(
+                        fake.reply
+                        or (200, json.dumps({"reuse": fake.reuse, "ranks": ranks}).encode())
+                    )
+                )
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 fake.posts.append((self.path, body))
                 if self.path == "/chunkcache/explain":
-                    spans = [{"start": 5, "end": 5 + len(chunk["text"])} for chunk in body["chunks"]]
+                    spans = [
+                        {"start": 5, "end": 5 + len(chunk["text"])} for chunk in body["chunks"]
+                    ]
                     self._answer(200, json.dumps({"spans": spans}).encode())
                 elif self.path == "/rag/v1/generate":
                     fake.pending = max(0, fake.pending - 1)

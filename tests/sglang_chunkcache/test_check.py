@@ -1,4 +1,5 @@
-"""`python -m sglang_chunkcache.check`: exit codes, one line for every mistake, and the gate of the bundled model for real."""
+"""`python -m sglang_chunkcache.check`: exit codes, one line for every mistake,
+and the gate of the bundled model for real."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def server() -> Iterator[FakeServer]:
 
 def answer_with(server: FakeServer, *gates: Any) -> None:
     ranks = [
-        {} if gate is None else {"gate": gate, "moves": {"attention": MASKED}, "calibration": FOUND} for gate in gates
+        {} if gate is None else {"gate": gate, "moves": {"attention": MASKED}, "calibration": FOUND}
+        for gate in gates
     ]
     server.reply = (200, json.dumps({"ranks": ranks}).encode())
 
@@ -47,11 +49,14 @@ def answer_with(server: FakeServer, *gates: Any) -> None:
 # A running server
 
 
-@pytest.mark.parametrize(("gates", "code"), [([GOOD], 0), ([GOOD, GOOD], 0), ([BAD], 1), ([GOOD, BAD], 1)])
+@pytest.mark.parametrize(
+    ("gates", "code"), [([GOOD], 0), ([GOOD, GOOD], 0), ([BAD], 1), ([GOOD, BAD], 1)]
+)
 def test_gates_of_a_running_server(
     server: FakeServer, capsys: pytest.CaptureFixture[str], gates: list[dict[str, Any]], code: int
 ) -> None:
-    """One failed rank fails the check. The table names ranks, the last line is JSON. Both have the attention that ran."""
+    """One failed rank fails the check. The table names ranks, the last line is JSON.
+    Both have the attention that ran."""
     answer_with(server, *gates)
     assert main(["--url", server.url]) == code
     *table, line = capsys.readouterr().out.splitlines()
@@ -64,7 +69,9 @@ def test_gates_of_a_running_server(
     assert [row for row in table if "FAILED" in row] == failed
 
 
-def test_json_prints_one_line_and_the_key_is_sent(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_prints_one_line_and_the_key_is_sent(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     answer_with(server, GOOD)
     assert main(["--url", server.url, "--json", "--api-key", "k"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
@@ -72,7 +79,9 @@ def test_json_prints_one_line_and_the_key_is_sent(server: FakeServer, capsys: py
 
 
 @pytest.mark.parametrize("gates", [[None], [GOOD, None], [{}]], ids=str)
-def test_a_server_without_a_gate(server: FakeServer, capsys: pytest.CaptureFixture[str], gates: list[Any]) -> None:
+def test_a_server_without_a_gate(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], gates: list[Any]
+) -> None:
     """An exact server has no figures: that is said, not passed."""
     answer_with(server, *gates)
     assert main(["--url", server.url]) == 2
@@ -122,7 +131,10 @@ def test_the_model_path_may_be_given_with_an_equals_sign(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("is_own", [True, False])
 def test_selection_is_calibrated_on_ones_own_questions_or_made_up_ones(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, is_own: bool
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    is_own: bool,
 ) -> None:
     path = tmp_path / "examples.jsonl"
     path.write_text(json.dumps({"question": "q", "chunks": ["a", "b"], "answers": ["x"]}))
@@ -140,11 +152,25 @@ def test_selection_is_calibrated_on_ones_own_questions_or_made_up_ones(
         return {"ranks": [rank]}
 
     monkeypatch.setattr("sglang_chunkcache.client.Client.post", post)
-    assert main(["--url", "http://server", "--calibrate-selection", *([str(path)] if is_own else [])]) == 0
-    assert asked == [("/chunkcache/calibrate", [{"question": "q", "chunks": ("a", "b")}] if is_own else [])]
+    assert (
+        main(["--url", "http://server", "--calibrate-selection", *([str(path)] if is_own else [])])
+        == 0
+    )
+    assert asked == [
+        ("/chunkcache/calibrate", [{"question": "q", "chunks": ("a", "b")}] if is_own else [])
+    ]
     title, *table, line = capsys.readouterr().out.splitlines()
     assert title == "rank 0: deviation at depth 3, question in layer last"
-    assert table[-1].split() == ["gain_by_depth", "3", "0.900", "mean", "0.800", "of", "the", "largest"]
+    assert table[-1].split() == [
+        "gain_by_depth",
+        "3",
+        "0.900",
+        "mean",
+        "0.800",
+        "of",
+        "the",
+        "largest",
+    ]
     assert json.loads(line) == {"ranks": [rank]}
 
 
@@ -170,9 +196,14 @@ def make_child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     monkeypatch.setattr(subprocess, "run", run_code)
 
 
-def test_figures_come_from_the_child(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_come_from_the_child(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By way of a file: what it prints is not shown."""
-    make_child(monkeypatch, "print('noise'); open(out, 'w').write('{\"passed\": true, \"moved_ulps\": 1.0}')")
+    make_child(
+        monkeypatch,
+        "print('noise'); open(out, 'w').write('{\"passed\": true, \"moved_ulps\": 1.0}')",
+    )
     assert main(["--model-path", "m", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"passed": True, "ranks": [GOOD]}
 
@@ -200,7 +231,9 @@ def test_a_child_that_fails_is_explained(
     assert "Traceback" not in err
 
 
-def test_a_child_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_child_that_hangs_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(check, "START_TIMEOUT_S", 0.5)
     make_child(monkeypatch, "import time; time.sleep(60)")
     assert main(["--model-path", "m"]) == 2
@@ -214,7 +247,11 @@ def test_the_bundled_model_passes() -> None:
     pytest.importorskip("sglang")
     command = [sys.executable, "-m", "sglang_chunkcache.check", "--model-path", "bundled", "--json"]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     (gate,) = json.loads(done.stdout.splitlines()[-1])["ranks"]
@@ -222,7 +259,9 @@ def test_the_bundled_model_passes() -> None:
     assert gate["moved_ulps"] <= gate["max_ulps"]
     assert gate["kv_error"] <= gate["max_kv_error"]
     assert gate["logit_error"] <= gate["max_logit_error"] < gate["logit_error_unrecomputed"]
-    assert gate["scattered_error"] <= gate["max_scattered_error"] < gate["scattered_error_off_by_one"]
+    assert (
+        gate["scattered_error"] <= gate["max_scattered_error"] < gate["scattered_error_off_by_one"]
+    )
     assert gate["conclusive"]
     assert gate["attention"]["kind"] in ("masked", "sparse")
     assert gate["attention"]["reason"]
@@ -233,7 +272,15 @@ def test_the_bundled_model_passes() -> None:
 def test_a_flag_that_does_not_suit_is_named() -> None:
     """What the server would refuse at start, the check refuses too, in one line."""
     pytest.importorskip("sglang")
-    command = [sys.executable, "-m", "sglang_chunkcache.check", "--model-path", "bundled", "--page-size", "16"]
+    command = [
+        sys.executable,
+        "-m",
+        "sglang_chunkcache.check",
+        "--model-path",
+        "bundled",
+        "--page-size",
+        "16",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--page-size" in done.stderr

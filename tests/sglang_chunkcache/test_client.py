@@ -1,4 +1,5 @@
-"""The commands' way to a server: what is an error, what is about one request only, and waiting for captures."""
+"""The commands' way to a server: what is an error, what is about one request only,
+and waiting for captures."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
     ],
     ids=str,
 )
-def test_bad_answers_are_errors(server: FakeServer, reply: tuple[int, bytes], error: type[Exception]) -> None:
+def test_bad_answers_are_errors(
+    server: FakeServer, reply: tuple[int, bytes], error: type[Exception]
+) -> None:
     """400 is about one request; all else is about the server."""
     server.reply = reply
     with pytest.raises(ServerError) as caught:
@@ -56,7 +59,8 @@ def test_captures_that_never_come_are_an_error(server: FakeServer) -> None:
 
 
 def test_waiting_captures_are_driven_on(server: FakeServer) -> None:
-    """They are done along with a forward, so requests are sent until none waits; without any, none is sent."""
+    """They are done along with a forward, so requests are sent until none waits;
+    without any, none is sent."""
     server.pending = 3
     settle(Client(server.url, None))
     assert [path for path, _ in server.posts] == ["/rag/v1/generate"] * 3

@@ -18,12 +18,15 @@ KNOBS = [f for f in dataclasses.fields(ChunkCacheConfig) if f.metadata.get("help
 def test_unknown_choice_is_refused_by_flag(field: Any) -> None:
     """The message names the flag and what it may be."""
     with pytest.raises(
-        ValueError, match=f"{config.flag_name(field.name)} must be one of .*{field.metadata['choices'][0]}"
+        ValueError,
+        match=f"{config.flag_name(field.name)} must be one of .*{field.metadata['choices'][0]}",
     ):
         ChunkCacheConfig(**{field.name: "nonsense"})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("field", [f for f in KNOBS if f.metadata["low"] is not None], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "field", [f for f in KNOBS if f.metadata["low"] is not None], ids=lambda f: f.name
+)
 def test_value_below_its_range_is_refused(field: Any) -> None:
     """The message names the flag and the limit."""
     low = field.metadata["low"]
@@ -32,7 +35,9 @@ def test_value_below_its_range_is_refused(field: Any) -> None:
     ChunkCacheConfig(**{field.name: field.metadata["kind"](low)})
 
 
-@pytest.mark.parametrize("field", [f for f in KNOBS if f.metadata["high"] is not None], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "field", [f for f in KNOBS if f.metadata["high"] is not None], ids=lambda f: f.name
+)
 def test_value_above_its_range_is_refused(field: Any) -> None:
     """As above."""
     high = field.metadata["high"]
@@ -50,7 +55,9 @@ def test_number_of_wrong_kind_is_refused(value: Any) -> None:
 
 def test_environment_round_trip_keeps_everything() -> None:
     """SGLang's fresh processes see the launcher's configuration, secret included."""
-    settings = ChunkCacheConfig(order="frequency", max_load_ratio=2.5, rag_template="x.txt", chunk_separator="\n--\n")
+    settings = ChunkCacheConfig(
+        order="frequency", max_load_ratio=2.5, rag_template="x.txt", chunk_separator="\n--\n"
+    )
     env = settings.to_env()
     got = config.from_env(env)
     assert got is not None
@@ -137,6 +144,8 @@ def test_config_is_frozen() -> None:
 
 def test_more_retrieved_than_a_request_may_have_is_refused() -> None:
     """Every request that leaves k to the server would be."""
-    with pytest.raises(ValueError, match="--chunkcache-retrieve-k must be at most --chunkcache-max-chunks"):
+    with pytest.raises(
+        ValueError, match="--chunkcache-retrieve-k must be at most --chunkcache-max-chunks"
+    ):
         ChunkCacheConfig(index="somewhere", retrieve_k=9, max_chunks=8)
     ChunkCacheConfig(retrieve_k=9, max_chunks=8)

@@ -29,15 +29,42 @@ def test_examples_are_read(tmp_path: Path) -> None:
         ('\n{"question": "q", "chunks": ["a"]}', ":2: needs question, chunks and answers"),
         ('["q"]', ":1: needs question, chunks and answers"),
         ("7", ":1: needs question, chunks and answers"),
-        ('{"question": "q", "chunks": 7, "answers": ["x"]}', ":1: needs question, chunks and answers"),
-        ('{"question": "q", "chunks": [], "answers": ["x"]}', ":1: question, chunks and answers must be texts"),
-        ('{"question": "q", "chunks": ["a"], "answers": []}', ":1: question, chunks and answers must be texts"),
-        ('{"question": "", "chunks": ["a"], "answers": ["x"]}', ":1: question, chunks and answers must be texts"),
-        ('{"question": "q", "chunks": [""], "answers": ["x"]}', ":1: question, chunks and answers must be texts"),
-        ('{"question": "q", "chunks": [1], "answers": ["x"]}', ":1: question, chunks and answers must be texts"),
-        ('{"question": "q", "chunks": "text", "answers": ["x"]}', ":1: chunks and answers must be lists"),
-        ('{"question": "q", "chunks": ["a"], "answers": "text"}', ":1: chunks and answers must be lists"),
-        ('{"question": "q", "chunks": {"a": 1}, "answers": ["x"]}', ":1: chunks and answers must be lists"),
+        (
+            '{"question": "q", "chunks": 7, "answers": ["x"]}',
+            ":1: needs question, chunks and answers",
+        ),
+        (
+            '{"question": "q", "chunks": [], "answers": ["x"]}',
+            ":1: question, chunks and answers must be texts",
+        ),
+        (
+            '{"question": "q", "chunks": ["a"], "answers": []}',
+            ":1: question, chunks and answers must be texts",
+        ),
+        (
+            '{"question": "", "chunks": ["a"], "answers": ["x"]}',
+            ":1: question, chunks and answers must be texts",
+        ),
+        (
+            '{"question": "q", "chunks": [""], "answers": ["x"]}',
+            ":1: question, chunks and answers must be texts",
+        ),
+        (
+            '{"question": "q", "chunks": [1], "answers": ["x"]}',
+            ":1: question, chunks and answers must be texts",
+        ),
+        (
+            '{"question": "q", "chunks": "text", "answers": ["x"]}',
+            ":1: chunks and answers must be lists",
+        ),
+        (
+            '{"question": "q", "chunks": ["a"], "answers": "text"}',
+            ":1: chunks and answers must be lists",
+        ),
+        (
+            '{"question": "q", "chunks": {"a": 1}, "answers": ["x"]}',
+            ":1: chunks and answers must be lists",
+        ),
     ],
 )
 def test_bad_files_are_named_with_the_line(tmp_path: Path, text: str, message: str) -> None:

@@ -1,4 +1,5 @@
-"""Our patches of SGLang: what the one around `generate_request` does, and that a missing one is told."""
+"""Our patches of SGLang: what the one around `generate_request` does,
+and that a missing one is told."""
 
 from __future__ import annotations
 
@@ -28,14 +29,17 @@ METRICS = Metrics(prometheus=False)
 
 
 def outputs(obj: Any, raw_request: Any = None, *, guarded: bool = True) -> list[Any]:
-    """What a watched `generate_request` gives for `obj`: SGLang's, which says what it was called with."""
+    """What a watched `generate_request` gives for `obj`:
+    SGLang's, which says what it was called with."""
 
     async def generate(*given: Any) -> AsyncIterator[Any]:
         yield given
 
     guard = Guard(lambda: Limits(1101, None), lambda: Metrics(prometheus=False))
     misplaced = Misplaced(lambda: METRICS, clock=lambda: 0.0)
-    watched = hooks._watched(misplaced, guard if guarded else None)(generate, MANAGER, obj, raw_request)
+    watched = hooks._watched(misplaced, guard if guarded else None)(
+        generate, MANAGER, obj, raw_request
+    )
 
     async def collected() -> list[Any]:
         return [output async for output in watched]
@@ -51,14 +55,18 @@ def test_lethal_request_does_not_reach_sglang() -> None:
 
 def test_chunks_on_v1_are_seen_with_and_without_the_guard() -> None:
     """SGLang gets the request as it came, its body untouched."""
-    request = SimpleNamespace(scope={"path": "/v1/chat/completions"}, _json={"chunks": [{"text": "x"}]})
+    request = SimpleNamespace(
+        scope={"path": "/v1/chat/completions"}, _json={"chunks": [{"text": "x"}]}
+    )
     obj = GenerateReqInput(text="x", priority=2**63)
     assert outputs(obj, request, guarded=False) == [(MANAGER, obj, request)]
     assert outputs(GenerateReqInput(text="x"), request)[0][2] is request
     assert METRICS.totals()["misplaced"] == {"chunks": 2}
 
 
-@pytest.mark.parametrize("obj", [GenerateReqInput(text="x"), EmbeddingReqInput(text="x"), None], ids=type)
+@pytest.mark.parametrize(
+    "obj", [GenerateReqInput(text="x"), EmbeddingReqInput(text="x"), None], ids=type
+)
 def test_other_request_is_sglangs(obj: Any) -> None:
     """With what it was called with. Embeddings have other fields."""
     assert outputs(obj, "raw") == [(MANAGER, obj, "raw")]
@@ -71,8 +79,13 @@ def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     fused, exact = ChunkCacheConfig(reuse="fused", host_mib=0), ChunkCacheConfig(host_mib=0)
     assert set(hooks.missing_hooks(fused, is_main=True)) == every
     assert set(hooks.missing_hooks(ChunkCacheConfig(), is_main=True)) == every
-    assert hooks.missing_hooks(exact, is_main=False) == [hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE]
-    stored = hooks.missing_hooks(ChunkCacheConfig(reuse="fused", storage_backend="file"), is_main=True)
+    assert hooks.missing_hooks(exact, is_main=False) == [
+        hooks.GET_INTERNAL_STATE,
+        hooks.ADD_TO_QUEUE,
+    ]
+    stored = hooks.missing_hooks(
+        ChunkCacheConfig(reuse="fused", storage_backend="file"), is_main=True
+    )
     assert set(stored) - every == {hooks.ADD_TO_BATCH, *hooks.UPDATES}
     monkeypatch.setattr(HookRegistry, "_patched", every)
     assert hooks.missing_hooks(fused, is_main=True) == []
@@ -95,10 +108,14 @@ def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("preempted", [[], ["another"]])
-def test_request_that_waits_for_its_loads_is_put_off(preempted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_that_waits_for_its_loads_is_put_off(
+    preempted: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With all behind it. SGLang loses who was preempted for it, so it does not wait then."""
     monkeypatch.setattr(hooks, "_ours", lambda cache: cache)
-    adder = SimpleNamespace(tree_cache="ours", preempt_list=preempted, can_run_list=[], running_batch=None)
+    adder = SimpleNamespace(
+        tree_cache="ours", preempt_list=preempted, can_run_list=[], running_batch=None
+    )
     waits = SimpleNamespace(chunkcache=RequestState(waits=True))
     asked = [
         hooks._wait_for_loads(lambda *args: "added", adder, req)
@@ -111,7 +128,9 @@ def test_request_that_waits_for_its_loads_is_put_off(preempted: list[Any], monke
 
 def test_start_without_a_hook_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the guard is off: chunks on `/v1` are looked for."""
-    monkeypatch.setattr(HookRegistry, "_patched", {hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE, hooks.FORWARD})
+    monkeypatch.setattr(
+        HookRegistry, "_patched", {hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE, hooks.FORWARD}
+    )
     said: list[str] = []
     for guard in ("off", "on"):
         settings = ChunkCacheConfig(guard=guard)

@@ -1,4 +1,5 @@
-"""Frontend programs: which characters of a state are chunks, and what the backend posts. A fake server, no engine.
+"""Frontend programs: which characters of a state are chunks, and what the backend posts. A fake
+server, no engine.
 
 launch/test.sh tests/sglang_chunkcache/test_lang.py
 """
@@ -80,24 +81,38 @@ class FakeServer:
 
 
 def _reply(path: str, body: dict[str, Any]) -> Any:
-    """One token per prompt part in front of what is scored; a choice's token is as likely as its text is long."""
+    """One token per prompt part in front of what is scored;
+    a choice's token is as likely as its text is long."""
     if path == "/rag/v1/retrieve":
-        return {"query": body["query"], "passages": [{**doc, "score": 0.5, "title": ""} for doc in DOCS]}
+        return {
+            "query": body["query"],
+            "passages": [{**doc, "score": 0.5, "title": ""} for doc in DOCS],
+        }
     meta_info: dict[str, Any] = {"prompt_tokens": 5, "cached_tokens": 3}
     if body.get("return_logprob"):
         if "input_ids" in body:
             return [
-                {"meta_info": {"input_token_logprobs": [[None, 0, None], [-1.0, 1, None]]}} for _ in body["input_ids"]
+                {"meta_info": {"input_token_logprobs": [[None, 0, None], [-1.0, 1, None]]}}
+                for _ in body["input_ids"]
             ]
         logprob = -1.0 / len(body["parts"][-1])
-        meta_info |= {"input_token_logprobs": [[None, 0, None], [logprob, 1, None]], "output_token_logprobs": []}
+        meta_info |= {
+            "input_token_logprobs": [[None, 0, None], [logprob, 1, None]],
+            "output_token_logprobs": [],
+        }
     answer = {"text": "answer", "meta_info": meta_info}
-    return answer if path == "/generate" else {**answer, "chunkcache": {"fates": FATES, "order": ["d1", "d2"]}}
+    return (
+        answer
+        if path == "/generate"
+        else {**answer, "chunkcache": {"fates": FATES, "order": ["d1", "d2"]}}
+    )
 
 
 def _events() -> Iterator[bytes]:
     for text, more in (("an", {}), ("answer", {"chunkcache": {"fates": FATES}})):
-        yield json.dumps({"text": text, "meta_info": {"completion_tokens": len(text)}, **more}).encode()
+        yield json.dumps(
+            {"text": text, "meta_info": {"completion_tokens": len(text)}, **more}
+        ).encode()
     yield b"[DONE]"
 
 
@@ -124,7 +139,8 @@ def test_area_moves_when_text_is_put_in_front() -> None:
 
 
 def test_str_of_a_text_keeps_areas() -> None:
-    """SGLang's fork copies the state with str(): without its areas every branch would be plain text."""
+    """SGLang's fork copies the state with str():
+    without its areas every branch would be plain text."""
     text = str("head" + chunks(["a"]).value)
     assert parts_of(text) == ["head", {"chunks": [{"text": "a"}]}]
 
@@ -155,7 +171,8 @@ def test_chunks_takes_the_servers_separator() -> None:
 
 @pytest.mark.parametrize("passage", [1, None, {"id": "x"}, {"text": None}, b"bytes"])
 def test_chunks_refuses_what_has_no_text(passage: Any) -> None:
-    """A TypeError, since SGLang's tracing of a program goes on after one and dies of a ValueError."""
+    """A TypeError, since SGLang's tracing of a program goes on after one and dies of a
+    ValueError."""
     with pytest.raises(TypeError, match="a passage must be a text"):
         chunks([passage])
 
@@ -168,16 +185,25 @@ def test_chunks_keeps_only_what_the_endpoint_takes() -> None:
 
 
 @given(
-    st.lists(st.one_of(st.text(max_size=3), st.lists(st.text(min_size=1, max_size=3), max_size=3)), max_size=6),
+    st.lists(
+        st.one_of(st.text(max_size=3), st.lists(st.text(min_size=1, max_size=3), max_size=3)),
+        max_size=6,
+    ),
     st.integers(-8, 30),
     st.integers(-8, 30),
 )
-def test_text_equals_a_plain_string_and_its_parts(pieces: list[str | list[str]], start: int, end: int) -> None:
-    """Whatever is appended or sliced, the parts spell the text, and areas come only from `chunks`."""
+def test_text_equals_a_plain_string_and_its_parts(
+    pieces: list[str | list[str]], start: int, end: int
+) -> None:
+    """Whatever is appended or sliced, the parts spell the text,
+    and areas come only from `chunks`."""
     text: str = ""
     for piece in pieces:
         text += piece if isinstance(piece, str) else chunks(piece).value
-    plain = "".join(piece if isinstance(piece, str) else "".join(item + "\n\n" for item in piece) for piece in pieces)
+    plain = "".join(
+        piece if isinstance(piece, str) else "".join(item + "\n\n" for item in piece)
+        for piece in pieces
+    )
     for got, expected in (
         (text, plain),
         (text[start:end], plain[start:end]),
@@ -186,20 +212,27 @@ def test_text_equals_a_plain_string_and_its_parts(pieces: list[str | list[str]],
         assert got == expected
         assert _spelled(parts_of(got)) == expected
     assert [part for part in parts_of(text) if isinstance(part, dict)] == [
-        {"chunks": [{"text": item} for item in piece]} for piece in pieces if isinstance(piece, list) and piece
+        {"chunks": [{"text": item} for item in piece]}
+        for piece in pieces
+        if isinstance(piece, list) and piece
     ]
 
 
 def _spelled(parts: list[Part]) -> str:
     return "".join(
-        part if isinstance(part, str) else "".join(chunk["text"] + "\n\n" for chunk in part["chunks"]) for part in parts
+        part
+        if isinstance(part, str)
+        else "".join(chunk["text"] + "\n\n" for chunk in part["chunks"])
+        for part in parts
     )
 
 
 # Programs
 
 
-def test_retrieve_gives_passages_for_chunks(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
+def test_retrieve_gives_passages_for_chunks(
+    server: FakeServer, backend: ChunkCacheEndpoint
+) -> None:
     """Best first, with scores, which `chunks` leaves out of the prompt."""
     passages = backend.retrieve("Who?", k=2)
     assert server.posts[-1] == ("/rag/v1/retrieve", {"query": "Who?", "k": 2})
@@ -228,7 +261,9 @@ def test_gen_posts_parts_and_returns_fates(server: FakeServer, backend: ChunkCac
     assert set(body) == {"parts", "sampling_params"}  # the endpoint refuses fields it does not know
 
 
-def test_second_gen_has_the_first_answer_in_front(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
+def test_second_gen_has_the_first_answer_in_front(
+    server: FakeServer, backend: ChunkCacheEndpoint
+) -> None:
     """A later turn goes on after the answer; both areas stay areas."""
 
     @function
@@ -254,7 +289,9 @@ def test_roles_keep_areas(server: FakeServer, backend: ChunkCacheEndpoint) -> No
     assert state.messages()[0]["content"] == "One.\n\nTwo.\n\nWho?"
 
 
-def test_fork_copies_areas_and_commits_them_first(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
+def test_fork_copies_areas_and_commits_them_first(
+    server: FakeServer, backend: ChunkCacheEndpoint
+) -> None:
     """Branches share the chunks; the commit before a fork makes the cache hold them."""
 
     @function
@@ -275,7 +312,9 @@ def test_fork_copies_areas_and_commits_them_first(server: FakeServer, backend: C
     assert all(body["parts"][:2] == ["head ", AREA] for _, body in branches)
 
 
-def test_join_by_text_keeps_the_branches_areas(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
+def test_join_by_text_keeps_the_branches_areas(
+    server: FakeServer, backend: ChunkCacheEndpoint
+) -> None:
     """SGLang would join the KV by a route that its server does not have."""
 
     @function
@@ -291,7 +330,9 @@ def test_join_by_text_keeps_the_branches_areas(server: FakeServer, backend: Chun
     assert server.parts[-1] == ["head ", {"chunks": DOCS[:1]}, {"chunks": DOCS[1:]}, "Who?"]
 
 
-def test_stream_yields_new_text_and_ends_with_fates(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
+def test_stream_yields_new_text_and_ends_with_fates(
+    server: FakeServer, backend: ChunkCacheEndpoint
+) -> None:
     @function
     def program(s: Any) -> None:
         s += chunks(DOCS) + "Who?" + sgl.gen("answer")
@@ -302,7 +343,9 @@ def test_stream_yields_new_text_and_ends_with_fates(server: FakeServer, backend:
     assert server.posts[0][1]["stream"] is True
 
 
-def test_select_scores_choices_behind_the_same_parts(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
+def test_select_scores_choices_behind_the_same_parts(
+    server: FakeServer, backend: ChunkCacheEndpoint
+) -> None:
     """The fake makes the longest choice the likeliest."""
 
     @function
@@ -312,26 +355,42 @@ def test_select_scores_choices_behind_the_same_parts(server: FakeServer, backend
     state = program.run(backend=backend)
     assert state["choice"] == "long"
     assert state.get_meta_info("choice")["chunkcache"]["fates"] == FATES
-    assert server.parts == [[AREA, "Which:"], *([AREA, "Which:", choice] for choice in ("a", "long", "bb"))]
+    assert server.parts == [
+        [AREA, "Which:"],
+        *([AREA, "Which:", choice] for choice in ("a", "long", "bb")),
+    ]
     assert [body["logprob_start_len"] for _, body in server.posts[1:]] == [4, 4, 4]
 
 
-def test_select_against_unconditional_likelihood(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
-    """Methods that compare with the choice alone get as many probabilities for it as after the prompt."""
+def test_select_against_unconditional_likelihood(
+    server: FakeServer, backend: ChunkCacheEndpoint
+) -> None:
+    """Methods that compare with the choice alone get as many probabilities for it as after the
+    prompt."""
 
     @function
     def program(s: Any) -> None:
         method = unconditional_likelihood_normalized
-        s += chunks(DOCS) + "Which:" + sgl.gen("choice", choices=["a", "long"], choices_method=method)
+        s += (
+            chunks(DOCS)
+            + "Which:"
+            + sgl.gen("choice", choices=["a", "long"], choices_method=method)
+        )
 
     state = program.run(backend=backend)
     assert state["choice"] == "long"
     assert state.error() is None
     path, body = server.posts[-1]
-    assert (path, body["input_ids"], body["logprob_start_len"]) == ("/generate", [[0, 1], [0, 1]], 0)
+    assert (path, body["input_ids"], body["logprob_start_len"]) == (
+        "/generate",
+        [[0, 1], [0, 1]],
+        0,
+    )
 
 
-def test_program_without_chunks_goes_to_sglang(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
+def test_program_without_chunks_goes_to_sglang(
+    server: FakeServer, backend: ChunkCacheEndpoint
+) -> None:
     """Plain prompts share SGLang's own prefix cache, which chunk-keyed prompts do not."""
 
     @function
@@ -343,7 +402,8 @@ def test_program_without_chunks_goes_to_sglang(server: FakeServer, backend: Chun
 
 
 def test_batch_precaches_the_common_chunks(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
-    """SGLang traces a batch's common beginning; with chunks in it, it goes to our endpoint as parts."""
+    """SGLang traces a batch's common beginning;
+    with chunks in it, it goes to our endpoint as parts."""
     long_docs = [{"id": "d", "text": "word " * 20}]
 
     @function
@@ -358,7 +418,9 @@ def test_batch_precaches_the_common_chunks(server: FakeServer, backend: ChunkCac
     assert [parts[-1] for parts in server.parts[1:]] == ["Q1", "Q2"]
 
 
-def test_batch_survives_chunks_made_from_arguments(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
+def test_batch_survives_chunks_made_from_arguments(
+    server: FakeServer, backend: ChunkCacheEndpoint
+) -> None:
     """While SGLang traces, arguments are stand-ins without a value."""
 
     @function

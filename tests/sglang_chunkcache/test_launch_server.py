@@ -35,7 +35,12 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_flags_select_our_cache() -> None:
     """By name: a scheduler without us must not start."""
-    assert server_flags(["--model-path", "m"], stock=False) == ["--model-path", "m", "--radix-cache-backend", BACKEND]
+    assert server_flags(["--model-path", "m"], stock=False) == [
+        "--model-path",
+        "m",
+        "--radix-cache-backend",
+        BACKEND,
+    ]
 
 
 @pytest.mark.usefixtures("gpu")
@@ -46,7 +51,9 @@ def test_stock_flags_are_the_users() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("flag", [["--radix-cache-backend", "x"], ["--radix-cache-backend=x"]], ids=repr)
+@pytest.mark.parametrize(
+    "flag", [["--radix-cache-backend", "x"], ["--radix-cache-backend=x"]], ids=repr
+)
 def test_another_cache_is_refused(flag: list[str]) -> None:
     """Both at once would leave us out."""
     with pytest.raises(ValueError, match=r"--radix-cache-backend.*--stock"):
@@ -54,13 +61,24 @@ def test_another_cache_is_refused(flag: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [["--model-path", "bundled"], ["--model-path=bundled"], ["--model", "bundled"]], ids=repr
+    "given",
+    [["--model-path", "bundled"], ["--model-path=bundled"], ["--model", "bundled"]],
+    ids=repr,
 )
 def test_bundled_model_becomes_a_path(given: list[str]) -> None:
     """In every spelling, with other flags around it, and for the tokenizer, too."""
     flags = found_models(["--port", "1", *given, "--tp", "1", "--tokenizer-path=bundled"])
     flag = given[0].split("=")[0]
-    assert flags == ["--port", "1", flag, str(model_dir()), "--tp", "1", "--tokenizer-path", str(model_dir())]
+    assert flags == [
+        "--port",
+        "1",
+        flag,
+        str(model_dir()),
+        "--tp",
+        "1",
+        "--tokenizer-path",
+        str(model_dir()),
+    ]
 
 
 @pytest.mark.parametrize("other", ["--model-path-extra", "--model-paths=bundled"])
@@ -73,16 +91,27 @@ def test_flag_that_only_begins_like_model_path_is_left_alone(other: str, tmp_pat
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        ([], "--model-path is missing: a model's folder, its name on the Hugging Face hub, or bundled"),
+        (
+            [],
+            (
+                "--model-path is missing: a model's folder, its name on the Hugging Face hub, or"
+                " bundled"
+            ),
+        ),
         (["--model-path", "./nosuch/model"], "'./nosuch/model': no such file or folder"),
         (["--stock", "--model-path=./nosuch"], "'./nosuch': no such file or folder"),
     ],
 )
 def test_missing_model_is_said_in_one_line(
-    argv: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    argv: list[str],
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Exit code 2, before SGLang is imported."""
-    monkeypatch.setattr(launch_server, "server_flags", lambda *args, **kwargs: pytest.fail("goes on"))
+    monkeypatch.setattr(
+        launch_server, "server_flags", lambda *args, **kwargs: pytest.fail("goes on")
+    )
     with pytest.raises(SystemExit) as caught:
         launch_server.main(argv)
     assert caught.value.code == 2
@@ -164,14 +193,19 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What main() would start; the environment is put back."""
     started: list[Any] = []
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(launch_server, "_run", lambda flags, **kwargs: started.append((flags, kwargs)))
-    monkeypatch.setattr("sglang_chunkcache.quiet.hide", lambda settings: None)  # it would hide the tests' own
+    monkeypatch.setattr(
+        launch_server, "_run", lambda flags, **kwargs: started.append((flags, kwargs))
+    )
+    # it would hide the tests' own
+    monkeypatch.setattr("sglang_chunkcache.quiet.hide", lambda settings: None)
     return started
 
 
 def test_main_hands_the_configuration_over(run: list[Any]) -> None:
     """Our flags are ours, the rest is SGLang's."""
-    launch_server.main(["--model-path", "bundled", "--chunkcache-order", "frequency", "--port", "1"])
+    launch_server.main(
+        ["--model-path", "bundled", "--chunkcache-order", "frequency", "--port", "1"]
+    )
     settings = config.from_env(os.environ)
     assert settings is not None
     assert (settings.order, bool(settings.secret)) == ("frequency", True)
@@ -180,7 +214,8 @@ def test_main_hands_the_configuration_over(run: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "log"), [([], "brief"), (["--log-level", "info"], "all"), (["--log-level=debug"], "all")]
+    ("flags", "log"),
+    [([], "brief"), (["--log-level", "info"], "all"), (["--log-level=debug"], "all")],
 )
 def test_log_level_of_sglangs_shows_everything(run: list[Any], flags: list[str], log: str) -> None:
     """Whoever asks for a level wants to see its lines."""
@@ -200,10 +235,17 @@ def test_main_stock_leaves_no_configuration(run: list[Any]) -> None:
 
 def test_main_opens_the_index_first(run: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """By either name; `--stock` has no use for one."""
-    monkeypatch.setattr(startup, "open_retriever", lambda settings: f"retriever of {settings.index}")
+    monkeypatch.setattr(
+        startup, "open_retriever", lambda settings: f"retriever of {settings.index}"
+    )
     for flags in (["--index", "i"], ["--chunkcache-index", "i"], ["--index", "i", "--stock"], []):
         launch_server.main(["--model-path", "bundled", *flags])
-    assert [kwargs["retriever"] for _, kwargs in run] == ["retriever of i", "retriever of i", None, None]
+    assert [kwargs["retriever"] for _, kwargs in run] == [
+        "retriever of i",
+        "retriever of i",
+        None,
+        None,
+    ]
 
 
 def test_main_bad_index_exits_with_2(
@@ -223,20 +265,28 @@ def test_main_bad_index_exits_with_2(
 
 
 def test_without_an_index_nothing_of_retrieval_is_loaded() -> None:
-    """faiss is no dependency of a server that does not search; SGLang's processes import the launcher as well."""
+    """faiss is no dependency of a server that does not search;
+    SGLang's processes import the launcher as well."""
     code = (
-        "import sys; from sglang_chunkcache import launch_server; from sglang_chunkcache.front import startup;"
-        "sys.exit(any(name in sys.modules for name in ('faiss', 'tantivy', 'retrieval.retriever')))"
+        "import sys; from sglang_chunkcache import launch_server; from sglang_chunkcache.front"
+        " import startup;sys.exit(any(name in sys.modules for name in ('faiss', 'tantivy',"
+        " 'retrieval.retriever')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
     "flags",
-    [["--chunkcache-window-requests", "0"], ["--chunkcache-order", "x"], ["--radix-cache-backend", "x"]],
+    [
+        ["--chunkcache-window-requests", "0"],
+        ["--chunkcache-order", "x"],
+        ["--radix-cache-backend", "x"],
+    ],
     ids=repr,
 )
-def test_main_mistake_exits_with_2(flags: list[str], run: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_mistake_exits_with_2(
+    flags: list[str], run: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     """One line that names the flag."""
     with pytest.raises(SystemExit) as caught:
         launch_server.main(["--model-path", "bundled", *flags])
@@ -294,8 +344,11 @@ SPARSE = ["--recompute-attention", "sparse"]
 
 
 @pytest.mark.usefixtures("cpu")
-def test_main_sparse_attention_without_cuda_exits_with_2(run: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """Before the model is loaded. What only the loaded model tells is refused by the cache (test_choice.py)."""
+def test_main_sparse_attention_without_cuda_exits_with_2(
+    run: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the model is loaded. What only the loaded model tells is refused by the cache
+    (test_choice.py)."""
     with pytest.raises(SystemExit) as caught:
         launch_server.main(["--model-path", "bundled", "--reuse", "fused", *SPARSE])
     assert caught.value.code == 2
@@ -304,7 +357,9 @@ def test_main_sparse_attention_without_cuda_exits_with_2(run: list[Any], capsys:
 
 
 @pytest.mark.usefixtures("cpu")
-@pytest.mark.parametrize("flags", [["--reuse", "fused"], ["--reuse", "fused", "--stock", *SPARSE]], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags", [["--reuse", "fused"], ["--reuse", "fused", "--stock", *SPARSE]], ids=" ".join
+)
 def test_main_without_cuda_starts_where_nothing_needs_it(run: list[Any], flags: list[str]) -> None:
     """By default the pass takes what there is."""
     launch_server.main(["--model-path", "bundled", *flags])
@@ -346,7 +401,9 @@ def test_cpu_ranks_share_cores_when_there_are_too_few(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("dp_size", "given"), [(1, {}), (2, {"SGLANG_CPU_OMP_THREADS_BIND": "x"})])
-def test_cpu_binding_of_the_user_stays(dp_size: int, given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_binding_of_the_user_stays(
+    dp_size: int, given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One rank needs none, and the user's wins."""
     monkeypatch.setattr(os, "environ", dict(given))
     launch_server._bind_cpu_ranks(dp_size)

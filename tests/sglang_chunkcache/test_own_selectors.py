@@ -1,4 +1,5 @@
-"""Selectors of a user's own module: the README's example on a real front, and modules that the start refuses."""
+"""Selectors of a user's own module: the README's example on a real front,
+and modules that the start refuses."""
 
 from __future__ import annotations
 
@@ -55,11 +56,14 @@ def example() -> str:
 
 
 def test_readmes_example_is_a_selector(write: Write) -> None:
-    """Of a server that has it as its own, and of a request that names it; scheduler and front find the same."""
+    """Of a server that has it as its own, and of a request that names it;
+    scheduler and front find the same."""
     server = ChunkCacheConfig(reuse="fused", selector="last", selectors=write(example()))
     check_selectors(server)
     assert fused_request(server) == FusionRequest("last", 0.15)
-    asked = parse(RagFields, {"reuse": {"mode": "fused", "selector": "last", "ratio": 0.5}}).fusion_request(server)
+    asked = parse(
+        RagFields, {"reuse": {"mode": "fused", "selector": "last", "ratio": 0.5}}
+    ).fusion_request(server)
     assert asked == FusionRequest("last", 0.5)
     chunks = [make_chunk("a", 0, 4), make_chunk("b", 4, 5)]
     selection = selectors.get("last", server.selectors).select(chunks, asked, Evidence())
@@ -67,11 +71,18 @@ def test_readmes_example_is_a_selector(write: Write) -> None:
 
 
 def test_needs_follow_the_request() -> None:
-    """What a selector reads is measured, priced, and part of the recipe; it crosses the process border."""
+    """What a selector reads is measured, priced, and part of the recipe;
+    it crosses the process border."""
     server = ChunkCacheConfig(reuse="fused", selectors="eval.selectors")
-    prophet, h2o, drawn = (fused_request(server, selector=name) for name in ("prophet", "h2o", "random"))
+    prophet, h2o, drawn = (
+        fused_request(server, selector=name) for name in ("prophet", "h2o", "random")
+    )
     assert prophet.own_needs == {Need.QUESTION, Need.ALL_LAYERS}
-    assert (prophet.asks_the_question, prophet.compares_kv, asked_layers(prophet, 14)) == (True, False, 14)
+    assert (prophet.asks_the_question, prophet.compares_kv, asked_layers(prophet, 14)) == (
+        True,
+        False,
+        14,
+    )
     assert prophet.cheaper is not None
     assert (prophet.cheaper.selector, prophet.cheaper.needs) == ("first", frozenset())
     assert (h2o.scored, h2o.asks_the_question) == (Scored.ALL, False)
@@ -102,8 +113,17 @@ CLASS = "from sglang_chunkcache.fusion.selectors.first import FirstTokens\n"
         ("SELECTORS = (1,)", "1 is no selector"),
         (f"{CLASS}SELECTORS = (FirstTokens(),)", "the name first is taken"),
         (f"{CLASS}class A(FirstTokens): name = 'a'\nSELECTORS = (A(), A())", "the name a is taken"),
-        (f"{CLASS}class A(FirstTokens): name = 'a/b'\nSELECTORS = (A(),)", "'a/b' is no name of a selector"),
-        (f"{CLASS}class A(FirstTokens): name = 'a'; needs = frozenset({{'b'}})\nSELECTORS = (A(),)", "the needs of a"),
+        (
+            f"{CLASS}class A(FirstTokens): name = 'a/b'\nSELECTORS = (A(),)",
+            "'a/b' is no name of a selector",
+        ),
+        (
+            (
+                f"{CLASS}class A(FirstTokens): name = 'a'; needs = frozenset({{'b'}})\nSELECTORS ="
+                " (A(),)"
+            ),
+            "the needs of a",
+        ),
         (
             "import nothing_of_that_name",
             "cannot be imported: ModuleNotFoundError: No module named 'nothing_of_that_name'",
@@ -131,11 +151,23 @@ def test_servers_own_selector_must_be_known() -> None:
         ChunkCacheConfig(selector="best")
 
 
-@pytest.mark.parametrize("flags", [["--chunkcache-selectors", "no.such.module"], ["--chunkcache-selector", "h2o"]])
+@pytest.mark.parametrize(
+    "flags", [["--chunkcache-selectors", "no.such.module"], ["--chunkcache-selector", "h2o"]]
+)
 def test_launcher_ends_with_one_line(flags: list[str]) -> None:
     """Exit code 2, before SGLang and the model are loaded."""
-    command = [sys.executable, "-m", "sglang_chunkcache.launch_server", "--model-path", "bundled", "--reuse", "fused"]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "sglang_chunkcache.launch_server",
+        "--model-path",
+        "bundled",
+        "--reuse",
+        "fused",
+    ]
+    done = subprocess.run(
+        [*command, *flags], capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 2
     assert f"error: {flags[0]} {flags[1]}" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

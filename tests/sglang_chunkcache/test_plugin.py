@@ -1,4 +1,5 @@
-"""`create_cache`: what it puts together from a configuration and a loaded model, and that a restart finds what was stored."""
+"""`create_cache`: what it puts together from a configuration and a loaded model,
+and that a restart finds what was stored."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ class Served(Scheduler):
             pool.get_kv_buffer(layer)  # which waits for what is loaded
             for req, start, end in batch:
                 for side, buffers in enumerate((pool.k_buffer, pool.v_buffer), 1):
-                    values = torch.tensor(req.all_ids[start:end], dtype=torch.float32)[:, None, None]
+                    values = torch.tensor(req.all_ids[start:end], dtype=torch.float32)[
+                        :, None, None
+                    ]
                     buffers[layer][self.slots(req, start, end)] = values * side + layer
 
 
@@ -59,7 +62,9 @@ def kv_of(scheduler: Served, req: FakeReq) -> torch.Tensor:
 
 
 def request() -> FakeReq:
-    return FakeReq([*HEAD, *CHUNK, *QUESTION], marked([(len(HEAD), len(HEAD + CHUNK))], promoted_len=1))
+    return FakeReq(
+        [*HEAD, *CHUNK, *QUESTION], marked([(len(HEAD), len(HEAD + CHUNK))], promoted_len=1)
+    )
 
 
 @pytest.fixture
@@ -69,15 +74,27 @@ def create(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Create]:
     made: list[Any] = []
 
     def create(**knobs: Any) -> Any:
-        told = config(**{"host_mib": 1, "store_mib": 1, "move": "always", "recompute_attention": "masked", **knobs})
+        told = config(
+            **{
+                "host_mib": 1,
+                "store_mib": 1,
+                "move": "always",
+                "recompute_attention": "masked",
+                **knobs,
+            }
+        )
         for name, value in told.to_env().items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(HookRegistry, "_patched", set())
         monkeypatch.setattr(HookRegistry, "_patched", set(hooks.missing_hooks(told, is_main=False)))
-        allocator = CountingAllocator(CAPACITY, torch.float32, "cpu", runner.token_to_kv_pool, False)
+        allocator = CountingAllocator(
+            CAPACITY, torch.float32, "cpu", runner.token_to_kv_pool, False
+        )
         params = CacheInitParams(False, runner.req_to_token_pool, allocator, 1)
         worker = SimpleNamespace(model_runner=runner)
-        ctx = SimpleNamespace(params=params, server_args=runner.server_args, tp_worker=worker, tp_rank=0)
+        ctx = SimpleNamespace(
+            params=params, server_args=runner.server_args, tp_worker=worker, tp_rank=0
+        )
         made.append(create_cache(ctx))
         return made[-1]
 
@@ -90,7 +107,10 @@ def create(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Create]:
 
 
 def file_in(folder: Path) -> dict[str, Any]:
-    return {"storage_backend": "file", "storage_backend_extra_config": json.dumps({"directory": str(folder)})}
+    return {
+        "storage_backend": "file",
+        "storage_backend_extra_config": json.dumps({"directory": str(folder)}),
+    }
 
 
 @pytest.mark.parametrize("reuse", ["exact", "fused"])
@@ -112,7 +132,8 @@ def test_without_a_storage(create: Create, reuse: str) -> None:
 
 @pytest.mark.parametrize("reuse", ["exact", "fused"])
 def test_restart_loads_chains_from_the_storage(create: Create, tmp_path: Path, reuse: str) -> None:
-    """Whoever starts the storage has done it before the chains are loaded, which would find it off."""
+    """Whoever starts the storage has done it before the chains are loaded,
+    which would find it off."""
     knobs = {"reuse": reuse, **file_in(tmp_path / "kv")}
     cache = create(**knobs)
     assert isinstance(cache.storage, Storage)

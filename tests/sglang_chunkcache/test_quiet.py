@@ -1,4 +1,5 @@
-"""What the brief log leaves out: the listed lines and nothing else. Each in a process of its own, since it changes the logging.
+"""What the brief log leaves out: the listed lines and nothing else. Each in a process of its own,
+since it changes the logging.
 
 launch/test.sh tests/sglang_chunkcache/test_quiet.py
 """
@@ -71,4 +72,8 @@ def test_the_interpreters_end_is_mute_and_a_traceback_is_not() -> None:
         "finally:\n    print('an error', file=sys.stderr)"
     )
     printed = run(program=program)
-    assert ("an error" in printed, "a handler" in printed, "leaked" in printed) == (True, True, False)
+    assert ("an error" in printed, "a handler" in printed, "leaked" in printed) == (
+        True,
+        True,
+        False,
+    )

@@ -27,7 +27,9 @@ print(generate_latest().decode())
 def test_figures_without_labels_of_their_own() -> None:
     """In a process of its own, since a registry takes each name once."""
     ran = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=True)
-    found = dict(line.rsplit(" ", 1) for line in ran.stdout.splitlines() if line.startswith("chunkcache:x_"))
+    found = dict(
+        line.rsplit(" ", 1) for line in ran.stdout.splitlines() if line.startswith("chunkcache:x_")
+    )
     assert {name: float(value) for name, value in found.items() if "_created" not in name} == {
         "chunkcache:x_size": 3,
         'chunkcache:x_held{kind="new"}': 1,
@@ -55,4 +57,6 @@ def test_what_cannot_be_told_is_logged_once(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.ERROR):
         for _ in range(2):
             metrics.show({})
-    assert [record.getMessage() for record in caplog.records] == ["chunk cache: never:* are shown no more"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "chunk cache: never:* are shown no more"
+    ]

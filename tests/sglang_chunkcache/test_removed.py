@@ -20,7 +20,9 @@ KNOBS = {config.flag_name(f.name) for f in config.flag_fields()}
 
 
 @pytest.mark.parametrize("given", FLAGS, ids=" ".join)
-def test_removed_flag_or_value_is_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_removed_flag_or_value_is_refused(
+    given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """With one line that tells what to use; a flag with and without a value behind it."""
     flag, *values = given
     assert (flag in KNOBS) == bool(values)

@@ -1,6 +1,7 @@
 """Greedy answers of our server and of stock SGLang to the same token ids, and where they differ.
 
-Even in stock SGLang the cached length changes the rounding. Two answers may part where the best two tokens are closer than that.
+Even in stock SGLang the cached length changes the rounding. Two answers may part where the best two
+tokens are closer than that.
 """
 
 from __future__ import annotations
@@ -39,14 +40,25 @@ def rag_body(request: Request, max_new_tokens: int, **fields: Any) -> dict[str, 
     """A request's body for our server."""
     chunks = [{"id": chunk.id, "text": chunk.text} for chunk in request.chunks]
     messages = [{"role": "user", "content": request.question}]
-    return {"messages": messages, "chunks": chunks, "temperature": 0, "max_tokens": max_new_tokens, **fields}
+    return {
+        "messages": messages,
+        "chunks": chunks,
+        "temperature": 0,
+        "max_tokens": max_new_tokens,
+        **fields,
+    }
 
 
-def run_ours(url: str, requests: Sequence[Request], max_new_tokens: int) -> tuple[list[list[int]], list[Answer], int]:
-    """Prompts' ids, answers, and tokens reused. Requests are sent one after the other, so that the order is fixed."""
+def run_ours(
+    url: str, requests: Sequence[Request], max_new_tokens: int
+) -> tuple[list[list[int]], list[Answer], int]:
+    """Prompts' ids, answers, and tokens reused.
+    Requests are sent one after the other, so that the order is fixed."""
     prompts, answers, exact = [], [], 0
     for request in requests:
-        reply = post(url + "/rag/v1/chat/completions", rag_body(request, max_new_tokens, **LOGPROBS))
+        reply = post(
+            url + "/rag/v1/chat/completions", rag_body(request, max_new_tokens, **LOGPROBS)
+        )
         prompts.append(prompt_ids(reply))
         answers.append(answer_of(reply["choices"][0]["meta_info"]))
         exact += reply["chunkcache"]["fates"]["exact"]
@@ -56,7 +68,13 @@ def run_ours(url: str, requests: Sequence[Request], max_new_tokens: int) -> tupl
 def run_stock(url: str, input_ids: list[int], max_new_tokens: int, **fields: Any) -> Answer:
     """Send the same ids through `/generate`."""
     params = {"temperature": 0, "max_new_tokens": max_new_tokens}
-    body = {"input_ids": input_ids, "sampling_params": params, "return_logprob": True, "top_logprobs_num": 2, **fields}
+    body = {
+        "input_ids": input_ids,
+        "sampling_params": params,
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        **fields,
+    }
     return answer_of(post(url + "/generate", body)["meta_info"])
 
 
@@ -86,7 +104,10 @@ def differences(reference: Sequence[Answer], answers: Sequence[Answer]) -> list[
     """The first different token of every answer that has one."""
     found = []
     for i, (want, got) in enumerate(zip(reference, answers, strict=True)):
-        step = next((s for s, (a, b) in enumerate(zip(want.tokens, got.tokens, strict=False)) if a != b), None)
+        step = next(
+            (s for s, (a, b) in enumerate(zip(want.tokens, got.tokens, strict=False)) if a != b),
+            None,
+        )
         if step is None and len(want.tokens) != len(got.tokens):
             step = min(len(want.tokens), len(got.tokens)) - 1
         if step is not None:

@@ -1,12 +1,14 @@
-"""Generates any number of passages from a seed, each with a topic and with one word that no other passage has.
+"""Generates any number of passages from a seed, each with a topic and with one word that no other
+passage has.
 
     half of a passage   words of its topic (50 of them), drawn evenly
     the other half      words of the whole vocabulary, Zipf-distributed: a few are in nearly every passage
     last                its marker, the word that no other passage has
 
-So a question with words of a topic has right answers, common words cost a BM25 index as much as in real text, and a passage
-that a build lost is detected. Words are syllables with an ending that English stemmers keep. It is not language: times and
-counts carry over to real text, recall does not.
+So a question with words of a topic has right answers, common words cost a BM25 index as much as in
+real text, and a passage that a build lost is detected. Words are syllables with an ending that
+English stemmers keep. It is not language: times and counts carry over to real text, recall does
+not.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _TOPIC_STEP = 7919
 
 @dataclass(frozen=True)
 class GeneratedCorpus:
-    """`num_passages` different texts of `num_words` words, about `num_topics` topics; equal arguments give equal texts."""
+    """`num_passages` different texts of `num_words` words, about `num_topics` topics;
+    equal arguments give equal texts."""
 
     num_passages: int
     num_topics: int
@@ -57,7 +60,9 @@ class GeneratedCorpus:
             common = self._zipf(rng, (_BLOCK, self.num_words - half - 1))
             picks = rng.integers(0, TOPIC_WORDS, (_BLOCK, half))
             for at in range(min(_BLOCK, self.num_passages - first)):
-                numbers = np.concatenate([common[at], self._topics[self.topic_of(first + at)][picks[at]]])
+                numbers = np.concatenate(
+                    [common[at], self._topics[self.topic_of(first + at)][picks[at]]]
+                )
                 rng.shuffle(numbers)
                 yield " ".join([*self._vocabulary[numbers], self.marker(first + at)]) + "."
 
@@ -66,12 +71,15 @@ class GeneratedCorpus:
         rng = np.random.default_rng(self.seed + 1)
         made = []
         for topic in rng.integers(0, self.num_topics, count):
-            numbers = np.concatenate([rng.choice(self._topics[topic], 4, replace=False), self._zipf(rng, (4,))])
+            numbers = np.concatenate(
+                [rng.choice(self._topics[topic], 4, replace=False), self._zipf(rng, (4,))]
+            )
             made.append((int(topic), " ".join(self._vocabulary[rng.permutation(numbers)]) + "?"))
         return made
 
     def write(self, path: Path) -> int:
-        """Write JSON Lines for `python -m retrieval build`, ids p0, p1 …, copies between them. Returns the number of lines."""
+        """Write JSON Lines for `python -m retrieval build`, ids p0, p1 …, copies between them.
+        Returns the number of lines."""
         written = 0
         with open(path, "w", encoding="utf-8") as file:
             for number, text in enumerate(self.texts()):
@@ -83,14 +91,20 @@ class GeneratedCorpus:
 
     def sample(self, numbers: set[int]) -> dict[int, str]:
         """Texts of the given passages. Generates all passages up to the last of them."""
-        return {n: text for n, text in enumerate(islice(self.texts(), max(numbers) + 1)) if n in numbers}
+        return {
+            n: text for n, text in enumerate(islice(self.texts(), max(numbers) + 1)) if n in numbers
+        }
 
     # Private, in order of use
 
     @cached_property
     def _vocabulary(self) -> NDArray[np.object_]:
-        # Spread over all words of three syllables, so that the first letters of common words differ.
-        return np.array([_word(n * 4999 % 1_000_000, num_syllables=3) + "n" for n in range(VOCABULARY)], dtype=object)
+        # Spread over all words of three syllables, so that the first letters of common words
+        # differ.
+        return np.array(
+            [_word(n * 4999 % 1_000_000, num_syllables=3) + "n" for n in range(VOCABULARY)],
+            dtype=object,
+        )
 
     @cached_property
     def _topics(self) -> NDArray[np.int64]:
@@ -103,7 +117,9 @@ class GeneratedCorpus:
         return np.cumsum(1 / np.arange(1, VOCABULARY + 1))
 
     def _zipf(self, rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.int64]:
-        ranks: NDArray[np.int64] = np.searchsorted(self._zipf_sums, rng.random(shape) * self._zipf_sums[-1])
+        ranks: NDArray[np.int64] = np.searchsorted(
+            self._zipf_sums, rng.random(shape) * self._zipf_sums[-1]
+        )
         return ranks
 
 

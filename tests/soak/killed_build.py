@@ -1,11 +1,12 @@
-"""Runs `python -m retrieval build` in a process, kills it at a random moment of a stage, and measures its memory until then.
+"""Runs `python -m retrieval build` in a process, kills it at a random moment of a stage, and
+measures its memory until then.
 
     read     after a random share of the passages           encode   after a random share of the vectors
     add      some seconds after the last vector: while FAISS is trained or filled, or its file is written
     bm25     some seconds after the BM25 index was begun
 
-The progress of a build is observed from outside, by the files that it has written. Memory is the kernel's high-water mark of
-resident pages, including memory-mapped files.
+The progress of a build is observed from outside, by the files that it has written. Memory is the
+kernel's high-water mark of resident pages, including memory-mapped files.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ POLL_S = 0.02
 
 @dataclass
 class BuildRun:
-    """One process of the build. `passages`, `vectors`: numbers in the directory when the process ended."""
+    """One process of the build. `passages`, `vectors`:
+    numbers in the directory when the process ended."""
 
     killed_in: str | None
     passages: int
@@ -40,9 +42,16 @@ class BuildRun:
 
 
 def build(
-    source: Path, index: Path, *, num_passages: int, dim: int, kill_in: str | None, rng: random.Random
+    source: Path,
+    index: Path,
+    *,
+    num_passages: int,
+    dim: int,
+    kill_in: str | None,
+    rng: random.Random,
 ) -> BuildRun:
-    """Run the build command; kill it at a random moment of the stage `kill_in`, if it is reached. Raises if it fails."""
+    """Run the build command; kill it at a random moment of the stage `kill_in`, if it is reached.
+    Raises if it fails."""
     command = [sys.executable, "-m", "retrieval", "build", str(source), "--out", str(index)]
     command += ["--no-split", "--dim", str(dim), "--json"]
     since, log = time.time(), index.with_suffix(".log")
@@ -85,7 +94,9 @@ def _moment(
     if stage == "add":
         return lambda: after(ADD_S * num_passages, _num_vectors(index, dim) >= num_passages)
     if stage == "bm25":
-        return lambda: after(BM25_S * num_passages, _stage(index, num_passages, dim, since) == "bm25")
+        return lambda: after(
+            BM25_S * num_passages, _stage(index, num_passages, dim, since) == "bm25"
+        )
     return lambda: False
 
 

@@ -1,9 +1,11 @@
-"""A process that writes, loads and deletes entries of a storage, killed by SIGKILL at random moments: what is there afterwards?
+"""A process that writes, loads and deletes entries of a storage, killed by SIGKILL at random
+moments: what is there afterwards?
 
     python -m tests.soak.killed_storage FOLDER NUM_KILLS SEED        prints one JSON object
 
-Each child goes on with what the ones before it have left, and tells through a pipe what was confirmed to it. After each kill
-the parent opens the folder as the next start would, and reads every entry that has a row.
+Each child goes on with what the ones before it have left, and tells through a pipe what was
+confirmed to it. After each kill the parent opens the folder as the next start would, and reads
+every entry that has a row.
 """
 
 from __future__ import annotations
@@ -41,19 +43,30 @@ LONGEST_S = 0.25
 
 def config_of(folder: Path) -> ChunkCacheConfig:
     extra = json.dumps({"directory": str(folder)})
-    return ChunkCacheConfig(reuse="fused", storage_backend="file", storage_backend_extra_config=extra, storage_mib=4096)
+    return ChunkCacheConfig(
+        reuse="fused", storage_backend="file", storage_backend_extra_config=extra, storage_mib=4096
+    )
 
 
 def row_of(number: int) -> Row:
     num_tokens = 1 + random.Random(number).randrange(MAX_TOKENS)
-    return Row(f"cc1-{number:040x}", Place("m", "t", ChunkId(f"{number}"), "h", (), False), num_tokens, 0, 0, False)
+    return Row(
+        f"cc1-{number:040x}",
+        Place("m", "t", ChunkId(f"{number}"), "h", (), False),
+        num_tokens,
+        0,
+        0,
+        False,
+    )
 
 
 def entry_of(number: int) -> Entry:
     """The same for the same number."""
     made = torch.Generator().manual_seed(number)
     shape = LAYOUT.num_layers, row_of(number).num_tokens, LAYOUT.num_kv_heads, 2 * LAYOUT.key_dim
-    keys, values = (torch.randint(0, 256, shape, generator=made, dtype=torch.uint8) for _ in range(2))
+    keys, values = (
+        torch.randint(0, 256, shape, generator=made, dtype=torch.uint8) for _ in range(2)
+    )
     return Entry((keys.view(torch.bfloat16), values.view(torch.bfloat16)))
 
 
@@ -64,7 +77,8 @@ def is_right(found: Entry, number: int) -> bool:
 
 
 def work(folder: Path, first: int, told: int) -> None:
-    """Until it is killed. Tells `c NUMBER` of what is confirmed, `d NUMBER` before it deletes, `w NUMBER` of a wrong entry."""
+    """Until it is killed. Tells `c NUMBER` of what is confirmed, `d NUMBER` before it deletes,
+    `w NUMBER` of a wrong entry."""
     rng = random.Random(first)
     opened = open_storage(config_of(folder), rank="rank0", model_name="")
     kept = {int(row.name[4:], 16): row for row in opened.rows}
@@ -74,7 +88,11 @@ def work(folder: Path, first: int, told: int) -> None:
             if isinstance(job, Write) and job.is_confirmed:
                 kept[int(job.row.name[4:], 16)] = job.row
                 os.write(told, b"c %d\n" % int(job.row.name[4:], 16))
-            elif isinstance(job, Load) and job.entry is not None and not is_right(job.entry, int(job.name[4:], 16)):
+            elif (
+                isinstance(job, Load)
+                and job.entry is not None
+                and not is_right(job.entry, int(job.name[4:], 16))
+            ):
                 os.write(told, b"w %d\n" % int(job.name[4:], 16))
         if len(kept) > rng.randrange(1, MAX_KEPT):
             gone = rng.choice(sorted(kept))
@@ -127,7 +145,9 @@ def run(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
             data = backend.get(row.name, row.num_bytes)
             assert data is not None
             try:
-                found = entry.read(data, row.name, layout=LAYOUT, num_tokens=row.num_tokens, secret=secret_of())
+                found = entry.read(
+                    data, row.name, layout=LAYOUT, num_tokens=row.num_tokens, secret=secret_of()
+                )
             except RefusedEntryError:
                 counts["torn"] += 1
                 continue
@@ -135,7 +155,10 @@ def run(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
             counts["wrong"] += not is_right(found, int(row.name[4:], 16))
         manifest.close()
         kept = there  # confirmed to a child that had no time to tell
-    return {name: counts[name] for name in ("confirmed", "deleted", "read", "left_over", "lost", "torn", "wrong")}
+    return {
+        name: counts[name]
+        for name in ("confirmed", "deleted", "read", "left_over", "lost", "torn", "wrong")
+    }
 
 
 if __name__ == "__main__":

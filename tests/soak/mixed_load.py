@@ -1,10 +1,13 @@
-"""Mixed load on a tiny poisoned pool: does fused reuse ever read KV of a free slot, lose a slot, or change an exact answer?
+"""Mixed load on a tiny poisoned pool: does fused reuse ever read KV of a free slot, lose a slot, or
+change an exact answer?
 
-The server is tests/e2e/poisoned_server.py, in whose pool every free slot holds NaN, with prefill pieces smaller than two chunks.
-Clients send exact requests and fused ones with every selector and many ratios: streams, parallel answers, conversations, plain
-and explain requests; some disconnect early. Hints tell what some of them will need of the storage.
-`soak` sends the load and notes as problems: log probabilities that are not finite, fates that do not add up, slots that are
-neither free nor evictable, and what is left of hints. `check_exact` compares exact answers with full prefill.
+The server is tests/e2e/poisoned_server.py, in whose pool every free slot holds NaN, with prefill
+pieces smaller than two chunks. Clients send exact requests and fused ones with every selector and
+many ratios: streams, parallel answers, conversations, plain and explain requests; some disconnect
+early. Hints tell what some of them will need of the storage. `soak` sends the load and notes as
+problems: log probabilities that are not finite, fates that do not add up, slots that are neither
+free nor evictable, and what is left of hints. `check_exact` compares exact answers with full
+prefill.
 """
 
 from __future__ import annotations
@@ -26,7 +29,15 @@ from eval.http import get, post
 from eval.world.world import World, order_questions
 from sglang_chunkcache.config import SELECTORS
 from tests.polling import DEADLINE_S
-from tests.soak.answers import LOGPROBS, Answer, answer_of, differences, logprob_difference, prompt_ids, run_stock
+from tests.soak.answers import (
+    LOGPROBS,
+    Answer,
+    answer_of,
+    differences,
+    logprob_difference,
+    prompt_ids,
+    run_stock,
+)
 
 POISONED = ("-m", "tests.e2e.poisoned_server")
 POOL_TOKENS = 1600
@@ -41,16 +52,22 @@ TIGHT = [
     *(*FLAGS, "--max-total-tokens", str(TIGHT_POOL_TOKENS)),
     *("--chunkcache-store-chunks", "2"),
 ]
-"""So small that requests wait for slots, promises are declined, and the store evicts chunks that are being moved."""
+"""So small that requests wait for slots, promises are declined,
+and the store evicts chunks that are being moved."""
 
-REQUEST_HINT, STRANGE_HINT, REFUSED_HINT = "hint", "hint of what nobody asks for", "hint that is refused"
+REQUEST_HINT, STRANGE_HINT, REFUSED_HINT = (
+    "hint",
+    "hint of what nobody asks for",
+    "hint that is refused",
+)
 
 RATIOS = (0.0, 0.15, 0.5, 1.0)
 NUM_PASSAGES = 20
 MAX_NEW_TOKENS = 24
 TIE = 0.126
-"""Two best tokens closer than this, in nats, may swap: bfloat16 rounding depends on the batch and on the CPU's kernels. The
-model's logits are mostly between 8 and 16, where adjacent bfloat16 values are 0.0625 apart, and each of two may move by one."""
+"""Two best tokens closer than this, in nats, may swap: bfloat16 rounding depends on the batch and
+on the CPU's kernels. The model's logits are mostly between 8 and 16, where adjacent bfloat16 values
+are 0.0625 apart, and each of two may move by one."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +91,9 @@ class Found:
 
 
 def soak(url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: int) -> Found:
-    """Send the load, wait until no request is running, and check that `pool_tokens` slots are free or evictable. A server with a
-    storage is flushed then, and gets the load again: what it needs is in the storage alone."""
+    """Send the load, wait until no request is running, and check that `pool_tokens` slots are free
+    or evictable. A server with a storage is flushed then, and gets the load again: what it needs is
+    in the storage alone."""
     found, is_stored = Found(), "storage" in get(url + "/chunkcache/stats")["ranks"][0]
     tasks = with_hints(make_tasks(num_requests, seed), seed, takes_hints=is_stored)
     for is_again in (False, True) if is_stored else (False,):
@@ -88,7 +106,8 @@ def soak(url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: i
 
 
 def make_tasks(num_requests: int, seed: int) -> list[Task]:
-    """At least `num_requests` requests about a small world, so that chunks recur at other positions. Four fifths are fused."""
+    """At least `num_requests` requests about a small world,
+    so that chunks recur at other positions. Four fifths are fused."""
     world, rng = World(seed, NUM_PASSAGES, num_kinds=1), random.Random(seed)
     asked = [question for question in world.questions if question.hop == 1]
     tasks: list[Task] = []
@@ -109,7 +128,11 @@ def make_tasks(num_requests: int, seed: int) -> list[Task]:
             turns = [{**turn, "conversation_id": f"soak{len(tasks)}"} for turn in turns]
         if act == "again":  # in another order, moved, then exact: that must not match moved KV
             exact = {key: value for key, value in turns[0].items() if key != "reuse"}
-            exact |= {"order": "retriever", "cache_salt": f"again{len(tasks)}", "max_tokens": MAX_NEW_TOKENS}
+            exact |= {
+                "order": "retriever",
+                "cache_salt": f"again{len(tasks)}",
+                "max_tokens": MAX_NEW_TOKENS,
+            }
             exact["messages"] = [{"role": "user", "content": "Which passage comes last?"}]
             moved = {"mode": "fused", "selector": rng.choice(SELECTORS), "ratio": 0.0}
             turns = [exact | {"chunks": exact["chunks"][::-1]}, exact | {"reuse": moved}, exact]
@@ -119,8 +142,9 @@ def make_tasks(num_requests: int, seed: int) -> list[Task]:
 
 
 def with_hints(tasks: Sequence[Task], seed: int, *, takes_hints: bool) -> list[Task]:
-    """The tasks, and half as many hints as there are requests: of a request within the next tasks, of chunks that nobody asks
-    for, and such as are refused. A server without a storage refuses all."""
+    """The tasks, and half as many hints as there are requests: of a request within the next tasks,
+    of chunks that nobody asks for, and such as are refused. A server without a storage refuses
+    all."""
     rng, strangers = random.Random(seed), World(seed + 1000, NUM_PASSAGES, num_kinds=1).passages
     hinted = list[Task]()
     for number, task in enumerate(tasks):
@@ -128,20 +152,36 @@ def with_hints(tasks: Sequence[Task], seed: int, *, takes_hints: bool) -> list[T
             if rng.random() < 0.5:
                 turn = rng.choice(tasks[number : number + 8]).turns[0]
                 texts = [chunk["text"] for chunk in turn["chunks"]]
-                reuse: dict[str, Any] = {key: turn[key] for key in ("reuse", "cache_salt") if key in turn}
+                reuse: dict[str, Any] = {
+                    key: turn[key] for key in ("reuse", "cache_salt") if key in turn
+                }
                 bodies: dict[str, tuple[dict[str, Any], ...]] = {
-                    REQUEST_HINT: (turn, {"chunks": turn["chunks"], **reuse}, {"texts": texts, **reuse}),
-                    STRANGE_HINT: ({"texts": [one.text for one in rng.sample(strangers, 3)], **reuse},),
-                    REFUSED_HINT: ({"text": texts}, {"texts": texts[0]}, {"texts": []}, {**turn, "texts": texts}),
+                    REQUEST_HINT: (
+                        turn,
+                        {"chunks": turn["chunks"], **reuse},
+                        {"texts": texts, **reuse},
+                    ),
+                    STRANGE_HINT: (
+                        {"texts": [one.text for one in rng.sample(strangers, 3)], **reuse},
+                    ),
+                    REFUSED_HINT: (
+                        {"text": texts},
+                        {"texts": texts[0]},
+                        {"texts": []},
+                        {**turn, "texts": texts},
+                    ),
                 }
                 act = rng.choices(list(bodies), (6, 2, 2))[0]
-                hinted.append(Task(act if takes_hints else REFUSED_HINT, (rng.choice(bodies[act]),)))
+                hinted.append(
+                    Task(act if takes_hints else REFUSED_HINT, (rng.choice(bodies[act]),))
+                )
         hinted.append(task)
     return hinted
 
 
 def check_exact(found: Found, url: str, **salt: str) -> None:
-    """Compare exact answers with full prefill of their ids on the server at `url`; what differs becomes a problem."""
+    """Compare exact answers with full prefill of their ids on the server at `url`;
+    what differs becomes a problem."""
     references: dict[tuple[int, ...], Answer] = {}
     for ids, answer, max_tokens in found.exact:
         if (want := references.get(tuple(ids))) is None:
@@ -151,14 +191,20 @@ def check_exact(found: Found, url: str, **salt: str) -> None:
             found.problems.append(f"exact answer's log probabilities are off by {off:.3f}: {ids}")
         for difference in differences([want], [answer]):
             if difference.gap > TIE:
-                found.problems.append(f"exact answer differs at {difference.step} by {difference.gap:.3f}: {ids}")
+                found.problems.append(
+                    f"exact answer differs at {difference.step} by {difference.gap:.3f}: {ids}"
+                )
 
 
 def leftovers(url: str, pool_tokens: int, timeout_s: float = DEADLINE_S) -> list[str]:
-    """Resources that are not released when the server is idle. Sends requests meanwhile, since captures run with batches."""
+    """Resources that are not released when the server is idle.
+    Sends requests meanwhile, since captures run with batches."""
     deadline = time.monotonic() + timeout_s
     while True:
-        post(url + "/rag/v1/generate", {"parts": ["Hello."], "sampling_params": {"max_new_tokens": 2}})
+        post(
+            url + "/rag/v1/generate",
+            {"parts": ["Hello."], "sampling_params": {"max_new_tokens": 2}},
+        )
         time.sleep(0.3)
         stats = get(url + "/chunkcache/stats")
         rank = stats["ranks"][0]
@@ -174,7 +220,9 @@ def leftovers(url: str, pool_tokens: int, timeout_s: float = DEADLINE_S) -> list
         if "storage" in rank:
             expected["jobs of the storage"] = rank["storage"]["queue"], 0
             expected["bytes under way ahead"] = rank["storage"]["prefetch_bytes"], 0
-        wrong = [f"{name}: {got}, not {want}" for name, (got, want) in expected.items() if got != want]
+        wrong = [
+            f"{name}: {got}, not {want}" for name, (got, want) in expected.items() if got != want
+        ]
         if not wrong or time.monotonic() > deadline:
             return wrong
 
@@ -188,12 +236,18 @@ def problems_of_log(log: Path) -> list[str]:
         "memory leak",
         "Scheduler hit an exception",
     )
-    return [line[:200] for line in log.read_text(errors="replace").splitlines() if any(m in line for m in marks)]
+    return [
+        line[:200]
+        for line in log.read_text(errors="replace").splitlines()
+        if any(m in line for m in marks)
+    ]
 
 
 def is_finite(logprobs: Sequence[Any]) -> bool:
     """Whether all are numbers. JSON has no NaN; servers write null."""
-    return bool(logprobs) and all(isinstance(value, int | float) and value == value for value in logprobs)
+    return bool(logprobs) and all(
+        isinstance(value, int | float) and value == value for value in logprobs
+    )
 
 
 # Private, in order of use
@@ -211,7 +265,11 @@ def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str) 
     if rng.random() < 0.5:
         body["order"] = "retriever"
     if rng.random() < 0.8:
-        body["reuse"] = {"mode": "fused", "selector": rng.choice(SELECTORS), "ratio": rng.choice(RATIOS)}
+        body["reuse"] = {
+            "mode": "fused",
+            "selector": rng.choice(SELECTORS),
+            "ratio": rng.choice(RATIOS),
+        }
         if rng.random() < 0.2:
             body["reuse"]["focus"] = rng.choice(("off", "spare"))
         if body["reuse"]["selector"] == "context" and rng.random() < 0.5:
@@ -235,7 +293,11 @@ def _run(url: str, task: Task, found: Found) -> None:
             if task.act in (REQUEST_HINT, STRANGE_HINT, REFUSED_HINT):
                 _hint(url, turn, is_refused=task.act == REFUSED_HINT)
             elif task.act == "plain":
-                plain = {key: value for key, value in body.items() if key not in ("chunks", "order", "reuse")}
+                plain = {
+                    key: value
+                    for key, value in body.items()
+                    if key not in ("chunks", "order", "reuse")
+                }
                 _check_choices(post(url + "/v1/chat/completions", plain), found)
             elif task.act == "explain":
                 asked = {key: body[key] for key in ("messages", "chunks", "reuse") if key in body}
@@ -264,12 +326,16 @@ def _send(url: str, body: dict[str, Any], found: Found) -> str:
     reply = post(url + "/rag/v1/chat/completions", {**body, **LOGPROBS})
     _check_object(reply["chunkcache"], reply["usage"]["prompt_tokens"], found)
     if _check_choices(reply, found) and not body.keys() & {"reuse", "n"}:
-        found.exact.append((prompt_ids(reply), answer_of(reply["choices"][0]["meta_info"]), body["max_tokens"]))
+        found.exact.append(
+            (prompt_ids(reply), answer_of(reply["choices"][0]["meta_info"]), body["max_tokens"])
+        )
     return reply["choices"][0]["message"]["content"] or ""
 
 
 def _check_choices(reply: dict[str, Any], found: Found) -> bool:
-    logprobs = [token["logprob"] for choice in reply["choices"] for token in choice["logprobs"]["content"]]
+    logprobs = [
+        token["logprob"] for choice in reply["choices"] for token in choice["logprobs"]["content"]
+    ]
     if not is_finite(logprobs):
         found.problems.append(f"not finite: {logprobs}, {reply.get('chunkcache')}"[:500])
         return False
@@ -291,7 +357,12 @@ def _stream(url: str, body: dict[str, Any], found: Found, *, hang_up: bool) -> N
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=300)
     try:
-        connection.request("POST", "/rag/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(
+            "POST",
+            "/rag/v1/chat/completions",
+            json.dumps(body),
+            {"Content-Type": "application/json"},
+        )
         if hang_up and body["max_tokens"] < 3:
             time.sleep(0.02 * body["max_tokens"])
             return  # before there is an answer
@@ -300,7 +371,9 @@ def _stream(url: str, body: dict[str, Any], found: Found, *, hang_up: bool) -> N
         for event in events:
             if hang_up:
                 return
-            contents = [(choice.get("logprobs") or {}).get("content") or () for choice in event["choices"]]
+            contents = [
+                (choice.get("logprobs") or {}).get("content") or () for choice in event["choices"]
+            ]
             logprobs += [token["logprob"] for content in contents for token in content]
             if "chunkcache" in event:
                 _check_object(event["chunkcache"], None, found)

@@ -1,4 +1,5 @@
-"""How long the tests in this folder run: `SOAK_SCALE=0.1` takes a tenth of the requests and passages, 5 five times as many."""
+"""How long the tests in this folder run:
+`SOAK_SCALE=0.1` takes a tenth of the requests and passages, 5 five times as many."""
 
 import os
 

@@ -1,9 +1,11 @@
-"""Does a build that is killed again and again lose anything, how much memory does it take, and does search stay fast?
+"""Does a build that is killed again and again lose anything, how much memory does it take, and does
+search stay fast?
 
-Generates passages (generated_corpus.py) and builds an index of them. SIGKILL ends the build at a random moment of each stage
-(killed_build.py); it is run again each time, finally to its end. The index must then hold all passages, each once and in order,
-without copies; texts, vectors and words of a sample must be right, and the sample has the passages on both sides of every
-interruption. SOAK_SCALE=20 builds a million passages: 15 minutes, 6 GB of disk.
+Generates passages (generated_corpus.py) and builds an index of them. SIGKILL ends the build at a
+random moment of each stage (killed_build.py); it is run again each time, finally to its end. The
+index must then hold all passages, each once and in order, without copies; texts, vectors and words
+of a sample must be right, and the sample has the passages on both sides of every interruption.
+SOAK_SCALE=20 builds a million passages: 15 minutes, 6 GB of disk.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ SAMPLE = 300
 MAX_ROUNDING = 1e-3
 """Between a vector and its float16 copy; components are below 1."""
 MIN_FOUND_BY_TEXT = 0.95
-"""Share of passages that are the first hit for their own text; below 1, because questions are weighted differently."""
+"""Share of passages that are the first hit for their own text;
+below 1, because questions are weighted differently."""
 Searches = Callable[[Mode, str, int], list[str]]
 """(mode, query, k) -> ids."""
 
@@ -49,13 +52,16 @@ def check(
     texts = corpus.sample(set(rows))
     stored = np.concatenate([index.vectors(row, row + 1) for row in rows])
     encoded = encoder.encode_passages([texts[row] for row in rows])
-    in_order = all(passage.id == f"p{row}" for row, passage in index.store.iterate(0, index.num_rows))
+    in_order = all(
+        passage.id == f"p{row}" for row, passage in index.store.iterate(0, index.num_rows)
+    )
     by_marker = [search("bm25", corpus.marker(row), 1) == [f"p{row}"] for row in rows]
     by_text = sum(search("dense", texts[row], 1) == [f"p{row}"] for row in rows) / len(rows)
     return {
         "passages": index.num_live == index.num_rows == count,
         "each_once_in_order": in_order,
-        "texts": [passage.text for passage in index.store.get(rows)] == [texts[row] for row in rows],
+        "texts": [passage.text for passage in index.store.get(rows)]
+        == [texts[row] for row in rows],
         "vectors": bool(np.abs(stored - encoded).max() < MAX_ROUNDING),
         "found_by_marker": all(by_marker),
         "found_by_text": by_text >= MIN_FOUND_BY_TEXT,
@@ -70,14 +76,17 @@ def check(
 def test_killed_build_loses_nothing(
     tmp_path: Path, num_passages: int, num_words: int, dim: int, stages: Sequence[str]
 ) -> None:
-    """Every check holds, memory stays within 6 GiB for a million passages, and questions find their topic in time."""
+    """Every check holds, memory stays within 6 GiB for a million passages,
+    and questions find their topic in time."""
     corpus = GeneratedCorpus(num_passages, max(10, num_passages // 200), num_words, SEED)
     source, folder, rng = tmp_path / "passages.jsonl", tmp_path / "index", random.Random(SEED)
     corpus.write(source)
     runs = []
     for stage in (*stages, None):
         if not (folder / MANIFEST).exists():
-            runs.append(build(source, folder, num_passages=num_passages, dim=dim, kill_in=stage, rng=rng))
+            runs.append(
+                build(source, folder, num_passages=num_passages, dim=dim, kill_in=stage, rng=rng)
+            )
     print(*runs, sep="\n")
     assert any(run.killed_in for run in runs)
     assert runs[-1].killed_in is None
@@ -85,9 +94,13 @@ def test_killed_build_loses_nothing(
     retriever = Retriever.open(folder, encoder=None, device=None, verify=True, threads=1)
 
     def search(mode: Mode, query: str, k: int) -> list[str]:
-        return [hit.passage.id for hit in retriever.search([query], k=k, mode=mode, nprobe=128).hits[0]]
+        return [
+            hit.passage.id for hit in retriever.search([query], k=k, mode=mode, nprobe=128).hits[0]
+        ]
 
-    encoder = load_encoder(retriever.index.settings.encoder, folder=folder, override=None, device=None, batch_size=1)
+    encoder = load_encoder(
+        retriever.index.settings.encoder, folder=folder, override=None, device=None, batch_size=1
+    )
     cuts = [cut for run in runs for cut in (run.passages, run.vectors)]
     assert all(check(retriever.index, encoder, corpus, search, cuts).values())
     for mode in retriever.modes:
@@ -108,10 +121,20 @@ def test_checks_see_a_lost_passage_and_a_wrong_vector(tmp_path: Path) -> None:
     corpus.write(tmp_path / "c.jsonl")
     lines = (tmp_path / "c.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "c.jsonl").write_text("".join(lines[:70] + lines[71:]))
-    command = ["build", str(tmp_path / "c.jsonl"), "--out", str(tmp_path / "i"), "--no-split", "--dim", "16"]
+    command = [
+        "build",
+        str(tmp_path / "c.jsonl"),
+        "--out",
+        str(tmp_path / "i"),
+        "--no-split",
+        "--dim",
+        "16",
+    ]
     subprocess.run([sys.executable, "-m", "retrieval", *command], check=True, capture_output=True)
     index = Index.open(tmp_path / "i", verify=True)
-    encoder = load_encoder(index.settings.encoder, folder=tmp_path / "i", override=None, device=None, batch_size=1)
+    encoder = load_encoder(
+        index.settings.encoder, folder=tmp_path / "i", override=None, device=None, batch_size=1
+    )
     short = GeneratedCorpus(num_passages=149, num_topics=10, num_words=20, seed=0)
     found = check(index, encoder, short, lambda mode, query, k: [], cuts=[])
     assert found["passages"]

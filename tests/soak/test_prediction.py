@@ -1,8 +1,10 @@
-"""Does the front's prediction equal SGLang's report? Requests one at a time through the real server.
+"""Does the front's prediction equal SGLang's report? Requests one at a time through the real
+server.
 
-For every request the front predicts how many prompt tokens the rank holds (head and predicted chain). SGLang's own
-`cached_tokens` must equal the prediction if the chain ends before the last chunk, and be at least that if all chunks hit: the
-excess is then a match inside the question. Without a predicted chunk only the head can match.
+For every request the front predicts how many prompt tokens the rank holds (head and predicted
+chain). SGLang's own `cached_tokens` must equal the prediction if the chain ends before the last
+chunk, and be at least that if all chunks hit: the excess is then a match inside the question.
+Without a predicted chunk only the head can match.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 def is_right(url: str, request: Request) -> tuple[bool, int]:
-    """Whether the prediction for one request was right, and how many chunks were predicted to hit."""
+    """Whether the prediction for one request was right, and how many chunks were predicted to
+    hit."""
     reply = post(url + "/rag/v1/chat/completions", rag_body(request, 1, return_meta_info=True))
     ours, cached = reply["chunkcache"], reply["choices"][0]["meta_info"]["cached_tokens"]
     planned, predicted = ours["chunks_planned"], ours["predicted_exact"]
@@ -36,7 +39,9 @@ def check(flags: Sequence[str], requests: Sequence[Request], log: Path) -> None:
     with Server(flags, log=log) as server:
         found = [is_right(server.url, request) for request in requests]
         stats = get(server.url + "/chunkcache/stats")
-    assert [request.id for request, (right, _) in zip(requests, found, strict=True) if not right] == []
+    assert [
+        request.id for request, (right, _) in zip(requests, found, strict=True) if not right
+    ] == []
     assert sum(planned > 0 for _, planned in found) > len(found) // 10
     assert stats["ranks"][0]["mirror"]["agrees"]
 
@@ -52,6 +57,8 @@ def test_predictions_are_right_on_real_text(tmp_path: Path, data_dir: Path) -> N
     """MTRAG's texts with their own lists, a random model."""
     source = Source("mtrag", data_dir, requests=scaled(300, 60))
     task = load_task(source)
-    model = write_random_model(tmp_path / "model", SHAPES[1], [passage.text for passage in task.passages])
+    model = write_random_model(
+        tmp_path / "model", SHAPES[1], [passage.text for passage in task.passages]
+    )
     flags = ["--model-path", str(model), "--max-total-tokens", "400000"]
     check(flags, requests_of(source, task), tmp_path / "server.log")

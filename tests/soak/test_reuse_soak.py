@@ -1,6 +1,7 @@
 """Fused reuse under a mixed load on poisoned pools: no NaN, no lost slot, exact answers as stock's.
 
-Sampling from NaN kills SGLang, which fails the test, too. A small case runs in tests/e2e/test_reuse.py.
+Sampling from NaN kills SGLang, which fails the test, too. A small case runs in
+tests/e2e/test_reuse.py.
 """
 
 from pathlib import Path
@@ -28,7 +29,12 @@ TIERS = [
         "1000",
     ),
     *("--chunkcache-store-codec", "int4"),
-    *("--chunkcache-storage-backend", "file", "--chunkcache-storage-backend-extra-config", '{"directory": "FOLDER"}'),
+    *(
+        "--chunkcache-storage-backend",
+        "file",
+        "--chunkcache-storage-backend-extra-config",
+        '{"directory": "FOLDER"}',
+    ),
 ]
 """Exact chains leave host memory, and chunks the store, for the storage."""
 
@@ -44,7 +50,9 @@ TIERS = [
     ],
     ids=["roomy", "tight", "retract", "tiers", "batches"],
 )
-def test_mixed_load(tmp_path: Path, flags: list[str], pool_tokens: int, num_requests: int, env: dict[str, str]) -> None:
+def test_mixed_load(
+    tmp_path: Path, flags: list[str], pool_tokens: int, num_requests: int, env: dict[str, str]
+) -> None:
     """Requests wait, are evicted and, in the last case, retracted while their chunks are moved."""
     num_requests = scaled(num_requests, 60)
     log = tmp_path / "poisoned.log"
@@ -56,10 +64,14 @@ def test_mixed_load(tmp_path: Path, flags: list[str], pool_tokens: int, num_requ
     ]  # many, and none pauses a selector
     flags = [*(flag.replace("FOLDER", str(tmp_path / "kept")) for flag in flags), *audits]
     with Server(flags, log=log, launcher=mixed_load.POISONED, env={**STRICT, **env}) as server:
-        found = mixed_load.soak(server.url, num_requests, clients=8, seed=0, pool_tokens=pool_tokens)
+        found = mixed_load.soak(
+            server.url, num_requests, clients=8, seed=0, pool_tokens=pool_tokens
+        )
         stats = get(server.url + "/chunkcache/stats")
         rank, audit = stats["ranks"][0], stats["audit"]
-    with Server(["--stock", *mixed_load.FLAGS[:2]], log=tmp_path / "stock.log", env=NEVER_REUSE) as stock:
+    with Server(
+        ["--stock", *mixed_load.FLAGS[:2]], log=tmp_path / "stock.log", env=NEVER_REUSE
+    ) as stock:
         mixed_load.check_exact(found, stock.url)
     print(found.outcomes, found.fates, len(found.exact))
     assert found.problems + mixed_load.problems_of_log(log) == []
@@ -70,7 +82,10 @@ def test_mixed_load(tmp_path: Path, flags: list[str], pool_tokens: int, num_requ
     assert sum(one["samples"] for one in audit["figures"]) > num_requests // 100
     if "storage" in rank:
         print(rank["storage"])
-        assert min(rank["host"]["loads"], rank["host"]["evicted_tokens"], rank["storage"]["loaded"]) > 0, (
+        assert (
+            min(rank["host"]["loads"], rank["host"]["evicted_tokens"], rank["storage"]["loaded"])
+            > 0
+        ), (
             rank["host"],
             rank["storage"],
         )

@@ -1,5 +1,6 @@
-"""Servers with host memory and a storage, killed at random moments of requests and of preprocessing: the next start finds what
-was confirmed and nothing torn, answers as before, and goes on with preprocessing where it was."""
+"""Servers with host memory and a storage, killed at random moments of requests and of
+preprocessing: the next start finds what was confirmed and nothing torn, answers as before, and goes
+on with preprocessing where it was."""
 
 from __future__ import annotations
 
@@ -44,8 +45,20 @@ def flags(folder: Path) -> list[str]:
     kept = json.dumps({"directory": str(folder)})
     return [
         *(*mixed_load.TIGHT, "--chunkcache-store-threshold", "1", "--chunkcache-host-mib", "2"),
-        *("--chunkcache-calibrate", "off", "--chunkcache-selector", "query", "--chunkcache-audit-share", "0"),
-        *("--chunkcache-storage-backend", "file", "--chunkcache-storage-backend-extra-config", kept),
+        *(
+            "--chunkcache-calibrate",
+            "off",
+            "--chunkcache-selector",
+            "query",
+            "--chunkcache-audit-share",
+            "0",
+        ),
+        *(
+            "--chunkcache-storage-backend",
+            "file",
+            "--chunkcache-storage-backend-extra-config",
+            kept,
+        ),
     ]
 
 
@@ -73,7 +86,9 @@ def ask_quietly(url: str, chunks: Any, extra: dict[str, Any]) -> None:
 def found_by_next_start(folder: Path) -> int:
     """How many entries; each has the bytes of its row, whole."""
     config = ChunkCacheConfig(
-        storage_backend="file", storage_backend_extra_config=json.dumps({"directory": str(folder)}), storage_mib=4096
+        storage_backend="file",
+        storage_backend_extra_config=json.dumps({"directory": str(folder)}),
+        storage_mib=4096,
     )
     rank = folder_of(config, "rank0")
     for _ in range(100):
@@ -99,13 +114,18 @@ def test_killed_servers_tear_nothing(tmp_path: Path) -> None:
     rng, expected, num_before = random.Random(0), "", 0
     for kill in range(scaled(10)):
         log = tmp_path / f"{kill}.log"
-        with Server(flags(tmp_path / "kept"), log=log, launcher=mixed_load.POISONED, env=STRICT) as server:
+        with Server(
+            flags(tmp_path / "kept"), log=log, launcher=mixed_load.POISONED, env=STRICT
+        ) as server:
             told = get(server.url + "/chunkcache/stats")["ranks"][0]["storage"]
             assert (told["num_entries"], told["problems"]) == (num_before, {})
             answer = text_of(ask(server, PASSAGES[:4], QUESTION))
             assert answer == (expected or answer)
             expected = answer
-            clients = [threading.Thread(target=load, args=(server.url, 10 * kill + each)) for each in range(3)]
+            clients = [
+                threading.Thread(target=load, args=(server.url, 10 * kill + each))
+                for each in range(3)
+            ]
             for client in clients:
                 client.start()
             time.sleep(rng.uniform(0.5, LONGEST_S))
@@ -128,7 +148,10 @@ class Ahead:
         rng, passages = random.Random(1), World(31, NUM_AHEAD).passages
         rows: dict[str, list[dict[str, Any]]] = {
             "corpus": [{"id": each.id, "text": each.text} for each in passages],
-            "neighbors": [{"id": e.id, "neighbors": [n.id for n in rng.sample(passages, TOP_N + 1)]} for e in passages],
+            "neighbors": [
+                {"id": e.id, "neighbors": [n.id for n in rng.sample(passages, TOP_N + 1)]}
+                for e in passages
+            ],
         }
         self._flags = ["--top-n", str(TOP_N), "--batch", str(BATCH)]
         for name, lines in rows.items():
@@ -137,7 +160,15 @@ class Ahead:
             self._flags += [f"--{name}", str(path)]
 
     def start(self, server: Server, *more: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "sglang_chunkcache.preprocess", "--url", server.url, *self._flags, *more]
+        command = [
+            sys.executable,
+            "-m",
+            "sglang_chunkcache.preprocess",
+            "--url",
+            server.url,
+            *self._flags,
+            *more,
+        ]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def finish(self, server: Server, *more: str) -> dict[str, Any]:
@@ -157,7 +188,8 @@ class Ahead:
 
 
 def kept_by(server: Server, at_least: int, running: subprocess.Popen[str]) -> tuple[int, int]:
-    """(entries in the storage, requests that were computed) as soon as there are so many entries."""
+    """(entries in the storage, requests that were computed) as soon as there are so many
+    entries."""
     deadline = time.monotonic() + 300
     while True:
         told = get(server.url + "/chunkcache/stats")
@@ -183,7 +215,12 @@ def test_killed_preprocessing_goes_on_where_it_was(tmp_path: Path) -> None:
             "--chunkcache-audit-share",
             "0",
         ),
-        *("--chunkcache-storage-backend", "file", "--chunkcache-storage-backend-extra-config", storage),
+        *(
+            "--chunkcache-storage-backend",
+            "file",
+            "--chunkcache-storage-backend-extra-config",
+            storage,
+        ),
     ]
     lives, num_kept, num_computed, num_loaded = scaled(5), 0, 0, 0
     for life in range(lives + 1):
@@ -215,5 +252,8 @@ def test_killed_preprocessing_goes_on_where_it_was(tmp_path: Path) -> None:
         num_kept = num_found
     assert mixed_load.problems_of_log(log) == []
     assert result["storages"][0]["num_entries"] == found_by_next_start(kept) == 2 * NUM_AHEAD
-    print(f"{num_computed} requests for {2 * NUM_AHEAD} chunks, {num_loaded} loads in the last life, {result}")
+    print(
+        f"{num_computed} requests for {2 * NUM_AHEAD} chunks, {num_loaded} loads in the last life,"
+        f" {result}"
+    )
     assert num_computed <= 2 * NUM_AHEAD + 2 * lives * (BATCH + 32)

@@ -1,4 +1,5 @@
-"""A process with storage and loader alone, killed 200 times: nothing is lost that was confirmed, nothing torn is found."""
+"""A process with storage and loader alone, killed 200 times:
+nothing is lost that was confirmed, nothing torn is found."""
 
 from __future__ import annotations
 
@@ -16,15 +17,25 @@ pytest.importorskip("sglang")
 pytestmark = pytest.mark.nightly
 SEED = 0
 MAX_LEFT_OVER = 3
-"""Files a kill: of the entry that was being written, of its row, and of one that was being deleted."""
+"""Files a kill: of the entry that was being written, of its row,
+and of one that was being deleted."""
 
 
 def test_kills_lose_and_tear_nothing(tmp_path: Path) -> None:
     """At whatever moment of a start, a write or a deletion."""
     kills = scaled(200)
-    command = [sys.executable, "-m", "tests.soak.killed_storage", str(tmp_path), str(kills), str(SEED)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.soak.killed_storage",
+        str(tmp_path),
+        str(kills),
+        str(SEED),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["lost"], found["torn"], found["wrong"]) == (0, 0, 0), found
-    assert min(found["confirmed"], found["deleted"], found["read"]) > kills / 10, "the children did not work"
+    assert min(found["confirmed"], found["deleted"], found["read"]) > kills / 10, (
+        "the children did not work"
+    )
     assert found["left_over"] <= MAX_LEFT_OVER * kills, found

@@ -1,15 +1,17 @@
-"""The attention bench's arms: ours, and what one would use without it, all planned and run like `SparseAttention`.
+"""The attention bench's arms: ours, and what one would use without it, all planned and run like
+`SparseAttention`.
 
     fa2, fa3, fa3_two_part    ours, on the GPU                    reference   ours on the CPU: plain torch, slow on purpose
     dense_fa2, dense_fa3      FlashInfer's causal prefill of all tokens, of which the recomputed ones are then taken
-    virtual_fa2, virtual_fa3  FlashInfer's causal prefill with a sequence for each contiguous run: a lone token reads its whole
+    virtual_fa2, virtual_fa3  FlashInfer's causal prefill with a sequence for each contiguous run: a
+    lone token reads its whole
                               prefix alone
     custom_mask               FlashInfer's packed mask, one entry a request: every query walks all keys
     sdpa                      torch's with a mask, in blocks of queries over the keys that the last of them sees
     dense                     on the CPU: `sdpa` of all tokens
 
-SDPA gets its keys contiguous and its masks ready, FlashInfer its packed mask: none of that is timed in a run. Building and
-packing FlashInfer's is part of its plan's time. The pool's page size is 1.
+SDPA gets its keys contiguous and its masks ready, FlashInfer its packed mask: none of that is timed
+in a run. Building and packing FlashInfer's is part of its plan's time. The pool's page size is 1.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from sglang_chunkcache.attention.masked_layout import BLOCK_ROWS
 from sglang_chunkcache.attention.reference import ReferenceAttention
 
 MAX_INDEX_BYTES = 4 << 30
-"""More slot indices than this are no way to run attention, and building them takes longer than the cell."""
+"""More slot indices than this are no way to run attention,
+and building them takes longer than the cell."""
 WORKSPACE_BYTES = 256 << 20
 """FlashInfer recommends 128 MiB; splitting keys of many heads takes more."""
 CreateWrapper = Callable[[torch.device, str], Any]
@@ -58,8 +61,14 @@ def arms_of(shape: HeadShape, device: torch.device) -> dict[str, Arm]:
         }
     prefill = partial(FlashInferPrefill, shape, device)
     return {
-        **{k: Arm(partial(FlashInferSparse, shape, device=device, scale=scale, kernel=k)) for k in KERNELS},
-        **{f"dense_{backend}": Arm(partial(prefill, backend), whole=True) for backend in ("fa2", "fa3")},
+        **{
+            k: Arm(partial(FlashInferSparse, shape, device=device, scale=scale, kernel=k))
+            for k in KERNELS
+        },
+        **{
+            f"dense_{backend}": Arm(partial(prefill, backend), whole=True)
+            for backend in ("fa2", "fa3")
+        },
         **{f"virtual_{backend}": Arm(partial(prefill, backend)) for backend in ("fa2", "fa3")},
         "custom_mask": Arm(partial(prefill, "fa2", masked=True)),
         "sdpa": Arm(sdpa, contiguous=True),
@@ -67,7 +76,8 @@ def arms_of(shape: HeadShape, device: torch.device) -> dict[str, Arm]:
 
 
 class Entry(NamedTuple):
-    """Consecutive queries of one request, of which the last sees `num_keys` keys, each before it one less."""
+    """Consecutive queries of one request, of which the last sees `num_keys` keys,
+    each before it one less."""
 
     request: int
     num_rows: int
@@ -79,15 +89,21 @@ def runs_of(requests: Sequence[SparseRequest]) -> list[Entry]:
     runs = []
     for number, request in enumerate(requests):
         visible = request.visible()
-        ends = torch.cat([(visible.diff() != 1).nonzero()[:, 0] + 1, torch.tensor([visible.numel()])])
+        ends = torch.cat(
+            [(visible.diff() != 1).nonzero()[:, 0] + 1, torch.tensor([visible.numel()])]
+        )
         lengths = ends.diff(prepend=torch.tensor([0]))
-        runs += [Entry(number, *pair) for pair in zip(lengths.tolist(), visible[ends - 1].tolist(), strict=True)]
+        runs += [
+            Entry(number, *pair)
+            for pair in zip(lengths.tolist(), visible[ends - 1].tolist(), strict=True)
+        ]
     return runs
 
 
 @dataclass
 class FlashInferPrefill:
-    """FlashInfer's own paged prefill: a causal entry for each run, or, `masked`, an entry with a mask for each request.
+    """FlashInfer's own paged prefill: a causal entry for each run, or, `masked`, an entry with a
+    mask for each request.
 
     `figures` holds what a plan took in MiB.
     """
@@ -106,7 +122,9 @@ class FlashInferPrefill:
         """Raises ValueError where the slot indices or the mask are too many."""
         entries = runs_of(requests)
         if self.masked:
-            entries = [Entry(i, r.positions.numel(), int(r.visible()[-1])) for i, r in enumerate(requests)]
+            entries = [
+                Entry(i, r.positions.numel(), int(r.visible()[-1])) for i, r in enumerate(requests)
+            ]
         _, num_rows, num_keys = torch.tensor(entries).unbind(1)
         size = 4 * int(num_keys.sum())
         if size > MAX_INDEX_BYTES:
@@ -135,14 +153,18 @@ class FlashInferPrefill:
         return out
 
     def _mask(self, requests: Sequence[SparseRequest], entries: Sequence[Entry]) -> Tensor:
-        """[sum of rows * keys] bool, request by request. Not packed: FlashInfer 0.6.18 takes the place of a request's mask in a
-        packed one in bits where its kernel reads bytes, so that batches would read others' masks."""
+        """[sum of rows * keys] bool, request by request. Not packed: FlashInfer 0.6.18 takes the
+        place of a request's mask in a packed one in bits where its kernel reads bytes, so that
+        batches would read others' masks."""
         num_bits = sum(entry.num_rows * entry.num_keys for entry in entries)
         if num_bits >= 2**31:
-            raise ValueError(f"the mask has {num_bits:.2g} entries, and FlashInfer counts them in 32 bits")
+            raise ValueError(
+                f"the mask has {num_bits:.2g} entries, and FlashInfer counts them in 32 bits"
+            )
         self.figures["mask_mib"] = num_bits / 8 / 2**20
         rows = (
-            torch.arange(entry.num_keys, device=self.device) < request.visible().to(self.device)[:, None]
+            torch.arange(entry.num_keys, device=self.device)
+            < request.visible().to(self.device)[:, None]
             for entry, request in zip(entries, requests, strict=True)
         )
         return torch.cat([row.flatten() for row in rows])
@@ -150,7 +172,8 @@ class FlashInferPrefill:
 
 @dataclass
 class MaskedSDPA:
-    """torch's SDPA with a mask, block by block, as the masked pass does it; each request's slots are contiguous."""
+    """torch's SDPA with a mask, block by block, as the masked pass does it;
+    each request's slots are contiguous."""
 
     scale: float
 
@@ -167,7 +190,9 @@ class MaskedSDPA:
                 rows, seen = slice(start, start + len(part)), slice(first, first + int(part[-1]))
                 if start not in self._masks:
                     self._masks[start] = _additive_mask(part, queries)
-                out[rows] = _sdpa(queries[rows], keys[seen], values[seen], self._masks[start], self.scale)
+                out[rows] = _sdpa(
+                    queries[rows], keys[seen], values[seen], self._masks[start], self.scale
+                )
                 start = rows.stop
         return out
 
@@ -187,7 +212,8 @@ def _indptr(counts: Tensor) -> Tensor:
 
 
 def _additive_mask(visible: Tensor, queries: Tensor) -> Tensor:
-    """[queries, keys] of 0 and -inf. Rows begin at multiples of 8, else torch copies the mask in every call."""
+    """[queries, keys] of 0 and -inf.
+    Rows begin at multiples of 8, else torch copies the mask in every call."""
     num_keys = int(visible[-1])
     mask = queries.new_zeros(len(visible), -(-num_keys // 8) * 8)[:, :num_keys]
     hidden = torch.arange(num_keys, device=queries.device) >= visible.to(queries.device)[:, None]
@@ -195,10 +221,12 @@ def _additive_mask(visible: Tensor, queries: Tensor) -> Tensor:
 
 
 def _sdpa(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[rows, num_qo_heads, head_dim]; query heads that share a KV head are adjacent, keys are not copied."""
+    """[rows, num_qo_heads, head_dim]; query heads that share a KV head are adjacent,
+    keys are not copied."""
     query = queries.view(len(queries), keys.shape[-2], -1, queries.shape[2]).permute(1, 2, 0, 3)
     key, value = (
-        pool.squeeze(1).transpose(0, 1)[:, None].expand(-1, query.shape[1], -1, -1) for pool in (keys, values)
+        pool.squeeze(1).transpose(0, 1)[:, None].expand(-1, query.shape[1], -1, -1)
+        for pool in (keys, values)
     )
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     return out.flatten(0, 1).transpose(0, 1)

@@ -1,9 +1,11 @@
-"""What the attention bench measures: which tokens of a context are recomputed, where its KV lies, the work and its layouts.
+"""What the attention bench measures: which tokens of a context are recomputed, where its KV lies,
+the work and its layouts.
 
     scattered   each token as likely as any other           clustered   runs of about 64 tokens, anywhere
     .X..X...XX.....X..                                       ...XXXX......XXXX.
 
-Requests of a batch have the same context and ratio, other positions and slots of their own, in random order over the pool.
+Requests of a batch have the same context and ratio, other positions and slots of their own, in
+random order over the pool.
 """
 
 from __future__ import annotations
@@ -37,10 +39,15 @@ class Cell:
     ratio: float
 
 
-def cells_of(contexts: Sequence[int], batches: Sequence[int], ratios: Sequence[float]) -> list[Cell]:
+def cells_of(
+    contexts: Sequence[int], batches: Sequence[int], ratios: Sequence[float]
+) -> list[Cell]:
     """The grid, context by context and batch by batch; at ratio 1 all patterns are one."""
     grid = product(contexts, batches, PATTERNS, ratios)
-    cells = (Cell(pattern if ratio < 1 else "all", context, batch, ratio) for context, batch, pattern, ratio in grid)
+    cells = (
+        Cell(pattern if ratio < 1 else "all", context, batch, ratio)
+        for context, batch, pattern, ratio in grid
+    )
     return list(dict.fromkeys(cells))
 
 
@@ -53,14 +60,17 @@ def positions_of(pattern: str, context: int, ratio: float, seed: int) -> Tensor:
     if pattern == "scattered":
         return torch.randperm(context, generator=generator)[:count].sort().values
     lengths = list(_run_lengths(count, context - count + 1, generator))
-    # Between two runs there is at least one token that is not recomputed; the others may lie anywhere.
+    # Between two runs there is at least one token that is not recomputed; the others may lie
+    # anywhere.
     free = context - count - (len(lengths) - 1)
     cuts = torch.randint(free + 1, (len(lengths),), generator=generator).sort().values
     run = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     return torch.arange(count) + cuts[run] + run
 
 
-def make_requests(cell: Cell, *, whole: bool = False, contiguous: bool = False) -> list[SparseRequest]:
+def make_requests(
+    cell: Cell, *, whole: bool = False, contiguous: bool = False
+) -> list[SparseRequest]:
     """The cell's batch. Slots are those of a pool that has just enough of them.
 
     Args:
@@ -84,24 +94,33 @@ def pairs_of(requests: Sequence[SparseRequest]) -> int:
 
 
 def layouts_of(requests: Sequence[SparseRequest], shape: HeadShape) -> dict[str, dict[str, float]]:
-    """Kernel -> pairs that its layout executes over needed ones, MiB of slot indices, and CPU seconds of the layout alone."""
+    """Kernel -> pairs that its layout executes over needed ones, MiB of slot indices,
+    and CPU seconds of the layout alone."""
     figures: dict[str, dict[str, float]] = {}
     for kernel in KERNELS:
         rows, times = tile_rows(shape, kernel), []
         for _ in range(LAYOUT_REPEATS):
             start = time.thread_time()
-            layout = plan_sparse(requests, page_size=1, tile_rows=rows, two_part=kernel == "fa3_two_part")
+            layout = plan_sparse(
+                requests, page_size=1, tile_rows=rows, two_part=kernel == "fa3_two_part"
+            )
             times.append(time.thread_time() - start)
         executed = layout.executed_pairs(rows) / pairs_of(requests)
         size = 4 * layout.num_indices() / 2**20
-        figures[kernel] = {"executed_over_needed": executed, "index_mib": size, "layout_s": median(times)}
+        figures[kernel] = {
+            "executed_over_needed": executed,
+            "index_mib": size,
+            "layout_s": median(times),
+        }
     return figures
 
 
 def _run_lengths(count: int, most: int, generator: torch.Generator) -> Iterator[int]:
     """Lengths that sum to `count`, at most `most` of them; the last one takes what is left."""
     for _ in range(most - 1):
-        length = int(torch.randint(RUN_LEN // 2, RUN_LEN + RUN_LEN // 2 + 1, (), generator=generator))
+        length = int(
+            torch.randint(RUN_LEN // 2, RUN_LEN + RUN_LEN // 2 + 1, (), generator=generator)
+        )
         if length >= count:
             break
         yield length

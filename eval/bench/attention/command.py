@@ -1,13 +1,15 @@
-"""Attention of scattered tokens: how fast are ours, and how fast is what one would use without them?
+"""Attention of scattered tokens: how fast are ours, and how fast is what one would use without
+them?
 
     python -m eval bench attention [--contexts 8192 ...] [--batches 1 4 8] [--ratios 0.02 ...]
     python -m eval bench attention --device cpu --quick            everything once in a small size, without a GPU
     python -m eval bench attention --device cpu --arms             our layouts alone, over the whole grid
 
-A layer of Llama-3-8B's shape (32 query and 8 KV heads of 128, bfloat16) over a paged KV pool, page size 1; the plan is timed
-apart. `arms.py` lists what is compared, `cells.py` which tokens are recomputed, `eval/bench/rounds.py` how times are taken.
-Every arm is checked against the float32 reference on some rows of every cell; one that fails, is wrong or runs out of memory is
-left out of the cell with its reason.
+A layer of Llama-3-8B's shape (32 query and 8 KV heads of 128, bfloat16) over a paged KV pool, page
+size 1; the plan is timed apart. `arms.py` lists what is compared, `cells.py` which tokens are
+recomputed, `eval/bench/rounds.py` how times are taken. Every arm is checked against the float32
+reference on some rows of every cell; one that fails, is wrong or runs out of memory is left out of
+the cell with its reason.
 
 After --limit-s seconds no further cell is begun, and the same command with the same --out goes on.
 """
@@ -42,7 +44,12 @@ FULL: dict[str, Any] = {
     "ratios": [0.02, 0.05, 0.1, 0.15, 0.3, 0.5, 1.0],
     "repetitions": 5,
 }
-QUICK: dict[str, Any] = {"contexts": [256, 512], "batches": [1, 2], "ratios": [0.05, 0.15, 1.0], "repetitions": 3}
+QUICK: dict[str, Any] = {
+    "contexts": [256, 512],
+    "batches": [1, 2],
+    "ratios": [0.05, 0.15, 1.0],
+    "repetitions": 3,
+}
 SHAPE, QUICK_SHAPE = HeadShape(32, 8, 128, torch.bfloat16), HeadShape(8, 2, 64, torch.bfloat16)
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
 """Absolute and relative, against float32: what rounding inputs of length 1 and outputs leaves."""
@@ -71,12 +78,19 @@ class Prepared:
         self.figures = {"plan_s": median(times), **getattr(self._attention, "figures", {})}
         generator = torch.Generator(device).manual_seed(0)
         num_queries = sum(request.positions.numel() for request in self._requests)
-        kv_size, query_size = (cell.batch * cell.context, 1, shape.num_kv_heads), (num_queries, shape.num_qo_heads)
+        kv_size, query_size = (
+            (cell.batch * cell.context, 1, shape.num_kv_heads),
+            (num_queries, shape.num_qo_heads),
+        )
         self._keys, self._values, self._queries = (
-            torch.randn(*size, shape.head_dim, dtype=shape.dtype, device=device, generator=generator)
+            torch.randn(
+                *size, shape.head_dim, dtype=shape.dtype, device=device, generator=generator
+            )
             for size in (kv_size, kv_size, query_size)
         )
-        self._order = torch.arange(num_queries, device=device) if order is None else order.to(device)
+        self._order = (
+            torch.arange(num_queries, device=device) if order is None else order.to(device)
+        )
         self._check()
         self._queries = self._queries[self._order]
 
@@ -95,17 +109,27 @@ class Prepared:
             asked.append(SparseRequest(request.positions[step], request.kv_pages, request.num_keys))
             start += count
         rows, scale = torch.cat(chosen).to(out.device), self._shape.head_dim**-0.5
-        expected, _ = attend(self._queries[rows], self._keys, self._values, asked, page_size=1, scale=scale)
+        expected, _ = attend(
+            self._queries[rows], self._keys, self._values, asked, page_size=1, scale=scale
+        )
         difference = (out[rows].float() - expected).abs()
         allowed = TOLERANCES[self._shape.dtype] * (1 + expected.abs())
         if not bool((difference <= allowed).all()):  # NaN is no agreement either
-            raise ValueError(f"wrong: differs from the reference by up to {float(difference.max()):.2g}")
+            raise ValueError(
+                f"wrong: differs from the reference by up to {float(difference.max()):.2g}"
+            )
 
 
 def measure_cell(
-    run: Run, cell: Cell, arms: Mapping[str, Arm], num_rounds: int, shape: HeadShape, device: torch.device
+    run: Run,
+    cell: Cell,
+    arms: Mapping[str, Arm],
+    num_rounds: int,
+    shape: HeadShape,
+    device: torch.device,
 ) -> None:
-    """Add the rounds of the arms that are right; then the work, our layouts, and an `error` of each arm that failed."""
+    """Add the rounds of the arms that are right;
+    then the work, our layouts, and an `error` of each arm that failed."""
     timed = create_timer(device)
     takes, failed = dict[str, Take](), dict[str, str]()
     for name, arm in arms.items():
@@ -113,17 +137,31 @@ def measure_cell(
             takes[name] = partial(_take, Prepared(arm, cell, shape, device), timed)
         except Exception as error:
             text = str(error).strip() or type(error).__name__
-            failed[name] = "out of memory" if isinstance(error, torch.OutOfMemoryError) else text.splitlines()[0][:200]
+            failed[name] = (
+                "out of memory"
+                if isinstance(error, torch.OutOfMemoryError)
+                else text.splitlines()[0][:200]
+            )
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # raises where the device is lost with the arm: leave it out by --arms
+                # raises where the device is lost with the arm: leave it out by --arms
+                torch.cuda.synchronize(device)
                 torch.cuda.empty_cache()
     if takes:
         take_rounds(run, vars(cell), takes, num_rounds)
     work: dict[str, Mapping[str, float]] = {"work": _work(cell, shape)}
-    work |= {f"layout {kernel}": found for kernel, found in layouts_of(make_requests(cell), shape).items()}
+    work |= {
+        f"layout {kernel}": found
+        for kernel, found in layouts_of(make_requests(cell), shape).items()
+    }
     about: Sample = {"cell": vars(cell), "request": "0", "device": device.type}
-    run.add_all((f"{cell}/{arm}", {"arm": arm, **about, "metrics": metrics}) for arm, metrics in work.items())
-    run.add_all((f"{cell}/{arm}", {"arm": arm, **about, "metrics": {}, "error": why}) for arm, why in failed.items())
+    run.add_all(
+        (f"{cell}/{arm}", {"arm": arm, **about, "metrics": metrics})
+        for arm, metrics in work.items()
+    )
+    run.add_all(
+        (f"{cell}/{arm}", {"arm": arm, **about, "metrics": {}, "error": why})
+        for arm, why in failed.items()
+    )
 
 
 def _take(prepared: Prepared, timed: Timer, number: int) -> Sample:
@@ -145,7 +183,9 @@ def main(argv: Sequence[str]) -> int:
     arms = arms_of(shape, device)
     if options.arms is not None:
         if unknown := [name for name in options.arms if name not in arms]:
-            raise CommandError(f"--arms {' '.join(unknown)}: on {options.device} there are {', '.join(arms)}")
+            raise CommandError(
+                f"--arms {' '.join(unknown)}: on {options.device} there are {', '.join(arms)}"
+            )
         arms = {name: arm for name, arm in arms.items() if name in options.arms}
     run = open_run("attention", options, summarize, without=("limit_s",))
     started, limit_s = time.monotonic(), options.limit_s or math.inf
@@ -157,7 +197,10 @@ def main(argv: Sequence[str]) -> int:
                         raise _LimitReached
                     measure_cell(run, cell, arms, options.repetitions, shape, device)
     except _LimitReached:
-        print(f"{limit_s:g} s are over: the same command with --out {run.folder} goes on", file=sys.stderr)
+        print(
+            f"{limit_s:g} s are over: the same command with --out {run.folder} goes on",
+            file=sys.stderr,
+        )
     tell(run)
     return 0
 
@@ -168,14 +211,26 @@ class _LimitReached(Exception):
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m eval bench attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m eval bench attention",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], default="cuda")
-    add("--quick", action="store_true", help="a small shape, and small sizes where no flag says otherwise")
+    add(
+        "--quick",
+        action="store_true",
+        help="a small shape, and small sizes where no flag says otherwise",
+    )
     add("--contexts", type=int, nargs="+", metavar="N", help="tokens of each request")
     add("--batches", type=int, nargs="+", metavar="N", help="requests")
-    add("--ratios", type=float, nargs="+", metavar="R", help="share of the tokens that is recomputed, above 0 to 1")
+    add(
+        "--ratios",
+        type=float,
+        nargs="+",
+        metavar="R",
+        help="share of the tokens that is recomputed, above 0 to 1",
+    )
     add("--arms", nargs="*", metavar="ARM", help="default: all of the device; none: layouts alone")
     add("--repetitions", type=int, metavar="N", help="of each arm and cell, after a warm-up")
     add("--limit-s", type=float, help="seconds after which no further cell is begun")

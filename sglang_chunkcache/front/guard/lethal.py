@@ -1,9 +1,12 @@
-"""Requests that end SGLang's server, refused before they reach it: one table of rules, each proven on a stock server.
+"""Requests that end SGLang's server, refused before they reach it: one table of rules, each proven
+on a stock server.
 
-SGLang's main process passes most values on as they come. One that the scheduler or the detokenizer cannot use raises there, and
-an exception there ends the server for everybody. `tests/e2e/test_lethal.py` shows for each rule that a stock server dies of it.
+SGLang's main process passes most values on as they come. One that the scheduler or the detokenizer
+cannot use raises there, and an exception there ends the server for everybody.
+`tests/e2e/test_lethal.py` shows for each rule that a stock server dies of it.
 
-What is wrong but harms only its own request is SGLang's to answer: nothing is refused here for being odd.
+What is wrong but harms only its own request is SGLang's to answer: nothing is refused here for
+being odd.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ class Limits:
 
     vocab_size: int
     labels: frozenset[str] | None
-    """Names that `custom_labels` may have: one of SGLang's flags lists them. None: there are no metrics, any name will do."""
+    """Names that `custom_labels` may have: one of SGLang's flags lists them.
+    None: there are no metrics, any name will do."""
 
 
 IsLethal = Callable[[Any, Mapping[str, Any], Limits], bool]
@@ -70,7 +74,8 @@ class Guard:
         self._limits, self._metrics = limits, metrics
 
     def refusal(self, obj: Any) -> RequestError | None:
-        """The error for SGLang's `GenerateReqInput` if it would end the server, else None. `obj` is only read."""
+        """The error for SGLang's `GenerateReqInput` if it would end the server, else None.
+        `obj` is only read."""
         rule = problem(vars(obj), self._limits())
         if rule is None:
             return None
@@ -79,12 +84,16 @@ class Guard:
 
 
 def problem(fields: Mapping[str, Any], limits: Limits) -> Rule | None:
-    """The rule that a request with these fields of `/generate` breaks: one prompt's, or a batch's lists."""
+    """The rule that a request with these fields of `/generate` breaks:
+    one prompt's, or a batch's lists."""
     if found := _broken(REQUEST_RULES, fields, limits):
         return found
     params = fields["sampling_params"]
     several = params if isinstance(params, list) else [params]
-    return next(filter(None, (sampling_problem(one, limits) for one in several if isinstance(one, dict))), None)
+    return next(
+        filter(None, (sampling_problem(one, limits) for one in several if isinstance(one, dict))),
+        None,
+    )
 
 
 def sampling_problem(params: Mapping[str, Any], limits: Limits) -> Rule | None:
@@ -114,12 +123,16 @@ def _has_unusable_ids(ids: Any, fields: Mapping[str, Any], limits: Limits) -> bo
     if not isinstance(ids, list):
         return False  # an object of one of SGLang's endpoints
     prompts = ids if ids and isinstance(ids[0], list) else [ids] if ids else []
-    return any(not prompt or min(prompt) < 0 or max(prompt) >= limits.vocab_size for prompt in prompts)
+    return any(
+        not prompt or min(prompt) < 0 or max(prompt) >= limits.vocab_size for prompt in prompts
+    )
 
 
 def _starts_before_the_prompt(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
     starts = (start for start in _each(value) if start is not None)
-    return any(_each(fields["return_logprob"])) and any(not isinstance(start, int) or start < -1 for start in starts)
+    return any(_each(fields["return_logprob"])) and any(
+        not isinstance(start, int) or start < -1 for start in starts
+    )
 
 
 def _wants_more_than_there_are(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
@@ -145,7 +158,8 @@ def _has_other_labels(labels: Any, fields: Mapping[str, Any], limits: Limits) ->
 
 
 def _reads_unknown_places(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    """Places are only there in a prompt that is computed whole, with logprobs, and no prompt's text tells how many."""
+    """Places are only there in a prompt that is computed whole, with logprobs,
+    and no prompt's text tells how many."""
     ids, starts = fields["input_ids"], _each(fields["logprob_start_len"])
     if (
         not ids
@@ -174,18 +188,25 @@ def _integers(values: Any) -> Iterator[int]:
 
 
 def _is_no_bias(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    if not isinstance(value, dict) or not all(isinstance(bias, int | float) for bias in value.values()):
+    if not isinstance(value, dict) or not all(
+        isinstance(bias, int | float) for bias in value.values()
+    ):
         return True
     return any(not _fits(bias, fields) for bias in value.values())
 
 
 def _overflows(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
     """As a divisor of `LARGE_LOGIT`."""
-    return isinstance(value, int | float) and value > 0 and not _fits(LARGE_LOGIT / max(value, 1e-300), fields)
+    return (
+        isinstance(value, int | float)
+        and value > 0
+        and not _fits(LARGE_LOGIT / max(value, 1e-300), fields)
+    )
 
 
 def _fits(logit: float, fields: Mapping[str, Any]) -> bool:
-    """Whether a logit stays a number in 32 bits when it is divided by the temperature; below `GREEDY` SGLang does not divide."""
+    """Whether a logit stays a number in 32 bits when it is divided by the temperature;
+    below `GREEDY` SGLang does not divide."""
     temperature = fields.get("temperature")
     divisor = temperature if isinstance(temperature, int | float) and temperature >= GREEDY else 1.0
     return abs(logit) / divisor <= FLOAT32_MAX
@@ -244,7 +265,9 @@ REQUEST_RULES = _by_name(
         "positional_embed_overrides",
         "be left out",
         "scheduler: it reads positions and tensors, which JSON cannot hold",
-        lambda value, fields, limits: value == [] or any(isinstance(one, JSON) for one in _each(value)),
+        lambda value, fields, limits: (
+            value == [] or any(isinstance(one, JSON) for one in _each(value))
+        ),
     ),
     Rule(
         "custom_labels",
@@ -255,7 +278,8 @@ REQUEST_RULES = _by_name(
     Rule(
         "session_params",
         "have strings as id and rid, a whole number as offset, and a rid with replace",
-        "scheduler: it looks up by them, cuts there, and without a rid changes a table while it reads it",
+        "scheduler: it looks up by them, cuts there, and without a rid changes a table while it"
+        " reads it",
         _breaks_its_session,
     ),
     Rule(
@@ -276,7 +300,8 @@ SAMPLING_RULES = _by_name(
     Rule(
         "sampling_params.logit_bias",
         "be an object of numbers, within 32 bits also when they are divided by the temperature",
-        "scheduler: it makes a tensor of them; infinite logits have no probabilities to sample from",
+        "scheduler: it makes a tensor of them; infinite logits have no probabilities to sample"
+        " from",
         _is_no_bias,
     ),
     Rule(
@@ -291,12 +316,23 @@ SAMPLING_RULES = _by_name(
         "scheduler: it makes a tensor of it",
         lambda value, fields, limits: isinstance(value, int | float) and value >= INT32_END,
     ),
-    Rule("sampling_params.max_new_tokens", "be a whole number", "scheduler: it cuts the answer there", _is_fraction),
-    Rule("sampling_params.beam_width", "be a whole number", "scheduler: `topk` takes nothing else", _is_fraction),
+    Rule(
+        "sampling_params.max_new_tokens",
+        "be a whole number",
+        "scheduler: it cuts the answer there",
+        _is_fraction,
+    ),
+    Rule(
+        "sampling_params.beam_width",
+        "be a whole number",
+        "scheduler: `topk` takes nothing else",
+        _is_fraction,
+    ),
     Rule(
         "sampling_params.stop_token_ids",
         "be ids of the vocabulary",
-        "scheduler: it writes beyond the vocabulary, with `min_new_tokens` of this request or of another in the batch",
+        "scheduler: it writes beyond the vocabulary, with `min_new_tokens` of this request or of"
+        " another in the batch",
         _bans_no_token,
     ),
     Rule(
@@ -308,7 +344,8 @@ SAMPLING_RULES = _by_name(
     Rule(
         "sampling_params.stop_regex",
         "not repeat what varies by itself",
-        "scheduler: Python's `re` tries up to 2^n ways on a text of n letters, and nothing else runs meanwhile",
+        "scheduler: Python's `re` tries up to 2^n ways on a text of n letters, and nothing else"
+        " runs meanwhile",
         _explodes,
     ),
     Rule(
@@ -317,6 +354,9 @@ SAMPLING_RULES = _by_name(
         "scheduler: SGLang's own mark, with which it does not look at the temperature",
         lambda value, fields, limits: bool(value),
     ),
-    *(Rule(f"sampling_params.{name}", *GRAMMAR) for name in ("json_schema", "regex", "ebnf", "structural_tag")),
+    *(
+        Rule(f"sampling_params.{name}", *GRAMMAR)
+        for name in ("json_schema", "regex", "ebnf", "structural_tag")
+    ),
 )
 """By the last part of the field."""

@@ -1,7 +1,8 @@
-"""What a request may ask of sampling and logprobs: SGLang's own types and ranges, checked before SGLang sees the request.
+"""What a request may ask of sampling and logprobs: SGLang's own types and ranges, checked before
+SGLang sees the request.
 
-SGLang declares a type for every parameter but converts nothing: a value of another type gets past its checks and raises in
-another process, where nobody catches it.
+SGLang declares a type for every parameter but converts nothing: a value of another type gets past
+its checks and raises in another process, where nobody catches it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,16 @@ MAX_ANSWERS = 128
 MAX_STOP_CHARS = 4096
 """Of all stop strings: SGLang tokenises them on the event loop."""
 GRAMMARS, MAX_GRAMMAR_CHARS = ("json_schema", "regex", "ebnf", "structural_tag"), 100_000
-"""The memory that xgrammar takes grows with the square of a grammar's rules: 20,000 rules in 340,000 characters took 1.5 GB."""
+"""The memory that xgrammar takes grows with the square of a grammar's rules:
+20,000 rules in 340,000 characters took 1.5 GB."""
 
-INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized")
+INTERNAL = (
+    "stop_strs",
+    "stop_regex_strs",
+    "stop_str_max_len",
+    "stop_regex_max_len",
+    "is_normalized",
+)
 """Fields of SGLang's struct that it sets itself; a client's would switch its checks off."""
 
 TYPES = {**typing.get_type_hints(SamplingParams), "logit_bias": dict[int, float]}
@@ -46,7 +54,9 @@ class SamplingCheck:
     def __init__(self, tokenizer: Any, limits: Limits) -> None:
         self._tokenizer, self._limits = tokenizer, limits
 
-    def __call__(self, params: Mapping[str, Any], *, top_logprobs_num: int, called: Callable[[str], str]) -> None:
+    def __call__(
+        self, params: Mapping[str, Any], *, top_logprobs_num: int, called: Callable[[str], str]
+    ) -> None:
         """Return if SGLang can use them.
 
         Args:
@@ -57,7 +67,9 @@ class SamplingCheck:
             RequestError: names the field as the client does.
         """
         if not 0 <= top_logprobs_num <= self._limits.vocab_size:
-            raise RequestError(f"{called('top_logprobs_num')}: must be between 0 and {self._limits.vocab_size}")
+            raise RequestError(
+                f"{called('top_logprobs_num')}: must be between 0 and {self._limits.vocab_size}"
+            )
         for name in params:
             if name not in Declared.__struct_fields__:
                 raise RequestError(f"{called(name)}: is no field here")
@@ -87,9 +99,13 @@ def _check_bounds(params: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must have at most {MAX_GRAMMAR_CHARS} characters")
 
 
-def _named(error: ValueError, params: Mapping[str, Any], called: Callable[[str], str]) -> RequestError:
+def _named(
+    error: ValueError, params: Mapping[str, Any], called: Callable[[str], str]
+) -> RequestError:
     """The error behind the first parameter that it speaks of, of those given."""
     reason, _, place = str(error).partition(" - at `$.")
     given = {name for name, value in params.items() if value is not None}
     name = named_in(place or reason, given) or "custom_params"
-    return RequestError(f"{called(name)}: {reason.removeprefix(name).replace('Expected', 'must be').strip()}")
+    return RequestError(
+        f"{called(name)}: {reason.removeprefix(name).replace('Expected', 'must be').strip()}"
+    )

@@ -1,4 +1,5 @@
-"""Whether Python's `re` may try very many ways to match a pattern. SGLang searches with a client's `stop_regex` in its scheduler.
+"""Whether Python's `re` may try very many ways to match a pattern. SGLang searches with a client's
+`stop_regex` in its scheduler.
 
     (a+)+b    (a|a.)*b    (a?){60}b    a text of n letters can be divided in 2^n ways
     (a+b)+c   (ab|cd)*x                 one way: a `b` ends each round, and the first letter tells the branch
@@ -18,7 +19,8 @@ from typing import Any
 MANY = 10
 """A repetition of a repetition up to this often stays small."""
 MOST_ALIKE = 3
-"""Unbounded repetitions in one pattern that can match the same character: the work grows with that power of the text's length."""
+"""Unbounded repetitions in one pattern that can match the same character:
+the work grows with that power of the text's length."""
 
 REPEATS = (sre.MAX_REPEAT, sre.MIN_REPEAT)
 ALPHABET = frozenset(map(chr, range(128))) | {"é", "中"}
@@ -33,16 +35,24 @@ CATEGORIES = {
 
 
 def explodes(pattern: str) -> bool:
-    """Whether the pattern has repetitions that can share a text in very many ways. False for what `re` refuses."""
+    """Whether the pattern has repetitions that can share a text in very many ways.
+    False for what `re` refuses."""
     try:
         tree = sre.parse(pattern)
     except (re.error, OverflowError, RecursionError):
         return False
     nodes = list(_nodes(tree))
-    unbounded = (char for kind, value in nodes if _varies(kind, value) and value[1] > MANY for char in _chars(value[2]))
+    unbounded = (
+        char
+        for kind, value in nodes
+        if _varies(kind, value) and value[1] > MANY
+        for char in _chars(value[2])
+    )
     if max(Counter(unbounded).values(), default=0) > MOST_ALIKE:
         return True
-    return any(kind in REPEATS and value[1] > MANY and _is_ambiguous(value[2]) for kind, value in nodes)
+    return any(
+        kind in REPEATS and value[1] > MANY and _is_ambiguous(value[2]) for kind, value in nodes
+    )
 
 
 # Private, in order of use
@@ -73,8 +83,9 @@ def _varies(kind: Any, value: Any) -> bool:
 
 
 def _is_ambiguous(body: Any) -> bool:
-    """Whether rounds of a repeated body can be told apart in more than one way: it varies in length, and no character that the
-    varying parts do not match must come in each round; or two branches can begin alike."""
+    """Whether rounds of a repeated body can be told apart in more than one way: it varies in
+    length, and no character that the varying parts do not match must come in each round; or two
+    branches can begin alike."""
     nodes = list(_nodes(body))
     if any(kind == sre.BRANCH and _begin_alike(value[1]) for kind, value in nodes):
         return True

@@ -1,4 +1,5 @@
-"""Which tokens of moved chunks are recomputed: one file per selector, one interface (base.py); see README.md."""
+"""Which tokens of moved chunks are recomputed: one file per selector, one interface (base.py);
+see README.md."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ def get(name: str, module: str | None = None) -> Selector:
         selector: Selector = own[name]
         return selector
     if name not in SELECTORS:
-        raise ValueError(f"selector must be one of {', '.join((*SELECTORS, *own))} but got {name!r}")
+        raise ValueError(
+            f"selector must be one of {', '.join((*SELECTORS, *own))} but got {name!r}"
+        )
     selector = import_module(f"{__name__}.{name}").SELECTOR
     return selector

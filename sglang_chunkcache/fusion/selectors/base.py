@@ -1,7 +1,8 @@
-"""Input and output of every selector: which tokens of the moved chunks are critical, that is, recomputed.
+"""Input and output of every selector: which tokens of the moved chunks are critical, that is,
+recomputed.
 
-Selectors are pure: the same arguments give the same tokens on every tensor-parallel rank. They know no slots, no model and
-no other requests of the batch.
+Selectors are pure: the same arguments give the same tokens on every tensor-parallel rank. They know
+no slots, no model and no other requests of the batch.
 """
 
 from __future__ import annotations
@@ -39,16 +40,21 @@ class MovedChunk:
     other_head: bool = False
     """Its KV was computed after another head than this prompt's."""
     outward: Tensor | None = None
-    """[num_tokens] float32, CPU: mass of each token, in the calibrated heads, on the chunks before it when it was computed; on
-    the text before them where there were none. None: not known."""
+    """[num_tokens] float32, CPU: mass of each token, in the calibrated heads, on the chunks before
+    it when it was computed; on the text before them where there were none. None: not known."""
 
     def __post_init__(self) -> None:
         if self.scores is None:
             return
         if len(self.scores.context) != self.num_tokens:
-            raise ValueError(f"scores must be of {self.num_tokens} tokens but are of {len(self.scores.context)}")
+            raise ValueError(
+                f"scores must be of {self.num_tokens} tokens but are of {len(self.scores.context)}"
+            )
         if len(self.scores.inter) != len(self.prefix_old):
-            raise ValueError(f"scores must know {len(self.prefix_old)} prefix chunks but know {len(self.scores.inter)}")
+            raise ValueError(
+                f"scores must know {len(self.prefix_old)} prefix chunks but know"
+                f" {len(self.scores.inter)}"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,13 +62,15 @@ class Evidence:
     """Measured on this request, float32. None: not asked for, or not available."""
 
     question: Tensor | None = None
-    """[end] by prompt position: attention mass from the question in the layers that the request names, summed over these, its
-    tokens and heads; 0 at positions without a moved token (FusionRAG 3.2: the last layer)."""
+    """[end] by prompt position: attention mass from the question in the layers that the request
+    names, summed over these, its tokens and heads; 0 at positions without a moved token (FusionRAG
+    3.2: the last layer)."""
     question_by_layer: Tensor | None = None
-    """[num_layers, num_chunks]: mass from the question on each moved chunk (Cache-Craft algorithm 1); for focus alone."""
+    """[num_layers, num_chunks]: mass from the question on each moved chunk (Cache-Craft algorithm
+    1); for focus alone."""
     deviation: Tensor | None = None
-    """[end] by prompt position: squared KV deviation at the request's depth (CacheBlend, FusionRAG eq. 7: the second layer); 0 at
-    positions that are no candidates."""
+    """[end] by prompt position: squared KV deviation at the request's depth (CacheBlend, FusionRAG
+    eq. 7: the second layer); 0 at positions that are no candidates."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +78,8 @@ class Selection:
     """The critical tokens, one entry a chunk, in the chunks' order."""
 
     offsets: tuple[Tensor, ...]
-    """Each [num_critical] int64 on the CPU, ascending, unique: offsets from the chunk's first token."""
+    """Each [num_critical] int64 on the CPU, ascending, unique:
+    offsets from the chunk's first token."""
     cfo: tuple[float | None, ...]
     """Cache-Craft's recompute share where it was computed, else None."""
     fallbacks: tuple[Fallback, ...] = ()
@@ -81,21 +90,26 @@ class Selector(ABC):
     """Chooses the critical tokens of one request's moved chunks."""
 
     name: ClassVar[str]
-    """In requests, recipes and metrics. Of our own, as in `config.SELECTORS`, and the file's name."""
+    """In requests, recipes and metrics.
+    Of our own, as in `config.SELECTORS`, and the file's name."""
     needs: ClassVar[frozenset[Need]] = frozenset()
 
     def candidates(
         self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
     ) -> tuple[Tensor, ...] | None:
-        """Offsets per chunk of the tokens whose deviation is measured, by evidence that has none yet; None: all."""
+        """Offsets per chunk of the tokens whose deviation is measured,
+        by evidence that has none yet; None: all."""
         return None
 
     @abstractmethod
-    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
+    def select(
+        self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
+    ) -> Selection:
         """Choose for all chunks of the request together; `chunks` may be empty.
 
-        Not asked for ratios 0 and 1, except with `request.alpha`. No more tokens than ceil(ratio * n) of each chunk, or
-        ceil(ratio * all moved tokens), unless alpha decides: the plan counts on it.
+        Not asked for ratios 0 and 1, except with `request.alpha`. No more tokens than ceil(ratio *
+        n) of each chunk, or ceil(ratio * all moved tokens), unless alpha decides: the plan counts
+        on it.
 
         Raises:
             ValueError: evidence that does not cover all chunks.

@@ -1,4 +1,5 @@
-"""Cache-Craft (3.1 and 3.2): of each chunk the ceil(CFO * n) tokens that attended to the old prefix most (eq. 14).
+"""Cache-Craft (3.1 and 3.2): of each chunk the ceil(CFO * n) tokens that attended to the old prefix
+most (eq. 14).
 
 CFO is radix_ext/cfo.py's.
 """
@@ -19,15 +20,18 @@ from sglang_chunkcache.wire.report import Fallback
 class ContextGuided(Selector):
     """ceil(CFO * n) tokens of each chunk with the highest `ChunkScores.context`.
 
-    Where `request.alpha` is None, alpha is solved so that the token-weighted mean CFO is the ratio; else alpha
-    decides, and the ratio only for chunks without scores. A chunk computed after nothing has a context of 0 throughout, and
-    ties go to the earlier token: for it the choice is that of `first`.
+    Where `request.alpha` is None, alpha is solved so that the token-weighted mean CFO is the ratio;
+    else alpha decides, and the ratio only for chunks without scores. A chunk computed after nothing
+    has a context of 0 throughout, and ties go to the earlier token: for it the choice is that of
+    `first`.
     """
 
     name = "context"
     needs = frozenset({Need.MASSES})
 
-    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
+    def select(
+        self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
+    ) -> Selection:
         """Chunks without scores: as `first` with the ratio, fallback "unscored"."""
         scored = [chunk for chunk in chunks if chunk.scores is not None]
         overheads = [
@@ -42,7 +46,8 @@ class ContextGuided(Selector):
         alpha = request.alpha
         if alpha is None:
             alpha = solve_alpha(overheads, [chunk.num_tokens for chunk in scored], request.ratio)
-        nothing = request.alpha is None and request.ratio == 0  # the clamp of CFO would choose one token of each chunk
+        # the clamp of CFO would choose one token of each chunk
+        nothing = request.alpha is None and request.ratio == 0
         shares = iter(overheads)
         offsets: list[Tensor] = []
         cfos: list[float | None] = []
@@ -54,7 +59,9 @@ class ContextGuided(Selector):
                 share = cfo(alpha, next(shares), chunk.num_tokens)
                 cfos.append(share)
                 offsets.append(highest(chunk.scores.context, num_critical(share, chunk.num_tokens)))
-        return Selection(tuple(offsets), tuple(cfos), (Fallback.UNSCORED,) if len(scored) < len(chunks) else ())
+        return Selection(
+            tuple(offsets), tuple(cfos), (Fallback.UNSCORED,) if len(scored) < len(chunks) else ()
+        )
 
 
 SELECTOR = ContextGuided()

@@ -1,11 +1,14 @@
-"""The tokens whose KV deviates most, of those that a calibrated layer and calibrated heads point at (ours).
+"""The tokens whose KV deviates most, of those that a calibrated layer and calibrated heads point at
+(ours).
 
     proposed   BY_CONTEXT of the tokens: those that in the calibrated heads attended most to what was before their chunk when it
                was computed (outward.py), since what they say depends on other chunks
-               BY_QUESTION of the tokens: those that the question attends to most in the calibrated layer
+               BY_QUESTION of the tokens: those that the question attends to most in the calibrated
+               layer
     decided    by KV deviation at the calibrated depth (CacheBlend, FusionRAG eq. 7), measured on the proposed tokens alone
 
-So two fifths of the tokens are compared. Where nothing says what a chunk's tokens attended to, all of them are.
+So two fifths of the tokens are compared. Where nothing says what a chunk's tokens attended to, all
+of them are.
 """
 
 from __future__ import annotations
@@ -42,13 +45,16 @@ class Critical(Selector):
                 marks[chosen] = True
         return tuple(marks.nonzero()[:, 0] for marks in proposed)
 
-    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
+    def select(
+        self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
+    ) -> Selection:
         """As `deviation`."""
         return deviation.SELECTOR.select(chunks, request, evidence)
 
 
 def _outward(chunks: Sequence[MovedChunk], share: float) -> tuple[Tensor, ...]:
-    """Per chunk the offsets of the tokens that attended most to what was before it, over all scored chunks together."""
+    """Per chunk the offsets of the tokens that attended most to what was before it,
+    over all scored chunks together."""
     outward = [chunk.outward for chunk in chunks]
     known = [each for each in outward if each is not None]
     chosen = torch.zeros(sum(map(len, known)), dtype=torch.bool)

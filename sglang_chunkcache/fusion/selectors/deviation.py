@@ -1,4 +1,5 @@
-"""The tokens whose moved KV is furthest from computed KV at one layer, by default the second (CacheBlend; FusionRAG eq. 7, 8)."""
+"""The tokens whose moved KV is furthest from computed KV at one layer,
+by default the second (CacheBlend; FusionRAG eq. 7, 8)."""
 
 from __future__ import annotations
 
@@ -13,15 +14,20 @@ from sglang_chunkcache.wire.report import Fallback
 
 
 class LargestDeviation(Selector):
-    """ceil(ratio * all moved tokens) with the highest `Evidence.deviation`: early deviation persists in later layers."""
+    """ceil(ratio * all moved tokens) with the highest `Evidence.deviation`:
+    early deviation persists in later layers."""
 
     name = "deviation"
     needs = frozenset({Need.DEVIATION})
 
-    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
+    def select(
+        self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
+    ) -> Selection:
         """Without evidence: as `first`, fallback "no_deviation"."""
         if evidence.deviation is None:
-            return replace(first.SELECTOR.select(chunks, request, evidence), fallbacks=(Fallback.NO_DEVIATION,))
+            return replace(
+                first.SELECTOR.select(chunks, request, evidence), fallbacks=(Fallback.NO_DEVIATION,)
+            )
         return Selection(jointly_chosen(evidence.deviation, chunks, request), (None,) * len(chunks))
 
 

@@ -1,4 +1,5 @@
-"""The first tokens of each chunk (EPIC's LegoLink): computed without a prefix, they are unwanted attention sinks."""
+"""The first tokens of each chunk (EPIC's LegoLink):
+computed without a prefix, they are unwanted attention sinks."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ class FirstTokens(Selector):
 
     name = "first"
 
-    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
-        """The other selectors fall back to this, chunk by chunk, where their scores or evidence are missing."""
+    def select(
+        self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
+    ) -> Selection:
+        """The other selectors fall back to this, chunk by chunk,
+        where their scores or evidence are missing."""
         offsets = tuple(leading(request.ratio, chunk.num_tokens) for chunk in chunks)
         return Selection(offsets, (None,) * len(chunks))
 

@@ -1,10 +1,10 @@
 """Which chunks the question settles on, layer by layer (Cache-Craft 3.2.2, algorithm 1 and eq. 15).
 
-The paper runs it while recomputing: once the focused chunks are settled, in layer L*, the tokens of the others are dropped
-from the layers after it. Here it runs on evidence measured beforehand, and the others are left out in every layer. What that
-frees is saved, as in the paper (`spare_unfocused`). Dropping layer by layer would add
-the recomputation of unfocused chunks in layers 1 to L*, and with it fresher KV for them there; it needs a pass whose rows
-shrink on the way.
+The paper runs it while recomputing: once the focused chunks are settled, in layer L*, the tokens of
+the others are dropped from the layers after it. Here it runs on evidence measured beforehand, and
+the others are left out in every layer. What that frees is saved, as in the paper
+(`spare_unfocused`). Dropping layer by layer would add the recomputation of unfocused chunks in
+layers 1 to L*, and with it fresher KV for them there; it needs a pass whose rows shrink on the way.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ WINDOW = 3
 
 
 def focused_chunks(by_layer: Tensor, *, window: int = WINDOW) -> tuple[frozenset[int], int | None]:
-    """Cumulate each chunk's mass over the layers, split high from low in each layer, stop when the split is stable.
+    """Cumulate each chunk's mass over the layers, split high from low in each layer, stop when the
+    split is stable.
 
-    Read with indices from 1, as the paper's i in [k]: the split after layer l is the top i* chunks, i* in 1 to k - 2, where
-    the entropy of the first i + 1 gaps between neighbours grows most over that of the first i. Taken to the letter, so the
-    gap concerned is the one *after* chunk i* + 1, and a single dominating gap adds less (-p log p peaks at p = 1/e) than
-    two of middling size. Cases that the paper leaves open are decided for recomputing:
+    Read with indices from 1, as the paper's i in [k]: the split after layer l is the top i* chunks,
+    i* in 1 to k - 2, where the entropy of the first i + 1 gaps between neighbours grows most over
+    that of the first i. Taken to the letter, so the gap concerned is the one *after* chunk i* + 1,
+    and a single dominating gap adds less (-p log p peaks at p = 1/e) than two of middling size.
+    Cases that the paper leaves open are decided for recomputing:
       - no gap at all (equal sums), or a NaN: all chunks are in the high set of that layer;
       - fewer than 3 chunks have no i*: all are focused, from layer `window` on;
       - equal growths: the lowest i; equal sums: the earlier chunk; 0 log 0 = 0;
       - never `window` equal sets in a row: all are focused, None.
 
     Args:
-        by_layer: [num_layers, num_chunks] float, attention mass from the question; `Evidence.question_by_layer`.
+        by_layer: [num_layers, num_chunks] float, attention mass from the question;
+            `Evidence.question_by_layer`.
         window: w, consecutive layers that must agree, at least 1.
     Returns:
         (indices of the focused chunks, L* counted from 1 or None).
@@ -42,7 +45,9 @@ def focused_chunks(by_layer: Tensor, *, window: int = WINDOW) -> tuple[frozenset
         ValueError: `by_layer` has not two dimensions, or `window` is below 1.
     """
     if by_layer.dim() != 2:
-        raise ValueError(f"by_layer must be [num_layers, num_chunks] but is {tuple(by_layer.shape)}")
+        raise ValueError(
+            f"by_layer must be [num_layers, num_chunks] but is {tuple(by_layer.shape)}"
+        )
     if window < 1:
         raise ValueError(f"window must be at least 1 but got {window}")
     previous, agreeing = None, 0
@@ -56,8 +61,11 @@ def focused_chunks(by_layer: Tensor, *, window: int = WINDOW) -> tuple[frozenset
 
 
 def spare_unfocused(selection: Selection, focused: Collection[int]) -> Selection:
-    """The selection without the tokens of chunks that are not in `focused` (indices into the selection)."""
-    offsets = (chosen if index in focused else chosen[:0] for index, chosen in enumerate(selection.offsets))
+    """The selection without the tokens of chunks that are not in `focused` (indices into the
+    selection)."""
+    offsets = (
+        chosen if index in focused else chosen[:0] for index, chosen in enumerate(selection.offsets)
+    )
     return replace(selection, offsets=tuple(offsets))
 
 
@@ -67,6 +75,7 @@ def _high_chunks(sums: Tensor) -> frozenset[int]:
     total = gaps.sum()
     if len(sums) < 3 or not total > 0:
         return frozenset(range(len(sums)))
-    growth = torch.special.entr(gaps / total)[1:]  # h_{i+1} - h_i = -p_{i+1} log p_{i+1}, for i from 1
+    # h_{i+1} - h_i = -p_{i+1} log p_{i+1}, for i from 1
+    growth = torch.special.entr(gaps / total)[1:]
     split = int((growth == growth.max()).nonzero()[0]) + 1  # argmax promises no order among equals
     return frozenset(order[:split].tolist())

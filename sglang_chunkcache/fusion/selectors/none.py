@@ -1,4 +1,5 @@
-"""Full reuse: nothing is recomputed, whatever the ratio (Cache-Craft's FULL-CACHE, FusionRAG's Full Reuse)."""
+"""Full reuse: nothing is recomputed, whatever the ratio (Cache-Craft's FULL-CACHE,
+FusionRAG's Full Reuse)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ class NoTokens(Selector):
 
     name = "none"
 
-    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
+    def select(
+        self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
+    ) -> Selection:
         """Nothing, at ratio 1 too."""
         return Selection(tuple(torch.arange(0) for _ in chunks), (None,) * len(chunks))
 

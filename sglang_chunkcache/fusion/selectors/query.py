@@ -1,4 +1,5 @@
-"""The tokens the question attends to most in one layer, by default the last, over all chunks together (FusionRAG 3.2)."""
+"""The tokens the question attends to most in one layer, by default the last,
+over all chunks together (FusionRAG 3.2)."""
 
 from __future__ import annotations
 
@@ -13,15 +14,20 @@ from sglang_chunkcache.wire.report import Fallback
 
 
 class QueryGuided(Selector):
-    """ceil(ratio * all moved tokens) with the highest `Evidence.question`, so chunks that answer the question get more."""
+    """ceil(ratio * all moved tokens) with the highest `Evidence.question`,
+    so chunks that answer the question get more."""
 
     name = "query"
     needs = frozenset({Need.QUESTION})
 
-    def select(self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence) -> Selection:
+    def select(
+        self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
+    ) -> Selection:
         """Without evidence: as `first`, fallback "no_question"."""
         if evidence.question is None:
-            return replace(first.SELECTOR.select(chunks, request, evidence), fallbacks=(Fallback.NO_QUESTION,))
+            return replace(
+                first.SELECTOR.select(chunks, request, evidence), fallbacks=(Fallback.NO_QUESTION,)
+            )
         return Selection(jointly_chosen(evidence.question, chunks, request), (None,) * len(chunks))
 
 

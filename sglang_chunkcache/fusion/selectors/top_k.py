@@ -1,4 +1,5 @@
-"""How many tokens a ratio means, and which have the highest scores. Ties go to the earlier token, on every rank alike."""
+"""How many tokens a ratio means, and which have the highest scores.
+Ties go to the earlier token, on every rank alike."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def highest(scores: Tensor, k: int) -> Tensor:
     """Indices of the `k` highest scores, ascending.
 
     Args:
-        scores: [n] float, any device. NaN counts as the highest: a token without a valid score is recomputed.
+        scores: [n] float, any device. NaN counts as the highest: a token without a valid score is
+            recomputed.
         k: 0 to n.
     Returns:
         [k] int64, CPU.
@@ -42,7 +44,8 @@ def highest(scores: Tensor, k: int) -> Tensor:
 def jointly_highest(
     scores: Tensor, chunks: Sequence[MovedChunk], ratio: float, *, above: float | None = None
 ) -> tuple[Tensor, ...]:
-    """The highest tokens of all chunks together, so that a chunk that matters more gets more (FusionRAG 3.2).
+    """The highest tokens of all chunks together, so that a chunk that matters more gets more
+    (FusionRAG 3.2).
 
     Args:
         scores: [end] float by prompt position.
@@ -69,6 +72,8 @@ def jointly_highest(
     return tuple(part.nonzero()[:, 0] for part in torch.split(chosen, lens))
 
 
-def jointly_chosen(scores: Tensor, chunks: Sequence[MovedChunk], request: FusionRequest) -> tuple[Tensor, ...]:
+def jointly_chosen(
+    scores: Tensor, chunks: Sequence[MovedChunk], request: FusionRequest
+) -> tuple[Tensor, ...]:
     """`jointly_highest` as the request has it."""
     return jointly_highest(scores, chunks, request.ratio, above=request.above)

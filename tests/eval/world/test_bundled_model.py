@@ -1,4 +1,5 @@
-"""The bundled model: a consistent world, a tokenizer that loses nothing, and answers that come from the passages.
+"""The bundled model: a consistent world, a tokenizer that loses nothing, and answers that come from
+the passages.
 
 python -m pytest tests/eval/world/test_bundled_model.py
 """
@@ -12,7 +13,8 @@ from eval.world.world import World, linked_questions, order_questions, sample_co
 from sglang_chunkcache.bundled_model import model_dir
 
 MAX_BYTES = 6_000_000  # of everything that git carries
-MIN_ACCURACY = 0.95  # of 40 questions; the shipped weights reach 1.0 on 200, less a margin for other CPUs
+# of 40 questions; the shipped weights reach 1.0 on 200, less a margin for other CPUs
+MIN_ACCURACY = 0.95
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,8 @@ def test_world_every_entity_has_one_passage() -> None:
 
 
 def test_world_questions_are_answerable_from_gold_passages() -> None:
-    """Each sentence of an answer is told, up to its opening words, by the gold passage of its hop."""
+    """Each sentence of an answer is told, up to its opening words,
+    by the gold passage of its hop."""
     world = World(3)
     assert {question.hop for question in world.questions} == {1, 2}
     for question in world.questions:
@@ -100,7 +103,10 @@ def test_linked_questions_follow_the_order() -> None:
     named, value = passages[0].title, passages[1].text.split(" the ")[1].split(".")[0].split()[-1]
     kind = passages[0].text.split()[1]
     here = {question.question: question.answers for question in linked_questions(passages)}
-    moved = {q.question: q.answers for q in linked_questions([passages[2], passages[1], passages[0], passages[3]])}
+    moved = {
+        q.question: q.answers
+        for q in linked_questions([passages[2], passages[1], passages[0], passages[3]])
+    }
     asked = next(question for question in here if question.split()[4:6] == [kind, named])
     assert here[asked][1] == value
     assert moved[asked][1] != value
@@ -133,7 +139,13 @@ def test_conversation_shows_gold_passages_before_asking() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["The company Dravex makes clocks.", " two  spaces , and it 's", "tabs\t\n\n\r\n", "Grüße, 漢字 🙂 <x> \x00", ""],
+    [
+        "The company Dravex makes clocks.",
+        " two  spaces , and it 's",
+        "tabs\t\n\n\r\n",
+        "Grüße, 漢字 🙂 <x> \x00",
+        "",
+    ],
 )
 def test_tokenizer_round_trips(tokenizer: Any, text: str) -> None:
     """The server tokenises users' chunks: what it shows the model must be what they wrote."""
@@ -146,11 +158,14 @@ def test_tokenizer_words_are_single_tokens(tokenizer: Any) -> None:
     """A name cut in two would need another mechanism than the one the model has."""
     from eval.world.world import words
 
-    assert [word for word in words() if len(tokenizer.encode(f" {word}", add_special_tokens=False)) != 1] == []
+    assert [
+        word for word in words() if len(tokenizer.encode(f" {word}", add_special_tokens=False)) != 1
+    ] == []
 
 
 def test_chat_template_equals_the_pieces(tokenizer: Any) -> None:
-    """A client that lets the template format its messages must reach the same tokens as the service."""
+    """A client that lets the template format its messages must reach the same tokens as the
+    service."""
     from eval.world.tokenizer import turn_pieces
 
     head, passages, tail = turn_pieces(["A.", "B."], "C?", opens=True, system="S")
@@ -177,7 +192,8 @@ def test_files_stay_small() -> None:
 
 @pytest.mark.parametrize("kind", ["one hop", "linked"])
 def test_model_answers_from_four_passages(kind: str) -> None:
-    """The point of the model: with a broken cache its answers would be wrong, so they must be right without one."""
+    """The point of the model: with a broken cache its answers would be wrong,
+    so they must be right without one."""
     torch = pytest.importorskip("torch")
 
     from eval.world.evaluate import BundledModel

@@ -1,4 +1,5 @@
-"""Kinds of question: the right answer follows from the passages in their order, and needs what the kind says.
+"""Kinds of question: the right answer follows from the passages in their order, and needs what the
+kind says.
 
 python -m pytest tests/eval/world/test_kinds.py
 """
@@ -20,8 +21,11 @@ def drawn(kind: str, count: int = 30) -> list[Asked]:
 
 
 def named_before(asked: Asked, kind: str, place: int) -> int:
-    """Where the last passage about an entity of this kind before `place` is, by reading them one after the other."""
-    return max(number for number in range(place) if asked.passages[number].text.startswith(f"The {kind} "))
+    """Where the last passage about an entity of this kind before `place` is,
+    by reading them one after the other."""
+    return max(
+        number for number in range(place) if asked.passages[number].text.startswith(f"The {kind} ")
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -34,18 +38,31 @@ def test_contexts_have_the_size_asked_for_and_the_gold_passages(kind: str) -> No
         assert 2 <= asked.num_rivals <= NUM_PASSAGES
         if kind in ("own", "defined"):
             _, of, *_ = asked.question.answers[0].split()
-            assert asked.num_rivals == sum(passage.text.startswith(f"The {of} ") for passage in asked.passages)
+            assert asked.num_rivals == sum(
+                passage.text.startswith(f"The {of} ") for passage in asked.passages
+            )
         assert asked.question.answers[0].endswith(f" {asked.question.answers[1]}.")
     assert drawn(kind, 3) == drawn(kind, 3)
-    assert len(KINDS[kind].draw(World(6, links=True), KINDS[kind].min_passages, random.Random(0)).passages) >= 2
+    assert (
+        len(
+            KINDS[kind]
+            .draw(World(6, links=True), KINDS[kind].min_passages, random.Random(0))
+            .passages
+        )
+        >= 2
+    )
 
 
 @pytest.mark.parametrize(("kind", "distance"), DISTANCES.items())
-def test_the_passage_that_names_is_so_far_before_the_one_that_tells(kind: str, distance: int) -> None:
+def test_the_passage_that_names_is_so_far_before_the_one_that_tells(
+    kind: str, distance: int
+) -> None:
     """A selector that looks at the chunk right before would pass `linked` and fail the others."""
     for asked in drawn(kind):
         _, entity, name, verb, value = asked.question.answers[0].rstrip(".").split()
-        (telling,) = (n for n, p in enumerate(asked.passages) if p.id == asked.question.gold_passage_ids[1])
+        (telling,) = (
+            n for n, p in enumerate(asked.passages) if p.id == asked.question.gold_passage_ids[1]
+        )
         assert f" the {entity} {verb} {value}." in asked.passages[telling].text
         naming = named_before(asked, entity, telling)
         assert asked.passages[naming].title == name
@@ -54,7 +71,10 @@ def test_the_passage_that_names_is_so_far_before_the_one_that_tells(kind: str, d
 
 def test_what_a_definition_tells_is_in_another_passage_than_what_is_asked_about() -> None:
     for asked in drawn("defined"):
-        using, defining = (next(p for p in asked.passages if p.id == gold) for gold in asked.question.gold_passage_ids)
+        using, defining = (
+            next(p for p in asked.passages if p.id == gold)
+            for gold in asked.question.gold_passage_ids
+        )
         assert using.title in asked.question.question
         assert defining.title not in asked.question.question
         assert defining.title in using.text
@@ -65,7 +85,10 @@ def test_own_questions_name_the_passage_that_answers() -> None:
     for asked in drawn("own"):
         (gold,) = (p for p in asked.passages if p.id == asked.question.gold_passage_ids[0])
         assert gold.title in asked.question.question
-        assert f"{gold.title} {asked.question.answers[0].split()[3]} {asked.question.answers[1]}." in gold.text
+        assert (
+            f"{gold.title} {asked.question.answers[0].split()[3]} {asked.question.answers[1]}."
+            in gold.text
+        )
 
 
 def test_of_two_contradicting_passages_the_later_one_is_right() -> None:
@@ -77,4 +100,6 @@ def test_of_two_contradicting_passages_the_later_one_is_right() -> None:
         before, after = (asked.passages[places[gold]] for gold in (first, last))
         assert before.title == after.title
         told, retold = before.text.split(), after.text.split()
-        assert [new for old, new in zip(told, retold, strict=True) if old != new] == [f"{asked.question.answers[1]}."]
+        assert [new for old, new in zip(told, retold, strict=True) if old != new] == [
+            f"{asked.question.answers[1]}."
+        ]

@@ -1,4 +1,5 @@
-"""Passes of sparse attention, drawn by Hypothesis: what may be asked of an operator, with caches that show wrong reads."""
+"""Passes of sparse attention, drawn by Hypothesis:
+what may be asked of an operator, with caches that show wrong reads."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ KINDS = ("empty", "one", "first", "last", "all", "clustered", "scattered")
 
 @dataclass(frozen=True)
 class Case:
-    """A pass of one layer. Slots that are no request's key are NaN in `keys` and `values`, so reading one shows."""
+    """A pass of one layer. Slots that are no request's key are NaN in `keys` and `values`,
+    so reading one shows."""
 
     requests: list[SparseRequest]
     page_size: int
@@ -44,13 +46,17 @@ def cases(
     max_keys: int = 96,
     with_gaps: bool = True,
 ) -> Case:
-    """1 to `max_requests` requests of 1 to `max_keys` keys on shared pages, their queries of any of `KINDS`.
+    """1 to `max_requests` requests of 1 to `max_keys` keys on shared pages, their queries of any of
+    `KINDS`.
 
-    `with_gaps`: some requests leave positions out of their keys, some of which have queries all the same.
+    `with_gaps`: some requests leave positions out of their keys, some of which have queries all the
+    same.
     """
     page_size, num_kv_heads = draw(st.sampled_from(page_sizes)), draw(st.integers(1, 2))
     group_size, head_dim = draw(st.sampled_from(group_sizes)), draw(st.sampled_from(head_dims))
-    shape = HeadShape(num_kv_heads * group_size, num_kv_heads, head_dim, draw(st.sampled_from(dtypes)))
+    shape = HeadShape(
+        num_kv_heads * group_size, num_kv_heads, head_dim, draw(st.sampled_from(dtypes))
+    )
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     num_pages = 2 * -(-max_keys // page_size)  # shared by chance, yet some stay unread
     requests = [
@@ -75,7 +81,12 @@ def cases(
 
 @st.composite
 def _requests(
-    draw: st.DrawFn, generator: np.random.Generator, page_size: int, num_pages: int, max_keys: int, with_gaps: bool
+    draw: st.DrawFn,
+    generator: np.random.Generator,
+    page_size: int,
+    num_pages: int,
+    max_keys: int,
+    with_gaps: bool,
 ) -> SparseRequest:
     num_keys = draw(st.integers(1, max_keys))
     pages = generator.permutation(num_pages)[: -(-num_keys // page_size)]
@@ -94,7 +105,9 @@ def _requests(
     )
 
 
-def _positions(kind: str, first: int, end: int, generator: np.random.Generator) -> NDArray[np.int64]:
+def _positions(
+    kind: str, first: int, end: int, generator: np.random.Generator
+) -> NDArray[np.int64]:
     """Ascending positions in [first, end)."""
     count = end - first
     stretch = np.cumsum(generator.random(count) < 0.1)

@@ -1,4 +1,5 @@
-"""The fastest kernel that is right is taken; one that does not compile or is wrong is named. FlashInfer is its model here.
+"""The fastest kernel that is right is taken; one that does not compile or is wrong is named.
+FlashInfer is its model here.
 
 That the passes are right: test_recompute.py.
 """
@@ -26,7 +27,9 @@ SHAPE = HeadShape(num_qo_heads=2, num_kv_heads=1, head_dim=64, dtype=torch.bfloa
 
 
 def choose_with(modules: Any, timer: Timer = lambda _: 1.0, **kwargs: Any) -> Choice:
-    return choose(kwargs.pop("shape", SHAPE), device=CPU, scale=0.125, modules=modules, timer=timer, **kwargs)
+    return choose(
+        kwargs.pop("shape", SHAPE), device=CPU, scale=0.125, modules=modules, timer=timer, **kwargs
+    )
 
 
 def changed(change: Callable[[Any], None]) -> Any:
@@ -38,7 +41,8 @@ def changed(change: Callable[[Any], None]) -> Any:
         return wrapper
 
     return SimpleNamespace(
-        BatchPrefillWithPagedKVCacheWrapper=create, merge_state_in_place=flashinfer.merge_state_in_place
+        BatchPrefillWithPagedKVCacheWrapper=create,
+        merge_state_in_place=flashinfer.merge_state_in_place,
     )
 
 
@@ -83,7 +87,8 @@ def test_one_that_does_not_compile_is_left_out() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("by", [-1, 1])
 def test_one_that_is_wrong_by_a_key_is_left_out(by: int, dtype: torch.dtype) -> None:
-    """The check has to see the smallest mistake there is, above rounding; the wrong ones are not even timed."""
+    """The check has to see the smallest mistake there is, above rounding;
+    the wrong ones are not even timed."""
     shape = HeadShape(2, 1, 64, dtype)
     choice = choose_with(changed(lambda wrapper: shift_limits(wrapper, by)), shape=shape)
     assert choice.kernel is None
@@ -112,7 +117,9 @@ def test_a_forgotten_merge_is_left_out() -> None:
 
 def test_nan_is_wrong() -> None:
     """No comparison with NaN holds, so the check has to ask for what holds."""
-    modules = changed(lambda wrapper: setattr(wrapper, "_attend", lambda q, *_: (q * torch.nan, q[..., 0])))
+    modules = changed(
+        lambda wrapper: setattr(wrapper, "_attend", lambda q, *_: (q * torch.nan, q[..., 0]))
+    )
     assert choose_with(modules).kernel is None
 
 
@@ -133,14 +140,24 @@ def test_a_machine_without_cuda_is_not_tried() -> None:
 
 
 def make_layer(**changes: Any) -> Any:
-    fields = {"tp_q_head_num": 4, "tp_k_head_num": 2, "qk_head_dim": 64, "v_head_dim": 64, "scaling": 0.125}
+    fields = {
+        "tp_q_head_num": 4,
+        "tp_k_head_num": 2,
+        "qk_head_dim": 64,
+        "v_head_dim": 64,
+        "scaling": 0.125,
+    }
     return SimpleNamespace(**{**fields, **changes})
 
 
-def make_runner(*layers: Any, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None) -> Any:
+def make_runner(
+    *layers: Any, dtype: torch.dtype = torch.bfloat16, kv_dtype: torch.dtype | None = None
+) -> Any:
     """What `create` looks at."""
     layers = layers or (make_layer(), make_layer())
-    inner = SimpleNamespace(layers=[SimpleNamespace(self_attn=SimpleNamespace(attn=layer)) for layer in layers])
+    inner = SimpleNamespace(
+        layers=[SimpleNamespace(self_attn=SimpleNamespace(attn=layer)) for layer in layers]
+    )
     return SimpleNamespace(
         model=SimpleNamespace(model=inner),
         dtype=dtype,
@@ -151,7 +168,10 @@ def make_runner(*layers: Any, dtype: torch.dtype = torch.bfloat16, kv_dtype: tor
 
 def test_the_mask_needs_no_looking() -> None:
     """Nothing is asked of the model, the machine or FlashInfer."""
-    assert create(None, "masked") == (None, {"kind": "masked", "kernel": None, "reason": "asked for", "ms": {}})
+    assert create(None, "masked") == (
+        None,
+        {"kind": "masked", "kernel": None, "reason": "asked for", "ms": {}},
+    )
 
 
 REASONS = {
@@ -160,7 +180,10 @@ REASONS = {
     "head_dim": (make_runner(make_layer(qk_head_dim=80, v_head_dim=80)), "head_dim 80"),
     "scales": (make_runner(make_layer(), make_layer(scaling=0.5)), "layers differ"),
     "values": (make_runner(make_layer(v_head_dim=32)), "values of 32 dimensions under keys of 64"),
-    "kv dtype": (make_runner(kv_dtype=torch.float16), "a KV cache of torch.float16 under a model of torch.bfloat16"),
+    "kv dtype": (
+        make_runner(kv_dtype=torch.float16),
+        "a KV cache of torch.float16 under a model of torch.bfloat16",
+    ),
 }
 
 
@@ -184,7 +207,9 @@ def test_sparse_is_refused_by_the_same_reason(runner: Any, reason: str) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which kernels could be tried."""
     monkeypatch.setattr(attention_choice, "unsupported", lambda *args, **kwargs: None)
-    monkeypatch.setattr(attention_choice, "FlashInferSparse", lambda shape, **kwargs: (shape, kwargs))
+    monkeypatch.setattr(
+        attention_choice, "FlashInferSparse", lambda shape, **kwargs: (shape, kwargs)
+    )
 
 
 def choose_always(monkeypatch: pytest.MonkeyPatch, *args: Any) -> None:
@@ -197,7 +222,12 @@ def test_the_fastest_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_always(monkeypatch, "fa3", {"fa2": 2.0, "fa3": 1.0}, {"fa3_two_part": "nvcc: no"})
     attention, chosen = create(make_runner(), "auto")
     shape, kwargs = attention  # type: ignore[misc]
-    assert (shape.num_qo_heads, shape.num_kv_heads, shape.head_dim, shape.dtype) == (4, 2, 64, torch.bfloat16)
+    assert (shape.num_qo_heads, shape.num_kv_heads, shape.head_dim, shape.dtype) == (
+        4,
+        2,
+        64,
+        torch.bfloat16,
+    )
     assert kwargs == {"device": torch.device("cpu"), "scale": 0.125, "kernel": "fa3"}
     assert chosen == {
         "kind": "sparse",
@@ -217,7 +247,10 @@ def test_no_kernel_is_left(monkeypatch: pytest.MonkeyPatch, option: str) -> None
         with pytest.raises(ValueError, match=reason):
             create(make_runner(), option)
     else:
-        assert create(make_runner(), option) == (None, {"kind": "masked", "kernel": None, "reason": reason, "ms": {}})
+        assert create(make_runner(), option) == (
+            None,
+            {"kind": "masked", "kernel": None, "reason": reason, "ms": {}},
+        )
 
 
 @pytest.mark.usefixtures("gpu")

@@ -1,4 +1,5 @@
-"""A pass on FlashInfer equals the reference, whatever the kernel; FlashInfer itself is tests/reference/flashinfer.py here.
+"""A pass on FlashInfer equals the reference, whatever the kernel; FlashInfer itself is
+tests/reference/flashinfer.py here.
 
 test_flashinfer_gpu.py holds that model against the real one.
 """
@@ -54,7 +55,14 @@ def run(attention: FlashInferSparse, case: Case) -> Tensor:
 
 
 def expected(case: Case) -> Tensor:
-    return attend(case.queries, case.keys, case.values, case.requests, page_size=case.page_size, scale=case.scale)[0]
+    return attend(
+        case.queries,
+        case.keys,
+        case.values,
+        case.requests,
+        page_size=case.page_size,
+        scale=case.scale,
+    )[0]
 
 
 def make_case(position_lists: Sequence[Sequence[int]], num_keys: int = 500, seed: int = 0) -> Case:
@@ -62,12 +70,17 @@ def make_case(position_lists: Sequence[Sequence[int]], num_keys: int = 500, seed
     generator = torch.Generator().manual_seed(seed)
     pages = torch.randperm(NUM_PAGES, generator=generator)[:num_keys]
     requests = [
-        SparseRequest(torch.tensor(positions, dtype=torch.int64), pages, num_keys) for positions in position_lists
+        SparseRequest(torch.tensor(positions, dtype=torch.int64), pages, num_keys)
+        for positions in position_lists
     ]
     num_rows = sum(map(len, position_lists))
     queries = torch.randn(num_rows, SHAPE.num_qo_heads, SHAPE.head_dim, generator=generator)
-    keys, values = torch.randn(2, NUM_PAGES, 1, SHAPE.num_kv_heads, SHAPE.head_dim, generator=generator)
-    return Case(requests, 1, SHAPE, SCALE, *(tensor.to(SHAPE.dtype) for tensor in (queries, keys, values)))
+    keys, values = torch.randn(
+        2, NUM_PAGES, 1, SHAPE.num_kv_heads, SHAPE.head_dim, generator=generator
+    )
+    return Case(
+        requests, 1, SHAPE, SCALE, *(tensor.to(SHAPE.dtype) for tensor in (queries, keys, values))
+    )
 
 
 MIXED = make_case([[3, 9, *range(20, 240), *range(241, 499, 7)], [3, 9, 200, 480]])
@@ -102,7 +115,8 @@ def spied(log: list[str]) -> Any:
 @settings(max_examples=examples(60))
 @given(case=any_pass)
 def test_every_pass_equals_the_reference(kernel: str, case: Case) -> None:
-    """Positions empty to all, groups of 1 to 8, pages of 1 and 16 that requests share, keys with gaps."""
+    """Positions empty to all, groups of 1 to 8, pages of 1 and 16 that requests share,
+    keys with gaps."""
     attention = make(kernel, case.shape, scale=case.scale, page_size=case.page_size)
     assert_near(run(attention, case), expected(case), case.shape.dtype)
 
@@ -112,7 +126,14 @@ def test_replanned_for_smaller_and_larger_passes(kernel: str) -> None:
     """Nothing of the pass before is left."""
     attention = make(kernel)
     every_other = range(0, 300, 2)
-    passes: list[list[Sequence[int]]] = [[[7]], [range(5, 400)], [[3, 5], every_other], [[]], [[250], range(9)], []]
+    passes: list[list[Sequence[int]]] = [
+        [[7]],
+        [range(5, 400)],
+        [[3, 5], every_other],
+        [[]],
+        [[250], range(9)],
+        [],
+    ]
     for seed, lists in enumerate(passes):
         case = make_case(lists, seed=seed)
         assert_near(run(attention, case), expected(case), SHAPE.dtype)
@@ -120,11 +141,15 @@ def test_replanned_for_smaller_and_larger_passes(kernel: str) -> None:
 
 @every_kernel
 def test_one_plan_serves_every_layer(kernel: str) -> None:
-    """Layers differ in queries, keys and values; a second run changes nothing of the first one's result."""
+    """Layers differ in queries, keys and values;
+    a second run changes nothing of the first one's result."""
     attention = make(kernel)
     order = attention.plan(MIXED.requests)
     assert order is not None
-    layers = [make_case([request.positions.tolist() for request in MIXED.requests], seed=seed) for seed in (1, 2)]
+    layers = [
+        make_case([request.positions.tolist() for request in MIXED.requests], seed=seed)
+        for seed in (1, 2)
+    ]
     layers = [replace(layer, requests=MIXED.requests) for layer in layers]
     got = [attention.run(layer.queries[order], layer.keys, layer.values) for layer in layers]
     for layer, out in zip(layers, got, strict=True):
@@ -132,17 +157,23 @@ def test_one_plan_serves_every_layer(kernel: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "limited", "rest"), [("fa2", "fa2", "fa2"), ("fa3", "fa3", "fa3"), ("fa3_two_part", "fa2", "fa3")]
+    ("kernel", "limited", "rest"),
+    [("fa2", "fa2", "fa2"), ("fa3", "fa3", "fa3"), ("fa3_two_part", "fa2", "fa3")],
 )
 def test_only_the_launches_that_are_needed(kernel: str, limited: str, rest: str) -> None:
-    """A pass of runs alone costs one launch a layer; in two parts, tiles that share no whole page neither merge nor split."""
+    """A pass of runs alone costs one launch a layer;
+    in two parts, tiles that share no whole page neither merge nor split."""
     log: list[str] = []
     attention = make(kernel, modules=spied(log))
     run(attention, make_case([list(range(100, 100 + 384))]))
     assert log == [f"made {rest}", f"planned {rest} causal", f"ran {rest}"]
     log.clear()
     run(attention, make_case([[0, 4, 9]]))
-    assert log == [f"made {limited} variant", f"planned {limited} variant", f"ran {limited} variant"]
+    assert log == [
+        f"made {limited} variant",
+        f"planned {limited} variant",
+        f"ran {limited} variant",
+    ]
 
 
 def test_two_parts_are_merged() -> None:
@@ -158,7 +189,8 @@ def test_two_parts_are_merged() -> None:
 
 @every_kernel
 def test_warm_up_leaves_nothing_to_compile(kernel: str) -> None:
-    """A request must not wait minutes for a module: wrappers are made, planned, run and merged before."""
+    """A request must not wait minutes for a module:
+    wrappers are made, planned, run and merged before."""
     log: list[str] = []
     attention = make(kernel, modules=spied(log))
     attention.warm_up()
@@ -170,7 +202,8 @@ def test_warm_up_leaves_nothing_to_compile(kernel: str) -> None:
 
 
 def test_an_unforced_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FA2 asks the variant on an entry's last tile only unless it believes in a mask: these tests would show that."""
+    """FA2 asks the variant on an entry's last tile only unless it believes in a mask:
+    these tests would show that."""
     monkeypatch.setattr(FlashInferSparse, "_masks", lambda *_: False)
     with pytest.raises(AssertionError):
         assert_near(run(make("fa2"), MIXED), expected(MIXED), SHAPE.dtype)
@@ -187,7 +220,9 @@ def test_an_unforced_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fa3_two_part", 64, 4, 192),
     ],
 )
-def test_tiles_are_as_high_as_the_kernels_blocks(kernel: str, head_dim: int, group_size: int, rows: int) -> None:
+def test_tiles_are_as_high_as_the_kernels_blocks(
+    kernel: str, head_dim: int, group_size: int, rows: int
+) -> None:
     """A tile beyond a block reads its keys twice, one below leaves rows of the block empty."""
     assert tile_rows(HeadShape(2 * group_size, 2, head_dim, torch.bfloat16), kernel) == rows
 

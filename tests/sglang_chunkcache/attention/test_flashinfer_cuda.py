@@ -1,4 +1,5 @@
-"""Our CUDA variants: what they answer, on the host with g++; that they fit FlashInfer's kernels, with nvcc.
+"""Our CUDA variants: what they answer, on the host with g++; that they fit FlashInfer's kernels,
+with nvcc.
 
 `pytest -m nvcc tests/sglang_chunkcache/attention/test_flashinfer_cuda.py`: 2 to 4 minutes, no GPU.
 """
@@ -19,7 +20,13 @@ pytest.importorskip("torch")
 import torch
 
 from sglang_chunkcache.attention.base import HeadShape
-from sglang_chunkcache.attention.flashinfer_cuda import SOURCES, Backend, jit_args, unsupported, unsupported_shape
+from sglang_chunkcache.attention.flashinfer_cuda import (
+    SOURCES,
+    Backend,
+    jit_args,
+    unsupported,
+    unsupported_shape,
+)
 
 ROOT = Path(__file__).parents[3]
 CUDA = torch.device("cuda")
@@ -106,17 +113,21 @@ __device__ float curand_uniform(curandState_t*);
 __device__ double curand_uniform_double(curandState_t*);
 __device__ void curand_init(unsigned long long, unsigned long long, unsigned long long, curandState_t*);
 """
-"""A header of CUDA's that CUTLASS includes, for names no kernel of ours uses; toolkits without cuRAND lack it."""
+"""A header of CUDA's that CUTLASS includes, for names no kernel of ours uses;
+toolkits without cuRAND lack it."""
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_a_row_sees_the_first_keys_up_to_its_limit(tmp_path: Path) -> None:
-    """Row by row and key by key, in both variants; rows past an entry's end see nothing and read no limit past the last."""
+    """Row by row and key by key, in both variants;
+    rows past an entry's end see nothing and read no limit past the last."""
     arrays = {"q_indptr": Q_INDPTR, "kv_lens": KV_LENS, "limits": LIMITS}
     parts = {name: ", ".join(map(str, ints)) for name, ints in arrays.items()}
     source = HARNESS % {"fa2": SOURCES["fa2"], "fa3": SOURCES["fa3"], "more": MORE, **parts}
     (tmp_path / "harness.cpp").write_text(source)
-    subprocess.run(["g++", "-std=c++17", "-O1", "harness.cpp", "-o", "harness"], cwd=tmp_path, check=True)
+    subprocess.run(
+        ["g++", "-std=c++17", "-O1", "harness.cpp", "-o", "harness"], cwd=tmp_path, check=True
+    )
     done = subprocess.run([tmp_path / "harness"], capture_output=True, text=True, check=True)
     lines = iter(done.stdout.splitlines())
     for start, end, kv_len in zip(Q_INDPTR, Q_INDPTR[1:], KV_LENS, strict=False):
@@ -131,7 +142,9 @@ def test_a_row_sees_the_first_keys_up_to_its_limit(tmp_path: Path) -> None:
 @pytest.mark.nvcc
 @pytest.mark.nightly
 @pytest.mark.skipif(
-    shutil.which("nvcc") is None or find_spec("flashinfer") is None or shutil.which("ninja") is None,
+    shutil.which("nvcc") is None
+    or find_spec("flashinfer") is None
+    or shutil.which("ninja") is None,
     reason="needs nvcc, ninja and FlashInfer",
 )
 @pytest.mark.parametrize(
@@ -145,14 +158,17 @@ def test_a_row_sees_the_first_keys_up_to_its_limit(tmp_path: Path) -> None:
 def test_the_kernel_with_our_variant_compiles(
     backend: Backend, dtype: str, head_dim: int, source: str, tmp_path: Path
 ) -> None:
-    """Of the module's kernels the one that a limited launch uses, for Hopper; a machine without a GPU sees a misfit."""
+    """Of the module's kernels the one that a limited launch uses, for Hopper;
+    a machine without a GPU sees a misfit."""
     (tmp_path / "curand_kernel.h").write_text(CURAND)
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "FLASHINFER_WORKSPACE_BASE": str(tmp_path),
         "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
-        "CPLUS_INCLUDE_PATH": os.pathsep.join([*filter(None, [os.getenv("CPLUS_INCLUDE_PATH")]), str(tmp_path)]),
+        "CPLUS_INCLUDE_PATH": os.pathsep.join(
+            [*filter(None, [os.getenv("CPLUS_INCLUDE_PATH")]), str(tmp_path)]
+        ),
     }
     command = [sys.executable, "-c", COMPILE, backend, dtype, str(head_dim), source]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
@@ -162,8 +178,13 @@ def test_the_kernel_with_our_variant_compiles(
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
 def test_modules_of_different_shapes_have_different_names(backend: Backend) -> None:
-    """FlashInfer keeps modules by name, in memory and on disk: the wrong dtype's would be loaded silently."""
-    shapes = [HeadShape(8, 2, dim, dtype) for dim in (64, 128) for dtype in (torch.bfloat16, torch.float16)]
+    """FlashInfer keeps modules by name, in memory and on disk:
+    the wrong dtype's would be loaded silently."""
+    shapes = [
+        HeadShape(8, 2, dim, dtype)
+        for dim in (64, 128)
+        for dtype in (torch.bfloat16, torch.float16)
+    ]
     assert len({jit_args(shape, backend)[0] for shape in shapes}) == len(shapes)
     assert jit_args(HeadShape(4, 4, 64, torch.float16), backend) == jit_args(
         HeadShape(8, 1, 64, torch.float16), backend
@@ -184,7 +205,9 @@ def test_modules_of_different_shapes_have_different_names(backend: Backend) -> N
 def test_unsupported_names_the_reason(shape: HeadShape, page_size: int, what: str) -> None:
     """The log names it when the server falls back to the masked pass."""
     assert what in str(unsupported_shape(shape, page_size=page_size))
-    assert unsupported(shape, page_size=page_size, device=CUDA) == unsupported_shape(shape, page_size=page_size)
+    assert unsupported(shape, page_size=page_size, device=CUDA) == unsupported_shape(
+        shape, page_size=page_size
+    )
 
 
 def test_unsupported_looks_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,11 +217,17 @@ def test_unsupported_looks_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> No
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert unsupported(SHAPE, page_size=16, device=CUDA) is None
-    assert unsupported(SHAPE, page_size=1, device=torch.device("cpu")) == "the kernels need CUDA, not cpu"
+    assert (
+        unsupported(SHAPE, page_size=1, device=torch.device("cpu"))
+        == "the kernels need CUDA, not cpu"
+    )
     capability = (7, 5)
     assert "not 7.5" in str(unsupported(SHAPE, page_size=1, device=CUDA))
     capability = (8, 9)
     monkeypatch.setattr(f"{module}.version", lambda _: "0.6.15")
-    assert unsupported(SHAPE, page_size=1, device=CUDA) == "flashinfer is 0.6.15, the kernels were written for 0.6.18"
+    assert (
+        unsupported(SHAPE, page_size=1, device=CUDA)
+        == "flashinfer is 0.6.15, the kernels were written for 0.6.18"
+    )
     monkeypatch.setattr(f"{module}.find_spec", lambda _: None)
     assert unsupported(SHAPE, page_size=1, device=CUDA) == "flashinfer is not installed"

@@ -1,4 +1,5 @@
-"""The real FlashInfer: its kernels with our variants equal the reference, and tests/reference/flashinfer.py equals it.
+"""The real FlashInfer: its kernels with our variants equal the reference, and
+tests/reference/flashinfer.py equals it.
 
 Compiles up to five modules for each dtype and head size, minutes each, the first time;
 `-k "bfloat16-128 or not float16"` takes one set.
@@ -50,8 +51,11 @@ def skip_without_hopper(kernel: str) -> None:
         pytest.skip("FA3 needs a Hopper GPU")
 
 
-def make_case(shape: HeadShape, page_size: int, lengths: Sequence[int], seed: int = 0, share: float = 0.15) -> Case:
-    """A request per length: the first positions, a run, a few single ones, the last; slots of no request are NaN."""
+def make_case(
+    shape: HeadShape, page_size: int, lengths: Sequence[int], seed: int = 0, share: float = 0.15
+) -> Case:
+    """A request per length: the first positions, a run, a few single ones, the last;
+    slots of no request are NaN."""
     generator = torch.Generator().manual_seed(seed)
     num_pages = 2 * -(-max(lengths) // page_size) + 1
     used = torch.zeros(num_pages * page_size, dtype=torch.bool)
@@ -64,7 +68,9 @@ def make_case(shape: HeadShape, page_size: int, lengths: Sequence[int], seed: in
         used[slots] = True
         requests.append(SparseRequest(chosen.nonzero().flatten(), pages, num_keys))
     num_rows = sum(request.positions.numel() for request in requests)
-    keys, values = torch.randn(2, num_pages, page_size, shape.num_kv_heads, shape.head_dim, generator=generator)
+    keys, values = torch.randn(
+        2, num_pages, page_size, shape.num_kv_heads, shape.head_dim, generator=generator
+    )
     keys[~used.view(num_pages, page_size)] = values[~used.view(num_pages, page_size)] = torch.nan
     queries = torch.randn(num_rows, shape.num_qo_heads, shape.head_dim, generator=generator)
     tensors = (tensor.to(CUDA, shape.dtype) for tensor in (queries, keys, values))
@@ -76,12 +82,21 @@ def in_order(case: Case, order: Tensor | None) -> Tensor:
 
 
 def expected(case: Case, order: Tensor | None) -> Tensor:
-    out, _ = attend(case.queries, case.keys, case.values, case.requests, page_size=case.page_size, scale=case.scale)
+    out, _ = attend(
+        case.queries,
+        case.keys,
+        case.values,
+        case.requests,
+        page_size=case.page_size,
+        scale=case.scale,
+    )
     return out if order is None else out[order.to(CUDA)]
 
 
 def make(kernel: str, case: Case) -> FlashInferSparse:
-    return FlashInferSparse(case.shape, device=CUDA, scale=case.scale, kernel=kernel, page_size=case.page_size)
+    return FlashInferSparse(
+        case.shape, device=CUDA, scale=case.scale, kernel=kernel, page_size=case.page_size
+    )
 
 
 @every_shape
@@ -91,7 +106,8 @@ def make(kernel: str, case: Case) -> FlashInferSparse:
 def test_kernels_equal_the_reference(
     kernel: str, dtype: torch.dtype, head_dim: int, group_size: int, page_size: int
 ) -> None:
-    """Several requests on shared pages; planned anew for a smaller and a larger pass, each run twice."""
+    """Several requests on shared pages; planned anew for a smaller and a larger pass,
+    each run twice."""
     skip_without_hopper(kernel)
     shape = HeadShape(2 * group_size, 2, head_dim, dtype)
     attention = make(kernel, make_case(shape, page_size, [9]))
@@ -100,7 +116,9 @@ def test_kernels_equal_the_reference(
         order = attention.plan(case.requests)
         queries = in_order(case, order)
         for _ in range(2):
-            assert_near(attention.run(queries, case.keys, case.values), expected(case, order), dtype)
+            assert_near(
+                attention.run(queries, case.keys, case.values), expected(case, order), dtype
+            )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -121,7 +139,13 @@ def test_plan_and_run_do_not_wait_for_the_device(kernel: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "variant", "causal"),
-    [("fa2", True, False), ("fa3", True, False), ("fa2", False, True), ("fa3", False, True), ("fa3", False, False)],
+    [
+        ("fa2", True, False),
+        ("fa3", True, False),
+        ("fa2", False, True),
+        ("fa3", False, True),
+        ("fa3", False, False),
+    ],
 )
 def test_model_equals_flashinfer(backend: str, variant: bool, causal: bool) -> None:
     """Output and log-sum-exp, entry by entry; one entry sees no key at all."""
@@ -139,8 +163,14 @@ def test_model_equals_flashinfer(backend: str, variant: bool, causal: bool) -> N
     results = []
     for module, device in ((flashinfer, CUDA), (model, CPU)):
         workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
-        mask = torch.zeros(1, dtype=torch.uint8, device=device) if variant and backend == "fa2" else None
-        args = {"jit_args": jit_args(SHAPE, "fa2" if backend == "fa2" else "fa3")} if variant else {}
+        mask = (
+            torch.zeros(1, dtype=torch.uint8, device=device)
+            if variant and backend == "fa2"
+            else None
+        )
+        args = (
+            {"jit_args": jit_args(SHAPE, "fa2" if backend == "fa2" else "fa3")} if variant else {}
+        )
         wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend, **args)
         wrapper.plan(
             host[0],
@@ -184,4 +214,6 @@ def test_choice_finds_every_kernel_right() -> None:
     """On Hopper none is left out."""
     choice = choose(SHAPE, device=CUDA, scale=SCALE)
     assert choice.kernel in choice.ms
-    assert set(choice.failed) == (set() if torch.cuda.get_device_capability()[0] == 9 else {"fa3", "fa3_two_part"})
+    assert set(choice.failed) == (
+        set() if torch.cuda.get_device_capability()[0] == 9 else {"fa3", "fa3_two_part"}
+    )

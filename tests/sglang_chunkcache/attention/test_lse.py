@@ -31,7 +31,9 @@ def expected(queries: Tensor, keys: Tensor, *, is_causal: bool) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
-@pytest.mark.parametrize(("n", "m", "is_causal"), [(50, 70, False), (50, 1, False), (1, 70, False), (50, 50, True)])
+@pytest.mark.parametrize(
+    ("n", "m", "is_causal"), [(50, 70, False), (50, 1, False), (1, 70, False), (50, 50, True)]
+)
 @pytest.mark.parametrize("compute", [log_sum_exp, log_sum_exp_by_pieces])
 def test_equals_float64(
     monkeypatch: pytest.MonkeyPatch,
@@ -67,6 +69,13 @@ def test_on_cuda_equals_float64(dtype: torch.dtype, is_causal: bool) -> None:
 
 @pytest.mark.parametrize("compute", [log_sum_exp, log_sum_exp_by_pieces])
 @pytest.mark.parametrize(("m", "options"), [(0, {}), (5, {"is_causal": True})])
-def test_impossible_keys_are_refused(compute: Callable[..., Tensor], m: int, options: dict[str, Any]) -> None:
+def test_impossible_keys_are_refused(
+    compute: Callable[..., Tensor], m: int, options: dict[str, Any]
+) -> None:
     with pytest.raises(ValueError, match="keys: expected"):
-        compute(make_heads(4, 2, torch.float32, 0), make_heads(m, 2, torch.float32, 1), scale=SCALE, **options)
+        compute(
+            make_heads(4, 2, torch.float32, 0),
+            make_heads(m, 2, torch.float32, 1),
+            scale=SCALE,
+            **options,
+        )

@@ -1,4 +1,5 @@
-"""`MaskedAttention` equals loops in float64, over a pool and a layer that are nothing but tensors."""
+"""`MaskedAttention` equals loops in float64, over a pool and a layer that are nothing but
+tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from torch import Tensor
 
 from sglang_chunkcache.attention import masked
 from sglang_chunkcache.attention.base import PassSequence, SparseRequest
-from sglang_chunkcache.attention.masked import MaskedAttention, Observer, SequenceAttention, StopPass
+from sglang_chunkcache.attention.masked import (
+    MaskedAttention,
+    Observer,
+    SequenceAttention,
+    StopPass,
+)
 from sglang_chunkcache.attention.masked_layout import plan
 from tests.reference.attention import attend
 
@@ -111,7 +117,9 @@ def run(
     keys, values = (torch.randn(total, num_kv_heads, HEAD_DIM).to(dtype) for _ in range(2))
     runner = SimpleNamespace(req_to_token_pool=None, token_to_kv_pool=pool)
     backend = MaskedAttention(runner, layout, observer)
-    out = backend.forward_extend(queries.flatten(1), keys.flatten(1), values.flatten(1), layer, None, **kwargs)
+    out = backend.forward_extend(
+        queries.flatten(1), keys.flatten(1), values.flatten(1), layer, None, **kwargs
+    )
     assert out.shape == (total, num_heads * HEAD_DIM)
     return queries, keys, values, out.view(total, num_heads, HEAD_DIM)
 
@@ -142,7 +150,12 @@ def _seed() -> None:
 
 
 PAIRWISE = [
-    (positions, num_kv_heads, (1, 3, 1024)[(i + j) % 3], (torch.float32, torch.bfloat16)[(i + j) % 2])
+    (
+        positions,
+        num_kv_heads,
+        (1, 3, 1024)[(i + j) % 3],
+        (torch.float32, torch.bfloat16)[(i + j) % 2],
+    )
     for i, positions in enumerate([[0], [29], [3, 4, 11, 28], list(range(30)), list(range(20, 30))])
     for j, num_kv_heads in enumerate([4, 2, 1])
 ]
@@ -153,7 +166,8 @@ PAIRWISE = [
 def test_scattered_tokens_equal_the_reference(
     positions: list[int], num_kv_heads: int, block_rows: int, dtype: torch.dtype
 ) -> None:
-    """Each token sees the keys at or before its position, however queries are blocked and heads are grouped."""
+    """Each token sees the keys at or before its position, however queries are blocked and heads are
+    grouped."""
     pool = Pool(40, num_kv_heads, dtype)
     sequence = make_sequence(positions, row_of(30), writes=True)
     queries, keys, values, out = run([sequence], pool, block_rows=block_rows)
@@ -188,7 +202,8 @@ def test_reading_only_without_any_cached_key() -> None:
 
 
 def test_tokens_over_their_own_cached_kv() -> None:
-    """`own=False`: the pool's K/V counts at the tokens' own positions too, the fresh one not at all."""
+    """`own=False`: the pool's K/V counts at the tokens' own positions too,
+    the fresh one not at all."""
     pool = Pool(40, 2, torch.float32)
     sequence = make_sequence([8, 9, 10], row_of(20), own=False)
     queries, keys, values, out = run([sequence], pool)
@@ -227,8 +242,11 @@ def test_masks_that_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("weight_bytes", [1, 4 * 4 * 20 * 2, 1 << 20])
-def test_observed_weights_equal_the_reference(monkeypatch: pytest.MonkeyPatch, weight_bytes: int) -> None:
-    """Piece by piece or at once: the same weights, each query's once, zero where it does not look."""
+def test_observed_weights_equal_the_reference(
+    monkeypatch: pytest.MonkeyPatch, weight_bytes: int
+) -> None:
+    """Piece by piece or at once: the same weights, each query's once,
+    zero where it does not look."""
     monkeypatch.setattr(masked, "WEIGHT_BYTES", weight_bytes)
     pool, recorder = Pool(40, 2, torch.float32), Recorder()
     sequence = make_sequence([5, 10, 15, 20], {p: s for p, s in row_of(20).items() if p % 5})
@@ -237,7 +255,9 @@ def test_observed_weights_equal_the_reference(monkeypatch: pytest.MonkeyPatch, w
     pieces = list(recorder.seen[0].weights())
     assert [start for start, _, _ in pieces] == [0, *(end for _, end, _ in pieces[:-1])]
     assert len(pieces) == {1: 4, 4 * 4 * 20 * 2: 2, 1 << 20: 1}[weight_bytes]
-    torch.testing.assert_close(torch.cat([w for _, _, w in pieces], 1).double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        torch.cat([w for _, _, w in pieces], 1).double(), expected, rtol=0, atol=1e-6
+    )
 
 
 def test_an_observer_may_stop_before_anything_is_written() -> None:
@@ -255,8 +275,11 @@ def test_an_observer_may_stop_before_anything_is_written() -> None:
 
 
 def test_blocks_end_at_their_last_query() -> None:
-    """A block reads no key after its last query, and has no mask where all its queries see the same keys."""
-    layout = plan([make_sequence([2, 3, 8], row_of(10), writes=True)], "cpu", block_rows=2).sequences[0]
+    """A block reads no key after its last query, and has no mask where all its queries see the same
+    keys."""
+    layout = plan(
+        [make_sequence([2, 3, 8], row_of(10), writes=True)], "cpu", block_rows=2
+    ).sequences[0]
     assert layout.blocks == ((0, 2, 4, True), (2, 3, 9, False))
 
 
@@ -270,9 +293,14 @@ def test_blocks_end_at_their_last_query() -> None:
     ],
 )
 def test_a_layer_that_is_more_is_refused(changes: dict[str, Any], reason: str) -> None:
-    """Attention that this pass does not compute must not be answered with plain causal attention."""
+    """Attention that this pass does not compute must not be answered with plain causal
+    attention."""
     with pytest.raises(ValueError, match=reason):
-        run([make_sequence([3], row_of(30), writes=True)], Pool(40, 2, torch.float32), layer_changes=changes)
+        run(
+            [make_sequence([3], row_of(30), writes=True)],
+            Pool(40, 2, torch.float32),
+            layer_changes=changes,
+        )
 
 
 def test_a_call_that_is_more_is_refused() -> None:
@@ -320,14 +348,22 @@ def test_no_tokens_and_no_sequences_are_refused() -> None:
 @pytest.mark.parametrize(
     ("sequence", "message"),
     [
-        (lambda: make_sequence([3, 2], row_of(9), writes=True), "positions: expected strictly ascending"),
+        (
+            lambda: make_sequence([3, 2], row_of(9), writes=True),
+            "positions: expected strictly ascending",
+        ),
         (lambda: make_sequence([-1, 2], {}), "positions: expected strictly ascending"),
         (lambda: make_sequence([5], {2: 1, 1: 2}), "kv_positions: expected strictly ascending"),
         (lambda: make_sequence([2], row_of(9)), "position 2 is in kv_positions"),
-        (lambda: make_sequence([1], {3: 1, 4: 2}, own=False), "position 1 has nothing to attend to"),
+        (
+            lambda: make_sequence([1], {3: 1, 4: 2}, own=False),
+            "position 1 has nothing to attend to",
+        ),
         (
             lambda: PassSequence(
-                torch.tensor([1]), SparseRequest(torch.tensor([5]), torch.tensor([1]), 1), torch.tensor([2])
+                torch.tensor([1]),
+                SparseRequest(torch.tensor([5]), torch.tensor([1]), 1),
+                torch.tensor([2]),
             ),
             "position 5 is written but is not in kv_positions",
         ),

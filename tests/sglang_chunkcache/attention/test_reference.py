@@ -21,12 +21,22 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def reference(case: Case) -> tuple[Tensor, Tensor]:
-    return attend(case.queries, case.keys, case.values, case.requests, page_size=case.page_size, scale=case.scale)
+    return attend(
+        case.queries,
+        case.keys,
+        case.values,
+        case.requests,
+        page_size=case.page_size,
+        scale=case.scale,
+    )
 
 
 def gather(cache: Tensor, request: SparseRequest, page_size: int) -> Tensor:
     """The request's keys or values, slot by slot."""
-    slots = [(int(request.kv_pages[key // page_size]), key % page_size) for key in range(request.num_keys)]
+    slots = [
+        (int(request.kv_pages[key // page_size]), key % page_size)
+        for key in range(request.num_keys)
+    ]
     return torch.stack([cache[page, slot] for page, slot in slots])
 
 
@@ -36,13 +46,16 @@ def key_positions(request: SparseRequest) -> Tensor:
 
 @given(cases(max_keys=20, max_requests=2, head_dims=(1, 8, 40), group_sizes=(1, 2, 3)))
 def test_attend_equals_loops_in_float64(case: Case) -> None:
-    """Scattered queries, gaps and shared pages: each query sees exactly the keys at or before its position."""
+    """Scattered queries, gaps and shared pages:
+    each query sees exactly the keys at or before its position."""
     got, _ = reference(case)
     start = 0
     for request in case.requests:
         rows = slice(start, start + request.positions.numel())
         start = rows.stop
-        keys, values = (gather(cache, request, case.page_size) for cache in (case.keys, case.values))
+        keys, values = (
+            gather(cache, request, case.page_size) for cache in (case.keys, case.values)
+        )
         expected, _ = loops.attend(
             case.queries[rows], keys, values, request.positions, key_positions(request), case.scale
         )
@@ -52,7 +65,8 @@ def test_attend_equals_loops_in_float64(case: Case) -> None:
 
 @given(cases(dtypes=(torch.float32, *HALF)))
 def test_attend_equals_masked_sdpa(case: Case) -> None:
-    """What torch computes in the model's dtype is within that dtype's tolerance: the table is as wide as rounding needs."""
+    """What torch computes in the model's dtype is within that dtype's tolerance:
+    the table is as wide as rounding needs."""
     got, _ = reference(case)
     start = 0
     for request in case.requests:
@@ -60,7 +74,10 @@ def test_attend_equals_masked_sdpa(case: Case) -> None:
         start = rows.stop
         if not request.positions.numel():
             continue
-        keys, values = (gather(cache, request, case.page_size).movedim(0, 1) for cache in (case.keys, case.values))
+        keys, values = (
+            gather(cache, request, case.page_size).movedim(0, 1)
+            for cache in (case.keys, case.values)
+        )
         expected = scaled_dot_product_attention(
             case.queries[rows].movedim(0, 1)[None],
             keys[None],
@@ -74,7 +91,8 @@ def test_attend_equals_masked_sdpa(case: Case) -> None:
 
 @given(cases(page_sizes=(1,), with_gaps=False))
 def test_halves_merged_by_lse_are_the_whole(case: Case) -> None:
-    """lse is the natural logarithm of the softmax's denominator: the weights with which parts are merged follow from it."""
+    """lse is the natural logarithm of the softmax's denominator:
+    the weights with which parts are merged follow from it."""
     requests = [request for request in case.requests if request.num_keys >= 2]
     late = [request.positions[request.positions >= request.num_keys // 2] for request in requests]
     queries = case.queries[: sum(map(len, late))]
@@ -83,9 +101,12 @@ def test_halves_merged_by_lse_are_the_whole(case: Case) -> None:
         cut, pages, num_keys = request.num_keys // 2, request.kv_pages, request.num_keys
         parts[0].append(SparseRequest(positions, pages, num_keys))
         parts[1].append(SparseRequest(positions, pages[:cut], cut))
-        parts[2].append(SparseRequest(positions, pages[cut:], num_keys - cut, torch.arange(cut, num_keys)))
+        parts[2].append(
+            SparseRequest(positions, pages[cut:], num_keys - cut, torch.arange(cut, num_keys))
+        )
     (whole, whole_lse), (first, first_lse), (second, second_lse) = (
-        attend(queries, case.keys, case.values, part, page_size=1, scale=case.scale) for part in parts
+        attend(queries, case.keys, case.values, part, page_size=1, scale=case.scale)
+        for part in parts
     )
     share = (first_lse - whole_lse).exp()[..., None]
     assert_near(first_lse.exp() + second_lse.exp(), whole_lse.exp(), torch.float32)
@@ -121,9 +142,12 @@ def test_caches_without_page_dimension_are_read_by_slot() -> None:
 
 @pytest.mark.parametrize(("num_pages", "page_size"), [(16, 16), (3, 16), (1, 16), (31, 1), (33, 1)])
 def test_plan_refuses_pages_that_the_keys_do_not_fill(num_pages: int, page_size: int) -> None:
-    """Slots instead of pages at page size 16, or a page missing, would be read as other tokens' keys."""
+    """Slots instead of pages at page size 16, or a page missing,
+    would be read as other tokens' keys."""
     request = SparseRequest(torch.tensor([3]), torch.arange(num_pages), 32)
-    attention = ReferenceAttention(HeadShape(2, 1, 8, torch.float32), scale=1.0, page_size=page_size)
+    attention = ReferenceAttention(
+        HeadShape(2, 1, 8, torch.float32), scale=1.0, page_size=page_size
+    )
     with pytest.raises(ValueError, match="kv_pages"):
         attention.plan([request])
 

@@ -1,4 +1,5 @@
-"""A sparse layout, carried out entry by entry and row by row, is the attention asked for, and hardly more work than needed."""
+"""A sparse layout, carried out entry by entry and row by row, is the attention asked for,
+and hardly more work than needed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from torch import Tensor
 
 from sglang_chunkcache.attention.base import SparseRequest
 from sglang_chunkcache.attention.reference import attend
-from sglang_chunkcache.attention.sparse_layout import Launch, SparseLayout, page_indices, plan_sparse
+from sglang_chunkcache.attention.sparse_layout import (
+    Launch,
+    SparseLayout,
+    page_indices,
+    plan_sparse,
+)
 from tests.examples import examples
 from tests.sglang_chunkcache.attention.strategies import Case, cases
 from tests.sglang_chunkcache.attention.tolerances import assert_near
@@ -36,7 +42,8 @@ PLANS = st.fixed_dictionaries(
 
 
 class Entry(NamedTuple):
-    """One entry of a launch: its rows of the pass, what each sees of its keys, and where those are."""
+    """One entry of a launch: its rows of the pass, what each sees of its keys,
+    and where those are."""
 
     rows: range
     num_keys: int
@@ -48,7 +55,9 @@ class Entry(NamedTuple):
 def all_pages(requests: Sequence[SparseRequest]) -> tuple[Tensor, Tensor]:
     pages = [request.kv_pages.long() for request in requests]
     starts = [sum(map(len, pages[:i])) for i in range(len(pages))]
-    return torch.cat([torch.empty(0, dtype=torch.int64), *pages]), torch.tensor(starts, dtype=torch.int64)
+    return torch.cat([torch.empty(0, dtype=torch.int64), *pages]), torch.tensor(
+        starts, dtype=torch.int64
+    )
 
 
 def entries(launch: Launch, requests: Sequence[SparseRequest], page_size: int) -> Iterator[Entry]:
@@ -62,20 +71,29 @@ def entries(launch: Launch, requests: Sequence[SparseRequest], page_size: int) -
         if launch.limits is not None:
             seen = launch.limits[qo[e] : qo[e + 1]].tolist()
         else:
-            seen = [num_keys - (rows.stop - 1 - row if launch.kind == "causal" else 0) for row in rows]
+            seen = [
+                num_keys - (rows.stop - 1 - row if launch.kind == "causal" else 0) for row in rows
+            ]
         yield Entry(rows, num_keys, seen, pages, request)
 
 
 def execute(layout: SparseLayout, case: Case) -> Tensor:
-    """[n, num_qo_heads, head_dim] float64, in the requests' order: each launch alone, then merged where the layout says so."""
+    """[n, num_qo_heads, head_dim] float64, in the requests' order:
+    each launch alone, then merged where the layout says so."""
     order = torch.arange(layout.num_rows) if layout.order is None else layout.order
     queries = case.queries[order].double()
-    results = {kind: (torch.full_like(queries, torch.nan), torch.empty(queries.shape[:2])) for kind in KINDS}
+    results = {
+        kind: (torch.full_like(queries, torch.nan), torch.empty(queries.shape[:2]))
+        for kind in KINDS
+    }
     for launch in layout.launches:
         out, lse = results[launch.kind]
         for entry in entries(launch, case.requests, case.page_size):
             keys, values = (
-                cache[entry.pages].flatten(0, 1)[: entry.num_keys].double().repeat_interleave(case.shape.group_size, 1)
+                cache[entry.pages]
+                .flatten(0, 1)[: entry.num_keys]
+                .double()
+                .repeat_interleave(case.shape.group_size, 1)
                 for cache in (case.keys, case.values)
             )
             rows = slice(entry.rows.start, entry.rows.stop)
@@ -102,7 +120,9 @@ def make_request(positions: Sequence[int], num_keys: int, page_size: int = 1) ->
     return SparseRequest(torch.tensor(positions, dtype=torch.int64), pages, num_keys)
 
 
-def make_large(kind: str, num_requests: int, num_queries: int, num_keys: int, *, seed: int = 0) -> list[SparseRequest]:
+def make_large(
+    kind: str, num_requests: int, num_queries: int, num_keys: int, *, seed: int = 0
+) -> list[SparseRequest]:
     """Random positions, or random runs of 1 to 400."""
     generator, requests = np.random.default_rng(seed), []
     for _ in range(num_requests):
@@ -110,7 +130,8 @@ def make_large(kind: str, num_requests: int, num_queries: int, num_keys: int, *,
         if kind == "clustered":
             starts = generator.permutation(num_keys)
             runs = [
-                np.arange(start, min(start + generator.integers(1, 401), num_keys)) for start in starts[:num_queries]
+                np.arange(start, min(start + generator.integers(1, 401), num_keys))
+                for start in starts[:num_queries]
             ]
             chosen = np.unique(np.concatenate(runs))[-num_queries:]
         requests.append(make_request(np.sort(chosen).tolist(), num_keys))
@@ -127,7 +148,12 @@ def test_layout_carried_out_equals_the_reference(case: Case, plan: dict[str, Any
     """Whatever is tiled, cut in two and reordered: each query sees exactly its keys, none twice."""
     layout = plan_sparse(case.requests, page_size=case.page_size, **plan)
     expected, _ = attend(
-        case.queries, case.keys, case.values, case.requests, page_size=case.page_size, scale=case.scale
+        case.queries,
+        case.keys,
+        case.values,
+        case.requests,
+        page_size=case.page_size,
+        scale=case.scale,
     )
     assert_near(execute(layout, case), expected, torch.float32)
 
@@ -135,23 +161,36 @@ def test_layout_carried_out_equals_the_reference(case: Case, plan: dict[str, Any
 @settings(max_examples=examples(200))
 @given(cases(head_dims=(1,), group_sizes=(1,), page_sizes=(1, 4, 16)), PLANS)
 def test_layout_is_well_formed(case: Case, plan: dict[str, Any]) -> None:
-    """What kernels rely on and the result alone does not show: int32, slices of rows, no row without a key."""
+    """What kernels rely on and the result alone does not show:
+    int32, slices of rows, no row without a key."""
     layout = plan_sparse(case.requests, page_size=case.page_size, **plan)
     visible = torch.cat([request.visible() for request in case.requests])
-    owner = torch.cat([torch.full_like(request.positions, i) for i, request in enumerate(case.requests)])
+    owner = torch.cat(
+        [torch.full_like(request.positions, i) for i, request in enumerate(case.requests)]
+    )
     order = torch.arange(len(visible)) if layout.order is None else layout.order
     assert layout.num_rows == len(visible)
     assert layout.needed_pairs == int(visible.sum())
     assert sorted(order.tolist()) == list(range(len(visible)))
     assert (layout.order is None) == (order.tolist() == list(range(len(visible))))
-    once = [row for launch in layout.launches if launch.kind != "full" for row in range(len(visible))[launch.rows]]
+    once = [
+        row
+        for launch in layout.launches
+        if launch.kind != "full"
+        for row in range(len(visible))[launch.rows]
+    ]
     assert once == list(range(len(visible)))
     full = [launch.rows for launch in layout.launches if launch.kind == "full"]
     assert full == ([] if layout.merged is None else [layout.merged])
     assert layout.merged is None or (plan["two_part"] and layout.merged.stop == len(visible))
     for launch in layout.launches:
         assert launch.qo_indptr[0] == launch.kv_indptr[0] == 0
-        assert launch.qo_indptr.dtype == launch.kv_indptr.dtype == launch.last_page_len.dtype == torch.int32
+        assert (
+            launch.qo_indptr.dtype
+            == launch.kv_indptr.dtype
+            == launch.last_page_len.dtype
+            == torch.int32
+        )
         assert launch.request.dtype == launch.first_page.dtype == torch.int64
         assert (launch.limits is not None) == (launch.kind == "limited")
         assert launch.limits is None or launch.limits.dtype == torch.int32
@@ -166,18 +205,29 @@ def test_layout_is_well_formed(case: Case, plan: dict[str, Any]) -> None:
             assert len(rows) >= 1
             assert owner[rows].tolist() == [entry.request] * len(rows)
             assert min(entry.seen) >= 1
-            assert launch.kind == "full" or [first_key + seen for seen in entry.seen] == visible[rows].tolist()
+            assert (
+                launch.kind == "full"
+                or [first_key + seen for seen in entry.seen] == visible[rows].tolist()
+            )
             assert launch.kind == "full" or entry.seen[-1] == entry.num_keys
             assert launch.kind == "limited" or first_key == 0
-            cut = (int(visible[rows[0]]) - 1) // case.page_size * case.page_size  # the most that leaves each row a key
+            # the most that leaves each row a key
+            cut = (int(visible[rows[0]]) - 1) // case.page_size * case.page_size
             assert first_key == (cut if launch.kind == "limited" and plan["two_part"] else 0)
             assert launch.kind != "full" or entry.num_keys == cut >= 1
         assert covered == list(range(len(visible)))[launch.rows]
 
 
-@given(cases(head_dims=(1,), group_sizes=(1,), page_sizes=(1, 4, 16)), PLANS, st.sampled_from([1, 3, 8, 64]))
-def test_executed_pairs_equal_a_slow_count(case: Case, plan: dict[str, Any], tile_rows: int) -> None:
-    """Kernels take rows from the entry's first one on; a causal tile stops at what its last row would see."""
+@given(
+    cases(head_dims=(1,), group_sizes=(1,), page_sizes=(1, 4, 16)),
+    PLANS,
+    st.sampled_from([1, 3, 8, 64]),
+)
+def test_executed_pairs_equal_a_slow_count(
+    case: Case, plan: dict[str, Any], tile_rows: int
+) -> None:
+    """Kernels take rows from the entry's first one on;
+    a causal tile stops at what its last row would see."""
     layout = plan_sparse(case.requests, page_size=case.page_size, **plan)
     pairs = 0
     for launch in layout.launches:
@@ -201,18 +251,26 @@ def test_executed_pairs_equal_a_slow_count(case: Case, plan: dict[str, Any], til
 def test_work_is_bounded(
     kind: str, num_requests: int, num_queries: int, tile_rows: int, two_part: bool, seed: int
 ) -> None:
-    """At most 1.05 of what is needed, and per request two tiles over all its keys and 5 x tile_rows^2 pairs.
+    """At most 1.05 of what is needed, and per request two tiles over all its keys and 5 x
+    tile_rows^2 pairs.
 
-    - Tiles of `tile_rows`: all of a tile sees no more than each row of the next, so only the last one is not paid for by
-      needed pairs: one tile over all keys. Grown tiles add 2% at most; their padding is less than one tile's.
-    - Runs: less than a tile of padding rows over all runs of the request, or joining the tiles would have saved one. A
-      causal tile adds T(T - 1)/2 pairs. That is below 5% of what it needs from 9.5 T keys before it on, and at most 10 tiles
-      of a request have fewer.
+    - Tiles of `tile_rows`: all of a tile sees no more than each row of the next, so only the last
+      one is not paid for by needed pairs: one tile over all keys. Grown tiles add 2% at most; their
+      padding is less than one tile's.
+    - Runs: less than a tile of padding rows over all runs of the request, or joining the tiles
+      would have saved one. A causal tile adds T(T - 1)/2 pairs. That is below 5% of what it needs
+      from 9.5 T keys before it on, and at most 10 tiles of a request have fewer.
     """
     requests = make_large(kind, num_requests, num_queries, 8000, seed=seed)
     layout = plan_sparse(requests, tile_rows=tile_rows, two_part=two_part)
-    spare = sum(2 * tile_rows * int(request.visible()[-1]) + 5 * tile_rows**2 for request in requests)
-    assert layout.needed_pairs <= layout.executed_pairs(tile_rows) <= 1.05 * layout.needed_pairs + spare
+    spare = sum(
+        2 * tile_rows * int(request.visible()[-1]) + 5 * tile_rows**2 for request in requests
+    )
+    assert (
+        layout.needed_pairs
+        <= layout.executed_pairs(tile_rows)
+        <= 1.05 * layout.needed_pairs + spare
+    )
 
 
 @pytest.mark.parametrize("kind", ["scattered", "clustered"])
@@ -234,7 +292,8 @@ def test_scattered_rows_are_tiled_with_the_remainder_first() -> None:
 
 
 def test_two_parts_are_cut_at_the_last_page_that_a_whole_tile_sees() -> None:
-    """The first row keeps at least one key in "limited"; a tile that starts in the first page has no "full" entry."""
+    """The first row keeps at least one key in "limited";
+    a tile that starts in the first page has no "full" entry."""
     requests = [make_request([7, 9, 11, 13], 20, 4), make_request([2, 6, 8, 18], 20, 4)]
     layout = plan_sparse(requests, page_size=4, tile_rows=2, two_part=True)
     full, limited = layout.launches
@@ -303,8 +362,11 @@ def test_runs_fill_a_tile_at_least(tile_rows: int, kind: str) -> None:
     ],
     ids=["a query in a gap", "a key between queries", "queries after the keys"],
 )
-def test_run_ends_where_a_query_does_not_see_one_key_more(positions: list[int], kv_positions: list[int]) -> None:
-    """Causal entries are aligned at the end: a row that sees as many or two more would be a key off in all before it."""
+def test_run_ends_where_a_query_does_not_see_one_key_more(
+    positions: list[int], kv_positions: list[int]
+) -> None:
+    """Causal entries are aligned at the end:
+    a row that sees as many or two more would be a key off in all before it."""
     request = SparseRequest(torch.tensor(positions), torch.arange(8), 8, torch.tensor(kv_positions))
     layout = plan_sparse([request], tile_rows=4)
     assert [launch.kind for launch in layout.launches] == ["limited"]
@@ -313,7 +375,9 @@ def test_run_ends_where_a_query_does_not_see_one_key_more(positions: list[int], 
 def test_query_and_key_gaps_that_match_are_a_run() -> None:
     """What counts is the number of keys seen, not the positions."""
     positions = torch.tensor([2, 5, 6, 9])
-    layout = plan_sparse([SparseRequest(positions, torch.arange(5), 5, torch.tensor([0, 2, 5, 6, 9]))], tile_rows=4)
+    layout = plan_sparse(
+        [SparseRequest(positions, torch.arange(5), 5, torch.tensor([0, 2, 5, 6, 9]))], tile_rows=4
+    )
     assert [launch.kind for launch in layout.launches] == ["causal"]
 
 
@@ -326,7 +390,8 @@ def test_runs_do_not_reach_into_the_next_request() -> None:
 
 
 def test_tiles_grow_while_that_wastes_at_most_2_percent() -> None:
-    """Page indices are repeated by every tile. Neighbours at the end of long keys cost nothing; spread ones stay apart."""
+    """Page indices are repeated by every tile.
+    Neighbours at the end of long keys cost nothing; spread ones stay apart."""
     neighbours = make_request(range(10_000, 10_064, 2), 10_064)
     assert sizes(plan_sparse([neighbours], tile_rows=4).launches[0]) == [32]
     spread = make_request(range(0, 10_000, 200), 10_000)
@@ -335,22 +400,37 @@ def test_tiles_grow_while_that_wastes_at_most_2_percent() -> None:
     assert sizes(tiles)[-1] == 64, "64 of 4,000 rows waste 1.6%, 128 would 3.2%"
 
 
-@pytest.mark.parametrize(("max_indices", "size"), [(528, 2), (527, 4), (280, 4), (279, 8), (63, 32), (0, 32)])
+@pytest.mark.parametrize(
+    ("max_indices", "size"), [(528, 2), (527, 4), (280, 4), (279, 8), (63, 32), (0, 32)]
+)
 @pytest.mark.parametrize("run", [0, 4])
 def test_tiles_grow_until_page_indices_fit(max_indices: int, size: int, run: int) -> None:
-    """Memory for indices has an end; then more pairs are the lesser evil, but no more than it takes. Runs have some too."""
+    """Memory for indices has an end; then more pairs are the lesser evil,
+    but no more than it takes. Runs have some too."""
     requests = [make_request(range(0, 64, 2), 64), make_request(range(run), 64)]
     layout = plan_sparse(requests, tile_rows=2, max_indices=max_indices + run)
     assert sizes(layout.launches[-1])[-1] == size
 
 
-@given(cases(head_dims=(1,), group_sizes=(1,), page_sizes=(1, 4)), st.booleans(), st.integers(0, 400))
-def test_page_indices_stay_within_their_maximum(case: Case, two_part: bool, max_indices: int) -> None:
+@given(
+    cases(head_dims=(1,), group_sizes=(1,), page_sizes=(1, 4)), st.booleans(), st.integers(0, 400)
+)
+def test_page_indices_stay_within_their_maximum(
+    case: Case, two_part: bool, max_indices: int
+) -> None:
     """Unless one tile a request is still too much, or the runs take more than half."""
 
     def num_indices(limit: int) -> tuple[int, int]:
-        layout = plan_sparse(case.requests, page_size=case.page_size, tile_rows=2, two_part=two_part, max_indices=limit)
-        runs = sum(int(launch.kv_indptr[-1]) for launch in layout.launches if launch.kind == "causal")
+        layout = plan_sparse(
+            case.requests,
+            page_size=case.page_size,
+            tile_rows=2,
+            two_part=two_part,
+            max_indices=limit,
+        )
+        runs = sum(
+            int(launch.kv_indptr[-1]) for launch in layout.launches if launch.kind == "causal"
+        )
         return layout.num_indices(), runs
 
     (found, runs), (least, _) = num_indices(max_indices), num_indices(0)
@@ -359,7 +439,8 @@ def test_page_indices_stay_within_their_maximum(case: Case, two_part: bool, max_
 
 
 def test_runs_over_the_maximum_do_not_grow_the_tiles() -> None:
-    """Growing would not bring the indices down to it, only make tiles walk a quarter more keys than needed."""
+    """Growing would not bring the indices down to it, only make tiles walk a quarter more keys than
+    needed."""
     scattered = make_request(range(0, 64, 2), 64)
     alone = plan_sparse([scattered], tile_rows=2).launches[-1]
     many_runs = [make_request(range(60, 64), 64)] * 20
@@ -368,14 +449,21 @@ def test_runs_over_the_maximum_do_not_grow_the_tiles() -> None:
 
 
 @given(
-    cases(head_dims=(1,), group_sizes=(1,), page_sizes=(1, 4, 16)), PLANS, st.sampled_from([torch.int32, torch.int64])
+    cases(head_dims=(1,), group_sizes=(1,), page_sizes=(1, 4, 16)),
+    PLANS,
+    st.sampled_from([torch.int32, torch.int64]),
 )
-def test_page_indices_equal_a_slow_loop(case: Case, plan: dict[str, Any], dtype: torch.dtype) -> None:
+def test_page_indices_equal_a_slow_loop(
+    case: Case, plan: dict[str, Any], dtype: torch.dtype
+) -> None:
     pages, starts = all_pages(case.requests)
     for launch in plan_sparse(case.requests, page_size=case.page_size, **plan).launches:
         expected = []
         for e, request in enumerate(launch.request.tolist()):
-            first, count = int(launch.first_page[e]), int(launch.kv_indptr[e + 1] - launch.kv_indptr[e])
+            first, count = (
+                int(launch.first_page[e]),
+                int(launch.kv_indptr[e + 1] - launch.kv_indptr[e]),
+            )
             expected += case.requests[request].kv_pages[first : first + count].tolist()
         got = page_indices(launch, pages.to(dtype), starts)
         assert got.dtype == torch.int32
@@ -384,7 +472,10 @@ def test_page_indices_equal_a_slow_loop(case: Case, plan: dict[str, Any], dtype:
 
 def test_planning_and_indices_look_at_no_device_tensor() -> None:
     """Each look would wait for the device. Tensors on `meta` have nothing to look at."""
-    requests = [SparseRequest(torch.tensor([1, 2, 3, 30, 50]), torch.arange(4, device="meta"), 60) for _ in range(3)]
+    requests = [
+        SparseRequest(torch.tensor([1, 2, 3, 30, 50]), torch.arange(4, device="meta"), 60)
+        for _ in range(3)
+    ]
     layout = plan_sparse(requests, page_size=16, tile_rows=2, two_part=True)
     pages = torch.cat([request.kv_pages for request in requests])
     assert [launch.kind for launch in layout.launches] == ["causal", "full", "limited"]
@@ -394,9 +485,13 @@ def test_planning_and_indices_look_at_no_device_tensor() -> None:
         assert indices.shape == (int(launch.kv_indptr[-1]),)
 
 
-@pytest.mark.parametrize("requests", [[], [make_request([], 5)], [make_request([], 0), make_request([], 3)]])
+@pytest.mark.parametrize(
+    "requests", [[], [make_request([], 5)], [make_request([], 0), make_request([], 3)]]
+)
 @pytest.mark.parametrize("two_part", [False, True])
-def test_pass_without_queries_has_no_launches(requests: list[SparseRequest], two_part: bool) -> None:
+def test_pass_without_queries_has_no_launches(
+    requests: list[SparseRequest], two_part: bool
+) -> None:
     layout = plan_sparse(requests, two_part=two_part)
     assert (layout.launches, layout.order, layout.merged, layout.num_rows) == ((), None, None, 0)
     assert layout.needed_pairs == layout.executed_pairs(128) == layout.num_indices() == 0
@@ -410,14 +505,17 @@ def test_plan_refuses_pages_that_the_keys_do_not_fill() -> None:
 
 @pytest.mark.parametrize("with_gaps", [False, True])
 def test_planning_has_no_loop_over_queries_or_keys(with_gaps: bool) -> None:
-    """It runs once a pass on the scheduler's thread: 8 requests of 5,000 queries over 32k keys take 0.6 ms of CPU time, 1.7 ms
-    with gaps, on one slow core. Lines of Python are counted, which no machine's speed changes."""
+    """It runs once a pass on the scheduler's thread: 8 requests of 5,000 queries over 32k keys take
+    0.6 ms of CPU time, 1.7 ms with gaps, on one slow core. Lines of Python are counted, which no
+    machine's speed changes."""
 
     def num_lines(num_queries: int, num_keys: int) -> int:
         requests = make_large("scattered", 8, num_queries, num_keys)
         if with_gaps:
             keys = torch.arange(num_keys) + torch.arange(num_keys) // 100
-            requests = [SparseRequest(request.positions, keys, num_keys, keys) for request in requests]
+            requests = [
+                SparseRequest(request.positions, keys, num_keys, keys) for request in requests
+            ]
         return lines_run(lambda: plan_sparse(requests))
 
     assert num_lines(5000, 32768) == num_lines(500, 4096) < 1000

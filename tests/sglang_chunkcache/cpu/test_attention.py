@@ -18,10 +18,14 @@ from sglang_chunkcache.cpu.attention import UnpaddedAttention
 NUM_SLOTS, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 8
 
 
-def attend(cls: type, lens: list[tuple[int, int]], dtype: torch.dtype, **kwargs: Any) -> torch.Tensor:
+def attend(
+    cls: type, lens: list[tuple[int, int]], dtype: torch.dtype, **kwargs: Any
+) -> torch.Tensor:
     """Attention of sequences of (prefix, extend) tokens, each on a row of scattered slots."""
     rng = torch.Generator().manual_seed(1)
-    keys, values = (torch.randn(NUM_SLOTS, KV_HEADS, HEAD_DIM, generator=rng, dtype=dtype) for _ in range(2))
+    keys, values = (
+        torch.randn(NUM_SLOTS, KV_HEADS, HEAD_DIM, generator=rng, dtype=dtype) for _ in range(2)
+    )
     rows = torch.stack([torch.randperm(NUM_SLOTS, generator=rng) for _ in lens])
     num_queries = sum(extend for _, extend in lens)
     queries = torch.randn(num_queries, HEADS, HEAD_DIM, generator=rng, dtype=dtype)
@@ -42,11 +46,19 @@ def attend(cls: type, lens: list[tuple[int, int]], dtype: torch.dtype, **kwargs:
     return out
 
 
-@pytest.mark.parametrize("lens", [[(0, 7)], [(9, 1)], [(9, 5)], [(40, 13), (0, 3), (1, 1), (20, 20)]], ids=repr)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize(
+    "lens", [[(0, 7)], [(9, 1)], [(9, 5)], [(40, 13), (0, 3), (1, 1), (20, 20)]], ids=repr
+)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str
+)
 def test_equals_sglangs(lens: list[tuple[int, int]], dtype: torch.dtype, tolerance: float) -> None:
-    """After prefixes of any length, several sequences at once, grouped heads. One key too many is seen in the second digit."""
-    expected, got = attend(TorchNativeAttnBackend, lens, dtype), attend(UnpaddedAttention, lens, dtype)
+    """After prefixes of any length, several sequences at once, grouped heads.
+    One key too many is seen in the second digit."""
+    expected, got = (
+        attend(TorchNativeAttnBackend, lens, dtype),
+        attend(UnpaddedAttention, lens, dtype),
+    )
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
 
 
@@ -54,13 +66,17 @@ def test_blocks_of_queries_join_seamlessly(monkeypatch: pytest.MonkeyPatch) -> N
     """A mask that starts anew at each block would hide or show a key too many."""
     whole = attend(UnpaddedAttention, [(17, 23)], torch.float32)
     monkeypatch.setattr(cpu_backend, "BLOCK_ROWS", 5)
-    torch.testing.assert_close(attend(UnpaddedAttention, [(17, 23)], torch.float32), whole, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        attend(UnpaddedAttention, [(17, 23)], torch.float32), whole, atol=1e-5, rtol=0
+    )
 
 
 def test_anything_but_causal_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sliding windows and the like are not ours to rewrite."""
     called: list[Any] = []
-    monkeypatch.setattr(TorchNativeAttnBackend, "_run_sdpa_forward_extend", lambda *args, **kw: called.append(kw))
+    monkeypatch.setattr(
+        TorchNativeAttnBackend, "_run_sdpa_forward_extend", lambda *args, **kw: called.append(kw)
+    )
     attend(UnpaddedAttention, [(0, 3)], torch.float32, sliding_window_size=2)
     attend(UnpaddedAttention, [(0, 3)], torch.float32, causal=False)
     assert len(called) == 2
@@ -75,7 +91,9 @@ def test_registry_has_ours_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from sglang_chunkcache import hooks, plugin
 
-    monkeypatch.setattr(attention_registry, "ATTENTION_BACKENDS", dict(attention_registry.ATTENTION_BACKENDS))
+    monkeypatch.setattr(
+        attention_registry, "ATTENTION_BACKENDS", dict(attention_registry.ATTENTION_BACKENDS)
+    )
     monkeypatch.setattr(registry, "register_radix_cache_backend", lambda *args: None)
     monkeypatch.setattr(hooks, "register_hooks", lambda *args, **kwargs: None)
     plugin.register()

@@ -1,4 +1,5 @@
-"""A `retrieval.Retriever` without an index: finds the passages that hold a word of the query, in their order."""
+"""A `retrieval.Retriever` without an index:
+finds the passages that hold a word of the query, in their order."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class FakeRetriever:
                 raise self.fail[query]
             if query == "refuse me":
                 raise RetrievalError("this query cannot be had")
-        return SimpleNamespace(hits=[self._hits(query)[:k] for query in queries], ms={"encode": 2.0, "read": 1.0})
+        return SimpleNamespace(
+            hits=[self._hits(query)[:k] for query in queries], ms={"encode": 2.0, "read": 1.0}
+        )
 
     def refresh(self) -> bool:
         self.num_refreshes += 1

@@ -1,5 +1,5 @@
-"""A front without an engine, for its tests: one character is one token, `Rank` plays a scheduler that keeps every chunk chain
-it is sent.
+"""A front without an engine, for its tests: one character is one token, `Rank` plays a scheduler
+that keeps every chunk chain it is sent.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class CharTokenizer:
     def get_vocab(self) -> dict[str, int]:
         return {"a": ord("a")}
 
-    def encode(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
+    ) -> list[int]:
         return ([2] if add_special_tokens else []) + [ord(char) for char in text]
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
@@ -60,7 +62,9 @@ class Rank:
         self.log = EventLog(1000)
         self.held: set[ChainId] = set()
 
-    def serve(self, params: Any, input_ids: Sequence[int], report: Report | None = None) -> list[Any]:
+    def serve(
+        self, params: Any, input_ids: Sequence[int], report: Report | None = None
+    ) -> list[Any]:
         """Insert the request's first chunk area; the answer's entry."""
         spans = unpack(params, array("q", input_ids), secret=SECRET)
         assert spans is not None
@@ -71,12 +75,15 @@ class Rank:
             if chain not in self.held:
                 self.held.add(chain)
                 promoted = index < spans.promoted_len
-                self.log.append(Inserted(span.chunk, span.end - span.start, parent, spans.namespace, promoted))
+                self.log.append(
+                    Inserted(span.chunk, span.end - span.start, parent, spans.namespace, promoted)
+                )
             parent = chain
         return [encode(Answer(self.log.unread(), report)), None]
 
     def found(self, params: Any, input_ids: Sequence[int]) -> int:
-        """Prompt tokens up to the end of the leading chunks that it holds, of the first chunk area."""
+        """Prompt tokens up to the end of the leading chunks that it holds,
+        of the first chunk area."""
         spans = unpack(params, array("q", input_ids), secret=SECRET)
         assert spans is not None
         chain, end = root_chain(spans.namespace), 0
@@ -123,7 +130,9 @@ class Bench:
         options = {} if template is None else {"template": template}
         self.config = ChunkCacheConfig(secret=SECRET, **knobs)
         self.assembler = PromptAssembler(self.tokenizer, separator=";", **options)
-        self.books = Bookkeeper(self.config, num_ranks=num_ranks, prometheus=False, clock=lambda: self.now)
+        self.books = Bookkeeper(
+            self.config, num_ranks=num_ranks, prometheus=False, clock=lambda: self.now
+        )
         self.drafter = Drafter(self.config, self.assembler, context_len=context_len)
         self.planner = Planner(self.config, self.books, context_len=context_len)
         self.ranks = [Rank() for _ in range(num_ranks)]
@@ -140,12 +149,18 @@ class Bench:
         continues: bool = False,
         **options: Any,
     ) -> Planned:
-        """Plan a chat turn of conversation `to`. A user message may bring `chunks`; without any the passages are not said."""
+        """Plan a chat turn of conversation `to`.
+        A user message may bring `chunks`; without any the passages are not said."""
         if isinstance(messages, str):
             messages = [user(messages)]
         messages, prefill = begun_answer(messages) if continues else (messages, "")
-        earlier = {i: message["chunks"] for i, message in enumerate(messages) if "chunks" in message}
-        messages = [{name: each for name, each in message.items() if name != "chunks"} for message in messages]
+        earlier = {
+            i: message["chunks"] for i, message in enumerate(messages) if "chunks" in message
+        }
+        messages = [
+            {name: each for name, each in message.items() if name != "chunks"}
+            for message in messages
+        ]
         own = earlier.pop(turn_start(messages), passages or None)
         conversation = None
         if to:
@@ -171,7 +186,9 @@ class Bench:
 
     def parts(self, parts: Sequence[str | Sequence[Passage]], **options: Any) -> Asked:
         """Plan a prompt of parts and begin it."""
-        return self.begin(self.planner.plan(self.drafter.parts(parts, identity=ME, options=Options(**options))))
+        return self.begin(
+            self.planner.plan(self.drafter.parts(parts, identity=ME, options=Options(**options)))
+        )
 
     def begin(self, planned: Planned) -> Asked:
         request = Asked(planned)
@@ -183,7 +200,12 @@ class Bench:
         self._open.pop(id(request)).__exit__(None, None, None)
 
     def observe(
-        self, request: RagRequest, output: dict[str, Any], *, index: int = 0, incremental: bool = False
+        self,
+        request: RagRequest,
+        output: dict[str, Any],
+        *,
+        index: int = 0,
+        incremental: bool = False,
     ) -> None:
         self.books.observe(request, output, index=index, incremental=incremental)
 
@@ -199,10 +221,12 @@ class Bench:
         content: str | None = "",
         report: Report | None = None,
     ) -> Asked:
-        """The engine's whole answer; `content` "" means the text itself, `report` is the rank's of a fused request, `matched`
-        the stop string that has ended it."""
+        """The engine's whole answer; `content` "" means the text itself, `report` is the rank's of
+        a fused request, `matched` the stop string that has ended it."""
         rank = request.rank if by is None else by
-        ids = self.tokenizer.encode(text + self.end_text * (reason == "stop"), add_special_tokens=False)
+        ids = self.tokenizer.encode(
+            text + self.end_text * (reason == "stop"), add_special_tokens=False
+        )
         entry = self.ranks[rank].serve(request.custom_params, request.input_ids, report)
         self.observe(request, make_output(ids, cached, reason, rank, entry, matched=matched))
         self.end(request)
@@ -212,10 +236,17 @@ class Bench:
     def run(self, messages: Any, *passages: Passage, **options: Any) -> Asked:
         """Ask, find what the rank holds, and answer."""
         request = self.ask(messages, *passages, **options)
-        return self.reply(request, cached=self.ranks[request.rank].found(request.custom_params, request.input_ids))
+        return self.reply(
+            request, cached=self.ranks[request.rank].found(request.custom_params, request.input_ids)
+        )
 
     def turn(
-        self, messages: list[dict[str, str]], *passages: Passage, to: str = "c", text: str = "ok", **options: Any
+        self,
+        messages: list[dict[str, str]],
+        *passages: Passage,
+        to: str = "c",
+        text: str = "ok",
+        **options: Any,
     ) -> Asked:
         """Ask and answer; `messages` grows by the answer."""
         request = self.reply(self.ask(list(messages), *passages, to=to, **options), text)

@@ -1,4 +1,5 @@
-"""The audit in the front: what is asked of the engine, what the client sees of it, when a check is sent, and what follows."""
+"""The audit in the front: what is asked of the engine, what the client sees of it,
+when a check is sent, and what follows."""
 
 from __future__ import annotations
 
@@ -26,12 +27,25 @@ from tests.polling import DEADLINE_S
 from tests.sglang_chunkcache.front.front_bench import A, Asked, B, Bench
 
 FUSION = FusionRequest("query", 0.15)
-MOVED = Report(exact=2, relocated=5, recomputed=1, fused_hit=0, gap=0, sources=(), focused=None, fallbacks=(), ms={})
+MOVED = Report(
+    exact=2,
+    relocated=5,
+    recomputed=1,
+    fused_hit=0,
+    gap=0,
+    sources=(),
+    focused=None,
+    fallbacks=(),
+    ms={},
+)
 
 
 def row(best: int, length: int = 5) -> list[tuple[float, int, None]]:
-    """Nearly sure of one token, as SGLang lists it. A shorter list is the beginning of a longer one."""
-    return [(math.log(0.9 if i == 0 else 0.09 * 0.1 ** (i - 1)), best + i, None) for i in range(length)]
+    """Nearly sure of one token, as SGLang lists it.
+    A shorter list is the beginning of a longer one."""
+    return [
+        (math.log(0.9 if i == 0 else 0.09 * 0.1 ** (i - 1)), best + i, None) for i in range(length)
+    ]
 
 
 class Ranks:
@@ -54,11 +68,14 @@ class Ranks:
             raise self.answer
         ids = check.input_ids[check.prompt_len :]
         rows = [row(token if self.agrees else token + 100, top) for token in ids]
-        return self.answer or {"meta_info": {"finish_reason": {"type": "length"}, "input_top_logprobs": [None, *rows]}}
+        return self.answer or {
+            "meta_info": {"finish_reason": {"type": "length"}, "input_top_logprobs": [None, *rows]}
+        }
 
 
 class Bed:
-    """A front whose auditor asks `Ranks`. Every request is drawn; `FUSION` is what the server does."""
+    """A front whose auditor asks `Ranks`.
+    Every request is drawn; `FUSION` is what the server does."""
 
     def __init__(self, *, agrees: bool = True, share: float = 1.0, **knobs: Any) -> None:
         self.bench = Bench(reuse="fused", selector="query", audit_share=share, **knobs)
@@ -106,14 +123,19 @@ class Bed:
 def make_obj(params: Mapping[str, Any] | None = None, **fields: Any) -> Any:
     """What of SGLang's request is read and set."""
     defaults = {"return_logprob": False, "top_logprobs_num": 0, "return_text_in_logprobs": True}
-    return SimpleNamespace(sampling_params=dict(params or {}), custom_logit_processor=None, **{**defaults, **fields})
+    return SimpleNamespace(
+        sampling_params=dict(params or {}), custom_logit_processor=None, **{**defaults, **fields}
+    )
 
 
 # What the engine is asked, and what the client sees
 
 
-def outputs(num_tokens: int, *, top: int, incremental: bool, prompt: bool = False) -> list[dict[str, Any]]:
-    """The `meta_info` of a stream's outputs for a request that returns logprobs, with so many best tokens a position."""
+def outputs(
+    num_tokens: int, *, top: int, incremental: bool, prompt: bool = False
+) -> list[dict[str, Any]]:
+    """The `meta_info` of a stream's outputs for a request that returns logprobs,
+    with so many best tokens a position."""
     rows = [row(token, top) for token in range(num_tokens)]
     tokens = [row(token)[0] for token in range(num_tokens)]
     found = []
@@ -122,7 +144,10 @@ def outputs(num_tokens: int, *, top: int, incremental: bool, prompt: bool = Fals
         meta = {"id": "r", "output_token_logprobs": tokens[part], "output_token_logprobs_length": n}
         meta["input_token_logprobs"] = []
         if top:
-            meta |= {"output_top_logprobs": rows[part], "input_top_logprobs": [None, row(7, top)] if prompt else []}
+            meta |= {
+                "output_top_logprobs": rows[part],
+                "input_top_logprobs": [None, row(7, top)] if prompt else [],
+            }
         found.append(meta)
     return found
 
@@ -130,7 +155,8 @@ def outputs(num_tokens: int, *, top: int, incremental: bool, prompt: bool = Fals
 @pytest.mark.parametrize("incremental", [True, False])
 @pytest.mark.parametrize("asked", [None, 0, 1, 3, 5, 9])
 def test_client_sees_what_it_asked_for(asked: int | None, incremental: bool) -> None:
-    """To the letter what it would have got without the audit, and the audit gets five tokens a position or more."""
+    """To the letter what it would have got without the audit,
+    and the audit gets five tokens a position or more."""
     obj = make_obj(return_logprob=asked is not None, top_logprobs_num=asked)
     listener = Listener.on(obj, 1.0)
     assert (obj.return_logprob, obj.return_text_in_logprobs) == (True, asked is not None)
@@ -190,8 +216,16 @@ def test_probabilities_that_no_prefill_has_are_not_compared(
 
 
 def test_neutral_parameters_are_compared() -> None:
-    """The values that change nothing, written out; a parameter that the server adds counts like the client's."""
-    neutral = {"n": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 50, "logit_bias": {}, "regex": None}
+    """The values that change nothing, written out;
+    a parameter that the server adds counts like the client's."""
+    neutral = {
+        "n": 1,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 50,
+        "logit_bias": {},
+        "regex": None,
+    }
     neutral |= {"frequency_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0}
     bed = Bed()
     assert bed.auditor.listen(bed.ask(), make_obj(neutral)) is not None
@@ -199,7 +233,13 @@ def test_neutral_parameters_are_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"), [({}, 1.0), ({"temperature": 0}, 1.0), ({"temperature": 1e-7}, 1.0), ({"temperature": 0.6}, 0.6)]
+    ("given", "told"),
+    [
+        ({}, 1.0),
+        ({"temperature": 0}, 1.0),
+        ({"temperature": 1e-7}, 1.0),
+        ({"temperature": 0.6}, 0.6),
+    ],
 )
 def test_temperature_of_the_answers_logprobs(given: dict[str, Any], told: float) -> None:
     """SGLang takes the best token below 1e-6, and tells its logprobs at 1."""
@@ -222,7 +262,8 @@ def test_undrawn_and_exact_requests_are_left_alone() -> None:
 
 
 def test_answer_is_compared() -> None:
-    """The check has prompt and answer, and where the answer begins; the figures are by selector, ratio and tenant."""
+    """The check has prompt and answer, and where the answer begins;
+    the figures are by selector, ratio and tenant."""
     bed = Bed()
     asked = bed.serve("ok")
     (check,) = bed.ranks.checks
@@ -251,7 +292,9 @@ def test_answer_says_that_it_was_sampled_and_no_more() -> None:
     assert reuse["sampled"] is True
     assert not {"agreement", "kl"} & reuse.keys()
     assert (
-        bed.serve(report=Report(**{**as_dict(MOVED), "relocated": 0, "recomputed": 0})).answer()["reuse"]["sampled"]
+        bed.serve(report=Report(**{**as_dict(MOVED), "relocated": 0, "recomputed": 0})).answer()[
+            "reuse"
+        ]["sampled"]
         is False
     )
 
@@ -404,7 +447,9 @@ def test_waiting_checks_are_bounded() -> None:
     ],
     ids=["refused", "aborted", "without rows"],
 )
-def test_failed_check_is_counted_and_the_next_one_sent(answer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_check_is_counted_and_the_next_one_sent(
+    answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """It harms nobody; the log has the first."""
     bed = Bed()
     bed.ranks.answer = answer
@@ -424,24 +469,41 @@ def test_tallies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     bed = Bed()
     for number in range(10):
         bed.serve(fusion=FusionRequest("query", 0.15 + number / 100))
-    assert [(one["ratio"], one["samples"]) for one in bed.figures[:3]] == [(0.15, 1), (0.16, 1), (0.17, 1)]
-    assert [(one["tenant"], one["ratio"], one["samples"]) for one in bed.figures[3:]] == [("others", None, 7)]
+    assert [(one["ratio"], one["samples"]) for one in bed.figures[:3]] == [
+        (0.15, 1),
+        (0.16, 1),
+        (0.17, 1),
+    ]
+    assert [(one["tenant"], one["ratio"], one["samples"]) for one in bed.figures[3:]] == [
+        ("others", None, 7)
+    ]
 
 
 def test_figures_are_of_what_chose_and_the_state_of_what_was_asked_for() -> None:
-    """Where the question's selector does not pay: its requests are answered badly, whoever is to blame."""
+    """Where the question's selector does not pay:
+    its requests are answered badly, whoever is to blame."""
     bed = Bed(agrees=False)
     for _ in range(5):
         bed.serve(report=Report(**{**as_dict(MOVED), "selector": "first"}))
-    assert [(one["selector"], one["samples"], one["below_target"]) for one in bed.figures] == [("first", 5, 5)]
+    assert [(one["selector"], one["samples"], one["below_target"]) for one in bed.figures] == [
+        ("first", 5, 5)
+    ]
     terms = bed.auditor.stats()["terms"]
-    assert (terms["server"]["selector"], terms["server"]["state"], terms["own"]) == (FUSION.selector, "paused", [])
+    assert (terms["server"]["selector"], terms["server"]["state"], terms["own"]) == (
+        FUSION.selector,
+        "paused",
+        [],
+    )
 
 
 def test_ratios_of_figures() -> None:
     """A quality is no ratio, and what recomputes nothing has none."""
     bed = Bed()
-    for fusion in (FUSION, FusionRequest("critical", 0.15, quality=0.9), FusionRequest("none", 0.15)):
+    for fusion in (
+        FUSION,
+        FusionRequest("critical", 0.15, quality=0.9),
+        FusionRequest("none", 0.15),
+    ):
         bed.serve(fusion=fusion)
     assert [one["ratio"] for one in bed.figures] == [0.15, "auto", None]
 
@@ -450,36 +512,49 @@ def test_ratios_of_figures() -> None:
 
 
 def test_broken_terms_of_the_server_are_paused_loudly(caplog: pytest.LogCaptureFixture) -> None:
-    """Its answers disagree: the fifth pauses, which the log says as an error, and each later answer as a fallback. No ratio is
-    changed."""
+    """Its answers disagree: the fifth pauses, which the log says as an error, and each later answer
+    as a fallback. No ratio is changed."""
     bed = Bed(agrees=False)
     with caplog.at_level(logging.WARNING):
         shown = [bed.serve().answer() for _ in range(6)]
     assert [one["reuse"] and one["reuse"]["ratio"] for one in shown] == [0.15] * 5 + [None]
     assert [one["fallbacks"] for one in shown] == [[]] * 5 + [["audit_paused", "evicted"]]
     (pause,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    wanted = "selector query at ratio 0.15 (the server's terms) is paused (was asked): of 5 audited answers 5 agree"
+    wanted = (
+        "selector query at ratio 0.15 (the server's terms) is paused (was asked): of 5 audited"
+        " answers 5 agree"
+    )
     assert wanted in pause.getMessage()
     assert bed.bench.books.metrics.totals()["fallbacks"] == {"audit_paused": 1, "evicted": 1}
-    assert [(one["ratio"], one["samples"], one["below_target"]) for one in bed.figures] == [(0.15, 5, 5)]
+    assert [(one["ratio"], one["samples"], one["below_target"]) for one in bed.figures] == [
+        (0.15, 5, 5)
+    ]
 
 
 def test_broken_terms_of_a_tenants_own_are_no_error(caplog: pytest.LogCaptureFixture) -> None:
-    """Who tries ratio 0 is served exactly, and told so; the others are not, and the log only mentions it."""
+    """Who tries ratio 0 is served exactly, and told so;
+    the others are not, and the log only mentions it."""
     bed, tried = Bed(agrees=False), FusionRequest("query", 0.0)
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
             bed.serve(fusion=tried)
     (pause,) = caplog.records
     assert pause.levelno == logging.WARNING
-    assert f"selector query at ratio 0.0 (terms of tenant {Identity('me').tenant}) is paused" in pause.getMessage()
+    assert (
+        f"selector query at ratio 0.0 (terms of tenant {Identity('me').tenant}) is paused"
+        in pause.getMessage()
+    )
     assert bed.serve(fusion=tried).answer()["fallbacks"] == ["audit_paused", "evicted"]
     assert bed.serve().answer()["fallbacks"] == []
-    assert bed.bench.plan("q", A, B, fusion=tried, who=Identity("me", cache_salt="other")).fallbacks == ()
+    assert (
+        bed.bench.plan("q", A, B, fusion=tried, who=Identity("me", cache_salt="other")).fallbacks
+        == ()
+    )
 
 
 def test_paused_terms_are_tried_again_and_return() -> None:
-    """After so many requests a tenth is moved and audited; when these agree, all are moved again."""
+    """After so many requests a tenth is moved and audited;
+    when these agree, all are moved again."""
     bed = Bed(agrees=False, audit_pause=4)
     for _ in range(5):
         bed.serve()

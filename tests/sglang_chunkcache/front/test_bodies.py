@@ -27,7 +27,9 @@ FUSED = ChunkCacheConfig(reuse="fused")
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"reuse": None}, {"reuse": "exact"}, {"reuse": {"mode": "exact", "ratio": 1}}], ids=str
+    "body",
+    [{}, {"reuse": None}, {"reuse": "exact"}, {"reuse": {"mode": "exact", "ratio": 1}}],
+    ids=str,
 )
 @pytest.mark.parametrize("config", [FUSED, ChunkCacheConfig()], ids=["fused", "exact"])
 def test_exact_reuse(body: dict[str, Any], config: ChunkCacheConfig) -> None:
@@ -39,7 +41,9 @@ def test_exact_reuse(body: dict[str, Any], config: ChunkCacheConfig) -> None:
 def test_fused_reuse_with_defaults(reuse: Any) -> None:
     """The short form is the object with the mode alone."""
     fields = parse(RagFields, {"reuse": reuse})
-    assert fields.fusion_request(FUSED) == FusionRequest("critical", 0.15, "", depth=None, layer=None)
+    assert fields.fusion_request(FUSED) == FusionRequest(
+        "critical", 0.15, "", depth=None, layer=None
+    )
     with pytest.raises(RequestError, match="--reuse fused"):
         fields.fusion_request(ChunkCacheConfig())
 
@@ -66,7 +70,9 @@ def test_every_selector_is_accepted(selector: str) -> None:
         ({"selector": "critical", "layers": "last"}, None, 0),
     ],
 )
-def test_layers_are_numbers_or_names(wish: dict[str, Any], depth: int | None, layer: int | None) -> None:
+def test_layers_are_numbers_or_names(
+    wish: dict[str, Any], depth: int | None, layer: int | None
+) -> None:
     """None: the calibrated one."""
     asked = parse(RagFields, {"reuse": {"mode": "fused", **wish}}).fusion_request(FUSED)
     assert asked is not None
@@ -158,8 +164,14 @@ def test_bad_reuse_names_the_field(reuse: Any, field: str) -> None:
         ({"chunk": {"text": None}}, "chunk.text"),
         ({"chunk": {"text": "x"}, "neighbors": {}}, "neighbors"),
         ({"chunk": {"text": "x"}, "neighbors": [{"id": "a"}]}, "neighbors.0.text"),
-        ({"chunk": {"text": "x"}, "messages": [{"role": "user", "content": "x"}]}, "messages.0.role"),
-        ({"chunk": {"text": "x"}, "messages": [{"role": "system", "content": [{}]}]}, "messages.0.content"),
+        (
+            {"chunk": {"text": "x"}, "messages": [{"role": "user", "content": "x"}]},
+            "messages.0.role",
+        ),
+        (
+            {"chunk": {"text": "x"}, "messages": [{"role": "system", "content": [{}]}]},
+            "messages.0.content",
+        ),
         ({"chunk": {"text": "x"}, "extra_key": 5}, "extra_key"),
         ({"chunk": {"text": "x"}, "cache_salt": 5}, "cache_salt"),
         ({"chunk": {"text": "x"}, "top_n": 5}, "top_n"),
@@ -224,7 +236,9 @@ BAD_RETRIEVE: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("retrieve", "field"), BAD_RETRIEVE, ids=[str(case[0]) for case in BAD_RETRIEVE])
+@pytest.mark.parametrize(
+    ("retrieve", "field"), BAD_RETRIEVE, ids=[str(case[0]) for case in BAD_RETRIEVE]
+)
 def test_bad_retrieve_names_the_field(retrieve: Any, field: str) -> None:
     """In a chat under `retrieve`, in a body of its own without."""
     with pytest.raises(RequestError) as caught:
@@ -267,4 +281,7 @@ def test_long_names_are_cut_to_a_digest() -> None:
     assert [len(str(name)) for name in names] == [MAX_ID_CHARS] * 2
     assert names[0] != names[1]
     assert parse(ChunkIn, {"text": "x", "id": "u" * MAX_ID_CHARS}).id == "u" * MAX_ID_CHARS
-    assert len(str(parse(RagFields, {"conversation_id": "c" * 10_000}).conversation_id)) == MAX_ID_CHARS
+    assert (
+        len(str(parse(RagFields, {"conversation_id": "c" * 10_000}).conversation_id))
+        == MAX_ID_CHARS
+    )

@@ -1,4 +1,5 @@
-"""What requests add to the front's state, what answers teach, and that all that was taken is given back."""
+"""What requests add to the front's state, what answers teach,
+and that all that was taken is given back."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from sglang_chunkcache.wire.events import Acknowledgement
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Fallback
 from sglang_chunkcache.wire.spans import MARK_KEY
-from tests.sglang_chunkcache.front.front_bench import SECRET, A, Asked, B, Bench, make_output, told, user
+from tests.sglang_chunkcache.front.front_bench import (
+    SECRET,
+    A,
+    Asked,
+    B,
+    Bench,
+    make_output,
+    told,
+    user,
+)
 
 
 def test_fates_sum_to_the_prompt() -> None:
@@ -24,7 +34,11 @@ def test_fates_sum_to_the_prompt() -> None:
     request = bench.ask("q", A, B)
     answer = bench.reply(request, cached=request.spans[0].end + 2).answer()
     assert sum(answer["fates"].values()) == len(request.input_ids)
-    assert (answer["fates"]["exact"], answer["chunks_hit"], answer["dp_rank"]) == (request.spans[0].end + 2, 1, 0)
+    assert (answer["fates"]["exact"], answer["chunks_hit"], answer["dp_rank"]) == (
+        request.spans[0].end + 2,
+        1,
+        0,
+    )
 
 
 def test_fates_never_exceed_the_prompt() -> None:
@@ -48,17 +62,22 @@ def test_observe_takes_our_entry_out() -> None:
     """Nothing of the mirror's traffic reaches a client."""
     bench = Bench()
     request = bench.ask("q", A)
-    output = make_output([65], 0, None, 0, bench.ranks[0].serve(request.custom_params, request.input_ids))
+    output = make_output(
+        [65], 0, None, 0, bench.ranks[0].serve(request.custom_params, request.input_ids)
+    )
     bench.observe(request, output)
     assert ANSWER_KEY not in output["meta_info"]
 
 
 def test_observe_incremental_output_adds_up() -> None:
-    """SGLang sends either everything so far or only what is new; the other choices of n > 1 are not the conversation's."""
+    """SGLang sends either everything so far or only what is new;
+    the other choices of n > 1 are not the conversation's."""
     bench = Bench()
     request = bench.ask("q", A)
     for ids, index in (([65], 0), ([70], 1), ([66, 67], 0)):
-        bench.observe(request, make_output(ids, 0, None, 0, None, index), index=index, incremental=True)
+        bench.observe(
+            request, make_output(ids, 0, None, 0, None, index), index=index, incremental=True
+        )
     assert request.output_ids == [65, 66, 67]
 
 
@@ -73,7 +92,11 @@ def test_custom_params_carry_mark_and_acknowledgement() -> None:
 def test_promotion_counts_the_current_request() -> None:
     """CRAFT: after counting, the leading run at the threshold is promoted."""
     bench = Bench(promotion_threshold=2)
-    requests = [bench.reply(bench.ask("1", A)), bench.reply(bench.ask("2", A, B)), bench.reply(bench.ask("3", A, B))]
+    requests = [
+        bench.reply(bench.ask("1", A)),
+        bench.reply(bench.ask("2", A, B)),
+        bench.reply(bench.ask("3", A, B)),
+    ]
     assert [told(request).promoted_len for request in requests] == [0, 1, 2]
 
 
@@ -95,7 +118,8 @@ def test_repeated_answer_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_answer_that_cannot_be_read_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """Front and rank of two versions: the mirror stays as it was, what SGLang found cached is exact."""
+    """Front and rank of two versions: the mirror stays as it was,
+    what SGLang found cached is exact."""
     bench = Bench()
     request = bench.ask("q", A)
     with caplog.at_level(logging.WARNING):
@@ -115,7 +139,9 @@ def test_finished_request_gives_plan_and_load_back(reason: str) -> None:
     assert bench.books.metrics.totals()["requests"] == {outcome: 1}
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyError, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "error", [ValueError, KeyError, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt]
+)
 def test_any_way_out_gives_plan_and_load_back(error: type[BaseException]) -> None:
     """Leaving the block is enough, and it hides no error."""
     bench = Bench()
@@ -140,7 +166,9 @@ def test_abandoned_request_gives_plan_and_load_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "passages", [[A, Passage("big", "x" * 300)], [Passage(str(i), str(i) * 50) for i in range(5)]], ids=len
+    "passages",
+    [[A, Passage("big", "x" * 300)], [Passage(str(i), str(i) * 50) for i in range(5)]],
+    ids=len,
 )
 def test_refused_request_leaves_nothing(passages: list[Passage]) -> None:
     """A 400 must not count as load for ever."""

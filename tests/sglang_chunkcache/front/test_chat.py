@@ -1,4 +1,5 @@
-"""SGLang's chat serving with a planned request: which outcome is counted, and what of the stream is read."""
+"""SGLang's chat serving with a planned request:
+which outcome is counted, and what of the stream is read."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
 from sglang_chunkcache.errors import RequestError
-from sglang_chunkcache.front.chat import DONE, PROBLEMS, RagServingChat, _chunk, _delta, _report_cached
+from sglang_chunkcache.front.chat import (
+    DONE,
+    PROBLEMS,
+    RagServingChat,
+    _chunk,
+    _delta,
+    _report_cached,
+)
 from sglang_chunkcache.front.engine import Engine, hand_over
 from tests.sglang_chunkcache.front.front_bench import A, Asked, Bench, make_output
 
@@ -36,7 +44,9 @@ def make_chat(bench: Bench, respond: Any) -> RagServingChat:
     return chat
 
 
-@pytest.mark.parametrize(("status", "outcome"), [(400, "refused"), (422, "refused"), (500, "aborted")])
+@pytest.mark.parametrize(
+    ("status", "outcome"), [(400, "refused"), (422, "refused"), (500, "aborted")]
+)
 def test_request_that_never_reaches_the_engine_is_counted(status: int, outcome: str) -> None:
     """SGLang refuses while it converts the body: nothing was taken, so nothing is left."""
     bench = Bench()
@@ -52,18 +62,28 @@ def test_request_that_never_reaches_the_engine_is_counted(status: int, outcome: 
 @pytest.mark.parametrize(
     ("complaint", "sent", "field"),
     [
-        ("max_completion_tokens is too large: 9.This model supports at most 5.", "max_tokens", "max_tokens"),
+        (
+            "max_completion_tokens is too large: 9.This model supports at most 5.",
+            "max_tokens",
+            "max_tokens",
+        ),
         (
             "max_completion_tokens is too large: 9.This model supports at most 5.",
             "max_completion_tokens",
             "max_completion_tokens",
         ),
-        ("return_sampling_mask requires return_meta_info=true.", "return_sampling_mask", "return_sampling_mask"),
+        (
+            "return_sampling_mask requires return_meta_info=true.",
+            "return_sampling_mask",
+            "return_sampling_mask",
+        ),
         ("Tool 0 function has invalid 'parameters' schema: template", "n", "tools"),
         ("Messages cannot be empty.", "n", "messages"),
     ],
 )
-def test_complaint_of_sglangs_is_behind_the_field_that_was_sent(complaint: str, sent: str, field: str) -> None:
+def test_complaint_of_sglangs_is_behind_the_field_that_was_sent(
+    complaint: str, sent: str, field: str
+) -> None:
     chat = make_chat(Bench(), None)
     chat._validate_request = lambda request: complaint
     body = {"messages": [{"role": "user", "content": "x"}], "model": "m", sent: 1}
@@ -75,13 +95,16 @@ def test_complaints_are_sglangs() -> None:
     """The words by which they are told apart."""
     source = inspect.getsource(OpenAIServingChat._validate_request)
     assert all(
-        f'"{word}' in source or f'"Request-supplied chat_{word}' in source for word in PROBLEMS if word != "tool"
+        f'"{word}' in source or f'"Request-supplied chat_{word}' in source
+        for word in PROBLEMS
+        if word != "tool"
     )
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 2])
 def test_stream_left_early_is_released(num_events: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client may leave before the first event, between two, or stay; SGLang closes nothing by itself."""
+    """A client may leave before the first event, between two, or stay;
+    SGLang closes nothing by itself."""
     bench = Bench()
     rag = Asked(bench.plan("q", A))
 
@@ -92,7 +115,9 @@ def test_stream_left_early_is_released(num_events: int, monkeypatch: pytest.Monk
             for ids in ([65], [65, 66], [65, 66, 67]):
                 yield make_output(ids, 0, None, 0, None)
 
-    async def stream(self: Any, adapted_request: Any, request: Any, raw_request: Any) -> AsyncIterator[str]:
+    async def stream(
+        self: Any, adapted_request: Any, request: Any, raw_request: Any
+    ) -> AsyncIterator[str]:
         async for output in self.tokenizer_manager.generate_request(adapted_request, raw_request):
             yield f"data: {len(output['output_ids'])}"
 
@@ -109,7 +134,8 @@ def test_stream_left_early_is_released(num_events: int, monkeypatch: pytest.Monk
             await anext(events)
         assert bench.is_idle() is (num_events == 0)
         del events
-        for _ in range(10):  # Python closes the generators that nothing refers to, one turn of the loop each
+        # Python closes the generators that nothing refers to, one turn of the loop each
+        for _ in range(10):
             await asyncio.sleep(0)
         assert bench.is_idle()
 
@@ -138,12 +164,20 @@ def test_delta_is_the_first_choices(event: str, expected: dict[str, Any]) -> Non
 
 def said(text: str, index: int = 0) -> dict[str, Any]:
     """A chunk with text, as SGLang makes it."""
-    return {"id": "x", "created": 1, "choices": [{"index": index, "delta": {"content": text}, "finish_reason": None}]}
+    return {
+        "id": "x",
+        "created": 1,
+        "choices": [{"index": index, "delta": {"content": text}, "finish_reason": None}],
+    }
 
 
 def ended(index: int = 0, reason: str = "stop") -> dict[str, Any]:
     """A chunk with a finish reason."""
-    return {"id": "x", "created": 1, "choices": [{"index": index, "delta": {}, "finish_reason": reason}]}
+    return {
+        "id": "x",
+        "created": 1,
+        "choices": [{"index": index, "delta": {}, "finish_reason": reason}],
+    }
 
 
 HIDDEN = {
@@ -151,14 +185,23 @@ HIDDEN = {
     "created": 1,
     "choices": [{"index": 0, "delta": {"hidden_states": [[0.5]]}, "finish_reason": None}],
 }
-USAGE = {"id": "x", "created": 1, "choices": [], "usage": {"prompt_tokens": 9, "prompt_tokens_details": None}}
+USAGE = {
+    "id": "x",
+    "created": 1,
+    "choices": [],
+    "usage": {"prompt_tokens": 9, "prompt_tokens_details": None},
+}
 ERROR = {"error": {"message": "aborted"}}
 
 
-def streamed(monkeypatch: pytest.MonkeyPatch, chunks: list[Any], rag: Any, bench: Bench) -> list[Any]:
+def streamed(
+    monkeypatch: pytest.MonkeyPatch, chunks: list[Any], rag: Any, bench: Bench
+) -> list[Any]:
     """What a client gets of SGLang's events."""
 
-    async def stream(self: Any, adapted_request: Any, request: Any, raw_request: Any) -> AsyncIterator[str]:
+    async def stream(
+        self: Any, adapted_request: Any, request: Any, raw_request: Any
+    ) -> AsyncIterator[str]:
         for chunk in chunks:
             yield chunk if isinstance(chunk, str) else f"data: {json.dumps(chunk)}\n\n"
         yield DONE
@@ -188,22 +231,37 @@ def streamed(monkeypatch: pytest.MonkeyPatch, chunks: list[Any], rag: Any, bench
         ([said("a"), ERROR], None),
         ([said("a"), ERROR, ended(1)], 2),
     ],
-    ids=["plain", "usage", "n=2", "hidden states", "aborted", "named event", "error", "error of one of two"],
+    ids=[
+        "plain",
+        "usage",
+        "n=2",
+        "hidden states",
+        "aborted",
+        "named event",
+        "error",
+        "error of one of two",
+    ],
 )
 def test_chunkcache_is_in_the_last_event_with_choices(
     monkeypatch: pytest.MonkeyPatch, events: list[Any], place: int | None
 ) -> None:
-    """No event is added, none loses its place: a loop written for OpenAI reads all of them, and usage stays last."""
+    """No event is added, none loses its place:
+    a loop written for OpenAI reads all of them, and usage stays last."""
     bench = Bench()
     rag = bench.reply(bench.ask("q", A), cached=3)
     got = streamed(monkeypatch, events, rag, bench)
     assert len(got) == len(events)
-    assert [i for i, event in enumerate(got) if "chunkcache" in event] == ([] if place is None else [place])
+    assert [i for i, event in enumerate(got) if "chunkcache" in event] == (
+        [] if place is None else [place]
+    )
     for event, sent in zip(got, events, strict=True):
         if isinstance(sent, dict) and "usage" not in sent:
             assert {name: event[name] for name in sent} == sent
         elif isinstance(sent, dict):
-            assert event["usage"] == {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 3}}
+            assert event["usage"] == {
+                "prompt_tokens": 9,
+                "prompt_tokens_details": {"cached_tokens": 3},
+            }
     if place is not None:
         assert got[place]["chunkcache"]["order"] == ["a"]
 
@@ -213,7 +271,9 @@ def test_text_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     rag = bench.reply(bench.ask("q", A))
 
-    async def stream(self: Any, adapted_request: Any, request: Any, raw_request: Any) -> AsyncIterator[str]:
+    async def stream(
+        self: Any, adapted_request: Any, request: Any, raw_request: Any
+    ) -> AsyncIterator[str]:
         yield f"data: {json.dumps(said('a'))}\n\n"
         pytest.fail("asked for more before the text was handed on")
 
@@ -240,7 +300,8 @@ def test_text_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["moved KV", "nothing", "not known"],
 )
 def test_cached_tokens_are_those_not_computed(known: Any, details: Any) -> None:
-    """In place or moved; what was moved and computed anew was computed. With n > 1 nothing is known."""
+    """In place or moved; what was moved and computed anew was computed.
+    With n > 1 nothing is known."""
     bench = Bench()
     rag = bench.ask("q", A)
     rag.known = known

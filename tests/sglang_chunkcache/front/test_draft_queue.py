@@ -29,14 +29,19 @@ def test_short_ones_are_made_at_once_and_long_ones_in_a_thread() -> None:
 
     async def ask() -> list[str]:
         queue = DraftQueue()
-        return [await queue.run(on_which_thread, num_chars=n, is_gone=stays) for n in (SHORT_CHARS, LONG)]
+        return [
+            await queue.run(on_which_thread, num_chars=n, is_gone=stays)
+            for n in (SHORT_CHARS, LONG)
+        ]
 
     short, long = asyncio.run(ask())
     assert short == threading.current_thread().name
     assert long != short
 
 
-def held(order: list[int], number: int, release: threading.Event) -> Callable[[threading.Event], int]:
+def held(
+    order: list[int], number: int, release: threading.Event
+) -> Callable[[threading.Event], int]:
     def make(is_over: threading.Event) -> int:
         release.wait()
         order.append(number)
@@ -53,7 +58,9 @@ def test_shortest_goes_first_and_short_ones_wait_for_nobody() -> None:
     async def ask() -> None:
         queue = DraftQueue()
         tasks = [
-            asyncio.ensure_future(queue.run(held(order, n, release), num_chars=LONG + n, is_gone=stays))
+            asyncio.ensure_future(
+                queue.run(held(order, n, release), num_chars=LONG + n, is_gone=stays)
+            )
             for n in (5, 3, 1, 2)
         ]
         await asyncio.sleep(0.01)  # the first is being made
@@ -78,7 +85,8 @@ def test_too_many_are_refused() -> None:
         await asyncio.sleep(0.01)
         release.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert sum(isinstance(result, BusyError) for result in results) in (1, 2)  # one may have been taken already
+        # one may have been taken already
+        assert sum(isinstance(result, BusyError) for result in results) in (1, 2)
 
     asyncio.run(ask())
 

@@ -1,5 +1,5 @@
-"""What `/ready` says, and after SIGTERM: what is answered, what is refused, and when the rest is aborted; on a manager that is a
-few fields, by real signals.
+"""What `/ready` says, and after SIGTERM: what is answered, what is refused, and when the rest is
+aborted; on a manager that is a few fields, by real signals.
 
 launch/test.sh tests/sglang_chunkcache/front/test_drain.py
 """
@@ -40,7 +40,9 @@ class FakeManager:
 
     def auto_create_handle_loop(self) -> None:
         """Sets a handler, as SGLang does."""
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: pytest.fail("SGLang's handler"))
+        asyncio.get_running_loop().add_signal_handler(
+            signal.SIGTERM, lambda: pytest.fail("SGLang's handler")
+        )
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         self.aborts.append(abort_all)
@@ -58,7 +60,9 @@ async def ok(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"{}"})
 
 
-def make_drain(manager: FakeManager, behind: Any = ok, *, lame_duck_s: float = 0, limit_s: float = FOREVER) -> Drain:
+def make_drain(
+    manager: FakeManager, behind: Any = ok, *, lame_duck_s: float = 0, limit_s: float = FOREVER
+) -> Drain:
     """Of a server that has started."""
     ready = Readiness(lambda: manager)
     ready.is_started = True
@@ -137,8 +141,9 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_what_is_answered_after_the_signal(
     method: str, path: str, in_lame_duck: int, later: int, lame_duck_s: float
 ) -> None:
-    """A balancer needs seconds to notice; what it sends until then is served. Later new work is refused, on every endpoint, since
-    all belong to the server that ends. Before the signal nothing is."""
+    """A balancer needs seconds to notice; what it sends until then is served. Later new work is
+    refused, on every endpoint, since all belong to the server that ends. Before the signal nothing
+    is."""
     manager = FakeManager()
 
     async def scene(app: Drain) -> None:
@@ -180,8 +185,11 @@ def test_server_that_is_not_ready_has_no_lame_duck(objection: str) -> None:
 
 
 @pytest.mark.parametrize("same_s", [0, FOREVER], ids=["apart", "at once"])
-def test_second_signal_kills(monkeypatch: pytest.MonkeyPatch, killed: list[bool], same_s: float) -> None:
-    """Whoever stops a server by hand need not wait. One that comes with the first is the first, sent to process and group."""
+def test_second_signal_kills(
+    monkeypatch: pytest.MonkeyPatch, killed: list[bool], same_s: float
+) -> None:
+    """Whoever stops a server by hand need not wait.
+    One that comes with the first is the first, sent to process and group."""
     manager = FakeManager()
     monkeypatch.setattr(drain, "SAME_S", same_s)
 
@@ -205,7 +213,11 @@ def test_refusal_is_an_error_that_clients_know() -> None:
         _, headers, body = await asked(app, "POST", "/generate")
         assert (headers[b"retry-after"], headers[b"connection"]) == (b"1", b"close")
         told = json.loads(body)
-        assert (told["object"], told["code"], told["type"]) == ("error", 503, "ServiceUnavailableError")
+        assert (told["object"], told["code"], told["type"]) == (
+            "error",
+            503,
+            "ServiceUnavailableError",
+        )
         assert told["message"] == "the server is shutting down"
 
     manager = FakeManager()
@@ -225,7 +237,9 @@ def test_request_that_runs_is_let_finish() -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends in time", "hangs"])
-def test_limit_aborts_then_kills(monkeypatch: pytest.MonkeyPatch, killed: list[bool], ends: bool) -> None:
+def test_limit_aborts_then_kills(
+    monkeypatch: pytest.MonkeyPatch, killed: list[bool], ends: bool
+) -> None:
     """Requests at the limit, processes after it; a server that ends before is left alone."""
     manager = FakeManager()
     monkeypatch.setattr(drain, "LAST_S", 0)
@@ -258,7 +272,8 @@ def test_ready_says_why_not(state: dict[str, Any], objection: str) -> None:
 
 
 def test_server_that_starts_is_not_ready() -> None:
-    """SGLang's status says `Up` before our start-up check is done. The ranks are asked nothing yet."""
+    """SGLang's status says `Up` before our start-up check is done.
+    The ranks are asked nothing yet."""
     manager = FakeManager()
     app = make_drain(manager)
     app._readiness.is_started = False
@@ -268,7 +283,8 @@ def test_server_that_starts_is_not_ready() -> None:
 
 @pytest.mark.parametrize("found_by", ["us", "/health"])
 def test_scheduler_that_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch, found_by: str) -> None:
-    """Noticed without anybody waiting, and over when it answers: what SGLang's `/health` has left behind lasts no longer."""
+    """Noticed without anybody waiting, and over when it answers:
+    what SGLang's `/health` has left behind lasts no longer."""
     manager = FakeManager()
     monkeypatch.setattr(readiness, "ASK_S", 0)
     monkeypatch.setattr(http_server, "HEALTH_CHECK_TIMEOUT", FOREVER)

@@ -1,4 +1,5 @@
-"""The one way to the engine: what is taken from outputs on their way, and that every way out gives plan and load back."""
+"""The one way to the engine: what is taken from outputs on their way,
+and that every way out gives plan and load back."""
 
 from __future__ import annotations
 
@@ -68,13 +69,19 @@ def output(*ids: int, reason: str | None = None, index: int = 0) -> dict[str, An
 
 def run(manager: Manager, bench: Bench, request: Any, *, stream: bool = True) -> list[Any]:
     async def collect() -> list[Any]:
-        return [one async for one in Engine(manager, bench.books).generate_request(make_obj(stream=stream), request)]
+        return [
+            one
+            async for one in Engine(manager, bench.books).generate_request(
+                make_obj(stream=stream), request
+            )
+        ]
 
     return asyncio.run(collect())
 
 
 def test_outputs_pass_and_are_observed() -> None:
-    """Single outputs, which in a stream say which answer they are of, and lists of all n, which do not."""
+    """Single outputs, which in a stream say which answer they are of, and lists of all n,
+    which do not."""
     bench = Bench()
     rag = Asked(bench.plan("q", A))
     whole = [{key: value for key, value in output(i).items() if key != "index"} for i in (66, 67)]
@@ -94,19 +101,25 @@ def test_whole_answers_are_not_incremental() -> None:
 
 
 def test_whole_answer_is_released_before_it_is_handed_out() -> None:
-    """SGLang takes the first output and drops the generator; a client that has its answer finds no load of its own."""
+    """SGLang takes the first output and drops the generator;
+    a client that has its answer finds no load of its own."""
     bench = Bench()
     request = make_request(Asked(bench.plan("q", A)))
 
     async def first() -> None:
-        await anext(Engine(Manager(output(65)), bench.books).generate_request(make_obj(stream=False), request))
+        await anext(
+            Engine(Manager(output(65)), bench.books).generate_request(
+                make_obj(stream=False), request
+            )
+        )
         assert bench.is_idle()
 
     asyncio.run(first())
 
 
 def test_scheduler_is_told_and_the_rank_named() -> None:
-    """With the parameters that the client sent. One rank alone needs no name, whatever rank the client named."""
+    """With the parameters that the client sent.
+    One rank alone needs no name, whatever rank the client named."""
     for num_ranks, rank in ((2, 0), (1, None)):
         bench, manager = Bench(num_ranks=num_ranks), Manager(output(65))
         rag = Asked(bench.plan("q", A))
@@ -116,7 +129,8 @@ def test_scheduler_is_told_and_the_rank_named() -> None:
 
 
 class Ranks:
-    """SGLang's communicator: one message at a time, which two ranks answer when they are told to."""
+    """SGLang's communicator: one message at a time, which two ranks answer when they are told
+    to."""
 
     def __init__(self) -> None:
         self.messages, self.gate = list[int](), asyncio.Event()
@@ -133,14 +147,16 @@ class Ranks:
             raise self.error
         states = []
         for rank in (1, 0):
-            told = [Explanation(len(each.input_ids), 0, rank) for each in asked if each.dp_rank == rank]
+            told = [
+                Explanation(len(each.input_ids), 0, rank) for each in asked if each.dp_rank == rank
+            ]
             states.append(RankState(rank, NO_EVENTS, {}, explanations=tuple(told)))
         return [SimpleNamespace(internal_state={STATE_KEY: encode(state)}) for state in states]
 
 
 def test_what_is_asked_while_ranks_answer_is_asked_together() -> None:
-    """A rank answers between two forwards: a message each would hold back all but one chunk of a batch. Each gets the answer to
-    its own question, by its own rank, whoever has gone meanwhile."""
+    """A rank answers between two forwards: a message each would hold back all but one chunk of a
+    batch. Each gets the answer to its own question, by its own rank, whoever has gone meanwhile."""
     bench, ranks = Bench(num_ranks=2), Ranks()
     engine = Engine(ranks, bench.books)
     plans = [replace(bench.plan("q" * number, A), rank=number % 2) for number in range(1, 6)]
@@ -159,7 +175,9 @@ def test_what_is_asked_while_ranks_answer_is_asked_together() -> None:
     assert ranks.messages == [1, 4]
     assert isinstance(told.pop(2), asyncio.CancelledError)
     del plans[2]
-    assert [(each.exact, each.end) for each in told] == [(len(plan.input_ids), plan.rank) for plan in plans]
+    assert [(each.exact, each.end) for each in told] == [
+        (len(plan.input_ids), plan.rank) for plan in plans
+    ]
 
 
 def test_ranks_that_fail_fail_all_who_have_asked() -> None:
@@ -170,7 +188,9 @@ def test_ranks_that_fail_fail_all_who_have_asked() -> None:
     plan = bench.plan("q", A)
 
     async def ask() -> list[Any]:
-        failed = await asyncio.gather(engine.explain(plan), engine.explain(plan), return_exceptions=True)
+        failed = await asyncio.gather(
+            engine.explain(plan), engine.explain(plan), return_exceptions=True
+        )
         ranks.error = None
         return [*failed, await engine.explain(plan)]
 
@@ -196,18 +216,23 @@ def test_manager_shows_through() -> None:
 def test_nothing_is_taken_before_the_engine_is_asked() -> None:
     """A generator that is not iterated has no end that could give anything back."""
     bench = Bench()
-    Engine(Manager(), bench.books).generate_request(make_obj(), make_request(Asked(bench.plan("q", A))))
+    Engine(Manager(), bench.books).generate_request(
+        make_obj(), make_request(Asked(bench.plan("q", A)))
+    )
     assert bench.is_idle()
 
 
 def test_stream_that_is_never_read_on_is_released() -> None:
-    """A client gone between the engine's first output and HTTP 200: Starlette never iterates the body, so the body's own
-    end never comes; closing the engine's stream must be enough, or load and plan count for ever."""
+    """A client gone between the engine's first output and HTTP 200: Starlette never iterates the
+    body, so the body's own end never comes; closing the engine's stream must be enough, or load and
+    plan count for ever."""
     bench = Bench()
 
     async def abandon() -> None:
         request = make_request(Asked(bench.plan("q", A)))
-        outputs: Any = Engine(Manager(output(65), output(66)), bench.books).generate_request(make_obj(), request)
+        outputs: Any = Engine(Manager(output(65), output(66)), bench.books).generate_request(
+            make_obj(), request
+        )
         await anext(outputs)
         assert not bench.is_idle()
         await outputs.aclose()
@@ -261,7 +286,9 @@ class AuditedManager(Manager):
         super().__init__(*outputs)
         self.num_asked, self.free = 0, free
         self.told = told
-        self.load_snapshot_reader = SimpleNamespace(read=lambda rank: SimpleNamespace(num_waiting_reqs=waiting))
+        self.load_snapshot_reader = SimpleNamespace(
+            read=lambda rank: SimpleNamespace(num_waiting_reqs=waiting)
+        )
 
     async def generate_request(self, obj: Any, request: Any) -> AsyncIterator[Any]:
         async for output in super().generate_request(obj, request):
@@ -347,7 +374,10 @@ def test_a_rank_that_tells_nothing_is_not_asked_for_ever(caplog: pytest.LogCaptu
 def audited_obj(*, stream: bool) -> Any:
     obj = make_obj(stream=stream)
     vars(obj).update(
-        return_logprob=False, top_logprobs_num=0, return_text_in_logprobs=True, custom_logit_processor=None
+        return_logprob=False,
+        top_logprobs_num=0,
+        return_text_in_logprobs=True,
+        custom_logit_processor=None,
     )
     return obj
 
@@ -362,7 +392,8 @@ def moved(rag: Asked, bench: Bench) -> Any:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_drawn_request_is_audited_and_the_client_sees_no_logprobs(stream: bool) -> None:
-    """The check waits as soon as the answer is complete: a client may close the stream right then."""
+    """The check waits as soon as the answer is complete:
+    a client may close the stream right then."""
     bench = Bench(reuse="fused", audit_share=1.0)
     rag = Asked(bench.plan("q", A, fusion=FusionRequest("first", 0.15)))
     manager = AuditedManager(moved(rag, bench), waiting=1)
@@ -389,8 +420,11 @@ def test_drawn_request_is_audited_and_the_client_sees_no_logprobs(stream: bool) 
     [(0, 0, 200, True, 1), (1, 0, 200, False, 0), (0, 1, 200, False, 1), (0, 0, 199, False, 1)],
     ids=["idle", "report", "rank", "full"],
 )
-def test_room_for_a_check(waiting: int, told: int, free: int, has_room: bool, num_asked: int) -> None:
-    """The load report first, which costs nothing; then the rank, which is asked behind all that was sent."""
+def test_room_for_a_check(
+    waiting: int, told: int, free: int, has_room: bool, num_asked: int
+) -> None:
+    """The load report first, which costs nothing;
+    then the rank, which is asked behind all that was sent."""
     manager = AuditedManager(waiting=waiting, told=told, free=free)
     engine = Engine(manager, Bench().books)
     assert asyncio.run(engine.has_room(0, 100)) is has_room
@@ -400,18 +434,48 @@ def test_room_for_a_check(waiting: int, told: int, free: int, has_room: bool, nu
 
 
 def test_check_is_an_exact_prefill_of_prompt_and_answer() -> None:
-    """As the scheduler is told, with logprobs from the prompt's last token on, in the tenant's namespace."""
+    """As the scheduler is told, with logprobs from the prompt's last token on,
+    in the tenant's namespace."""
     bench, manager = Bench(), AuditedManager(output(65))
     planned = bench.plan("q", A)
     terms = Terms(Whose(None, "query", 0.15), AuditState.ASKED, 0, True, True)
     ids = [*planned.input_ids, 70, 71]
     rows: list[Any] = [[(-0.1, 70)], [(-0.1, 71)]]
-    check = Check(ids, planned.spans, planned.namespace, rows, 1.0, terms, "query", 0.15, "t", "x", "salt", 0, 0, 0.0)
+    check = Check(
+        ids,
+        planned.spans,
+        planned.namespace,
+        rows,
+        1.0,
+        terms,
+        "query",
+        0.15,
+        "t",
+        "x",
+        "salt",
+        0,
+        0,
+        0.0,
+    )
     asyncio.run(Engine(manager, bench.books).prefill(check, top=20))
     (obj,) = manager.asked
-    assert (obj.input_ids, obj.logprob_start_len, obj.top_logprobs_num) == (ids, len(planned.input_ids) - 1, 20)
-    assert (obj.extra_key, obj.cache_salt, obj.routed_dp_rank, obj.log_metrics) == ("x", "salt", None, False)
+    assert (obj.input_ids, obj.logprob_start_len, obj.top_logprobs_num) == (
+        ids,
+        len(planned.input_ids) - 1,
+        20,
+    )
+    assert (obj.extra_key, obj.cache_salt, obj.routed_dp_rank, obj.log_metrics) == (
+        "x",
+        "salt",
+        None,
+        False,
+    )
     assert obj.sampling_params["max_new_tokens"] == 1
     spans = unpack(obj.sampling_params["custom_params"], array("q", ids), secret=SECRET)
     assert spans is not None
-    assert (spans.is_audit, spans.fusion, spans.keep, spans.spans) == (True, None, frozenset(), planned.spans)
+    assert (spans.is_audit, spans.fusion, spans.keep, spans.spans) == (
+        True,
+        None,
+        frozenset(),
+        planned.spans,
+    )

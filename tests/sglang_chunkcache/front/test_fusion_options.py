@@ -12,7 +12,12 @@ from radix_ext import AccessTable, ChunkId, FusionRequest, Span
 from radix_ext.fusion_request import Focus
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
-from sglang_chunkcache.front.fusion_options import check_fused, fused_request, recipe_of, spans_to_keep
+from sglang_chunkcache.front.fusion_options import (
+    check_fused,
+    fused_request,
+    recipe_of,
+    spans_to_keep,
+)
 
 FUSED = ChunkCacheConfig(reuse="fused", selector="first", recompute_ratio=0.3, store_threshold=2)
 QUESTION = (1, 2, 3)
@@ -32,7 +37,9 @@ def test_what_is_given_wins() -> None:
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_focus_is_cache_crafts(selector: str) -> None:
     """It comes with `context` alone, unless asked for."""
-    assert fused_request(FUSED, selector=selector).focus == ("spare" if selector == "context" else "off")
+    assert fused_request(FUSED, selector=selector).focus == (
+        "spare" if selector == "context" else "off"
+    )
     assert fused_request(FUSED, selector=selector, focus="spare").focus == "spare"
 
 
@@ -90,7 +97,9 @@ def test_recipe_without_a_question() -> None:
 
 
 @pytest.mark.parametrize(
-    "reuse", [FusionRequest("query", 0.15, ""), FusionRequest("none", 0.15, "")], ids=["query", "none"]
+    "reuse",
+    [FusionRequest("query", 0.15, ""), FusionRequest("none", 0.15, "")],
+    ids=["query", "none"],
 )
 def test_earlier_recipe_is_kept(reuse: FusionRequest) -> None:
     """The history's fused KV hangs below it."""
@@ -101,9 +110,14 @@ def test_earlier_recipe_is_kept(reuse: FusionRequest) -> None:
 def test_earlier_recipe_of_another_policy_is_not_kept() -> None:
     """Nor one whose policy merely begins alike."""
     earlier = recipe_of(FusionRequest("query", 0.15, ""), QUESTION)
-    for other in (FusionRequest("query", 0.2, ""), FusionRequest("query", 0.15, "", fresh=frozenset({1}))):
+    for other in (
+        FusionRequest("query", 0.2, ""),
+        FusionRequest("query", 0.15, "", fresh=frozenset({1})),
+    ):
         assert recipe_of(other, (9,), earlier) == recipe_of(other, (9,))
-        assert recipe_of(FusionRequest("query", 0.15, ""), (9,), recipe_of(other, (9,))) != recipe_of(other, (9,))
+        assert recipe_of(
+            FusionRequest("query", 0.15, ""), (9,), recipe_of(other, (9,))
+        ) != recipe_of(other, (9,))
 
 
 # What is kept

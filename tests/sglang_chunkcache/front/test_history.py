@@ -1,4 +1,5 @@
-"""A conversation never loses what its user has been shown: restarts, replicas, changed settings, cut answers, overflow."""
+"""A conversation never loses what its user has been shown:
+restarts, replicas, changed settings, cut answers, overflow."""
 
 from __future__ import annotations
 
@@ -18,7 +19,18 @@ from hypothesis import strategies as st
 from sglang_chunkcache.errors import HistoryError
 from sglang_chunkcache.front.request import Passage
 from sglang_chunkcache.wire.report import Fallback
-from tests.sglang_chunkcache.front.front_bench import END, A, Asked, B, Bench, C, D, sent, text_of, user
+from tests.sglang_chunkcache.front.front_bench import (
+    END,
+    A,
+    Asked,
+    B,
+    Bench,
+    C,
+    D,
+    sent,
+    text_of,
+    user,
+)
 
 Messages = list[dict[str, Any]]
 UNKNOWN, CHANGED = Fallback.UNKNOWN_HISTORY, Fallback.CHANGED_HISTORY
@@ -92,7 +104,12 @@ def with_an_edited_answer(bench: Bench, messages: Messages) -> dict[str, Any]:
 
 Change = Callable[[Bench, Messages], dict[str, Any]]
 AGREE: Sequence[Change] = (echoed_with_reasoning, with_white_space, in_parts)
-DIFFER: Sequence[Change] = (at_another_time, with_a_tool, with_other_settings, with_an_edited_answer)
+DIFFER: Sequence[Change] = (
+    at_another_time,
+    with_a_tool,
+    with_other_settings,
+    with_an_edited_answer,
+)
 LOST: Sequence[Change] = (forgotten, idle)
 
 
@@ -104,7 +121,8 @@ def first_turn(bench: Bench) -> Messages:
 
 @pytest.mark.parametrize("change", AGREE)
 def test_what_the_server_wrote_does_not_count(change: Change) -> None:
-    """Clients send answers back with more or less than the server wrote: the turn's own tokens are used."""
+    """Clients send answers back with more or less than the server wrote:
+    the turn's own tokens are used."""
     bench = Bench()
     messages = first_turn(bench)
     options = change(bench, messages)
@@ -159,14 +177,22 @@ def test_lost_turn_comes_with_its_chunks(change: Change) -> None:
 def test_required_history_is_refused(to: str | None) -> None:
     """With the message's index, and with a status that clients do not retry."""
     bench = Bench()
-    messages = [user("one"), assistant("ok"), with_chunks(user("two"), A), assistant("ok"), user("three")]
+    messages = [
+        user("one"),
+        assistant("ok"),
+        with_chunks(user("two"), A),
+        assistant("ok"),
+        user("three"),
+    ]
     with pytest.raises(HistoryError, match=r"messages\.0\.chunks: ") as error:
         bench.ask(messages, to=to, requires_history=True)
     assert error.value.status == 422
     assert bench.is_idle()
     messages[0] = with_chunks(messages[0])
     bench.end(bench.ask(messages, to=to, requires_history=True))
-    assert bench.ask("one", to=to, requires_history=True).num_unknown == 0, "nothing was said before"
+    assert bench.ask("one", to=to, requires_history=True).num_unknown == 0, (
+        "nothing was said before"
+    )
     unanswered = [user("one"), user("two")]
     assert bench.ask(unanswered, to=to, requires_history=True).num_unknown == 0
 
@@ -206,7 +232,8 @@ def test_turn_is_kept_whatever_its_end(end: Callable[[Bench, Messages], str]) ->
 
 
 def test_question_asked_again_has_its_chunks() -> None:
-    """A retry that does not say which chunks has those that the question was asked with; `[]` says none."""
+    """A retry that does not say which chunks has those that the question was asked with;
+    `[]` says none."""
     bench = Bench()
     messages = first_turn(bench)
     aborted(bench, [*messages, user("two")])
@@ -227,8 +254,11 @@ def test_steps_of_a_tool_loop_have_the_questions_chunks() -> None:
 # History from the request
 
 
-def talk(bench: Bench, *turns: Sequence[Passage], to: str | None = "c") -> tuple[Messages, list[Asked]]:
-    """A conversation of which the client keeps every message with its chunks in the order of the answers."""
+def talk(
+    bench: Bench, *turns: Sequence[Passage], to: str | None = "c"
+) -> tuple[Messages, list[Asked]]:
+    """A conversation of which the client keeps every message with its chunks in the order of the
+    answers."""
     messages, requests = list[dict[str, Any]](), list[Asked]()
     by_label = {passage.label: passage for passage in (A, B, C, D)}
     for i, chunks in enumerate(turns):
@@ -243,15 +273,27 @@ def talk(bench: Bench, *turns: Sequence[Passage], to: str | None = "c") -> tuple
 chunk_lists = st.lists(st.lists(st.sampled_from([A, B, C, D]), max_size=4), min_size=1, max_size=4)
 
 
-@given(turns=chunk_lists, known=st.sets(st.integers(0, 3)), dedup=st.sampled_from(["shown", "off", "paper"]))
+@given(
+    turns=chunk_lists,
+    known=st.sets(st.integers(0, 3)),
+    dedup=st.sampled_from(["shown", "off", "paper"]),
+)
 @settings(max_examples=60, deadline=None)
-def test_any_replica_renders_the_same(turns: list[list[Passage]], known: set[int], dedup: str) -> None:
-    """A cold one as the warm one, token for token, at every turn, with an id and without; whatever turns it has served itself."""
+def test_any_replica_renders_the_same(
+    turns: list[list[Passage]], known: set[int], dedup: str
+) -> None:
+    """A cold one as the warm one, token for token, at every turn, with an id and without;
+    whatever turns it has served itself."""
     messages, requests = talk(Bench(dedup=dedup), *turns)
     some = Bench(dedup=dedup)
     for i, request in enumerate(requests):
         asked = [*messages[: 2 * i], user(f"q{i}")]
-        own = [each for label in [*request.order, *request.dropped] for each in (A, B, C, D) if each.label == label]
+        own = [
+            each
+            for label in [*request.order, *request.dropped]
+            for each in (A, B, C, D)
+            if each.label == label
+        ]
         for bench, to in ((Bench(dedup=dedup), "c"), (Bench(dedup=dedup), None)):
             cold = bench.ask(asked, *own, to=to)
             assert text_of(cold) == text_of(request)
@@ -283,7 +325,8 @@ def test_later_turns_on_a_cold_replica_share_what_is_cached() -> None:
 
 
 @pytest.mark.parametrize(
-    ("now", "is_changed"), [((A, B), False), ((B, A), False), ((A, C), True), ((A,), True), ((), True)]
+    ("now", "is_changed"),
+    [((A, B), False), ((B, A), False), ((A, C), True), ((A,), True), ((), True)],
 )
 def test_other_chunks_are_another_history(now: tuple[Passage, ...], is_changed: bool) -> None:
     """Equal as a set: the stored turn. Different: rendered from that message on, and told."""
@@ -335,7 +378,8 @@ def test_questions_without_an_answer_keep_their_chunks() -> None:
 
 
 def test_changed_head_does_not_fill_the_store() -> None:
-    """The time in the system prompt: each turn has a history of its own, and only the last ones are kept."""
+    """The time in the system prompt: each turn has a history of its own,
+    and only the last ones are kept."""
     bench, messages = Bench(context_len=20_000), [{"role": "system", "content": "0"}]
     for i in range(40):
         messages[0] = {"role": "system", "content": str(i)}
@@ -356,7 +400,11 @@ class Long:
 
 
 def long_talk(num_turns: int, *, brings: bool = False, context_len: int = 4000) -> Long:
-    bench, messages, requests = Bench(context_len=context_len), list[dict[str, Any]](), list[Asked]()
+    bench, messages, requests = (
+        Bench(context_len=context_len),
+        list[dict[str, Any]](),
+        list[Asked](),
+    )
     for i in range(num_turns):
         own = Passage(f"n{i}", f"<{i}>" * 30)
         messages.append(user(f"and {i}?"))
@@ -383,7 +431,8 @@ def test_overflow_leaves_no_unreachable_turns() -> None:
 
 @pytest.mark.parametrize("is_cold", [False, True])
 def test_chunks_leave_with_their_turns(is_cold: bool) -> None:
-    """What stays keeps its chunks, what has left may be shown again: with turns in store, and rendered from the request."""
+    """What stays keeps its chunks, what has left may be shown again:
+    with turns in store, and rendered from the request."""
     long = long_talk(40, brings=True)
     if is_cold:
         long.bench.books.forget()
@@ -401,10 +450,11 @@ def test_chunks_leave_with_their_turns(is_cold: bool) -> None:
 # Reasoning
 
 THINKING = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
-    "{{ m.content.split('</think>')[-1].lstrip('\\n') }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
-    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant'"
+    " and not loop.last %}{{ m.content.split('</think>')[-1].lstrip('\\n') }}{% else %}{{ m.content"
+    " }}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{%"
+    " if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{%"
+    " endif %}"
 )
 REASONING, ANSWER = "<think>\nI reckon.\n</think>\n\n", "Paris."
 
@@ -430,7 +480,8 @@ def real_qwen3() -> Any:
 
 @dataclass(frozen=True)
 class Mode:
-    """How a client has a reasoning model answer: what is generated, what it gets, what it sends with each turn."""
+    """How a client has a reasoning model answer:
+    what is generated, what it gets, what it sends with each turn."""
 
     generated: str
     content: str
@@ -461,7 +512,8 @@ def thought(bench: Bench, messages: Messages, mode: Mode, *chunks: Passage) -> A
 @with_tokenizers
 @with_modes
 def test_past_reasoning_is_left_out_as_by_the_template(make: Callable[[], Any], mode: Mode) -> None:
-    """Later turns read as SGLang's own rendering of them; with `kept` a turn begins with all that was generated before."""
+    """Later turns read as SGLang's own rendering of them;
+    with `kept` a turn begins with all that was generated before."""
     bench, kept = thinking_bench(make), thinking_bench(make, past_reasoning="kept")
     messages, same = list[dict[str, Any]](), list[dict[str, Any]]()
     before: list[int] = []
@@ -480,7 +532,8 @@ def test_past_reasoning_is_left_out_as_by_the_template(make: Callable[[], Any], 
 @with_tokenizers
 @with_modes
 def test_cold_replica_shares_what_is_cached(make: Callable[[], Any], mode: Mode) -> None:
-    """The first later turn all before the first answer, the next ones all but the newest answer; with chunks in each turn."""
+    """The first later turn all before the first answer, the next ones all but the newest answer;
+    with chunks in each turn."""
     bench, messages = thinking_bench(make), list[dict[str, Any]]()
     turns: Sequence[Sequence[Passage]] = ([A, B], [C], [D], [])
     requests = list[Asked]()
@@ -493,10 +546,14 @@ def test_cold_replica_shares_what_is_cached(make: Callable[[], Any], mode: Mode)
     for before, after in pairwise(requests):
         opened = bench.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
         ids = before.input_ids
-        end = next(i for i in reversed(range(len(ids))) if ids[i : i + len(opened)] == opened) + len(opened)
+        end = next(
+            i for i in reversed(range(len(ids))) if ids[i : i + len(opened)] == opened
+        ) + len(opened)
         assert after.input_ids[:end] == ids[:end]
     assert [request.num_turns for request in requests] == [0, 0, 2, 3]
-    cold = thinking_bench(make).ask([*messages[:-2], user("question 3")], to="c", template_kwargs=mode.kwargs)
+    cold = thinking_bench(make).ask(
+        [*messages[:-2], user("question 3")], to="c", template_kwargs=mode.kwargs
+    )
     assert cold.input_ids == requests[-1].input_ids
 
 
@@ -509,12 +566,21 @@ TOOL_RESULT = {"role": "tool", "content": "42"}
 @pytest.mark.parametrize("is_cold", [False, True])
 @pytest.mark.parametrize(
     "between",
-    [[user("IMPORTANT")], [user("IMPORTANT"), CALL, TOOL_RESULT], [{"role": "system", "content": "IMPORTANT"}]],
+    [
+        [user("IMPORTANT")],
+        [user("IMPORTANT"), CALL, TOOL_RESULT],
+        [{"role": "system", "content": "IMPORTANT"}],
+    ],
     ids=["user", "tool", "system"],
 )
-def test_messages_that_nobody_has_answered_stay_at_overflow(between: Messages, is_cold: bool) -> None:
+def test_messages_that_nobody_has_answered_stay_at_overflow(
+    between: Messages, is_cold: bool
+) -> None:
     """The oldest turn leaves, and nothing behind it; also where its neighbour is in store."""
-    bench, messages = Bench(context_len=500), [{"role": "system", "content": "sys"}, user("q" * 300)]
+    bench, messages = (
+        Bench(context_len=500),
+        [{"role": "system", "content": "sys"}, user("q" * 300)],
+    )
     bench.turn(messages, text="a" * 100)
     messages += [*between, user("then")]
     bench.turn(messages, text="so")
@@ -530,7 +596,8 @@ def test_messages_that_nobody_has_answered_stay_at_overflow(between: Messages, i
 
 
 def test_step_of_a_tool_loop_after_a_restart_is_unknown() -> None:
-    """Its question was shown chunks that nobody sends: told, and refused where history is required. So is a continued answer."""
+    """Its question was shown chunks that nobody sends: told, and refused where history is required.
+    So is a continued answer."""
     bench = Bench()
     bench.reply(bench.ask([user("one")], A, B, to="c"), content=None)
     bench.books.forget()
@@ -549,23 +616,32 @@ def test_two_questions_of_one_turn_are_compared_together() -> None:
     bench.reply(bench.ask(two, to="c"))
     same = bench.ask([*two, assistant("ok"), user("three")], to="c")
     assert (same.num_turns, told(same)) == (1, [])
-    changed = bench.ask([with_chunks(user("one"), D), user("two"), assistant("ok"), user("three")], to="c")
+    changed = bench.ask(
+        [with_chunks(user("one"), D), user("two"), assistant("ok"), user("three")], to="c"
+    )
     assert (changed.num_turns, told(changed)) == (0, [CHANGED])
     assert "d" in shown_in(changed)
 
 
 def test_other_answer_is_another_branch() -> None:
-    """The question was asked again with other chunks. Whoever goes on from the first answer has the first one's."""
+    """The question was asked again with other chunks.
+    Whoever goes on from the first answer has the first one's."""
     bench = Bench()
     for text, chunk in (("first", A), ("second", C)):
         bench.reply(bench.ask([user("one")], chunk, to="c"), text)
     for text, name in (("first", "a"), ("second", "c"), ("edited", "c")):
-        later = [{"role": "system", "content": "Another time."}, user("one"), assistant(text), user("two")]
+        later = [
+            {"role": "system", "content": "Another time."},
+            user("one"),
+            assistant(text),
+            user("two"),
+        ]
         assert shown_in(bench.ask(later, to="c")) == [name]
 
 
 def test_chunks_that_reappear_are_laid_out_in_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that repeats its chunks: each turn that leaves has them shown later, so a first guess does not fit."""
+    """A client that repeats its chunks: each turn that leaves has them shown later,
+    so a first guess does not fit."""
     bench = Bench(context_len=4000)
     chunks = [Passage(str(i), f"chunk {i} " * 12) for i in range(20)]
     messages = list[dict[str, Any]]()
@@ -589,9 +665,10 @@ def test_reasoning_that_the_template_shows_later_stays() -> None:
     """Where the client sends it back: then a turn begins with all that was generated before."""
     bench, messages = thinking_bench(stand_in), [user("one")]
     bench.tokenizer.chat_template = (
-        "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n"
-        "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content"
+        " %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content"
+        " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{%"
+        " endif %}"
     )
     first = thought(bench, messages, MODES["parsed"])
     follow = bench.ask([*messages, user("two")], to="c")

@@ -1,4 +1,5 @@
-"""A conversation's next turn goes to the rank that has its history: real planner, router and books over several ranks.
+"""A conversation's next turn goes to the rank that has its history: real planner, router and books
+over several ranks.
 
 .venv/bin/python -m pytest -n 0 -s tests/sglang_chunkcache/front/test_homes_of_conversations.py
 """
@@ -28,8 +29,11 @@ def begin_elsewhere(bench: Bench, rank: int, num_tokens: int) -> None:
     bench.books.router.begin(rank, num_tokens)
 
 
-def converse(bench: Bench, num_turns: int, *first: Passage, to: str = "c") -> tuple[list[Asked], list[dict[str, str]]]:
-    """The turns, each over a passage of its own, but for the first one; and the messages with a question yet to be asked."""
+def converse(
+    bench: Bench, num_turns: int, *first: Passage, to: str = "c"
+) -> tuple[list[Asked], list[dict[str, str]]]:
+    """The turns, each over a passage of its own, but for the first one;
+    and the messages with a question yet to be asked."""
     messages, turns = [user("one")], []
     for n in range(num_turns):
         passages = (Passage(f"n{n}", f"passage {n} " * 5),) if n else first
@@ -40,11 +44,14 @@ def converse(bench: Bench, num_turns: int, *first: Passage, to: str = "c") -> tu
 
 @pytest.mark.parametrize("is_popular", [False, True])
 @pytest.mark.parametrize("first", [(A, B), ()], ids=["chunks", "no chunks"])
-def test_no_later_turn_goes_to_a_rank_without_the_history(first: tuple[Passage, ...], is_popular: bool) -> None:
+def test_no_later_turn_goes_to_a_rank_without_the_history(
+    first: tuple[Passage, ...], is_popular: bool
+) -> None:
     """4 ranks, 10 turns; popular: every rank has the first turn's chunks."""
     bench = Bench(context_len=1_000_000, num_ranks=4)
     if is_popular:
-        for asked in [bench.ask(f"q{i}", A, B) for i in range(12)]:  # at once: the load spreads them
+        # at once: the load spreads them
+        for asked in [bench.ask(f"q{i}", A, B) for i in range(12)]:
             bench.reply(asked)
         assert all(rank.held for rank in bench.ranks)
     turns, _ = converse(bench, 10, *first)
@@ -53,7 +60,9 @@ def test_no_later_turn_goes_to_a_rank_without_the_history(first: tuple[Passage, 
 
 
 def stopped(bench: Bench, messages: list[Any], *passages: Passage) -> Asked:
-    request = bench.reply(bench.ask(messages, *passages, to="c"), LONG, content=LONG[:-1], matched=" ")
+    request = bench.reply(
+        bench.ask(messages, *passages, to="c"), LONG, content=LONG[:-1], matched=" "
+    )
     messages.append({"role": "assistant", "content": LONG[:-1]})
     return request
 
@@ -61,7 +70,10 @@ def stopped(bench: Bench, messages: list[Any], *passages: Passage) -> Asked:
 def called(bench: Bench, messages: list[Any], *passages: Passage) -> Asked:
     """A step that calls a tool; the next message is its result."""
     request = bench.reply(bench.ask(messages, *passages, to="c"), LONG, content=None)
-    messages += [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, {"role": "tool", "content": "42"}]
+    messages += [
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]},
+        {"role": "tool", "content": "42"},
+    ]
     return request
 
 
@@ -78,7 +90,8 @@ def left(bench: Bench, messages: list[Any], *passages: Passage) -> Asked:
 @pytest.mark.parametrize("is_one_turn", [False, True])
 @pytest.mark.parametrize("end", [stopped, called, left])
 def test_turns_that_end_otherwise_have_a_home_too(end: Any, is_one_turn: bool) -> None:
-    """At a stop string, in a tool call, by an abort: their prompts are cached where they were served. So are a loop's steps."""
+    """At a stop string, in a tool call, by an abort:
+    their prompts are cached where they were served. So are a loop's steps."""
     bench = Bench(context_len=1_000_000, num_ranks=4)
     for asked in [bench.ask(f"q{i}", A, B) for i in range(12)]:
         bench.reply(asked)
@@ -177,8 +190,9 @@ def test_a_rank_that_answers_as_plain_text_is_no_home() -> None:
 
 @pytest.mark.parametrize("num_answers", [1, 2])
 def test_64_conversations_on_4_ranks(num_answers: int) -> None:
-    """10 turns, all of them asked before one is answered, in any order: at most 10% of the later turns leave their rank, and when
-    all are under way the busiest rank has at most 1.25 times the mean of the tokens in flight."""
+    """10 turns, all of them asked before one is answered, in any order: at most 10% of the later
+    turns leave their rank, and when all are under way the busiest rank has at most 1.25 times the
+    mean of the tokens in flight."""
     rng = random.Random(num_answers)
     bench = Bench(context_len=1_000_000, num_ranks=4)
     assert isinstance(bench.books.router, KvAware)
@@ -190,7 +204,10 @@ def test_64_conversations_on_4_ranks(num_answers: int) -> None:
     for turn in range(10):
         asked = {}
         for name in rng.sample([*chats], 64):
-            fresh = [Passage(f"{name}-{turn}-{i}", f"{name} {turn} {i} " * rng.randint(2, 30)) for i in range(3)]
+            fresh = [
+                Passage(f"{name}-{turn}-{i}", f"{name} {turn} {i} " * rng.randint(2, 30))
+                for i in range(3)
+            ]
             passages = fresh[: rng.randint(0, 3)] if turn else rng.sample(popular, 2)
             asked[name] = bench.ask(list(chats[name]), *passages, to=name, num_answers=num_answers)
         loads = bench.books.router.in_flight
@@ -202,7 +219,10 @@ def test_64_conversations_on_4_ranks(num_answers: int) -> None:
             num_told += is_away(request)
             last[name] = request.rank
             chats[name] += [{"role": "assistant", "content": text}, user(f"and {turn}?")]
-    print(f"left their rank: {num_left} of {9 * 64}; busiest / mean of tokens in flight: {max(ratios):.3f} at most")
+    print(
+        f"left their rank: {num_left} of {9 * 64}; busiest / mean of tokens in flight:"
+        f" {max(ratios):.3f} at most"
+    )
     assert num_left <= 0.1 * 9 * 64
     assert num_told == num_left
     assert max(ratios) <= 1.25
@@ -210,7 +230,8 @@ def test_64_conversations_on_4_ranks(num_answers: int) -> None:
 
 
 def test_conversations_that_begin_one_after_another_spread() -> None:
-    """Nothing is in flight, nothing cached: each rank gets as many, although turns of the first one come between."""
+    """Nothing is in flight, nothing cached: each rank gets as many,
+    although turns of the first one come between."""
     bench = Bench(context_len=100_000, num_ranks=4)
     homes = []
     _, messages = converse(bench, 1, to="first")

@@ -1,4 +1,5 @@
-"""Long requests: refused before they are read or tokenised, and each text of the others is encoded once."""
+"""Long requests: refused before they are read or tokenised,
+and each text of the others is encoded once."""
 
 from __future__ import annotations
 
@@ -65,12 +66,19 @@ def test_body_at_the_limit_is_read() -> None:
     """In any pieces."""
     text = json.dumps({"a": "x" * 9991}).encode()
     assert len(text) == 10_000
-    assert read(Body([text[i : i + 700] for i in range(0, len(text), 700)], content_length="10000")) == json.loads(text)
+    assert read(
+        Body([text[i : i + 700] for i in range(0, len(text), 700)], content_length="10000")
+    ) == json.loads(text)
 
 
 def test_client_that_leaves_amid_its_body_is_refused_like_any_other() -> None:
     """A command that is killed while it sends made a traceback of each of its requests."""
-    messages = iter([{"type": "http.request", "body": b'{"a": ', "more_body": True}, {"type": "http.disconnect"}])
+    messages = iter(
+        [
+            {"type": "http.request", "body": b'{"a": ', "more_body": True},
+            {"type": "http.disconnect"},
+        ]
+    )
 
     async def receive() -> Any:
         return next(messages)
@@ -127,7 +135,9 @@ def encoded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("to", [None, "c"])
-def test_question_that_cannot_fit_is_not_tokenised(to: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_question_that_cannot_fit_is_not_tokenised(
+    to: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor is what stands around it."""
     bench = Bench(context_len=200)
     seen = encoded(bench, monkeypatch)
@@ -137,7 +147,9 @@ def test_question_that_cannot_fit_is_not_tokenised(to: str | None, monkeypatch: 
 
 
 @pytest.mark.parametrize("size", [100, 100_000])
-def test_chunks_that_cannot_fit_are_not_tokenised(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_cannot_fit_are_not_tokenised(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One, or many."""
     bench = Bench(context_len=200)
     seen = encoded(bench, monkeypatch)
@@ -156,14 +168,17 @@ def test_parts_that_cannot_fit_are_not_tokenised(monkeypatch: pytest.MonkeyPatch
 
 
 def test_texts_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a turn that goes on, one that breaks the prefix, and one whose conversation was forgotten."""
+    """In a turn that goes on, one that breaks the prefix, and one whose conversation was
+    forgotten."""
     bench = Bench(context_len=300)
     messages: list[dict[str, str]] = [{"role": "system", "content": "sys"}]
     seen = encoded(bench, monkeypatch)
     departed = 0
     for i in range(12):
         if i == 10:
-            bench.books.conversations = ConversationMap(max_conversations=1, max_tokens=10_000, idle_s=60)
+            bench.books.conversations = ConversationMap(
+                max_conversations=1, max_tokens=10_000, idle_s=60
+            )
         messages.append(user(f"question {i}"))
         seen.clear()
         request = bench.turn(messages, Passage(f"p{i}", f"<{i}>" + "x" * 30), max_new_tokens=10)

@@ -71,9 +71,12 @@ def test_state_of_retrieval_is_one_of_its_names() -> None:
         "print(generate_latest().decode())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    shown = {line for line in done.stdout.splitlines() if line.startswith("chunkcache:retrieval_state")}
+    shown = {
+        line for line in done.stdout.splitlines() if line.startswith("chunkcache:retrieval_state")
+    }
     assert shown == {
-        f'chunkcache:retrieval_state{{state="{n}"}} {v}' for n, v in (("up", 0.0), ("stale", 1.0), ("down", 0.0))
+        f'chunkcache:retrieval_state{{state="{n}"}} {v}'
+        for n, v in (("up", 0.0), ("stale", 1.0), ("down", 0.0))
     }
 
 
@@ -96,22 +99,29 @@ def test_prometheus_shows_the_same_counts() -> None:
     metrics.observe_search("queued", 0.5)
     assert registry.get_sample_value("chunkcache:retrieval_seconds_sum", {"phase": "queued"}) == 0.5
     assert registry.get_sample_value("chunkcache:reuse_seconds_sum", {"phase": "select"}) == 0.25
-    assert registry.get_sample_value("chunkcache:prompt_tokens_total", {COUNTERS["prompt_tokens"][0]: "exact"}) == 7
+    assert (
+        registry.get_sample_value(
+            "chunkcache:prompt_tokens_total", {COUNTERS["prompt_tokens"][0]: "exact"}
+        )
+        == 7
+    )
     assert registry.get_sample_value("chunkcache:order_seconds_count") == 1
 
 
 def test_prometheus_is_not_imported_unasked() -> None:
     """It decides on its multiprocess mode when imported; SGLang sets that up later."""
     code = (
-        "import sys; from sglang_chunkcache.front.metrics import Metrics; m = Metrics(prometheus=False);"
-        "m.count('requests', 'x'); m.observe_order(1); m.observe_phase('select', 1);"
-        "Metrics(prometheus=True); sys.exit('prometheus_client' in sys.modules)"
+        "import sys; from sglang_chunkcache.front.metrics import Metrics; m ="
+        " Metrics(prometheus=False);m.count('requests', 'x'); m.observe_order(1);"
+        " m.observe_phase('select', 1);Metrics(prometheus=True); sys.exit('prometheus_client' in"
+        " sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_audits_are_shown_by_selector_ratio_and_tenant() -> None:
-    """Means are sum by count; the server's terms are in one state, and those that clients invent are no labels."""
+    """Means are sum by count; the server's terms are in one state,
+    and those that clients invent are no labels."""
     code = (
         "from prometheus_client import generate_latest\n"
         "from radix_ext.audit import Audit\n"
@@ -132,7 +142,11 @@ def test_audits_are_shown_by_selector_ratio_and_tenant() -> None:
         "print(generate_latest().decode())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    shown = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines() if line.startswith("chunkcache:audit"))
+    shown = dict(
+        line.rsplit(" ", 1)
+        for line in done.stdout.splitlines()
+        if line.startswith("chunkcache:audit")
+    )
     labels = 'ratio="0.15",selector="query",tenant="t"'
     wanted = {
         'chunkcache:audits_total{ratio="0.15",selector="query",target="below",tenant="t"}': 1,

@@ -1,8 +1,10 @@
-"""A rank's log, answers that may be late or lost, and the front's mirror: it keeps up under load, and it heals.
+"""A rank's log, answers that may be late or lost, and the front's mirror: it keeps up under load,
+and it heals.
 
     .venv/bin/python -m pytest -n 0 -s tests/sglang_chunkcache/front/test_mirror_keeps_up.py
 
-The first two tests show the figures: how far the mirror is behind with many requests under way, and what it knows after a gap.
+The first two tests show the figures: how far the mirror is behind with many requests under way, and
+what it knows after a gap.
 """
 
 from __future__ import annotations
@@ -62,8 +64,9 @@ class Pool:
 
 @pytest.mark.parametrize("num_under_way", [16, 100, 200, 400])
 def test_the_mirror_is_at_most_one_answer_behind(num_under_way: int) -> None:
-    """Each request brings 10 new chunks and has 10 others evicted. One is sent for each that is answered, with what has been read
-    by then; when it is prefilled, as many as are under way have been answered since."""
+    """Each request brings 10 new chunks and has 10 others evicted. One is sent for each that is
+    answered, with what has been read by then; when it is prefilled, as many as are under way have
+    been answered since."""
     rank, (tree, mirror) = Pool(), make_mirror(200_000)
     waiting, behind, num_bytes = 0, 0, 0
     for _ in range(3 * num_under_way + 1000):
@@ -78,7 +81,10 @@ def test_the_mirror_is_at_most_one_answer_behind(num_under_way: int) -> None:
         num_bytes = max(num_bytes, len(encode(Answer(batch))))
         mirror.apply(batch)
     unknown = sum(tree.find(chain) is None for chain in rank.held)
-    print(f"{num_under_way} under way: {behind} events behind at most, an answer has {num_bytes} bytes at most")
+    print(
+        f"{num_under_way} under way: {behind} events behind at most, an answer has {num_bytes}"
+        " bytes at most"
+    )
     assert behind <= 20
     assert unknown == 0
     assert (mirror.num_gaps, mirror.is_behind) == (0, False)
@@ -86,8 +92,9 @@ def test_the_mirror_is_at_most_one_answer_behind(num_under_way: int) -> None:
 
 
 def test_a_burst_of_answers_that_come_when_they_are_complete() -> None:
-    """400 requests sent at once and prefilled before one is answered: no answer has all events, and none of these requests
-    acknowledges any. The first answer shows what is missing, and the rank is asked for it."""
+    """400 requests sent at once and prefilled before one is answered: no answer has all events, and
+    none of these requests acknowledges any. The first answer shows what is missing, and the rank is
+    asked for it."""
     rank, (tree, mirror) = Pool(capacity=2000), make_mirror(200_000)
     answers = []
     for _ in range(400):
@@ -97,7 +104,10 @@ def test_a_burst_of_answers_that_come_when_they_are_complete() -> None:
     assert mirror.is_behind
     num_asked = keep_up(rank.log, mirror)
     behind = rank.log.seq - mirror.acknowledgement.seq
-    print(f"{rank.log.seq} events when the first answer comes: asked {num_asked} times, {behind} events behind")
+    print(
+        f"{rank.log.seq} events when the first answer comes: asked {num_asked} times, {behind}"
+        " events behind"
+    )
     assert (num_asked, behind) == (2, 0)
     assert tree.digest(0) == (2000, rank.log.digest)
     for answer in answers:
@@ -108,7 +118,8 @@ def test_a_burst_of_answers_that_come_when_they_are_complete() -> None:
 
 @pytest.mark.parametrize("backlog", [10_000, 70_000], ids=["backlog", "gap"])
 def test_the_mirror_heals_without_requests(backlog: int) -> None:
-    """A backlog that no answer can hold, or not even the log. The rank still has A, B, which never enter again."""
+    """A backlog that no answer can hold, or not even the log.
+    The rank still has A, B, which never enter again."""
     log, (tree, mirror) = EventLog(65_536), make_mirror(200_000)
     log.append(Inserted(A, 200, None, "ns", True))
     log.append(Inserted(B, 200, CHAIN_A, "ns", True))
@@ -119,14 +130,20 @@ def test_the_mirror_heals_without_requests(backlog: int) -> None:
     num_asked = keep_up(log, mirror)
     known = [node.chunk_id for node in tree.match("ns", [A, B], rank=0)]
     chunks = [Chunk(B, 200), Chunk(A, 200)]
-    ordered = order_chunks("tree", "seen", tree, AccessTable(1000), "ns", chunks, rank=0, max_visits=64).chunks
-    print(f"{backlog} events: asked {num_asked} times, {mirror.num_gaps} gaps; known {known}, order {ordered}")
+    ordered = order_chunks(
+        "tree", "seen", tree, AccessTable(1000), "ns", chunks, rank=0, max_visits=64
+    ).chunks
+    print(
+        f"{backlog} events: asked {num_asked} times, {mirror.num_gaps} gaps; known {known}, order"
+        f" {ordered}"
+    )
     assert known == [A, B]
     assert [chunk.id for chunk in ordered] == [A, B]
     assert tree.digest(0) == (log.num_nodes, log.digest) == (backlog + 2, log.digest)
     assert tree.stats.num_unknown_notices == 0
     assert (mirror.num_gaps, mirror.num_resyncs) == ((1, 1) if backlog > log.max_events else (0, 0))
-    # One round for each full message. What comes back to the front while nodes are told are not the same events again.
+    # One round for each full message. What comes back to the front while nodes are told are not the
+    # same events again.
     assert num_asked <= 2 * (backlog // (MAX_EVENTS_PER_ANSWER - 1) + 1) + 1
 
 
@@ -135,7 +152,8 @@ def told(log: EventLog, mirror: RankMirror) -> RankState:
 
 
 def make_gap(*names: str, max_told: int = 3) -> tuple[EventLog, ChunkPrefixTree, RankMirror]:
-    """Nodes at the root, of which the mirror knows none: it has heard of a gap and nothing since."""
+    """Nodes at the root, of which the mirror knows none:
+    it has heard of a gap and nothing since."""
     log, (tree, mirror) = EventLog(2, max_told=max_told), make_mirror()
     for name in names:
         log.append(Inserted(ChunkId(name), 4, None, "n", False))
@@ -166,7 +184,8 @@ def test_what_is_evicted_between_two_parts_is_in_none() -> None:
 
 
 def test_a_part_that_later_events_have_overtaken_is_taken() -> None:
-    """It tells a node that has left since, and lacks one that has come: both events are applied once more."""
+    """It tells a node that has left since, and lacks one that has come:
+    both events are applied once more."""
     log, tree, mirror = make_gap(*"abcd")
     early = told(log, mirror)
     log.append(Evicted(root("a")))
@@ -213,7 +232,10 @@ def test_a_child_born_before_its_parent_is_told_is_told_later() -> None:
     mirror.hear(told(log, mirror))
     log.append(Inserted(ChunkId("x"), 4, root("d"), "n", False))
     keep_up(log, mirror)
-    assert [node.chunk_id for node in tree.match("n", [ChunkId("d"), ChunkId("x")], rank=0)] == ["d", "x"]
+    assert [node.chunk_id for node in tree.match("n", [ChunkId("d"), ChunkId("x")], rank=0)] == [
+        "d",
+        "x",
+    ]
     assert tree.stats.num_unknown_notices == 0
 
 
@@ -280,7 +302,11 @@ def test_a_difference_that_stays_is_not_told_over_and_over() -> None:
 class MirrorMachine(RuleBasedStateMachine):
     """Rank, log, messages under way, mirror, and a tree that other ranks use, too."""
 
-    @initialize(max_events=st.integers(3, 40), max_told=st.integers(2, 8), max_nodes=st.sampled_from([5, 12, 1000]))
+    @initialize(
+        max_events=st.integers(3, 40),
+        max_told=st.integers(2, 8),
+        max_nodes=st.sampled_from([5, 12, 1000]),
+    )
     def start(self, max_events: int, max_told: int, max_nodes: int) -> None:
         self.log = EventLog(max_events, max_told=max_told)
         self.tree = ChunkPrefixTree(max_nodes=max_nodes)
@@ -360,7 +386,13 @@ class MirrorMachine(RuleBasedStateMachine):
     @rule(names=st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=4, unique=True))
     def others(self, names: list[str]) -> None:
         """Another rank's nodes, some of them ours: the tree may forget any."""
-        self.tree.insert("n", [Chunk(ChunkId(name), 4) for name in names], rank=1, tier=Tier.DEVICE, promoted_len=0)
+        self.tree.insert(
+            "n",
+            [Chunk(ChunkId(name), 4) for name in names],
+            rank=1,
+            tier=Tier.DEVICE,
+            promoted_len=0,
+        )
 
     @rule()
     def others_leave(self) -> None:
@@ -368,8 +400,8 @@ class MirrorMachine(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Answers, and what they take: rank and mirror are alike if the tree has room, after as many events as there are nodes at
-        the latest."""
+        """Answers, and what they take: rank and mirror are alike if the tree has room, after as
+        many events as there are nodes at the latest."""
         self.tree.drop_rank(1)
         self.answers.clear()
         for _ in range(len(self.held) // 2 + 1):

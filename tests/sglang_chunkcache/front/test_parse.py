@@ -43,7 +43,15 @@ def test_message(model: Any, body: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(model, body)
     assert str(caught.value).startswith(message)
-    for name in ("Value error", "Input should", "ChunkIn", "ChunkArea", "Message", "instance of", "function-"):
+    for name in (
+        "Value error",
+        "Input should",
+        "ChunkIn",
+        "ChunkArea",
+        "Message",
+        "instance of",
+        "function-",
+    ):
         assert name not in str(caught.value)
 
 
@@ -83,7 +91,8 @@ def test_other_fields_pass(name: str) -> None:
 
 
 def test_field_that_one_branch_takes_is_not_blamed() -> None:
-    """SGLang's messages are a union by role: of a user's message without content only the content is wrong."""
+    """SGLang's messages are a union by role:
+    of a user's message without content only the content is wrong."""
     with pytest.raises(RequestError) as caught:
         parse(ChatCompletionRequest, {"messages": [{"role": "user", "content": 7}]})
     assert "role" not in str(caught.value)

@@ -32,7 +32,10 @@ def test_prompt_is_head_chunks_question() -> None:
     request = Bench().ask("why?", A, B)
     assert text_of(request) == f"\x02\x01u{A.text};{B.text};why?{END}\x01a"
     assert request.order == ["a", "b"]
-    assert [text_of(request)[span.start : span.end] for span in request.spans] == [A.text + ";", B.text + ";"]
+    assert [text_of(request)[span.start : span.end] for span in request.spans] == [
+        A.text + ";",
+        B.text + ";",
+    ]
 
 
 def test_no_chunks_is_an_ordinary_prompt() -> None:
@@ -62,7 +65,8 @@ def test_order_retriever_leaves_the_order_alone() -> None:
 
 
 def test_a_requests_own_chunks_do_not_count_as_seen() -> None:
-    """Its order is decided before it is counted; counted first, both would be seen and `d` would stay in front."""
+    """Its order is decided before it is counted;
+    counted first, both would be seen and `d` would stay in front."""
     bench = Bench()
     bench.reply(bench.ask("one", A, C))
     assert bench.ask("two", D, C).order == ["c", "d"]
@@ -115,7 +119,12 @@ def test_empty_chunk_is_dropped_and_told(text: str) -> None:
     bench = Bench()
     asked = bench.ask("q", Passage("e", text), A)
     of_parts = bench.parts([[Passage("e", text), A], "m", [Passage("f", text)]])
-    assert (asked.order, asked.empty, of_parts.order, of_parts.empty) == (["a"], ("e",), ["a"], ("e", "f"))
+    assert (asked.order, asked.empty, of_parts.order, of_parts.empty) == (
+        ["a"],
+        ("e",),
+        ["a"],
+        ("e", "f"),
+    )
     assert bench.books.metrics.totals()["chunks"]["empty"] == 3
 
 
@@ -160,12 +169,17 @@ def test_turn_is_a_prefix_of_the_next() -> None:
     assert text_of(third) == expected
 
 
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+}
 RESULT = {"role": "tool", "content": "42"}
 
 
 def test_tool_loop_is_one_turn_of_its_conversation() -> None:
-    """Each step renders the turn again around the same chunks; the plain answer closes it, the next turn goes on from there."""
+    """Each step renders the turn again around the same chunks;
+    the plain answer closes it, the next turn goes on from there."""
     bench, messages = Bench(), list[Any]([user("one")])
     bench.turn(messages, A)
     messages.append(user("two"))
@@ -173,7 +187,9 @@ def test_tool_loop_is_one_turn_of_its_conversation() -> None:
     messages += [CALL, RESULT]
     second = bench.turn(messages, A, B)
     assert (first.dropped, first.order) == (second.dropped, second.order) == (("a",), ["b"])
-    assert second.input_ids[: len(first.input_ids) - len("\x01a")] == first.input_ids[: -len("\x01a")]
+    assert (
+        second.input_ids[: len(first.input_ids) - len("\x01a")] == first.input_ids[: -len("\x01a")]
+    )
     assert text_of(second).endswith(f"\x01u{B.text};two{END}\x01a{END}\x01t42{END}\x01a")
     messages.append(user("three"))
     third = bench.turn(messages, B, C)
@@ -191,11 +207,14 @@ def test_answer_that_is_sent_again_is_no_earlier_turn() -> None:
 
 
 def test_prefilled_answer_is_one_answer() -> None:
-    """The prompt ends with the client's beginning; the conversation keeps the whole, as the client sends it back."""
+    """The prompt ends with the client's beginning;
+    the conversation keeps the whole, as the client sends it back."""
     bench, begun = Bench(), [user("one"), {"role": "assistant", "content": "It "}]
     first = bench.reply(bench.ask(begun, A, to="c", continues=True), "is")
     assert text_of(first) == f"\x02\x01u{A.text};one{END}\x01aIt "
-    second = bench.ask([user("one"), {"role": "assistant", "content": "It is"}, user("two")], A, to="c")
+    second = bench.ask(
+        [user("one"), {"role": "assistant", "content": "It is"}, user("two")], A, to="c"
+    )
     assert second.input_ids[: len(sent(first))] == sent(first)
     assert (second.num_turns, second.dropped) == (1, ("a",))
 
@@ -215,7 +234,9 @@ def test_spans_of_the_history_stay_in_place() -> None:
     bench.turn(messages, A, B)
     messages.append(user("two"))
     request = bench.turn(messages, C)
-    assert [text_of(request)[s.start : s.end] for s in request.spans] == [p.text + ";" for p in (A, B, C)]
+    assert [text_of(request)[s.start : s.end] for s in request.spans] == [
+        p.text + ";" for p in (A, B, C)
+    ]
     assert len(request.area) == 2
 
 
@@ -304,7 +325,12 @@ def test_branch_goes_on_from_the_common_turn() -> None:
 
 @pytest.mark.parametrize(
     "who",
-    [Identity("thief"), Identity("me", cache_salt="x"), Identity("me", extra_key="x"), Identity("me", lora="x")],
+    [
+        Identity("thief"),
+        Identity("me", cache_salt="x"),
+        Identity("me", extra_key="x"),
+        Identity("me", lora="x"),
+    ],
     ids=repr,
 )
 def test_guessed_conversation_id_shows_nothing(who: Identity) -> None:
@@ -358,7 +384,8 @@ def test_two_turns_at_once_start_from_the_last_finished() -> None:
 
 
 def test_foreign_messages_under_the_id_cost_the_owner_nothing() -> None:
-    """Without API keys everybody has the same key: a stranger's turns live beside the owner's, also from a common opening."""
+    """Without API keys everybody has the same key:
+    a stranger's turns live beside the owner's, also from a common opening."""
     bench, messages = Bench(), [user("hello")]
     bench.turn(messages, A)
     messages.append(user("one"))
@@ -384,12 +411,16 @@ def test_idle_conversation_is_forgotten() -> None:
 # Overflow
 
 
-def long_talk(bench: Bench, num_turns: int, system: str = "sys") -> tuple[list[dict[str, str]], list[Asked]]:
+def long_talk(
+    bench: Bench, num_turns: int, system: str = "sys"
+) -> tuple[list[dict[str, str]], list[Asked]]:
     """Turns of about 60 tokens, each with a chunk of its own."""
     messages, requests = [{"role": "system", "content": system}], []
     for i in range(num_turns):
         messages.append(user(f"question {i}"))
-        requests.append(bench.turn(messages, Passage(f"p{i}", f"<{i}>" + "x" * 30), max_new_tokens=10))
+        requests.append(
+            bench.turn(messages, Passage(f"p{i}", f"<{i}>" + "x" * 30), max_new_tokens=10)
+        )
     return messages, requests
 
 
@@ -409,7 +440,10 @@ def test_overflow_breaks_the_prefix_once() -> None:
     """After a break the next turns go on token for token, until the context is full again."""
     bench = Bench(context_len=300)
     _, requests = long_talk(bench, 12)
-    breaks = [later.input_ids[: len(sent(earlier))] != sent(earlier) for earlier, later in pairwise(requests)]
+    breaks = [
+        later.input_ids[: len(sent(earlier))] != sent(earlier)
+        for earlier, later in pairwise(requests)
+    ]
     assert breaks == [request.num_departed > 0 for request in requests[1:]]
     assert 1 <= sum(breaks) <= 6
     assert not any(a and b for a, b in pairwise(breaks))
@@ -437,7 +471,8 @@ def test_overflow_by_one_turn_keeps_no_history() -> None:
 
 
 def test_dropped_chunks_do_not_push_turns_out() -> None:
-    """A chunk that is not sent again needs no room: the prompt would have fitted, the prefix must not break."""
+    """A chunk that is not sent again needs no room:
+    the prompt would have fitted, the prefix must not break."""
     bench = Bench(context_len=300)
     big = Passage("big", "y" * 150)
     messages = [user("one")]
@@ -450,7 +485,8 @@ def test_dropped_chunks_do_not_push_turns_out() -> None:
 
 
 def test_forgotten_long_conversation_is_still_answered() -> None:
-    """A forgotten conversation costs a prefix, never an answer: the client sends all messages, more than fits."""
+    """A forgotten conversation costs a prefix, never an answer:
+    the client sends all messages, more than fits."""
     bench = Bench(context_len=300)
     messages, _ = long_talk(bench, 30)
     bench.books.conversations = ConversationMap(max_conversations=1, max_tokens=10_000, idle_s=60)

@@ -35,32 +35,35 @@ from tests.examples import examples
 from tests.reference.tiny_tokenizer import CHAT_TEMPLATE, make_spaced_tokenizer, make_tokenizer
 
 TRIMMING = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim"
+    " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 HEADERS = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n'"
-    " + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] +"
+    " '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}{% endfor %}{% if"
+    " add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 ALTERNATING = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% set system = messages[0].content %}"
-    "{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}{% for m in rest %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{% if m.role == 'user' %}[INST] {{ system if loop.first else '' }}{{ m.content }} [/INST]"
-    "{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% set system"
+    " = messages[0].content %}{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}{%"
+    " for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{"
+    " raise_exception('roles must alternate') }}{% endif %}{% if m.role == 'user' %}[INST] {{"
+    " system if loop.first else '' }}{{ m.content }} [/INST]{% else %} {{ m.content }}<|im_end|>{%"
+    " endif %}{% endfor %}"
 )
 TOOLS = (
-    "{{ bos_token }}{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
-    "{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content }}</tool_response><|im_end|>\n{% else %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
-    " {{ c.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{{ bos_token }}{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{%"
+    " for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content"
+    " }}</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in"
+    " m.tool_calls or [] %}<tool_call>{{ c.function.name }} {{ c.function.arguments | tojson"
+    " }}</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt"
+    " %}<|im_start|>assistant\n{% endif %}"
 )
 PARTS = (
-    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}"
-    "{{ message.content }}{% else %}{% for content in message.content %}{{ content.text }}{{ '|' if not loop.last }}"
-    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n{% if"
+    " message.content is string %}{{ message.content }}{% else %}{% for content in message.content"
+    " %}{{ content.text }}{{ '|' if not loop.last }}{% endfor %}{% endif %}<|im_end|>\n{% endfor"
+    " %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TEMPLATES = {
     "chatml": CHAT_TEMPLATE,
@@ -80,7 +83,9 @@ def tokenizer_of(kind: str, template: str = "chatml") -> Any:
     return tokenizer
 
 
-def make_assembler(kind: str = "byte_level", template: str = "chatml", **options: Any) -> PromptAssembler:
+def make_assembler(
+    kind: str = "byte_level", template: str = "chatml", **options: Any
+) -> PromptAssembler:
     return PromptAssembler(tokenizer_of(kind, template), **{"separator": "\n\n", **options})
 
 
@@ -89,7 +94,11 @@ def user(text: str) -> dict[str, Any]:
 
 
 def render(assembler: PromptAssembler, messages: Sequence[dict[str, Any]]) -> str:
-    return str(assembler._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    return str(
+        assembler._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+    )
 
 
 def text(assembler: PromptAssembler, ids: Sequence[int]) -> str:
@@ -105,10 +114,17 @@ def body_of(
 ) -> tuple[array[int], tuple[Span, ...]]:
     """What follows the lead: ids, and the chunks' spans in them."""
     items = [assembler.chunk(chunk, "t") for chunk in chunks]
-    return joined(pieces.intro, [*((item.token_ids, item.chunk.id) for item in items), (pieces.outro, None)])
+    return joined(
+        pieces.intro, [*((item.token_ids, item.chunk.id) for item in items), (pieces.outro, None)]
+    )
 
 
-CHUNK_TEXTS = ["Bako ranis.", "zweite Fundstelle: é 中 🙂", "{curly} {{ braces }} <tag>", "two\nlines\n\nand more"]
+CHUNK_TEXTS = [
+    "Bako ranis.",
+    "zweite Fundstelle: é 中 🙂",
+    "{curly} {{ braces }} <tag>",
+    "two\nlines\n\nand more",
+]
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -121,7 +137,9 @@ def test_prompt_decodes_to_the_rendered_template(kind: str, template: str, num_c
     system = {"role": "system", "content": "Be brief."}
     pieces = assembler.turn([system, user("Wer? 中")], num_agreed=0, has_chunks=bool(chunks))
     content = "".join(chunk + "\n\n" for chunk in chunks) + "Wer? 中"
-    assert text(assembler, ids_of(assembler, pieces, chunks)) == render(assembler, [system, user(content)])
+    assert text(assembler, ids_of(assembler, pieces, chunks)) == render(
+        assembler, [system, user(content)]
+    )
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -129,7 +147,11 @@ def test_prompt_decodes_to_the_rendered_template(kind: str, template: str, num_c
 def test_later_turn_continues_the_earlier_one(kind: str, template: str) -> None:
     """Turn 1, its answer and turn 2's pieces in a row are the whole conversation as rendered."""
     assembler = make_assembler(kind, template)
-    first, second, answer = user("Who?"), user("And then?"), {"role": "assistant", "content": "Bako."}
+    first, second, answer = (
+        user("Who?"),
+        user("And then?"),
+        {"role": "assistant", "content": "Bako."},
+    )
     one = assembler.turn([first], num_agreed=0, has_chunks=True)
     two = assembler.turn([first, answer, second], num_agreed=2, has_chunks=True)
     ids = [
@@ -139,11 +161,17 @@ def test_later_turn_continues_the_earlier_one(kind: str, template: str) -> None:
     ]
     messages = [user(CHUNK_TEXTS[0] + "\n\nWho?"), answer, user(CHUNK_TEXTS[1] + "\n\nAnd then?")]
     got, expected = text(assembler, ids), render(assembler, messages)
-    assert got == expected.replace(" Bako.", "Bako.") if template == "alternating" else got == expected
+    assert (
+        got == expected.replace(" Bako.", "Bako.") if template == "alternating" else got == expected
+    )
 
 
 @settings(max_examples=examples(60))
-@given(st.sampled_from(list(MAKERS)), st.lists(st.text(min_size=1, max_size=12), max_size=3), st.text(max_size=12))
+@given(
+    st.sampled_from(list(MAKERS)),
+    st.lists(st.text(min_size=1, max_size=12), max_size=3),
+    st.text(max_size=12),
+)
 def test_any_text_round_trips(kind: str, chunks: list[str], question: str) -> None:
     """Unicode, control characters, template-like text: nothing changes between chunks."""
     assembler = make_assembler(kind)
@@ -179,7 +207,9 @@ def test_spans_touch_and_lie_between_intro_and_outro() -> None:
 def test_no_chunks_gives_no_spans() -> None:
     """An empty list is an ordinary prompt."""
     assembler = make_assembler()
-    body, spans = body_of(assembler, assembler.turn([user("Q")], num_agreed=0, has_chunks=False), [])
+    body, spans = body_of(
+        assembler, assembler.turn([user("Q")], num_agreed=0, has_chunks=False), []
+    )
     assert spans == ()
     assert body.typecode == "i"
 
@@ -195,14 +225,23 @@ def test_template_texts_stand_around_chunks_and_question() -> None:
 
 def test_template_texts_are_left_out_without_chunks() -> None:
     """An intro with nothing following would mislead the model."""
-    assembler = PromptAssembler(tokenizer_of("byte_level"), template="Use:\n{chunks}Now {question}", separator="\n")
+    assembler = PromptAssembler(
+        tokenizer_of("byte_level"), template="Use:\n{chunks}Now {question}", separator="\n"
+    )
     pieces = assembler.turn([user("Q?")], num_agreed=0, has_chunks=False)
     assert text(assembler, ids_of(assembler, pieces, [])) == render(assembler, [user("Q?")])
 
 
 @pytest.mark.parametrize(
     "template",
-    ["", "{chunks}", "{question}", "{question}{chunks}", "{chunks}{chunks}{question}", "{chunks}{question}{question}"],
+    [
+        "",
+        "{chunks}",
+        "{question}",
+        "{question}{chunks}",
+        "{chunks}{chunks}{question}",
+        "{chunks}{question}{question}",
+    ],
 )
 def test_bad_rag_template_is_refused(template: str) -> None:
     """Each placeholder once, chunks first."""
@@ -213,7 +252,9 @@ def test_bad_rag_template_is_refused(template: str) -> None:
 def test_question_that_names_a_placeholder_is_only_text() -> None:
     """A user may write {chunks}."""
     assembler = make_assembler()
-    pieces = assembler.turn([user("what is {chunks} and {question}?")], num_agreed=0, has_chunks=True)
+    pieces = assembler.turn(
+        [user("what is {chunks} and {question}?")], num_agreed=0, has_chunks=True
+    )
     assert "{chunks} and {question}" in assembler.tokenizer.decode(pieces.outro)
 
 
@@ -237,8 +278,8 @@ RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "1", "content": "42"}
     ids=["one step", "two steps", "an answer last", "a system message last"],
 )
 def test_chunks_stay_with_the_last_user_message(kind: str, after: list[dict[str, Any]]) -> None:
-    """What follows it, a tool's calls and results above all, belongs to the turn that it opens. As in SGLang, an answer
-    that comes last is shown as a user's message."""
+    """What follows it, a tool's calls and results above all, belongs to the turn that it opens. As
+    in SGLang, an answer that comes last is shown as a user's message."""
     assembler = make_assembler(kind, "tools")
     before = [
         {"role": "system", "content": "Be brief."},
@@ -247,8 +288,13 @@ def test_chunks_stay_with_the_last_user_message(kind: str, after: list[dict[str,
         RESULT,
         {"role": "assistant", "content": "b"},
     ]
-    pieces = assembler.turn([*before, user("Who?"), *after], num_agreed=0, has_chunks=True, tools=[{"name": "f"}])
-    shown = [{**m, "content": m["content"] or ""} for m in [*before, user(CHUNK_TEXTS[0] + "\n\nWho?"), *after]]
+    pieces = assembler.turn(
+        [*before, user("Who?"), *after], num_agreed=0, has_chunks=True, tools=[{"name": "f"}]
+    )
+    shown = [
+        {**m, "content": m["content"] or ""}
+        for m in [*before, user(CHUNK_TEXTS[0] + "\n\nWho?"), *after]
+    ]
     if shown[-1]["role"] == "assistant":
         shown[-1] = user(shown[-1]["content"])
     expected = assembler._tokenizer.apply_chat_template(
@@ -258,7 +304,8 @@ def test_chunks_stay_with_the_last_user_message(kind: str, after: list[dict[str,
 
 
 def test_steps_of_a_tool_loop_share_the_turn() -> None:
-    """Lead and intro are the same in every step, behind stored turns too, so the chunks are found cached."""
+    """Lead and intro are the same in every step, behind stored turns too,
+    so the chunks are found cached."""
     assembler = make_assembler(template="tools")
     earlier = [user("a"), {"role": "assistant", "content": "b"}]
     for history, num_agreed in (([], 0), (earlier, 2)):
@@ -303,7 +350,10 @@ def in_parts(role: str, *texts: str) -> dict[str, Any]:
 def as_sglang_renders(assembler: PromptAssembler, messages: Sequence[dict[str, Any]]) -> str:
     """What its chat serving gives to the template, rendered."""
     content_format = detect_jinja_template_content_format(assembler._tokenizer.chat_template)
-    shaped = [process_content_for_template_format(each, content_format, [], [], [], []) for each in messages]
+    shaped = [
+        process_content_for_template_format(each, content_format, [], [], [], [])
+        for each in messages
+    ]
     for each in shaped:
         each["content"] = normalize_tool_content(each["role"], each.get("content"))
     if shaped[-1]["role"] == "assistant" and isinstance(shaped[-1]["content"], str):
@@ -326,7 +376,10 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "answer last": [in_parts("user", "a", "b"), in_parts("assistant", "c", "d")],
     "reasoning": [
         user("a"),
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "b"}],
+        },
         user("c"),
     ],
     "strings": [
@@ -341,8 +394,11 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("num_chunks", [0, 2])
 @pytest.mark.parametrize("template", ["chatml", "parts"])
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
-def test_parts_are_shown_as_sglang_shows_them(messages: list[dict[str, Any]], template: str, num_chunks: int) -> None:
-    """A template that reads lists gets them, another one a text. The chunks begin the question's first part."""
+def test_parts_are_shown_as_sglang_shows_them(
+    messages: list[dict[str, Any]], template: str, num_chunks: int
+) -> None:
+    """A template that reads lists gets them, another one a text.
+    The chunks begin the question's first part."""
     assembler = make_assembler(
         template=template, content_format=detect_jinja_template_content_format(TEMPLATES[template])
     )
@@ -364,7 +420,10 @@ def test_rag_template_is_around_all_parts() -> None:
     """Of the question; of one part, too."""
     tokenizer = tokenizer_of("byte_level", "parts")
     assembler = PromptAssembler(
-        tokenizer, template="Use {chunks}to say {question} now", separator="\n\n", content_format="openai"
+        tokenizer,
+        template="Use {chunks}to say {question} now",
+        separator="\n\n",
+        content_format="openai",
     )
     for texts in (["d"], ["d", "e"]):
         pieces = assembler.turn([in_parts("user", *texts)], num_agreed=0, has_chunks=True)
@@ -380,7 +439,8 @@ def test_head_and_exchanges_of_parts_are_the_templates() -> None:
     assert "Be|brief." in head
     assert (exchanges[0].lead, exchanges[0].answer) == (head, "b|c")
     whole = "".join(
-        one.lead + "".join(area.intro + area.ending for area in one.areas) + one.answer for one in exchanges
+        one.lead + "".join(area.intro + area.ending for area in one.areas) + one.answer
+        for one in exchanges
     )
     assert whole == as_sglang_renders(assembler, messages)
 
@@ -399,13 +459,20 @@ def test_text_of_parts_is_joined() -> None:
 
 @pytest.mark.parametrize(
     "part",
-    [{"type": "image_url", "image_url": {"url": "x"}}, "text", {"type": "text"}, {"type": "text", "text": 1}],
+    [
+        {"type": "image_url", "image_url": {"url": "x"}},
+        "text",
+        {"type": "text"},
+        {"type": "text", "text": 1},
+    ],
     ids=repr,
 )
 def test_part_that_is_no_text_is_refused_by_place(part: Any) -> None:
     """400 with the message's number."""
     with pytest.raises(RequestError, match=r"messages\.1\.content"):
-        make_assembler().turn([user("a"), {"role": "user", "content": [part]}], num_agreed=0, has_chunks=False)
+        make_assembler().turn(
+            [user("a"), {"role": "user", "content": [part]}], num_agreed=0, has_chunks=False
+        )
 
 
 def test_null_question_is_refused_as_a_prompt_error() -> None:
@@ -417,7 +484,9 @@ def test_null_question_is_refused_as_a_prompt_error() -> None:
 def test_refusing_chat_template_is_a_prompt_error() -> None:
     """What the template raises reaches the client as a 400."""
     with pytest.raises(RequestError, match="roles must alternate"):
-        make_assembler(template="alternating").turn([user("a"), user("b")], num_agreed=0, has_chunks=False)
+        make_assembler(template="alternating").turn(
+            [user("a"), user("b")], num_agreed=0, has_chunks=False
+        )
 
 
 def test_missing_chat_template_is_a_prompt_error() -> None:

@@ -39,7 +39,11 @@ def state_of(log: EventLog, reading: Reading | None = None) -> RankState:
         log.acknowledge(reading.ack)
     events = log.unread()
     is_all = events.start + len(events.events) == events.seq
-    part = log.part(reading.part) if is_all and reading is not None and reading.part is not None else None
+    part = (
+        log.part(reading.part)
+        if is_all and reading is not None and reading.part is not None
+        else None
+    )
     return RankState(0, events, {}, part)
 
 
@@ -95,7 +99,8 @@ def test_apply_takes_over_the_mark() -> None:
 
 
 def test_apply_again_changes_nothing() -> None:
-    """Batches repeat what was not yet acknowledged: an eviction must not hit what came back since."""
+    """Batches repeat what was not yet acknowledged:
+    an eviction must not hit what came back since."""
     log, (tree, mirror) = EventLog(100), make_mirror()
     log.append(inserted("a"))
     log.append(Evicted(chain("a")))
@@ -155,8 +160,9 @@ def test_first_epoch_is_no_restart() -> None:
 
 
 def test_late_batch_of_an_older_epoch_changes_nothing() -> None:
-    """A slow client's stream carries its batch in every output, also after a flush: going back to the old epoch would
-    forget the new tree, whose events the log has dropped as acknowledged, and the mirror would stay wrong."""
+    """A slow client's stream carries its batch in every output, also after a flush: going back to
+    the old epoch would forget the new tree, whose events the log has dropped as acknowledged, and
+    the mirror would stay wrong."""
     log, (tree, mirror) = EventLog(100), make_mirror()
     log.append(inserted("a"))
     old = log.unread()
@@ -192,7 +198,14 @@ def test_mirror_is_compared_with_the_ranks_state() -> None:
     def compared(**changes: Any) -> dict[str, Any]:
         return mirror.compared(RankState(0, structs.replace(events, **changes), {}))
 
-    shown = {"chunk_nodes": 1, "events_behind": 0, "agrees": True, "restarts": 0, "gaps": 0, "resyncs": 0}
+    shown = {
+        "chunk_nodes": 1,
+        "events_behind": 0,
+        "agrees": True,
+        "restarts": 0,
+        "gaps": 0,
+        "resyncs": 0,
+    }
     assert compared() == shown
     assert not mirror.is_behind
     assert compared(digest=0) == {**shown, "agrees": False}

@@ -1,4 +1,5 @@
-"""Why chunks were computed: each usual mistake has its reason, each chunk one, and none tells of another tenant."""
+"""Why chunks were computed: each usual mistake has its reason, each chunk one,
+and none tells of another tenant."""
 
 from __future__ import annotations
 
@@ -48,20 +49,30 @@ MISTAKES: Mapping[str, tuple[Send, str | None]] = {
         lambda bench, i: bench.run([system(f"You talk to user{i}"), user("q")], A, B, C, D),
         "other_head",
     ),
-    "time in a tool": (lambda bench, i: bench.run("q", A, B, C, D, tools=[{"now": i}] * (i + 1)), "other_head"),
+    "time in a tool": (
+        lambda bench, i: bench.run("q", A, B, C, D, tools=[{"now": i}] * (i + 1)),
+        "other_head",
+    ),
     "score in the chunk's text": (
-        lambda bench, i: bench.run("q", *(Passage(p.label, f"[score 0.{i}] {p.text}") for p in (A, B, C, D))),
+        lambda bench, i: bench.run(
+            "q", *(Passage(p.label, f"[score 0.{i}] {p.text}") for p in (A, B, C, D))
+        ),
         "new_chunk",
     ),
     "overlapping windows": (
-        lambda bench, i: bench.run("q", *(Passage(str(k), TEXT[9 * i + k :][:40]) for k in (0, 10, 20, 30))),
+        lambda bench, i: bench.run(
+            "q", *(Passage(str(k), TEXT[9 * i + k :][:40]) for k in (0, 10, 20, 30))
+        ),
         "new_chunk",
     ),
     "a salt for each request": (
         lambda bench, i: bench.run("q", A, B, C, D, who=Identity(cache_salt=f"request {i}")),
         "new_tenant",
     ),
-    "passages in the message's text": (lambda bench, i: bench.run(A.text + B.text + f"q{i}"), "no_chunks"),
+    "passages in the message's text": (
+        lambda bench, i: bench.run(A.text + B.text + f"q{i}"),
+        "no_chunks",
+    ),
 }
 
 
@@ -78,7 +89,9 @@ def test_each_mistake_has_its_reason(mistake: str) -> None:
     }
     assert sum(answer["chunks_hit"] for answer in answers) == (28 if reason is None else 0)
     if of_chunks:
-        assert [each["chunks"] for answer in answers for each in answer["missed"]] == [answers[0]["order"]] * 7
+        assert [each["chunks"] for answer in answers for each in answer["missed"]] == [
+            answers[0]["order"]
+        ] * 7
     shares = bench.books.stats()["reasons"]
     if reason is None:
         assert shares["chunks_by_reason"] == {"new_chunk": 4 / 32, "found": 28 / 32}
@@ -96,7 +109,8 @@ def test_each_mistake_has_its_reason(mistake: str) -> None:
     ],
 )
 def test_where_the_heads_part_is_told(mistake: str, field: str, common: str) -> None:
-    """The field of the request, and the first token of the prompt, that differ from what the chunks are cached behind."""
+    """The field of the request, and the first token of the prompt,
+    that differ from what the chunks are cached behind."""
     bench = Bench()
     send, _ = MISTAKES[mistake]
     missed = [send(bench, i).answer()["missed"] for i in range(3)][1:]
@@ -118,12 +132,17 @@ def test_where_the_heads_part_is_told(mistake: str, field: str, common: str) -> 
     ],
     ids=["added", "left out", "a message more", "adapter", "the same"],
 )
-def test_what_differs_is_named(first: dict[str, Any], second: dict[str, Any], field: str | None) -> None:
-    """Also a part that only one of the two has. An adapter changes no token; an API key shares all."""
+def test_what_differs_is_named(
+    first: dict[str, Any], second: dict[str, Any], field: str | None
+) -> None:
+    """Also a part that only one of the two has.
+    An adapter changes no token; an API key shares all."""
     bench = Bench()
     run(bench, first)
     answer = run(bench, second).answer()
-    assert [(m["reason"], m.get("field")) for m in answer["missed"]] == ([("other_head", field)] if field else [])
+    assert [(m["reason"], m.get("field")) for m in answer["missed"]] == (
+        [("other_head", field)] if field else []
+    )
     assert (answer["chunks_hit"] == 2) == (field is None)
 
 
@@ -138,14 +157,19 @@ def test_parts_are_named_by_their_place() -> None:
         request = bench.parts([text, [A], "?"])
         bench.reply(request)
     (missed,) = request.answer()["missed"]
-    assert (missed["reason"], missed["field"], missed["token"]) == ("other_head", "parts.0", len("\x02on"))
+    assert (missed["reason"], missed["field"], missed["token"]) == (
+        "other_head",
+        "parts.0",
+        len("\x02on"),
+    )
 
 
 # Same text before it
 
 
 def test_other_order_is_told() -> None:
-    """Cached behind the same head; but in the retriever's order, or behind a chunk that this request does not have."""
+    """Cached behind the same head; but in the retriever's order,
+    or behind a chunk that this request does not have."""
     bench = Bench(order="retriever")
     bench.run("1", A, B)
     assert why(bench.run("2", C, A)) == {"new_chunk": ["c"], "other_order": ["a"]}
@@ -155,7 +179,8 @@ def test_other_order_is_told() -> None:
 
 
 def test_evicted_is_told() -> None:
-    """Also where the front did not know yet: it planned on the chunks, and the rank had them no more."""
+    """Also where the front did not know yet:
+    it planned on the chunks, and the rank had them no more."""
     bench = Bench()
     bench.run("1", A, B)
     bench.ranks[0].evict_all()
@@ -180,7 +205,8 @@ def test_chunk_that_was_evicted_behind_another_head_is_of_another_head() -> None
 
 
 def test_head_that_is_known_counts_before_a_later_one() -> None:
-    """Two applications: the chunk was last seen behind the other one's head, and is in its place all the same."""
+    """Two applications: the chunk was last seen behind the other one's head,
+    and is in its place all the same."""
     bench = Bench(order="retriever")
     for head in "12":
         bench.run([system(head), user("q")], A, B)
@@ -195,9 +221,12 @@ def test_other_rank_is_told() -> None:
     assert why(bench.run("3", A)) == {}
 
 
-@pytest.mark.parametrize(("start", "reasons"), [(None, {"must_compute": ["b"]}), (4, {"must_compute": ["a", "b"]})])
+@pytest.mark.parametrize(
+    ("start", "reasons"), [(None, {"must_compute": ["b"]}), (4, {"must_compute": ["a", "b"]})]
+)
 def test_what_must_be_computed_is_told(start: int | None, reasons: dict[str, list[str]]) -> None:
-    """A prompt that ends with a chunk, or whose logprobs are asked for: the rank has the chunk and computes it."""
+    """A prompt that ends with a chunk, or whose logprobs are asked for:
+    the rank has the chunk and computes it."""
     bench = Bench()
     bench.reply(bench.parts(["x", [A, B]]))
     request = bench.parts(["x", [A, B]], logprob_start=start)
@@ -221,7 +250,10 @@ def test_plain_text_has_no_other_reason() -> None:
     bench = Bench()
     bench.run("1", A)
     request = bench.ask("2", B, A)
-    output = {"meta_info": {"completion_tokens": 1, "cached_tokens": 0, "finish_reason": None}, "output_ids": [65]}
+    output = {
+        "meta_info": {"completion_tokens": 1, "cached_tokens": 0, "finish_reason": None},
+        "output_ids": [65],
+    }
     bench.observe(request, output)
     assert why(request) == {"plain_text": ["a", "b"]}
     assert request.answer()["fallbacks"] == ["plain_text"]
@@ -240,8 +272,8 @@ def test_moved_kv_has_its_own_reasons() -> None:
 
 
 def test_later_turns_follow_a_history() -> None:
-    """A new chunk is new, one that is cached elsewhere is behind other text: it goes on after the first area. History found
-    counts nothing."""
+    """A new chunk is new, one that is cached elsewhere is behind other text: it goes on after the
+    first area. History found counts nothing."""
     bench = Bench()
     bench.run("q", C)
     messages = [user("one")]
@@ -251,7 +283,11 @@ def test_later_turns_follow_a_history() -> None:
     bench.reply(second, cached=second.area[-1].end + 5)
     (of_new, of_head) = sorted(second.answer()["missed"], key=lambda each: each["reason"])
     assert (of_new["reason"], of_new["chunks"], of_head["chunks"]) == ("new_chunk", ["b"], ["c"])
-    assert (of_head["reason"], of_head["field"], of_head["token"]) == ("other_head", "history", second.area[-1].end)
+    assert (of_head["reason"], of_head["field"], of_head["token"]) == (
+        "other_head",
+        "history",
+        second.area[-1].end,
+    )
     assert bench.books.metrics.totals()["chunks_by_reason"] == {
         **counted,
         "new_chunk": counted["new_chunk"] + 1,
@@ -260,7 +296,8 @@ def test_later_turns_follow_a_history() -> None:
 
 
 def test_history_that_left_the_cache_is_told() -> None:
-    """The turn is asked again, and finds only the first chunks: the chunk of the second turn was evicted, in this order."""
+    """The turn is asked again, and finds only the first chunks:
+    the chunk of the second turn was evicted, in this order."""
     bench = Bench()
     messages = [user("one")]
     bench.turn(messages, A)
@@ -279,7 +316,10 @@ def test_later_turn_on_another_rank_is_told() -> None:
     messages = [user("one")]
     first = bench.turn(messages, A)
     reasons = [why(bench.run([*messages, user("two")], B, to="c")) for _ in range(2)]
-    assert reasons == [{"other_rank": [first.area[0].chunk[:8]], "new_chunk": ["b"]}, {"other_rank": ["b"]}]
+    assert reasons == [
+        {"other_rank": [first.area[0].chunk[:8]], "new_chunk": ["b"]},
+        {"other_rank": ["b"]},
+    ]
 
 
 def test_places_of_several_answers_are_noted_too() -> None:
@@ -301,7 +341,11 @@ def test_chunk_of_a_later_turn_is_known_in_a_first_one() -> None:
     bench.turn(messages, A)
     bench.turn([*messages, user("two")], B)
     (missed,) = bench.run("q", B).answer()["missed"]
-    assert (missed["reason"], missed["field"], missed["token"]) == ("other_head", "history", len("\x02\x01u"))
+    assert (missed["reason"], missed["field"], missed["token"]) == (
+        "other_head",
+        "history",
+        len("\x02\x01u"),
+    )
 
 
 # One reason each
@@ -315,8 +359,13 @@ class NaiveReasons:
         self.answered: list[tuple[str, str, tuple[str, ...]]] = []
         self.tenants: set[str] = set()
 
-    def expect(self, tenant: str, namespace: str, ids: Sequence[str], *, is_named: bool) -> list[str]:
-        return [self._reason(tenant, namespace, ids[: i + 1], is_named=is_named) for i in range(len(ids))]
+    def expect(
+        self, tenant: str, namespace: str, ids: Sequence[str], *, is_named: bool
+    ) -> list[str]:
+        return [
+            self._reason(tenant, namespace, ids[: i + 1], is_named=is_named)
+            for i in range(len(ids))
+        ]
 
     def _reason(self, tenant: str, namespace: str, ids: Sequence[str], *, is_named: bool) -> str:
         if chain(namespace, ids) in self.known:
@@ -339,7 +388,9 @@ def chain(namespace: str, ids: Sequence[str]) -> int:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("order", ["tree", "retriever"])
-def test_every_missed_chunk_has_the_one_reason_that_a_list_of_requests_gives(seed: int, order: str) -> None:
+def test_every_missed_chunk_has_the_one_reason_that_a_list_of_requests_gives(
+    seed: int, order: str
+) -> None:
     """Tenants, heads, orders and evictions at random."""
     bench, naive, draw = Bench(order=order), NaiveReasons(), Random(seed)
     passages = [Passage(str(n), f"passage {n}") for n in range(7)]
@@ -354,10 +405,14 @@ def test_every_missed_chunk_has_the_one_reason_that_a_list_of_requests_gives(see
         expected = naive.expect(who.tenant, request.namespace, ids, is_named=who.is_named)
         found = bench.ranks[0].found(request.custom_params, request.input_ids)
         bench.reply(request, cached=found)
-        reasons = {label: each["reason"] for each in request.answer()["missed"] for label in each["chunks"]}
+        reasons = {
+            label: each["reason"] for each in request.answer()["missed"] for label in each["chunks"]
+        }
         number = sum(span.end <= found for span in request.area)
         assert reasons == dict(zip(request.order[number:], expected[number:], strict=True))
-        assert sum(each["tokens"] for each in request.answer()["missed"]) == length(request.area[number:])
+        assert sum(each["tokens"] for each in request.answer()["missed"]) == length(
+            request.area[number:]
+        )
         naive.answered.append((who.tenant, request.namespace, tuple(ids)))
         naive.known = set(bench.ranks[0].held)
         naive.tenants.add(who.tenant)
@@ -376,7 +431,8 @@ def length(spans: Sequence[Span]) -> int:
     "mine", [Identity("k"), Identity("k", cache_salt="mine"), Identity("k", extra_key="")], ids=str
 )
 def test_anothers_texts_change_no_byte(mine: Identity) -> None:
-    """Answer and explanation are the same whether another tenant has the texts cached, in whatever place, or does not exist."""
+    """Answer and explanation are the same whether another tenant has the texts cached,
+    in whatever place, or does not exist."""
 
     def seen(other: Identity | None) -> list[bytes]:
         bench, shown = Bench(), list[bytes]()
@@ -391,7 +447,11 @@ def test_anothers_texts_change_no_byte(mine: Identity) -> None:
         return shown
 
     alone = seen(None)
-    assert alone == seen(Identity("k", cache_salt="theirs")) == seen(Identity("other", extra_key="theirs"))
+    assert (
+        alone
+        == seen(Identity("k", cache_salt="theirs"))
+        == seen(Identity("other", extra_key="theirs"))
+    )
     assert alone != seen(mine)  # the control
 
 
@@ -402,9 +462,15 @@ def test_explain_tells_the_same_reasons() -> None:
     plan = bench.plan([system("2"), user("q")], A, C)
     shown = explained(plan, Explanation(0, 0, 0))
     assert shown["fallbacks"] == ("other_head", "new_chunk")
-    assert [(m["reason"], m["chunks"]) for m in shown["missed"]] == [("other_head", ["a"]), ("new_chunk", ["c"])]
+    assert [(m["reason"], m["chunks"]) for m in shown["missed"]] == [
+        ("other_head", ["a"]),
+        ("new_chunk", ["c"]),
+    ]
     end = plan.spans[0].end
-    assert [m["chunks"] for m in explained(plan, Explanation(end - 3, 0, 0, loaded=2, stored=1))["missed"]] == [["c"]]
+    assert [
+        m["chunks"]
+        for m in explained(plan, Explanation(end - 3, 0, 0, loaded=2, stored=1))["missed"]
+    ] == [["c"]]
     assert bench.books.metrics.totals()["fallbacks"] == {"new_chunk": 1}
 
 
@@ -420,7 +486,8 @@ def test_forget_is_a_restart() -> None:
 
 
 def test_heads_that_never_recur_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Chunks recur, heads never do: one line in ten minutes, with the place. One head that recurs ends it."""
+    """Chunks recur, heads never do: one line in ten minutes, with the place.
+    One head that recurs ends it."""
     bench = Bench()
     send, _ = MISTAKES["time in the system prompt"]
     with caplog.at_level(logging.WARNING):
@@ -450,7 +517,9 @@ def test_new_chunks_behind_new_heads_are_no_hint(caplog: pytest.LogCaptureFixtur
     assert caplog.records == []
 
 
-def test_salts_that_never_recur_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_salts_that_never_recur_are_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over all tenants, and in no answer. Requests without a salt do not count."""
     monkeypatch.setattr(reasons, "SALTS", 20)
     monkeypatch.setattr(reasons, "NEW_SALTS", 19)
@@ -462,8 +531,8 @@ def test_salts_that_never_recur_are_logged(caplog: pytest.LogCaptureFixture, mon
     bench.run("q", A, who=Identity(cache_salt="0"))
     (record,) = caplog.records
     assert (
-        "of the last 20 requests with a cache_salt or extra_key, 19 had one that had not come since the start"
-        in record.getMessage()
+        "of the last 20 requests with a cache_salt or extra_key, 19 had one that had not come since"
+        " the start" in record.getMessage()
     )
     assert bench.books.reasons.hints()["salts"] == {"requests": 20, "new": 19, "never_recur": True}
     for _ in range(2):
@@ -486,12 +555,34 @@ MESSAGES = [{"role": "user", "content": "q", "chunks": [{"text": "x"}]}]
     ("request_", "field"),
     [
         (sent("/v1/chat/completions", {"messages": [], "chunks": [{"text": "x"}]}), "chunks"),
-        (sent("/v1/chat/completions", {"messages": [{"role": "user", "chunks": []}], "chunks": []}), None),
-        (sent("/v1/chat/completions", {"messages": [{"role": "user", "chunks": None}], "chunks": None}), None),
+        (
+            sent(
+                "/v1/chat/completions", {"messages": [{"role": "user", "chunks": []}], "chunks": []}
+            ),
+            None,
+        ),
+        (
+            sent(
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "chunks": None}], "chunks": None},
+            ),
+            None,
+        ),
         (sent("/v1/chat/completions", {"messages": MESSAGES}), "messages.chunks"),
         (sent("/v1/completions", {"prompt": "q", "chunks": [{"text": "x"}]}), "chunks"),
-        (sent("/v1/chat/completions", {"messages": [{"role": "user", "content": '"chunks"'}, "odd"]}), None),
-        (sent("/rag/v1/chat/completions", {"messages": MESSAGES, "chunks": MESSAGES[0]["chunks"]}), None),
+        (
+            sent(
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": '"chunks"'}, "odd"]},
+            ),
+            None,
+        ),
+        (
+            sent(
+                "/rag/v1/chat/completions", {"messages": MESSAGES, "chunks": MESSAGES[0]["chunks"]}
+            ),
+            None,
+        ),
         (sent("/generate", {"chunks": [{"text": "x"}]}), None),
         (sent("/v1/chat/completions", [1]), None),
         (SimpleNamespace(scope={"path": "/v1/chat/completions"}), None),
@@ -499,7 +590,8 @@ MESSAGES = [{"role": "user", "content": "q", "chunks": [{"text": "x"}]}]
     ],
 )
 def test_chunks_on_v1_are_found(request_: Any, field: str | None) -> None:
-    """At the top or in a message, and nowhere else; none are none; a request that is not HTTP has none."""
+    """At the top or in a message, and nowhere else; none are none;
+    a request that is not HTTP has none."""
     assert chunks_field(request_) == field
 
 
@@ -535,15 +627,24 @@ def test_a_place_in_a_flushed_cache_is_gone(at: int) -> None:
         rank.held.clear()
         mirror.apply(rank.log.unread())
     request = bench.reply(bench.ask(messages, C, to="c", rank=at))
-    assert {reason: len(chunks) for reason, chunks in why(request).items()} == {"evicted": 2, "new_chunk": 1}
+    assert {reason: len(chunks) for reason, chunks in why(request).items()} == {
+        "evicted": 2,
+        "new_chunk": 1,
+    }
 
 
 def test_another_order_on_another_rank_is_another_order() -> None:
     """The rank that has the chunk would not have found it here either."""
     bench = Bench(num_ranks=2, order="retriever")
     bench.reply(bench.ask("q", A, B, rank=0))
-    assert why(bench.reply(bench.ask("q", C, B, rank=1))) == {"new_chunk": ["c"], "other_order": ["b"]}
-    assert why(bench.reply(bench.ask("q", A, D, rank=1))) == {"other_rank": ["a"], "new_chunk": ["d"]}
+    assert why(bench.reply(bench.ask("q", C, B, rank=1))) == {
+        "new_chunk": ["c"],
+        "other_order": ["b"],
+    }
+    assert why(bench.reply(bench.ask("q", A, D, rank=1))) == {
+        "other_rank": ["a"],
+        "new_chunk": ["d"],
+    }
 
 
 def test_heads_that_recur_are_no_hint(caplog: pytest.LogCaptureFixture) -> None:

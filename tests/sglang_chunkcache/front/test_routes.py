@@ -1,4 +1,5 @@
-"""Endpoints beside the chat's, without an engine: what they send to SGLang's manager, and what they make of its answers."""
+"""Endpoints beside the chat's, without an engine:
+what they send to SGLang's manager, and what they make of its answers."""
 
 from __future__ import annotations
 
@@ -36,9 +37,19 @@ from sglang_chunkcache.wire.spans import MARK_KEY, checked, unpack
 from sglang_chunkcache.wire.state import Asked, Cleared, ExplainRequest, RankState
 from tests.polling import DEADLINE_S
 from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
-from tests.sglang_chunkcache.front.front_bench import SECRET, A, B, Bench, C, CharTokenizer, D, make_output
+from tests.sglang_chunkcache.front.front_bench import (
+    SECRET,
+    A,
+    B,
+    Bench,
+    C,
+    CharTokenizer,
+    D,
+    make_output,
+)
 
-# FastAPI would have us return plain objects, OpenAI has clients send `max_completion_tokens`: SGLang uses and takes both.
+# FastAPI would have us return plain objects, OpenAI has clients send `max_completion_tokens`:
+# SGLang uses and takes both.
 pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated")
 
 MESSAGES = [{"role": "user", "content": "why?"}]
@@ -49,11 +60,16 @@ Send = Callable[..., tuple[int, Any]]
 chunkcache_explain, chunkcache_preprocess = Routes.chunkcache_explain, Routes.chunkcache_preprocess
 chunkcache_prefetch = Routes.chunkcache_prefetch
 chunkcache_clear_store, chunkcache_stats = Routes.chunkcache_clear_store, Routes.chunkcache_stats
-rag_chat_completions, rag_generate, rag_retrieve = Routes.rag_chat_completions, Routes.rag_generate, Routes.rag_retrieve
+rag_chat_completions, rag_generate, rag_retrieve = (
+    Routes.rag_chat_completions,
+    Routes.rag_generate,
+    Routes.rag_retrieve,
+)
 
 
 class Manager:
-    """SGLang's: answers every request with one token, and state requests with what each rank found."""
+    """SGLang's: answers every request with one token, and state requests with what each rank
+    found."""
 
     incremental_streaming_output = False
 
@@ -63,7 +79,9 @@ class Manager:
         self.aborted: list[Any] = []
         """Requests whose answer's own task has run."""
         self.error: Exception | None = None
-        self.report = Report(3, 1, 0, fused_hit=0, gap=0, sources=(), focused=None, fallbacks=(), ms={})
+        self.report = Report(
+            3, 1, 0, fused_hit=0, gap=0, sources=(), focused=None, fallbacks=(), ms={}
+        )
 
     def auto_create_handle_loop(self) -> None:
         pass
@@ -77,9 +95,17 @@ class Manager:
     async def get_internal_state_communicator(self, message: Any) -> list[Any]:
         asked = decode(message.rid, Asked)
         self.sent += asked.explain or [asked]
-        ranks = [rank for state in self.states if state for rank in [decode(state["chunkcache"], RankState)]]
+        ranks = [
+            rank
+            for state in self.states
+            if state
+            for rank in [decode(state["chunkcache"], RankState)]
+        ]
         asked_of = Counter(each.dp_rank for each in asked.explain)
-        told = [structs.replace(rank, explanations=asked_of[rank.dp_rank] * rank.explanations) for rank in ranks]
+        told = [
+            structs.replace(rank, explanations=asked_of[rank.dp_rank] * rank.explanations)
+            for rank in ranks
+        ]
         return [SimpleNamespace(internal_state={"chunkcache": encode(state)}) for state in told]
 
     async def generate_request(self, obj: Any, raw_request: Any) -> AsyncIterator[Any]:
@@ -111,7 +137,8 @@ MakeServer = Callable[..., tuple[Bench, Manager, Send]]
 
 @pytest.fixture
 def call() -> Iterator[MakeServer]:
-    """(bench, manager, how to call an endpoint with a body) for a server of these settings, with a retriever or none."""
+    """(bench, manager, how to call an endpoint with a body) for a server of these settings,
+    with a retriever or none."""
 
     searches: list[RagSearch] = []
     aborted: list[Any] = []
@@ -128,13 +155,21 @@ def call() -> Iterator[MakeServer]:
         manager = Manager(bench)
         chat = SimpleNamespace(
             check=lambda request: None,
-            sampling_params=lambda request: {"max_new_tokens": request.max_completion_tokens or request.max_tokens},
+            sampling_params=lambda request: {
+                "max_new_tokens": request.max_completion_tokens or request.max_tokens
+            },
             template_kwargs=lambda request: None,
             default_chat_template_kwargs={},
             serve=served,
         )
         parts = Parts(bench.config)
-        vars(parts).update(books=bench.books, drafter=bench.drafter, planner=bench.planner, search=search, chat=chat)
+        vars(parts).update(
+            books=bench.books,
+            drafter=bench.drafter,
+            planner=bench.planner,
+            search=search,
+            chat=chat,
+        )
         sampling = SamplingCheck(CharTokenizer(), Limits(1101, None))
         vars(parts).update(engine=Engine(manager, bench.books), sampling=sampling)
         routes = Routes(parts)
@@ -158,8 +193,12 @@ def call() -> Iterator[MakeServer]:
                     await asyncio.sleep(0)
                 if not hasattr(answer, "body_iterator"):
                     return answer.status_code, json.loads(answer.body)
-                events = b"".join([event async for event in answer.body_iterator]).decode().split("\n\n")
-                return answer.status_code, [event.removeprefix("data: ") for event in events if event]
+                events = (
+                    b"".join([event async for event in answer.body_iterator]).decode().split("\n\n")
+                )
+                return answer.status_code, [
+                    event.removeprefix("data: ") for event in events if event
+                ]
 
             return asyncio.run(answered())
 
@@ -172,7 +211,8 @@ def call() -> Iterator[MakeServer]:
 
 
 @pytest.mark.parametrize(
-    "endpoint", [chunkcache_explain, chunkcache_preprocess, chunkcache_clear_store, Routes.chunkcache_hints]
+    "endpoint",
+    [chunkcache_explain, chunkcache_preprocess, chunkcache_clear_store, Routes.chunkcache_hints],
 )
 def test_other_tenants_business_asks_for_the_admin_level(endpoint: Any) -> None:
     """As the tree does."""
@@ -191,7 +231,9 @@ def test_openai_client_with_a_wrong_key_is_refused(key: str, status: int) -> Non
         found = set()
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport) as http:
-            client = openai.AsyncOpenAI(base_url="http://x/rag/v1", api_key=key, http_client=http, max_retries=0)
+            client = openai.AsyncOpenAI(
+                base_url="http://x/rag/v1", api_key=key, http_client=http, max_retries=0
+            )
             calls: list[Any] = [lambda: client.completions.create(model="m", prompt="x")]
             if status == 401:
                 calls += [lambda: client.models.list(), lambda: client.models.retrieve("m")]
@@ -219,7 +261,8 @@ def test_openai_client_with_a_wrong_key_is_refused(key: str, status: int) -> Non
     ],
 )
 def test_which_key_opens_what(level: AuthLevel, configured: str, opening: set[str]) -> None:
-    """The table of front/README.md, by SGLang's own decision. No level takes both keys, so stats cannot take the admin's."""
+    """The table of front/README.md, by SGLang's own decision.
+    No level takes both keys, so stats cannot take the admin's."""
     opened = {
         key
         for key in ("", "api", "admin")
@@ -239,7 +282,8 @@ def test_which_key_opens_what(level: AuthLevel, configured: str, opening: set[st
 
 
 def test_explain_asks_the_rank_and_runs_nothing(call: Any) -> None:
-    """The scheduler gets what a request would bring; of all ranks' answers the planned one's counts."""
+    """The scheduler gets what a request would bring;
+    of all ranks' answers the planned one's counts."""
     bench, manager, send = call(reuse="fused", num_ranks=2)
     bench.reply(bench.ask("one", A, B))  # rank 0 holds the chunks
     before = bench.books.stats()
@@ -247,12 +291,22 @@ def test_explain_asks_the_rank_and_runs_nothing(call: Any) -> None:
         state_of(1, Explanation(0, 0, 27)),
         state_of(0, Explanation(27, 0, 27, (Source(3, 15, 0, "device"),))),
     ]
-    body = {"messages": MESSAGES, "chunks": CHUNKS[::-1], "reuse": "fused", "extra_key": "k", "cache_salt": "s"}
+    body = {
+        "messages": MESSAGES,
+        "chunks": CHUNKS[::-1],
+        "reuse": "fused",
+        "extra_key": "k",
+        "cache_salt": "s",
+    }
     status, plan = send(chunkcache_explain, {**body, "extra_key": None, "cache_salt": None})
     assert (status, plan["dp_rank"], plan["exact"], plan["order"]) == (200, 0, 27, ["a", "b"])
     assert (plan["sources"][0]["chunk"], plan["sources"][0]["end"]) == ("a", 15)
     asked = manager.sent[0]
-    assert (len(asked.input_ids), asked.extra_key, asked.cache_salt) == (plan["prompt_tokens"], None, None)
+    assert (len(asked.input_ids), asked.extra_key, asked.cache_salt) == (
+        plan["prompt_tokens"],
+        None,
+        None,
+    )
     assert checked(asked.spans, array("q", asked.input_ids)) == asked.spans
     assert asked.spans.fusion.recipe == plan["reuse"]["recipe"]
     assert bench.books.stats() == before
@@ -260,7 +314,9 @@ def test_explain_asks_the_rank_and_runs_nothing(call: Any) -> None:
     assert (manager.sent[1].extra_key, manager.sent[1].cache_salt) == ("k", "s")
 
 
-@pytest.mark.parametrize("state", [{}, state_of(0)], ids=["without the cache", "without an explanation"])
+@pytest.mark.parametrize(
+    "state", [{}, state_of(0)], ids=["without the cache", "without an explanation"]
+)
 def test_explain_without_an_answer_is_an_error(call: Any, state: dict[str, Any]) -> None:
     """500, and the rank that does not answer."""
     _, manager, send = call()
@@ -334,14 +390,23 @@ def test_hint_is_refused_by_name(call: Any, knobs: dict[str, Any], body: Any, pa
 
 
 def test_stats_show_every_rank_with_its_mirror(call: Any) -> None:
-    """By rank, whatever the order of the replies; the epoch and the digest are between rank and front."""
+    """By rank, whatever the order of the replies;
+    the epoch and the digest are between rank and front."""
     _, manager, send = call(num_ranks=2)
     manager.states = [state_of(1, free=7), state_of(0, free=8)]
     status, stats = send(chunkcache_stats)
     assert (status, stats["retrieval"], stats["reuse"]) == (200, None, "exact")
-    mirror = {"chunk_nodes": 0, "events_behind": 0, "agrees": True, "restarts": 0, "gaps": 0, "resyncs": 0}
+    mirror = {
+        "chunk_nodes": 0,
+        "events_behind": 0,
+        "agrees": True,
+        "restarts": 0,
+        "gaps": 0,
+        "resyncs": 0,
+    }
     assert stats["ranks"] == [
-        {"dp_rank": rank, "seq": 0, "chunk_nodes": 0, "free": free, "mirror": mirror} for rank, free in ((0, 8), (1, 7))
+        {"dp_rank": rank, "seq": 0, "chunk_nodes": 0, "free": free, "mirror": mirror}
+        for rank, free in ((0, 8), (1, 7))
     ]
 
 
@@ -359,8 +424,14 @@ def test_retrieved_passages_are_chunks(call: Any) -> None:
     """In the order and of the text that the index gives; the answer says what was searched for."""
     _, manager, send = call(FakeRetriever())
     manager.states = [state_of(0, Explanation(0, 0, 0))]
-    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "x"}, *MESSAGES]
-    status, plan = send(chunkcache_explain, {"messages": messages, "retrieve": {"turns": 2, "k": 2}})
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "x"},
+        *MESSAGES,
+    ]
+    status, plan = send(
+        chunkcache_explain, {"messages": messages, "retrieve": {"turns": 2, "k": 2}}
+    )
     assert (status, plan["order"]) == (200, ["a", "b"])
     assert (plan["retrieval"]["query"], plan["retrieval"]["k"]) == ("one\nwhy?", 2)
     assert "A\nalpha one;B\nbeta one;why?" in "".join(map(chr, manager.sent[0].input_ids))
@@ -372,7 +443,12 @@ def test_chunks_of_the_client_are_not_searched_for(call: Any) -> None:
     _, manager, send = call(retriever)
     manager.states = [state_of(0, Explanation(0, 0, 0))]
     for wish in ({}, {"retrieve": None}, {"retrieve": False}):
-        assert send(chunkcache_explain, {"messages": MESSAGES, "chunks": CHUNKS, **wish})[1]["retrieval"] is None
+        assert (
+            send(chunkcache_explain, {"messages": MESSAGES, "chunks": CHUNKS, **wish})[1][
+                "retrieval"
+            ]
+            is None
+        )
     assert retriever.batches == []
 
 
@@ -387,7 +463,9 @@ def test_chunks_of_the_client_are_not_searched_for(call: Any) -> None:
     ],
     ids=str,
 )
-def test_retrieve_refuses_by_name_before_it_searches(call: Any, body: dict[str, Any], message: str) -> None:
+def test_retrieve_refuses_by_name_before_it_searches(
+    call: Any, body: dict[str, Any], message: str
+) -> None:
     """What is wrong anyway costs no search."""
     retriever = FakeRetriever()
     bench, _, send = call(retriever)
@@ -402,7 +480,9 @@ def test_retrieve_without_an_index_is_refused(call: Any, wish: Any) -> None:
     """It says what to do instead."""
     _, _, send = call()
     message = "retrieve: this server has no index (--index); send chunks"
-    assert send(chunkcache_explain, {"messages": MESSAGES, "retrieve": wish})[1]["message"] == message
+    assert (
+        send(chunkcache_explain, {"messages": MESSAGES, "retrieve": wish})[1]["message"] == message
+    )
     assert send(rag_retrieve, {"query": "x"})[1]["message"] == message
 
 
@@ -411,8 +491,14 @@ def test_search_alone(call: Any) -> None:
     _, manager, send = call(FakeRetriever())
     status, answer = send(rag_retrieve, {"query": "two", "k": 3, "mode": "bm25"})
     assert (status, answer["mode"], answer["k"]) == (200, "bm25", 3)
-    assert [(passage["id"], passage["text"]) for passage in answer["passages"]] == [("d", "D\ndelta two")]
-    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "x"}, *MESSAGES]
+    assert [(passage["id"], passage["text"]) for passage in answer["passages"]] == [
+        ("d", "D\ndelta two")
+    ]
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "x"},
+        *MESSAGES,
+    ]
     _, answer = send(rag_retrieve, {"messages": messages, "turns": 2, "text": False})
     assert [passage["id"] for passage in answer["passages"]] == ["a", "b", "c"]
     assert "text" not in answer["passages"][0]
@@ -449,9 +535,15 @@ def test_failing_search_is_no_400(call: Any) -> None:
     bench, _, send = call(retriever)
     for endpoint in (chunkcache_explain, rag_retrieve):
         status, answer = send(
-            endpoint, {"messages": MESSAGES, **({"retrieve": True} if endpoint is not rag_retrieve else {})}
+            endpoint,
+            {"messages": MESSAGES, **({"retrieve": True} if endpoint is not rag_retrieve else {})},
         )
-        assert (status, answer["code"], answer["type"], answer["param"]) == (500, 500, "InternalServerError", None)
+        assert (status, answer["code"], answer["type"], answer["param"]) == (
+            500,
+            500,
+            "InternalServerError",
+            None,
+        )
     status, _ = send(rag_chat_completions, {"messages": MESSAGES, "retrieve": True})
     assert (status, bench.books.metrics.totals()["requests"]) == (500, {"unsearched": 1})
     assert bench.is_idle()
@@ -461,7 +553,8 @@ def test_failing_search_is_no_400(call: Any) -> None:
 
 
 def test_preprocess_runs_on_every_rank(call: Any) -> None:
-    """One token each, behind the system message and the neighbours; the fates of all ranks are added up."""
+    """One token each, behind the system message and the neighbours;
+    the fates of all ranks are added up."""
     bench, manager, send = call(reuse="fused", num_ranks=2)
     manager.states = [state_of(rank, Explanation(20, 0, 20)) for rank in (0, 1)]
     body = {
@@ -476,13 +569,22 @@ def test_preprocess_runs_on_every_rank(call: Any) -> None:
     assert answer["neighbors"] == {"moved": 0, "computed": 2, "missing": 0}
     manager.sent = [obj for obj in manager.sent if not isinstance(obj, ExplainRequest)]
     assert [obj.routed_dp_rank for obj in manager.sent] == [0, 1]
-    assert {key: answer["fates"][key] for key in ("exact", "relocated")} == {"exact": 6, "relocated": 2}
+    assert {key: answer["fates"][key] for key in ("exact", "relocated")} == {
+        "exact": 6,
+        "relocated": 2,
+    }
     assert sum(answer["fates"].values()) == sum(len(obj.input_ids) for obj in manager.sent)
     assert answer["seconds"] > 0
     for obj in manager.sent:
-        assert (obj.sampling_params["max_new_tokens"], obj.extra_key, obj.cache_salt) == (1, "k", "s")
+        assert (obj.sampling_params["max_new_tokens"], obj.extra_key, obj.cache_salt) == (
+            1,
+            "k",
+            "s",
+        )
         assert told(obj).is_preprocessing
-        assert "".join(map(chr, obj.input_ids)).startswith(f"\x02\x01ssys\x03\x01u{B.text};{A.text};")
+        assert "".join(map(chr, obj.input_ids)).startswith(
+            f"\x02\x01ssys\x03\x01u{B.text};{A.text};"
+        )
     assert bench.is_idle()
     assert bench.books.metrics.totals()["requests"] == {"finished": 2}
 
@@ -490,11 +592,15 @@ def test_preprocess_runs_on_every_rank(call: Any) -> None:
 def test_clear_store_asks_every_rank(call: Any) -> None:
     """What each had, in order of rank. One message, and nothing is explained."""
     _, manager, send = call(reuse="fused", num_ranks=2)
-    manager.states = [state_of(1, cleared=Cleared(0, 0, 0)), state_of(0, cleared=Cleared(2, 3, 400))]
+    manager.states = [
+        state_of(1, cleared=Cleared(0, 0, 0)),
+        state_of(0, cleared=Cleared(2, 3, 400)),
+    ]
     status, answer = send(chunkcache_clear_store)
     assert manager.sent == [Asked(clear_store=True)]
     first, second = (
-        {"dp_rank": r, "chunks": c, "variants": v, "bytes": b} for r, c, v, b in ((0, 2, 3, 400), (1, 0, 0, 0))
+        {"dp_rank": r, "chunks": c, "variants": v, "bytes": b}
+        for r, c, v, b in ((0, 2, 3, 400), (1, 0, 0, 0))
     )
     assert (status, answer) == (200, {"cleared": [first, second]})
 
@@ -511,8 +617,14 @@ def test_rank_that_did_not_clear_its_store_is_an_error(call: Any, state: dict[st
 @pytest.mark.parametrize(
     ("report", "expected"),
     [
-        ({"exact": 16, "sources": [(1, "host"), (2, "device")]}, {"moved": 2, "computed": 1, "missing": 0}),
-        ({"exact": 16, "sources": [(1, "host"), (2, "gap")]}, {"moved": 2, "computed": 0, "missing": 1}),
+        (
+            {"exact": 16, "sources": [(1, "host"), (2, "device")]},
+            {"moved": 2, "computed": 1, "missing": 0},
+        ),
+        (
+            {"exact": 16, "sources": [(1, "host"), (2, "gap")]},
+            {"moved": 2, "computed": 0, "missing": 1},
+        ),
         ({"exact": 3, "sources": []}, {"moved": 0, "computed": 1, "missing": 2}),
         (
             {"exact": 16, "sources": [(1, "host"), (2, "host")], "failed": True},
@@ -521,10 +633,14 @@ def test_rank_that_did_not_clear_its_store_is_an_error(call: Any, state: dict[st
     ],
     ids=["found", "not even then", "no room", "computed after an error"],
 )
-def test_neighbors_without_plain_kv_are_computed_alone_first(call: Any, report: Any, expected: dict[str, int]) -> None:
+def test_neighbors_without_plain_kv_are_computed_alone_first(
+    call: Any, report: Any, expected: dict[str, int]
+) -> None:
     """The last of three has none. What became of them is what the rank reports in the end."""
     bench, manager, send = call(reuse="fused")
-    found = Explanation(16, 0, 30, tuple(Source(0, 1, span, where) for span, where in ((1, "host"), (2, "gap"))))
+    found = Explanation(
+        16, 0, 30, tuple(Source(0, 1, span, where) for span, where in ((1, "host"), (2, "gap")))
+    )
     manager.states = [state_of(0, found)]
     manager.report = Report(
         report["exact"],
@@ -539,19 +655,29 @@ def test_neighbors_without_plain_kv_are_computed_alone_first(call: Any, report: 
     )
     body = {"chunk": CHUNKS[0], "neighbors": [CHUNKS[1], *({"text": each.text} for each in (C, D))]}
     assert send(chunkcache_preprocess, body)[1]["neighbors"] == expected
-    prompts = ["".join(map(chr, obj.input_ids)) for obj in manager.sent if not isinstance(obj, ExplainRequest)]
-    assert [prompt[3:-3] for prompt in prompts] == [f"{D.text};", f"{B.text};{C.text};{D.text};{A.text};"]
+    prompts = [
+        "".join(map(chr, obj.input_ids))
+        for obj in manager.sent
+        if not isinstance(obj, ExplainRequest)
+    ]
+    assert [prompt[3:-3] for prompt in prompts] == [
+        f"{D.text};",
+        f"{B.text};{C.text};{D.text};{A.text};",
+    ]
     assert bench.is_idle()
 
 
 def test_ranks_that_have_the_chunk_compute_nothing(call: Any) -> None:
-    """One of two has it: the other one computes it. Both: it is kept, and its tokens are told all the same."""
+    """One of two has it: the other one computes it.
+    Both: it is kept, and its tokens are told all the same."""
     bench, manager, send = call(reuse="fused", num_ranks=2)
     body = {"chunk": CHUNKS[0], "neighbors": [CHUNKS[1]]}
     manager.states = [state_of(rank, Explanation(20, 0, 20, is_kept=rank == 0)) for rank in (0, 1)]
     answer = send(chunkcache_preprocess, body)[1]
     assert (answer["kept"], sum(answer["neighbors"].values())) == (False, 1)
-    assert [obj.routed_dp_rank for obj in manager.sent if not isinstance(obj, ExplainRequest)] == [1]
+    assert [obj.routed_dp_rank for obj in manager.sent if not isinstance(obj, ExplainRequest)] == [
+        1
+    ]
     manager.sent.clear()
     manager.states = [state_of(rank, Explanation(20, 0, 20, is_kept=True)) for rank in (0, 1)]
     answer = send(chunkcache_preprocess, body)[1]
@@ -581,7 +707,8 @@ def test_all_ranks_compute_at_once(call: Any) -> None:
 def test_chunk_waits_for_the_rank_s_storage(
     call: Any, monkeypatch: pytest.MonkeyPatch, wait_s: float, num_asked: int
 ) -> None:
-    """It is asked again until its neighbours have come, and for so long at most: then what has not come is computed."""
+    """It is asked again until its neighbours have come, and for so long at most:
+    then what has not come is computed."""
     monkeypatch.setattr(preprocessing, "WAIT_S", wait_s)
     _, manager, send = call(reuse="fused")
     loading = state_of(0, Explanation(0, 0, 0, must_wait=True))
@@ -614,14 +741,20 @@ def test_error_of_one_rank_is_the_answer(call: Any) -> None:
     [
         ({}, {"chunk": CHUNKS[0]}, "--reuse fused"),
         ({"reuse": "fused"}, {"chunk": CHUNKS[0], "neighbors": CHUNKS}, "neighbors"),
-        ({"reuse": "fused", "max_chunks": 1}, {"chunk": CHUNKS[0], "neighbors": CHUNKS}, "neighbors: 2 given"),
+        (
+            {"reuse": "fused", "max_chunks": 1},
+            {"chunk": CHUNKS[0], "neighbors": CHUNKS},
+            "neighbors: 2 given",
+        ),
         ({"reuse": "fused", "max_chunk_chars": 10}, {"chunk": CHUNKS[0]}, "chunk.0.text"),
         ({"reuse": "fused"}, {"chunk": {"text": "x" * 5000}}, "5001 tokens"),
         ({"reuse": "fused"}, [], "body"),
     ],
     ids=["exact server", "itself", "too many", "too many characters", "too many tokens", "a list"],
 )
-def test_preprocess_refuses_by_name(call: Any, knobs: dict[str, Any], body: Any, field: str) -> None:
+def test_preprocess_refuses_by_name(
+    call: Any, knobs: dict[str, Any], body: Any, field: str
+) -> None:
     """Nothing is sent, nothing is left."""
     bench, manager, send = call(**knobs)
     status, answer = send(chunkcache_preprocess, body)
@@ -637,19 +770,35 @@ def test_generate_takes_order_and_reuse(call: Any) -> None:
     """And says in the answer what became of them."""
     bench, _, send = call(reuse="fused")
     bench.reply(bench.parts([[A, B], "q"]))
-    body = {"parts": [{"chunks": CHUNKS[::-1]}, "q"], "order": "retriever", "reuse": {"mode": "fused", "ratio": 0.5}}
+    body = {
+        "parts": [{"chunks": CHUNKS[::-1]}, "q"],
+        "order": "retriever",
+        "reuse": {"mode": "fused", "ratio": 0.5},
+    }
     status, answer = send(rag_generate, body)
     assert status == 200
     assert answer["chunkcache"]["order"] == ["b", "a"]
-    assert (answer["chunkcache"]["reuse"]["mode"], answer["chunkcache"]["reuse"]["ratio"]) == ("fused", 0.5)
+    assert (answer["chunkcache"]["reuse"]["mode"], answer["chunkcache"]["reuse"]["ratio"]) == (
+        "fused",
+        0.5,
+    )
     assert answer["chunkcache"]["fates"]["relocated"] == 1
 
 
 def test_clients_cannot_write_our_params(call: Any) -> None:
-    """They would come with our mark and be believed: moved KV on an exact request, or a chunk taken for preprocessed."""
+    """They would come with our mark and be believed:
+    moved KV on an exact request, or a chunk taken for preprocessed."""
     _, manager, send = call(reuse="fused")
-    forged = {"chunkcache_spans": "[1, {}]", "chunkcache_selector": "none", MARK_KEY: "x", "theirs": 1}
-    body = {"parts": [{"chunks": CHUNKS}, "q"], "sampling_params": {"custom_params": forged, "top_k": 3}}
+    forged = {
+        "chunkcache_spans": "[1, {}]",
+        "chunkcache_selector": "none",
+        MARK_KEY: "x",
+        "theirs": 1,
+    }
+    body = {
+        "parts": [{"chunks": CHUNKS}, "q"],
+        "sampling_params": {"custom_params": forged, "top_k": 3},
+    }
     assert send(rag_generate, body)[0] == 200
     params = manager.sent[0].sampling_params
     assert (params["top_k"], params["custom_params"]["theirs"]) == (3, 1)
@@ -659,7 +808,8 @@ def test_clients_cannot_write_our_params(call: Any) -> None:
 
 
 def test_generate_streams_events(call: Any) -> None:
-    """SGLang's outputs, so that a loop over SGLang's /generate reads them; the last has what is ours, too."""
+    """SGLang's outputs, so that a loop over SGLang's /generate reads them;
+    the last has what is ours, too."""
     bench, _, send = call()
     status, events = send(rag_generate, {"parts": [{"chunks": CHUNKS}, "q"], "stream": True})
     assert (status, events[-1]) == (200, "[DONE]")
@@ -685,7 +835,10 @@ def test_generate_that_sglang_refuses_is_a_400(call: Any, stream: bool) -> None:
     ("complaint", "field"),
     [
         (
-            "req.logprob_start_len=9 is higher than the number of input tokens len(req.origin_input_ids)=3.",
+            (
+                "req.logprob_start_len=9 is higher than the number of input tokens"
+                " len(req.origin_input_ids)=3."
+            ),
             "logprob_start_len",
         ),
         ("min_new_tokens must be in [0, max_new_tokens]", "sampling_params.min_new_tokens"),
@@ -694,12 +847,20 @@ def test_generate_that_sglang_refuses_is_a_400(call: Any, stream: bool) -> None:
         ("Input length (9 tokens) exceeds the maximum allowed length (5 tokens).", "parts"),
     ],
 )
-def test_complaint_of_sglangs_is_behind_the_field_it_is_about(call: Any, complaint: str, field: str) -> None:
-    """In the client's words: what SGLang calls a grammar is the parameter that holds it, what it has measured is the prompt."""
+def test_complaint_of_sglangs_is_behind_the_field_it_is_about(
+    call: Any, complaint: str, field: str
+) -> None:
+    """In the client's words: what SGLang calls a grammar is the parameter that holds it,
+    what it has measured is the prompt."""
     _, manager, send = call()
     manager.error = ValueError(complaint)
     params = {"min_new_tokens": 3, "max_new_tokens": 9, "json_schema": "{}"}
-    body = {"parts": ["x"], "return_logprob": True, "logprob_start_len": 1, "sampling_params": params}
+    body = {
+        "parts": ["x"],
+        "return_logprob": True,
+        "logprob_start_len": 1,
+        "sampling_params": params,
+    }
     status, answer = send(rag_generate, body)
     assert (status, answer["param"]) == (400, field)
 
@@ -762,12 +923,27 @@ BAD_HISTORIES: list[tuple[dict[str, Any], str]] = [
         {"messages": [{"role": "system", "content": "x", "chunks": [DOC]}, question()]},
         "messages.0.chunks: only a user's",
     ),
-    ({"messages": [question(), {**REPLY, "chunks": []}, question()]}, "messages.1.chunks: only a user's"),
-    ({"messages": [question(DOC)], "chunks": [DOC]}, "messages.0.chunks: chunks are at the top level, too"),
-    ({"messages": [question(DOC)], "chunks": []}, "messages.0.chunks: chunks are at the top level, too"),
-    ({"messages": [{**question(), "chunks": "x"}, REPLY, question()]}, "messages.0.chunks: must be a valid list"),
+    (
+        {"messages": [question(), {**REPLY, "chunks": []}, question()]},
+        "messages.1.chunks: only a user's",
+    ),
+    (
+        {"messages": [question(DOC)], "chunks": [DOC]},
+        "messages.0.chunks: chunks are at the top level, too",
+    ),
+    (
+        {"messages": [question(DOC)], "chunks": []},
+        "messages.0.chunks: chunks are at the top level, too",
+    ),
+    (
+        {"messages": [{**question(), "chunks": "x"}, REPLY, question()]},
+        "messages.0.chunks: must be a valid list",
+    ),
     ({"messages": [{**question(), "chunks": DOC}]}, "messages.0.chunks: must be a valid list"),
-    ({"messages": [question({"id": "a"}), REPLY, question()]}, "messages.0.chunks.0.text: is missing"),
+    (
+        {"messages": [question({"id": "a"}), REPLY, question()]},
+        "messages.0.chunks.0.text: is missing",
+    ),
     (
         {"messages": [question(DOC), REPLY, question(OTHER)]},
         "messages.2.chunks: the text of 'a' is another one in messages.0",
@@ -776,9 +952,21 @@ BAD_HISTORIES: list[tuple[dict[str, Any], str]] = [
         {"messages": [question(DOC), REPLY, {"role": "user", "content": "x"}], "chunks": [OTHER]},
         "messages.2.chunks: the text",
     ),
-    ({"messages": [question(*[{"text": str(i)} for i in range(150)]), REPLY, question()], "max_tokens": 1}, ""),
     (
-        {"messages": [question(*[{"text": str(i)} for i in range(150)]), REPLY, question(*[{"text": "x"}] * 150)]},
+        {
+            "messages": [question(*[{"text": str(i)} for i in range(150)]), REPLY, question()],
+            "max_tokens": 1,
+        },
+        "",
+    ),
+    (
+        {
+            "messages": [
+                question(*[{"text": str(i)} for i in range(150)]),
+                REPLY,
+                question(*[{"text": "x"}] * 150),
+            ]
+        },
         "chunks: 300 given, those of all messages counted, at most 256",
     ),
     (
@@ -789,26 +977,46 @@ BAD_HISTORIES: list[tuple[dict[str, Any], str]] = [
         {"messages": [question({"text": "x" * 300_000}), REPLY, question()]},
         "messages.0.chunks.0.text: 300000 characters",
     ),
-    ({"messages": [question({"text": "x" * 3000}), REPLY, question()]}, "messages.0.chunks: '0' has"),
+    (
+        {"messages": [question({"text": "x" * 3000}), REPLY, question()]},
+        "messages.0.chunks: '0' has",
+    ),
     (
         {"messages": [question({"text": "x" * 4050}), REPLY, question({"text": "y" * 4050})]},
         "chunks: more than 2000 tokens in all",
     ),
-    ({"messages": MESSAGES, "chunks": [{"text": "x" * 300_000}]}, "chunks.0.text: 300000 characters"),
+    (
+        {"messages": MESSAGES, "chunks": [{"text": "x" * 300_000}]},
+        "chunks.0.text: 300000 characters",
+    ),
     ({"messages": MESSAGES, "history": "always"}, "history: "),
     ({"messages": [{"role": "user"}]}, "messages.0.content: is missing"),
     ({"messages": [parts({"type": "text"})]}, "messages.0.content.0.text: is missing"),
-    ({"messages": [parts({"type": "text", "text": 5})]}, "messages.0.content.0.text: must be a string"),
+    (
+        {"messages": [parts({"type": "text", "text": 5})]},
+        "messages.0.content.0.text: must be a string",
+    ),
     ({"messages": [question(), REPLY, parts("a")]}, "messages.2.content.0.type: must be 'text'"),
-    ({"messages": [parts({"type": "thinking", "thinking": "a"})]}, "messages.0.content.0.type: must be 'text'"),
-    ({"messages": [parts({"type": "image_url", "image_url": {"url": "x"}})]}, "messages.0.content.0.type: must be"),
-    ({"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": -2}, "max_completion_tokens: must be"),
+    (
+        {"messages": [parts({"type": "thinking", "thinking": "a"})]},
+        "messages.0.content.0.type: must be 'text'",
+    ),
+    (
+        {"messages": [parts({"type": "image_url", "image_url": {"url": "x"}})]},
+        "messages.0.content.0.type: must be",
+    ),
+    (
+        {"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": -2},
+        "max_completion_tokens: must be",
+    ),
     ({"messages": MESSAGES, "history": True}, "history: "),
 ]
 
 
 @pytest.mark.parametrize(("body", "expected"), BAD_HISTORIES, ids=range(len(BAD_HISTORIES)))
-def test_bad_history_is_refused_by_the_messages_index(call: MakeServer, body: Any, expected: str) -> None:
+def test_bad_history_is_refused_by_the_messages_index(
+    call: MakeServer, body: Any, expected: str
+) -> None:
     """Never an answer from other documents than the client means."""
     _, _, send = call()
     for endpoint in (rag_chat_completions, chunkcache_explain):
@@ -824,13 +1032,21 @@ def test_messages_with_chunks_are_not_for_parts(call: MakeServer) -> None:
     """Frontend programs have parts."""
     _, _, send = call()
     status, answer = send(rag_generate, {"parts": ["x"], "messages": [REPLY, question(DOC)]})
-    assert (status, answer["message"]) == (400, "messages.1.chunks: this endpoint has parts, not messages")
+    assert (status, answer["message"]) == (
+        400,
+        "messages.1.chunks: this endpoint has parts, not messages",
+    )
 
 
 def test_null_chunks_of_a_message_are_not_said(call: MakeServer) -> None:
-    """As at the top level: what no key says is unknown, and required history is refused before anything is answered."""
+    """As at the top level: what no key says is unknown, and required history is refused before
+    anything is answered."""
     bench, manager, send = call()
-    body = {"messages": [{**question(), "chunks": None}, REPLY, question(DOC)], "history": "required", "stream": True}
+    body = {
+        "messages": [{**question(), "chunks": None}, REPLY, question(DOC)],
+        "history": "required",
+        "stream": True,
+    }
     status, answer = send(rag_chat_completions, body)
     assert (status, answer["code"], answer["param"]) == (422, 422, "messages.0.chunks")
     assert (manager.sent, bench.books.metrics.totals()["requests"]) == ([], {"refused": 1})
@@ -842,15 +1058,23 @@ def test_search_goes_with_earlier_chunks_alone(call: MakeServer) -> None:
     found = {"retrieve": {"k": 2}}
     status, answer = send(rag_chat_completions, {"messages": [question(DOC)], **found})
     assert (status, answer["message"]) == (400, "retrieve: not together with chunks")
-    many = [question(*[{"text": str(i)} for i in range(4)]), REPLY, {"role": "user", "content": "alpha"}]
+    many = [
+        question(*[{"text": str(i)} for i in range(4)]),
+        REPLY,
+        {"role": "user", "content": "alpha"},
+    ]
     status, answer = send(rag_chat_completions, {"messages": many, **found})
     assert (status, answer["param"]) == (400, "retrieve.k")
 
 
 @pytest.mark.parametrize("messages", [[{"role": "system", "content": "s"}, REPLY], [REPLY]])
-def test_continued_answer_without_a_question_is_no_fault_of_ours(call: MakeServer, messages: Any) -> None:
+def test_continued_answer_without_a_question_is_no_fault_of_ours(
+    call: MakeServer, messages: Any
+) -> None:
     """With a conversation's id as without."""
     _, _, send = call()
     for fields in ({}, {"conversation_id": "c"}):
-        status, _ = send(rag_chat_completions, {"messages": messages, "continue_final_message": True, **fields})
+        status, _ = send(
+            rag_chat_completions, {"messages": messages, "continue_final_message": True, **fields}
+        )
         assert status == (200 if len(messages) == 2 else 400)

@@ -1,4 +1,5 @@
-"""What requests wish of the index: the query, the limits, what clients see, and which fault is whose.
+"""What requests wish of the index: the query, the limits, what clients see, and which fault is
+whose.
 
 launch/test.sh tests/sglang_chunkcache/front/test_search.py
 """
@@ -70,7 +71,12 @@ def make_search() -> Iterator[Callable[..., tuple[RagSearch, FakeRetriever, Find
 
 @pytest.mark.parametrize(
     ("turns", "query"),
-    [(None, "last two"), (1, "last two"), (2, "second\nlast two"), (9, "first one\nsecond\nlast two")],
+    [
+        (None, "last two"),
+        (1, "last two"),
+        (2, "second\nlast two"),
+        (9, "first one\nsecond\nlast two"),
+    ],
 )
 def test_query_is_the_last_user_messages(turns: int | None, query: str) -> None:
     """Oldest first; the last question alone unless asked; answers are not searched for."""
@@ -109,7 +115,11 @@ def test_explicit_query_wins() -> None:
         ({"turns": 2}, [user(" "), user("")], "messages: no user's text to search for"),
         ({}, [user(None)], "messages.0.content: must be text"),
         ({}, [user(5)], "messages.0.content: must be text"),
-        ({}, [assistant("x"), user([{"type": "image_url"}])], "messages.1.content: only text parts"),
+        (
+            {},
+            [assistant("x"), user([{"type": "image_url"}])],
+            "messages.1.content: only text parts",
+        ),
     ],
     ids=str,
 )
@@ -141,7 +151,8 @@ def test_requests_own_wishes(make_search: Any) -> None:
 
 
 def test_what_is_found_becomes_chunks(make_search: Any) -> None:
-    """Best first; the text is what encoder and index read too, so the same passage is always the same chunk."""
+    """Best first; the text is what encoder and index read too,
+    so the same passage is always the same chunk."""
     _, _, find = make_search()
     assert find(query="one").chunks == [
         Passage("a", "A\nalpha one"),
@@ -180,7 +191,9 @@ def test_what_the_client_sees(make_search: Any) -> None:
     ],
     ids=str,
 )
-def test_wish_that_cannot_be_had_is_refused_by_name(make_search: Any, wish: dict[str, Any], message: str) -> None:
+def test_wish_that_cannot_be_had_is_refused_by_name(
+    make_search: Any, wish: dict[str, Any], message: str
+) -> None:
     """400: the client's matter."""
     _, retriever, find = make_search()
     retriever.modes = ("bm25",)
@@ -190,32 +203,48 @@ def test_wish_that_cannot_be_had_is_refused_by_name(make_search: Any, wish: dict
 
 
 def test_scripts_without_spaces_are_found_by_default(tmp_path: Path) -> None:
-    """Each question without options: the right text first in at least seven of eight, and whose scores they are is said."""
+    """Each question without options: the right text first in at least seven of eight,
+    and whose scores they are is said."""
     pytest.importorskip("faiss")
     pytest.importorskip("tantivy")
     from retrieval.__main__ import main
     from retrieval.retriever import Retriever
 
-    assert main(["build", str(write_texts(tmp_path / "docs")), "--out", str(tmp_path / "index")]) == 0
-    retriever = Retriever.open(tmp_path / "index", encoder=None, device="cpu", verify=True, threads=1)
-    search = RagSearch(retriever, ChunkCacheConfig(retrieve_refresh_s=0.0), Metrics(prometheus=False))
+    assert (
+        main(["build", str(write_texts(tmp_path / "docs")), "--out", str(tmp_path / "index")]) == 0
+    )
+    retriever = Retriever.open(
+        tmp_path / "index", encoder=None, device="cpu", verify=True, threads=1
+    )
+    search = RagSearch(
+        retriever, ChunkCacheConfig(retrieve_refresh_s=0.0), Metrics(prometheus=False)
+    )
     try:
         right, scored = 0, set[str]()
         for question, name in QUESTIONS.items():
-            found = asyncio.run(search.find(RetrieveIn(), [user(question)], field="retrieve.", is_gone=is_here))
+            found = asyncio.run(
+                search.find(RetrieveIn(), [user(question)], field="retrieve.", is_gone=is_here)
+            )
             passages = found.answer()["passages"]
             assert found.mode == "filled"
             right += bool(passages) and passages[0]["id"] == f"{name}#0"
             scored |= {passage["mode"] for passage in passages}
-        unknown = asyncio.run(search.find(RetrieveIn(), [user("zeta 獺")], field="retrieve.", is_gone=is_here))
+        unknown = asyncio.run(
+            search.find(RetrieveIn(), [user("zeta 獺")], field="retrieve.", is_gone=is_here)
+        )
     finally:
         search.close()
     assert right >= 7
     assert scored == {"bm25", "dense"}
-    assert all(passage["mode"] == "dense" and passage["score"] > 0 for passage in unknown.answer()["passages"])
+    assert all(
+        passage["mode"] == "dense" and passage["score"] > 0
+        for passage in unknown.answer()["passages"]
+    )
 
 
-@pytest.mark.parametrize("error", [ValueError("/secret/path"), CorruptIndexError("/secret/path: row 5 is missing")])
+@pytest.mark.parametrize(
+    "error", [ValueError("/secret/path"), CorruptIndexError("/secret/path: row 5 is missing")]
+)
 def test_failed_search_is_the_servers_fault(make_search: Any, error: Exception) -> None:
     """500, and nothing of the reason, which may name the server's files; the next one is served."""
     _, retriever, find = make_search()
@@ -232,7 +261,9 @@ def test_full_queue_is_503(make_search: Any) -> None:
     search, retriever, _ = make_search(retrieve_queue=1)
 
     def one() -> Any:
-        return asyncio.ensure_future(search.find(RetrieveIn(query="one"), [], field="", is_gone=is_here))
+        return asyncio.ensure_future(
+            search.find(RetrieveIn(query="one"), [], field="", is_gone=is_here)
+        )
 
     async def check() -> None:
         retriever.hold.clear()
@@ -251,7 +282,9 @@ def test_full_queue_is_503(make_search: Any) -> None:
     asyncio.run(check())
 
 
-def test_client_that_hangs_up_is_not_searched_for(make_search: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_hangs_up_is_not_searched_for(
+    make_search: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The framework does not cancel an endpoint whose client has gone."""
     monkeypatch.setattr(rag_search, "GONE_POLL_S", 0.001)
     search, retriever, _ = make_search()
@@ -261,7 +294,9 @@ def test_client_that_hangs_up_is_not_searched_for(make_search: Any, monkeypatch:
 
     async def check() -> None:
         retriever.hold.clear()
-        running = asyncio.ensure_future(search.find(RetrieveIn(query="one"), [], field="", is_gone=is_here))
+        running = asyncio.ensure_future(
+            search.find(RetrieveIn(query="one"), [], field="", is_gone=is_here)
+        )
         while not retriever.begun.is_set():
             await asyncio.sleep(0.001)
         with pytest.raises(RequestError, match="has disconnected"):
@@ -282,7 +317,10 @@ def test_stats(make_search: Any) -> None:
     stats = search.stats()
     assert stats["seconds"].keys() == {"queued", "encode", "read"}
     assert stats["seconds"]["encode"] == 0.004
-    assert {key: stats[key] for key in ("passages", "generation", "encoder", "searches", "batches", "waiting")} == {
+    assert {
+        key: stats[key]
+        for key in ("passages", "generation", "encoder", "searches", "batches", "waiting")
+    } == {
         "passages": 4,
         "generation": 1,
         "encoder": "fake",

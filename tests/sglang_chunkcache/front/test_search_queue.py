@@ -1,4 +1,5 @@
-"""Searches that wait for one worker: batches, failures, hang-ups and a full queue, on a retriever without an index.
+"""Searches that wait for one worker: batches, failures, hang-ups and a full queue, on a retriever
+without an index.
 
 launch/test.sh tests/sglang_chunkcache/front/test_search_queue.py
 """
@@ -27,7 +28,9 @@ MakeQueue = Callable[..., tuple[SearchQueue, FakeRetriever]]
 def make_queue() -> Iterator[MakeQueue]:
     made: list[tuple[SearchQueue, FakeRetriever]] = []
 
-    def make(*, max_batch: int = 8, max_waiting: int = 100, refresh_s: float = 0) -> tuple[SearchQueue, FakeRetriever]:
+    def make(
+        *, max_batch: int = 8, max_waiting: int = 100, refresh_s: float = 0
+    ) -> tuple[SearchQueue, FakeRetriever]:
         retriever = FakeRetriever()
         metrics = Metrics(prometheus=False)
         queue = SearchQueue(
@@ -100,7 +103,8 @@ def test_what_gathers_is_searched_together(make_queue: MakeQueue) -> None:
 
 
 def test_settings_are_not_mixed(make_queue: MakeQueue) -> None:
-    """Another k, mode or nprobe is another search: what one finds does not depend on its neighbours."""
+    """Another k, mode or nprobe is another search:
+    what one finds does not depend on its neighbours."""
     queue, retriever = make_queue()
     settings: list[tuple[int, Any, int]] = [
         (1, "dense", 1),
@@ -122,7 +126,9 @@ def test_settings_are_not_mixed(make_queue: MakeQueue) -> None:
 def test_a_batch_is_bounded(make_queue: MakeQueue) -> None:
     """The rest waits for the next."""
     queue, retriever = make_queue(max_batch=2)
-    asyncio.run(behind_a_held_search(queue, retriever, *(search(queue, f"one {i}") for i in range(5))))
+    asyncio.run(
+        behind_a_held_search(queue, retriever, *(search(queue, f"one {i}") for i in range(5)))
+    )
     assert [len(queries) for queries, *_ in retriever.batches] == [1, 2, 2, 1]
 
 
@@ -149,7 +155,10 @@ def test_cancelled_search_is_skipped(make_queue: MakeQueue) -> None:
         retriever.hold.clear()
         running = asyncio.ensure_future(search(queue, "two"))
         await until(retriever.begun.is_set)
-        gone, stays = asyncio.ensure_future(search(queue, "gone")), asyncio.ensure_future(search(queue, "one"))
+        gone, stays = (
+            asyncio.ensure_future(search(queue, "gone")),
+            asyncio.ensure_future(search(queue, "one")),
+        )
         await until(lambda: queue.num_waiting == 2)
         gone.cancel()
         running.cancel()  # its search has begun: the result has no taker
@@ -163,7 +172,8 @@ def test_cancelled_search_is_skipped(make_queue: MakeQueue) -> None:
 
 
 def test_full_queue_refuses(make_queue: MakeQueue) -> None:
-    """Rather than make everybody wait longer and longer; when it has emptied it takes requests again."""
+    """Rather than make everybody wait longer and longer;
+    when it has emptied it takes requests again."""
     queue, retriever = make_queue(max_waiting=2)
 
     async def check() -> None:
@@ -182,19 +192,26 @@ def test_full_queue_refuses(make_queue: MakeQueue) -> None:
     assert queue._metrics.totals()["searches"] == {"full": 1, "found": 4}
 
 
-def test_failure_is_its_own_requests(make_queue: MakeQueue, caplog: pytest.LogCaptureFixture) -> None:
-    """One bad query in a batch: its neighbours are searched alone, the worker goes on, only our own fault is logged."""
+def test_failure_is_its_own_requests(
+    make_queue: MakeQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One bad query in a batch: its neighbours are searched alone, the worker goes on,
+    only our own fault is logged."""
     queue, retriever = make_queue()
     retriever.fail["crash"] = ZeroDivisionError("bug")
     retriever.fail["damaged"] = CorruptIndexError("row 5 is missing")
     waiting = [search(queue, query) for query in ("one", "refuse me", "crash", "damaged", "two")]
-    one, refused, crashed, damaged, two = asyncio.run(behind_a_held_search(queue, retriever, *waiting))
+    one, refused, crashed, damaged, two = asyncio.run(
+        behind_a_held_search(queue, retriever, *waiting)
+    )
     assert (ids(one), ids(two)) == (["a", "b", "c"], ["d"])
     assert isinstance(refused, RetrievalError)
     assert isinstance(crashed, ZeroDivisionError)
     assert isinstance(damaged, CorruptIndexError)
     assert queue._metrics.totals()["searches"] == {"found": 3, "refused": 1, "failed": 2}
-    assert [record.message for record in caplog.records if record.exc_info] == ["retrieval: a search failed"] * 2
+    assert [record.message for record in caplog.records if record.exc_info] == [
+        "retrieval: a search failed"
+    ] * 2
     assert ids(asyncio.run(search(queue, "two"))) == ["d"]
 
 
@@ -213,7 +230,9 @@ def test_closed_loop_does_not_stop_the_worker(make_queue: MakeQueue) -> None:
     assert ids(asyncio.run(search(queue, "two"))) == ["d"]
 
 
-def test_refresh_does_not_wait_for_searches(make_queue: MakeQueue, caplog: pytest.LogCaptureFixture) -> None:
+def test_refresh_does_not_wait_for_searches(
+    make_queue: MakeQueue, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nor they for it; a switch is logged."""
     queue, retriever = make_queue(refresh_s=0.001)
     caplog.set_level(logging.INFO)
@@ -246,19 +265,26 @@ async def look(retriever: FakeRetriever, refresh: Callable[[], bool]) -> None:
     await until(lambda: retriever.num_refreshes > before + 3)
 
 
-def test_failing_refresh_is_said_once(make_queue: MakeQueue, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_refresh_is_said_once(
+    make_queue: MakeQueue, caplog: pytest.LogCaptureFixture
+) -> None:
     """The old generation serves on; another reason, or the same after a success, is said again."""
     queue, retriever = make_queue(refresh_s=0.001)
     broken, worse = (raising(RetrievalError(reason)) for reason in ("broken", "worse"))
     for refresh in (broken, worse, lambda: False, worse):
         asyncio.run(look(retriever, refresh))
     assert ids(asyncio.run(search(queue, "two"))) == ["d"]
-    said = [record.message.rsplit(" ", 1)[1] for record in caplog.records if record.levelno == logging.WARNING]
+    said = [
+        record.message.rsplit(" ", 1)[1]
+        for record in caplog.records
+        if record.levelno == logging.WARNING
+    ]
     assert said == ["broken", "worse", "worse"]
 
 
 def test_state_says_what_is_served_and_why(make_queue: MakeQueue) -> None:
-    """Stale while something that cannot be served has replaced the index; down when it is damaged itself; then up again."""
+    """Stale while something that cannot be served has replaced the index;
+    down when it is damaged itself; then up again."""
     queue, retriever = make_queue(refresh_s=0.001)
     assert (queue.state.name, queue.state.reason) == ("up", None)
     asyncio.run(look(retriever, raising(CorruptIndexError("no index there"))))

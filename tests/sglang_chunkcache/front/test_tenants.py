@@ -1,6 +1,8 @@
-"""Two tenants on one server: what one of them sees of its own requests does not depend on the other.
+"""Two tenants on one server: what one of them sees of its own requests does not depend on the
+other.
 
-The front is real, and so is the rank's tree (`ChunkRadixCache` over counted slots); only the model is missing.
+The front is real, and so is the rank's tree (`ChunkRadixCache` over counted slots); only the model
+is missing.
 """
 
 from __future__ import annotations
@@ -34,11 +36,16 @@ class Server(Bench):
         super().__init__(context_len=scheduler.MAX_CONTEXT - 8, **knobs)
         self.rank = scheduler.Scheduler(capacity, self.config)
 
-    def serve(self, who: Identity, messages: Any, *passages: Passage, **options: Any) -> dict[str, Any]:
+    def serve(
+        self, who: Identity, messages: Any, *passages: Passage, **options: Any
+    ) -> dict[str, Any]:
         """A whole request; what its client sees, and what the scheduler was told."""
         request = self.ask(messages, *passages, who=who, **options)
         req = scheduler.FakeReq(
-            request.input_ids, request.custom_params, extra_key=who.extra_key, cache_salt=who.cache_salt
+            request.input_ids,
+            request.custom_params,
+            extra_key=who.extra_key,
+            cache_salt=who.cache_salt,
         )
         ids = [ord("k"), 3]
         cached = self.rank.serve(req, answer=ids)
@@ -52,7 +59,8 @@ class Server(Bench):
 
 @pytest.fixture(autouse=True)
 def fast_scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Without the count of who frees which slot, which takes time in proportion to the pool; other tests do that."""
+    """Without the count of who frees which slot, which takes time in proportion to the pool;
+    other tests do that."""
     monkeypatch.setattr(scheduler, "CountingAllocator", TokenToKVPoolAllocator)
     with scheduler.without_server_args():
         monkeypatch.setattr(scheduler, "without_server_args", nullcontext)
@@ -60,7 +68,8 @@ def fast_scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Client:
-    """A tenant that asks, with passages, questions, orders and turns of a conversation of its own choice."""
+    """A tenant that asks, with passages, questions, orders and turns of a conversation of its own
+    choice."""
 
     def __init__(self, server: Server, who: Identity, seed: int) -> None:
         self._server, self._who, self._random = server, who, Random(seed)
@@ -83,7 +92,9 @@ ME = Identity("key", cache_salt="mine")
 STRANGER = Identity("key", cache_salt="theirs")
 
 
-def answers_of(who: Identity, others: Sequence[Identity], *, rounds: int, **knobs: Any) -> list[dict[str, Any]]:
+def answers_of(
+    who: Identity, others: Sequence[Identity], *, rounds: int, **knobs: Any
+) -> list[dict[str, Any]]:
     """What one tenant sees of its requests while others ask for the same texts."""
     server = Server(ROOM, **knobs)
     client, strangers = Client(server, who, 1), [Client(server, other, 2) for other in others]
@@ -122,17 +133,21 @@ def test_a_tenant_sees_nothing_of_another(order: str, rounds: int) -> None:
     ids=["store", "no salt", "salt or key", "two keys", "empty key"],
 )
 def test_other_ways_to_meet(knobs: dict[str, Any], who: Identity, other: Identity) -> None:
-    """What enters cache and store goes by counts as well; a tenant is salt and key together, also where one is missing."""
+    """What enters cache and store goes by counts as well;
+    a tenant is salt and key together, also where one is missing."""
     assert answers_of(who, [], rounds=100, **knobs) == answers_of(who, [other], rounds=100, **knobs)
 
 
 def test_requests_of_one_tenant_do_meet() -> None:
     """The control: as one tenant, the same traffic changes what is seen."""
-    assert answers_of(ME, [], rounds=100, order="frequency") != answers_of(ME, [ME], rounds=100, order="frequency")
+    assert answers_of(ME, [], rounds=100, order="frequency") != answers_of(
+        ME, [ME], rounds=100, order="frequency"
+    )
 
 
 def rounds_in_a_pool(capacity: int, *, texts: str) -> list[tuple[int, int]]:
-    """(requests of the stranger's, tokens that my 8 requests then find cached) by round; the stranger rests in half of them."""
+    """(requests of the stranger's, tokens that my 8 requests then find cached) by round;
+    the stranger rests in half of them."""
     server, draw = Server(capacity), Random(0)
     mine = [Passage(str(i), f"mine-{i:04}abcdefgh") for i in range(8)]
     rounds = []
@@ -148,13 +163,18 @@ def rounds_in_a_pool(capacity: int, *, texts: str) -> list[tuple[int, int]]:
 @pytest.mark.nightly
 @pytest.mark.parametrize(("capacity", "expected"), [(200, 1.0), (260, 0.77), (500, 0.5)])
 def test_a_full_pool_tells_that_others_are_active(capacity: int, expected: float) -> None:
-    """What shared eviction reveals, as front/README.md says: whether others were active, and about how much; never the texts.
+    """What shared eviction reveals, as front/README.md says: whether others were active, and about
+    how much; never the texts.
 
-    My 8 requests take 187 slots, the stranger's up to 187 more. The figure is the area under the ROC curve.
+    My 8 requests take 187 slots, the stranger's up to 187 more. The figure is the area under the
+    ROC curve.
     """
     rounds = rounds_in_a_pool(capacity, texts="them")
-    assert rounds == rounds_in_a_pool(capacity, texts="mine")  # the stranger's texts are other ones, or like mine
-    quiet, busy = ([exact for number, exact in rounds if (number > 0) == is_busy] for is_busy in (False, True))
+    # the stranger's texts are other ones, or like mine
+    assert rounds == rounds_in_a_pool(capacity, texts="mine")
+    quiet, busy = (
+        [exact for number, exact in rounds if (number > 0) == is_busy] for is_busy in (False, True)
+    )
     told = mean((x > y) + (x == y) / 2 for x in quiet for y in busy)
     print(f"{capacity} slots: {told:.2f}")
     assert told == pytest.approx(expected, abs=0.05)

@@ -1,4 +1,5 @@
-"""What a rank says of a chunk to preprocess before it is sent: kept, or to be asked again while its storage is at work."""
+"""What a rank says of a chunk to preprocess before it is sent:
+kept, or to be asked again while its storage is at work."""
 
 from __future__ import annotations
 
@@ -20,7 +21,17 @@ from sglang_chunkcache.wire.report import Explanation
 from sglang_chunkcache.wire.state import Asked, ExplainRequest, RankState
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import FakeReq
-from tests.sglang_chunkcache.fusion.test_promise import HEAD, OTHER_HEAD, A, B, C, D, asks, make_scheduler, rag
+from tests.sglang_chunkcache.fusion.test_promise import (
+    HEAD,
+    OTHER_HEAD,
+    A,
+    B,
+    C,
+    D,
+    asks,
+    make_scheduler,
+    rag,
+)
 from tests.sglang_chunkcache.fusion.test_tier import Disk, disk, held, identity, store, wheres
 
 __all__ = ["disk"]
@@ -57,7 +68,8 @@ def preprocess(scheduler: FusedScheduler, *chunks: list[int]) -> None:
 
 
 def test_chunk_is_kept_as_it_became_and_nothing_else() -> None:
-    """After these neighbours in this order, behind this head, of this tenant. The neighbours are not kept by it."""
+    """After these neighbours in this order, behind this head, of this tenant.
+    The neighbours are not kept by it."""
     scheduler = make_scheduler(100)
     for chunk in (A, B):
         assert found(scheduler, chunk) == NOT_YET
@@ -107,7 +119,8 @@ def test_next_server_keeps_what_is_in_the_storage(disk: Disk) -> None:
 
 
 def fill(scheduler: FusedScheduler, disk: Disk, *chunks: list[int]) -> bool:
-    """As the front does: neighbours that are nowhere are computed alone before. Whether the chunk was kept."""
+    """As the front does: neighbours that are nowhere are computed alone before.
+    Whether the chunk was kept."""
     told = explain(scheduler, ahead(*chunks))
     while told.must_wait:
         disk.settle()
@@ -124,7 +137,8 @@ def fill(scheduler: FusedScheduler, disk: Disk, *chunks: list[int]) -> bool:
 
 
 def test_neighbors_are_loaded_before_the_chunk_is_sent(disk: Disk) -> None:
-    """Not computed again, and none comes late. What is on the device, or not alone, or damaged is not waited for."""
+    """Not computed again, and none comes late.
+    What is on the device, or not alone, or damaged is not waited for."""
     first = disk.server(capacity=100)
     for chunks in ((A,), (B,), (C, D)):
         preprocess(first, *chunks)
@@ -168,8 +182,11 @@ def test_neighbors_come_into_a_store_full_of_preprocessed_chunks(disk: Disk) -> 
     assert (len(held(scheduler, C)), len(held(scheduler, D)), len(held(scheduler, B))) == (0, 1, 1)
 
 
-def test_chunks_wait_while_the_storage_has_much_to_write(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its queue refuses what is computed. What it has refused is written as soon as that is asked for again."""
+def test_chunks_wait_while_the_storage_has_much_to_write(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its queue refuses what is computed.
+    What it has refused is written as soon as that is asked for again."""
     monkeypatch.setattr(loader, "MAX_WAITING", 2)
     scheduler = disk.server(capacity=100)
     disk.storage.gate.clear()
@@ -183,7 +200,9 @@ def test_chunks_wait_while_the_storage_has_much_to_write(disk: Disk, monkeypatch
     assert disk.settle()["written"] == 3
 
 
-def test_chunks_that_come_together_find_a_place_in_the_queue(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_come_together_find_a_place_in_the_queue(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As many are let through as it takes, until they are written or time has passed."""
     monkeypatch.setattr(loader, "MAX_WAITING", 2)
     scheduler = disk.server(capacity=100)
@@ -214,15 +233,19 @@ def test_paused_storage_keeps_nobody_waiting(disk: Disk) -> None:
 def test_other_ranks_leave_it_to_the_one_that_is_asked() -> None:
     scheduler = make_scheduler()
     req = ahead(A)
-    asked = ExplainRequest(list(req.origin_input_ids), scheduler.cache._spans_of(req), None, None, dp_rank=1)
+    asked = ExplainRequest(
+        list(req.origin_input_ids), scheduler.cache._spans_of(req), None, None, dp_rank=1
+    )
     assert scheduler.cache.rank_state(0, Asked((asked,))).explanations == ()
     assert len(scheduler.cache.rank_state(1, Asked((asked, asked))).explanations) == 2
 
 
 @pytest.mark.parametrize(("others", "num_left"), [(0, 0), (1, 2)])
-def test_forward_of_nothing_but_preprocessing_leaves_no_capture_waiting(others: int, num_left: int) -> None:
-    """As many chunks come with each of these forwards: 512 tokens after every second one would fill the queue, which drops them.
-    Where a request waits for its first token they wait, too."""
+def test_forward_of_nothing_but_preprocessing_leaves_no_capture_waiting(
+    others: int, num_left: int
+) -> None:
+    """As many chunks come with each of these forwards: 512 tokens after every second one would fill
+    the queue, which drops them. Where a request waits for its first token they wait, too."""
     scheduler = make_scheduler(100)
     scheduler.fuser.captures._max_tokens = 1
     for chunk in (A, B):
@@ -233,7 +256,10 @@ def test_forward_of_nothing_but_preprocessing_leaves_no_capture_waiting(others: 
     for req in reqs:
         assert state(req).spans is None
     batch: Any = SimpleNamespace(
-        reqs=reqs, forward_mode=ForwardMode.EXTEND, prefix_lens=[0] * len(reqs), extend_lens=[1] * len(reqs)
+        reqs=reqs,
+        forward_mode=ForwardMode.EXTEND,
+        prefix_lens=[0] * len(reqs),
+        extend_lens=[1] * len(reqs),
     )
     pending = scheduler.fuser.stats()["store"]["pending"]
     with scheduler.cache.around_forward(batch):

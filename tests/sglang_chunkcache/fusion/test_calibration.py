@@ -1,4 +1,5 @@
-"""Calibration finds where a model keeps its evidence, wherever that is, and leaves the pools as they were."""
+"""Calibration finds where a model keeps its evidence, wherever that is,
+and leaves the pools as they were."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ NUM_ADDED = 4
 
 
 def stretched(folder: Path, before: int) -> Path:
-    """The bundled model with layers in front of `before` (from 0) that do nothing: what they add to the stream is zero."""
+    """The bundled model with layers in front of `before` (from 0) that do nothing:
+    what they add to the stream is zero."""
     weights = load_file(model_dir() / "model.safetensors")
     made: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
@@ -49,7 +51,9 @@ def stretched(folder: Path, before: int) -> Path:
         if layer == 0:
             is_last = rest.startswith(("self_attn.o_proj", "mlp.down_proj"))
             for added in range(before, before + NUM_ADDED):
-                made[f"model.layers.{added}.{rest}"] = torch.zeros_like(tensor) if is_last else tensor.clone()
+                made[f"model.layers.{added}.{rest}"] = (
+                    torch.zeros_like(tensor) if is_last else tensor.clone()
+                )
     config = json.loads((model_dir() / "config.json").read_text())
     config["num_hidden_layers"] += NUM_ADDED
     (folder / "config.json").write_text(json.dumps(config))
@@ -66,7 +70,8 @@ def _no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
 def trial_of(path: Path) -> tuple[Any, Means]:
     runner = models.make_runner(path)
     params = SimpleNamespace(
-        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator, req_to_token_pool=runner.req_to_token_pool
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        req_to_token_pool=runner.req_to_token_pool,
     )
     table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
     return runner, Means(runner, table, params, None, 32, Pricing(runner))
@@ -79,20 +84,29 @@ def canned(num_prompts: int) -> list[CalibrationPrompt]:
     found = []
     for line in CANNED.read_text(encoding="utf-8").splitlines()[:num_prompts]:
         example = json.loads(line)
-        pieces = assembler.turn([{"role": "user", "content": example["question"]}], num_agreed=0, has_chunks=True)
+        pieces = assembler.turn(
+            [{"role": "user", "content": example["question"]}], num_agreed=0, has_chunks=True
+        )
         chunks = [list(assembler.chunk(text, "").token_ids) for text in example["chunks"]]
         found.append(CalibrationPrompt([*pieces.lead, *pieces.intro], chunks, list(pieces.outro)))
     return found
 
 
 def test_canned_prompts_are_those_that_are_made() -> None:
-    assert [json.loads(line) for line in CANNED.read_text(encoding="utf-8").splitlines()] == list(prompts())
+    assert [json.loads(line) for line in CANNED.read_text(encoding="utf-8").splitlines()] == list(
+        prompts()
+    )
 
 
-@pytest.mark.parametrize(("before", "depth", "layer", "head"), [(0, 7, 7, 6), (1, 7, 7, 6), (3, 3, 3, 2)])
-def test_calibration_follows_the_model(tmp_path: Path, before: int, depth: int, layer: int, head: int) -> None:
-    """The third layer's KV deviates where a token was resolved by another chunk, in the second's attention. With layers that do
-    nothing in front of these, it is the seventh; with such layers behind, still the third."""
+@pytest.mark.parametrize(
+    ("before", "depth", "layer", "head"), [(0, 7, 7, 6), (1, 7, 7, 6), (3, 3, 3, 2)]
+)
+def test_calibration_follows_the_model(
+    tmp_path: Path, before: int, depth: int, layer: int, head: int
+) -> None:
+    """The third layer's KV deviates where a token was resolved by another chunk, in the second's
+    attention. With layers that do nothing in front of these, it is the seventh; with such layers
+    behind, still the third."""
     runner, means = trial_of(stretched(tmp_path, before))
     found = calibrate(means, canned(2), ratio=0.15)
     assert (found.depth, found.layer) == (depth, layer)
@@ -108,7 +122,8 @@ def test_calibration_follows_the_model(tmp_path: Path, before: int, depth: int, 
 
 
 def test_nothing_to_restore_leaves_the_papers_layers() -> None:
-    """One chunk, the same in any place: what moved KV answers is what computed KV does. No share restores anything."""
+    """One chunk, the same in any place: what moved KV answers is what computed KV does.
+    No share restores anything."""
     runner, means = trial_of(model_dir())
     prompt = canned(1)[0]
     alone = CalibrationPrompt(prompt.head, [prompt.chunks[0]], prompt.question)
@@ -126,7 +141,8 @@ def test_prompts_that_cannot_be_measured_on_are_refused_with_the_figures() -> No
     needed = calibrator.num_slots([prompt], 2048)
     assert calibrator.num_slots([prompt], needed) == needed
     with pytest.raises(
-        ValueError, match=rf"1 prompts of up to \d+ tokens need {needed} KV slots, {needed - 1} can be had"
+        ValueError,
+        match=rf"1 prompts of up to \d+ tokens need {needed} KV slots, {needed - 1} can be had",
     ):
         calibrator.num_slots([prompt], needed - 1)
     with pytest.raises(ValueError, match="needs prompts"):
@@ -139,7 +155,9 @@ def test_prompts_that_cannot_be_measured_on_are_refused_with_the_figures() -> No
     models.assert_given_back(runner)
 
 
-def test_calibration_is_kept_for_a_model_and_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_is_kept_for_a_model_and_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file that cannot be read is no calibration, and neither is that of other weights."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = Calibration(3, 4, ((1, 3), (0, 2)), (Step(0.25, 0.5, 0.01),), {"gain": 0.5})
@@ -151,12 +169,20 @@ def test_calibration_is_kept_for_a_model_and_its_weights(tmp_path: Path, monkeyp
     assert keeping.measure([], None) == found
     assert list(tmp_path.iterdir()) == []
     assert keeping.measure([], 7) == found
-    assert [keeping.kept(weights) for weights in (7, 8, None)] == [found, Calibration(), Calibration()]
+    assert [keeping.kept(weights) for weights in (7, 8, None)] == [
+        found,
+        Calibration(),
+        Calibration(),
+    ]
     [path] = tmp_path.rglob("*.json")
     kept = path.read_text()
     odd = [
         kept.replace(*each)
-        for each in (('"depth": 3', '"depth": 0'), ('"layer": 4', '"layer": 5'), ('"head": 4', '"head": 5'))
+        for each in (
+            ('"depth": 3', '"depth": 0'),
+            ('"layer": 4', '"layer": 5'),
+            ('"head": 4', '"head": 5'),
+        )
     ]
     for broken in ("{}", kept.replace('"depth": 3', '"depth": Infinity'), "[" * 100_000, *odd):
         path.write_text(broken)
@@ -173,18 +199,29 @@ def test_requests_that_leave_layers_open_get_the_calibrated_ones() -> None:
     papers = FusionRequest("deviation", 0.1, "r")
     assert found.resolve(papers) == papers
     deviation = FusionRequest("deviation", 0.1, "r", depth=None)
-    recipes = {one.resolve(each).recipe for one in (found, other) for each in (asked, fixed, deviation)}
+    recipes = {
+        one.resolve(each).recipe for one in (found, other) for each in (asked, fixed, deviation)
+    }
     assert len(recipes) == 5  # heads are nothing to `deviation`
 
 
 def test_quality_takes_twice_what_reached_it() -> None:
-    """Of the most that any limit did: more is not to be had. Without measurements the ratio counts. No cheaper choice is
-    known to keep as much."""
-    steps = Step(0.5, 0.4, 0.01), Step(0.25, 0.76, 0.02), Step(0.125, 0.7, 0.05), Step(0.0625, 0.8, 0.1)
+    """Of the most that any limit did: more is not to be had. Without measurements the ratio counts.
+    No cheaper choice is known to keep as much."""
+    steps = (
+        Step(0.5, 0.4, 0.01),
+        Step(0.25, 0.76, 0.02),
+        Step(0.125, 0.7, 0.05),
+        Step(0.0625, 0.8, 0.1),
+    )
     asked = FusionRequest("deviation", 0.15, "r", depth=None, quality=0.9)
     for quality, step in ((0.5, steps[1]), (0.9, steps[2]), (0.96, steps[3]), (1.0, steps[3])):
         found = Calibration(3, 3, (), steps).resolve(replace(asked, quality=quality))
-        assert (found.above, found.expected_ratio, found.ratio) == (step.above, step.share, MAX_AUTO)
+        assert (found.above, found.expected_ratio, found.ratio) == (
+            step.above,
+            step.share,
+            MAX_AUTO,
+        )
         assert found.cheaper is None
     unknown = Calibration(3, 3).resolve(asked)
     assert (unknown.above, unknown.expected_ratio, unknown.ratio) == (None, 0.15, 0.15)

@@ -1,9 +1,11 @@
-"""Filling promised slots on real SGLang models: everything recomputed is a prefill, and what is not chosen stays as moved.
+"""Filling promised slots on real SGLang models: everything recomputed is a prefill, and what is not
+chosen stays as moved.
 
     elsewhere   head | C | A | E | B                     computed there; A and C stay on the device, B and E are stored
     prompt      head | A | B | text | C | D | E | question    D and the text are gaps
 
-Promised slots hold NaN before, so a test sees code that reads one too early or forgets to write one.
+Promised slots hold NaN before, so a test sees code that reads one too early or forgets to write
+one.
 """
 
 from __future__ import annotations
@@ -90,10 +92,14 @@ class Scene:
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
-        self.config = ChunkCacheConfig(reuse="fused", recompute_attention="masked", selectors="eval.selectors")
+        self.config = ChunkCacheConfig(
+            reuse="fused", recompute_attention="masked", selectors="eval.selectors"
+        )
         table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
         self.fusion_pass = FusionPass(runner, table, self.config)
-        self.logits = prefill(runner, tokens_of((*PROMPT, "question")), REFERENCE[: END + QUESTION_LEN])
+        self.logits = prefill(
+            runner, tokens_of((*PROMPT, "question")), REFERENCE[: END + QUESTION_LEN]
+        )
         prefill(runner, tokens_of(ELSEWHERE), SOURCE[: THERE["B"][1]])
         self.sources: dict[str, Any] = {}
         for name in "AC":
@@ -112,12 +118,19 @@ class Scene:
         start, end = THERE[name]
         before = ELSEWHERE[1 : ELSEWHERE.index(name)]
         prefix = tuple(THERE[each] for each in before)
-        return Capture(array("q", tokens_of(ELSEWHERE)[:end]), SOURCE[:end], start, prefix, Scored.ALL)
+        return Capture(
+            array("q", tokens_of(ELSEWHERE)[:end]), SOURCE[:end], start, prefix, Scored.ALL
+        )
 
-    def move(self, reuse: FusionRequest, *, target: Tensor = TARGET, row: int = 1, question: bool = True) -> Move:
+    def move(
+        self, reuse: FusionRequest, *, target: Tensor = TARGET, row: int = 1, question: bool = True
+    ) -> Move:
         """The promised region, NaN so far, after the head of the reference."""
         slots = torch.cat([REFERENCE[: LENS["head"]], target[LENS["head"] : END]])
-        for buffer in (*self.runner.token_to_kv_pool.k_buffer, *self.runner.token_to_kv_pool.v_buffer):
+        for buffer in (
+            *self.runner.token_to_kv_pool.k_buffer,
+            *self.runner.token_to_kv_pool.v_buffer,
+        ):
             buffer[slots[LENS["head"] :]] = float("nan")
         make_row(self.runner, torch.cat([slots, target[END : END + QUESTION_LEN]]), index=row)
         pieces = []
@@ -141,7 +154,8 @@ class Scene:
         """The last token's logits after what was filled."""
         ids = tokens_of((*PROMPT, "question"))
         return logits_of(
-            self.runner, run_virtual(self.runner, req_pool_index=row, runs=[(END, len(ids))], token_ids=ids)
+            self.runner,
+            run_virtual(self.runner, req_pool_index=row, runs=[(END, len(ids))], token_ids=ids),
         )[-1]
 
     def kv(self, slots: Tensor) -> Tensor:
@@ -152,14 +166,22 @@ class Scene:
         torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCES[self.runner.dtype])
 
 
-MODELS = [*((family, "float32") for family in FAMILIES), ("llama", "bfloat16"), ("qwen3_yarn", "bfloat16")]
+MODELS = [
+    *((family, "float32") for family in FAMILIES),
+    ("llama", "bfloat16"),
+    ("qwen3_yarn", "bfloat16"),
+]
 
 
 def every_model(*selectors: str) -> pytest.MarkDecorator:
-    """Every selector on one model, and one selector on one model of each kind; all on all nightly."""
+    """Every selector on one model, and one selector on one model of each kind;
+    all on all nightly."""
 
     def marks(model: tuple[str, str], selector: str) -> Any:
-        is_one_of_each = model[0] == "stablelm" or model in (("qwen3_yarn", "float32"), ("llama", "bfloat16"))
+        is_one_of_each = model[0] == "stablelm" or model in (
+            ("qwen3_yarn", "float32"),
+            ("llama", "bfloat16"),
+        )
         by_default = model == MODELS[0] or (is_one_of_each and selector == selectors[0])
         return () if by_default else pytest.mark.nightly
 
@@ -178,7 +200,9 @@ def make_scene() -> Callable[[str, str], Scene]:
 
 
 @pytest.fixture(params=[pytest.param(MODELS[0], id="-".join(MODELS[0]))])
-def scene(request: pytest.FixtureRequest, make_scene: Callable[[str, str], Scene]) -> Iterator[Scene]:
+def scene(
+    request: pytest.FixtureRequest, make_scene: Callable[[str, str], Scene]
+) -> Iterator[Scene]:
     """One family, for what does not depend on it."""
     scene = make_scene(*request.param)
     yield scene
@@ -186,7 +210,9 @@ def scene(request: pytest.FixtureRequest, make_scene: Callable[[str, str], Scene
 
 
 def asked(selector: str, ratio: float, **fields: Any) -> FusionRequest:
-    return FusionRequest(selector, ratio, "recipe", own_needs=own_needs(selector, "eval.selectors"), **fields)
+    return FusionRequest(
+        selector, ratio, "recipe", own_needs=own_needs(selector, "eval.selectors"), **fields
+    )
 
 
 def offsets_of(names: Sequence[str]) -> Tensor:
@@ -210,7 +236,8 @@ def test_everything_recomputed_is_a_prefill(scene: Scene, selector: str) -> None
 
 @every_model("none", "first")
 def test_nothing_recomputed_is_moved_alone(scene: Scene, selector: str) -> None:
-    """Layer 0 sees no context, so it is as prefilled, everywhere; above, chunks bring what they saw elsewhere."""
+    """Layer 0 sees no context, so it is as prefilled, everywhere;
+    above, chunks bring what they saw elsewhere."""
     move = scene.move(asked(selector, 0.0))
     scene.fusion_pass.run([move])
     got, full = scene.kv(move.slots), scene.kv(REFERENCE[:END])
@@ -329,7 +356,9 @@ def test_focus_spares_the_other_chunks(scene: Scene, monkeypatch: pytest.MonkeyP
     assert move.recomputed_len == sum(chosen.values())
 
 
-def test_focus_window_is_no_longer_than_the_model(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_focus_window_is_no_longer_than_the_model(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At most the model's layers."""
     windows: list[int] = []
 
@@ -346,7 +375,10 @@ def test_focus_window_is_no_longer_than_the_model(scene: Scene, monkeypatch: pyt
 
 def test_focus_is_asked_for(scene: Scene) -> None:
     """Without it no chunk is named; with it the model's own attention decides."""
-    plain, focused = scene.move(asked("first", 0.5)), scene.move(asked("first", 0.5, focus="spare"), row=2)
+    plain, focused = (
+        scene.move(asked("first", 0.5)),
+        scene.move(asked("first", 0.5, focus="spare"), row=2),
+    )
     scene.fusion_pass.run([plain])
     scene.fusion_pass.run([focused])
     assert plain.focused is None
@@ -356,7 +388,10 @@ def test_focus_is_asked_for(scene: Scene) -> None:
 
 def chosen_of(scene: Scene, move: Move, name: str) -> list[int]:
     """Positions of a chunk whose KV is not the moved one."""
-    there, here = (scene.kv(slots)[1] for slots in (SOURCE[slice(*THERE[name])], move.slots[slice(*HERE[name])]))
+    there, here = (
+        scene.kv(slots)[1]
+        for slots in (SOURCE[slice(*THERE[name])], move.slots[slice(*HERE[name])])
+    )
     return [HERE[name][0] + int(i) for i in (there != here).flatten(2).any(-1).any(0).nonzero()]
 
 
@@ -370,7 +405,9 @@ def test_without_a_question_the_fallback_is_named(scene: Scene) -> None:
     assert scene.kv(move.slots).isfinite().all()
 
 
-def test_the_end_of_a_long_question_stands_for_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_long_question_stands_for_it(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its last tokens, at their own positions; gaps are not looked at."""
     probes: list[Any] = []
 
@@ -389,7 +426,9 @@ def test_the_end_of_a_long_question_stands_for_it(scene: Scene, monkeypatch: pyt
     assert probe.kv_positions.tolist() == [p for p in range(END) if p not in gaps]
     assert probe.chunks == tuple(HERE[name] for name in "ABCE")
     assert not probe.in_all_layers
-    replace_config(scene, question_window=QUESTION_LEN + 1).run([scene.move(asked("first", 0.3, focus="spare"))])
+    replace_config(scene, question_window=QUESTION_LEN + 1).run(
+        [scene.move(asked("first", 0.3, focus="spare"))]
+    )
     assert probes[-1].token_ids.tolist() == TOKENS["question"]
     assert probes[-1].positions[0] == END
     assert probes[-1].in_all_layers
@@ -430,15 +469,21 @@ def test_nothing_is_measured_where_nothing_is_chosen(
 
     monkeypatch.setattr(fusion_pass, "question_evidence", spy)
     monkeypatch.setattr(fusion_pass, "deviation_evidence", spy)
-    scene.fusion_pass.run([scene.move(asked("query", ratio)), scene.move(asked("deviation", ratio), row=2)])
+    scene.fusion_pass.run(
+        [scene.move(asked("query", ratio)), scene.move(asked("deviation", ratio), row=2)]
+    )
     assert sum(asked_for) == 0
 
 
 # What goes wrong
 
 
-@pytest.mark.parametrize("name", ["copy_moved", "BlobTarget", "question_evidence", "run_pass", "selectors"], ids=str)
-def test_a_failing_pass_computes_everything(scene: Scene, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["copy_moved", "BlobTarget", "question_evidence", "run_pass", "selectors"], ids=str
+)
+def test_a_failing_pass_computes_everything(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Wherever it fails, the batch is prefilled as usual, and each answer says so."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -448,7 +493,10 @@ def test_a_failing_pass_computes_everything(scene: Scene, monkeypatch: pytest.Mo
         monkeypatch.setattr(selectors, "get", fail)
     else:
         monkeypatch.setattr(fusion_pass, name, fail)
-    moves = [scene.move(asked("query", 0.3)), scene.move(asked("none", 0.0), target=TARGET + 300, row=2)]
+    moves = [
+        scene.move(asked("query", 0.3)),
+        scene.move(asked("none", 0.0), target=TARGET + 300, row=2),
+    ]
     scene.fusion_pass.run(moves)
     for row, move in enumerate(moves, 1):
         scene.assert_close(scene.kv(move.slots), scene.kv(REFERENCE[:END]))
@@ -460,7 +508,8 @@ def test_a_failing_pass_computes_everything(scene: Scene, monkeypatch: pytest.Mo
 
 
 def test_a_pass_without_a_plan_is_masked(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is written yet, so nothing is lost: the same tokens by the mask, counted each time and logged once."""
+    """Nothing is written yet, so nothing is lost:
+    the same tokens by the mask, counted each time and logged once."""
     masked = scene.move(asked("first", 0.3))
     scene.fusion_pass.run([masked])
     expected = scene.kv(masked.slots)
@@ -477,11 +526,21 @@ def test_a_pass_without_a_plan_is_masked(scene: Scene, caplog: pytest.LogCapture
         "ms": {},
         "fallbacks": 2,
     }
-    assert len([record for record in caplog.records if "no plan for sparse attention" in record.message]) == 1
+    assert (
+        len(
+            [
+                record
+                for record in caplog.records
+                if "no plan for sparse attention" in record.message
+            ]
+        )
+        == 1
+    )
 
 
 def test_a_sparse_layer_that_fails_computes_everything(scene: Scene) -> None:
-    """In the middle of the model: some layers hold new K/V, so all of the region is computed again."""
+    """In the middle of the model: some layers hold new K/V,
+    so all of the region is computed again."""
     failing = sparse_pass(scene, "run")
     move = scene.move(asked("first", 0.3))
     failing.run([move])
@@ -538,7 +597,8 @@ def assert_moved(scene: Scene, coding: FusionPass, blob: HostBlob) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_what_a_codec_keeps_is_what_is_moved(scene: Scene, name: str) -> None:
-    """Few bits in the store; in the pool what they stand for, values bit by bit. The server tells how far that may be off."""
+    """Few bits in the store; in the pool what they stand for, values bit by bit.
+    The server tells how far that may be off."""
     coding = replace_config(scene, store_codec=name)
     (each,) = coding.capture([scene.capture("E")])
     blob, _ = each.read()
@@ -553,7 +613,8 @@ def test_what_a_codec_keeps_is_what_is_moved(scene: Scene, name: str) -> None:
 
 
 def test_what_was_scored_is_not_scored_again(scene: Scene) -> None:
-    """Scoring costs a prefill of the chunk, so a node keeps what was measured; what is missing is measured with the rest."""
+    """Scoring costs a prefill of the chunk, so a node keeps what was measured;
+    what is missing is measured with the rest."""
     counting = replace_config(scene)
     masses = replace(scene.capture("B"), scored=Scored.MASSES)
     _, scores = counting.capture([masses])[0].read()
@@ -572,7 +633,10 @@ def test_a_copy_is_not_what_the_pool_holds_later(scene: Scene) -> None:
     capture = scene.capture("E")
     before = scene.kv(SOURCE)
     (each,) = scene.fusion_pass.capture([capture])
-    for buffer in (*scene.runner.token_to_kv_pool.k_buffer, *scene.runner.token_to_kv_pool.v_buffer):
+    for buffer in (
+        *scene.runner.token_to_kv_pool.k_buffer,
+        *scene.runner.token_to_kv_pool.v_buffer,
+    ):
         buffer[SOURCE[slice(*THERE["E"])]] = float("nan")
     blob, _ = each.read()
     assert torch.equal(blob.read()[1], before[1][:, slice(*THERE["E"])])
@@ -584,7 +648,8 @@ def test_a_copy_is_not_what_the_pool_holds_later(scene: Scene) -> None:
 def test_moves_within_the_device_wait_for_all_that_is_being_loaded(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They read all layers, not by the pool's getters, and a source may have come back for a request of the same batch."""
+    """They read all layers, not by the pool's getters, and a source may have come back for a
+    request of the same batch."""
     pool, moves = scene.runner.token_to_kv_pool, copy_moved
     loaded: list[int] = []
 

@@ -1,4 +1,5 @@
-"""What comes from host memory comes beside the passes, layer by layer: nobody reads, or writes, a layer before it is there."""
+"""What comes from host memory comes beside the passes, layer by layer:
+nobody reads, or writes, a layer before it is there."""
 
 from __future__ import annotations
 
@@ -38,9 +39,12 @@ pytestmark = pytest.mark.engine
 
 
 class Late:
-    """Copies of layers beside the passes begin when a reader has asked for them, and fail where they are told."""
+    """Copies of layers beside the passes begin when a reader has asked for them,
+    and fail where they are told."""
 
-    def __init__(self, fused: FusionPass, monkeypatch: pytest.MonkeyPatch, *, num_ahead: int, fails: str = "") -> None:
+    def __init__(
+        self, fused: FusionPass, monkeypatch: pytest.MonkeyPatch, *, num_ahead: int, fails: str = ""
+    ) -> None:
         loads = fused.loads
         self.beside: list[int] = []
         self._has_begun = False  # moves within the device ask before
@@ -91,7 +95,9 @@ def test_beside_the_passes_as_before_them(
     assert torch.equal(scene.kv(again.slots), expected)
 
 
-def test_what_nobody_reads_is_there_afterwards(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_reads_is_there_afterwards(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SGLang's forward, which comes next, waits for nothing of it."""
     fused = replace_config(scene)
     late = Late(fused, monkeypatch, num_ahead=0)
@@ -128,7 +134,9 @@ def test_layers_that_fail_twice_are_computed(scene: Scene, monkeypatch: pytest.M
     assert not fused.loads.settle()
 
 
-def test_a_pass_that_fails_waits_for_its_loads(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_fails_waits_for_its_loads(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else they would come into slots that are computed meanwhile."""
     fused = replace_config(scene)
     Late(fused, monkeypatch, num_ahead=0)
@@ -143,7 +151,9 @@ def test_a_pass_that_fails_waits_for_its_loads(scene: Scene, monkeypatch: pytest
     scene.assert_close(scene.kv(move.slots), scene.kv(REFERENCE[:END]))
 
 
-def test_a_load_that_cannot_begin_is_computed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_cannot_begin_is_computed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prices go on, and so does the next forward."""
     fused = replace_config(scene)
     monkeypatch.setattr(fused, "_num_ahead", lambda moves, work: 1)
@@ -159,7 +169,9 @@ def test_a_load_that_cannot_begin_is_computed(scene: Scene, monkeypatch: pytest.
     assert fused.pricing.model.num_observed[Phase.HOST] == 1
 
 
-def test_while_exact_chains_come_all_is_copied_before(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_exact_chains_come_all_is_copied_before(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One pass at a time goes on beside."""
     fused = replace_config(scene)
     monkeypatch.setattr(fused, "_num_ahead", lambda moves, work: 1)
@@ -177,7 +189,10 @@ def test_chunks_of_other_lengths_are_refused(scene: Scene, monkeypatch: pytest.M
     """Each has a place of its own."""
     fused, of = replace_config(scene), scene.sources
     longer = HostCopy(
-        Variant(of["B"].prefix, HostBlob(*(torch.ones(3, 21, *each.shape[2:]) for each in of["B"].variant.blob.parts)))
+        Variant(
+            of["B"].prefix,
+            HostBlob(*(torch.ones(3, 21, *each.shape[2:]) for each in of["B"].variant.blob.parts)),
+        )
     )
     monkeypatch.setitem(of, "B", longer)
     move = scene.move(asked("none", 0.0))
@@ -212,7 +227,10 @@ def test_layers_ahead(
     }
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     move = scene.move(asked("first", 0.3))
-    move.plan = ReusePlan(move.plan.pieces, works={Phase.RECOMPUTE: Work(1, LENS["B"], 1), Phase.EXTEND: Work(1, 8, 8)})
+    move.plan = ReusePlan(
+        move.plan.pieces,
+        works={Phase.RECOMPUTE: Work(1, LENS["B"], 1), Phase.EXTEND: Work(1, 8, 8)},
+    )
     assert fused._num_ahead([move], Work(1, LENS["B"])) == expected
 
 

@@ -1,4 +1,5 @@
-"""Fused chains from front to rank and back: planner and bookkeeper order for what `Fuser` on SGLang's pools reports."""
+"""Fused chains from front to rank and back:
+planner and bookkeeper order for what `Fuser` on SGLang's pools reports."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class Served:
         self.ranks = [FusedScheduler(400, self.bench.config) for _ in range(num_ranks)]
         self.num_asked = 0
 
-    def plan(self, *passages: Passage, fused: bool = True, who: Identity = ME, **options: Any) -> Asked:
+    def plan(
+        self, *passages: Passage, fused: bool = True, who: Identity = ME, **options: Any
+    ) -> Asked:
         if fused:
             wish = {key: options.pop(key) for key in ("selector", "ratio") if key in options}
             options["fusion"] = fused_request(self.bench.config, **wish)
@@ -55,7 +58,9 @@ class Served:
     def check(self) -> None:
         """Trees and mirrors are sound and agree."""
         self.bench.books.tree.check_integrity()
-        for number, (rank, mirror) in enumerate(zip(self.ranks, self.bench.books.mirrors, strict=True)):
+        for number, (rank, mirror) in enumerate(
+            zip(self.ranks, self.bench.books.mirrors, strict=True)
+        ):
             rank.check()
             state = rank.cache.rank_state(number)
             assert mirror.compared(state)["agrees"] is not False
@@ -71,7 +76,8 @@ def tokens(*passages: Passage) -> int:
 
 
 def test_second_request_finds_the_fused_chain_of_the_first() -> None:
-    """The same chunks in another order, behind a chunk that is cached: the front puts them as they were fused."""
+    """The same chunks in another order, behind a chunk that is cached:
+    the front puts them as they were fused."""
     served = Served()
     served.ask(A, B, C, fused=False)
     served.ask(X, fused=False)
@@ -123,7 +129,8 @@ def test_others_do_not_aim_at_it(other: dict[str, Any]) -> None:
 
 
 def test_hits_and_marks_are_those_of_exact_chunks() -> None:
-    """Fused chunks are no hits, neither in the answer nor in the counters nor in a tree, and are never promoted."""
+    """Fused chunks are no hits, neither in the answer nor in the counters nor in a tree,
+    and are never promoted."""
     served = Served(promotion_threshold=1)
     served.ask(X, fused=False)
     served.ask(Y, A, B, fused=False)
@@ -139,12 +146,21 @@ def test_hits_and_marks_are_those_of_exact_chunks() -> None:
     nodes = books.tree.match(request.namespace, ids, rank=0)
     assert [(node.hits, node.promoted) for node in nodes] == [(3, True), (0, False), (0, False)]
     cache = served.ranks[0].cache
-    known = [facts(node) for node in cache._nodes() if facts(node).chain in {node.chain for node in nodes}]
-    assert sorted((each.hits, each.promoted) for each in known) == [(0, False), (0, False), (3, True)]
+    known = [
+        facts(node)
+        for node in cache._nodes()
+        if facts(node).chain in {node.chain for node in nodes}
+    ]
+    assert sorted((each.hits, each.promoted) for each in known) == [
+        (0, False),
+        (0, False),
+        (3, True),
+    ]
 
 
 def test_request_under_way_is_planned_as_it_will_be_fused() -> None:
-    """A second one takes its order at once; an exact one does not wait for KV that it cannot use."""
+    """A second one takes its order at once; an exact one does not wait for KV that it cannot
+    use."""
     served = Served()
     served.ask(Y, A, B, fused=False)
     first = served.plan(B, A)
@@ -157,7 +173,8 @@ def test_request_under_way_is_planned_as_it_will_be_fused() -> None:
 
 
 def test_chunks_never_asked_for_are_planned_as_exact() -> None:
-    """They have no source, so they are computed behind the exact prefix, and exact requests may count on them."""
+    """They have no source, so they are computed behind the exact prefix,
+    and exact requests may count on them."""
     served = Served()
     first = served.plan(B, A)
     exact = served.plan(A, B, fused=False)

@@ -1,4 +1,5 @@
-"""The start-up gate: it passes on every model family we support, and it fails where moving or recomputing is broken."""
+"""The start-up gate: it passes on every model family we support,
+and it fails where moving or recomputing is broken."""
 
 from __future__ import annotations
 
@@ -58,12 +59,16 @@ FIELDS = [field for field in dataclasses.fields(GateFigures) if field.name != "d
         ({"kv_error": 8.1}, False),
         ({"scattered_error": 8.0}, True),
         ({"scattered_error": 8.1}, False),
-        *(({field.name: float("nan")}, "_un" in field.name or "off_by" in field.name) for field in FIELDS),
+        *(
+            ({field.name: float("nan")}, "_un" in field.name or "off_by" in field.name)
+            for field in FIELDS
+        ),
     ],
     ids=str,
 )
 def test_what_passes(change: dict[str, Any], passed: bool) -> None:
-    """Each figure alone fails the gate; one that is no number, too, but for those that tell what mistakes would give."""
+    """Each figure alone fails the gate; one that is no number, too,
+    but for those that tell what mistakes would give."""
     figures = dataclasses.replace(FIGURES, **change)
     assert figures.passed is passed
     assert figures.as_dict()["passed"] is passed
@@ -76,7 +81,9 @@ def test_a_rounding_per_layer_is_granted() -> None:
     assert gate._rounding(torch.float32, 4) == gate.MIN_NOISE
 
 
-@pytest.mark.parametrize("change", [{"logit_error_unrecomputed": 0.079}, {"scattered_error_off_by_one": 7.9}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"logit_error_unrecomputed": 0.079}, {"scattered_error_off_by_one": 7.9}], ids=str
+)
 def test_what_says_nothing(change: dict[str, Any]) -> None:
     """A gate that a broken pass would get through as well."""
     assert FIGURES.conclusive
@@ -86,11 +93,17 @@ def test_what_says_nothing(change: dict[str, Any]) -> None:
 def test_figures_are_told_with_their_limits() -> None:
     """What the refusal and the command's JSON say."""
     told = FIGURES.as_dict()
-    assert (told["moved_ulps"], told["max_ulps"], told["max_logit_error"]) == (1.0, 5.0, FIGURES.max_logit_error)
+    assert (told["moved_ulps"], told["max_ulps"], told["max_logit_error"]) == (
+        1.0,
+        5.0,
+        FIGURES.max_logit_error,
+    )
     assert "1.50 by way of the store (limit 5.00)" in str(FIGURES)
     assert "K/V off by 3 times prefill's own noise (limit 8.0)" in str(FIGURES)
     assert "without recomputing 3" in str(FIGURES)
-    assert "off by 2 times prefill's own noise (limit 8.0, with limits off by one 50)" in str(FIGURES)
+    assert "off by 2 times prefill's own noise (limit 8.0, with limits off by one 50)" in str(
+        FIGURES
+    )
 
 
 # On real models
@@ -101,7 +114,9 @@ EVERY_DAY = (("qwen2", "float32"), ("qwen3_yarn", "float32"), ("stablelm", "bflo
 
 @pytest.fixture(
     params=[
-        pytest.param((f, d), marks=() if (f, d) in EVERY_DAY else pytest.mark.nightly, id=f"{f}-{d}")
+        pytest.param(
+            (f, d), marks=() if (f, d) in EVERY_DAY else pytest.mark.nightly, id=f"{f}-{d}"
+        )
         for f in models.FAMILIES
         for d in ("float32", "bfloat16")
     ]
@@ -125,7 +140,9 @@ def half() -> Any:
 
 def heads_of(runner: Any) -> tuple[HeadShape, float]:
     layer = runner.model.model.layers[0].self_attn.attn
-    return HeadShape(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, runner.dtype), layer.scaling
+    return HeadShape(
+        layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, runner.dtype
+    ), layer.scaling
 
 
 def reference(runner: Any) -> ReferenceAttention:
@@ -136,12 +153,15 @@ def reference(runner: Any) -> ReferenceAttention:
 def on_flashinfer(runner: Any, kernel: str) -> FlashInferSparse:
     """On the torch model of it."""
     shape, scale = heads_of(runner)
-    return FlashInferSparse(shape, device=torch.device("cpu"), scale=scale, kernel=kernel, modules=flashinfer)
+    return FlashInferSparse(
+        shape, device=torch.device("cpu"), scale=scale, kernel=kernel, modules=flashinfer
+    )
 
 
 def params_of(runner: Any) -> Any:
     return SimpleNamespace(
-        req_to_token_pool=runner.req_to_token_pool, token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator
+        req_to_token_pool=runner.req_to_token_pool,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
     )
 
 
@@ -158,11 +178,17 @@ def spoil(runner: Any) -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize("sparse", [False, True], ids=["masked", "sparse"])
 def test_every_family_passes_and_gives_all_back(runner: Any, sparse: bool) -> None:
-    """Moving is right to the last place or two, recomputing to prefill's own noise; slots and rows are as before."""
+    """Moving is right to the last place or two, recomputing to prefill's own noise;
+    slots and rows are as before."""
     params = params_of(runner)
-    num_slots, rows = params.token_to_kv_pool_allocator.available_size(), set(params.req_to_token_pool.free_slots)
+    num_slots, rows = (
+        params.token_to_kv_pool_allocator.available_size(),
+        set(params.req_to_token_pool.free_slots),
+    )
     spoil(runner)
-    figures = run_gate(runner, table_of(runner), params, sparse=reference(runner) if sparse else None)
+    figures = run_gate(
+        runner, table_of(runner), params, sparse=reference(runner) if sparse else None
+    )
     assert figures.passed, str(figures)
     assert figures.conclusive
     assert figures.dtype == str(runner.token_to_kv_pool.dtype).removeprefix("torch.")
@@ -217,7 +243,11 @@ def test_recomputing_nothing_fails(yarn: Any, monkeypatch: pytest.MonkeyPatch) -
     again = gate._again
 
     def again_or_not(runner: Any, row: Any, ids: Any, requests: Any, sparse: Any) -> Any:
-        return None if len(requests[0]) == gate.CHUNK_LEN else again(runner, row, ids, requests, sparse)
+        return (
+            None
+            if len(requests[0]) == gate.CHUNK_LEN
+            else again(runner, row, ids, requests, sparse)
+        )
 
     monkeypatch.setattr(gate, "_again", again_or_not)
     figures = run_gate(yarn, table_of(yarn), params_of(yarn))
@@ -227,7 +257,9 @@ def test_recomputing_nothing_fails(yarn: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(("kind", "needed"), [("slots", "392 KV slots"), ("rows", "4 request rows")])
+@pytest.mark.parametrize(
+    ("kind", "needed"), [("slots", "392 KV slots"), ("rows", "4 request rows")]
+)
 def test_no_room_is_said(yarn: Any, kind: str, needed: str) -> None:
     """Too small a pool stops the start with the numbers, and nothing is kept."""
     params = params_of(yarn)
@@ -250,7 +282,10 @@ def test_no_room_is_said(yarn: Any, kind: str, needed: str) -> None:
 @pytest.mark.engine
 def test_an_error_gives_all_back(yarn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     params = params_of(yarn)
-    before = params.token_to_kv_pool_allocator.available_size(), len(params.req_to_token_pool.free_slots)
+    before = (
+        params.token_to_kv_pool_allocator.available_size(),
+        len(params.req_to_token_pool.free_slots),
+    )
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise ValueError("broken")
@@ -258,7 +293,10 @@ def test_an_error_gives_all_back(yarn: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(gate, "copy_moved", fail)
     with pytest.raises(ValueError, match="broken"):
         run_gate(yarn, table_of(yarn), params)
-    after = params.token_to_kv_pool_allocator.available_size(), len(params.req_to_token_pool.free_slots)
+    after = (
+        params.token_to_kv_pool_allocator.available_size(),
+        len(params.req_to_token_pool.free_slots),
+    )
     assert after == before
 
 
@@ -277,12 +315,16 @@ def test_flashinfer_passes(half: Any, kernel: str) -> None:
 def see_more(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
     """Every query sees other keys than it should."""
     visible = SparseRequest.visible
-    monkeypatch.setattr(SparseRequest, "visible", lambda r: (visible(r) + more).clamp(1, r.num_keys))
+    monkeypatch.setattr(
+        SparseRequest, "visible", lambda r: (visible(r) + more).clamp(1, r.num_keys)
+    )
 
 
 def see_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits do nothing: a query sees what its tile's last one sees."""
-    monkeypatch.setattr(flashinfer.BatchPrefillWithPagedKVCacheWrapper, "_extra", lambda w, args, n: (None, args[1]))
+    monkeypatch.setattr(
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper, "_extra", lambda w, args, n: (None, args[1])
+    )
 
 
 def shift_limits(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
@@ -291,7 +333,9 @@ def shift_limits(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
     def plan(*args: Any, **kwargs: Any) -> SparseLayout:
         layout = plan_sparse(*args, **kwargs)
         launches = tuple(
-            each if each.limits is None else each._replace(limits=(each.limits + shift).clamp(min=1))
+            each
+            if each.limits is None
+            else each._replace(limits=(each.limits + shift).clamp(min=1))
             for each in layout.launches
         )
         return dataclasses.replace(layout, launches=launches)
@@ -315,7 +359,9 @@ def swap_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request's pages are read from the wrong place."""
     indices = page_indices
     monkeypatch.setattr(
-        flashinfer_sparse, "page_indices", lambda launch, pages, starts: indices(launch, pages.roll(1), starts)
+        flashinfer_sparse,
+        "page_indices",
+        lambda launch, pages, starts: indices(launch, pages.roll(1), starts),
     )
 
 
@@ -325,7 +371,9 @@ MUTANTS = {
     "limits one up": lambda patch: shift_limits(patch, 1),
     "limits one down": lambda patch: shift_limits(patch, -1),
     "no limits": see_all,
-    "unforced mask": lambda patch: patch.setattr(FlashInferSparse, "_masks", lambda self, kind: False),
+    "unforced mask": lambda patch: patch.setattr(
+        FlashInferSparse, "_masks", lambda self, kind: False
+    ),
     "order": forget_order,
     "pages": swap_requests,
 }
@@ -365,9 +413,14 @@ def test_dummy_weights_pass_and_say_nothing(half: Any) -> None:
 @pytest.fixture
 def offered(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer is there."""
-    choice = on_flashinfer(half, "fa2"), attention_choice.described("sparse", "the fastest here", "fa2", {"fa2": 1.0})
+    choice = (
+        on_flashinfer(half, "fa2"),
+        attention_choice.described("sparse", "the fastest here", "fa2", {"fa2": 1.0}),
+    )
     monkeypatch.setattr(
-        attention_choice, "create", lambda runner, setting: choice if setting != "masked" else (None, {})
+        attention_choice,
+        "create",
+        lambda runner, setting: choice if setting != "masked" else (None, {}),
     )
 
 
@@ -392,7 +445,11 @@ def test_auto_gives_up_what_fails(half: Any, monkeypatch: pytest.MonkeyPatch) ->
     shift_limits(monkeypatch, -1)
     sparse, attention, figures = gated(half, "auto")
     assert sparse is None
-    assert (attention["kind"], attention["kernel"], attention["ms"]) == ("masked", None, {"fa2": 1.0})
+    assert (attention["kind"], attention["kernel"], attention["ms"]) == (
+        "masked",
+        None,
+        {"fa2": 1.0},
+    )
     assert attention["reason"].startswith("fa2 failed the gate: layer-0 keys off by")
     assert figures.passed
 

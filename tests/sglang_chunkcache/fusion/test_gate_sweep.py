@@ -1,9 +1,10 @@
-"""How far the start-up gate's limits are from right runs and from mistakes, over token seeds and draws of weights.
+"""How far the start-up gate's limits are from right runs and from mistakes, over token seeds and
+draws of weights.
 
     launch/test.sh -m nightly -k gate_sweep
 
-A right run has each figure within its limit, a mistake has one beyond it. The sweep prints how far, in multiples of the limit.
-On an Intel Xeon with AVX-512, seven families, 200 token seeds each:
+A right run has each figure within its limit, a mistake has one beyond it. The sweep prints how far,
+in multiples of the limit. On an Intel Xeon with AVX-512, seven families, 200 token seeds each:
 
     dtype       worst of 2,800 right runs               weakest of 8,400 mistakes
     float32     .60 (a layer-0 key, 2.4 units)          1,550 (sees one key more)
@@ -51,7 +52,11 @@ def moved_off_by_one(patch: pytest.MonkeyPatch) -> None:
 def recomputed_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """The pass runs tokens at the next position."""
     batch = recompute._pass_batch
-    patch.setattr(recompute, "_pass_batch", lambda model, ids, positions, **k: batch(model, ids, positions + 1, **k))
+    patch.setattr(
+        recompute,
+        "_pass_batch",
+        lambda model, ids, positions, **k: batch(model, ids, positions + 1, **k),
+    )
 
 
 def sees(more: int) -> Mistake:
@@ -99,12 +104,16 @@ def multiple(figures: GateFigures) -> float:
 
 
 def sweep(model: Any, seeds: range, found: dict[str, list[float]]) -> None:
-    """Adds multiples of the limit to `found`: of right runs and of each mistake, one or two a seed."""
+    """Adds multiples of the limit to `found`:
+    of right runs and of each mistake, one or two a seed."""
     layer = model.model.model.layers[0].self_attn
-    heads = HeadShape(layer.attn.tp_q_head_num, layer.attn.tp_k_head_num, layer.attn.head_dim, model.dtype)
+    heads = HeadShape(
+        layer.attn.tp_q_head_num, layer.attn.tp_k_head_num, layer.attn.head_dim, model.dtype
+    )
     sparse = ReferenceAttention(heads, scale=layer.attn.scaling)
     params = SimpleNamespace(
-        req_to_token_pool=model.req_to_token_pool, token_to_kv_pool_allocator=model.token_to_kv_pool_allocator
+        req_to_token_pool=model.req_to_token_pool,
+        token_to_kv_pool_allocator=model.token_to_kv_pool_allocator,
     )
     for seed in seeds:
         with open_trial(model, RotaryTable.of(layer.rotary_emb), params, seed=seed) as trial:
@@ -139,10 +148,12 @@ def test_right_runs_pass_and_mistakes_fail(family: str, dtype: str) -> None:
 def test_right_runs_pass_and_mistakes_fail_with_any_weights(
     family: str, dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """200 token seeds over ten draws of weights, as large as those of `write_model`. Biases are drawn as well: a new model's are
-    0, and a Qwen2 without them is a Llama."""
+    """200 token seeds over ten draws of weights, as large as those of `write_model`. Biases are
+    drawn as well: a new model's are 0, and a Qwen2 without them is a Llama."""
     model = runner(family, dtype)
-    weights = [p.data for name, p in model.model.named_parameters() if p.ndim > 1 or name.endswith("bias")]
+    weights = [
+        p.data for name, p in model.model.named_parameters() if p.ndim > 1 or name.endswith("bias")
+    ]
     kept = [weight.clone() for weight in weights]
     found: dict[str, list[float]] = defaultdict(list)
     try:

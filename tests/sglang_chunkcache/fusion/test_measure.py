@@ -1,4 +1,5 @@
-"""Evidence equals a float64 computation from queries and keys of SGLang's own forward pass, and leaves the pool as it was."""
+"""Evidence equals a float64 computation from queries and keys of SGLang's own forward pass,
+and leaves the pool as it was."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def make_tokens(seed: int, num_tokens: int = NUM_TOKENS) -> Tensor:
 
 @contextmanager
 def captured(runner: Any) -> Iterator[list[Tensor]]:
-    """Queries of every layer, [n, num_heads, head_dim], that SGLang's own backend is given meanwhile."""
+    """Queries of every layer, [n, num_heads, head_dim], that SGLang's own backend is given
+    meanwhile."""
     queries: list[Tensor] = []
     forward: Callable[..., Any] = runner.attn_backend.forward_extend
 
@@ -80,7 +82,8 @@ def untouched(runner: Any) -> Iterator[None]:
 
 
 def weights_of(runner: Any, queries: list[Tensor], slots: Tensor, positions: Tensor) -> Tensor:
-    """[num_layers, num_heads, n, num_slots] float64 by the slow reference, over the pool's keys at positions 0, 1, ..."""
+    """[num_layers, num_heads, n, num_slots] float64 by the slow reference,
+    over the pool's keys at positions 0, 1, ..."""
     keys, values = kv_of(runner, slots)
     return torch.stack(
         [
@@ -91,7 +94,8 @@ def weights_of(runner: Any, queries: list[Tensor], slots: Tensor, positions: Ten
 
 
 def move_in(runner: Any, tokens: Tensor) -> None:
-    """A prompt whose chunks hold the K/V of other tokens, as full reuse leaves them; OTHERS is free afterwards."""
+    """A prompt whose chunks hold the K/V of other tokens, as full reuse leaves them;
+    OTHERS is free afterwards."""
     prefill(runner, tokens.tolist(), SLOTS)
     prefill(runner, make_tokens(9).tolist(), OTHERS)
     keys, values = kv_of(runner, OTHERS[PREFIX:END])
@@ -101,10 +105,20 @@ def move_in(runner: Any, tokens: Tensor) -> None:
 
 
 def question_of(
-    tokens: Tensor, visible: Tensor, chunks: tuple[tuple[int, int], ...], *, in_all_layers: bool = True
+    tokens: Tensor,
+    visible: Tensor,
+    chunks: tuple[tuple[int, int], ...],
+    *,
+    in_all_layers: bool = True,
 ) -> QuestionProbe:
     return QuestionProbe(
-        tokens[END:], torch.arange(END, len(tokens)), SLOTS[visible], visible, chunks, END, in_all_layers=in_all_layers
+        tokens[END:],
+        torch.arange(END, len(tokens)),
+        SLOTS[visible],
+        visible,
+        chunks,
+        END,
+        in_all_layers=in_all_layers,
     )
 
 
@@ -118,7 +132,10 @@ def ask(runner: Any, requests: list[QuestionProbe]) -> list[tuple[Tensor, Tensor
 
 
 def score(runner: Any, probes: list[ScoreProbe]) -> list[ChunkScores]:
-    return [scores_of(probe, sums.cpu()) for probe, sums in zip(probes, score_chunks(runner, probes), strict=True)]
+    return [
+        scores_of(probe, sums.cpu())
+        for probe, sums in zip(probes, score_chunks(runner, probes), strict=True)
+    ]
 
 
 @contextmanager
@@ -146,12 +163,15 @@ def test_question_evidence_is_the_questions_attention(
     move_in(runner, tokens)
     asked = tokens, make_tokens(1)
     requests = [
-        question_of(a, torch.arange(END), chunks) for a, chunks in zip(asked, (CHUNKS, CHUNKS[1:2]), strict=True)
+        question_of(a, torch.arange(END), chunks)
+        for a, chunks in zip(asked, (CHUNKS, CHUNKS[1:2]), strict=True)
     ]
     with untouched(runner):
         evidence = ask(runner, requests)
     # The oracle writes the question's K/V after the chunks.
-    for question, chunks, (last, by_layer) in zip(asked, (CHUNKS, CHUNKS[1:2]), evidence, strict=True):
+    for question, chunks, (last, by_layer) in zip(
+        asked, (CHUNKS, CHUNKS[1:2]), evidence, strict=True
+    ):
         with captured(runner) as queries:
             row = make_row(runner, SLOTS)
             prompt = [*tokens[:END].tolist(), *question[END:].tolist()]
@@ -160,7 +180,9 @@ def test_question_evidence_is_the_questions_attention(
         expected = torch.zeros(END, dtype=torch.float64)
         for start, end in chunks:
             expected[start:end] = weights[-1, :, :, start:end].sum((0, 1))
-        per_chunk = torch.stack([weights[..., start:end].sum((1, 2, 3)) for start, end in chunks], 1)
+        per_chunk = torch.stack(
+            [weights[..., start:end].sum((1, 2, 3)) for start, end in chunks], 1
+        )
         assert last.dtype == by_layer.dtype == torch.float32
         torch.testing.assert_close(last.double(), expected, rtol=0, atol=ATOL)
         torch.testing.assert_close(by_layer.double(), per_chunk, rtol=0, atol=ATOL)
@@ -184,11 +206,16 @@ def test_question_evidence_leaves_gaps_out(runner: Any) -> None:
     assert not torch.allclose(last[10:22], full[10:22])
 
 
-def test_weights_exist_in_the_layers_that_are_read(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one request in every layer, of the other in the last; what both are told of the last is the same."""
+def test_weights_exist_in_the_layers_that_are_read(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one request in every layer, of the other in the last;
+    what both are told of the last is the same."""
     tokens = make_tokens(0)
     move_in(runner, tokens)
-    few, all_layers = (question_of(tokens, torch.arange(END), CHUNKS, in_all_layers=b) for b in (False, True))
+    few, all_layers = (
+        question_of(tokens, torch.arange(END), CHUNKS, in_all_layers=b) for b in (False, True)
+    )
     with weighed(monkeypatch) as found:
         [(last, nothing), (again, by_layer)] = question_evidence(runner, [few, all_layers])
     assert len(found) == NUM_LAYERS + 1
@@ -202,8 +229,11 @@ def test_weights_exist_in_the_layers_that_are_read(runner: Any, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("layers", [range(1), range(1, 2), range(NUM_LAYERS)])
-def test_question_is_read_in_the_layers_asked_for(runner: Any, monkeypatch: pytest.MonkeyPatch, layers: range) -> None:
-    """Their sum, and the pass ends with the last of them; beside one that is read in the last layer."""
+def test_question_is_read_in_the_layers_asked_for(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, layers: range
+) -> None:
+    """Their sum, and the pass ends with the last of them;
+    beside one that is read in the last layer."""
     tokens = make_tokens(0)
     move_in(runner, tokens)
     every = question_of(tokens, torch.arange(END), CHUNKS)
@@ -223,8 +253,12 @@ def test_question_before_the_regions_end(runner: Any) -> None:
     """Question tokens inside the region (none of them moved) count for nothing."""
     tokens = make_tokens(0)
     prefill(runner, tokens.tolist(), SLOTS)
-    outside = QuestionProbe(tokens[30:], torch.arange(30, 48), SLOTS[:30], torch.arange(30), (CHUNKS[0],), 30)
-    inside = QuestionProbe(tokens[30:], torch.arange(30, 48), SLOTS[:30], torch.arange(30), (CHUNKS[0],), 45)
+    outside = QuestionProbe(
+        tokens[30:], torch.arange(30, 48), SLOTS[:30], torch.arange(30), (CHUNKS[0],), 30
+    )
+    inside = QuestionProbe(
+        tokens[30:], torch.arange(30, 48), SLOTS[:30], torch.arange(30), (CHUNKS[0],), 45
+    )
     [(few, _), (more, _)] = question_evidence(runner, [outside, inside])
     assert more.shape == (45,)
     assert torch.equal(more[:30], few)
@@ -232,13 +266,15 @@ def test_question_before_the_regions_end(runner: Any) -> None:
 
 
 def test_deviation_evidence_is_the_second_layers_difference(runner: Any) -> None:
-    """Fresh K/V of SGLang's own prefill against the pool's, moved positions only; a gap is computed, never compared."""
+    """Fresh K/V of SGLang's own prefill against the pool's, moved positions only;
+    a gap is computed, never compared."""
     tokens = make_tokens(0)
     move_in(runner, tokens)
     moved = (CHUNKS[0], CHUNKS[2])
     runner.token_to_kv_pool.get_key_buffer(1)[SLOTS[22:27]] = float("nan")
     requests = [
-        DeviationProbe(tokens[PREFIX - 5 : 22], SLOTS[:22], CHUNKS[:1]),  # a shorter region, its first 5 tokens a gap
+        # a shorter region, its first 5 tokens a gap
+        DeviationProbe(tokens[PREFIX - 5 : 22], SLOTS[:22], CHUNKS[:1]),
         DeviationProbe(tokens[PREFIX:END], SLOTS[:END], moved),
     ]
     with untouched(runner):
@@ -256,12 +292,18 @@ def test_deviation_evidence_is_the_second_layers_difference(runner: Any) -> None
 
 
 def test_a_long_region_is_measured_in_pieces(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same evidence, and no pass has more tokens than a piece and the gaps: the memory of a pass grows with its tokens."""
+    """The same evidence, and no pass has more tokens than a piece and the gaps:
+    the memory of a pass grows with its tokens."""
     tokens = make_tokens(0)
     prefill(runner, tokens.tolist(), OTHERS)
-    own = runner.token_to_kv_pool.get_key_buffer(0)[OTHERS], runner.token_to_kv_pool.get_value_buffer(0)[OTHERS]
+    own = (
+        runner.token_to_kv_pool.get_key_buffer(0)[OTHERS],
+        runner.token_to_kv_pool.get_value_buffer(0)[OTHERS],
+    )
     move_in(runner, tokens)
-    for buffers, layer in zip((runner.token_to_kv_pool.k_buffer, runner.token_to_kv_pool.v_buffer), own, strict=True):
+    for buffers, layer in zip(
+        (runner.token_to_kv_pool.k_buffer, runner.token_to_kv_pool.v_buffer), own, strict=True
+    ):
         buffers[0][SLOTS] = layer  # the first layer's KV depends on its token alone
         for buffer in buffers:
             buffer[SLOTS[22:27]] = float("nan")  # a gap
@@ -292,17 +334,22 @@ def test_deviation_at_a_depth_is_that_layers_difference(runner: Any) -> None:
     prefill(runner, tokens.tolist(), OTHERS)
     expected = torch.zeros(END, dtype=torch.float64)
     for fresh, held in zip(kv_of(runner, OTHERS), kv_of(runner, SLOTS), strict=True):
-        expected[PREFIX:] += (fresh[2, PREFIX:END].double() - held[2, PREFIX:END].double()).square().sum((1, 2))
+        expected[PREFIX:] += (
+            (fresh[2, PREFIX:END].double() - held[2, PREFIX:END].double()).square().sum((1, 2))
+        )
     torch.testing.assert_close(deep.double(), expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(deeper, deep)
 
 
 def test_candidates_alone_are_compared(runner: Any) -> None:
-    """Over the KV that was moved: as if they alone were computed again. Gaps are computed with them."""
+    """Over the KV that was moved: as if they alone were computed again.
+    Gaps are computed with them."""
     tokens = make_tokens(0)
     move_in(runner, tokens)
     chosen = torch.tensor([11, 12, 20, 30, 39])
-    probe = DeviationProbe(tokens[PREFIX:END], SLOTS[:END], (CHUNKS[0], CHUNKS[2]), depth=3, candidates=chosen)
+    probe = DeviationProbe(
+        tokens[PREFIX:END], SLOTS[:END], (CHUNKS[0], CHUNKS[2]), depth=3, candidates=chosen
+    )
     with untouched(runner):
         [found] = deviation_evidence(runner, [probe])
     gap = torch.arange(22, 27)
@@ -326,17 +373,21 @@ def test_no_candidate_is_no_pass(runner: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_deviation_is_nothing_where_kv_is_exact(runner: Any) -> None:
     tokens = make_tokens(0)
     prefill(runner, tokens.tolist(), SLOTS)
-    [evidence] = deviation_evidence(runner, [DeviationProbe(tokens[PREFIX:END], SLOTS[:END], CHUNKS)])
+    [evidence] = deviation_evidence(
+        runner, [DeviationProbe(tokens[PREFIX:END], SLOTS[:END], CHUNKS)]
+    )
     assert evidence.max() < 1e-8
 
 
 @pytest.mark.parametrize(
-    "weight_bytes", [4 * 4 * 27 * 2, *(pytest.param(limit, marks=pytest.mark.nightly) for limit in (1, 128 << 20))]
+    "weight_bytes",
+    [4 * 4 * 27 * 2, *(pytest.param(limit, marks=pytest.mark.nightly) for limit in (1, 128 << 20))],
 )
 def test_scores_are_means_of_the_chunks_attention(
     runner: Any, monkeypatch: pytest.MonkeyPatch, weight_bytes: int
 ) -> None:
-    """Against the whole matrix of a prefill: Cache-Craft eq. 3, 4 and 14, and what each token receives, in any pieces."""
+    """Against the whole matrix of a prefill: Cache-Craft eq.
+    3, 4 and 14, and what each token receives, in any pieces."""
     monkeypatch.setattr(masked, "WEIGHT_BYTES", weight_bytes)
     tokens = make_tokens(0)
     with captured(runner) as queries:
@@ -344,7 +395,8 @@ def test_scores_are_means_of_the_chunks_attention(
     weights = weights_of(runner, queries, SLOTS, torch.arange(NUM_TOKENS)).mean((0, 1))
     places = list(enumerate(CHUNKS))
     probes = [
-        ScoreProbe(tokens[start:end], SLOTS[:end], CHUNKS[:index], received=True) for index, (start, end) in places
+        ScoreProbe(tokens[start:end], SLOTS[:end], CHUNKS[:index], received=True)
+        for index, (start, end) in places
     ]
     with untouched(runner):
         scores = score(runner, probes)
@@ -370,11 +422,13 @@ def test_scores_are_means_of_the_chunks_attention(
 
 
 def test_masses_need_no_weights(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Log-sum-exps do; what tokens receive needs weights over the chunk's own keys. Text around chunks is no chunk."""
+    """Log-sum-exps do; what tokens receive needs weights over the chunk's own keys.
+    Text around chunks is no chunk."""
     tokens = make_tokens(0)
     prefill(runner, tokens.tolist(), SLOTS)
     start, end = CHUNKS[2]
-    after_text = ScoreProbe(tokens[start:end], SLOTS[:end], CHUNKS[:1])  # the second chunk is text now
+    # the second chunk is text now
+    after_text = ScoreProbe(tokens[start:end], SLOTS[:end], CHUNKS[:1])
     after_chunks = ScoreProbe(tokens[start:end], SLOTS[:end], ((0, PREFIX), *CHUNKS[:2]))
     with weighed(monkeypatch) as found:
         mixed, chunks_alone = score(runner, [after_text, after_chunks])
@@ -392,7 +446,8 @@ def test_masses_need_no_weights(runner: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_ranks_add_up_their_heads(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks with the same heads: sums double, means stay, and all ranks take rank 0's numbers."""
+    """Two ranks with the same heads: sums double, means stay,
+    and all ranks take rank 0's numbers."""
     tokens = make_tokens(0)
     prefill(runner, tokens.tolist(), SLOTS)
     question, deviation = (
@@ -427,7 +482,9 @@ def test_a_model_of_one_layer_is_compared_in_it() -> None:
     tokens, others = make_tokens(0), make_tokens(0)
     others[30] = (others[30] + 1) % 128
     prefill(runner, others.tolist(), SLOTS)
-    [evidence] = deviation_evidence(runner, [DeviationProbe(tokens[PREFIX:END], SLOTS[:END], CHUNKS)])
+    [evidence] = deviation_evidence(
+        runner, [DeviationProbe(tokens[PREFIX:END], SLOTS[:END], CHUNKS)]
+    )
     assert evidence.nonzero().flatten().tolist() == [30]
     [(last, by_layer)] = ask(runner, [question_of(tokens, torch.arange(END), CHUNKS)])
     torch.testing.assert_close(by_layer[0].sum(), last.sum())
@@ -439,9 +496,12 @@ def test_nothing_asked_is_nothing_run() -> None:
     assert score_chunks(None, []) == []
 
 
-@pytest.mark.parametrize("spans", [((20, 25), (10, 15)), ((10, 20), (19, 25)), ((10, 10),), ((4, 12),), ((30, 41),)])
+@pytest.mark.parametrize(
+    "spans", [((20, 25), (10, 15)), ((10, 20), (19, 25)), ((10, 10),), ((4, 12),), ((30, 41),)]
+)
 def test_impossible_spans_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
-    """Out of order, overlapping, empty, or not in the region: each would count a token for the wrong chunk."""
+    """Out of order, overlapping, empty, or not in the region:
+    each would count a token for the wrong chunk."""
     tokens = make_tokens(0)
     with pytest.raises(ValueError, match="span"):
         DeviationProbe(tokens[PREFIX:END], SLOTS[:END], spans)

@@ -1,7 +1,7 @@
 """Every reason why KV cannot be moved, one by one, and a real engine's model, which has none.
 
-Server arguments, pool, attention and rotary modules are SGLang's own; the runner around them is a fake whose attributes are
-compared with a real one's.
+Server arguments, pool, attention and rotary modules are SGLang's own; the runner around them is a
+fake whose attributes are compared with a real one's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ def make_model() -> Module:
     """As deep as is looked into, of SGLang's own parts."""
     rotary = get_rope(HEAD_DIM, HEAD_DIM, 64, 10000, dtype=torch.bfloat16)
     layers = [
-        Module(self_attn=Module(rotary_emb=rotary, attn=RadixAttention(4, HEAD_DIM, 0.25, 2, layer_id=i)))
+        Module(
+            self_attn=Module(
+                rotary_emb=rotary, attn=RadixAttention(4, HEAD_DIM, 0.25, 2, layer_id=i)
+            )
+        )
         for i in range(NUM_LAYERS)
     ]
     return Module(model=Module(layers=torch.nn.ModuleList(layers)))
@@ -103,14 +107,19 @@ def test_nothing_against_a_plain_model() -> None:
 
 
 def test_kv_written_by_the_rotary_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's Qwen3-MoE does so on CUDA in bfloat16: its K/V would go past our passes into a slot that is never read."""
+    """SGLang's Qwen3-MoE does so on CUDA in bfloat16:
+    its K/V would go past our passes into a slot that is never read."""
     from sglang.srt.models import qwen3_moe
 
     runner = make_runner()
-    runner.model.__class__ = type("Qwen3MoeForCausalLM", (Module,), {"__module__": qwen3_moe.__name__})
+    runner.model.__class__ = type(
+        "Qwen3MoeForCausalLM", (Module,), {"__module__": qwen3_moe.__name__}
+    )
     assert unsupported(runner, make_args()) == []
     monkeypatch.setattr(runner.token_to_kv_pool, "device", "cuda")
-    assert unsupported(runner, make_args()) == ["K/V written by the rotary kernel (Qwen3MoeForCausalLM)"]
+    assert unsupported(runner, make_args()) == [
+        "K/V written by the rotary kernel (Qwen3MoeForCausalLM)"
+    ]
     runner.token_to_kv_pool.dtype = torch.float16
     assert unsupported(runner, make_args()) == []
 
@@ -284,7 +293,9 @@ def test_rotary_embeddings_that_differ() -> None:
 def test_unknown_attention() -> None:
     runner = make_runner()
     put(runner.model, "model.layers.0.self_attn.attn", Module())
-    assert unsupported(runner, make_args()) == ["self_attn.attn is Module, not RadixAttention (layer 0)"]
+    assert unsupported(runner, make_args()) == [
+        "self_attn.attn is Module, not RadixAttention (layer 0)"
+    ]
 
 
 @pytest.mark.parametrize("path", ["model", "model.layers", "model.layers.0.self_attn"])
@@ -339,7 +350,8 @@ print(json.dumps({
 
 @pytest.mark.engine
 def test_runner_of_a_real_model() -> None:
-    """The model and pool that SGLang makes have nothing against them, and all attributes that are read here."""
+    """The model and pool that SGLang makes have nothing against them,
+    and all attributes that are read here."""
     from tests import models
 
     real, fake = models.runner("llama"), make_runner()

@@ -1,4 +1,5 @@
-"""Two requests of one batch on a real model: what is declined is computed over KV that the same batch's pass fills."""
+"""Two requests of one batch on a real model:
+what is declined is computed over KV that the same batch's pass fills."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from tests.reference.scheduler import FakeReq, answer_of, config, marked
 pytestmark = pytest.mark.engine
 
 HEAD, QUESTION = [90, 91, 92], [100, 101, 102, 103]
-CHUNKS = {name: [(7 * index + 3 * i) % 89 + 1 for i in range(80)] for index, name in enumerate("ABCD")}
+CHUNKS = {
+    name: [(7 * index + 3 * i) % 89 + 1 for i in range(80)] for index, name in enumerate("ABCD")
+}
 FUSION = FusionRequest("first", 0.25, "r")
 TOLERANCE = 5e-5
 
@@ -32,7 +35,9 @@ TOLERANCE = 5e-5
 def scheduler() -> Iterator[ModelScheduler]:
     """A, B and C have been computed after each other."""
     runner = models.runner("llama")
-    made = ModelScheduler(runner, 1500, config(reuse="fused", recompute_attention="masked"), prefill_budget=256)
+    made = ModelScheduler(
+        runner, 1500, config(reuse="fused", recompute_attention="masked"), prefill_budget=256
+    )
     made.serve(make_request("ABC", None))
     yield made
     models.assert_given_back(runner)
@@ -68,7 +73,8 @@ def fallbacks(req: FakeReq) -> tuple[Fallback, ...]:
 
 
 def test_request_behind_what_the_batch_fills_reads_it_filled(scheduler: ModelScheduler) -> None:
-    """B is moved for the first request. The second stands on it and computes C: as after a batch that has moved B."""
+    """B is moved for the first request.
+    The second stands on it and computes C: as after a batch that has moved B."""
     one, two = make_request("B", FUSION), make_request("BC", FUSION)
     _, got = kv_of_batch(scheduler, one, two)
     assert (fallbacks(one), fallbacks(two)) == ((), (Fallback.NOT_FILLED,))
@@ -82,7 +88,8 @@ def test_request_behind_what_the_batch_fills_reads_it_filled(scheduler: ModelSch
 
 
 def test_request_that_a_full_pass_leaves_out_is_a_prefill(scheduler: ModelScheduler) -> None:
-    """Beside the one that fills the pass: every token's KV is what a request without moved KV has."""
+    """Beside the one that fills the pass: every token's KV is what a request without moved KV
+    has."""
     scheduler.fuser.limits = replace(scheduler.fuser.limits, max_pass_tokens=50)
     one, two = make_request("B", FUSION), make_request("CB", replace(FUSION, recipe="s"))
     _, got = kv_of_batch(scheduler, one, two)

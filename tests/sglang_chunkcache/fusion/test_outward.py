@@ -1,4 +1,5 @@
-"""What chunks attend to before them, read from SGLang's own prefill, against the whole matrix of one."""
+"""What chunks attend to before them, read from SGLang's own prefill,
+against the whole matrix of one."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def make_watch(runner: Any, heads: tuple[Head, ...]) -> OutwardWatch:
-    return OutwardWatch(cast("Any", SimpleNamespace(runner=runner, calibration=Calibration(heads=heads))))
+    return OutwardWatch(
+        cast("Any", SimpleNamespace(runner=runner, calibration=Calibration(heads=heads)))
+    )
 
 
 def make_req(row: int, chunks: Sequence[tuple[int, int]] | None, *, is_audit: bool = False) -> Any:
@@ -73,7 +76,9 @@ def extend(runner: Any, watch: OutwardWatch, pieces: Sequence[tuple[Any, Any, in
         runner,
         token_ids=torch.cat([tokens[a:b] for _, tokens, a, b in pieces]),
         positions=torch.cat([torch.arange(a, b) for _, _, a, b in pieces]),
-        out_slots=torch.cat([row[a:b] for row, (_, _, a, b) in zip(rows, pieces, strict=True)]).long(),
+        out_slots=torch.cat(
+            [row[a:b] for row, (_, _, a, b) in zip(rows, pieces, strict=True)]
+        ).long(),
         rows=[req.kv.req_pool_idx for req, _, _, _ in pieces],
         prefix_lens=[a for _, _, a, _ in pieces],
         extend_lens=[b - a for _, _, a, b in pieces],
@@ -89,41 +94,53 @@ def extend(runner: Any, watch: OutwardWatch, pieces: Sequence[tuple[Any, Any, in
     assert "forward_extend" not in vars(runner.attn_backend)
 
 
-@pytest.mark.parametrize("chunks", [CHUNKS, (CHUNKS[0], CHUNKS[2])], ids=["contiguous", "text between"])
+@pytest.mark.parametrize(
+    "chunks", [CHUNKS, (CHUNKS[0], CHUNKS[2])], ids=["contiguous", "text between"]
+)
 @pytest.mark.parametrize("at", [10, 15, 33])
 def test_it_is_the_heads_attention_to_what_was_before(
     runner: Any, chunks: tuple[tuple[int, int], ...], at: int
 ) -> None:
-    """Also of a chunk that is prefilled in two pieces, the second beside a plain request: to the chunks before it, to the head's
-    text where there are none."""
+    """Also of a chunk that is prefilled in two pieces, the second beside a plain request: to the
+    chunks before it, to the head's text where there are none."""
     tokens = make_tokens(0)
     with captured(runner) as queries:
         prefill(runner, tokens.tolist(), SLOTS)
     weights = weights_of(runner, queries, SLOTS, torch.arange(NUM_TOKENS))
     watch = make_watch(runner, HEADS)
-    req, plain = make_req(make_row(runner, OTHERS, index=2), chunks), make_req(make_row(runner, SLOTS, index=3), None)
+    req, plain = (
+        make_req(make_row(runner, OTHERS, index=2), chunks),
+        make_req(make_row(runner, SLOTS, index=3), None),
+    )
     extend(runner, watch, [(req, tokens, 0, at)])
     extend(runner, watch, [(plain, make_tokens(1), 0, 5), (req, tokens, at, NUM_TOKENS)])
     assert state(plain).outward is None
     for number, (start, end) in enumerate(chunks):
         before = chunks[:number] or [(0, start)]
         expected = sum(
-            weights[layer, head, start:end, a:b].sum(-1) / len(HEADS) for layer, head in HEADS for a, b in before
+            weights[layer, head, start:end, a:b].sum(-1) / len(HEADS)
+            for layer, head in HEADS
+            for a, b in before
         )
         found = state(req).outward.of(start, end)
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize("attention", [None, ReferenceAttention, Shuffling], ids=["masked", "reference", "shuffling"])
+@pytest.mark.parametrize(
+    "attention", [None, ReferenceAttention, Shuffling], ids=["masked", "reference", "shuffling"]
+)
 def test_gaps_of_a_pass_are_measured_alike(runner: Any, attention: Any) -> None:
-    """Of two prompts, beside critical tokens, in whatever order the attention wants its rows. Their keys are there only then."""
+    """Of two prompts, beside critical tokens, in whatever order the attention wants its rows.
+    Their keys are there only then."""
     tokens = make_tokens(0)
     with captured(runner) as queries:
         prefill(runner, tokens.tolist(), SLOTS)
     weights = weights_of(runner, queries, SLOTS, torch.arange(NUM_TOKENS))
     prefill(runner, tokens.tolist(), OTHERS)
     work = [(make_move(tokens, SLOTS, gaps=[2]), [3, *range(*CHUNKS[2])])]
-    work += [(make_move(tokens, OTHERS, gaps=[0, 1]), [*range(*CHUNKS[0]), *range(*CHUNKS[1]), 30, 38])]
+    work += [
+        (make_move(tokens, OTHERS, gaps=[0, 1]), [*range(*CHUNKS[0]), *range(*CHUNKS[1]), 30, 38])
+    ]
     for move, _ in work:
         for piece in move.plan.pieces:
             spoil(runner, move.slots[piece.start : piece.end])
@@ -138,8 +155,14 @@ def test_gaps_of_a_pass_are_measured_alike(runner: Any, attention: Any) -> None:
             assert (found is not None) == (number in gaps)
             if found is not None:
                 before = CHUNKS[:number] or [(0, start)]
-                seen = [weights[layer, head, start:end, a:b].sum(-1) for layer, head in HEADS for a, b in before]
-                torch.testing.assert_close(found.double(), sum(seen) / len(HEADS), rtol=0, atol=ATOL)
+                seen = [
+                    weights[layer, head, start:end, a:b].sum(-1)
+                    for layer, head in HEADS
+                    for a, b in before
+                ]
+                torch.testing.assert_close(
+                    found.double(), sum(seen) / len(HEADS), rtol=0, atol=ATOL
+                )
     assert watch.num_measured == 30
 
 
@@ -163,14 +186,20 @@ def make_move(tokens: Any, slots: Any, *, gaps: Sequence[int]) -> Any:
     spans = tuple(Span(start, end, ChunkId(str(start))) for start, end in CHUNKS)
     pieces = [Piece(*CHUNKS[number], span=number, source=None) for number in gaps]
     return SimpleNamespace(
-        plan=SimpleNamespace(pieces=pieces), spans=spans, slots=slots, token_ids=array("q", tokens.tolist())
+        plan=SimpleNamespace(pieces=pieces),
+        spans=spans,
+        slots=slots,
+        token_ids=array("q", tokens.tolist()),
     )
 
 
 def test_forward_that_calls_no_attention_tells_nothing(runner: Any) -> None:
-    """A captured graph computes it elsewhere: zeros would say that no token looks beyond its chunk."""
+    """A captured graph computes it elsewhere:
+    zeros would say that no token looks beyond its chunk."""
     watch, req = make_watch(runner, HEADS), make_req(make_row(runner, OTHERS, index=2), CHUNKS)
-    with watch.watch(cast("Any", SimpleNamespace(reqs=[req], prefix_lens=[0], extend_lens=[NUM_TOKENS]))):
+    with watch.watch(
+        cast("Any", SimpleNamespace(reqs=[req], prefix_lens=[0], extend_lens=[NUM_TOKENS]))
+    ):
         pass
     assert (state(req).outward.of(*CHUNKS[0]), watch.num_measured) == (None, 0)
     extend(runner, watch, [(req, make_tokens(0), 0, NUM_TOKENS)])
@@ -178,7 +207,8 @@ def test_forward_that_calls_no_attention_tells_nothing(runner: Any) -> None:
 
 
 def test_nodes_have_what_was_measured_of_them(runner: Any) -> None:
-    """Not of what was cached before, not for heads that are calibrated no more, and once: its KV is that of the first prefill."""
+    """Not of what was cached before, not for heads that are calibrated no more, and once:
+    its KV is that of the first prefill."""
     tokens = make_tokens(0)
     prefill(runner, tokens.tolist(), OTHERS)
     req = make_req(make_row(runner, OTHERS, index=2), CHUNKS)
@@ -239,7 +269,8 @@ def make_job(spans: Sequence[tuple[int, int]], start: int, end: int) -> Any:
 
 @st.composite
 def prompts(draw: Any) -> tuple[list[tuple[int, int]], int, int]:
-    """Chunks that touch or have text between them, behind a head or none, and a piece of their prompt."""
+    """Chunks that touch or have text between them, behind a head or none,
+    and a piece of their prompt."""
     spans, at = [], draw(st.integers(0, 5))
     for _ in range(draw(st.integers(1, 12))):
         at += draw(st.sampled_from([0, 0, 0, 3]))
@@ -252,7 +283,9 @@ def prompts(draw: Any) -> tuple[list[tuple[int, int]], int, int]:
 
 @given(prompts(), st.sampled_from([1, 4, 512]))
 @settings(max_examples=150, deadline=None)
-def test_merged_is_as_chunk_by_chunk(prompt: tuple[list[tuple[int, int]], int, int], block: int) -> None:
+def test_merged_is_as_chunk_by_chunk(
+    prompt: tuple[list[tuple[int, int]], int, int], block: int
+) -> None:
     """Whatever touches, wherever the piece begins and ends, however many tokens attend at once."""
     spans, start, end = prompt
     torch.manual_seed(len(spans) + 7 * end)
@@ -262,9 +295,16 @@ def test_merged_is_as_chunk_by_chunk(prompt: tuple[list[tuple[int, int]], int, i
         job = make_job(spans, start, end)
     found = outward._masses(job, queries, keys, 0.5)
     _, weights = attend(
-        queries[:, None], keys[:, None], keys[:, None], torch.arange(start, end), torch.arange(end), 0.5
+        queries[:, None],
+        keys[:, None],
+        keys[:, None],
+        torch.arange(start, end),
+        torch.arange(end),
+        0.5,
     )
-    torch.testing.assert_close(found.double(), reference.masses(weights[0], spans, start), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        found.double(), reference.masses(weights[0], spans, start), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("gap", [0, 1], ids=["touching", "text between"])
@@ -273,7 +313,9 @@ def test_number_of_sums_is_by_tokens(gap: int) -> None:
 
     def num_operations(num_chunks: int) -> int:
         size = 1000 // num_chunks
-        job = make_job([(5 + n * size, 5 + (n + 1) * size - gap) for n in range(num_chunks)], 0, 1010)
+        job = make_job(
+            [(5 + n * size, 5 + (n + 1) * size - gap) for n in range(num_chunks)], 0, 1010
+        )
         counted = Counted()  # type: ignore[no-untyped-call]
         with counted:
             outward._masses(job, torch.randn(1010, 8), torch.randn(1010, 8), 0.5)

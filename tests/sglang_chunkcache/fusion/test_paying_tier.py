@@ -1,4 +1,5 @@
-"""Loading against computing: a storage that does not pay is not used, is tried now and then, and says so. The clock is ours."""
+"""Loading against computing: a storage that does not pay is not used, is tried now and then,
+and says so. The clock is ours."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ A_TOKEN = {**NOMINAL, Phase.EXTEND: Line(each=1.0)}
 
 @pytest.fixture
 def server(disk: Disk) -> FusedScheduler:
-    """One that has just started on a storage with A, B and C. What a load sleeps passes on the clock."""
+    """One that has just started on a storage with A, B and C.
+    What a load sleeps passes on the clock."""
     store(disk.server(), A, B, C)
     disk.stop()
 
@@ -78,7 +80,9 @@ def test_storage_that_does_not_pay_says_so(disk: Disk, server: FusedScheduler) -
     assert disk.tier.storage.stats()["load_ms_per_mib"] is None
     asked(disk, server, A)
     size = next(len(data) for data in disk.storage.held.values())
-    assert disk.tier.storage.stats()["load_ms_per_mib"] == pytest.approx(100_000 * (1 << 20) / size, rel=0.2)
+    assert disk.tier.storage.stats()["load_ms_per_mib"] == pytest.approx(
+        100_000 * (1 << 20) / size, rel=0.2
+    )
     req = asked(disk, server, A)
     server.serve(req, answer=[50])
     assert Fallback.STORAGE_SLOW in report(req).fallbacks
@@ -120,7 +124,9 @@ def test_slow_storage_is_tried_now_and_then(
     assert num_asked <= 8 * every, "the median of eight loads"
 
 
-def test_request_that_moves_whatever_it_takes_loads_whatever_it_takes(disk: Disk, server: FusedScheduler) -> None:
+def test_request_that_moves_whatever_it_takes_loads_whatever_it_takes(
+    disk: Disk, server: FusedScheduler
+) -> None:
     """As `--chunkcache-move always` does, and a server that has measured nothing."""
     take(disk, 100.0)
     asked(disk, server, A)
@@ -130,7 +136,8 @@ def test_request_that_moves_whatever_it_takes_loads_whatever_it_takes(disk: Disk
 
 
 def test_each_chunk_is_weighed_alone(disk: Disk, server: FusedScheduler) -> None:
-    """What is late in a prompt attends to more, so the same load pays there and not at its start."""
+    """What is late in a prompt attends to more, so the same load pays there and not at its
+    start."""
     req = fused(B, C)
     server.cache.arrived(req)
     spans = state(req).spans

@@ -1,4 +1,5 @@
-"""Chunks computed ahead of requests on a real model, from the command's calls to the store (FusionRAG 3.1, eq. 10).
+"""Chunks computed ahead of requests on a real model, from the command's calls to the store
+(FusionRAG 3.1, eq. 10).
 
 command ──► front, without HTTP ──► scheduler, without processes ──► model, pool and store
 """
@@ -36,7 +37,8 @@ from tests.sglang_chunkcache.front.front_bench import Bench, make_output
 pytestmark = pytest.mark.engine
 
 TEXTS = {
-    name: f"{name} {word} " * 4 for name, word in zip("abcdef", ("two", "owl", "lamp", "r", "sea", "hill"), strict=True)
+    name: f"{name} {word} " * 4
+    for name, word in zip("abcdef", ("two", "owl", "lamp", "r", "sea", "hill"), strict=True)
 }
 NEIGHBORS = {"a": "bcd", "b": "cae", "c": "adf", "d": "fe", "e": "a", "f": "ecba"}
 ORDERS = ("abcdef", "fedcba", "dafbec")
@@ -70,13 +72,23 @@ class Server:
 
     url = "in-process"
 
-    def __init__(self, runner: Any, *, pool: int = 1200, store_bytes: int = 1 << 30, **knobs: Any) -> None:
+    def __init__(
+        self, runner: Any, *, pool: int = 1200, store_bytes: int = 1 << 30, **knobs: Any
+    ) -> None:
         bench = Bench(**{"reuse": "fused", "recompute_attention": "masked", **SCORED, **knobs})
-        self.scheduler = ModelScheduler(runner, pool, bench.config, store_bytes=store_bytes, prefill_budget=256)
+        self.scheduler = ModelScheduler(
+            runner, pool, bench.config, store_bytes=store_bytes, prefill_budget=256
+        )
         parts = Parts(bench.config)
         chat = SimpleNamespace(default_chat_template_kwargs={})
         engine = Engine(Manager(self.scheduler), bench.books)
-        vars(parts).update(books=bench.books, drafter=bench.drafter, planner=bench.planner, chat=chat, engine=engine)
+        vars(parts).update(
+            books=bench.books,
+            drafter=bench.drafter,
+            planner=bench.planner,
+            chat=chat,
+            engine=engine,
+        )
         self._routes = Routes(parts)
         self.put: list[tuple[Any, Variant]] = []
         """All that has entered the store."""
@@ -119,7 +131,9 @@ def fill(server: Server, order: Sequence[str] = ORDERS[0]) -> dict[str, Any]:
     """Preprocess the corpus in this order."""
     client: Any = server
     texts = {name: TEXTS[name] for name in order}
-    result = preprocess(client, texts, {name: list(NEIGHBORS[name]) for name in order}, top_n=10, batch=1)
+    result = preprocess(
+        client, texts, {name: list(NEIGHBORS[name]) for name in order}, top_n=10, batch=1
+    )
     server.scheduler.check()
     return result
 
@@ -142,7 +156,9 @@ def assert_same(got: Variant, expected: Variant) -> None:
     assert mine.prefix_lens == theirs.prefix_lens
     assert (*mine.inter, mine.intra) == pytest.approx((*theirs.inter, theirs.intra), abs=TOLERANCE)
     for name in ("context", "received"):
-        torch.testing.assert_close(getattr(mine, name), getattr(theirs, name), rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(
+            getattr(mine, name), getattr(theirs, name), rtol=0, atol=TOLERANCE
+        )
 
 
 @pytest.fixture
@@ -153,7 +169,8 @@ def runner() -> Iterator[Any]:
 
 
 def test_the_order_of_the_corpus_does_not_matter(runner: Any) -> None:
-    """Neighbours are plain KV, each computed alone (eq. 10): the same variants, KV and scores in any order."""
+    """Neighbours are plain KV, each computed alone (eq.
+    10): the same variants, KV and scores in any order."""
     first, *others = (Server(runner) for _ in ORDERS)
     for server, order in zip((first, *others), ORDERS, strict=True):
         fill(server, order)
@@ -172,14 +189,21 @@ def test_what_is_there_is_not_computed_again(runner: Any) -> None:
     fill(server)
     num_put = len(server.put)
     again = fill(server, ORDERS[1])
-    assert [(again[name]["chunks"], again[name]["kept"]) for name in ("alone", "behind_neighbors")] == [(0, 6), (0, 6)]
+    assert [
+        (again[name]["chunks"], again[name]["kept"]) for name in ("alone", "behind_neighbors")
+    ] == [(0, 6), (0, 6)]
     assert len(server.put) == num_put
 
 
 def test_neighbors_are_plain_though_the_store_holds_few(runner: Any) -> None:
-    """What the store has lost is computed alone again, then moved: each chunk becomes what it becomes with all the room."""
+    """What the store has lost is computed alone again, then moved:
+    each chunk becomes what it becomes with all the room."""
     roomy, tight = Server(runner), Server(runner, store_bytes=40_000)
-    assert fill(roomy)["behind_neighbors"]["neighbors"] == {"moved": 16, "computed": 0, "missing": 0}
+    assert fill(roomy)["behind_neighbors"]["neighbors"] == {
+        "moved": 16,
+        "computed": 0,
+        "missing": 0,
+    }
     found = fill(tight)["behind_neighbors"]["neighbors"]
     assert tight.scheduler.store.stats().num_evicted > 6
     assert (sum(found.values()), found["missing"]) == (16, 0)
@@ -188,7 +212,9 @@ def test_neighbors_are_plain_though_the_store_holds_few(runner: Any) -> None:
         assert_same(variant, expected[identity, variant.prefix])
 
 
-def test_chunk_whose_pass_has_failed_is_not_stored(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_whose_pass_has_failed_is_not_stored(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its neighbours were computed in context. It is missing, and the next run makes it."""
     clean, server = Server(runner), Server(runner)
     fill(clean)
@@ -209,7 +235,8 @@ def test_chunk_whose_pass_has_failed_is_not_stored(runner: Any, monkeypatch: pyt
 
 
 def test_neighbors_that_nothing_can_hold_are_missing(runner: Any) -> None:
-    """Neither store nor pool: they are computed in context and counted. The first is computed in its place as it is alone."""
+    """Neither store nor pool: they are computed in context and counted.
+    The first is computed in its place as it is alone."""
     server = Server(runner, pool=300, store_bytes=1)
     found = fill(server)["behind_neighbors"]["neighbors"]
     assert sum(found.values()) == 16

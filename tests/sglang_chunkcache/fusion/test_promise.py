@@ -1,4 +1,5 @@
-"""`Fuser` in the scheduler's order of calls, case by case; test_promise_model.py drives it through random lives."""
+"""`Fuser` in the scheduler's order of calls, case by case;
+test_promise_model.py drives it through random lives."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ HEAD, A, B, C, D, QUESTION = [90, 91], [1, 2, 3, 4], [1, 2, 5], [7, 8], [6, 6, 6
 OTHER_HEAD, E = [95, 96, 97], [60, 61, 62, 63, 64, 65, 66, 67]
 
 
-def asks(selector: str = "none", ratio: float = 0.0, recipe: str = "r", *, fresh: Sequence[int] = ()) -> FusionRequest:
+def asks(
+    selector: str = "none", ratio: float = 0.0, recipe: str = "r", *, fresh: Sequence[int] = ()
+) -> FusionRequest:
     needs = own_needs(selector, "eval.selectors")
     return FusionRequest(selector, ratio, recipe, fresh=frozenset(fresh), own_needs=needs)
 
@@ -72,12 +75,16 @@ def fused(*chunks: list[int], **kwargs: Any) -> FakeReq:
     return rag(*chunks, **{"fusion": asks(), **kwargs})
 
 
-def make_scheduler(capacity: int = 60, *, limits: Any = None, prefill_budget: int = 20, **knobs: Any) -> FusedScheduler:
+def make_scheduler(
+    capacity: int = 60, *, limits: Any = None, prefill_budget: int = 20, **knobs: Any
+) -> FusedScheduler:
     others = ("is_chunked", "store_bytes", "storage", "host_slots")
     more: dict[str, Any] = {key: knobs.pop(key) for key in others if key in knobs}
     if limits is not None:
         more["limits"] = Limits(**{"max_pass_tokens": 1000, "max_gap_tokens": 1000, **limits})
-    return FusedScheduler(capacity, config(reuse="fused", **knobs), prefill_budget=prefill_budget, **more)
+    return FusedScheduler(
+        capacity, config(reuse="fused", **knobs), prefill_budget=prefill_budget, **more
+    )
 
 
 def report(req: FakeReq) -> Report:
@@ -89,7 +96,10 @@ def report(req: FakeReq) -> Report:
 
 def sources(req: FakeReq) -> list[tuple[Any, ...]]:
     """Per piece: span, where from, chunks before the source, of these before it now, CFO."""
-    return [(each.span, each.where, each.num_before, each.overlap, each.cfo) for each in report(req).sources]
+    return [
+        (each.span, each.where, each.num_before, each.overlap, each.cfo)
+        for each in report(req).sources
+    ]
 
 
 def node_of(scheduler: FusedScheduler, *path: list[int], recipe: str | None = None) -> Any:
@@ -124,7 +134,8 @@ def finish(scheduler: FusedScheduler, *reqs: FakeReq) -> None:
 
 
 def test_chunk_is_moved_from_where_it_was_computed() -> None:
-    """C stood behind A and B and now stands behind the head: its KV is there, re-positioned, and known as approximate."""
+    """C stood behind A and B and now stands behind the head:
+    its KV is there, re-positioned, and known as approximate."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B, C))
     req = fused(C)
@@ -136,7 +147,8 @@ def test_chunk_is_moved_from_where_it_was_computed() -> None:
 
 
 def test_fused_kv_is_found_again_by_its_recipe_only() -> None:
-    """The next question about the same chunks moves nothing; another recipe and exact requests never see it."""
+    """The next question about the same chunks moves nothing;
+    another recipe and exact requests never see it."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
     first, again, other, exact = fused(B), fused(B), fused(B, fusion=asks(recipe="s")), rag(B)
@@ -188,11 +200,14 @@ def test_promoted_chunk_is_computed_exactly_for_those_who_follow() -> None:
     assert scheduler.serve(rag(B, C)) == len(HEAD) + len(B)
     again = fused(B, C, exact_gaps=1, promoted_len=2, fusion=asks(recipe="other"))
     scheduler.serve(again, answer=[50])
-    assert (report(again).relocated, report(again).gap) == (0, 0)  # the exact request has computed C after B
+    # the exact request has computed C after B
+    assert (report(again).relocated, report(again).gap) == (0, 0)
     scheduler.check()
 
 
-@pytest.mark.parametrize(("promoted_len", "exact_gaps", "is_found"), [(0, 1, False), (2, 0, False), (2, 1, True)])
+@pytest.mark.parametrize(
+    ("promoted_len", "exact_gaps", "is_found"), [(0, 1, False), (2, 0, False), (2, 1, True)]
+)
 def test_chain_does_not_grow_otherwise(promoted_len: int, exact_gaps: int, is_found: bool) -> None:
     """It is not promoted, nobody asks for it, or the prompt goes on in fused KV that was found."""
     scheduler = make_scheduler(100)
@@ -245,14 +260,25 @@ def test_critical_tokens_are_recomputed_and_counted() -> None:
     req = fused(D, A, B, fusion=asks("query", 0.5))
     scheduler.serve(req, answer=[50])
     told = report(req)
-    assert (told.exact, told.relocated, told.recomputed, told.fused_hit, told.gap) == (2, 3, 4, 0, 4)
+    assert (told.exact, told.relocated, told.recomputed, told.fused_hit, told.gap) == (
+        2,
+        3,
+        4,
+        0,
+        4,
+    )
     assert (told.focused, told.fallbacks) == (None, ())
-    assert sources(req) == [(0, "gap", 0, 0, None), (1, "device", 1, 0, 1), (2, "device", 2, 1, 0.5)]
+    assert sources(req) == [
+        (0, "gap", 0, 0, None),
+        (1, "device", 1, 0, 1),
+        (2, "device", 2, 1, 0.5),
+    ]
     assert set(told.ms) >= {"lookup"}
 
 
 def test_later_turn_stands_on_the_fused_turns_before_it() -> None:
-    """A conversation's history is approximate, so what follows is too, and is found again with it."""
+    """A conversation's history is approximate, so what follows is too,
+    and is found again with it."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
     scheduler.serve(fused(B), answer=[50, 51])
@@ -288,7 +314,8 @@ def test_match_promises_again_and_again_and_takes_nothing() -> None:
 
 
 def test_queue_is_ordered_by_what_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """128 waiting requests a round are matched, and one or two of them admitted: only these are looked up and planned."""
+    """128 waiting requests a round are matched, and one or two of them admitted:
+    only these are looked up and planned."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
     scheduler.serve(fused(B))
@@ -302,14 +329,20 @@ def test_queue_is_ordered_by_what_is_exact(monkeypatch: pytest.MonkeyPatch) -> N
     waiting = [fused(B), fused(B, C), fused(A, C), rag(A, C)]
     for req in waiting * 3:
         scheduler.queue(req)
-    assert [(len(req.prefix_indices), req.host_hit_length) for req in waiting] == [(2, 0), (2, 0), (6, 0), (6, 0)]
+    assert [(len(req.prefix_indices), req.host_hit_length) for req in waiting] == [
+        (2, 0),
+        (2, 0),
+        (6, 0),
+        (6, 0),
+    ]
     assert plans == []
     assert scheduler.match(waiting[0]) == 7
     assert len(plans) == 1
 
 
 def test_a_place_in_the_queue_takes_back_what_was_matched() -> None:
-    """A request that was not admitted is matched for its place again: from then on nothing is promised to it."""
+    """A request that was not admitted is matched for its place again:
+    from then on nothing is promised to it."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
     scheduler.serve(fused(B))
@@ -386,9 +419,11 @@ def test_source_that_left_since_the_match_is_computed() -> None:
 
 
 def test_promise_leaves_room_for_the_batchs_extends() -> None:
-    """SGLang dies where an admitted batch finds no slots, so what it may still take is kept free or evictable."""
+    """SGLang dies where an admitted batch finds no slots, so what it may still take is kept free or
+    evictable."""
     scheduler = make_scheduler(26, prefill_budget=20)
-    scheduler.serve(rag(A, B, tail=[30]))  # 10 slots, 9 of them are the source and what it stands on
+    # 10 slots, 9 of them are the source and what it stands on
+    scheduler.serve(rag(A, B, tail=[30]))
     req = fused(B)
     assert scheduler.admit(req, 100) == 2
     finish(scheduler, req)
@@ -400,7 +435,8 @@ def test_promise_leaves_room_for_the_batchs_extends() -> None:
 
 
 def test_promise_leaves_room_for_a_prompt_beyond_the_budget() -> None:
-    """Without chunked prefill SGLang admits one prompt of any length: its extend must find its slots all the same."""
+    """Without chunked prefill SGLang admits one prompt of any length:
+    its extend must find its slots all the same."""
     scheduler = make_scheduler(30, prefill_budget=6, is_chunked=False)
     scheduler.serve(rag(A, B, tail=[30]))
     req = fused(B, tail=list(range(100, 119)))
@@ -423,7 +459,9 @@ def test_promise_evicts_what_it_must() -> None:
 
 
 @pytest.mark.parametrize("step", ["_insert", "move_of"])
-def test_error_in_the_middle_of_a_commit_takes_nothing(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_error_in_the_middle_of_a_commit_takes_nothing(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     """Locks, slots and nodes are as before, each slot with one owner."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
@@ -465,7 +503,8 @@ def test_request_of_the_same_batch_shares_what_is_filled_with_it() -> None:
 
 
 def test_request_that_would_move_chunks_behind_empty_nodes_computes_them() -> None:
-    """To choose its critical tokens it would have to look at KV that is filled with this batch. Its extend comes after that."""
+    """To choose its critical tokens it would have to look at KV that is filled with this batch.
+    Its extend comes after that."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B, C))
     one, two = fused(B), fused(B, C)
@@ -474,15 +513,23 @@ def test_request_that_would_move_chunks_behind_empty_nodes_computes_them() -> No
     scheduler.check([one, two])
     scheduler.forward()
     finish(scheduler, one, two)
-    assert (report(two).fused_hit, report(two).relocated, report(two).fallbacks) == (3, 3, (Fallback.NOT_FILLED,))
-    assert scheduler.serve(fused(B, C)) == 5 + 2 + 2  # computed after what was moved: for the recipe alone
+    assert (report(two).fused_hit, report(two).relocated, report(two).fallbacks) == (
+        3,
+        3,
+        (Fallback.NOT_FILLED,),
+    )
+    # computed after what was moved: for the recipe alone
+    assert scheduler.serve(fused(B, C)) == 5 + 2 + 2
     assert scheduler.serve(rag(B, C)) == 2
     scheduler.check()
 
 
-@pytest.mark.parametrize("head", [OTHER_HEAD, [*OTHER_HEAD[:2], 99]], ids=["same head", "head that begins alike"])
+@pytest.mark.parametrize(
+    "head", [OTHER_HEAD, [*OTHER_HEAD[:2], 99]], ids=["same head", "head that begins alike"]
+)
 def test_request_behind_an_empty_head_computes_its_chunks(head: list[int]) -> None:
-    """The head that the first request has computed in the pass is no KV yet, whole or in part. What follows it is exact."""
+    """The head that the first request has computed in the pass is no KV yet, whole or in part.
+    What follows it is exact."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
     one, two = fused(A, head=OTHER_HEAD), fused(B, head=head)
@@ -491,13 +538,18 @@ def test_request_behind_an_empty_head_computes_its_chunks(head: list[int]) -> No
     assert start_of(scheduler, two) == found
     scheduler.forward()
     finish(scheduler, one, two)
-    assert (report(two).exact, report(two).relocated, report(two).fallbacks) == (found, 0, (Fallback.NOT_FILLED,))
+    assert (report(two).exact, report(two).relocated, report(two).fallbacks) == (
+        found,
+        0,
+        (Fallback.NOT_FILLED,),
+    )
     assert scheduler.serve(rag(B, head=head)) == 3 + len(B) + 2
     scheduler.check()
 
 
 def with_host(*chunks: list[int], head: list[int], load: float) -> FusedScheduler:
-    """These chunks are in host memory alone, and A after HEAD on the device. A load is worth it for more than `load` tokens."""
+    """These chunks are in host memory alone, and A after HEAD on the device.
+    A load is worth it for more than `load` tokens."""
     scheduler = FusedScheduler(80, config(reuse="fused"), prefill_budget=40, host_slots=200)
     for _ in range(2):
         scheduler.serve(rag(*chunks, head=head))
@@ -511,7 +563,8 @@ def with_host(*chunks: list[int], head: list[int], load: float) -> FusedSchedule
 
 
 def test_load_behind_what_the_batch_fills_fills_its_own_alone() -> None:
-    """The head is promised to the first request: who found it filled would move chunks by KV that is not there yet."""
+    """The head is promised to the first request:
+    who found it filled would move chunks by KV that is not there yet."""
     scheduler = with_host(E, head=OTHER_HEAD, load=5)
     one, two = fused(A, head=OTHER_HEAD), fused(E, A, head=OTHER_HEAD)
     assert [start_of(scheduler, req) for req in (one, two)] == [7, 11]
@@ -536,7 +589,8 @@ def test_what_the_batch_loads_is_moved_with_the_same_batch() -> None:
 
 
 def test_load_behind_a_gap_knows_the_copies_of_both() -> None:
-    """D is computed for the first request although host memory has it. E has no place in the global tree without it."""
+    """D is computed for the first request although host memory has it.
+    E has no place in the global tree without it."""
     scheduler = with_host(D, E, head=HEAD, load=7)
     one, two = fused(D, A), fused(D, E)
     assert [start_of(scheduler, req) for req in (one, two)] == [10, 14]
@@ -559,15 +613,23 @@ def test_exact_request_of_the_same_batch_shares_an_empty_gap() -> None:
 
 
 def test_batch_recomputes_no_more_than_its_budget() -> None:
-    """The first may always go. Further ones are computed, in the same batch: nobody waits for a pass, plain requests included."""
+    """The first may always go. Further ones are computed, in the same batch:
+    nobody waits for a pass, plain requests included."""
     scheduler = make_scheduler(limits={"max_pass_tokens": 5})
     scheduler.serve(rag(C, A, B))
-    one, two, after = *(fused(A, fusion=asks("query", 1.0, recipe)) for recipe in "rs"), FakeReq([99])
+    one, two, after = (
+        *(fused(A, fusion=asks("query", 1.0, recipe)) for recipe in "rs"),
+        FakeReq([99]),
+    )
     assert [start_of(scheduler, req) for req in (one, two, after)] == [6, 2, 0]
     scheduler.check([one, two])
     scheduler.forward()
     finish(scheduler, one, two, after)
-    assert (report(two).exact, report(two).relocated, report(two).fallbacks) == (2, 0, (Fallback.PASS_FULL,))
+    assert (report(two).exact, report(two).relocated, report(two).fallbacks) == (
+        2,
+        0,
+        (Fallback.PASS_FULL,),
+    )
     assert scheduler.cache.stats()["fallbacks"] == {Fallback.PASS_FULL: 1}
     scheduler.check()
 
@@ -595,13 +657,16 @@ def test_promise_that_no_batch_keeps_stops_the_server() -> None:
 
 
 def test_declined_promise_is_an_empty_tensor() -> None:
-    """SGLang's contract: all or nothing; anything between kills it. None would end admission for all that wait."""
+    """SGLang's contract: all or nothing; anything between kills it.
+    None would end admission for all that wait."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
     req = fused(B)
     scheduler.match(req)
     scheduler.evict(6)
-    slots, node = scheduler.cache.init_load_back(InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req))
+    slots, node = scheduler.cache.init_load_back(
+        InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req)
+    )
     assert (len(slots), slots.dtype, node) == (0, req.prefix_indices.dtype, req.best_match_node)
 
 
@@ -701,7 +766,8 @@ def test_aborted_request_leaves_its_filled_nodes() -> None:
 
 
 def test_prompt_cut_to_a_stub_is_survived() -> None:
-    """SGLang aborts a queued request by replacing its prompt with one token, after we have planned for it."""
+    """SGLang aborts a queued request by replacing its prompt with one token,
+    after we have planned for it."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
     req = fused(B)
@@ -737,7 +803,8 @@ def test_chunks_fused_for_one_question_have_no_place_in_the_global_tree() -> Non
 
 
 def test_chunks_fused_for_anybody_are_reported_by_the_name_of_their_recipe() -> None:
-    """Once, below the exact chain they hang on, unpromoted and without hits; and that they have left."""
+    """Once, below the exact chain they hang on, unpromoted and without hits;
+    and that they have left."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B), answer=[50])
     told = scheduler.cache.log.seq
@@ -783,7 +850,9 @@ def preprocessed(scheduler: FusedScheduler) -> None:
     """B after A, and A alone, into the store; then C as requests bring it."""
     for chunks in ([A], [A, B]):
         fusion = FusionRequest("none", 0.0, "p", fresh=frozenset({len(chunks) - 1}), plain=True)
-        scheduler.serve(rag(*chunks, fusion=fusion, keep=[len(chunks) - 1], is_preprocessing=True), answer=[50])
+        scheduler.serve(
+            rag(*chunks, fusion=fusion, keep=[len(chunks) - 1], is_preprocessing=True), answer=[50]
+        )
     scheduler.serve(rag(C, keep=[0]), answer=[50])
     scheduler.idle()
     assert scheduler.store.stats().num_variants == 3
@@ -793,11 +862,15 @@ def test_a_chunk_may_be_preprocessed_without_head_and_question() -> None:
     """Of such a prompt, less its last token, no chunk is whole: there is nothing to look for."""
     scheduler = make_scheduler()
     fusion = FusionRequest("none", 0.0, "p", fresh=frozenset({0}), plain=True)
-    assert scheduler.serve(rag(A, head=[], tail=[], fusion=fusion, keep=[0], is_preprocessing=True)) == 0
+    assert (
+        scheduler.serve(rag(A, head=[], tail=[], fusion=fusion, keep=[0], is_preprocessing=True))
+        == 0
+    )
 
 
 def test_flush_keeps_what_was_preprocessed() -> None:
-    """Hours of work, and the benches flush before each cell. It serves as before, first of all sources."""
+    """Hours of work, and the benches flush before each cell.
+    It serves as before, first of all sources."""
     scheduler = make_scheduler()
     preprocessed(scheduler)
     scheduler.flush()
@@ -806,12 +879,14 @@ def test_flush_keeps_what_was_preprocessed() -> None:
     req = fused(B)
     assert scheduler.serve(req, answer=[50]) == 5
     assert [where for _, where, *_ in sources(req)] == ["gap", "host"]
-    scheduler.evict(100)  # nothing is on the device any more, so the store's order is that of an empty tree
+    # nothing is on the device any more, so the store's order is that of an empty tree
+    scheduler.evict(100)
     scheduler.check()
 
 
 def test_flush_after_an_update_of_the_weights_keeps_nothing() -> None:
-    """SGLang resets the tree for both, and names no version unless the client did. The next flush compares with these weights."""
+    """SGLang resets the tree for both, and names no version unless the client did.
+    The next flush compares with these weights."""
     scheduler = make_scheduler()
     preprocessed(scheduler)
     scheduler.weights = 1
@@ -828,7 +903,8 @@ def test_flush_after_an_update_of_the_weights_keeps_nothing() -> None:
 
 
 def test_cleared_store_is_empty_and_the_tree_is_not() -> None:
-    """What was preprocessed and what waits included. A promise that reads a variant is kept, and what waited can come again."""
+    """What was preprocessed and what waits included.
+    A promise that reads a variant is kept, and what waited can come again."""
     scheduler = make_scheduler()
     preprocessed(scheduler)
     scheduler.evict(100)
@@ -837,7 +913,9 @@ def test_cleared_store_is_empty_and_the_tree_is_not() -> None:
     req = fused(B)
     assert start_of(scheduler, req) == 5
     num_bytes = scheduler.store.stats().num_bytes
-    assert scheduler.cache.rank_state(0, Asked(clear_store=True)).cleared == Cleared(3, 3, num_bytes)
+    assert scheduler.cache.rank_state(0, Asked(clear_store=True)).cleared == Cleared(
+        3, 3, num_bytes
+    )
     stats = scheduler.cache.stats()["store"]
     assert (stats["num_variants"], stats["num_bytes"], stats["pending"]) == (0, 0, 0)
     scheduler.check([req])
@@ -853,7 +931,8 @@ def test_cleared_store_is_empty_and_the_tree_is_not() -> None:
 
 
 def test_flush_forgets_pending_promises() -> None:
-    """SGLang flushes when nothing runs; should it ever come between, no lock and no empty node outlives it."""
+    """SGLang flushes when nothing runs; should it ever come between,
+    no lock and no empty node outlives it."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B))
     start_of(scheduler, fused(B))

@@ -26,15 +26,21 @@ from tests.sglang_chunkcache.fusion.test_promise import (
     start_of,
 )
 
-COSTS = {phase: Line(each=1.0 if phase in (Phase.EXTEND, Phase.RECOMPUTE) else 0.01) for phase in Phase}
+COSTS = {
+    phase: Line(each=1.0 if phase in (Phase.EXTEND, Phase.RECOMPUTE) else 0.01) for phase in Phase
+}
 ASKING = replace(make_request("query", 0.25), recipe=f"query{QUESTION_NAME}who")
 """Of the four tokens of A and of D one each is recomputed, of B's three as well."""
 
 
 def make_priced(*, capacity: int = 60, **changes: Line) -> FusedScheduler:
-    """A scheduler for which a computed token costs 1, a moved one a hundredth, and what `changes` says."""
+    """A scheduler for which a computed token costs 1, a moved one a hundredth,
+    and what `changes` says."""
     scheduler = make_scheduler(capacity)
-    scheduler.fuser.pricing.costs = {**COSTS, **{Phase(name): line for name, line in changes.items()}}
+    scheduler.fuser.pricing.costs = {
+        **COSTS,
+        **{Phase(name): line for name, line in changes.items()},
+    }
     scheduler.serve(rag(A, B))
     scheduler.serve(rag(D, B))
     return scheduler
@@ -63,8 +69,8 @@ def test_a_request_may_ask_for_moves_that_do_not_pay() -> None:
 
 @pytest.mark.parametrize("layer", [0, None])
 def test_question_that_costs_too_much_is_replaced_and_told_apart(layer: int | None) -> None:
-    """What `first` has chosen has a name of its own, under which requests of the same recipe find it. So it is where the recipe
-    names a calibration, too."""
+    """What `first` has chosen has a name of its own, under which requests of the same recipe find
+    it. So it is where the recipe names a calibration, too."""
     scheduler = make_priced(question=Line(fixed=5.0))
     asking = replace(ASKING, layer=layer)
     recipe = f"{scheduler.fuser.fusion_pass.calibration.resolve(asking).recipe}/by=first"
@@ -81,7 +87,9 @@ def test_question_that_costs_too_much_is_replaced_and_told_apart(layer: int | No
 
 def test_critical_that_costs_too_much_is_replaced_by_the_question() -> None:
     """Which chooses far better than each chunk's first tokens, and still may not pay."""
-    asking = replace(make_request("critical", 0.25), recipe=f"critical{QUESTION_NAME}who", depth=None, layer=None)
+    asking = replace(
+        make_request("critical", 0.25), recipe=f"critical{QUESTION_NAME}who", depth=None, layer=None
+    )
     scheduler = make_priced(deviation=Line(fixed=1000.0))
     req = fused(B, A, fusion=asking)
     scheduler.serve(req)
@@ -118,7 +126,9 @@ def test_nothing_cheaper_follows_what_the_selector_itself_has_chosen() -> None:
     scheduler.fuser.pricing.costs = {**COSTS, Phase.QUESTION: Line(fixed=3.0)}
     req = fused(B, A, fusion=ASKING)
     scheduler.serve(req)
-    assert (report(req).fused_hit, report(req).selector) == (len(B), "query"), "that of what was found"
+    assert (report(req).fused_hit, report(req).selector) == (len(B), "query"), (
+        "that of what was found"
+    )
     assert Fallback.NOT_WORTH_IT in report(req).fallbacks
     elsewhere = fused(D, A, fusion=ASKING)
     start_of(scheduler, elsewhere)
@@ -127,7 +137,9 @@ def test_nothing_cheaper_follows_what_the_selector_itself_has_chosen() -> None:
 
 def test_focus_that_eats_the_gain_is_left_out() -> None:
     """And named so, when its KV is found again, too."""
-    focused = replace(make_request("context", 0.25), focus="spare", recipe=f"context{QUESTION_NAME}who")
+    focused = replace(
+        make_request("context", 0.25), focus="spare", recipe=f"context{QUESTION_NAME}who"
+    )
     scheduler = make_priced(question=Line(fixed=1000.0))
     for _ in range(2):
         req = fused(B, A, fusion=focused)
@@ -136,7 +148,9 @@ def test_focus_that_eats_the_gain_is_left_out() -> None:
     assert report(req).fused_hit
 
 
-@pytest.mark.parametrize("deviation", [Line(each=0.01), Line(fixed=1000.0)], ids=["pays", "does not"])
+@pytest.mark.parametrize(
+    "deviation", [Line(each=0.01), Line(fixed=1000.0)], ids=["pays", "does not"]
+)
 def test_a_quality_of_which_nothing_is_known_is_said(deviation: Line) -> None:
     """And what does not pay is computed: no cheaper selector is known to keep a quality."""
     scheduler = make_priced(deviation=deviation)

@@ -1,8 +1,9 @@
-"""Exact, fused and plain requests interleaved, driven by Hypothesis through the scheduler's order of calls.
+"""Exact, fused and plain requests interleaved, driven by Hypothesis through the scheduler's order
+of calls.
 
-The pool knows what each slot holds (tests/reference/fused_scheduler.py). After every step each slot has one owner, locks
-are what holders explain, nodes hold what their keys say, and no exact KV is ever computed over approximate KV. The front's mirror
-has what the rank reports.
+The pool knows what each slot holds (tests/reference/fused_scheduler.py). After every step each slot
+has one owner, locks are what holders explain, nodes hold what their keys say, and no exact KV is
+ever computed over approximate KV. The front's mirror has what the rank reports.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from tests.reference.chains import chain_of
 from tests.reference.fused_scheduler import ROOMY, FusedScheduler
 from tests.reference.scheduler import FakeReq, answer_of, config, marked, walk
 
-CHUNKS = ((1, 2, 3, 4), (1, 2, 5, 5), (1, 2, 3, 4, 6), (7, 8))  # they begin alike, and two are of one length
+# they begin alike, and two are of one length
+CHUNKS = ((1, 2, 3, 4), (1, 2, 5, 5), (1, 2, 3, 4, 6), (7, 8))
 Shape = tuple[tuple[int, ...], list[list[tuple[int, ...]]], str | None]
 HEADS = ((), (9,), (9, 1), (1, 2, 3, 4, 8))  # one begins as another does, one looks like a chunk
 TAILS = ((), (1, 2, 3), (10, 11, 12))
@@ -99,7 +101,9 @@ class FuserMachine(RuleBasedStateMachine):
         limits=st.sampled_from([ROOMY, ROOMY, Limits(12, 6, 0), Limits(1000, 1000, 4)]),
         prefill_budget=st.sampled_from([8, 16, 30]),
         is_chunked=st.sampled_from([True, True, False]),
-        store=st.sampled_from([(1000, 1, "none"), (100, 2, "none"), (1000, 3, "none"), (1000, 3, "int4")]),
+        store=st.sampled_from(
+            [(1000, 1, "none"), (100, 2, "none"), (1000, 3, "none"), (1000, 3, "int4")]
+        ),
         host_slots=st.sampled_from([0, 20, 200]),
         load_s=st.sampled_from([0.0, 4.0, 7.0]),
     )
@@ -172,14 +176,16 @@ class FuserMachine(RuleBasedStateMachine):
         again: Kind | None,
         moves: tuple[int, ...] | None,
     ) -> None:
-        """Begin one, and in the same batch maybe another with the same chunks and one more, asked otherwise (`again`),
-        after the same head or another (`moves`).
+        """Begin one, and in the same batch maybe another with the same chunks and one more, asked
+        otherwise (`again`), after the same head or another (`moves`).
 
         `evicted`: tokens that leave between the match and the promise.
         """
         head, areas, salt = shape
         self.scheduler.evicted_before_load_back = evicted
-        live = make_live(kind, head, areas, tail, salt, promoted_len, keep, is_preprocessing, exact_gaps)
+        live = make_live(
+            kind, head, areas, tail, salt, promoted_len, keep, is_preprocessing, exact_gaps
+        )
         self._add(live, piece, joins=joins, num_rounds=num_rounds)
         if again is not None:
             longer = [*areas[:-1], [*areas[-1], CHUNKS[promoted_len]]]
@@ -245,7 +251,9 @@ class FuserMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 4), token=st.integers(1, 4), is_last=st.booleans())
     def sample(self, which: int, token: int, is_last: bool) -> None:
         self._run()
-        ready = [live for live in self.live if not live.sampled and self.scheduler.is_prefilled(live.req)]
+        ready = [
+            live for live in self.live if not live.sampled and self.scheduler.is_prefilled(live.req)
+        ]
         if not ready:
             return
         live = ready[which % len(ready)]
@@ -269,7 +277,12 @@ class FuserMachine(RuleBasedStateMachine):
             self.scheduler.decode(live.req, token)
 
     @precondition(lambda self: self.live)
-    @rule(which=st.integers(0, 4), again=st.booleans(), piece=st.integers(1, 8), num_evicted=st.integers(0, 40))
+    @rule(
+        which=st.integers(0, 4),
+        again=st.booleans(),
+        piece=st.integers(1, 8),
+        num_evicted=st.integers(0, 40),
+    )
     def abort_or_retract(self, which: int, again: bool, piece: int, num_evicted: int) -> None:
         self._run()
         live = self.live[which % len(self.live)]
@@ -301,7 +314,11 @@ class FuserMachine(RuleBasedStateMachine):
     @rule(is_updated=st.booleans())
     def flush(self, is_updated: bool) -> None:
         self.scheduler.weights += is_updated
-        kept = [each for _, each, _ in self.scheduler.store._held.values() if each.preprocessed and not is_updated]
+        kept = [
+            each
+            for _, each, _ in self.scheduler.store._held.values()
+            if each.preprocessed and not is_updated
+        ]
         self.scheduler.flush()
         assert [each for _, each, _ in self.scheduler.store._held.values()] == kept
 
@@ -320,7 +337,8 @@ class FuserMachine(RuleBasedStateMachine):
 
     @invariant()
     def front_knows_what_may_be_shared(self) -> None:
-        """Its mirror is the rank's tree: exact chunks, and below them those fused by a recipe without the question."""
+        """Its mirror is the rank's tree: exact chunks, and below them those fused by a recipe
+        without the question."""
         if not hasattr(self, "scheduler"):
             return
         if not hasattr(self, "mirror"):
@@ -335,7 +353,9 @@ class FuserMachine(RuleBasedStateMachine):
             if facts(node).chain is None:
                 continue
             chunks = [key for key in keys if key.spans]
-            head = tuple(token for key in keys[: len(keys) - len(chunks)] for token in key.token_ids)
+            head = tuple(
+                token for key in keys[: len(keys) - len(chunks)] for token in key.token_ids
+            )
             names = [self._name(key) for key in chunks]
             assert facts(node).chain == chain_of(f"{head}{node.key.cache_salt}", names)
 
@@ -385,10 +405,13 @@ class FuserMachine(RuleBasedStateMachine):
         assert self.scheduler.batch == batch
         if not batch and not self.scheduler.evicted_before_load_back:
             assert not is_promised, "a promise outlived its batch"
-            assert not self._fits(live.req, piece), "nothing runs and it would fit, and yet it waits"
+            assert not self._fits(live.req, piece), (
+                "nothing runs and it would fit, and yet it waits"
+            )
 
     def _fits(self, req: FakeReq, piece: int) -> bool:
-        """Whether SGLang alone would have admitted it: its first piece after what is matched, in what is free or idle."""
+        """Whether SGLang alone would have admitted it:
+        its first piece after what is matched, in what is free or idle."""
         self.scheduler.match(req)
         need = len(req.all_ids) - len(req.prefix_indices)
         if self.scheduler.is_chunked:

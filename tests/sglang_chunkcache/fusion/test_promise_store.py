@@ -1,4 +1,5 @@
-"""`Fuser` and its store: what enters it, from where, what counts as a use. Cases of one scheduler; see test_promise.py."""
+"""`Fuser` and its store: what enters it, from where, what counts as a use.
+Cases of one scheduler; see test_promise.py."""
 
 from __future__ import annotations
 
@@ -45,7 +46,13 @@ def variants(scheduler: FusedScheduler, chunk: list[int]) -> list[tuple[Any, ...
     """(chunks before it, its tokens, how much is scored, whether preprocessed)."""
     found = scheduler.store.find(ChunkIdentity(chunk_id(chunk), None, None))
     return [
-        (v.prefix, [round(float(x)) for x in v.blob.read()[0][-1, :, 0, 0]], v.scored, v.preprocessed) for v in found
+        (
+            v.prefix,
+            [round(float(x)) for x in v.blob.read()[0][-1, :, 0, 0]],
+            v.scored,
+            v.preprocessed,
+        )
+        for v in found
     ]
 
 
@@ -83,7 +90,8 @@ def pending(scheduler: FusedScheduler) -> int:
 
 
 def test_chunks_that_have_earned_it_enter_the_store() -> None:
-    """Asked for by the front, computed where they stand; copied behind the next forward, then no lock is left."""
+    """Asked for by the front, computed where they stand;
+    copied behind the next forward, then no lock is left."""
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B, C, keep=[1, 2]), answer=[50])
     assert scheduler.fuser.stats()["store"]["pending"] == 2
@@ -104,7 +112,11 @@ def test_what_is_stored_is_not_captured_again() -> None:
     assert scheduler.fusion_pass.num_captured == 2
     scheduler.serve(rag(C, B, keep=[1]), answer=[50])
     scheduler.idle()
-    assert [prefix for prefix, *_ in variants(scheduler, B)] == [(chunk_id(A),), (chunk_id(A),), (chunk_id(C),)]
+    assert [prefix for prefix, *_ in variants(scheduler, B)] == [
+        (chunk_id(A),),
+        (chunk_id(A),),
+        (chunk_id(C),),
+    ]
 
 
 def test_moved_chunks_are_captured_from_their_source() -> None:
@@ -120,7 +132,8 @@ def test_moved_chunks_are_captured_from_their_source() -> None:
 
 
 def test_a_source_is_used_as_much_as_a_hit() -> None:
-    """A and B are asked for by every second request and never found as a prefix; the pool holds five such prompts."""
+    """A and B are asked for by every second request and never found as a prefix;
+    the pool holds five such prompts."""
     for eviction in ("reused", "lru"):
         scheduler = make_scheduler(80, eviction=eviction)
         scheduler.serve(rag(A, B), answer=[50])
@@ -157,7 +170,8 @@ def test_latest_used_copy_is_found_first() -> None:
 
 
 def test_what_waits_for_the_store_does_not_leave_first() -> None:
-    """A full pool: each prompt takes the room of the one before, which was fused for its question alone."""
+    """A full pool: each prompt takes the room of the one before,
+    which was fused for its question alone."""
     scheduler = make_scheduler(60)
     for number in range(8):
         scheduler.serve(rag([200 + number] * 8), answer=[50])
@@ -204,7 +218,10 @@ def test_source_behind_another_head_is_taken_last() -> None:
     scheduler.idle()
     req = fused(D, B)
     scheduler.serve(req, answer=[50])
-    assert [(each.where, each.other_head) for each in report(req).sources][1:] == [("gap", False), ("device", True)]
+    assert [(each.where, each.other_head) for each in report(req).sources][1:] == [
+        ("gap", False),
+        ("device", True),
+    ]
     scheduler.serve(rag(C, B, keep=[1]), answer=[50])
     scheduler.idle()
     req = fused(D, A, B, fusion=asks(recipe="s"))
@@ -249,14 +266,20 @@ def test_more_is_scored_when_it_is_asked_for() -> None:
         ("h2o", 3, 2),
         ("context", 3, 2),
     ]:
-        scheduler.serve(fused(A, keep=[0], fusion=asks(selector, 0.15, recipe=selector)), answer=[50])
+        scheduler.serve(
+            fused(A, keep=[0], fusion=asks(selector, 0.15, recipe=selector)), answer=[50]
+        )
         scheduler.idle()
-        assert (scheduler.fusion_pass.num_captured, scheduler.fusion_pass.num_scored) == (num_captured, num_scored)
+        assert (scheduler.fusion_pass.num_captured, scheduler.fusion_pass.num_scored) == (
+            num_captured,
+            num_scored,
+        )
     assert variants(scheduler, A) == [((), A, Scored.ALL, False)]
 
 
 def test_what_is_known_of_a_node_is_stored_with_it() -> None:
-    """Its variant has left the store, and the next request does not ask for scores: they cost nothing more."""
+    """Its variant has left the store, and the next request does not ask for scores:
+    they cost nothing more."""
     scheduler = make_scheduler()
     scheduler.serve(fused(A, keep=[0], fusion=asks("context", 0.15)), answer=[50])
     scheduler.idle()
@@ -268,7 +291,8 @@ def test_what_is_known_of_a_node_is_stored_with_it() -> None:
 
 
 def test_f_r_counts_scored_and_unscored_variants_on_one_scale() -> None:
-    """An unscored one counts 1 / CFO as well, by the estimate: all of its two chunks are here again, or none."""
+    """An unscored one counts 1 / CFO as well, by the estimate:
+    all of its two chunks are here again, or none."""
     scheduler = make_scheduler(200)
     scheduler.serve(rag(A, C, B, keep=[2]), answer=[50])
     scheduler.idle()
@@ -283,7 +307,8 @@ def test_f_r_counts_scored_and_unscored_variants_on_one_scale() -> None:
 
 
 def test_copies_that_arrive_late_are_stored_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meanwhile they count as waiting: not queued again, none stored twice, and no other batch takes memory on the device."""
+    """Meanwhile they count as waiting: not queued again, none stored twice,
+    and no other batch takes memory on the device."""
     scheduler = make_scheduler(200)
     late = delay(scheduler, monkeypatch)
     for _ in range(2):
@@ -303,13 +328,16 @@ def test_copies_that_arrive_late_are_stored_in_order(monkeypatch: pytest.MonkeyP
     late[3].has_arrived = True
     scheduler.forward()
     assert pending(scheduler) == 0
-    found = [scheduler.store.find(ChunkIdentity(chunk_id(chunk), None, None)) for chunk in (A, B, C, D)]
+    found = [
+        scheduler.store.find(ChunkIdentity(chunk_id(chunk), None, None)) for chunk in (A, B, C, D)
+    ]
     assert [[variant.serial for variant in each] for each in found] == [[1], [2], [3], [4]]
     scheduler.check()
 
 
 def test_copy_of_a_node_that_has_left_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the copy holds was read before. Computed and queued again meanwhile, the chunk is stored once."""
+    """What the copy holds was read before.
+    Computed and queued again meanwhile, the chunk is stored once."""
     scheduler = make_scheduler()
     late = delay(scheduler, monkeypatch)
     scheduler.serve(rag(A, keep=[0]), answer=[50])
@@ -361,7 +389,9 @@ def test_a_chunk_that_its_codec_refuses_stays_out_alone(monkeypatch: pytest.Monk
     assert pending(scheduler) == 0
 
 
-def test_a_chunk_that_could_not_be_copied_may_be_queued_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_could_not_be_copied_may_be_queued_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Counted; else it would wait for ever, and its node would stay longer than others."""
     scheduler = make_scheduler()
 
@@ -380,12 +410,15 @@ def test_a_chunk_that_could_not_be_copied_may_be_queued_again(monkeypatch: pytes
 
 
 def test_a_chunk_with_all_its_variants_gets_those_that_are_asked_for() -> None:
-    """Every new chain would cost a scoring pass, so behind C the second request brings it. Preprocessed ones come in any case."""
+    """Every new chain would cost a scoring pass, so behind C the second request brings it.
+    Preprocessed ones come in any case."""
     scheduler = make_scheduler(100, store_variants=1)
     for before, expected in ((A, [A]), (C, [A]), (C, [A, C])):
         scheduler.serve(rag(before, B, keep=[1]), answer=[50])
         scheduler.idle()
-        assert [prefix for prefix, *_ in variants(scheduler, B)] == [(chunk_id(each),) for each in expected]
+        assert [prefix for prefix, *_ in variants(scheduler, B)] == [
+            (chunk_id(each),) for each in expected
+        ]
     scheduler.serve(rag(D, B, keep=[1], is_preprocessing=True), answer=[50])
     scheduler.idle()
     assert [ahead for _, _, _, ahead in variants(scheduler, B)] == [False, False, True]
@@ -403,7 +436,8 @@ def test_preprocessed_chunk_is_moved_first() -> None:
 
 
 def test_neighbors_are_plain_though_an_exact_chain_has_them() -> None:
-    """B behind A in a chain has seen A, so only A is matched; B is moved from where it stood alone."""
+    """B behind A in a chain has seen A, so only A is matched;
+    B is moved from where it stood alone."""
     scheduler = make_scheduler()
     for chunks in ((A, B, C), (B,)):
         scheduler.serve(rag(*chunks), answer=[50])
@@ -417,7 +451,8 @@ def test_neighbors_are_plain_though_an_exact_chain_has_them() -> None:
 
 
 def test_a_neighbor_is_not_used() -> None:
-    """Only requests count: else plain variants, moved again and again, would push out the preprocessed ones."""
+    """Only requests count: else plain variants, moved again and again,
+    would push out the preprocessed ones."""
     scheduler = make_scheduler()
     scheduler.serve(rag(B, keep=[0]), answer=[50])
     scheduler.idle()
@@ -444,7 +479,11 @@ def test_stored_chunk_outlives_the_tree() -> None:
     scheduler.evict(100)
     req = fused(C, B)
     assert scheduler.serve(req, answer=[50]) == len(HEAD) + len(C) + len(B)
-    assert [source[:4] for source in sources(req)] == [(None, "gap", 0, 0), (0, "gap", 0, 0), (1, "host", 1, 0)]
+    assert [source[:4] for source in sources(req)] == [
+        (None, "gap", 0, 0),
+        (0, "gap", 0, 0),
+        (1, "host", 1, 0),
+    ]
     assert scheduler.store.stats().num_uses == 1
     scheduler.check()
 
@@ -494,14 +533,18 @@ def test_too_many_waiting_captures_are_dropped_and_counted(monkeypatch: pytest.M
     monkeypatch.setattr(capture, "MAX_WAITING_CAPTURES", 2)
     scheduler = make_scheduler()
     scheduler.serve(rag(A, B, C, keep=[0, 1, 2]))
-    assert (scheduler.fuser.stats()["store"]["pending"], scheduler.fuser.stats()["store"]["dropped"]) == (2, 1)
+    assert (
+        scheduler.fuser.stats()["store"]["pending"],
+        scheduler.fuser.stats()["store"]["dropped"],
+    ) == (2, 1)
     scheduler.idle()
     assert variants(scheduler, C) == []
     scheduler.check()
 
 
 def test_waiting_captures_hold_no_slots() -> None:
-    """Nothing runs, so nothing captures them: a prompt that needs their slots must not wait for ever."""
+    """Nothing runs, so nothing captures them:
+    a prompt that needs their slots must not wait for ever."""
     scheduler = make_scheduler(14)
     scheduler.serve(rag(A, B, C, keep=[0, 1, 2]))  # ends on its first token, no forward follows
     assert scheduler.serve(FakeReq(range(100, 114))) == 0
@@ -540,24 +583,34 @@ class FakeCalibrator:
 
 
 def test_calibration_makes_scores_and_fused_kv_of_before_stale() -> None:
-    """What the store holds counts as not scored, and a recipe names what it was made by. It evicts no more
-    than it needs, and nothing where it is refused."""
+    """What the store holds counts as not scored, and a recipe names what it was made by. It evicts
+    no more than it needs, and nothing where it is refused."""
     scheduler = make_scheduler(**SCORED)
     fuser, calibrator = scheduler.fuser, cast("Any", FakeCalibrator())
     fuser.calibrator = calibrator
     scheduler.serve(rag(A, B, keep=[0, 1]), answer=[50])
     scheduler.idle()
-    assert [variant.scores is not None for _, variant, _ in scheduler.store._held.values()] == [True, True]
+    assert [variant.scores is not None for _, variant, _ in scheduler.store._held.values()] == [
+        True,
+        True,
+    ]
     free, held = scheduler.allocator.available_size(), scheduler.cache.evictable_size()
     with pytest.raises(ValueError, match="KV slots"):
         fuser.calibrate([CalibrationPrompt([0] * (free + held + 1), [], [])])
     assert scheduler.cache.evictable_size() == held
-    recipe = fuser.fusion_pass.calibration.resolve(FusionRequest("critical", 0.5, "r", depth=None)).recipe
+    recipe = fuser.fusion_pass.calibration.resolve(
+        FusionRequest("critical", 0.5, "r", depth=None)
+    ).recipe
     fuser.calibrate([CalibrationPrompt([0] * (free + 1), [], [])])
     assert free + held > scheduler.allocator.available_size() > free
     assert [variant.scores for _, variant, _ in scheduler.store._held.values()] == [None, None]
     assert facts(node_of(scheduler, HEAD, A)).scores is None
-    assert fuser.fusion_pass.calibration.resolve(FusionRequest("critical", 0.5, "r", depth=None)).recipe != recipe
+    assert (
+        fuser.fusion_pass.calibration.resolve(
+            FusionRequest("critical", 0.5, "r", depth=None)
+        ).recipe
+        != recipe
+    )
     assert fuser.stats()["calibration"]["depth"] == 3
     scheduler.check()
 
@@ -570,7 +623,12 @@ def test_what_prefill_showed_is_stored_with_the_chunk() -> None:
     scheduler.idle()
     assert [variant.outward for variant in scheduler.store.find(identity)] == [None]
     shown = torch.ones(len(A))
-    fuser.outward.tell = lambda req, nodes: [setattr(facts(node), "outward", shown) for node in nodes]  # type: ignore
+
+    def tell(req: Any, nodes: Any) -> None:
+        for node in nodes:
+            facts(node).outward = shown
+
+    fuser.outward.tell = tell  # type: ignore[method-assign]
     for _ in range(2):
         scheduler.serve(rag(A, keep=[0]), answer=[50])
         scheduler.idle()
@@ -591,7 +649,10 @@ def test_what_waits_for_the_store_outlives_a_calibration() -> None:
     scheduler.fuser.calibrate([CalibrationPrompt([0], [], [])])
     assert pending(scheduler) == 2
     scheduler.idle()
-    assert [variant.scores is not None for _, variant, _ in scheduler.store._held.values()] == [True, True]
+    assert [variant.scores is not None for _, variant, _ in scheduler.store._held.values()] == [
+        True,
+        True,
+    ]
     scheduler.check()
 
 
@@ -607,7 +668,8 @@ def test_weights_that_changed_unnoticed_are_not_calibrated_for() -> None:
 
 
 def test_weights_that_cannot_be_read_are_calibrated_for() -> None:
-    """With --enable-memory-saver. A flush forgets what was preprocessed, since they may have changed, and not the calibration."""
+    """With --enable-memory-saver. A flush forgets what was preprocessed,
+    since they may have changed, and not the calibration."""
     scheduler = make_scheduler()
     fuser, scheduler.weights = scheduler.fuser, cast("Any", None)
     scheduler.flush()

@@ -1,7 +1,8 @@
-"""Passes over real SGLang models: recomputing everything is an ordinary prefill, recomputing some equals the oracle.
+"""Passes over real SGLang models: recomputing everything is an ordinary prefill, recomputing some
+equals the oracle.
 
-A family of each kind by default, all of them nightly. Regions to be recomputed are filled with NaN first, so that reading one
-stale key or value anywhere is seen.
+A family of each kind by default, all of them nightly. Regions to be recomputed are filled with NaN
+first, so that reading one stale key or value anywhere is seen.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from tests.models import FAMILIES, MAX_REQUESTS, kv_of, logits_of, make_row, pre
 from tests.reference import flashinfer
 
 TOLERANCES = {torch.float32: 3e-5, torch.float16: 24 * 2**-10, torch.bfloat16: 24 * 2**-7}
-"""Largest difference of K, V (up to 5 in size) and logits, by dtype: sums in another order, three layers deep. The coarse dtypes
-have steps of 4 times their eps there; 10.5 times eps is the largest difference seen, in either, on a CPU with AVX-512."""
+"""Largest difference of K, V (up to 5 in size) and logits, by dtype: sums in another order, three
+layers deep. The coarse dtypes have steps of 4 times their eps there; 10.5 times eps is the largest
+difference seen, in either, on a CPU with AVX-512."""
 
 NUM_TOKENS = 200
 REFERENCE = torch.arange(1, 1 + NUM_TOKENS)
@@ -40,7 +42,11 @@ TARGET = torch.arange(1000, 1000 + NUM_TOKENS).flip(0)
 Model = tuple[str, str] | tuple[str, str, int]
 """Family, dtype, and the size of a head where it is not the family's own."""
 
-MODELS: list[Model] = [*((family, "float32") for family in FAMILIES), ("llama", "bfloat16"), ("qwen3_yarn", "bfloat16")]
+MODELS: list[Model] = [
+    *((family, "float32") for family in FAMILIES),
+    ("llama", "bfloat16"),
+    ("qwen3_yarn", "bfloat16"),
+]
 HALVES: list[Model] = [*((family, "float16", 64) for family in FAMILIES), ("llama", "bfloat16", 64)]
 """What FlashInfer takes."""
 DEFAULT: list[Model] = [
@@ -97,7 +103,9 @@ def make_attention(runner: Any, name: str) -> SparseAttention | None:
     if name == "reference":
         return ReferenceAttention(shape, scale=layer.scaling)
     device = torch.device("cpu")
-    return FlashInferSparse(shape, device=device, scale=layer.scaling, kernel=name, modules=flashinfer)
+    return FlashInferSparse(
+        shape, device=device, scale=layer.scaling, kernel=name, modules=flashinfer
+    )
 
 
 @pytest.fixture
@@ -121,7 +129,8 @@ def assert_same_kv(runner: Any, slots: Tensor, others: Tensor) -> None:
 
 
 def assert_same_answer(runner: Any, hidden: Tensor, logits: Tensor) -> None:
-    """Logits within tolerance, and the same greedy token unless SGLang's own two best are closer than that."""
+    """Logits within tolerance, and the same greedy token unless SGLang's own two best are closer
+    than that."""
     ours = logits_of(runner, hidden)
     torch.testing.assert_close(ours, logits, rtol=0, atol=TOLERANCES[runner.dtype])
     assert int(ours.argmax()) == int(logits.argmax()) or not is_decided(runner, logits)
@@ -150,7 +159,8 @@ def sequences_of(tokens: Tensor, slots: Tensor, start: int, run_len: int) -> lis
 def test_recomputing_everything_equals_prefill(
     runner: Any, sparse: SparseAttention | None, prompt: Tensor, start: int, run_len: int
 ) -> None:
-    """All of a spoiled region in one pass, as one sequence or 55: K/V of all layers and the next token of a prefill."""
+    """All of a spoiled region in one pass, as one sequence or 55:
+    K/V of all layers and the next token of a prefill."""
     logits = prefill(runner, prompt.tolist(), REFERENCE)
     assert is_decided(runner, logits)
     slots = torch.cat([REFERENCE[:start], TARGET[start:]])  # after an exact prefix
@@ -176,7 +186,11 @@ def test_virtual_sequences_equal_prefill(runner: Any, prompt: Tensor, run_len: i
 
 def runs_of(positions: Sequence[int]) -> list[tuple[int, int]]:
     """Ascending positions as half-open intervals."""
-    starts = [0, *(i + 1 for i, (one, other) in enumerate(pairwise(positions)) if other > one + 1), len(positions)]
+    starts = [
+        0,
+        *(i + 1 for i, (one, other) in enumerate(pairwise(positions)) if other > one + 1),
+        len(positions),
+    ]
     return [(positions[start], positions[end - 1] + 1) for start, end in pairwise(starts)]
 
 
@@ -190,9 +204,12 @@ CHOSEN = (
 
 
 @every_attention
-def test_some_tokens_equal_virtual_sequences(runner: Any, sparse: SparseAttention | None, prompt: Tensor) -> None:
-    """Some of the tokens over foreign K/V, each request its own: new K/V and hidden states are the oracle's, and nothing else
-    is touched. All but the last share the slots of their first tokens."""
+def test_some_tokens_equal_virtual_sequences(
+    runner: Any, sparse: SparseAttention | None, prompt: Tensor
+) -> None:
+    """Some of the tokens over foreign K/V, each request its own: new K/V and hidden states are the
+    oracle's, and nothing else is touched. All but the last share the slots of their first
+    tokens."""
     prefill(runner, make_tokens(1).tolist(), REFERENCE)
     foreign = kv_of(runner, REFERENCE)
     rows = [torch.arange(start, start + NUM_TOKENS).flip(0) for start in (300, 550, 800, 1050)]
@@ -244,15 +261,20 @@ def fill(runner: Any, slots: Tensor, kv: tuple[Tensor, Tensor]) -> None:
 def test_one_request_builds_on_anothers_region(
     runner: Any, sparse: SparseAttention | None, prompt: Tensor, reader_first: bool
 ) -> None:
-    """B's prefix is a region of A's that the same pass recomputes: B equals a prefill of its own prompt."""
+    """B's prefix is a region of A's that the same pass recomputes:
+    B equals a prefill of its own prompt."""
     shared, tail = 60, make_tokens(2, 30)
     other = torch.cat([prompt[:shared], tail])
     logits = prefill(runner, other.tolist(), REFERENCE[: len(other)])
     spoil(runner, TARGET)
     positions = torch.arange(len(other))
-    ours = PassSequence(prompt[:shared], SparseRequest(positions[:shared], TARGET[:shared], shared), TARGET[:shared])
+    ours = PassSequence(
+        prompt[:shared], SparseRequest(positions[:shared], TARGET[:shared], shared), TARGET[:shared]
+    )
     slots = TARGET[: len(other)]
-    theirs = PassSequence(tail, SparseRequest(positions[shared:], slots, len(slots)), slots[shared:])
+    theirs = PassSequence(
+        tail, SparseRequest(positions[shared:], slots, len(slots)), slots[shared:]
+    )
     hidden = run_pass(runner, [theirs, ours] if reader_first else [ours, theirs], sparse=sparse)
     assert hidden is not None
     assert_same_kv(runner, slots, REFERENCE[: len(other)])
@@ -261,11 +283,14 @@ def test_one_request_builds_on_anothers_region(
 
 @one_family
 def test_gaps_are_left_out(runner: Any, prompt: Tensor) -> None:
-    """Positions that are missing are not seen: filled with NaN or with anything, the same comes out."""
+    """Positions that are missing are not seen:
+    filled with NaN or with anything, the same comes out."""
     prefill(runner, prompt.tolist(), REFERENCE)
     there = torch.tensor([p for p in range(100) if not 20 <= p < 50])
     question = torch.arange(100, 110)
-    sequence = PassSequence(prompt[question], SparseRequest(question, REFERENCE[there], len(there), there))
+    sequence = PassSequence(
+        prompt[question], SparseRequest(question, REFERENCE[there], len(there), there)
+    )
     before = run_pass(runner, [sequence])
     spoil(runner, REFERENCE[20:50])
     after = run_pass(runner, [sequence])
@@ -294,14 +319,19 @@ def test_gaps_are_left_out_by_sparse_attention(runner: Any, prompt: Tensor) -> N
 
 
 def test_reading_only_equals_prefill_and_writes_nothing(runner: Any, prompt: Tensor) -> None:
-    """A question over a cached prompt: the next token of a prefill, and not a byte of the pool changed."""
+    """A question over a cached prompt: the next token of a prefill,
+    and not a byte of the pool changed."""
     logits = prefill(runner, prompt.tolist(), REFERENCE)
     spoil(runner, REFERENCE[150:])
     everything = torch.arange(runner.token_to_kv_pool.get_key_buffer(0).shape[0])
     before = kv_of(runner, everything)
     positions = torch.arange(NUM_TOKENS)
     hidden = run_pass(
-        runner, [PassSequence(prompt[150:], SparseRequest(positions[150:], REFERENCE[:150], 150)) for _ in range(2)]
+        runner,
+        [
+            PassSequence(prompt[150:], SparseRequest(positions[150:], REFERENCE[:150], 150))
+            for _ in range(2)
+        ],
     )
     assert hidden is not None
     assert_same_answer(runner, hidden[-1], logits)
@@ -390,13 +420,17 @@ def test_sparse_attention_is_for_passes_that_only_write(runner: Any, prompt: Ten
     positions = torch.arange(NUM_TOKENS)
     reading = PassSequence(prompt[150:], SparseRequest(positions[150:], REFERENCE[:150], 150))
     run_pass(runner, [*sequences_of(prompt, TARGET, 0, NUM_TOKENS), reading], sparse=planless)
-    run_pass(runner, sequences_of(prompt, TARGET, 0, NUM_TOKENS), sparse=planless, observer=Observer())
+    run_pass(
+        runner, sequences_of(prompt, TARGET, 0, NUM_TOKENS), sparse=planless, observer=Observer()
+    )
     assert_same_kv(runner, TARGET, REFERENCE)
 
 
 NO_MODEL = SimpleNamespace(device="cpu")
 no_model = pytest.mark.parametrize(
-    "sparse", [None, ReferenceAttention(HeadShape(4, 2, 16, torch.float32), scale=1.0)], ids=["masked", "reference"]
+    "sparse",
+    [None, ReferenceAttention(HeadShape(4, 2, 16, torch.float32), scale=1.0)],
+    ids=["masked", "reference"],
 )
 
 
@@ -410,7 +444,9 @@ no_model = pytest.mark.parametrize(
     ],
     ids=str,
 )
-def test_impossible_sequences_are_refused(positions: list[int], kv_positions: Sequence[int], message: str) -> None:
+def test_impossible_sequences_are_refused(
+    positions: list[int], kv_positions: Sequence[int], message: str
+) -> None:
     """By the same words, whatever attends."""
     with pytest.raises(ValueError, match=message):
         PassSequence(
@@ -437,6 +473,8 @@ def test_nothing_to_run_is_refused(sparse: SparseAttention | None) -> None:
         ([(2, 5), (4, 9)], "run at 4 starts before"),
     ],
 )
-def test_impossible_runs_are_refused(prompt: Tensor, runs: list[tuple[int, int]], message: str) -> None:
+def test_impossible_runs_are_refused(
+    prompt: Tensor, runs: list[tuple[int, int]], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         run_virtual(NO_MODEL, req_pool_index=1, runs=runs, token_ids=prompt.tolist())

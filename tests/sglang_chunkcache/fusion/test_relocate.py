@@ -1,6 +1,7 @@
 """Moved keys against RoPE's definition, against SGLang's own modules, and in a real KV pool.
 
-An ulp is taken at the length of the rotated pair: a number near 0 inherits the rounding of its large partner.
+An ulp is taken at the length of the rotated pair: a number near 0 inherits the rounding of its
+large partner.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from torch import Tensor
 
-from sglang_chunkcache.fusion.relocate import ROTARY_CLASSES, RotaryTable, copy_moved, read_blob, write_blob
+from sglang_chunkcache.fusion.relocate import (
+    ROTARY_CLASSES,
+    RotaryTable,
+    copy_moved,
+    read_blob,
+    write_blob,
+)
 from tests.reference import rope
 
 MAX_POSITIONS = 2048
@@ -51,7 +58,8 @@ class Case:
         generator = torch.Generator().manual_seed(num_tokens)
         size = (num_tokens, self.num_heads, self.head_dim)
         return (
-            torch.randn(size, generator=generator) * torch.randn(size[:1], generator=generator).exp()[:, None, None]
+            torch.randn(size, generator=generator)
+            * torch.randn(size[:1], generator=generator).exp()[:, None, None]
         ).to(dtype)
 
     def ulp(self, keys: Tensor, dtype: torch.dtype) -> Tensor:
@@ -67,7 +75,12 @@ def yarn_case(factor: float) -> Case:
     return Case(frequencies, 1e6, scaling=scaling, mscale=rope.yarn_mscale(factor))
 
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
 CASES = {
     "llama": Case(rope.plain(32, 10000.0), 10000.0),
     "llama3": Case(
@@ -76,12 +89,20 @@ CASES = {
         scaling={"rope_type": "llama3", **LLAMA3},
     ),
     "qwen2": Case(rope.plain(64, 1e6), 1e6, 64, 64),
-    "qwen3": Case(rope.plain(128, 1e6), 1e6, 128, 128, scaling={"rope_type": "default", "rope_theta": 1e6}),
+    "qwen3": Case(
+        rope.plain(128, 1e6), 1e6, 128, 128, scaling={"rope_type": "default", "rope_theta": 1e6}
+    ),
     "mistral": Case(rope.plain(128, 1e6), 1e6, 128, 128),
     "yarn": yarn_case(4.0),
-    "linear": Case(rope.linear(32, 10000.0, factor=2.0), 10000.0, scaling={"rope_type": "linear", "factor": 2.0}),
+    "linear": Case(
+        rope.linear(32, 10000.0, factor=2.0),
+        10000.0,
+        scaling={"rope_type": "linear", "factor": 2.0},
+    ),
     "dynamic": Case(
-        rope.dynamic_ntk(32, 10000.0, factor=2.0), 10000.0, scaling={"rope_type": "dynamic", "factor": 2.0}
+        rope.dynamic_ntk(32, 10000.0, factor=2.0),
+        10000.0,
+        scaling={"rope_type": "dynamic", "factor": 2.0},
     ),
     "alpha": Case(
         rope.plain(32, 10000.0 * 4.0 ** (32 / 30)),
@@ -105,7 +126,8 @@ def random_positions(num_tokens: int, seed: int, end: int = MAX_POSITIONS) -> Te
 
 
 def stored_by_sglang(case: Case, raw: Tensor, positions: Tensor, *, float32: bool) -> Tensor:
-    """Keys as SGLang's module writes them; `float32` as on CUDA: float32 table and arithmetic, one rounding."""
+    """Keys as SGLang's module writes them; `float32` as on CUDA:
+    float32 table and arithmetic, one rounding."""
     module = case.module(torch.float32 if float32 else raw.dtype)
     flat = raw.reshape(len(raw), -1)
     flat = flat.float() if float32 else flat
@@ -131,7 +153,9 @@ def moved(table: RotaryTable, keys: Tensor, old: Tensor, new: Tensor) -> Tensor:
         target_positions=new,
     )
     kept, result = pool.k_buffer[0][: len(keys)], pool.k_buffer[0][len(keys) :]
-    assert torch.equal(kept.view(torch.uint8), keys.view(torch.uint8)), "the source stays readable for others"
+    assert torch.equal(kept.view(torch.uint8), keys.view(torch.uint8)), (
+        "the source stays readable for others"
+    )
     return result  # type: ignore[no-any-return]
 
 
@@ -153,28 +177,39 @@ def from_origin(table: RotaryTable, keys: Tensor, positions: Tensor) -> Tensor:
 
 @every_case
 def test_move_equals_the_definition(case: Case) -> None:
-    """A key stored at p and moved is the key stored at q; SGLang's angles are float32, which at position p is p * 2^-24."""
-    old, new = torch.tensor([0, 7, 1500, 40, MAX_POSITIONS - 1]), torch.tensor([3, 0, 12, 2000, MAX_POSITIONS - 2])
+    """A key stored at p and moved is the key stored at q;
+    SGLang's angles are float32, which at position p is p * 2^-24."""
+    old, new = (
+        torch.tensor([0, 7, 1500, 40, MAX_POSITIONS - 1]),
+        torch.tensor([3, 0, 12, 2000, MAX_POSITIONS - 2]),
+    )
     raw = case.raw(len(old), torch.float32)
     stored, wanted = (
         rope.rotate(raw, positions.tolist(), case.frequencies, neox=case.neox, scale=case.mscale)
         for positions in (old, new)
     )
     got = moved(table_of(case), stored.float(), old, new).double()
-    assert ((got - wanted).abs() <= 3e-4 * rope.pair_norms(wanted, case.rotary_dim, neox=case.neox)).all()
+    assert (
+        (got - wanted).abs() <= 3e-4 * rope.pair_norms(wanted, case.rotary_dim, neox=case.neox)
+    ).all()
     assert torch.equal(got[..., case.rotary_dim :], raw.double()[..., case.rotary_dim :])
 
 
 @every_case
 def test_origin_equals_the_definition(case: Case) -> None:
-    """Un-rotated is what the model projects, times the `mscale` that stays in a stored key; and back."""
+    """Un-rotated is what the model projects, times the `mscale` that stays in a stored key;
+    and back."""
     positions = torch.tensor([0, 7, 1500, MAX_POSITIONS - 1])
     raw = case.raw(len(positions), torch.float32)
-    stored = rope.rotate(raw, positions.tolist(), case.frequencies, neox=case.neox, scale=case.mscale).float()
+    stored = rope.rotate(
+        raw, positions.tolist(), case.frequencies, neox=case.neox, scale=case.mscale
+    ).float()
     origin = rope.rotate(raw, [0] * len(raw), case.frequencies, neox=case.neox, scale=case.mscale)
     table, norms = table_of(case), rope.pair_norms(stored, case.rotary_dim, neox=case.neox)
     assert ((to_origin(table, stored, positions).double() - origin).abs() <= 3e-4 * norms).all()
-    assert ((from_origin(table, origin.float(), positions).double() - stored).abs() <= 3e-4 * norms).all()
+    assert (
+        (from_origin(table, origin.float(), positions).double() - stored).abs() <= 3e-4 * norms
+    ).all()
 
 
 # Against itself
@@ -190,10 +225,13 @@ def test_move_by_zero_changes_no_bit(case: Case, dtype: torch.dtype) -> None:
 
 @every_dtype
 def test_what_does_not_turn_keeps_every_bit(dtype: torch.dtype) -> None:
-    """Infinities, NaNs with their payload and negative zeros: those of a move by 0, and the elements after `rotary_dim`."""
+    """Infinities, NaNs with their payload and negative zeros:
+    those of a move by 0, and the elements after `rotary_dim`."""
     case, positions = CASES["partial"], torch.tensor([5, 900, 41])
     odd = torch.tensor([float("inf"), -float("inf"), float("nan"), -0.0, 1e-41], dtype=dtype)
-    keys = odd.repeat(3 * case.num_heads * case.head_dim // len(odd) + 1)[: 3 * case.num_heads * case.head_dim]
+    keys = odd.repeat(3 * case.num_heads * case.head_dim // len(odd) + 1)[
+        : 3 * case.num_heads * case.head_dim
+    ]
     keys = keys.view(3, case.num_heads, case.head_dim)
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     keys.view(bits)[keys.isnan()] += 1  # another payload than arithmetic gives
@@ -206,7 +244,8 @@ def test_what_does_not_turn_keeps_every_bit(dtype: torch.dtype) -> None:
 @every_case
 @every_dtype
 def test_move_twice_equals_move_once(case: Case, dtype: torch.dtype) -> None:
-    """By a then b is by a+b, but for the rounding between: one ulp, four in float32, where products round as well."""
+    """By a then b is by a+b, but for the rounding between:
+    one ulp, four in float32, where products round as well."""
     keys, table = case.raw(200, dtype), table_of(case, dtype)
     p, q, r = (random_positions(200, seed) for seed in (1, 2, 3))
     once, twice = moved(table, keys, p, r), moved(table, moved(table, keys, p, q), q, r)
@@ -220,29 +259,41 @@ def test_move_twice_equals_move_once(case: Case, dtype: torch.dtype) -> None:
 @every_case
 @every_dtype
 def test_moved_key_equals_the_first_layers(case: Case, dtype: torch.dtype) -> None:
-    """A first-layer key depends on its token and position alone, so the moved one is the one SGLang would store at q.
+    """A first-layer key depends on its token and position alone, so the moved one is the one SGLang
+    would store at q.
 
-    Rounded once each: 1 ulp, 2 by way of a blob, which rounds once more. SGLang's path without CUDA also rounds table,
-    products and sum to the dtype, which makes 3 of its own, and float32 products round visibly: 4 and 5.
+    Rounded once each: 1 ulp, 2 by way of a blob, which rounds once more. SGLang's path without CUDA
+    also rounds table, products and sum to the dtype, which makes 3 of its own, and float32 products
+    round visibly: 4 and 5.
     """
     num_tokens = 500
-    p, q, raw = random_positions(num_tokens, 1), random_positions(num_tokens, 2), case.raw(num_tokens, dtype)
+    p, q, raw = (
+        random_positions(num_tokens, 1),
+        random_positions(num_tokens, 2),
+        case.raw(num_tokens, dtype),
+    )
     table = table_of(case, dtype)
     for float32, move_ulps, blob_ulps in ((True, 1, 2), (False, 3, 3)):
         if dtype == torch.float32:
             move_ulps, blob_ulps = 4, 5
         stored, wanted = (stored_by_sglang(case, raw, at, float32=float32) for at in (p, q))
         ulp = case.ulp(wanted, dtype)
-        got, by_blob = moved(table, stored, p, q), from_origin(table, to_origin(table, stored, p), q)
+        got, by_blob = (
+            moved(table, stored, p, q),
+            from_origin(table, to_origin(table, stored, p), q),
+        )
         assert ((got.double() - wanted.double()).abs() <= move_ulps * ulp).all()
         assert ((by_blob.double() - wanted.double()).abs() <= blob_ulps * ulp).all()
 
 
 @pytest.mark.parametrize("name", ["llama", "yarn", "linear", "dynamic", "llama3"])
 def test_table_grows_as_sglangs_does(name: str) -> None:
-    """SGLang lengthens a table to the context length, some classes by another formula: ours has the same rows."""
+    """SGLang lengthens a table to the context length, some classes by another formula:
+    ours has the same rows."""
     case = CASES[name]
-    own, exact = (type(case.module(d))(**arguments(case, d)) for d in (torch.bfloat16, torch.float32))
+    own, exact = (
+        type(case.module(d))(**arguments(case, d)) for d in (torch.bfloat16, torch.float32)
+    )
     for module in (own, exact):
         module._ensure_cos_sin_cache_length(3 * MAX_POSITIONS)
     before = own.cos_sin_cache
@@ -254,7 +305,10 @@ def test_table_grows_as_sglangs_does(name: str) -> None:
 
 def arguments(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     """To make a module of the case's class that no other test shares."""
-    scaling, common = case.scaling or {}, (case.head_dim, case.rotary_dim, MAX_POSITIONS, case.base, case.neox)
+    scaling, common = (
+        case.scaling or {},
+        (case.head_dim, case.rotary_dim, MAX_POSITIONS, case.base, case.neox),
+    )
     names = ("head_size", "rotary_dim", "max_position_embeddings", "base", "is_neox_style")
     result: dict[str, Any] = {**dict(zip(names, common, strict=True)), "dtype": dtype}
     kind = scaling.get("rope_type")
@@ -311,7 +365,12 @@ NUM_LAYERS, NUM_SLOTS = 3, 24
 
 
 def make_pool(
-    case: Case, dtype: torch.dtype, *, v_head_dim: int | None = None, start_layer: int = 0, device: str = "cpu"
+    case: Case,
+    dtype: torch.dtype,
+    *,
+    v_head_dim: int | None = None,
+    start_layer: int = 0,
+    device: str = "cpu",
 ) -> Any:
     """SGLang's pool with random KV."""
     pool = MHATokenToKVPool(
@@ -352,13 +411,21 @@ SLOTS = {
 @pytest.mark.parametrize(("source", "target"), SLOTS.values(), ids=SLOTS.keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_copy_moved(source: list[int], target: list[int], dtype: torch.dtype) -> None:
-    """All layers, also where a token stays in its slot. Values bit by bit, keys as in one layer. No other slot is touched."""
+    """All layers, also where a token stays in its slot. Values bit by bit, keys as in one layer.
+    No other slot is touched."""
     case = CASES["partial"]
     pool, table = make_pool(case, dtype, v_head_dim=12, start_layer=5), table_of(case)
     old_keys, old_values = contents(pool)
     p, q = random_positions(len(source), 1), random_positions(len(source), 2)
     slots = torch.tensor(source, dtype=torch.int64), torch.tensor(target, dtype=torch.int64)
-    copy_moved(pool, table, source_slots=slots[0], source_positions=p, target_slots=slots[1], target_positions=q)
+    copy_moved(
+        pool,
+        table,
+        source_slots=slots[0],
+        source_positions=p,
+        target_slots=slots[1],
+        target_positions=q,
+    )
     keys, values = contents(pool)
     for layer in range(NUM_LAYERS):
         assert torch.equal(keys[layer, target], moved(table, old_keys[layer, source], p, q))
@@ -381,7 +448,9 @@ def test_target_that_is_anothers_source_is_refused(source: list[int], target: li
     """On CUDA programs run in any order: one would read what another has written."""
     pool, table = make_pool(CASES["llama"], torch.float32), table_of(CASES["llama"])
     before, positions = contents(pool), torch.arange(len(source))
-    with pytest.raises(ValueError, match=r"target_slots: expected no source of another token, got \[\d"):
+    with pytest.raises(
+        ValueError, match=r"target_slots: expected no source of another token, got \[\d"
+    ):
         copy_moved(
             pool,
             table,
@@ -406,7 +475,9 @@ def test_blob_round_trip(name: str, dtype: torch.dtype) -> None:
     source, target = torch.tensor([3, 1, 9]), torch.tensor([14, 12, 20])
     positions = torch.tensor([900, 901, 902])
     keys, values = read_blob(pool, table, source, positions)
-    assert torch.equal(keys, torch.stack([to_origin(table, k[source], positions) for k in old_keys]))
+    assert torch.equal(
+        keys, torch.stack([to_origin(table, k[source], positions) for k in old_keys])
+    )
     assert torch.equal(values, old_values[:, source])
     write_blob(pool, table, keys, values, target_slots=target, target_positions=positions)
     new_keys, new_values = contents(pool)
@@ -426,14 +497,25 @@ def test_blob_at_other_positions() -> None:
     slots, p, q = torch.tensor([1, 2, 3]), torch.tensor([5, 6, 7]), torch.tensor([1800, 1801, 1802])
     blob = read_blob(pool, table, slots, p)
     write_blob(pool, table, *blob, target_slots=slots + 8, target_positions=q)
-    copy_moved(pool, table, source_slots=slots, source_positions=p, target_slots=slots + 16, target_positions=q)
+    copy_moved(
+        pool,
+        table,
+        source_slots=slots,
+        source_positions=p,
+        target_slots=slots + 16,
+        target_positions=q,
+    )
     keys, _ = contents(pool)
     copied = keys[:, slots + 16].flatten(0, 1)
-    assert ((keys[:, slots + 8].flatten(0, 1).double() - copied.double()).abs() <= case.ulp(copied, dtype)).all()
+    assert (
+        (keys[:, slots + 8].flatten(0, 1).double() - copied.double()).abs()
+        <= case.ulp(copied, dtype)
+    ).all()
 
 
 def test_blob_is_its_own() -> None:
-    """Neither side changes the other later: a blob outlives its slots, and is written many times."""
+    """Neither side changes the other later: a blob outlives its slots,
+    and is written many times."""
     case = CASES["llama"]
     pool, table = make_pool(case, torch.float32), table_of(case)
     slots, positions = torch.tensor([1, 2]), torch.tensor([5, 6])
@@ -448,18 +530,31 @@ def test_blob_is_its_own() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @every_case
 def test_gpu_equals_cpu_without_synchronising(case: Case) -> None:
-    """The same numbers, but for the last bit of each of a blob's two roundings; the blob comes from pinned memory."""
-    pools = {"cpu": make_pool(case, torch.bfloat16), "cuda": make_pool(case, torch.bfloat16, device="cuda")}
+    """The same numbers, but for the last bit of each of a blob's two roundings;
+    the blob comes from pinned memory."""
+    pools = {
+        "cpu": make_pool(case, torch.bfloat16),
+        "cuda": make_pool(case, torch.bfloat16, device="cuda"),
+    }
     results = []
     for device, pool in pools.items():
         table = table_of(case)
         table = RotaryTable(table.cos.to(device), table.sin.to(device), table.is_neox)
-        slots, p, q = (x.to(device) for x in (torch.arange(1, 6), torch.arange(5) + 7, torch.arange(5) + 1900))
+        slots, p, q = (
+            x.to(device) for x in (torch.arange(1, 6), torch.arange(5) + 7, torch.arange(5) + 1900)
+        )
         blob = [x.cpu().pin_memory() for x in read_blob(pool, table, slots, p)]
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            copy_moved(pool, table, source_slots=slots, source_positions=p, target_slots=slots + 5, target_positions=q)
+            copy_moved(
+                pool,
+                table,
+                source_slots=slots,
+                source_positions=p,
+                target_slots=slots + 5,
+                target_positions=q,
+            )
             write_blob(pool, table, blob[0], blob[1], target_slots=slots + 10, target_positions=q)
             read_blob(pool, table, slots, p)
         finally:
@@ -468,7 +563,9 @@ def test_gpu_equals_cpu_without_synchronising(case: Case) -> None:
     (cpu_keys, cpu_values), (keys, values) = results
     assert torch.equal(values, cpu_values)
     flat = cpu_keys.flatten(0, 1)
-    assert ((keys.flatten(0, 1).double() - flat.double()).abs() <= 2 * case.ulp(flat, torch.bfloat16)).all()
+    assert (
+        (keys.flatten(0, 1).double() - flat.double()).abs() <= 2 * case.ulp(flat, torch.bfloat16)
+    ).all()
 
 
 # Wrong arguments
@@ -480,7 +577,14 @@ def good() -> dict[str, Any]:
     four = torch.arange(1, 5)
     pool = make_pool(case, torch.bfloat16)
     blob = torch.zeros(NUM_LAYERS, 4, case.num_heads, case.head_dim, dtype=torch.bfloat16)
-    return {"pool": pool, "table": table_of(case), "keys": blob, "values": blob, "slots": four, "positions": four}
+    return {
+        "pool": pool,
+        "table": table_of(case),
+        "keys": blob,
+        "values": blob,
+        "slots": four,
+        "positions": four,
+    }
 
 
 def do_copy(g: dict[str, Any], **wrong: Tensor) -> None:
@@ -495,7 +599,14 @@ def do_read(g: dict[str, Any]) -> None:
 
 
 def do_write(g: dict[str, Any]) -> None:
-    write_blob(g["pool"], g["table"], g["keys"], g["values"], target_slots=g["slots"], target_positions=g["positions"])
+    write_blob(
+        g["pool"],
+        g["table"],
+        g["keys"],
+        g["values"],
+        target_slots=g["slots"],
+        target_positions=g["positions"],
+    )
 
 
 POOLED = (do_copy, do_read, do_write)
@@ -515,7 +626,10 @@ def test_right_arguments(function: Callable[..., None]) -> None:
         (torch.arange(4)[None], r"expected shape \[4\], got \[1, 4\]"),
         (torch.arange(4, dtype=torch.int32), "expected torch.int64, got torch.int32"),
         (torch.arange(4, device="meta"), "expected on cpu, got meta"),
-        (torch.arange(4) + MAX_POSITIONS - 3, rf"expected positions in \[0, {MAX_POSITIONS}\), got 2045 to 2048"),
+        (
+            torch.arange(4) + MAX_POSITIONS - 3,
+            rf"expected positions in \[0, {MAX_POSITIONS}\), got 2045 to 2048",
+        ),
         (torch.arange(4) - 1, r"expected positions in \[0, 2048\), got -1 to 2"),
     ],
 )
@@ -554,7 +668,9 @@ def test_wrong_slots(function: Callable[..., None], slots: Tensor, message: str)
         function(good() | {"slots": slots})
 
 
-@pytest.mark.parametrize("name", ["source_slots", "source_positions", "target_slots", "target_positions"])
+@pytest.mark.parametrize(
+    "name", ["source_slots", "source_positions", "target_slots", "target_positions"]
+)
 def test_wrong_move_writes_nothing(name: str) -> None:
     """Of three tokens for four, or not int64; each argument is named."""
     given = good()
@@ -571,8 +687,16 @@ def test_wrong_move_writes_nothing(name: str) -> None:
 def test_wrong_pool(function: Callable[..., None]) -> None:
     """Quantised, or of heads smaller than what rotates."""
     for dtype, case, message in (
-        (torch.float8_e4m3fn, CASES["partial"], "pool: expected torch.bfloat16 or .* got torch.uint8"),
-        (torch.bfloat16, Case([], 1.0, head_dim=8), r"pool: expected .* head_dim >= 16\], got \[24, 2, 8\]"),
+        (
+            torch.float8_e4m3fn,
+            CASES["partial"],
+            "pool: expected torch.bfloat16 or .* got torch.uint8",
+        ),
+        (
+            torch.bfloat16,
+            Case([], 1.0, head_dim=8),
+            r"pool: expected .* head_dim >= 16\], got \[24, 2, 8\]",
+        ),
     ):
         pool = MHATokenToKVPool(NUM_SLOTS - 1, 1, dtype, 2, case.head_dim, NUM_LAYERS, "cpu", False)
         with pytest.raises(ValueError, match=message):

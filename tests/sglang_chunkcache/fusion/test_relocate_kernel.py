@@ -1,7 +1,9 @@
-"""The kernel equals torch, bit by bit: in Triton's interpreter, and on CUDA where there is one. Also what it compiles to.
+"""The kernel equals torch, bit by bit: in Triton's interpreter, and on CUDA where there is one.
+Also what it compiles to.
 
-Triton's interpreter cuts bits off where it goes from float32 to bfloat16, and loses subnormals on the way back. The device
-rounds to the nearest, which the compiled code below is asked about, so here torch's conversion replaces the interpreter's.
+Triton's interpreter cuts bits off where it goes from float32 to bfloat16, and loses subnormals on
+the way back. The device rounds to the nearest, which the compiled code below is asked about, so
+here torch's conversion replaces the interpreter's.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ KINDS = ("move", "write", "read")
 BITS = {2: torch.int16, 4: torch.int32}
 NAME = "sglang_chunkcache.fusion.relocate_kernel"
 NUM_SLOTS = 40
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about infinities, which are meant
+# numpy's, about infinities, which are meant
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def torch_cast(data: Any, source: tl.dtype, target: tl.dtype, _: object) -> Any:
@@ -52,7 +55,8 @@ def torch_cast(data: Any, source: tl.dtype, target: tl.dtype, _: object) -> Any:
 
 
 def interpreted() -> ModuleType:
-    """The module once more, its kernels for the interpreter; Triton asks the environment when it decorates."""
+    """The module once more, its kernels for the interpreter;
+    Triton asks the environment when it decorates."""
     spec = importlib.util.spec_from_file_location(NAME, relocate_kernel.__file__)
     assert spec is not None
     assert spec.loader is not None
@@ -73,7 +77,9 @@ class Rig(NamedTuple):
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
+@pytest.fixture(
+    scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])]
+)
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """relocate.py finds the interpreted module, or the compiled one."""
     if request.param == "cuda":
@@ -87,7 +93,8 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 class Shape(NamedTuple):
-    """Of a pool. Of the case's pairs the last `dropped` are left out, and `unturned` numbers do not turn."""
+    """Of a pool. Of the case's pairs the last `dropped` are left out,
+    and `unturned` numbers do not turn."""
 
     case: str
     dtype: torch.dtype
@@ -104,7 +111,9 @@ class Shape(NamedTuple):
     def table(self, device: str) -> RotaryTable:
         whole = table_of(CASES[self.case])
         num_pairs = whole.cos.shape[1] - self.dropped
-        return RotaryTable(whole.cos[:, :num_pairs].to(device), whole.sin[:, :num_pairs].to(device), whole.is_neox)
+        return RotaryTable(
+            whole.cos[:, :num_pairs].to(device), whole.sin[:, :num_pairs].to(device), whole.is_neox
+        )
 
 
 def make_pool(shape: Shape, device: str) -> Any:
@@ -118,12 +127,15 @@ def make_pool(shape: Shape, device: str) -> Any:
         flat[::41], flat[7::53], flat[5::59] = 1e-39, -0.0, float("inf")
         return numbers.to(shape.dtype).to(device)
 
-    sides = [[buffer(dim) for _ in range(shape.num_layers)] for dim in (shape.head_dim, shape.v_head_dim)]
+    sides = [
+        [buffer(dim) for _ in range(shape.num_layers)] for dim in (shape.head_dim, shape.v_head_dim)
+    ]
     return SimpleNamespace(k_buffer=sides[0], v_buffer=sides[1], dtype=shape.dtype)
 
 
 def do(kind: str, shape: Shape, device: str, num_tokens: int, *, use_kernel: bool) -> list[Tensor]:
-    """Everything that can have changed, after a move of random tokens: the pool's buffers, and the blob if one is read."""
+    """Everything that can have changed, after a move of random tokens:
+    the pool's buffers, and the blob if one is read."""
     pool, table = make_pool(shape, device), shape.table(device)
     slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(num_tokens))
     source, target = (slots[at : at + num_tokens].to(device) for at in (0, NUM_SLOTS - num_tokens))
@@ -144,8 +156,18 @@ def do(kind: str, shape: Shape, device: str, num_tokens: int, *, use_kernel: boo
         blob = read_blob(pool, table, source, old, use_kernel=use_kernel)
     else:
         other = make_pool(shape, device)
-        keys, values = (torch.stack([b[source] for b in side]) for side in (other.k_buffer, other.v_buffer))
-        write_blob(pool, table, keys, values, target_slots=target, target_positions=new, use_kernel=use_kernel)
+        keys, values = (
+            torch.stack([b[source] for b in side]) for side in (other.k_buffer, other.v_buffer)
+        )
+        write_blob(
+            pool,
+            table,
+            keys,
+            values,
+            target_slots=target,
+            target_positions=new,
+            use_kernel=use_kernel,
+        )
     return [*pool.k_buffer, *pool.v_buffer, *blob]
 
 
@@ -172,11 +194,17 @@ shapes = st.builds(
 @example("move", Shape("interleaved partial", torch.float16, num_heads=3, unturned=7), 2, 5)
 @example("move", Shape("qwen2", torch.bfloat16, num_heads=3, v_head_dim=24, dropped=12), 2, 3)
 @example("move", Shape("interleaved", torch.bfloat16, num_heads=3, unturned=1, dropped=6), 2, 3)
-@example("write", Shape("partial", torch.bfloat16, num_layers=3, num_heads=5, unturned=48, v_head_dim=7), 4, 9)
+@example(
+    "write",
+    Shape("partial", torch.bfloat16, num_layers=3, num_heads=5, unturned=48, v_head_dim=7),
+    4,
+    9,
+)
 @example("read", Shape("interleaved", torch.float32, num_heads=1), 1, 1)
 @settings(max_examples=examples(60))
 def test_equals_torch(rig: Rig, kind: str, shape: Shape, block: int, num_tokens: int) -> None:
-    """Over families, dtypes, odd sizes, block edges and scattered slots; what is no target keeps every bit."""
+    """Over families, dtypes, odd sizes, block edges and scattered slots;
+    what is no target keeps every bit."""
     row = shape.num_heads * max(shape.head_dim, shape.v_head_dim) * shape.dtype.itemsize
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rig.kernel, "TILE_BYTES", block * row)
@@ -196,7 +224,8 @@ def test_blocks_as_in_service(rig: Rig, kind: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["partial", "interleaved partial"])
 def test_what_does_not_turn_keeps_every_bit(rig: Rig, name: str, dtype: torch.dtype) -> None:
-    """Random bits, NaNs of any payload among them: values, numbers past `rotary_dim`, and all of a move by 0."""
+    """Random bits, NaNs of any payload among them:
+    values, numbers past `rotary_dim`, and all of a move by 0."""
     shape = Shape(name, dtype, unturned=48)
     pool, table = make_pool(shape, rig.device), shape.table(rig.device)
     bits = BITS[dtype.itemsize]
@@ -215,7 +244,9 @@ def test_what_does_not_turn_keeps_every_bit(rig: Rig, name: str, dtype: torch.dt
         )
         first = 0 if moved_by == 0 else table.rotary_dim
         for buffer in pool.k_buffer:
-            assert torch.equal(buffer[slots + target, :, first:].view(bits), buffer[slots, :, first:].view(bits))
+            assert torch.equal(
+                buffer[slots + target, :, first:].view(bits), buffer[slots, :, first:].view(bits)
+            )
         for buffer in pool.v_buffer:
             assert torch.equal(buffer[slots + target].view(bits), buffer[slots].view(bits))
 
@@ -239,10 +270,14 @@ def test_in_place(rig: Rig) -> None:
 
 
 def test_buffers_that_were_made_anew(rig: Rig) -> None:
-    """A pool that wakes may have other memory: writing to where the old one was would corrupt whatever is there now."""
+    """A pool that wakes may have other memory:
+    writing to where the old one was would corrupt whatever is there now."""
     shape = Shape("llama", torch.bfloat16)
     pool, table = make_pool(shape, rig.device), shape.table(rig.device)
-    slots, positions = torch.tensor([1, 2], device=rig.device), torch.tensor([5, 6], device=rig.device)
+    slots, positions = (
+        torch.tensor([1, 2], device=rig.device),
+        torch.tensor([5, 6], device=rig.device),
+    )
     read_blob(pool, table, slots, positions, use_kernel=True)
     old_values = pool.v_buffer
     pool.v_buffer = [buffer + 1 for buffer in old_values]
@@ -252,31 +287,53 @@ def test_buffers_that_were_made_anew(rig: Rig) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "name"),
-    [({"keys": 1}, "keys"), ({"values": 1}, "values"), ({"cos": 1}, "cos, sin"), ({"source": 1}, "blob")],
+    [
+        ({"keys": 1}, "keys"),
+        ({"values": 1}, "values"),
+        ({"cos": 1}, "cos, sin"),
+        ({"source": 1}, "blob"),
+    ],
 )
 def test_what_is_not_contiguous_is_refused(wrong: dict[str, int], name: str) -> None:
     """The kernel reckons addresses, and would read other numbers."""
     buffers = {side: [torch.zeros(4, 2, 32) for _ in range(2)] for side in ("keys", "values")}
     blob = torch.zeros(2, 3, 2, 32), torch.zeros(2, 3, 2, 32)
-    given_: dict[str, Any] = {**buffers, "cos": torch.ones(3, 1, 16), "sin": torch.zeros(3, 1, 16), "source": blob}
+    given_: dict[str, Any] = {
+        **buffers,
+        "cos": torch.ones(3, 1, 16),
+        "sin": torch.zeros(3, 1, 16),
+        "source": blob,
+    }
     for key in wrong:
         tensors = given_[key] if isinstance(given_[key], list | tuple) else [given_[key]]
         strided = [torch.stack([t, t], dim=-1)[..., 0] for t in tensors]
-        given_[key] = type(given_[key])(strided) if isinstance(given_[key], list | tuple) else strided[0]
+        given_[key] = (
+            type(given_[key])(strided) if isinstance(given_[key], list | tuple) else strided[0]
+        )
     with pytest.raises(ValueError, match=f"{name}: expected contiguous"):
         relocate_kernel.launch_arguments(**given_, is_neox=True, target=torch.arange(3))
 
 
 # What it compiles to, for an H100, without one
 
-POINTERS = {torch.int64: "*i64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+POINTERS = {
+    torch.int64: "*i64",
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+}
 
 
-def ptx_of(kind: str, dtype: torch.dtype, *, num_heads: int, head_dim: int, num_pairs: int, is_neox: bool) -> str:
+def ptx_of(
+    kind: str, dtype: torch.dtype, *, num_heads: int, head_dim: int, num_pairs: int, is_neox: bool
+) -> str:
     """The kernel as a launch on an H100 would have it compiled."""
     sides = [[torch.zeros(8, num_heads, head_dim, dtype=dtype) for _ in range(2)] for _ in range(2)]
     turn, slots = torch.zeros(4, 1, num_pairs), torch.arange(4)
-    blob = torch.zeros(2, 4, num_heads, head_dim, dtype=dtype), torch.zeros(2, 4, num_heads, head_dim, dtype=dtype)
+    blob = (
+        torch.zeros(2, 4, num_heads, head_dim, dtype=dtype),
+        torch.zeros(2, 4, num_heads, head_dim, dtype=dtype),
+    )
     arguments, _ = relocate_kernel.launch_arguments(
         sides[0],
         sides[1],
@@ -298,16 +355,23 @@ def ptx_of(kind: str, dtype: torch.dtype, *, num_heads: int, head_dim: int, num_
         else:
             signature[parameter.name] = "i32"
     source = ASTSource(relocate_kernel._relocate, signature, constants, attributes)
-    compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=relocate_kernel.OPTIONS)
+    compiled = compile_kernel(
+        source, target=GPUTarget("cuda", 90, 32), options=relocate_kernel.OPTIONS
+    )
     assert compiled.asm["cubin"]
     return str(compiled.asm["ptx"])
 
 
 @pytest.mark.nvcc
 @pytest.mark.nightly
-@pytest.mark.parametrize(("kind", "dtype", "is_neox"), [*product(KINDS, DTYPES, [True, False])], ids=str)
-def test_compiled_moves_sixteen_bytes_at_a_time(kind: str, dtype: torch.dtype, is_neox: bool) -> None:
-    """Of eight heads of 128: no narrower access but to addresses and slots, no number stored twice or by two."""
+@pytest.mark.parametrize(
+    ("kind", "dtype", "is_neox"), [*product(KINDS, DTYPES, [True, False])], ids=str
+)
+def test_compiled_moves_sixteen_bytes_at_a_time(
+    kind: str, dtype: torch.dtype, is_neox: bool
+) -> None:
+    """Of eight heads of 128: no narrower access but to addresses and slots,
+    no number stored twice or by two."""
     ptx = ptx_of(kind, dtype, num_heads=8, head_dim=128, num_pairs=64, is_neox=is_neox)
     accesses = Counter(re.findall(r"(?:ld|st)\.global[\w.]*", ptx))
     assert set(accesses) == {"ld.global.v4.b32", "st.global.v4.b32", "ld.global.b64"}
@@ -325,14 +389,27 @@ def test_compiled_rounds_as_torch_does(dtype: torch.dtype) -> None:
     short = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: ""}[dtype]
     down = {f"cvt.rn.{short}.f32", f"cvt.rn.{short}x2.f32"} if short else set()
     assert {"mul.rn.f32", "add.rn.f32", "sub.rn.f32"} <= set(operations)
-    assert set(operations) - {f"cvt.f32.{short}"} <= {"mul.rn.f32", "add.rn.f32", "sub.rn.f32"} | down
+    assert (
+        set(operations) - {f"cvt.f32.{short}"} <= {"mul.rn.f32", "add.rn.f32", "sub.rn.f32"} | down
+    )
     assert not short or set(operations) & down
 
 
 @pytest.mark.nvcc
 @pytest.mark.nightly
 @pytest.mark.parametrize("is_neox", [True, False])
-@pytest.mark.parametrize(("num_heads", "head_dim", "num_pairs"), [(3, 80, 40), (5, 33, 16), (1, 576, 32), (32, 96, 24)])
-def test_compiles_for_odd_sizes(num_heads: int, head_dim: int, num_pairs: int, is_neox: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "num_pairs"), [(3, 80, 40), (5, 33, 16), (1, 576, 32), (32, 96, 24)]
+)
+def test_compiles_for_odd_sizes(
+    num_heads: int, head_dim: int, num_pairs: int, is_neox: bool
+) -> None:
     """Heads that are no power of two, few numbers that turn, rows longer than a block."""
-    assert ptx_of("move", torch.bfloat16, num_heads=num_heads, head_dim=head_dim, num_pairs=num_pairs, is_neox=is_neox)
+    assert ptx_of(
+        "move",
+        torch.bfloat16,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_pairs=num_pairs,
+        is_neox=is_neox,
+    )

@@ -1,4 +1,5 @@
-"""Several servers on one storage: what one has computed another loads, who deletes what, and what becomes of what is gone."""
+"""Several servers on one storage: what one has computed another loads, who deletes what,
+and what becomes of what is gone."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ from sglang_chunkcache.storage import storage as module
 from sglang_chunkcache.storage.jobs import Write
 from sglang_chunkcache.wire.state import Asked
 from tests.reference.fused_scheduler import FusedScheduler
-from tests.sglang_chunkcache.fusion.test_promise import HEAD, OTHER_HEAD, A, B, C, D, asks, fused, sources
+from tests.sglang_chunkcache.fusion.test_promise import (
+    HEAD,
+    OTHER_HEAD,
+    A,
+    B,
+    C,
+    D,
+    asks,
+    fused,
+    sources,
+)
 from tests.sglang_chunkcache.fusion.test_tier import Disk, disk, held, identity, store, wheres
 
 __all__ = ["disk"]  # the fixture
@@ -50,13 +61,19 @@ def pair(disk: Disk) -> Pair:
 
 
 def test_what_one_has_computed_another_moves(pair: Pair) -> None:
-    """Behind the same head, with the chunks before it. It is no entry of the second's, and in no budget of its."""
+    """Behind the same head, with the chunks before it.
+    It is no entry of the second's, and in no budget of its."""
     store(pair.first, A, B)
     pair.settle()
     req = fused(D, B)
     pair.second.cache.arrived(req)
     counts = pair.settle()[1]
-    assert (counts["found"], counts["loaded"], counts["num_entries"], counts["num_bytes"]) == (1, 1, 1, 0)
+    assert (counts["found"], counts["loaded"], counts["num_entries"], counts["num_bytes"]) == (
+        1,
+        1,
+        1,
+        0,
+    )
     pair.second.serve(req, answer=[50])
     assert wheres(req) == ["gap", "host"]
     assert held(pair.second, B) == held(pair.first, B)
@@ -75,7 +92,8 @@ def test_measured_scores_come_along(pair: Pair) -> None:
 
 
 def test_second_server_writes_nothing_that_is_there(pair: Pair) -> None:
-    """Although it has computed it, too, and never looked. It uses the first one's entry from then on."""
+    """Although it has computed it, too, and never looked.
+    It uses the first one's entry from then on."""
     store(pair.first, A, B)
     pair.settle()
     store(pair.second, A, B)
@@ -83,7 +101,10 @@ def test_second_server_writes_nothing_that_is_there(pair: Pair) -> None:
     assert (first["written"], second["written"]) == (2, 0)
     assert (len(pair.entries()), len(pair.pointers())) == (2, 2)
     assert (second["num_entries"], second["num_bytes"]) == (2, 0)
-    known = [{v.blob.row.name: v.blob.row.num_bytes for v in tier.storage.index.variants()} for tier in pair.tiers]
+    known = [
+        {v.blob.row.name: v.blob.row.num_bytes for v in tier.storage.index.variants()}
+        for tier in pair.tiers
+    ]
     assert known[0] == known[1]
 
 
@@ -118,12 +139,17 @@ def test_what_was_looked_up_is_known_for_a_while(pair: Pair) -> None:
     assert len(held(pair.second, A)) == 1
 
 
-def test_what_is_remembered_of_lookups_is_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_remembered_of_lookups_is_bounded(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The oldest leaves."""
     monkeypatch.setattr(module, "MAX_LOOKED_UP", 2)
     for chunk in (A, B, C):
         pair.asked(pair.second, chunk)
-    assert [chunk.chunk for chunk in pair.tiers[1].storage._looked_up] == [identity(B).chunk, identity(C).chunk]
+    assert [chunk.chunk for chunk in pair.tiers[1].storage._looked_up] == [
+        identity(B).chunk,
+        identity(C).chunk,
+    ]
 
 
 def test_failed_lookup_is_no_answer(pair: Pair) -> None:
@@ -174,7 +200,9 @@ def test_eviction_deletes_what_the_server_has_written(disk: Disk) -> None:
     first = disk.server(beside="first")
     store(first, A)
     size = disk.settle()["num_bytes"]
-    second = disk.server(beside="second", storage_bytes=size + size // 2, store_chunks=1, store_variants=2)
+    second = disk.server(
+        beside="second", storage_bytes=size + size // 2, store_chunks=1, store_variants=2
+    )
     for chunk in (A, C, D):
         second.cache.arrived(fused(chunk))
         disk.settle()
@@ -235,7 +263,8 @@ def test_damaged_entry_of_another_is_deleted(pair: Pair) -> None:
 
 
 def test_damaged_bytes_that_stay_are_refused_once(pair: Pair) -> None:
-    """A class without `delete` would give them again and again, and keep no others under their name."""
+    """A class without `delete` would give them again and again,
+    and keep no others under their name."""
     pair.disk.storage.delete = None  # type: ignore[assignment,method-assign]
     store(pair.first, A)
     pair.settle()
@@ -262,7 +291,9 @@ def test_clear_deletes_what_the_server_knows(pair: Pair) -> None:
     assert pair.settle()[1]["num_entries"] == 0
     (name,) = pair.entries()
     assert name in {
-        v.blob.row.name for v in pair.tiers[0].storage.index.variants() if v.blob.row.place.chunk == identity(B).chunk
+        v.blob.row.name
+        for v in pair.tiers[0].storage.index.variants()
+        if v.blob.row.place.chunk == identity(B).chunk
     }
     pair.asked(pair.second, A)
     assert held(pair.second, A) == []
@@ -297,7 +328,8 @@ def test_lookup_that_a_flush_overtakes_is_made_again(pair: Pair) -> None:
 
 
 def test_entry_that_two_write_at_once_is_of_both(pair: Pair) -> None:
-    """What the second has a row of must be in its budget, although it has learnt of the first one's meanwhile."""
+    """What the second has a row of must be in its budget, although it has learnt of the first one's
+    meanwhile."""
     store(pair.first, A)
     pair.settle()
     (stored,) = pair.tiers[0].storage.index.variants()
@@ -306,7 +338,9 @@ def test_entry_that_two_write_at_once_is_of_both(pair: Pair) -> None:
     assert pair.settle()[1]["num_bytes"] == 0
     entry = entry_of(variant, ())
     for _ in range(2):
-        pair.tiers[1].storage._written(0, print, Write(stored.blob.row, entry, 0, is_confirmed=True))
+        pair.tiers[1].storage._written(
+            0, print, Write(stored.blob.row, entry, 0, is_confirmed=True)
+        )
         counts = pair.settle()[1]
         assert (counts["num_entries"], counts["num_bytes"]) == (1, stored.blob.row.num_bytes)
     assert len(pair.disk.storage.held) == 2, "nothing is deleted"
@@ -333,12 +367,16 @@ def test_other_head_is_looked_up_behind_this_one(pair: Pair) -> None:
     pair.second.store.clear()
     pair.second.evict(100)
     pair.asked(pair.second, A)
-    assert {variant.head for variant in pair.second.store.find(identity(A))} == {str(HEAD), str(OTHER_HEAD)}
+    assert {variant.head for variant in pair.second.store.find(identity(A))} == {
+        str(HEAD),
+        str(OTHER_HEAD),
+    }
 
 
 @pytest.mark.parametrize("state", ["healthy", "slowed", "hanging", "refusing"])
 def test_scheduler_never_waits(disk: Disk, state: str) -> None:
-    """Nothing of the storage is called on its thread, whatever the storage does; every request is answered."""
+    """Nothing of the storage is called on its thread, whatever the storage does;
+    every request is answered."""
     pair = Pair(disk)
     store(pair.first, A, B)
     pair.settle()

@@ -1,6 +1,8 @@
-"""Random lives of two servers on one storage: what is moved was asked for, and each agrees with its manifest and the storage.
+"""Random lives of two servers on one storage: what is moved was asked for, and each agrees with its
+manifest and the storage.
 
-The pass in tests/reference/fused_scheduler.py refuses KV of other tokens than those of the place that it is moved to.
+The pass in tests/reference/fused_scheduler.py refuses KV of other tokens than those of the place
+that it is moved to.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from tests.reference.fused_scheduler import FusedScheduler
 from tests.sglang_chunkcache.fusion.test_promise import A, B, C, D, fused, rag
 from tests.sglang_chunkcache.fusion.test_tier import Disk
 
-CHUNKS = st.permutations([A, B, C, D]).flatmap(lambda chunks: st.integers(1, 4).map(lambda num: chunks[:num]))
+CHUNKS = st.permutations([A, B, C, D]).flatmap(
+    lambda chunks: st.integers(1, 4).map(lambda num: chunks[:num])
+)
 SERVERS = st.integers(0, 1)
 SALTS = st.sampled_from([None, "pepper"])
 STORAGE_BYTES = 1000
@@ -48,7 +52,9 @@ class SharedLife(RuleBasedStateMachine):
             self.move(1, [chunk], None, waits=True)
 
     def _start(self, number: int) -> None:
-        server = self.disk.server(beside=str(number), storage_bytes=STORAGE_BYTES, store_bytes=200, capacity=120)
+        server = self.disk.server(
+            beside=str(number), storage_bytes=STORAGE_BYTES, store_bytes=200, capacity=120
+        )
         self.servers[number : number + 1] = [server]
         self.tiers[number : number + 1] = [self.disk.tier]
 
@@ -63,7 +69,9 @@ class SharedLife(RuleBasedStateMachine):
         self._settle()  # two that write the same at once are both its writers
 
     @rule(at=SERVERS, chunks=CHUNKS, salt=SALTS, waits=st.booleans(), forgets=st.booleans())
-    def move(self, at: int, chunks: list[list[int]], salt: str | None, waits: bool, forgets: bool = False) -> None:
+    def move(
+        self, at: int, chunks: list[list[int]], salt: str | None, waits: bool, forgets: bool = False
+    ) -> None:
         """`forgets`: device and memory, before."""
         if forgets:
             self.servers[at].flush()
@@ -78,7 +86,9 @@ class SharedLife(RuleBasedStateMachine):
     @rule(at=SERVERS)
     def clear(self, at: int) -> None:
         self._settle()
-        self.lost |= {v.blob.row.name for v in self.tiers[at].storage.index.variants() if not v.blob.is_own}
+        self.lost |= {
+            v.blob.row.name for v in self.tiers[at].storage.index.variants() if not v.blob.is_own
+        }
         self.servers[at].cache.rank_state(0, Asked(clear_store=True))
         self._settle()
 
@@ -108,15 +118,29 @@ class SharedLife(RuleBasedStateMachine):
         for server, tier in zip(self.servers, self.tiers, strict=True):
             server.check()
             tier.storage.index.check_integrity()
-            rows = {v.blob.row.name: v.blob.row.num_bytes for v in tier.storage.index.variants() if v.blob.is_own}
+            rows = {
+                v.blob.row.name: v.blob.row.num_bytes
+                for v in tier.storage.index.variants()
+                if v.blob.is_own
+            }
             assert {row.name: row.num_bytes for row in tier.storage.loader._manifest.rows()} == rows
             assert sum(rows.values()) <= STORAGE_BYTES
             assert not tier.storage._under_way
-            if self.has_all_pointers:  # else one writes again what another has written, and either may delete it
-                assert all(len(held[name]) == size for name, size in rows.items() if name not in self.lost)
-        owned = [v.blob.row.name for tier in self.tiers for v in tier.storage.index.variants() if v.blob.is_own]
+            # else one writes again what another has written, and either may delete it
+            if self.has_all_pointers:
+                assert all(
+                    len(held[name]) == size for name, size in rows.items() if name not in self.lost
+                )
+        owned = [
+            v.blob.row.name
+            for tier in self.tiers
+            for v in tier.storage.index.variants()
+            if v.blob.is_own
+        ]
         if self.has_all_pointers and not self.lost:
-            assert sorted(owned) == sorted(name for name in held if name.startswith("cc1-")), "each has one writer"
+            assert sorted(owned) == sorted(name for name in held if name.startswith("cc1-")), (
+                "each has one writer"
+            )
             assert len(held) == 2 * len(owned), "and one pointer"
 
     def teardown(self) -> None:
@@ -132,10 +156,15 @@ TestSharedLife.settings = settings(max_examples=examples(40), stateful_step_coun
 
 @pytest.mark.parametrize("seed", range(5))
 def test_long_life(seed: int) -> None:
-    """Examples are mostly short, and budgets are exceeded late. Nothing is lost here, so every entry must be there."""
+    """Examples are mostly short, and budgets are exceeded late.
+    Nothing is lost here, so every entry must be there."""
     rng, life = random.Random(seed), SharedLife()
     for _ in range(40):
-        chunks, at, salt = rng.sample([A, B, C, D], rng.randint(1, 4)), rng.randint(0, 1), rng.choice([None, "pepper"])
+        chunks, at, salt = (
+            rng.sample([A, B, C, D], rng.randint(1, 4)),
+            rng.randint(0, 1),
+            rng.choice([None, "pepper"]),
+        )
         what = rng.choice(["store", "store", "move"])
         if what == "store":
             life.store(at, chunks, salt)

@@ -1,4 +1,5 @@
-"""What of a layer reaches the sparse attention, and when. That passes are right: test_recompute.py."""
+"""What of a layer reaches the sparse attention, and when.
+That passes are right: test_recompute.py."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ class Pool:
         return self.buffers[layer_id, 1]
 
     def set_kv_buffer(self, layer: Any, where: Any, keys: Tensor, values: Tensor) -> None:
-        self.buffers[layer.layer_id, 0, where.loc], self.buffers[layer.layer_id, 1, where.loc] = keys, values
+        self.buffers[layer.layer_id, 0, where.loc], self.buffers[layer.layer_id, 1, where.loc] = (
+            keys,
+            values,
+        )
 
 
 class Seen:
@@ -62,7 +66,9 @@ def test_a_layer_is_written_before_it_attends() -> None:
     """At the pass's slots, by heads, in the layer's own buffers."""
     pool, seen = Pool(), Seen()
     backend = SparseBackend(
-        SimpleNamespace(req_to_token_pool=None, token_to_kv_pool=pool), seen, torch.tensor([7, 2, 5])
+        SimpleNamespace(req_to_token_pool=None, token_to_kv_pool=pool),
+        seen,
+        torch.tensor([7, 2, 5]),
     )
     q, k, v = torch.randn(3, 256), torch.randn(3, 128), torch.randn(3, 128)
     out = backend.forward_extend(q, k, v, make_layer(), None)
@@ -84,7 +90,11 @@ def test_a_layer_is_written_before_it_attends() -> None:
 def test_a_layer_that_is_more_is_refused(change: dict[str, Any], named: str) -> None:
     """As by the masked pass, before anything is written."""
     pool = Pool()
-    backend = SparseBackend(SimpleNamespace(req_to_token_pool=None, token_to_kv_pool=pool), Seen(), torch.tensor([1]))
+    backend = SparseBackend(
+        SimpleNamespace(req_to_token_pool=None, token_to_kv_pool=pool), Seen(), torch.tensor([1])
+    )
     with pytest.raises(ValueError, match=f"layer 1: the pass does not support {named}"):
-        backend.forward_extend(torch.ones(1, 256), torch.ones(1, 128), torch.ones(1, 128), make_layer(**change), None)
+        backend.forward_extend(
+            torch.ones(1, 256), torch.ones(1, 128), torch.ones(1, 128), make_layer(**change), None
+        )
     assert not pool.buffers.any()

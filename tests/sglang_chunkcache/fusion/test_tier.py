@@ -1,4 +1,5 @@
-"""The storage below the store, in the scheduler's order of calls: what is written, what comes back, and when nothing does."""
+"""The storage below the store, in the scheduler's order of calls:
+what is written, what comes back, and when nothing does."""
 
 from __future__ import annotations
 
@@ -66,16 +67,26 @@ class Disk:
         self.shown: list[Mapping[str, Any]] = []
         """Figures for Prometheus."""
 
-    def server(self, *, storage_bytes: int = 100_000, beside: str = "", **knobs: Any) -> FusedScheduler:
-        """A server that has just started: `stop` the one before. `beside`: its name, if it shares the storage with others."""
+    def server(
+        self, *, storage_bytes: int = 100_000, beside: str = "", **knobs: Any
+    ) -> FusedScheduler:
+        """A server that has just started: `stop` the one before.
+        `beside`: its name, if it shares the storage with others."""
         window = knobs.get("window_requests", WINDOW)
-        scheduler = make_scheduler(storage=self.opened(storage_bytes, beside=beside, window=window), **knobs)
+        scheduler = make_scheduler(
+            storage=self.opened(storage_bytes, beside=beside, window=window), **knobs
+        )
         assert scheduler.fuser.tier is not None
         self.tiers.append(scheduler.fuser.tier)
         return scheduler
 
     def opened(
-        self, storage_bytes: int, *, beside: str = "", window: int = WINDOW, ranks: Ranks | None = None
+        self,
+        storage_bytes: int,
+        *,
+        beside: str = "",
+        window: int = WINDOW,
+        ranks: Ranks | None = None,
     ) -> Storage:
         """As a start finds it."""
         manifest, backend = Manifest(self.folder / beside), Backend(self.storage)
@@ -83,7 +94,14 @@ class Disk:
         pointers = Pointers(backend, names, secret=b"") if beside else None
         return Storage(
             VariantIndex(max_bytes=storage_bytes, max_chunks=1000, max_variants=5, window=window),
-            Loader(backend, manifest, secret=b"", pointers=pointers, ranks=ranks, clock=lambda: self.now),
+            Loader(
+                backend,
+                manifest,
+                secret=b"",
+                pointers=pointers,
+                ranks=ranks,
+                clock=lambda: self.now,
+            ),
             names,
             window=window,
             layout=self.layout,
@@ -132,7 +150,9 @@ class Shown(RankMetrics):
         self._disk.shown.append(stats)
 
 
-def identity(tokens: list[int], extra_key: str | None = None, cache_salt: str | None = None) -> ChunkIdentity:
+def identity(
+    tokens: list[int], extra_key: str | None = None, cache_salt: str | None = None
+) -> ChunkIdentity:
     return ChunkIdentity(chunk_id(tokens), extra_key, cache_salt)
 
 
@@ -166,7 +186,12 @@ def test_stored_chunks_survive_the_server(disk: Disk) -> None:
     second = disk.server()
     assert disk.tier.load_most_used() == 2
     (found,) = second.store.find(identity(B))
-    assert (found.prefix, found.head, found.reuse, found.num_uses) == ((chunk_id(A),), str(HEAD), reuse, 1)
+    assert (found.prefix, found.head, found.reuse, found.num_uses) == (
+        (chunk_id(A),),
+        str(HEAD),
+        reuse,
+        1,
+    )
     assert found.blob.read()[0].flatten().tolist() == B
     req = fused(D, B)
     second.serve(req, answer=[50])
@@ -174,7 +199,8 @@ def test_stored_chunks_survive_the_server(disk: Disk) -> None:
 
 
 def test_entries_of_a_codec_that_was_removed_are_others(disk: Disk) -> None:
-    """Variants of codec joint were in int4, under the codec's own name: no server finds them, and they leave by their age."""
+    """Variants of codec joint were in int4, under the codec's own name:
+    no server finds them, and they leave by their age."""
     disk.layout = Layout(2, 1, 4, 4, "float32")
     earlier = disk.server(store_codec="int4")
     disk.tier._how = ("unrotated", "joint")
@@ -185,7 +211,11 @@ def test_entries_of_a_codec_that_was_removed_are_others(disk: Disk) -> None:
     later = disk.server(store_codec="int4")
     assert disk.tier.load_most_used() == 0
     told = disk.settle()
-    assert (told["bytes"], told["num_entries"], told["problems"]) == ({"variants": 0, "other": written}, 2, {})
+    assert (told["bytes"], told["num_entries"], told["problems"]) == (
+        {"variants": 0, "other": written},
+        2,
+        {},
+    )
     store(later, C, D)
     told = disk.settle()["bytes"]
     assert told["other"] == written
@@ -196,7 +226,8 @@ def test_entries_of_a_codec_that_was_removed_are_others(disk: Disk) -> None:
 
 
 def test_coded_chunks_survive_a_server_of_their_codec_alone(disk: Disk) -> None:
-    """As they were coded, in as many bytes. Under another codec's names there is nothing, and what is there stays."""
+    """As they were coded, in as many bytes.
+    Under another codec's names there is nothing, and what is there stays."""
     sizes = {}
     for codec in ("none", "int8"):
         store(disk.server(store_codec=codec), A, B)
@@ -204,11 +235,15 @@ def test_coded_chunks_survive_a_server_of_their_codec_alone(disk: Disk) -> None:
         stats = disk.tier.storage.stats()
         mine = sizes[codec] - (sizes["none"] if codec == "int8" else 0)
         assert stats["bytes"] == {"variants": mine, "other": sizes[codec] - mine}
-        assert stats["saved_bytes"] == {"variants": 2 * (4 - 5) * (len(A) + len(B)) if codec == "int8" else 0}
+        assert stats["saved_bytes"] == {
+            "variants": 2 * (4 - 5) * (len(A) + len(B)) if codec == "int8" else 0
+        }
         disk.stop()
     assert len(disk.storage.held) == 4
     # Heads are one number here: 8 bits and a scale of 32 in place of 32, for keys and values each.
-    assert sizes["int8"] - 2 * sizes["none"] == 2 * (5 - 4) * (len(A) + len(B)) + 2 * len(',"codec":"int8"')
+    assert sizes["int8"] - 2 * sizes["none"] == 2 * (5 - 4) * (len(A) + len(B)) + 2 * len(
+        ',"codec":"int8"'
+    )
     for codec in ("none", "int8"):
         scheduler = disk.server(store_codec=codec)
         assert disk.tier.load_most_used() == 2
@@ -336,7 +371,9 @@ def test_scores_of_other_heads_are_left_out(disk: Disk) -> None:
     scheduler.fusion_pass.calibration = Calibration(heads=((0, 1),))
     disk.tier.storage.heads = ((0, 1),)
     disk.tier.load_most_used()
-    assert scheduler.store.find(identity(A))[0].scored is Scored.ALL, "measured without heads, it holds with any"
+    assert scheduler.store.find(identity(A))[0].scored is Scored.ALL, (
+        "measured without heads, it holds with any"
+    )
     scored = ChunkScores((), (), 1.0, torch.zeros(len(A)), torch.zeros(len(A)))
     outward = torch.arange(4.0)
     blob = HostBlob(torch.ones(1, 4, 1, 1), torch.ones(1, 4, 1, 1))
@@ -366,7 +403,8 @@ def test_scores_that_do_not_fit_their_variant_are_left_out(disk: Disk) -> None:
 
 
 def test_tenants_have_entries_of_their_own(disk: Disk) -> None:
-    """Found with the tenant's request, never at the start and never by others; nothing tells the salt."""
+    """Found with the tenant's request, never at the start and never by others;
+    nothing tells the salt."""
     scheduler = disk.server()
     for salt in ("pepper", "paprika"):
         store(scheduler, A, cache_salt=salt, extra_key="key")
@@ -388,7 +426,8 @@ def test_tenants_have_entries_of_their_own(disk: Disk) -> None:
 
 
 def test_other_weights_find_nothing(disk: Disk) -> None:
-    """And keep what they left: their own come back with them. An update that was under way leaves nothing in the store."""
+    """And keep what they left: their own come back with them.
+    An update that was under way leaves nothing in the store."""
     scheduler = disk.server()
     store(scheduler, A)
     disk.settle()
@@ -604,7 +643,9 @@ def test_start_loads_what_was_used_most(disk: Disk) -> None:
     assert disk.tier.load_most_used() == 0
 
 
-def test_more_than_the_queue_holds_is_loaded_at_the_start(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_the_queue_holds_is_loaded_at_the_start(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The start polls while it waits."""
     scheduler = disk.server(capacity=400)
     chunks = [[i, i + 1] for i in range(100, 110)]

@@ -1,6 +1,8 @@
-"""Random lives of servers on one storage: what is moved was asked for; index, manifest and bytes agree when nothing waits.
+"""Random lives of servers on one storage: what is moved was asked for; index, manifest and bytes
+agree when nothing waits.
 
-The pass in tests/reference/fused_scheduler.py refuses KV of other tokens than those of the place that it is moved to.
+The pass in tests/reference/fused_scheduler.py refuses KV of other tokens than those of the place
+that it is moved to.
 """
 
 from __future__ import annotations
@@ -18,10 +20,22 @@ pytest.importorskip("sglang")
 from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
 from tests.reference.scheduler import FakeReq
-from tests.sglang_chunkcache.fusion.test_promise import HEAD, OTHER_HEAD, A, B, C, D, asks, fused, rag
+from tests.sglang_chunkcache.fusion.test_promise import (
+    HEAD,
+    OTHER_HEAD,
+    A,
+    B,
+    C,
+    D,
+    asks,
+    fused,
+    rag,
+)
 from tests.sglang_chunkcache.fusion.test_tier import Disk
 
-CHUNKS = st.permutations([A, B, C, D]).flatmap(lambda chunks: st.integers(1, 4).map(lambda num: chunks[:num]))
+CHUNKS = st.permutations([A, B, C, D]).flatmap(
+    lambda chunks: st.integers(1, 4).map(lambda num: chunks[:num])
+)
 HEADS = st.sampled_from([HEAD, OTHER_HEAD])
 SALTS = st.sampled_from([None, "pepper"])
 STORAGE_BYTES = 3000
@@ -43,7 +57,9 @@ class StorageLife(RuleBasedStateMachine):
         self.disk.tier.storage.start(self.weights, ())
 
     @rule(chunks=CHUNKS, head=HEADS, salt=SALTS, scored=st.booleans())
-    def store(self, chunks: list[list[int]], head: list[int], salt: str | None, scored: bool) -> None:
+    def store(
+        self, chunks: list[list[int]], head: list[int], salt: str | None, scored: bool
+    ) -> None:
         fusion = asks("h2o", 0.5, recipe="h") if scored else None
         req = rag(*chunks, head=head, keep=range(len(chunks)), cache_salt=salt, fusion=fusion)
         self.server.cache.arrived(req)
@@ -106,16 +122,22 @@ class StorageLife(RuleBasedStateMachine):
         index = self.disk.tier.storage.index
         index.check_integrity()
         rows = {variant.blob.row.name: variant.blob.row.num_bytes for variant in index.variants()}
-        assert {row.name: row.num_bytes for row in self.disk.tier.storage.loader._manifest.rows()} == rows
+        assert {
+            row.name: row.num_bytes for row in self.disk.tier.storage.loader._manifest.rows()
+        } == rows
         mine = f"{self.disk.tier.storage._weights} unrotated"
-        own = sum(each.blob.nbytes for each in index.variants() if each.blob.row.place.model == mine)
+        own = sum(
+            each.blob.nbytes for each in index.variants() if each.blob.row.place.model == mine
+        )
         stats = self.disk.tier.storage.stats()
         assert (stats["bytes"], stats["num_bytes"]) == (
             {"variants": own, "other": sum(rows.values()) - own},
             sum(rows.values()),
         )
         assert rows.keys() <= self.disk.storage.held.keys()
-        assert all(len(self.disk.storage.held[name]) == num_bytes for name, num_bytes in rows.items())
+        assert all(
+            len(self.disk.storage.held[name]) == num_bytes for name, num_bytes in rows.items()
+        )
         assert sum(rows.values()) <= STORAGE_BYTES
         assert not self.disk.tier.storage._under_way
 
@@ -127,4 +149,6 @@ class StorageLife(RuleBasedStateMachine):
 
 
 TestStorageLife = StorageLife.TestCase
-TestStorageLife.settings = settings(max_examples=examples(50), stateful_step_count=30, deadline=None)
+TestStorageLife.settings = settings(
+    max_examples=examples(50), stateful_step_count=30, deadline=None
+)

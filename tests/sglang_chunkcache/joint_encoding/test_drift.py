@@ -1,4 +1,5 @@
-"""Proposition 5.3 on attention that was drawn, on the worst there is, and where its conditions do not hold."""
+"""Proposition 5.3 on attention that was drawn, on the worst there is,
+and where its conditions do not hold."""
 
 from __future__ import annotations
 
@@ -29,11 +30,17 @@ def logits(query: Tensor, keys: Tensor) -> list[float]:
     return list((keys @ query / math.sqrt(SIZE)).tolist())
 
 
-@given(st.integers(0, 10**6), st.sampled_from((1, 2, 4)), st.sampled_from((0.3, 0.7, 0.95)), st.floats(0.1, 2))
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((0.3, 0.7, 0.95)),
+    st.floats(0.1, 2),
+)
 def test_attention_over_fused_keys_stays_within_the_bounds(
     seed: int, block_size: int, threshold: float, query_norm: float
 ) -> None:
-    """Several units, every head, the errors as they were measured: the drift is below both bounds."""
+    """Several units, every head, the errors as they were measured:
+    the drift is below both bounds."""
     generator = torch.Generator().manual_seed(seed)
     lens = [8] * 4
     text = torch.randn(8, HEADS, SIZE, generator=generator).repeat(4, 1, 1)
@@ -42,7 +49,8 @@ def test_attention_over_fused_keys_stays_within_the_bounds(
     decoded, errors = decode(layer)[0], relative_errors(layer, keys, keys)[0]
     norms = torch.linalg.vector_norm(keys.reshape(-1, block_size * HEADS * SIZE), dim=1)
     epsilon = max(
-        logit_scale(float(norm), query_norm, SIZE) * float(error) for norm, error in zip(norms, errors, strict=True)
+        logit_scale(float(norm), query_norm, SIZE) * float(error)
+        for norm, error in zip(norms, errors, strict=True)
     )
     for head in range(HEADS):
         query = torch.randn(SIZE, generator=generator)
@@ -54,7 +62,8 @@ def test_attention_over_fused_keys_stays_within_the_bounds(
 
 @pytest.mark.parametrize("epsilon", [0.01, 0.1, 0.5, 1.0, 3.0])
 def test_least_bound_is_reached_and_never_exceeded(epsilon: float) -> None:
-    """Brute force over logits that all move by epsilon, up or down: the worst of them reaches the bound."""
+    """Brute force over logits that all move by epsilon, up or down:
+    the worst of them reaches the bound."""
     worst = 0.0
     for step in range(-60, 61):
         before = [step * epsilon / 20, 0.0]
@@ -64,8 +73,12 @@ def test_least_bound_is_reached_and_never_exceeded(epsilon: float) -> None:
     assert least_drift_bound(epsilon) <= min(epsilon, 2, drift_bound(epsilon))
 
 
-@given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-1, 1)), min_size=1, max_size=6), st.floats(0, 2))
-def test_no_attention_exceeds_the_least_bound(tokens: list[tuple[float, float]], epsilon: float) -> None:
+@given(
+    st.lists(st.tuples(st.floats(-3, 3), st.floats(-1, 1)), min_size=1, max_size=6), st.floats(0, 2)
+)
+def test_no_attention_exceeds_the_least_bound(
+    tokens: list[tuple[float, float]], epsilon: float
+) -> None:
     """Any logits, each moved by any part of epsilon."""
     before = [logit for logit, _ in tokens]
     after = [logit + epsilon * part for logit, part in tokens]
@@ -103,7 +116,8 @@ def test_distance_is_that_of_the_vectors() -> None:
 
 
 def test_norms_are_of_blocks_not_of_tokens() -> None:
-    """Four tokens of norm 1, of which one takes all of the block's turn: its logit moves by more than a token's norm allows."""
+    """Four tokens of norm 1, of which one takes all of the block's turn:
+    its logit moves by more than a token's norm allows."""
     before = torch.zeros(4, 2)
     before[:, 0] = 1
     after = before.clone()
@@ -120,7 +134,8 @@ def directions(degrees: list[float]) -> Tensor:
 
 
 def test_similarity_falls_below_the_threshold_over_the_levels() -> None:
-    """Steps of 36 degrees at threshold .8 (36.9): eight blocks become one of which the first is 54 degrees away."""
+    """Steps of 36 degrees at threshold .8 (36.9):
+    eight blocks become one of which the first is 54 degrees away."""
     keys = directions([0, 36, 36, 72, 36, 72, 72, 108])
     fused = fast_fusion(keys, keys, [1] * 8, 0.8)
     assert fused.table.tolist() == [0] * 8
@@ -128,7 +143,8 @@ def test_similarity_falls_below_the_threshold_over_the_levels() -> None:
 
 
 def test_similarity_falls_below_the_threshold_by_majority() -> None:
-    """One level: three right blocks on one side of the left one take it away from a fourth on the other side."""
+    """One level: three right blocks on one side of the left one take it away from a fourth on the
+    other side."""
     keys = directions([0, 36, 36, 36, -36])
     fused = fast_fusion(keys, keys, [1, 4], 0.8)
     assert fused.table.tolist() == [0] * 5

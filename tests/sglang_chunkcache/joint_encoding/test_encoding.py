@@ -27,7 +27,9 @@ def made(lens: list[int], seed: int, dtype: torch.dtype, noise: float) -> tuple[
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+    return left.dtype == right.dtype and torch.equal(
+        left.view(torch.uint8), right.view(torch.uint8)
+    )
 
 
 layers = st.tuples(
@@ -39,7 +41,9 @@ layers = st.tuples(
 
 
 @given(layers, st.integers(1, 4))
-def test_nothing_is_lost_above_one(case: tuple[list[int], int, torch.dtype, float], block_size: int) -> None:
+def test_nothing_is_lost_above_one(
+    case: tuple[list[int], int, torch.dtype, float], block_size: int
+) -> None:
     """Threshold 1 and above: every bit comes back, in every dtype."""
     keys, values = made(*case)
     found = decode(encode(keys, values, case[0], block_size=block_size, threshold=NEVER))
@@ -81,31 +85,43 @@ def test_fixed_blocks_come_back_bit_by_bit(
     layer = encode(keys, values, lens, block_size=block_size, threshold=0.3, fixed=fixed)
     for found, given_ in zip(decode(layer), (keys, values), strict=True):
         pairs = zip(blocks(found, lens, block_size), blocks(given_, lens, block_size), strict=True)
-        assert all(torch.equal(now, before) for (now, before), kept in zip(pairs, fixed, strict=True) if kept)
+        assert all(
+            torch.equal(now, before)
+            for (now, before), kept in zip(pairs, fixed, strict=True)
+            if kept
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("num_units", [2, 3, 5, 8])
 def test_equal_units_share_and_keep_every_bit(dtype: torch.dtype, num_units: int) -> None:
-    """What is equal, as layer 0 of a chunk's variants, costs nothing; only the tails are kept each."""
+    """What is equal, as layer 0 of a chunk's variants, costs nothing;
+    only the tails are kept each."""
     keys, values = made([11] * num_units, 0, dtype, 0.0)
     layer = encode(keys, values, [11] * num_units, block_size=4, threshold=0.999)
     assert len(layer.keys) == 2
     assert layer.references.tolist() == [num_units] * 2
     for found, given_ in zip(decode(layer), (keys, values), strict=True):
         assert same_bits(found, given_)
-    assert [each.tolist() for each in relative_errors(layer, keys, values)] == [[0.0] * 2 * num_units] * 2
+    assert [each.tolist() for each in relative_errors(layer, keys, values)] == [
+        [0.0] * 2 * num_units
+    ] * 2
 
 
 @given(layers, st.integers(1, 4))
 def test_norms_are_kept(case: tuple[list[int], int, torch.dtype, float], block_size: int) -> None:
-    """A fused block has the shared direction and its own norm; so a block is never further off than twice its norm."""
+    """A fused block has the shared direction and its own norm;
+    so a block is never further off than twice its norm."""
     lens, _, dtype, _ = case
     keys, values = made(*case)
     layer = encode(keys, values, lens, block_size=block_size, threshold=0.5)
     precision = 4 * torch.finfo(dtype).eps
-    for found, given_, errors in zip(decode(layer), (keys, values), relative_errors(layer, keys, values), strict=True):
-        for now, before in zip(blocks(found, lens, block_size), blocks(given_, lens, block_size), strict=True):
+    for found, given_, errors in zip(
+        decode(layer), (keys, values), relative_errors(layer, keys, values), strict=True
+    ):
+        for now, before in zip(
+            blocks(found, lens, block_size), blocks(given_, lens, block_size), strict=True
+        ):
             assert abs(now.norm() / before.norm() - 1) < precision
         assert bool((errors <= 2 + precision).all())
 
@@ -121,9 +137,12 @@ def blocks(tokens: Tensor, lens: list[int], block_size: int) -> list[Tensor]:
 
 
 def test_error_of_a_pair_is_as_its_angle_says() -> None:
-    """Two unit blocks at similarity s share the direction between them: each is off by sqrt(2 - 2 cos(angle / 2))."""
+    """Two unit blocks at similarity s share the direction between them:
+    each is off by sqrt(2 - 2 cos(angle / 2))."""
     angle = torch.tensor(0.6)
-    keys = torch.stack([torch.tensor([1.0, 0.0]), torch.stack([angle.cos(), angle.sin()])]).view(2, 1, 2)
+    keys = torch.stack([torch.tensor([1.0, 0.0]), torch.stack([angle.cos(), angle.sin()])]).view(
+        2, 1, 2
+    )
     layer = encode(keys, keys, [1, 1], block_size=1, threshold=0.5)
     errors, _ = relative_errors(layer, keys, keys)
     torch.testing.assert_close(errors, (2 - 2 * (angle / 2).cos()).sqrt().expand(2))
@@ -143,7 +162,9 @@ def test_block_that_is_not_finite_comes_back(bad: float) -> None:
     keys, values = torch.ones(4, 1, 2), torch.ones(4, 1, 2)
     keys[1, 0, 0] = bad
     for found, given_ in zip(
-        decode(encode(keys, values, [2, 2], block_size=1, threshold=0.5)), (keys, values), strict=True
+        decode(encode(keys, values, [2, 2], block_size=1, threshold=0.5)),
+        (keys, values),
+        strict=True,
     ):
         torch.testing.assert_close(found, given_, equal_nan=True)
 

@@ -1,4 +1,5 @@
-"""Algorithm 1 at once against algorithm 1 block by block, and what must hold whatever the blocks are."""
+"""Algorithm 1 at once against algorithm 1 block by block,
+and what must hold whatever the blocks are."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw: st.DrawFn, *thresholds: float) -> Case:
-    """Up to nine units of 0 to 4 blocks: a few directions with noise, so that some fuse, some more than once; a few zeros."""
+    """Up to nine units of 0 to 4 blocks: a few directions with noise, so that some fuse,
+    some more than once; a few zeros."""
     lens = draw(st.lists(st.integers(0, 4), min_size=1, max_size=9))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     size, noise = draw(st.sampled_from((3, 6))), draw(st.sampled_from((0.02, 0.2, 0.7)))
@@ -46,7 +48,9 @@ def cases(draw: st.DrawFn, *thresholds: float) -> Case:
     values = torch.randn(sum(lens), 3, generator=generator)
     share = draw(st.sampled_from((0.0, 0.3)))
     fixed = torch.rand(sum(lens), generator=generator) < share if share else None
-    return Case(keys, values, lens, draw(st.sampled_from(thresholds or (0.0, 0.5, 0.8, 0.95))), fixed)
+    return Case(
+        keys, values, lens, draw(st.sampled_from(thresholds or (0.0, 0.5, 0.8, 0.95))), fixed
+    )
 
 
 def slow(case: Case) -> tuple[list[naive_joint.Block], naive_joint.Trace]:
@@ -55,7 +59,9 @@ def slow(case: Case) -> tuple[list[naive_joint.Block], naive_joint.Trace]:
     parts = torch.split(torch.arange(len(blocks)), case.lens)
     trace = naive_joint.Trace()
     fixed = () if case.fixed is None else case.fixed.nonzero()[:, 0].tolist()
-    shared = naive_joint.fast_fusion([[blocks[i] for i in part] for part in parts], case.threshold, trace, fixed)
+    shared = naive_joint.fast_fusion(
+        [[blocks[i] for i in part] for part in parts], case.threshold, trace, fixed
+    )
     assume(all(abs(each - case.threshold) > MARGIN for each in trace.compared))
     over = sorted(each for each in trace.compared if each > case.threshold)
     assume(all(b - a > 1e-6 for a, b in pairwise(over)))  # which one is the most similar
@@ -78,8 +84,13 @@ def test_fast_equals_slow(case: Case) -> None:
     fused = case.fused()
     assert fused.table.tolist() == table_of(shared, sum(case.lens))
     assert fused.leaders.tolist() == [block.members[0] for block in shared]
-    for found, expected in ((fused.keys, [b.keys for b in shared]), (fused.values, [b.values for b in shared])):
-        torch.testing.assert_close(found, torch.tensor(expected).view(found.shape), atol=1e-5, rtol=0)
+    for found, expected in (
+        (fused.keys, [b.keys for b in shared]),
+        (fused.values, [b.values for b in shared]),
+    ):
+        torch.testing.assert_close(
+            found, torch.tensor(expected).view(found.shape), atol=1e-5, rtol=0
+        )
     at = fused.fused_at.tolist()
     assert {i for i, each in enumerate(at) if each == each} == trace.fused_at.keys()
     assert all(abs(at[i] - each) < 1e-5 for i, each in trace.fused_at.items())
@@ -112,7 +123,8 @@ def test_tables_and_references_add_up(case: Case) -> None:
 
 @given(cases())
 def test_every_fused_pair_was_over_the_threshold(case: Case) -> None:
-    """What a block joined was more similar than the threshold at that time; the leaders have joined nothing."""
+    """What a block joined was more similar than the threshold at that time;
+    the leaders have joined nothing."""
     fused = case.fused()
     joined = fused.fused_at[~fused.fused_at.isnan()]
     assert bool((joined > case.threshold).all())
@@ -128,14 +140,20 @@ def test_nothing_fuses_from_one_on(case: Case) -> None:
     assert bool(fused.fused_at.isnan().all())
 
 
-@given(st.integers(1, 9), st.integers(1, 3), st.sampled_from((0.0, 0.9, 1 - 1e-5)), st.integers(0, 99))
-def test_equal_units_become_one(num_units: int, num_blocks: int, threshold: float, seed: int) -> None:
+@given(
+    st.integers(1, 9), st.integers(1, 3), st.sampled_from((0.0, 0.9, 1 - 1e-5)), st.integers(0, 99)
+)
+def test_equal_units_become_one(
+    num_units: int, num_blocks: int, threshold: float, seed: int
+) -> None:
     """The same blocks in every unit: those of the first one remain, with a reference from each."""
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(num_blocks, size, generator=generator) for size in (32, 16))
     similarity = torch.nn.functional.cosine_similarity(keys[:, None], keys[None], dim=2)
     assume(num_blocks == 1 or bool((similarity - 2 * torch.eye(num_blocks) < threshold).all()))
-    fused = fast_fusion(keys.repeat(num_units, 1), values.repeat(num_units, 1), [num_blocks] * num_units, threshold)
+    fused = fast_fusion(
+        keys.repeat(num_units, 1), values.repeat(num_units, 1), [num_blocks] * num_units, threshold
+    )
     assert fused.table.tolist() == list(range(num_blocks)) * num_units
     assert fused.references.tolist() == [num_units] * num_blocks
 
@@ -143,7 +161,9 @@ def test_equal_units_become_one(num_units: int, num_blocks: int, threshold: floa
 def canonical(fused: FusedBlocks, names: Sequence[int]) -> set[frozenset[int]]:
     """Which blocks are one, by name."""
     return {
-        frozenset(name for name, shared in zip(names, fused.table.tolist(), strict=True) if shared == each)
+        frozenset(
+            name for name, shared in zip(names, fused.table.tolist(), strict=True) if shared == each
+        )
         for each in range(len(fused.leaders))
     }
 
@@ -158,7 +178,9 @@ def test_order_within_units_changes_nothing(case: Case, rng: object) -> None:
         order += rng.sample(range(at, at + num_blocks), num_blocks)  # type: ignore[attr-defined]
         at += num_blocks
     fixed = None if case.fixed is None else case.fixed[order]
-    other = case._replace(keys=case.keys[order].flip(1), values=case.values[order], fixed=fixed).fused()
+    other = case._replace(
+        keys=case.keys[order].flip(1), values=case.values[order], fixed=fixed
+    ).fused()
     fused = case.fused()
     assert canonical(fused, range(at)) == canonical(other, order)
     leaders = {int(leader): row for row, leader in enumerate(fused.leaders)}
@@ -192,7 +214,9 @@ def test_fixed_blocks_lead_as_they_are(case: Case) -> None:
 def test_block_joins_a_fixed_one_from_the_right_only() -> None:
     """Equal blocks: the second joins the first, which is fixed; the third, fixed too, stays."""
     blocks = torch.ones(3, 2)
-    assert fast_fusion(blocks, blocks, [1, 1, 1], 0.5, fixed=torch.tensor([True, False, True])).table.tolist() == [
+    assert fast_fusion(
+        blocks, blocks, [1, 1, 1], 0.5, fixed=torch.tensor([True, False, True])
+    ).table.tolist() == [
         0,
         0,
         1,
@@ -200,7 +224,8 @@ def test_block_joins_a_fixed_one_from_the_right_only() -> None:
 
 
 def test_units_are_halved_as_in_the_paper() -> None:
-    """Of three units the last two are fused first: b with c at .8, so that a, too far from b + c, stays alone."""
+    """Of three units the last two are fused first:
+    b with c at .8, so that a, too far from b + c, stays alone."""
     angles = torch.tensor([0.0, 0.5, 1.1])
     keys = torch.stack([angles.cos(), angles.sin()], 1)
     fused = fast_fusion(keys, keys, [1, 1, 1], 0.8)
@@ -214,7 +239,8 @@ def test_blocks_of_one_unit_are_not_compared() -> None:
 
 
 def test_block_joins_the_most_similar() -> None:
-    """Both left blocks are over the threshold; the second is nearer, and the first keeps its direction."""
+    """Both left blocks are over the threshold;
+    the second is nearer, and the first keeps its direction."""
     left, right = torch.tensor([[1.0, 0.0], [0.6, 0.8]]), torch.tensor([[0.7, 0.7]])
     fused = fast_fusion(torch.cat([left, right]), torch.ones(3, 1), [2, 1], 0.5)
     assert fused.table.tolist() == [0, 1, 1]
@@ -224,7 +250,9 @@ def test_block_joins_the_most_similar() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize(("place", "table"), [(1, [0, 1, 0, 0]), (3, [0, 1, 0, 2])])
-def test_block_that_is_not_finite_stays_alone(bad: float, side: str, place: int, table: list[int]) -> None:
+def test_block_that_is_not_finite_stays_alone(
+    bad: float, side: str, place: int, table: list[int]
+) -> None:
     """It must not get into the directions of others, nor keep them from fusing."""
     blocks = {"keys": torch.ones(4, 2), "values": torch.ones(4, 2)}
     blocks[side][place, 0] = bad
@@ -240,7 +268,12 @@ def test_block_that_is_not_finite_stays_alone(bad: float, side: str, place: int,
         (torch.ones(3, 2), torch.ones(2, 2), 0.5, r"keys: expected \[2, size\], got \[3, 2\]"),
         (torch.ones(2, 2), torch.ones(2), 0.5, r"values: expected \[2, size\], got \[2\]"),
         (torch.ones(2, 2), torch.ones(2, 2), -0.1, "threshold: expected 0 or more, got -0.1"),
-        (torch.ones(2, 2), torch.ones(2, 2), float("nan"), "threshold: expected 0 or more, got nan"),
+        (
+            torch.ones(2, 2),
+            torch.ones(2, 2),
+            float("nan"),
+            "threshold: expected 0 or more, got nan",
+        ),
     ],
 )
 def test_wrong_arguments(keys: Tensor, values: Tensor, threshold: float, names: str) -> None:
@@ -251,4 +284,6 @@ def test_wrong_arguments(keys: Tensor, values: Tensor, threshold: float, names: 
 
 def test_wrong_number_of_fixed_blocks() -> None:
     with pytest.raises(ValueError, match=r"fixed: expected \[2\], got \[3\]"):
-        fast_fusion(torch.ones(2, 2), torch.ones(2, 2), [1, 1], 0.5, fixed=torch.ones(3, dtype=torch.bool))
+        fast_fusion(
+            torch.ones(2, 2), torch.ones(2, 2), [1, 1], 0.5, fixed=torch.ones(3, dtype=torch.bool)
+        )

@@ -62,9 +62,13 @@ def test_gaussian_similarities_are_counted(mean: float, std: float, u: float) ->
     """Both forms against 100,000 drawn ones, within three standard deviations of the count."""
     drawn = mean + std * torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     counted = int((drawn > u).sum())
-    gaussian = gaussian_rate(u, float(drawn.double().mean()), float(drawn.double().std(correction=0)), len(drawn))
+    gaussian = gaussian_rate(
+        u, float(drawn.double().mean()), float(drawn.double().std(correction=0)), len(drawn)
+    )
     assert abs(gaussian - counted) < 3 * math.sqrt(counted)
-    assert abs(kernel_rate(u, drawn, normal_bandwidth(drawn)) - counted) < 0.1 * counted + 3 * math.sqrt(counted)
+    assert abs(
+        kernel_rate(u, drawn, normal_bandwidth(drawn)) - counted
+    ) < 0.1 * counted + 3 * math.sqrt(counted)
 
 
 def test_normal_bandwidth_is_near_the_best() -> None:
@@ -90,16 +94,20 @@ def test_kernels_reach_beyond_what_there_is() -> None:
 
 @pytest.mark.parametrize("num", [1_000, 1_000_000])
 def test_extreme_rate_holds_where_one_of_n_exceeds(num: int) -> None:
-    """All similarities equal, the threshold where a kernel has one of n over it: 1 by both, nearer with more samples."""
+    """All similarities equal, the threshold where a kernel has one of n over it:
+    1 by both, nearer with more samples."""
     h = 0.1
     z = -float(torch.special.ndtri(torch.tensor(1 / num, dtype=torch.float64)))
     similarities = torch.zeros(num)
     assert kernel_rate(z * h, similarities, h) == pytest.approx(1, rel=1e-6)
-    assert extreme_rate(z * h, similarities, h) == pytest.approx(1, rel=0.11 if num == 1_000 else 0.07)
+    assert extreme_rate(z * h, similarities, h) == pytest.approx(
+        1, rel=0.11 if num == 1_000 else 0.07
+    )
 
 
 def test_extreme_rate_is_far_too_large_elsewhere() -> None:
-    """A thousand similarities one bandwidth below the threshold: 159 kernels' worth exceed it, eq. 2 has thousands."""
+    """A thousand similarities one bandwidth below the threshold: 159 kernels' worth exceed it, eq.
+    2 has thousands."""
     similarities = torch.full((1000,), 0.7)
     assert kernel_rate(0.8, similarities, 0.1) == pytest.approx(159, abs=1)
     assert extreme_rate(0.8, similarities, 0.1) > 2_000
@@ -127,11 +135,14 @@ def test_no_fusion_against_drawing() -> None:
     """Of independent pairs the share of batches without any over the threshold."""
     pairs, probability = 200, 0.004
     drawn = torch.rand(20_000, pairs, generator=torch.Generator().manual_seed(0)) < probability
-    assert float((~drawn).all(1).float().mean()) == pytest.approx(no_fusion(pairs * probability), abs=0.01)
+    assert float((~drawn).all(1).float().mean()) == pytest.approx(
+        no_fusion(pairs * probability), abs=0.01
+    )
 
 
 def test_compression_ratio_is_the_corollarys() -> None:
-    """Two layers of 4 + 6 blocks, 3 and 2 over the threshold: 20 / 15. More than six cannot join."""
+    """Two layers of 4 + 6 blocks, 3 and 2 over the threshold: 20 / 15.
+    More than six cannot join."""
     assert compression_ratio(4, 6, [3, 2]) == pytest.approx(20 / 15)
     assert compression_ratio(4, 6, [100, 0]) == pytest.approx(20 / 14)
     assert compression_ratio(4, 6, [0.0, 0.0]) == 1
@@ -151,7 +162,8 @@ def test_joins_have_their_limits(left: int, right: int, exceedance: float) -> No
 
 
 def test_expected_blocks_against_drawing() -> None:
-    """The tree with pairs drawn independently: each right block joins if any of its pairs is over the threshold."""
+    """The tree with pairs drawn independently:
+    each right block joins if any of its pairs is over the threshold."""
     generator = torch.Generator().manual_seed(0)
     exceedance, lens = 0.01, [6, 9, 3, 12, 7]
 
@@ -168,7 +180,8 @@ def test_expected_blocks_against_drawing() -> None:
 
 
 def test_most_joins_are_those_of_variants() -> None:
-    """Eight units of the same ten blocks: each block has one partner in each other unit, so one in ten pairs is over .9."""
+    """Eight units of the same ten blocks: each block has one partner in each other unit,
+    so one in ten pairs is over .9."""
     lens = [10] * 8
     assert expected_blocks(lens, 0.1, most_joins) == pytest.approx(10)
     assert expected_blocks(lens, 0.1) > 20

@@ -14,7 +14,9 @@ def test_ratio_is_reached(ratio: float) -> None:
     layers = [made_blocks(1000 + i, noise) for i, noise in enumerate(NOISES)]
     found = thresholds_for_ratio(layers, LENS, ratio, head_dim=16)
     assert len(found) == len(layers)
-    assert len(layers) * sum(LENS) / fused(found, NOISES, 1) == pytest.approx(ratio, rel=NEAR - 1 + 1e-9)
+    assert len(layers) * sum(LENS) / fused(found, NOISES, 1) == pytest.approx(
+        ratio, rel=NEAR - 1 + 1e-9
+    )
 
 
 def test_what_blocks_do_not_give_is_not_reached() -> None:

@@ -29,7 +29,9 @@ def made_blocks(seed: int, noise: float) -> torch.Tensor:
 NOISES, SCALES = (0.3, 0.5, 0.7), (4.0, 4.0, 4.0)
 
 
-def made_layers(noises: tuple[float, ...] = NOISES, scales: tuple[float, ...] = SCALES) -> list[LayerStatistics]:
+def made_layers(
+    noises: tuple[float, ...] = NOISES, scales: tuple[float, ...] = SCALES
+) -> list[LayerStatistics]:
     return [
         LayerStatistics(unit_similarities(made_blocks(100 + i, noise), LENS), scale)
         for i, (noise, scale) in enumerate(zip(noises, scales, strict=True))
@@ -39,11 +41,15 @@ def made_layers(noises: tuple[float, ...] = NOISES, scales: tuple[float, ...] = 
 def fused(thresholds: list[float], noises: tuple[float, ...], seed: int) -> int:
     """Shared blocks of all layers."""
     layers = [made_blocks(1000 * seed + i, noise) for i, noise in enumerate(noises)]
-    return sum(len(fast_fusion(each, each, LENS, u).leaders) for each, u in zip(layers, thresholds, strict=True))
+    return sum(
+        len(fast_fusion(each, each, LENS, u).leaders)
+        for each, u in zip(layers, thresholds, strict=True)
+    )
 
 
 def test_drift_is_that_of_each_layers_threshold() -> None:
-    """Two blocks as similar as the threshold drift by what was asked for; larger norms, higher threshold."""
+    """Two blocks as similar as the threshold drift by what was asked for;
+    larger norms, higher threshold."""
     layers = made_layers((0.3, 0.3, 0.3), (1.0, 4.0, 16.0))
     found = thresholds_for_drift(layers, LENS, 1.2)
     assert found == sorted(found)
@@ -90,7 +96,8 @@ def test_prediction_is_what_is_measured() -> None:
 
 
 def test_observing_finds_the_ratio_from_a_wrong_start() -> None:
-    """Statistics of blocks that are nothing like the traffic's: after 30 batches the ratio is within 15% for ten more."""
+    """Statistics of blocks that are nothing like the traffic's:
+    after 30 batches the ratio is within 15% for ten more."""
     controller = ThresholdController(made_layers(noises=(0.1, 0.1, 0.1)), LENS, ratio=1.5, drift=2)
     noises, ratios = (0.8, 0.8, 0.8), []
     for seed in range(40):
@@ -101,13 +108,17 @@ def test_observing_finds_the_ratio_from_a_wrong_start() -> None:
     assert sum(ratios[30:]) / 10 == pytest.approx(1.5, rel=0.15)
 
 
-@pytest.mark.parametrize(("num_shared", "is_lower"), [(100, True), (90, True), (60, False), (20, False)])
+@pytest.mark.parametrize(
+    ("num_shared", "is_lower"), [(100, True), (90, True), (60, False), (20, False)]
+)
 def test_too_few_lower_and_too_many_raise(num_shared: int, is_lower: bool) -> None:
     """Remark 4.2. Asked for 1.25: 80 of 100 would be right."""
     controller = ThresholdController(made_layers(), LENS, ratio=1.25, drift=2)
     before = controller.thresholds
     controller.observe(100, num_shared)
-    assert all((now < then) == is_lower for now, then in zip(controller.thresholds, before, strict=True))
+    assert all(
+        (now < then) == is_lower for now, then in zip(controller.thresholds, before, strict=True)
+    )
 
 
 def test_drift_is_kept_whatever_the_ratio() -> None:
@@ -122,7 +133,8 @@ def test_drift_is_kept_whatever_the_ratio() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "drift", "names"), [(1.0, 1.0, "ratio: expected more than 1"), (2.0, 0.0, "drift"), (2.0, 2.5, "drift")]
+    ("ratio", "drift", "names"),
+    [(1.0, 1.0, "ratio: expected more than 1"), (2.0, 0.0, "drift"), (2.0, 2.5, "drift")],
 )
 def test_wrong_wishes(ratio: float, drift: float, names: str) -> None:
     """Named at once."""

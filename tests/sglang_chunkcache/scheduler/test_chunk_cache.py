@@ -24,7 +24,14 @@ from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, is_promoted
 from sglang_chunkcache.scheduler.node import facts
-from sglang_chunkcache.wire.events import NOTHING_READ, Acknowledgement, Batch, Evicted, Inserted, Reading
+from sglang_chunkcache.wire.events import (
+    NOTHING_READ,
+    Acknowledgement,
+    Batch,
+    Evicted,
+    Inserted,
+    Reading,
+)
 from sglang_chunkcache.wire.report import ANSWER_KEY
 from sglang_chunkcache.wire.spans import pack
 from sglang_chunkcache.wire.state import Asked
@@ -40,7 +47,9 @@ def chunk_of(node: Any) -> ChunkId | None:
     return facts(node).chunk
 
 
-def rag(*chunks: list[int], head: list[int] = HEAD, tail: list[int] = QUESTION, **params: Any) -> FakeReq:
+def rag(
+    *chunks: list[int], head: list[int] = HEAD, tail: list[int] = QUESTION, **params: Any
+) -> FakeReq:
     """A request of the front: head, chunks, question."""
     keys = {key: params.pop(key) for key in ("extra_key", "cache_salt") if key in params}
     ids, spans = list(head), []
@@ -141,7 +150,9 @@ def test_match_honours_the_key_limit() -> None:
     lengths = []
     for limit in range(len(req.origin_input_ids) + 1):
         key = RadixKey(req.origin_input_ids, limit=limit)
-        lengths.append(len(scheduler.cache.match_prefix(MatchPrefixParams(key=key, req=req)).device_indices))
+        lengths.append(
+            len(scheduler.cache.match_prefix(MatchPrefixParams(key=key, req=req)).device_indices)
+        )
     assert lengths == [0, 1, 2, 2, 2, 2, 6, 6, 6, 9, 10, 11, 12]
 
 
@@ -166,7 +177,8 @@ def rag_spans() -> Any:
 
 @pytest.mark.parametrize("piece", [100, 3], ids=["at once", "in pieces"])
 def test_audit_leaves_nothing(piece: int) -> None:
-    """It matches what is exact, computes the rest into slots of its own, and gives them back without a word."""
+    """It matches what is exact, computes the rest into slots of its own,
+    and gives them back without a word."""
     scheduler = Scheduler(40, config())
     scheduler.serve(rag(C1))
     before, free = nodes(scheduler), scheduler.allocator.available_size()
@@ -178,7 +190,8 @@ def test_audit_leaves_nothing(piece: int) -> None:
 
 
 def test_prefill_piece_that_ends_inside_a_chunk_keeps_its_tail() -> None:
-    """The tree takes whole chunks only, the rest stays the request's own; two such requests share no slot."""
+    """The tree takes whole chunks only, the rest stays the request's own;
+    two such requests share no slot."""
     scheduler = Scheduler(40, config())
     one, two = rag(C1, C2), rag(C2, C1)
     scheduler.admit(one, 4)
@@ -249,7 +262,8 @@ def test_locked_chunks_are_not_evicted() -> None:
 
 
 def test_eviction_takes_unpromoted_first() -> None:
-    """An older promoted chunk stays, a newer one that is not promoted goes, its question with it."""
+    """An older promoted chunk stays, a newer one that is not promoted goes,
+    its question with it."""
     scheduler = Scheduler(40, config(eviction="promoted"))
     scheduler.serve(rag(C1, promoted_len=1))
     scheduler.serve(rag(C2, promoted_len=0))
@@ -293,11 +307,18 @@ def test_mark_is_dropped_by_a_later_request() -> None:
 
 
 def test_token_nodes_inherit_the_nearest_chunks_mark() -> None:
-    """A question leaves with its chunk's rank; a prompt head, above all chunks, counts as promoted."""
+    """A question leaves with its chunk's rank;
+    a prompt head, above all chunks, counts as promoted."""
     scheduler = Scheduler(40, config())
     scheduler.serve(rag(C1, C2, promoted_len=1), answer=[50, 51])
     promoted = {tuple(node.key.token_ids): is_promoted(node) for _, node in walk(scheduler.cache)}
-    assert promoted == {tuple(HEAD): True, tuple(C1): True, tuple(C2): False, tuple(QUESTION): False, (50,): False}
+    assert promoted == {
+        tuple(HEAD): True,
+        tuple(C1): True,
+        tuple(C2): False,
+        tuple(QUESTION): False,
+        (50,): False,
+    }
 
 
 def test_eviction_keeps_the_base_policy_within_a_kind() -> None:
@@ -310,7 +331,8 @@ def test_eviction_keeps_the_base_policy_within_a_kind() -> None:
 
 @pytest.mark.parametrize("is_later_turn", [False, True])
 def test_only_others_requests_keep_a_chunk(is_later_turn: bool) -> None:
-    """A finished conversation must not stay for its own turns' sake: its chunk goes before one that was used after it."""
+    """A finished conversation must not stay for its own turns' sake:
+    its chunk goes before one that was used after it."""
     scheduler = Scheduler(40, config())
     for _ in range(3):
         scheduler.serve(rag(C1, tail=[30], is_later_turn=is_later_turn))
@@ -427,13 +449,18 @@ def test_later_areas_have_no_place_in_the_global_tree() -> None:
     scheduler = Scheduler(40, config())
     req = FakeReq([*HEAD, *C1, 30, *C2, 31], marked([(2, 6), (7, 10)]))
     scheduler.serve(req)
-    chunks = [(chunk_of(node), facts(node).chain is not None) for _, node in walk(scheduler.cache) if chunk_of(node)]
+    chunks = [
+        (chunk_of(node), facts(node).chain is not None)
+        for _, node in walk(scheduler.cache)
+        if chunk_of(node)
+    ]
     assert sorted(chunks) == sorted([(chunk_id(C1), True), (chunk_id(C2), False)])
     assert scheduler.cache.rank_state(0).events.num_nodes == 1
 
 
 def test_events_are_acknowledged_when_a_request_arrives() -> None:
-    """Not when it is prefilled: with many under way the answers between would tell the same events again, and fall behind."""
+    """Not when it is prefilled: with many under way the answers between would tell the same events
+    again, and fall behind."""
     scheduler = Scheduler(40, config())
     scheduler.serve(rag(C1))
     log = scheduler.cache.log
@@ -444,8 +471,11 @@ def test_events_are_acknowledged_when_a_request_arrives() -> None:
 
 
 @pytest.mark.parametrize(("max_told", "expected"), [(1, None), (9, 1)])
-def test_nodes_are_told_with_all_events_before_them_or_not_yet(max_told: int, expected: int | None) -> None:
-    """Else the front would have them before it has what led there. Only the rank that is meant tells them."""
+def test_nodes_are_told_with_all_events_before_them_or_not_yet(
+    max_told: int, expected: int | None
+) -> None:
+    """Else the front would have them before it has what led there.
+    Only the rank that is meant tells them."""
     scheduler = Scheduler(40, config())
     scheduler.serve(rag(C1))
     scheduler.evict(40)
@@ -466,7 +496,12 @@ def test_reset_empties_and_changes_the_epoch() -> None:
     scheduler.allocator.clear()
     rank = scheduler.cache.rank_state(0)
     assert rank.events.epoch != epoch
-    assert (rank.events.seq, rank.events.digest, rank.events.num_nodes, rank.counts["chunk_tokens"]) == (0, 0, 0, 0)
+    assert (
+        rank.events.seq,
+        rank.events.digest,
+        rank.events.num_nodes,
+        rank.counts["chunk_tokens"],
+    ) == (0, 0, 0, 0)
     scheduler.check()
 
 
@@ -489,7 +524,8 @@ FORGED: list[Any] = [
 
 @pytest.mark.parametrize("params", FORGED, ids=repr)
 def test_forged_params_are_plain_traffic(params: Any) -> None:
-    """Any JSON a client puts into custom_params: served as plain text, nothing counted, the scheduler lives."""
+    """Any JSON a client puts into custom_params:
+    served as plain text, nothing counted, the scheduler lives."""
     scheduler = Scheduler(40, config())
     req = FakeReq([*HEAD, *C1, *QUESTION], params)
     scheduler.serve(req, answer=[50, 51])
@@ -518,8 +554,11 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("params", MALFORMED, ids=range(len(MALFORMED)))
-def test_malformed_params_are_computed_as_plain_text(params: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A bug of ours on the way costs reuse, counted by reason and logged once, never the scheduler."""
+def test_malformed_params_are_computed_as_plain_text(
+    params: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bug of ours on the way costs reuse, counted by reason and logged once,
+    never the scheduler."""
     scheduler = Scheduler(40, config())
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -530,7 +569,8 @@ def test_malformed_params_are_computed_as_plain_text(params: Any, caplog: pytest
 
 
 def test_prompt_cut_to_a_stub_is_survived() -> None:
-    """SGLang aborts a queued request by replacing its prompt with one token, maybe after we have read its spans."""
+    """SGLang aborts a queued request by replacing its prompt with one token,
+    maybe after we have read its spans."""
     scheduler = Scheduler(40, config())
     req = rag(C1, head=[])
     scheduler.match(req)
@@ -544,7 +584,11 @@ def test_a_chunks_id_is_computed_here() -> None:
     scheduler = Scheduler(40, config())
     scheduler.serve(rag(C1))
     scheduler.serve(rag(C2))
-    chunks = {chunk_of(node): list(node.key.token_ids) for _, node in walk(scheduler.cache) if chunk_of(node)}
+    chunks = {
+        chunk_of(node): list(node.key.token_ids)
+        for _, node in walk(scheduler.cache)
+        if chunk_of(node)
+    }
     assert chunks == {chunk_id(C1): C1, chunk_id(C2): C2}
 
 
@@ -571,7 +615,10 @@ def test_stats_change_nothing() -> None:
     scheduler.serve(FakeReq([*HEAD, *C1, 1, 2, 77]))
     before = nodes(scheduler), {node.last_access_time for _, node in walk(scheduler.cache)}
     scheduler.cache.stats()
-    assert (nodes(scheduler), {node.last_access_time for _, node in walk(scheduler.cache)}) == before
+    assert (
+        nodes(scheduler),
+        {node.last_access_time for _, node in walk(scheduler.cache)},
+    ) == before
 
 
 def test_check_integrity_names_every_violation() -> None:
@@ -600,7 +647,8 @@ def test_disabled_cache_is_stock(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "named"), [({"page_size": 16}, "--page-size"), ({"is_eagle": True}, "--speculative-algorithm")]
+    ("change", "named"),
+    [({"page_size": 16}, "--page-size"), ({"is_eagle": True}, "--speculative-algorithm")],
 )
 def test_unsupported_settings_are_refused_by_name(change: dict[str, Any], named: str) -> None:
     """What cannot work must stop the start."""

@@ -1,8 +1,10 @@
-"""`ChunkRadixCache` against a dict of paths, driven by Hypothesis through the scheduler's order of calls.
+"""`ChunkRadixCache` against a dict of paths, driven by Hypothesis through the scheduler's order of
+calls.
 
-Requests with and without chunks and audits run interleaved; prefill pieces end anywhere, also inside chunks. After every step
-each slot has one owner, the tree equals the model, nothing locked was evicted, and the events of the log, delivered late,
-twice or not at all, lead the front's mirror to the tree's digest once everything has arrived.
+Requests with and without chunks and audits run interleaved; prefill pieces end anywhere, also
+inside chunks. After every step each slot has one owner, the tree equals the model, nothing locked
+was evicted, and the events of the log, delivered late, twice or not at all, lead the front's mirror
+to the tree's digest once everything has arrived.
 """
 
 from __future__ import annotations
@@ -35,13 +37,16 @@ from tests.reference.naive_cache import NaiveCache, Path, num_tokens, units
 from tests.reference.scheduler import FakeReq, Scheduler, config, marked, walk
 
 CAPACITY = 48
-CHUNKS = ((1, 2, 3, 4), (1, 2, 5), (1, 2, 3, 4, 6), (7, 8))  # they begin alike, and one is another's beginning
+# they begin alike, and one is another's beginning
+CHUNKS = ((1, 2, 3, 4), (1, 2, 5), (1, 2, 3, 4, 6), (7, 8))
 HEADS = ((), (9,), (1, 2), (9, 1, 2, 3, 4))  # some look like chunks
 TAILS = ((), (1, 2, 3), (3, 3), (10, 11, 12))
 SALTS = (None, None, "salt")
 REQUEST: dict[str, Any] = {
     "head": st.sampled_from(HEADS),
-    "areas": st.lists(st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=3), min_size=1, max_size=2),
+    "areas": st.lists(
+        st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=3), min_size=1, max_size=2
+    ),
     "tail": st.sampled_from(TAILS),
     "salt": st.sampled_from(SALTS),
     "promoted_len": st.integers(0, 3),
@@ -118,7 +123,8 @@ class CacheMachine(RuleBasedStateMachine):
         ack: int,
         like: int,
     ) -> Live:
-        if like and self.shapes:  # the same chunks as an earlier request, maybe with another question or marks
+        # the same chunks as an earlier request, maybe with another question or marks
+        if like and self.shapes:
             head, areas, salt = self.shapes[-like % len(self.shapes)]
         self.shapes.append((head, areas, salt))
         ids, spans = list(head), []
@@ -131,7 +137,11 @@ class CacheMachine(RuleBasedStateMachine):
         promoted_len = min(promoted_len, area_len)
         ack_pair = self.acks[-1 - ack % len(self.acks)]
         is_audit = is_audit and not is_plain
-        fields: dict[str, Any] = {"promoted_len": promoted_len, "ack": ack_pair, "is_audit": is_audit}
+        fields: dict[str, Any] = {
+            "promoted_len": promoted_len,
+            "ack": ack_pair,
+            "is_audit": is_audit,
+        }
         params = marked(spans, namespace=f"{head}{salt}", **fields)
         req = FakeReq(ids, None if is_plain else params, cache_salt=salt)
         return Live(req, None if is_plain else tuple(spans), area_len, promoted_len, is_audit)
@@ -147,7 +157,9 @@ class CacheMachine(RuleBasedStateMachine):
         with self._watch_eviction():
             self.scheduler.prefill(live.req, num_tokens)
 
-    @precondition(lambda self: any(self._is_computed(live) and not live.sampled for live in self.live))
+    @precondition(
+        lambda self: any(self._is_computed(live) and not live.sampled for live in self.live)
+    )
     @rule(which=st.integers(0, 3), token=st.integers(1, 4), is_last=st.booleans())
     def sample(self, which: int, token: int, is_last: bool) -> None:
         ready = [live for live in self.live if self._is_computed(live) and not live.sampled]
@@ -195,7 +207,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.scheduler.cache.reset()
         self.scheduler.allocator.clear()
         self.model = NaiveCache()
-        self.batches.clear()  # a flush waits for idle: what was sent before it has arrived or is lost
+        # a flush waits for idle: what was sent before it has arrived or is lost
+        self.batches.clear()
 
     # The front's mirror
 
@@ -211,7 +224,8 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.tree) > 0)
     @rule()
     def forget(self) -> None:
-        """As a front that was replaced: it has heard nothing, and what the log has forgotten is a gap."""
+        """As a front that was replaced: it has heard nothing, and what the log has forgotten is a
+        gap."""
         self.tree.drop_rank(0)
         self.mirror = RankMirror(self.tree, 0)
         self.acks, self.may_have_gap = [self.mirror.acknowledgement], True
@@ -283,7 +297,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.scheduler.cache.arrived(live.req)
         expected = self.model.match(self._units(live, len(live.req.all_ids) - 1))
         for _ in range(piece % 3):  # the queue asks again and again
-            assert self.scheduler.match(live.req) == (0 if self.scheduler.force_miss else num_tokens(expected))
+            assert self.scheduler.match(live.req) == (
+                0 if self.scheduler.force_miss else num_tokens(expected)
+            )
         live.locked = expected[:1] if self.scheduler.force_miss else expected
         with _EvictionWatch(self, self.model.slots_of(live.locked)):
             matched = self.scheduler.admit(live.req, piece)
@@ -293,7 +309,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.live.append(live)
 
     def _is_computed(self, live: Live) -> bool:
-        return self.scheduler.is_prefilled(live.req) and live.req.kv.kv_allocated_len == len(live.req.all_ids)
+        return self.scheduler.is_prefilled(live.req) and live.req.kv.kv_allocated_len == len(
+            live.req.all_ids
+        )
 
     def _locked_slots(self, live: Live) -> list[int]:
         return self.scheduler.slots(live.req, 0, live.req.kv.cache_protected_len)
@@ -308,7 +326,9 @@ class CacheMachine(RuleBasedStateMachine):
             return
         path = self._inserted(live, up_to)
         length = num_tokens(path)
-        self.model.insert(path, rows if rows is not None else self.scheduler.slots(live.req, 0, length))
+        self.model.insert(
+            path, rows if rows is not None else self.scheduler.slots(live.req, 0, length)
+        )
         if live.spans is not None:
             self.model.mark(path, live.promoted_len, live.area_len, counts_hits=not live.inserted)
         live.locked, live.inserted = path, True
@@ -344,7 +364,8 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 class _EvictionWatch:
-    """Whatever is evicted inside leaves in policy order, is not locked, and leaves the model too."""
+    """Whatever is evicted inside leaves in policy order, is not locked,
+    and leaves the model too."""
 
     def __init__(self, machine: CacheMachine, locked: Sequence[int] = ()) -> None:
         self.machine, self.locked = machine, set(locked)
@@ -360,7 +381,9 @@ class _EvictionWatch:
 
     def _evict(self, params: Any) -> Any:
         expected = self._expected(params.num_tokens)
-        locked = {slot for live in self.machine.live for slot in self.machine._locked_slots(live)} | self.locked
+        locked = {
+            slot for live in self.machine.live for slot in self.machine._locked_slots(live)
+        } | self.locked
         before = set(self.machine.scheduler.tree_slots())
         result = self.original(params)
         gone = before - set(self.machine.scheduler.tree_slots())
@@ -385,14 +408,17 @@ class _EvictionWatch:
         return gone
 
     def _priority(self, node: Any, path: Path) -> tuple[float, float]:
-        """By mark, or by requests: each doubling of its hits keeps a chunk one window longer; then by last access."""
+        """By mark, or by requests: each doubling of its hits keeps a chunk one window longer;
+        then by last access."""
         machine = self.machine
         if machine.eviction == "promoted":
             return machine.model.is_promoted(path), node.last_access_time
         if machine.eviction == "lru":
             return 0, node.last_access_time
         used = bisect(machine.inserts, node.last_access_time)
-        return used + machine.window * ceil(log2(1 + machine.model.hits.get(path, 0))), node.last_access_time
+        return used + machine.window * ceil(
+            log2(1 + machine.model.hits.get(path, 0))
+        ), node.last_access_time
 
 
 def path_of(keys: Sequence[Any]) -> Path:

@@ -36,7 +36,12 @@ A, B = (span.chunk for span in KEY.spans)
 
 def test_segments_are_chunks_and_the_tokens_between() -> None:
     """A node holds one segment, so the segments tile the key in order."""
-    assert list(KEY.segments()) == [Segment(0, 2, None), Segment(2, 5, A), Segment(5, 7, B), Segment(7, 8, None)]
+    assert list(KEY.segments()) == [
+        Segment(0, 2, None),
+        Segment(2, 5, A),
+        Segment(5, 7, B),
+        Segment(7, 8, None),
+    ]
 
 
 def test_segments_without_spans_is_one_token_run() -> None:
@@ -57,12 +62,15 @@ def test_segments_split_tokens_at_border() -> None:
 
 @pytest.mark.parametrize("border", [0, 1, 2, 3, 6, 7])
 def test_segments_never_split_chunks_nor_make_empty_ones(border: int) -> None:
-    """A border inside a chunk or at a segment's edge changes nothing: no half chunk, no empty node."""
+    """A border inside a chunk or at a segment's edge changes nothing:
+    no half chunk, no empty node."""
     key = make_key([9, 1, 2, 8, 8, 8], (1, 3))
     assert list(key.segments(border)) == list(key.segments())
 
 
-@pytest.mark.parametrize(("end", "expected"), [(0, 0), (1, 1), (2, 2), (3, 2), (4, 2), (5, 5), (6, 5), (7, 7), (8, 8)])
+@pytest.mark.parametrize(
+    ("end", "expected"), [(0, 0), (1, 1), (2, 2), (3, 2), (4, 2), (5, 5), (6, 5), (7, 7), (8, 8)]
+)
 def test_cut_at_chunk_moves_an_end_inside_a_chunk_to_its_start(end: int, expected: int) -> None:
     """A key that ended inside a chunk would give slots two owners."""
     assert cut_at_chunk(KEY.spans, end) == expected
@@ -131,7 +139,8 @@ def test_match_goes_token_by_token_outside_chunks() -> None:
 
 
 def test_match_stops_where_the_query_enters_a_chunk() -> None:
-    """A node runs on into tokens that are a chunk of the query: the match ends with the query's head."""
+    """A node runs on into tokens that are a chunk of the query:
+    the match ends with the query's head."""
     assert make_key([1, 2, 3, 4]).match(make_key([1, 2, 3, 4], (2, 4))) == 2
 
 
@@ -178,7 +187,8 @@ def test_child_key_is_the_chunk_whatever_follows() -> None:
 
 # Approximate KV
 
-FUSED = make_key([9, 9, 1, 2, 3, 4, 5, 8], (2, 5), (5, 7), fused=Fused(5, "r"))  # h h | a a a | b b | q, b is moved
+# h h | a a a | b b | q, b is moved
+FUSED = make_key([9, 9, 1, 2, 3, 4, 5, 8], (2, 5), (5, 7), fused=Fused(5, "r"))
 
 
 def test_exact_part_of_fused_key_is_shared_with_exact_keys() -> None:
@@ -200,9 +210,14 @@ def test_slice_moves_the_fused_part() -> None:
     assert starts == [Fused(5, "r"), Fused(3, "r"), Fused(0, "r"), Fused(0, "r")]
 
 
-@pytest.mark.parametrize(("stop", "expected"), [(4, None), (5, None), (7, Fused(5, "r")), (8, Fused(5, "r"))])
-def test_slice_and_cut_that_end_before_the_moved_chunk_are_exact(stop: int, expected: Fused | None) -> None:
-    """A shorter insert of a fused request may be exact throughout, and then everybody may have it."""
+@pytest.mark.parametrize(
+    ("stop", "expected"), [(4, None), (5, None), (7, Fused(5, "r")), (8, Fused(5, "r"))]
+)
+def test_slice_and_cut_that_end_before_the_moved_chunk_are_exact(
+    stop: int, expected: Fused | None
+) -> None:
+    """A shorter insert of a fused request may be exact throughout,
+    and then everybody may have it."""
     assert FUSED[:stop].fused == expected
     assert ChunkKey.cut(FUSED.token_ids, FUSED.spans, stop, fused=FUSED.fused).fused == expected
 
@@ -230,10 +245,16 @@ def test_recipes_share_nothing() -> None:
 
 
 def test_recipe_cannot_forge_another_key() -> None:
-    """A recipe is a client's word as far as it names selectors and ratios: no spelling of it makes a key exact, plain or
-    another tenant's."""
-    keys = [KEY[5:].child_key(), make_key([4, 5], (0, 2), extra_key="fused", cache_salt="r").child_key()]
-    keys += [make_key([4, 5], (0, 2), fused=Fused(0, recipe)).child_key() for recipe in ("fused", "chunkcache", "r")]
+    """A recipe is a client's word as far as it names selectors and ratios: no spelling of it makes
+    a key exact, plain or another tenant's."""
+    keys = [
+        KEY[5:].child_key(),
+        make_key([4, 5], (0, 2), extra_key="fused", cache_salt="r").child_key(),
+    ]
+    keys += [
+        make_key([4, 5], (0, 2), fused=Fused(0, recipe)).child_key()
+        for recipe in ("fused", "chunkcache", "r")
+    ]
     assert len(set(keys)) == len(keys)
 
 
@@ -248,7 +269,9 @@ def keys(draw: st.DrawFn) -> ChunkKey:
 
 
 @given(keys(), st.data())
-def test_slices_at_segment_borders_put_together_give_the_key(key: ChunkKey, data: st.DataObject) -> None:
+def test_slices_at_segment_borders_put_together_give_the_key(
+    key: ChunkKey, data: st.DataObject
+) -> None:
     """Walking down loses neither tokens nor chunks."""
     borders = [segment.end for segment in key.segments()]
     cut = data.draw(st.sampled_from([0, *borders]))

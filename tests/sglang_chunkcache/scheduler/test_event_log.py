@@ -1,4 +1,5 @@
-"""The rank's log: numbered events, repeated until acknowledged, bounded; its nodes, told again in parts."""
+"""The rank's log: numbered events, repeated until acknowledged, bounded;
+its nodes, told again in parts."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def test_two_logs_have_different_epochs() -> None:
 
 
 def test_a_message_is_bounded() -> None:
-    """A backlog and the nodes are told piece by piece: a message of any size would hold up the answers behind it."""
+    """A backlog and the nodes are told piece by piece:
+    a message of any size would hold up the answers behind it."""
     log = make_log(*map(inserted, "abcde"), max_told=2)
     batch = log.unread()
     assert (len(batch.events), batch.seq) == (2, 5)
@@ -109,10 +111,15 @@ def test_a_message_is_bounded() -> None:
 
 
 def test_parts_tell_what_is_held_now_and_where() -> None:
-    """Parents first; what has left is left out, what came back is told once, where it was born again."""
+    """Parents first; what has left is left out, what came back is told once,
+    where it was born again."""
     moved = Moved(chain("b"), Tier.HOST)
     log = make_log(
-        *map(inserted, ["a", "b", "ac", "acd"]), moved, Evicted(chain("acd")), Evicted(chain("ac")), inserted("ac")
+        *map(inserted, ["a", "b", "ac", "acd"]),
+        moved,
+        Evicted(chain("acd")),
+        Evicted(chain("ac")),
+        inserted("ac"),
     )
     part = log.part(0)
     assert part.nodes == (inserted("a"), inserted("b"), moved, inserted("ac"))
@@ -122,7 +129,8 @@ def test_parts_tell_what_is_held_now_and_where() -> None:
 
 
 def test_a_part_goes_on_where_the_last_one_ended() -> None:
-    """Whatever came and went between, and also if one was lost: the rank keeps no record of what it has told."""
+    """Whatever came and went between, and also if one was lost:
+    the rank keeps no record of what it has told."""
     log = make_log(*map(inserted, "abcde"), max_told=3)
     first = log.part(0)
     assert (first.nodes, first.next) == ((inserted("a"), inserted("b")), 2)
@@ -149,7 +157,8 @@ def test_what_has_left_takes_no_room() -> None:
 
 
 def test_nodes_of_one_chain_are_told_once() -> None:
-    """Fused nodes of two questions: the front hears of the first that comes and of the last that goes."""
+    """Fused nodes of two questions: the front hears of the first that comes and of the last that
+    goes."""
     log = make_log(inserted("a"), inserted("a"), inserted("ab"), Evicted(chain("a")))
     assert [type(event) for event in log.unread().events] == [Inserted, Inserted]
     assert (log.num_nodes, log.num_alike, log.digest) == (2, 2, chain("a") ^ chain("ab"))

@@ -1,4 +1,5 @@
-"""Exact chains in host memory: case by case, then random traffic against contents and a naive search."""
+"""Exact chains in host memory: case by case, then random traffic against contents and a naive
+search."""
 
 from __future__ import annotations
 
@@ -75,7 +76,10 @@ def content(req: FakeReq, end: int) -> tuple[Any, ...]:
 
 
 def rag(
-    *chunks: tuple[int, ...], head: tuple[int, ...] = HEAD, tail: tuple[int, ...] = (30,), **params: Any
+    *chunks: tuple[int, ...],
+    head: tuple[int, ...] = HEAD,
+    tail: tuple[int, ...] = (30,),
+    **params: Any,
 ) -> FakeReq:
     keys = {key: params.pop(key) for key in ("extra_key", "cache_salt") if key in params}
     ids, spans = list(head), []
@@ -120,7 +124,8 @@ def test_promoted_chunk_is_saved_at_once() -> None:
 
 
 def test_load_goes_on_behind_the_device() -> None:
-    """Only what is missing is copied, in the head too: another prompt has its first token on the device."""
+    """Only what is missing is copied, in the head too:
+    another prompt has its first token on the device."""
     scheduler = HostScheduler()
     known(scheduler, A, B)
     scheduler.evict(len(HEAD + A + B) - len(HEAD + A) + 2)  # questions, then B
@@ -137,7 +142,9 @@ def test_load_goes_on_behind_the_device() -> None:
     scheduler.check()
 
 
-@pytest.mark.parametrize("other", [{"head": (90,)}, {"head": ()}, {"extra_key": "x"}, {"cache_salt": "s"}], ids=str)
+@pytest.mark.parametrize(
+    "other", [{"head": (90,)}, {"head": ()}, {"extra_key": "x"}, {"cache_salt": "s"}], ids=str
+)
 def test_others_find_nothing(other: dict[str, Any]) -> None:
     scheduler = HostScheduler()
     known(scheduler, A, B)
@@ -191,12 +198,14 @@ def test_chain_that_left_everything_is_told() -> None:
 
 
 def test_front_that_lost_events_hears_of_what_comes_back() -> None:
-    """A notice that names no parent would leave out, for as long as they are reused, the chains that are reused most."""
+    """A notice that names no parent would leave out, for as long as they are reused,
+    the chains that are reused most."""
     scheduler = HostScheduler()
     known(scheduler, A, B)
     scheduler.evict(CAPACITY)
     scheduler.check()
-    scheduler.cache.log.acknowledge(scheduler.mirror.acknowledgement)  # and what is acknowledged is forgotten
+    # and what is acknowledged is forgotten
+    scheduler.cache.log.acknowledge(scheduler.mirror.acknowledgement)
     scheduler.tree = ChunkPrefixTree(max_nodes=10_000)
     scheduler.mirror = RankMirror(scheduler.tree, 0)
     scheduler.serve(rag(A, B, promoted_len=1))
@@ -224,7 +233,10 @@ def test_load_that_does_not_pay_is_tried_now_and_then(monkeypatch: pytest.Monkey
     monkeypatch.setattr(host_chains, "TRIED_EVERY", 3)
     scheduler = HostScheduler()
     known(scheduler, A)
-    scheduler.cache.host.pricing.agreed = {Phase.LOAD: Line(fixed=9.0), Phase.EXTEND: Line(fixed=9.0, each=1.0)}
+    scheduler.cache.host.pricing.agreed = {
+        Phase.LOAD: Line(fixed=9.0),
+        Phase.EXTEND: Line(fixed=9.0, each=1.0),
+    }
     found = []
     for _ in range(3):
         scheduler.evict(CAPACITY)
@@ -244,7 +256,10 @@ def test_decoding_says_nothing_of_prefill() -> None:
 def test_worth_is_what_a_load_saves() -> None:
     """It travels with each answer, so that the front weighs by it."""
     scheduler = HostScheduler()
-    scheduler.cache.host.pricing.agreed = {Phase.LOAD: Line(fixed=9.0, each=0.25), Phase.EXTEND: Line(each=1.0)}
+    scheduler.cache.host.pricing.agreed = {
+        Phase.LOAD: Line(fixed=9.0, each=0.25),
+        Phase.EXTEND: Line(each=1.0),
+    }
     req = rag(A)
     scheduler.serve(req, answer=[1])
     assert answer_of(req).host_worth == pytest.approx(0.75)
@@ -270,7 +285,9 @@ def test_slots_that_are_freed_before_the_forward_are_not_written() -> None:
     scheduler.evict(CAPACITY)
     other = rag((50, 51, 52, 53), tail=(30, 31, 32))
     scheduler.admit(other, 100)
-    held = [scheduler.allocator.contents[slot] for slot in scheduler.slots(other, 0, len(other.all_ids))]
+    held = [
+        scheduler.allocator.contents[slot] for slot in scheduler.slots(other, 0, len(other.all_ids))
+    ]
     assert held == [content(other, n) for n in range(1, len(held) + 1)]
     scheduler.check([other])
 
@@ -352,14 +369,16 @@ def test_what_is_to_be_loaded_is_forgotten_with_the_tree() -> None:
 def test_layers_are_copied_ahead_as_far_as_the_prefill_is_too_short(
     mode: ForwardMode, prefix_len: int, is_layered: bool, expected: int
 ) -> None:
-    """And all of them where nothing would wait: decoding replays a graph, and a prefill without a prefix reads no cache."""
+    """And all of them where nothing would wait:
+    decoding replays a graph, and a prefill without a prefix reads no cache."""
     scheduler = HostScheduler()
     known(scheduler, A)
     scheduler.evict(CAPACITY)
     matched_only(scheduler, rag(A))
     host = scheduler.cache.host
     host.pool.is_layered = is_layered
-    host.pricing.agreed = {Phase.LOAD: Line(each=0.5), Phase.EXTEND: Line(each=1.0)}  # 3 s, and 1.5 s of computing
+    # 3 s, and 1.5 s of computing
+    host.pricing.agreed = {Phase.LOAD: Line(each=0.5), Phase.EXTEND: Line(each=1.0)}
     batch = SimpleNamespace(forward_mode=mode, prefix_lens=[prefix_len], extend_lens=[1.5])
     host.before(batch)
     assert host.pool.num_ahead == host.stats()["layers_ahead"] == expected
@@ -388,7 +407,10 @@ def test_prefills_of_one_length_do_not_stop_loads() -> None:
     scheduler = HostScheduler()
     known(scheduler, A)
     scheduler.evict(CAPACITY)
-    scheduler.cache.host.pricing.agreed = {Phase.LOAD: Line(each=1.0), Phase.EXTEND: Line(fixed=9.0)}
+    scheduler.cache.host.pricing.agreed = {
+        Phase.LOAD: Line(each=1.0),
+        Phase.EXTEND: Line(fixed=9.0),
+    }
     assert scheduler.serve(rag(A)) == len(HEAD + A)
 
 
@@ -426,7 +448,8 @@ def test_what_left_before_it_was_saved_is_missed() -> None:
 
 
 def test_node_waits_once() -> None:
-    """What is popular is offered by each request that finds it: many times it would take the room of others."""
+    """What is popular is offered by each request that finds it:
+    many times it would take the room of others."""
     scheduler = HostScheduler()
     known(scheduler, A)
     scheduler.serve(rag(A, B))
@@ -437,7 +460,9 @@ def test_node_waits_once() -> None:
     assert scheduler.cache.host.stats()["waiting"] == 1
 
 
-def test_copies_are_looked_up_for_nodes_without_a_chain_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_looked_up_for_nodes_without_a_chain_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each name is a hash: a request whose chunks are all known needs none."""
     scheduler = HostScheduler()
     asked: list[int] = []
@@ -454,7 +479,9 @@ def test_copies_are_looked_up_for_nodes_without_a_chain_alone(monkeypatch: pytes
     assert asked == [2, 2]
 
 
-def test_load_that_fails_is_computed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_that_fails_is_computed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The scheduler must not die of what can be computed. It says so once."""
     scheduler = HostScheduler()
     known(scheduler, A, B)
@@ -469,7 +496,9 @@ def test_load_that_fails_is_computed(monkeypatch: pytest.MonkeyPatch, caplog: py
         scheduler.check()
     stats = scheduler.cache.host.stats()
     assert (stats["failed"], stats["loads"], stats["loaded_tokens"]) == (2, 0, 0)
-    assert [(each.levelno, "computed" in each.message) for each in caplog.records] == [(logging.WARNING, True)]
+    assert [(each.levelno, "computed" in each.message) for each in caplog.records] == [
+        (logging.WARNING, True)
+    ]
     assert "out of memory" in caplog.text
     monkeypatch.undo()
     scheduler.evict(CAPACITY)
@@ -528,7 +557,9 @@ def test_a_prefill_is_not_kept_waiting_twice() -> None:
     assert host.stats()["waiting"] == 0
 
 
-@pytest.mark.parametrize(("uses", "stays"), [((A, A, B), A), ((B, A), A), ((A, B, B), B), ((A, B), B)], ids=str)
+@pytest.mark.parametrize(
+    ("uses", "stays"), [((A, A, B), A), ((B, A), A), ((A, B, B), B), ((A, B), B)], ids=str
+)
 def test_uses_on_the_device_count_when_host_memory_is_full(
     uses: Sequence[tuple[int, ...]], stays: tuple[int, ...]
 ) -> None:
@@ -558,17 +589,27 @@ def test_integrity_names_what_is_wrong() -> None:
 
 
 @settings(max_examples=examples(60))
-@given(seed=st.integers(0, 2**32), capacity=st.integers(24, 60), host_slots=st.sampled_from([12, 30, 1000]))
+@given(
+    seed=st.integers(0, 2**32),
+    capacity=st.integers(24, 60),
+    host_slots=st.sampled_from([12, 30, 1000]),
+)
 def test_random_traffic_finds_all_that_is_held(seed: int, capacity: int, host_slots: int) -> None:
-    """Requests interleave, share batches, are aborted, or are matched and not admitted. What one is computed after has its own
-    tokens for contents. A match is as long as what device and host hold, unless the device has no room."""
+    """Requests interleave, share batches, are aborted, or are matched and not admitted. What one is
+    computed after has its own tokens for contents. A match is as long as what device and host hold,
+    unless the device has no room."""
     rng = random.Random(seed)
     scheduler = HostScheduler(capacity, host_slots, window_requests=rng.choice([1, 5]))
     live: list[FakeReq] = []
     for _ in range(60):
         chunks = rng.sample([A, B, C, (1, 2, 6), (9,)], rng.randint(1, 3))
         heads, salts = [(), HEAD, (90, 92), (94,)], [None, None, "s"]
-        req = rag(*chunks, head=rng.choice(heads), cache_salt=rng.choice(salts), promoted_len=rng.choice([0, 0, 1]))
+        req = rag(
+            *chunks,
+            head=rng.choice(heads),
+            cache_salt=rng.choice(salts),
+            promoted_len=rng.choice([0, 0, 1]),
+        )
         step = rng.random()
         if (step < 0.2 and live) or len(live) == 8:
             scheduler.forward()
@@ -580,7 +621,9 @@ def test_random_traffic_finds_all_that_is_held(seed: int, capacity: int, host_sl
             expected = longest(scheduler, req)
             refused = scheduler.cache.host.counts.no_room
             is_admitted = step > 0.5
-            matched = scheduler.add(req, rng.choice([3, 100])) if is_admitted else scheduler.match(req)
+            matched = (
+                scheduler.add(req, rng.choice([3, 100])) if is_admitted else scheduler.match(req)
+            )
             if matched is not None:
                 assert matched == expected or scheduler.cache.host.counts.no_room > refused
             if matched is not None and is_admitted:
@@ -597,19 +640,25 @@ def test_random_traffic_finds_all_that_is_held(seed: int, capacity: int, host_sl
 
 
 def longest(scheduler: HostScheduler, req: FakeReq) -> int:
-    """How many of the request's tokens the device holds, or will with the next forward, and behind them, whole, its head and
-    chunks that are on the host."""
+    """How many of the request's tokens the device holds, or will with the next forward, and behind
+    them, whole, its head and chunks that are on the host."""
     host = scheduler.cache.host
     on_device = {scheduler.allocator.contents.get(slot) for slot in scheduler.tree_slots()}
-    on_device |= {host.pool.contents[slot] for part in host._loads.values() for slot in part.tolist()}
+    on_device |= {
+        host.pool.contents[slot] for part in host._loads.values() for slot in part.tolist()
+    }
     on_host = set(host.pool.contents.values())
     spans, limit = scheduler.cache._spans_of(req).spans, len(req.all_ids) - 1
     whole = [spans[0].start, *(span.end for span in spans)]
     ends = [*range(whole[0]), *whole, *range(whole[-1] + 1, limit + 1)]
     length = 0
-    while (end := min((end for end in ends if length < end <= limit), default=0)) and content(req, end) in on_device:
+    while (end := min((end for end in ends if length < end <= limit), default=0)) and content(
+        req, end
+    ) in on_device:
         length = end
-    while (end := min((end for end in whole if length < end <= limit), default=0)) and content(req, end) in on_host:
+    while (end := min((end for end in whole if length < end <= limit), default=0)) and content(
+        req, end
+    ) in on_host:
         length = end
     return length
 
@@ -620,7 +669,10 @@ def test_costs_that_are_not_known_are_tried() -> None:
     scheduler.evict(CAPACITY)
     scheduler.cache.host.pricing = FixedCosts({Phase.LOAD: Line(), Phase.EXTEND: Line(each=1.0)})
     assert scheduler.serve(rag(A)) == len(HEAD + A)
-    assert [phase for phase, _ in scheduler.cache.host.pricing.watched] == [Phase.LOAD, Phase.EXTEND]
+    assert [phase for phase, _ in scheduler.cache.host.pricing.watched] == [
+        Phase.LOAD,
+        Phase.EXTEND,
+    ]
 
 
 class Shown:
@@ -639,7 +691,11 @@ def test_prometheus_is_told_when_it_is_due() -> None:
     shown = Shown()
     scheduler = HostScheduler()
     host = scheduler.cache.host = HostChains(
-        scheduler.cache, scheduler.cache.host.pool, FixedCosts(), window=10, metrics=cast(Any, shown)
+        scheduler.cache,
+        scheduler.cache.host.pool,
+        FixedCosts(),
+        window=10,
+        metrics=cast(Any, shown),
     )
     known(scheduler, A)
     shown.stats.clear()
@@ -651,5 +707,7 @@ def test_prometheus_is_told_when_it_is_due() -> None:
     (told,) = shown.stats
     assert told["saved_tokens"] == told["tokens"] == len(HEAD + A)
     assert host.stats() == shown.stats[1] == told
-    shown_keys = {each[0] for each in (*host_metrics.GAUGES.values(), *host_metrics.COUNTERS.values())}
+    shown_keys = {
+        each[0] for each in (*host_metrics.GAUGES.values(), *host_metrics.COUNTERS.values())
+    }
     assert shown_keys == told.keys() - {"ms_per_1000_tokens"}

@@ -9,7 +9,12 @@ import pytest
 pytest.importorskip("sglang")
 
 from sglang_chunkcache.scheduler import host_memory
-from sglang_chunkcache.scheduler.host_memory import EXACT_CHAINS, STORE, default_bytes, machine_bytes
+from sglang_chunkcache.scheduler.host_memory import (
+    EXACT_CHAINS,
+    STORE,
+    default_bytes,
+    machine_bytes,
+)
 
 GIB = 1 << 30
 
@@ -30,28 +35,39 @@ GIB = 1 << 30
         (8, -1, 1, 0, 0),  # all of it is spoken for
     ],
 )
-def test_default_by_machine(device: float, available: float, num_ranks: int, chains: float, store: float) -> None:
+def test_default_by_machine(
+    device: float, available: float, num_ranks: int, chains: float, store: float
+) -> None:
     """In GiB."""
     for use, wanted in ((EXACT_CHAINS, chains), (STORE, store)):
-        found = default_bytes(use, device_bytes=int(device * GIB), available=int(available * GIB), num_ranks=num_ranks)
+        found = default_bytes(
+            use, device_bytes=int(device * GIB), available=int(available * GIB), num_ranks=num_ranks
+        )
         assert found == pytest.approx(max(1, wanted * GIB), abs=2)
 
 
 @pytest.mark.parametrize(("device", "found"), [("cuda", 5 * GIB), ("cpu", GIB)])
-def test_machine_is_shared_by_its_ranks(device: str, found: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of tensor parallelism in each of three replicas; 4 GiB of each are taken. A pool in host memory counts nothing."""
+def test_machine_is_shared_by_its_ranks(
+    device: str, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of tensor parallelism in each of three replicas; 4 GiB of each are taken.
+    A pool in host memory counts nothing."""
     told: list[int] = []
 
     def broadcast(mine: int) -> int:
         told.append(mine)
         return 7
 
-    monkeypatch.setattr(host_memory, "available_host_memory_bytes", lambda: (6 * 4 + 6 * 8 * 5) * GIB)
+    monkeypatch.setattr(
+        host_memory, "available_host_memory_bytes", lambda: (6 * 4 + 6 * 8 * 5) * GIB
+    )
     monkeypatch.setattr(host_memory, "ranks_per_host", lambda: 2)
     pool = SimpleNamespace(get_kv_size_bytes=lambda: (9 * GIB, 9 * GIB))
     runner = SimpleNamespace(tp_group=SimpleNamespace(broadcast_object=broadcast))
     ctx = SimpleNamespace(
-        params=SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(device=device, get_kvcache=lambda: pool)),
+        params=SimpleNamespace(
+            token_to_kv_pool_allocator=SimpleNamespace(device=device, get_kvcache=lambda: pool)
+        ),
         server_args=SimpleNamespace(dp_size=3),
         tp_worker=SimpleNamespace(model_runner=runner),
     )

@@ -31,12 +31,15 @@ def context(pool: Any) -> Any:
     params = SimpleNamespace(token_to_kv_pool_allocator=allocator)
     group = SimpleNamespace(world_size=1, broadcast_object=lambda told: told)
     model = nn.ModuleList(
-        RadixAttention(2, 16, 1.0, 1, layer_id=layer) for layer in range(getattr(pool, "layer_num", 0))
+        RadixAttention(2, 16, 1.0, 1, layer_id=layer)
+        for layer in range(getattr(pool, "layer_num", 0))
     )
     worker = SimpleNamespace(model_runner=SimpleNamespace(tp_group=group, model=model))
     return SimpleNamespace(
         params=params,
-        server_args=SimpleNamespace(dp_size=1, enable_dp_attention=False, enable_pdmux=False, pp_size=1),
+        server_args=SimpleNamespace(
+            dp_size=1, enable_dp_attention=False, enable_pdmux=False, pp_size=1
+        ),
         tp_worker=worker,
     )
 
@@ -73,7 +76,8 @@ def device() -> Any:
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 2])
 def test_what_was_saved_is_loaded_bit_for_bit(device: Any, num_ahead: int) -> None:
-    """To other slots, from slots in no order, beside what others have there: all layers in line, and beside who reads them."""
+    """To other slots, from slots in no order, beside what others have there:
+    all layers in line, and beside who reads them."""
     pool = HostPool(device, 1 << 20)
     buffers = [*device.k_buffer, *device.v_buffer]
     for buffer in buffers:
@@ -111,7 +115,9 @@ def test_slots_are_uploaded_without_a_wait(device: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(host_pool, "upload", lambda slots, device: on_device)
     device_slots: Any = SimpleNamespace(device="cuda", record_stream=lambda stream: None)
     pool.save(device_slots, torch.tensor([7]))
-    pool.load(pool.prepare(torch.tensor([7])), device_slots, num_ahead=pool.num_layers, clock=FixedCosts())
+    pool.load(
+        pool.prepare(torch.tensor([7])), device_slots, num_ahead=pool.num_layers, clock=FixedCosts()
+    )
     assert all(slots is on_device for slots in copied)
     assert len(copied) == 1 + pool.num_layers
 
@@ -124,7 +130,9 @@ def test_reader_waits_for_its_layer(device: Any) -> None:
     assert slots is not None
     pool.load(pool.prepare(slots), torch.tensor([7]), num_ahead=0, clock=FixedCosts())
     for layer in range(pool.num_layers):
-        reader = Thread(target=device.get_value_buffer if layer else device.get_key_buffer, args=(layer,))
+        reader = Thread(
+            target=device.get_value_buffer if layer else device.get_key_buffer, args=(layer,)
+        )
         reader.start()
         reader.join(0.05)
         assert reader.is_alive()
@@ -134,14 +142,18 @@ def test_reader_waits_for_its_layer(device: Any) -> None:
     pool.finish()
 
 
-def test_a_graph_of_whole_prefills_asks_for_no_layers(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_of_whole_prefills_asks_for_no_layers(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Attention is replayed without a call: all layers have to be there before."""
     made = create_host_pool(context(device), ChunkCacheConfig(host_mib=1))
     assert made is not None
     assert made.is_layered
     graphs = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.FULL))
     monkeypatch.setattr(
-        cuda_graph_config, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
+        cuda_graph_config,
+        "get_exec",
+        lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs)),
     )
     made = create_host_pool(context(device), ChunkCacheConfig(host_mib=1))
     assert made is not None
@@ -169,12 +181,20 @@ def test_slots_are_counted(device: Any) -> None:
     assert pool.num_free == pool.num_slots
 
 
-def test_default_is_twice_the_device_where_that_is_there(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_is_twice_the_device_where_that_is_there(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(host_memory, "available_host_memory_bytes", lambda: 1 << 40)
     pool = create_host_pool(context(device), ChunkCacheConfig())
     assert pool is not None
-    assert 0 <= pool.num_slots * pool.token_bytes - 2 * sum(device.get_kv_size_bytes()) <= 2 * pool.token_bytes
-    monkeypatch.setattr("sglang.srt.mem_cache.pool_host.base.host_memory_budget_bytes", lambda asked: -1)
+    assert (
+        0
+        <= pool.num_slots * pool.token_bytes - 2 * sum(device.get_kv_size_bytes())
+        <= 2 * pool.token_bytes
+    )
+    monkeypatch.setattr(
+        "sglang.srt.mem_cache.pool_host.base.host_memory_budget_bytes", lambda asked: -1
+    )
     assert create_host_pool(context(device), ChunkCacheConfig()) is None
 
 
@@ -195,7 +215,9 @@ def test_ranks_agree_on_size_and_refusal(device: Any, other: str | None) -> None
     """Rank 0's default; where one rank cannot, none does."""
     ctx = context(device)
     ctx.tp_worker.model_runner.tp_group = SimpleNamespace(
-        world_size=2, broadcast_object=lambda mine: 4096, all_gather_object=lambda mine: [mine, other]
+        world_size=2,
+        broadcast_object=lambda mine: 4096,
+        all_gather_object=lambda mine: [mine, other],
     )
     pool = create_host_pool(ctx, ChunkCacheConfig())
     if other is None:

@@ -1,4 +1,5 @@
-"""Layers that come while a forward computes: on a thread, and on CUDA's streams as far as they can be told without them."""
+"""Layers that come while a forward computes:
+on a thread, and on CUDA's streams as far as they can be told without them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ NUM_LAYERS, WORK = 5, Work(1, 7)
 
 
 class Copies:
-    """`Copy` that notes which thread has copied which layer, and waits or fails where it is told."""
+    """`Copy` that notes which thread has copied which layer,
+    and waits or fails where it is told."""
 
     def __init__(self, *, held: int | None = None, failing: int | None = None) -> None:
         self.done: list[tuple[int, bool]] = []
@@ -149,7 +151,9 @@ def test_what_fails_in_line_is_raised() -> None:
         raise RuntimeError(f"layer {layers[0]}")
 
     with pytest.raises(RuntimeError, match="layer 0"):
-        LayerLoads(NUM_LAYERS, is_cuda=False).start(copy, Phase.LOAD, WORK, num_ahead=1, clock=make_pricing())
+        LayerLoads(NUM_LAYERS, is_cuda=False).start(
+            copy, Phase.LOAD, WORK, num_ahead=1, clock=make_pricing()
+        )
 
 
 def test_thread_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +177,8 @@ def test_thread_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 def test_forward_that_did_not_ask_is_an_error() -> None:
-    """Its attention does not go through the pool's getters: it has read what was not there. What comes next finds all of it."""
+    """Its attention does not go through the pool's getters: it has read what was not there.
+    What comes next finds all of it."""
     copies = Copies()
     loads = started(copies, 1)
     loads.wait_until(2)
@@ -243,8 +248,8 @@ class EventOf:
 def test_copies_on_a_stream_are_behind_the_forward_stream_and_before_its_readers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A copy has the last reader of its slots behind it, a layer's readers wait for that layer, also on another stream, and what
-    comes after the forward for all."""
+    """A copy has the last reader of its slots behind it, a layer's readers wait for that layer,
+    also on another stream, and what comes after the forward for all."""
     cuda = Cuda()
     cuda.install(monkeypatch)
     loads = LayerLoads(3, is_cuda=True)
@@ -275,7 +280,9 @@ def test_copies_on_a_stream_are_behind_the_forward_stream_and_before_its_readers
     ]
 
 
-def test_copies_that_fail_on_a_stream_are_over_before_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_fail_on_a_stream_are_over_before_what_comes_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Those that were queued would come into slots that are computed instead."""
     cuda = Cuda()
     cuda.install(monkeypatch)

@@ -1,4 +1,5 @@
-"""Prefills behind a prefix that comes from host memory while they run: hidden states are those of a prefix that was there."""
+"""Prefills behind a prefix that comes from host memory while they run:
+hidden states are those of a prefix that was there."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ SLOTS, SLOW_S = torch.arange(1, PROMPT + 1), 0.05
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The runner, and what loads the prefix: (layers ahead) -> nothing. Its slots hold NaN before."""
+    """The runner, and what loads the prefix: (layers ahead) -> nothing.
+    Its slots hold NaN before."""
     runner = models.runner("llama")
     device = runner.token_to_kv_pool
     row = models.make_row(runner, SLOTS)
@@ -67,14 +69,17 @@ def prefill(runner: Any) -> Tensor:
 def our_pass(runner: Any) -> Tensor:
     positions = torch.arange(PREFIX, PROMPT)
     request = SparseRequest(positions, SLOTS, PROMPT)
-    hidden = run_pass(runner, [PassSequence(torch.tensor(TOKENS[PREFIX:]), request, SLOTS[PREFIX:])])
+    hidden = run_pass(
+        runner, [PassSequence(torch.tensor(TOKENS[PREFIX:]), request, SLOTS[PREFIX:])]
+    )
     assert hidden is not None
     return hidden
 
 
 @pytest.mark.parametrize("forward", [prefill, our_pass])
 def test_layers_that_come_beside_are_those_that_were_there(loaded: Any, forward: Any) -> None:
-    """Against all layers in line, which is how they came before; and a forward that does not wait reads NaN."""
+    """Against all layers in line, which is how they came before;
+    and a forward that does not wait reads NaN."""
     runner, load = loaded
     pool = load(models.NUM_LAYERS)
     expected = forward(runner)

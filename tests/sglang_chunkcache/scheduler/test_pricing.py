@@ -102,8 +102,8 @@ def test_more_of_it_beside_counts_when_it_is_over() -> None:
 
 
 def test_waiting_for_other_work_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a prefill that waits for its layers, nor of what is watched around it. Else waiting would look like computing, and less
-    would be copied ahead for it."""
+    """Of a prefill that waits for its layers, nor of what is watched around it. Else waiting would
+    look like computing, and less would be copied ahead for it."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     pricing = make_pricing(device="cuda")
     with pricing.watch(Phase.LOAD, Work(1, 5)) as load:
@@ -137,7 +137,8 @@ def test_waiting_for_a_part_of_it_is_part_of_it(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_all_ranks_plan_by_the_figures_of_rank_0() -> None:
-    """Each measures for itself, and takes what rank 0 has sent, at the start and with every `REFRESH`th batch."""
+    """Each measures for itself, and takes what rank 0 has sent,
+    at the start and with every `REFRESH`th batch."""
     line = (0.5, 0.25, 0.125)
     group = Group(2, {phase.value: line for phase in Phase})
     pricing = make_pricing(group)
@@ -167,20 +168,31 @@ def test_every_phase_is_measured_and_all_is_given_back(codec: Codec) -> None:
     """On a real model: longer work takes longer by the fitted lines."""
     runner = models.runner("llama")
     params = SimpleNamespace(
-        req_to_token_pool=runner.req_to_token_pool, token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator
+        req_to_token_pool=runner.req_to_token_pool,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
     )
     table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
     pricing = make_pricing()
     with mock.patch.object(price_trial, "Offload", wraps=Offload) as offload:
         longest = measure_costs(
-            runner, table, params, pricing.model, sparse=None, window=16, max_tokens=600, codec=codec
+            runner,
+            table,
+            params,
+            pricing.model,
+            sparse=None,
+            window=16,
+            max_tokens=600,
+            codec=codec,
         )
     pricing.start()
-    assert offload.call_count == 3  # loads are priced from the memory that captures arrive in, which is pinned
+    # loads are priced from the memory that captures arrive in, which is pinned
+    assert offload.call_count == 3
     assert longest >= MIN_TOKENS
     assert pricing.costs is not None
     for phase, line in pricing.costs.items():
         if phase is Phase.LOAD:  # observed in service alone
             continue
-        assert 0 < line.seconds(Work(1, 64, 64 * 64)) <= line.seconds(Work(1, 1024, 1024 * 1024)), phase
+        assert 0 < line.seconds(Work(1, 64, 64 * 64)) <= line.seconds(Work(1, 1024, 1024 * 1024)), (
+            phase
+        )
     models.assert_given_back(runner)

@@ -31,7 +31,17 @@ from tests.polling import DEADLINE_S
 from tests.reference.scheduler import SECRET, FakeReq
 from tests.sglang_chunkcache.fusion import test_promise
 from tests.sglang_chunkcache.fusion.test_tier import Disk
-from tests.sglang_chunkcache.scheduler.test_host_chains import CAPACITY, HEAD, A, B, C, HostScheduler, chain, known, rag
+from tests.sglang_chunkcache.scheduler.test_host_chains import (
+    CAPACITY,
+    HEAD,
+    A,
+    B,
+    C,
+    HostScheduler,
+    chain,
+    known,
+    rag,
+)
 
 
 class ChainDisk(Disk):
@@ -64,7 +74,8 @@ class Server(HostScheduler):
         disk.opened_ones.append(self.storage)
 
     def ask(self, req: FakeReq, *, settles: bool = True) -> int:
-        """It waits until its loads have come, or as long as it may, and is served. Returns what it found."""
+        """It waits until its loads have come, or as long as it may, and is served.
+        Returns what it found."""
         self.cache.arrived(req)
         if settles:
             self.settle()
@@ -210,7 +221,9 @@ def test_tenant_may_have_so_much_under_way(disk: ChainDisk) -> None:
     """Ahead of its requests, which are loaded for."""
     stored(disk, A, B)
     server = Server(disk)
-    server.storage.prefetches.max_bytes = max(variant.nbytes for variant in server.storage.index.variants())
+    server.storage.prefetches.max_bytes = max(
+        variant.nbytes for variant in server.storage.index.variants()
+    )
     disk.storage.become("hanging")
     prefetch(server, rag(A, B))
     assert server.storage.stats()["prefetch"] == {"requested": 1, "loaded": 0, "used": 0}
@@ -259,7 +272,9 @@ def test_load_of_the_start_that_comes_too_late_is_dropped(disk: ChainDisk) -> No
 
 
 @pytest.mark.parametrize("room", [95, 75])
-def test_chain_longer_than_the_storage_is_kept_from_its_beginning(disk: ChainDisk, room: int) -> None:
+def test_chain_longer_than_the_storage_is_kept_from_its_beginning(
+    disk: ChainDisk, room: int
+) -> None:
     """And not written anew with each request. A start with less room finds a beginning, too."""
     links = [(10 * n, 10 * n + 1, 10 * n + 2) for n in range(2, 6)]
     server = Server(disk)
@@ -295,7 +310,9 @@ def test_end_of_a_chain_leaves_first_after_a_restart(disk: ChainDisk) -> None:
     for _ in range(4):
         server.ask(rag(*others, head=(90,)))
         server.settle()
-    left = sorted(len(variant.prefix) for variant in server.storage.index.variants() if variant.head == place)
+    left = sorted(
+        len(variant.prefix) for variant in server.storage.index.variants() if variant.head == place
+    )
     assert left == list(range(len(left)))
     assert 0 < len(left) < 4, "something of it has left"
     server.check()
@@ -385,7 +402,9 @@ def test_request_waits_for_its_loads(disk: ChainDisk, is_hinted: bool) -> None:
     server.check()
 
 
-def test_what_found_no_room_is_loaded_when_there_is(disk: ChainDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_found_no_room_is_loaded_when_there_is(
+    disk: ChainDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request asks for more than may be under way, and waits in SGLang's queue."""
     stored(disk, A, B, C)
     server = Server(disk)
@@ -401,7 +420,9 @@ def test_what_found_no_room_is_loaded_when_there_is(disk: ChainDisk, monkeypatch
     server.check()
 
 
-def test_what_was_admitted_is_loaded_no_further(disk: ChainDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_admitted_is_loaded_no_further(
+    disk: ChainDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its request computes the rest."""
     stored(disk, A, B, C)
     server = Server(disk)
@@ -471,7 +492,9 @@ def test_request_that_has_waited_in_vain_is_computed(disk: ChainDisk) -> None:
     server.check()
 
 
-def test_request_does_not_wait_where_nothing_comes(disk: ChainDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_does_not_wait_where_nothing_comes(
+    disk: ChainDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor for what takes too long, though it is loaded."""
     stored(disk, A)
     server = patient(disk)
@@ -574,7 +597,9 @@ def test_failed_load_takes_what_follows_with_it(disk: ChainDisk) -> None:
     stored(disk, A, B)
     server = Server(disk)
     for name, held in disk.storage.held.items():
-        row = next(each.blob.row for each in server.storage.index.variants() if each.blob.row.name == name)
+        row = next(
+            each.blob.row for each in server.storage.index.variants() if each.blob.row.name == name
+        )
         if len(row.place.prefix) == 1:
             held[-3] ^= 64
     assert server.ask(rag(A, B)) == len(HEAD)
@@ -582,7 +607,9 @@ def test_failed_load_takes_what_follows_with_it(disk: ChainDisk) -> None:
     server.check()
 
 
-@pytest.mark.parametrize("other", [{"head": (90,)}, {"head": ()}, {"extra_key": "x"}, {"cache_salt": "s"}], ids=str)
+@pytest.mark.parametrize(
+    "other", [{"head": (90,)}, {"head": ()}, {"extra_key": "x"}, {"cache_salt": "s"}], ids=str
+)
 def test_others_find_nothing(disk: ChainDisk, other: dict[str, Any]) -> None:
     stored(disk, A, B)
     server = Server(disk)
@@ -652,7 +679,11 @@ def test_request_is_counted_once(disk: ChainDisk) -> None:
     storage.ask([("chain", "", ())], is_request=False)
     assert storage.index._asked.count("chain") == 0
     storage.ask([("chunk", "", ())])
-    assert (storage._num_asked, storage.index._asked.count("chain"), storage.index._asked.count("chunk")) == (1, 1, 1)
+    assert (
+        storage._num_asked,
+        storage.index._asked.count("chain"),
+        storage.index._asked.count("chunk"),
+    ) == (1, 1, 1)
     storage.close()
 
 
@@ -686,8 +717,12 @@ def test_request_waits_for_what_others_have(disk: ChainDisk, is_there: bool) -> 
     second.check()
 
 
-CHUNKS = st.permutations([A, B, C, (4, 5, 6)]).flatmap(lambda each: st.integers(1, 4).map(lambda n: tuple(each[:n])))
-ASKS = st.tuples(st.just("ask"), CHUNKS, st.sampled_from([HEAD, (), (90, 92)]), st.booleans(), st.booleans())
+CHUNKS = st.permutations([A, B, C, (4, 5, 6)]).flatmap(
+    lambda each: st.integers(1, 4).map(lambda n: tuple(each[:n]))
+)
+ASKS = st.tuples(
+    st.just("ask"), CHUNKS, st.sampled_from([HEAD, (), (90, 92)]), st.booleans(), st.booleans()
+)
 OTHERS = st.one_of(
     st.tuples(st.just("evict"), st.integers(1, CAPACITY)),
     st.tuples(st.just("flush"), st.integers(0, 1)),
@@ -698,10 +733,14 @@ OTHERS = st.one_of(
 )
 
 
-@given(steps=st.lists(st.one_of(ASKS, ASKS, ASKS, OTHERS), max_size=40), slots=st.sampled_from([8, 14, 100]))
+@given(
+    steps=st.lists(st.one_of(ASKS, ASKS, ASKS, OTHERS), max_size=40),
+    slots=st.sampled_from([8, 14, 100]),
+)
 @settings(max_examples=examples(150), deadline=None)
 def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
-    """Whatever is loaded has the contents of its place, which `HostScheduler` checks; nothing leaks, the front agrees."""
+    """Whatever is loaded has the contents of its place, which `HostScheduler` checks;
+    nothing leaks, the front agrees."""
     with tempfile.TemporaryDirectory() as folder:
         disk = ChainDisk(Path(folder))
         disk.patience = Patience(0.5)
@@ -744,7 +783,8 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
 
 
 def test_request_counts_once_where_its_chunks_may_be_moved(disk: ChainDisk) -> None:
-    """The promiser counts it, with what chains and variants were asked for: half of f_r is forgotten once a window."""
+    """The promiser counts it, with what chains and variants were asked for:
+    half of f_r is forgotten once a window."""
     server = disk.server(host_slots=200)
     storage = server.cache.storage
     server.cache.stored = StoredChains(server.cache.host, storage, how=("exact",), fingerprint=None)

@@ -1,4 +1,5 @@
-"""Two tensor-parallel ranks, each with a storage of its own: whatever happens to one of them, both keep the same chains."""
+"""Two tensor-parallel ranks, each with a storage of its own:
+whatever happens to one of them, both keep the same chains."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ class Life:
     """Of one rank. What `steps` say of `self.rank` alone the others do not know."""
 
     def __init__(self, group: RankGroup, folder: Path, **knobs: Any) -> None:
-        self.rank, self.disk, self.ranks, self.knobs = group.rank_in_group, ChainDisk(folder), Ranks(group), knobs
+        self.rank, self.disk, self.ranks, self.knobs = (
+            group.rank_in_group,
+            ChainDisk(folder),
+            Ranks(group),
+            knobs,
+        )
         self.server = Server(self.disk, ranks=self.ranks, **knobs)
 
     def round(self) -> None:
@@ -64,8 +70,13 @@ class Life:
     def seen(self) -> dict[str, Any]:
         """What the other rank must have, too."""
         host, storage = self.server.cache.host, self.server.storage
-        nodes = sorted((place, each.is_here, each.is_busy, each.num_below) for place, each in host._nodes.items())
-        held = sorted((each.blob.row.place, each.nbytes, each.reuse) for each in storage.index.variants())
+        nodes = sorted(
+            (place, each.is_here, each.is_busy, each.num_below)
+            for place, each in host._nodes.items()
+        )
+        held = sorted(
+            (each.blob.row.place, each.nbytes, each.reuse) for each in storage.index.variants()
+        )
         waiting = {kind.__name__: tuple(each) for kind, each in storage.loader._waiting.items()}
         return {
             "prefetch": storage.prefetches.stats(),
@@ -94,7 +105,9 @@ def lives(steps: list[tuple[Any, ...]], **knobs: Any) -> list[list[Any]]:
                 for kind, *told in steps:
                     if kind == "ask":
                         chunks, head, settles, promoted = told
-                        found = life.ask(*chunks, settles=settles, head=head, promoted_len=len(chunks) * promoted)
+                        found = life.ask(
+                            *chunks, settles=settles, head=head, promoted_len=len(chunks) * promoted
+                        )
                         seen.append(found)
                     elif kind == "hint":
                         prefetch(life.server, rag(*told[0]))
@@ -146,14 +159,18 @@ def test_what_one_has_not_is_computed(problem: str) -> None:
 
 
 def test_what_one_could_not_write_nobody_has() -> None:
-    first, second = lives([("refusing", 1)] + [ask(A, B)] * 3 + [("restart", True, None), ask(A, B)])
+    first, second = lives(
+        [("refusing", 1)] + [ask(A, B)] * 3 + [("restart", True, None), ask(A, B)]
+    )
     assert first == second
     assert first[-2] == 0
 
 
 def test_one_pauses_for_both() -> None:
     """And goes on for both."""
-    first, second = lives([("refusing", 1)] + [ask(A, B, C)] * 3 + [("healthy", 1)] + [ask(A, B, C)] * 3)
+    first, second = lives(
+        [("refusing", 1)] + [ask(A, B, C)] * 3 + [("healthy", 1)] + [ask(A, B, C)] * 3
+    )
     assert first == second
     paused = [each["is_paused"] for each in first if isinstance(each, dict)]
     assert (any(paused), paused[-1]) == (True, False)
@@ -162,7 +179,9 @@ def test_one_pauses_for_both() -> None:
 
 @pytest.mark.parametrize("problem", ["lose", "damage"])
 def test_what_one_cannot_read_now_and_the_other_never_both_forget(problem: str) -> None:
-    first, second = lives([*[ask(A, B)] * 3, ("restart", False, None), ("refusing", 0), (problem, 1), ask(A, B)])
+    first, second = lives(
+        [*[ask(A, B)] * 3, ("restart", False, None), ("refusing", 0), (problem, 1), ask(A, B)]
+    )
     assert first == second
 
 
@@ -174,17 +193,26 @@ def test_hint_is_there_for_the_next_request_of_an_idle_server() -> None:
     assert first[-2] == len(HEAD + A + B)
 
 
-CHUNKS = st.permutations([A, B, C, (4, 5, 6)]).flatmap(lambda each: st.integers(1, 4).map(lambda n: tuple(each[:n])))
-ASKS = st.tuples(st.just("ask"), CHUNKS, st.sampled_from([HEAD, (), (90, 92)]), st.booleans(), st.booleans())
+CHUNKS = st.permutations([A, B, C, (4, 5, 6)]).flatmap(
+    lambda each: st.integers(1, 4).map(lambda n: tuple(each[:n]))
+)
+ASKS = st.tuples(
+    st.just("ask"), CHUNKS, st.sampled_from([HEAD, (), (90, 92)]), st.booleans(), st.booleans()
+)
 OTHERS = st.one_of(
     st.tuples(st.just("evict"), st.integers(1, CAPACITY)),
     st.tuples(st.just("restart"), st.booleans(), st.sampled_from([None, None, 0, 1])),
     st.tuples(st.just("hint"), CHUNKS),
-    st.tuples(st.sampled_from(["healthy", "refusing", "hanging", "damage", "lose"]), st.integers(0, 1)),
+    st.tuples(
+        st.sampled_from(["healthy", "refusing", "hanging", "damage", "lose"]), st.integers(0, 1)
+    ),
 )
 
 
-@given(steps=st.lists(st.one_of(ASKS, ASKS, ASKS, OTHERS), max_size=30), slots=st.sampled_from([8, 14, 100]))
+@given(
+    steps=st.lists(st.one_of(ASKS, ASKS, ASKS, OTHERS), max_size=30),
+    slots=st.sampled_from([8, 14, 100]),
+)
 @settings(max_examples=examples(60), deadline=None)
 def test_random_lives_are_alike(steps: list[tuple[Any, ...]], slots: int) -> None:
     first, second = lives(steps, host_slots=slots, storage_bytes=4000)

@@ -1,4 +1,5 @@
-"""HiCache's backends as a store of bytes: its traps do not reach us, and what cannot be used is refused by name."""
+"""HiCache's backends as a store of bytes:
+its traps do not reach us, and what cannot be used is refused by name."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ pytest.importorskip("sglang")
 
 from sglang_chunkcache.config import ChunkCacheConfig  # noqa: E402
 from sglang_chunkcache.storage import opening  # noqa: E402
-from sglang_chunkcache.storage.backend import Backend, create_backend, extra_config, folder_of, room_in  # noqa: E402
+from sglang_chunkcache.storage.backend import (  # noqa: E402
+    Backend,
+    create_backend,
+    extra_config,
+    folder_of,
+    room_in,
+)
 from sglang_chunkcache.storage.entry import Refusal, RefusedEntryError  # noqa: E402
 from sglang_chunkcache.storage.manifest import Manifest  # noqa: E402
 from tests.reference.memory_storage import MemoryStorage  # noqa: E402
@@ -22,13 +29,18 @@ from tests.sglang_chunkcache.storage.test_manifest import make_row  # noqa: E402
 NAME = "cc1-" + "a" * 40
 OTHER = "cc1-" + "b" * 40
 DYNAMIC = (
-    '{"backend_name": "m", "module_path": "tests.reference.memory_storage", "class_name": "MemoryStorage", "x": 1}'
+    '{"backend_name": "m", "module_path": "tests.reference.memory_storage", "class_name":'
+    ' "MemoryStorage", "x": 1}'
 )
 
 
 def config(backend: str = "file", extra: str | None = None) -> ChunkCacheConfig:
     return ChunkCacheConfig(
-        reuse="fused", storage_backend=backend, storage_backend_extra_config=extra, storage_mib=1, secret="s"
+        reuse="fused",
+        storage_backend=backend,
+        storage_backend_extra_config=extra,
+        storage_mib=1,
+        secret="s",
     )
 
 
@@ -71,7 +83,9 @@ def test_files_are_listed_and_left_over_ones_removed(tmp_path: Path) -> None:
     (entries / f".{'0' * 32}.tmp").write_bytes(b"torn")
     (entries / "notes.txt").write_bytes(b"mine")
     assert backend.sizes() == {NAME: 3}
-    assert sorted(path.name for path in entries.iterdir()) == sorted([f"{NAME}__0_1.bin", "notes.txt"])
+    assert sorted(path.name for path in entries.iterdir()) == sorted(
+        [f"{NAME}__0_1.bin", "notes.txt"]
+    )
 
 
 def test_success_without_bytes_is_a_failure() -> None:
@@ -96,7 +110,12 @@ def test_dynamic_gets_its_configuration(tmp_path: Path) -> None:
     extra = DYNAMIC.replace('"x"', f'"directory": "{tmp_path}", "x"')
     backend: Any = create_backend(config("dynamic", extra), tmp_path, model_name="org/model")
     given = backend._storage.config
-    assert (given.model_name, given.tp_size, given.tp_rank, given.is_mla_model) == ("org/model", 1, 0, False)
+    assert (given.model_name, given.tp_size, given.tp_rank, given.is_mla_model) == (
+        "org/model",
+        1,
+        0,
+        False,
+    )
     assert given.extra_config["x"] == 1
     assert "directory" not in given.extra_config
 

@@ -1,4 +1,5 @@
-"""Codecs: exact, or within their bound on whatever finite KV there is; equal to a slow reference."""
+"""Codecs: exact, or within their bound on whatever finite KV there is;
+equal to a slow reference."""
 
 from __future__ import annotations
 
@@ -47,23 +48,29 @@ def test_the_config_offers_what_there_is() -> None:
     st.sampled_from(("plain", "outlier", "zeros", "tiny", "largest")),
 )
 def test_errors_stay_within_the_bound(seed: int, bits: int, dtype: torch.dtype, kind: str) -> None:
-    """Of the largest element of each row, whatever the others are. What is finite stays finite, zeros stay zeros."""
+    """Of the largest element of each row, whatever the others are.
+    What is finite stays finite, zeros stay zeros."""
     codec, rows = Quantized(bits), random_rows(seed, dtype, kind)
     parts = codec.encode(rows, -rows)
     codec.check(parts)
     for before, after in zip((rows, -rows), codec.decode(parts), strict=True):
         assert (after.shape, after.dtype) == (before.shape, dtype)
         largest = before.double().abs().amax(-1, keepdim=True)
-        least = 2**bits * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # scales have no smaller steps
+        # scales have no smaller steps
+        least = 2**bits * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         bound = codec.max_error(dtype) * largest * (1 + 1e-5) + least
         assert bool(((after.double() - before.double()).abs() <= bound).all())
 
 
 @given(st.integers(0, 10**6), st.sampled_from(BITS), st.sampled_from(DTYPES), st.integers(-6, 6))
-def test_what_is_representable_comes_back_bit_by_bit(seed: int, bits: int, dtype: torch.dtype, power: int) -> None:
+def test_what_is_representable_comes_back_bit_by_bit(
+    seed: int, bits: int, dtype: torch.dtype, power: int
+) -> None:
     """Whole numbers times a power of two, the largest among them."""
     most = 2 ** (bits - 1) - 1
-    rows = torch.randint(-most, most + 1, (2, 3, 1, 8), generator=torch.Generator().manual_seed(seed))
+    rows = torch.randint(
+        -most, most + 1, (2, 3, 1, 8), generator=torch.Generator().manual_seed(seed)
+    )
     rows[..., seed % 8] = most
     rows = (rows * 2.0**power).to(dtype)
     found = Quantized(bits).decode(Quantized(bits).encode(rows, rows))
@@ -75,7 +82,10 @@ def test_what_is_representable_comes_back_bit_by_bit(seed: int, bits: int, dtype
 def test_fast_equals_slow(seed: int, bits: int, dtype: torch.dtype) -> None:
     """Bit by bit, packed and unpacked."""
     least = {2: 4, 4: 2, 6: 4, 8: 1}.get(bits, 8)
-    keys, values = random_rows(seed, dtype, "plain"), random_rows(seed + 1, dtype, "outlier")[..., :least]
+    keys, values = (
+        random_rows(seed, dtype, "plain"),
+        random_rows(seed + 1, dtype, "outlier")[..., :least],
+    )
     parts = Quantized(bits).encode(keys, values)
     for data, scales, rows, decoded in zip(
         parts[:2], parts[2:], (keys, values), Quantized(bits).decode(parts), strict=True
@@ -150,7 +160,9 @@ def test_parts_of_another_kind_are_refused() -> None:
 
 def test_odd_heads_and_bits_are_refused() -> None:
     """Each Raises."""
-    with pytest.raises(ValueError, match="values: expected heads of whole bytes in int5, got heads of 12"):
+    with pytest.raises(
+        ValueError, match="values: expected heads of whole bytes in int5, got heads of 12"
+    ):
         Quantized(5).encode(torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 12))
     for bits in (1, 9):
         with pytest.raises(ValueError, match=f"got {bits}"):
@@ -171,5 +183,7 @@ def test_gpu_equals_cpu_without_synchronising(bits: int) -> None:
         decoded = Quantized(bits).decode(parts)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(parts, expected, strict=True))
+    assert all(
+        torch.equal(mine.cpu(), theirs) for mine, theirs in zip(parts, expected, strict=True)
+    )
     assert torch.equal(decoded[0].cpu(), Quantized(bits).decode(expected)[0])

@@ -1,4 +1,5 @@
-"""Stored bytes: what is written is read bit for bit, and everything else is refused by its reason."""
+"""Stored bytes: what is written is read bit for bit, and everything else is refused by its
+reason."""
 
 from __future__ import annotations
 
@@ -15,13 +16,22 @@ pytest.importorskip("msgspec")
 
 from sglang_chunkcache.storage import entry  # noqa: E402
 from sglang_chunkcache.storage.codec import CODECS, Quantized  # noqa: E402
-from sglang_chunkcache.storage.entry import DTYPES, Entry, Layout, Masses, Refusal, RefusedEntryError  # noqa: E402
+from sglang_chunkcache.storage.entry import (  # noqa: E402
+    DTYPES,
+    Entry,
+    Layout,
+    Masses,
+    Refusal,
+    RefusedEntryError,
+)
 
 LAYOUT = Layout(2, 1, 4, 4, "bfloat16")
 NUM_TOKENS = 3
 
 
-def make_entry(seed: int = 0, *, scored: bool = True, layout: Layout = LAYOUT, num_tokens: int = NUM_TOKENS) -> Entry:
+def make_entry(
+    seed: int = 0, *, scored: bool = True, layout: Layout = LAYOUT, num_tokens: int = NUM_TOKENS
+) -> Entry:
     """Random bits, so also numbers that are none."""
     made = torch.Generator().manual_seed(seed)
 
@@ -35,11 +45,23 @@ def make_entry(seed: int = 0, *, scored: bool = True, layout: Layout = LAYOUT, n
         return Entry((bits(layout.key_dim), bits(layout.value_dim)))
     masses = Masses((0.1, 2.5), (4, 5), 1e-30, 0.3, 7)
     heads = ((0, 1), (1, 0))
-    return Entry((bits(layout.key_dim), bits(layout.value_dim)), masses, tokens[0], tokens[1], tokens[2], heads)
+    return Entry(
+        (bits(layout.key_dim), bits(layout.value_dim)),
+        masses,
+        tokens[0],
+        tokens[1],
+        tokens[2],
+        heads,
+    )
 
 
 def read(
-    data: Any, name: str = "n", *, layout: Layout = LAYOUT, secret: bytes = b"", num_tokens: int = NUM_TOKENS
+    data: Any,
+    name: str = "n",
+    *,
+    layout: Layout = LAYOUT,
+    secret: bytes = b"",
+    num_tokens: int = NUM_TOKENS,
 ) -> Entry:
     return entry.read(data, name, layout=layout, num_tokens=num_tokens, secret=secret)
 
@@ -53,7 +75,9 @@ def reason(data: Any, name: str = "n", **given: Any) -> Refusal:
 def same_bits(one: Any, other: Any) -> bool:
     if one is None or other is None:
         return one is other
-    return bool(one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8)))
+    return bool(
+        one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,11 +90,15 @@ def test_entry_comes_back_bit_for_bit(dtype: str, scored: bool) -> None:
     assert len(found.tensors()) == len(written.tensors())
     assert all(map(same_bits, found.tensors(), written.tensors()))
     assert (found.masses, found.heads, found.layout) == (written.masses, written.heads, layout)
-    assert found.kv[0].untyped_storage().nbytes() == found.kv[0].nbytes, "a view keeps the file in memory"
+    assert found.kv[0].untyped_storage().nbytes() == found.kv[0].nbytes, (
+        "a view keeps the file in memory"
+    )
 
 
 def replace_layout(**fields: Any) -> Layout:
-    return Layout(**{name: fields.get(name, getattr(LAYOUT, name)) for name in LAYOUT.__struct_fields__})
+    return Layout(
+        **{name: fields.get(name, getattr(LAYOUT, name)) for name in LAYOUT.__struct_fields__}
+    )
 
 
 def test_entry_without_some_measurements_comes_back_without_them() -> None:
@@ -97,7 +125,8 @@ def test_every_flipped_bit_is_refused(at: int, bit: int, secret: bytes) -> None:
 
 @given(length=st.integers(0))
 def test_every_truncation_is_refused(length: int) -> None:
-    """A write that was cut off, and HiCache's `get`, which fills a smaller tensor without a word."""
+    """A write that was cut off, and HiCache's `get`, which fills a smaller tensor without a
+    word."""
     data = entry.write(make_entry(), "n", secret=b"")
     assert reason(data[: length % len(data)]) is Refusal.TRUNCATED
 
@@ -129,15 +158,26 @@ def test_another_entry_under_the_name_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"codec": "int8"}, {"dtype": "float16"}, {"num_layers": 1}, {"num_kv_heads": 2}, {"key_dim": 2}, {"value_dim": 2}],
+    [
+        {"codec": "int8"},
+        {"dtype": "float16"},
+        {"num_layers": 1},
+        {"num_kv_heads": 2},
+        {"key_dim": 2},
+        {"value_dim": 2},
+    ],
 )
 def test_another_layout_is_refused(fields: dict[str, Any]) -> None:
     """It would be read as other numbers."""
-    assert reason(entry.write(make_entry(), "n", secret=b""), layout=replace_layout(**fields)) is Refusal.LAYOUT
+    assert (
+        reason(entry.write(make_entry(), "n", secret=b""), layout=replace_layout(**fields))
+        is Refusal.LAYOUT
+    )
 
 
 def test_coded_entry_comes_back_as_it_was_coded() -> None:
-    """And not where another codec, or none, is expected: its bytes would be read as other numbers."""
+    """And not where another codec, or none, is expected:
+    its bytes would be read as other numbers."""
     keys, values = torch.randn(2, NUM_TOKENS, 1, 8), torch.randn(2, NUM_TOKENS, 1, 16)
     for codec in (Quantized(8), Quantized(4)):
         written = Entry(codec.encode(keys, values), codec=codec)

@@ -17,7 +17,8 @@ from tests.reference import naive_fingerprint as naive
 
 
 class Model(nn.Module):
-    """Parameters of two types, one of an odd number of bytes, a view with an odd offset, tied weights and a buffer."""
+    """Parameters of two types, one of an odd number of bytes, a view with an odd offset,
+    tied weights and a buffer."""
 
     flags: Tensor
 
@@ -71,7 +72,8 @@ def buffer(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [one_bit, one_bit_of_a_half, two_signs, swapped_rows, swapped_tensors, moved_by_one, buffer]
+    "change",
+    [one_bit, one_bit_of_a_half, two_signs, swapped_rows, swapped_tensors, moved_by_one, buffer],
 )
 def test_change_of_the_same_shapes_shows(change: Callable[[Model], None]) -> None:
     """Also where every value stays and only its place is another."""

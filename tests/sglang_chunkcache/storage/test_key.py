@@ -17,7 +17,11 @@ from sglang_chunkcache.storage.key import SECRET_FILE_VAR, SECRET_VAR, Names, Pl
 
 NAMES = Names(b"")
 LAYOUT = Layout(2, 1, 4, 4, "bfloat16")
-CONFIG: dict[str, Any] = {"hidden_size": 8, "rope_parameters": {"rope_theta": 1e4}, "_name_or_path": "/a"}
+CONFIG: dict[str, Any] = {
+    "hidden_size": 8,
+    "rope_parameters": {"rope_theta": 1e4},
+    "_name_or_path": "/a",
+}
 PLACE = Place("m", "t", ChunkId("c"), "h", (ChunkId("a"), ChunkId("b")), False)
 
 
@@ -41,7 +45,8 @@ def test_each_part_of_a_place_makes_another_name(fields: dict[str, Any]) -> None
 
 
 def test_name_tells_what_was_measured() -> None:
-    """Backends overwrite nothing, so an entry with more is another entry. Heads matter where something was measured."""
+    """Backends overwrite nothing, so an entry with more is another entry.
+    Heads matter where something was measured."""
     names = {
         NAMES.entry(PLACE, scored, outward, heads)
         for scored in (0, 1, 2)
@@ -65,14 +70,18 @@ HEADS: tuple[tuple[tuple[int, int], ...], ...] = (((0, 1),), ((1, 0),))
         (CONFIG, Layout(2, 1, 4, 2, "bfloat16"), 1),
     ],
 )
-def test_each_part_of_a_model_makes_another_name(other: tuple[Mapping[str, object], Layout, int]) -> None:
+def test_each_part_of_a_model_makes_another_name(
+    other: tuple[Mapping[str, object], Layout, int],
+) -> None:
     """Config with its RoPE, weights, how KV lies in the pool, and how it was computed."""
     assert NAMES.model(*other) != NAMES.model(CONFIG, LAYOUT, 1)
 
 
 def test_model_is_the_same_wherever_it_lies() -> None:
     """A folder that was moved is the same model."""
-    assert NAMES.model({**CONFIG, "_name_or_path": "/b"}, LAYOUT, 1) == NAMES.model(CONFIG, LAYOUT, 1)
+    assert NAMES.model({**CONFIG, "_name_or_path": "/b"}, LAYOUT, 1) == NAMES.model(
+        CONFIG, LAYOUT, 1
+    )
 
 
 def test_tenants_are_told_apart() -> None:
@@ -103,7 +112,9 @@ def test_secret_comes_from_variable_or_file(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("x" * 1000 + "\n")
     assert (
-        secret_of({SECRET_FILE_VAR: str(file)}) == secret_of({SECRET_VAR: "x" * 1000}) != secret_of({SECRET_VAR: "y"})
+        secret_of({SECRET_FILE_VAR: str(file)})
+        == secret_of({SECRET_VAR: "x" * 1000})
+        != secret_of({SECRET_VAR: "y"})
     )
     assert secret_of({}) == b""
 

@@ -1,4 +1,5 @@
-"""The thread beside the scheduler: what it is given comes back, whatever the backend does, and nobody waits."""
+"""The thread beside the scheduler: what it is given comes back, whatever the backend does,
+and nobody waits."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Rig:
         self.folder, self.now = folder, 0.0
         self.storage = MemoryStorage()
         self.manifest = Manifest(folder)
-        self.loader = Loader(Backend(self.storage), self.manifest, secret=b"s", clock=lambda: self.now)
+        self.loader = Loader(
+            Backend(self.storage), self.manifest, secret=b"s", clock=lambda: self.now
+        )
 
     def done(self) -> list[Any]:
         assert self.loader.drain(DEADLINE_S)
@@ -83,7 +86,8 @@ def test_entry_is_written_and_loaded(rig: Rig) -> None:
 
 @pytest.mark.parametrize("ask", [Rig.write, Rig.load])
 def test_job_waits_until_it_is_polled(rig: Rig, ask: Callable[[Rig], Any]) -> None:
-    """Whoever waits for quiet would miss what the thread is at, and what follows from it: a damaged entry is written anew."""
+    """Whoever waits for quiet would miss what the thread is at, and what follows from it:
+    a damaged entry is written anew."""
     rig.storage.gate.clear()
     ask(rig)
     until(lambda: rig.storage.calls)
@@ -110,10 +114,16 @@ def test_nothing_waits_for_a_storage_that_hangs(rig: Rig) -> None:
     """What does not fit is not taken, and counted. Whoever waits here waits for ever."""
     rig.storage.gate.clear()
     names = (f"n{i}" for i in itertools.count())
-    taken = sum(rig.loader.write(keeping(make_row(next(names)), make_entry())) for _ in range(2 * MAX_WAITING))
+    taken = sum(
+        rig.loader.write(keeping(make_row(next(names)), make_entry()))
+        for _ in range(2 * MAX_WAITING)
+    )
     assert taken == MAX_WAITING
     assert list(rig.loader.poll()) == []
-    assert (rig.loader.stats()["full"], rig.loader.stats()["unwritten"]) == (MAX_WAITING, MAX_WAITING)
+    assert (rig.loader.stats()["full"], rig.loader.stats()["unwritten"]) == (
+        MAX_WAITING,
+        MAX_WAITING,
+    )
     assert rig.load() is not None, "loads have a queue of their own"
     rig.storage.gate.set()
     assert len(rig.done()) == MAX_WAITING + 1
@@ -205,7 +215,8 @@ def test_failures_with_successes_between_are_no_pause(rig: Rig) -> None:
 
 
 def test_deleted_entry_loses_its_row_first(rig: Rig) -> None:
-    """A kill between the two leaves bytes nobody knows, never a row without bytes. Also where the storage fails."""
+    """A kill between the two leaves bytes nobody knows, never a row without bytes.
+    Also where the storage fails."""
     rig.write("a")
     rig.write("b")
     rig.done()
@@ -241,7 +252,9 @@ def test_end_writes_what_waits(tmp_path: Path) -> None:
     assert not rig.loader.load(Load("n0", 1, NUM_TOKENS, LAYOUT))
 
 
-def test_end_does_not_wait_for_a_storage_that_hangs(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_end_does_not_wait_for_a_storage_that_hangs(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     """What it has not written was never confirmed. Whoever waits for it waits for ever."""
     rig.storage.gate.clear()
     rig.write("a")
@@ -251,7 +264,8 @@ def test_end_does_not_wait_for_a_storage_that_hangs(rig: Rig, caplog: pytest.Log
 
 
 def test_bytes_that_are_refused_and_stay_are_not_written_over(rig: Rig) -> None:
-    """Nobody reports success for what the storage kept of somebody else. Once they are deleted, they can be written again."""
+    """Nobody reports success for what the storage kept of somebody else.
+    Once they are deleted, they can be written again."""
     rig.write()
     rig.done()
     rig.storage.held["n"][-1] ^= 1
@@ -260,7 +274,11 @@ def test_bytes_that_are_refused_and_stay_are_not_written_over(rig: Rig) -> None:
     assert rig.loader.is_refused("n")
     job = rig.write()
     rig.done()
-    assert (job.is_confirmed, job.problem, rig.loader.problems) == (False, "damaged", {"damaged": 1})
+    assert (job.is_confirmed, job.problem, rig.loader.problems) == (
+        False,
+        "damaged",
+        {"damaged": 1},
+    )
     rig.loader.delete([make_row("n")])
     rig.done()
     assert not rig.loader.is_refused("n")
@@ -284,7 +302,9 @@ def test_load_waits_for_a_few_deletions_only(rig: Rig, monkeypatch: pytest.Monke
 class NoPointers(MemoryStorage):
     """Keeps entries alone."""
 
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
         if key.startswith("ccp1-"):
             raise ConnectionError("no pointers")
         return super().set(key, value)
@@ -293,10 +313,16 @@ class NoPointers(MemoryStorage):
 def test_entry_without_a_pointer_is_its_writers_all_the_same(tmp_path: Path) -> None:
     """It has a row, so it is in the budget."""
     backend, manifest = Backend(NoPointers()), Manifest(tmp_path)
-    loader = Loader(backend, manifest, secret=b"", pointers=Pointers(backend, Names(b""), secret=b""))
+    loader = Loader(
+        backend, manifest, secret=b"", pointers=Pointers(backend, Names(b""), secret=b"")
+    )
     job = keeping(make_row("n", num_bytes=0, num_tokens=NUM_TOKENS), make_entry())
     loader.write(job)
     assert loader.drain(DEADLINE_S)
-    assert (job.is_confirmed, job.is_own, [row.name for row in manifest.rows()]) == (True, True, ["n"])
+    assert (job.is_confirmed, job.is_own, [row.name for row in manifest.rows()]) == (
+        True,
+        True,
+        ["n"],
+    )
     assert loader.problems == {"failed": 1}
     loader.close()

@@ -44,7 +44,10 @@ def reopened(folder: Path) -> list[Row]:
 
 def test_row_is_there_after_a_restart(tmp_path: Path) -> None:
     """All of it."""
-    rows = [make_row("a", reuse=2.5, num_uses=3), make_row("b", place=make_row().place._replace(prefix=()), heads=())]
+    rows = [
+        make_row("a", reuse=2.5, num_uses=3),
+        make_row("b", place=make_row().place._replace(prefix=()), heads=()),
+    ]
     manifest = Manifest(tmp_path)
     for row in rows:
         manifest.put(row)
@@ -63,7 +66,8 @@ def test_row_is_there_after_a_kill(tmp_path: Path) -> None:
 
 
 def test_folder_has_one_process(tmp_path: Path) -> None:
-    """Two would delete each other's entries. The lock goes with the process, so a killed one leaves none."""
+    """Two would delete each other's entries.
+    The lock goes with the process, so a killed one leaves none."""
     manifest = Manifest(tmp_path)
     with pytest.raises(InUseError, match=f"process {os.getpid()}"):
         Manifest(tmp_path)
@@ -81,7 +85,9 @@ def test_damaged_manifest_is_put_aside(tmp_path: Path, damage: bytes) -> None:
     file = tmp_path / "manifest.sqlite"
     file.write_bytes(damage * 1000)
     assert reopened(tmp_path) == []
-    assert (tmp_path / "damaged.sqlite").exists() == bool(damage), "an empty file is an empty database"
+    assert (tmp_path / "damaged.sqlite").exists() == bool(damage), (
+        "an empty file is an empty database"
+    )
 
 
 def test_manifest_of_another_version_is_put_aside(tmp_path: Path) -> None:
@@ -103,7 +109,12 @@ def test_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 def test_tenant_is_not_told(manifest: Manifest, tmp_path: Path) -> None:
     """Rows have hashes only, as the place has."""
     manifest.put(make_row())
-    columns = {row[1] for row in sqlite3.connect(tmp_path / "manifest.sqlite").execute("PRAGMA table_info(entries)")}
+    columns = {
+        row[1]
+        for row in sqlite3.connect(tmp_path / "manifest.sqlite").execute(
+            "PRAGMA table_info(entries)"
+        )
+    }
     assert not columns & {"extra_key", "cache_salt"}
 
 
@@ -159,4 +170,6 @@ class ManifestModel(RuleBasedStateMachine):
 
 
 TestManifestModel = ManifestModel.TestCase
-TestManifestModel.settings = settings(max_examples=examples(100), stateful_step_count=15, deadline=None)
+TestManifestModel.settings = settings(
+    max_examples=examples(100), stateful_step_count=15, deadline=None
+)

@@ -25,7 +25,11 @@ print(generate_latest().decode())
 def test_figures_are_those_of_the_stats() -> None:
     """By tier. In a process of its own, since a registry takes each name once."""
     ran = subprocess.run([sys.executable, "-c", TOLD], capture_output=True, text=True, check=True)
-    found = dict(line.rsplit(" ", 1) for line in ran.stdout.splitlines() if line.startswith("chunkcache:storage_"))
+    found = dict(
+        line.rsplit(" ", 1)
+        for line in ran.stdout.splitlines()
+        if line.startswith("chunkcache:storage_")
+    )
     told = {name: float(value) for name, value in found.items() if "_created" not in name}
     assert told == {
         'chunkcache:storage_bytes{kind="chains",tier="network"}': 300,

@@ -1,4 +1,5 @@
-"""Mooncake's store through `dynamic`, two servers on it. Needs the package `mooncake-transfer-engine-non-cuda` and libibverbs."""
+"""Mooncake's store through `dynamic`, two servers on it.
+Needs the package `mooncake-transfer-engine-non-cuda` and libibverbs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("sglang")
-mooncake = pytest.importorskip("mooncake.store", exc_type=ImportError, reason="needs Mooncake's store")
+mooncake = pytest.importorskip(
+    "mooncake.store", exc_type=ImportError, reason="needs Mooncake's store"
+)
 
 from eval.server import free_port  # noqa: E402
 from sglang_chunkcache.config import ChunkCacheConfig  # noqa: E402
@@ -21,7 +24,11 @@ from tests.sglang_chunkcache.storage.test_redis import check_that_second_loads_w
 
 pytestmark = pytest.mark.nightly
 
-CLASS = {"backend_name": "mooncake", "module_path": "tests.reference.mooncake_storage", "class_name": "MooncakeStorage"}
+CLASS = {
+    "backend_name": "mooncake",
+    "module_path": "tests.reference.mooncake_storage",
+    "class_name": "MooncakeStorage",
+}
 START_S = 3.0
 """Its master has no call that says it is up, and a client that comes too early gives up."""
 
@@ -33,7 +40,9 @@ def master(tmp_path: Path) -> Iterator[str]:
     port, other = free_port(), free_port()
     with (tmp_path / "master.log").open("wb") as log:
         process = subprocess.Popen(
-            [program, "--rpc_port", str(port), "--metrics_port", str(other)], stdout=log, stderr=subprocess.STDOUT
+            [program, "--rpc_port", str(port), "--metrics_port", str(other)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
     time.sleep(START_S)
     yield f"127.0.0.1:{port}"
@@ -51,4 +60,6 @@ def opened(master: str, folder: Path) -> Opened:
 
 def test_two_servers_share_one_store(master: str, tmp_path: Path) -> None:
     """What one has written the other finds and loads, bit for bit."""
-    check_that_second_loads_what_first_writes(opened(master, tmp_path / "first"), opened(master, tmp_path / "second"))
+    check_that_second_loads_what_first_writes(
+        opened(master, tmp_path / "first"), opened(master, tmp_path / "second")
+    )

@@ -17,7 +17,13 @@ from sglang_chunkcache.storage.opening import create_storage  # noqa: E402
 
 
 def context(pool: Any = None, **flags: Any) -> Any:
-    args = {"enable_memory_saver": False, "tp_size": 1, "enable_lora": None, "lora_paths": None, **flags}
+    args = {
+        "enable_memory_saver": False,
+        "tp_size": 1,
+        "enable_lora": None,
+        "lora_paths": None,
+        **flags,
+    }
     return SimpleNamespace(
         server_args=SimpleNamespace(**args),
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(token_to_kv_pool=pool)),

@@ -1,4 +1,5 @@
-"""How servers find each other's entries: what one has told another finds, whatever both do, and nothing else."""
+"""How servers find each other's entries:
+what one has told another finds, whatever both do, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,14 +28,27 @@ def pointers(storage: Any, secret: bytes = b"s") -> Pointers:
     return Pointers(Backend(storage), Names(secret), secret=secret)
 
 
-def row(head: str = "h", *, num_before: int = 2, chunk: StoredChunk = CHUNK, scored: int = 2) -> Row:
-    place = Place(*chunk, head, tuple(ChunkId(f"{i:032x}") for i in range(num_before)), preprocessed=False)
+def row(
+    head: str = "h", *, num_before: int = 2, chunk: StoredChunk = CHUNK, scored: int = 2
+) -> Row:
+    place = Place(
+        *chunk, head, tuple(ChunkId(f"{i:032x}") for i in range(num_before)), preprocessed=False
+    )
     heads = ((1, 2), (0, 3)) if scored else ()
-    return Row(Names(b"s").entry(place, scored, False, heads), place, 4, 999, scored, has_outward=False, heads=heads)
+    return Row(
+        Names(b"s").entry(place, scored, False, heads),
+        place,
+        4,
+        999,
+        scored,
+        has_outward=False,
+        heads=heads,
+    )
 
 
 def test_another_server_finds_what_was_told() -> None:
-    """All that it must know to load the entry. Nobody finds another tenant's, model's or chunk's."""
+    """All that it must know to load the entry.
+    Nobody finds another tenant's, model's or chunk's."""
     storage, told = MemoryStorage(), [row("a"), row("b", num_before=0, scored=0)]
     assert [pointers(storage).add(each) for each in told] == [True, True]
     assert pointers(storage).find(CHUNK) == told
@@ -75,7 +89,9 @@ class Race(MemoryStorage):
         super().__init__()
         self.other: Row | None = other
 
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
         if self.other is not None:
             other, self.other = self.other, None
             pointers(self).add(other)
@@ -100,7 +116,9 @@ def test_damaged_pointer_is_none(can_delete: bool) -> None:
     storage.held[Names(b"s").pointer(CHUNK, 1)][-1] ^= 1
     assert pointers(storage).find(CHUNK) == [row("a"), row("c")]
     assert pointers(storage).add(row("d"))
-    assert [each.place.head for each in pointers(storage).find(CHUNK)] == (["a", "d", "c"] if can_delete else [*"acd"])
+    assert [each.place.head for each in pointers(storage).find(CHUNK)] == (
+        ["a", "d", "c"] if can_delete else [*"acd"]
+    )
 
 
 def test_pointer_of_another_chunk_is_none() -> None:
@@ -113,9 +131,14 @@ def test_pointer_of_another_chunk_is_none() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "damage"]), st.integers(0, 11)), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "remove", "damage"]), st.integers(0, 11)), max_size=40
+    )
+)
 def test_pointers_equal_a_set(steps: list[tuple[str, int]]) -> None:
-    """Two servers take turns. What is told is found, unless its pointer was damaged or there was no place, and leaves no gap."""
+    """Two servers take turns. What is told is found, unless its pointer was damaged or there was no
+    place, and leaves no gap."""
     storage, told = MemoryStorage(), list[str]()
     for turn, (what, number) in enumerate(steps):
         server, head = pointers(storage), str(number)
@@ -132,5 +155,7 @@ def test_pointers_equal_a_set(steps: list[tuple[str, int]]) -> None:
             told = [each.place.head for each in pointers(storage).find(CHUNK)]
             assert len(found) - len(told) <= 1
         assert sorted(each.place.head for each in server.find(CHUNK)) == sorted(told)
-        assert set(storage.held) == {Names(b"s").pointer(CHUNK, number) for number in range(len(storage.held))}
+        assert set(storage.held) == {
+            Names(b"s").pointer(CHUNK, number) for number in range(len(storage.held))
+        }
         assert len(storage.held) <= MAX_POINTERS

@@ -1,4 +1,5 @@
-"""A real Redis through `dynamic`: entries survive the server that wrote them, and a Redis that is lost and comes back."""
+"""A real Redis through `dynamic`: entries survive the server that wrote them,
+and a Redis that is lost and comes back."""
 
 from __future__ import annotations
 
@@ -24,9 +25,15 @@ from tests.sglang_chunkcache.storage.test_entry import LAYOUT, NUM_TOKENS, make_
 from tests.sglang_chunkcache.storage.test_loader import keeping
 from tests.sglang_chunkcache.storage.test_manifest import make_row
 
-needs_redis = pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server")
+needs_redis = pytestmark = pytest.mark.skipif(
+    shutil.which("redis-server") is None, reason="needs redis-server"
+)
 
-CLASS = {"backend_name": "redis", "module_path": "tests.reference.redis_storage", "class_name": "RedisStorage"}
+CLASS = {
+    "backend_name": "redis",
+    "module_path": "tests.reference.redis_storage",
+    "class_name": "RedisStorage",
+}
 
 
 class Redis:
@@ -37,7 +44,16 @@ class Redis:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        flags = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder)]
+        flags = [
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--dir",
+            str(self._folder),
+        ]
         self._process = subprocess.Popen(["redis-server", *flags], stdout=subprocess.DEVNULL)
         until(self._answers)
 
@@ -94,7 +110,8 @@ def test_entry_comes_back_after_a_restart(redis: Redis, tmp_path: Path) -> None:
 
 
 def check_that_second_loads_what_first_writes(first: Opened, second: Opened) -> None:
-    """Two servers with folders of their own: the second finds the entry by its chunk, and loads it bit for bit. Both end."""
+    """Two servers with folders of their own:
+    the second finds the entry by its chunk, and loads it bit for bit. Both end."""
     entry, row = make_entry(), make_row(num_bytes=0, num_tokens=NUM_TOKENS)
     row = row._replace(name=first.names.entry(row.place, row.scored, row.has_outward, row.heads))
     first.loader.write(keeping(row, entry))
@@ -121,11 +138,14 @@ def check_that_second_loads_what_first_writes(first: Opened, second: Opened) -> 
 
 def test_two_servers_share_one_redis(redis: Redis, tmp_path: Path) -> None:
     """What one has written the other finds, loads, and does not write again."""
-    check_that_second_loads_what_first_writes(opened(redis, tmp_path / "first"), opened(redis, tmp_path / "second"))
+    check_that_second_loads_what_first_writes(
+        opened(redis, tmp_path / "first"), opened(redis, tmp_path / "second")
+    )
 
 
 def test_redis_that_is_lost_and_back(redis: Redis, tmp_path: Path) -> None:
-    """Failures are counted, the storage pauses, and goes on when it is tried again; what was in its memory is gone."""
+    """Failures are counted, the storage pauses, and goes on when it is tried again;
+    what was in its memory is gone."""
     storage = opened(redis, tmp_path)
     storage.loader.write(keeping(make_row(num_bytes=0, num_tokens=NUM_TOKENS), make_entry()))
     storage.loader.drain(DEADLINE_S)

@@ -13,7 +13,14 @@ from sglang_chunkcache.wire.state import Asked, Cleared, ExplainRequest, RankSta
 
 SOURCES = (Source(0, 3, None, "gap"), Source(3, 9, 0, "device", 2, 1, 0.25))
 REPORT = Report(1, 2, 3, 2, 4, SOURCES, (0,), (Fallback.NO_ROOM,), {"lookup": 0.5})
-EVENTS = Batch(2**48 - 1, 7, (Inserted(ChunkId("c"), 4, None, "n", True), Evicted(ChainId(2**63 - 1))), 9, 1, 2**60 - 1)
+EVENTS = Batch(
+    2**48 - 1,
+    7,
+    (Inserted(ChunkId("c"), 4, None, "n", True), Evicted(ChainId(2**63 - 1))),
+    9,
+    1,
+    2**60 - 1,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +29,12 @@ EVENTS = Batch(2**48 - 1, 7, (Inserted(ChunkId("c"), 4, None, "n", True), Evicte
         Answer(EVENTS),
         Answer(EVENTS, REPORT),
         Explanation(1, 2, 3, SOURCES, (Fallback.NO_SOURCE,)),
-        ExplainRequest([1, 2], RequestSpans((Span(0, 2, ChunkId("c")),), "n", 0, Acknowledgement(1, 2)), None, "salt"),
+        ExplainRequest(
+            [1, 2],
+            RequestSpans((Span(0, 2, ChunkId("c")),), "n", 0, Acknowledgement(1, 2)),
+            None,
+            "salt",
+        ),
         Asked(clear_store=True),
         Asked(read=(Reading(0, Acknowledgement(1, 2), 0), Reading(1, Acknowledgement(0, 0)))),
         RankState(1, EVENTS, {}, cleared=Cleared(1, 2, 3)),

@@ -15,7 +15,14 @@ from msgspec import structs
 from radix_ext import ChunkId, FusionRequest, Span, chunk_id
 from sglang_chunkcache.config import SELECTORS
 from sglang_chunkcache.wire.events import Acknowledgement
-from sglang_chunkcache.wire.spans import MARK_KEY, SPANS_KEY, RequestSpans, namespace_of, pack, unpack
+from sglang_chunkcache.wire.spans import (
+    MARK_KEY,
+    SPANS_KEY,
+    RequestSpans,
+    namespace_of,
+    pack,
+    unpack,
+)
 
 IDS = array("q", range(100, 120))
 SECRET = "s"
@@ -50,7 +57,8 @@ def test_round_trip_gives_the_same_request() -> None:
     st.integers(0, 3),
     st.integers(0, 2**48),
     st.sets(st.integers(0, 5)),
-    st.none() | st.builds(FusionRequest, st.sampled_from(SELECTORS), st.floats(0, 1), st.text(max_size=9)),
+    st.none()
+    | st.builds(FusionRequest, st.sampled_from(SELECTORS), st.floats(0, 1), st.text(max_size=9)),
 )
 def test_round_trip_of_every_field(
     lengths: list[int],
@@ -64,10 +72,14 @@ def test_round_trip_of_every_field(
     for length in lengths:
         pairs.append((start, start + length))
         start += length
-    request = make_request(*pairs, keep=frozenset(keep), fusion=fusion, is_preprocessing=True, is_later_turn=True)
+    request = make_request(
+        *pairs, keep=frozenset(keep), fusion=fusion, is_preprocessing=True, is_later_turn=True
+    )
     request = structs.replace(request, ack=Acknowledgement(2**48, seq))
     params = packed(request)
-    assert all(isinstance(value, str) for value in params.values()), "nested lists kill SGLang's server"
+    assert all(isinstance(value, str) for value in params.values()), (
+        "nested lists kill SGLang's server"
+    )
     assert unpacked(json.loads(json.dumps(params))) == request
 
 
@@ -100,16 +112,22 @@ def test_empty_secret_trusts_nobody() -> None:
     assert unpack(packed(chunkcache_mark=""), IDS, secret="") is None
 
 
-@pytest.mark.parametrize("spans", [((5, 2),), ((2, 2),), ((2, 5), (4, 9)), ((2, 21),), ((-2, 5),)], ids=repr)
+@pytest.mark.parametrize(
+    "spans", [((5, 2),), ((2, 2),), ((2, 5), (4, 9)), ((2, 21),), ((-2, 5),)], ids=repr
+)
 def test_bad_spans_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
-    """With the right mark a bad span is a bug of ours: an error that the caller counts, of the kind it catches."""
-    request = structs.replace(REQUEST, spans=tuple(Span(start, end, ChunkId("x")) for start, end in spans))
+    """With the right mark a bad span is a bug of ours:
+    an error that the caller counts, of the kind it catches."""
+    request = structs.replace(
+        REQUEST, spans=tuple(Span(start, end, ChunkId("x")) for start, end in spans)
+    )
     with pytest.raises(ValueError, match="span"):
         unpacked(packed(request))
 
 
 def test_span_of_another_chunk_than_its_tokens_is_refused() -> None:
-    """No claim about a chunk is believed: its KV would be found by everybody who sends that chunk."""
+    """No claim about a chunk is believed: its KV would be found by everybody who sends that
+    chunk."""
     request = structs.replace(REQUEST, spans=(Span(2, 5, chunk_id([1, 2, 3])),))
     with pytest.raises(ValueError, match="not those of the chunk"):
         unpacked(packed(request))
@@ -146,11 +164,19 @@ def test_message_left_out_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("pairs", "expected"),
-    [([], 0), ([(2, 5)], 1), ([(2, 5), (5, 9)], 2), ([(2, 5), (6, 9)], 1), ([(0, 1), (1, 2), (3, 4)], 2)],
+    [
+        ([], 0),
+        ([(2, 5)], 1),
+        ([(2, 5), (5, 9)], 2),
+        ([(2, 5), (6, 9)], 1),
+        ([(0, 1), (1, 2), (3, 4)], 2),
+    ],
 )
 def test_area_len_counts_spans_that_touch(pairs: list[tuple[int, int]], expected: int) -> None:
     """The first area ends where tokens come between."""
-    assert RequestSpans(tuple(make_spans(*pairs)), "n", 0, Acknowledgement(0, 0)).area_len == expected
+    assert (
+        RequestSpans(tuple(make_spans(*pairs)), "n", 0, Acknowledgement(0, 0)).area_len == expected
+    )
 
 
 def test_namespace_tells_heads_and_tenants_apart() -> None:

@@ -1,4 +1,5 @@
-"""What the guard refuses and what it lets pass, without a server. That a stock server dies: tests/e2e/test_lethal.py."""
+"""What the guard refuses and what it lets pass, without a server.
+That a stock server dies: tests/e2e/test_lethal.py."""
 
 from __future__ import annotations
 
@@ -121,7 +122,9 @@ def test_one_bad_item_of_a_batch_is_enough() -> None:
     assert refused(**batch, top_logprobs_num=[1, VOCAB + 1]).startswith("top_logprobs_num: ")
     assert refused(**batch, logprob_start_len=[-1, -2]).startswith("logprob_start_len: ")
     params = [{}, {"skip_special_tokens": "x"}]
-    assert refused(**batch, sampling_params=params).startswith("sampling_params.skip_special_tokens: ")
+    assert refused(**batch, sampling_params=params).startswith(
+        "sampling_params.skip_special_tokens: "
+    )
 
 
 def test_types_that_only_some_doors_check() -> None:
@@ -135,7 +138,14 @@ def test_types_that_only_some_doors_check() -> None:
 def test_ordinary_request_costs_nothing_to_speak_of() -> None:
     """A chat's parameters and 4,000 token ids: far below a millisecond, on any machine."""
     looks, _ = guard()
-    params = {"temperature": 0.5, "max_new_tokens": 9, "stop": ["x"], "stop_token_ids": [7], "top_k": 5, "n": 1}
+    params = {
+        "temperature": 0.5,
+        "max_new_tokens": 9,
+        "stop": ["x"],
+        "stop_token_ids": [7],
+        "top_k": 5,
+        "n": 1,
+    }
     obj = GenerateReqInput(input_ids=[7] * 4000, sampling_params=params)
     assert looks.refusal(obj) is None
     assert min(timeit.repeat(lambda: looks.refusal(obj), number=10, repeat=5)) / 10 < 0.005
@@ -143,7 +153,8 @@ def test_ordinary_request_costs_nothing_to_speak_of() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_several_answers_leave_nothing_behind(stream: bool) -> None:
-    """SGLang's table has n entries for a prompt of n answers, and forgets one. It reads one output of what does not stream."""
+    """SGLang's table has n entries for a prompt of n answers, and forgets one.
+    It reads one output of what does not stream."""
     manager = SimpleNamespace(rid_to_state={"a": 1, "b": 2, "other": 3})
     obj = GenerateReqInput(text="hi", sampling_params={"n": 2}, stream=stream)
 

@@ -1,4 +1,5 @@
-"""Sampling parameters: SGLang's own types and ranges, and a refusal that names the client's field."""
+"""Sampling parameters: SGLang's own types and ranges, and a refusal that names the client's
+field."""
 
 from __future__ import annotations
 
@@ -49,7 +50,13 @@ def test_internal_fields_are_sglangs() -> None:
 GOOD: list[dict[str, Any]] = [
     {},
     {"temperature": 0, "top_p": 0.5, "top_k": -1, "min_p": 0, "max_new_tokens": 0, "n": 1},
-    {"stop": "x", "stop_token_ids": [5, 6], "stop_regex": ["a+"], "ignore_eos": True, "skip_special_tokens": False},
+    {
+        "stop": "x",
+        "stop_token_ids": [5, 6],
+        "stop_regex": ["a+"],
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+    },
     {"stop": ["x", "y"], "logit_bias": {"5": 1, "6": -0.5}, "sampling_seed": -1},
     {"custom_params": {"a": 1, "b": [1, "x", None], "c": {"d": 0.5}}, "regex": "a*"},
 ]

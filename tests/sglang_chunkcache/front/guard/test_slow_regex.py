@@ -12,9 +12,34 @@ pytest.importorskip("sglang")
 from sglang_chunkcache.front.guard.slow_regex import explodes
 
 EXPLODING = [
-    *("(a+)+b", "(a*)*$", "((a+)?)*b", "(a+b?)+c", "(a+|c)*b", "(x(?:a+)+?y)z", "(a{2,})*b", "(a{1,5})+b"),
-    *("(ab|ab)*c", "(a|a)*b", "(a|aa)+b", "(aa|a)*b", "(?:a|a.)*b", "(a+a+)+b", "(a+){1,60}b", "(a{1,30}){1,30}b"),
-    *("(a?){60}a{60}b", "(?=(a+)+b)", "(?>(a+)+b)", "(?!(a+)+b)c", r"(\w+\s?)+x", "([a-z]+[0-9a-z]*)+!"),
+    *(
+        "(a+)+b",
+        "(a*)*$",
+        "((a+)?)*b",
+        "(a+b?)+c",
+        "(a+|c)*b",
+        "(x(?:a+)+?y)z",
+        "(a{2,})*b",
+        "(a{1,5})+b",
+    ),
+    *(
+        "(ab|ab)*c",
+        "(a|a)*b",
+        "(a|aa)+b",
+        "(aa|a)*b",
+        "(?:a|a.)*b",
+        "(a+a+)+b",
+        "(a+){1,60}b",
+        "(a{1,30}){1,30}b",
+    ),
+    *(
+        "(a?){60}a{60}b",
+        "(?=(a+)+b)",
+        "(?>(a+)+b)",
+        "(?!(a+)+b)c",
+        r"(\w+\s?)+x",
+        "([a-z]+[0-9a-z]*)+!",
+    ),
     *("a*a*a*a*b", ".*x.*y.*z.*q", "(?:.*,){11}P", "(é+)+x"),
 ]
 HARMLESS = [
@@ -48,7 +73,8 @@ HARMLESS = [
 
 @pytest.mark.parametrize("pattern", EXPLODING)
 def test_exploding_pattern_is_found(pattern: str) -> None:
-    """However the ways are hidden: bounded counts, branches that begin alike, look-ahead, a power of the length."""
+    """However the ways are hidden: bounded counts, branches that begin alike, look-ahead,
+    a power of the length."""
     assert explodes(pattern)
 
 
@@ -59,7 +85,9 @@ def test_harmless_pattern_is_not(pattern: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("pattern", ["(a|a)*b", "(a|aa)+b", "(a+a+)+b", "(a{1,30}){1,30}b", "(?=(a+)+b)", "(a{1,5})+b"])
+@pytest.mark.parametrize(
+    "pattern", ["(a|a)*b", "(a|aa)+b", "(a+a+)+b", "(a{1,30}){1,30}b", "(?=(a+)+b)", "(a{1,5})+b"]
+)
 def test_it_really_does(pattern: str) -> None:
     """A search in 60 letters does not end in ten seconds."""
     search = [sys.executable, "-c", f"import re; re.search({pattern!r}, 'a' * 60)"]

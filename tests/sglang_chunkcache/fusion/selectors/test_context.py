@@ -20,14 +20,16 @@ NOTHING = Evidence()
 
 
 def three_quarters(num_tokens: int = 4) -> ChunkScores:
-    """A chunk of CCI 0.75 after p and q: b = 1, a = log 3, three quarters of it from p, which is as long as q."""
+    """A chunk of CCI 0.75 after p and q: b = 1, a = log 3, three quarters of it from p,
+    which is as long as q."""
     mass = num_tokens * log(3)
     context = [float(token) for token in range(num_tokens)]
     return make_scores([0.75 * mass, 0.25 * mass], [1, 1], intra=num_tokens**2, context=context)
 
 
 def test_select_takes_the_most_contextualised() -> None:
-    """Eq. 14: CFO = 2 * 0.1875 = 0.375, ceil(0.375 * 4) = 2 tokens, the last two look at the prefix most."""
+    """Eq. 14: CFO = 2 * 0.1875 = 0.375, ceil(0.375 * 4) = 2 tokens,
+    the last two look at the prefix most."""
     chunk = make_chunk("c", 5, 4, old="pq", new="p", scores=three_quarters())
     selection = get("context").select([chunk], make_request(alpha=2.0), NOTHING)
     assert as_lists(selection) == [[2, 3]]
@@ -35,8 +37,12 @@ def test_select_takes_the_most_contextualised() -> None:
 
 
 def test_alpha_rules_over_the_ratio() -> None:
-    """Ratio 0 and alpha 2 are what alpha says, ratio 1 too; an unscored chunk keeps to the ratio."""
-    chunks = [make_chunk("c", 0, 4, old="pq", new="p", scores=three_quarters()), make_chunk("d", 4, 4)]
+    """Ratio 0 and alpha 2 are what alpha says, ratio 1 too;
+    an unscored chunk keeps to the ratio."""
+    chunks = [
+        make_chunk("c", 0, 4, old="pq", new="p", scores=three_quarters()),
+        make_chunk("d", 4, 4),
+    ]
     for ratio, rest in ((0.0, []), (1.0, [0, 1, 2, 3])):
         selection = get("context").select(chunks, make_request(ratio=ratio, alpha=2.0), NOTHING)
         assert as_lists(selection) == [[2, 3], rest]
@@ -54,7 +60,8 @@ def test_select_spends_where_the_prefix_changed() -> None:
 
 
 def test_alpha_is_solved_over_scored_chunks() -> None:
-    """The long chunk in front has no scores and keeps to the ratio; the other two have 8 and 4 tokens."""
+    """The long chunk in front has no scores and keeps to the ratio;
+    the other two have 8 and 4 tokens."""
     chunks = [
         make_chunk("b", 0, 100),
         make_chunk("c", 100, 8, old="pq", new="pq", scores=three_quarters(8)),

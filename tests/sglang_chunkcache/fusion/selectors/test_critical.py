@@ -33,22 +33,37 @@ def compared(chunks: Sequence[MovedChunk], ratio: float, evidence: Evidence) -> 
 def test_what_context_and_question_propose_is_compared(
     case: tuple[list[MovedChunk], Evidence], data: st.DataObject, ratio: float
 ) -> None:
-    """Of known chunks together that share which looks outward most, of all chunks that which the question looks at, and all of
-    the others. A large ratio has as much to choose from, in proportion."""
+    """Of known chunks together that share which looks outward most, of all chunks that which the
+    question looks at, and all of the others. A large ratio has as much to choose from, in
+    proportion."""
     chunks, evidence = case
     values = st.lists(st.integers(0, 3).map(float), min_size=12, max_size=12)
-    chunks = [replace(c, outward=torch.tensor(data.draw(values)[: c.num_tokens])) if c.scores else c for c in chunks]
+    chunks = [
+        replace(c, outward=torch.tensor(data.draw(values)[: c.num_tokens])) if c.scores else c
+        for c in chunks
+    ]
     scale = max(1.0, 2 * ratio / BY_CONTEXT)
     spans = [(c.start, c.start + c.num_tokens) for c in chunks]
     assert evidence.question is not None
     asked = joint_top(evidence.question.tolist(), spans, min(1.0, scale * BY_QUESTION))
     known = [c for c in chunks if c.outward is not None]
     by_position = {
-        c.start + i: value for c in known if c.outward is not None for i, value in enumerate(c.outward.tolist())
+        c.start + i: value
+        for c in known
+        if c.outward is not None
+        for i, value in enumerate(c.outward.tolist())
     }
     outward = [by_position.get(i, 0.0) for i in range(spans[-1][1])]
-    looking = iter(joint_top(outward, [(c.start, c.start + c.num_tokens) for c in known], min(1.0, scale * BY_CONTEXT)))
-    for chunk, found, by_question in zip(chunks, compared(chunks, ratio, evidence), asked, strict=True):
+    looking = iter(
+        joint_top(
+            outward,
+            [(c.start, c.start + c.num_tokens) for c in known],
+            min(1.0, scale * BY_CONTEXT),
+        )
+    )
+    for chunk, found, by_question in zip(
+        chunks, compared(chunks, ratio, evidence), asked, strict=True
+    ):
         expected = range(chunk.num_tokens) if chunk.outward is None else next(looking)
         assert found == sorted({*expected, *by_question})
 
@@ -63,5 +78,7 @@ def test_taken_is_what_deviates_most() -> None:
     known = make_chunk("a", 0, 4, outward=[1, 2, 3, 4])
     deviation = torch.tensor([0.0, 0.0, 5.0, 3.0, 4.0, 0.0])
     request = make_request("critical", 0.5)
-    selection = CRITICAL.select([known, make_chunk("b", 4, 2)], request, Evidence(deviation=deviation))
+    selection = CRITICAL.select(
+        [known, make_chunk("b", 4, 2)], request, Evidence(deviation=deviation)
+    )
     assert (as_lists(selection), selection.fallbacks) == ([[2, 3], [0]], ())

@@ -1,4 +1,5 @@
-"""What holds for all selectors: names, needs, counts, ranges, repeatability, and what they do without what they choose by."""
+"""What holds for all selectors: names, needs, counts, ranges, repeatability,
+and what they do without what they choose by."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def test_each_name_has_its_selector(name: str) -> None:
     selector = get(name)
     assert isinstance(selector, Selector)
     assert selector.name == name
-    assert f"| `{name}` |" in (Path(selectors.__file__).parent / "README.md").read_text(encoding="utf-8")
+    assert f"| `{name}` |" in (Path(selectors.__file__).parent / "README.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_unknown_names_are_refused() -> None:
@@ -81,7 +84,9 @@ def test_ratio_one_is_everything_and_zero_nothing(name: str, case: Case) -> None
     chunks, evidence = case
     everything = get(name).select(chunks, make_request(name, 1.0), evidence)
     assert as_lists(everything) == [list(range(chunk.num_tokens)) for chunk in chunks]
-    assert as_lists(get(name).select(chunks, make_request(name, 0.0), evidence)) == [[] for _ in chunks]
+    assert as_lists(get(name).select(chunks, make_request(name, 0.0), evidence)) == [
+        [] for _ in chunks
+    ]
 
 
 @given(case=cases(), ratio=ratios)
@@ -102,7 +107,9 @@ def test_selectors_of_one_chunk_round_up_in_each(name: str, case: Case, ratio: F
     """ceil(ratio * n), exactly."""
     chunks, evidence = case
     selection = get(name).select(chunks, make_request(name, float(ratio)), evidence)
-    assert [len(offsets) for offsets in selection.offsets] == [ceil(ratio * chunk.num_tokens) for chunk in chunks]
+    assert [len(offsets) for offsets in selection.offsets] == [
+        ceil(ratio * chunk.num_tokens) for chunk in chunks
+    ]
 
 
 @pytest.mark.parametrize("name", JOINT)
@@ -126,7 +133,12 @@ def test_no_chunks_no_selection(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("query", "no_question"), ("prophet", "no_question"), ("deviation", "no_deviation"), ("critical", "no_deviation")],
+    [
+        ("query", "no_question"),
+        ("prophet", "no_question"),
+        ("deviation", "no_deviation"),
+        ("critical", "no_deviation"),
+    ],
 )
 def test_without_evidence_the_first_tokens(name: str, reason: str) -> None:
     """Named, not silent."""
@@ -158,7 +170,10 @@ def test_scored_chunks_fall_back_on_nothing(name: str) -> None:
 def test_first_takes_the_head_of_each_chunk() -> None:
     """ceil(0.3 * 5) = 2 and ceil(0.3 * 10) = 3, not 3 and 0 of the prompt."""
     chunks = [make_chunk("a", 7, 5), make_chunk("b", 12, 10)]
-    assert as_lists(get("first").select(chunks, make_request(ratio=0.3), Evidence())) == [[0, 1], [0, 1, 2]]
+    assert as_lists(get("first").select(chunks, make_request(ratio=0.3), Evidence())) == [
+        [0, 1],
+        [0, 1, 2],
+    ]
 
 
 def test_scores_of_another_chunk_are_refused() -> None:

@@ -21,7 +21,8 @@ def focused(*layers: list[float], window: int = 1) -> tuple[set[int], int | None
 
 
 def test_split_by_hand() -> None:
-    """Gaps 4, 1, 4 are p = 4/9, 1/9, 4/9; -p log p of the second .24, of the third .36: i* = 2 (of 1 and 2)."""
+    """Gaps 4, 1, 4 are p = 4/9, 1/9, 4/9; -p log p of the second .24, of the third .36:
+    i* = 2 (of 1 and 2)."""
     assert focused([10, 6, 5, 1]) == ({0, 1}, 1)
 
 
@@ -31,7 +32,8 @@ def test_split_is_of_sorted_chunks() -> None:
 
 
 def test_growth_is_not_the_widest_gap() -> None:
-    """Gaps 1, 5, 30: p = 1/36, 5/36, 30/36; -p log p of the second .27, of the third .15: i* = 1."""
+    """Gaps 1, 5, 30: p = 1/36, 5/36, 30/36; -p log p of the second .27, of the third .15:
+    i* = 1."""
     assert focused([36, 35, 30, 0]) == ({0}, 1)
 
 
@@ -41,7 +43,8 @@ def test_masses_cumulate_over_layers() -> None:
 
 
 def test_window_counts_equal_layers_in_a_row() -> None:
-    """The sums' leader changes in layer 2: window 2 is full after layer 3, window 3 after layer 4."""
+    """The sums' leader changes in layer 2: window 2 is full after layer 3,
+    window 3 after layer 4."""
     layers = [[1.0, 0, 0, 0], [0, 9.0, 0, 0], [0, 0, 0, 0.0], [0, 0, 0, 0.0]]
     assert focused(*layers, window=1) == ({0}, 1)
     assert focused(*layers, window=2) == ({1}, 3)
@@ -49,7 +52,9 @@ def test_window_counts_equal_layers_in_a_row() -> None:
     assert focused(*layers, window=4) == ({0, 1, 2, 3}, None)
 
 
-@pytest.mark.parametrize("masses", [[], [3.0], [3.0, 1.0], [2.0, 2.0, 2.0, 2.0], [1.0, float("nan"), 0.0, 0.0]])
+@pytest.mark.parametrize(
+    "masses", [[], [3.0], [3.0, 1.0], [2.0, 2.0, 2.0, 2.0], [1.0, float("nan"), 0.0, 0.0]]
+)
 def test_nothing_to_tell_apart_focuses_on_all(masses: list[float]) -> None:
     """No i* in an empty range, no p where all gaps are 0: no token is spared."""
     assert focused(masses, masses, window=2) == (set(range(len(masses))), 2)
@@ -71,7 +76,9 @@ def test_bad_arguments_are_refused() -> None:
 
 def test_spare_unfocused_empties_the_others() -> None:
     """CFO and reasons stay: they say what was chosen before."""
-    selection = Selection(tuple(torch.tensor([0, n]) for n in (1, 2, 3)), (0.5, None, 1.0), (Fallback.UNSCORED,))
+    selection = Selection(
+        tuple(torch.tensor([0, n]) for n in (1, 2, 3)), (0.5, None, 1.0), (Fallback.UNSCORED,)
+    )
     spared = spare_unfocused(selection, {0, 2})
     assert [offsets.tolist() for offsets in spared.offsets] == [[0, 1], [], [0, 3]]
     assert spared.offsets[1].dtype == torch.int64
@@ -80,7 +87,9 @@ def test_spare_unfocused_empties_the_others() -> None:
 
 @given(
     layers=st.integers(3, 6).flatmap(
-        lambda k: st.lists(st.lists(st.integers(0, 9), min_size=k, max_size=k), min_size=1, max_size=6)
+        lambda k: st.lists(
+            st.lists(st.integers(0, 9), min_size=k, max_size=k), min_size=1, max_size=6
+        )
     ),
     window=st.integers(1, 4),
 )
@@ -90,4 +99,6 @@ def test_equals_the_papers_lines(layers: list[list[int]], window: int) -> None:
     sums = torch.tensor(layers).cumsum(0)
     assume(bool((sums.max(1).values > sums.min(1).values).all()))
     expected = predict_focused(layers, window) or (set(range(len(layers[0]))), None)
-    assert focused(*([float(mass) for mass in layer] for layer in layers), window=window) == expected
+    assert (
+        focused(*([float(mass) for mass in layer] for layer in layers), window=window) == expected
+    )

@@ -19,7 +19,15 @@ from tests.reference.sources import make_request  # noqa: E402
 
 @pytest.mark.parametrize(
     ("ratio", "num_tokens", "expected"),
-    [(0.15, 10, 2), (0.15, 20, 3), (0.07, 100, 7), (0.0, 9, 0), (1.0, 9, 9), (0.001, 9, 1), (0.5, 0, 0)],
+    [
+        (0.15, 10, 2),
+        (0.15, 20, 3),
+        (0.07, 100, 7),
+        (0.0, 9, 0),
+        (1.0, 9, 9),
+        (0.001, 9, 1),
+        (0.5, 0, 0),
+    ],
 )
 def test_num_critical_rounds_up(ratio: float, num_tokens: int, expected: int) -> None:
     """0.07 * 100 is over 7 in floating point and still 7."""
@@ -35,10 +43,14 @@ def test_highest_settles_ties_and_nan() -> None:
 
 
 def test_top_k_is_joint() -> None:
-    """The four highest of both chunks are in one of them; the gap at 3 and the head at 0 belong to none."""
+    """The four highest of both chunks are in one of them;
+    the gap at 3 and the head at 0 belong to none."""
     scores = torch.tensor([9.0, 0.1, 0.2, 9.0, 5.0, 1.0, 6.0, 7.0, 8.0, 0.0])
     chunks = [make_chunk("a", 1, 2), make_chunk("b", 4, 6)]
-    for name, evidence in (("query", Evidence(question=scores)), ("deviation", Evidence(deviation=scores))):
+    for name, evidence in (
+        ("query", Evidence(question=scores)),
+        ("deviation", Evidence(deviation=scores)),
+    ):
         selection = get(name).select(chunks, make_request(name, 0.5), evidence)
         assert as_lists(selection) == [[], [0, 2, 3, 4]]
         assert selection.fallbacks == ()
@@ -60,7 +72,9 @@ def test_short_evidence_is_refused(shape: tuple[int, ...]) -> None:
 
 
 @given(case=cases(), ratio=st.integers(0, 20).map(lambda twentieths: twentieths / 20))
-def test_joint_equals_the_obvious_form(case: tuple[list[MovedChunk], Evidence], ratio: float) -> None:
+def test_joint_equals_the_obvious_form(
+    case: tuple[list[MovedChunk], Evidence], ratio: float
+) -> None:
     """Ties included."""
     chunks, evidence = case
     assert evidence.question is not None
@@ -74,7 +88,9 @@ def test_joint_equals_the_obvious_form(case: tuple[list[MovedChunk], Evidence], 
     ratio=st.sampled_from([0.2, 0.5, 1.0]),
     above=st.floats(0, 4, width=32),
 )
-def test_limit_equals_the_obvious_form(case: tuple[list[MovedChunk], Evidence], ratio: float, above: float) -> None:
+def test_limit_equals_the_obvious_form(
+    case: tuple[list[MovedChunk], Evidence], ratio: float, above: float
+) -> None:
     """It lowers the ratio."""
     chunks, evidence = case
     assert evidence.question is not None
@@ -85,7 +101,8 @@ def test_limit_equals_the_obvious_form(case: tuple[list[MovedChunk], Evidence], 
 
 
 def test_a_limit_spares_what_is_below_it() -> None:
-    """However many the ratio allows; a score that is no number is over every limit, and one token in a hundred is taken."""
+    """However many the ratio allows; a score that is no number is over every limit,
+    and one token in a hundred is taken."""
     chunk, scores = make_chunk("a", 0, 200), torch.linspace(0, 1, 200)
     assert jointly_highest(scores, [chunk], 0.5, above=0.95)[0].tolist() == [*range(190, 200)]
     assert jointly_highest(scores, [chunk], 0.5, above=2.0)[0].tolist() == [198, 199]
