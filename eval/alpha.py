@@ -10,7 +10,8 @@ with every step, so alpha is first raised along a grid until the target is reach
 between the last two. Each example's chunks are first served twice in another order, so that the
 store has variants computed after other chunks, then requested with moved KV.
 
-    FILE   {"question": "...", "chunks": ["...", ...], "answers": ["...", ...]}     one JSON object a line
+    FILE   {"question": "...", "chunks": ["...", ...], "answers": ["...", ...]}   one JSON object a
+           line
 
 The last line of stdout is one JSON object. Exit code 1 where no alpha reaches the target.
 """

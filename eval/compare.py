@@ -1,9 +1,12 @@
 """`python -m eval compare A [B]`: differences beyond chance between two runs, or between the arms
 of one.
 
-    python -m eval compare runs/monday runs/friday                   the same arm and request in both, B against A
-    python -m eval compare runs/monday --against stock-lpm           the arms of one run, request by request
-    python -m eval compare runs/monday runs/friday --fail-if-worse   exit code 1 where B is worse: for CI
+    python -m eval compare runs/monday runs/friday                   the same arm and request in
+                                                                     both, B against A
+    python -m eval compare runs/monday --against stock-lpm           the arms of one run, request by
+                                                                     request
+    python -m eval compare runs/monday runs/friday --fail-if-worse   exit code 1 where B is worse:
+                                                                     for CI
 
 Only requests that both sides answered count. Two runs are not interleaved, so differences of their
 times may come from the machine. Runs of different requests get figures but no verdict: only the

@@ -1,8 +1,9 @@
 """`python -m eval demo`: sends RAG traffic to a running server and prints how much was reused and
 how many answers are right.
 
-    launch/demo.sh                                              # starts the server too
-    python -m eval demo --url http://127.0.0.1:30000            # against one that runs with --model-path bundled
+    launch/demo.sh                                     # starts the server too
+    python -m eval demo --url http://127.0.0.1:30000   # against one that runs with --model-path
+                                                       bundled
 
 The traffic is task `world`: some passages are asked about far more often than others, and their
 order differs from question to question. The phases, one request at a time:
@@ -62,9 +63,10 @@ HEADS = {
     "plain_computed": "\ncomputed",
 }
 NOTES = """\
-Tokens are prompt tokens. In a conversation each turn finds the first turn's chunks cached again; those shown before were left
-out. The plain cache is a prediction: it keeps everything, chunks as retrieved. Computed {computed} tokens instead of \
-{plain_computed}: {saved:.0%} less prefill.
+Tokens are prompt tokens. In a conversation each turn finds the first turn's chunks cached again; \
+those shown before were left
+out. The plain cache is a prediction: it keeps everything, chunks as retrieved. \
+Computed {computed} tokens instead of {plain_computed}: {saved:.0%} less prefill.
 """
 Row = dict[str, Any]
 """A request's counts by HEADS, its milliseconds to the first text, and what to show of it."""

@@ -1,11 +1,13 @@
 """A record's compact form: rows of tables without their keys, and what `compare` and `report` need
 of the samples as one text.
 
-    [{"a": 1, "b": {"c": 2}},   ->   {"shapes": [{"paths": [["a"], ["b", "c"]], "same": {"0": 1}, "texts": {}}],
+    [{"a": 1, "b": {"c": 2}},   ->   {"shapes": [{"paths": [["a"], ["b", "c"]], "same": {"0": 1},
+                                     "texts": {}}],
      {"a": 1, "b": {"c": 3}}]         "rows": [[0, 2], [0, 3]]}
                                      a row: the number of its shape, and the values that differ
                                      between rows of this shape
-    samples                     ->   base 85 of LZMA of JSON: arm, cell, request, block, metrics of each measured one
+    samples                     ->   base 85 of LZMA of JSON: arm, cell, request, block, metrics of
+                                     each measured one
 
 Of a replay, whose samples are counts of bins of requests, the sums of blocks of bins are kept: a
 comparison draws whole blocks. With fewer than `MIN_BLOCKS` it draws bins, so each bin is kept.

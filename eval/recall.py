@@ -3,7 +3,8 @@ server.
 
     python -m eval recall --data DIR [--sets squad nq ...] [--encoder PATH] [--factory IVF64,PQ64]
 
-    set ── an index for each domain ── Retriever ── k ids for each question ── one sample: recall, overlap, neighbours
+    set ── an index for each domain ── Retriever ── k ids for each question
+        ── one sample: recall, overlap, neighbours
 
 DIR holds a folder for each set: passages.jsonl.gz and questions.jsonl.gz or conversations.jsonl.gz
 (eval/data/question_set.py). Passages are not cut. Single questions are shuffled. A conversation's
@@ -13,7 +14,8 @@ self-contained version (`rewrite`).
 Overlap compares a list with earlier ones, because only KV that was computed before can be reused
 (CRAFT 3.1):
 
-    R1 = [c1 c4 c5 c6 c7]   R2 = [c1 c2 c3 c4 c5]     prefix of R2: 1/5 (c1)   total of R2: 3/5 (c1 c4 c5)
+    R1 = [c1 c4 c5 c6 c7]   R2 = [c1 c2 c3 c4 c5]   prefix of R2: 1/5 (c1)   total of R2: 3/5 (c1 c4
+                                                                             c5)
 
 `hit` is the share of passages that any earlier list had, `repeated` that an earlier turn of the
 conversation had. Neighbours are FusionRAG's figure 7a: how likely passages found together are each
@@ -208,9 +210,12 @@ def neighbor_shares(lists: Sequence[Sequence[Sequence[int]]]) -> dict[str, dict[
     The paper gives a chance that related chunks are retrieved, over 50% at n = 2 and above 80% at n
     = 10, but does not define it:
 
-        questions    share of questions with at least one pair (a, b) in their list, b among the top n of a
-        any          share of found passages with at least one other passage of the same list among their top n
-        pairs        share of ordered pairs (a, b), a != b, of the same list with b among the top n of a
+        questions   share of questions with at least one pair (a, b) in their list, b among the top
+                    n of a
+        any         share of found passages with at least one other passage of the same list among
+                    their top n
+        pairs       share of ordered pairs (a, b), a != b, of the same list with b among the top n
+                    of a
 
     Args:
         lists: for each question, for each passage that was found, the places of the others among

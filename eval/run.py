@@ -1,9 +1,10 @@
 """One run: a folder with its settings, the samples taken so far, and a record that is valid at
 every moment.
 
-    <folder>/samples.jsonl   one JSON object per sample, appended when it is done; `key` identifies it
-    <folder>/record.json     schema, kind, complete, baseline, name, command, date, git, versions, machine, spec,
-                             samples (number, sha256), results, values
+    <folder>/samples.jsonl   one JSON object per sample, appended when it is done; `key` identifies
+                             it
+    <folder>/record.json     schema, kind, complete, baseline, name, command, date, git, versions,
+                             machine, spec, samples (number, sha256), results, values
 
 `results` are computed from the samples alone, so other figures can be computed from a folder later;
 `values` are what `compare` and `report` need of them (`packed.py`), so a record is enough for both.

@@ -1,8 +1,11 @@
 """Selectors that the papers compare with, for servers: `--chunkcache-selectors eval.selectors`.
 
-    random    Cache-Craft's RANDOM-RECOMP: ceil(r n) tokens of each chunk, the control that a good selector must beat
-    h2o       Cache-Craft's PREFILL-H2O: ceil(r n) of each chunk that the rest of their own chunk attends to most
-    prophet   ProphetKV: ceil(r sum of n) that the question attends to most in all layers together; the baseline of `query`
+    random    Cache-Craft's RANDOM-RECOMP: ceil(r n) tokens of each chunk, the control that a good
+              selector must beat
+    h2o       Cache-Craft's PREFILL-H2O: ceil(r n) of each chunk that the rest of their own chunk
+              attends to most
+    prophet   ProphetKV: ceil(r sum of n) that the question attends to most in all layers together;
+              the baseline of `query`
 
 Cache-Craft's SET-CACHE chooses what is reused, not what is recomputed, which is no selector's to
 say: it is not among them.

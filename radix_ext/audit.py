@@ -12,8 +12,9 @@ again.
 
 A state holds for one *terms*, and only answers on these very terms decide it:
 
-    the server's    requests that ask for what the server does where they name nothing, whoever sends them
-    own             another selector, ratio or option: of one tenant, one selector and one ratio
+    the server's   requests that ask for what the server does where they name nothing, whoever sends
+                   them
+    own            another selector, ratio or option: of one tenant, one selector and one ratio
 
 So what some try changes nothing for others: bad answers at ratio 0 do not pause the server's terms,
 good ones at ratio 1 do not hide that these are broken. Draws are by terms, seeded and numbered: the

@@ -1,7 +1,8 @@
 """What serving a prompt takes, in seconds: fitted to what was measured, so that a plan can compare
 moving KV with computing it.
 
-    seconds = calls * fixed + tokens * each + pairs * attended         one line a phase, coefficients at least 0
+    seconds = calls * fixed + tokens * each + pairs * attended   one line a phase, coefficients at
+                                                                 least 0
 
 `pairs` counts the keys that the tokens attend to, summed over tokens. Least squares of the relative
 error, over the measurements made at the start and over what was observed since, of which older ones

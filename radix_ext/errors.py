@@ -3,7 +3,7 @@
 ```
 ValueError
 └── CallerError              the caller passed something wrong; HTTP 400 at the edge
-    ├── ChunkError           a chunk without tokens, a token id that is no 32-bit id, a duplicate in one request
+    ├── ChunkError           a chunk without tokens, no 32-bit token id, a duplicate in a request
     ├── SpanError            spans that overlap, run backwards or leave the prompt
     ├── LimitError           a number outside its range (window, threshold, capacity, rank, budget)
     ├── PolicyError          a policy name that does not exist

@@ -3,8 +3,8 @@ it has served.
 
 ```
 turns 1 to 3     rank 0 | rank 0 | rank 1 | the next turn
-                 ────────────────►                         rank 0 has two turns
-                 ─────────────────────────►                rank 1, which computed them again, has all three
+                 ────────────────►              rank 0 has two turns
+                 ─────────────────────────►     rank 1, which computed them again, has all three
 ```
 No tree knows this: its chains end with a first turn's chunks. Whether a rank has evicted a history
 is not known here, so a home is a hint like the tree. It ends with the rank's epoch: a flush or a

@@ -1,7 +1,8 @@
 """What a fused request computes although it could be moved, so that those who follow find it
 exactly.
 
-    exact prefix | I | U U | M M M | question      I: promoted, cached elsewhere. U: not cached. M: cached elsewhere
+    exact prefix | I | U U | M M M | question   I: promoted, cached elsewhere. U: not cached. M:
+                                                cached elsewhere
 
 Moved KV ends the exact chain for everybody. So a fused request lets its chain grow before it moves
 the rest: by I, at most `Growth.num_chunks` a request, and by U, which it has to compute anyway and

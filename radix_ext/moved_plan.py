@@ -1,8 +1,9 @@
 """Which chunk of a prompt is moved from which source: the plan of a promise. Pure: no tensors, no
 tree, nothing allocated.
 
-    prompt    head | A | B | C | D | question        A is the exact prefix
-    pieces             gap  C   -                    B cached nowhere, C found: [B, C] is promised, D and the rest prefilled
+    prompt   head | A | B | C | D | question   A is the exact prefix
+    pieces            gap  C   -               B cached nowhere, C found: [B, C] is promised, D and
+                                               the rest prefilled
 
 Pieces follow each other without holes from `start` to `end`. A gap is computed in the recompute
 pass, so that a hit after it still counts. It is only promised where a hit follows. Chunks are moved

@@ -1,8 +1,8 @@
 """Which exact chains host memory keeps when they leave the device, and which of them leave it
 (CRAFT 4.1, 4.2).
 
-    on the device         A ── B ── C        the device has a chain down from its root, and so has the host
-    in host memory        A ── B ── X        C is computed again once it has left, X is loaded behind B
+    on the device    A ── B ── C      the device has a chain down from its root, and so has the host
+    in host memory   A ── B ── X      C is computed again once it has left, X is loaded behind B
 
 `worth_offloading` is the rule, for the live scheduler too. `HostTier` is a replay's host memory:
 the nodes it has, no KV.

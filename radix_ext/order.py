@@ -5,9 +5,9 @@ cached chain.
 retriever   as the retriever ranked them
 frequency   descending count in the access table, ties by rank (CRAFT 4.2)
 tree        the deepest cached chain made of this request's chunks only, then the rest by `tail`:
-            seen       chunks that the window has seen first, by rank among them and among the others; of a fused request
-                       only those that its exact chain grows by come before what the window has not
-                       seen (invest.py)
+            seen       chunks that the window has seen first, by rank among them and among the
+                       others; of a fused request only those that its exact chain grows by come
+                       before what the window has not seen (invest.py)
             rank       as the retriever ranked them
             frequency  descending count, ties by rank
 ```
@@ -18,9 +18,10 @@ some chain is always followed to its end.
 A request that moves KV by a recipe without the question follows the fused chains of this recipe too
 (CRAFT fig. 16), from where the exact chain ends, as a rank matches them:
 
-    namespace ── A ─┬─ B                        an exact request for D, C, B, A     A B, then D C
-                    └─ fused C ── fused D       a fused one for D, C, A             A C D
-                                                a fused one for D, C, B, A          A B, then D C: exact chunks come first
+    namespace ── A ─┬─ B                    an exact request for D, C, B, A   A B, then D C
+                    └─ fused C ── fused D   a fused one for D, C, A           A C D
+                                            a fused one for D, C, B, A        A B, then D C: exact
+                                                                              chunks come first
 """
 
 from collections.abc import Iterable, Mapping, Sequence

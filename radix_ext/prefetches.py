@@ -1,7 +1,8 @@
 """Loads for requests that may come: how much a tenant may have under way, and three counters that
 tell whether they pay.
 
-requested   loads begun        loaded   of these, those that came        used   of the chunks, those that a request asked for
+requested   loads begun   loaded   of these, those that came   used   of the chunks, those that a
+                                                                      request asked for
 """
 
 from __future__ import annotations

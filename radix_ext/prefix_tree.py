@@ -6,8 +6,8 @@ wrong mirror costs speed, never correctness, so a notice about an unknown chain 
 counted.
 
 ```
-namespace "a" ── C1 ─┬─ C2 ── C5        one node is one chunk after one particular chain
-                     └─ C4              a node's path, root downward, is the chain; ChainId finds it directly
+namespace "a" ── C1 ─┬─ C2 ── C5   one node is one chunk after one particular chain
+                     └─ C4         a node's path, root downward, is the chain; ChainId finds it
 ```
 Invariants (`check_integrity`): what a rank holds or plans below a node, it holds or plans at the
 node; a node that no rank holds or plans does not exist; a parent was used no earlier than its

@@ -2,17 +2,19 @@
 (Cache-Craft 3.3).
 
     identity ──► (head, ()) ────────► Variant: blob, scores, f_r
-                 (head, (c7, c2)) ──► Variant: ...            at most `max_chunks` * `max_variants` in all
+                 (head, (c7, c2)) ──► Variant: ...   at most `max_chunks` * `max_variants` in all
 
 f_r sums 1/CFO over a variant's uses and halves with each window of requests. Where a variant is not
 scored its CFO is the estimate of `fix_overhead`, on the same scale.
 
-    leaves first    the lowest f_r, among equals the least recently used one. Chunks that are on the device leave before others:
-                    there they are found in any case. Preprocessed variants never used so far leave
-                    for preprocessed ones only, unless a slower tier has them.
-    enters          a chunk that is asked for at least half as often as that of the variant that would leave. A chunk that has
-                    `max_variants` gets another only for a prefix that is asked for more often than
-                    that of its lowest one, in whose place it comes where the store is full.
+    leaves first   the lowest f_r, among equals the least recently used one. Chunks that are on the
+                   device leave before others: there they are found in any case. Preprocessed
+                   variants never used so far leave for preprocessed ones only, unless a slower tier
+                   has them.
+    enters         a chunk that is asked for at least half as often as that of the variant that
+                   would leave. A chunk that has `max_variants` gets another only for a prefix that
+                   is asked for more often than that of its lowest one, in whose place it comes
+                   where the store is full.
 
 "Recently" and "often" count requests and never the clock: tensor-parallel ranks decide alike.
 

@@ -41,7 +41,8 @@ EPILOG = """from a folder of documents to an answered question in three commands
   python -m retrieval build docs --out index
   python -m sglang_chunkcache.launch_server --model-path M --index index
   curl http://127.0.0.1:30000/rag/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{"model": "default", "messages": [{"role": "user", "content": "..."}], "retrieve": {"k": 5}}'
+    -d '{"model": "default", "retrieve": {"k": 5}, \
+         "messages": [{"role": "user", "content": "..."}]}'
 """
 
 

@@ -1,10 +1,12 @@
 """Builds an index directory from documents: creates, continues or extends it, and removes passages.
 
     read     documents -> passages -> PassageStore      a transaction every few thousand documents
-    prune    what was not read is marked as removed      if wished; one transaction, after all has been read
+    prune    what was not read is marked as removed      if wished; one transaction, after all has
+                                                        been read
     fit      the embedded encoder, on a sample           once per directory
     encode   passages -> VectorFile                      in batches, after the last row in the file
-    index    VectorFile -> FAISS, PassageStore -> BM25   generation.py: new files, then the manifest that names them
+    index    VectorFile -> FAISS, PassageStore -> BM25   generation.py: new files, then the manifest
+                                                        that names them
 
 Each stage continues from the files in the directory: after a killed build, or to add documents, run
 the same command again. The served generation changes in the last step only.

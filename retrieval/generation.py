@@ -1,7 +1,8 @@
 """Writes the next generation of an index directory: FAISS and BM25 files of the current rows, then
 the manifest that names them.
 
-    passages, vectors ── segments, words, removed rows (new files) ── manifest (one rename) ── files it does not name are deleted
+    passages, vectors ── segments, words, removed rows (new files)
+        ── manifest (one rename) ── files it does not name are deleted
 
 Until the rename the served generation is unchanged. Files of a run that died before the rename are
 deleted by the next run.

@@ -2,14 +2,14 @@
 downloaded.
 
     text ── stems ── hash ── counts ── saturated, * rarity^1 ──┐
-                                                               ├── @ projection [num_buckets, dim] ── length 1
+                                                               ├── @ projection ── length 1
     query ─ stems ── hash ── 0 or 1 ────────── * rarity^2 ─────┘
 
-The projection is fitted on a sample of the corpus. Its first columns are the sample's leading
-singular vectors, in which related words share a direction. The other columns are random signs,
-projected on the remainder, so that rare names and words that are not in the sample still count. The
-saved state has the singular vectors of the words in the sample and the seed of the signs, so that a
-small corpus has a small file.
+The projection, [num_buckets, dim], is fitted on a sample of the corpus. Its first columns are the
+sample's leading singular vectors, in which related words share a direction. The other
+columns are random signs, projected on the remainder, so that rare names and words that are not in
+the sample still count. The saved state has the singular vectors of the words in the sample and the
+seed of the signs, so that a small corpus has a small file.
 
 Knows no language: a stem is a word's first letters. Scripts without spaces give pairs of adjacent
 characters.

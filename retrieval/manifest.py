@@ -1,13 +1,14 @@
 """An index directory's files, and the manifest that says which of them are served.
 
-    settings.json           how passages are cut, encoded and indexed; written first, never changed
-    manifest.json           the served generation: its files with sizes and checksums; replaced in one rename
-    passages.sqlite         PassageStore: texts by row
-    vectors.f16             VectorFile: vectors by row
-    encoder.npz             state of the embedded encoder, if it is used
-    dense-G.faiss           segments of generation G or earlier
-    removed-G.npy           rows that are hidden from searches
-    bm25-G/                 tantivy's index
+    settings.json     how passages are cut, encoded and indexed; written first, never changed
+    manifest.json     the served generation: its files with sizes and checksums; replaced in one
+                      rename
+    passages.sqlite   PassageStore: texts by row
+    vectors.f16       VectorFile: vectors by row
+    encoder.npz       state of the embedded encoder, if it is used
+    dense-G.faiss     segments of generation G or earlier
+    removed-G.npy     rows that are hidden from searches
+    bm25-G/           tantivy's index
 
 Files with a generation G in their name never change. `passages.sqlite` and `vectors.f16` only grow,
 and the manifest says how many of their rows are valid. So a directory can be served while it is

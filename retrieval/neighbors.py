@@ -4,8 +4,11 @@ Knows an open index, not the model that reads the files later. FusionRAG (3.1) c
 KV after its neighbours, because passages that are retrieved for one question tend to be each
 other's neighbours (`python -m eval recall` measures it).
 
-    neighbors file    {"id": "d1#0", "neighbors": ["d7#0", "d3#812", ...]}    one line for every passage, nearest first
-    corpus file       {"id": "d1#0", "text": "..."}                           the same passages, as the served model reads them
+    neighbors file   {"id": "d1#0", "neighbors": ["d7#0", "d3#812", ...]}   one line for every
+                                                                            passage, nearest first
+    corpus file      {"id": "d1#0", "text": "..."}                          the same passages, as
+                                                                            the served model reads
+                                                                            them
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Scripts whose words are not told by spaces, and their words' stand-in: pairs of neighbouring
 characters.
 
-    退货政策 is new   ->    退货 货政 政策  is new          한국어는   ->   한국 국어 어는
-    แม่น้ำ            ->    แม มน นำ                       a mark that is no letter (a tone, a virama) is left out, as accents are
+    退货政策 is new   ->    退货 货政 政策  is new   한국어는   ->   한국 국어 어는
+    แม่น้ำ            ->    แม มน นำ                a mark that is no letter (a tone, a virama) is
+                                                  left out, as accents are
 
 Korean has spaces, but hangs its particles on to the words, so that a word alone would not be found.
 A single character between others is its own pair. Knows no index.
@@ -13,7 +14,10 @@ from __future__ import annotations
 import re
 import unicodedata
 
-UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff"
+)
 """Thai, Lao, Burmese, Khmer, kana and Chinese characters: their words are not separated by spaces.
 The embedded encoder's state depends on it."""
 
@@ -22,8 +26,14 @@ _ITERATION = "\u3005-\u3007"  # 々 among them
 _HALF_WIDTH = "\uff66-\uff9f"
 _RUN = re.compile(f"[{UNSPACED}{_HANGUL}{_ITERATION}{_HALF_WIDTH}]+")
 _UNSPACED_CHAR = re.compile(f"[{UNSPACED}]+")
-_MARKS = "\u0e47-\u0e4c\u0e4e\u0eba\u0ec8-\u0ecc\u1037\u1039\u103a\u17b4\u17b5\u17c9-\u17d3\u17dd\u3099\u309a"
-_PUNCTUATION = "\u0e3f\u0e4f\u0e5a\u0e5b\u104a-\u104f\u109e\u109f\u17d4-\u17d6\u17d8-\u17db\u309b\u309c\u30a0\u30fb"
+_MARKS = (
+    "\u0e47-\u0e4c\u0e4e\u0eba\u0ec8-\u0ecc\u1037\u1039\u103a\u17b4\u17b5\u17c9-\u17d3\u17dd"
+    "\u3099\u309a"
+)
+_PUNCTUATION = (
+    "\u0e3f\u0e4f\u0e5a\u0e5b\u104a-\u104f\u109e\u109f\u17d4-\u17d6\u17d8-\u17db"
+    "\u309b\u309c\u30a0\u30fb"
+)
 
 
 def _members(ranges: str) -> list[str]:

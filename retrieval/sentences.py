@@ -6,7 +6,8 @@ them ends one. The rules sometimes err ("Vitamin C. It helps" is not split, sinc
 initial). A missed border only makes a sentence longer; the splitter enforces its limit in any case.
 
     One. Two! Dr. Who?⏎⏎# Head⏎⏎Three.⏎- four
-        |    |         ║                |          | sentence   ║ paragraph   a heading stays with what follows
+        |    |         ║                |       | sentence   ║ paragraph   a heading stays with what
+                                                                           follows
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Stores passages in one SQLite file, rows numbered in order of arrival.
 
-    documents   id, hash of its content when it was read, file  to continue an interrupted build, to detect changed and lost files
-    passages    row, id, text …, hash, is_removed               rows 0, 1, 2 … without a gap; never reused
-    duplicates  passages whose text another document's row already holds; one of them replaces that
-    row when it is removed
+    documents    id, hash of its content when it was read, file: to continue an interrupted build,
+                 to detect changed and lost files
+    passages     row, id, text …, hash, is_removed: rows 0, 1, 2 … without a gap; never reused
+    duplicates   passages whose text another document's row already holds; one of them replaces that
+                 row when it is removed
 
 FAISS and BM25 identify a passage by its row. Rows are added and marked as removed, but never
 changed, so a process that serves an older generation of the index can still read its rows. The
@@ -32,16 +33,17 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS documents (
     id TEXT PRIMARY KEY, hash BLOB NOT NULL, run INTEGER NOT NULL, file TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS passages (
-    row INTEGER PRIMARY KEY, id TEXT NOT NULL, document TEXT NOT NULL, title TEXT NOT NULL, text TEXT NOT NULL,
-    start INTEGER NOT NULL, end INTEGER NOT NULL, num_tokens INTEGER NOT NULL, hash BLOB NOT NULL, checksum BLOB NOT NULL,
-    is_removed INTEGER NOT NULL DEFAULT 0);
+    row INTEGER PRIMARY KEY, id TEXT NOT NULL, document TEXT NOT NULL, title TEXT NOT NULL,
+    text TEXT NOT NULL, start INTEGER NOT NULL, end INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
+    hash BLOB NOT NULL, checksum BLOB NOT NULL, is_removed INTEGER NOT NULL DEFAULT 0);
 CREATE UNIQUE INDEX IF NOT EXISTS live_ids ON passages (id) WHERE is_removed = 0;
 CREATE UNIQUE INDEX IF NOT EXISTS live_hashes ON passages (hash) WHERE is_removed = 0;
 CREATE INDEX IF NOT EXISTS live_documents ON passages (document) WHERE is_removed = 0;
 CREATE INDEX IF NOT EXISTS removed_rows ON passages (row) WHERE is_removed = 1;
 CREATE TABLE IF NOT EXISTS duplicates (
     id TEXT PRIMARY KEY, document TEXT NOT NULL, title TEXT NOT NULL, text TEXT NOT NULL,
-    start INTEGER NOT NULL, end INTEGER NOT NULL, num_tokens INTEGER NOT NULL, hash BLOB NOT NULL) WITHOUT ROWID;
+    start INTEGER NOT NULL, end INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
+    hash BLOB NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS duplicate_hashes ON duplicates (hash);
 CREATE INDEX IF NOT EXISTS duplicate_documents ON duplicates (document);
 """

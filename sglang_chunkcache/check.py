@@ -1,9 +1,10 @@
 """Check whether `--reuse fused` is right with this model on this machine, and calibrate which
 tokens are selected.
 
-    python -m sglang_chunkcache.check --model-path M [any SGLang flag]      load the model, run the start-up gate, stop
-    python -m sglang_chunkcache.check --url http://127.0.0.1:30000          the figures of a running server's gate
-    python -m sglang_chunkcache.check --url ... --calibrate-selection [FILE] which layers and heads tell what to recompute
+    python -m sglang_chunkcache.check --model-path M [any SGLang flag]   run the start-up gate, stop
+    python -m sglang_chunkcache.check --url http://127.0.0.1:30000   a running server's figures
+    python -m sglang_chunkcache.check --url ... --calibrate-selection [FILE]
+                                                   which layers and heads tell what to recompute
 
 The last line of stdout is one JSON object. Exit codes:
 

@@ -1,14 +1,14 @@
 """The errors that clients and commands see, in one tree.
 
 ChunkCacheError
-  RequestError        a client's mistake: HTTP 400; the message begins with the field's name and a colon
+  RequestError        a client's mistake: HTTP 400; the message begins with the field and a colon
     EngineRefusedError  SGLang's own refusal of a request that had begun
     TooLongError      a text that cannot fit the context
     HistoryError      it requires a history that is not known: HTTP 422, which clients do not retry
     BodyTooLargeError a body over the limit: HTTP 413
   BusyError           too many long requests wait, or the server is about to end: HTTP 503
   SearchFailedError   the index gave no answer: HTTP 500 or 503
-  ServerError         a mistake on a command line, or a server that does not serve: one line on stderr
+  ServerError         a mistake on a command line, or a server that does not serve: one line
     RefusedError      the server answered 400: this request is refused, others may be served
 """
 

@@ -4,7 +4,8 @@ backend that reuses them.
     s += "Use these.\\n" + chunks(passages) + "Who?\\n" + sgl.gen("answer")
 
     state text   U s e   t h e s e . \\n [ passage 1 ␣ passage 2 ␣ ] W h o ? \\n
-    parts sent   "Use these.\\n",        {"chunks": [1, 2]},         "Who?\\n"        to POST /rag/v1/generate
+    parts sent   "Use these.\\n",        {"chunks": [1, 2]},         "Who?\\n"     to POST
+                 /rag/v1/generate
 
 SGLang's interpreter keeps a program's state as one string, and a fork copies that string without
 telling the backend. So the string itself records where its chunk areas are (`AreaText`). It can be
@@ -87,7 +88,8 @@ class SglChunks(SglConstantText):  # type: ignore[misc]
         super().__init__(value)
 
     def __repr__(self) -> str:
-        return f"Chunks({[chunk.get('id', chunk['text'][:20]) for area in self.value.areas for chunk in area.chunks]})"
+        chunks = [chunk for area in self.value.areas for chunk in area.chunks]
+        return f"Chunks({[chunk.get('id', chunk['text'][:20]) for chunk in chunks]})"
 
 
 def chunks(

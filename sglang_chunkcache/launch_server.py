@@ -160,9 +160,8 @@ def refusals(server_args: Any) -> list[str]:
     checks = {
         "--tokenizer-worker-num > 1": (server_args.tokenizer_worker_num or 1) > 1,
         "--disable-radix-cache": server_args.disable_radix_cache,
-        "--page-size > 1 (some attention backends force it; --attention-backend flashinfer does not)": (
-            (server_args.page_size or 1) > 1
-        ),
+        "--page-size > 1 (some attention backends force it; "
+        "--attention-backend flashinfer does not)": (server_args.page_size or 1) > 1,
         "--speculative-algorithm": bool(server_args.speculative_algorithm),
         "--kv-events-config (its readers would take chunk nodes for plain text)": bool(
             server_args.kv_events_config

@@ -1,23 +1,24 @@
 """Fill a running server's chunk store ahead of requests: every chunk alone, then after its nearest
 neighbours (FusionRAG 3.1).
 
-    python -m sglang_chunkcache.preprocess --url http://127.0.0.1:30000 --corpus corpus.jsonl --neighbors neighbors.jsonl
+    python -m sglang_chunkcache.preprocess --url http://127.0.0.1:30000 --corpus corpus.jsonl
+                                           --neighbors neighbors.jsonl
 
-    corpus      {"id": "d1", "text": "..."}                          one JSON object a line; may be gzipped
-    neighbors   {"id": "d1", "neighbors": ["d7", "d3", ...]}         nearest first; a chunk without a line has none
+    corpus      {"id": "d1", "text": "..."}, one JSON object a line; may be gzipped
+    neighbors   {"id": "d1", "neighbors": ["d7", "d3", ...]}, nearest first
 
 The first pass stores every chunk alone; the second moves these to a chunk's neighbours' places (eq.
 10) and computes the chunk after them. Needs a server started with `--reuse fused`, and two prefills
-    per chunk. A chunk whose neighbours cannot all be held
-is not stored; of chunks that were in flight together it is tried once more, alone. Cut off, the
-command is started again: what store or storage have is kept and not computed.
+per chunk. A chunk whose neighbours cannot all be held is not stored;
+of chunks that were in flight together it is tried once more, alone. Cut off, the command is started
+again: what store or storage have is kept and not computed.
 
 Stderr tells first what all needs of the room that the storage has, or the store of a server without
 one, then the progress; the last line of stdout is one JSON object. Exit codes:
 
     0   every chunk is there
-    1   chunks were refused, left the KV pool before they were stored, or were evicted from that room; more neighbours than
-        --max-missing were missing; or the storage has failed
+    1   chunks were refused, left the KV pool before they were stored, or were evicted from that
+        room; more neighbours than --max-missing were missing; or the storage has failed
     2   a mistake in files or flags, or a server that does not answer
 """
 

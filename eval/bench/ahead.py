@@ -1,23 +1,26 @@
 """What do loads hide that begin before their request, or run beside its forward? Time to first
 token where something is slow.
 
-    python -m eval bench ahead [--tokens 2000 6000] [--us-per-token 250 1000] [--moved-us-per-token 25 100]
-                               [--search-ms 5 20 50] [--rounds 8] [-- FLAGS]
+    python -m eval bench ahead [--tokens 2000 6000] [--us-per-token 250 1000]
+                               [--moved-us-per-token 25 100] [--search-ms 5 20 50] [--rounds 8]
+                               [-- FLAGS]
 
 Three servers, one after the other, one request at a time, `--new` tokens of each to compute. With
 --us-per-token a prompt is in host memory, and a copy to the device sleeps so long for each of its
 tokens. With --moved-us-per-token chunks are moved from the store, preprocessed behind another, and
 15% of their tokens recomputed, chosen by each of --selectors:
 
-    computed    another prompt, that nobody has asked for        beside    as many layers as the server thinks best are copied
-    in line     all layers are copied before the forward, or               before, the others beside it, or beside the passes
-                before the passes that recompute
+    computed   another prompt, that nobody has asked for
+    in line    all layers are copied before the forward, or before the passes that recompute
+    beside     as many layers as the server thinks best are copied before, the others beside it, or
+               beside the passes
 
 With --search-ms it is in a storage on disk, and the passages are found by the server, in an index
 of 128 lists of which all take so long:
 
-    computed    as above                                   hint      --ahead-ms before the request, by its chunks
-    arrival     it is loaded when the search is over
+    computed   as above
+    arrival    it is loaded when the search is over
+    hint       --ahead-ms before the request, by its chunks
 
 Load is a copy's sleep. Hidden is by how much sooner the first token comes beside than in line, as a
 share of it; won, by how much sooner than at arrival, in ms; both the median of the rounds. Weights

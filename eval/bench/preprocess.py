@@ -1,6 +1,7 @@
 """How many chunks a second does preprocessing fill a store with, by requests in flight?
 
-    python -m eval bench preprocess [--batch 1 10 32] [--chunks 64] [--neighbors 10] [--rounds 8] [-- FLAGS]
+    python -m eval bench preprocess [--batch 1 10 32] [--chunks 64] [--neighbors 10] [--rounds 8]
+                                    [-- FLAGS]
 
 One server with moved KV, and the command a user runs (`python -m sglang_chunkcache.preprocess`). In
 each round every arm, so many requests in flight, gets a block of chunks that nobody has seen: all

@@ -5,9 +5,10 @@
 Moves random KV, in a pool with SGLang's layout (SGLang need not be installed), to other slots and
 positions. Slots are in order (`contiguous`) or random (`scattered`):
 
-    move     pool to pool, keys rotated             write    a blob on the device into the pool, keys rotated
-    read     pool to blob, keys rotated back        load     as `write`, from host memory: pageable, as in the store, and
-                                                             pinned
+    move   pool to pool, keys rotated        write   a blob on the device into the pool, keys
+                                                     rotated
+    read   pool to blob, keys rotated back   load    as `write`, from host memory: pageable, as in
+                                                     the store, and pinned
 
 each by the kernel and by torch, layer by layer; on the CPU by torch alone. A rate is the number of
 bytes read and written, each counted once, over the time; the share is that rate over the rate of a

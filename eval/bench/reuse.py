@@ -1,16 +1,19 @@
 """Time to first token against recompute ratio: at which ratio does moving chunks stop paying?
 
-    python -m eval bench reuse [--tokens 2000 6000] [--ratios 0 0.05 ...] [--selectors query none ...] [--pairs 20] [--stock]
-                               [-- FLAGS]
+    python -m eval bench reuse [--tokens 2000 6000] [--ratios 0 0.05 ...]
+                               [--selectors query none ...] [--pairs 20] [--stock] [-- FLAGS]
 
 One server of ours, one client, one request at a time. A round sends one request of every arm, in a
 rotating order:
 
     full           no chunk reused: the time that reuse must beat
     exact          the same prompt repeated: the minimum time of a request
-    SEL/host/R     moved from the store, selector SEL, ratio R         SEL/device/R   moved from other prompts' KV on the device
-    planned/host   moved from the store if the server estimates that this pays, first selector, 15%; likewise planned/device
-    stock          with --stock: stock SGLang, same flags, the chunks in the user message, nothing reused
+    SEL/host/R     moved from the store, selector SEL, ratio R
+    SEL/device/R   moved from other prompts' KV on the device
+    planned/host   moved from the store if the server estimates that this pays, first selector, 15%;
+                   likewise planned/device
+    stock          with --stock: stock SGLang, same flags, the chunks in the user message, nothing
+                   reused
 
 The first selector has every ratio from both sources, the others 15% from the store, or R of SEL=R.
 SEL@N reads the N-th layer, for KV and question alike, instead of those that the server would.

@@ -1,7 +1,8 @@
 """Does a storage below the store cost time? Time to first token with one over that without,
 whatever the storage does.
 
-    python -m eval bench storage [--states healthy slowed hanging refusing] [--tokens 2000] [--pairs 60] [-- FLAGS]
+    python -m eval bench storage [--states healthy slowed hanging refusing] [--tokens 2000]
+                                 [--pairs 60] [-- FLAGS]
 
 Two servers run at once, `off` and `on`, one client, one request at a time, all with moved KV: a
 prompt draws chunks at random from a pool that neither the KV pool nor the store in memory holds.

@@ -1,13 +1,16 @@
 """What does a chain cost that is in a slower tier? Time to first token with loads from host memory,
 disk and network.
 
-    python -m eval bench tiers [--tokens 2000 6000] [--places alone behind hinted] [--rounds 20] [--redis PORT] [-- FLAGS]
+    python -m eval bench tiers [--tokens 2000 6000] [--places alone behind hinted] [--rounds 20]
+                               [--redis PORT] [-- FLAGS]
 
 One server a tier, in exact mode, all at once. Each prompt is asked for twice before, so that it is
 where it is looked for; then others follow it until it has left all faster tiers:
 
-    compute    a KV pool of less than two prompts      disk       host memory of less than two, and a storage in a folder
-    host       host memory of all prompts as well      network    the same in a Redis server at --redis; without it there is none
+    compute   a KV pool of less than two prompts   disk      host memory of less than two, and a
+                                                             storage in a folder
+    host      host memory of all prompts as well   network   the same in a Redis server at --redis;
+                                                             without it there is none
 
 With --waits there is a server on disk for each: requests wait for their loads so long, as a share
 of computing.

@@ -1,8 +1,10 @@
 """Question sets in a folder: single questions or conversations over passages.
 
-    passages.jsonl.gz         {"id", "title", "text"}, title and "domain" optional
-    questions.jsonl.gz        {"id", "question", "answers", "gold_passage_ids", "context_passage_ids"}, the last three optional
-    conversations.jsonl.gz    {"id", "domain", "turns": [{"question", "answer", "gold_passage_ids", "retrieved_passage_ids"}]}
+    passages.jsonl.gz        {"id", "title", "text"}, title and "domain" optional
+    questions.jsonl.gz       {"id", "question", "answers", "gold_passage_ids",
+                             "context_passage_ids"}, the last three optional
+    conversations.jsonl.gz   {"id", "domain", "turns": [{"question", "answer", "gold_passage_ids",
+                             "retrieved_passage_ids"}]}
 
 `context_passage_ids` is the list that the data set itself gives for a question. The model reads a
 passage as its title, a line break and its text.

@@ -2,10 +2,12 @@
 what becomes of the answers?
 
     python -m eval codecs [--quick]
-    python -m eval codecs --questions 0 --timed-tokens 0 --stores RUN ...       bytes of what fused replays have stored
+    python -m eval codecs --questions 0 --timed-tokens 0 --stores RUN ...   bytes of what fused
+                                                                            replays have stored
 
-dedup      keys or values of a token in a layer once where they are the first variant's, bit by bit
-intB       each number in B bits (sglang_chunkcache/storage/codec.py), each variant of a chunk by itself
+dedup   keys or values of a token in a layer once where they are the first variant's, bit by bit
+intB    each number in B bits (sglang_chunkcache/storage/codec.py), each variant of a chunk by
+        itself
 
 Tables: bytes over those of plain KV for `--variants` variants of a chunk, and the relative error of
 a token's keys and values in a head, mean and largest, by layer. Linked questions, answered from a
@@ -217,9 +219,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
         default=0,
     )
     shown = {
-        f"Bytes, mean relative errors, answers to {num} questions, times over those of the copies": (
-            rows
-        ),
+        f"Bytes, mean relative errors, answers to {num} questions, times over the copies'": (rows),
         "Relative error of a token in a head, by layer: mean (largest)": errors,
         STORES: {one["cell"]["store"]: _stored(one, rows) for one in by_arm.get("stores", [])},
     }

@@ -4,7 +4,8 @@ several prompts whole.
     CFF   over "chunks"   units are a prompt's chunks                 each prompt alone
     BFF   over "batch"    units are the prompts of a batch
 
-    head | A: block block tail | B: block block | question            what is between the blocks stays as it is
+    head | A: block block tail | B: block block | question   what is between the blocks stays as it
+                                                             is
 
 That is how the paper measured accuracy (6.1 to 6.3). No memory is freed: each block gets the shared
 direction at its own norm. Keys are compared as they are cached, rotated, as in the paper.

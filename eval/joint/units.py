@@ -2,7 +2,8 @@
 
 variants    one chunk behind different passages, un-rotated: M KVs of the same tokens in the store
 chunks      the passages of one prompt, un-rotated as in the store, or as cached (CFF)
-neighbors   chunks that have most words in common, each alone behind the head, un-rotated: what a store might keep together
+neighbors   chunks that have most words in common, each alone behind the head, un-rotated: what a
+            store might keep together
 requests    whole prompts of one world, likewise (BFF)
 """
 

@@ -3,9 +3,10 @@
     answers      a task through arms: right answers, and agreement with full prefill
     permutation  does the order of the chunks matter? (CRAFT figure 5)
     dedup        does it matter that a conversation does not show a chunk twice? (CRAFT figure 7)
-    ratio        how much quality does recomputing a share of moved tokens restore? (FusionRAG figures 17 and 18, Cache-Craft
-                 figure 26)
-    joint        how much may KV blocks be fused before answers change? (Fast Fusion figures 4 and 5)
+    ratio        how much quality does recomputing a share of moved tokens restore? (FusionRAG
+                 figures 17 and 18, Cache-Craft figure 26)
+    joint        how much may KV blocks be fused before answers change? (Fast Fusion figures 4 and
+                 5)
 
 In all modes turns of one conversation, and questions that the same passages answer, are one block
 of the bootstrap and of the paired t-test, because they are not independent samples. An interrupted

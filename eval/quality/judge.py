@@ -26,8 +26,10 @@ Passages:
 Question: {question}
 Answer: {answer}
 
-Split the answer into its factual claims, each a short sentence that stands alone. For each one say whether the passages
-support it: true only if they state it or it follows from what they state; what you know from elsewhere does not count.
+Split the answer into its factual claims, each a short sentence that stands alone. \
+For each one say whether the passages
+support it: true only if they state it or it follows from what they state; \
+what you know from elsewhere does not count.
 Reply with JSON alone, in this form:
 {{"claims": [{{"claim": "...", "supported": true}}]}}
 An answer without any factual claim gets {{"claims": []}}."""

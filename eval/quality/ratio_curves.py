@@ -7,10 +7,11 @@ is computed. This happens before any cell runs and once per chunk, so that all s
 same KV:
 
     alone          after no other chunk. The prompt's first chunk is then an exact hit
-    live           in requests that mix half of the question's chunks with strangers, each after a stranger; with `--rounds N`
-                   each chunk N times, behind others each time, and a plan takes the best of its N
-                   variants
-    preprocessed   after the top-n passages nearest to it by words, none of them in the prompt (FusionRAG 3.1)
+    live           in requests that mix half of the question's chunks with strangers, each after a
+                   stranger; with `--rounds N` each chunk N times, behind others each time, and a
+                   plan takes the best of its N variants
+    preprocessed   after the top-n passages nearest to it by words, none of them in the prompt
+                   (FusionRAG 3.1)
 
 Captures are isolated: every question has unique `cache_salt`s, one per capture and one for full
 prefill. A chunk that is moved from another source ends the run.

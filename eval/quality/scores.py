@@ -2,9 +2,12 @@
 
     em f1 rouge_l jaccard bert_score   against the right answers; the best of several counts
     same kl kl_max kl_first ..._full   against full prefill of the same prompt: the effect of reuse
-    ..._retriever                      against full prefill in the retriever's order: the difference for an application
-    ..._given                          against the same server's answer to the chunks in the given order: the effect of an order
-    ..._policy                         against the first policy's answer: the effect of leaving chunks out
+    ..._retriever                      against full prefill in the retriever's order: the difference
+                                       for an application
+    ..._given                          against the same server's answer to the chunks in the given
+                                       order: the effect of an order
+    ..._policy                         against the first policy's answer: the effect of leaving
+                                       chunks out
 
 Right answers are scored only if the model can know them: the bundled model knows its own generated
 world and nothing else, random weights know nothing. Otherwise only agreement is scored, and the

@@ -1,12 +1,12 @@
 """`python -m eval replay`: the share of a trace's chunks that is found cached, by order, capacity
 and eviction policy.
 
-    python -m eval replay --trace FILE.jsonl.gz                      stock, CRAFT and ours at three sizes, and a verdict
-    python -m eval replay --trace FILE.jsonl.gz --order tree --capacity 3000 --json                           one replay
-    python -m eval replay --trace FILE.jsonl.gz --order frequency --window 10 100 1000 10000        every combination
-    python -m eval replay --generate 1000000 --order retriever frequency tree --capacity 20000       no data at hand
-    python -m eval replay --trace FILE.jsonl.gz --ranks 4            of a server with --dp-size 4 (eval/replay/ranks.py)
-    python -m eval replay --trace FILE.jsonl.gz --reuse fused        also with every request's KV moved (eval/replay/fused.py)
+    python -m eval replay --trace FILE                stock, CRAFT and ours at three sizes
+    ... --order tree --capacity 3000 --json           one replay
+    ... --order frequency --window 10 100 1000        every combination
+    ... --ranks 4                                     of a server with --dp-size 4 (ranks.py)
+    ... --reuse fused                                 also with each request's KV moved (fused.py)
+    python -m eval replay --generate 1000000 ...      no data at hand
 
 Needs Python alone, no model and no server. The trace format is in eval/replay/trace.py and in
 `--help`.

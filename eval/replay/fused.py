@@ -4,11 +4,15 @@ What is moved from where, what the store keeps and what leaves are the server's 
 `make_plan`, `ChunkSources`, `CaptureQueue`, `VariantIndex` and `EvictionQueue` of radix_ext, with
 the server's defaults. Each request is served alone:
 
-    order, match     the exact chain; then fused nodes of the same recipe, which only a question-independent selector shares
-    grow             promoted chunks after the exact prefix, and those cached nowhere, are computed exactly (radix_ext/invest.py)
-    plan             for what follows, from copies in the tree and variants in the store; its sources count a use
-    insert, evict    from the first moved chunk on under keys that name the recipe: no exact request matches them
-    capture          chunks with enough accesses whose KV was computed, before the next request
+    order, match    the exact chain; then fused nodes of the same recipe, which only a
+                    question-independent selector shares
+    grow            promoted chunks after the exact prefix, and those cached nowhere, are computed
+                    exactly (radix_ext/invest.py)
+    plan            for what follows, from copies in the tree and variants in the store; its sources
+                    count a use
+    insert, evict   from the first moved chunk on under keys that name the recipe: no exact request
+                    matches them
+    capture         chunks with enough accesses whose KV was computed, before the next request
 
 A source behind another head is taken where there is none behind the request's own. Not modelled:
 text between chunks, a question asked twice, the focus of `context`. Scores are those of attention

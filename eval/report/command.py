@@ -1,6 +1,7 @@
 """`python -m eval report FOLDER...`: one page of records, for people.
 
-    <out>/index.html   verdicts, charts and tables in one file without scripts: no network, no other file
+    <out>/index.html   verdicts, charts and tables in one file without scripts: no network, no other
+                       file
 
 Names of arms, paths and texts of models may contain markup: it is escaped.
 """

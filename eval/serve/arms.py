@@ -1,10 +1,12 @@
 """The arms that are compared. An arm is a server's flags, the route of its requests, and the fields
 added to their bodies.
 
-    ARM    launcher flags                     route                          client
-    ours   --schedule-policy lpm              /rag/v1/chat/completions       chunks in a field of their own
-    stock  --stock --schedule-policy lpm ...  /v1/chat/completions           chunks in the user message
-    URL    a running server                   either, chat by default        a known name keeps its arm's body and adapter
+    ARM    launcher flags                     route                      client
+    ours   --schedule-policy lpm              /rag/v1/chat/completions   chunks in a field of their
+                                                                         own
+    stock  --stock --schedule-policy lpm ...  /v1/chat/completions       chunks in the user message
+    URL    a running server                   either, chat by default    a known name keeps its
+                                                                         arm's body and adapter
 
 Knows neither models nor load. `skip_reason` decides which arms can run on a machine; the others are
 skipped by name.

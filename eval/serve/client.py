@@ -1,8 +1,10 @@
 """Sends one request as a stream and times it as an application would. Times are this process's
 `time.perf_counter`.
 
-    rag    POST /rag/v1/chat/completions   chunks in a field of their own; the server orders them and knows the conversation
-    chat   POST /v1/chat/completions       each chunk's text and an empty line, then the question, in the user message
+    rag    POST /rag/v1/chat/completions   chunks in a field of their own; the server orders them
+                                           and knows the conversation
+    chat   POST /v1/chat/completions       each chunk's text and an empty line, then the question,
+                                           in the user message
 
 Every failure of a request, in the adapter, the connection or the answer, is stored in its
 `Answer.error`.

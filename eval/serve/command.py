@@ -1,11 +1,11 @@
 """Time to first token and throughput under load: several ways to serve the same requests,
 interleaved.
 
-    python -m eval serve --task trace --data my.jsonl --requests 60            a random model, ours against stock SGLang
-    python -m eval serve --task mtrag --data DIR --model-path M --load poisson --rates 1 2 4 -- --mem-fraction-static 0.4
-    python -m eval serve --arms a=http://host:8000 ours=http://host:30000,rag  servers that already run
-    python -m eval serve --windows 10 100 1000 --task ragpulse --data DIR      one setting varied
-    python -m eval serve --restart --arms fused --warm-up 300 --requests 400   what a filled storage gives after a restart
+    python -m eval serve --task trace --data my.jsonl     a random model, ours against stock SGLang
+    ... --task mtrag --data DIR --model-path M --load poisson --rates 1 2 4 -- --dtype bfloat16
+    ... --arms a=http://host:8000 b=http://host:30000,rag            servers that already run
+    ... --windows 10 100 1000 --task ragpulse --data DIR             one setting varied
+    ... --restart --arms fused --warm-up 300 --requests 400         a filled storage after a restart
 
 One server per arm, all with the same model and flags. The requests are cut into blocks, and each
 block is sent to every arm, one arm at a time, in rotating order; each arm keeps the cache that its

@@ -1,7 +1,8 @@
 """ContextPilot as a client-side reorderer: a child process that only imports contextpilot, one JSON
 object per line.
 
-    parent -> {"ids": ["c7", "c2"], "conversation": null}     child -> ["c2", "c7"], or [] if ContextPilot fails
+    parent -> {"ids": ["c7", "c2"], "conversation": null}   child -> ["c2", "c7"], or [] if
+                                                            ContextPilot fails
 
 A child process is used because ContextPilot's packages may conflict with ours (so it may run in
 another Python), and because it prints to stdout. A request on which it fails keeps the retriever's

@@ -1,7 +1,9 @@
 """One arm in one cell: its histories, its clock, and a block of requests sent as the load says.
 
-due    when load and preceding turn allow the request to be sent; all times of a sample count from here
-sent   when the client sent it: later than due only if this process is too slow, which the times then include
+due    when load and preceding turn allow the request to be sent; all times of a sample count from
+       here
+sent   when the client sent it: later than due only if this process is too slow, which the times
+       then include
 late   due minus the arrival time of the load: how long a turn waited for the previous answer
 """
 

@@ -2,7 +2,8 @@
 has left in its storage.
 
     unmeasured   ARM-filled serves the warm-up requests and ends
-    measured     ARM-filled starts again on its folder, ARM-cold on an empty one; both serve the other requests, interleaved
+    measured     ARM-filled starts again on its folder, ARM-cold on an empty one; both serve the
+                 other requests, interleaved
 
 Both write to their storage, so they differ only in what it has at the start.
 """

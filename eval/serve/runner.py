@@ -2,7 +2,7 @@
 own traffic filled.
 
     block   1            2            3            4
-            stock ours   ours stock   ours stock   stock ours        one arm at a time, the others idle
+            stock ours   ours stock   ours stock   stock ours     one arm at a time, the others idle
 
 Machine noise that lasts longer than a block affects all arms alike, and no arm is always first.
 Cells whose servers can run at the same time are interleaved in the same way; the others are

@@ -4,17 +4,17 @@ that reuse chunks anywhere.
 Formats as of LMCache 0.5.6, lmcache/cli/commands/bench/engine_bench (github.com/LMCache/LMCache at
 22d4ad2, 253838c; Apache-2.0).
 
-rag-qa-quality       `--data FILE`, a JSON list or JSON Lines, or `--hub`. Four kinds of rows, each with question and answers:
-                     MuSiQue's and HotpotQA's columns, HotpotQA's own `"context": [["title",
-                     ["sentence", ...]], ...]`, and CacheBlend's `"ctxs": [{"title": "...", "text":
-                     "..."}, ...]`. Rows that lack one of the three are left out. LMCache fills
-                     documents up to 256 tokens, the unit of its cache, and has instructions around
-                     them; neither is done here, since our unit is the chunk.
+rag-qa-quality       `--data FILE`, a JSON list or JSON Lines, or `--hub`. Four kinds of
+                     rows, each with question and answers: MuSiQue's and HotpotQA's columns,
+                     HotpotQA's own `"context": [["title", ["sentence", ...]], ...]`, and
+                     CacheBlend's `"ctxs": [{"title": "...", "text": "..."}, ...]`. Rows that lack
+                     one of the three are left out. LMCache fills documents up to 256
+                     tokens, the unit of its cache, and has instructions around them; neither is done
+                     here, since our unit is the chunk.
 long-doc-permutator  No data. Each request is a system prompt and the same documents in another
-order, without a question.
-                     `--data FILE` is a configuration of `lmcache bench engine --export-config`, of
-                     which `ldp_*` counts; `--k` is the number of documents, `--scale` divides
-                     lengths. Words are ours, one token each.
+                     order, without a question. `--data FILE` is a configuration of `lmcache
+                     bench engine --export-config`, of which `ldp_*` counts; `--k` is the
+                     number of documents, `--scale` divides lengths. Words are ours, one token each.
 """
 
 from __future__ import annotations

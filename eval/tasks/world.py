@@ -5,7 +5,8 @@ Source: `eval.world.world`, drawn from the seed. Licence: this project's (Apache
 A request's chunks are the passage with the answer and distractors of the same kind; popular
 passages are asked about more often:
 
-    Which product does Dravex make?      The company Dravex makes clocks. In 1987 Dravex hired Anna. ... (4 more)
+    Which product does Dravex make?   The company Dravex makes clocks. In 1987 Dravex hired Anna.
+                                      ... (4 more)
 """
 
 from __future__ import annotations

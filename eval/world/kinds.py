@@ -4,7 +4,8 @@ tells it.
     own           nothing: the passage names whom it speaks of
     linked        the passage right before, which names whom a sentence speaks of
     linked-2, -3  the same two or three passages before; those between are about others
-    defined       another passage: the question describes an entity by a fact, and its own passage tells what is asked
+    defined       another passage: the question describes an entity by a fact, and its own passage
+                  tells what is asked
     order         all passages: which one comes first, or last
     contradicted  two passages about one entity, which differ in what is asked: the later one is
     right

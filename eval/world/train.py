@@ -1,8 +1,9 @@
 """Train the bundled model on conversations about worlds it has never seen, then on worlds with
 links.
 
-    python -m eval.world.train --minutes 40 --out DIR                      facts, from nothing
-    python -m eval.world.train --minutes 40 --init DIR --out DIR           facts told without a name (`links`), from the former
+    python -m eval.world.train --minutes 40 --out DIR              facts, from nothing
+    python -m eval.world.train --minutes 40 --init DIR --out DIR   facts told without a name
+                                                                   (`links`), from the former
 
 Three things make so small a model bind a name with its value within minutes on one core: Muon for
 the matrices, the initial weights of two layers (see `_initialise`), and a warm-up on lists of facts

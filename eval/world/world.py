@@ -31,22 +31,23 @@ from typing import NamedTuple
 
 _NAMES = {
     "engineer": (
-        """Anna Boris Clara David Elena Felix Greta Hugo Irene Jonas Karin Leo Maria Nils Olga Peter Quinn Rosa
-        Simon Tanja Ugo Vera Walter Xenia Yusuf Zelda Adam Berta Carl Diana Emil Frida Georg Hanna Ivan Julia Kurt Laura
-        Max Nora Otto Paula Ralf Sara Theo Ursula Viktor Wanda Arno Bella Cyril Dora Erik Fiona Gustav Heidi Igor Jana
-        Klaus Linda Milan Nadia Oscar Petra Rafael Sofia Tomas Ulrike Vito Wilma Yvonne Zeno"""
+        """Anna Boris Clara David Elena Felix Greta Hugo Irene Jonas Karin Leo Maria Nils Olga
+        Peter Quinn Rosa Simon Tanja Ugo Vera Walter Xenia Yusuf Zelda Adam Berta Carl Diana
+        Emil Frida Georg Hanna Ivan Julia Kurt Laura Max Nora Otto Paula Ralf Sara Theo
+        Ursula Viktor Wanda Arno Bella Cyril Dora Erik Fiona Gustav Heidi Igor Jana Klaus
+        Linda Milan Nadia Oscar Petra Rafael Sofia Tomas Ulrike Vito Wilma Yvonne Zeno"""
     ),
     "product": (
-        """clocks lamps boats paint tiles ropes pumps bells chairs gloves soap bricks wheels mirrors tents kites
-        drills ovens pens boots saws locks shelves carpets"""
+        """clocks lamps boats paint tiles ropes pumps bells chairs gloves soap bricks wheels
+        mirrors tents kites drills ovens pens boots saws locks shelves carpets"""
     ),
     "instrument": (
-        """piano violin flute harp drums guitar cello trumpet organ banjo oboe tuba lute viola clarinet
-        bagpipes zither horn bassoon accordion mandolin fiddle harmonica sitar"""
+        """piano violin flute harp drums guitar cello trumpet organ banjo oboe tuba lute viola
+        clarinet bagpipes zither horn bassoon accordion mandolin fiddle harmonica sitar"""
     ),
     "crop": (
-        """barley wheat rice maize oats hops beans peas onions carrots apples plums grapes lemons olives cotton tea
-        coffee cocoa pepper garlic melons figs almonds"""
+        """barley wheat rice maize oats hops beans peas onions carrots apples plums grapes
+        lemons olives cotton tea coffee cocoa pepper garlic melons figs almonds"""
     ),
 }
 _STEMS = {

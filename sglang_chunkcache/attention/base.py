@@ -1,8 +1,9 @@
 """The contract of scattered attention: which queries see which keys, and what every implementation
 offers.
 
-    keys       0 1 2 3 | 4 5 6 7 | 8 9        one list a request, in order of position, in pages of the KV pool
-    queries      1           6     8          scattered; each sees the keys at or before its own position
+    keys      0 1 2 3 | 4 5 6 7 | 8 9   one list a request, in order of position, in pages of the KV
+                                        pool
+    queries     1           6     8     scattered; each sees the keys at or before its own position
 
 Knows positions and pages, no layers and no SGLang. `reference` computes it; `masked` computes it as
 laid out by `masked_layout`, `flashinfer` as laid out by `sparse_layout`.

@@ -45,7 +45,8 @@ struct ChunkcacheLimits : AttentionVariantBase {
   const int32_t* limits;
 
   template <typename Params>
-  __device__ __host__ ChunkcacheLimits(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) {
+  __device__ __host__ ChunkcacheLimits(const Params& params, uint32_t batch_idx,
+                                       uint8_t* smem_ptr) {
     qo_len = params.get_qo_len(batch_idx);
     kv_len = params.get_kv_len(batch_idx);
     window_left = kv_len;
@@ -69,8 +70,10 @@ struct ChunkcacheLimits {
   const int32_t* limits;
 
   template <typename MainloopParams, typename BlockCoord>
-  __device__ __host__ ChunkcacheLimits(const MainloopParams& params, const BlockCoord& block_coord) {
-    auto [q_tile_idx, qo_head_idx, kv_head_idx, qo_indptr, kv_indptr, qo_len, kv_len, batch_idx] = block_coord;
+  __device__ __host__ ChunkcacheLimits(const MainloopParams& params,
+                                       const BlockCoord& block_coord) {
+    auto [q_tile_idx, qo_head_idx, kv_head_idx, qo_indptr, kv_indptr, qo_len, kv_len, batch_idx] =
+        block_coord;
     sm_scale_log2 = params.additional_params.sm_scale * math::log2e;
     num_rows = qo_len;
     limits = params.additional_params.limits + qo_indptr;
@@ -82,7 +85,8 @@ struct ChunkcacheLimits {
   }
 
   REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
-    return qo_idx < num_rows && kv_idx < static_cast<uint32_t>(limits[qo_idx]) ? logits : T(-math::inf);
+    const bool is_seen = qo_idx < num_rows && kv_idx < static_cast<uint32_t>(limits[qo_idx]);
+    return is_seen ? logits : T(-math::inf);
   })
 };
 """
@@ -96,7 +100,8 @@ def jit_args(shape: HeadShape, backend: Backend) -> tuple[Any, ...]:
     source = SOURCES[backend]
     # The name is the module's key in FlashInfer's cache on disk, so it includes a checksum of the
     # source.
-    name = f"chunkcache_limits_{backend}_{DTYPES[shape.dtype]}_{shape.head_dim}_{zlib.crc32(source.encode()):08x}"
+    checksum = zlib.crc32(source.encode())
+    name = f"chunkcache_limits_{backend}_{DTYPES[shape.dtype]}_{shape.head_dim}_{checksum:08x}"
     dtypes = (shape.dtype, shape.dtype, shape.dtype, torch.int32)
     heads = (shape.head_dim, shape.head_dim)
     extra = (["limits"], ["int32_t"], ["sm_scale"], ["double"])

@@ -1,8 +1,9 @@
 """The masked pass on the device: which rows, slots and masks every layer uses.
 
     positions      0 1 2 3 4 5 6 7 8 9
-    kv_positions   0 1 2 3 . . 6 7 8 9        gaps are simply left out
-    queries                2       7          cut into blocks; a block reads the keys that its last query sees
+    kv_positions   0 1 2 3 . . 6 7 8 9   gaps are simply left out
+    queries                2       7     cut into blocks; a block reads the keys that its last query
+                                         sees
 
 Knows nothing of layers or heads. Computed on the host, once per pass.
 """

@@ -1,7 +1,9 @@
 """Attention of scattered queries over paged keys, the obvious way: every kernel is compared with
 it.
 
-    out[i] = softmax(scale * queries[i] @ keys[:visible[i]]) @ values[:visible[i]]        in float32, head by head
+    out[i] = softmax(scale * queries[i] @ keys[:visible[i]]) @ values[:visible[i]]
+
+in float32, head by head.
 
 Plain torch on any device, any head size; each request's logits are in memory at once.
 """

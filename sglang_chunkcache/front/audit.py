@@ -1,10 +1,13 @@
 """The audit: a share of the answers over moved KV is compared with an exact prefill of the same
 tokens.
 
-    listen     the engine is asked for the answer's best tokens as well; what the client did not ask for is taken out again
+    listen     the engine is asked for the answer's best tokens as well; what the client did not ask
+               for is taken out again
     finished   KV was moved and the answer is complete: a check waits
-    check      prompt and answer as one exact prefill, once nothing else waits at the rank; nothing of it stays in the tree
-    compare    agreement and KL are counted by who chose, ratio and tenant, and tell `radix_ext.audit` what they decide
+    check      prompt and answer as one exact prefill, once nothing else waits at the rank; nothing
+               of it stays in the tree
+    compare    agreement and KL are counted by who chose, ratio and tenant, and tell
+               `radix_ext.audit` what they decide
 
 One check at a time, the oldest first. One that could not be sent for MAX_WAIT_S is dropped. Every
 request that was drawn and not compared is counted by its reason.

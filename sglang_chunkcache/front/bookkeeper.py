@@ -1,8 +1,10 @@
 """The front's state, and what every request adds to it, takes of it and gives back.
 
-    begin     count the chunks, expect the chain in the tree, take the rank's load, write down what the scheduler is told;
-              a context manager: leaving it gives back all that was taken, whatever happened
-    observe   the answer's first token: the rank's events go to its mirror, its report or `cached_tokens` become fates
+    begin     count the chunks, expect the chain in the tree, take the rank's load, write down what
+              the scheduler is told; a context manager: leaving it gives back all that was taken,
+              whatever happened
+    observe   the answer's first token: the rank's events go to its mirror, its report or
+              `cached_tokens` become fates
     finish    the conversation gets its turn
 
 Holds no KV and no HTTP. One event loop, so nothing here is locked; nothing here waits.

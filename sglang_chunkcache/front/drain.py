@@ -1,8 +1,8 @@
 """The end of the server: after SIGTERM requests are served on for a while, then new ones are
 refused, and a limit holds.
 
-    SIGTERM ── served, not ready ── lame_duck_s ── new requests: 503 ──────────────────────────────────────────────┐
-                                                ── running ones finish ── drain_s ── the rest is aborted ── LAST_S ── killed
+    SIGTERM ── served, not ready ── lame_duck_s ── new requests get 503, running ones finish
+            ── drain_s ── the rest is aborted ── LAST_S ── killed
     a second SIGTERM at any time ── killed
 
 At the end of the lame duck SGLang's tokenizer manager is told what its own handler would have told

@@ -1,13 +1,18 @@
 """Why a chunk was not found cached in its place, for every chunk of an exact request: exactly one
 reason each.
 
-    before the request runs                                        by the tree, and by what the tenant's answers had
-      in the tree in its place                                     evicted (the tree was behind), must_compute
-      seen behind the same text        still there, elsewhere      other_order, other_rank
-                                       gone                        evicted
-      seen behind other text alone                                 other_head, and where the two texts part
-      never seen                                                   new_chunk; new_tenant, where the tenant is new
-    with its answer                                                what was not found takes its reason; all is noted
+    before the request runs                                   by the tree, and by what the tenant's
+                                                              answers had
+      in the tree in its place                                evicted (the tree was behind),
+                                                              must_compute
+      seen behind the same text      still there, elsewhere   other_order, other_rank
+                                     gone                     evicted
+      seen behind other text alone                            other_head, and where the two texts
+                                                              part
+      never seen                                              new_chunk; new_tenant, where the
+                                                              tenant is new
+    with its answer                                           what was not found takes its reason;
+                                                              all is noted
 
 Text means all before the chunk that is no chunk (`text_before`), as with moved KV. So the chunks of
 a conversation's later turns, which follow its history, are `other_head` if they were seen

@@ -1,8 +1,11 @@
 """A RAG request's stages in the front process. Data only.
 
-Draft        what the client sent, tokenised; its chunks are not in order yet                       (drafter.py)
-Planned      rank, order, token ids and spans: all that is decided before the engine is asked       (planner.py)
-RagRequest   a planned request that runs, and what its answer has taught so far                     (bookkeeper.py)
+Draft        what the client sent, tokenised; its chunks are not in order yet
+             (drafter.py)
+Planned      rank, order, token ids and spans: all that is decided before the engine is asked
+             (planner.py)
+RagRequest   a planned request that runs, and what its answer has taught so far
+             (bookkeeper.py)
 """
 
 from __future__ import annotations

@@ -2,9 +2,12 @@
 
 POST /rag/v1/chat/completions   a chat completion with `chunks` and `conversation_id`
 POST /rag/v1/retrieve           what the server's index finds, without a prompt
-POST /rag/v1/generate           SGLang's /generate with `parts`: texts and chunk areas (frontend programs use it)
-GET  /rag/v1/models             SGLang's own, for clients that look there; /rag/v1/models/{model}, too
-POST /rag/v1/completions        404 that says where to go; /rag/v1/embeddings and /rag/v1/responses, too
+POST /rag/v1/generate           SGLang's /generate with `parts`: texts and chunk areas (frontend
+                                programs use it)
+GET  /rag/v1/models             SGLang's own, for clients that look there; /rag/v1/models/{model},
+                                too
+POST /rag/v1/completions        404 that says where to go; /rag/v1/embeddings and /rag/v1/responses,
+                                too
 POST /chunkcache/prefetch       what a request will need of the storage, ahead of it
 GET  /chunkcache/stats          counts only
 GET  /chunkcache/tree           the global tree, depth-limited

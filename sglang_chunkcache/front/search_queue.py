@@ -3,7 +3,8 @@ time.
 
     event loop                              worker thread                    refresher thread
     search(): append, await a future   ->   take all that wait, by settings  every refresh_s:
-    _settle(): results to the futures  <-   Retriever.search, together       Retriever.refresh, atomic
+    _settle(): results to the futures  <-   Retriever.search, together       Retriever.refresh,
+                                                                             atomic
 
 While a batch is searched the next one gathers, so batches grow with the load and no query waits for
 others. What one finds does not depend on the others of its batch. Knows queries and hits; no

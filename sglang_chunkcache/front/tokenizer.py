@@ -1,8 +1,9 @@
 """The served model's tokenizer as a second object, so that encoding here never meets SGLang's use
 of its own.
 
-    messages, template    encode        what SGLang's object gives: added tokens are recognised in the text
-    chunks                encode_plain  nothing in the text becomes an added token, white space aside
+    messages, template   encode        what SGLang's object gives: added tokens are recognised in
+                                       the text
+    chunks               encode_plain  nothing in the text becomes an added token, white space aside
 
 Two objects, since a switch on one that another thread encodes with raises "Already borrowed". Knows
 texts and ids, no prompts.

@@ -1,9 +1,11 @@
 """Prompts of a calibration: prefilled as a whole, with chunks moved from other places, and with
 some tokens recomputed.
 
-    full     head | A | B | C | question | answer     ordinary prefill, and the answer that follows from it, greedily
-    apart    head | C | B | A, and each alone         the chunks' KV as it is computed in other places
-    moved    head | A | B | C | question | answer     moved from there, some tokens recomputed, question and answer as in full
+    full    head | A | B | C | question | answer   ordinary prefill, and the answer that follows
+                                                   from it, greedily
+    apart   head | C | B | A, and each alone       the chunks' KV as it is computed in other places
+    moved   head | A | B | C | question | answer   moved from there, some tokens recomputed,
+                                                   question and answer as in full
 
 Everything is read and written in slots of the trial's own.
 """

@@ -1,8 +1,9 @@
 """Fills promised slots: move KV, choose the critical tokens, run them through the model. All
 requests of a batch together.
 
-    move      every moved piece: gather, rotate keys to their new positions, scatter. What comes from host memory does so layer by
-              layer, beside the passes below (scheduler/layer_loads.py)
+    move      every moved piece: gather, rotate keys to their new positions, scatter. What comes
+              from host memory does so layer by layer, beside the passes below
+              (scheduler/layer_loads.py)
     choose    read-only passes measure what a selector needs (measure.py), then the selector decides
     compute   one pass over critical tokens and gaps (recompute.py)
 

@@ -1,10 +1,12 @@
 """The start-up gate: does moving and recomputing KV give on this very model what an ordinary
 prefill gives?
 
-    full      head | A | B | question      SGLang's own attention, once whole and several times in pieces
-    elsewhere head | B                     B's KV, computed alone
-    moved     head | A | B | question      head and A from `full`, B moved from `elsewhere`, then recomputed whole;
-              ###  # #  ### #  # ###  #    then some of it once more, scattered
+    full      head | A | B | question     SGLang's own attention, once whole and several times in
+                                          pieces
+    elsewhere head | B                    B's KV, computed alone
+    moved     head | A | B | question     head and A from `full`, B moved from `elsewhere`, then
+                                          recomputed whole;
+              ###  # #  ### #  # ###  #   then some of it once more, scattered
 
 Layer 0 knows no context, so there moved keys must equal computed ones. With all of B recomputed,
 its K/V and the question's logits must equal those of `full`. Scattered tokens run once more over KV

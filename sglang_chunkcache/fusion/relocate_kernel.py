@@ -1,7 +1,8 @@
 """relocate.py on CUDA: one Triton launch gathers, turns and scatters the KV of tokens in all
 layers.
 
-    program = token block x layer x K or V        values:  rows as they are        keys:  pairs turned, the rest as it is
+    program = token block x layer x K or V   values:  rows as they are   keys:  pairs turned, the
+                                                                                rest as it is
 
 Between slots of one pool, or between a pool and a blob [num_layers, num_tokens, heads, head_dim]. A
 token may keep its slot: one program reads its elements, then writes them. But programs run in any

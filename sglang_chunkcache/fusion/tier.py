@@ -2,8 +2,10 @@
 and for whom.
 
     store   ──► variant has come ──► write
-    request ──► its chunks that neither device nor store has ──► load ──► store    what comes too late serves the next request
-                  └─► what is in no index either ──► look up                       what other servers on the storage have written
+    request ──► its chunks that neither device nor store has ──► load ──► store
+                  └─► what is in no index either ──► look up what other servers have written
+
+What comes too late serves the next request.
 
 What is estimated to take longer to load than to compute is not loaded, except now and then.
 """

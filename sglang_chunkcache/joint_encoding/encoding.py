@@ -1,7 +1,8 @@
 """KV of several units in one layer as references to shared blocks, and back.
 
-    tokens of a unit    [ block | block | block | tail ]        the tail, shorter than a block, is kept as it is
-    encoded             table: block -> shared block            scale: this block's norm over the leader's
+    tokens of a unit   [ block | block | block | tail ]   the tail, shorter than a block, is kept as
+                                                          it is
+    encoded            table: block -> shared block       scale: this block's norm over the leader's
 
 Of each shared block the leader's norm is kept in the block itself, so a block that nothing joined,
 and one that only its equals joined in bfloat16 or float16, is decoded bit by bit. All others get

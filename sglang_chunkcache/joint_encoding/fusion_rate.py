@@ -1,7 +1,8 @@
 """How many blocks will fuse at a threshold, from a sample of their similarities (Fast Fusion,
 section 5).
 
-    similarities of a layer --> kernel density (eq. 1) or a Gaussian --> rate: pairs over the threshold --> blocks that join
+    similarities of a layer --> kernel density (eq. 1) or a Gaussian
+        --> rate: pairs over the threshold --> blocks that join
 
 The rate L is that of a Poisson variable, so nothing fuses with probability exp(-L). The paper's
 compression ratio takes L itself for the number of blocks that join, but several of the L pairs may

@@ -5,7 +5,8 @@ All layers get one bound on the drift of their logits, so one with larger norms 
 threshold. Of all thresholds that save as much these have the lowest worst drift. Layers in which
 probably nothing fuses are skipped: their threshold is `NEVER`.
 
-    statistics of a few blocks --> logit drift --> threshold of each layer --> blocks that fused --> logit drift ...
+    statistics of a few blocks --> logit drift --> threshold of each layer
+        --> blocks that fused --> logit drift ...
 """
 
 from __future__ import annotations

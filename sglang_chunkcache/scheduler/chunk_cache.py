@@ -1,8 +1,9 @@
 """The scheduler's tree: SGLang's `RadixCache` with one node per chunk. It owns KV slots and decides
 no order.
 
-    root ── head tokens ── C1 ── C2 ── question ── answer          chunk nodes: `chunk`, `chain`, `promoted`
-                            └─── C3 ── question                    token nodes: as in SGLang
+    root ── head tokens ── C1 ── C2 ── question ── answer   chunk nodes: `chunk`, `chain`,
+                                                            `promoted`
+                            └─── C3 ── question             token nodes: as in SGLang
 
 Requests without spans pass through untouched, so plain traffic sees stock SGLang. For the front's
 requests the key that SGLang builds is replaced by a `ChunkKey`; matching, locking and eviction stay

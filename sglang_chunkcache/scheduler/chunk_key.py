@@ -1,8 +1,8 @@
 """A `RadixKey` that knows its chunks, so that SGLang's unchanged `RadixCache` walks a chunk per
 step.
 
-    token ids   h h h | a a a a | b b | q q q        one letter per segment
-    segments    [0,3)   [3,7)     [7,9) [9,12)       chunk segments carry a ChunkId, token segments None
+    token ids   h h h | a a a a | b b | q q q    one letter per segment
+    segments    [0,3)   [3,7)     [7,9) [9,12)   chunk segments carry a ChunkId, token segments None
 
 Inside the chunk area `child_key()` is the chunk's id and `match()` one comparison; outside it,
 tokens as in SGLang. Invariant: spans are whole (no key begins or ends inside one), sorted and

@@ -1,8 +1,10 @@
 """A rank's log of cache events, for the front's mirror to read, and the nodes that they leave
 (wire/events.py).
 
-    events    + a   + b   ~ a   - b   + c       numbered; what a request acknowledges at its arrival is forgotten
-    nodes     a (host)    c                     in the order of their birth, parents before what is below them
+    events   + a   + b   ~ a   - b   + c   numbered; what a request acknowledges at its arrival is
+                                           forgotten
+    nodes    a (host)    c                 in the order of their birth, parents before what is below
+                                           them
 
 Fused nodes of two questions may be one chain to the front, which is told of the first that comes
 and of the last that goes.

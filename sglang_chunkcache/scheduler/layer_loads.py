@@ -1,7 +1,8 @@
 """KV that comes into the pool layer by layer while a forward computes (Cache-Craft 3.4.2, algorithm
 2).
 
-    before the forward   |0|1|                        in line: `num_ahead` layers, so that none has to be waited for
+    before the forward   |0|1|                        in line: `num_ahead` layers, so that none has
+                                                      to be waited for
     beside it                |2|3|4|5|                on a copy stream; without CUDA on a thread
     the forward              |--0--|--1--|--2--|...   a getter of the pool waits for its layer
 

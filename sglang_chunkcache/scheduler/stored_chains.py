@@ -1,8 +1,10 @@
 """Exact chains below host memory (CRAFT 4.1): what host memory has is written to the rank's
 storage, and comes back to it.
 
-    a chunk was copied to host memory ──► it is written, or is with its next request if the queue is full
-    an arriving request's chain goes on in the storage ──► loads ──► host memory ──► device, at the request's admission
+    a chunk was copied to host memory ──► it is written, or is with its next request
+        if the queue is full
+    an arriving request's chain goes on in the storage ──► loads ──► host memory ──► device,
+        at the request's admission
     a start ──► the chains of highest f_r ──► host memory, and the front knows them
 
 KV goes back to the place that it comes from, so it is named by all that it depends on: model and

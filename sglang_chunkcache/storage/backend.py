@@ -1,7 +1,8 @@
 """SGLang's `HiCacheStorage` as a store of bytes by name: HiCache's own backends and configuration,
 without HiCache.
 
-    file       one file an entry, in a folder of the rank's own          dynamic    any class, as HiCache loads it
+    file   one file an entry, in a folder of the rank's own   dynamic   any class, as HiCache loads
+                                                                        it
 
 Traps of HiCache's that are dealt with here: `get` reads into a tensor whose size must be known, a
 smaller one is filled without a word; `set` overwrites nothing; some `set` report success and keep

@@ -1,7 +1,8 @@
 """Codecs: how one chunk's KV is kept outside the pool, whole or in fewer bytes.
 
     keys, values ── encode ──► parts ── decode ──► keys, values
-    pool's dtype               host memory, disk, network      pool's dtype, each element within a known bound
+    pool's dtype               host memory,         pool's dtype, each element
+                               disk, network        within a known bound
 
 The first two parts are the keys' and the values', tokens are every part's second dimension, and
 sizes follow from the parts' shapes. It knows tensors alone: no chunk, no store, no storage.

@@ -2,7 +2,8 @@
 
     magic  version  num_bytes  secret's tag  checksum | header_len  header | KV  context  received
     outward
-    8      4        8          8             32       | 4           JSON   | as the header says, without gaps
+    8      4        8          8             32       | 4           JSON   | as the header says,
+                                                                    without gaps
 
 The checksum covers all other bytes, keyed by the secret if there is one: with a secret only who
 knows it can make an entry. It knows no chunk, no store and no backend. `pointer.py` frames its

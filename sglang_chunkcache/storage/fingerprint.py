@@ -1,7 +1,8 @@
 """Whether a model's weights are those they were: SGLang updates them in place, and names a version
 only where the client does.
 
-    fingerprint = sum of word * multiplier(its place)     modulo 2^64; a word is 4 bytes, a multiplier an odd number of 64 bits
+    fingerprint = sum of word * multiplier(its place)   modulo 2^64; a word is 4 bytes, a multiplier
+                                                        an odd number of 64 bits
 
 So one changed word always shows. Several changes, as an exchange of two values is, cancel out once
 in 2^32 times or less: the multipliers look random, and a change of 32 bits leaves as many of

@@ -1,7 +1,8 @@
 """How a stored variant is named: by all that its KV depends on, so that what is found under a name
 is right or damaged.
 
-    model     config with its RoPE overrides, weights, layout of KV            tenant    extra_key and cache_salt
+    model     config with its RoPE overrides, weights, layout of KV            tenant    extra_key
+              and cache_salt
     place     model, tenant, chunk, head, chunks before it, preprocessed or not
     name      place, what was measured of it, in which heads
     pointer   model, tenant, chunk, a number: where others look for names (pointer.py)
@@ -90,7 +91,8 @@ class Names:
         """A file's name, too. Entries with more measured are other entries:
         a backend overwrites none."""
         measured = f"{int(scored)} {has_outward} {sorted(heads) if scored or has_outward else ()}"
-        return f"cc1-{self._hash('entry', *place[:4], str(place.preprocessed), measured, *place.prefix)}{self._shard}"
+        told = self._hash("entry", *place[:4], str(place.preprocessed), measured, *place.prefix)
+        return f"cc1-{told}{self._shard}"
 
     def pointer(self, chunk: StoredChunk, number: int) -> str:
         """Whoever knows the chunk, and the secret if there is one, knows it."""

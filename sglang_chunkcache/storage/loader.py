@@ -1,7 +1,8 @@
 """The thread that reads and writes a rank's storage, beside its scheduler: loads before writes, one
 after the other.
 
-    scheduler   look_up, load, write, ...  ──► bounded queues ──► thread: backend, checks, manifest ──► poll ──► scheduler
+    scheduler   look_up, load, write, ...  ──► bounded queues ──► thread: backend, checks, manifest
+                                           ──► poll ──► scheduler
 
 The scheduler gives and polls, and never waits. Whatever the backend raises is counted here. After
 `PAUSE_AFTER` failures in a row the storage pauses: jobs fail at once, and after `PAUSE_S` the next

@@ -25,9 +25,10 @@ SCHEMA = 1
 """Of the table. A manifest with another one is put aside."""
 
 _TABLE = """CREATE TABLE IF NOT EXISTS entries (
-    name TEXT PRIMARY KEY, model TEXT NOT NULL, tenant TEXT NOT NULL, chunk TEXT NOT NULL, head TEXT NOT NULL,
-    prefix TEXT NOT NULL, preprocessed INTEGER NOT NULL, num_tokens INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
-    scored INTEGER NOT NULL, outward INTEGER NOT NULL, heads TEXT NOT NULL, reuse REAL NOT NULL, num_uses INTEGER NOT NULL,
+    name TEXT PRIMARY KEY, model TEXT NOT NULL, tenant TEXT NOT NULL, chunk TEXT NOT NULL,
+    head TEXT NOT NULL, prefix TEXT NOT NULL, preprocessed INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL, num_bytes INTEGER NOT NULL, scored INTEGER NOT NULL,
+    outward INTEGER NOT NULL, heads TEXT NOT NULL, reuse REAL NOT NULL, num_uses INTEGER NOT NULL,
     last_used INTEGER NOT NULL
 ) WITHOUT ROWID"""
 

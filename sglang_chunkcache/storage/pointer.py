@@ -1,8 +1,9 @@
 """How servers on one storage find each other's entries: a few small values a chunk, under names
 that follow from the chunk.
 
-    ccp1-<model, tenant, chunk>-0 ──► head, chunks before it, what was measured, sizes ──► an entry's name
-    ccp1-<model, tenant, chunk>-1 ──► ...                                       no gaps, at most `MAX_POINTERS`
+    ccp1-<model, tenant, chunk>-0 ──► head, chunks before it, what was measured, sizes
+                                  ──► an entry's name
+    ccp1-<model, tenant, chunk>-1 ──► ...   no gaps, at most `MAX_POINTERS`
 
 An entry's own name cannot be guessed: it holds what precedes the chunk. A pointer is framed and
 checked as an entry is, and says nothing that the entry's reader does not check again. Places are

@@ -2,8 +2,9 @@
 round, of what all have. A round is after each forward, and with each request that arrives or asks
 for the state.
 
-    rank 0   load 1 done     load 2 done      load 3          write 1 done
-    rank 1   load 1 done     load 2 failed    load 3 done     write 1          ──► both take in load 1, and load 2 as failed
+    rank 0   load 1 done   load 2 done     load 3        write 1 done
+    rank 1   load 1 done   load 2 failed   load 3 done   write 1        ──► both take in load 1, and
+                                                                        load 2 as failed
 
 What a rank asks of its thread follows from requests and from what was taken in, so all ask the
 same, in the same order; and a thread does loads in the order in which they were asked for, and

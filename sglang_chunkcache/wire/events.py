@@ -1,12 +1,14 @@
 """Cache events: what entered and left a rank's tree, numbered within an epoch.
 
-    rank     every answer carries the events after the last acknowledged one, so that a lost answer costs nothing;
-             its state carries them, too: the first request is ordered by what a start has loaded
-    front    applies them in order, acknowledges with its next request to that rank, which counts when it arrives; where
-             answers do not suffice, it asks for the rank's state until it has all
-    rank     on demand tells its nodes again, a part with each state
-    front    takes a part if it has the very events that came with it: so an eviction before the part is in the part, and one
-             after it comes as an event
+    rank    every answer carries the events after the last acknowledged one, so that a lost answer
+            costs nothing; its state carries them, too: the first request is ordered by what a start
+            has loaded
+    front   applies them in order, acknowledges with its next request to that rank, which counts
+            when it arrives; where answers do not suffice, it asks for the rank's state until it has
+            all
+    rank    on demand tells its nodes again, a part with each state
+    front   takes a part if it has the very events that came with it: so an eviction before the part
+            is in the part, and one after it comes as an event
 
 A flush or a restart draws a new epoch. scheduler/event_log.py keeps the events,
 front/rank_mirror.py applies them.

@@ -1,14 +1,17 @@
 """The attention bench's arms: ours, and what one would use without it, all planned and run like
 `SparseAttention`.
 
-    fa2, fa3, fa3_two_part    ours, on the GPU                    reference   ours on the CPU: plain torch, slow on purpose
-    dense_fa2, dense_fa3      FlashInfer's causal prefill of all tokens, of which the recomputed ones are then taken
-    virtual_fa2, virtual_fa3  FlashInfer's causal prefill with a sequence for each contiguous run: a
-    lone token reads its whole
-                              prefix alone
-    custom_mask               FlashInfer's packed mask, one entry a request: every query walks all keys
-    sdpa                      torch's with a mask, in blocks of queries over the keys that the last of them sees
-    dense                     on the CPU: `sdpa` of all tokens
+    fa2, fa3, fa3_two_part     ours, on the GPU
+    reference                  ours on the CPU: plain torch, slow on purpose
+    dense_fa2, dense_fa3       FlashInfer's causal prefill of all tokens, of which the recomputed
+                               ones are then taken
+    virtual_fa2, virtual_fa3   FlashInfer's causal prefill with a sequence for each contiguous run:
+                               a lone token reads its whole prefix alone
+    custom_mask                FlashInfer's packed mask, one entry a request: every query walks all
+                               keys
+    sdpa                       torch's with a mask, in blocks of queries over the keys that the last
+                               of them sees
+    dense                      on the CPU: `sdpa` of all tokens
 
 SDPA gets its keys contiguous and its masks ready, FlashInfer its packed mask: none of that is timed
 in a run. Building and packing FlashInfer's is part of its plan's time. The pool's page size is 1.

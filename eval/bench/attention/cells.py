@@ -1,8 +1,8 @@
 """What the attention bench measures: which tokens of a context are recomputed, where its KV lies,
 the work and its layouts.
 
-    scattered   each token as likely as any other           clustered   runs of about 64 tokens, anywhere
-    .X..X...XX.....X..                                       ...XXXX......XXXX.
+    scattered   each token as likely as any other      clustered   runs of about 64 tokens, anywhere
+    .X..X...XX.....X..                                  ...XXXX......XXXX.
 
 Requests of a batch have the same context and ratio, other positions and slots of their own, in
 random order over the pool.

@@ -2,8 +2,8 @@
 them?
 
     python -m eval bench attention [--contexts 8192 ...] [--batches 1 4 8] [--ratios 0.02 ...]
-    python -m eval bench attention --device cpu --quick            everything once in a small size, without a GPU
-    python -m eval bench attention --device cpu --arms             our layouts alone, over the whole grid
+    python -m eval bench attention --device cpu --quick   everything small, without a GPU
+    python -m eval bench attention --device cpu --arms    our layouts alone, over the whole grid
 
 A layer of Llama-3-8B's shape (32 query and 8 KV heads of 128, bfloat16) over a paged KV pool, page
 size 1; the plan is timed apart. `arms.py` lists what is compared, `cells.py` which tokens are

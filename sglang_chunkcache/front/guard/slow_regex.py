@@ -1,9 +1,10 @@
 """Whether Python's `re` may try very many ways to match a pattern. SGLang searches with a client's
 `stop_regex` in its scheduler.
 
-    (a+)+b    (a|a.)*b    (a?){60}b    a text of n letters can be divided in 2^n ways
-    (a+b)+c   (ab|cd)*x                 one way: a `b` ends each round, and the first letter tells the branch
-    a*a*a*a*b                          n^4 ways
+    (a+)+b    (a|a.)*b    (a?){60}b   a text of n letters can be divided in 2^n ways
+    (a+b)+c   (ab|cd)*x                one way: a `b` ends each round, and the first letter tells
+                                      the branch
+    a*a*a*a*b                         n^4 ways
 
 Not exact: some patterns that are found are fast on every text, as `re` may find out.
 """

@@ -1,11 +1,12 @@
 """The tokens whose KV deviates most, of those that a calibrated layer and calibrated heads point at
 (ours).
 
-    proposed   BY_CONTEXT of the tokens: those that in the calibrated heads attended most to what was before their chunk when it
-               was computed (outward.py), since what they say depends on other chunks
-               BY_QUESTION of the tokens: those that the question attends to most in the calibrated
-               layer
-    decided    by KV deviation at the calibrated depth (CacheBlend, FusionRAG eq. 7), measured on the proposed tokens alone
+    proposed   BY_CONTEXT of the tokens: those that in the calibrated heads attended most to what
+               was before their chunk when it was computed (outward.py), since what they say depends
+               on other chunks BY_QUESTION of the tokens: those that the question attends to most in
+               the calibrated layer
+    decided    by KV deviation at the calibrated depth (CacheBlend, FusionRAG eq. 7), measured on
+               the proposed tokens alone
 
 So two fifths of the tokens are compared. Where nothing says what a chunk's tokens attended to, all
 of them are.
