@@ -9,8 +9,8 @@ rag-qa-quality       `--data FILE`, a JSON list or JSON Lines, or `--hub`. Four 
                      HotpotQA's own `"context": [["title", ["sentence", ...]], ...]`, and
                      CacheBlend's `"ctxs": [{"title": "...", "text": "..."}, ...]`. Rows that lack
                      one of the three are left out. LMCache fills documents up to 256
-                     tokens, the unit of its cache, and has instructions around them; neither is done
-                     here, since our unit is the chunk.
+                     tokens, the unit of its cache, and has instructions around them; neither is
+                     done here, since our unit is the chunk.
 long-doc-permutator  No data. Each request is a system prompt and the same documents in another
                      order, without a question. `--data FILE` is a configuration of `lmcache
                      bench engine --export-config`, of which `ldp_*` counts; `--k` is the
