@@ -4,6 +4,7 @@ and that all that was taken is given back."""
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from typing import Any
 
@@ -16,6 +17,7 @@ from sglang_chunkcache.wire.events import Acknowledgement
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Fallback
 from sglang_chunkcache.wire.spans import MARK_KEY
+from tests.kit.front_planning import Talk, assistant
 from tests.sglang_chunkcache.front.front_bench import (
     SECRET,
     A,
@@ -28,24 +30,16 @@ from tests.sglang_chunkcache.front.front_bench import (
 )
 
 
-def test_fates_sum_to_the_prompt() -> None:
-    """Every prompt token has one fate."""
-    bench = Bench()
-    request = bench.ask("q", A, B)
-    answer = bench.reply(request, cached=request.spans[0].end + 2).answer()
-    assert sum(answer["fates"].values()) == len(request.input_ids)
-    assert (answer["fates"]["exact"], answer["chunks_hit"], answer["dp_rank"]) == (
-        request.spans[0].end + 2,
-        1,
-        0,
-    )
-
-
-def test_fates_never_exceed_the_prompt() -> None:
+@pytest.mark.parametrize(("found", "chunks_hit"), [(2, 1), (10_000, 2)])
+def test_fates_sum_to_the_prompt(found: int, chunks_hit: int) -> None:
     """A retracted request's cached_tokens may count its own output."""
     bench = Bench()
-    request = bench.reply(bench.ask("q", A), cached=10_000)
-    assert request.answer()["fates"]["computed"] == 0
+    request = bench.ask("q", A, B)
+    exact = request.spans[0].end + found
+    answer = bench.reply(request, cached=exact).answer()
+    assert sum(answer["fates"].values()) == len(request.input_ids)
+    assert answer["fates"]["exact"] == min(exact, len(request.input_ids))
+    assert (answer["chunks_hit"], answer["dp_rank"]) == (chunks_hit, 0)
 
 
 def test_fates_wait_for_the_first_token() -> None:
@@ -58,26 +52,14 @@ def test_fates_wait_for_the_first_token() -> None:
     assert request.known == {"exact": 5, "relocated": 0, "recomputed": 0}
 
 
-def test_observe_takes_our_entry_out() -> None:
-    """Nothing of the mirror's traffic reaches a client."""
-    bench = Bench()
-    request = bench.ask("q", A)
-    output = make_output(
-        [65], 0, None, 0, bench.ranks[0].serve(request.custom_params, request.input_ids)
-    )
-    bench.observe(request, output)
-    assert ANSWER_KEY not in output["meta_info"]
-
-
 def test_observe_incremental_output_adds_up() -> None:
     """SGLang sends either everything so far or only what is new;
     the other choices of n > 1 are not the conversation's."""
     bench = Bench()
     request = bench.ask("q", A)
     for ids, index in (([65], 0), ([70], 1), ([66, 67], 0)):
-        bench.observe(
-            request, make_output(ids, 0, None, 0, None, index), index=index, incremental=True
-        )
+        output = make_output(ids, 0, None, 0, None, index)
+        bench.observe(request, output, index=index, incremental=True)
     assert request.output_ids == [65, 66, 67]
 
 
@@ -92,16 +74,13 @@ def test_custom_params_carry_mark_and_acknowledgement() -> None:
 def test_promotion_counts_the_current_request() -> None:
     """CRAFT: after counting, the leading run at the threshold is promoted."""
     bench = Bench(promotion_threshold=2)
-    requests = [
-        bench.reply(bench.ask("1", A)),
-        bench.reply(bench.ask("2", A, B)),
-        bench.reply(bench.ask("3", A, B)),
-    ]
+    requests = [bench.reply(bench.ask("q", *chunks)) for chunks in ([A], [A, B], [A, B])]
     assert [told(request).promoted_len for request in requests] == [0, 1, 2]
 
 
 def test_repeated_answer_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that is not incremental carries the rank's events with every output."""
+    """A stream that is not incremental carries the rank's events with every output;
+    nothing of this reaches a client."""
     bench, reads = Bench(), list[str]()
 
     def counted(text: str, kind: Any) -> Any:
@@ -112,7 +91,9 @@ def test_repeated_answer_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     request = bench.ask("q", A)
     entry = bench.ranks[0].serve(request.custom_params, request.input_ids)
     for ids in ([65], [65, 66], [65, 66, 67]):
-        bench.observe(request, make_output(ids, 0, None, 0, entry))
+        output = make_output(ids, 0, None, 0, entry)
+        bench.observe(request, output)
+        assert ANSWER_KEY not in output["meta_info"]
     assert reads == entry[:1]
     assert len(bench.books.tree) == 1
 
@@ -129,13 +110,19 @@ def test_answer_that_cannot_be_read_is_logged_and_counted(caplog: pytest.LogCapt
     assert bench.books.mirrors[0].acknowledgement.seq == 0
 
 
-@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
-def test_finished_request_gives_plan_and_load_back(reason: str) -> None:
-    """Also when SGLang aborted it."""
+@pytest.mark.parametrize(
+    ("reason", "outcome"),
+    [("stop", "finished"), ("length", "finished"), ("abort", "aborted"), (None, "aborted")],
+)
+def test_plan_and_load_are_given_back(reason: str | None, outcome: str) -> None:
+    """Also when SGLang aborted the request, or its client has left before any output (None)."""
     bench = Bench()
-    bench.reply(bench.ask("q", A), reason=reason)
+    request = bench.ask("q", A)
+    if reason is None:
+        bench.end(request)
+    else:
+        bench.reply(request, reason=reason)
     assert bench.is_idle()
-    outcome = "aborted" if reason == "abort" else "finished"
     assert bench.books.metrics.totals()["requests"] == {outcome: 1}
 
 
@@ -157,14 +144,6 @@ def test_any_way_out_gives_plan_and_load_back(error: type[BaseException]) -> Non
     assert bench.books.metrics.totals()["requests"] == {"aborted": 1}
 
 
-def test_abandoned_request_gives_plan_and_load_back() -> None:
-    """A client that leaves before any output."""
-    bench = Bench()
-    bench.end(bench.ask("q", A))
-    assert bench.is_idle()
-    assert bench.books.metrics.totals()["requests"] == {"aborted": 1}
-
-
 @pytest.mark.parametrize(
     "passages",
     [[A, Passage("big", "x" * 300)], [Passage(str(i), str(i) * 50) for i in range(5)]],
@@ -176,8 +155,7 @@ def test_refused_request_leaves_nothing(passages: list[Passage]) -> None:
     with pytest.raises(RequestError):
         bench.ask("q", *passages)
     assert bench.is_idle()
-    assert len(bench.books.tree) == 0
-    assert bench.books.tables.num_entries == 0
+    assert (len(bench.books.tree), bench.books.tables.num_entries) == (0, 0)
 
 
 def test_answer_is_booked_where_it_was_served() -> None:
@@ -188,28 +166,24 @@ def test_answer_is_booked_where_it_was_served() -> None:
     bench.reply(request, by=other)
     assert request.answer()["dp_rank"] == other
     assert bench.is_idle()
-    assert bench.books.tree.digest(other)[0] == 2
-    assert bench.books.tree.digest(request.rank)[0] == 0
+    assert [bench.books.tree.digest(rank)[0] for rank in (other, request.rank)] == [2, 0]
 
 
 @pytest.mark.parametrize(("reason", "content"), [("abort", ""), ("stop", None)])
 def test_turn_without_a_whole_text_is_not_kept(reason: str, content: str | None) -> None:
     """An aborted answer, or one of tool calls, is not what the client will send back."""
-    bench, messages = Bench(), [user("one")]
-    bench.turn(messages, A)
-    bench.reply(bench.ask([*messages, user("two")], to="c"), reason=reason, content=content)
-    next_turn = [*messages, user("two"), {"role": "assistant", "content": "ok"}, user("three")]
-    assert bench.ask(next_turn, to="c").num_turns == 1
+    talk = Talk(Bench())
+    talk.turn("one", A)
+    talk.bench.reply(talk.ask("two"), reason=reason, content=content)
+    talk.messages += [user("two"), assistant("ok")]
+    assert talk.ask("three").num_turns == 1
 
 
 def test_stats_show_the_front() -> None:
     """JSON-able counts, no texts."""
-    import json
-
     bench = Bench()
     bench.reply(bench.ask("q", A, B, to="c"))
     stats = json.loads(json.dumps(bench.books.stats()))
-    assert stats["tree"]["nodes"] == 2
-    assert stats["conversations"]["count"] == 1
+    assert (stats["tree"]["nodes"], stats["conversations"]["count"]) == (2, 1)
     assert stats["requests"] == {"finished": 1}
     assert stats["prompt_tokens_in_flight"] == [0]

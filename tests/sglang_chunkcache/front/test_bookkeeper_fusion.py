@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from radix_ext import FusionRequest
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.answer import explained
 from sglang_chunkcache.front.fusion_options import fused_request
 from sglang_chunkcache.front.request import Passage
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
+from tests.kit.front_planning import Talk, system
 from tests.sglang_chunkcache.front.front_bench import (
     END,
     ME,
@@ -25,15 +27,21 @@ from tests.sglang_chunkcache.front.front_bench import (
     make_output,
     text_of,
     told,
-    user,
 )
 
 FUSED: dict[str, Any] = {"reuse": "fused", "store_threshold": 2}
 
 
-def fused(bench: Bench, **wish: Any) -> Any:
+def fused(bench: Bench, **wish: Any) -> FusionRequest:
     """A client's wish, defaults filled in."""
     return fused_request(bench.config, **wish)
+
+
+def fused_turn(talk: Talk, text: str, *chunks: Passage, **wish: Any) -> FusionRequest:
+    """What its scheduler was asked for."""
+    asked = talk.turn(text, *chunks, fusion=fused(talk.bench, **wish)).fusion
+    assert asked is not None
+    return asked  # type: ignore[no-any-return]
 
 
 def make_report(request: Asked, **fields: Any) -> Report:
@@ -59,9 +67,21 @@ def make_report(request: Asked, **fields: Any) -> Report:
     return structs.replace(report, **fields)
 
 
+NOTHING_MOVED: dict[str, Any] = {"relocated": 0, "recomputed": 0, "sources": ()}
+
+
+def begun(wish: dict[str, Any] | None = None, **options: Any) -> tuple[Bench, Asked]:
+    """A fused request under way."""
+    bench = Bench(**FUSED)
+    return bench, bench.ask("q", A, B, fusion=fused(bench, **(wish or {})), **options)
+
+
+# What the scheduler is asked for
+
+
 def test_exact_requests_ask_for_nothing() -> None:
     """The default: no reuse, nothing kept, and the answer says so."""
-    bench = Bench()
+    bench = Bench(store_threshold=1)
     request = bench.reply(bench.ask("q", A))
     assert (told(request).fusion, told(request).keep) == (None, frozenset())
     assert request.answer()["reuse"] is None
@@ -86,261 +106,61 @@ def test_recipe_knows_the_question_of_query() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "wish", "order", "expected"),
+    ("knobs", "order", "expected"),
     [
-        ({}, {}, None, 1),
-        ({"exact_gaps": 3}, {}, None, 3),
-        ({}, {}, "retriever", 0),
-        ({"order": "frequency"}, {}, None, 0),
+        ({}, None, 1),
+        ({"exact_gaps": 3}, None, 3),
+        ({}, "retriever", 0),
+        ({"order": "frequency"}, None, 0),
     ],
 )
-def test_chains_of_the_trees_order_grow(
-    knobs: dict[str, Any], wish: dict[str, Any], order: Any, expected: int
-) -> None:
+def test_chains_of_the_trees_order_grow(knobs: dict[str, Any], order: Any, expected: int) -> None:
     """So the scheduler is told; an exact request has nothing to tell."""
     bench = Bench(**FUSED, **knobs)
-    assert (
-        told(bench.ask("q", A, B, fusion=fused(bench, **wish), order=order)).exact_gaps == expected
-    )
+    assert told(bench.ask("q", A, B, fusion=fused(bench), order=order)).exact_gaps == expected
     assert told(bench.ask("q", A, B)).exact_gaps == 0
 
 
-def test_fused_request_puts_new_chunks_before_moved_ones() -> None:
+@pytest.mark.parametrize(("is_fused", "order"), [(False, "abd"), (True, "adb")])
+def test_fused_request_puts_new_chunks_before_moved_ones(is_fused: bool, order: str) -> None:
     """After the chunk that its exact chain grows by. An exact request has them last."""
     bench = Bench(**FUSED)
     bench.reply(bench.ask("one", C, A, B))
-    assert bench.ask("two", A, B, D).order == ["a", "b", "d"]
-    bench = Bench(**FUSED)
-    bench.reply(bench.ask("one", C, A, B))
-    assert bench.ask("two", A, B, D, fusion=fused(bench)).order == ["a", "d", "b"]
+    fusion = fused(bench) if is_fused else None
+    assert bench.ask("two", A, B, D, fusion=fusion).order == list(order)
 
 
-@pytest.mark.parametrize("between", [None, "exact"])
-def test_recipe_of_a_conversation_stays(between: str | None) -> None:
-    """Otherwise the next question would not find the history's fused KV;
-    an exact turn between changes nothing."""
-    bench, messages = Bench(**FUSED), [user("one")]
-    first = bench.turn(messages, A, fusion=fused(bench))
-    if between:
-        messages.append(user("exact"))
-        bench.turn(messages, B)
-    messages.append(user("two"))
-    second = bench.turn(messages, C, fusion=fused(bench))
-    messages.append(user("three"))
-    third = bench.turn(messages, D, fusion=fused(bench))
-    assert first.fusion is not None
-    assert first.fusion == second.fusion == third.fusion
+@pytest.mark.parametrize("is_exact_between", [False, True])
+def test_recipe_of_a_conversation_stays(is_exact_between: bool) -> None:
+    """Otherwise the next question would not find the history's fused KV."""
+    talk = Talk(Bench(**FUSED))
+    first = fused_turn(talk, "one", A)
+    if is_exact_between:
+        talk.turn("exact", B)
+    assert first == fused_turn(talk, "two", C) == fused_turn(talk, "three", D)
 
 
 def test_recipe_of_another_policy_is_another() -> None:
     """KV made at one ratio is not to be taken for KV made at another."""
-    bench, messages = Bench(**FUSED), [user("one")]
-    bench.turn(messages, A, fusion=fused(bench))
-    messages.append(user("two"))
-    second = bench.turn(messages, B, fusion=fused(bench, ratio=0.5))
-    messages.append(user("three"))
-    third = bench.turn(messages, C, fusion=fused(bench, ratio=0.5))
-    assert second.fusion is not None
-    assert second.fusion.recipe.startswith("critical/0.5/")
-    assert second.fusion == third.fusion
+    talk = Talk(Bench(**FUSED))
+    fused_turn(talk, "one", A)
+    second = fused_turn(talk, "two", B, ratio=0.5)
+    assert second.recipe.startswith("critical/0.5/")
+    assert second == fused_turn(talk, "three", C, ratio=0.5)
 
 
 def test_turn_without_chunks_has_no_recipe_to_keep() -> None:
     """Nothing was fused; its question must not stand for the next one's."""
-    bench, messages = Bench(**FUSED), [user("one")]
-    first = bench.turn(messages, fusion=fused(bench))
-    messages.append(user("two"))
-    second = bench.turn(messages, A, fusion=fused(bench))
-    assert first.fusion is not None
-    assert second.fusion is not None
-    assert first.fusion.recipe != second.fusion.recipe
+    talk = Talk(Bench(**FUSED))
+    assert fused_turn(talk, "one").recipe != fused_turn(talk, "two", A).recipe
 
 
 def test_chunks_over_the_threshold_are_kept() -> None:
     """Counted with this request, from exact requests too; spans of the history included."""
-    bench, messages = Bench(order="retriever", **FUSED), [user("one")]
-    assert told(bench.turn(messages, A, B)).keep == frozenset()
-    assert told(bench.reply(bench.ask("x", C, B))).keep == {1}
-    messages.append(user("two"))
-    assert told(bench.turn(messages, C)).keep == {1, 2}
-
-
-def test_nothing_is_kept_without_the_flag() -> None:
-    """A server that moves nothing stores nothing."""
-    bench = Bench(store_threshold=1)
-    assert told(bench.ask("x", A)).keep == frozenset()
-
-
-def test_report_becomes_the_answer() -> None:
-    """All four fates, each chunk's source by its label, and what it took."""
-    bench = Bench(**FUSED)
-    request = bench.ask("q", A, B, fusion=fused(bench))
-    report = make_report(request)
-    answer = bench.reply(request, cached=request.spans[1].end, report=report).answer()
-    fates = answer["fates"]
-    assert sum(fates.values()) == len(request.input_ids)
-    assert [fates[fate] for fate in ("exact", "relocated", "recomputed")] == [
-        request.spans[0].start,
-        9,
-        3,
-    ]
-    assert answer["chunks_hit"] == 0
-    assert answer["reuse"] == {
-        "mode": "fused",
-        "selector": "critical",
-        "ratio": 0.15,
-        "quality": None,
-        "alpha": None,
-        "focus": "off",
-        "sources": [
-            {
-                "chunk": "a",
-                "from": "host",
-                "variant_prefix": 2,
-                "overlap": 1,
-                "cfo": 0.5,
-                "other_head": False,
-            },
-            {
-                "chunk": "b",
-                "from": "gap",
-                "variant_prefix": 0,
-                "overlap": 0,
-                "cfo": None,
-                "other_head": False,
-            },
-        ],
-        "focused": ["a"],
-        "fused_hit": 0,
-        "gap": 11,
-        "ms": report.ms,
-        "estimated_ms": report.estimated_ms,
-        "selected_by": report.selector,
-        "sampled": False,
-    }
-    totals = bench.books.metrics.totals()
-    assert totals["prompt_tokens"] == fates
-    assert totals["sources"] == {"host": 1, "gap": 1}
-    assert bench.books.stats()["reuse_seconds"] == {
-        "lookup": 0.001,
-        "relocate": 0.002,
-        "select": 0.0005,
-        "recompute": 0.004,
-    }
-
-
-def test_ratio_auto_becomes_the_share_that_was_taken() -> None:
-    """Of what was moved for the request: KV that others had fused was chosen before.
-    `explain` says "auto"."""
-    bench = Bench(**FUSED)
-    asked = fused_request(bench.config, selector="critical", ratio="auto", quality=0.9)
-    request = bench.ask("q", A, B, fusion=asked)
-    report = make_report(request, relocated=9, recomputed=3, fused_hit=2)
-    reuse = bench.reply(request, report=report).answer()["reuse"]
-    assert (reuse["ratio"], reuse["quality"]) == (0.3, 0.9)
-    nothing = make_report(request, relocated=0, recomputed=0, sources=())
-    assert (
-        bench.reply(bench.ask("q", A, B, fusion=asked), report=nothing).answer()["reuse"]["ratio"]
-        is None
-    )
-
-
-def test_exact_prefix_of_a_fused_request_counts_as_hit() -> None:
-    """`chunks_hit` says what the exact chain held, whatever was moved behind it."""
-    bench = Bench(**FUSED)
-    request = bench.ask("q", A, B, fusion=fused(bench))
-    second = request.spans[1]
-    report = make_report(
-        request,
-        exact=request.spans[0].end,
-        relocated=5,
-        recomputed=2,
-        sources=(Source(second.start, second.end, 1, "device"),),
-    )
-    assert bench.reply(request, report=report).answer()["chunks_hit"] == 1
-
-
-def test_reported_fallbacks_are_said_and_counted() -> None:
-    """In the answer, where every reason stands, and by reason in the counters."""
-    bench = Bench(**FUSED)
-    request = bench.ask("q", A, B, fusion=fused(bench))
-    report = make_report(
-        request,
-        relocated=0,
-        recomputed=0,
-        sources=(),
-        focused=None,
-        fallbacks=(Fallback.NO_ROOM,),
-        ms={},
-    )
-    answer = bench.reply(request, report=report).answer()
-    assert answer["fallbacks"] == ["no_room"]
-    assert answer["reuse"]["focused"] is None
-    assert bench.books.metrics.totals()["fallbacks"] == {"no_room": 1}
-
-
-def test_ratio_of_a_selector_that_recomputes_nothing_is_null() -> None:
-    """The server's default would be a number that nothing follows."""
-    bench = Bench(**FUSED)
-    request = bench.ask("q", A, B, fusion=fused(bench, selector="none"))
-    assert bench.reply(request, report=make_report(request)).answer()["reuse"]["ratio"] is None
-
-
-def test_missing_report_is_said() -> None:
-    """What SGLang counts as cached may then be moved KV:
-    calling it exact would be a lie, so no fates."""
-    bench = Bench(**FUSED)
-    request = bench.ask("q", A, B, fusion=fused(bench))
-    answer = bench.reply(request, cached=request.spans[0].end).answer()
-    assert (answer["fates"], answer["chunks_hit"], answer["fallbacks"]) == (
-        None,
-        None,
-        ["no_report"],
-    )
-    assert bench.books.metrics.totals()["prompt_tokens"] == {}
-    assert bench.is_idle()
-
-
-def test_fused_request_taken_for_plain_text_is_exact() -> None:
-    """A rank that could not read our spans found plain prefixes only."""
-    bench = Bench(**FUSED)
-    request = bench.ask("q", A, B, fusion=fused(bench))
-    bench.observe(request, make_output([65], 5, "stop", 0, None))
-    assert request.answer()["fallbacks"] == ["plain_text"]
-    assert request.answer()["fates"]["exact"] == 5
-
-
-def test_fused_request_without_tokens_blames_nobody() -> None:
-    """Asked for no token, SGLang drops our entry: not known, but nothing went wrong."""
-    bench = Bench(**FUSED)
-    request = bench.ask("q", A, B, fusion=fused(bench), max_new_tokens=0)
-    bench.observe(request, make_output([], 5, "length", 0, []))
-    assert (request.answer()["fates"], request.answer()["fallbacks"]) == (None, [])
-
-
-def test_parallel_answers_tell_no_fates() -> None:
-    """SGLang fills its cache with a request of its own first."""
-    bench = Bench(**FUSED)
-    request = bench.ask("q", A, B, fusion=fused(bench), num_answers=2)
-    answer = bench.reply(request, report=make_report(request)).answer()
-    assert (answer["fates"], answer["chunks_hit"], answer["fallbacks"]) == (
-        None,
-        None,
-        ["parallel_sampling"],
-    )
-    assert bench.books.metrics.totals()["sources"] == {}
-
-
-def test_labels_of_the_history_are_hashes() -> None:
-    """A turn keeps spans, not labels; the report may name any of them."""
-    bench, messages = Bench(**FUSED), [user("one")]
-    bench.turn(messages, A)
-    messages.append(user("two"))
-    request = bench.ask(list(messages), B, to="c", fusion=fused(bench))
-    report = make_report(request, focused=(1,))
-    sources = bench.reply(request, report=report).answer()["reuse"]["sources"]
-    assert [source["chunk"] for source in sources] == [request.spans[0].chunk[:8], "b"]
-    assert request.answer()["reuse"]["focused"] == ["b"]
+    talk = Talk(Bench(order="retriever", **FUSED))
+    assert told(talk.turn("one", A, B)).keep == frozenset()
+    assert told(talk.bench.reply(talk.bench.ask("x", C, B))).keep == {1}
+    assert told(talk.turn("two", C)).keep == {1, 2}
 
 
 def test_parts_take_order_and_reuse() -> None:
@@ -364,6 +184,124 @@ def test_order_of_one_request(order: Any, expected: str) -> None:
     assert bench.ask("two", B, A, order=order).order == list(expected)
 
 
+# What its report becomes
+
+
+def test_report_becomes_the_answer() -> None:
+    """All four fates, each chunk's source by its label, and what it took."""
+    bench, request = begun()
+    report = make_report(request)
+    answer = bench.reply(request, cached=request.spans[1].end, report=report).answer()
+    fates = answer["fates"]
+    assert sum(fates.values()) == len(request.input_ids)
+    found = [fates[fate] for fate in ("exact", "relocated", "recomputed")]
+    assert found == [request.spans[0].start, 9, 3]
+    assert answer["chunks_hit"] == 0
+    moved = {"chunk": "a", "from": "host", "variant_prefix": 2, "overlap": 1, "cfo": 0.5}
+    gap = {"chunk": "b", "from": "gap", "variant_prefix": 0, "overlap": 0, "cfo": None}
+    policy = {"mode": "fused", "selector": "critical", "ratio": 0.15, "quality": None}
+    outcome = {"focused": ["a"], "fused_hit": 0, "gap": 11, "selected_by": "first"}
+    assert answer["reuse"] == {
+        **policy,
+        **outcome,
+        "alpha": None,
+        "focus": "off",
+        "sources": [{**source, "other_head": False} for source in (moved, gap)],
+        "ms": report.ms,
+        "estimated_ms": report.estimated_ms,
+        "sampled": False,
+    }
+    totals = bench.books.metrics.totals()
+    assert (totals["prompt_tokens"], totals["sources"]) == (fates, {"host": 1, "gap": 1})
+    seconds = {"lookup": 0.001, "relocate": 0.002, "select": 0.0005, "recompute": 0.004}
+    assert bench.books.stats()["reuse_seconds"] == seconds
+
+
+AUTO = {"selector": "critical", "ratio": "auto", "quality": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("wish", "report", "ratio"),
+    [
+        (AUTO, {"relocated": 9, "recomputed": 3, "fused_hit": 2}, 0.3),
+        (AUTO, NOTHING_MOVED, None),
+        ({"selector": "none"}, {}, None),
+    ],
+    ids=["share", "nothing moved", "recomputes nothing"],
+)
+def test_ratio_of_an_answer(
+    wish: dict[str, Any], report: dict[str, Any], ratio: float | None
+) -> None:
+    """`auto` becomes the share that was taken, of what was moved for the request: KV that others
+    had fused was chosen before. A number that nothing follows is null."""
+    bench, request = begun(wish)
+    reuse = bench.reply(request, report=make_report(request, **report)).answer()["reuse"]
+    assert (reuse["ratio"], reuse["quality"]) == (ratio, wish.get("quality"))
+
+
+def test_exact_prefix_of_a_fused_request_counts_as_hit() -> None:
+    """`chunks_hit` says what the exact chain held, whatever was moved behind it."""
+    bench, request = begun()
+    first, second = request.spans
+    sources = (Source(second.start, second.end, 1, "device"),)
+    report = make_report(request, exact=first.end, relocated=5, recomputed=2, sources=sources)
+    assert bench.reply(request, report=report).answer()["chunks_hit"] == 1
+
+
+def test_reported_fallbacks_are_said_and_counted() -> None:
+    """In the answer, where every reason stands, and by reason in the counters."""
+    bench, request = begun()
+    told_of = {**NOTHING_MOVED, "focused": None, "fallbacks": (Fallback.NO_ROOM,), "ms": {}}
+    answer = bench.reply(request, report=make_report(request, **told_of)).answer()
+    assert (answer["fallbacks"], answer["reuse"]["focused"]) == (["no_room"], None)
+    assert bench.books.metrics.totals()["fallbacks"] == {"no_room": 1}
+
+
+def test_missing_report_is_said() -> None:
+    """What SGLang counts as cached may then be moved KV:
+    calling it exact would be a lie, so no fates."""
+    bench, request = begun()
+    answer = bench.reply(request, cached=request.spans[0].end).answer()
+    assert (answer["fates"], answer["chunks_hit"]) == (None, None)
+    assert answer["fallbacks"] == ["no_report"]
+    assert bench.books.metrics.totals()["prompt_tokens"] == {}
+    assert bench.is_idle()
+
+
+def test_fused_request_taken_for_plain_text_is_exact() -> None:
+    """A rank that could not read our spans found plain prefixes only."""
+    bench, request = begun()
+    bench.observe(request, make_output([65], 5, "stop", 0, None))
+    assert request.answer()["fallbacks"] == ["plain_text"]
+    assert request.answer()["fates"]["exact"] == 5
+
+
+def test_fused_request_without_tokens_blames_nobody() -> None:
+    """Asked for no token, SGLang drops our entry: not known, but nothing went wrong."""
+    bench, request = begun(max_new_tokens=0)
+    bench.observe(request, make_output([], 5, "length", 0, []))
+    assert (request.answer()["fates"], request.answer()["fallbacks"]) == (None, [])
+
+
+def test_parallel_answers_tell_no_fates() -> None:
+    """SGLang fills its cache with a request of its own first."""
+    bench, request = begun(num_answers=2)
+    answer = bench.reply(request, report=make_report(request)).answer()
+    assert (answer["fates"], answer["chunks_hit"]) == (None, None)
+    assert answer["fallbacks"] == ["parallel_sampling"]
+    assert bench.books.metrics.totals()["sources"] == {}
+
+
+def test_labels_of_the_history_are_hashes() -> None:
+    """A turn keeps spans, not labels; the report may name any of them."""
+    talk = Talk(Bench(**FUSED))
+    talk.turn("one", A)
+    request = talk.ask("two", B, fusion=fused(talk.bench))
+    reuse = talk.bench.reply(request, report=make_report(request, focused=(1,))).answer()["reuse"]
+    assert [source["chunk"] for source in reuse["sources"]] == [request.spans[0].chunk[:8], "b"]
+    assert reuse["focused"] == ["b"]
+
+
 # Plans that are not begun
 
 
@@ -373,20 +311,15 @@ def test_plan_alone_leaves_nothing(routing: str) -> None:
     bench = Bench(num_ranks=2, routing=routing, **FUSED)
     bench.reply(bench.ask("one", A, B))
     before = bench.books.stats()
-    options = {"fusion": fused(bench), "to": "c"}
+    options: dict[str, Any] = {"fusion": fused(bench), "to": "c"}
     plans = [bench.plan("two", C, B, A, **options) for _ in range(2)]
     told_alone = bench.books.told(plans[0])
     assert bench.books.stats() == before
     assert bench.is_idle()
     real = bench.ask("two", C, B, A, **options)
     for plan in plans:
-        assert (plan.rank, plan.order, plan.input_ids, plan.spans, plan.fusion) == (
-            real.rank,
-            real.order,
-            real.input_ids,
-            real.spans,
-            real.fusion,
-        )
+        for name in ("rank", "order", "input_ids", "spans", "fusion"):
+            assert getattr(plan, name) == getattr(real, name)
     assert told_alone.spans == told(real).spans
 
 
@@ -400,38 +333,16 @@ def test_plan_is_explained() -> None:
         Source(second.start, second.end, 1, "gap"),
     )
     shown = explained(plan, Explanation(first.start, 0, second.end, sources, (Fallback.UNSCORED,)))
-    assert shown["spans"][1] == {
-        "chunk": "b",
-        "id": second.chunk,
-        "start": second.start,
-        "end": second.end,
-    }
-    assert shown["sources"][0] == {
-        "chunk": "a",
-        "from": "device",
-        "variant_prefix": 1,
-        "overlap": 0,
-        "cfo": None,
-        "other_head": False,
-        "start": first.start,
-        "end": first.end,
-    }
+    at_first, at_second = ({"start": s.start, "end": s.end} for s in plan.spans)
+    assert shown["spans"][1] == {"chunk": "b", "id": second.chunk, **at_second}
+    source = {"chunk": "a", "from": "device", "variant_prefix": 1, "overlap": 0, "cfo": None}
+    assert shown["sources"][0] == {**source, "other_head": False, **at_first}
     assert plan.fusion is not None
-    assert shown["reuse"] == {
-        "mode": "fused",
-        "selector": "context",
-        "ratio": 0.15,
-        "quality": None,
-        "alpha": 2.0,
-        "focus": "spare",
-        "recipe": plan.fusion.recipe,
-    }
+    policy = {"mode": "fused", "selector": "context", "ratio": 0.15, "quality": None, "alpha": 2.0}
+    assert shown["reuse"] == {**policy, "focus": "spare", "recipe": plan.fusion.recipe}
     assert (shown["order"], shown["dp_rank"], shown["prompt_tokens"]) == (["a", "b"], 0, size)
-    assert (shown["exact"], shown["end"], shown["fallbacks"]) == (
-        first.start,
-        second.end,
-        ("unscored",),
-    )
+    assert (shown["exact"], shown["end"]) == (first.start, second.end)
+    assert shown["fallbacks"] == ("unscored",)
 
 
 def test_exact_plan_is_explained() -> None:
@@ -444,11 +355,9 @@ def test_exact_plan_is_explained() -> None:
 
 
 def preprocess(bench: Bench, chunk: Passage, *neighbors: Passage, **options: Any) -> Asked:
-    return bench.begin(
-        bench.planner.plan(
-            bench.drafter.preprocessing([], neighbors, chunk, identity=ME, **options)
-        )
-    )
+    head = options.pop("head", [])
+    draft = bench.drafter.preprocessing(head, neighbors, chunk, identity=ME, **options)
+    return bench.begin(bench.planner.plan(draft))
 
 
 def test_preprocessing_puts_the_chunk_behind_its_neighbors() -> None:
@@ -458,15 +367,10 @@ def test_preprocessing_puts_the_chunk_behind_its_neighbors() -> None:
     request = preprocess(bench, C, B, A)
     assert text_of(request) == f"\x02\x01u{B.text};{A.text};{C.text};{END}\x01a"
     spans = told(request)
-    assert spans.fusion is not None
-    assert (spans.fusion.selector, spans.fusion.ratio, spans.fusion.fresh, spans.keep) == (
-        "none",
-        0.0,
-        frozenset({2}),
-        frozenset({2}),
-    )
     assert spans.is_preprocessing
-    assert spans.fusion.plain
+    assert spans.fusion is not None
+    assert (spans.fusion.selector, spans.fusion.ratio, spans.fusion.plain) == ("none", 0.0, True)
+    assert spans.fusion.fresh == spans.keep == frozenset({2})
     assert spans.fusion.recipe.startswith("none/0.0/alpha=-/focus=off/fresh=2/question=")
     assert spans.fusion.recipe != told(preprocess(bench, C, B, A)).fusion.recipe  # type: ignore[union-attr]
     assert not told(bench.ask("q", A)).is_preprocessing
@@ -474,11 +378,7 @@ def test_preprocessing_puts_the_chunk_behind_its_neighbors() -> None:
 
 def test_preprocessing_alone() -> None:
     """The first pass: nothing in front but the head."""
-    bench = Bench(**FUSED)
-    draft = bench.drafter.preprocessing(
-        [{"role": "system", "content": "sys"}], [], A, identity=ME, rank=0
-    )
-    request = bench.begin(bench.planner.plan(draft))
+    request = preprocess(Bench(**FUSED), A, head=[system("sys")])
     assert text_of(request) == f"\x02\x01ssys{END}\x01u{A.text};{END}\x01a"
     assert told(request).keep == {0}
 
@@ -488,9 +388,8 @@ def test_preprocessing_counts_as_no_access() -> None:
     and plan and load are given back."""
     bench = Bench(**FUSED)
     request = preprocess(bench, B, A)
-    bench.reply(
-        request, report=make_report(request, exact=request.spans[0].end, relocated=0, recomputed=0)
-    )
+    report = make_report(request, exact=request.spans[0].end, relocated=0, recomputed=0)
+    bench.reply(request, report=report)
     assert bench.books.tables.num_entries == 0
     totals = bench.books.metrics.totals()
     assert totals["chunks"] == {}

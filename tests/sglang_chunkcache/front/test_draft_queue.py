@@ -24,19 +24,18 @@ def on_which_thread(is_over: threading.Event) -> str:
     return threading.current_thread().name
 
 
+async def queued(queue: DraftQueue, make: Callable[[threading.Event], Any], num_chars: int) -> Any:
+    return await queue.run(make, num_chars=num_chars, is_gone=stays)
+
+
 def test_short_ones_are_made_at_once_and_long_ones_in_a_thread() -> None:
     """A thread costs more than a short text."""
 
     async def ask() -> list[str]:
-        queue = DraftQueue()
-        return [
-            await queue.run(on_which_thread, num_chars=n, is_gone=stays)
-            for n in (SHORT_CHARS, LONG)
-        ]
+        return [await queued(DraftQueue(), on_which_thread, n) for n in (SHORT_CHARS, LONG)]
 
     short, long = asyncio.run(ask())
-    assert short == threading.current_thread().name
-    assert long != short
+    assert short == threading.current_thread().name != long
 
 
 def held(
@@ -58,13 +57,11 @@ def test_shortest_goes_first_and_short_ones_wait_for_nobody() -> None:
     async def ask() -> None:
         queue = DraftQueue()
         tasks = [
-            asyncio.ensure_future(
-                queue.run(held(order, n, release), num_chars=LONG + n, is_gone=stays)
-            )
+            asyncio.ensure_future(queued(queue, held(order, n, release), LONG + n))
             for n in (5, 3, 1, 2)
         ]
         await asyncio.sleep(0.01)  # the first is being made
-        assert await queue.run(lambda is_over: 0, num_chars=1, is_gone=stays) == 0
+        assert await queued(queue, lambda is_over: 0, 1) == 0
         release.set()
         assert await asyncio.gather(*tasks) == [5, 3, 1, 2]
 
@@ -78,10 +75,8 @@ def test_too_many_are_refused() -> None:
 
     async def ask() -> None:
         queue = DraftQueue()
-        tasks = [
-            asyncio.ensure_future(queue.run(held([], 0, release), num_chars=LONG, is_gone=stays))
-            for _ in range(MAX_WAITING + 2)
-        ]
+        waiting = [queued(queue, held([], 0, release), LONG) for _ in range(MAX_WAITING + 2)]
+        tasks = [asyncio.ensure_future(one) for one in waiting]
         await asyncio.sleep(0.01)
         release.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -92,22 +87,19 @@ def test_too_many_are_refused() -> None:
 
 
 def test_error_of_a_draft_is_its_requests_and_the_worker_goes_on() -> None:
-    """A refused text is not the next one's fault."""
-
-    def refuse(is_over: threading.Event) -> Any:
+    def refuse(is_over: threading.Event) -> None:
         raise RequestError("messages: no")
 
-    async def ask() -> str:
+    async def ask() -> Any:
         queue = DraftQueue()
         with pytest.raises(RequestError, match="messages: no"):
-            await queue.run(refuse, num_chars=LONG, is_gone=stays)
-        return await queue.run(on_which_thread, num_chars=LONG, is_gone=stays)
+            await queued(queue, refuse, LONG)
+        return await queued(queue, on_which_thread, LONG)
 
     assert asyncio.run(ask())
 
 
 def test_draft_is_told_when_the_client_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must not go on for nobody."""
     monkeypatch.setattr(search, "GONE_POLL_S", 0.01)
     was_told: list[bool] = []
     done = threading.Event()

@@ -25,9 +25,9 @@ from sglang_chunkcache.wire.report import Answer, Explanation, Report
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import STATE_KEY, RankState
 from sglang_chunkcache.wire.state import Asked as AskedOfRanks
+from tests.kit.front_planning import state_of
 from tests.reference.chains import chain_of
 from tests.sglang_chunkcache.front.front_bench import SECRET, A, Asked, Bench, make_output
-from tests.sglang_chunkcache.front.test_rank_mirror import state_of
 
 NO_EVENTS = Batch(0, 0, (), 0, 0, 0)
 

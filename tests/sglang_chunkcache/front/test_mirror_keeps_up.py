@@ -3,13 +3,15 @@ and it heals.
 
     .venv/bin/python -m pytest -n 0 -s tests/sglang_chunkcache/front/test_mirror_keeps_up.py
 
-The first two tests show the figures: how far the mirror is behind with many requests under way, and
+The first three tests show figures: how far the mirror is behind with many requests under way, and
 what it knows after a gap.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from functools import reduce
+from operator import xor
 from typing import Any
 
 import pytest
@@ -17,17 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from radix_ext import (
-    AccessTable,
-    ChainId,
-    Chunk,
-    ChunkId,
-    ChunkPrefixTree,
-    Tier,
-    extend_chain,
-    order_chunks,
-    root_chain,
-)
+from radix_ext import AccessTable, ChainId, Chunk, ChunkId, ChunkPrefixTree, Tier, order_chunks
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler.event_log import MAX_EVENTS_PER_ANSWER, EventLog
 from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted, Inserted, Moved
@@ -35,10 +27,7 @@ from sglang_chunkcache.wire.message import encode
 from sglang_chunkcache.wire.report import Answer
 from sglang_chunkcache.wire.state import RankState
 from tests.examples import examples
-from tests.sglang_chunkcache.front.test_rank_mirror import keep_up, make_mirror, read, state_of
-
-A, B = ChunkId("A"), ChunkId("B")
-CHAIN_A = extend_chain(root_chain("ns"), A)
+from tests.kit.front_planning import chain, inserted, keep_up, make_mirror, read, state_of
 
 
 class Pool:
@@ -80,21 +69,16 @@ def test_the_mirror_is_at_most_one_answer_behind(num_under_way: int) -> None:
         batch = rank.log.unread()
         num_bytes = max(num_bytes, len(encode(Answer(batch))))
         mirror.apply(batch)
-    unknown = sum(tree.find(chain) is None for chain in rank.held)
-    print(
-        f"{num_under_way} under way: {behind} events behind at most, an answer has {num_bytes}"
-        " bytes at most"
-    )
+    print(f"{num_under_way} under way: at most {behind} events behind, {num_bytes} bytes an answer")
     assert behind <= 20
-    assert unknown == 0
+    assert all(tree.find(chain) is not None for chain in rank.held)
     assert (mirror.num_gaps, mirror.is_behind) == (0, False)
     assert num_bytes < 400_000
 
 
 def test_a_burst_of_answers_that_come_when_they_are_complete() -> None:
     """400 requests sent at once and prefilled before one is answered: no answer has all events, and
-    none of these requests acknowledges any. The first answer shows what is missing, and the rank is
-    asked for it."""
+    none of these requests acknowledges any. The rank is asked for what is missing."""
     rank, (tree, mirror) = Pool(capacity=2000), make_mirror(200_000)
     answers = []
     for _ in range(400):
@@ -104,10 +88,7 @@ def test_a_burst_of_answers_that_come_when_they_are_complete() -> None:
     assert mirror.is_behind
     num_asked = keep_up(rank.log, mirror)
     behind = rank.log.seq - mirror.acknowledgement.seq
-    print(
-        f"{rank.log.seq} events when the first answer comes: asked {num_asked} times, {behind}"
-        " events behind"
-    )
+    print(f"{rank.log.seq} events at the first answer: {num_asked} times asked, {behind} behind")
     assert (num_asked, behind) == (2, 0)
     assert tree.digest(0) == (2000, rank.log.digest)
     for answer in answers:
@@ -121,24 +102,19 @@ def test_the_mirror_heals_without_requests(backlog: int) -> None:
     """A backlog that no answer can hold, or not even the log.
     The rank still has A, B, which never enter again."""
     log, (tree, mirror) = EventLog(65_536), make_mirror(200_000)
-    log.append(Inserted(A, 200, None, "ns", True))
-    log.append(Inserted(B, 200, CHAIN_A, "ns", True))
+    add(log, "A", "AB")
     read(log, mirror)
     for i in range(backlog):
-        log.append(Inserted(ChunkId(f"x{i}"), 200, None, "ns", False))
+        log.append(inserted(f"x{i}"))
     read(log, mirror)
     num_asked = keep_up(log, mirror)
-    known = [node.chunk_id for node in tree.match("ns", [A, B], rank=0)]
-    chunks = [Chunk(B, 200), Chunk(A, 200)]
+    known = [node.chunk_id for node in tree.match("n", [ChunkId("A"), ChunkId("B")], rank=0)]
+    chunks = [Chunk(ChunkId(name), 4) for name in "BA"]
     ordered = order_chunks(
-        "tree", "seen", tree, AccessTable(1000), "ns", chunks, rank=0, max_visits=64
+        "tree", "seen", tree, AccessTable(1000), "n", chunks, rank=0, max_visits=64
     ).chunks
-    print(
-        f"{backlog} events: asked {num_asked} times, {mirror.num_gaps} gaps; known {known}, order"
-        f" {ordered}"
-    )
-    assert known == [A, B]
-    assert [chunk.id for chunk in ordered] == [A, B]
+    print(f"{backlog} events: asked {num_asked} times, {mirror.num_gaps} gaps")
+    assert known == [chunk.id for chunk in ordered] == ["A", "B"]
     assert tree.digest(0) == (log.num_nodes, log.digest) == (backlog + 2, log.digest)
     assert tree.stats.num_unknown_notices == 0
     assert (mirror.num_gaps, mirror.num_resyncs) == ((1, 1) if backlog > log.max_events else (0, 0))
@@ -147,49 +123,56 @@ def test_the_mirror_heals_without_requests(backlog: int) -> None:
     assert num_asked <= 2 * (backlog // (MAX_EVENTS_PER_ANSWER - 1) + 1) + 1
 
 
+def add(log: EventLog, *paths: str) -> None:
+    for path in paths:
+        log.append(inserted(*path))
+
+
+def evict(log: EventLog, *paths: str) -> None:
+    for path in paths:
+        log.append(Evicted(chain(*path)))
+
+
 def told(log: EventLog, mirror: RankMirror) -> RankState:
     return state_of(log, mirror.reading)
 
 
-def make_gap(*names: str, max_told: int = 3) -> tuple[EventLog, ChunkPrefixTree, RankMirror]:
-    """Nodes at the root, of which the mirror knows none:
-    it has heard of a gap and nothing since."""
-    log, (tree, mirror) = EventLog(2, max_told=max_told), make_mirror()
-    for name in names:
-        log.append(Inserted(ChunkId(name), 4, None, "n", False))
+def make_gap(names: str) -> tuple[EventLog, ChunkPrefixTree, RankMirror]:
+    """Nodes at the root, of which the mirror knows none: it has heard of a gap and nothing since.
+    Three are told at a time."""
+    log, (tree, mirror) = EventLog(2, max_told=3), make_mirror()
+    add(log, *names)
     read(log, mirror)
     log.acknowledge(mirror.acknowledgement)
     assert mirror.reading.part == 0
     return log, tree, mirror
 
 
-def root(name: str) -> ChainId:
-    return extend_chain(root_chain("n"), ChunkId(name))
-
-
 def names_known(tree: ChunkPrefixTree) -> str:
     return "".join(name for name in "abcdefgh" if tree.match("n", [ChunkId(name)], rank=0))
 
 
-def test_what_is_evicted_between_two_parts_is_in_none() -> None:
-    """Whether the part that told it was read before or after its eviction."""
-    log, tree, mirror = make_gap(*"abcd")
+def test_what_happens_between_two_parts_is_told_once() -> None:
+    """An eviction, whether or not the node has been told before; a child born before its parent is
+    told, whose own event comes when the mirror does not know where it belongs."""
+    log, tree, mirror = make_gap("abcd")
     mirror.hear(told(log, mirror))
     assert names_known(tree) == "ab"
-    for name in "ac":
-        log.append(Evicted(root(name)))
+    evict(log, "a", "c")
+    add(log, "dx")
     keep_up(log, mirror)
     assert names_known(tree) == "bd"
+    assert tree.find(chain("d", "x")) is not None
     assert tree.stats.num_unknown_notices == 0
 
 
 def test_a_part_that_later_events_have_overtaken_is_taken() -> None:
     """It tells a node that has left since, and lacks one that has come:
     both events are applied once more."""
-    log, tree, mirror = make_gap(*"abcd")
+    log, tree, mirror = make_gap("abcd")
     early = told(log, mirror)
-    log.append(Evicted(root("a")))
-    log.append(Inserted(ChunkId("e"), 4, None, "n", False))
+    evict(log, "a")
+    add(log, "e")
     mirror.apply(log.unread())
     mirror.hear(early)
     keep_up(log, mirror)
@@ -200,13 +183,13 @@ def test_a_rank_that_answers_while_others_are_asked_is_told_again() -> None:
     """Each of its states is overtaken by an answer: another rank was slower to tell its own."""
     log, (tree, mirror) = EventLog(40, max_told=20), make_mirror(1000)
     for number in range(100):
-        log.append(Inserted(ChunkId(f"x{number}"), 4, None, "n", False))
+        log.append(inserted(f"x{number}"))
     mirror.apply(log.unread())
     num_asked = 0
     while mirror.is_behind and num_asked < 50:
         state = told(log, mirror)
         num_asked += 1
-        log.append(Inserted(ChunkId(f"y{num_asked}"), 4, None, "n", False))
+        log.append(inserted(f"y{num_asked}"))
         mirror.apply(log.unread())
         mirror.hear(state)
     assert num_asked < 20
@@ -216,35 +199,17 @@ def test_a_rank_that_answers_while_others_are_asked_is_told_again() -> None:
 
 def test_a_node_is_told_with_its_tier() -> None:
     """A token in host memory is worth less than one on the device."""
-    log, tree, mirror = make_gap(*"ab", "c")
-    log.append(Moved(root("b"), Tier.HOST))
+    log, tree, mirror = make_gap("abc")
+    log.append(Moved(chain("b"), Tier.HOST))
     keep_up(log, mirror)
-    assert [tree.match("n", [ChunkId(name)], rank=0)[0].tier(0) for name in "abc"] == [
-        Tier.DEVICE,
-        Tier.HOST,
-        Tier.DEVICE,
-    ]
-
-
-def test_a_child_born_before_its_parent_is_told_is_told_later() -> None:
-    """Its own event comes when the mirror does not know where it belongs."""
-    log, tree, mirror = make_gap(*"abcd")
-    mirror.hear(told(log, mirror))
-    log.append(Inserted(ChunkId("x"), 4, root("d"), "n", False))
-    keep_up(log, mirror)
-    assert [node.chunk_id for node in tree.match("n", [ChunkId("d"), ChunkId("x")], rank=0)] == [
-        "d",
-        "x",
-    ]
-    assert tree.stats.num_unknown_notices == 0
+    nodes = [tree.find(chain(name)) for name in "abc"]
+    assert [node and node.tier(0) for node in nodes] == [Tier.DEVICE, Tier.HOST, Tier.DEVICE]
 
 
 def test_a_gap_has_all_told_again_however_lately_that_was() -> None:
-    """Nothing of the mirror is left."""
-    log, tree, mirror = make_gap(*"abcdefgh")
+    log, tree, mirror = make_gap("abcdefgh")
     keep_up(log, mirror)
-    for name in "abc":
-        log.append(Evicted(root(name)))
+    evict(log, *"abc")
     read(log, mirror)
     assert mirror.num_gaps == 2
     keep_up(log, mirror)
@@ -253,11 +218,11 @@ def test_a_gap_has_all_told_again_however_lately_that_was() -> None:
 
 def test_a_flush_ends_it() -> None:
     """There is nothing to tell any more, and parts of what was are not believed."""
-    log, tree, mirror = make_gap(*"abcd")
+    log, tree, mirror = make_gap("abcd")
     mirror.hear(told(log, mirror))
     old = told(log, mirror)
     log.restart()
-    log.append(Inserted(ChunkId("e"), 4, None, "n", False))
+    add(log, "e")
     read(log, mirror)
     mirror.hear(old)
     assert not mirror.is_behind
@@ -267,8 +232,7 @@ def test_a_flush_ends_it() -> None:
 def test_what_the_tree_forgot_is_told_again_when_there_is_room() -> None:
     """Other ranks' nodes fill the tree, and leave again. While it is full nobody is asked."""
     log, (tree, mirror) = EventLog(100), make_mirror(6)
-    for name in "abcd":
-        log.append(Inserted(ChunkId(name), 4, None, "n", False))
+    add(log, *"abcd")
     read(log, mirror)
     for name in "uvwx":
         tree.insert("n", [Chunk(ChunkId(name), 4)], rank=1, tier=Tier.DEVICE, promoted_len=0)
@@ -284,17 +248,15 @@ def test_what_the_tree_forgot_is_told_again_when_there_is_room() -> None:
 def test_a_difference_that_stays_is_not_told_over_and_over() -> None:
     """Whatever its reason, all nodes are told once for as many events as there are nodes."""
     log, (_, mirror) = EventLog(100), make_mirror()
-    for name in "abcd":
-        log.append(Inserted(ChunkId(name), 4, None, "n", False))
+    add(log, *"abcd")
     log.digest ^= 1
     read(log, mirror)
     assert keep_up(log, mirror) == 1
     for name in "efgh":
-        log.append(Inserted(ChunkId(name), 4, None, "n", False))
+        add(log, name)
         read(log, mirror)
         assert not mirror.is_behind
-    for name in "abcd":
-        log.append(Evicted(root(name)))
+    evict(log, *"abcd")
     read(log, mirror)
     assert keep_up(log, mirror) == 1
 
@@ -322,10 +284,10 @@ class MirrorMachine(RuleBasedStateMachine):
     def insert(self, below: int, name: str) -> None:
         """A new node, or one that comes back to the device."""
         parents = [(), *self.held]
-        parent = parents[below % len(parents)]
-        path = (*parent, name)
+        path = (*parents[below % len(parents)], name)
         if self.held.get(path) is not Tier.DEVICE:
-            self._add(path)
+            self.held[path] = Tier.DEVICE
+            self.log.append(inserted(*path))
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 30))
@@ -334,14 +296,14 @@ class MirrorMachine(RuleBasedStateMachine):
         leaves = [path for path in self.held if path not in parents]
         path = leaves[which % len(leaves)]
         del self.held[path]
-        self.log.append(Evicted(chain(path)))
+        self.log.append(Evicted(chain(*path)))
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 30))
     def move(self, which: int) -> None:
         path = [*self.held][which % len(self.held)]
         self.held[path] = Tier.HOST
-        self.log.append(Moved(chain(path), Tier.HOST))
+        self.log.append(Moved(chain(*path), Tier.HOST))
 
     @rule(is_rare=st.integers(0, 5))
     def flush(self, is_rare: int) -> None:
@@ -386,13 +348,8 @@ class MirrorMachine(RuleBasedStateMachine):
     @rule(names=st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=4, unique=True))
     def others(self, names: list[str]) -> None:
         """Another rank's nodes, some of them ours: the tree may forget any."""
-        self.tree.insert(
-            "n",
-            [Chunk(ChunkId(name), 4) for name in names],
-            rank=1,
-            tier=Tier.DEVICE,
-            promoted_len=0,
-        )
+        chunks = [Chunk(ChunkId(name), 4) for name in names]
+        self.tree.insert("n", chunks, rank=1, tier=Tier.DEVICE, promoted_len=0)
 
     @rule()
     def others_leave(self) -> None:
@@ -405,7 +362,7 @@ class MirrorMachine(RuleBasedStateMachine):
         self.tree.drop_rank(1)
         self.answers.clear()
         for _ in range(len(self.held) // 2 + 1):
-            for event in (Inserted(ChunkId("z"), 4, None, "n", False), Evicted(root("z"))):
+            for event in (inserted("z"), Evicted(chain("z"))):
                 self.log.append(event)
                 read(self.log, self.mirror)
                 keep_up(self.log, self.mirror)
@@ -413,30 +370,16 @@ class MirrorMachine(RuleBasedStateMachine):
         assert self.mirror.acknowledgement == Acknowledgement(self.log.epoch, self.log.seq)
         if len(self.held) < self.tree.max_nodes:
             assert self.tree.digest(0) == (len(self.held), self.log.digest)
-            nodes = {path: self.tree.find(chain(path)) for path in self.held}
+            nodes = {path: self.tree.find(chain(*path)) for path in self.held}
             assert {path: node and node.tier(0) for path, node in nodes.items()} == self.held
 
     @invariant()
     def is_sound(self) -> None:
         if not hasattr(self, "log"):
             return
-        digest = 0
-        for path in self.held:
-            digest ^= chain(path)
+        digest = reduce(xor, (chain(*path) for path in self.held), 0)
         assert (self.log.num_nodes, self.log.digest) == (len(self.held), digest)
         self.tree.check_integrity()
-
-    def _add(self, path: tuple[str, ...]) -> None:
-        self.held[path] = Tier.DEVICE
-        parent = chain(path[:-1]) if path[1:] else None
-        self.log.append(Inserted(ChunkId(path[-1]), 4, parent, "n", False))
-
-
-def chain(path: tuple[str, ...]) -> ChainId:
-    found = root_chain("n")
-    for name in path:
-        found = extend_chain(found, ChunkId(name))
-    return found
 
 
 MirrorMachine.TestCase.settings = settings(max_examples=examples(300), stateful_step_count=40)

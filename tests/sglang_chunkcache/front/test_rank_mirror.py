@@ -6,70 +6,27 @@ from typing import Any
 
 from msgspec import structs
 
-from radix_ext import ChainId, ChunkId, ChunkPrefixTree, Tier
+from radix_ext import ChunkId, ChunkPrefixTree, Tier
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler.event_log import EventLog
-from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted, Inserted, Moved, Reading
+from sglang_chunkcache.wire.events import Acknowledgement, Batch, Evicted, Moved
 from sglang_chunkcache.wire.state import RankState
-from tests.reference.chains import chain_of
+from tests.kit.front_planning import chain, held, inserted, make_mirror, read, state_of
 
 
-def make_mirror(max_nodes: int = 1000) -> tuple[ChunkPrefixTree, RankMirror]:
-    tree = ChunkPrefixTree(max_nodes=max_nodes)
-    return tree, RankMirror(tree, 0)
-
-
-def chain(*names: str) -> ChainId:
-    return chain_of("n", [ChunkId(name) for name in names])
-
-
-def inserted(*names: str, promoted: bool = False) -> Inserted:
-    return Inserted(ChunkId(names[-1]), 4, chain(*names[:-1]) if names[1:] else None, "n", promoted)
-
-
-def read(log: EventLog, mirror: RankMirror) -> None:
-    """An answer to a request that has arrived just now."""
-    log.acknowledge(mirror.acknowledgement)
-    mirror.apply(log.unread())
-
-
-def state_of(log: EventLog, reading: Reading | None = None) -> RankState:
-    """As `ChunkRadixCache.rank_state`."""
-    if reading is not None:
-        log.acknowledge(reading.ack)
-    events = log.unread()
-    is_all = events.start + len(events.events) == events.seq
-    part = (
-        log.part(reading.part)
-        if is_all and reading is not None and reading.part is not None
-        else None
-    )
-    return RankState(0, events, {}, part)
-
-
-def keep_up(log: EventLog, mirror: RankMirror) -> int:
-    """As `Engine.keep_up`; how often the rank was asked."""
-    num_asked = 0
-    while mirror.is_behind:
-        before = mirror.reading
-        mirror.hear(state_of(log, before))
-        assert mirror.reading != before
-        num_asked += 1
-    return num_asked
-
-
-def held(tree: ChunkPrefixTree, *names: str) -> bool:
-    return len(tree.match("n", [ChunkId(name) for name in names], rank=0)) == len(names)
-
-
-def test_apply_follows_inserts_and_evictions() -> None:
-    """The mirror holds what the rank holds."""
+def test_mirror_holds_what_the_rank_holds() -> None:
     log, (tree, mirror) = EventLog(100), make_mirror()
-    for event in (inserted("a"), inserted("a", "b"), inserted("a", "c"), Evicted(chain("a", "b"))):
+    for event in (
+        inserted("a", promoted=True),
+        inserted("a", "b"),
+        inserted("a", "c"),
+        Evicted(chain("a", "b")),
+    ):
         log.append(event)
     read(log, mirror)
-    assert held(tree, "a", "c")
     assert not held(tree, "a", "b")
+    nodes = tree.match("n", [ChunkId("a"), ChunkId("c")], rank=0)
+    assert [node.promoted for node in nodes] == [True, False]
     assert tree.digest(0) == (2, chain("a") ^ chain("a", "c"))
 
 
@@ -82,25 +39,13 @@ def test_apply_follows_a_chain_to_the_host_and_back() -> None:
         node = tree.find(chain("a"))
         assert node is not None
         seen.append((node.tier(0), node.promoted, node.hits))
-    assert seen == [
-        (tier, True, 0) for tier in (Tier.DEVICE, Tier.HOST, Tier.DEVICE)
-    ]  # the front's own mark may be newer
+    # the front's own mark may be newer
+    assert seen == [(tier, True, 0) for tier in (Tier.DEVICE, Tier.HOST, Tier.DEVICE)]
     assert tree.stats.num_hits == 0
 
 
-def test_apply_takes_over_the_mark() -> None:
-    """Promotion marks are part of the mirror."""
-    log, (tree, mirror) = EventLog(100), make_mirror()
-    log.append(inserted("a", promoted=True))
-    log.append(inserted("a", "b"))
-    read(log, mirror)
-    nodes = tree.match("n", [ChunkId("a"), ChunkId("b")], rank=0)
-    assert [node.promoted for node in nodes] == [True, False]
-
-
 def test_apply_again_changes_nothing() -> None:
-    """Batches repeat what was not yet acknowledged:
-    an eviction must not hit what came back since."""
+    """Batches repeat what is not acknowledged: an eviction must not hit what came back since."""
     log, (tree, mirror) = EventLog(100), make_mirror()
     log.append(inserted("a"))
     log.append(Evicted(chain("a")))
@@ -113,14 +58,13 @@ def test_apply_again_changes_nothing() -> None:
 
 
 def test_apply_overlapping_batch_takes_the_new_part() -> None:
-    """Two answers overlap; each event counts once."""
     log, (tree, mirror) = EventLog(100), make_mirror()
-    log.append(inserted("a"))
-    early = log.unread()
-    log.append(inserted("b"))
-    late = log.unread()
-    mirror.apply(early)
-    mirror.apply(late)
+    batches = []
+    for name in "ab":
+        log.append(inserted(name))
+        batches.append(log.unread())
+    for batch in batches:
+        mirror.apply(batch)
     assert held(tree, "a")
     assert held(tree, "b")
     assert tree.stats.num_hits == 0
@@ -138,31 +82,9 @@ def test_gap_drops_the_rank() -> None:
     assert [held(tree, name) for name in "abcd"] == [False, False, True, True]
 
 
-def test_new_epoch_drops_the_rank() -> None:
-    """A flush: the rank holds nothing of what it held."""
-    log, (tree, mirror) = EventLog(100), make_mirror()
-    log.append(inserted("a"))
-    read(log, mirror)
-    log.restart()
-    log.append(inserted("b"))
-    read(log, mirror)
-    assert not held(tree, "a")
-    assert held(tree, "b")
-    assert (mirror.num_restarts, mirror.num_gaps) == (1, 0)
-
-
-def test_first_epoch_is_no_restart() -> None:
-    """Every server begins with one; counting it would show a restart that never was."""
-    log, (_, mirror) = EventLog(100), make_mirror()
-    read(log, mirror)
-    assert mirror.num_restarts == 0
-    assert mirror.acknowledgement == Acknowledgement(log.epoch, 0)
-
-
-def test_late_batch_of_an_older_epoch_changes_nothing() -> None:
-    """A slow client's stream carries its batch in every output, also after a flush: going back to
-    the old epoch would forget the new tree, whose events the log has dropped as acknowledged, and
-    the mirror would stay wrong."""
+def test_new_epoch_drops_the_rank_and_a_late_batch_of_the_old_one_changes_nothing() -> None:
+    """A slow client's stream carries its batch in every output, also after a flush; what it would
+    forget, the log has dropped as acknowledged."""
     log, (tree, mirror) = EventLog(100), make_mirror()
     log.append(inserted("a"))
     old = log.unread()
@@ -171,11 +93,18 @@ def test_late_batch_of_an_older_epoch_changes_nothing() -> None:
     log.append(inserted("b"))
     read(log, mirror)
     log.acknowledge(mirror.acknowledgement)  # the next request acknowledges: the log forgets
-    mirror.apply(old)
+    for _ in range(2):
+        assert [held(tree, name) for name in "ab"] == [False, True]
+        assert (mirror.num_restarts, mirror.num_gaps) == (1, 0)
+        mirror.apply(old)
+        read(log, mirror)
+
+
+def test_first_epoch_is_no_restart() -> None:
+    log, (_, mirror) = EventLog(100), make_mirror()
     read(log, mirror)
-    assert not held(tree, "a")
-    assert held(tree, "b")
-    assert mirror.num_gaps == 0
+    assert mirror.num_restarts == 0
+    assert mirror.acknowledgement == Acknowledgement(log.epoch, 0)
 
 
 def test_ranks_are_apart() -> None:
@@ -198,14 +127,8 @@ def test_mirror_is_compared_with_the_ranks_state() -> None:
     def compared(**changes: Any) -> dict[str, Any]:
         return mirror.compared(RankState(0, structs.replace(events, **changes), {}))
 
-    shown = {
-        "chunk_nodes": 1,
-        "events_behind": 0,
-        "agrees": True,
-        "restarts": 0,
-        "gaps": 0,
-        "resyncs": 0,
-    }
+    counts = {"restarts": 0, "gaps": 0, "resyncs": 0}
+    shown = {"chunk_nodes": 1, "events_behind": 0, "agrees": True, **counts}
     assert compared() == shown
     assert not mirror.is_behind
     assert compared(digest=0) == {**shown, "agrees": False}
