@@ -17,7 +17,7 @@ from eval.server import Server
 from eval.world.world import Passage, World
 from tests.e2e.test_reuse import flush, logprobs_of, sources_of, text_of
 from tests.e2e.test_storage import chunk_of, moved, settled
-from tests.sglang_chunkcache.storage.test_redis import CLASS, Redis, needs_redis
+from tests.kit.storages import REDIS, Redis, needs_redis
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT
 
@@ -43,7 +43,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
         stack.callback(redis.stop)
 
         def start(name: str) -> Server:
-            extra = json.dumps({**CLASS, "port": redis.port, "directory": str(folder / name)})
+            extra = json.dumps({**REDIS, "port": redis.port, "directory": str(folder / name)})
             flags = [
                 *(
                     *mixed_load.FLAGS,

@@ -3,9 +3,10 @@ its traps do not reach us, and what cannot be used is refused by name."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,25 +24,21 @@ from sglang_chunkcache.storage.backend import (  # noqa: E402
 )
 from sglang_chunkcache.storage.entry import Refusal, RefusedEntryError  # noqa: E402
 from sglang_chunkcache.storage.manifest import Manifest  # noqa: E402
+from tests.kit.storages import make_row  # noqa: E402
 from tests.reference.memory_storage import MemoryStorage  # noqa: E402
-from tests.sglang_chunkcache.storage.test_manifest import make_row  # noqa: E402
 
-NAME = "cc1-" + "a" * 40
-OTHER = "cc1-" + "b" * 40
-DYNAMIC = (
-    '{"backend_name": "m", "module_path": "tests.reference.memory_storage", "class_name":'
-    ' "MemoryStorage", "x": 1}'
-)
+NAME, OTHER, GONE, TORN = (f"cc1-{letter * 40}" for letter in "abcd")
+DYNAMIC: dict[str, Any] = {
+    "backend_name": "m",
+    "module_path": "tests.reference.memory_storage",
+    "class_name": "MemoryStorage",
+}
 
 
-def config(backend: str = "file", extra: str | None = None) -> ChunkCacheConfig:
-    return ChunkCacheConfig(
-        reuse="fused",
-        storage_backend=backend,
-        storage_backend_extra_config=extra,
-        storage_mib=1,
-        secret="s",
-    )
+def config(backend: str = "file", extra: Any = None) -> ChunkCacheConfig:
+    extra = extra if isinstance(extra, str | None) else json.dumps(extra)
+    asked: dict[str, Any] = {"storage_backend": backend, "storage_backend_extra_config": extra}
+    return ChunkCacheConfig(reuse="fused", storage_mib=1, secret="s", **asked)
 
 
 def data(*values: int) -> Any:
@@ -83,9 +80,7 @@ def test_files_are_listed_and_left_over_ones_removed(tmp_path: Path) -> None:
     (entries / f".{'0' * 32}.tmp").write_bytes(b"torn")
     (entries / "notes.txt").write_bytes(b"mine")
     assert backend.sizes() == {NAME: 3}
-    assert sorted(path.name for path in entries.iterdir()) == sorted(
-        [f"{NAME}__0_1.bin", "notes.txt"]
-    )
+    assert {path.name for path in entries.iterdir()} == {f"{NAME}__0_1.bin", "notes.txt"}
 
 
 def test_success_without_bytes_is_a_failure() -> None:
@@ -107,15 +102,10 @@ def test_read_that_fails_is_no_absence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_dynamic_gets_its_configuration(tmp_path: Path) -> None:
     """As HiCache gives it, the model's name included; `directory` is ours."""
-    extra = DYNAMIC.replace('"x"', f'"directory": "{tmp_path}", "x"')
-    backend: Any = create_backend(config("dynamic", extra), tmp_path, model_name="org/model")
-    given = backend._storage.config
-    assert (given.model_name, given.tp_size, given.tp_rank, given.is_mla_model) == (
-        "org/model",
-        1,
-        0,
-        False,
-    )
+    extra = config("dynamic", {**DYNAMIC, "directory": str(tmp_path), "x": 1})
+    given = cast(Any, create_backend(extra, tmp_path, model_name="org/model"))._storage.config
+    assert (given.model_name, given.tp_size, given.tp_rank) == ("org/model", 1, 0)
+    assert not given.is_mla_model
     assert given.extra_config["x"] == 1
     assert "directory" not in given.extra_config
 
@@ -123,19 +113,18 @@ def test_dynamic_gets_its_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ("{}", "backend_name"),
-        (DYNAMIC.replace("MemoryStorage", "Nothing"), "Nothing"),
-        (DYNAMIC.replace("memory_storage", "nothing"), "nothing"),
+        ({}, "backend_name"),
+        ({**DYNAMIC, "class_name": "Nothing"}, "Nothing"),
+        ({**DYNAMIC, "module_path": "tests.reference.nothing"}, "nothing"),
     ],
 )
-def test_backend_that_cannot_be_made_is_told(tmp_path: Path, extra: str, message: str) -> None:
+def test_backend_that_cannot_be_made_is_told(tmp_path: Path, extra: Any, message: str) -> None:
     """One line at the start, with the flag."""
     with pytest.raises(ValueError, match=f"--chunkcache-storage-backend dynamic: .*{message}"):
         create_backend(config("dynamic", extra), tmp_path, model_name="")
 
 
 def test_extra_config_is_json_or_a_file(tmp_path: Path) -> None:
-    """As HiCache takes it."""
     (tmp_path / "extra.json").write_text('{"max_size": "3G"}')
     assert extra_config(config(extra=f"@{tmp_path}/extra.json")) == {"max_size": "3G"}
     assert extra_config(config()) == {}
@@ -147,7 +136,7 @@ def test_extra_config_is_json_or_a_file(tmp_path: Path) -> None:
 def test_each_rank_has_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Named by the configuration, or in the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert folder_of(config(extra=f'{{"directory": "{tmp_path}"}}'), "rank1") == tmp_path / "rank1"
+    assert folder_of(config(extra={"directory": str(tmp_path)}), "rank1") == tmp_path / "rank1"
     assert folder_of(config(), "rank0") == Path("/cache/sglang_chunkcache/storage-file/rank0")
 
 
@@ -162,10 +151,9 @@ def test_start_believes_what_it_finds(tmp_path: Path) -> None:
     """Rows whose bytes are gone or torn leave, and bytes without a row."""
     backend = create_backend(config(), tmp_path, model_name="")
     manifest = Manifest(tmp_path)
-    gone, torn = "cc1-" + "c" * 40, "cc1-" + "d" * 40
-    for name in (NAME, torn, OTHER):
+    for name in (NAME, TORN, OTHER):
         backend.set(name, data(1, 2, 3))
-    for name, num_bytes in ((NAME, 3), (gone, 3), (torn, 4)):
+    for name, num_bytes in ((NAME, 3), (GONE, 3), (TORN, 4)):
         manifest.put(make_row(name, num_bytes=num_bytes))
     rows, num_gone = opening.confirmed(manifest, backend)
     assert ([row.name for row in rows], num_gone) == ([NAME], 2)
@@ -176,7 +164,7 @@ def test_start_believes_what_it_finds(tmp_path: Path) -> None:
 
 def test_settings_print_what_they_chose(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An operator sees folder and budget at the start; a second server is refused."""
-    settings = config(extra=f'{{"directory": "{tmp_path}"}}')
+    settings = config(extra={"directory": str(tmp_path)})
     with caplog.at_level("INFO"):
         opened = opening.open_storage(settings, rank="rank0", model_name="")
     assert f"storage file in {tmp_path}/rank0: 0 entries, 0.0 of 1.0 MiB" in caplog.text

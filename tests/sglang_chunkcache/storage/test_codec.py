@@ -3,8 +3,6 @@ equal to a slow reference."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 pytest.importorskip("torch")
@@ -48,8 +46,7 @@ def test_the_config_offers_what_there_is() -> None:
     st.sampled_from(("plain", "outlier", "zeros", "tiny", "largest")),
 )
 def test_errors_stay_within_the_bound(seed: int, bits: int, dtype: torch.dtype, kind: str) -> None:
-    """Of the largest element of each row, whatever the others are.
-    What is finite stays finite, zeros stay zeros."""
+    """Of the largest element of each row. What is finite stays finite, zeros stay zeros."""
     codec, rows = Quantized(bits), random_rows(seed, dtype, kind)
     parts = codec.encode(rows, -rows)
     codec.check(parts)
@@ -68,31 +65,25 @@ def test_what_is_representable_comes_back_bit_by_bit(
 ) -> None:
     """Whole numbers times a power of two, the largest among them."""
     most = 2 ** (bits - 1) - 1
-    rows = torch.randint(
-        -most, most + 1, (2, 3, 1, 8), generator=torch.Generator().manual_seed(seed)
-    )
+    seeded = torch.Generator().manual_seed(seed)
+    rows = torch.randint(-most, most + 1, (2, 3, 1, 8), generator=seeded)
     rows[..., seed % 8] = most
     rows = (rows * 2.0**power).to(dtype)
     found = Quantized(bits).decode(Quantized(bits).encode(rows, rows))
-    assert torch.equal(found[0], rows)
-    assert torch.equal(found[1], rows)
+    assert all(torch.equal(each, rows) for each in found)
 
 
 @given(st.integers(0, 10**6), st.sampled_from(BITS), st.sampled_from(DTYPES[:2]))
 def test_fast_equals_slow(seed: int, bits: int, dtype: torch.dtype) -> None:
     """Bit by bit, packed and unpacked."""
     least = {2: 4, 4: 2, 6: 4, 8: 1}.get(bits, 8)
-    keys, values = (
-        random_rows(seed, dtype, "plain"),
-        random_rows(seed + 1, dtype, "outlier")[..., :least],
-    )
+    keys = random_rows(seed, dtype, "plain")
+    values = random_rows(seed + 1, dtype, "outlier")[..., :least]
     parts = Quantized(bits).encode(keys, values)
     for data, scales, rows, decoded in zip(
         parts[:2], parts[2:], (keys, values), Quantized(bits).decode(parts), strict=True
     ):
-        expected = naive_encode(rows, bits)
-        assert torch.equal(data, expected[0])
-        assert torch.equal(scales, expected[1])
+        assert all(map(torch.equal, (data, scales), naive_encode(rows, bits)))
         assert torch.equal(decoded, naive_decode(data, scales, bits))
 
 
@@ -105,8 +96,7 @@ def test_sizes_follow_from_parts_and_parts_from_sizes(codec: Codec) -> None:
     assert sizes == Sizes(2, 5, 3, 16, 8, torch.float16)
     assert codec.shapes(sizes) == [(tuple(each.shape), each.dtype) for each in parts]
     assert codec.nbytes(sizes) == sum(each.nbytes for each in parts)
-    assert all(each.is_contiguous() for each in parts)
-    assert all(each.shape[1] == 5 for each in parts)
+    assert all(each.is_contiguous() and each.shape[1] == 5 for each in parts)
 
 
 def test_heads_of_no_whole_bytes_are_refused_before_there_is_kv() -> None:
@@ -119,12 +109,10 @@ def test_heads_of_no_whole_bytes_are_refused_before_there_is_kv() -> None:
 
 
 def test_few_bits_take_few_bytes() -> None:
-    """With scales: heads of 128 in int8 take .508 of bfloat16's bytes."""
+    """Of bfloat16's, with scales, for heads of 128."""
     sizes = NONE.sizes([torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16)] * 2)
-    assert [codec.nbytes(sizes) / NONE.nbytes(sizes) for codec in (Quantized(8), Quantized(4))] == [
-        0.5078125,
-        0.2578125,
-    ]
+    shares = [Quantized(bits).nbytes(sizes) / NONE.nbytes(sizes) for bits in (8, 4)]
+    assert shares == [0.5078125, 0.2578125]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
@@ -139,30 +127,24 @@ def test_what_is_not_finite_is_refused(bits: int, number: float) -> None:
     NONE.check(NONE.encode(rows, rows))
 
 
-def broken(parts: Sequence[Tensor], number: int, part: Tensor) -> list[Tensor]:
-    return [part if i == number else each for i, each in enumerate(parts)]
-
-
 def test_parts_of_another_kind_are_refused() -> None:
     """Each would be decoded to something."""
     codec = Quantized(4)
-    parts = codec.encode(torch.randn(2, 3, 1, 8), torch.randn(2, 3, 1, 8))
+    first, second, third, last = codec.encode(torch.randn(2, 3, 1, 8), torch.randn(2, 3, 1, 8))
     for wrong in (
-        parts[:3],
-        broken(parts, 0, parts[0][0]),
-        broken(parts, 0, parts[0].float()),
-        broken(parts, 2, parts[2][:, :2]),
-        broken(parts, 3, parts[3].half()),
+        [first, second, third],
+        [first[0], second, third, last],
+        [first.float(), second, third, last],
+        [first, second, third[:, :2], last],
+        [first, second, third, last.half()],
     ):
         with pytest.raises(ValueError, match="as int4 keeps them"):
             codec.check(wrong)
 
 
 def test_odd_heads_and_bits_are_refused() -> None:
-    """Each Raises."""
-    with pytest.raises(
-        ValueError, match="values: expected heads of whole bytes in int5, got heads of 12"
-    ):
+    message = "values: expected heads of whole bytes in int5, got heads of 12"
+    with pytest.raises(ValueError, match=message):
         Quantized(5).encode(torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 12))
     for bits in (1, 9):
         with pytest.raises(ValueError, match=f"got {bits}"):
@@ -183,7 +165,5 @@ def test_gpu_equals_cpu_without_synchronising(bits: int) -> None:
         decoded = Quantized(bits).decode(parts)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(
-        torch.equal(mine.cpu(), theirs) for mine, theirs in zip(parts, expected, strict=True)
-    )
+    assert all(map(torch.equal, (part.cpu() for part in parts), expected))
     assert torch.equal(decoded[0].cpu(), Quantized(bits).decode(expected)[0])

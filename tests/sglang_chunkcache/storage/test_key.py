@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,8 @@ from sglang_chunkcache.storage.key import SECRET_FILE_VAR, SECRET_VAR, Names, Pl
 
 NAMES = Names(b"")
 LAYOUT = Layout(2, 1, 4, 4, "bfloat16")
-CONFIG: dict[str, Any] = {
-    "hidden_size": 8,
-    "rope_parameters": {"rope_theta": 1e4},
-    "_name_or_path": "/a",
-}
+ROPE = {"rope_theta": 1e4}
+CONFIG: dict[str, Any] = {"hidden_size": 8, "rope_parameters": ROPE, "_name_or_path": "/a"}
 PLACE = Place("m", "t", ChunkId("c"), "h", (ChunkId("a"), ChunkId("b")), False)
 
 
@@ -47,13 +45,8 @@ def test_each_part_of_a_place_makes_another_name(fields: dict[str, Any]) -> None
 def test_name_tells_what_was_measured() -> None:
     """Backends overwrite nothing, so an entry with more is another entry.
     Heads matter where something was measured."""
-    names = {
-        NAMES.entry(PLACE, scored, outward, heads)
-        for scored in (0, 1, 2)
-        for outward in (False, True)
-        for heads in HEADS
-    }
-    assert len(names) == 6 * len(HEADS) - 1
+    kinds = itertools.product((0, 1, 2), (False, True), HEADS)
+    assert len({NAMES.entry(PLACE, *kind) for kind in kinds}) == 6 * len(HEADS) - 1
     assert NAMES.entry(PLACE, 0, False, HEADS[0]) == NAMES.entry(PLACE, 0, False, HEADS[1])
 
 
@@ -78,25 +71,13 @@ def test_each_part_of_a_model_makes_another_name(
 
 
 def test_model_is_the_same_wherever_it_lies() -> None:
-    """A folder that was moved is the same model."""
-    assert NAMES.model({**CONFIG, "_name_or_path": "/b"}, LAYOUT, 1) == NAMES.model(
-        CONFIG, LAYOUT, 1
-    )
+    moved = {**CONFIG, "_name_or_path": "/b"}
+    assert NAMES.model(moved, LAYOUT, 1) == NAMES.model(CONFIG, LAYOUT, 1)
 
 
 def test_tenants_are_told_apart() -> None:
     """SGLang keeps an empty salt apart from none."""
-    given = [
-        (None, None),
-        ("", None),
-        (None, ""),
-        ("a", "b"),
-        ("b", "a"),
-        ("-", None),
-        ("+", None),
-        ("ab", ""),
-        (None, "-"),
-    ]
+    given = [*itertools.product((None, "", "-", "+", "a", "b", "ab"), repeat=2)]
     assert len({NAMES.tenant(*each) for each in given}) == len(given)
 
 
@@ -111,11 +92,8 @@ def test_secret_comes_from_variable_or_file(tmp_path: Path) -> None:
     """Of whatever length; a flag would show it to every process of the machine."""
     file = tmp_path / "secret"
     file.write_text("x" * 1000 + "\n")
-    assert (
-        secret_of({SECRET_FILE_VAR: str(file)})
-        == secret_of({SECRET_VAR: "x" * 1000})
-        != secret_of({SECRET_VAR: "y"})
-    )
+    found = secret_of({SECRET_FILE_VAR: str(file)})
+    assert found == secret_of({SECRET_VAR: "x" * 1000}) != secret_of({SECRET_VAR: "y"})
     assert secret_of({}) == b""
 
 

@@ -3,7 +3,6 @@ and nobody waits."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,14 @@ pytest.importorskip("sglang")
 
 from sglang_chunkcache.storage import loader as module  # noqa: E402
 from sglang_chunkcache.storage.backend import Backend  # noqa: E402
-from sglang_chunkcache.storage.entry import Entry, Layout  # noqa: E402
 from sglang_chunkcache.storage.jobs import MAX_WAITING, Load, Write  # noqa: E402
 from sglang_chunkcache.storage.key import Names  # noqa: E402
 from sglang_chunkcache.storage.loader import PAUSE_AFTER, PAUSE_S, Loader  # noqa: E402
-from sglang_chunkcache.storage.manifest import Manifest, Row, Use  # noqa: E402
+from sglang_chunkcache.storage.manifest import Manifest, Use  # noqa: E402
 from sglang_chunkcache.storage.pointer import Pointers  # noqa: E402
+from tests.kit.storages import LAYOUT, NUM_TOKENS, keeping, make_entry, make_row, same_bits  # noqa: E402
 from tests.polling import DEADLINE_S, until  # noqa: E402
 from tests.reference.memory_storage import MemoryStorage  # noqa: E402
-from tests.sglang_chunkcache.storage.test_entry import LAYOUT, NUM_TOKENS, make_entry, same_bits  # noqa: E402
-from tests.sglang_chunkcache.storage.test_manifest import make_row  # noqa: E402
-
-
-def keeping(row: Row, entry: Entry) -> Write:
-    return Write(row, lambda: entry, sum(each.nbytes for each in entry.tensors()))
 
 
 class Rig:
@@ -46,19 +39,28 @@ class Rig:
         assert self.loader.drain(DEADLINE_S)
         return list(self.loader.poll())
 
-    def write(self, name: str = "n", seed: int = 0) -> Write:
-        job = keeping(make_row(name, num_bytes=0, num_tokens=NUM_TOKENS), make_entry(seed))
+    def write(self, name: str = "n") -> Write:
+        job = writing(name)
         assert self.loader.write(job)
         return job
 
-    def load(self, name: str = "n", *, layout: Layout = LAYOUT) -> Load:
-        size = len(self.storage.held.get(name, range(100)))
-        job = Load(name, size, NUM_TOKENS, layout)
+    def written(self, name: str = "n") -> Write:
+        """What has become of it."""
+        job = self.write(name)
+        self.done()
+        return job
+
+    def load(self, name: str = "n") -> Load:
+        job = Load(name, len(self.storage.held.get(name, range(100))), NUM_TOKENS, LAYOUT)
         assert self.loader.load(job)
         return job
 
     def names(self) -> list[str]:
         return [row.name for row in self.manifest.rows()]
+
+
+def writing(name: str = "n") -> Write:
+    return keeping(make_row(name, num_bytes=0, num_tokens=NUM_TOKENS), make_entry())
 
 
 @pytest.fixture
@@ -113,18 +115,12 @@ def test_loads_pass_writes(rig: Rig) -> None:
 def test_nothing_waits_for_a_storage_that_hangs(rig: Rig) -> None:
     """What does not fit is not taken, and counted. Whoever waits here waits for ever."""
     rig.storage.gate.clear()
-    names = (f"n{i}" for i in itertools.count())
-    taken = sum(
-        rig.loader.write(keeping(make_row(next(names)), make_entry()))
-        for _ in range(2 * MAX_WAITING)
-    )
-    assert taken == MAX_WAITING
+    taken = [rig.loader.write(writing(f"n{i}")) for i in range(2 * MAX_WAITING)]
+    assert sum(taken) == MAX_WAITING
     assert list(rig.loader.poll()) == []
-    assert (rig.loader.stats()["full"], rig.loader.stats()["unwritten"]) == (
-        MAX_WAITING,
-        MAX_WAITING,
-    )
-    assert rig.load() is not None, "loads have a queue of their own"
+    stats = rig.loader.stats()
+    assert stats["full"] == stats["unwritten"] == MAX_WAITING
+    rig.load()  # loads have a queue of their own
     rig.storage.gate.set()
     assert len(rig.done()) == MAX_WAITING + 1
     rig.write()  # there is room again
@@ -135,7 +131,7 @@ def test_queue_is_bounded_in_bytes(rig: Rig, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "MAX_WAITING_BYTES", 1)
     rig.storage.gate.clear()
     rig.write("a")
-    assert not rig.loader.write(keeping(make_row("b"), make_entry()))
+    assert not rig.loader.write(writing("b"))
     rig.storage.gate.set()
     rig.done()
     rig.write("b")
@@ -144,13 +140,9 @@ def test_queue_is_bounded_in_bytes(rig: Rig, monkeypatch: pytest.MonkeyPatch) ->
 def test_row_follows_the_bytes(rig: Rig) -> None:
     """A storage that keeps nothing, or fails, leaves no row."""
     rig.storage.forgets = True
-    job = rig.write("a")
-    rig.done()
+    assert not rig.written("a").is_confirmed
     rig.storage.forgets, rig.storage.fails = False, True
-    other = rig.write("b")
-    rig.done()
-    assert not job.is_confirmed
-    assert not other.is_confirmed
+    assert not rig.written("b").is_confirmed
     assert rig.names() == []
     assert rig.loader.problems == {"failed": 2}
 
@@ -164,75 +156,57 @@ def test_row_follows_the_bytes(rig: Rig) -> None:
     ],
 )
 def test_bad_entry_is_told_by_its_reason(rig: Rig, harm: Any, problem: str) -> None:
-    """And logged once."""
-    rig.write("n", 0)
-    rig.write("o", 0)
+    for name in "no":
+        rig.write(name)
     rig.done()
     size = len(rig.storage.held["n"])
     harm(rig.storage.held)
-    loads = [Load("n", size, NUM_TOKENS, LAYOUT) for _ in range(2)]
-    for load in loads:
-        rig.loader.load(load)
+    load = Load("n", size, NUM_TOKENS, LAYOUT)
+    rig.loader.load(load)
     rig.done()
-    assert [(load.entry, load.problem) for load in loads] == [(None, problem)] * 2
-    assert rig.loader.problems == {problem: 2}
+    assert (load.entry, load.problem, rig.loader.problems) == (None, problem, {problem: 1})
 
 
 def test_storage_pauses_and_is_tried_again(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """After several failures in a row nobody asks it for a while. Said once."""
     rig.storage.fails = True
     for i in range(PAUSE_AFTER):
-        rig.write(f"n{i}")
-        rig.done()
+        rig.written(f"n{i}")
     assert rig.loader.is_paused
     calls = len(rig.storage.calls)
-    load, write = rig.load(), rig.write()
-    rig.done()
+    load, write = rig.load(), rig.written()
     assert (load.problem, write.problem, len(rig.storage.calls)) == ("paused", "paused", calls)
-    rig.now += PAUSE_S
-    assert not rig.loader.is_paused
-    rig.write()  # the one that tries
-    rig.done()
-    assert rig.loader.is_paused
-    rig.now += PAUSE_S
-    rig.storage.fails = False
-    job = rig.write()
-    rig.done()
-    assert job.is_confirmed
-    assert not rig.loader.is_paused
+    for works in (False, True):  # the one that tries
+        rig.now += PAUSE_S
+        rig.storage.fails = not works
+        assert rig.written().is_confirmed is works
+        assert rig.loader.is_paused is not works
     assert rig.loader.stats()["pauses"] == 1
     assert caplog.text.count("pauses after") == caplog.text.count("answers again") == 1
 
 
 def test_failures_with_successes_between_are_no_pause(rig: Rig) -> None:
-    """Nor is an entry that is refused a failure of the storage."""
     for i in range(3 * PAUSE_AFTER):
         rig.storage.fails = i % 2 == 0
-        rig.write(f"n{i}")
-        rig.done()
+        rig.written(f"n{i}")
     rig.storage.fails = False
     assert not rig.loader.is_paused
 
 
 def test_deleted_entry_loses_its_row_first(rig: Rig) -> None:
-    """A kill between the two leaves bytes nobody knows, never a row without bytes.
-    Also where the storage fails."""
-    rig.write("a")
-    rig.write("b")
-    rig.done()
-    rig.loader.delete([make_row("a")])
-    rig.done()
-    assert (rig.names(), list(rig.storage.held)) == (["b"], ["b"])
-    rig.storage.fails = True
-    rig.loader.delete([make_row("b")])
-    rig.done()
-    assert (rig.names(), list(rig.storage.held)) == ([], ["b"])
+    """Also where the storage fails: a kill between leaves bytes nobody knows, never only a row."""
+    for name in "ab":
+        rig.written(name)
+    for name, fails, left in (("a", False, ["b"]), ("b", True, [])):
+        rig.storage.fails = fails
+        rig.loader.delete([make_row(name)])
+        rig.done()
+        assert (rig.names(), list(rig.storage.held)) == (left, ["b"])
 
 
 def test_uses_are_kept(rig: Rig) -> None:
     """f_r outlives the process."""
-    rig.write()
-    rig.done()
+    rig.written()
     rig.loader.use([Use("n", 3.0, 2)])
     rig.loader.halve()
     rig.done()
@@ -264,27 +238,19 @@ def test_end_does_not_wait_for_a_storage_that_hangs(
 
 
 def test_bytes_that_are_refused_and_stay_are_not_written_over(rig: Rig) -> None:
-    """Nobody reports success for what the storage kept of somebody else.
-    Once they are deleted, they can be written again."""
-    rig.write()
-    rig.done()
+    """Nobody reports success for what the storage kept of somebody else."""
+    rig.written()
     rig.storage.held["n"][-1] ^= 1
     rig.load()
     rig.done()
     assert rig.loader.is_refused("n")
-    job = rig.write()
-    rig.done()
-    assert (job.is_confirmed, job.problem, rig.loader.problems) == (
-        False,
-        "damaged",
-        {"damaged": 1},
-    )
+    job = rig.written()
+    assert (job.is_confirmed, job.problem) == (False, "damaged")
+    assert rig.loader.problems == {"damaged": 1}
     rig.loader.delete([make_row("n")])
     rig.done()
     assert not rig.loader.is_refused("n")
-    job = rig.write()
-    rig.done()
-    assert job.is_confirmed
+    assert rig.written().is_confirmed
 
 
 def test_load_waits_for_a_few_deletions_only(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,9 +268,7 @@ def test_load_waits_for_a_few_deletions_only(rig: Rig, monkeypatch: pytest.Monke
 class NoPointers(MemoryStorage):
     """Keeps entries alone."""
 
-    def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
-    ) -> bool:
+    def set(self, key: str, value: Any = None, *rest: Any) -> bool:
         if key.startswith("ccp1-"):
             raise ConnectionError("no pointers")
         return super().set(key, value)
@@ -313,16 +277,12 @@ class NoPointers(MemoryStorage):
 def test_entry_without_a_pointer_is_its_writers_all_the_same(tmp_path: Path) -> None:
     """It has a row, so it is in the budget."""
     backend, manifest = Backend(NoPointers()), Manifest(tmp_path)
-    loader = Loader(
-        backend, manifest, secret=b"", pointers=Pointers(backend, Names(b""), secret=b"")
-    )
-    job = keeping(make_row("n", num_bytes=0, num_tokens=NUM_TOKENS), make_entry())
+    pointers = Pointers(backend, Names(b""), secret=b"")
+    loader, job = Loader(backend, manifest, secret=b"", pointers=pointers), writing()
     loader.write(job)
     assert loader.drain(DEADLINE_S)
-    assert (job.is_confirmed, job.is_own, [row.name for row in manifest.rows()]) == (
-        True,
-        True,
-        ["n"],
-    )
+    assert job.is_confirmed
+    assert job.is_own
+    assert [row.name for row in manifest.rows()] == ["n"]
     assert loader.problems == {"failed": 1}
     loader.close()

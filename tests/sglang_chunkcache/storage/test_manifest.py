@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -17,22 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 pytest.importorskip("torch")
 pytest.importorskip("msgspec")
 
-from radix_ext import ChunkId
-from sglang_chunkcache.storage.key import Place
+
 from sglang_chunkcache.storage.manifest import InUseError, Manifest, Row, Use
 from tests.examples import examples
-
-
-def make_row(name: str = "n", **fields: Any) -> Row:
-    place = Place("m", "t", ChunkId("c"), "h", (ChunkId("a"), ChunkId("b")), False)
-    return Row(name, place, 4, 100, 1, True, ((0, 1), (2, 3)))._replace(**fields)
-
-
-@pytest.fixture
-def manifest(tmp_path: Path) -> Iterator[Manifest]:
-    made = Manifest(tmp_path)
-    yield made
-    made.close()
+from tests.kit.storages import make_row
 
 
 def reopened(folder: Path) -> list[Row]:
@@ -43,12 +30,8 @@ def reopened(folder: Path) -> list[Row]:
 
 
 def test_row_is_there_after_a_restart(tmp_path: Path) -> None:
-    """All of it."""
-    rows = [
-        make_row("a", reuse=2.5, num_uses=3),
-        make_row("b", place=make_row().place._replace(prefix=()), heads=()),
-    ]
-    manifest = Manifest(tmp_path)
+    other = make_row("b", place=make_row().place._replace(prefix=()), heads=())
+    rows, manifest = [make_row("a", reuse=2.5, num_uses=3), other], Manifest(tmp_path)
     for row in rows:
         manifest.put(row)
     manifest.close()
@@ -66,8 +49,7 @@ def test_row_is_there_after_a_kill(tmp_path: Path) -> None:
 
 
 def test_folder_has_one_process(tmp_path: Path) -> None:
-    """Two would delete each other's entries.
-    The lock goes with the process, so a killed one leaves none."""
+    """Two would delete each other's entries. A killed one leaves no lock."""
     manifest = Manifest(tmp_path)
     with pytest.raises(InUseError, match=f"process {os.getpid()}"):
         Manifest(tmp_path)
@@ -78,20 +60,16 @@ def test_folder_has_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [b"no database", b""])
 def test_damaged_manifest_is_put_aside(tmp_path: Path, damage: bytes) -> None:
-    """The next start is clean; what was there is kept for whoever wants to look."""
+    """An empty file is an empty database."""
     manifest = Manifest(tmp_path)
     manifest.put(make_row())
     manifest.close()
-    file = tmp_path / "manifest.sqlite"
-    file.write_bytes(damage * 1000)
+    (tmp_path / "manifest.sqlite").write_bytes(damage * 1000)
     assert reopened(tmp_path) == []
-    assert (tmp_path / "damaged.sqlite").exists() == bool(damage), (
-        "an empty file is an empty database"
-    )
+    assert (tmp_path / "damaged.sqlite").exists() == bool(damage)
 
 
 def test_manifest_of_another_version_is_put_aside(tmp_path: Path) -> None:
-    """Its columns may mean something else."""
     Manifest(tmp_path).close()
     with sqlite3.connect(tmp_path / "manifest.sqlite") as database:
         database.execute("PRAGMA user_version = 99")
@@ -100,21 +78,17 @@ def test_manifest_of_another_version_is_put_aside(tmp_path: Path) -> None:
 
 
 def test_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    """It is no damage."""
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         Manifest(tmp_path / "file")
 
 
-def test_tenant_is_not_told(manifest: Manifest, tmp_path: Path) -> None:
+def test_tenant_is_not_told(tmp_path: Path) -> None:
     """Rows have hashes only, as the place has."""
-    manifest.put(make_row())
-    columns = {
-        row[1]
-        for row in sqlite3.connect(tmp_path / "manifest.sqlite").execute(
-            "PRAGMA table_info(entries)"
-        )
-    }
+    Manifest(tmp_path).close()
+    database = sqlite3.connect(tmp_path / "manifest.sqlite")
+    columns = {row[1] for row in database.execute("PRAGMA table_info(entries)")}
+    assert columns
     assert not columns & {"extra_key", "cache_salt"}
 
 
@@ -123,8 +97,6 @@ class ManifestModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        import tempfile
-
         self.folder = tempfile.TemporaryDirectory()
         self.manifest = Manifest(Path(self.folder.name))
         self.rows: dict[str, Row] = {}

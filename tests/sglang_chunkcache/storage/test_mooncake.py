@@ -3,7 +3,6 @@ Needs the package `mooncake-transfer-engine-non-cuda` and libibverbs."""
 
 from __future__ import annotations
 
-import json
 import stat
 import subprocess
 import time
@@ -18,9 +17,7 @@ mooncake = pytest.importorskip(
 )
 
 from eval.server import free_port  # noqa: E402
-from sglang_chunkcache.config import ChunkCacheConfig  # noqa: E402
-from sglang_chunkcache.storage.opening import Opened, open_storage  # noqa: E402
-from tests.sglang_chunkcache.storage.test_redis import check_that_second_loads_what_first_writes  # noqa: E402
+from tests.kit.storages import check_that_second_loads_what_first_writes, open_dynamic  # noqa: E402
 
 pytestmark = pytest.mark.nightly
 
@@ -38,28 +35,19 @@ def master(tmp_path: Path) -> Iterator[str]:
     program = Path(mooncake.__file__).with_name("mooncake_master")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     port, other = free_port(), free_port()
+    command = [str(program), "--rpc_port", str(port), "--metrics_port", str(other)]
     with (tmp_path / "master.log").open("wb") as log:
-        process = subprocess.Popen(
-            [program, "--rpc_port", str(port), "--metrics_port", str(other)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     time.sleep(START_S)
     yield f"127.0.0.1:{port}"
     process.kill()
     process.wait()
 
 
-def opened(master: str, folder: Path) -> Opened:
-    extra = json.dumps({**CLASS, "master": master, "segment_mib": 64, "directory": str(folder)})
-    config = ChunkCacheConfig(
-        reuse="fused", storage_backend="dynamic", storage_backend_extra_config=extra, storage_mib=1
-    )
-    return open_storage(config, rank="rank0", model_name="m")
-
-
 def test_two_servers_share_one_store(master: str, tmp_path: Path) -> None:
     """What one has written the other finds and loads, bit for bit."""
-    check_that_second_loads_what_first_writes(
-        opened(master, tmp_path / "first"), opened(master, tmp_path / "second")
+    first, second = (
+        open_dynamic(tmp_path / name, **CLASS, master=master, segment_mib=64)
+        for name in ("first", "second")
     )
+    check_that_second_loads_what_first_writes(first, second)

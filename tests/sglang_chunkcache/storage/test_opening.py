@@ -17,15 +17,9 @@ from sglang_chunkcache.storage.opening import create_storage  # noqa: E402
 
 
 def context(pool: Any = None, **flags: Any) -> Any:
-    args = {
-        "enable_memory_saver": False,
-        "tp_size": 1,
-        "enable_lora": None,
-        "lora_paths": None,
-        **flags,
-    }
+    args = {"enable_memory_saver": False, "tp_size": 1, "enable_lora": None, "lora_paths": None}
     return SimpleNamespace(
-        server_args=SimpleNamespace(**args),
+        server_args=SimpleNamespace(**args | flags),
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(token_to_kv_pool=pool)),
     )
 
