@@ -1,10 +1,9 @@
 """Where each tenant's chunks were cached last, so that a chunk which is not found can be told apart
 from a new one.
 
-    (text, chunk)   -> the chain that the chunk ended there, and its rank    the same text before
-                                                                            it: another order, or
-                                                                            gone
-    (tenant, chunk) -> the text that it was last behind                     another text before it
+    (text, chunk)   -> the chain that the chunk ended there, and its rank: with the same text
+                       before it, the chunk is in another order, or gone
+    (tenant, chunk) -> the text that it was last behind: another text is before it
 
 `text` names what is before a chunk and is no chunk (`text_before`), its tenant included. Knows no
 KV and no tree: whether a place is still cached, the tree says.

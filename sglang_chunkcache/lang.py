@@ -4,8 +4,9 @@ backend that reuses them.
     s += "Use these.\\n" + chunks(passages) + "Who?\\n" + sgl.gen("answer")
 
     state text   U s e   t h e s e . \\n [ passage 1 ␣ passage 2 ␣ ] W h o ? \\n
-    parts sent   "Use these.\\n",        {"chunks": [1, 2]},         "Who?\\n"     to POST
-                 /rag/v1/generate
+    parts sent   "Use these.\\n",        {"chunks": [1, 2]},         "Who?\\n"
+
+The parts go to POST /rag/v1/generate.
 
 SGLang's interpreter keeps a program's state as one string, and a fork copies that string without
 telling the backend. So the string itself records where its chunk areas are (`AreaText`). It can be

@@ -3,7 +3,8 @@ the record.
 
 Mode(args)   arms, requests   -> stages(): per stage the arms that it needs, and jobs
              a job            -> samples of one request, conversation or case, taken in a thread of
-             its own figures(samples) -> results
+                                 its own
+             figures(samples) -> results
 """
 
 from __future__ import annotations

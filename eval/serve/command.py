@@ -3,9 +3,9 @@ interleaved.
 
     python -m eval serve --task trace --data my.jsonl     a random model, ours against stock SGLang
     ... --task mtrag --data DIR --model-path M --load poisson --rates 1 2 4 -- --dtype bfloat16
-    ... --arms a=http://host:8000 b=http://host:30000,rag            servers that already run
-    ... --windows 10 100 1000 --task ragpulse --data DIR             one setting varied
-    ... --restart --arms fused --warm-up 300 --requests 400         a filled storage after a restart
+    ... --arms a=http://host:8000 b=http://host:30000,rag    servers that already run
+    ... --windows 10 100 1000 --task ragpulse --data DIR     one setting varied
+    ... --restart --arms fused --warm-up 300 --requests 400  a filled storage after a restart
 
 One server per arm, all with the same model and flags. The requests are cut into blocks, and each
 block is sent to every arm, one arm at a time, in rotating order; each arm keeps the cache that its

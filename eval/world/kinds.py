@@ -8,7 +8,7 @@ tells it.
                   tells what is asked
     order         all passages: which one comes first, or last
     contradicted  two passages about one entity, which differ in what is asked: the later one is
-    right
+                  right
 
 The bundled model was trained on all but the last one, which it guesses
 (sglang_chunkcache/bundled_model/README.md).

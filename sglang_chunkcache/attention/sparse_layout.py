@@ -2,11 +2,11 @@
 
     queries, by what they see   1 2 3 4 5 6 7 8 | 9 14 15 31 | 40 47 52 60
                                 a run           | scattered, in tiles of as many rows as a kernel
-                                takes at a time
+                                                | takes at a time
     launches                    causal          | limited: all keys up to the tile's last row's,
-                                each row its first ones
+                                                | each row its first ones
     or, in two parts            causal          | full: the keys before the tile, and limited: the
-                                rest; to be merged
+                                                | rest; to be merged
 
 An entry of a launch is some rows of one request over a stretch of its pages. Computed on the host,
 over all requests at once, from what the queries see: reads no device tensor, knows no heads and no

@@ -2,10 +2,8 @@
 which chunks go into the store.
 
     recipe   query/0.15/alpha=-/focus=off/question=9f86d081884c7d65
-             the policy                           only where the choice of tokens depends on the
-             question
-    recipe   none/0.0/.../fresh=3/question=5f2ae1c07b9d4e83       of one prompt that preprocesses a
-             chunk
+             the policy                           only where the choice of tokens depends on it
+    recipe   none/0.0/.../fresh=3/question=5f2ae1c07b9d4e83       of a prompt that preprocesses
 
 Fused KV is shared between requests by its recipe alone, so the recipe names all that the KV depends
 on besides its chunks and what precedes them; in a conversation the first fused turn's question

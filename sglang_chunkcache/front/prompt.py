@@ -1,9 +1,8 @@
 """From messages and chunks to token ids and spans: the model's own chat template, rendered around
 the chunks.
 
-    <bos><system>…<user> | You may use: | chunk 1 + separator | chunk 2 + separator |
-    question<end><assistant>
-           lead          |     intro    |            spans, one per chunk            |         outro
+    <bos><system>…<user> | You may use: | chunk 1 + separator | chunk 2 + … | question<end>…
+           lead          |     intro    |        spans, one per chunk       |     outro
 
 The pieces are tokenised apart, so that a chunk has the same ids at every place; ids go to the
 engine as they are, since tokenising the text again would move the borders. Nothing here knows the

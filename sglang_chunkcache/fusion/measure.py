@@ -1,12 +1,12 @@
 """Evidence for selectors, measured by passes that write nothing: the pool's bytes are the same
 before and after.
 
-    question    the question over moved KV           -> which tokens it attends to   up to the last
-                                                     layer that is read
-    deviation   the promised region, computed again  -> which tokens' KV is off      up to the layer
-                                                     compared, piece by piece
-    scores      a chunk over its own KV              -> what the chunk attended to   once per
-                                                     variant
+    question    the question over moved KV, up to the last layer that is read
+                -> which tokens it attends to
+    deviation   the promised region, computed again up to the layer compared, piece by piece
+                -> which tokens' KV is off
+    scores      a chunk over its own KV, once per variant
+                -> what the chunk attended to
 
 Attention weights exist in float32 where they are read by token, piece by piece: those of the
 question in the layers that are read, and of a chunk over itself for `Need.RECEIVED`. Masses on

@@ -1,9 +1,9 @@
 """What each chunk token attends to before its chunk, in the calibrated heads: read while the prompt
 is computed.
 
-    prefill   head | A | B | question       at a calibrated head's layer: attention of A's tokens to
-              the head, of B's to A
-    pass      head | A moved | C a gap      the same of C's tokens, to A
+    prefill   head | A | B | question    at a calibrated head's layer: attention of A's tokens to
+                                         the head, of B's to A
+    pass      head | A moved | C a gap   the same of C's tokens, to A
     keep      the chunks' nodes have it, and so have their variants in the store
 
 The queries are there and the keys are in the pool, so it takes one head's attention once more,

@@ -1,10 +1,10 @@
 """Scheduler side of fused reuse: plans moves, allocates slots, has them filled, reports. It
 computes nothing; see fill.py.
 
-    match    exact prefix -> fused nodes of the same recipe -> a plan for what follows; nothing is
-             taken     (at admission)
-    commit   locks the sources, allocates slots, inserts empty fused nodes after the prefix
-             (once a batch)
+    match    at admission: exact prefix -> fused nodes of the same recipe -> a plan for what
+             follows; nothing is taken
+    commit   once a batch: locks the sources, allocates slots, inserts empty fused nodes after the
+             prefix
     before   `FusionPass` fills the slots of the batch's promises, then the sources are unlocked
     after    chunks that have earned it are scored and copied into the store (capture.py)
 

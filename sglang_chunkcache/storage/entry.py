@@ -1,9 +1,9 @@
 """The bytes of one stored variant: a chunk's KV and what was measured of it.
 
-    magic  version  num_bytes  secret's tag  checksum | header_len  header | KV  context  received
-    outward
-    8      4        8          8             32       | 4           JSON   | as the header says,
-                                                                    without gaps
+    magic  version  num_bytes  secret's tag  checksum | header_len  header | KV context received …
+    8      4        8          8             32       | 4           JSON   | as the header says
+
+`outward` follows `received`; there are no gaps.
 
 The checksum covers all other bytes, keyed by the secret if there is one: with a secret only who
 knows it can make an entry. It knows no chunk, no store and no backend. `pointer.py` frames its

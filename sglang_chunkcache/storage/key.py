@@ -1,8 +1,8 @@
 """How a stored variant is named: by all that its KV depends on, so that what is found under a name
 is right or damaged.
 
-    model     config with its RoPE overrides, weights, layout of KV            tenant    extra_key
-              and cache_salt
+    model     config with its RoPE overrides, weights, layout of KV
+    tenant    extra_key and cache_salt
     place     model, tenant, chunk, head, chunks before it, preprocessed or not
     name      place, what was measured of it, in which heads
     pointer   model, tenant, chunk, a number: where others look for names (pointer.py)

@@ -1,8 +1,8 @@
 """A rank's storage on the scheduler's side: what it holds, what is under way, what leaves.
 
     fusion/tier.py               chunk KV that is moved ──┐
-    scheduler/stored_chains.py   exact chains ────────────┴──► index, one budget in bytes ──►
-                                 loader.py: the thread
+    scheduler/stored_chains.py   exact chains ────────────┴──► index, one budget in bytes
+                                                               ──► loader.py: the thread
 
 The index knows every entry of the manifest and what was found of others', and none of their KV. By
 f_r others leave it for what comes. Who has written an entry deletes it for its budget, others only

@@ -3,8 +3,9 @@
 
     proposed   BY_CONTEXT of the tokens: those that in the calibrated heads attended most to what
                was before their chunk when it was computed (outward.py), since what they say depends
-               on other chunks BY_QUESTION of the tokens: those that the question attends to most in
-               the calibrated layer
+               on other chunks
+               BY_QUESTION of the tokens: those that the question attends to most in the calibrated
+               layer
     decided    by KV deviation at the calibrated depth (CacheBlend, FusionRAG eq. 7), measured on
                the proposed tokens alone
 
