@@ -235,8 +235,7 @@ def test_chunk_whose_pass_has_failed_is_not_stored(
 
 
 def test_neighbors_that_nothing_can_hold_are_missing(runner: Any) -> None:
-    """Neither store nor pool: they are computed in context and counted.
-    The first is computed in its place as it is alone."""
+    """Neither store nor pool: they are computed in context and counted."""
     server = Server(runner, pool=300, store_bytes=1)
     found = fill(server)["behind_neighbors"]["neighbors"]
     assert sum(found.values()) == 16
