@@ -126,8 +126,7 @@ def test_request_that_moves_whatever_it_takes_loads_whatever_it_takes(
 
 
 def test_each_chunk_is_weighed_alone(disk: Disk, server: Rank) -> None:
-    """What is late in a prompt attends to more, so the same load pays there and not at its
-    start."""
+    """What is late in a prompt attends to more, so the same load pays there alone."""
     req = fused(B, C)
     server.cache.arrived(req)
     spans = state(req).spans

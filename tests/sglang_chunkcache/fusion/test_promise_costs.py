@@ -62,8 +62,7 @@ def test_nothing_is_moved_where_that_takes_longer() -> None:
 def test_choice_that_costs_too_much_is_replaced_and_told_apart(
     asking: FusionRequest, dear: dict[str, Any], cheaper: str | None
 ) -> None:
-    """What the cheaper selector has chosen has a name of its own, under which requests of the same
-    recipe find it. So it is where the recipe names a calibration, too."""
+    """What the cheaper one has chosen has a name of its own, by which such requests find it."""
     rank = make_priced(**dear)
     told = rank.ask(fused(B, A, fusion=asking))
     assert told.selector == cheaper

@@ -56,9 +56,8 @@ def delay(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[Late]:
     capture = rank.fusion_pass.capture
 
     def delayed(captures: Any) -> Any:
-        made = [Late(each) for each in capture(captures)]
-        late.extend(made)
-        return made
+        late.extend(map(Late, capture(captures)))
+        return late[-len(captures) :]
 
     monkeypatch.setattr(rank.fusion_pass, "capture", delayed)
     return late
@@ -68,8 +67,7 @@ def delay(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[Late]:
 
 
 def test_chunks_that_have_earned_it_enter_the_store() -> None:
-    """Asked for by the front, computed where they stand;
-    copied behind the next forward, then no lock is left."""
+    """Copied behind the forward after they were computed; then no lock is left."""
     rank = Rank()
     rank.serve(rag(A, B, C, keep=[1, 2]), answer=[50])
     assert rank.num_pending == 2
@@ -102,8 +100,7 @@ def test_moved_chunks_are_captured_from_their_source() -> None:
 
 
 def test_what_waits_for_the_store_does_not_leave_first() -> None:
-    """A full pool: each prompt takes the room of the one before,
-    which was fused for its question alone."""
+    """A full pool: each prompt takes the room of the one before, fused for its question alone."""
     rank = Rank(*[rag([200 + number] * 8) for number in range(8)], rag(A))
     for number in range(8):
         chunk, fusion = [100 + number] * 5, asks(recipe=f"r/question={number}")
@@ -144,8 +141,7 @@ def test_more_is_scored_when_it_is_asked_for() -> None:
 
 
 def test_what_is_known_of_a_node_is_stored_with_it() -> None:
-    """Its variant has left the store, and the next request does not ask for scores:
-    they cost nothing more."""
+    """Scores cost nothing more once its variant has left the store."""
     rank = Rank()
     rank.store_chunks(A, fusion=asks("context", 0.15))
     rank.store.clear()
@@ -175,8 +171,7 @@ def test_chunk_preprocessed_behind_nothing_is_an_ordinary_variant() -> None:
 
 
 def test_a_source_is_used_as_much_as_a_hit() -> None:
-    """A and B are asked for by every second request and never found as a prefix;
-    the pool holds five such prompts."""
+    """Every second request asks for B, never found as a prefix; the pool holds five prompts."""
     for eviction in ("reused", "lru"):
         rank = Rank(rag(A, B), capacity=80, eviction=eviction)
         for number in range(20):
@@ -197,8 +192,7 @@ def test_use_of_a_copy_counts_for_its_variant() -> None:
 
 
 def test_f_r_counts_scored_and_unscored_variants_on_one_scale() -> None:
-    """An unscored one counts 1 / CFO as well, by the estimate:
-    all of its two chunks are here again, or none."""
+    """An unscored one counts 1 / CFO as well: all of its two chunks are here again, or none."""
     rank = Rank(capacity=200)
     rank.store_chunks(A, C, B, keep=[2])
     (variant,) = rank.stored(B)
@@ -254,8 +248,7 @@ def test_preprocessed_chunk_is_moved_first() -> None:
 
 
 def test_neighbors_are_plain_though_an_exact_chain_has_them() -> None:
-    """B behind A in a chain has seen A, so only A is matched;
-    B is moved from where it stood alone."""
+    """B in the chain has seen A, so only A is matched; B is moved from where it stood alone."""
     rank = Rank(rag(A, B, C), rag(B))
     told = rank.ask(ahead(A, B, D))
     assert told.exact == len(HEAD) + len(A)
@@ -265,8 +258,7 @@ def test_neighbors_are_plain_though_an_exact_chain_has_them() -> None:
 
 
 def test_a_neighbor_is_not_used() -> None:
-    """Only requests count: else plain variants, moved again and again,
-    would push out the preprocessed ones."""
+    """Else plain variants, moved again and again, would push out the preprocessed ones."""
     rank = Rank()
     rank.store_chunks(B)
     rank.evict(100)
@@ -285,22 +277,11 @@ def test_stored_chunk_outlives_the_tree() -> None:
     assert rank.store.stats().num_uses == 1
 
 
-def test_variant_that_leaves_the_store_under_way_is_still_moved() -> None:
-    """A reader holds it."""
-    rank, req = Rank(), fused(B)
-    rank.store_chunks(A, B, keep=[1])
-    rank.evict(100)
-    rank.start(req)
-    rank.store.clear()
-    rank.finish(req)
-
-
 # Copies that take their time, or fail
 
 
 def test_copies_that_arrive_late_are_stored_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meanwhile they count as waiting: not queued again, none stored twice,
-    and no other batch takes memory on the device."""
+    """Meanwhile none is queued or stored twice, and no other batch takes memory."""
     rank = Rank(capacity=200)
     late = delay(rank, monkeypatch)
     for _ in range(2):
@@ -370,9 +351,7 @@ def test_a_chunk_that_its_codec_refuses_stays_out_alone(monkeypatch: pytest.Monk
     assert rank.num_pending == 0
 
 
-def test_a_chunk_that_could_not_be_copied_may_be_queued_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_could_not_be_copied_may_be_queued_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted; else it would wait for ever, and its node would stay longer than others."""
     rank = Rank()
     with monkeypatch.context() as patch:
@@ -424,8 +403,7 @@ def test_too_many_waiting_captures_are_dropped_and_counted(monkeypatch: pytest.M
 
 
 def test_waiting_captures_hold_no_slots() -> None:
-    """Nothing runs, so nothing captures them:
-    a prompt that needs their slots must not wait for ever."""
+    """Nothing runs, so nothing captures them: a prompt that needs their slots must not wait."""
     # it ends on its first token, no forward follows
     rank = Rank(rag(A, B, C, keep=[0, 1, 2]), capacity=14)
     assert rank.serve(FakeReq(range(100, 114))) == 0

@@ -118,9 +118,7 @@ def test_what_was_looked_up_is_known_for_a_while(pair: Pair) -> None:
     assert len(pair.second.held(A)) == 1
 
 
-def test_what_is_remembered_of_lookups_is_bounded(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_known_lookups_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest leaves."""
     monkeypatch.setattr(module, "MAX_LOOKED_UP", 2)
     for chunk in (A, B, C):
@@ -236,8 +234,7 @@ def test_entry_that_its_writer_deletes_is_gone_for_others(pair: Pair) -> None:
 
 @pytest.mark.parametrize("problem", ["gone", "damaged"])
 def test_entry_of_another_that_nobody_can_use_is_deleted(pair: Pair, problem: str) -> None:
-    """With its pointer, by who finds out: a storage that evicts by itself leaves pointers behind,
-    and they would fill the places. It is computed and written anew."""
+    """With its pointer, by who finds out: a storage that evicts by itself leaves pointers."""
     pair.written(pair.first, A)
     name = pair.damage()
     if problem == "gone":
@@ -248,8 +245,7 @@ def test_entry_of_another_that_nobody_can_use_is_deleted(pair: Pair, problem: st
 
 
 def test_damaged_bytes_that_stay_are_refused_once(pair: Pair) -> None:
-    """A class without `delete` would give them again and again,
-    and keep no others under their name."""
+    """A class without `delete` would give them again and again, and keep no others."""
     pair.storage.delete = None  # type: ignore[assignment,method-assign]
     pair.written(pair.first, A)
     name = pair.damage()
@@ -279,8 +275,7 @@ def test_clear_deletes_what_the_server_knows(pair: Pair) -> None:
 
 
 def test_entry_that_two_write_at_once_is_of_both(pair: Pair) -> None:
-    """What the second has a row of must be in its budget, although it has learnt of the first one's
-    meanwhile."""
+    """What the second has a row of is in its budget, though it has learnt of the first's."""
     pair.written(pair.first, A)
     (stored,) = pair.tiers[0].storage.index.variants()
     (variant,) = pair.first.stored(A)
@@ -310,8 +305,7 @@ def test_pointer_that_lies_about_sizes_is_not_followed(pair: Pair) -> None:
 
 @pytest.mark.parametrize("state", ["healthy", "slowed", "hanging", "refusing"])
 def test_scheduler_never_waits(pair: Pair, state: str) -> None:
-    """Nothing of the storage is called on its thread, whatever the storage does;
-    every request is answered."""
+    """Nothing of the storage is called on its thread, and every request is answered."""
     pair.written(pair.first, A, B)
     pair.storage.threads.clear()
     pair.storage.calls.clear()

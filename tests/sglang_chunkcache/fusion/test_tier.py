@@ -57,8 +57,7 @@ def test_stored_chunks_survive_the_server(disk: Disk) -> None:
 
 
 def test_entries_of_a_codec_that_was_removed_are_others(disk: Disk) -> None:
-    """Variants of codec joint were in int4, under the codec's own name:
-    no server finds them, and they leave by their age."""
+    """Codec joint's int4 had the codec's own name: no server finds it, and it leaves by age."""
     disk.layout = Layout(2, 1, 4, 4, "float32")
     earlier = disk.server(store_codec="int4")
     disk.tier._how = ("unrotated", "joint")
@@ -133,9 +132,9 @@ def test_what_is_measured_later_takes_the_entrys_place(disk: Disk) -> None:
     assert (found.scores.inter, found.scores.prefix_lens) == (before.inter, before.prefix_lens)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
+def test_entry_is_replaced_by_what_loses_nothing() -> None:
+    """Or by what was computed ahead of requests."""
+    for old, new, expected in (
         ((False, 0, False), (False, 0, False), False),
         ((False, 0, False), (False, 1, False), True),
         ((False, 1, False), (False, 1, True), True),
@@ -143,13 +142,8 @@ def test_what_is_measured_later_takes_the_entrys_place(disk: Disk) -> None:
         ((False, 0, True), (False, 2, False), False),
         ((False, 2, True), (True, 0, False), True),
         ((True, 0, False), (False, 2, True), False),
-    ],
-)
-def test_entry_is_replaced_by_what_loses_nothing(
-    old: tuple[bool, int, bool], new: tuple[bool, int, bool], expected: bool
-) -> None:
-    """Or by what was computed ahead of requests."""
-    assert Known(*new).replaces(Known(*old)) is expected
+    ):
+        assert Known(*new).replaces(Known(*old)) is expected, (old, new)
 
 
 def test_scores_of_other_heads_are_left_out(disk: Disk) -> None:
@@ -349,8 +343,7 @@ def test_more_than_the_queue_holds_is_loaded_at_the_start(
 
 
 def test_tenants_have_entries_of_their_own(disk: Disk) -> None:
-    """Found with the tenant's request, never at the start and never by others;
-    nothing tells the salt."""
+    """Found with the tenant's request, never at the start; nothing tells the salt."""
     rank = disk.server()
     for salt in ("pepper", "paprika"):
         rank.store_chunks(A, cache_salt=salt, extra_key="key")
@@ -360,18 +353,14 @@ def test_tenants_have_entries_of_their_own(disk: Disk) -> None:
     assert b"pepper" not in files + str(disk.storage.held.keys()).encode()
     rank = disk.server()
     assert disk.tier.load_most_used() == 0
-    for tenant, num in (
-        ({"cache_salt": "salt", "extra_key": "key"}, 0),
-        ({}, 0),
-        ({"cache_salt": "pepper", "extra_key": "key"}, 1),
-    ):
+    tenants: Any = (({"extra_key": "key", "cache_salt": "salt"}, 0), ({}, 0))
+    for tenant, num in (*tenants, ({"extra_key": "key", "cache_salt": "pepper"}, 1)):
         rank.cache.arrived(fused(A, **tenant))
-        assert disk.settle()["loaded"] == num
-        assert len(rank.held(A, **tenant)) == num
+        assert (disk.settle()["loaded"], len(rank.held(A, **tenant))) == (num, num)
 
 
 def test_other_weights_find_nothing(disk: Disk) -> None:
-    """And keep what they left: their own come back with them."""
+    """And keep what they left. An update under way leaves nothing in the store."""
     rank = disk.server()
     rank.store_chunks(A)
     disk.settle()
@@ -381,17 +370,16 @@ def test_other_weights_find_nothing(disk: Disk) -> None:
     rank.weights = 1
     rank.flush()
     disk.storage.gate.set()
-    assert disk.settle()["loaded"] == 1
-    assert rank.held(A) == []
-    rank.cache.arrived(fused(A))
-    assert disk.settle()["loaded"] == 1
+    for _ in range(2):
+        assert disk.settle()["loaded"] == 1
+        assert rank.held(A) == []
+        rank.cache.arrived(fused(A))
     rank.store_chunks(A)
     assert disk.settle()["num_entries"] == 2
     rank.weights = 0
     rank.flush()
     rank.cache.arrived(fused(A))
-    assert disk.settle()["loaded"] == 2
-    assert len(rank.held(A)) == 1
+    assert (disk.settle()["loaded"], len(rank.held(A))) == (2, 1)
 
 
 def test_flush_leaves_the_storage_alone(disk: Disk) -> None:
@@ -446,34 +434,26 @@ def test_update_without_a_flush_stops_the_storage(disk: Disk) -> None:
 # What fails
 
 
-def test_damaged_entry_is_computed_and_written_anew(disk: Disk) -> None:
+@pytest.mark.parametrize("problem", ["damaged", "gone"])
+def test_entry_of_no_use_is_computed_and_written_anew(disk: Disk, problem: str) -> None:
     """Counted by its reason. Nothing of it reaches the store."""
     disk.server().store_chunks(A, B)
     disk.settle()
     (name,) = [v.blob.row.name for v in disk.tier.storage.index.variants() if v.prefix]
     good = disk.storage.held[name].clone()
     disk.storage.held[name][-1] ^= 1
+    if problem == "gone":
+        del disk.storage.held[name]
     rank, req = disk.restarted(), fused(B, A)
     rank.cache.arrived(req)
     counts = disk.settle()
-    assert (counts["loaded"], counts["problems"], counts["num_entries"]) == (1, {"damaged": 1}, 1)
+    assert (counts["loaded"], counts["problems"], counts["num_entries"]) == (1, {problem: 1}, 1)
     assert rank.held(B) == []
     assert wheres(rank.ask(req)) == ["gap", "host"]
     rank.evict(100)
     rank.store_chunks(A, B)
     assert disk.settle()["num_entries"] == 2
     assert torch.equal(disk.storage.held[name], good)
-
-
-def test_entry_that_is_gone_is_forgotten(disk: Disk) -> None:
-    """Someone has emptied the storage."""
-    disk.restarted(A)
-    disk.storage.held.clear()
-    assert disk.tier.load_most_used() == 0
-    counts = disk.settle()
-    assert (counts["problems"], counts["num_entries"]) == ({"gone": 1}, 0)
-    disk.stop()
-    assert Manifest(disk.folder).rows() == []
 
 
 def test_storage_that_fails_harms_no_request(disk: Disk) -> None:
