@@ -187,8 +187,7 @@ def test_other_ranks_leave_it_to_the_one_that_is_asked() -> None:
 def test_forward_of_nothing_but_preprocessing_leaves_no_capture_waiting(
     others: int, num_left: int
 ) -> None:
-    """As many chunks come with each of these forwards: 512 tokens after every second one would fill
-    the queue, which drops them. Where a request waits for its first token they wait, too."""
+    """Else its many chunks would fill the queue. Where a request waits for its token they wait."""
     rank = Rank(capacity=100)
     rank.fuser.captures._max_tokens = 1
     for chunk in (A, B):

@@ -70,7 +70,7 @@ def assert_close(got: Tensor, expected: Tensor, atol: float = TOLERANCE) -> None
 
 
 def test_request_behind_what_the_batch_fills_reads_it_filled(make: Make) -> None:
-    """B is moved for the first request."""
+    """B is moved for the first; the second stands on it and computes C."""
     scheduler = make()
     scheduler.serve(rag(A, B, C))
     one, two = rag(B, fusion=FUSION), rag(B, C, fusion=FUSION)
@@ -86,8 +86,7 @@ def test_request_behind_what_the_batch_fills_reads_it_filled(make: Make) -> None
 
 
 def test_request_that_a_full_pass_leaves_out_is_a_prefill(make: Make) -> None:
-    """Beside the one that fills the pass: every token's KV is what a request without moved KV
-    has."""
+    """Beside the one that fills the pass."""
     scheduler = make()
     scheduler.serve(rag(A, B, C))
     scheduler.fuser.limits = replace(scheduler.fuser.limits, max_pass_tokens=50)
@@ -116,8 +115,7 @@ def outward_of(scheduler: ModelScheduler, chunk: list[int]) -> list[Tensor]:
 def test_exact_request_on_an_exact_gap_has_an_ordinary_prefills_kv(
     make: Make, ratio: float
 ) -> None:
-    """B is computed in the pass, before C and A are moved;
-    the exact request finds it and computes D after it."""
+    """B is computed before C and A are moved; the exact request computes D after it."""
     scheduler = make()
     scheduler.serve(rag(A, B, C), answer=[1])
     fusion = FusionRequest("first", ratio, "r")
