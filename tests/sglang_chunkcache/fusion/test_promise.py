@@ -129,7 +129,6 @@ def test_later_turn_stands_on_the_fused_turns_before_it() -> None:
 
 @pytest.mark.parametrize("other", [{"extra_key": "x"}, {"cache_salt": "x"}])
 def test_tenants_do_not_share_sources(other: dict[str, Any]) -> None:
-    """Neither the tree's nor the store's."""
     rank = Rank(capacity=100)
     rank.store_chunks(A, B, keep=[1])
     stranger = fused(B, head=[], **other)
@@ -157,7 +156,6 @@ def test_queue_is_ordered_by_what_is_exact(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_explain_tells_the_plan_and_changes_nothing() -> None:
-    """What the request would find, by the same code."""
     rank = Rank(rag(A, B))
     before = rank.tree_slots(), rank.cache.log.seq
     found = (Source(2, 6, 0, "gap"), Source(6, 9, 1, "device", 1, cfo=1))
@@ -416,7 +414,6 @@ def test_forced_miss_computes_everything() -> None:
 
 
 def test_chunks_fused_for_one_question_have_no_place_in_the_global_tree() -> None:
-    """Nobody else asks for them."""
     rank, fusion = Rank(), asks(recipe=f"r{QUESTION_NAME}1")
     rank.serve(rag(A, B), answer=[50])
     before = rank.cache.rank_state(0)
@@ -545,7 +542,6 @@ def test_flush_forgets_pending_promises() -> None:
 
 
 def test_stats_tell_sources_store_and_reasons() -> None:
-    """For /chunkcache/stats."""
     rank = Rank()
     rank.store_chunks(A, B, keep=[0])
     rank.ask(fused(D))

@@ -139,7 +139,6 @@ def test_plan_is_compared_with_what_filling_and_extend_took() -> None:
 
 @pytest.mark.parametrize("chunks", [(C, B), (B, C)])
 def test_extends_of_every_request_are_learnt(chunks: tuple[list[int], ...]) -> None:
-    """Exact ones, too."""
     rank = make_priced()
     pricing = rank.fuser.pricing
     pricing.poll()

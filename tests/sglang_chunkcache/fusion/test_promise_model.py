@@ -35,6 +35,7 @@ from tests.reference.scheduler import FakeReq, answer_of, config, marked, walk
 CHUNKS = ((1, 2, 3, 4), (1, 2, 5, 5), (1, 2, 3, 4, 6), (7, 8))
 HEADS = ((), (9,), (9, 1), (1, 2, 3, 4, 8))  # one begins as another does, one looks like a chunk
 TAILS = ((), (1, 2, 3), (10, 11, 12))
+AHEAD, JOINS = st.booleans(), st.sampled_from([True, True, False])
 RECIPES = (
     FusionRequest("none", 0.0, "none"),
     FusionRequest("query", 0.5, "query/question=1"),
@@ -131,11 +132,9 @@ class FuserMachine(RuleBasedStateMachine):
     @rule(
         kind=st.sampled_from(KINDS),
         shape=SHAPES,
-        tail=st.sampled_from(TAILS),
-        is_preprocessing=st.booleans(),
+        text=st.fixed_dictionaries({"tail": st.sampled_from(TAILS), "is_preprocessing": AHEAD}),
         piece=st.integers(1, 8),
-        joins=st.sampled_from([True, True, False]),
-        num_rounds=st.integers(0, 2),
+        how=st.fixed_dictionaries({"joins": JOINS, "num_rounds": st.integers(0, 2)}),
         evicted=st.sampled_from([0, 0, 0, 0, 4, 20]),
         again=st.sampled_from([None, *KINDS]),
         moves=st.sampled_from([None, *HEADS]),
@@ -144,11 +143,9 @@ class FuserMachine(RuleBasedStateMachine):
         self,
         kind: Kind,
         shape: dict[str, Any],
-        tail: tuple[int, ...],
-        is_preprocessing: bool,
+        text: dict[str, Any],
         piece: int,
-        joins: bool,
-        num_rounds: int,
+        how: dict[str, Any],
         evicted: int,
         again: Kind | None,
         moves: tuple[int, ...] | None,
@@ -159,13 +156,13 @@ class FuserMachine(RuleBasedStateMachine):
         `evicted`: tokens that leave between the match and the promise.
         """
         self.scheduler.evicted_before_load_back = evicted
-        shape = {**shape, "tail": tail, "is_preprocessing": is_preprocessing}
-        self._add(make_live(kind, **shape), piece, joins=joins, num_rounds=num_rounds)
+        self._add(make_live(kind, **shape, **text), piece, **how)
         if again is not None:
             *areas, last = shape["areas"]
-            shape["areas"] = [*areas, [*last, CHUNKS[shape["promoted_len"]]]]
-            shape["head"] = shape["head"] if moves is None else moves
-            self._add(make_live(again, **shape), piece, joins=True, num_rounds=0)
+            longer = [*areas, [*last, CHUNKS[shape["promoted_len"]]]]
+            head = shape["head"] if moves is None else moves
+            twin = make_live(again, **{**shape, **text, "areas": longer, "head": head})
+            self._add(twin, piece, joins=True, num_rounds=0)
         self.scheduler.evicted_before_load_back = 0
 
     @rule(kind=st.sampled_from(KINDS), shape=SHAPES)

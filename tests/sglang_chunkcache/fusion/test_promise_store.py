@@ -241,7 +241,6 @@ def test_source_behind_another_head_is_taken_last() -> None:
 
 
 def test_preprocessed_chunk_is_moved_first() -> None:
-    """FusionRAG: that is what it was computed for."""
     rank = Rank()
     rank.store_chunks(A, B, keep=[1], is_preprocessing=True)
     assert wheres(rank.ask(fused(C, B))) == ["gap", "host"]
@@ -488,7 +487,6 @@ def test_what_prefill_showed_is_stored_with_the_chunk() -> None:
 
 
 def test_what_waits_for_the_store_outlives_a_calibration() -> None:
-    """It is scored by the new heads."""
     rank = Rank(rag(A, B, keep=[0, 1]), **SCORED)
     assert rank.num_pending == 2
     calibrate(rank)

@@ -119,7 +119,6 @@ def test_what_was_looked_up_is_known_for_a_while(pair: Pair) -> None:
 
 
 def test_known_lookups_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest leaves."""
     monkeypatch.setattr(module, "MAX_LOOKED_UP", 2)
     for chunk in (A, B, C):
         pair.asked(chunk)
@@ -219,7 +218,6 @@ def test_eviction_deletes_what_the_server_has_written(disk: Disk) -> None:
 
 
 def test_entry_that_its_writer_deletes_is_gone_for_others(pair: Pair) -> None:
-    """It is counted and computed."""
     pair.written(pair.first, A)
     pair.asked(A)
     pair.second.store.clear()

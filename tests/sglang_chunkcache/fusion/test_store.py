@@ -24,7 +24,6 @@ def test_bytes_count_keys_values_and_scores() -> None:
 
 
 def test_blob_gives_back_what_it_holds() -> None:
-    """Keys first."""
     keys, values = torch.ones(2, 5, 1, 3), torch.zeros(2, 5, 1, 3)
     blob = HostBlob(keys, values)
     assert blob.read()[0].data_ptr() == keys.data_ptr()
@@ -71,7 +70,6 @@ def test_malformed_parts_are_refused(make: Callable[[], object], message: str) -
 
 
 def test_cpu_tensors_are_there_at_once() -> None:
-    """They are not copied again."""
     keys = torch.ones(3)
     offload = Offload([keys])
     assert offload.is_done()

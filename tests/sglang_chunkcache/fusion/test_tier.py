@@ -247,7 +247,6 @@ def test_arriving_request_has_its_chunks_loaded(disk: Disk) -> None:
 
 
 def test_what_comes_too_late_serves_the_next_request(disk: Disk) -> None:
-    """The request is computed as if there were no storage."""
     rank, req = disk.restarted(A), fused(A)
     disk.storage.gate.clear()
     rank.cache.arrived(req)
@@ -476,7 +475,6 @@ def test_storage_that_fails_harms_no_request(disk: Disk) -> None:
 def test_a_failure_while_loading_is_asked_for_leaves_the_request_alone(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scheduler must not die of it."""
     rank, req = disk.restarted(A), fused(A)
     fail = mock.Mock(side_effect=RuntimeError("a bug"))
     monkeypatch.setattr(disk.tier, "_load", fail)
