@@ -37,7 +37,7 @@ from sglang_chunkcache.scheduler.pricing import Pricing, Watch
 from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.report import Fallback
-from tests.reference.scheduler import FakeReq, Scheduler
+from tests.reference.scheduler import FakeReq, Scheduler, walk
 
 ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000)
 FILLING_S = 3600.0
@@ -61,20 +61,14 @@ class Contents:
 
     def context(self, before: int | None, token: int) -> int | None:
         """The context of `token` after `before`; 0 is the empty one."""
-        return (
-            None
-            if before is None
-            else self._contexts.setdefault((before, token), len(self._contexts) + 1)
-        )
+        if before is None:
+            return None
+        return self._contexts.setdefault((before, token), len(self._contexts) + 1)
 
     def read(self, slot: int, token: int, position: int) -> KV:
-        assert slot in self.slots, (
-            f"slot {slot} is read for token {token} at {position} and holds nothing"
-        )
-        kv = self.slots[slot]
-        assert kv[:2] == (token, position), (
-            f"slot {slot} holds {kv}, not token {token} at {position}"
-        )
+        kv = self.slots.get(slot)
+        assert kv is not None, f"slot {slot} holds nothing and is read for {token} at {position}"
+        assert kv[:2] == (token, position), f"slot {slot} holds {kv}, not {token} at {position}"
         return kv
 
     def exact_len(self, slots: Sequence[int], token_ids: Sequence[int]) -> int:
@@ -130,14 +124,11 @@ class FakePass:
             assert len(move.token_ids) == move.plan.end
             for piece in move.moved:
                 self._move(move, piece)
-        for move in moves:  # probes read all that is not a gap
-            gaps = {
-                p
-                for piece in move.plan.pieces
-                if piece.source is None
-                for p in range(piece.start, piece.end)
-            }
-            for position in set(range(move.plan.end)) - gaps:
+        gaps = [
+            positions(piece for piece in move.plan.pieces if piece.source is None) for move in moves
+        ]
+        for move, uncached in zip(moves, gaps, strict=True):  # probes read all that is not a gap
+            for position in set(range(move.plan.end)).difference(uncached):
                 self.contents.read(int(move.slots[position]), move.token_ids[position], position)
         if self.fails:
             for move in moves:
@@ -146,41 +137,27 @@ class FakePass:
                 move.fallbacks.append(Fallback.PASS_FAILED)
             self.fails = False
             return
-        for move in moves:
-            moved = [position for piece in move.moved for position in range(piece.start, piece.end)]
-            critical = moved[
-                : 0 if move.fusion.selector == "none" else math.ceil(move.fusion.ratio * len(moved))
-            ]
-            gaps = {
-                p
-                for piece in move.plan.pieces
-                if piece.source is None
-                for p in range(piece.start, piece.end)
-            }
+        watch = Watch(None, Work(1), [cast(Any, SimpleNamespace(seconds=FILLING_S))])
+        for move, uncached in zip(moves, gaps, strict=True):
+            moved = positions(move.moved)
+            ratio = 0.0 if move.fusion.selector == "none" else move.fusion.ratio
+            critical = moved[: math.ceil(ratio * len(moved))]
             move.recomputed_len = len(critical)
-            self._compute(move, sorted(gaps.union(critical)))
-            move.filling = (
-                Watch(None, Work(1), [cast(Any, SimpleNamespace(seconds=FILLING_S))])
-                if len(moves) == 1
-                else None
-            )
+            self._compute(move, sorted([*uncached, *critical]))
+            move.filling = watch if len(moves) == 1 else None
 
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
         captured = []
         for capture in captures:
             self.contents.exact_len(capture.slots.tolist(), capture.token_ids)
             codec = CODECS[self.config.store_codec]
-            tokens = torch.tensor(capture.token_ids[capture.start :], dtype=torch.float32).reshape(
-                1, -1, 1, 1
-            )
+            ids = capture.token_ids[capture.start :]
+            tokens = torch.tensor(ids, dtype=torch.float32).reshape(1, -1, 1, 1)
             if codec.name == "int4":  # heads of whole bytes
                 tokens = tokens.expand(2, -1, 1, 4).contiguous()
             scores = capture.scores
             if capture.is_to_be_scored:
-                lens, zeros = (
-                    tuple(end - start for start, end in capture.prefix),
-                    torch.zeros(tokens.shape[1]),
-                )
+                lens, zeros = tuple(e - s for s, e in capture.prefix), torch.zeros(len(ids))
                 received = zeros if capture.scored is Scored.ALL else None
                 scores = ChunkScores((1.0,) * len(lens), lens, 1.0, zeros, received)
                 self.num_scored += 1
@@ -204,14 +181,16 @@ class FakePass:
                 self.contents.read(slot, token, source.start + offset)
         else:
             assert isinstance(source, HostCopy)
-            assert [part[-1, :, 0, 0].round().tolist() for part in source.variant.blob.read()] == [
-                tokens,
-                tokens,
-            ]
+            for part in source.variant.blob.read():
+                assert part[-1, :, 0, 0].round().tolist() == tokens
         for position, token in zip(positions, tokens, strict=True):
             slot = int(move.slots[position])
             assert slot not in self.contents.slots, f"slot {slot} is filled twice"
             self.contents.slots[slot] = KV(token, position, None)
+
+
+def positions(pieces: Iterable[Piece]) -> list[int]:
+    return [position for piece in pieces for position in range(piece.start, piece.end)]
 
 
 class FusedScheduler(Scheduler):
@@ -230,13 +209,8 @@ class FusedScheduler(Scheduler):
         storage: Storage | None = None,
         host_slots: int = 0,
     ) -> None:
-        super().__init__(
-            capacity,
-            config,
-            prefill_budget=prefill_budget,
-            is_chunked=is_chunked,
-            host_slots=host_slots,
-        )
+        how: dict[str, Any] = {"is_chunked": is_chunked, "host_slots": host_slots}
+        super().__init__(capacity, config, prefill_budget=prefill_budget, **how)
         self.contents = Contents(self.allocator.contents)
         self.fusion_pass = FakePass(self.contents, self.rows, config)
         self.store = VariantIndex(
@@ -255,18 +229,21 @@ class FusedScheduler(Scheduler):
             limits,
             extend_reserve=prefill_budget,
             fingerprint=lambda: self.weights,
-            tier=StorageTier(self.store, storage, config.store_codec)
-            if storage is not None
-            else None,
+            tier=StorageTier(self.store, storage, config.store_codec) if storage else None,
         )
         self.cache.promiser = self.fuser
         self.evicted_before_load_back = 0
         """Tokens that leave between a match and the promise:
         SGLang has no reason to, but its calls allow for it."""
 
+    @property
+    def num_pending(self) -> int:
+        """Chunks that wait for the store."""
+        return int(self.fuser.stats()["store"]["pending"])
+
     def idle(self) -> None:
         """Forwards of other requests: everything that waits is captured."""
-        while self.fuser.stats()["store"]["pending"]:
+        while self.num_pending:
             self.forward()
 
     def flush(self) -> None:
@@ -283,34 +260,22 @@ class FusedScheduler(Scheduler):
         assert self.allocator.available_size() - free == num_evicted >= min(num_tokens, evictable)
         return num_evicted
 
-    def content(self, req: FakeReq, start: int, end: int) -> list[KV | None]:
-        """What the slots of the request's row hold."""
-        return [self.contents.slots.get(slot) for slot in self.slots(req, start, end)]
-
     def check(self, reqs: Sequence[FakeReq] = ()) -> None:
         """Also: locks are what holders explain, and every slot holds what its node's key says,
         or will with the next forward."""
         super().check(reqs)
         self.store.check_integrity()
         stats = self.fuser.stats()["store"]
-        for kind in ("captured", "preprocessed"):
-            blobs = [
-                each.blob
-                for each in self.store.variants()
-                if each.preprocessed == (kind == "preprocessed")
-            ]
+        for kind, is_ahead in (("captured", False), ("preprocessed", True)):
+            blobs = [each.blob for each in self.store.variants() if each.preprocessed == is_ahead]
             assert stats["bytes"][kind] == sum(blob.nbytes for blob in blobs)
             assert stats["saved_bytes"][kind] == sum(blob.saved_bytes for blob in blobs)
         measured = sum(each.nbytes - each.blob.nbytes for each in self.store.variants())
         assert sum(stats["bytes"].values()) + measured == stats["num_bytes"]
-        assert self.store._on_device == set(self.cache.copies._nodes), (
-            "the store mistakes what is on the device"
-        )
+        assert self.store._on_device == set(self.cache.copies._nodes), "what is on the device"
         self._check_locks(reqs)
         loads = self._loads()
-        assert not loads.keys() & self.contents.slots.keys(), (
-            "a slot is loaded that holds something"
-        )
+        assert not loads.keys() & self.contents.slots.keys(), "a slot that is loaded holds KV"
         stack: list[tuple[Any, int, int | None, str | None]] = [(self.cache.root_node, 0, 0, None)]
         while stack:
             node, position, context, recipe = stack.pop()
@@ -318,32 +283,27 @@ class FusedScheduler(Scheduler):
                 assert self.batch, "a promise outlived its batch"
                 continue  # nor is anything below it filled
             taint = node.key.fused if isinstance(node.key, ChunkKey) else None
-            assert recipe is None or (taint is not None and taint.recipe == recipe), (
-                "exact or foreign below fused KV"
-            )
+            own = taint and taint.recipe
+            assert recipe in (None, own), "exact or foreign below fused KV"
             for slot, token in zip(map(int, node.value), node.key.token_ids, strict=True):
                 context = self.contents.context(context, token)
-                kv = Contents(loads if slot in loads else self.contents.slots).read(
-                    slot, token, position
-                )
+                holder = Contents(loads) if slot in loads else self.contents
+                kv = holder.read(slot, token, position)
                 assert taint is not None or kv.context == context, f"{kv} under an exact key"
                 position += 1
             for child in node.children.values():
-                stack.append((child, position, context, taint and taint.recipe))
+                stack.append((child, position, context, own))
         for req in reqs:
             if req.kv.req_pool_idx is not None:
                 self.contents.exact_len(self.slots(req, 0, req.filled), req.all_ids[: req.filled])
 
     def _loads(self) -> dict[int, KV]:
         """What comes from host memory with the next forward."""
-        host = self.cache.host
-        parts = host._loads.items() if host is not None else ()
-        pairs = [
-            pair
-            for node, part in parts
-            for pair in zip(node.value.tolist(), part.tolist(), strict=True)
-        ]
-        return {slot: host.pool.contents[source] for slot, source in pairs}
+        host, found = self.cache.host, {}
+        for node, part in host._loads.items() if host is not None else ():
+            for slot, source in zip(node.value.tolist(), part.tolist(), strict=True):
+                found[slot] = host.pool.contents[source]
+        return found
 
     def _load_back(self, req: FakeReq, num_tokens: int) -> int | None:
         self.evict(self.evicted_before_load_back)
@@ -358,13 +318,8 @@ class FusedScheduler(Scheduler):
             while node is not self.cache.root_node:
                 expected[node] += 1
                 node = node.parent
-        stack = list(self.cache.root_node.children.values())
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            assert node.lock_ref == expected[node], (
-                f"{node.key.token_ids}: {node.lock_ref} locks, {expected[node]} known"
-            )
+        for keys, node in walk(self.cache):
+            assert node.lock_ref == expected[node], f"{node.lock_ref} locks of {keys}"
 
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
         for req, start, end in batch:

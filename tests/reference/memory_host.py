@@ -78,10 +78,8 @@ class MemoryHost:
 
     def load(self, slots: Tensor, device_slots: Tensor, *, num_ahead: int, clock: Any) -> None:
         assert not self._under_way, "the load before it has not ended"
-        self.num_ahead, self._under_way = (
-            num_ahead,
-            list(zip(slots.tolist(), device_slots.tolist(), strict=True)),
-        )
+        self.num_ahead = num_ahead
+        self._under_way = list(zip(slots.tolist(), device_slots.tolist(), strict=True))
         with clock.watch(Phase.LOAD, Work(1, len(slots))):
             self._copy()
 

@@ -31,9 +31,8 @@ class ModelScheduler(Scheduler):
         store_bytes: int = 1 << 30,
         prefill_budget: int,
     ) -> None:
-        super().__init__(
-            capacity, config, prefill_budget=prefill_budget, rows=runner.req_to_token_pool
-        )
+        rows = runner.req_to_token_pool
+        super().__init__(capacity, config, prefill_budget=prefill_budget, rows=rows)
         self._runner = runner
         table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
         self.store = VariantIndex(

@@ -22,14 +22,8 @@ def make_scores(
     received: Sequence[float] | None = None,
 ) -> ChunkScores:
     """`received` is zero unless given."""
-    zeros = [0.0] * len(context)
-    return ChunkScores(
-        tuple(inter),
-        tuple(prefix_lens),
-        intra,
-        torch.tensor(list(context)),
-        torch.tensor(zeros if received is None else list(received)),
-    )
+    told = torch.tensor(list([0.0] * len(context) if received is None else received))
+    return ChunkScores(tuple(inter), tuple(prefix_lens), intra, torch.tensor(list(context)), told)
 
 
 def make_chunk(

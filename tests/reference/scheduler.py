@@ -64,9 +64,8 @@ class CountingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
 
     def free(self, free_index: torch.Tensor) -> None:
         slots = Counter(free_index.tolist())
-        twice = (slots & Counter(self.free_pages.tolist())) + Counter(
-            s for s, n in slots.items() if n > 1
-        )
+        twice = {slot for slot, num in slots.items() if num > 1}
+        twice |= slots.keys() & set(self.free_pages.tolist())
         assert not twice, f"slots freed twice: {sorted(twice)}"
         for slot in slots:
             self.contents.pop(slot, None)
@@ -130,10 +129,8 @@ def marked(
 
 def packed(request: RequestSpans, token_ids: Sequence[int]) -> dict[str, str]:
     """The `custom_params` of the request with these tokens."""
-    spans = tuple(
-        Span(start, end, chunk_id(token_ids[start:end])) for start, end, _ in request.spans
-    )
-    return pack(structs.replace(request, spans=spans), secret=SECRET)
+    spans = (Span(start, end, chunk_id(token_ids[start:end])) for start, end, _ in request.spans)
+    return pack(structs.replace(request, spans=tuple(spans)), secret=SECRET)
 
 
 def answer_of(req: FakeReq) -> Answer:
@@ -287,12 +284,8 @@ class Scheduler:
         """The request ends, is aborted or retracted: SGLang's own `release_kv_cache`."""
         with without_server_args():
             release_kv_cache(req, self.cache, is_insert=is_insert)
-        req.last_node, req.filled, req.kv.kv_committed_len, req.kv.cache_protected_len = (
-            None,
-            0,
-            0,
-            0,
-        )
+        req.last_node = None
+        req.filled = req.kv.kv_committed_len = req.kv.cache_protected_len = 0
 
     def serve(self, req: FakeReq, *, piece: int = 10**6, answer: Sequence[int] = ()) -> int:
         """A whole request at once; returns its matched length."""
@@ -330,10 +323,8 @@ class Scheduler:
             for req in reqs
             for slot in self.slots(req, req.kv.cache_protected_len, req.kv.kv_allocated_len)
         ]
-        owners = Counter([*own, *self.free_slots(), *self.tree_slots()])
-        assert owners == Counter(range(1, self.capacity + 1)), (
-            f"own {own}, {owners - Counter(range(1, self.capacity + 1))}"
-        )
+        owners = sorted([*own, *self.free_slots(), *self.tree_slots()])
+        assert owners == list(range(1, self.capacity + 1)), f"the requests have {own}"
         booked = self.cache.evictable_size() + self.cache.protected_size()
         assert self.allocator.available_size() + booked + len(own) == self.capacity
         if isinstance(self.cache, ChunkRadixCache):
@@ -370,9 +361,8 @@ class Scheduler:
 
     def _num_free(self) -> int:
         """Slots that can be had besides those promised to the batch."""
-        return (
-            int(self.allocator.available_size() + self.cache.evictable_size()) - self._num_planned()
-        )
+        idle = int(self.allocator.available_size() + self.cache.evictable_size())
+        return idle - self._num_planned()
 
     def _num_planned(self) -> int:
         return sum(end - req.filled for req, end in self.batch)
@@ -382,9 +372,7 @@ class Scheduler:
         if self.allocator.available_size() < need:
             self.evict(need - self.allocator.available_size())
         slots = self.allocator.alloc(need)
-        assert slots is not None, (
-            f"SGLang dies: no slots for {need} tokens of a batch that was admitted"
-        )
+        assert slots is not None, f"SGLang dies: no slots for {need} admitted tokens"
         self.rows.write((req.kv.req_pool_idx, slice(end - need, end)), slots.to(torch.int32))
         req.kv.kv_allocated_len = end
 
@@ -398,12 +386,9 @@ class Scheduler:
             prefix_lens=[req.filled for req, _ in batch],
             extend_lens=[end - req.filled for req, end in batch],
         )
-        around = (
-            self.cache.around_forward(told)
-            if isinstance(self.cache, ChunkRadixCache)
-            else nullcontext()
-        )
-        return cast("AbstractContextManager[None]", around)
+        if not isinstance(self.cache, ChunkRadixCache):
+            return nullcontext()
+        return cast("AbstractContextManager[None]", self.cache.around_forward(told))
 
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
         """What the model does with (request, start, end); nothing here."""
@@ -411,14 +396,13 @@ class Scheduler:
 
 def walk(cache: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """(keys from the root down to it, node) for every node."""
-    stack: list[tuple[tuple[Any, ...], Any]] = [
-        ((), node) for node in cache.root_node.children.values()
-    ]
+    stack: list[tuple[tuple[Any, ...], Any]] = [((), cache.root_node)]
     while stack:
-        above, node = stack.pop()
-        path = (*above, node.key)
+        path, node = stack.pop()
+        path = (*path, node.key)
         stack.extend((path, child) for child in node.children.values())
-        yield path, node
+        if node is not cache.root_node:
+            yield path[1:], node
 
 
 _RELEASES = threading.Lock()
@@ -429,14 +413,11 @@ def without_server_args() -> Iterator[None]:
     """`release_kv_cache` asks two settings of a server that does not run here.
     One thread at a time."""
     common = "sglang.srt.mem_cache.common"
-    spec, serving = (
-        SimpleNamespace(speculative_algorithm=None),
-        SimpleNamespace(strip_thinking_cache=False),
-    )
+    settings = SimpleNamespace(speculative_algorithm=None, strip_thinking_cache=False)
     with (
         _RELEASES,
-        mock.patch(f"{common}.get_spec", return_value=spec),
-        mock.patch(f"{common}.get_serving", return_value=serving),
+        mock.patch(f"{common}.get_spec", return_value=settings),
+        mock.patch(f"{common}.get_serving", return_value=settings),
     ):
         yield
 

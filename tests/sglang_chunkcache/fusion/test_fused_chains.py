@@ -20,6 +20,7 @@ from tests.sglang_chunkcache.front.front_bench import ME, Asked, Bench, make_out
 
 A, B, C, D = (Passage(name, f"<{name * n}>") for name, n in zip("abcd", (3, 4, 5, 6), strict=True))
 X, Y = Passage("x", "<xx>"), Passage("y", "<yyyyyyy>")
+OTHER = Identity("me", cache_salt="other")
 
 
 class Served:
@@ -58,12 +59,10 @@ class Served:
     def check(self) -> None:
         """Trees and mirrors are sound and agree."""
         self.bench.books.tree.check_integrity()
-        for number, (rank, mirror) in enumerate(
-            zip(self.ranks, self.bench.books.mirrors, strict=True)
-        ):
+        for number, rank in enumerate(self.ranks):
             rank.check()
-            state = rank.cache.rank_state(number)
-            assert mirror.compared(state)["agrees"] is not False
+            mirror = self.bench.books.mirrors[number]
+            assert mirror.compared(rank.cache.rank_state(number))["agrees"] is not False
 
 
 def fused_hit(request: Asked) -> int:
@@ -75,9 +74,17 @@ def tokens(*passages: Passage) -> int:
     return sum(len(passage.text) + 1 for passage in passages)
 
 
+@pytest.fixture
+def behind() -> Served:
+    """B and A were computed behind Y, and then fused without it, in this order."""
+    served = Served()
+    served.ask(Y, A, B, fused=False)
+    served.ask(B, A, order="retriever")
+    return served
+
+
 def test_second_request_finds_the_fused_chain_of_the_first() -> None:
-    """The same chunks in another order, behind a chunk that is cached:
-    the front puts them as they were fused."""
+    """Behind a chunk that is cached; the front puts them as they were fused."""
     served = Served()
     served.ask(A, B, C, fused=False)
     served.ask(X, fused=False)
@@ -99,41 +106,29 @@ def test_chunk_that_the_exact_chain_grows_by_is_planned_as_exact() -> None:
     assert [source.where for source in request.report.sources] == ["gap", "device"]
 
 
-def test_fused_chain_at_the_beginning_of_the_prompt_is_found() -> None:
+def test_fused_chain_at_the_beginning_of_the_prompt_is_found(behind: Served) -> None:
     """Nothing exact before it."""
-    served = Served()
-    served.ask(Y, A, B, fused=False)
-    served.ask(B, A, order="retriever")
-    again = served.ask(A, B)
+    again = behind.ask(A, B)
     assert (again.order, fused_hit(again)) == (["b", "a"], tokens(A, B))
 
 
 @pytest.mark.parametrize(
     "other",
-    [
-        {"ratio": 0.5},
-        {"selector": "query"},
-        {"fused": False},
-        {"who": Identity("me", cache_salt="other")},
-    ],
+    [{"ratio": 0.5}, {"selector": "query"}, {"fused": False}, {"who": OTHER}],
     ids=["recipe", "question", "exact", "tenant"],
 )
-def test_others_do_not_aim_at_it(other: dict[str, Any]) -> None:
+def test_others_do_not_aim_at_it(behind: Served, other: dict[str, Any]) -> None:
     """Their rank would not find it."""
-    served = Served()
-    served.ask(Y, A, B, fused=False)
-    served.ask(B, A, order="retriever")
-    request = served.ask(A, B, **other)
+    request = behind.ask(A, B, **other)
     assert request.order == ["a", "b"]
     assert request.report is None or fused_hit(request) == 0
 
 
 def test_hits_and_marks_are_those_of_exact_chunks() -> None:
-    """Fused chunks are no hits, neither in the answer nor in the counters nor in a tree,
-    and are never promoted."""
+    """Fused chunks are no hits, in the answer, the counters or a tree, and never promoted."""
     served = Served(promotion_threshold=1)
-    served.ask(X, fused=False)
-    served.ask(Y, A, B, fused=False)
+    for chunks in ((X,), (Y, A, B)):
+        served.ask(*chunks, fused=False)
     for _ in range(3):
         request = served.ask(X, A, B)
     assert (request.hit_len, request.planned_len, fused_hit(request)) == (1, 1, tokens(A, B))
@@ -144,23 +139,15 @@ def test_hits_and_marks_are_those_of_exact_chunks() -> None:
     ids = [request.area[0].chunk, *(fused_chunk(recipe, span.chunk) for span in request.area[1:])]
     assert [chunk.id for chunk in request.chain] == ids
     nodes = books.tree.match(request.namespace, ids, rank=0)
-    assert [(node.hits, node.promoted) for node in nodes] == [(3, True), (0, False), (0, False)]
-    cache = served.ranks[0].cache
-    known = [
-        facts(node)
-        for node in cache._nodes()
-        if facts(node).chain in {node.chain for node in nodes}
-    ]
-    assert sorted((each.hits, each.promoted) for each in known) == [
-        (0, False),
-        (0, False),
-        (3, True),
-    ]
+    expected = [(3, True), (0, False), (0, False)]
+    assert [(node.hits, node.promoted) for node in nodes] == expected
+    chains = {node.chain for node in nodes}
+    known = [each for each in map(facts, served.ranks[0].cache._nodes()) if each.chain in chains]
+    assert sorted((each.hits, each.promoted) for each in known) == sorted(expected)
 
 
 def test_request_under_way_is_planned_as_it_will_be_fused() -> None:
-    """A second one takes its order at once; an exact one does not wait for KV that it cannot
-    use."""
+    """An exact request does not wait for KV that it cannot use."""
     served = Served()
     served.ask(Y, A, B, fused=False)
     first = served.plan(B, A)
@@ -173,8 +160,7 @@ def test_request_under_way_is_planned_as_it_will_be_fused() -> None:
 
 
 def test_chunks_never_asked_for_are_planned_as_exact() -> None:
-    """They have no source, so they are computed behind the exact prefix,
-    and exact requests may count on them."""
+    """They have no source: they are computed behind the exact prefix, for exact requests, too."""
     served = Served()
     first = served.plan(B, A)
     exact = served.plan(A, B, fused=False)
@@ -195,11 +181,8 @@ def test_router_sends_a_request_to_its_fused_chain() -> None:
         assert (request.rank, fused_hit(request)) == (1, tokens(B, C))
 
 
-def test_evicted_fused_chain_is_not_aimed_at() -> None:
+def test_evicted_fused_chain_is_not_aimed_at(behind: Served) -> None:
     """The next answer tells of it."""
-    served = Served()
-    served.ask(Y, A, B, fused=False)
-    served.ask(B, A, order="retriever")
-    served.ranks[0].evict(400)
-    served.ask(D, fused=False)
-    assert served.ask(A, B).order == ["a", "b"]
+    behind.ranks[0].evict(400)
+    behind.ask(D, fused=False)
+    assert behind.ask(A, B).order == ["a", "b"]

@@ -3,8 +3,6 @@ and says so. The clock is ours."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 pytest.importorskip("sglang")
@@ -13,10 +11,9 @@ from radix_ext.costs import NOMINAL, Line, Phase, extend_work
 from sglang_chunkcache.fusion import tier as module
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.report import Fallback
-from tests.reference.fused_scheduler import FusedScheduler
+from tests.kit.fused import Disk, Rank, disk
+from tests.kit.requests import A, B, C, fused
 from tests.reference.scheduler import FakeReq
-from tests.sglang_chunkcache.fusion.test_promise import A, B, C, fused, report
-from tests.sglang_chunkcache.fusion.test_tier import Disk, disk, held, store
 
 __all__ = ["disk"]  # the fixture
 
@@ -25,19 +22,17 @@ A_TOKEN = {**NOMINAL, Phase.EXTEND: Line(each=1.0)}
 
 
 @pytest.fixture
-def server(disk: Disk) -> FusedScheduler:
+def server(disk: Disk) -> Rank:
     """One that has just started on a storage with A, B and C.
     What a load sleeps passes on the clock."""
-    store(disk.server(), A, B, C)
-    disk.stop()
 
     def sleep(seconds: float) -> None:
         disk.now += seconds
 
+    rank = disk.restarted(A, B, C)
     disk.storage.sleep = sleep
-    scheduler = disk.server()
-    scheduler.fuser.pricing.costs = A_TOKEN
-    return scheduler
+    rank.fuser.pricing.costs = A_TOKEN
+    return rank
 
 
 def take(disk: Disk, seconds: float) -> None:
@@ -46,46 +41,43 @@ def take(disk: Disk, seconds: float) -> None:
     disk.storage.become("slowed", ms_per_mib=1000 * seconds * (1 << 20) / size)
 
 
-def asked(disk: Disk, scheduler: FusedScheduler, *chunks: list[int]) -> FakeReq:
+def asked(disk: Disk, server: Rank, *chunks: list[int]) -> FakeReq:
     """A request that waits, once the store has nothing."""
-    scheduler.store.clear()
-    scheduler.evict(100)
+    server.forget()
     req = fused(*chunks)
-    scheduler.cache.arrived(req)
+    server.cache.arrived(req)
     disk.settle()
     return req
 
 
-def figures(disk: Disk) -> dict[str, Any]:
+def figures(disk: Disk) -> tuple[int, int, bool]:
+    """Loads, loads that were not made since they do not pay, and whether they would."""
     found = disk.settle()
-    return {name: found[name] for name in ("loaded", "unpaid", "pays")}
+    return found["loaded"], found["unpaid"], found["pays"]
 
 
 @pytest.mark.parametrize(("seconds", "pays"), [(0.9 * len(A), True), (1.1 * len(A), False)])
 def test_what_takes_longer_to_load_than_to_compute_is_computed(
-    disk: Disk, server: FusedScheduler, seconds: float, pays: bool
+    disk: Disk, server: Rank, seconds: float, pays: bool
 ) -> None:
     """From the second time on: the first load shows what loads take."""
     take(disk, seconds)
     asked(disk, server, A)
-    assert figures(disk) == {"loaded": 1, "unpaid": 0, "pays": True}
+    assert figures(disk) == (1, 0, True)
     asked(disk, server, A)
-    assert figures(disk) == {"loaded": 1 + pays, "unpaid": 1 - pays, "pays": pays}
-    assert bool(held(server, A)) is pays
+    assert figures(disk) == (1 + pays, 1 - pays, pays)
+    assert bool(server.held(A)) is pays
 
 
-def test_storage_that_does_not_pay_says_so(disk: Disk, server: FusedScheduler) -> None:
+def test_storage_that_does_not_pay_says_so(disk: Disk, server: Rank) -> None:
     """In the answer, when it is explained, and in the stats: what a load of a mebibyte takes."""
     take(disk, 100.0)
     assert disk.tier.storage.stats()["load_ms_per_mib"] is None
     asked(disk, server, A)
     size = next(len(data) for data in disk.storage.held.values())
-    assert disk.tier.storage.stats()["load_ms_per_mib"] == pytest.approx(
-        100_000 * (1 << 20) / size, rel=0.2
-    )
-    req = asked(disk, server, A)
-    server.serve(req, answer=[50])
-    assert Fallback.STORAGE_SLOW in report(req).fallbacks
+    rate = disk.tier.storage.stats()["load_ms_per_mib"]
+    assert rate == pytest.approx(100_000 * (1 << 20) / size, rel=0.2)
+    assert Fallback.STORAGE_SLOW in server.ask(asked(disk, server, A)).fallbacks
     server.evict(100)
     explained = fused(A)
     state(explained).is_asked_only = True
@@ -93,21 +85,19 @@ def test_storage_that_does_not_pay_says_so(disk: Disk, server: FusedScheduler) -
     found = server.fuser.explain(explained)
     assert found is not None
     assert Fallback.STORAGE_SLOW in found.fallbacks
-    assert figures(disk)["unpaid"] == 1, "to explain counts nothing"
+    assert figures(disk)[1] == 1, "to explain counts nothing"
 
 
-def test_storage_that_pays_says_nothing(disk: Disk, server: FusedScheduler) -> None:
+def test_storage_that_pays_says_nothing(disk: Disk, server: Rank) -> None:
     """Nor does one whose entry is not there."""
     take(disk, 0.1)
     asked(disk, server, A)
-    req = asked(disk, server, A)
-    server.serve(req, answer=[50])
-    assert Fallback.STORAGE_SLOW not in report(req).fallbacks
+    assert Fallback.STORAGE_SLOW not in server.ask(asked(disk, server, A)).fallbacks
 
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_slow_storage_is_tried_now_and_then(
-    disk: Disk, server: FusedScheduler, monkeypatch: pytest.MonkeyPatch, every: int
+    disk: Disk, server: Rank, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     """And is used again when it has become fast."""
     monkeypatch.setattr(module, "TRIED_EVERY", every)
@@ -115,7 +105,7 @@ def test_slow_storage_is_tried_now_and_then(
     asked(disk, server, A)
     for number in range(1, 7):
         asked(disk, server, A)
-        assert figures(disk) == {"loaded": 1 + number // every, "unpaid": number, "pays": False}
+        assert figures(disk) == (1 + number // every, number, False)
     take(disk, 0.1)
     num_asked = 0
     while not disk.tier.storage.stats()["pays"]:
@@ -125,19 +115,18 @@ def test_slow_storage_is_tried_now_and_then(
 
 
 def test_request_that_moves_whatever_it_takes_loads_whatever_it_takes(
-    disk: Disk, server: FusedScheduler
+    disk: Disk, server: Rank
 ) -> None:
     """As `--chunkcache-move always` does, and a server that has measured nothing."""
     take(disk, 100.0)
     asked(disk, server, A)
     server.fuser.pricing.costs = None
     asked(disk, server, A)
-    assert figures(disk) == {"loaded": 2, "unpaid": 0, "pays": True}
+    assert figures(disk) == (2, 0, True)
 
 
-def test_each_chunk_is_weighed_alone(disk: Disk, server: FusedScheduler) -> None:
-    """What is late in a prompt attends to more, so the same load pays there and not at its
-    start."""
+def test_each_chunk_is_weighed_alone(disk: Disk, server: Rank) -> None:
+    """What is late in a prompt attends to more, so the same load pays there alone."""
     req = fused(B, C)
     server.cache.arrived(req)
     spans = state(req).spans
@@ -148,4 +137,4 @@ def test_each_chunk_is_weighed_alone(disk: Disk, server: FusedScheduler) -> None
     disk.settle()
     asked(disk, server, A)
     asked(disk, server, B, C)
-    assert [bool(held(server, chunk)) for chunk in (B, C)] == [False, True]
+    assert [bool(server.held(chunk)) for chunk in (B, C)] == [False, True]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,23 +73,14 @@ class Server:
 
     url = "in-process"
 
-    def __init__(
-        self, runner: Any, *, pool: int = 1200, store_bytes: int = 1 << 30, **knobs: Any
-    ) -> None:
-        bench = Bench(**{"reuse": "fused", "recompute_attention": "masked", **SCORED, **knobs})
-        self.scheduler = ModelScheduler(
-            runner, pool, bench.config, store_bytes=store_bytes, prefill_budget=256
-        )
-        parts = Parts(bench.config)
+    def __init__(self, runner: Any, *, pool: int = 1200, store_bytes: int = 1 << 30) -> None:
+        bench = Bench(reuse="fused", recompute_attention="masked", **SCORED)
+        room = {"store_bytes": store_bytes, "prefill_budget": 256}
+        self.scheduler = ModelScheduler(runner, pool, bench.config, **room)
+        parts, engine = Parts(bench.config), Engine(Manager(self.scheduler), bench.books)
         chat = SimpleNamespace(default_chat_template_kwargs={})
-        engine = Engine(Manager(self.scheduler), bench.books)
-        vars(parts).update(
-            books=bench.books,
-            drafter=bench.drafter,
-            planner=bench.planner,
-            chat=chat,
-            engine=engine,
-        )
+        known = {name: getattr(bench, name) for name in ("books", "drafter", "planner")}
+        vars(parts).update(chat=chat, engine=engine, **known)
         self._routes = Routes(parts)
         self.put: list[tuple[Any, Variant]] = []
         """All that has entered the store."""
@@ -96,8 +88,7 @@ class Server:
 
         def record(identity: Any, variant: Variant) -> bool:
             is_put = put(identity, variant)
-            if is_put:
-                self.put.append((identity, variant))
+            self.put += [(identity, variant)] * is_put
             return is_put
 
         self.scheduler.store.put = record  # type: ignore[method-assign]
@@ -118,47 +109,53 @@ class Server:
         async def is_disconnected() -> bool:
             return False
 
-        request: Any = SimpleNamespace(
-            headers={}, state=SimpleNamespace(), stream=stream, is_disconnected=is_disconnected
-        )
+        asked = {"stream": stream, "is_disconnected": is_disconnected}
+        request: Any = SimpleNamespace(headers={}, state=SimpleNamespace(), **asked)
         answer = asyncio.run(self._routes.chunkcache_preprocess(request))
         assert answer.status_code == 200, answer.body
         found: dict[str, Any] = json.loads(answer.body)
         return found
 
+    def fill(self, order: Sequence[str] = ORDERS[0]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Preprocess the corpus in this order; what is said of chunks alone and of those behind
+        their neighbours."""
+        client: Any = self
+        neighbors = {name: list(NEIGHBORS[name]) for name in order}
+        texts = {name: TEXTS[name] for name in order}
+        told = preprocess(client, texts, neighbors, top_n=10, batch=1)
+        self.scheduler.check()
+        return told["alone"], told["behind_neighbors"]
 
-def fill(server: Server, order: Sequence[str] = ORDERS[0]) -> dict[str, Any]:
-    """Preprocess the corpus in this order."""
-    client: Any = server
-    texts = {name: TEXTS[name] for name in order}
-    result = preprocess(
-        client, texts, {name: list(NEIGHBORS[name]) for name in order}, top_n=10, batch=1
-    )
-    server.scheduler.check()
-    return result
+    def variants(self) -> dict[tuple[Any, ...], Variant]:
+        """What the store has: (chunk, the chunks before it, whether preprocessed) -> variant."""
+        return {
+            (identity, variant.prefix, variant.preprocessed): variant
+            for identity, of_chunk in self.scheduler.store._chunks.items()
+            for variant in of_chunk.values()
+        }
 
 
-def variants(server: Server) -> dict[tuple[Any, ...], Variant]:
-    """What the store has: (chunk, the chunks before it, whether preprocessed) -> variant."""
-    return {
-        (identity, variant.prefix, variant.preprocessed): variant
-        for identity, of_chunk in server.scheduler.store._chunks.items()
-        for variant in of_chunk.values()
-    }
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
 
 
 def assert_same(got: Variant, expected: Variant) -> None:
     for mine, theirs in zip(got.blob.read(), expected.blob.read(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=TOLERANCE)
+        assert_close(mine, theirs)
     mine, theirs = got.scores, expected.scores
     assert mine is not None
     assert theirs is not None
     assert mine.prefix_lens == theirs.prefix_lens
     assert (*mine.inter, mine.intra) == pytest.approx((*theirs.inter, theirs.intra), abs=TOLERANCE)
     for name in ("context", "received"):
-        torch.testing.assert_close(
-            getattr(mine, name), getattr(theirs, name), rtol=0, atol=TOLERANCE
-        )
+        assert_close(getattr(mine, name), getattr(theirs, name))
+
+
+def assert_all_same(got: Server, expected: Server) -> None:
+    mine, theirs = got.variants(), expected.variants()
+    assert mine.keys() == theirs.keys()
+    for key, variant in mine.items():
+        assert_same(variant, theirs[key])
 
 
 @pytest.fixture
@@ -169,42 +166,30 @@ def runner() -> Iterator[Any]:
 
 
 def test_the_order_of_the_corpus_does_not_matter(runner: Any) -> None:
-    """Neighbours are plain KV, each computed alone (eq.
-    10): the same variants, KV and scores in any order."""
+    """Neighbours are plain KV, each computed alone (eq. 10)."""
     first, *others = (Server(runner) for _ in ORDERS)
     for server, order in zip((first, *others), ORDERS, strict=True):
-        fill(server, order)
-    expected = variants(first)
-    assert sum(preprocessed for _, _, preprocessed in expected) == len(NEIGHBORS)
+        server.fill(order)
+    assert sum(ahead for _, _, ahead in first.variants()) == len(NEIGHBORS)
     for server in others:
-        got = variants(server)
-        assert got.keys() == expected.keys()
-        for key, variant in got.items():
-            assert_same(variant, expected[key])
+        assert_all_same(server, first)
 
 
 def test_what_is_there_is_not_computed_again(runner: Any) -> None:
     """The whole work a second time, in another order: nothing runs and nothing enters the store."""
     server = Server(runner)
-    fill(server)
+    server.fill()
     num_put = len(server.put)
-    again = fill(server, ORDERS[1])
-    assert [
-        (again[name]["chunks"], again[name]["kept"]) for name in ("alone", "behind_neighbors")
-    ] == [(0, 6), (0, 6)]
+    assert [(told["chunks"], told["kept"]) for told in server.fill(ORDERS[1])] == [(0, 6)] * 2
     assert len(server.put) == num_put
 
 
 def test_neighbors_are_plain_though_the_store_holds_few(runner: Any) -> None:
-    """What the store has lost is computed alone again, then moved:
-    each chunk becomes what it becomes with all the room."""
+    """What the store has lost is computed alone again: chunks become what they do with room."""
     roomy, tight = Server(runner), Server(runner, store_bytes=40_000)
-    assert fill(roomy)["behind_neighbors"]["neighbors"] == {
-        "moved": 16,
-        "computed": 0,
-        "missing": 0,
-    }
-    found = fill(tight)["behind_neighbors"]["neighbors"]
+    _, told = roomy.fill()
+    assert told["neighbors"] == {"moved": 16, "computed": 0, "missing": 0}
+    found = tight.fill()[1]["neighbors"]
     assert tight.scheduler.store.stats().num_evicted > 6
     assert (sum(found.values()), found["missing"]) == (16, 0)
     expected = {(identity, variant.prefix): variant for identity, variant in roomy.put}
@@ -212,33 +197,27 @@ def test_neighbors_are_plain_though_the_store_holds_few(runner: Any) -> None:
         assert_same(variant, expected[identity, variant.prefix])
 
 
-def test_chunk_whose_pass_has_failed_is_not_stored(
-    runner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_chunk_is_not_stored(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its neighbours were computed in context. It is missing, and the next run makes it."""
     clean, server = Server(runner), Server(runner)
-    fill(clean)
-    left = iter([RuntimeError("once")])
+    clean.fill()
+    moves = count()
 
     def failing(*args: Any, **options: Any) -> None:
-        if error := next(left, None):
-            raise error
+        if not next(moves):
+            raise RuntimeError("once")
         copy_moved(*args, **options)
 
     monkeypatch.setattr(fill_module, "copy_moved", failing)
-    assert fill(server)["behind_neighbors"]["neighbors"]["missing"] > 0
-    assert fill(server)["behind_neighbors"]["chunks"] == 1
-    expected, got = variants(clean), variants(server)
-    assert got.keys() == expected.keys()
-    for key, variant in got.items():
-        assert_same(variant, expected[key])
+    assert server.fill()[1]["neighbors"]["missing"] > 0
+    assert server.fill()[1]["chunks"] == 1
+    assert_all_same(server, clean)
 
 
 def test_neighbors_that_nothing_can_hold_are_missing(runner: Any) -> None:
-    """Neither store nor pool: they are computed in context and counted.
-    The first is computed in its place as it is alone."""
+    """Neither store nor pool. The first is computed in its place as it is alone."""
     server = Server(runner, pool=300, store_bytes=1)
-    found = fill(server)["behind_neighbors"]["neighbors"]
+    found = server.fill()[1]["neighbors"]
     assert sum(found.values()) == 16
     assert found["missing"] > 0
     assert server.put == []

@@ -8,8 +8,8 @@ ever computed over approximate KV. The front's mirror has what the rank reports.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -33,14 +33,9 @@ from tests.reference.scheduler import FakeReq, answer_of, config, marked, walk
 
 # they begin alike, and two are of one length
 CHUNKS = ((1, 2, 3, 4), (1, 2, 5, 5), (1, 2, 3, 4, 6), (7, 8))
-Shape = tuple[tuple[int, ...], list[list[tuple[int, ...]]], str | None]
 HEADS = ((), (9,), (9, 1), (1, 2, 3, 4, 8))  # one begins as another does, one looks like a chunk
 TAILS = ((), (1, 2, 3), (10, 11, 12))
-AREAS = st.lists(st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=3), min_size=1, max_size=2)
-GAPS = st.sampled_from([0, 0, 1, 2])
-KEEP = st.frozensets(st.integers(0, 4), max_size=3)
-SALTS = st.integers(0, 9).map(lambda x: "salt" if x == 9 else None)
-SHAPES = st.tuples(st.sampled_from(HEADS), AREAS, SALTS)
+AHEAD, JOINS = st.booleans(), st.sampled_from([True, True, False])
 RECIPES = (
     FusionRequest("none", 0.0, "none"),
     FusionRequest("query", 0.5, "query/question=1"),
@@ -49,6 +44,26 @@ RECIPES = (
 )
 Kind = str | FusionRequest
 KINDS: tuple[Kind, ...] = ("plain", "exact", *RECIPES)
+AREAS = st.lists(st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=3), min_size=1, max_size=2)
+SHAPES = st.fixed_dictionaries(
+    {
+        "head": st.sampled_from(HEADS),
+        "areas": AREAS,
+        "salt": st.integers(0, 9).map(lambda x: "salt" if x == 9 else None),
+        "promoted_len": st.integers(0, 3),
+        "keep": st.frozensets(st.integers(0, 4), max_size=3),
+        "exact_gaps": st.sampled_from([0, 0, 1, 2]),
+    }
+)
+SERVERS = st.fixed_dictionaries(
+    {
+        "capacity": st.integers(50, 120),
+        "limits": st.sampled_from([ROOMY, ROOMY, Limits(12, 6, 0), Limits(1000, 1000, 4)]),
+        "prefill_budget": st.sampled_from([8, 16, 30]),
+        "is_chunked": st.sampled_from([True, True, False]),
+        "host_slots": st.sampled_from([0, 20, 200]),
+    }
+)
 
 
 @dataclass
@@ -61,17 +76,9 @@ class Live:
 
 
 def make_live(
-    kind: Kind,
-    head: Sequence[int],
-    areas: Sequence[Sequence[tuple[int, ...]]],
-    tail: Sequence[int],
-    salt: str | None,
-    promoted_len: int,
-    keep: Iterable[int],
-    is_preprocessing: bool,
-    exact_gaps: int,
+    kind: Kind, *, head: Any, areas: Any, tail: tuple[int, ...], salt: str | None, **fields: Any
 ) -> Live:
-    """Head, then every area with `tail` after it."""
+    """Head, then every area with `tail` after it. `fields`: of `marked`."""
     ids, spans = list(head), []
     for area in areas:
         for chunk in area:
@@ -79,15 +86,7 @@ def make_live(
             ids += chunk
         ids += tail
     reuse = kind if isinstance(kind, FusionRequest) else None
-    params = marked(
-        spans,
-        namespace=f"{head}{salt}",
-        promoted_len=promoted_len,
-        keep=keep,
-        fusion=reuse,
-        is_preprocessing=is_preprocessing,
-        exact_gaps=exact_gaps,
-    )
+    params = marked(spans, namespace=f"{head}{salt}", fusion=reuse, **fields)
     return Live(FakeReq(ids, None if kind == "plain" else params, cache_salt=salt), reuse)
 
 
@@ -95,49 +94,34 @@ class FuserMachine(RuleBasedStateMachine):
     """Requests join a batch one by one; any other step runs that batch first, as SGLang does."""
 
     @initialize(
-        capacity=st.integers(50, 120),
+        server=SERVERS,
         eviction=st.sampled_from(["reused", "promoted", "lru"]),
         selector=st.sampled_from(["critical", "context", "h2o"]),
-        limits=st.sampled_from([ROOMY, ROOMY, Limits(12, 6, 0), Limits(1000, 1000, 4)]),
-        prefill_budget=st.sampled_from([8, 16, 30]),
-        is_chunked=st.sampled_from([True, True, False]),
         store=st.sampled_from(
             [(1000, 1, "none"), (100, 2, "none"), (1000, 3, "none"), (1000, 3, "int4")]
         ),
-        host_slots=st.sampled_from([0, 20, 200]),
         load_s=st.sampled_from([0.0, 4.0, 7.0]),
     )
     def start(
         self,
-        capacity: int,
+        server: dict[str, Any],
         eviction: str,
         selector: str,
-        limits: Limits,
-        prefill_budget: int,
-        is_chunked: bool,
         store: tuple[int, int, str],
-        host_slots: int,
         load_s: float,
     ) -> None:
+        store_bytes, store_variants, store_codec = store
         knobs = config(
             reuse="fused",
             eviction=eviction,
             selector=selector,
             selectors="eval.selectors",
-            store_variants=store[1],
-            store_codec=store[2],
+            store_variants=store_variants,
+            store_codec=store_codec,
             window_requests=4,
         )
-        self.scheduler = FusedScheduler(
-            capacity,
-            knobs,
-            limits=limits,
-            prefill_budget=prefill_budget,
-            is_chunked=is_chunked,
-            store_bytes=store[0],
-            host_slots=host_slots,
-        )
-        if host_slots:  # a load is worth it for more tokens than that
+        self.scheduler = FusedScheduler(config=knobs, store_bytes=store_bytes, **server)
+        if server["host_slots"]:  # a load is worth it for more tokens than that
             costs = {Phase.LOAD: Line(fixed=load_s), Phase.EXTEND: Line(each=1.0)}
             self.scheduler.cache.host.pricing.agreed = costs
         self.live: list[Live] = []
@@ -148,14 +132,9 @@ class FuserMachine(RuleBasedStateMachine):
     @rule(
         kind=st.sampled_from(KINDS),
         shape=SHAPES,
-        tail=st.sampled_from(TAILS),
-        promoted_len=st.integers(0, 3),
-        keep=KEEP,
-        is_preprocessing=st.booleans(),
-        exact_gaps=GAPS,
+        text=st.fixed_dictionaries({"tail": st.sampled_from(TAILS), "is_preprocessing": AHEAD}),
         piece=st.integers(1, 8),
-        joins=st.sampled_from([True, True, False]),
-        num_rounds=st.integers(0, 2),
+        how=st.fixed_dictionaries({"joins": JOINS, "num_rounds": st.integers(0, 2)}),
         evicted=st.sampled_from([0, 0, 0, 0, 4, 20]),
         again=st.sampled_from([None, *KINDS]),
         moves=st.sampled_from([None, *HEADS]),
@@ -163,15 +142,10 @@ class FuserMachine(RuleBasedStateMachine):
     def admit(
         self,
         kind: Kind,
-        shape: Shape,
-        tail: tuple[int, ...],
-        promoted_len: int,
-        keep: frozenset[int],
-        is_preprocessing: bool,
-        exact_gaps: int,
+        shape: dict[str, Any],
+        text: dict[str, Any],
         piece: int,
-        joins: bool,
-        num_rounds: int,
+        how: dict[str, Any],
         evicted: int,
         again: Kind | None,
         moves: tuple[int, ...] | None,
@@ -181,47 +155,21 @@ class FuserMachine(RuleBasedStateMachine):
 
         `evicted`: tokens that leave between the match and the promise.
         """
-        head, areas, salt = shape
         self.scheduler.evicted_before_load_back = evicted
-        live = make_live(
-            kind, head, areas, tail, salt, promoted_len, keep, is_preprocessing, exact_gaps
-        )
-        self._add(live, piece, joins=joins, num_rounds=num_rounds)
+        self._add(make_live(kind, **shape, **text), piece, **how)
         if again is not None:
-            longer = [*areas[:-1], [*areas[-1], CHUNKS[promoted_len]]]
-            twin = make_live(
-                again,
-                head if moves is None else moves,
-                longer,
-                tail,
-                salt,
-                promoted_len,
-                keep,
-                is_preprocessing,
-                exact_gaps,
-            )
+            *areas, last = shape["areas"]
+            longer = [*areas, [*last, CHUNKS[shape["promoted_len"]]]]
+            head = shape["head"] if moves is None else moves
+            twin = make_live(again, **{**shape, **text, "areas": longer, "head": head})
             self._add(twin, piece, joins=True, num_rounds=0)
         self.scheduler.evicted_before_load_back = 0
 
-    @rule(
-        kind=st.sampled_from(KINDS),
-        shape=SHAPES,
-        keep=KEEP,
-        promoted_len=st.integers(0, 3),
-        exact_gaps=GAPS,
-    )
-    def serve(
-        self,
-        kind: Kind,
-        shape: Shape,
-        keep: frozenset[int],
-        promoted_len: int,
-        exact_gaps: int,
-    ) -> None:
+    @rule(kind=st.sampled_from(KINDS), shape=SHAPES)
+    def serve(self, kind: Kind, shape: dict[str, Any]) -> None:
         """One that runs alone from its start to its end."""
         self._run()
-        head, areas, salt = shape
-        live = make_live(kind, head, areas, (20, 21), salt, promoted_len, keep, False, exact_gaps)
+        live = make_live(kind, tail=(20, 21), **shape)
         self._add(live, 100, joins=False, num_rounds=0)
         self._run()
         while live in self.live:
@@ -251,9 +199,8 @@ class FuserMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 4), token=st.integers(1, 4), is_last=st.booleans())
     def sample(self, which: int, token: int, is_last: bool) -> None:
         self._run()
-        ready = [
-            live for live in self.live if not live.sampled and self.scheduler.is_prefilled(live.req)
-        ]
+        waiting = [live for live in self.live if not live.sampled]
+        ready = [live for live in waiting if self.scheduler.is_prefilled(live.req)]
         if not ready:
             return
         live = ready[which % len(ready)]
@@ -314,13 +261,10 @@ class FuserMachine(RuleBasedStateMachine):
     @rule(is_updated=st.booleans())
     def flush(self, is_updated: bool) -> None:
         self.scheduler.weights += is_updated
-        kept = [
-            each
-            for _, each, _ in self.scheduler.store._held.values()
-            if each.preprocessed and not is_updated
-        ]
+        before = list(self.scheduler.store.variants())
         self.scheduler.flush()
-        assert [each for _, each, _ in self.scheduler.store._held.values()] == kept
+        kept = [each for each in before if each.preprocessed and not is_updated]
+        assert list(self.scheduler.store.variants()) == kept
 
     @precondition(lambda self: self.scheduler.store.stats().num_variants)
     @rule()
@@ -353,9 +297,7 @@ class FuserMachine(RuleBasedStateMachine):
             if facts(node).chain is None:
                 continue
             chunks = [key for key in keys if key.spans]
-            head = tuple(
-                token for key in keys[: len(keys) - len(chunks)] for token in key.token_ids
-            )
+            head = tuple(t for key in keys[: len(keys) - len(chunks)] for t in key.token_ids)
             names = [self._name(key) for key in chunks]
             assert facts(node).chain == chain_of(f"{head}{node.key.cache_salt}", names)
 
@@ -405,9 +347,7 @@ class FuserMachine(RuleBasedStateMachine):
         assert self.scheduler.batch == batch
         if not batch and not self.scheduler.evicted_before_load_back:
             assert not is_promised, "a promise outlived its batch"
-            assert not self._fits(live.req, piece), (
-                "nothing runs and it would fit, and yet it waits"
-            )
+            assert not self._fits(live.req, piece), "nothing runs, it would fit, and yet it waits"
 
     def _fits(self, req: FakeReq, piece: int) -> bool:
         """Whether SGLang alone would have admitted it:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,8 @@ torch = pytest.importorskip("torch")
 from radix_ext.variants import Variant  # noqa: E402
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob, Offload  # noqa: E402
 from sglang_chunkcache.storage.codec import Quantized  # noqa: E402
+
+INT8 = Quantized(8)
 
 
 def test_bytes_count_keys_values_and_scores() -> None:
@@ -21,7 +24,6 @@ def test_bytes_count_keys_values_and_scores() -> None:
 
 
 def test_blob_gives_back_what_it_holds() -> None:
-    """Keys first."""
     keys, values = torch.ones(2, 5, 1, 3), torch.zeros(2, 5, 1, 3)
     blob = HostBlob(keys, values)
     assert blob.read()[0].data_ptr() == keys.data_ptr()
@@ -31,8 +33,7 @@ def test_blob_gives_back_what_it_holds() -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_coded_blob_counts_its_own_bytes_and_gives_back_what_it_decodes(bits: int) -> None:
-    """The store's limit is in bytes that are really taken:
-    with heads of 64 in bfloat16 .27 and .52 of the KV's."""
+    """The store's limit is in bytes that are really taken: .27 and .52 of bfloat16's."""
     codec, kv = Quantized(bits), torch.randn(2, 3, 5, 1, 64).bfloat16()
     blob = HostBlob(*codec.encode(*kv), codec=codec)
     assert blob.num_tokens == 5
@@ -43,37 +44,23 @@ def test_coded_blob_counts_its_own_bytes_and_gives_back_what_it_decodes(bits: in
         assert 0 < float((mine - before).abs().max()) < 0.5
 
 
+def kv(*shape: int) -> Any:
+    return torch.zeros(*shape)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: HostBlob(torch.zeros(2, 1, 3), torch.zeros(2, 1, 3)), "must be"),
-        (lambda: HostBlob(torch.zeros(2, 4, 1, 3), torch.zeros(2, 4, 1)), "must be"),
-        (lambda: HostBlob(torch.zeros(2, 4, 1, 3), torch.zeros(2, 5, 1, 3)), "must be"),
-        (
-            lambda: HostBlob(torch.zeros(2, 4, 1, 3), torch.zeros(2, 4, 1, 3, device="meta")),
-            "values must be on the cpu",
-        ),
-        (
-            lambda: HostBlob(torch.zeros(2, 8, 1, 3)[:, :4], torch.zeros(2, 4, 1, 3)),
-            "keys must own their memory",
-        ),
-        (
-            lambda: HostBlob(*([torch.zeros(2, 4, 1, 8)] * 2), codec=Quantized(8)),
-            "as int8 keeps them",
-        ),
-        (
-            lambda: HostBlob(
-                *Quantized(8).encode(*([torch.full((2, 4, 1, 8), torch.nan)] * 2)),
-                codec=Quantized(8),
-            ),
-            "finite",
-        ),
-        (lambda: ChunkScores((1.0,), (), 1.0, torch.zeros(2), torch.zeros(2)), "inter must have 0"),
-        (lambda: ChunkScores((), (), 1.0, torch.zeros(2), torch.zeros(3)), "context and received"),
-        (
-            lambda: ChunkScores((), (), 1.0, torch.zeros(2, 1), torch.zeros(2, 1)),
-            "context and received",
-        ),
+        (lambda: HostBlob(kv(2, 1, 3), kv(2, 1, 3)), "must be"),
+        (lambda: HostBlob(kv(2, 4, 1, 3), kv(2, 4, 1)), "must be"),
+        (lambda: HostBlob(kv(2, 4, 1, 3), kv(2, 5, 1, 3)), "must be"),
+        (lambda: HostBlob(kv(2, 4, 1, 3), kv(2, 4, 1, 3).to("meta")), "values must be on the cpu"),
+        (lambda: HostBlob(kv(2, 8, 1, 3)[:, :4], kv(2, 4, 1, 3)), "keys must own their memory"),
+        (lambda: HostBlob(kv(2, 4, 1, 8), kv(2, 4, 1, 8), codec=INT8), "as int8 keeps them"),
+        (lambda: HostBlob(*INT8.encode(*[kv(2, 4, 1, 8) / 0] * 2), codec=INT8), "finite"),
+        (lambda: ChunkScores((1.0,), (), 1.0, kv(2), kv(2)), "inter must have 0"),
+        (lambda: ChunkScores((), (), 1.0, kv(2), kv(3)), "context and received"),
+        (lambda: ChunkScores((), (), 1.0, kv(2, 1), kv(2, 1)), "context and received"),
     ],
 )
 def test_malformed_parts_are_refused(make: Callable[[], object], message: str) -> None:
@@ -83,7 +70,6 @@ def test_malformed_parts_are_refused(make: Callable[[], object], message: str) -
 
 
 def test_cpu_tensors_are_there_at_once() -> None:
-    """They are not copied again."""
     keys = torch.ones(3)
     offload = Offload([keys])
     assert offload.is_done()
@@ -93,8 +79,7 @@ def test_cpu_tensors_are_there_at_once() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_device_tensors_arrive_in_pinned_memory() -> None:
-    """As they were when asked for, though their memory is given to others at once;
-    counted as what torch takes for them."""
+    """As they were when asked for, though their memory is given to others at once."""
     tensor = torch.arange(1 << 24, device="cuda").reshape(4, -1, 1, 1)[:, :1000].contiguous()
     expected = tensor.cpu()
     offload = Offload([tensor, tensor + 1])

@@ -1,5 +1,5 @@
-"""Random lives of servers on one storage: what is moved was asked for; index, manifest and bytes
-agree when nothing waits.
+"""Random lives of servers on one storage, alone and two at once: what is moved was asked for;
+index, manifest and bytes agree when nothing waits.
 
 The pass in tests/reference/fused_scheduler.py refuses KV of other tokens than those of the place
 that it is moved to.
@@ -7,8 +7,10 @@ that it is moved to.
 
 from __future__ import annotations
 
+import random
 import tempfile
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import settings
@@ -17,44 +19,84 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 pytest.importorskip("sglang")
 
+from sglang_chunkcache.fusion.tier import StorageTier
+from sglang_chunkcache.storage.storage import LOOKED_UP_S
 from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
-from tests.reference.scheduler import FakeReq
-from tests.sglang_chunkcache.fusion.test_promise import (
-    HEAD,
-    OTHER_HEAD,
-    A,
-    B,
-    C,
-    D,
-    asks,
-    fused,
-    rag,
-)
-from tests.sglang_chunkcache.fusion.test_tier import Disk
+from tests.kit.fused import Disk, Rank
+from tests.kit.requests import HEAD, OTHER_HEAD, A, B, C, D, asks, fused, rag
 
 CHUNKS = st.permutations([A, B, C, D]).flatmap(
     lambda chunks: st.integers(1, 4).map(lambda num: chunks[:num])
 )
 HEADS = st.sampled_from([HEAD, OTHER_HEAD])
 SALTS = st.sampled_from([None, "pepper"])
-STORAGE_BYTES = 3000
-"""Eight entries or so."""
+SERVERS = st.integers(0, 1)
 
 
-class StorageLife(RuleBasedStateMachine):
+class Life(RuleBasedStateMachine):
+    storage_bytes: ClassVar[int]
+
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.disk = Disk(Path(self.folder.name))
+        self.servers: list[Rank] = []
+        self.tiers: list[StorageTier] = []
+
+    def _start(self, number: int = 0, beside: str = "") -> None:
+        """In place of the one of this number."""
+        server = self.disk.server(
+            beside=beside, storage_bytes=self.storage_bytes, store_bytes=200, capacity=120
+        )
+        self.servers[number : number + 1] = [server]
+        self.tiers[number : number + 1] = [self.disk.tier]
+
+    def _settle(self) -> None:
+        for tier in self.tiers:
+            self.disk.settle(tier)
+
+    def _own(self, number: int) -> dict[str, int]:
+        """What this server has written and still has, and its bytes; its books agree."""
+        self.servers[number].check()
+        storage = self.tiers[number].storage
+        storage.index.check_integrity()
+        own = {
+            v.blob.row.name: v.blob.row.num_bytes for v in storage.index.variants() if v.blob.is_own
+        }
+        assert {row.name: row.num_bytes for row in storage.loader._manifest.rows()} == own
+        assert sum(own.values()) <= self.storage_bytes
+        assert not storage._under_way
+        return own
+
+    def agree(self) -> None:
+        """Index, manifest and storage do."""
+        raise NotImplementedError
+
+    def teardown(self) -> None:
+        self.disk.storage.fails = False
+        self.agree()
+        for tier in self.tiers:
+            tier.storage.close()
+        self.folder.cleanup()
+
+
+class StorageLife(Life):
+    """Of one server after the other; storage and weights change."""
+
+    storage_bytes = 3000  # eight entries or so
+
+    def __init__(self) -> None:
+        super().__init__()
         self.weights = 0
-        self._start()
+        self._begin()
         self.store([A, B, C, D], HEAD, None, scored=False)
 
-    def _start(self) -> None:
-        self.server = self.disk.server(storage_bytes=STORAGE_BYTES, store_bytes=200, capacity=120)
+    def _begin(self) -> None:
+        self._start()
+        (self.server,), (self.tier,) = self.servers, self.tiers
         self.server.weights = self.server.fuser._weights = self.weights
-        self.disk.tier.storage.start(self.weights, ())
+        self.tier.storage.start(self.weights, ())
 
     @rule(chunks=CHUNKS, head=HEADS, salt=SALTS, scored=st.booleans())
     def store(
@@ -68,10 +110,10 @@ class StorageLife(RuleBasedStateMachine):
 
     @rule(chunks=CHUNKS, head=HEADS, salt=SALTS, waits=st.booleans())
     def move(self, chunks: list[list[int]], head: list[int], salt: str | None, waits: bool) -> None:
-        req: FakeReq = fused(*chunks, head=head, cache_salt=salt)
+        req = fused(*chunks, head=head, cache_salt=salt)
         self.server.cache.arrived(req)
         if waits:
-            self.disk.settle()
+            self._settle()
         self.server.serve(req, answer=[50])
 
     @rule(num_tokens=st.integers(1, 120))
@@ -97,7 +139,7 @@ class StorageLife(RuleBasedStateMachine):
         """Every entry, mostly in its KV. Then chunks are asked for that are nowhere else."""
         self.fail(False)
         self.store([A, B, C, D], head, None, scored=False)
-        self.disk.settle()
+        self._settle()
         for held in self.disk.storage.held.values():
             held[-at] ^= 64
         self.flush(self.weights)
@@ -105,50 +147,129 @@ class StorageLife(RuleBasedStateMachine):
 
     @rule(fails=st.booleans())
     def fail(self, fails: bool) -> None:
-        self.disk.settle()
+        self._settle()
         self.disk.storage.fails = fails
-        self.disk.tier.storage.loader._paused_until = None
+        self.tier.storage.loader._paused_until = None
 
     @rule()
     def restart(self) -> None:
         self.disk.stop()
-        self._start()
-        self.disk.tier.load_most_used(5)
+        self._begin()
+        self.tier.load_most_used(5)
 
     @rule()
-    def agrees(self) -> None:
-        self.disk.settle()
-        self.server.check()
-        index = self.disk.tier.storage.index
-        index.check_integrity()
-        rows = {variant.blob.row.name: variant.blob.row.num_bytes for variant in index.variants()}
-        assert {
-            row.name: row.num_bytes for row in self.disk.tier.storage.loader._manifest.rows()
-        } == rows
-        mine = f"{self.disk.tier.storage._weights} unrotated"
-        own = sum(
-            each.blob.nbytes for each in index.variants() if each.blob.row.place.model == mine
-        )
-        stats = self.disk.tier.storage.stats()
-        assert (stats["bytes"], stats["num_bytes"]) == (
-            {"variants": own, "other": sum(rows.values()) - own},
-            sum(rows.values()),
-        )
-        assert rows.keys() <= self.disk.storage.held.keys()
-        assert all(
-            len(self.disk.storage.held[name]) == num_bytes for name, num_bytes in rows.items()
-        )
-        assert sum(rows.values()) <= STORAGE_BYTES
-        assert not self.disk.tier.storage._under_way
+    def agree(self) -> None:
+        self._settle()
+        own, storage = self._own(0), self.tier.storage
+        variants = list(storage.index.variants())
+        assert len(own) == len(variants)
+        mine = f"{storage._weights} unrotated"
+        num_bytes = sum(v.blob.nbytes for v in variants if v.blob.row.place.model == mine)
+        stats, total = storage.stats(), sum(own.values())
+        assert stats["bytes"] == {"variants": num_bytes, "other": total - num_bytes}
+        assert stats["num_bytes"] == total
+        held = self.disk.storage.held
+        assert {name: len(held[name]) for name in own} == own
 
-    def teardown(self) -> None:
-        self.disk.storage.fails = False
-        self.agrees()
-        self.disk.tier.storage.close()
-        self.folder.cleanup()
+
+class SharedLife(Life):
+    """Of two servers, whose storage loses what it has."""
+
+    storage_bytes = 1000  # three entries or so, of each server
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost: set[str] = set()
+        """Entries that somebody else than their writer has deleted or damaged."""
+        self.has_all_pointers = True
+        for number in range(2):
+            self._start(number, str(number))
+        for chunk in (A, B, C):
+            self.store(0, [chunk], None)
+            self.move(1, [chunk], None, waits=True)
+
+    @rule(at=SERVERS, chunks=CHUNKS, salt=SALTS)
+    def store(self, at: int, chunks: list[list[int]], salt: str | None) -> None:
+        self.servers[at].store_chunks(*chunks, cache_salt=salt)
+        self._settle()  # two that write the same at once are both its writers
+
+    @rule(at=SERVERS, chunks=CHUNKS, salt=SALTS, waits=st.booleans(), forgets=st.booleans())
+    def move(
+        self, at: int, chunks: list[list[int]], salt: str | None, waits: bool, forgets: bool = False
+    ) -> None:
+        """`forgets`: device and memory, before."""
+        if forgets:
+            self.servers[at].flush()
+        req = fused(*chunks, cache_salt=salt)
+        self.disk.now += LOOKED_UP_S
+        self.servers[at].cache.arrived(req)
+        if waits:
+            self._settle()
+        self.servers[at].serve(req, answer=[50])
+        self._settle()
+
+    @rule(at=SERVERS)
+    def clear(self, at: int) -> None:
+        self._settle()
+        others = [v.blob for v in self.tiers[at].storage.index.variants() if not v.blob.is_own]
+        self.lost |= {blob.row.name for blob in others}
+        self.servers[at].cache.rank_state(0, Asked(clear_store=True))
+        self._settle()
+
+    @rule(which=st.integers(0, 30), is_damaged=st.booleans())
+    def lose(self, which: int, is_damaged: bool) -> None:
+        """An entry or a pointer, by a storage that evicts or damages."""
+        for name in sorted(self.disk.storage.held)[which : which + 1]:
+            if name.startswith("ccp1-"):
+                self.has_all_pointers = False
+            else:
+                self.lost.add(name)
+            if is_damaged:
+                self.disk.storage.held[name][-1] ^= 64
+            else:
+                del self.disk.storage.held[name]
+
+    @rule(at=SERVERS)
+    def restart(self, at: int) -> None:
+        self._settle()
+        self.tiers[at].storage.close()
+        self._start(at, str(at))
+
+    @rule()
+    def agree(self) -> None:
+        self._settle()
+        held, owned = self.disk.storage.held, [self._own(number) for number in range(2)]
+        if not self.has_all_pointers:
+            return  # one writes again what another has written, and either may delete it
+        for own in owned:
+            kept = {name: size for name, size in own.items() if name not in self.lost}
+            assert {name: len(held[name]) for name in kept} == kept
+        if not self.lost:
+            entries = sorted(name for name in held if name.startswith("cc1-"))
+            assert sorted([*owned[0], *owned[1]]) == entries, "each has one writer"
+            assert len(held) == 2 * len(entries), "and one pointer"
 
 
 TestStorageLife = StorageLife.TestCase
 TestStorageLife.settings = settings(
     max_examples=examples(50), stateful_step_count=30, deadline=None
 )
+TestSharedLife = SharedLife.TestCase
+TestSharedLife.settings = settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_long_life(seed: int) -> None:
+    """Examples are mostly short, and budgets are exceeded late.
+    Nothing is lost here, so every entry must be there."""
+    rng, life = random.Random(seed), SharedLife()
+    for _ in range(40):
+        chunks, at = rng.sample([A, B, C, D], rng.randint(1, 4)), rng.randint(0, 1)
+        salt = rng.choice([None, "pepper"])
+        if rng.random() < 2 / 3:
+            life.store(at, chunks, salt)
+        else:
+            life.move(at, chunks, salt, waits=True, forgets=rng.random() < 0.5)
+        life.agree()
+    assert sum(tier.storage.num_found for tier in life.tiers) > 0
+    life.teardown()

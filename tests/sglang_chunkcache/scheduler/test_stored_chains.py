@@ -27,10 +27,10 @@ from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import Asked, ExplainRequest
 from tests.examples import examples
+from tests.kit import requests
+from tests.kit.fused import Disk
 from tests.polling import DEADLINE_S
 from tests.reference.scheduler import SECRET, FakeReq
-from tests.sglang_chunkcache.fusion import test_promise
-from tests.sglang_chunkcache.fusion.test_tier import Disk
 from tests.sglang_chunkcache.scheduler.test_host_chains import (
     CAPACITY,
     HEAD,
@@ -791,7 +791,7 @@ def test_request_counts_once_where_its_chunks_may_be_moved(disk: ChainDisk) -> N
     asked: list[int] = []
     with mock.patch.object(storage.index, "ask", lambda chunks: asked.append(len(chunks))):
         for _ in range(2):
-            req = test_promise.fused(test_promise.A)
+            req = requests.fused(requests.A)
             server.cache.arrived(req)
             server.serve(req, answer=[50])
     assert asked == [3, 3]  # the head, A behind it, A

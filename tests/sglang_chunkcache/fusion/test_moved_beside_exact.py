@@ -1,0 +1,139 @@
+"""Moved and ordinary KV side by side on a real model: what a fused request leaves for others, and
+what a batch's pass declines, is what a prefill computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+pytest.importorskip("transformers")
+
+import torch
+from torch import Tensor
+
+from radix_ext import FusionRequest
+from sglang_chunkcache.fusion.calibration import Calibration
+from sglang_chunkcache.scheduler.node import facts
+from sglang_chunkcache.wire.report import Fallback
+from tests import models
+from tests.kit.fused import report
+from tests.kit.requests import rag
+from tests.reference.model_scheduler import ModelScheduler
+from tests.reference.scheduler import FakeReq, config
+
+pytestmark = pytest.mark.engine
+
+HEAD = (90, 91)
+A, B, C, D = ([(7 * index + 3 * i) % 89 + 1 for i in range(80)] for index in range(4))
+Make = Callable[[], ModelScheduler]
+FUSION = FusionRequest("first", 0.25, "r")
+TOLERANCE = 5e-5
+"""Of keys and values of the float32 model between two prefills of other pieces."""
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """A scheduler with nothing cached; the next takes its place on the pool."""
+    runner = models.runner("llama")
+
+    def made() -> ModelScheduler:
+        knobs = config(reuse="fused", recompute_attention="masked")
+        scheduler = ModelScheduler(runner, 1500, knobs, prefill_budget=256)
+        scheduler.fuser.fusion_pass.calibration = Calibration(heads=((0, 1), (2, 3)))
+        return scheduler
+
+    yield made
+    models.assert_given_back(runner)
+
+
+def kv_of_batch(scheduler: ModelScheduler, *reqs: FakeReq) -> list[Tensor]:
+    """The requests in one batch; each one's KV when it is computed."""
+    for req in reqs:
+        assert scheduler.add(req, 1000) is not None
+    scheduler.forward()
+    scheduler.check(reqs)
+    rows: list[Any] = [scheduler.slots(req, 0, req.filled) for req in reqs]
+    found = [torch.stack(models.kv_of(scheduler._runner, torch.tensor(row))) for row in rows]
+    for req in reqs:
+        scheduler.sample(req, 70)
+    for req in reqs:
+        scheduler.release(req, is_insert=True)
+    return found
+
+
+def assert_close(got: Tensor, expected: Tensor, atol: float = TOLERANCE) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+
+
+def test_request_behind_what_the_batch_fills_reads_it_filled(make: Make) -> None:
+    """B is moved for the first; the second stands on it and computes C."""
+    scheduler = make()
+    scheduler.serve(rag(A, B, C))
+    one, two = rag(B, fusion=FUSION), rag(B, C, fusion=FUSION)
+    _, got = kv_of_batch(scheduler, one, two)
+    assert (report(one).fallbacks, report(two).fallbacks) == ((), (Fallback.NOT_FILLED,))
+    scheduler.cache.reset()
+    scheduler.allocator.clear()
+    scheduler.serve(rag(A, B, C))
+    kv_of_batch(scheduler, rag(B, fusion=FUSION))
+    two = rag(B, C, fusion=replace(FUSION, fresh=frozenset({1})))
+    (expected,) = kv_of_batch(scheduler, two)
+    assert_close(got, expected)
+
+
+def test_request_that_a_full_pass_leaves_out_is_a_prefill(make: Make) -> None:
+    """Beside the one that fills the pass."""
+    scheduler = make()
+    scheduler.serve(rag(A, B, C))
+    scheduler.fuser.limits = replace(scheduler.fuser.limits, max_pass_tokens=50)
+    one, two = rag(B, fusion=FUSION), rag(C, B, fusion=replace(FUSION, recipe="s"))
+    _, got = kv_of_batch(scheduler, one, two)
+    assert (report(one).fallbacks, report(two).fallbacks) == ((), (Fallback.PASS_FULL,))
+    (expected,) = kv_of_batch(scheduler, rag(C, B))
+    assert_close(got, expected)
+
+
+def cached_kv(scheduler: ModelScheduler, req: FakeReq, num_tokens: int) -> Tensor:
+    """What the tree holds of this prompt."""
+    assert scheduler.match(req) >= num_tokens
+    return torch.stack(models.kv_of(scheduler._runner, req.prefix_indices[:num_tokens]))
+
+
+def outward_of(scheduler: ModelScheduler, chunk: list[int]) -> list[Tensor]:
+    """What its computed nodes' tokens were seen to attend to before it, in order of position."""
+    found = [facts(node) for node in scheduler.cache._nodes() if list(node.key.token_ids) == chunk]
+    computed = sorted((each for each in found if not each.is_moved), key=lambda each: each.start)
+    assert all(each.outward is not None for each in computed)
+    return [torch.as_tensor(each.outward) for each in computed]
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3])
+def test_exact_request_on_an_exact_gap_has_an_ordinary_prefills_kv(
+    make: Make, ratio: float
+) -> None:
+    """B is computed before C and A are moved; the exact request computes D after it."""
+    scheduler = make()
+    scheduler.serve(rag(A, B, C), answer=[1])
+    fusion = FusionRequest("first", ratio, "r")
+    moving = rag(B, C, A, fusion=fusion, promoted_len=3, exact_gaps=1)
+    scheduler.serve(moving, answer=[1])
+    assert scheduler.serve(rag(B, D), answer=[1]) == len(HEAD) + len(B)
+    scheduler.check()
+    found = cached_kv(scheduler, rag(B, D), len(HEAD) + len(B + D))
+    fused = cached_kv(scheduler, moving, len(HEAD) + len(B + C + A))
+    assert [len(outward_of(scheduler, chunk)) for chunk in (A, B, C)] == [1, 2, 1]
+
+    alone = make()
+    alone.serve(rag(B, D), answer=[1])
+    for chunk in (B, D):
+        assert_close(outward_of(scheduler, chunk)[0], outward_of(alone, chunk)[0], atol=1e-4)
+    assert_close(found, cached_kv(alone, rag(B, D), len(HEAD) + len(B + D)))
+
+    alone.serve(rag(B, C, A), answer=[1])
+    ordinary = cached_kv(alone, rag(B, C, A), len(HEAD) + len(B + C + A))
+    moved = (fused - ordinary)[..., len(HEAD) + len(B) :, :, :]
+    assert float(moved.abs().max()) > 20 * TOLERANCE
