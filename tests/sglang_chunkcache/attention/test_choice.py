@@ -7,6 +7,7 @@ That the passes are right: test_recompute.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +52,15 @@ def shift_limits(wrapper: Any, by: int) -> None:
     )
 
 
+def forget_causal(wrapper: Any) -> None:
+    original = wrapper.plan
+    wrapper.plan = lambda *args, **kwargs: original(*args, **{**kwargs, "causal": False})
+
+
+def answer_nan(wrapper: Any) -> None:
+    wrapper._attend = lambda q, *_: (q * torch.nan, q[..., 0])
+
+
 def fail_for(*backends: str) -> Callable[[Any], None]:
     def fail(wrapper: Any) -> None:
         if wrapper.backend in backends:
@@ -83,26 +93,27 @@ def test_one_that_does_not_compile_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("by", [-1, 1])
-def test_one_that_is_wrong_by_a_key_is_left_out(by: int, dtype: torch.dtype) -> None:
-    """The check has to see the smallest mistake there is, above rounding;
-    the wrong ones are not even timed."""
-    shape = HeadShape(2, 1, 64, dtype)
-    choice = choose_with(changed(lambda wrapper: shift_limits(wrapper, by)), shape=shape)
-    assert choice.kernel is None
-    assert choice.ms == {}
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        # the smallest mistakes there are, above rounding
+        (partial(shift_limits, by=-1), "wrong: off by "),
+        (partial(shift_limits, by=1), "wrong: off by "),
+        # the checked pass has a run too: its kernel is another one, FlashInfer's own
+        (forget_causal, "wrong: off by "),
+        # no comparison with NaN holds, so the check has to ask for what holds
+        (answer_nan, "wrong: off by nan"),
+        (fail_for("fa2", "fa3"), "RuntimeError: Ninja build failed."),
+    ],
+)
+def test_what_is_wrong_is_left_out(
+    change: Callable[[Any], None], reason: str, dtype: torch.dtype
+) -> None:
+    """Not even timed. The server then falls back to the masked pass and logs the reasons."""
+    choice = choose_with(changed(change), shape=HeadShape(2, 1, 64, dtype))
+    assert (choice.kernel, choice.ms) == (None, {})
     assert set(choice.failed) == set(KERNELS)
-    assert all(reason.startswith("wrong: off by ") for reason in choice.failed.values())
-
-
-def test_one_that_is_wrong_on_runs_is_left_out() -> None:
-    """The checked pass has a run too: its kernel is another one, FlashInfer's own."""
-
-    def forget_causal(wrapper: Any) -> None:
-        original = wrapper.plan
-        wrapper.plan = lambda *args, **kwargs: original(*args, **{**kwargs, "causal": False})
-
-    assert set(choose_with(changed(forget_causal)).failed) == set(KERNELS)
+    assert all(why.startswith(reason) for why in choice.failed.values())
 
 
 def test_a_forgotten_merge_is_left_out() -> None:
@@ -111,22 +122,6 @@ def test_a_forgotten_merge_is_left_out() -> None:
     modules.merge_state_in_place = lambda *_: None
     choice = choose_with(modules)
     assert set(choice.failed) == {"fa3_two_part"}
-
-
-def test_nan_is_wrong() -> None:
-    """No comparison with NaN holds, so the check has to ask for what holds."""
-
-    def spoil(wrapper: Any) -> None:
-        wrapper._attend = lambda q, *_: (q * torch.nan, q[..., 0])
-
-    assert choose_with(changed(spoil)).kernel is None
-
-
-def test_nothing_left_says_why() -> None:
-    """The server then falls back to the masked pass and logs the reasons."""
-    choice = choose_with(changed(fail_for("fa2", "fa3")))
-    assert choice.kernel is None
-    assert set(choice.failed) == set(KERNELS)
 
 
 def test_a_machine_without_cuda_is_not_tried() -> None:
