@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
+from sglang_chunkcache.attention.reference import attend
 
 KINDS = ("empty", "one", "first", "last", "all", "clustered", "scattered")
 
@@ -32,6 +33,11 @@ class Case:
     """[num_pages, page_size, num_kv_heads, head_dim] of `shape.dtype`."""
     values: Tensor = field(repr=False)
     """Like `keys`."""
+
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """By the reference: output and log-sum-exp."""
+        inputs, page_size = (self.queries, self.keys, self.values), self.page_size
+        return attend(*inputs, self.requests, page_size=page_size, scale=self.scale)
 
 
 @st.composite

@@ -3,6 +3,9 @@ and refuses what cannot be."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
 pytest.importorskip("torch")
@@ -10,6 +13,8 @@ pytest.importorskip("torch")
 import torch
 
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
+from sglang_chunkcache.attention.reference import ReferenceAttention
+from sglang_chunkcache.attention.sparse_layout import plan_sparse
 
 
 def make_request(
@@ -34,84 +39,59 @@ def test_visible_counts_keys_at_or_before(
     positions: list[int], kv_positions: list[int] | None, expected: list[int]
 ) -> None:
     """Its own position included, gaps left out, never more than there are."""
-    visible = make_request(positions, kv_positions, 4).visible()
-    assert visible.dtype == torch.int64
-    assert visible.tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("positions", "kv_positions", "num_keys", "message"),
-    [
-        ([1, 1], None, 4, "positions: expected strictly ascending"),
-        ([2, 1], None, 4, "positions: expected strictly ascending"),
-        ([-1, 1], None, 4, "positions: expected strictly ascending"),
-        ([3], [0, 2, 2, 3], 4, "kv_positions: expected strictly ascending"),
-        ([3], [0, 2, 3], 4, "kv_positions: expected 4, got 3"),
-    ],
-)
-def test_request_refuses(
-    positions: list[int], kv_positions: list[int] | None, num_keys: int, message: str
-) -> None:
-    """Positions out of order would make `visible` fall."""
-    with pytest.raises(ValueError, match=message):
-        make_request(positions, kv_positions, num_keys)
-
-
-@pytest.mark.parametrize(("positions", "kv_positions"), [([1, 3], [2, 3]), ([1], []), ([1], None)])
-def test_a_query_without_keys_is_refused(
-    positions: list[int], kv_positions: list[int] | None
-) -> None:
-    """It has no softmax."""
-    request = make_request(positions, kv_positions, len(kv_positions or []))
-    with pytest.raises(ValueError, match="position 1 has nothing to attend to"):
-        request.visible()
-
-
-@pytest.mark.parametrize(
-    ("positions", "kv_positions", "expected"),
-    [
-        ([0, 3, 4, 9], None, [True, True, False, False]),
-        ([2, 4, 8, 99], [2, 3, 5, 8], [True, False, True, False]),
-    ],
-)
-def test_has_key_compares_positions(
-    positions: list[int], kv_positions: list[int] | None, expected: list[bool]
-) -> None:
-    """A gap has none, whatever its neighbours are."""
     request = make_request(positions, kv_positions, 4)
-    assert request.has_key().tolist() == expected
-    assert request.key_positions().tolist() == (kv_positions or [0, 1, 2, 3])
+    assert request.visible().dtype == torch.int64
+    assert request.visible().tolist() == expected
+    keys = kv_positions or [0, 1, 2, 3]
+    assert request.has_key().tolist() == [position in keys for position in positions]
+    assert request.key_positions().tolist() == keys
+
+
+ONE, FOUR = torch.tensor([1]), torch.arange(4)
+ASCENDING = "positions: expected strictly ascending"
 
 
 @pytest.mark.parametrize(
-    "positions",
+    ("request_", "message"),
     [
-        torch.arange(2, dtype=torch.int32),
-        torch.zeros(1, 1, dtype=torch.int64),
-        torch.zeros(1, device="meta"),
+        # positions out of order would make `visible` fall
+        (lambda: make_request([1, 1], None, 4), ASCENDING),
+        (lambda: make_request([2, 1], None, 4), ASCENDING),
+        (lambda: make_request([-1, 1], None, 4), ASCENDING),
+        (lambda: make_request([3], [0, 2, 2, 3], 4), f"kv_{ASCENDING}"),
+        (lambda: make_request([3], [0, 2, 3], 4), "kv_positions: expected 4, got 3"),
+        # a query without keys has no softmax
+        (lambda: make_request([1, 3], [2, 3], 2).visible(), "position 1 has nothing to attend to"),
+        (lambda: make_request([1], [], 0).visible(), "position 1 has nothing to attend to"),
+        (lambda: make_request([1], None, 0).visible(), "position 1 has nothing to attend to"),
+        # planning reads positions; on a device each look would wait for it
+        (lambda: SparseRequest(ONE.int(), FOUR, 4), "positions: expected"),
+        (lambda: SparseRequest(ONE[None], FOUR, 4), "positions: expected"),
+        (lambda: SparseRequest(ONE.to("meta"), FOUR, 4), "positions: expected"),
+        # fractions would be cut off on the way to the kernel, and other slots read
+        (
+            lambda: SparseRequest(ONE, FOUR.float(), 4),
+            r"kv_pages: expected \[pages\] integers, got \[4\] torch.float32",
+        ),
+        (lambda: SparseRequest(ONE, FOUR[None], 4), "kv_pages: expected"),
+        (lambda: SparseRequest(ONE, FOUR, -5), "num_keys: expected a number of keys, got -5"),
+        (lambda: SparseRequest(ONE, FOUR, 4.0), "num_keys: expected a number of keys, got 4.0"),  # type: ignore[arg-type]
     ],
 )
-def test_request_refuses_other_dtype_shape_or_device(positions: torch.Tensor) -> None:
-    """Planning reads positions; on a device each look would wait for it."""
-    with pytest.raises(ValueError, match="positions: expected"):
-        SparseRequest(positions, torch.arange(4), 4)
-
-
-@pytest.mark.parametrize(
-    ("pages", "num_keys", "message"),
-    [
-        (torch.zeros(4), 4, r"kv_pages: expected \[pages\] integers, got \[4\] torch.float32"),
-        (torch.arange(4)[None], 4, "kv_pages: expected"),
-        (torch.arange(4), -5, "num_keys: expected a number of keys, got -5"),
-        (torch.arange(4), 4.0, "num_keys: expected a number of keys, got 4.0"),
-    ],
-)
-def test_request_refuses_pages_that_are_none(
-    pages: torch.Tensor, num_keys: int, message: str
-) -> None:
-    """Fractions would be cut off on the way to the kernel, and other slots read."""
+def test_what_cannot_be_is_refused(request_: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SparseRequest(torch.tensor([1]), pages, num_keys)
+        request_()
+
+
+@pytest.mark.parametrize(("num_pages", "page_size"), [(16, 16), (3, 16), (1, 16), (31, 1), (33, 1)])
+def test_plans_refuse_pages_that_the_keys_do_not_fill(num_pages: int, page_size: int) -> None:
+    """Slots instead of pages, or a page missing, would be read as other tokens' keys."""
+    request = SparseRequest(torch.tensor([3]), torch.arange(num_pages), 32)
+    shape = HeadShape(2, 1, 8, torch.float32)
+    attention = ReferenceAttention(shape, scale=1.0, page_size=page_size)
+    for plan in (attention.plan, partial(plan_sparse, page_size=page_size)):
+        with pytest.raises(ValueError, match=rf"kv_pages: expected \d+ pages of {page_size}"):
+            plan([request])
 
 
 def test_group_size_is_query_heads_per_kv_head() -> None:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse, tile_rows
-from sglang_chunkcache.attention.reference import attend
 from tests.examples import examples
 from tests.reference import flashinfer
 from tests.sglang_chunkcache.attention.strategies import Case, cases
@@ -54,17 +53,6 @@ def run(attention: FlashInferSparse, case: Case) -> Tensor:
     return out
 
 
-def expected(case: Case) -> Tensor:
-    return attend(
-        case.queries,
-        case.keys,
-        case.values,
-        case.requests,
-        page_size=case.page_size,
-        scale=case.scale,
-    )[0]
-
-
 def make_case(position_lists: Sequence[Sequence[int]], num_keys: int = 500, seed: int = 0) -> Case:
     """Requests of `SHAPE` over pages of a pool of one slot each, all their own."""
     generator = torch.Generator().manual_seed(seed)
@@ -83,8 +71,9 @@ def make_case(position_lists: Sequence[Sequence[int]], num_keys: int = 500, seed
     )
 
 
-MIXED = make_case([[3, 9, *range(20, 240), *range(241, 499, 7)], [3, 9, 200, 480]])
+POSITIONS = [[3, 9, *range(20, 240), *range(241, 499, 7)], [3, 9, 200, 480]]
 """A run of 220 between scattered ones."""
+MIXED = make_case(POSITIONS)
 
 
 def spied(log: list[str]) -> Any:
@@ -118,25 +107,18 @@ def test_every_pass_equals_the_reference(kernel: str, case: Case) -> None:
     """Positions empty to all, groups of 1 to 8, pages of 1 and 16 that requests share,
     keys with gaps."""
     attention = make(kernel, case.shape, scale=case.scale, page_size=case.page_size)
-    assert_near(run(attention, case), expected(case), case.shape.dtype)
+    assert_near(run(attention, case), case.attend()[0], case.shape.dtype)
 
 
 @every_kernel
 def test_replanned_for_smaller_and_larger_passes(kernel: str) -> None:
     """Nothing of the pass before is left."""
-    attention = make(kernel)
-    every_other = range(0, 300, 2)
-    passes: list[list[Sequence[int]]] = [
-        [[7]],
-        [range(5, 400)],
-        [[3, 5], every_other],
-        [[]],
-        [[250], range(9)],
-        [],
-    ]
+    attention, every_other = make(kernel), range(0, 300, 2)
+    some, more = [[7]], [[3, 5], every_other]
+    passes: Any = [some, [range(5, 400)], more, [[]], [[250], range(9)], []]
     for seed, lists in enumerate(passes):
         case = make_case(lists, seed=seed)
-        assert_near(run(attention, case), expected(case), SHAPE.dtype)
+        assert_near(run(attention, case), case.attend()[0], SHAPE.dtype)
 
 
 @every_kernel
@@ -146,14 +128,10 @@ def test_one_plan_serves_every_layer(kernel: str) -> None:
     attention = make(kernel)
     order = attention.plan(MIXED.requests)
     assert order is not None
-    layers = [
-        make_case([request.positions.tolist() for request in MIXED.requests], seed=seed)
-        for seed in (1, 2)
-    ]
-    layers = [replace(layer, requests=MIXED.requests) for layer in layers]
+    layers = [replace(make_case(POSITIONS, seed=n), requests=MIXED.requests) for n in (1, 2)]
     got = [attention.run(layer.queries[order], layer.keys, layer.values) for layer in layers]
     for layer, out in zip(layers, got, strict=True):
-        assert_near(out, expected(layer)[order], SHAPE.dtype)
+        assert_near(out, layer.attend()[0][order], SHAPE.dtype)
 
 
 @pytest.mark.parametrize(
@@ -161,30 +139,20 @@ def test_one_plan_serves_every_layer(kernel: str) -> None:
     [("fa2", "fa2", "fa2"), ("fa3", "fa3", "fa3"), ("fa3_two_part", "fa2", "fa3")],
 )
 def test_only_the_launches_that_are_needed(kernel: str, limited: str, rest: str) -> None:
-    """A pass of runs alone costs one launch a layer;
-    in two parts, tiles that share no whole page neither merge nor split."""
+    """A pass of runs alone costs one launch a layer; in two parts, tiles that share no whole page
+    neither merge nor split, and the keys that a whole tile sees go to a kernel without limits."""
     log: list[str] = []
     attention = make(kernel, modules=spied(log))
     run(attention, make_case([list(range(100, 100 + 384))]))
     assert log == [f"made {rest}", f"planned {rest} causal", f"ran {rest}"]
     log.clear()
     run(attention, make_case([[0, 4, 9]]))
-    assert log == [
-        f"made {limited} variant",
-        f"planned {limited} variant",
-        f"ran {limited} variant",
-    ]
-
-
-def test_two_parts_are_merged() -> None:
-    """The keys that a whole tile sees go to a kernel without limits."""
-    log: list[str] = []
-    run(make("fa3_two_part", modules=spied(log)), make_case([[300, 310, 320]]))
-    assert [line for line in log if line.startswith(("ran", "merged"))] == [
-        "ran fa3 with lse",
-        "ran fa2 variant with lse",
-        "merged",
-    ]
+    assert log == [f"{done} {limited} variant" for done in ("made", "planned", "ran")]
+    log.clear()
+    run(attention, make_case([[300, 310, 320]]))
+    two_parts = [f"ran {rest} with lse", f"ran {limited} variant with lse", "merged"]
+    expected = two_parts if kernel == "fa3_two_part" else [f"ran {limited} variant"]
+    assert [line for line in log if line.startswith(("ran", "merged"))] == expected
 
 
 @every_kernel
@@ -206,7 +174,7 @@ def test_an_unforced_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     these tests would show that."""
     monkeypatch.setattr(FlashInferSparse, "_masks", lambda *_: False)
     with pytest.raises(AssertionError):
-        assert_near(run(make("fa2"), MIXED), expected(MIXED), SHAPE.dtype)
+        assert_near(run(make("fa2"), MIXED), MIXED.attend()[0], SHAPE.dtype)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +198,7 @@ def test_tiles_are_as_high_as_the_kernels_blocks(
 def test_keys_of_a_pool_without_pages() -> None:
     """SGLang's pool is [slots, heads, dim] at page size 1."""
     flat = replace(MIXED, keys=MIXED.keys[:, 0], values=MIXED.values[:, 0])
-    assert_near(run(make(), flat), expected(MIXED), SHAPE.dtype)
+    assert_near(run(make(), flat), MIXED.attend()[0], SHAPE.dtype)
 
 
 def test_run_refuses_what_was_not_planned() -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,12 +48,12 @@ HARNESS = """
 namespace math { constexpr float log2e = 1.5f, inf = 5e4f; }
 struct AttentionVariantBase {};
 template <int ROWS, bool WITH_SCALE> struct OnlineSoftmax { explicit OnlineSoftmax(float) {} };
-#define REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, ...) \\
-  template <typename Params> bool LogitsMask(const Params& params, uint32_t batch_idx, uint32_t qo_idx, \\
-      uint32_t kv_idx, uint32_t qo_head_idx, uint32_t kv_head_idx) { __VA_ARGS__ }
-#define REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, ...) \\
-  template <typename Params, typename T> T LogitsTransform(const Params& params, T logits, uint32_t batch_idx, \\
-      uint32_t qo_idx, uint32_t kv_idx, uint32_t qo_head_idx, uint32_t kv_head_idx) { __VA_ARGS__ }
+#define REGISTER_LOGITS_MASK(params, entry, qo, kv, qo_head, kv_head, ...) \\
+  template <typename Params> bool LogitsMask(const Params& params, uint32_t entry, uint32_t qo, \\
+      uint32_t kv, uint32_t qo_head, uint32_t kv_head) { __VA_ARGS__ }
+#define REGISTER_LOGITS_TRANSFORM(params, logits, entry, qo, kv, qo_head, kv_head, ...) \\
+  template <typename Params, typename T> T LogitsTransform(const Params& params, T logits, \\
+      uint32_t entry, uint32_t qo, uint32_t kv, uint32_t qo_head, uint32_t kv_head) { __VA_ARGS__ }
 namespace fa2 { %(fa2)s }
 namespace fa3 { %(fa3)s }
 
@@ -67,7 +68,8 @@ struct MainloopParams { Params additional_params; };
 
 int main() {
   // The limits end where a page ends, and the next page must not be read.
-  char* pages = (char*)mmap(nullptr, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  int access = PROT_READ | PROT_WRITE;
+  char* pages = (char*)mmap(nullptr, 8192, access, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   mprotect(pages + 4096, 4096, PROT_NONE);
   int32_t* limits = (int32_t*)(pages + 4096 - sizeof given);
   memcpy(limits, given, sizeof given);
@@ -76,12 +78,15 @@ int main() {
   for (int entry = 0; entry < (int)(sizeof kv_lens / 4); ++entry) {
     int qo_len = params.get_qo_len(entry), kv_len = kv_lens[entry];
     fa2::ChunkcacheLimits two(params, entry, nullptr);
-    fa3::ChunkcacheLimits three(mainloop, std::make_tuple(0, 0, 0, q_indptr[entry], 0, qo_len, kv_len, 0));
-    printf("%%u %%u %%u %%g %%g\\n", two.qo_len, two.kv_len, two.window_left, two.sm_scale_log2, three.sm_scale_log2);
+    auto block = std::make_tuple(0, 0, 0, q_indptr[entry], 0, qo_len, kv_len, 0);
+    fa3::ChunkcacheLimits three(mainloop, block);
+    printf("%%u %%u %%u ", two.qo_len, two.kv_len, two.window_left);
+    printf("%%g %%g\\n", two.sm_scale_log2, three.sm_scale_log2);
     for (int row = 0; row < qo_len + %(more)d; ++row)
       for (int key = 0; key < kv_len + %(more)d; ++key) {
         float logit = three.LogitsTransform(mainloop, 0.25f, 0, row, key, 0, 0);
-        printf("%%d%%c", two.LogitsMask(params, entry, row, key, 0, 0), logit == 0.25f ? '1' : logit == -5e4f ? '0' : '?');
+        printf("%%d", two.LogitsMask(params, entry, row, key, 0, 0));
+        printf("%%c", logit == 0.25f ? '1' : logit == -5e4f ? '0' : '?');
       }
     printf("\\n");
   }
@@ -111,7 +116,8 @@ __device__ float curand_normal(curandState_t*);
 __device__ double curand_normal_double(curandState_t*);
 __device__ float curand_uniform(curandState_t*);
 __device__ double curand_uniform_double(curandState_t*);
-__device__ void curand_init(unsigned long long, unsigned long long, unsigned long long, curandState_t*);
+using number = unsigned long long;
+__device__ void curand_init(number, number, number, curandState_t*);
 """
 """A header of CUDA's that CUTLASS includes, for names no kernel of ours uses;
 toolkits without cuRAND lack it."""
@@ -142,9 +148,7 @@ def test_a_row_sees_the_first_keys_up_to_its_limit(tmp_path: Path) -> None:
 @pytest.mark.nvcc
 @pytest.mark.nightly
 @pytest.mark.skipif(
-    shutil.which("nvcc") is None
-    or find_spec("flashinfer") is None
-    or shutil.which("ninja") is None,
+    not (shutil.which("nvcc") and shutil.which("ninja") and find_spec("flashinfer")),
     reason="needs nvcc, ninja and FlashInfer",
 )
 @pytest.mark.parametrize(
@@ -161,14 +165,13 @@ def test_the_kernel_with_our_variant_compiles(
     """Of the module's kernels the one that a limited launch uses, for Hopper;
     a machine without a GPU sees a misfit."""
     (tmp_path / "curand_kernel.h").write_text(CURAND)
+    include = [*filter(None, [os.getenv("CPLUS_INCLUDE_PATH")]), str(tmp_path)]
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "FLASHINFER_WORKSPACE_BASE": str(tmp_path),
         "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
-        "CPLUS_INCLUDE_PATH": os.pathsep.join(
-            [*filter(None, [os.getenv("CPLUS_INCLUDE_PATH")]), str(tmp_path)]
-        ),
+        "CPLUS_INCLUDE_PATH": os.pathsep.join(include),
     }
     command = [sys.executable, "-c", COMPILE, backend, dtype, str(head_dim), source]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
@@ -180,54 +183,46 @@ def test_the_kernel_with_our_variant_compiles(
 def test_modules_of_different_shapes_have_different_names(backend: Backend) -> None:
     """FlashInfer keeps modules by name, in memory and on disk:
     the wrong dtype's would be loaded silently."""
-    shapes = [
-        HeadShape(8, 2, dim, dtype)
-        for dim in (64, 128)
-        for dtype in (torch.bfloat16, torch.float16)
-    ]
+    dtypes = torch.bfloat16, torch.float16
+    shapes = [HeadShape(8, 2, dim, dtype) for dim in (64, 128) for dtype in dtypes]
     assert len({jit_args(shape, backend)[0] for shape in shapes}) == len(shapes)
-    assert jit_args(HeadShape(4, 4, 64, torch.float16), backend) == jit_args(
-        HeadShape(8, 1, 64, torch.float16), backend
-    )
+    other_heads = HeadShape(4, 4, 64, torch.float16), HeadShape(8, 1, 64, torch.float16)
+    assert jit_args(other_heads[0], backend) == jit_args(other_heads[1], backend)
 
 
 @pytest.mark.parametrize(
     ("shape", "page_size", "what"),
     [
-        (HeadShape(8, 2, 128, torch.float32), 1, "dtype torch.float32"),
-        (HeadShape(8, 2, 128, torch.float8_e4m3fn), 1, "dtype torch.float8_e4m3fn"),
-        (HeadShape(8, 2, 96, torch.bfloat16), 1, "head_dim 96"),
-        (HeadShape(32, 2, 128, torch.bfloat16), 1, "32 query heads for 2 KV heads"),
-        (HeadShape(7, 2, 128, torch.bfloat16), 1, "7 query heads for 2 KV heads"),
+        (replace(SHAPE, dtype=torch.float32), 1, "dtype torch.float32"),
+        (replace(SHAPE, dtype=torch.float8_e4m3fn), 1, "dtype torch.float8_e4m3fn"),
+        (replace(SHAPE, head_dim=96), 1, "head_dim 96"),
+        (replace(SHAPE, num_qo_heads=32), 1, "32 query heads for 2 KV heads"),
+        (replace(SHAPE, num_qo_heads=7), 1, "7 query heads for 2 KV heads"),
         (SHAPE, 0, "page size 0"),
     ],
 )
 def test_unsupported_names_the_reason(shape: HeadShape, page_size: int, what: str) -> None:
     """The log names it when the server falls back to the masked pass."""
-    assert what in str(unsupported_shape(shape, page_size=page_size))
-    assert unsupported(shape, page_size=page_size, device=CUDA) == unsupported_shape(
-        shape, page_size=page_size
-    )
+    found = str(unsupported_shape(shape, page_size=page_size))
+    assert what in found
+    assert unsupported(shape, page_size=page_size, device=CUDA) == found
 
 
 def test_unsupported_looks_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """No CUDA, a GPU that is too old, no FlashInfer, another FlashInfer; else none."""
     pytest.importorskip("flashinfer")
-    module = "sglang_chunkcache.attention.flashinfer_cuda"
-    capability = (9, 0)
+    module, capability = "sglang_chunkcache.attention.flashinfer_cuda", (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert unsupported(SHAPE, page_size=16, device=CUDA) is None
-    assert (
-        unsupported(SHAPE, page_size=1, device=torch.device("cpu"))
-        == "the kernels need CUDA, not cpu"
-    )
+
+    def reason(device: str = "cuda", page_size: int = 1) -> str | None:
+        return unsupported(SHAPE, page_size=page_size, device=torch.device(device))
+
+    assert reason(page_size=16) is None
+    assert reason("cpu") == "the kernels need CUDA, not cpu"
     capability = (7, 5)
-    assert "not 7.5" in str(unsupported(SHAPE, page_size=1, device=CUDA))
+    assert "not 7.5" in str(reason())
     capability = (8, 9)
     monkeypatch.setattr(f"{module}.version", lambda _: "0.6.15")
-    assert (
-        unsupported(SHAPE, page_size=1, device=CUDA)
-        == "flashinfer is 0.6.15, the kernels were written for 0.6.18"
-    )
+    assert reason() == "flashinfer is 0.6.15, the kernels were written for 0.6.18"
     monkeypatch.setattr(f"{module}.find_spec", lambda _: None)
-    assert unsupported(SHAPE, page_size=1, device=CUDA) == "flashinfer is not installed"
+    assert reason() == "flashinfer is not installed"

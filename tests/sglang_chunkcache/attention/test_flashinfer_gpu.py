@@ -19,8 +19,7 @@ from torch import Tensor
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.choice import choose
 from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
-from sglang_chunkcache.attention.flashinfer_cuda import jit_args, unsupported
-from sglang_chunkcache.attention.reference import attend
+from sglang_chunkcache.attention.flashinfer_cuda import Backend, jit_args, unsupported
 from tests.reference import flashinfer as model
 from tests.sglang_chunkcache.attention.strategies import Case
 from tests.sglang_chunkcache.attention.tolerances import assert_near
@@ -82,15 +81,7 @@ def in_order(case: Case, order: Tensor | None) -> Tensor:
 
 
 def expected(case: Case, order: Tensor | None) -> Tensor:
-    out, _ = attend(
-        case.queries,
-        case.keys,
-        case.values,
-        case.requests,
-        page_size=case.page_size,
-        scale=case.scale,
-    )
-    return out if order is None else out[order.to(CUDA)]
+    return case.attend()[0] if order is None else case.attend()[0][order.to(CUDA)]
 
 
 def make(kernel: str, case: Case) -> FlashInferSparse:
@@ -116,9 +107,8 @@ def test_kernels_equal_the_reference(
         order = attention.plan(case.requests)
         queries = in_order(case, order)
         for _ in range(2):
-            assert_near(
-                attention.run(queries, case.keys, case.values), expected(case, order), dtype
-            )
+            got = attention.run(queries, case.keys, case.values)
+            assert_near(got, expected(case, order), dtype)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -140,14 +130,11 @@ def test_plan_and_run_do_not_wait_for_the_device(kernel: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "variant", "causal"),
     [
-        ("fa2", True, False),
-        ("fa3", True, False),
-        ("fa2", False, True),
-        ("fa3", False, True),
+        *((backend, not causal, causal) for backend in ("fa2", "fa3") for causal in (False, True)),
         ("fa3", False, False),
     ],
 )
-def test_model_equals_flashinfer(backend: str, variant: bool, causal: bool) -> None:
+def test_model_equals_flashinfer(backend: Backend, variant: bool, causal: bool) -> None:
     """Output and log-sum-exp, entry by entry; one entry sees no key at all."""
     flashinfer = pytest.importorskip("flashinfer")
     skip_without_hopper(backend)
@@ -163,26 +150,15 @@ def test_model_equals_flashinfer(backend: str, variant: bool, causal: bool) -> N
     results = []
     for module, device in ((flashinfer, CUDA), (model, CPU)):
         workspace = torch.empty(128 << 20, dtype=torch.uint8, device=device)
-        mask = (
-            torch.zeros(1, dtype=torch.uint8, device=device)
-            if variant and backend == "fa2"
-            else None
-        )
-        args = (
-            {"jit_args": jit_args(SHAPE, "fa2" if backend == "fa2" else "fa3")} if variant else {}
-        )
+        mask = torch.zeros(1, dtype=torch.uint8, device=device)
+        args = {"jit_args": jit_args(SHAPE, backend)} if variant else {}
         wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend, **args)
+        places, sizes = (host[0], host[1], indices.to(device), host[2]), (8, 2, 128, 1)
         wrapper.plan(
-            host[0],
-            host[1],
-            indices.to(device),
-            host[2],
-            8,
-            2,
-            128,
-            1,
+            *places,
+            *sizes,
             causal=causal,
-            packed_custom_mask=mask,
+            packed_custom_mask=mask if variant and backend == "fa2" else None,
             sm_scale=SCALE,
             q_data_type=SHAPE.dtype,
             max_token_per_sequence=195,

@@ -21,12 +21,15 @@ def make_heads(num_tokens: int, num_heads: int, dtype: torch.dtype, seed: int) -
     return (3 * torch.randn(num_tokens, num_heads, 16, generator=generator)).to(dtype)
 
 
-def expected(queries: Tensor, keys: Tensor, *, is_causal: bool) -> Tensor:
-    keys = keys.double().repeat_interleave(queries.shape[1] // keys.shape[1], 1)
-    logits = torch.einsum("nhd,mhd->hnm", queries.double(), keys) * SCALE
+def assert_near(found: Tensor, queries: Tensor, keys: Tensor, *, is_causal: bool) -> None:
+    """To a float64 computation."""
+    assert (found.dtype, found.shape) == (torch.float32, (queries.shape[1], len(queries)))
+    shared = keys.double().repeat_interleave(queries.shape[1] // keys.shape[1], 1)
+    logits = torch.einsum("nhd,mhd->hnm", queries.double(), shared) * SCALE
     if is_causal:
         logits.masked_fill_(torch.ones(logits.shape[1:], dtype=torch.bool).triu(1), float("-inf"))
-    return logits.logsumexp(-1)
+    atol = TOLERANCES[queries.dtype]
+    torch.testing.assert_close(found.double(), logits.logsumexp(-1), rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,10 +51,7 @@ def test_equals_float64(
     monkeypatch.setattr(lse, "PIECE_BYTES", 7 * 4 * 6 * m)
     queries, keys = make_heads(n, 6, dtype, 0), make_heads(m, num_kv_heads, dtype, 1)
     found = compute(queries, keys, scale=SCALE, is_causal=is_causal)
-    assert (found.dtype, found.shape) == (torch.float32, (6, n))
-    torch.testing.assert_close(
-        found.double(), expected(queries, keys, is_causal=is_causal), rtol=0, atol=TOLERANCES[dtype]
-    )
+    assert_near(found, queries, keys, is_causal=is_causal)
 
 
 @pytest.mark.gpu
@@ -62,9 +62,7 @@ def test_on_cuda_equals_float64(dtype: torch.dtype, is_causal: bool) -> None:
     """By flash attention in half precision, by pieces in float32."""
     queries, keys = make_heads(50, 6, dtype, 0), make_heads(50, 2, dtype, 1)
     found = log_sum_exp(queries.cuda(), keys.cuda(), scale=SCALE, is_causal=is_causal).cpu()
-    torch.testing.assert_close(
-        found.double(), expected(queries, keys, is_causal=is_causal), rtol=0, atol=TOLERANCES[dtype]
-    )
+    assert_near(found, queries, keys, is_causal=is_causal)
 
 
 @pytest.mark.parametrize("compute", [log_sum_exp, log_sum_exp_by_pieces])
@@ -72,10 +70,6 @@ def test_on_cuda_equals_float64(dtype: torch.dtype, is_causal: bool) -> None:
 def test_impossible_keys_are_refused(
     compute: Callable[..., Tensor], m: int, options: dict[str, Any]
 ) -> None:
+    queries, keys = (make_heads(n, 2, torch.float32, 0) for n in (4, m))
     with pytest.raises(ValueError, match="keys: expected"):
-        compute(
-            make_heads(4, 2, torch.float32, 0),
-            make_heads(m, 2, torch.float32, 1),
-            scale=SCALE,
-            **options,
-        )
+        compute(queries, keys, scale=SCALE, **options)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("torch")
@@ -20,93 +23,67 @@ from tests.sglang_chunkcache.attention.tolerances import assert_near
 HALF = (torch.float16, torch.bfloat16)
 
 
-def reference(case: Case) -> tuple[Tensor, Tensor]:
-    return attend(
-        case.queries,
-        case.keys,
-        case.values,
-        case.requests,
-        page_size=case.page_size,
-        scale=case.scale,
+def gather(cache: Tensor, request: SparseRequest, page_size: int) -> Tensor:
+    """The request's keys or values, slot by slot."""
+    keys = range(request.num_keys)
+    return torch.stack(
+        [cache[int(request.kv_pages[key // page_size]), key % page_size] for key in keys]
     )
 
 
-def gather(cache: Tensor, request: SparseRequest, page_size: int) -> Tensor:
-    """The request's keys or values, slot by slot."""
-    slots = [
-        (int(request.kv_pages[key // page_size]), key % page_size)
-        for key in range(request.num_keys)
-    ]
-    return torch.stack([cache[page, slot] for page, slot in slots])
-
-
-def key_positions(request: SparseRequest) -> Tensor:
-    return torch.arange(request.num_keys) if request.kv_positions is None else request.kv_positions
+def parts(
+    case: Case, got: Tensor
+) -> Iterator[tuple[SparseRequest, Tensor, Tensor, Tensor, Tensor]]:
+    """Request by request: its queries, keys, values, and rows of the result."""
+    lens = [request.positions.numel() for request in case.requests]
+    rows = zip(torch.split(case.queries, lens), torch.split(got, lens), strict=True)
+    for request, (queries, out) in zip(case.requests, rows, strict=True):
+        keys, values = (
+            gather(cache, request, case.page_size) for cache in (case.keys, case.values)
+        )
+        yield request, queries, keys, values, out
 
 
 @given(cases(max_keys=20, max_requests=2, head_dims=(1, 8, 40), group_sizes=(1, 2, 3)))
 def test_attend_equals_loops_in_float64(case: Case) -> None:
     """Scattered queries, gaps and shared pages:
     each query sees exactly the keys at or before its position."""
-    got, _ = reference(case)
-    start = 0
-    for request in case.requests:
-        rows = slice(start, start + request.positions.numel())
-        start = rows.stop
-        keys, values = (
-            gather(cache, request, case.page_size) for cache in (case.keys, case.values)
-        )
-        expected, _ = loops.attend(
-            case.queries[rows], keys, values, request.positions, key_positions(request), case.scale
-        )
-        assert_near(got[rows], expected, torch.float32)
-    assert start == len(got)
+    for request, queries, keys, values, got in parts(case, case.attend()[0]):
+        places = request.positions, request.key_positions()
+        expected, _ = loops.attend(queries, keys, values, *places, case.scale)
+        assert_near(got, expected, torch.float32)
 
 
 @given(cases(dtypes=(torch.float32, *HALF)))
 def test_attend_equals_masked_sdpa(case: Case) -> None:
     """What torch computes in the model's dtype is within that dtype's tolerance:
     the table is as wide as rounding needs."""
-    got, _ = reference(case)
-    start = 0
-    for request in case.requests:
-        rows = slice(start, start + request.positions.numel())
-        start = rows.stop
-        if not request.positions.numel():
-            continue
-        keys, values = (
-            gather(cache, request, case.page_size).movedim(0, 1)
-            for cache in (case.keys, case.values)
-        )
-        expected = scaled_dot_product_attention(
-            case.queries[rows].movedim(0, 1)[None],
-            keys[None],
-            values[None],
-            attn_mask=key_positions(request) <= request.positions[:, None],
-            scale=case.scale,
-            enable_gqa=True,
-        )
-        assert_near(expected[0].movedim(0, 1), got[rows], case.shape.dtype)
+    for request, *inputs, got in parts(case, case.attend()[0]):
+        if len(got):
+            mask = request.key_positions() <= request.positions[:, None]
+            q, k, v = (tensor.movedim(0, 1)[None] for tensor in inputs)
+            expected = scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=case.scale, enable_gqa=True
+            )
+            assert_near(expected[0].movedim(0, 1), got, case.shape.dtype)
 
 
 @given(cases(page_sizes=(1,), with_gaps=False))
 def test_halves_merged_by_lse_are_the_whole(case: Case) -> None:
     """lse is the natural logarithm of the softmax's denominator:
     the weights with which parts are merged follow from it."""
-    requests = [request for request in case.requests if request.num_keys >= 2]
-    late = [request.positions[request.positions >= request.num_keys // 2] for request in requests]
-    queries = case.queries[: sum(map(len, late))]
-    parts: list[list[SparseRequest]] = [[], [], []]
-    for request, positions in zip(requests, late, strict=True):
-        cut, pages, num_keys = request.num_keys // 2, request.kv_pages, request.num_keys
-        parts[0].append(SparseRequest(positions, pages, num_keys))
-        parts[1].append(SparseRequest(positions, pages[:cut], cut))
-        parts[2].append(
-            SparseRequest(positions, pages[cut:], num_keys - cut, torch.arange(cut, num_keys))
-        )
+    halves: list[list[SparseRequest]] = [[], [], []]
+    for request in case.requests:
+        pages, num_keys, cut = request.kv_pages, request.num_keys, request.num_keys // 2
+        late = request.positions[request.positions >= cut]
+        if cut:
+            halves[0].append(SparseRequest(late, pages, num_keys))
+            halves[1].append(SparseRequest(late, pages[:cut], cut))
+            after = torch.arange(cut, num_keys)
+            halves[2].append(SparseRequest(late, pages[cut:], num_keys - cut, after))
+    queries = case.queries[: sum(len(request.positions) for request in halves[0])]
     (whole, whole_lse), (first, first_lse), (second, second_lse) = (
-        attend(queries, case.keys, case.values, part, page_size=1, scale=case.scale)
-        for part in parts
+        replace(case, requests=half, queries=queries).attend() for half in halves
     )
     share = (first_lse - whole_lse).exp()[..., None]
     assert_near(first_lse.exp() + second_lse.exp(), whole_lse.exp(), torch.float32)
@@ -128,7 +105,7 @@ def test_reference_attention_is_attend_in_the_model_dtype(case: Case) -> None:
     attention.plan(case.requests)
     got = attention.run(case.queries, case.keys, case.values)
     assert got.dtype == case.shape.dtype
-    assert torch.equal(got, reference(case)[0].to(case.shape.dtype))
+    assert torch.equal(got, case.attend()[0].to(case.shape.dtype))
 
 
 def test_caches_without_page_dimension_are_read_by_slot() -> None:
@@ -140,18 +117,6 @@ def test_caches_without_page_dimension_are_read_by_slot() -> None:
     assert all(torch.equal(a, b) for a, b in zip(flat, paged, strict=True))
 
 
-@pytest.mark.parametrize(("num_pages", "page_size"), [(16, 16), (3, 16), (1, 16), (31, 1), (33, 1)])
-def test_plan_refuses_pages_that_the_keys_do_not_fill(num_pages: int, page_size: int) -> None:
-    """Slots instead of pages at page size 16, or a page missing,
-    would be read as other tokens' keys."""
-    request = SparseRequest(torch.tensor([3]), torch.arange(num_pages), 32)
-    attention = ReferenceAttention(
-        HeadShape(2, 1, 8, torch.float32), scale=1.0, page_size=page_size
-    )
-    with pytest.raises(ValueError, match="kv_pages"):
-        attention.plan([request])
-
-
 def test_the_oracle_refuses_what_it_was_not_planned_for() -> None:
     """Surplus rows would come out as whatever lay in memory, and a test would compare with that."""
     shape = HeadShape(4, 2, 8, torch.float32)
@@ -159,6 +124,8 @@ def test_the_oracle_refuses_what_it_was_not_planned_for() -> None:
     queries, cache = torch.randn(2, 4, 8), torch.randn(5, 2, 8)
     with pytest.raises(RuntimeError, match="plan comes before run"):
         oracle.run(queries, cache, cache)
+    with pytest.raises(ValueError, match="kv_pages"):
+        oracle.plan([SparseRequest(torch.tensor([1, 3]), torch.arange(4), 5)])
     oracle.plan([SparseRequest(torch.tensor([1, 3]), torch.arange(5), 5)])
     assert oracle.run(queries, cache, cache).shape == queries.shape
     for wrong in (torch.randn(3, 4, 8), queries.half(), torch.randn(2, 2, 8)):

@@ -23,27 +23,19 @@ def attend(
 ) -> torch.Tensor:
     """Attention of sequences of (prefix, extend) tokens, each on a row of scattered slots."""
     rng = torch.Generator().manual_seed(1)
-    keys, values = (
-        torch.randn(NUM_SLOTS, KV_HEADS, HEAD_DIM, generator=rng, dtype=dtype) for _ in range(2)
-    )
+
+    def made(num_tokens: int, num_heads: int) -> torch.Tensor:
+        return torch.randn(num_tokens, num_heads, HEAD_DIM, generator=rng, dtype=dtype)
+
+    keys, values = made(NUM_SLOTS, KV_HEADS), made(NUM_SLOTS, KV_HEADS)
     rows = torch.stack([torch.randperm(NUM_SLOTS, generator=rng) for _ in lens])
-    num_queries = sum(extend for _, extend in lens)
-    queries = torch.randn(num_queries, HEADS, HEAD_DIM, generator=rng, dtype=dtype)
+    prefix, extend = torch.tensor(lens).T
+    queries = made(int(extend.sum()), HEADS)
+    kv, whole = (queries, torch.empty_like(queries), keys, values), prefix + extend
     backend: Any = object.__new__(cls)
     settings = {"scaling": HEAD_DIM**-0.5, "enable_gqa": True, "causal": True, **kwargs}
-    out: torch.Tensor = backend._run_sdpa_forward_extend(
-        queries,
-        torch.empty_like(queries),
-        keys,
-        values,
-        rows,
-        torch.arange(len(lens)),
-        torch.tensor([prefix + extend for prefix, extend in lens]),
-        torch.tensor([prefix for prefix, _ in lens]),
-        torch.tensor([extend for _, extend in lens]),
-        **settings,
-    )
-    return out
+    places = rows, torch.arange(len(lens)), whole, prefix, extend
+    return backend._run_sdpa_forward_extend(*kv, *places, **settings)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -56,8 +48,7 @@ def test_equals_sglangs(lens: list[tuple[int, int]], dtype: torch.dtype, toleran
     """After prefixes of any length, several sequences at once, grouped heads.
     One key too many is seen in the second digit."""
     expected, got = (
-        attend(TorchNativeAttnBackend, lens, dtype),
-        attend(UnpaddedAttention, lens, dtype),
+        attend(cls, lens, dtype) for cls in (TorchNativeAttnBackend, UnpaddedAttention)
     )
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
 
@@ -66,9 +57,8 @@ def test_blocks_of_queries_join_seamlessly(monkeypatch: pytest.MonkeyPatch) -> N
     """A mask that starts anew at each block would hide or show a key too many."""
     whole = attend(UnpaddedAttention, [(17, 23)], torch.float32)
     monkeypatch.setattr(cpu_backend, "BLOCK_ROWS", 5)
-    torch.testing.assert_close(
-        attend(UnpaddedAttention, [(17, 23)], torch.float32), whole, atol=1e-5, rtol=0
-    )
+    parts = attend(UnpaddedAttention, [(17, 23)], torch.float32)
+    torch.testing.assert_close(parts, whole, atol=1e-5, rtol=0)
 
 
 def test_anything_but_causal_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:

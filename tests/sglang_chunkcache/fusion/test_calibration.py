@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,12 +29,13 @@ from sglang_chunkcache.fusion import calibration
 from sglang_chunkcache.fusion.calibration import Calibration, Step
 from sglang_chunkcache.fusion.calibration_places import Means
 from sglang_chunkcache.fusion.calibration_trial import Calibrator, calibrate
-from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.wire.state import CalibrationPrompt
 from tests import models
+from tests.kit.tensors import params_of, table_of
 
 NUM_ADDED = 4
+Trial = Callable[[Path], Means]
 
 
 def stretched(folder: Path, before: int) -> Path:
@@ -49,11 +51,9 @@ def stretched(folder: Path, before: int) -> Path:
         layer = int(number)
         made[f"model.layers.{layer + (NUM_ADDED if layer >= before else 0)}.{rest}"] = tensor
         if layer == 0:
-            is_last = rest.startswith(("self_attn.o_proj", "mlp.down_proj"))
+            scale = 0 if rest.startswith(("self_attn.o_proj", "mlp.down_proj")) else 1
             for added in range(before, before + NUM_ADDED):
-                made[f"model.layers.{added}.{rest}"] = (
-                    torch.zeros_like(tensor) if is_last else tensor.clone()
-                )
+                made[f"model.layers.{added}.{rest}"] = scale * tensor
     config = json.loads((model_dir() / "config.json").read_text())
     config["num_hidden_layers"] += NUM_ADDED
     (folder / "config.json").write_text(json.dumps(config))
@@ -67,14 +67,18 @@ def _no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_chunkcache.fusion.calibration_trial.MAX_SECONDS", math.inf)
 
 
-def trial_of(path: Path) -> tuple[Any, Means]:
-    runner = models.make_runner(path)
-    params = SimpleNamespace(
-        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-        req_to_token_pool=runner.req_to_token_pool,
-    )
-    table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
-    return runner, Means(runner, table, params, None, 32, Pricing(runner))
+@pytest.fixture
+def trial_of() -> Iterator[Trial]:
+    runners = []
+
+    def trial_of(path: Path) -> Means:
+        runner = models.make_runner(path)
+        runners.append(runner)
+        return Means(runner, table_of(runner), params_of(runner), None, 32, Pricing(runner))
+
+    yield trial_of
+    for runner in runners:
+        models.assert_given_back(runner)
 
 
 def canned(num_prompts: int) -> list[CalibrationPrompt]:
@@ -102,12 +106,12 @@ def test_canned_prompts_are_those_that_are_made() -> None:
     ("before", "depth", "layer", "head"), [(0, 7, 7, 6), (1, 7, 7, 6), (3, 3, 3, 2)]
 )
 def test_calibration_follows_the_model(
-    tmp_path: Path, before: int, depth: int, layer: int, head: int
+    tmp_path: Path, trial_of: Trial, before: int, depth: int, layer: int, head: int
 ) -> None:
     """The third layer's KV deviates where a token was resolved by another chunk, in the second's
     attention. With layers that do nothing in front of these, it is the seventh; with such layers
     behind, still the third."""
-    runner, means = trial_of(stretched(tmp_path, before))
+    means = trial_of(stretched(tmp_path, before))
     found = calibrate(means, canned(2), ratio=0.15)
     assert (found.depth, found.layer) == (depth, layer)
     assert found.heads[0][0] + 1 == head
@@ -118,41 +122,37 @@ def test_calibration_follows_the_model(
     limits = [step.above for step in found.steps]
     assert limits == sorted(limits, reverse=True)
     assert found.steps[-1].gain > found.steps[0].gain
-    models.assert_given_back(runner)
 
 
-def test_nothing_to_restore_leaves_the_papers_layers() -> None:
+def test_nothing_to_restore_leaves_the_papers_layers(trial_of: Trial) -> None:
     """One chunk, the same in any place: what moved KV answers is what computed KV does.
     No share restores anything."""
-    runner, means = trial_of(model_dir())
+    means = trial_of(model_dir())
     prompt = canned(1)[0]
     alone = CalibrationPrompt(prompt.head, [prompt.chunks[0]], prompt.question)
     found = calibrate(means, [alone], ratio=0.15)
     assert (found.depth, found.layer, found.heads) == (2, 0, ())
     assert found.figures["moved"]["kl"] < 1e-4
     assert not found.steps
-    models.assert_given_back(runner)
 
 
-def test_prompts_that_cannot_be_measured_on_are_refused_with_the_figures() -> None:
+def test_prompts_that_cannot_be_measured_on_are_refused_with_the_figures(trial_of: Trial) -> None:
     """Beforehand: nothing need be evicted for them. As many slots are named as measuring takes."""
-    runner, means = trial_of(model_dir())
+    means = trial_of(model_dir())
     calibrator, prompt = Calibrator(means, 0.15), canned(1)[0]
     needed = calibrator.num_slots([prompt], 2048)
     assert calibrator.num_slots([prompt], needed) == needed
-    with pytest.raises(
-        ValueError,
-        match=rf"1 prompts of up to \d+ tokens need {needed} KV slots, {needed - 1} can be had",
-    ):
+    message = rf"1 prompts of up to \d+ tokens need {needed} KV slots, {needed - 1} can be had"
+    with pytest.raises(ValueError, match=message):
         calibrator.num_slots([prompt], needed - 1)
     with pytest.raises(ValueError, match="needs prompts"):
         calibrator.num_slots([], 2048)
     with pytest.raises(ValueError, match="prompts of up to"):
         calibrator.num_slots([CalibrationPrompt([1] * 2048, [], [])], 1 << 20)
-    taken = runner.token_to_kv_pool_allocator.alloc(2048 - needed)
+    allocator = means.runner.token_to_kv_pool_allocator
+    taken = allocator.alloc(2048 - needed)
     calibrator.measure([prompt], None)
-    runner.token_to_kv_pool_allocator.free(taken)
-    models.assert_given_back(runner)
+    allocator.free(taken)
 
 
 def test_calibration_is_kept_for_a_model_and_its_weights(
@@ -169,22 +169,13 @@ def test_calibration_is_kept_for_a_model_and_its_weights(
     assert keeping.measure([], None) == found
     assert list(tmp_path.iterdir()) == []
     assert keeping.measure([], 7) == found
-    assert [keeping.kept(weights) for weights in (7, 8, None)] == [
-        found,
-        Calibration(),
-        Calibration(),
-    ]
+    none = Calibration()
+    assert [keeping.kept(weights) for weights in (7, 8, None)] == [found, none, none]
     [path] = tmp_path.rglob("*.json")
     kept = path.read_text()
-    odd = [
-        kept.replace(*each)
-        for each in (
-            ('"depth": 3', '"depth": 0'),
-            ('"layer": 4', '"layer": 5'),
-            ('"head": 4', '"head": 5'),
-        )
-    ]
-    for broken in ("{}", kept.replace('"depth": 3', '"depth": Infinity'), "[" * 100_000, *odd):
+    odd = ('"depth": 3', "Infinity"), ('"depth": 3', "0"), ('"layer": 4', "5"), ('"head": 4', "5")
+    wrong = [kept.replace(each, each[:-1] + value) for each, value in odd]
+    for broken in ("{}", "[" * 100_000, *wrong):
         path.write_text(broken)
         assert keeping.kept(7) == Calibration()
     assert calibration.load(tmp_path / "none") is None
@@ -199,29 +190,21 @@ def test_requests_that_leave_layers_open_get_the_calibrated_ones() -> None:
     papers = FusionRequest("deviation", 0.1, "r")
     assert found.resolve(papers) == papers
     deviation = FusionRequest("deviation", 0.1, "r", depth=None)
-    recipes = {
-        one.resolve(each).recipe for one in (found, other) for each in (asked, fixed, deviation)
-    }
+    requests = asked, fixed, deviation
+    recipes = {one.resolve(each).recipe for one in (found, other) for each in requests}
     assert len(recipes) == 5  # heads are nothing to `deviation`
 
 
 def test_quality_takes_twice_what_reached_it() -> None:
     """Of the most that any limit did: more is not to be had. Without measurements the ratio counts.
     No cheaper choice is known to keep as much."""
-    steps = (
-        Step(0.5, 0.4, 0.01),
-        Step(0.25, 0.76, 0.02),
-        Step(0.125, 0.7, 0.05),
-        Step(0.0625, 0.8, 0.1),
-    )
+    figures = (0.5, 0.4, 0.01), (0.25, 0.76, 0.02), (0.125, 0.7, 0.05), (0.0625, 0.8, 0.1)
+    steps = tuple(Step(*each) for each in figures)
     asked = FusionRequest("deviation", 0.15, "r", depth=None, quality=0.9)
     for quality, step in ((0.5, steps[1]), (0.9, steps[2]), (0.96, steps[3]), (1.0, steps[3])):
         found = Calibration(3, 3, (), steps).resolve(replace(asked, quality=quality))
-        assert (found.above, found.expected_ratio, found.ratio) == (
-            step.above,
-            step.share,
-            MAX_AUTO,
-        )
+        assert (found.above, found.expected_ratio) == (step.above, step.share)
+        assert found.ratio == MAX_AUTO
         assert found.cheaper is None
     unknown = Calibration(3, 3).resolve(asked)
     assert (unknown.above, unknown.expected_ratio, unknown.ratio) == (None, 0.15, 0.15)

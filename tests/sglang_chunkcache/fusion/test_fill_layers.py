@@ -21,18 +21,8 @@ from radix_ext.variants import Variant
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.store import HostBlob
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
+from tests.kit.tensors import LENS, Scene, asked, make_scene, scene
 from tests.polling import DEADLINE_S
-from tests.sglang_chunkcache.fusion.test_fill import (
-    END,
-    LENS,
-    REFERENCE,
-    Scene,
-    asked,
-    make_scene,
-    replace_config,
-    scene,
-    sparse_pass,
-)
 
 __all__ = ["make_scene", "scene"]
 pytestmark = pytest.mark.engine
@@ -81,15 +71,12 @@ def test_beside_the_passes_as_before_them(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, selector: str, attention: str, num_ahead: int
 ) -> None:
     """Bit by bit, recomputed tokens included, which a late copy would overwrite."""
-    fused = sparse_pass(scene) if attention == "sparse" else replace_config(scene)
+    fused = scene.sparse_pass() if attention == "sparse" else scene.with_config()
     reuse = asked(selector, 0.3 if selector != "none" else 0.0)
-    move = scene.move(reuse)
-    fused.run([move])
-    expected = scene.kv(move.slots)
+    expected = scene.kv(scene.run(reuse, fused).slots)
     assert bool(expected.isfinite().all())
     late = Late(fused, monkeypatch, num_ahead=num_ahead)
-    again = scene.move(reuse)
-    fused.run([again])
+    again = scene.run(reuse, fused)
     assert late.beside == list(range(num_ahead, fused.loads.num_layers))
     assert again.fallbacks == []
     assert torch.equal(scene.kv(again.slots), expected)
@@ -99,11 +86,10 @@ def test_what_nobody_reads_is_there_afterwards(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's forward, which comes next, waits for nothing of it."""
-    fused = replace_config(scene)
+    fused = scene.with_config()
     late = Late(fused, monkeypatch, num_ahead=0)
-    move = scene.move(asked("none", 0.0))
     monkeypatch.setattr(fused, "_compute", lambda *_: None)
-    fused.run([move])
+    move = scene.run(asked("none", 0.0), fused)
     assert late.beside == list(range(fused.loads.num_layers))
     held = torch.cat([torch.arange(piece.start, piece.end) for piece in move.moved])
     assert bool(scene.kv(move.slots[held]).isfinite().all())
@@ -112,59 +98,41 @@ def test_what_nobody_reads_is_there_afterwards(
 def test_layers_that_fail_beside_are_copied_again(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fused = replace_config(scene)
+    fused = scene.with_config()
     Late(fused, monkeypatch, num_ahead=0, fails="beside")
-    move = scene.move(asked("first", 1.0))
-    fused.run([move])
+    move = scene.run(asked("first", 1.0), fused)
     assert move.fallbacks == []
-    scene.assert_close(scene.answer(), scene.logits)
+    scene.assert_prefilled(move)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert fused.stats()["copied_again"] == 1
 
 
-def test_layers_that_fail_twice_are_computed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing is copied over them later."""
-    fused = replace_config(scene)
-    Late(fused, monkeypatch, num_ahead=0, fails="always")
-    move = scene.move(asked("query", 0.3))
-    fused.run([move])
+@pytest.mark.parametrize("fails", ["the copies", "the choice"])
+def test_what_fails_is_computed(scene: Scene, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """And nothing is copied over it later: a pass that fails waits for its loads."""
+    fused = scene.with_config()
+    Late(fused, monkeypatch, num_ahead=0, fails="always" if fails == "the copies" else "")
+    if fails == "the choice":
+        monkeypatch.setattr(fused, "_choose", lambda *_: 1 / 0)
+    move = scene.run(asked("query", 0.3), fused)
     assert move.fallbacks == ["pass_failed"]
-    scene.assert_close(scene.kv(move.slots), scene.kv(REFERENCE[:END]))
-    scene.assert_close(scene.answer(), scene.logits)
+    scene.assert_prefilled(move)
     assert not fused.loads.settle()
-
-
-def test_a_pass_that_fails_waits_for_its_loads(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else they would come into slots that are computed meanwhile."""
-    fused = replace_config(scene)
-    Late(fused, monkeypatch, num_ahead=0)
-
-    def fail(*args: Any) -> None:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(fused, "_choose", fail)
-    move = scene.move(asked("first", 0.3))
-    fused.run([move])
-    assert move.fallbacks == ["pass_failed"]
-    scene.assert_close(scene.kv(move.slots), scene.kv(REFERENCE[:END]))
 
 
 def test_a_load_that_cannot_begin_is_computed(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prices go on, and so does the next forward."""
-    fused = replace_config(scene)
+    fused = scene.with_config()
     monkeypatch.setattr(fused, "_num_ahead", lambda moves, work: 1)
     with monkeypatch.context() as patched:
         patched.setattr(Thread, "start", lambda thread: 1 / 0)
-        move = scene.move(asked("first", 0.3))
-        fused.run([move])
+        move = scene.run(asked("first", 0.3), fused)
     assert move.fallbacks == ["pass_failed"]
-    scene.assert_close(scene.kv(move.slots), scene.kv(REFERENCE[:END]))
+    scene.assert_prefilled(move)
     assert not fused.loads.finish()
-    fused.run([scene.move(asked("first", 0.3))])
+    scene.run(asked("first", 0.3), fused)
     fused.pricing.poll()
     assert fused.pricing.model.num_observed[Phase.HOST] == 1
 
@@ -173,12 +141,11 @@ def test_while_exact_chains_come_all_is_copied_before(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One pass at a time goes on beside."""
-    fused = replace_config(scene)
+    fused = scene.with_config()
     monkeypatch.setattr(fused, "_num_ahead", lambda moves, work: 1)
     loads, exact = fused.loads, list[int]()
     assert loads.start(exact.extend, Phase.LOAD, Work(1, 1), num_ahead=1, clock=fused.pricing) == 1
-    move = scene.move(asked("first", 1.0))
-    fused.run([move])
+    move = scene.run(asked("first", 1.0), fused)
     assert fused.stats()["layers_ahead"] == loads.num_layers
     assert move.fallbacks == []
     assert not loads.finish()
@@ -187,17 +154,11 @@ def test_while_exact_chains_come_all_is_copied_before(
 
 def test_chunks_of_other_lengths_are_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a place of its own."""
-    fused, of = replace_config(scene), scene.sources
-    longer = HostCopy(
-        Variant(
-            of["B"].prefix,
-            HostBlob(*(torch.ones(3, 21, *each.shape[2:]) for each in of["B"].variant.blob.parts)),
-        )
-    )
-    monkeypatch.setitem(of, "B", longer)
-    move = scene.move(asked("none", 0.0))
-    fused.run([move])
-    assert move.fallbacks == ["pass_failed"]
+    known = scene.sources["B"]
+    longer = [torch.ones(3, 21, *each.shape[2:]) for each in known.variant.blob.parts]
+    wrong = HostCopy(Variant(known.prefix, HostBlob(*longer)))
+    monkeypatch.setitem(scene.sources, "B", wrong)
+    assert scene.run(asked("none", 0.0), scene.with_config()).fallbacks == ["pass_failed"]
 
 
 @pytest.mark.parametrize(
@@ -219,18 +180,13 @@ def test_layers_ahead(
     expected: int,
 ) -> None:
     """By equation 16, from what the plan's passes are estimated to take."""
-    fused = replace_config(scene)
-    fused.pricing.agreed = {
-        **fused.pricing.agreed,
-        Phase.HOST: Line(fixed=each_s),
-        Phase.RECOMPUTE: Line(fixed=compute_s),
-    }
+    fused = scene.with_config()
+    lines = {Phase.HOST: Line(fixed=each_s), Phase.RECOMPUTE: Line(fixed=compute_s)}
+    fused.pricing.agreed = {**fused.pricing.agreed, **lines}
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     move = scene.move(asked("first", 0.3))
-    move.plan = ReusePlan(
-        move.plan.pieces,
-        works={Phase.RECOMPUTE: Work(1, LENS["B"], 1), Phase.EXTEND: Work(1, 8, 8)},
-    )
+    works = {Phase.RECOMPUTE: Work(1, LENS["B"], 1), Phase.EXTEND: Work(1, 8, 8)}
+    move.plan = ReusePlan(move.plan.pieces, works=works)
     assert fused._num_ahead([move], Work(1, LENS["B"])) == expected
 
 

@@ -16,15 +16,21 @@ import torch
 
 from sglang_chunkcache.attention import choice as attention_choice
 from sglang_chunkcache.attention import flashinfer as flashinfer_sparse
-from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
-from sglang_chunkcache.attention.reference import ReferenceAttention
-from sglang_chunkcache.attention.sparse_layout import SparseLayout, page_indices, plan_sparse
+from sglang_chunkcache.attention.sparse_layout import (
+    Launch,
+    SparseLayout,
+    page_indices,
+    plan_sparse,
+)
 from sglang_chunkcache.fusion import gate
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention, run_gate
 from sglang_chunkcache.fusion.relocate import RotaryTable
 from tests import models
+from tests.kit.tensors import flashinfer_of, params_of, reference_of, see_more, spoil, table_of
 from tests.reference import flashinfer
+
+pytestmark = pytest.mark.engine
 
 FIGURES = GateFigures(
     moved_ulps=1.0,
@@ -93,37 +99,18 @@ def test_what_says_nothing(change: dict[str, Any]) -> None:
 def test_figures_are_told_with_their_limits() -> None:
     """What the refusal and the command's JSON say."""
     told = FIGURES.as_dict()
-    assert (told["moved_ulps"], told["max_ulps"], told["max_logit_error"]) == (
-        1.0,
-        5.0,
-        FIGURES.max_logit_error,
-    )
-    assert "1.50 by way of the store (limit 5.00)" in str(FIGURES)
-    assert "K/V off by 3 times prefill's own noise (limit 8.0)" in str(FIGURES)
-    assert "without recomputing 3" in str(FIGURES)
-    assert "off by 2 times prefill's own noise (limit 8.0, with limits off by one 50)" in str(
-        FIGURES
-    )
+    assert (told["moved_ulps"], told["max_ulps"]) == (1.0, 5.0)
+    assert told["max_logit_error"] == FIGURES.max_logit_error
+    for part in (
+        "1.50 by way of the store (limit 5.00)",
+        "K/V off by 3 times prefill's own noise (limit 8.0)",
+        "without recomputing 3",
+        "off by 2 times prefill's own noise (limit 8.0, with limits off by one 50)",
+    ):
+        assert part in str(FIGURES)
 
 
-# On real models
-
-
-EVERY_DAY = (("qwen2", "float32"), ("qwen3_yarn", "float32"), ("stablelm", "bfloat16"))
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(
-            (f, d), marks=() if (f, d) in EVERY_DAY else pytest.mark.nightly, id=f"{f}-{d}"
-        )
-        for f in models.FAMILIES
-        for d in ("float32", "bfloat16")
-    ]
-)
-def runner(request: pytest.FixtureRequest) -> Any:
-    """A ModelRunner of each family."""
-    return models.runner(*request.param)
+# On real models. Every family, and what mistakes give: test_gate_sweep.py.
 
 
 @pytest.fixture
@@ -138,207 +125,147 @@ def half() -> Any:
     return models.runner("llama", "bfloat16", head_dim=64)
 
 
-def heads_of(runner: Any) -> tuple[HeadShape, float]:
-    layer = runner.model.model.layers[0].self_attn.attn
-    return HeadShape(
-        layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, runner.dtype
-    ), layer.scaling
+def gate_of(runner: Any, table: RotaryTable | None = None, **options: Any) -> GateFigures:
+    return run_gate(runner, table or table_of(runner), params_of(runner), **options)
 
 
-def reference(runner: Any) -> ReferenceAttention:
-    shape, scale = heads_of(runner)
-    return ReferenceAttention(shape, scale=scale)
+def free(runner: Any) -> tuple[int, list[int]]:
+    """Slots and rows."""
+    rows = runner.req_to_token_pool.free_slots
+    return runner.token_to_kv_pool_allocator.available_size(), sorted(rows)
 
 
-def on_flashinfer(runner: Any, kernel: str) -> FlashInferSparse:
-    """On the torch model of it."""
-    shape, scale = heads_of(runner)
-    return FlashInferSparse(
-        shape, device=torch.device("cpu"), scale=scale, kernel=kernel, modules=flashinfer
-    )
-
-
-def params_of(runner: Any) -> Any:
-    return SimpleNamespace(
-        req_to_token_pool=runner.req_to_token_pool,
-        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-    )
-
-
-def table_of(runner: Any) -> RotaryTable:
-    return RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
-
-
-def spoil(runner: Any) -> None:
-    """NaN everywhere: the gate must write what it reads."""
-    for buffer in (*runner.token_to_kv_pool.k_buffer, *runner.token_to_kv_pool.v_buffer):
-        buffer.fill_(float("nan"))
-
-
-@pytest.mark.engine
 @pytest.mark.parametrize("sparse", [False, True], ids=["masked", "sparse"])
-def test_every_family_passes_and_gives_all_back(runner: Any, sparse: bool) -> None:
-    """Moving is right to the last place or two, recomputing to prefill's own noise;
-    slots and rows are as before."""
-    params = params_of(runner)
-    num_slots, rows = (
-        params.token_to_kv_pool_allocator.available_size(),
-        set(params.req_to_token_pool.free_slots),
-    )
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_passes_and_gives_all_back(sparse: bool, dtype: str) -> None:
+    """Over a pool of NaN: the gate writes what it reads. Slots and rows are as before."""
+    runner = models.runner("llama", dtype)
+    before = free(runner)
     spoil(runner)
-    figures = run_gate(
-        runner, table_of(runner), params, sparse=reference(runner) if sparse else None
-    )
+    figures = gate_of(runner, sparse=reference_of(runner) if sparse else None)
     assert figures.passed, str(figures)
     assert figures.conclusive
-    assert figures.dtype == str(runner.token_to_kv_pool.dtype).removeprefix("torch.")
-    assert params.token_to_kv_pool_allocator.available_size() == num_slots
-    assert set(params.req_to_token_pool.free_slots) == rows
-    assert len(params.req_to_token_pool.free_slots) == len(rows)
+    assert figures.dtype == dtype
+    assert free(runner) == before
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("theta", [1.001, 5.0])
 def test_a_wrong_table_fails(yarn: Any, theta: float) -> None:
     """Keys turned by slightly other angles are off in layer 0."""
     table = table_of(yarn)
-    angles = torch.atan2(table.sin, table.cos)
-    positions = torch.arange(len(angles))[:, None]
-    dims = torch.arange(angles.shape[1]) / angles.shape[1]
-    other = positions / (10000.0 * theta) ** dims
-    figures = run_gate(yarn, RotaryTable(other.cos(), other.sin(), table.is_neox), params_of(yarn))
+    num_positions, num_pairs = table.cos.shape
+    dims = torch.arange(num_pairs) / num_pairs
+    other = torch.arange(num_positions)[:, None] / (10000.0 * theta) ** dims
+    figures = gate_of(yarn, RotaryTable(other.cos(), other.sin(), table.is_neox))
     assert not figures.passed
     assert figures.moved_ulps > 100
     assert figures.stored_ulps > 100
 
 
-@pytest.mark.engine
-def test_mscale_left_in_fails(yarn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def turn_with_mscale(self: RotaryTable, old: Any, new: Any) -> Any:
     """A turn that is not normalised makes keys longer or shorter."""
+    (old_cos, old_sin), (new_cos, new_sin) = self._at(old), self._at(new)
+    parts = new_cos * old_cos + new_sin * old_sin, new_sin * old_cos - new_cos * old_sin
+    return SimpleNamespace(cos=parts[0].unsqueeze(1), sin=parts[1].unsqueeze(1), stays=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("_turn", turn_with_mscale), ("_apply_", lambda self, keys, turn: keys)],
+    ids=["mscale left in", "not turned at all"],
+)
+def test_a_wrong_turn_fails(
+    yarn: Any, monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any
+) -> None:
     table = table_of(yarn)
     assert float(torch.hypot(table.cos[0, 0], table.sin[0, 0])) > 1.05
-
-    def turn(self: RotaryTable, old: Any, new: Any) -> Any:
-        (old_cos, old_sin), (new_cos, new_sin) = self._at(old), self._at(new)
-        parts = new_cos * old_cos + new_sin * old_sin, new_sin * old_cos - new_cos * old_sin
-        return SimpleNamespace(cos=parts[0].unsqueeze(1), sin=parts[1].unsqueeze(1), stays=None)
-
-    monkeypatch.setattr(RotaryTable, "_turn", turn)
-    figures = run_gate(yarn, table, params_of(yarn))
+    monkeypatch.setattr(RotaryTable, name, wrong)
+    figures = gate_of(yarn)
     assert not figures.passed
     assert figures.moved_ulps > 100
 
 
-@pytest.mark.engine
-def test_keys_not_turned_at_all_fail(yarn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RotaryTable, "_apply_", lambda self, keys, turn: keys)
-    figures = run_gate(yarn, table_of(yarn), params_of(yarn))
-    assert not figures.passed
-    assert figures.moved_ulps > 100
-
-
-@pytest.mark.engine
 def test_recomputing_nothing_fails(yarn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is then that of KV that was only moved."""
     again = gate._again
 
     def again_or_not(runner: Any, row: Any, ids: Any, requests: Any, sparse: Any) -> Any:
-        return (
-            None
-            if len(requests[0]) == gate.CHUNK_LEN
-            else again(runner, row, ids, requests, sparse)
-        )
+        is_all = len(requests[0]) == gate.CHUNK_LEN
+        return None if is_all else again(runner, row, ids, requests, sparse)
 
     monkeypatch.setattr(gate, "_again", again_or_not)
-    figures = run_gate(yarn, table_of(yarn), params_of(yarn))
+    figures = gate_of(yarn)
     assert not figures.passed
     assert figures.logit_error == pytest.approx(figures.logit_error_unrecomputed, rel=1e-3)
     assert figures.kv_error > 100 * gate.NOISE_FACTOR
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("kind", "needed"), [("slots", "392 KV slots"), ("rows", "4 request rows")]
 )
 def test_no_room_is_said(yarn: Any, kind: str, needed: str) -> None:
     """Too small a pool stops the start with the numbers, and nothing is kept."""
-    params = params_of(yarn)
-    allocator, rows = params.token_to_kv_pool_allocator, params.req_to_token_pool
-    taken = (
-        allocator.alloc(allocator.available_size() - 300)
-        if kind == "slots"
-        else rows.alloc_rows(len(rows.free_slots) - 3)
-    )
-    before = allocator.available_size(), len(rows.free_slots)
-    with pytest.raises(RuntimeError, match=f"needs {needed}"):
-        run_gate(yarn, table_of(yarn), params)
-    assert (allocator.available_size(), len(rows.free_slots)) == before
+    allocator, rows = yarn.token_to_kv_pool_allocator, yarn.req_to_token_pool
     if kind == "slots":
-        allocator.free(taken)
+        taken, give = allocator.alloc(allocator.available_size() - 300), allocator.free
     else:
-        rows.free_slots.extend(taken)
+        taken, give = rows.alloc_rows(len(rows.free_slots) - 3), rows.free_slots.extend
+    before = free(yarn)
+    with pytest.raises(RuntimeError, match=f"needs {needed}"):
+        gate_of(yarn)
+    assert free(yarn) == before
+    give(taken)
 
 
-@pytest.mark.engine
+def fail(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("no kernel image")
+
+
 def test_an_error_gives_all_back(yarn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = params_of(yarn)
-    before = (
-        params.token_to_kv_pool_allocator.available_size(),
-        len(params.req_to_token_pool.free_slots),
-    )
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise ValueError("broken")
-
+    before = free(yarn)
     monkeypatch.setattr(gate, "copy_moved", fail)
-    with pytest.raises(ValueError, match="broken"):
-        run_gate(yarn, table_of(yarn), params)
-    after = (
-        params.token_to_kv_pool_allocator.available_size(),
-        len(params.req_to_token_pool.free_slots),
-    )
-    assert after == before
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        gate_of(yarn)
+    assert free(yarn) == before
 
 
 # Sparse attention
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_flashinfer_passes(half: Any, kernel: str) -> None:
     """Every kernel, in the dtype that is served."""
-    figures = run_gate(half, table_of(half), params_of(half), sparse=on_flashinfer(half, kernel))
+    figures = gate_of(half, sparse=flashinfer_of(half, kernel))
     assert figures.passed, str(figures)
     assert figures.conclusive
 
 
-def see_more(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
-    """Every query sees other keys than it should."""
-    visible = SparseRequest.visible
-    monkeypatch.setattr(
-        SparseRequest, "visible", lambda r: (visible(r) + more).clamp(1, r.num_keys)
-    )
-
-
 def see_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits do nothing: a query sees what its tile's last one sees."""
-    monkeypatch.setattr(
-        flashinfer.BatchPrefillWithPagedKVCacheWrapper, "_extra", lambda w, args, n: (None, args[1])
-    )
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+    monkeypatch.setattr(wrapper, "_extra", lambda w, args, n: (None, args[1]))
+
+
+def swap_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request's pages are read from the wrong place."""
+
+    def indices(launch: Launch, pages: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        return page_indices(launch, pages.roll(1), starts)
+
+    monkeypatch.setattr(flashinfer_sparse, "page_indices", indices)
 
 
 def shift_limits(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
     """The limits alone are off by one."""
 
+    def shifted(launch: Launch) -> Launch:
+        if launch.limits is None:
+            return launch
+        return launch._replace(limits=(launch.limits + shift).clamp(min=1))
+
     def plan(*args: Any, **kwargs: Any) -> SparseLayout:
         layout = plan_sparse(*args, **kwargs)
-        launches = tuple(
-            each
-            if each.limits is None
-            else each._replace(limits=(each.limits + shift).clamp(min=1))
-            for each in layout.launches
-        )
-        return dataclasses.replace(layout, launches=launches)
+        return dataclasses.replace(layout, launches=tuple(map(shifted, layout.launches)))
 
     monkeypatch.setattr(flashinfer_sparse, "plan_sparse", plan)
 
@@ -355,41 +282,27 @@ def forget_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FlashInferSparse, "plan", shuffled)
 
 
-def swap_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request's pages are read from the wrong place."""
-    indices = page_indices
-    monkeypatch.setattr(
-        flashinfer_sparse,
-        "page_indices",
-        lambda launch, pages, starts: indices(launch, pages.roll(1), starts),
-    )
-
-
 MUTANTS = {
     "sees one more": lambda patch: see_more(patch, 1),
     "sees one less": lambda patch: see_more(patch, -1),
     "limits one up": lambda patch: shift_limits(patch, 1),
     "limits one down": lambda patch: shift_limits(patch, -1),
     "no limits": see_all,
-    "unforced mask": lambda patch: patch.setattr(
-        FlashInferSparse, "_masks", lambda self, kind: False
-    ),
+    "unforced mask": lambda patch: patch.setattr(FlashInferSparse, "_masks", lambda *_: False),
     "order": forget_order,
     "pages": swap_requests,
 }
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 def test_a_broken_kernel_fails(half: Any, monkeypatch: pytest.MonkeyPatch, mutant: Any) -> None:
     """In bfloat16, where rounding hides most."""
     mutant(monkeypatch)
-    figures = run_gate(half, table_of(half), params_of(half), sparse=on_flashinfer(half, "fa2"))
+    figures = gate_of(half, sparse=flashinfer_of(half, "fa2"))
     assert not figures.scattered_error <= gate.NOISE_FACTOR, str(figures)
     assert not figures.passed
 
 
-@pytest.mark.engine
 def test_dummy_weights_pass_and_say_nothing(half: Any) -> None:
     """SGLang's `--load-format dummy`: no mistake would show, and none is seen."""
     parameters = list(half.model.parameters())
@@ -398,8 +311,8 @@ def test_dummy_weights_pass_and_say_nothing(half: Any) -> None:
     for parameter in parameters:
         parameter.data.uniform_(-1e-3, 1e-3, generator=generator)
     try:
-        for sparse in (None, on_flashinfer(half, "fa2")):
-            figures = run_gate(half, table_of(half), params_of(half), sparse=sparse)
+        for sparse in (None, flashinfer_of(half, "fa2")):
+            figures = gate_of(half, sparse=sparse)
             assert figures.passed, str(figures)
             assert not figures.conclusive
     finally:
@@ -413,22 +326,16 @@ def test_dummy_weights_pass_and_say_nothing(half: Any) -> None:
 @pytest.fixture
 def offered(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer is there."""
-    choice = (
-        on_flashinfer(half, "fa2"),
-        attention_choice.described("sparse", "the fastest here", "fa2", {"fa2": 1.0}),
-    )
-    monkeypatch.setattr(
-        attention_choice,
-        "create",
-        lambda runner, setting: choice if setting != "masked" else (None, {}),
-    )
+    told = attention_choice.described("sparse", "the fastest here", "fa2", {"fa2": 1.0})
+    choice = flashinfer_of(half, "fa2"), told
+    created = {"auto": choice, "sparse": choice, "masked": (None, {})}
+    monkeypatch.setattr(attention_choice, "create", lambda runner, setting: created[setting])
 
 
 def gated(runner: Any, setting: str) -> Any:
     return gated_attention(runner, table_of(runner), params_of(runner), setting)
 
 
-@pytest.mark.engine
 @pytest.mark.usefixtures("offered")
 @pytest.mark.parametrize("setting", ["auto", "sparse"])
 def test_what_passes_is_taken(half: Any, setting: str) -> None:
@@ -438,23 +345,18 @@ def test_what_passes_is_taken(half: Any, setting: str) -> None:
     assert figures.passed
 
 
-@pytest.mark.engine
 @pytest.mark.usefixtures("offered")
 def test_auto_gives_up_what_fails(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The masked pass is measured in its place; the stats say which kernel failed, and how."""
     shift_limits(monkeypatch, -1)
     sparse, attention, figures = gated(half, "auto")
     assert sparse is None
-    assert (attention["kind"], attention["kernel"], attention["ms"]) == (
-        "masked",
-        None,
-        {"fa2": 1.0},
-    )
+    told = [attention[name] for name in ("kind", "kernel", "ms")]
+    assert told == ["masked", None, {"fa2": 1.0}]
     assert attention["reason"].startswith("fa2 failed the gate: layer-0 keys off by")
     assert figures.passed
 
 
-@pytest.mark.engine
 @pytest.mark.usefixtures("offered")
 def test_sparse_that_fails_is_not_given_up(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its figures refuse the start."""
@@ -465,19 +367,14 @@ def test_sparse_that_fails_is_not_given_up(half: Any, monkeypatch: pytest.Monkey
     assert not figures.passed
 
 
-@pytest.mark.engine
 @pytest.mark.usefixtures("offered")
 @pytest.mark.parametrize("name", ["plan", "run"])
 def test_auto_gives_up_what_raises(half: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Slots and rows come back from a gate that did not get through."""
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("no kernel image")
-
     monkeypatch.setattr(FlashInferSparse, name, fail)
-    free = half.token_to_kv_pool_allocator.available_size()
+    before = free(half)
     sparse, attention, figures = gated(half, "auto")
     assert sparse is None
     assert "no kernel image" in attention["reason"]
     assert figures.passed
-    assert half.token_to_kv_pool_allocator.available_size() == free
+    assert free(half) == before

@@ -6,16 +6,16 @@ draws of weights.
 A right run has each figure within its limit, a mistake has one beyond it. The sweep prints how far,
 in multiples of the limit. On an Intel Xeon with AVX-512, seven families, 200 token seeds each:
 
-    dtype       worst of 2,800 right runs               weakest of 8,400 mistakes
-    float32     .60 (a layer-0 key, 2.4 units)          1,550 (sees one key more)
-    bfloat16    .49                                     3.0 (sees one key more; one position off 10.9, a stale layer 19)
+    dtype       worst of 2,800 right runs       weakest of 8,400 mistakes
+    float32     .60 (a layer-0 key, 2.4 units)  1,550 (sees one key more)
+    bfloat16    .49                             3.0 (sees one key more; one position off 10.9,
+                                                a stale layer 19)
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,13 +25,13 @@ pytest.importorskip("transformers")
 
 import torch
 
-from sglang_chunkcache.attention.base import HeadShape, SparseRequest
-from sglang_chunkcache.attention.reference import ReferenceAttention
 from sglang_chunkcache.fusion import gate, recompute
 from sglang_chunkcache.fusion.gate import GateFigures, open_trial
-from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
+from sglang_chunkcache.fusion.relocate import copy_moved
+from tests.kit.tensors import params_of, reference_of, see_more, table_of
 from tests.models import FAMILIES, runner
 
+pytestmark = pytest.mark.engine
 DTYPES = ("float32", "bfloat16")
 EVERY_DAY = (("qwen2", "float32"), ("qwen3_yarn", "float32"), ("stablelm", "bfloat16"))
 
@@ -52,21 +52,11 @@ def moved_off_by_one(patch: pytest.MonkeyPatch) -> None:
 def recomputed_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """The pass runs tokens at the next position."""
     batch = recompute._pass_batch
-    patch.setattr(
-        recompute,
-        "_pass_batch",
-        lambda model, ids, positions, **k: batch(model, ids, positions + 1, **k),
-    )
 
+    def later(model: Any, ids: Any, positions: Any, **rest: Any) -> Any:
+        return batch(model, ids, positions + 1, **rest)
 
-def sees(more: int) -> Mistake:
-    """Every query sees so many keys more."""
-    visible = SparseRequest.visible
-
-    def mistake(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(SparseRequest, "visible", lambda r: (visible(r) + more).clamp(1, r.num_keys))
-
-    return mistake
+    patch.setattr(recompute, "_pass_batch", later)
 
 
 def stale(layer: int) -> Mistake:
@@ -91,8 +81,8 @@ def stale(layer: int) -> Mistake:
 MISTAKES: dict[str, Mistake] = {
     "moved off by one position": moved_off_by_one,
     "recomputed off by one position": recomputed_off_by_one,
-    "sees one key more": sees(1),
-    "sees one key less": sees(-1),
+    "sees one key more": lambda patch: see_more(patch, 1),
+    "sees one key less": lambda patch: see_more(patch, -1),
     "layer 1 stale": stale(1),
     "layer 2 stale": stale(2),
 }
@@ -106,17 +96,9 @@ def multiple(figures: GateFigures) -> float:
 def sweep(model: Any, seeds: range, found: dict[str, list[float]]) -> None:
     """Adds multiples of the limit to `found`:
     of right runs and of each mistake, one or two a seed."""
-    layer = model.model.model.layers[0].self_attn
-    heads = HeadShape(
-        layer.attn.tp_q_head_num, layer.attn.tp_k_head_num, layer.attn.head_dim, model.dtype
-    )
-    sparse = ReferenceAttention(heads, scale=layer.attn.scaling)
-    params = SimpleNamespace(
-        req_to_token_pool=model.req_to_token_pool,
-        token_to_kv_pool_allocator=model.token_to_kv_pool_allocator,
-    )
+    sparse = reference_of(model)
     for seed in seeds:
-        with open_trial(model, RotaryTable.of(layer.rotary_emb), params, seed=seed) as trial:
+        with open_trial(model, table_of(model), params_of(model), seed=seed) as trial:
             for attention in (None, sparse):
                 figures = trial.measure(attention)
                 assert figures.passed, f"seed {seed}: {figures}"
@@ -134,14 +116,12 @@ def told(found: dict[str, list[float]]) -> str:
     return f"worst of {len(found['right'])} right runs {max(found['right']):.3f}; weakest {weakest}"
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("family", "dtype"), EVERY_DAY)
 def test_right_runs_pass_and_mistakes_fail(family: str, dtype: str) -> None:
     """Two token seeds each; the sweep below has all families and other weights."""
     sweep(runner(family, dtype), range(1, 3), defaultdict(list))
 
 
-@pytest.mark.engine
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,7 +4,7 @@ against the whole matrix of one."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,11 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from radix_ext import ChunkId, Span
 from radix_ext.moved_plan import Piece
-from sglang_chunkcache.attention.base import HeadShape
 from sglang_chunkcache.attention.reference import ReferenceAttention
 from sglang_chunkcache.fusion import outward
 from sglang_chunkcache.fusion.calibration import Calibration
@@ -30,64 +30,77 @@ from sglang_chunkcache.fusion.outward import OutwardWatch
 from sglang_chunkcache.fusion.recompute import _forward_batch, run_pass
 from sglang_chunkcache.scheduler.node import facts, state
 from tests import models
-from tests.models import make_row, prefill
-from tests.reference import outward as reference
-from tests.reference.attention import attend
-from tests.sglang_chunkcache.fusion.test_measure import (
+from tests.kit.tensors import (
     ATOL,
     CHUNKS,
     NUM_TOKENS,
     OTHERS,
     SLOTS,
-    captured,
+    Shuffling,
     make_tokens,
-    weights_of,
+    prefill_weights,
+    reference_of,
+    runner,
+    spoil,
 )
-from tests.sglang_chunkcache.fusion.test_recompute import Shuffling, spoil
+from tests.models import make_row, prefill
+from tests.reference import outward as reference
+from tests.reference.attention import attend
 
+__all__ = ["runner"]
 HEADS = ((0, 1), (2, 3))
+TOKENS = make_tokens(0, NUM_TOKENS)
 
 
-@pytest.fixture(params=["llama", pytest.param("qwen3", marks=pytest.mark.nightly), "stablelm"])
-def runner(request: pytest.FixtureRequest) -> Iterator[Any]:
-    runner = models.runner(request.param)
-    yield runner
-    models.assert_given_back(runner)
+def make_watch(runner: Any, heads: tuple[Head, ...] = HEADS) -> OutwardWatch:
+    fused: Any = SimpleNamespace(runner=runner, calibration=Calibration(heads=heads))
+    return OutwardWatch(fused)
 
 
-def make_watch(runner: Any, heads: tuple[Head, ...]) -> OutwardWatch:
-    return OutwardWatch(
-        cast("Any", SimpleNamespace(runner=runner, calibration=Calibration(heads=heads)))
+def make_spans(chunks: Sequence[tuple[int, int]] = CHUNKS) -> tuple[Span, ...]:
+    return tuple(Span(start, end, ChunkId(str(start))) for start, end in chunks)
+
+
+def expected_of(weights: Tensor, chunks: Sequence[tuple[int, int]], number: int) -> Tensor:
+    """The heads' attention to the chunks before this one, to the head's text where there are
+    none."""
+    start, end = chunks[number]
+    before = chunks[:number] or [(0, start)]
+    return sum(  # type: ignore[return-value]
+        weights[layer, head, start:end, a:b].sum(-1) / len(HEADS)
+        for layer, head in HEADS
+        for a, b in before
     )
 
 
 def make_req(row: int, chunks: Sequence[tuple[int, int]] | None, *, is_audit: bool = False) -> Any:
     req: Any = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row))
     if chunks is not None:
-        spans = tuple(Span(start, end, ChunkId(str(start))) for start, end in chunks)
-        state(req).spans = cast("Any", SimpleNamespace(spans=spans, is_audit=is_audit))
+        state(req).spans = cast("Any", SimpleNamespace(spans=make_spans(chunks), is_audit=is_audit))
     return req
 
 
 def extend(runner: Any, watch: OutwardWatch, pieces: Sequence[tuple[Any, Any, int, int]]) -> None:
     """One forward over (request, all its token ids, start, end)."""
-    rows = [runner.req_to_token_pool.req_to_token[req.kv.req_pool_idx] for req, _, _, _ in pieces]
+    reqs = [req for req, *_ in pieces]
+    rows = [req.kv.req_pool_idx for req in reqs]
+    lens = {
+        "prefix_lens": [start for _, _, start, _ in pieces],
+        "extend_lens": [end - start for _, _, start, end in pieces],
+    }
+    slots = [
+        runner.req_to_token_pool.req_to_token[row][start:end]
+        for row, (_, _, start, end) in zip(rows, pieces, strict=True)
+    ]
     batch = _forward_batch(
         runner,
         token_ids=torch.cat([tokens[a:b] for _, tokens, a, b in pieces]),
         positions=torch.cat([torch.arange(a, b) for _, _, a, b in pieces]),
-        out_slots=torch.cat(
-            [row[a:b] for row, (_, _, a, b) in zip(rows, pieces, strict=True)]
-        ).long(),
-        rows=[req.kv.req_pool_idx for req, _, _, _ in pieces],
-        prefix_lens=[a for _, _, a, _ in pieces],
-        extend_lens=[b - a for _, _, a, b in pieces],
+        out_slots=torch.cat(slots).long(),
+        rows=rows,
+        **lens,
     )
-    told: Any = SimpleNamespace(
-        reqs=[req for req, _, _, _ in pieces],
-        prefix_lens=[a for _, _, a, _ in pieces],
-        extend_lens=[b - a for _, _, a, b in pieces],
-    )
+    told: Any = SimpleNamespace(reqs=reqs, **lens)
     with watch.watch(told), forward_context(ForwardContext(attn_backend=runner.attn_backend)):
         runner.attn_backend.init_forward_metadata(batch)
         runner.model.model(batch.input_ids, batch.positions, batch)
@@ -101,79 +114,49 @@ def extend(runner: Any, watch: OutwardWatch, pieces: Sequence[tuple[Any, Any, in
 def test_it_is_the_heads_attention_to_what_was_before(
     runner: Any, chunks: tuple[tuple[int, int], ...], at: int
 ) -> None:
-    """Also of a chunk that is prefilled in two pieces, the second beside a plain request: to the
-    chunks before it, to the head's text where there are none."""
-    tokens = make_tokens(0)
-    with captured(runner) as queries:
-        prefill(runner, tokens.tolist(), SLOTS)
-    weights = weights_of(runner, queries, SLOTS, torch.arange(NUM_TOKENS))
-    watch = make_watch(runner, HEADS)
-    req, plain = (
-        make_req(make_row(runner, OTHERS, index=2), chunks),
-        make_req(make_row(runner, SLOTS, index=3), None),
-    )
-    extend(runner, watch, [(req, tokens, 0, at)])
-    extend(runner, watch, [(plain, make_tokens(1), 0, 5), (req, tokens, at, NUM_TOKENS)])
+    """Also of a chunk that is prefilled in two pieces, the second beside a plain request."""
+    weights, watch = prefill_weights(runner, TOKENS, SLOTS), make_watch(runner)
+    req = make_req(make_row(runner, OTHERS, index=2), chunks)
+    plain = make_req(make_row(runner, SLOTS, index=3), None)
+    extend(runner, watch, [(req, TOKENS, 0, at)])
+    other = make_tokens(1, NUM_TOKENS)
+    extend(runner, watch, [(plain, other, 0, 5), (req, TOKENS, at, NUM_TOKENS)])
     assert state(plain).outward is None
-    for number, (start, end) in enumerate(chunks):
-        before = chunks[:number] or [(0, start)]
-        expected = sum(
-            weights[layer, head, start:end, a:b].sum(-1) / len(HEADS)
-            for layer, head in HEADS
-            for a, b in before
-        )
-        found = state(req).outward.of(start, end)
+    for number, span in enumerate(chunks):
+        found, expected = state(req).outward.of(*span), expected_of(weights, chunks, number)
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize(
-    "attention", [None, ReferenceAttention, Shuffling], ids=["masked", "reference", "shuffling"]
-)
-def test_gaps_of_a_pass_are_measured_alike(runner: Any, attention: Any) -> None:
+@pytest.mark.parametrize("kind", [None, ReferenceAttention, Shuffling])
+def test_gaps_of_a_pass_are_measured_alike(runner: Any, kind: Any) -> None:
     """Of two prompts, beside critical tokens, in whatever order the attention wants its rows.
     Their keys are there only then."""
-    tokens = make_tokens(0)
-    with captured(runner) as queries:
-        prefill(runner, tokens.tolist(), SLOTS)
-    weights = weights_of(runner, queries, SLOTS, torch.arange(NUM_TOKENS))
-    prefill(runner, tokens.tolist(), OTHERS)
-    work = [(make_move(tokens, SLOTS, gaps=[2]), [3, *range(*CHUNKS[2])])]
-    work += [
-        (make_move(tokens, OTHERS, gaps=[0, 1]), [*range(*CHUNKS[0]), *range(*CHUNKS[1]), 30, 38])
-    ]
+    weights = prefill_weights(runner, TOKENS, SLOTS)
+    prefill(runner, TOKENS.tolist(), OTHERS)
+    one, other = make_move(SLOTS, gaps=[2]), make_move(OTHERS, gaps=[0, 1])
+    work = [(one, [3, *range(*CHUNKS[2])]), (other, [*range(CHUNKS[0][0], CHUNKS[1][1]), 30, 38])]
     for move, _ in work:
         for piece in move.plan.pieces:
             spoil(runner, move.slots[piece.start : piece.end])
-    layer, watch = runner.model.model.layers[0].self_attn.attn, make_watch(runner, HEADS)
-    shape = HeadShape(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, runner.dtype)
-    sparse = attention and attention(shape, scale=layer.scaling)
+    watch, sparse = make_watch(runner), kind and reference_of(runner, kind)
     with watch.watch_pass(work) as measure:
         run_pass(runner, [_sequence(*each) for each in work], sparse=sparse, watch=measure)
-    for move, gaps in zip((each for each, _ in work), ([2], [0, 1]), strict=True):
-        for number, (start, end) in enumerate(CHUNKS):
-            found = move.outward.of(start, end)
-            assert (found is not None) == (number in gaps)
-            if found is not None:
-                before = CHUNKS[:number] or [(0, start)]
-                seen = [
-                    weights[layer, head, start:end, a:b].sum(-1)
-                    for layer, head in HEADS
-                    for a, b in before
-                ]
-                torch.testing.assert_close(
-                    found.double(), sum(seen) / len(HEADS), rtol=0, atol=ATOL
-                )
+    for move, gaps in ((one, [2]), (other, [0, 1])):
+        found = [move.outward.of(*span) for span in CHUNKS]
+        assert [number for number, each in enumerate(found) if each is not None] == gaps
+        for number in gaps:
+            expected = expected_of(weights, CHUNKS, number)
+            torch.testing.assert_close(found[number].double(), expected, rtol=0, atol=ATOL)
     assert watch.num_measured == 30
 
 
 def test_pass_that_fails_tells_nothing(runner: Any) -> None:
     """The region is computed anew, by another attention."""
-    tokens, watch = make_tokens(0), make_watch(runner, HEADS)
-    prefill(runner, tokens.tolist(), SLOTS)
-    move, positions = make_move(tokens, SLOTS, gaps=[1]), [*range(*CHUNKS[1])]
+    prefill(runner, TOKENS.tolist(), SLOTS)
+    move, positions = make_move(SLOTS, gaps=[1]), [*range(*CHUNKS[1])]
 
     def fail() -> None:
-        with watch.watch_pass([(move, positions)]) as measure:
+        with make_watch(runner).watch_pass([(move, positions)]) as measure:
             run_pass(runner, [_sequence(move, positions)], watch=measure)
             raise RuntimeError("planted")
 
@@ -182,43 +165,36 @@ def test_pass_that_fails_tells_nothing(runner: Any) -> None:
     assert move.outward.of(*CHUNKS[1]) is None
 
 
-def make_move(tokens: Any, slots: Any, *, gaps: Sequence[int]) -> Any:
-    spans = tuple(Span(start, end, ChunkId(str(start))) for start, end in CHUNKS)
+def make_move(slots: Any, *, gaps: Sequence[int]) -> Any:
     pieces = [Piece(*CHUNKS[number], span=number, source=None) for number in gaps]
-    return SimpleNamespace(
-        plan=SimpleNamespace(pieces=pieces),
-        spans=spans,
-        slots=slots,
-        token_ids=array("q", tokens.tolist()),
-    )
+    plan, ids = SimpleNamespace(pieces=pieces), array("q", TOKENS.tolist())
+    return SimpleNamespace(plan=plan, spans=make_spans(), slots=slots, token_ids=ids)
 
 
 def test_forward_that_calls_no_attention_tells_nothing(runner: Any) -> None:
     """A captured graph computes it elsewhere:
     zeros would say that no token looks beyond its chunk."""
-    watch, req = make_watch(runner, HEADS), make_req(make_row(runner, OTHERS, index=2), CHUNKS)
-    with watch.watch(
-        cast("Any", SimpleNamespace(reqs=[req], prefix_lens=[0], extend_lens=[NUM_TOKENS]))
-    ):
+    watch, req = make_watch(runner), make_req(make_row(runner, OTHERS, index=2), CHUNKS)
+    told: Any = SimpleNamespace(reqs=[req], prefix_lens=[0], extend_lens=[NUM_TOKENS])
+    with watch.watch(told):
         pass
     assert (state(req).outward.of(*CHUNKS[0]), watch.num_measured) == (None, 0)
-    extend(runner, watch, [(req, make_tokens(0), 0, NUM_TOKENS)])
+    extend(runner, watch, [(req, TOKENS, 0, NUM_TOKENS)])
     assert watch.num_measured == NUM_TOKENS
 
 
 def test_nodes_have_what_was_measured_of_them(runner: Any) -> None:
     """Not of what was cached before, not for heads that are calibrated no more, and once:
     its KV is that of the first prefill."""
-    tokens = make_tokens(0)
-    prefill(runner, tokens.tolist(), OTHERS)
+    prefill(runner, TOKENS.tolist(), OTHERS)
     req = make_req(make_row(runner, OTHERS, index=2), CHUNKS)
-    extend(runner, make_watch(runner, ()), [(req, tokens, 22, NUM_TOKENS)])
+    extend(runner, make_watch(runner, ()), [(req, TOKENS, 22, NUM_TOKENS)])
     assert state(req).outward is None, "no heads, nothing to measure"
-    watch = make_watch(runner, HEADS)
+    watch = make_watch(runner)
     audit = make_req(req.kv.req_pool_idx, CHUNKS, is_audit=True)
-    extend(runner, watch, [(audit, tokens, 22, NUM_TOKENS)])
+    extend(runner, watch, [(audit, TOKENS, 22, NUM_TOKENS)])
     assert state(audit).outward is None, "its nodes are nowhere"
-    extend(runner, watch, [(req, tokens, 22, NUM_TOKENS)])
+    extend(runner, watch, [(req, TOKENS, 22, NUM_TOKENS)])
     nodes: list[Any] = [SimpleNamespace(key=range(start, end)) for start, end in CHUNKS]
     for node, (start, _) in zip(nodes, CHUNKS, strict=True):
         facts(node).start = start
@@ -235,12 +211,11 @@ def test_a_failure_costs_no_request(
     runner: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The prefill is computed, nothing is measured any more, and the log says so."""
-    tokens = make_tokens(0)
-    prefill(runner, tokens.tolist(), SLOTS)
+    prefill(runner, TOKENS.tolist(), SLOTS)
     expected = models.kv_of(runner, SLOTS)
-    watch, req = make_watch(runner, HEADS), make_req(make_row(runner, OTHERS, index=2), CHUNKS)
+    watch, req = make_watch(runner), make_req(make_row(runner, OTHERS, index=2), CHUNKS)
     monkeypatch.setattr(outward, "_masses", None)
-    extend(runner, watch, [(req, tokens, 0, NUM_TOKENS)])
+    extend(runner, watch, [(req, TOKENS, 0, NUM_TOKENS)])
     for got, wanted in zip(models.kv_of(runner, OTHERS), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=ATOL)
     assert "not measured any more" in caplog.text
@@ -261,10 +236,9 @@ class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def make_job(spans: Sequence[tuple[int, int]], start: int, end: int) -> Any:
-    runner = SimpleNamespace(device="cpu")
-    watch = OutwardWatch(cast("Any", SimpleNamespace(runner=runner, calibration=Calibration())))
-    whole = tuple(Span(a, b, ChunkId(str(a))) for a, b in spans)
-    return watch._job(outward.OutwardRows(()), whole, start, 0, end - start, torch.arange(start))
+    watch = make_watch(SimpleNamespace(device="cpu"), ())
+    rows, seen = outward.OutwardRows(()), torch.arange(start)
+    return watch._job(rows, make_spans(spans), start, 0, end - start, seen)
 
 
 @st.composite
@@ -294,17 +268,11 @@ def test_merged_is_as_chunk_by_chunk(
         patch.setattr(outward, "BLOCK", block)
         job = make_job(spans, start, end)
     found = outward._masses(job, queries, keys, 0.5)
-    _, weights = attend(
-        queries[:, None],
-        keys[:, None],
-        keys[:, None],
-        torch.arange(start, end),
-        torch.arange(end),
-        0.5,
-    )
-    torch.testing.assert_close(
-        found.double(), reference.masses(weights[0], spans, start), rtol=0, atol=1e-6
-    )
+    seen = keys[:, None]
+    places = torch.arange(start, end), torch.arange(end)
+    _, weights = attend(queries[:, None], seen, seen, *places, 0.5)
+    expected = reference.masses(weights[0], spans, start)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("gap", [0, 1], ids=["touching", "text between"])
@@ -313,9 +281,8 @@ def test_number_of_sums_is_by_tokens(gap: int) -> None:
 
     def num_operations(num_chunks: int) -> int:
         size = 1000 // num_chunks
-        job = make_job(
-            [(5 + n * size, 5 + (n + 1) * size - gap) for n in range(num_chunks)], 0, 1010
-        )
+        spans = [(5 + n * size, 5 + (n + 1) * size - gap) for n in range(num_chunks)]
+        job = make_job(spans, 0, 1010)
         counted = Counted()  # type: ignore[no-untyped-call]
         with counted:
             outward._masses(job, torch.randn(1010, 8), torch.randn(1010, 8), 0.5)
@@ -327,11 +294,10 @@ def test_number_of_sums_is_by_tokens(gap: int) -> None:
 
 def test_gaps_that_touch_are_measured_together(runner: Any) -> None:
     """Of a pass: one piece of all, and the keys of each layer are gathered once."""
-    tokens, watch = make_tokens(0), make_watch(runner, HEADS)
-    prefill(runner, tokens.tolist(), SLOTS)
-    move = make_move(tokens, SLOTS, gaps=[0, 1, 2])
+    prefill(runner, TOKENS.tolist(), SLOTS)
+    move = make_move(SLOTS, gaps=[0, 1, 2])
     positions = [position for span in CHUNKS for position in range(*span)]
-    with watch.watch_pass([(move, positions)]) as measure:
+    with make_watch(runner).watch_pass([(move, positions)]) as measure:
         run_pass(runner, [_sequence(move, positions)], watch=measure)
     assert [first for first, _ in move.outward.pieces] == [CHUNKS[0][0]]
     assert all(move.outward.of(*span) is not None for span in CHUNKS)

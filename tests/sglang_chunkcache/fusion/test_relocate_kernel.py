@@ -12,7 +12,7 @@ import importlib.util
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -34,9 +34,9 @@ from triton.compiler import compile as compile_kernel
 from triton.runtime import interpreter
 
 from sglang_chunkcache.fusion import relocate_kernel
-from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
+from sglang_chunkcache.fusion.relocate import RotaryTable, read_blob, write_blob
 from tests.examples import examples
-from tests.sglang_chunkcache.fusion.test_relocate import CASES, DTYPES, random_positions, table_of
+from tests.kit.tensors import CASES, DTYPES, move, random_positions
 
 KINDS = ("move", "write", "read")
 BITS = {2: torch.int16, 4: torch.int32}
@@ -109,7 +109,7 @@ class Shape(NamedTuple):
         return CASES[self.case].rotary_dim - 2 * self.dropped + self.unturned
 
     def table(self, device: str) -> RotaryTable:
-        whole = table_of(CASES[self.case])
+        whole = CASES[self.case].table()
         num_pairs = whole.cos.shape[1] - self.dropped
         return RotaryTable(
             whole.cos[:, :num_pairs].to(device), whole.sin[:, :num_pairs].to(device), whole.is_neox
@@ -143,38 +143,21 @@ def do(kind: str, shape: Shape, device: str, num_tokens: int, *, use_kernel: boo
     old[::3] = new[::3]  # some stay where they are
     blob: tuple[Tensor, ...] = ()
     if kind == "move":
-        copy_moved(
-            pool,
-            table,
-            source_slots=source,
-            source_positions=old,
-            target_slots=target,
-            target_positions=new,
-            use_kernel=use_kernel,
-        )
+        move(pool, table, (source, old), (target, new), use_kernel=use_kernel)
     elif kind == "read":
         blob = read_blob(pool, table, source, old, use_kernel=use_kernel)
     else:
-        other = make_pool(shape, device)
-        keys, values = (
-            torch.stack([b[source] for b in side]) for side in (other.k_buffer, other.v_buffer)
-        )
-        write_blob(
-            pool,
-            table,
-            keys,
-            values,
-            target_slots=target,
-            target_positions=new,
-            use_kernel=use_kernel,
-        )
+        other, at = make_pool(shape, device), {"target_slots": target, "target_positions": new}
+        sides = (torch.stack([b[source] for b in s]) for s in (other.k_buffer, other.v_buffer))
+        write_blob(pool, table, *sides, **at, use_kernel=use_kernel)
     return [*pool.k_buffer, *pool.v_buffer, *blob]
 
 
-def same(a: Tensor, b: Tensor) -> bool:
+def assert_same(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
     """Bit by bit; NaNs that arithmetic made may differ in their payload."""
-    bits = BITS[a.element_size()]
-    return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
+    for a, b in zip(got, wanted, strict=True):
+        bits = BITS[a.element_size()]
+        assert bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
 
 
 shapes = st.builds(
@@ -194,12 +177,7 @@ shapes = st.builds(
 @example("move", Shape("interleaved partial", torch.float16, num_heads=3, unturned=7), 2, 5)
 @example("move", Shape("qwen2", torch.bfloat16, num_heads=3, v_head_dim=24, dropped=12), 2, 3)
 @example("move", Shape("interleaved", torch.bfloat16, num_heads=3, unturned=1, dropped=6), 2, 3)
-@example(
-    "write",
-    Shape("partial", torch.bfloat16, num_layers=3, num_heads=5, unturned=48, v_head_dim=7),
-    4,
-    9,
-)
+@example("write", Shape("partial", torch.bfloat16, 3, 5, unturned=48, v_head_dim=7), 4, 9)
 @example("read", Shape("interleaved", torch.float32, num_heads=1), 1, 1)
 @settings(max_examples=examples(60))
 def test_equals_torch(rig: Rig, kind: str, shape: Shape, block: int, num_tokens: int) -> None:
@@ -210,7 +188,7 @@ def test_equals_torch(rig: Rig, kind: str, shape: Shape, block: int, num_tokens:
         patch.setattr(rig.kernel, "TILE_BYTES", block * row)
         got = do(kind, shape, rig.device, num_tokens, use_kernel=True)
     wanted = do(kind, shape, rig.device, num_tokens, use_kernel=False)
-    assert all(same(a, b) for a, b in zip(got, wanted, strict=True))
+    assert_same(got, wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -218,7 +196,7 @@ def test_blocks_as_in_service(rig: Rig, kind: str) -> None:
     """With the real block size: more rows than tokens."""
     shape = Shape("llama3", torch.bfloat16)
     got, wanted = (do(kind, shape, rig.device, 13, use_kernel=use) for use in (True, False))
-    assert all(same(a, b) for a, b in zip(got, wanted, strict=True))
+    assert_same(got, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -231,117 +209,69 @@ def test_what_does_not_turn_keeps_every_bit(rig: Rig, name: str, dtype: torch.dt
     bits = BITS[dtype.itemsize]
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer.view(torch.uint8).random_()
-    slots, positions = torch.arange(5, device=rig.device), torch.arange(5, device=rig.device) + 700
-    for target, moved_by in ((10, 0), (20, 3)):
-        copy_moved(
-            pool,
-            table,
-            source_slots=slots,
-            source_positions=positions,
-            target_slots=slots + target,
-            target_positions=positions + moved_by,
-            use_kernel=True,
-        )
-        first = 0 if moved_by == 0 else table.rotary_dim
-        for buffer in pool.k_buffer:
-            assert torch.equal(
-                buffer[slots + target, :, first:].view(bits), buffer[slots, :, first:].view(bits)
-            )
-        for buffer in pool.v_buffer:
-            assert torch.equal(buffer[slots + target].view(bits), buffer[slots].view(bits))
+    slots = torch.arange(5, device=rig.device)
+    for on, moved_by, first in ((10, 0, 0), (20, 3, table.rotary_dim)):
+        target = slots + on, slots + 700 + moved_by
+        move(pool, table, (slots, slots + 700), target, use_kernel=True)
+        for buffer in (*(keys[..., first:] for keys in pool.k_buffer), *pool.v_buffer):
+            assert torch.equal(buffer[slots + on].view(bits), buffer[slots].view(bits))
 
 
 def test_in_place(rig: Rig) -> None:
     """A token may stay in its slot and turn there."""
     shape = Shape("qwen3", torch.bfloat16)
-    pools = [make_pool(shape, rig.device) for _ in range(2)]
-    slots, positions = torch.arange(5, device=rig.device), torch.arange(5, device=rig.device)
+    pools, at = [make_pool(shape, rig.device) for _ in range(2)], torch.arange(5, device=rig.device)
     for pool, use_kernel in zip(pools, (True, False), strict=True):
-        copy_moved(
-            pool,
-            shape.table(rig.device),
-            source_slots=slots,
-            source_positions=positions,
-            target_slots=slots,
-            target_positions=positions + 77,
-            use_kernel=use_kernel,
-        )
-    assert all(same(a, b) for a, b in zip(pools[0].k_buffer, pools[1].k_buffer, strict=True))
+        move(pool, shape.table(rig.device), (at, at), (at, at + 77), use_kernel=use_kernel)
+    assert_same(pools[0].k_buffer, pools[1].k_buffer)
 
 
 def test_buffers_that_were_made_anew(rig: Rig) -> None:
     """A pool that wakes may have other memory:
     writing to where the old one was would corrupt whatever is there now."""
-    shape = Shape("llama", torch.bfloat16)
+    shape, slots = Shape("llama", torch.bfloat16), torch.tensor([1, 2], device=rig.device)
     pool, table = make_pool(shape, rig.device), shape.table(rig.device)
-    slots, positions = (
-        torch.tensor([1, 2], device=rig.device),
-        torch.tensor([5, 6], device=rig.device),
-    )
-    read_blob(pool, table, slots, positions, use_kernel=True)
-    old_values = pool.v_buffer
+    read_blob(pool, table, slots, slots + 4, use_kernel=True)
+    old_values = pool.v_buffer  # kept alive
     pool.v_buffer = [buffer + 1 for buffer in old_values]
-    _, values = read_blob(pool, table, slots, positions, use_kernel=True)
+    _, values = read_blob(pool, table, slots, slots + 4, use_kernel=True)
     assert torch.equal(values, torch.stack([buffer[slots] for buffer in pool.v_buffer]))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "name"),
-    [
-        ({"keys": 1}, "keys"),
-        ({"values": 1}, "values"),
-        ({"cos": 1}, "cos, sin"),
-        ({"source": 1}, "blob"),
-    ],
-)
-def test_what_is_not_contiguous_is_refused(wrong: dict[str, int], name: str) -> None:
+@pytest.mark.parametrize("wrong", ["keys", "values", "cos", "source"])
+def test_what_is_not_contiguous_is_refused(wrong: str) -> None:
     """The kernel reckons addresses, and would read other numbers."""
-    buffers = {side: [torch.zeros(4, 2, 32) for _ in range(2)] for side in ("keys", "values")}
-    blob = torch.zeros(2, 3, 2, 32), torch.zeros(2, 3, 2, 32)
-    given_: dict[str, Any] = {
-        **buffers,
-        "cos": torch.ones(3, 1, 16),
+    spread = {name: 2 if name == wrong else 1 for name in ("keys", "values", "cos", "source")}
+
+    def zeros(name: str, *size: int) -> Tensor:
+        return torch.zeros(*size, spread[name])[..., 0]
+
+    arguments: dict[str, Any] = {
+        **{side: [zeros(side, 4, 2, 32) for _ in range(2)] for side in ("keys", "values")},
+        "cos": zeros("cos", 3, 1, 16),
         "sin": torch.zeros(3, 1, 16),
-        "source": blob,
+        "source": (zeros("source", 2, 3, 2, 32), zeros("source", 2, 3, 2, 32)),
     }
-    for key in wrong:
-        tensors = given_[key] if isinstance(given_[key], list | tuple) else [given_[key]]
-        strided = [torch.stack([t, t], dim=-1)[..., 0] for t in tensors]
-        given_[key] = (
-            type(given_[key])(strided) if isinstance(given_[key], list | tuple) else strided[0]
-        )
+    name = {"cos": "cos, sin", "source": "blob"}.get(wrong, wrong)
     with pytest.raises(ValueError, match=f"{name}: expected contiguous"):
-        relocate_kernel.launch_arguments(**given_, is_neox=True, target=torch.arange(3))
+        relocate_kernel.launch_arguments(**arguments, is_neox=True, target=torch.arange(3))
 
 
 # What it compiles to, for an H100, without one
 
-POINTERS = {
-    torch.int64: "*i64",
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-}
+POINTERS = dict(zip((torch.int64, *DTYPES), ("*i64", "*bf16", "*fp16", "*fp32"), strict=True))
 
 
 def ptx_of(
     kind: str, dtype: torch.dtype, *, num_heads: int, head_dim: int, num_pairs: int, is_neox: bool
 ) -> str:
     """The kernel as a launch on an H100 would have it compiled."""
-    sides = [[torch.zeros(8, num_heads, head_dim, dtype=dtype) for _ in range(2)] for _ in range(2)]
+    keys, values = ([torch.zeros(8, num_heads, head_dim, dtype=dtype)] * 2 for _ in range(2))
     turn, slots = torch.zeros(4, 1, num_pairs), torch.arange(4)
-    blob = (
-        torch.zeros(2, 4, num_heads, head_dim, dtype=dtype),
-        torch.zeros(2, 4, num_heads, head_dim, dtype=dtype),
-    )
+    blob = (torch.zeros(2, 4, num_heads, head_dim, dtype=dtype),) * 2
+    source, target = blob if kind == "write" else slots, blob if kind == "read" else slots
     arguments, _ = relocate_kernel.launch_arguments(
-        sides[0],
-        sides[1],
-        turn,
-        turn,
-        is_neox=is_neox,
-        source=blob if kind == "write" else slots,
-        target=blob if kind == "read" else slots,
+        keys, values, turn, turn, is_neox=is_neox, source=source, target=target
     )
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(relocate_kernel._relocate.params):
@@ -354,10 +284,9 @@ def ptx_of(
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         else:
             signature[parameter.name] = "i32"
-    source = ASTSource(relocate_kernel._relocate, signature, constants, attributes)
-    compiled = compile_kernel(
-        source, target=GPUTarget("cuda", 90, 32), options=relocate_kernel.OPTIONS
-    )
+    kernel = ASTSource(relocate_kernel._relocate, signature, constants, attributes)
+    hopper = GPUTarget("cuda", 90, 32)
+    compiled = compile_kernel(kernel, target=hopper, options=relocate_kernel.OPTIONS)
     assert compiled.asm["cubin"]
     return str(compiled.asm["ptx"])
 
@@ -388,10 +317,9 @@ def test_compiled_rounds_as_torch_does(dtype: torch.dtype) -> None:
     operations = Counter(re.findall(r"\b(?:mul|add|sub|fma|cvt)\S*f(?:32|16)\S*", ptx))
     short = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: ""}[dtype]
     down = {f"cvt.rn.{short}.f32", f"cvt.rn.{short}x2.f32"} if short else set()
-    assert {"mul.rn.f32", "add.rn.f32", "sub.rn.f32"} <= set(operations)
-    assert (
-        set(operations) - {f"cvt.f32.{short}"} <= {"mul.rn.f32", "add.rn.f32", "sub.rn.f32"} | down
-    )
+    exact = {"mul.rn.f32", "add.rn.f32", "sub.rn.f32"}
+    assert exact <= set(operations)
+    assert set(operations) - {f"cvt.f32.{short}"} <= exact | down
     assert not short or set(operations) & down
 
 
@@ -405,11 +333,5 @@ def test_compiles_for_odd_sizes(
     num_heads: int, head_dim: int, num_pairs: int, is_neox: bool
 ) -> None:
     """Heads that are no power of two, few numbers that turn, rows longer than a block."""
-    assert ptx_of(
-        "move",
-        torch.bfloat16,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        num_pairs=num_pairs,
-        is_neox=is_neox,
-    )
+    sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_pairs": num_pairs}
+    assert ptx_of("move", torch.bfloat16, **sizes, is_neox=is_neox)

@@ -48,10 +48,8 @@ def test_attention_over_fused_keys_stays_within_the_bounds(
     layer = encode(keys, keys, lens, block_size=block_size, threshold=threshold)
     decoded, errors = decode(layer)[0], relative_errors(layer, keys, keys)[0]
     norms = torch.linalg.vector_norm(keys.reshape(-1, block_size * HEADS * SIZE), dim=1)
-    epsilon = max(
-        logit_scale(float(norm), query_norm, SIZE) * float(error)
-        for norm, error in zip(norms, errors, strict=True)
-    )
+    pairs = zip(norms.tolist(), errors.tolist(), strict=True)
+    epsilon = max(logit_scale(norm, query_norm, SIZE) * error for norm, error in pairs)
     for head in range(HEADS):
         query = torch.randn(SIZE, generator=generator)
         query *= query_norm / query.norm()
@@ -128,24 +126,22 @@ def test_norms_are_of_blocks_not_of_tokens() -> None:
     assert moved <= 2 * distance(similarity) + 1e-6
 
 
-def directions(degrees: list[float]) -> Tensor:
+@pytest.mark.parametrize(
+    ("degrees", "lens", "furthest", "angle"),
+    [
+        # over the levels, eight blocks become one of which the first is 54 degrees away
+        ([0, 36, 36, 72, 36, 72, 72, 108], [1] * 8, 0, 54),
+        # by majority, three right blocks on one side of the left one take it away from a fourth
+        ([0, 36, 36, 36, -36], [1, 4], 4, 51.51),
+    ],
+)
+def test_similarity_falls_below_the_threshold(
+    degrees: list[float], lens: list[int], furthest: int, angle: float
+) -> None:
+    """Steps of 36 degrees at threshold .8 (36.9)."""
     angles = torch.tensor(degrees).deg2rad()
-    return torch.stack([angles.cos(), angles.sin()], 1)
-
-
-def test_similarity_falls_below_the_threshold_over_the_levels() -> None:
-    """Steps of 36 degrees at threshold .8 (36.9):
-    eight blocks become one of which the first is 54 degrees away."""
-    keys = directions([0, 36, 36, 72, 36, 72, 72, 108])
-    fused = fast_fusion(keys, keys, [1] * 8, 0.8)
-    assert fused.table.tolist() == [0] * 8
-    assert float(fused.keys[0] @ keys[0]) == pytest.approx(math.cos(math.radians(54)), abs=1e-4)
-
-
-def test_similarity_falls_below_the_threshold_by_majority() -> None:
-    """One level: three right blocks on one side of the left one take it away from a fourth on the
-    other side."""
-    keys = directions([0, 36, 36, 36, -36])
-    fused = fast_fusion(keys, keys, [1, 4], 0.8)
-    assert fused.table.tolist() == [0] * 5
-    assert float(fused.keys[0] @ keys[4]) < 0.65
+    keys = torch.stack([angles.cos(), angles.sin()], 1)
+    fused = fast_fusion(keys, keys, lens, 0.8)
+    assert fused.table.tolist() == [0] * len(keys)
+    found = float(fused.keys[0] @ keys[furthest])
+    assert found == pytest.approx(math.cos(math.radians(angle)), abs=1e-4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
@@ -18,12 +20,18 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def made(lens: list[int], seed: int, dtype: torch.dtype, noise: float) -> tuple[Tensor, Tensor]:
     """Units that begin like one text, with noise."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
-    for size in (SIZE, VALUE_SIZE):
+
+    def side(size: int) -> Tensor:
         text = torch.randn(max(lens), HEADS, size, generator=generator)
         tokens = torch.cat([text[:length] for length in lens])
-        found.append((tokens + noise * torch.randn(tokens.shape, generator=generator)).to(dtype))
-    return found[0], found[1]
+        return (tokens + noise * torch.randn(tokens.shape, generator=generator)).to(dtype)
+
+    return side(SIZE), side(VALUE_SIZE)
+
+
+def sides(layer: JointLayer, *given: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Decoded keys and values, each with what it was."""
+    return zip(decode(layer), given, strict=True)
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -45,10 +53,9 @@ def test_nothing_is_lost_above_one(
     case: tuple[list[int], int, torch.dtype, float], block_size: int
 ) -> None:
     """Threshold 1 and above: every bit comes back, in every dtype."""
-    keys, values = made(*case)
-    found = decode(encode(keys, values, case[0], block_size=block_size, threshold=NEVER))
-    assert same_bits(found[0], keys)
-    assert same_bits(found[1], values)
+    kv = made(*case)
+    layer = encode(*kv, case[0], block_size=block_size, threshold=NEVER)
+    assert all(same_bits(*pair) for pair in sides(layer, *kv))
 
 
 @given(layers, st.integers(1, 4), st.sampled_from((0.3, 0.8, 0.98)))
@@ -62,13 +69,13 @@ def test_what_was_not_fused_comes_back_bit_by_bit(
     assert int(layer.references.sum()) == sum(length // block_size for length in lens)
     assert len(layer.tail_keys) == sum(length % block_size for length in lens)
     alone = iter((layer.references[layer.table] == 1).tolist())
-    own = [
-        [next(alone)] * block_size if whole else [True] * (length % block_size)
-        for length in lens
-        for whole in [True] * (length // block_size) + [False]
-    ]
-    mask = torch.tensor([token for part in own for token in part], dtype=torch.bool)
-    for found, given_ in zip(decode(layer), (keys, values), strict=True):
+    own: list[bool] = []
+    for length in lens:
+        for _ in range(length // block_size):
+            own += [next(alone)] * block_size
+        own += [True] * (length % block_size)
+    mask = torch.tensor(own, dtype=torch.bool)
+    for found, given_ in sides(layer, keys, values):
         assert found.shape == given_.shape
         assert same_bits(found[mask], given_[mask])
 
@@ -83,13 +90,9 @@ def test_fixed_blocks_come_back_bit_by_bit(
     generator = torch.Generator().manual_seed(seed)
     fixed = torch.rand(sum(length // block_size for length in lens), generator=generator) < 0.5
     layer = encode(keys, values, lens, block_size=block_size, threshold=0.3, fixed=fixed)
-    for found, given_ in zip(decode(layer), (keys, values), strict=True):
-        pairs = zip(blocks(found, lens, block_size), blocks(given_, lens, block_size), strict=True)
-        assert all(
-            torch.equal(now, before)
-            for (now, before), kept in zip(pairs, fixed, strict=True)
-            if kept
-        )
+    for pair in sides(layer, keys, values):
+        now, before = (blocks(each, lens, block_size) for each in pair)
+        assert all(torch.equal(now[i], before[i]) for i in fixed.nonzero()[:, 0].tolist())
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
@@ -97,15 +100,12 @@ def test_fixed_blocks_come_back_bit_by_bit(
 def test_equal_units_share_and_keep_every_bit(dtype: torch.dtype, num_units: int) -> None:
     """What is equal, as layer 0 of a chunk's variants, costs nothing;
     only the tails are kept each."""
-    keys, values = made([11] * num_units, 0, dtype, 0.0)
-    layer = encode(keys, values, [11] * num_units, block_size=4, threshold=0.999)
-    assert len(layer.keys) == 2
-    assert layer.references.tolist() == [num_units] * 2
-    for found, given_ in zip(decode(layer), (keys, values), strict=True):
-        assert same_bits(found, given_)
-    assert [each.tolist() for each in relative_errors(layer, keys, values)] == [
-        [0.0] * 2 * num_units
-    ] * 2
+    kv = made([11] * num_units, 0, dtype, 0.0)
+    layer = encode(*kv, [11] * num_units, block_size=4, threshold=0.999)
+    assert layer.references.tolist() == [num_units] * len(layer.keys) == [num_units] * 2
+    assert all(same_bits(*pair) for pair in sides(layer, *kv))
+    errors = [each.tolist() for each in relative_errors(layer, *kv)]
+    assert errors == [[0.0] * 2 * num_units] * 2
 
 
 @given(layers, st.integers(1, 4))
@@ -113,39 +113,29 @@ def test_norms_are_kept(case: tuple[list[int], int, torch.dtype, float], block_s
     """A fused block has the shared direction and its own norm;
     so a block is never further off than twice its norm."""
     lens, _, dtype, _ = case
-    keys, values = made(*case)
-    layer = encode(keys, values, lens, block_size=block_size, threshold=0.5)
+    kv = made(*case)
+    layer = encode(*kv, lens, block_size=block_size, threshold=0.5)
     precision = 4 * torch.finfo(dtype).eps
-    for found, given_, errors in zip(
-        decode(layer), (keys, values), relative_errors(layer, keys, values), strict=True
-    ):
-        for now, before in zip(
-            blocks(found, lens, block_size), blocks(given_, lens, block_size), strict=True
-        ):
+    for pair in sides(layer, *kv):
+        both = (blocks(each, lens, block_size) for each in pair)
+        for now, before in zip(*both, strict=True):
             assert abs(now.norm() / before.norm() - 1) < precision
-        assert bool((errors <= 2 + precision).all())
+    assert all(bool((each <= 2 + precision).all()) for each in relative_errors(layer, *kv))
 
 
 def blocks(tokens: Tensor, lens: list[int], block_size: int) -> list[Tensor]:
     """One by one, without what `encode` uses."""
-    return [
-        block.float()
-        for unit in torch.split(tokens, lens)
-        for block in torch.split(unit, block_size)
-        if len(block) == block_size
-    ]
+    parts = [torch.split(unit, block_size) for unit in torch.split(tokens, lens)]
+    return [block.float() for unit in parts for block in unit if len(block) == block_size]
 
 
 def test_error_of_a_pair_is_as_its_angle_says() -> None:
     """Two unit blocks at similarity s share the direction between them:
     each is off by sqrt(2 - 2 cos(angle / 2))."""
-    angle = torch.tensor(0.6)
-    keys = torch.stack([torch.tensor([1.0, 0.0]), torch.stack([angle.cos(), angle.sin()])]).view(
-        2, 1, 2
-    )
-    layer = encode(keys, keys, [1, 1], block_size=1, threshold=0.5)
-    errors, _ = relative_errors(layer, keys, keys)
-    torch.testing.assert_close(errors, (2 - 2 * (angle / 2).cos()).sqrt().expand(2))
+    angles = torch.tensor([0.0, 0.6])
+    keys = torch.stack([angles.cos(), angles.sin()], 1).view(2, 1, 2)
+    errors, _ = relative_errors(encode(keys, keys, [1, 1], block_size=1, threshold=0.5), keys, keys)
+    torch.testing.assert_close(errors, (2 - 2 * (angles[1] / 2).cos()).sqrt().expand(2))
 
 
 def test_leader_of_zeros() -> None:
@@ -161,11 +151,8 @@ def test_block_that_is_not_finite_comes_back(bad: float) -> None:
     """A norm that is no number scales nothing."""
     keys, values = torch.ones(4, 1, 2), torch.ones(4, 1, 2)
     keys[1, 0, 0] = bad
-    for found, given_ in zip(
-        decode(encode(keys, values, [2, 2], block_size=1, threshold=0.5)),
-        (keys, values),
-        strict=True,
-    ):
+    layer = encode(keys, values, [2, 2], block_size=1, threshold=0.5)
+    for found, given_ in sides(layer, keys, values):
         torch.testing.assert_close(found, given_, equal_nan=True)
 
 

@@ -37,20 +37,18 @@ def cases(draw: st.DrawFn, *thresholds: float) -> Case:
     """Up to nine units of 0 to 4 blocks: a few directions with noise, so that some fuse,
     some more than once; a few zeros."""
     lens = draw(st.lists(st.integers(0, 4), min_size=1, max_size=9))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    generator, total = torch.Generator().manual_seed(draw(st.integers(0, 2**32))), sum(lens)
     size, noise = draw(st.sampled_from((3, 6))), draw(st.sampled_from((0.02, 0.2, 0.7)))
     centres = torch.randn(3, size, generator=generator)
-    picked = torch.randint(3, (sum(lens),), generator=generator)
-    keys = centres[picked] + noise * torch.randn(sum(lens), size, generator=generator)
-    keys *= torch.rand(sum(lens), 1, generator=generator) + 0.5
+    picked = torch.randint(3, (total,), generator=generator)
+    keys = centres[picked] + noise * torch.randn(total, size, generator=generator)
+    keys *= torch.rand(total, 1, generator=generator) + 0.5
     if draw(st.booleans()):
         keys[::5] = 0
-    values = torch.randn(sum(lens), 3, generator=generator)
-    share = draw(st.sampled_from((0.0, 0.3)))
-    fixed = torch.rand(sum(lens), generator=generator) < share if share else None
-    return Case(
-        keys, values, lens, draw(st.sampled_from(thresholds or (0.0, 0.5, 0.8, 0.95))), fixed
-    )
+    values = torch.randn(total, 3, generator=generator)
+    fixed = torch.rand(total, generator=generator) < 0.3 if draw(st.booleans()) else None
+    threshold = draw(st.sampled_from(thresholds or (0.0, 0.5, 0.8, 0.95)))
+    return Case(keys, values, lens, threshold, fixed)
 
 
 def slow(case: Case) -> tuple[list[naive_joint.Block], naive_joint.Trace]:
@@ -85,15 +83,13 @@ def test_fast_equals_slow(case: Case) -> None:
     assert fused.table.tolist() == table_of(shared, sum(case.lens))
     assert fused.leaders.tolist() == [block.members[0] for block in shared]
     for found, expected in (
-        (fused.keys, [b.keys for b in shared]),
-        (fused.values, [b.values for b in shared]),
+        (fused.keys, [block.keys for block in shared]),
+        (fused.values, [block.values for block in shared]),
     ):
-        torch.testing.assert_close(
-            found, torch.tensor(expected).view(found.shape), atol=1e-5, rtol=0
-        )
-    at = fused.fused_at.tolist()
-    assert {i for i, each in enumerate(at) if each == each} == trace.fused_at.keys()
-    assert all(abs(at[i] - each) < 1e-5 for i, each in trace.fused_at.items())
+        wanted = torch.tensor(expected).view(found.shape)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    at = {i: each for i, each in enumerate(fused.fused_at.tolist()) if each == each}
+    assert at == pytest.approx(trace.fused_at, abs=1e-5)
 
 
 @given(cases(0.3, 0.8), st.sampled_from((1, 60, 200)))
@@ -110,25 +106,22 @@ def test_levels_in_parts_give_the_same(case: Case, limit: int) -> None:
 
 @given(cases())
 def test_tables_and_references_add_up(case: Case) -> None:
-    """Each block points to one shared block, and each shared block is its leader's."""
-    fused = case.fused()
-    num_blocks = sum(case.lens)
+    """Each block points to one shared block, and each shared block is its leader's. What a block
+    joined was more similar than the threshold at that time; the leaders have joined nothing.
+    Blocks are only read: they may be views of a cache."""
+    before = case.keys.clone(), case.values.clone()
+    fused, num_blocks = case.fused(), sum(case.lens)
+    num_shared, joined = len(fused.leaders), fused.fused_at[~fused.fused_at.isnan()]
     assert fused.table.shape == (num_blocks,)
     assert fused.references.sum() == num_blocks
     assert bool((fused.references >= 1).all())
-    assert fused.table[fused.leaders].tolist() == list(range(len(fused.leaders)))
-    assert len(fused.keys) == len(fused.values) == len(fused.leaders)
-    assert int((~fused.fused_at.isnan()).sum()) == num_blocks - len(fused.leaders)
-
-
-@given(cases())
-def test_every_fused_pair_was_over_the_threshold(case: Case) -> None:
-    """What a block joined was more similar than the threshold at that time;
-    the leaders have joined nothing."""
-    fused = case.fused()
-    joined = fused.fused_at[~fused.fused_at.isnan()]
+    assert fused.table[fused.leaders].tolist() == list(range(num_shared))
+    assert len(fused.keys) == len(fused.values) == num_shared
+    assert len(joined) == num_blocks - num_shared
     assert bool((joined > case.threshold).all())
     assert bool(fused.fused_at[fused.leaders].isnan().all())
+    assert torch.equal(case.keys, before[0])
+    assert torch.equal(case.values, before[1])
 
 
 @given(cases(1.0, 1.5))
@@ -160,12 +153,9 @@ def test_equal_units_become_one(
 
 def canonical(fused: FusedBlocks, names: Sequence[int]) -> set[frozenset[int]]:
     """Which blocks are one, by name."""
-    return {
-        frozenset(
-            name for name, shared in zip(names, fused.table.tolist(), strict=True) if shared == each
-        )
-        for each in range(len(fused.leaders))
-    }
+    pairs = list(zip(names, fused.table.tolist(), strict=True))
+    shared = range(len(fused.leaders))
+    return {frozenset(name for name, row in pairs if row == each) for each in shared}
 
 
 @given(cases(0.5, 0.8), st.randoms(use_true_random=False))
@@ -178,10 +168,8 @@ def test_order_within_units_changes_nothing(case: Case, rng: object) -> None:
         order += rng.sample(range(at, at + num_blocks), num_blocks)  # type: ignore[attr-defined]
         at += num_blocks
     fixed = None if case.fixed is None else case.fixed[order]
-    other = case._replace(
-        keys=case.keys[order].flip(1), values=case.values[order], fixed=fixed
-    ).fused()
-    fused = case.fused()
+    keys, values = case.keys[order].flip(1), case.values[order]
+    fused, other = case.fused(), case._replace(keys=keys, values=values, fixed=fixed).fused()
     assert canonical(fused, range(at)) == canonical(other, order)
     leaders = {int(leader): row for row, leader in enumerate(fused.leaders)}
     for row, leader in enumerate(other.leaders.tolist()):
@@ -190,37 +178,20 @@ def test_order_within_units_changes_nothing(case: Case, rng: object) -> None:
 
 
 @given(cases())
-def test_tensors_are_only_read(case: Case) -> None:
-    """The blocks may be views of a cache."""
-    keys, values = case.keys.clone(), case.values.clone()
-    case.fused()
-    assert torch.equal(keys, case.keys)
-    assert torch.equal(values, case.values)
-
-
-@given(cases())
 def test_fixed_blocks_lead_as_they_are(case: Case) -> None:
     """They join nothing, and whatever joins them, their directions are their own."""
     fused = case.fused()
-    for row, leader in enumerate(fused.leaders.tolist()):
-        if case.fixed is not None and case.fixed[leader]:
-            for units, blocks in ((fused.keys, case.keys), (fused.values, case.values)):
-                own = torch.nn.functional.normalize(blocks[leader], dim=0, eps=1e-30)
-                torch.testing.assert_close(units[row], own, atol=1e-6, rtol=0)
-    if case.fixed is not None:
-        assert set(case.fixed.nonzero()[:, 0].tolist()) <= set(fused.leaders.tolist())
+    rows = {leader: row for row, leader in enumerate(fused.leaders.tolist())}
+    for leader in [] if case.fixed is None else case.fixed.nonzero()[:, 0].tolist():
+        for units, blocks in ((fused.keys, case.keys), (fused.values, case.values)):
+            own = torch.nn.functional.normalize(blocks[leader], dim=0, eps=1e-30)
+            torch.testing.assert_close(units[rows[leader]], own, atol=1e-6, rtol=0)
 
 
 def test_block_joins_a_fixed_one_from_the_right_only() -> None:
     """Equal blocks: the second joins the first, which is fixed; the third, fixed too, stays."""
-    blocks = torch.ones(3, 2)
-    assert fast_fusion(
-        blocks, blocks, [1, 1, 1], 0.5, fixed=torch.tensor([True, False, True])
-    ).table.tolist() == [
-        0,
-        0,
-        1,
-    ]
+    blocks, fixed = torch.ones(3, 2), torch.tensor([True, False, True])
+    assert fast_fusion(blocks, blocks, [1, 1, 1], 0.5, fixed=fixed).table.tolist() == [0, 0, 1]
 
 
 def test_units_are_halved_as_in_the_paper() -> None:
@@ -262,28 +233,22 @@ def test_block_that_is_not_finite_stays_alone(
     assert bool(fused.values[0].isfinite().all())
 
 
+TWO = torch.ones(2, 2)
+
+
 @pytest.mark.parametrize(
-    ("keys", "values", "threshold", "names"),
+    ("keys", "values", "threshold", "fixed", "names"),
     [
-        (torch.ones(3, 2), torch.ones(2, 2), 0.5, r"keys: expected \[2, size\], got \[3, 2\]"),
-        (torch.ones(2, 2), torch.ones(2), 0.5, r"values: expected \[2, size\], got \[2\]"),
-        (torch.ones(2, 2), torch.ones(2, 2), -0.1, "threshold: expected 0 or more, got -0.1"),
-        (
-            torch.ones(2, 2),
-            torch.ones(2, 2),
-            float("nan"),
-            "threshold: expected 0 or more, got nan",
-        ),
+        (torch.ones(3, 2), TWO, 0.5, None, r"keys: expected \[2, size\], got \[3, 2\]"),
+        (TWO, torch.ones(2), 0.5, None, r"values: expected \[2, size\], got \[2\]"),
+        (TWO, TWO, -0.1, None, "threshold: expected 0 or more, got -0.1"),
+        (TWO, TWO, float("nan"), None, "threshold: expected 0 or more, got nan"),
+        (TWO, TWO, 0.5, torch.ones(3).bool(), r"fixed: expected \[2\], got \[3\]"),
     ],
 )
-def test_wrong_arguments(keys: Tensor, values: Tensor, threshold: float, names: str) -> None:
+def test_wrong_arguments(
+    keys: Tensor, values: Tensor, threshold: float, fixed: Tensor | None, names: str
+) -> None:
     """Named before anything is computed."""
     with pytest.raises(ValueError, match=names):
-        fast_fusion(keys, values, [1, 1], threshold)
-
-
-def test_wrong_number_of_fixed_blocks() -> None:
-    with pytest.raises(ValueError, match=r"fixed: expected \[2\], got \[3\]"):
-        fast_fusion(
-            torch.ones(2, 2), torch.ones(2, 2), [1, 1], 0.5, fixed=torch.ones(3, dtype=torch.bool)
-        )
+        fast_fusion(keys, values, [1, 1], threshold, fixed=fixed)

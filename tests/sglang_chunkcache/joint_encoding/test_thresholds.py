@@ -8,6 +8,7 @@ import torch
 from sglang_chunkcache.joint_encoding.drift import distance, least_drift_bound
 from sglang_chunkcache.joint_encoding.fast_fusion import NEVER, fast_fusion
 from sglang_chunkcache.joint_encoding.fusion_rate import unit_similarities
+from sglang_chunkcache.joint_encoding.ratio import NEAR, thresholds_for_ratio
 from sglang_chunkcache.joint_encoding.thresholds import (
     LayerStatistics,
     ThresholdController,
@@ -41,10 +42,8 @@ def made_layers(
 def fused(thresholds: list[float], noises: tuple[float, ...], seed: int) -> int:
     """Shared blocks of all layers."""
     layers = [made_blocks(1000 * seed + i, noise) for i, noise in enumerate(noises)]
-    return sum(
-        len(fast_fusion(each, each, LENS, u).leaders)
-        for each, u in zip(layers, thresholds, strict=True)
-    )
+    pairs = zip(layers, thresholds, strict=True)
+    return sum(len(fast_fusion(layer, layer, LENS, u).leaders) for layer, u in pairs)
 
 
 def test_drift_is_that_of_each_layers_threshold() -> None:
@@ -59,19 +58,15 @@ def test_drift_is_that_of_each_layers_threshold() -> None:
     assert 0 < found[1] < NEVER
 
 
-def test_layers_where_nothing_fuses_are_skipped() -> None:
-    """Similarities far below the threshold: not even compared. Those at 1 are."""
+def test_layers_of_alike_similarities() -> None:
+    """Far below the threshold they are not even compared; those at 1, as of a layer 0 of one
+    chunk's variants, are all or nothing."""
     low, high = torch.linspace(-0.2, 0.2, 500), torch.linspace(0.95, 1, 500)
     found = thresholds_for_drift([LayerStatistics(each, 4.0) for each in (low, high)], LENS, 1.0)
     assert found[0] == NEVER
     assert 0.95 < found[1] < 0.97
-
-
-def test_equal_similarities() -> None:
-    """A layer 0 of one chunk's variants: all or nothing."""
-    layer = LayerStatistics(torch.ones(9), 4.0)
-    assert layer.exceedance(0.999) == 1
-    assert layer.exceedance(1.0) == 0
+    equal = LayerStatistics(torch.ones(9), 4.0)
+    assert (equal.exceedance(0.999), equal.exceedance(1.0)) == (1, 0)
 
 
 def test_prediction_is_the_ratio_asked_for() -> None:
@@ -116,9 +111,8 @@ def test_too_few_lower_and_too_many_raise(num_shared: int, is_lower: bool) -> No
     controller = ThresholdController(made_layers(), LENS, ratio=1.25, drift=2)
     before = controller.thresholds
     controller.observe(100, num_shared)
-    assert all(
-        (now < then) == is_lower for now, then in zip(controller.thresholds, before, strict=True)
-    )
+    pairs = zip(controller.thresholds, before, strict=True)
+    assert all((now < then) == is_lower for now, then in pairs)
 
 
 def test_drift_is_kept_whatever_the_ratio() -> None:
@@ -137,10 +131,29 @@ def test_drift_is_kept_whatever_the_ratio() -> None:
     [(1.0, 1.0, "ratio: expected more than 1"), (2.0, 0.0, "drift"), (2.0, 2.5, "drift")],
 )
 def test_wrong_wishes(ratio: float, drift: float, names: str) -> None:
-    """Named at once."""
     with pytest.raises(ValueError, match=names):
         ThresholdController(made_layers(), LENS, ratio=ratio, drift=drift)
     with pytest.raises(ValueError, match="layers"):
         ThresholdController([], LENS, ratio=2.0, drift=1.0)
     with pytest.raises(ValueError, match="drift: expected a number between 0 and 2, got 2"):
         thresholds_for_drift(made_layers(), LENS, 2)
+
+
+@pytest.mark.parametrize("ratio", [1.2, 1.5, 2.0])
+def test_ratio_of_blocks_is_reached(ratio: float) -> None:
+    """Within what counts as near, on the blocks themselves; one threshold a layer."""
+    layers = [made_blocks(1000 + i, noise) for i, noise in enumerate(NOISES)]
+    found = thresholds_for_ratio(layers, LENS, ratio, head_dim=16)
+    assert len(found) == len(layers)
+    reached = len(layers) * sum(LENS) / fused(found, NOISES, 1)
+    assert reached == pytest.approx(ratio, rel=NEAR - 1 + 1e-9)
+
+
+def test_what_blocks_do_not_give_is_not_reached() -> None:
+    """Six units fuse into one at best; the nearest thresholds count.
+    For a ratio of one nothing would have to fuse."""
+    layers = [made_blocks(i, 0.5) for i in range(2)]
+    found = thresholds_for_ratio(layers, LENS, 50, head_dim=16)
+    assert 2 * sum(LENS) / fused(found, (0.5, 0.5), 0) > 4
+    with pytest.raises(ValueError, match="ratio: expected more than 1"):
+        thresholds_for_ratio(layers, LENS, 1, head_dim=16)

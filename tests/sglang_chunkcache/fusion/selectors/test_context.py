@@ -17,6 +17,7 @@ from tests.reference.moved_chunks import as_lists, cases, make_chunk, make_score
 from tests.reference.sources import make_request
 
 NOTHING = Evidence()
+CONTEXT = get("context")
 
 
 def three_quarters(num_tokens: int = 4) -> ChunkScores:
@@ -31,7 +32,7 @@ def test_select_takes_the_most_contextualised() -> None:
     """Eq. 14: CFO = 2 * 0.1875 = 0.375, ceil(0.375 * 4) = 2 tokens,
     the last two look at the prefix most."""
     chunk = make_chunk("c", 5, 4, old="pq", new="p", scores=three_quarters())
-    selection = get("context").select([chunk], make_request(alpha=2.0), NOTHING)
+    selection = CONTEXT.select([chunk], make_request(alpha=2.0), NOTHING)
     assert as_lists(selection) == [[2, 3]]
     assert selection.cfo == pytest.approx((0.375,))
 
@@ -44,7 +45,7 @@ def test_alpha_rules_over_the_ratio() -> None:
         make_chunk("d", 4, 4),
     ]
     for ratio, rest in ((0.0, []), (1.0, [0, 1, 2, 3])):
-        selection = get("context").select(chunks, make_request(ratio=ratio, alpha=2.0), NOTHING)
+        selection = CONTEXT.select(chunks, make_request(ratio=ratio, alpha=2.0), NOTHING)
         assert as_lists(selection) == [[2, 3], rest]
 
 
@@ -54,7 +55,7 @@ def test_select_spends_where_the_prefix_changed() -> None:
         make_chunk("c", 0, 8, old="pq", new="pq", scores=three_quarters(8)),
         make_chunk("d", 8, 8, old="pq", new="xy", scores=three_quarters(8)),
     ]
-    selection = get("context").select(chunks, make_request(ratio=0.25), NOTHING)
+    selection = CONTEXT.select(chunks, make_request(ratio=0.25), NOTHING)
     assert as_lists(selection) == [[7], [5, 6, 7]]  # 1 + 3 of 16
     assert selection.cfo == pytest.approx((1 / 8, 3 / 8))
 
@@ -67,7 +68,7 @@ def test_alpha_is_solved_over_scored_chunks() -> None:
         make_chunk("c", 100, 8, old="pq", new="pq", scores=three_quarters(8)),
         make_chunk("d", 108, 4, old="pq", new="xy", scores=three_quarters(4)),
     ]
-    selection = get("context").select(chunks, make_request(ratio=0.25), NOTHING)
+    selection = CONTEXT.select(chunks, make_request(ratio=0.25), NOTHING)
     assert selection.cfo[1:] == pytest.approx((1 / 8, 2 / 4))
     assert as_lists(selection) == [list(range(25)), [7], [2, 3]]
 
@@ -75,7 +76,7 @@ def test_alpha_is_solved_over_scored_chunks() -> None:
 def test_without_a_prefix_it_chooses_the_first() -> None:
     """All contexts are 0."""
     chunk = make_chunk("c", 0, 10, new="p", scores=make_scores(intra=5, context=[0.0] * 10))
-    assert as_lists(get("context").select([chunk], make_request(ratio=0.3), NOTHING)) == [[0, 1, 2]]
+    assert as_lists(CONTEXT.select([chunk], make_request(ratio=0.3), NOTHING)) == [[0, 1, 2]]
 
 
 @given(case=cases(), ratio=st.floats(0.05, 0.95))
@@ -83,7 +84,7 @@ def test_counts_are_ceil_of_cfo(case: tuple[list[MovedChunk], Evidence], ratio: 
     """N = ceil(CFO * n), and those left look at the prefix no more than those chosen."""
     chunks, evidence = case
     assume(any(chunk.scores for chunk in chunks))
-    selection = get("context").select(chunks, make_request(ratio=ratio), evidence)
+    selection = CONTEXT.select(chunks, make_request(ratio=ratio), evidence)
     for chunk, share, offsets in zip(chunks, selection.cfo, selection.offsets, strict=True):
         if chunk.scores is None:
             assert share is None

@@ -9,15 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from radix_ext.fusion_request import BY_CONTEXT, BY_QUESTION  # noqa: E402
-from sglang_chunkcache.fusion.selectors import get  # noqa: E402
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk  # noqa: E402
-from tests.examples import examples  # noqa: E402
-from tests.reference.moved_chunks import as_lists, cases, make_chunk  # noqa: E402
-from tests.reference.naive_selectors import joint_top  # noqa: E402
-from tests.reference.sources import make_request  # noqa: E402
+import torch
+from torch import Tensor
+
+from radix_ext.fusion_request import BY_CONTEXT, BY_QUESTION
+from sglang_chunkcache.fusion.selectors import get
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
+from tests.examples import examples
+from tests.reference.moved_chunks import as_lists, cases, make_chunk
+from tests.reference.naive_selectors import joint_top
+from tests.reference.sources import make_request
 
 CRITICAL = get("critical")
 
@@ -42,30 +45,25 @@ def test_what_context_and_question_propose_is_compared(
         replace(c, outward=torch.tensor(data.draw(values)[: c.num_tokens])) if c.scores else c
         for c in chunks
     ]
-    scale = max(1.0, 2 * ratio / BY_CONTEXT)
-    spans = [(c.start, c.start + c.num_tokens) for c in chunks]
     assert evidence.question is not None
-    asked = joint_top(evidence.question.tolist(), spans, min(1.0, scale * BY_QUESTION))
-    known = [c for c in chunks if c.outward is not None]
-    by_position = {
-        c.start + i: value
-        for c in known
-        if c.outward is not None
-        for i, value in enumerate(c.outward.tolist())
-    }
-    outward = [by_position.get(i, 0.0) for i in range(spans[-1][1])]
-    looking = iter(
-        joint_top(
-            outward,
-            [(c.start, c.start + c.num_tokens) for c in known],
-            min(1.0, scale * BY_CONTEXT),
-        )
+    outward = torch.zeros(len(evidence.question))
+    for chunk in chunks:
+        if chunk.outward is not None:
+            outward[chunk.start : chunk.start + chunk.num_tokens] = chunk.outward
+
+    def top(scores: Tensor, of: Sequence[MovedChunk], share: float) -> list[list[int]]:
+        spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in of]
+        return joint_top(scores.tolist(), spans, min(1.0, max(1.0, 2 * ratio / BY_CONTEXT) * share))
+
+    known = [chunk for chunk in chunks if chunk.outward is not None]
+    looking, asked = (
+        iter(top(outward, known, BY_CONTEXT)),
+        top(evidence.question, chunks, BY_QUESTION),
     )
-    for chunk, found, by_question in zip(
-        chunks, compared(chunks, ratio, evidence), asked, strict=True
-    ):
+    found = compared(chunks, ratio, evidence)
+    for chunk, offsets, by_question in zip(chunks, found, asked, strict=True):
         expected = range(chunk.num_tokens) if chunk.outward is None else next(looking)
-        assert found == sorted({*expected, *by_question})
+        assert offsets == sorted({*expected, *by_question})
 
 
 def test_without_a_question_the_context_proposes() -> None:

@@ -16,7 +16,12 @@ torch = pytest.importorskip("torch")
 from radix_ext.fusion_request import NEEDS  # noqa: E402
 from sglang_chunkcache.config import SELECTORS  # noqa: E402
 from sglang_chunkcache.fusion import selectors  # noqa: E402
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selector  # noqa: E402
+from sglang_chunkcache.fusion.selectors.base import (  # noqa: E402
+    Evidence,
+    MovedChunk,
+    Selection,
+    Selector,
+)
 from sglang_chunkcache.own_selectors import own_selectors  # noqa: E402
 from tests.examples import examples  # noqa: E402
 from tests.reference.moved_chunks import as_lists, cases, make_chunk, make_scores  # noqa: E402
@@ -32,6 +37,11 @@ ratios = st.integers(0, 20).map(lambda twentieths: Fraction(twentieths, 20))
 
 def get(name: str) -> Selector:
     return selectors.get(name, "eval.selectors")
+
+
+def select(name: str, case: Case, ratio: float | Fraction = 0.15) -> Selection:
+    chunks, evidence = case
+    return get(name).select(chunks, make_request(name, float(ratio)), evidence)
 
 
 @pytest.mark.parametrize("name", SELECTORS)
@@ -61,19 +71,24 @@ def test_needs_are_declared() -> None:
 @given(case=cases(), ratio=ratios)
 @settings(max_examples=examples(40))
 def test_offsets_are_ascending_unique_and_inside(name: str, case: Case, ratio: Fraction) -> None:
-    """The recompute pass relies on it; so do the ranks on the same answer twice."""
-    chunks, evidence = case
-    selection = get(name).select(chunks, make_request(name, float(ratio)), evidence)
-    assert len(selection.offsets) == len(selection.cfo) == len(chunks)
-    for chunk, offsets in zip(chunks, selection.offsets, strict=True):
-        chosen = offsets.tolist()
-        assert offsets.dtype == torch.int64
-        assert offsets.dim() == 1
-        assert offsets.device.type == "cpu"
-        assert chosen == sorted(set(chosen))
-        assert all(0 <= offset < chunk.num_tokens for offset in chosen)
-    again = get(name).select(chunks, make_request(name, float(ratio)), evidence)
-    assert as_lists(again) == as_lists(selection)
+    """The recompute pass relies on it; so do the ranks on the same answer twice.
+    Selectors of one chunk round up in each, exactly, joint ones once, full reuse takes nothing."""
+    chunks, selection = case[0], select(name, case, ratio)
+    chosen = as_lists(selection)
+    assert len(chosen) == len(selection.cfo) == len(chunks)
+    for chunk, offsets, each in zip(chunks, selection.offsets, chosen, strict=True):
+        assert (offsets.dtype, offsets.dim(), offsets.device.type) == (torch.int64, 1, "cpu")
+        assert each == sorted(set(each))
+        assert all(0 <= offset < chunk.num_tokens for offset in each)
+    assert as_lists(select(name, case, ratio)) == chosen
+    lens = [chunk.num_tokens for chunk in chunks]
+    if name in PER_CHUNK:
+        assert list(map(len, chosen)) == [ceil(ratio * num_tokens) for num_tokens in lens]
+    if name in JOINT:
+        assert sum(map(len, chosen)) == ceil(ratio * sum(lens))
+    if name == "none":
+        assert (chosen, selection.fallbacks) == ([[]] * len(chunks), ())
+        assert selection.cfo == (None,) * len(chunks)
 
 
 @pytest.mark.parametrize("name", BY_RATIO)
@@ -81,53 +96,16 @@ def test_offsets_are_ascending_unique_and_inside(name: str, case: Case, ratio: F
 @settings(max_examples=examples(40))
 def test_ratio_one_is_everything_and_zero_nothing(name: str, case: Case) -> None:
     """The ends of every ratio curve: full prefill and full reuse."""
-    chunks, evidence = case
-    everything = get(name).select(chunks, make_request(name, 1.0), evidence)
-    assert as_lists(everything) == [list(range(chunk.num_tokens)) for chunk in chunks]
-    assert as_lists(get(name).select(chunks, make_request(name, 0.0), evidence)) == [
-        [] for _ in chunks
-    ]
-
-
-@given(case=cases(), ratio=ratios)
-@settings(max_examples=examples(10))
-def test_full_reuse_recomputes_nothing(case: Case, ratio: Fraction) -> None:
-    """Whatever the ratio."""
-    chunks, evidence = case
-    selection = get("none").select(chunks, make_request("none", float(ratio)), evidence)
-    assert as_lists(selection) == [[] for _ in chunks]
-    assert selection.cfo == (None,) * len(chunks)
-    assert selection.fallbacks == ()
-
-
-@pytest.mark.parametrize("name", PER_CHUNK)
-@given(case=cases(), ratio=ratios)
-@settings(max_examples=examples(40))
-def test_selectors_of_one_chunk_round_up_in_each(name: str, case: Case, ratio: Fraction) -> None:
-    """ceil(ratio * n), exactly."""
-    chunks, evidence = case
-    selection = get(name).select(chunks, make_request(name, float(ratio)), evidence)
-    assert [len(offsets) for offsets in selection.offsets] == [
-        ceil(ratio * chunk.num_tokens) for chunk in chunks
-    ]
-
-
-@pytest.mark.parametrize("name", JOINT)
-@given(case=cases(), ratio=ratios)
-@settings(max_examples=examples(40))
-def test_joint_selectors_round_up_once(name: str, case: Case, ratio: Fraction) -> None:
-    """ceil(ratio * all tokens), exactly."""
-    chunks, evidence = case
-    selection = get(name).select(chunks, make_request(name, float(ratio)), evidence)
-    total = sum(chunk.num_tokens for chunk in chunks)
-    assert sum(len(offsets) for offsets in selection.offsets) == ceil(ratio * total)
+    everything = [list(range(chunk.num_tokens)) for chunk in case[0]]
+    assert as_lists(select(name, case, 1.0)) == everything
+    assert as_lists(select(name, case, 0.0)) == [[] for _ in case[0]]
 
 
 @pytest.mark.parametrize("name", OURS_AND_EVALS)
 def test_no_chunks_no_selection(name: str) -> None:
     """Everything was an exact hit."""
     evidence = Evidence(question=torch.zeros(4), deviation=torch.zeros(4))
-    selection = get(name).select([], make_request(name), evidence)
+    selection = select(name, ([], evidence))
     assert (selection.offsets, selection.cfo, selection.fallbacks) == ((), (), ())
 
 
@@ -142,38 +120,28 @@ def test_no_chunks_no_selection(name: str) -> None:
 )
 def test_without_evidence_the_first_tokens(name: str, reason: str) -> None:
     """Named, not silent."""
-    chunks = [make_chunk("a", 0, 4), make_chunk("b", 4, 6)]
-    selection = get(name).select(chunks, make_request(name, 0.5), Evidence())
+    selection = select(name, ([make_chunk("a", 0, 4), make_chunk("b", 4, 6)], Evidence()), 0.5)
     assert as_lists(selection) == [[0, 1], [0, 1, 2]]
-    assert selection.fallbacks == (reason,)
-    assert selection.cfo == (None, None)
+    assert (selection.fallbacks, selection.cfo) == ((reason,), (None, None))
 
 
 @pytest.mark.parametrize("name", ["h2o", "context"])
 def test_unscored_chunks_give_their_first_tokens(name: str) -> None:
-    """That chunk only, and named once."""
+    """That chunk only, and named once. A reason that is always there would say nothing."""
     scored = make_scores(context=[0, 0, 0, 1], received=[0, 0, 0, 1])
-    chunks = [make_chunk("a", 0, 4), make_chunk("b", 4, 4, scores=scored), make_chunk("c", 8, 6)]
-    selection = get(name).select(chunks, make_request(name, 0.25), Evidence())
+    known = make_chunk("b", 4, 4, scores=scored)
+    chunks = [make_chunk("a", 0, 4), known, make_chunk("c", 8, 6)]
+    selection = select(name, (chunks, Evidence()), 0.25)
     assert as_lists(selection) == [[0], [3], [0, 1]]
     assert selection.fallbacks == ("unscored",)
     assert selection.cfo[::2] == (None, None)
-
-
-@pytest.mark.parametrize("name", ["h2o", "context"])
-def test_scored_chunks_fall_back_on_nothing(name: str) -> None:
-    """A reason that is always there says nothing."""
-    chunk = make_chunk("a", 0, 2, scores=make_scores(context=[0, 1]))
-    assert get(name).select([chunk], make_request(name), Evidence()).fallbacks == ()
+    assert select(name, ([known], Evidence())).fallbacks == ()
 
 
 def test_first_takes_the_head_of_each_chunk() -> None:
     """ceil(0.3 * 5) = 2 and ceil(0.3 * 10) = 3, not 3 and 0 of the prompt."""
     chunks = [make_chunk("a", 7, 5), make_chunk("b", 12, 10)]
-    assert as_lists(get("first").select(chunks, make_request(ratio=0.3), Evidence())) == [
-        [0, 1],
-        [0, 1, 2],
-    ]
+    assert as_lists(select("first", (chunks, Evidence()), 0.3)) == [[0, 1], [0, 1, 2]]
 
 
 def test_scores_of_another_chunk_are_refused() -> None:

@@ -20,21 +20,23 @@ def focused(*layers: list[float], window: int = 1) -> tuple[set[int], int | None
     return set(chunks), layer
 
 
-def test_split_by_hand() -> None:
-    """Gaps 4, 1, 4 are p = 4/9, 1/9, 4/9; -p log p of the second .24, of the third .36:
-    i* = 2 (of 1 and 2)."""
-    assert focused([10, 6, 5, 1]) == ({0, 1}, 1)
-
-
-def test_split_is_of_sorted_chunks() -> None:
-    """The same masses in another order."""
-    assert focused([5, 10, 1, 6]) == ({1, 3}, 1)
-
-
-def test_growth_is_not_the_widest_gap() -> None:
-    """Gaps 1, 5, 30: p = 1/36, 5/36, 30/36; -p log p of the second .27, of the third .15:
-    i* = 1."""
-    assert focused([36, 35, 30, 0]) == ({0}, 1)
+@pytest.mark.parametrize(
+    ("masses", "expected"),
+    [
+        # gaps 4, 1, 4 are p = 4/9, 1/9, 4/9; -p log p of the second .24, of the third .36:
+        # i* = 2 (of 1 and 2)
+        ([10, 6, 5, 1], {0, 1}),
+        ([5, 10, 1, 6], {1, 3}),
+        # growth is not the widest gap. Gaps 1, 5, 30: p = 1/36, 5/36, 30/36; -p log p of the second
+        # .27, of the third .15: i* = 1
+        ([36, 35, 30, 0], {0}),
+        # equal sums go to the earlier chunk: gaps 0, 5, 0, no growth anywhere, so i* = 1
+        ([5, 5, 0, 0], {0}),
+        ([0, 5] * 50, {1}),
+    ],
+)
+def test_split_by_hand(masses: list[float], expected: set[int]) -> None:
+    assert focused(masses) == (expected, 1)
 
 
 def test_masses_cumulate_over_layers() -> None:
@@ -60,12 +62,6 @@ def test_nothing_to_tell_apart_focuses_on_all(masses: list[float]) -> None:
     assert focused(masses, masses, window=2) == (set(range(len(masses))), 2)
 
 
-def test_equal_sums_go_to_the_earlier_chunk() -> None:
-    """Gaps 0, 5, 0: no growth anywhere, so i* = 1."""
-    assert focused([5, 5, 0, 0]) == ({0}, 1)
-    assert focused([0, 5] * 50) == ({1}, 1)
-
-
 def test_bad_arguments_are_refused() -> None:
     """Each Raises."""
     with pytest.raises(ValueError, match="by_layer"):
@@ -76,11 +72,10 @@ def test_bad_arguments_are_refused() -> None:
 
 def test_spare_unfocused_empties_the_others() -> None:
     """CFO and reasons stay: they say what was chosen before."""
-    selection = Selection(
-        tuple(torch.tensor([0, n]) for n in (1, 2, 3)), (0.5, None, 1.0), (Fallback.UNSCORED,)
-    )
+    offsets = tuple(torch.tensor([0, n]) for n in (1, 2, 3))
+    selection = Selection(offsets, (0.5, None, 1.0), (Fallback.UNSCORED,))
     spared = spare_unfocused(selection, {0, 2})
-    assert [offsets.tolist() for offsets in spared.offsets] == [[0, 1], [], [0, 3]]
+    assert [each.tolist() for each in spared.offsets] == [[0, 1], [], [0, 3]]
     assert spared.offsets[1].dtype == torch.int64
     assert (spared.cfo, spared.fallbacks) == (selection.cfo, selection.fallbacks)
 

@@ -42,26 +42,17 @@ def test_highest_settles_ties_and_nan() -> None:
     assert highest(torch.zeros(100), 3).tolist() == [0, 1, 2]
 
 
-def test_top_k_is_joint() -> None:
-    """The four highest of both chunks are in one of them;
-    the gap at 3 and the head at 0 belong to none."""
+@pytest.mark.parametrize(("name", "other"), [("query", "deviation"), ("deviation", "query")])
+def test_top_k_is_joint(name: str, other: str) -> None:
+    """The four highest of both chunks are in one of them; the gap at 3 and the head at 0 belong to
+    none. Each looks at its own evidence, with both at hand."""
     scores = torch.tensor([9.0, 0.1, 0.2, 9.0, 5.0, 1.0, 6.0, 7.0, 8.0, 0.0])
+    fields = {"query": "question", "deviation": "deviation"}
+    evidence = Evidence(**{fields[name]: scores, fields[other]: -scores})
     chunks = [make_chunk("a", 1, 2), make_chunk("b", 4, 6)]
-    for name, evidence in (
-        ("query", Evidence(question=scores)),
-        ("deviation", Evidence(deviation=scores)),
-    ):
-        selection = get(name).select(chunks, make_request(name, 0.5), evidence)
-        assert as_lists(selection) == [[], [0, 2, 3, 4]]
-        assert selection.fallbacks == ()
-
-
-def test_each_looks_at_its_own_evidence() -> None:
-    """With both at hand."""
-    evidence = Evidence(question=torch.tensor([1.0, 0.0]), deviation=torch.tensor([0.0, 1.0]))
-    chunks = [make_chunk("a", 0, 2)]
-    assert as_lists(get("query").select(chunks, make_request(ratio=0.5), evidence)) == [[0]]
-    assert as_lists(get("deviation").select(chunks, make_request(ratio=0.5), evidence)) == [[1]]
+    selection = get(name).select(chunks, make_request(name, 0.5), evidence)
+    assert as_lists(selection) == [[], [0, 2, 3, 4]]
+    assert selection.fallbacks == ()
 
 
 @pytest.mark.parametrize("shape", [(5,), (1, 6)])
