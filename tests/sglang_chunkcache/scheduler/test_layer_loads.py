@@ -17,8 +17,8 @@ from radix_ext import IntegrityError
 from radix_ext.costs import Phase, Work
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 from sglang_chunkcache.scheduler.pricing import Pricing
+from tests.kit.pricing import make_pricing
 from tests.polling import DEADLINE_S, until
-from tests.sglang_chunkcache.scheduler.test_pricing import make_pricing
 
 NUM_LAYERS, WORK = 5, Work(1, 7)
 

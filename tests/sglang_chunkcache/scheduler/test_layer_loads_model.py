@@ -20,7 +20,7 @@ from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
 from sglang_chunkcache.scheduler.host_pool import HostPool
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 from tests import models
-from tests.sglang_chunkcache.scheduler.test_pricing import make_pricing
+from tests.kit.pricing import make_pricing
 
 PREFIX, PROMPT = 60, 80
 TOKENS = [(7 * n) % models.VOCAB for n in range(PROMPT)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,21 +14,10 @@ from sglang_chunkcache.fusion import price_trial
 from sglang_chunkcache.fusion.price_trial import MIN_TOKENS, measure_costs
 from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.fusion.store import Offload
-from sglang_chunkcache.scheduler.pricing import REFRESH, Pricing
+from sglang_chunkcache.scheduler.pricing import REFRESH
 from sglang_chunkcache.storage.codec import CODECS, Codec
 from tests import models
-
-
-class Group:
-    """Ranks whose rank 0 has sent `figures`."""
-
-    def __init__(self, world_size: int = 1, figures: Any = None) -> None:
-        self.world_size, self.figures, self.sent = world_size, figures, list[Any]()
-
-    def broadcast_object(self, figures: Any, src: int) -> Any:
-        assert src == 0
-        self.sent.append(figures)
-        return self.figures
+from tests.kit.pricing import Group, make_pricing
 
 
 class Event:
@@ -48,10 +36,6 @@ class Event:
 
     def elapsed_time(self, end: Event) -> float:
         return 1000 * (end.at - self.at)
-
-
-def make_pricing(group: Group | None = None, device: str = "cpu") -> Pricing:
-    return Pricing(SimpleNamespace(device=device, tp_group=group or Group()))
 
 
 def test_what_raises_or_does_nothing_is_not_learnt() -> None:
