@@ -144,8 +144,7 @@ def load(server: Server, num_clients: int) -> Iterator[None]:
 
 
 def test_check_is_an_ordinary_prefill_of_the_same_ids(audited_server: Server, audits: Path) -> None:
-    """Its rows against SGLang's own `/generate` of prompt and answer, nothing reused; answers
-    whole, streamed and of parts, at a temperature, and with everything recomputed."""
+    """Its rows against SGLang's own `/generate` of prompt and answer, nothing reused."""
     known = len(lines_of(audits))
     ask(audited_server)
     ask(audited_server, {**SOUND, "ratio": 1.0})
@@ -174,8 +173,7 @@ def test_check_is_an_ordinary_prefill_of_the_same_ids(audited_server: Server, au
 
 
 def test_check_leaves_nothing(audited_server: Server) -> None:
-    """What an exact request would find is what it would have found before, no slot is lost,
-    and the mirror agrees."""
+    """What an exact request would find stays, no slot is lost, and the mirror agrees."""
     body = moved(audited_server)
     exact = {key: value for key, value in body.items() if key != "reuse"}
     before = post(audited_server.url + EXPLAIN, exact)["exact"]
@@ -203,8 +201,7 @@ def generate_moved(server: Server, **fields: Any) -> Reply:
 
 
 def test_answer_says_that_it_was_sampled_and_has_nothing_else(audited_server: Server) -> None:
-    """No logprobs that were not asked for, and as many of the best tokens as were,
-    whole and streamed."""
+    """As many log probabilities as were asked for, whole and streamed."""
     plain = ask(audited_server)
     assert plain["chunkcache"]["reuse"]["sampled"] is True
     assert plain["chunkcache"]["fates"]["relocated"] > 0

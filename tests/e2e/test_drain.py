@@ -81,8 +81,7 @@ def group_of(pid: int) -> dict[int, bytes]:
 
 @pytest.mark.nightly
 def test_signal_while_the_model_is_loaded_ends_all(tmp_path: Path) -> None:
-    """Nothing is left of a start that was given up, though the other processes ignore the signal by
-    then."""
+    """Though the other processes ignore the signal by then."""
     server = Server(BUNDLED, log=tmp_path / "log")
     with server.log.open("wb") as out:
         process = subprocess.Popen(
@@ -107,8 +106,7 @@ class UnaskedServer(Server):
 
 @pytest.mark.nightly
 def test_idle_server_ends_after_its_lame_duck(tmp_path: Path) -> None:
-    """Before the first request uvicorn's handler is in place, which ends at once;
-    SGLang's comes with it, and ends within 5 s."""
+    """uvicorn's handler, in place before the first request, would end at once."""
     flags = [*BUNDLED, "--skip-server-warmup", "--chunkcache-lame-duck-s", "8"]
     with UnaskedServer(flags, log=tmp_path / "log") as server:
         signalled = time.monotonic()

@@ -43,8 +43,7 @@ def stop() -> Iterator[threading.Event]:
 
 @pytest.mark.nightly
 def test_good_clients_beside_hostile_ones(rag_server: Server, stop: threading.Event) -> None:
-    """Eight clients ask good questions for `SOAK_S`:
-    every answer is right while hostile inputs come in."""
+    """Every answer is right while hostile inputs come in for `SOAK_S`."""
     client = Client(rag_server)
 
     def ask(number: int) -> int:

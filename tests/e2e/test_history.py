@@ -82,8 +82,7 @@ def test_turn_that_ended_at_a_stop_string_keeps_its_documents(rag_server: Server
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_stopped_turn_keeps_its_documents(rag_server: Server, cid: str, keeps: bool) -> None:
-    """The user stops the second answer.
-    Then goes on from its words, or asks the same again without saying which chunks."""
+    """The user goes on from its words, or asks the same again without saying which chunks."""
     first = chat(rag_server, FIRST, [LUMUM], conversation_id=cid, max_tokens=40)
     messages = [user(FIRST), assistant(text_of(first)), user(SECOND)]
     limits = {"max_tokens": 300, "ignore_eos": True, "temperature": 0, "conversation_id": cid}
@@ -102,8 +101,7 @@ def ask_on(server: Server, messages: list[Body], cid: str) -> Body:
 
 
 def test_rendered_history_is_found_cached(rag_server: Server, cid: str) -> None:
-    """A replica that never saw the conversation:
-    its second turn shares all before the first answer with what is cached."""
+    """On a replica that never saw the conversation."""
     first = ask_on(rag_server, [user(FIRST, chunks=BOTH)], cid)
     order = [{"lumum": LUMUM, "torex": TOREX}[name] for name in first["chunkcache"]["order"]]
     post(rag_server.url + "/chunkcache/forget", {})

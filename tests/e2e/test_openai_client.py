@@ -336,8 +336,7 @@ def told_by(events: list[Any]) -> list[int]:
 
 
 def test_stream_ends_with_chunkcache_and_usage(rag_server: Server) -> None:
-    """The last event with choices has `chunkcache`, the usage event stays the last,
-    and both tell of the same tokens."""
+    """Both tell of the same tokens."""
     to = Clients(rag_server, RAG)
     whole = to.ask()
     events = stream_with_usage(to)
@@ -366,8 +365,7 @@ def test_last_of_two_streamed_answers_has_chunkcache(rag_server: Server) -> None
 
 
 def test_tool_loop_computes_no_chunk_twice(rag_server: Server) -> None:
-    """Each step finds the one before cached, chunks included;
-    the plain answer closes the turn, the next one goes on from it."""
+    """Each step finds the one before cached, chunks included."""
     fields = {"extra_body": {"chunks": CHUNKS, "conversation_id": "loop"}}
     turns = tool_loop(Clients(rag_server, RAG), **fields)
     for number, (call, reply) in enumerate(turns):
@@ -401,8 +399,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_prompt_reads_as_sglangs_with_the_chunks_in_the_message(
     rag_server: Server, name: str
 ) -> None:
-    """The slow way to the same prompt: SGLang's own, with the chunks' texts in front of the last
-    user message's."""
+    """The slow way to the same prompt."""
     fields = SHAPES[name]
     extra = {**fields.get("extra_body", {}), "return_prompt_token_ids": True}
     texts = []

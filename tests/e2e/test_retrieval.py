@@ -104,8 +104,7 @@ def test_nothing_found_is_answered_without_chunks(rag_server: Server) -> None:
 
 
 def test_conversation_searches_its_last_turns(rag_server: Server) -> None:
-    """A question without a name is searched with the previous one,
-    and chunks in the prompt are not shown again."""
+    """A question without a name needs the previous one; chunks are shown once."""
     (first,) = questions(1)
     messages = [user(first.question)]
     answer = search(rag_server, messages, conversation_id="talk")
@@ -232,8 +231,7 @@ def test_damaged_generation_is_not_served(rag_server: Server, index: Path) -> No
 def test_replaced_index_is_served_whatever_its_generation(
     rag_server: Server, index: Path, tmp_path: Path
 ) -> None:
-    """Written over in place: down, and searches are refused.
-    Removed and put back: served, without a restart."""
+    """Written over in place it is down; removed and put back, served."""
 
     def wait(state: str, generation: int) -> dict[str, Any]:
         return retrieval_when(
@@ -260,8 +258,7 @@ def test_replaced_index_is_served_whatever_its_generation(
 
 
 def test_nothing_is_left_behind(rag_server: Server) -> None:
-    """After all of the above: no plan, no load, no waiting request, no missing slot,
-    and the counters show it."""
+    """After all of the above: no plan, no load, no waiting request, no missing slot."""
     until(lambda: stats_of(rag_server)["prompt_tokens_in_flight"] == [0])
     stats = stats_of(rag_server)
     assert stats["tree"]["open_plans"] == 0

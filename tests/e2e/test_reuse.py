@@ -137,8 +137,7 @@ def fact_of(passage: Passage, world: World) -> Question:
 def test_reading_what_was_never_written_is_seen(
     fused_server: Server, switch: Path, world: World, salt: str
 ) -> None:
-    """With the copy left out, a moved chunk's slots are as allocated, and the answer is NaN;
-    with it, it is not."""
+    """With the copy left out the answer is NaN; with it, it is not."""
     first, second = world.passages[:4], world.passages[3::-1]
     question = fact_of(first[1], world)
     ask(fused_server, first, question, cache_salt=salt)
@@ -175,8 +174,7 @@ def cases_of(
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_recomputing_everything_equals_full_prefill(fused_server: Server, selector: str) -> None:
-    """Eight prompts about facts and order, for every selector:
-    the very answer of a prefill, and nothing merely moved."""
+    """Eight prompts about facts and order, and nothing merely moved."""
     rng = random.Random(selector)
     for number in range(2):
         world = World(seed_of(selector, number), 20, num_kinds=1)
@@ -193,8 +191,7 @@ def test_recomputing_everything_equals_full_prefill(fused_server: Server, select
 
 
 def test_recomputing_nothing_loses_the_order(fused_server: Server) -> None:
-    """What the test above would show if recomputation did nothing:
-    facts survive, most questions about order do not."""
+    """Facts survive: what the test above would show if recomputation did nothing."""
     rng = random.Random(0)
     right: dict[int, list[bool]] = {0: [], 1: []}
     for number in range(6):
@@ -213,8 +210,7 @@ def test_recomputing_nothing_loses_the_order(fused_server: Server) -> None:
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_fates_are_as_asked(fused_server: Server, world: World, salt: str, selector: str) -> None:
-    """A third of the moved tokens is recomputed, rounding up once a chunk at most;
-    the rest is moved."""
+    """A third of the moved tokens is recomputed, rounding up once a chunk at most."""
     passages = world.passages[:5]
     for _ in range(2):  # the second use brings the chunks into the store, with scores
         ask(fused_server, passages, "Which passage comes last?", cache_salt=salt, max_tokens=1)
@@ -232,8 +228,7 @@ def test_fates_are_as_asked(fused_server: Server, world: World, salt: str, selec
 def test_what_moving_takes_is_estimated_and_compared(
     fused_server: Server, world: World, salt: str
 ) -> None:
-    """By a server that has measured itself; the answer has both, explain the estimate,
-    the stats how far it was off."""
+    """In the answer and beforehand; the stats say how far it was off."""
     passages = world.passages[:3]
     ask(fused_server, passages, "Which passage comes last?", cache_salt=salt, max_tokens=1)
     asked = fused("first", 0.15, move="pays")
@@ -258,8 +253,7 @@ def test_what_moving_takes_is_estimated_and_compared(
 
 
 def test_exact_requests_do_not_see_fused_kv(fused_server: Server, world: World, salt: str) -> None:
-    """After a fused request over the same tokens an exact one finds the head only,
-    and answers as a prefill does."""
+    """They find the head only, and answer as a prefill does."""
     passages = world.passages[:4]
     question = order_questions(passages)[3]
     cached(fused_server, passages[::-1], salt)
@@ -272,8 +266,7 @@ def test_exact_requests_do_not_see_fused_kv(fused_server: Server, world: World, 
 
 
 def test_fused_kv_is_shared_by_recipe(fused_server: Server, world: World, salt: str) -> None:
-    """The same recipe finds the fused chunks. Another ratio or selector moves its own.
-    `query`'s recipe has the question."""
+    """Another ratio or selector moves its own. `query`'s recipe has the question."""
     passages = world.passages[:4]
     cached(fused_server, passages[::-1], salt)
 
@@ -292,8 +285,7 @@ def test_fused_kv_is_shared_by_recipe(fused_server: Server, world: World, salt: 
 
 
 def test_conversation_with_fused_turns(fused_server: Server, world: World, salt: str) -> None:
-    """A fused turn's KV is the next fused turn's history;
-    an exact turn in between recomputes it and answers as a prefill."""
+    """An exact turn in between recomputes the history and answers as a prefill."""
     flush(fused_server)  # what has been hit stays, and would crowd out the later turns
     passages = world.passages[:6]
     cached(fused_server, passages[::-1], salt)
@@ -331,8 +323,7 @@ def test_conversation_with_fused_turns(fused_server: Server, world: World, salt:
 def test_chunks_are_found_on_the_device_wherever_they_stand(
     fused_server: Server, world: World, salt: str
 ) -> None:
-    """After others and alone after the head;
-    a chunk that is not cached is a gap, and found there later."""
+    """A chunk that is not cached is a gap, and found there later."""
     a, b, c, d, e = world.passages[:5]
     cached(fused_server, [a, b], salt)
     cached(fused_server, [c], salt)
@@ -351,8 +342,7 @@ def test_chunks_are_found_on_the_device_wherever_they_stand(
 def test_chunks_are_found_on_the_host_when_the_device_has_lost_them(
     fused_server: Server, world: World, salt: str
 ) -> None:
-    """Once other requests have taken the pool, KV comes from the store:
-    same chunks, same answers."""
+    """Same chunks, same answers."""
     passages = world.passages[:4]
     facts = [fact_of(passage, world) for passage in passages]
     for _ in range(2):
@@ -405,8 +395,7 @@ def test_explain_says_what_then_happens(
 
 
 def test_preprocessed_chunks_are_used(fused_server: Server, world: World, tmp_path: Path) -> None:
-    """The command puts every chunk into the store, computed after its neighbours,
-    and requests take those variants."""
+    """The command computes each chunk after its neighbours; requests take those variants."""
     flush(fused_server)
     passages = world.passages[:4]
     near = [{"id": p.id, "neighbors": [q.id for q in passages if q is not p]} for p in passages]
@@ -429,8 +418,7 @@ def test_preprocessed_chunks_are_used(fused_server: Server, world: World, tmp_pa
 
 
 def test_preprocess_endpoint(fused_server: Server, world: World, salt: str) -> None:
-    """Neighbours are moved, those without plain KV once they are computed alone;
-    the chunk is computed after them and kept."""
+    """Neighbours are moved, those without plain KV once they are computed alone."""
     a, b, c, d = world.passages[:4]
 
     def prepare(chunk: Passage, *neighbors: Passage) -> Reply:
@@ -481,8 +469,7 @@ def test_answers_of_moved_kv(
 
 
 def test_vanished_clients_leave_nothing(fused_server: Server, world: World, salt: str) -> None:
-    """Fused streams whose clients hang up at once or after the first event:
-    every slot is given back."""
+    """Fused streams whose clients hang up at once or after the first event."""
     passages = world.passages[:6]
     cached(fused_server, passages[::-1], salt)
     rng = random.Random(0)
@@ -498,8 +485,7 @@ def test_vanished_clients_leave_nothing(fused_server: Server, world: World, salt
 
 
 def test_a_prompt_as_long_as_the_pool_falls_back(fused_server: Server, salt: str) -> None:
-    """Where source and target do not fit together, the prompt is prefilled as usual and the answer
-    says why."""
+    """Where source and target do not fit together."""
     texts = [f"Number {i}. " + "Later Dravex bought Solon. " * 20 for i in range(8)]
     chunks = [{"id": str(i), "text": text} for i, text in enumerate(texts)]
     asked = body_of((), "Hello", cache_salt=salt, chunks=chunks, max_tokens=2)
@@ -516,8 +502,7 @@ def test_a_prompt_as_long_as_the_pool_falls_back(fused_server: Server, salt: str
 
 
 def test_calibrated_selector_restores_what_moving_costs(fused_server: Server, salt: str) -> None:
-    """Calibrated on two prompts, `critical` answers a third as full prefill does.
-    Its chunks were stored after others, scored."""
+    """Calibrated on two prompts, `critical` answers as full prefill does."""
     examples = [json.loads(line) for line in CANNED.read_text(encoding="utf-8").splitlines()]
     (rank,) = post(fused_server.url + "/chunkcache/calibrate", {"examples": examples[:2]})["ranks"]
     assert (rank["depth"], rank["layer"]) == (3, 3)
@@ -584,8 +569,7 @@ def preprocessed(server: Server, passages: Sequence[Passage], salt: str) -> None
 def test_flush_keeps_preprocessed_chunks_and_clear_store_does_not(
     fused_server: Server, world: World, salt: str
 ) -> None:
-    """The tree is empty, the chunk is moved from the store all the same.
-    What clear_store has removed it says."""
+    """With an empty tree the chunk is moved from the store."""
     preprocessed(fused_server, world.passages[:2], salt)
     assert stored(fused_server) == 1
     reply = ask(fused_server, world.passages[1:2], "Hello", cache_salt=salt, reuse=fused())
@@ -631,8 +615,7 @@ def test_update_of_the_weights_leaves_nothing_old(
 
 
 def test_soak(fused_server: Server) -> None:
-    """tests/soak/test_reuse_soak.py in small:
-    no NaN, no lost slot, exact answers as from a full prefill."""
+    """tests/soak/test_reuse_soak.py in small: no NaN, no lost slot, exact answers as from a prefill."""
     evicted = rank_of(fused_server)["evicted_chunks"]
     pool = mixed_load.POOL_TOKENS
     found = mixed_load.soak(fused_server.url, 60, clients=8, seed=3, pool_tokens=pool)

@@ -60,8 +60,7 @@ def test_killed_clients_leave_nothing(rag_server: Server) -> None:
 
 
 def test_fifty_parallel_clients(rag_server: Server) -> None:
-    """More requests than fit, some of them ending on their first token:
-    all answered, eviction under way."""
+    """More requests than fit, some of them ending on their first token."""
     requests = world_requests(50, seed=2)
     lengths = random.Random(0).choices([1, 2, 12], k=50)
     evicted = rank_of(rag_server)["evicted_chunks"]
@@ -97,8 +96,7 @@ def test_flush_during_load(rag_server: Server) -> None:
 
 @pytest.mark.nightly
 def test_retracted_requests_are_served_in_the_end(retracting_server: Server) -> None:
-    """A request taken back matches again with its answer so far after the prompt;
-    slots and mirror still add up."""
+    """A request taken back matches again with its answer so far."""
     fields = {"max_tokens": 60, "ignore_eos": True}
     bodies = [task_body(request, **fields) for request in world_requests(16, seed=6)]
     replies = at_once(retracting_server, bodies, 8)

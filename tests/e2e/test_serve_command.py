@@ -22,8 +22,7 @@ REQUESTS, WARM_UP = 12, 2
 @pytest.mark.engine
 @pytest.mark.nightly
 def test_serve_measures_stock_and_ours_on_the_bundled_model(tmp_path: Path) -> None:
-    """From one command to a record: both arms answer every request,
-    and ours says what it reused."""
+    """Both arms answer every request; ours says what it reused."""
     command = [sys.executable, "-m", "eval", "serve", "--model-path", "bundled", "--threads", "1"]
     command += ["--out", "run", "--clients", "2", "--max-total-tokens", "4000"]
     command += ["--requests", str(REQUESTS), "--warm-up", str(WARM_UP)]

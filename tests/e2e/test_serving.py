@@ -61,8 +61,7 @@ def cache_of(reply: Any) -> dict[str, Any]:
 
 
 def test_permuted_chunks_are_reused(rag_server: Server) -> None:
-    """The same chunks in any order cost one prefill;
-    SGLang's own `cached_tokens` is what the fates report."""
+    """SGLang's own `cached_tokens` is what the fates report."""
     flush(rag_server)
     cold = ask(rag_server, [0, 1, 2], "What does Dravex make?")
     warm = ask(rag_server, [2, 0, 1], "What does Solon make?")
@@ -82,8 +81,7 @@ def test_prefix_of_a_chain_is_reused_and_extended(rag_server: Server) -> None:
 
 
 def test_answers_come_from_the_chunks(rag_server: Server) -> None:
-    """The bundled model answers from whatever order and reuse the cache chose;
-    a broken cache would show here."""
+    """In whatever order and reuse the cache chose; a broken cache would show here."""
     flush(rag_server)
     right = reused = 0
     for request in world_requests(40, seed=11):
@@ -123,8 +121,7 @@ def test_forged_params_on_generate_do_nothing(rag_server: Server) -> None:
 
 
 def test_conversation_reuses_history_and_drops_seen_chunks(rag_server: Server) -> None:
-    """Turn t is token for token a prefix of turn t+1:
-    all of it but the last answer token is exact."""
+    """All of a turn but its last answer token is exact."""
     messages = [user("What does Dravex make?")]
     first = ask(rag_server, [0, 1], messages, extra_body={"conversation_id": "talk"})
     messages += [assistant(first.choices[0].message.content), user("What does Brinix make?")]
@@ -160,8 +157,7 @@ def test_salted_requests_share_no_kv(rag_server: Server) -> None:
 
 
 def test_generate_takes_parts(rag_server: Server) -> None:
-    """Frontend programs send texts and chunk areas;
-    the first area is ordered, ids go as they are."""
+    """The first area is ordered."""
     flush(rag_server)
     area = {"chunks": CHUNKS[:2]}
     params = {"max_new_tokens": 2, "temperature": 0}
@@ -183,8 +179,7 @@ def test_own_routes_and_metrics(rag_server: Server) -> None:
 
 
 def test_why_nothing_was_found_is_told(rag_server: Server) -> None:
-    """The usual mistakes, on a real server: a reason in the answer, beforehand in `explain`,
-    and its share in the stats."""
+    """The usual mistakes: in the answer, beforehand in `explain`, and in the stats."""
     flush(rag_server)
 
     def why(time: str, **fields: Any) -> list[tuple[str, list[str], str | None]]:
@@ -218,8 +213,7 @@ def test_why_nothing_was_found_is_told(rag_server: Server) -> None:
 
 
 def test_chunks_on_v1_are_counted(rag_server: Server) -> None:
-    """SGLang ignores them, and its answer stays as it is;
-    a log line and a count say that nobody read them."""
+    """SGLang ignores them; a log line and a count say that nobody read them."""
     url, question = rag_server.url + "/v1/chat/completions", user("Hi")
     body = {"messages": [question], "max_tokens": 1, "temperature": 0}
     before, plain = stats_of(rag_server)["misplaced"], post(url, body)
@@ -243,8 +237,7 @@ def test_plain_traffic_is_cached_as_ever(rag_server: Server) -> None:
 
 
 def test_n_answers_at_once(rag_server: Server) -> None:
-    """SGLang fills its cache with a request of its own first, so no fates are claimed; the
-    conversation goes on from the first answer's own tokens."""
+    """No fates are claimed; the conversation goes on from the first answer's own tokens."""
     messages, fields = [user("What does Dravex make?")], {"conversation_id": "two"}
     reply = chat(rag_server, messages, CHUNKS[:2], n=2, temperature=1.5, **fields)
     texts = [choice["message"]["content"] for choice in reply["choices"]]
@@ -256,8 +249,7 @@ def test_n_answers_at_once(rag_server: Server) -> None:
 
 
 def test_long_conversation_loses_its_oldest_turns(rag_server: Server) -> None:
-    """Beyond the context the oldest turns leave, once for several turns:
-    no error, and the prefix holds again after it."""
+    """Once for several turns: the prefix holds again after it."""
     messages, replies = list[dict[str, Any]](), list[dict[str, Any]]()
     for turn in range(12):
         messages.append(user(f"What does number {turn} make?"))

@@ -78,8 +78,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
 
 
 def test_second_server_moves_what_the_first_has_computed(two: Two) -> None:
-    """The same answer to the last bit of its log probabilities.
-    Its own first request is too early, on an idle server."""
+    """Its own first request is too early, on an idle server."""
     assert settled(two.second)["num_entries"] == 0
     moved(two.second, two.passages[:3])
     counts = settled(two.second)
@@ -95,8 +94,7 @@ def test_second_server_moves_what_the_first_has_computed(two: Two) -> None:
 
 
 def test_second_server_is_no_writer_of_it(two: Two) -> None:
-    """What it has preprocessed itself is in the storage already,
-    and it learns so when it would write."""
+    """It learns that the entry is there already when it would write."""
     before, passages = settled(two.second), two.passages[3:5]
     preprocess(two.second, passages[0], [passages[1]])
     after = settled(two.second)

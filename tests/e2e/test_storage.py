@@ -109,8 +109,7 @@ def entries(folder: Path) -> dict[str, Path]:
 
 
 def test_first_request_after_a_restart_moves_what_was_stored(twice: Twice) -> None:
-    """Chunk by chunk from where the first server moved them,
-    and the same answer to the last bit of its log probabilities."""
+    """The same answer to the last bit of its log probabilities."""
     assert rank_of(twice.server)["storage"]["loaded"] >= 4
     reply = moved(twice.server, twice.passages[:3])
     assert [place for _, place, _ in sources_of(reply) if place == "host"] == ["host"] * 3
@@ -141,8 +140,7 @@ def test_what_was_stored_is_not_written_again(twice: Twice) -> None:
 
 
 def test_damaged_entry_is_refused_and_computed(twice: Twice) -> None:
-    """A tenant's, so it is asked for when its request comes.
-    It is counted, dropped and written anew."""
+    """A tenant's, asked for with its request: counted, dropped and written anew."""
     before = settled(twice.server)["written"]
     reply = moved(twice.server, [twice.damaged], cache_salt=SALT)
     assert reply["chunkcache"]["fates"]["relocated"] == 0
@@ -162,8 +160,7 @@ def test_damaged_entry_is_refused_and_computed(twice: Twice) -> None:
 
 
 def test_tenants_chunk_is_loaded_with_its_request(twice: Twice) -> None:
-    """Too late for this one on an idle server, in time for the next whose chunk has left the
-    device."""
+    """Too late for this one on an idle server, in time for the next."""
     chunk, other = twice.passages[3], twice.passages[4]
     ask(twice.server, [other, chunk], QUESTION, cache_salt="paprika")
     settled(twice.server)
@@ -177,8 +174,7 @@ def test_tenants_chunk_is_loaded_with_its_request(twice: Twice) -> None:
 
 
 def test_hint_has_a_tenants_chunk_loaded_ahead(twice: Twice) -> None:
-    """Its request moves it. The hint is not told what is there,
-    and has nothing loaded of others."""
+    """The hint is not told what is there, and has nothing loaded of others."""
     chunk, other, url = twice.passages[2], twice.passages[4], twice.server.url
     ask(twice.server, [other, chunk], QUESTION, cache_salt="mint")
     settled(twice.server)

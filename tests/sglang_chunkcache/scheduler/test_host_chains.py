@@ -332,8 +332,7 @@ def test_what_left_before_it_was_saved_is_missed(scheduler: HostScheduler) -> No
 
 
 def test_node_waits_once(scheduler: HostScheduler) -> None:
-    """What is popular is offered by each request that finds it:
-    many times it would take the room of others."""
+    """It is offered by each request that finds it, and would take the room of others."""
     known(scheduler, A)
     scheduler.serve(rag(A, B))
     nodes = [node for _, node in walk(scheduler.cache) if facts(node).chain == chain(A, B)]

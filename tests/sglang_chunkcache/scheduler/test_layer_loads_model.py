@@ -78,8 +78,7 @@ def our_pass(runner: Any) -> Tensor:
 
 @pytest.mark.parametrize("forward", [prefill, our_pass])
 def test_layers_that_come_beside_are_those_that_were_there(loaded: Any, forward: Any) -> None:
-    """Against all layers in line, which is how they came before;
-    and a forward that does not wait reads NaN."""
+    """And a forward that does not wait reads NaN."""
     runner, load = loaded
     pool = load(models.NUM_LAYERS)
     expected = forward(runner)

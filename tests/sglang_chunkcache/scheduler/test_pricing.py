@@ -86,8 +86,7 @@ def test_more_of_it_beside_counts_when_it_is_over() -> None:
 
 
 def test_waiting_for_other_work_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a prefill that waits for its layers, nor of what is watched around it. Else waiting would
-    look like computing, and less would be copied ahead for it."""
+    """Else it would look like computing, and less would be copied ahead for it."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     pricing = make_pricing(device="cuda")
     with pricing.watch(Phase.LOAD, Work(1, 5)) as load:

@@ -622,8 +622,7 @@ OTHERS = st.one_of(
 )
 @settings(max_examples=examples(150), deadline=None)
 def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
-    """Whatever is loaded has the contents of its place, which `HostScheduler` checks;
-    nothing leaks, the front agrees."""
+    """Whatever is loaded has the contents of its place; nothing leaks, the front agrees."""
     with tempfile.TemporaryDirectory() as folder:
         disk = ChainDisk(Path(folder))
         disk.patience = Patience(0.5)
@@ -665,8 +664,7 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
 
 
 def test_request_counts_once_where_its_chunks_may_be_moved(disk: ChainDisk) -> None:
-    """The promiser counts it, with what chains and variants were asked for:
-    half of f_r is forgotten once a window."""
+    """Half of f_r is forgotten once a window."""
     server = disk.server(host_slots=200)
     storage = server.cache.storage
     server.cache.stored = StoredChains(server.cache.host, storage, how=("exact",), fingerprint=None)
