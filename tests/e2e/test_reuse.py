@@ -615,7 +615,7 @@ def test_update_of_the_weights_leaves_nothing_old(
 
 
 def test_soak(fused_server: Server) -> None:
-    """tests/soak/test_reuse_soak.py in small: no NaN, no lost slot, exact answers as from a prefill."""
+    """tests/soak/test_reuse_soak.py in small: no NaN, no lost slot, exact answers as ever."""
     evicted = rank_of(fused_server)["evicted_chunks"]
     pool = mixed_load.POOL_TOKENS
     found = mixed_load.soak(fused_server.url, 60, clients=8, seed=3, pool_tokens=pool)
