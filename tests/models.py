@@ -27,6 +27,7 @@ NUM_LAYERS = 3
 VOCAB = 128
 POOL_SLOTS = 2048
 MAX_REQUESTS = 16
+LLAMA3_CONTEXT = {"original_max_position_embeddings": 256}
 
 _started = False
 
@@ -41,13 +42,8 @@ def runner(
 ) -> Any:
     """The process's only ModelRunner over this model."""
     with tempfile.TemporaryDirectory() as path:
-        write_model(
-            Path(path),
-            family,
-            dtype=getattr(torch, dtype),
-            num_layers=num_layers,
-            head_dim=head_dim,
-        )
+        kind = getattr(torch, dtype)
+        write_model(Path(path), family, dtype=kind, num_layers=num_layers, head_dim=head_dim)
         return make_runner(Path(path), dtype=dtype)
 
 
@@ -83,52 +79,22 @@ def write_model(
         "initializer_range": 0.15 * (16 / (head_dim or 16)) ** 0.5,
         "tie_word_embeddings": False,
     }
-    llama3 = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 256,
+    scaled = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+    llama3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    wide = {"head_dim": head_dim or 32}
+    makers: dict[str, tuple[str, dict[str, Any]]] = {
+        "llama": ("Llama", {}),
+        "llama3": ("Llama", {"rope_parameters": scaled | llama3 | LLAMA3_CONTEXT}),
+        "qwen2": ("Qwen2", {}),
+        "qwen3": ("Qwen3", wide),
+        "qwen3_yarn": ("Qwen3", {**wide, "rope_parameters": scaled | {"rope_type": "yarn"}}),
+        "mistral": ("Mistral", {**wide, "sliding_window": None}),
+        "stablelm": ("StableLm", {"num_key_value_heads": 4, "partial_rotary_factor": 0.25}),
     }
-    yarn = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 512,
-    }
-    makers: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
-        "llama3": (
-            transformers.LlamaConfig,
-            transformers.LlamaForCausalLM,
-            {"rope_parameters": llama3},
-        ),
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
-        "qwen3": (
-            transformers.Qwen3Config,
-            transformers.Qwen3ForCausalLM,
-            {"head_dim": head_dim or 32},
-        ),
-        "qwen3_yarn": (
-            transformers.Qwen3Config,
-            transformers.Qwen3ForCausalLM,
-            {"head_dim": head_dim or 32, "rope_parameters": yarn},
-        ),
-        "mistral": (
-            transformers.MistralConfig,
-            transformers.MistralForCausalLM,
-            {"head_dim": head_dim or 32, "sliding_window": None},
-        ),
-        "stablelm": (
-            transformers.StableLmConfig,
-            transformers.StableLmForCausalLM,
-            {"num_key_value_heads": 4, "partial_rotary_factor": 0.25},
-        ),
-    }
-    config_class, model_class, extra = makers[family]
+    name, extra = makers[family]
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **extra}, dtype=dtype)
     torch.manual_seed(0)
-    model = model_class(config_class(**{**sizes, **extra}, dtype=dtype)).to(dtype)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
     model.save_pretrained(path, safe_serialization=True)
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-OURS = {"radix_ext", "retrieval", "sglang_chunkcache", "eval", "tests"}
 
 
 @cache
@@ -35,29 +34,31 @@ def sources(package: str) -> list[Path]:
 
 
 def offenders(package: str, forbidden: set[str]) -> list[str]:
-    return [
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in sources(package)
-        for name in imports(path)
-        if name.split(".")[0] in forbidden
-    ]
+    beyond = tuple(f"{name}." for name in forbidden)
+    found = [(path, name) for path in sources(package) for name in imports(path)]
+    return [f"{path}: {name}" for path, name in found if f"{name}.".startswith(beyond)]
+
+
+def roots(package: str) -> set[str]:
+    """The packages, and our modules, from which it imports."""
+    return {name.split(".")[0] for path in sources(package) for name in imports(path)}
 
 
 def test_radix_ext_imports_the_standard_library_only() -> None:
     """It must run, and be taken along, without anything installed."""
-    allowed = sys.stdlib_module_names | {"radix_ext"}
-    found = {name.split(".")[0] for path in sources("radix_ext") for name in imports(path)}
-    assert found <= allowed, found - allowed
+    assert roots("radix_ext") - sys.stdlib_module_names <= {"radix_ext"}
 
 
-def test_retrieval_imports_nothing_of_ours() -> None:
-    """A library of its own."""
-    assert offenders("retrieval", (OURS - {"retrieval"}) | {"sglang"}) == []
-
-
-def test_sglang_chunkcache_knows_no_eval_and_no_tests() -> None:
-    """The product does not depend on its measurement."""
-    assert offenders("sglang_chunkcache", {"eval", "tests"}) == []
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("retrieval", {"radix_ext", "sglang_chunkcache", "eval", "tests", "sglang"}),
+        ("sglang_chunkcache", {"eval", "tests"}),
+    ],
+)
+def test_packages_know_no_others(package: str, forbidden: set[str]) -> None:
+    """The product does not depend on its measurement; the retriever is a library of its own."""
+    assert offenders(package, forbidden) == []
 
 
 @pytest.mark.parametrize(
@@ -71,33 +72,22 @@ def test_sglang_chunkcache_knows_no_eval_and_no_tests() -> None:
     ],
 )
 def test_folders_follow_the_requests_way(folder: str, forbidden: set[str]) -> None:
-    """Front and scheduler are two processes;
-    the tree asks of fusion what a protocol in `scheduler` says."""
-    beyond = tuple(f"sglang_chunkcache.{name}." for name in forbidden)
-    found = {
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in sources(f"sglang_chunkcache/{folder}")
-        for name in imports(path)
-        if f"{name}.".startswith(beyond)
-    }
-    assert found == set()
+    """Front and scheduler are two processes; of fusion the tree asks what a protocol says."""
+    beyond = {f"sglang_chunkcache.{name}" for name in forbidden}
+    assert offenders(f"sglang_chunkcache/{folder}", beyond) == []
 
 
 def test_wire_imports_neither_side() -> None:
     """What crosses the process border is data: both processes read it, without torch and SGLang."""
-    allowed = sys.stdlib_module_names | {"radix_ext", "msgspec"}
-    found = {
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in sources("sglang_chunkcache/wire")
-        for name in imports(path)
-        if name.split(".")[0] not in allowed and not name.startswith("sglang_chunkcache.wire.")
-    }
-    assert found == set()
+    foreign = roots("sglang_chunkcache/wire") - sys.stdlib_module_names
+    assert foreign <= {"radix_ext", "msgspec", "sglang_chunkcache"}
+    names = {name for path in sources("sglang_chunkcache/wire") for name in imports(path)}
+    ours = {name for name in names if name.startswith("sglang_chunkcache.")}
+    assert all(name.startswith("sglang_chunkcache.wire.") for name in ours)
 
 
 def module_graph(package: str) -> dict[str, set[str]]:
-    """What each module of a package imports of the same package,
-    inside functions and for the type checker included."""
+    """What each module of a package imports of the same package, inside functions too."""
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in sources(package)
@@ -128,8 +118,7 @@ def test_modules_import_in_no_circle(package: str) -> None:
 
 
 def test_folders_import_in_no_circle() -> None:
-    """A folder is a stage of a request's way;
-    a module of the package's root is a stage of its own."""
+    """A folder, or a module of the package's root, is a stage of a request's way."""
     folders: dict[str, set[str]] = defaultdict(set)
     for module, imported in module_graph("sglang_chunkcache").items():
         folder = ".".join(module.split(".")[:2])
@@ -139,46 +128,25 @@ def test_folders_import_in_no_circle() -> None:
 
 def test_circle_is_found() -> None:
     """The three tests above would pass on any code if it were not."""
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) in (
-        ["b", "c", "b"],
-        ["c", "b", "c"],
-    )
+    found = circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}})
+    assert set(found) == {"b", "c"}
     assert circle({"a": {"b", "c"}, "b": {"c"}}) == []
 
 
 def test_eval_uses_public_names_only() -> None:
-    """HTTP, `radix_ext`, `retrieval`; of `sglang_chunkcache` configuration, frontend language,
-    model path, operators."""
-    public = (
-        "sglang_chunkcache.ChunkCacheConfig",
-        "sglang_chunkcache.__version__",
-        "sglang_chunkcache.config.MAX_",  # limits that are no settings
-        "sglang_chunkcache.attention.",  # operators on tensors: eval/bench/attention.py times them
-        "sglang_chunkcache.fusion.selectors.",  # the interface of selectors: eval/selectors.py
-        "sglang_chunkcache.wire.report.Fallback",  # likewise
-        "sglang_chunkcache.client.",  # eval/alpha.py
-        "sglang_chunkcache.examples.",  # likewise
-        "sglang_chunkcache.removed.",
-        "sglang_chunkcache.fusion.relocate",  # likewise, eval/bench/relocate.py
-        "sglang_chunkcache.joint_encoding.",  # eval/joint, eval/quality
-        "sglang_chunkcache.storage.codec.",  # likewise
-        "sglang_chunkcache.removed.",
-        "sglang_chunkcache.bundled_model.model_dir",
-        "sglang_chunkcache.lang.",
-        "sglang_chunkcache.removed.",  # flags that are refused
-        # before transformers, where torch is a CPU build
-        "sglang_chunkcache.cpu.torchvision_shim.define_torchvision_ops",
+    """HTTP, `radix_ext`, `retrieval`, and of `sglang_chunkcache` these."""
+    names = (
+        *("ChunkCacheConfig", "__version__", "bundled_model.model_dir", "lang.", "client."),
+        *("config.MAX_", "removed."),  # limits that are no settings, flags that are refused
+        *("examples.", "fusion.selectors.", "wire.report.Fallback"),  # the interface of selectors
+        *("attention.", "fusion.relocate", "joint_encoding.", "storage.codec."),  # are measured
+        "cpu.torchvision_shim.define_torchvision_ops",  # before transformers, on a CPU build
     )
-    inside = [
-        name
-        for path in sources("eval")
-        for name in imports(path)
-        if name.startswith("sglang_chunkcache") and not name.startswith(public)
-    ]
-    assert inside == []
-    assert [
-        name for path in sources("eval") for name in imports(path) if name.startswith("sglang.srt")
-    ] == []
+    public = tuple(f"sglang_chunkcache.{name}" for name in names)
+    used = {name for path in sources("eval") for name in imports(path)}
+    assert {name for name in used if name.startswith("sglang.srt")} == set()
+    ours = {name for name in used if name.startswith("sglang_chunkcache")}
+    assert {name for name in ours if not name.startswith(public)} == set()
 
 
 @pytest.mark.parametrize("package", ["eval", "tests"])
@@ -197,44 +165,33 @@ def test_only_plugin_and_hooks_write_into_sglang() -> None:
             assert "register_radix_cache_backend(" not in source, path
 
 
+SERVING = "torch", "sglang", "transformers", "prometheus_client"
+SEARCHING = "numpy", "faiss", "tantivy", "retrieval.retriever"
+
+
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("sglang_chunkcache", ("torch", "sglang", "transformers", "numpy", "prometheus_client")),
+        ("sglang_chunkcache", (*SERVING, "numpy")),
         ("radix_ext", ("torch", "sglang", "numpy")),
         ("retrieval", ("torch", "numpy", "faiss", "tantivy", "sklearn")),
-        (
-            "sglang_chunkcache.front.search",
-            ("numpy", "faiss", "tantivy", "torch", "retrieval.retriever"),
-        ),
-        (
-            "sglang_chunkcache.front.startup",
-            ("numpy", "faiss", "tantivy", "torch", "sglang", "retrieval.retriever"),
-        ),
+        ("sglang_chunkcache.front.search", (*SEARCHING, "torch")),
+        ("sglang_chunkcache.front.startup", (*SEARCHING, "torch", "sglang")),
         ("sglang_chunkcache.front.guard.lethal", ("torch", "sglang", "prometheus_client")),
-        (
-            "sglang_chunkcache.front.planner",
-            ("torch", "sglang", "transformers", "prometheus_client"),
-        ),
-        (
-            "sglang_chunkcache.front.bookkeeper",
-            ("torch", "sglang", "transformers", "prometheus_client"),
-        ),
+        ("sglang_chunkcache.front.planner", SERVING),
+        ("sglang_chunkcache.front.bookkeeper", SERVING),
         ("sglang_chunkcache.plugin", ("torch", "sglang")),
     ],
 )
 def test_import_is_light(module: str, absent: tuple[str, ...]) -> None:
     """A client that wants the configuration does not wait for torch."""
     code = f"import {module}, sys; print([m for m in {absent!r} if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    told = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
+    assert told.strip() == "[]"
 
 
 def test_state_on_sglangs_objects_has_one_home() -> None:
-    """Records on `TreeNode` and `Req` are read by two functions,
-    so that the type checker sees every field."""
+    """Two functions read records on `TreeNode` and `Req`: the type checker sees every field."""
     homes = {
         "config.py": "our own dataclass and argparse's namespace",
         "front/engine.py": "starlette's state, and a proxy's __getattr__",

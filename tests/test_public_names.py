@@ -17,11 +17,6 @@ ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_sglang_chunkcache_names() -> None:
-    """Configuration and version; everything else is inside."""
-    assert set(sglang_chunkcache.__all__) == {"ChunkCacheConfig", "__version__"}
-
-
 @pytest.mark.parametrize(
     "module", [radix_ext, retrieval, sglang_chunkcache], ids=lambda module: module.__name__
 )
@@ -32,31 +27,17 @@ def test_all_is_complete_and_sorted(module: object) -> None:
     assert all(hasattr(module, name) for name in names)
 
 
-def test_radix_ext_names() -> None:
-    """What the other packages and users of the library build on."""
-    assert {
-        "AccessTable",
-        "Chunk",
-        "ChunkId",
-        "ChunkPrefixTree",
-        "ConversationMap",
-        "KvAware",
-        "RoundRobin",
-        "Span",
-        "Tier",
-        "chunk_id",
-        "order_chunks",
-        "replay_trace",
-    } <= set(radix_ext.__all__)
+def test_names() -> None:
+    """Configuration and version; what other packages and users of the library build on."""
+    assert set(sglang_chunkcache.__all__) == {"ChunkCacheConfig", "__version__"}
+    trees = {"AccessTable", "ChunkPrefixTree", "ConversationMap", "KvAware", "RoundRobin", "Tier"}
+    assert trees | {"Chunk", "ChunkId", "Span"} <= set(radix_ext.__all__)
+    assert {"chunk_id", "order_chunks", "replay_trace"} <= set(radix_ext.__all__)
 
 
-def test_version_is_pyprojects() -> None:
-    """One version."""
+def test_version_and_backend_name() -> None:
+    """Scripts select the cache by its name."""
     assert sglang_chunkcache.__version__ == PYPROJECT["project"]["version"]
-
-
-def test_backend_name() -> None:
-    """Scripts select the cache by it."""
     assert BACKEND == "cp_tree"
 
 

@@ -20,12 +20,8 @@ FOLDERS = ("radix_ext", "retrieval", "sglang_chunkcache", "eval", "tests", "laun
 PAGES = [
     ROOT / "README.md",
     ROOT / ".ci" / "run",
-    *(
-        page
-        for folder in FOLDERS
-        for pattern in ("README.md", "*.sh")
-        for page in sorted((ROOT / folder).rglob(pattern))
-    ),
+    *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("README.md"))),
+    *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.sh"))),
 ]
 
 
@@ -33,21 +29,11 @@ def flag_rows() -> list[str]:
     """A table with a row per knob."""
     rows = ["| flag | default | what it sets |", "|---|---|---|"]
     for knob in flag_fields():
-        default = (
-            "none"
-            if knob.default is None
-            else repr(knob.default)
-            if knob.default == "\n\n"
-            else str(knob.default)
-        )
-        choices = (
-            f": {', '.join(f'`{choice}`' for choice in knob.metadata['choices'])}"
-            if knob.metadata["choices"]
-            else ""
-        )
-        rows.append(
-            f"| `{flag_name(knob.name)}` | `{default}` | {knob.metadata['help']}{choices} |"
-        )
+        default = "none" if knob.default is None else str(knob.default).replace("\n", "\\n")
+        default = f"'{default}'" if "\\n" in default else default
+        choices = ", ".join(f"`{choice}`" for choice in knob.metadata["choices"] or ())
+        sets = f"{knob.metadata['help']}: {choices}" if choices else knob.metadata["help"]
+        rows.append(f"| `{flag_name(knob.name)}` | `{default}` | {sets} |")
     return rows
 
 
@@ -117,9 +103,8 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_name_modules(page: Path) -> None:
     """A command that moved would fail for the reader only."""
-    named = re.findall(
-        r"-m ((?:retrieval|sglang_chunkcache|eval)(?:\.[a-z_]+)*)", page.read_text(encoding="utf-8")
-    )
+    command = r"-m ((?:retrieval|sglang_chunkcache|eval)(?:\.[a-z_]+)*)"
+    named = re.findall(command, page.read_text(encoding="utf-8"))
     assert [name for name in named if find_spec(name) is None] == []
 
 

@@ -22,16 +22,8 @@ STRICT = {
 }
 """SGLang's checks: it kills the server where KV slots do not add up."""
 TIGHT = [
-    "--model-path",
-    "bundled",
-    "--max-total-tokens",
-    "2400",
-    "--chunked-prefill-size",
-    "32",
-    "--max-running-requests",
-    "8",
-    "--chunkcache-host-mib",
-    "10",
+    *("--model-path", "bundled", "--max-total-tokens", "2400", "--chunked-prefill-size", "32"),
+    *("--max-running-requests", "8", "--chunkcache-host-mib", "10"),
 ]
 """A pool that evicts, host memory of twice its size, and prefill pieces smaller than a chunk."""
 
@@ -46,17 +38,8 @@ def build_index(folder: Path, passages: Sequence[Mapping[str, str]]) -> None:
     """Make or extend an index, as a user does."""
     source = folder.with_suffix(".jsonl")
     source.write_text("".join(json.dumps(passage) + "\n" for passage in passages), encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "retrieval",
-        "build",
-        str(source),
-        "--out",
-        str(folder),
-        "--no-split",
-    ]
-    command += ["--dim", "64", "--tokenizer", str(model_dir())]
+    command = [sys.executable, "-m", "retrieval", "build", str(source), "--out", str(folder)]
+    command += ["--no-split", "--dim", "64", "--tokenizer", str(model_dir())]
     subprocess.run(command, check=True, capture_output=True, timeout=600)
 
 
@@ -83,20 +66,19 @@ def rag_server(index: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 def retracting_server(tmp_path: Path) -> Iterator[Server]:
-    """Like `rag_server`, but SGLang takes running requests back every few steps,
-    as it does when the pool runs out."""
-    with Server(
-        TIGHT, log=tmp_path / "retract.log", env={**STRICT, "SGLANG_TEST_RETRACT": "1"}
-    ) as server:
+    """Like `rag_server`, but SGLang takes running requests back every few steps."""
+    env = {**STRICT, "SGLANG_TEST_RETRACT": "1"}
+    with Server(TIGHT, log=tmp_path / "retract.log", env=env) as server:
         yield server
         assert server.is_running, f"the server died:\n{server.log_tail(40)}"
 
 
 @pytest.fixture(scope="module")
 def dp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two ranks, each with a tree of its own.
-    One module only: SGLang's DP controller never sleeps and takes a core."""
+    """Two ranks. One module only: SGLang's DP controller never sleeps and takes a core."""
     log: Path = tmp_path_factory.mktemp("servers") / "dp.log"
-    with Server(["--model-path", "bundled", "--dp-size", "2"], log=log, env=STRICT) as server:
+    flags = ["--model-path", "bundled", "--dp-size", "2", "--reuse", "fused"]
+    flags += ["--chunkcache-move", "always", "--chunkcache-audit-share", "1"]
+    with Server(flags, log=log, env=STRICT) as server:
         yield server
         assert server.is_running, f"the server died:\n{server.log_tail(40)}"

@@ -11,11 +11,14 @@ from __future__ import annotations
 import copy
 import http.client
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
+from itertools import cycle
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from sglang.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
@@ -28,6 +31,10 @@ from sglang.srt.entrypoints.openai.protocol import (
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from eval.http import post
+from eval.server import Server
+from eval.task import Request
+from eval.tasks.world import world_requests
 from sglang_chunkcache.front.bodies import (
     GenerateIn,
     PreprocessIn,
@@ -36,7 +43,11 @@ from sglang_chunkcache.front.bodies import (
     RetrieveIn,
     ReuseIn,
 )
+from tests.e2e.asking import CHAT as CHAT_PATH
+from tests.e2e.asking import task_body, text_of
 
+EVERY = 25
+"""Hostile inputs between two good requests."""
 PATIENCE_S = 20.0
 """After which a client hangs up. Long answers are asked for, too: hanging up ends them."""
 MAX_READ = 1 << 20
@@ -60,32 +71,25 @@ MESSAGES = [
     {"role": "user", "content": [{"type": "text", "text": "And Solon?"}]},
 ]
 CHUNKS = [{"id": "a", "text": "The company Dravex makes clocks."}, {"text": "Solon makes lamps."}]
-TOOL = {
-    "type": "function",
-    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
-}
-SAMPLING = {
-    "max_new_tokens": 3,
-    "temperature": 0.5,
-    "stop": ["."],
-    "logit_bias": {"5": 1.0},
-    "custom_params": {"a": 1},
-}
-CHAT: dict[str, Any] = {
-    "model": "default",
-    "messages": MESSAGES,
-    "max_tokens": 3,
-    "stream": False,
-    "stream_options": {"include_usage": True},
-    "logprobs": True,
-    "top_logprobs": 2,
-    "logit_bias": {"5": 1.0},
-    "response_format": {"type": "text"},
-    "tools": [TOOL],
-    "tool_choice": "none",
-    "stop": ["."],
-}
+PARAMETERS = {"type": "object", "properties": {}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
+BIAS = {"stop": ["."], "logit_bias": {"5": 1.0}}
+SAMPLING = {"max_new_tokens": 3, "temperature": 0.5, **BIAS, "custom_params": {"a": 1}}
+CHAT: dict[str, Any] = {"model": "default", "messages": MESSAGES, "max_tokens": 3, **BIAS}
+CHAT |= {"stream": False, "stream_options": {"include_usage": True}, "logprobs": True}
+CHAT |= {"response_format": {"type": "text"}, "tools": [TOOL], "tool_choice": "none"}
+CHAT |= {"top_logprobs": 2}
 RAG = {"chunks": CHUNKS, "conversation_id": "hostile", "order": "tree", "cache_salt": "hostile"}
+SEARCH = {"messages": MESSAGES, "retrieve": {"k": 2}, "max_tokens": 2}
+QUERY = {"query": "Dravex", "k": 2, "turns": None}
+LOGPROBS = {"sampling_params": SAMPLING, "return_logprob": True}
+PARTS = {"parts": ["Facts. ", {"chunks": CHUNKS}, "Dravex makes"], **LOGPROBS}
+TEXT = {"text": "Dravex makes", **LOGPROBS, "top_logprobs_num": 1}
+PREPARED = {"chunk": CHUNKS[0], "neighbors": CHUNKS[1:]}
+COMPLETED = {"prompt": "Dravex makes", "max_tokens": 3, "logprobs": 1}
+RESPONDED = {"model": "default", "input": "Dravex makes", "max_output_tokens": 3}
+OLLAMA = {"model": "default", "messages": MESSAGES[:2], "stream": False}
+CLAUDE = {"model": "default", "max_tokens": 3, "messages": MESSAGES[1:2]}
 
 
 def _fields(*classes: Any) -> dict[str, Any]:
@@ -106,61 +110,51 @@ _RAG = {
 }
 
 DOORS = (
-    Door("/rag/v1/chat/completions", CHAT | RAG, _RAG),
-    Door("/rag/v1/chat/completions", {"messages": MESSAGES, "retrieve": {"k": 2}, "max_tokens": 2}, _RAG),
+    Door(CHAT_PATH, CHAT | RAG, _RAG),
+    Door(CHAT_PATH, SEARCH, _RAG),
     Door("/chunkcache/explain", CHAT | RAG, _RAG),
-    Door("/rag/v1/retrieve", {"query": "Dravex", "k": 2, "turns": None}, {"": _fields(RetrieveBody)}),
-    Door(
-        "/rag/v1/generate",
-        {"parts": ["Facts. ", {"chunks": CHUNKS}, "Dravex makes"], "sampling_params": SAMPLING, "return_logprob": True},
-        {"": _fields(GenerateIn), **_SAMPLING},
-    ),
-    Door("/chunkcache/preprocess", {"chunk": CHUNKS[0], "neighbors": CHUNKS[1:]}, {"": _fields(PreprocessIn)}),
+    Door("/rag/v1/retrieve", QUERY, {"": _fields(RetrieveBody)}),
+    Door("/rag/v1/generate", PARTS, {"": _fields(GenerateIn), **_SAMPLING}),
+    Door("/chunkcache/preprocess", PREPARED, {"": _fields(PreprocessIn)}),
     Door("/v1/chat/completions", CHAT, {"": _fields(ChatCompletionRequest)}),
-    Door("/v1/completions", {"prompt": "Dravex makes", "max_tokens": 3, "logprobs": 1}, {"": _fields(CompletionRequest)}),
-    Door("/v1/responses", {"model": "default", "input": "Dravex makes", "max_output_tokens": 3}, {"": _fields(ResponsesRequest)}),
-    Door("/v1/embeddings", {"input": "Dravex", "model": "default"}, {"": _fields(EmbeddingRequest)}),
+    Door("/v1/completions", COMPLETED, {"": _fields(CompletionRequest)}),
+    Door("/v1/responses", RESPONDED, {"": _fields(ResponsesRequest)}),
+    Door("/v1/embeddings", {"input": "x", "model": "default"}, {"": _fields(EmbeddingRequest)}),
     Door("/tokenize", {"prompt": "Dravex"}, {"": _fields(TokenizeRequest)}),
     Door("/detokenize", {"tokens": [5, 6]}, {"": _fields(DetokenizeRequest)}),
     Door("/encode", {"text": "Dravex"}, {"": _fields(EmbeddingReqInput)}),
-    Door(
-        "/generate",
-        {"text": "Dravex makes", "sampling_params": SAMPLING, "return_logprob": True, "top_logprobs_num": 1},
-        {"": _fields(GenerateReqInput), **_SAMPLING},
-    ),
-    Door("/api/chat", {"model": "default", "messages": MESSAGES[:2], "stream": False}, {"": {"options": dict, "format": str}}),
-    Door("/v1/messages", {"model": "default", "max_tokens": 3, "messages": MESSAGES[1:2]}, {"": {"system": str, "tools": list}}),
-)  # fmt: skip
+    Door("/generate", TEXT, {"": _fields(GenerateReqInput), **_SAMPLING}),
+    Door("/api/chat", OLLAMA, {"": {"options": dict, "format": str}}),
+    Door("/v1/messages", CLAUDE, {"": {"system": str, "tools": list}}),
+)
 OUR_DOORS = tuple(door for door in DOORS if door.path[:4] in ("/rag", "/chu"))
+HINT = {"texts": [chunk["text"] for chunk in CHUNKS], "reuse": {"mode": "fused"}}
 PREFETCH = Door(
     "/chunkcache/prefetch",
-    CHAT
-    | {
-        "texts": [chunk["text"] for chunk in CHUNKS],
-        "reuse": {"mode": "fused"},
-        "cache_salt": "hostile",
-    },
+    CHAT | HINT | {"cache_salt": "hostile"},
     {"": _RAG[""] | {"texts": list[str]}, "reuse": _RAG["reuse"]},
 )
 """Only a server with a storage reads what is sent there."""
 
 
-def _nested(depth: int, wrap: Callable[[Any], Any]) -> Any:
-    value: Any = 1
+def _nested(depth: int) -> list[Any]:
+    """Lists and objects in one another."""
+    of_lists, of_objects = 1, 1
     for _ in range(depth):
-        value = wrap(value)
-    return value
+        of_lists, of_objects = [of_lists], {"a": of_objects}  # type: ignore[assignment]
+    return [of_lists, of_objects]
 
 
 _ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 5, 1_000_000, 2**31, 2**63, -(2**63) - 1, 10**30),
     *(0.5, -0.5, 1.5, 1e308, -1e308, 1e-320, float("nan"), float("inf"), -float("inf")),
-    *("", " ", "x", "0", "5", "null", "\0", "\ud800", "<|end|>", "é中🙂", "a" * 100_000, "x " * 20_000, "9" * 400),
-    *("(", "[a-z]{1,99999}", "(a+)+$", "(?<=a*)b", "\\", "{", '{"type":"object"}', '{"$ref":"#"}', 'root ::= "a"'),
-    *([], {}, [[]], [{}], [None], [""], ["x"] * 40, list(range(5000)), {"": ""}, {"x": "y"}, {"5": "x"}, {"5": None}, {"-1": 1}),
-    *({"99999999": 1}, {"type": "json_schema"}, {"type": "json_object"}, {"text": "x"}, {"role": "user"}, {"mode": "fused"}),
-    *(_nested(depth, wrap) for depth in (3, 200) for wrap in (lambda value: [value], lambda value: {"a": value})),
-]  # fmt: skip
+    *("", " ", "x", "0", "5", "null", "\0", "\ud800", "<|end|>", "é中🙂"),
+    *("a" * 100_000, "x " * 20_000, "9" * 400, "(", "[a-z]{1,99999}", "(a+)+$", "(?<=a*)b"),
+    *("\\", "{", '{"type":"object"}', '{"$ref":"#"}', 'root ::= "a"', [], {}, [[]], [{}]),
+    *([None], [""], ["x"] * 40, list(range(5000)), {"": ""}, {"x": "y"}, {"5": "x"}, {"5": None}),
+    *({"-1": 1}, {"99999999": 1}, {"type": "json_schema"}, {"type": "json_object"}, {"text": "x"}),
+    *({"role": "user"}, {"mode": "fused"}, *_nested(3), *_nested(200)),
+]
 
 _values = st.sampled_from(_ODD) | st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -229,6 +223,70 @@ def send(url: str, path: str, body: bytes) -> int | None:
         return 0
     finally:
         connection.close()
+
+
+class Client:
+    """Sends hostile inputs and tells of the last ones if the server does not survive them;
+    asks good questions between."""
+
+    def __init__(self, server: Server) -> None:
+        self.server, self.statuses = server, Counter[int | None]()
+        self._last = deque[tuple[str, bytes]](maxlen=EVERY)
+        self.good = right_requests(server)
+        self._next_good = cycle(self.good)
+
+    def attack(self, path: str, body: bytes) -> None:
+        """One hostile input; after every 25th a good one."""
+        self._last.append((path, body))
+        try:
+            status = send(self.server.url, path, body)
+            self.statuses[status] += 1
+            assert status != 500 or not path.startswith(("/rag/", "/chunkcache/")), (
+                "an error that no client can mend"
+            )
+            if self.statuses.total() % EVERY == 0:
+                assert_right(self.server, next(self._next_good))
+        except Exception as error:
+            last = "\n".join(f"{path} {body[:600]!r}" for path, body in self._last)
+            message = f"{error!r} after\n{last}\n{self.server.log_tail(60)}"
+            raise AssertionError(message) from error
+
+
+def assert_right(server: Server, request: Request) -> None:
+    """The request's answer is the right one."""
+    reply = post(server.url + CHAT_PATH, task_body(request, max_tokens=12), timeout_s=300)
+    content = text_of(reply)
+    assert any(answer in content for answer in request.answers), (request, reply)
+
+
+def right_requests(server: Server) -> list[Request]:
+    """Questions that the bundled model answers right when nobody disturbs it."""
+    found = []
+    for request in world_requests(16, seed=21):
+        try:
+            assert_right(server, request)
+        except AssertionError:
+            continue
+        found.append(request)
+    assert len(found) >= 8
+    return found
+
+
+def attack(client: Client, num_inputs: int, doors: Sequence[Door] = OUR_DOORS) -> None:
+    """Send so many hostile inputs."""
+
+    @settings(
+        max_examples=num_inputs,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],  # shrinking would send its tries to a dead server
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(requests(doors))
+    def run(hostile: tuple[str, bytes]) -> None:
+        client.attack(*hostile)
+
+    run()
 
 
 # Private, in order of use

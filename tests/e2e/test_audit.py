@@ -13,7 +13,6 @@ import json
 import random
 import re
 import threading
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -22,17 +21,28 @@ from typing import Any
 
 import pytest
 
-from eval.http import get, post
+from eval.http import post
 from eval.server import Server
 from eval.world.world import World, linked_questions
+from tests.e2e.asking import (
+    CHAT,
+    EXPLAIN,
+    GENERATE,
+    Reply,
+    chat,
+    chunks_of,
+    metrics_of,
+    stats_of,
+    stream,
+    user,
+)
 from tests.e2e.failing_selector import LOG_VAR, SWITCH_VAR
-from tests.polling import DEADLINE_S, until
+from tests.polling import until
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT
 
 pytestmark = pytest.mark.engine
 
-CHAT, GENERATE = "/rag/v1/chat/completions", "/rag/v1/generate"
 SOUND = {"mode": "fused", "selector": "deviation", "depth": 3, "ratio": 0.3}
 PAUSE = 30
 WORLD = World(4711, links=True)
@@ -67,49 +77,38 @@ def audited_server(
 
 
 def moved_body(
-    reuse: Mapping[str, Any] | None = None, *, send: Callable[[dict[str, Any]], Any], **fields: Any
-) -> dict[str, Any]:
+    reuse: Mapping[str, Any] | None = None, *, send: Callable[[Reply], Any], **fields: Any
+) -> Reply:
     """A request whose four chunks are cached in another order,
     by a request that `send` sends now."""
     number = next(_numbers)
     rng = random.Random(number)
     passages = WORLD.linked_context(4, rng)
-    body: dict[str, Any] = {
-        "messages": [{"role": "user", "content": rng.choice(linked_questions(passages)).question}],
-        "chunks": [{"id": p.id, "text": p.text} for p in passages],
-        "order": "retriever",
-        "cache_salt": fields.pop("cache_salt", f"audit{number}"),
-        "temperature": 0,
-        "max_tokens": 24,
-    }
+    question = rng.choice(linked_questions(passages)).question
+    body: Reply = {"messages": [user(question)], "chunks": chunks_of(passages)}
+    body |= {"order": "retriever", "cache_salt": fields.pop("cache_salt", f"audit{number}")}
+    body |= {"temperature": 0, "max_tokens": 24}
     send({**body, "chunks": body["chunks"][::-1], "max_tokens": 1})
     return {**body, "reuse": dict(reuse or SOUND), **fields}
 
 
-def ask(server: Server, reuse: Mapping[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+def moved(server: Server, reuse: Mapping[str, Any] | None = None, **fields: Any) -> Reply:
+    return moved_body(reuse, send=lambda body: post(server.url + CHAT, body), **fields)
+
+
+def ask(server: Server, reuse: Mapping[str, Any] | None = None, **fields: Any) -> Reply:
     """The reply to a request with moved KV."""
-    return post(
-        server.url + CHAT,
-        moved_body(reuse, send=lambda body: post(server.url + CHAT, body), **fields),
-    )
+    return post(server.url + CHAT, moved(server, reuse, **fields))
 
 
-def audit_of(server: Server, *, settled: bool = True) -> dict[str, Any]:
+def audit_of(server: Server) -> Reply:
     """The audit's part of the stats, once nothing waits."""
-
-    def look() -> dict[str, Any] | None:
-        found: dict[str, Any] = get(server.url + "/chunkcache/stats")["audit"]
-        return found if not settled or not found["waiting"] else None
-
-    return until(look)
+    return until(lambda: None if (found := stats_of(server)["audit"])["waiting"] else dict(found))
 
 
-def lines_of(audits: Path) -> list[dict[str, Any]]:
-    return (
-        [json.loads(line) for line in audits.read_text(encoding="utf-8").splitlines()]
-        if audits.exists()
-        else []
-    )
+def lines_of(audits: Path) -> list[Reply]:
+    lines = audits.read_text(encoding="utf-8").splitlines() if audits.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 @contextmanager
@@ -122,10 +121,9 @@ def load(server: Server, num_clients: int) -> Iterator[None]:
         try:
             while not stop.is_set():
                 passages = WORLD.linked_context(4, rng)
-                chunks = [{"id": p.id, "text": p.text} for p in passages]
-                messages = [{"role": "user", "content": "Which passage comes last?"}]
-                body = {"messages": messages, "temperature": 0, "max_tokens": 32}
-                post(server.url + CHAT, {**body, "chunks": chunks})
+                chunks, question = chunks_of(passages), "Which passage comes last?"
+                chat(server, question, chunks, max_tokens=32)
+                body = {"messages": [user(question)], "temperature": 0, "max_tokens": 32}
                 post(server.url + "/v1/chat/completions", body)
         except BaseException as error:  # told by the test
             errors.append(error)
@@ -146,38 +144,27 @@ def load(server: Server, num_clients: int) -> Iterator[None]:
 
 
 def test_check_is_an_ordinary_prefill_of_the_same_ids(audited_server: Server, audits: Path) -> None:
-    """Its rows against SGLang's own `/generate` of prompt and answer, nothing reused; answers
-    whole, streamed and of parts, at a temperature, and with everything recomputed."""
+    """Its rows against SGLang's own `/generate` of prompt and answer, nothing reused."""
     known = len(lines_of(audits))
     ask(audited_server)
     ask(audited_server, {**SOUND, "ratio": 1.0})
     ask(audited_server, {"mode": "fused", "selector": "none"})
     ask(audited_server, temperature=0.7, seed=3)
-    stream_of(
-        audited_server, CHAT, moved_body(send=lambda body: post(audited_server.url + CHAT, body))
-    )
+    list(stream(audited_server, moved(audited_server)))
     generate_moved(audited_server)
     audit_of(audited_server)
     found = lines_of(audits)[known:]
     assert len(found) == 6
     for check in found:
-        body = {
-            "input_ids": check["input_ids"],
-            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
-        }
-        body |= {
-            "return_logprob": True,
-            "logprob_start_len": check["prompt_len"] - 1,
-            "top_logprobs_num": 20,
-        }
-        meta = post(
-            audited_server.url + "/generate", {**body, "cache_salt": f"alone{next(_numbers)}"}
-        )["meta_info"]
+        params = {"temperature": 0, "max_new_tokens": 1}
+        body = {"input_ids": check["input_ids"], "sampling_params": params, "return_logprob": True}
+        body |= {"logprob_start_len": check["prompt_len"] - 1, "top_logprobs_num": 20}
+        body |= {"cache_salt": f"alone{next(_numbers)}"}
+        meta = post(audited_server.url + "/generate", body)["meta_info"]
         assert meta["cached_tokens"] == 0
         reference = meta["input_top_logprobs"][1:]
-        assert (
-            len(check["exact"]) == len(reference) == len(check["input_ids"]) - check["prompt_len"]
-        )
+        num_tokens = len(check["input_ids"]) - check["prompt_len"]
+        assert len(check["exact"]) == len(reference) == num_tokens
         for mine, theirs in zip(check["exact"], reference, strict=True):
             expected = {token: logprob for logprob, token, _ in theirs}
             shared = [(logprob, expected[token]) for logprob, token in mine if token in expected]
@@ -186,46 +173,35 @@ def test_check_is_an_ordinary_prefill_of_the_same_ids(audited_server: Server, au
 
 
 def test_check_leaves_nothing(audited_server: Server) -> None:
-    """What an exact request would find is what it would have found before, no slot is lost,
-    and the mirror agrees."""
-    body = moved_body(send=lambda body: post(audited_server.url + CHAT, body))
+    """What an exact request would find stays, no slot is lost, and the mirror agrees."""
+    body = moved(audited_server)
     exact = {key: value for key, value in body.items() if key != "reuse"}
-    before = post(audited_server.url + "/chunkcache/explain", exact)["exact"]
+    before = post(audited_server.url + EXPLAIN, exact)["exact"]
     post(audited_server.url + CHAT, body)
     audit_of(audited_server)
-    assert post(audited_server.url + "/chunkcache/explain", exact)["exact"] == before
+    assert post(audited_server.url + EXPLAIN, exact)["exact"] == before
     assert mixed_load.leftovers(audited_server.url, mixed_load.POOL_TOKENS) == []
 
 
 # What the client sees
 
 
-def stream_of(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    data = json.dumps({**body, "stream": True}).encode()
-    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
-        lines = [line[len(b"data: ") :] for line in response if line.startswith(b"data: {")]
-    return [json.loads(line) for line in lines]
-
-
-def generate_moved(server: Server, **fields: Any) -> dict[str, Any]:
+def generate_moved(server: Server, **fields: Any) -> Reply:
     """`/rag/v1/generate` over chunks that are cached in another order."""
     url = server.url + GENERATE
 
-    def parts_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    def parts_of(body: Mapping[str, Any]) -> Reply:
         parts = ["Passages:\n", {"chunks": body["chunks"]}, body["messages"][0]["content"]]
         params = {"temperature": 0, "max_new_tokens": min(8, body["max_tokens"])}
         asked = {name: body[name] for name in ("order", "cache_salt", "reuse") if name in body}
         return {"parts": parts, "sampling_params": params, **asked}
 
-    return post(
-        url, {**parts_of(moved_body(send=lambda body: post(url, parts_of(body)))), **fields}
-    )
+    body = moved_body(send=lambda body: post(url, parts_of(body)))
+    return post(url, {**parts_of(body), **fields})
 
 
 def test_answer_says_that_it_was_sampled_and_has_nothing_else(audited_server: Server) -> None:
-    """No logprobs that were not asked for, and as many of the best tokens as were,
-    whole and streamed."""
+    """As many log probabilities as were asked for, whole and streamed."""
     plain = ask(audited_server)
     assert plain["chunkcache"]["reuse"]["sampled"] is True
     assert plain["chunkcache"]["fates"]["relocated"] > 0
@@ -233,58 +209,36 @@ def test_answer_says_that_it_was_sampled_and_has_nothing_else(audited_server: Se
     told = ask(audited_server, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
     assert {len(token["top_logprobs"]) for token in told} == {2}
 
-    events = stream_of(
-        audited_server, CHAT, moved_body(send=lambda body: post(audited_server.url + CHAT, body))
-    )
+    events = list(stream(audited_server, moved(audited_server)))
     assert events[-1]["chunkcache"]["reuse"]["sampled"] is True
     assert not any(choice.get("logprobs") for event in events for choice in event["choices"])
-    body = moved_body(
-        send=lambda body: post(audited_server.url + CHAT, body), logprobs=True, top_logprobs=3
-    )
-    events = stream_of(audited_server, CHAT, body)
-    tokens = [
-        t
-        for e in events
-        for c in e["choices"]
-        for t in (c.get("logprobs") or {}).get("content") or ()
-    ]
+    events = list(stream(audited_server, moved(audited_server, logprobs=True, top_logprobs=3)))
+    given = [c.get("logprobs") or {} for event in events for c in event["choices"]]
+    tokens = [token for each in given for token in each.get("content") or ()]
     assert len(tokens) > 2
     assert {len(token["top_logprobs"]) for token in tokens} == {3}
 
     assert not [name for name in generate_moved(audited_server)["meta_info"] if "logprob" in name]
     meta = generate_moved(audited_server, return_logprob=True, top_logprobs_num=1)["meta_info"]
     assert {len(row) for row in meta["output_top_logprobs"]} == {1}
-    assert (
-        "output_top_logprobs"
-        not in generate_moved(audited_server, return_logprob=True)["meta_info"]
-    )
+    meta = generate_moved(audited_server, return_logprob=True)["meta_info"]
+    assert "output_top_logprobs" not in meta
 
 
 def test_requests_that_cannot_be_compared_are_counted(audited_server: Server) -> None:
     """By reason; their answers are as ever."""
 
-    def skips() -> dict[str, int]:
-        found: dict[str, int] = get(audited_server.url + "/chunkcache/stats")["audit_skips"]
-        return found
-
     audit_of(audited_server)  # what still waits may be left out, too
-    before = skips()
-    asked: list[dict[str, Any]] = [
-        {"n": 2, "temperature": 1.0},
-        {"temperature": 1.5},
-        {"presence_penalty": 0.5},
-    ]
-    for fields in asked:
-        ask(audited_server, None, **fields)
+    before = stats_of(audited_server)["audit_skips"]
+    fields: list[Reply] = [{"n": 2, "temperature": 1.0}, {"temperature": 1.5}]
+    for each in (*fields, {"presence_penalty": 0.5}):
+        ask(audited_server, None, **each)
     fresh = moved_body(send=lambda body: None, logprobs=True)  # nothing is cached under its salt
     assert post(audited_server.url + CHAT, fresh)["chunkcache"]["reuse"]["sampled"] is False
-    gained = {reason: n - before.get(reason, 0) for reason, n in skips().items()}
-    assert {reason: n for reason, n in gained.items() if n} == {
-        "several_answers": 1,
-        "temperature": 1,
-        "constrained": 1,
-        "nothing_moved": 1,
-    }
+    after = stats_of(audited_server)["audit_skips"].items()
+    gained = {reason: n - before.get(reason, 0) for reason, n in after}
+    reasons = "several_answers", "temperature", "constrained", "nothing_moved"
+    assert {reason: n for reason, n in gained.items() if n} == dict.fromkeys(reasons, 1)
 
 
 # What follows
@@ -298,82 +252,49 @@ def test_sound_selector_serves_and_broken_one_is_paused(
     are paused within 20 samples, the server's are not: requests are served exactly and say why, log
     and metrics show it. Mended, they return from probation."""
 
-    def terms() -> dict[str, Any]:
-        """Of the one tenant, at this selector and ratio."""
-        found: list[dict[str, Any]] = audit_of(audited_server)["terms"]["own"]
-        names = "selector", "ratio"
-        return next(
+    def state() -> str:
+        """Of the one tenant's terms, at this selector and ratio."""
+        asked = [
             one
-            for one in found
-            if one["samples"] + one["pauses"] and all(one[n] == SOUND[n] for n in names)
-        )
+            for one in audit_of(audited_server)["terms"]["own"]
+            if one["samples"] + one["pauses"]
+        ]
+        names = "selector", "ratio"
+        return str(next(one["state"] for one in asked if all(one[n] == SOUND[n] for n in names)))
 
-    def ask(server: Server) -> dict[str, Any]:
-        return post(
-            server.url + CHAT,
-            moved_body(send=lambda body: post(server.url + CHAT, body), cache_salt="one"),
-        )
+    def answer() -> Reply:
+        return dict(ask(audited_server, cache_salt="one")["chunkcache"])
 
     with load(audited_server, 2):
         for _ in range(40):
-            ask(audited_server)
-        sound = audit_of(audited_server)
-        assert terms()["state"] == "asked"
+            answer()
+        sound = audit_of(audited_server)["figures"]
+        assert state() == "asked"
         switch.touch()
-        replies = list[dict[str, Any]]()
+        replies = list[Reply]()
         try:
-            while not replies or "audit_paused" not in replies[-1]["chunkcache"]["fallbacks"]:
-                assert len(replies) <= 20, (
-                    f"not paused after 20 samples: {audit_of(audited_server)}"
-                )
-                replies.append(ask(audited_server))
+            while not replies or "audit_paused" not in replies[-1]["fallbacks"]:
+                assert len(replies) <= 20, f"not paused: {audit_of(audited_server)}"
+                replies.append(answer())
                 audit_of(audited_server)
         finally:
             switch.unlink()
-        broken = audit_of(audited_server)
-        paused = replies[-1]["chunkcache"]
-        assert (paused["reuse"], paused["fates"]["relocated"], paused["fates"]["recomputed"]) == (
-            None,
-            0,
-            0,
-        )
-        assert {reply["chunkcache"]["reuse"]["ratio"] for reply in replies[:-1]} == {0.3}
-        text = Path(str(audited_server.log)).read_text(encoding="utf-8")
-        assert re.search(
-            r"selector deviation at ratio 0\.3 \(terms of tenant \w+\) is paused \(was asked\)",
-            text,
-        )
-        with urllib.request.urlopen(
-            audited_server.url + "/metrics", timeout=DEADLINE_S
-        ) as response:
-            metrics = response.read().decode()
-        assert 'chunkcache:audit_own_terms{state="paused"} 1.0' in metrics
-        assert 'chunkcache:audit_state{selector="critical",state="asked"} 1.0' in metrics
-        assert 'chunkcache:audits_total{ratio="0.3",selector="deviation",target="below"' in metrics
+        broken, fates = audit_of(audited_server)["figures"], replies[-1]["fates"]
+        assert replies[-1]["reuse"] is None
+        assert (fates["relocated"], fates["recomputed"]) == (0, 0)
+        assert {reply["reuse"]["ratio"] for reply in replies[:-1]} == {0.3}
+        told = r"deviation at ratio 0\.3 \(terms of tenant \w+\) is paused \(was asked\)"
+        assert re.search(told, audited_server.log.read_text(encoding="utf-8"))
+        metrics = metrics_of(audited_server)
+        assert metrics['chunkcache:audit_own_terms{state="paused"}'] == 1
+        assert metrics['chunkcache:audit_state{selector="critical",state="asked"}'] == 1
+        below = 'chunkcache:audits_total{ratio="0.3",selector="deviation",target="below"'
+        assert any(name.startswith(below) for name in metrics)
         for _ in range(PAUSE + 400):
-            ask(audited_server)
-            if terms()["state"] == "asked":
+            answer()
+            if state() == "asked":
                 break
-        assert terms()["state"] == "asked"
+        assert state() == "asked"
     with capfd.disabled():
-        print(
-            f"\nsound: {figures(sound)}\nbroken, paused after {len(replies) - 1}: {figures(broken)}"
-        )
+        print(f"\nsound: {sound}\nbroken, paused after {len(replies) - 1}: {broken}")
     assert mixed_load.leftovers(audited_server.url, mixed_load.POOL_TOKENS) == []
-
-
-def figures(found: Mapping[str, Any]) -> str:
-    """All tenants together, by selector and ratio:
-    samples, below the target, mean agreement, mean KL."""
-    sums: dict[tuple[str, float | None], list[float]] = {}
-    for one in found["figures"]:
-        total = sums.setdefault((one["selector"], one["ratio"]), [0, 0, 0, 0])
-        for i, value in enumerate(
-            (1, one["below_target"] / one["samples"], one["agreement"], one["kl"])
-        ):
-            total[i] += value * one["samples"]
-    return "; ".join(
-        f"{selector} {ratio}: {n:.0f} samples, {below:.0f} below, agreement {agreed / n:.3f}, KL"
-        f" {kl / n:.3f}"
-        for (selector, ratio), (n, below, agreed, kl) in sums.items()
-    )

@@ -16,8 +16,7 @@ exact answers under eviction equal those without reuse on the same server."""
 
 
 def test_answers_equal_stock_without_reuse(rag_server: Server, tmp_path: Path) -> None:
-    """Under eviction, in pieces smaller than a chunk:
-    greedy tokens as from stock SGLang that never reuses."""
+    """Under eviction, in pieces smaller than a chunk."""
     prompts, ours, reused = run_ours(rag_server.url, world_requests(40, seed=7), 12)
     with Server(
         ["--stock", "--model-path", "bundled"], log=tmp_path / "stock.log", env=NEVER_REUSE

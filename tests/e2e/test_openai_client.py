@@ -18,9 +18,9 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from eval.http import get
 from eval.server import Server
 from sglang_chunkcache.bundled_model import model_dir
+from tests.e2e.asking import assistant, stats_of, user
 from tests.polling import until
 
 pytestmark = pytest.mark.engine
@@ -30,33 +30,24 @@ CHUNKS = [
     {"id": "a", "text": "The company Dravex makes clocks."},
     {"id": "b", "text": "The company Solon makes lamps."},
 ]
-QUESTION = [{"role": "user", "content": "What does Dravex make?"}]
-ANSWERED = [*QUESTION, {"role": "assistant", "content": "Dravex makes"}]
+QUESTION = [user("What does Dravex make?")]
+ANSWERED = [*QUESTION, assistant("Dravex makes")]
 COMPANIES = ["Dravex", "Solon"]
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"name": {"type": "string", "enum": COMPANIES}},
-    "required": ["name"],
-    "additionalProperties": False,
 }
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Looks a company up.",
-        "parameters": SCHEMA,
-        "strict": True,
-    },
-}
+SCHEMA |= {"required": ["name"], "additionalProperties": False}
+LOOK_UP = {"name": "look_up", "description": "Looks a company up.", "parameters": SCHEMA}
+TOOL = {"type": "function", "function": {**LOOK_UP, "strict": True}}
 NAMED = {"type": "function", "function": {"name": "look_up"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/x.png"}}
 TOKENIZER = Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
-BLANKS = [
-    number for number in range(TOKENIZER.get_vocab_size()) if TOKENIZER.decode([number]).isspace()
-]
-WRITES_JSON = {"logit_bias": {str(number): -100 for number in BLANKS}, "max_tokens": 80}
+BLANKS = [n for n in range(TOKENIZER.get_vocab_size()) if TOKENIZER.decode([n]).isspace()]
+WRITES_JSON = {"logit_bias": {str(n): -100 for n in BLANKS}, "max_tokens": 80}
 """The bundled model has never seen JSON:
 a grammar keeps it to the syntax, and this from filling it with blanks."""
+CONTINUED = {"extra_body": {"continue_final_message": True}}
 LONG = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
 """An answer that takes many seconds."""
 
@@ -65,11 +56,8 @@ class Clients:
     """A sync and an async client of one base, whose requests carry chunks if it is ours."""
 
     def __init__(self, server: Server, base: str) -> None:
-        self._options: dict[str, Any] = {
-            "base_url": server.url + base,
-            "api_key": "none",
-            "max_retries": 0,
-        }
+        url = server.url + base
+        self._options: dict[str, Any] = {"base_url": url, "api_key": "none", "max_retries": 0}
         self.sync = openai.OpenAI(**self._options)
         self.has_chunks = base == RAG
 
@@ -80,14 +68,8 @@ class Clients:
     def body(self, **fields: Any) -> dict[str, Any]:
         """A short request with these fields."""
         extra = {**({"chunks": CHUNKS} if self.has_chunks else {}), **fields.pop("extra_body", {})}
-        return {
-            "model": "default",
-            "messages": QUESTION,
-            "temperature": 0,
-            "max_tokens": 12,
-            **fields,
-            "extra_body": extra,
-        }
+        body = {"model": "default", "messages": QUESTION, "temperature": 0, "max_tokens": 12}
+        return {**body, **fields, "extra_body": extra}
 
     def ask(self, **fields: Any) -> Any:
         """Its answer, which has the usual shape."""
@@ -107,20 +89,17 @@ def naive_loop(to: Clients, **fields: Any) -> list[Any]:
         text += chunk.choices[0].delta.content or ""
         chunks.append(chunk)
     assert text
-    assert {(chunk.object, chunk.model) for chunk in chunks} == {
-        ("chat.completion.chunk", "default")
-    }
+    named = {(chunk.object, chunk.model) for chunk in chunks}
+    assert named == {("chat.completion.chunk", "default")}
     assert len({chunk.id for chunk in chunks}) == fields.get("n", 1)  # SGLang names each answer
     assert all(abs(chunk.created - chunks[0].created) < 60 for chunk in chunks)
     return chunks
 
 
 def stream_with_usage(to: Clients) -> list[Any]:
-    chunks = list(
-        to.sync.chat.completions.create(
-            **to.body(stream=True, stream_options={"include_usage": True})
-        )
-    )
+    options = {"include_usage": True}
+    body = to.body(stream=True, stream_options=options)
+    chunks = list(to.sync.chat.completions.create(**body))
     assert [bool(chunk.choices) for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
     assert chunks[-1].usage.prompt_tokens > 0
     return chunks
@@ -136,9 +115,8 @@ def stream_helper(to: Clients) -> None:
 
 async def eight_at_once(to: Clients) -> None:
     async with to.make_async() as client:
-        replies = await asyncio.gather(
-            *(client.chat.completions.create(**to.body()) for _ in range(8))
-        )
+        create, body = client.chat.completions.create, to.body()
+        replies = await asyncio.gather(*(create(**body) for _ in range(8)))
     assert len({reply.choices[0].message.content for reply in replies}) == 1
 
 
@@ -201,13 +179,11 @@ def called_in_a_stream(to: Clients) -> None:
 def tool_loop(to: Clients, **fields: Any) -> list[list[Any]]:
     """Three turns of a conversation, each with a call, its result and an answer;
     per turn both replies."""
-    messages: list[Any] = []
-    turns = []
+    messages, turns = list[Any](), []
     for question in ("What does Dravex make?", "And Solon?", "And now?"):
-        messages.append({"role": "user", "content": question})
-        first = to.ask(
-            messages=messages, tools=[TOOL], tool_choice="required", **WRITES_JSON, **fields
-        )
+        messages.append(user(question))
+        calling = {"tools": [TOOL], "tool_choice": "required", **WRITES_JSON, **fields}
+        first = to.ask(messages=messages, **calling)
         messages.append(first.choices[0].message.model_dump())
         for call in first.choices[0].message.tool_calls:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": "It makes paint."})
@@ -225,9 +201,8 @@ def as_json(to: Clients, response_format: Any) -> str:
 
 
 def by_schema(to: Clients) -> None:
-    text = as_json(
-        to, {"type": "json_schema", "json_schema": {"name": "company", "schema": SCHEMA}}
-    )
+    named = {"name": "company", "schema": SCHEMA}
+    text = as_json(to, {"type": "json_schema", "json_schema": named})
     assert json.loads(text)["name"] in COMPANIES
 
 
@@ -245,6 +220,21 @@ def first(role: str) -> Case:
     return lambda to: to.ask(messages=[{"role": role, "content": "Be brief."}, *QUESTION])
 
 
+def asks(**fields: Any) -> Case:
+    return lambda to: to.ask(**fields)
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def calls(arguments: str) -> list[dict[str, Any]]:
+    """A call and its result."""
+    call = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+    made = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return [made, {"role": "tool", "tool_call_id": "1", "content": parts("It makes", "paint.")}]
+
+
 CASES: dict[str, tuple[str, Case]] = {
     "plain": ("ok", Clients.ask),
     "stream, the documented loop": ("ok", naive_loop),
@@ -258,64 +248,35 @@ CASES: dict[str, tuple[str, Case]] = {
     "`logprobs` with `top_logprobs`": ("ok", lambda to: log_probabilities(to, top_logprobs=3)),
     "`stop`": ("ok", stopped),
     "`seed`, `temperature`, `top_p`": ("ok", seeded),
-    "`tools`, choice auto": ("ok", lambda to: to.ask(tools=[TOOL])),
-    "`tools`, choice none": ("ok", lambda to: to.ask(tools=[TOOL], tool_choice="none")),
+    "`tools`, choice auto": ("ok", asks(tools=[TOOL])),
+    "`tools`, choice none": ("ok", asks(tools=[TOOL], tool_choice="none")),
     "`tools`, choice required": ("ok", lambda to: called(to, tool_choice="required")),
     "`tools`, choice by name": ("ok", lambda to: called(to, tool_choice=NAMED)),
     "`tools`, choice of an unknown name": (
         "400",
-        lambda to: called(to, tool_choice={**NAMED, "function": {"name": "x"}}),
+        asks(tools=[TOOL], tool_choice={**NAMED, "function": {"name": "x"}}),
     ),
     "`tools`, streamed": ("ok", called_in_a_stream),
     "tool loop of three turns": ("ok", tool_loop),
-    "tool calls whose arguments are no JSON": (
-        "400",
-        lambda to: to.ask(
-            messages=[
-                *QUESTION,
-                {
-                    "role": "assistant",
-                    "tool_calls": [
-                        {
-                            "id": "1",
-                            "type": "function",
-                            "function": {"name": "look_up", "arguments": "{"},
-                        }
-                    ],
-                },
-                {"role": "tool", "tool_call_id": "1", "content": "x"},
-            ]
-        ),
-    ),
+    "tool calls whose arguments are no JSON": ("400", asks(messages=[*QUESTION, *calls("{")])),
     "`response_format` json_object": ("ok", lambda to: as_json(to, {"type": "json_object"})),
     "`response_format` json_schema": ("ok", by_schema),
-    "content parts": (
-        "ok",
-        lambda to: to.ask(
-            messages=[{"role": "user", "content": [{"type": "text", "text": "Why?"}]}]
-        ),
-    ),
-    "an image part": ("400", lambda to: to.ask(messages=[{"role": "user", "content": [IMAGE]}])),
+    "content parts": ("ok", asks(messages=[user(parts("Why?"))])),
+    "an image part": ("400", asks(messages=[user([IMAGE])])),
     "system message": ("ok", first("system")),
     "developer message": ("ok", first("developer")),
-    "no user message": (
-        "ok",
-        lambda to: to.ask(messages=[{"role": "developer", "content": "Be brief."}]),
-    ),
+    "no user message": ("ok", asks(messages=[{"role": "developer", "content": "Be brief."}])),
     "unknown role": ("400", first("wizard")),
-    "assistant last": ("ok", lambda to: to.ask(messages=ANSWERED)),
-    "assistant last, `continue_final_message`": (
-        "ok",
-        lambda to: to.ask(messages=ANSWERED, extra_body={"continue_final_message": True}),
-    ),
-    "`name` of a message": ("ok", lambda to: to.ask(messages=[{**QUESTION[0], "name": "anna"}])),
+    "assistant last": ("ok", asks(messages=ANSWERED)),
+    "assistant last, `continue_final_message`": ("ok", asks(messages=ANSWERED, **CONTINUED)),
+    "`name` of a message": ("ok", asks(messages=[{**QUESTION[0], "name": "anna"}])),
     "`max_tokens`": ("ok", lambda to: shortest(to, max_tokens=1)),
     "`max_completion_tokens`": ("ok", lambda to: shortest(to, max_completion_tokens=1)),
-    "penalties": ("ok", lambda to: to.ask(frequency_penalty=0.5, presence_penalty=-0.5)),
-    "`logit_bias`": ("ok", lambda to: to.ask(logit_bias={"300": 1})),
-    "`user`, `metadata`": ("ok", lambda to: to.ask(user="u1", metadata={"a": "b"})),
-    "unknown model name": ("ok", lambda to: to.ask(model="gpt-4o")),
-    "model name with a colon (an adapter)": ("400", lambda to: to.ask(model="gpt-4o:x")),
+    "penalties": ("ok", asks(frequency_penalty=0.5, presence_penalty=-0.5)),
+    "`logit_bias`": ("ok", asks(logit_bias={"300": 1})),
+    "`user`, `metadata`": ("ok", asks(user="u1", metadata={"a": "b"})),
+    "unknown model name": ("ok", asks(model="gpt-4o")),
+    "model name with a colon (an adapter)": ("400", asks(model="gpt-4o:x")),
     "`models.list`, `models.retrieve`": ("ok", listed),
     "`models.retrieve` of an unknown name": ("404", lambda to: to.sync.models.retrieve("none")),
     "time-out": (
@@ -341,51 +302,45 @@ def outcome(case: Case, server: Server, base: str) -> str:
 def test_case_comes_out_the_same_on_both(rag_server: Server, name: str) -> None:
     """A program written for one base runs on the other."""
     expected, case = CASES[name]
-    assert {base: outcome(case, rag_server, base) for base in (V1, RAG)} == {
-        V1: expected,
-        RAG: expected,
-    }
+    outcomes = [outcome(case, rag_server, base) for base in (V1, RAG)]
+    assert outcomes == [expected, expected]
 
 
 def test_readme_lists_the_cases() -> None:
     """What users read is what is shown here."""
     readme = Path(__file__).parents[2] / "sglang_chunkcache" / "README.md"
     section = readme.read_text(encoding="utf-8").split("## OpenAI clients\n")[1].split("\n## ")[0]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in section.splitlines()
-        if line.startswith("| ")
-    ]
-    assert [row[:2] for row in rows[1 : 1 + len(CASES)]] == [
-        [name, expected] for name, (expected, _) in CASES.items()
-    ]
+    lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")][:2] for line in lines]
+    assert rows[: len(CASES)] == [[name, expected] for name, (expected, _) in CASES.items()]
 
 
 @pytest.mark.parametrize("name", ["completions", "embeddings", "responses"])
 def test_what_is_not_there_says_where_to_go(rag_server: Server, name: str) -> None:
     """OpenAI's other endpoints are SGLang's alone."""
     to = Clients(rag_server, RAG).sync
-    calls: dict[str, Callable[[], Any]] = {
+    asked: dict[str, Callable[[], Any]] = {
         "completions": lambda: to.completions.create(model="default", prompt="x"),
         "embeddings": lambda: to.embeddings.create(model="default", input="x"),
         "responses": lambda: to.responses.create(model="default", input="x"),
     }
-    with pytest.raises(
-        openai.NotFoundError, match=f"use /v1/{name}, or /rag/v1/chat/completions"
-    ) as error:
-        calls[name]()
+    where = f"use /v1/{name}, or /rag/v1/chat/completions"
+    with pytest.raises(openai.NotFoundError, match=where) as error:
+        asked[name]()
     assert error.value.code == "unknown_url"
 
 
+def told_by(events: list[Any]) -> list[int]:
+    """Which of them have `chunkcache`."""
+    return [i for i, event in enumerate(events) if "chunkcache" in (event.model_extra or {})]
+
+
 def test_stream_ends_with_chunkcache_and_usage(rag_server: Server) -> None:
-    """The last event with choices has `chunkcache`, the usage event stays the last,
-    and both tell of the same tokens."""
+    """Both tell of the same tokens."""
     to = Clients(rag_server, RAG)
     whole = to.ask()
     events = stream_with_usage(to)
-    assert [i for i, event in enumerate(events) if "chunkcache" in (event.model_extra or {})] == [
-        len(events) - 2
-    ]
+    assert told_by(events) == [len(events) - 2]
     fates = events[-2].chunkcache["fates"]
     assert fates["exact"] > 0
     assert events[-1].usage.prompt_tokens_details.cached_tokens == fates["exact"]
@@ -405,56 +360,46 @@ def test_stream_with_running_usage_tells_what_was_cached(rag_server: Server) -> 
 def test_last_of_two_streamed_answers_has_chunkcache(rag_server: Server) -> None:
     """One object per request, not one per answer. What was cached is not known here."""
     events = naive_loop(Clients(rag_server, RAG), n=2)
-    assert [i for i, event in enumerate(events) if "chunkcache" in (event.model_extra or {})] == [
-        len(events) - 1
-    ]
+    assert told_by(events) == [len(events) - 1]
     assert events[-1].chunkcache["fates"] is None
 
 
 def test_tool_loop_computes_no_chunk_twice(rag_server: Server) -> None:
-    """Each step finds the one before cached, chunks included;
-    the plain answer closes the turn, the next one goes on from it."""
-    turns = tool_loop(
-        Clients(rag_server, RAG), extra_body={"chunks": CHUNKS, "conversation_id": "loop"}
-    )
+    """Each step finds the one before cached, chunks included."""
+    fields = {"extra_body": {"chunks": CHUNKS, "conversation_id": "loop"}}
+    turns = tool_loop(Clients(rag_server, RAG), **fields)
     for number, (call, reply) in enumerate(turns):
-        assert call.chunkcache["turns_reused"] == reply.chunkcache["turns_reused"] == number
-        assert (
-            call.chunkcache["dropped"]
-            == reply.chunkcache["dropped"]
-            == (["a", "b"] if number else [])
-        )
-        # All of the first step's prompt but its end, which the call has replaced, and at most one
-        # token for the border.
+        for step in (call, reply):
+            assert step.chunkcache["turns_reused"] == number
+            assert step.chunkcache["dropped"] == (["a", "b"] if number else [])
+        # all but its prompt's end, which the call has replaced, and a token for the border
         assert reply.chunkcache["fates"]["exact"] >= call.usage.prompt_tokens - 5
     for (_, before), (after, _) in pairwise(turns):
         assert after.chunkcache["fates"]["exact"] >= before.usage.total_tokens - 1
 
 
-CALL = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
-CALLS = [
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "It makes"}, {"type": "text", "text": "paint."}]},
-]  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "question": {"messages": QUESTION},
     "developer": {"messages": [{"role": "developer", "content": "Be brief."}, *QUESTION]},
-    "history": {"messages": [*ANSWERED, {"role": "user", "content": "And Solon?", "name": "anna"}]},
-    "tool last": {"messages": [*QUESTION, *CALLS], "tools": [TOOL]},
-    "two tool steps": {"messages": [*QUESTION, *CALLS, *CALLS], "tools": [TOOL], "tool_choice": NAMED},
+    "history": {"messages": [*ANSWERED, user("And Solon?", name="anna")]},
+    "tool last": {"messages": [*QUESTION, *calls("{}")], "tools": [TOOL]},
+    "two tool steps": {
+        "messages": [*QUESTION, *calls("{}"), *calls("{}")],
+        "tools": [TOOL],
+        "tool_choice": NAMED,
+    },
     "assistant last": {"messages": ANSWERED},
-    "assistant continued": {"messages": ANSWERED, "extra_body": {"continue_final_message": True}},
-    "call continued": {"messages": [*QUESTION, CALLS[0]], "extra_body": {"continue_final_message": True}},
-    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "What"}, {"type": "text", "text": "now?"}]}]},
-}  # fmt: skip
+    "assistant continued": {"messages": ANSWERED, **CONTINUED},
+    "call continued": {"messages": [*QUESTION, calls("{}")[0]], **CONTINUED},
+    "parts": {"messages": [user(parts("What", "now?"))]},
+}
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_prompt_reads_as_sglangs_with_the_chunks_in_the_message(
     rag_server: Server, name: str
 ) -> None:
-    """The slow way to the same prompt: SGLang's own, with the chunks' texts in front of the last
-    user message's."""
+    """The slow way to the same prompt."""
     fields = SHAPES[name]
     extra = {**fields.get("extra_body", {}), "return_prompt_token_ids": True}
     texts = []
@@ -462,18 +407,15 @@ def test_prompt_reads_as_sglangs_with_the_chunks_in_the_message(
         messages = [dict(message) for message in fields["messages"]]
         if base == V1:
             asked = [message for message in messages if message["role"] == "user"][-1]
-            parts = (
-                asked["content"]
-                if isinstance(asked["content"], list)
-                else [{"text": asked["content"]}]
+            content = asked["content"]
+            texts_of = (
+                [part["text"] for part in content] if isinstance(content, list) else [content]
             )
-            asked["content"] = "".join(c["text"] + "\n\n" for c in CHUNKS) + " ".join(
-                part["text"] for part in parts
-            )
+            shown = "".join(chunk["text"] + "\n\n" for chunk in CHUNKS)
+            asked["content"] = shown + " ".join(texts_of)
         own = {"order": "retriever"} if base == RAG else {}
-        reply = Clients(rag_server, base).ask(
-            **{**fields, "messages": messages, "extra_body": {**extra, **own}}
-        )
+        sent = {**fields, "messages": messages, "extra_body": {**extra, **own}}
+        reply = Clients(rag_server, base).ask(**sent)
         texts.append(TOKENIZER.decode(reply.choices[0].prompt_token_ids, skip_special_tokens=False))
     assert texts[0] == texts[1]
 
@@ -482,6 +424,6 @@ def test_nothing_is_left_of_requests_that_broke_off(rag_server: Server) -> None:
     """After time-outs and cancels, and an answer still comes."""
     for name in ("time-out", "cancel"):
         outcome(CASES[name][1], rag_server, RAG)
-    until(lambda: get(rag_server.url + "/chunkcache/stats")["prompt_tokens_in_flight"] == [0])
+    until(lambda: stats_of(rag_server)["prompt_tokens_in_flight"] == [0])
     assert Clients(rag_server, RAG).ask().chunkcache["order"]
-    assert get(rag_server.url + "/chunkcache/stats")["tree"]["open_plans"] == 0
+    assert stats_of(rag_server)["tree"]["open_plans"] == 0

@@ -39,8 +39,7 @@ def answer(runner: Any, slots: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def test_unowned_slots_answer_nan(runner: Any) -> None:
-    """New, freed and cleared slots; what is owned and written is left alone,
-    also by frees that are only announced."""
+    """New, freed and cleared slots; what is owned and written is left alone."""
     allocator, pool = runner.token_to_kv_pool_allocator, runner.token_to_kv_pool
     assert pool.k_buffer[-1].isnan().all()
     assert pool.v_buffer[0].isnan().all()

@@ -13,8 +13,7 @@ import random
 import shutil
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,39 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from eval.errors import CommandError
-from eval.http import get, post
+from eval.http import post
 from eval.server import Server
 from eval.world.world import Passage, Question, World, order_questions
 from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.client import Client, settle
 from sglang_chunkcache.front.calibration import CANNED
-from tests.polling import DEADLINE_S
+from tests.e2e.asking import (
+    CHAT,
+    EXPLAIN,
+    Reply,
+    ask,
+    assert_finite,
+    assistant,
+    body_of,
+    chunks_of,
+    flush,
+    fused,
+    logprobs_of,
+    preprocess,
+    rank_of,
+    sources_of,
+    stream,
+    streamed_text,
+    text_of,
+    user,
+)
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT, answer_of, prompt_ids
 
 pytestmark = pytest.mark.engine
 
-CHAT = "/rag/v1/chat/completions"
 SELECTORS = [
-    "query",
-    "context",
+    *("query", "context"),
     *(
         pytest.param(name, marks=pytest.mark.nightly)
         for name in ("first", "random", "h2o", "deviation")
@@ -60,12 +76,8 @@ def fused_server(tmp_path_factory: pytest.TempPathFactory, switch: Path) -> Iter
     """Fused reuse, poisoned, with a pool that evicts, pieces smaller than two chunks and every
     check on."""
     log = tmp_path_factory.mktemp("servers") / "fused.log"
-    env = {
-        **STRICT,
-        "OMP_NUM_THREADS": "1",
-        "POISONED_SERVER_SABOTAGE": str(switch),
-        "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
-    }
+    env = {**STRICT, "OMP_NUM_THREADS": "1", "POISONED_SERVER_SABOTAGE": str(switch)}
+    env["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     # most tests ask for moves that do not pay
     flags = [*mixed_load.FLAGS, "--chunkcache-move", "pays"]
     flags += ["--chunkcache-audit-share", "0"]  # a check would evict what a test counts on
@@ -88,49 +100,6 @@ def world() -> World:
     return World(1000 + next(_numbers), 20, num_kinds=1)
 
 
-def fused(selector: str = "none", ratio: float | str = 0.0, **fields: Any) -> dict[str, Any]:
-    return {"mode": "fused", "selector": selector, "ratio": ratio, "move": "always", **fields}
-
-
-def body_of(passages: Sequence[Passage], question: Question | str, **fields: Any) -> dict[str, Any]:
-    content = question if isinstance(question, str) else question.question
-    return {
-        "messages": [{"role": "user", "content": content}],
-        "chunks": [{"id": p.id, "text": p.text} for p in passages],
-        "order": "retriever",
-        "temperature": 0,
-        "max_tokens": 24,
-        "logprobs": True,
-        **fields,
-    }
-
-
-def ask(
-    server: Server, passages: Sequence[Passage], question: Question | str, **fields: Any
-) -> dict[str, Any]:
-    """A reply whose log probabilities are numbers and whose fates add up."""
-    reply = post(server.url + CHAT, body_of(passages, question, **fields))
-    assert_finite(reply)
-    fates = reply["chunkcache"]["fates"]
-    assert fates is None or sum(fates.values()) == reply["usage"]["prompt_tokens"]
-    return reply
-
-
-def assert_finite(reply: Mapping[str, Any]) -> None:
-    logprobs = logprobs_of(reply)
-    assert mixed_load.is_finite(logprobs), (logprobs, reply["chunkcache"])
-
-
-def logprobs_of(reply: Mapping[str, Any]) -> list[Any]:
-    return [
-        token["logprob"] for choice in reply["choices"] for token in choice["logprobs"]["content"]
-    ]
-
-
-def text_of(reply: Mapping[str, Any]) -> str:
-    return str(reply["choices"][0]["message"]["content"])
-
-
 def full_prefill(
     server: Server, passages: Sequence[Passage], question: Question | str, **fields: Any
 ) -> str:
@@ -140,34 +109,26 @@ def full_prefill(
     return text_of(reply)
 
 
-def sources_of(reply: Mapping[str, Any]) -> list[tuple[str | None, str, int]]:
-    """(chunk, from, chunks in front of the source) of every piece."""
-    return [
-        (s["chunk"], s["from"], s["variant_prefix"])
-        for s in reply["chunkcache"]["reuse"]["sources"]
-    ]
-
-
-def flush(server: Server) -> None:
-    """Empty the tree, and the store but for preprocessed chunks."""
-    request = urllib.request.Request(server.url + "/flush_cache?timeout=100", method="POST")
-    urllib.request.urlopen(request, timeout=DEADLINE_S).read()
-
-
 def crowd_out(server: Server) -> None:
     """Other requests take the whole pool, twice over; the store keeps what it has."""
-    before = get(server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"]
+    before = rank_of(server)["evicted_chunks"]
     for number in range(8):
-        other = World(9_000_000 + next(_numbers), 20, num_kinds=1)
+        passages = World(9_000_000 + next(_numbers), 20, num_kinds=1).passages
         for _ in range(2):  # what has been hit stays longer than what has not
-            ask(
-                server,
-                other.passages,
-                f"What is {number}?",
-                max_tokens=1,
-                cache_salt=f"crowd{other.passages[0].text}",
-            )
-    assert get(server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"] >= before + 60
+            fields = {"max_tokens": 1, "cache_salt": f"crowd{passages[0].text}"}
+            ask(server, passages, f"What is {number}?", **fields)
+    assert rank_of(server)["evicted_chunks"] >= before + 60
+
+
+def cached(server: Server, passages: Sequence[Passage], salt: str, question: Any = "Hello") -> None:
+    """They are on the device, in this order."""
+    ask(server, passages, question, cache_salt=salt, max_tokens=1)
+
+
+def fact_of(passage: Passage, world: World) -> Question:
+    """A question that the passage alone answers."""
+    facts = (q for q in world.questions if q.hop == 1)
+    return next(q for q in facts if q.gold_passage_ids[0] == passage.id)
 
 
 # The poison itself
@@ -176,12 +137,9 @@ def crowd_out(server: Server) -> None:
 def test_reading_what_was_never_written_is_seen(
     fused_server: Server, switch: Path, world: World, salt: str
 ) -> None:
-    """With the copy left out, a moved chunk's slots are as allocated, and the answer is NaN;
-    with it, it is not."""
+    """With the copy left out the answer is NaN; with it, it is not."""
     first, second = world.passages[:4], world.passages[3::-1]
-    question = next(
-        q for q in world.questions if q.gold_passage_ids[0] == first[1].id and q.hop == 1
-    )
+    question = fact_of(first[1], world)
     ask(fused_server, first, question, cache_salt=salt)
     switch.touch()
     try:
@@ -208,23 +166,22 @@ def cases_of(
     order."""
     facts = [q for q in world.questions if q.hop == 1]
     fact = rng.choice(facts)
-    cached = world.context(fact, num_passages, rng)
-    asked = cached[1:] + cached[:1]
+    before = world.context(fact, num_passages, rng)
+    asked = before[1:] + before[:1]
     order = order_questions(asked)
-    return cached, asked, [fact, order[0], order[1], rng.choice(order[2:])]
+    return before, asked, [fact, order[0], order[1], rng.choice(order[2:])]
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_recomputing_everything_equals_full_prefill(fused_server: Server, selector: str) -> None:
-    """Eight prompts about facts and order, for every selector:
-    the very answer of a prefill, and nothing merely moved."""
+    """Eight prompts about facts and order, and nothing merely moved."""
     rng = random.Random(selector)
     for number in range(2):
         world = World(seed_of(selector, number), 20, num_kinds=1)
-        cached, asked, questions = cases_of(world, 4, rng)
+        before, asked, questions = cases_of(world, 4, rng)
         for question in questions:
             salt = f"whole{next(_numbers)}"
-            ask(fused_server, cached, question, cache_salt=salt, max_tokens=1)
+            cached(fused_server, before, salt, question)
             reply = ask(fused_server, asked, question, cache_salt=salt, reuse=fused(selector, 1.0))
             fates = reply["chunkcache"]["fates"]
             assert fates["recomputed"] > 60
@@ -234,17 +191,15 @@ def test_recomputing_everything_equals_full_prefill(fused_server: Server, select
 
 
 def test_recomputing_nothing_loses_the_order(fused_server: Server) -> None:
-    """What the test above would show if recomputation did nothing:
-    facts survive, most questions about order do not."""
+    """Facts survive: what the test above would show if recomputation did nothing."""
     rng = random.Random(0)
     right: dict[int, list[bool]] = {0: [], 1: []}
     for number in range(6):
-        cached, asked, questions = cases_of(
-            World(seed_of("nothing", number), 20, num_kinds=1), 4, rng
-        )
+        world = World(seed_of("nothing", number), 20, num_kinds=1)
+        before, asked, questions = cases_of(world, 4, rng)
         for question in questions:
             salt = f"nothing{next(_numbers)}"
-            ask(fused_server, cached, question, cache_salt=salt, max_tokens=1)
+            cached(fused_server, before, salt, question)
             reply = ask(fused_server, asked, question, cache_salt=salt, reuse=fused())
             assert reply["chunkcache"]["fates"]["recomputed"] == 0
             assert reply["chunkcache"]["fates"]["relocated"] > 60
@@ -255,19 +210,13 @@ def test_recomputing_nothing_loses_the_order(fused_server: Server) -> None:
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_fates_are_as_asked(fused_server: Server, world: World, salt: str, selector: str) -> None:
-    """A third of the moved tokens is recomputed, rounding up once a chunk at most;
-    the rest is moved."""
+    """A third of the moved tokens is recomputed, rounding up once a chunk at most."""
     passages = world.passages[:5]
     for _ in range(2):  # the second use brings the chunks into the store, with scores
         ask(fused_server, passages, "Which passage comes last?", cache_salt=salt, max_tokens=1)
     settle(Client(fused_server.url, None))
-    reply = ask(
-        fused_server,
-        passages[::-1],
-        "Which passage comes first?",
-        cache_salt=salt,
-        reuse=fused(selector, 1 / 3, focus="off"),
-    )
+    asked = fused(selector, 1 / 3, focus="off")
+    reply = ask(fused_server, passages[::-1], "And first?", cache_salt=salt, reuse=asked)
     fates = reply["chunkcache"]["fates"]
     moved = fates["relocated"] + fates["recomputed"]
     assert moved > 80
@@ -279,27 +228,23 @@ def test_fates_are_as_asked(fused_server: Server, world: World, salt: str, selec
 def test_what_moving_takes_is_estimated_and_compared(
     fused_server: Server, world: World, salt: str
 ) -> None:
-    """By a server that has measured itself; the answer has both, explain the estimate,
-    the stats how far it was off."""
+    """In the answer and beforehand; the stats say how far it was off."""
     passages = world.passages[:3]
     ask(fused_server, passages, "Which passage comes last?", cache_salt=salt, max_tokens=1)
-    body = body_of(
-        passages[::-1], "And first?", cache_salt=salt, reuse=fused("first", 0.15, move="pays")
-    )
-    explained = post(fused_server.url + "/chunkcache/explain", body)
+    asked = fused("first", 0.15, move="pays")
+    body = body_of(passages[::-1], "And first?", cache_salt=salt, reuse=asked)
+    explained = post(fused_server.url + EXPLAIN, body)
     reply = post(fused_server.url + CHAT, body)["chunkcache"]
     for told in (explained, reply["reuse"]):
         assert 0 < told["estimated_ms"]["computed"] < 60_000
         assert told["estimated_ms"]["planned"] > 0
-    is_moved = (
-        reply["reuse"]["estimated_ms"]["planned"]
-        <= 0.95 * reply["reuse"]["estimated_ms"]["computed"]
-    )
+    estimated = reply["reuse"]["estimated_ms"]
+    is_moved = estimated["planned"] <= 0.95 * estimated["computed"]
     assert (reply["reuse"]["selected_by"] == "first") == is_moved
     # also where a chunk of several is computed
     assert is_moved or "not_worth_it" in reply["fallbacks"]
     assert reply["reuse"]["ms"]["extend"] > 0
-    costs = get(fused_server.url + "/chunkcache/stats")["ranks"][0]["costs"]
+    costs = rank_of(fused_server)["costs"]
     assert costs["extend"]["observed"] > 1
     assert costs["extend"]["error_p50"] > 0
 
@@ -308,11 +253,10 @@ def test_what_moving_takes_is_estimated_and_compared(
 
 
 def test_exact_requests_do_not_see_fused_kv(fused_server: Server, world: World, salt: str) -> None:
-    """After a fused request over the same tokens an exact one finds the head only,
-    and answers as a prefill does."""
+    """They find the head only, and answer as a prefill does."""
     passages = world.passages[:4]
     question = order_questions(passages)[3]
-    ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
+    cached(fused_server, passages[::-1], salt)
     moved = ask(fused_server, passages, question, cache_salt=salt, reuse=fused())
     assert moved["chunkcache"]["fates"]["relocated"] > 60
     exact = ask(fused_server, passages, question, cache_salt=salt)
@@ -321,18 +265,10 @@ def test_exact_requests_do_not_see_fused_kv(fused_server: Server, world: World, 
     assert text_of(exact) == full_prefill(fused_server, passages, question)
 
 
-def question_of(passages: Sequence[Passage], world: World) -> Question:
-    """A fact of the second passage."""
-    return next(
-        q for q in world.questions if q.gold_passage_ids[0] == passages[1].id and q.hop == 1
-    )
-
-
 def test_fused_kv_is_shared_by_recipe(fused_server: Server, world: World, salt: str) -> None:
-    """The same recipe finds the fused chunks. Another ratio or selector moves its own.
-    `query`'s recipe has the question."""
+    """Another ratio or selector moves its own. `query`'s recipe has the question."""
     passages = world.passages[:4]
-    ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
+    cached(fused_server, passages[::-1], salt)
 
     def hit(question: str, reuse: dict[str, Any]) -> int:
         reply = ask(fused_server, passages, question, cache_salt=salt, reuse=reuse)
@@ -349,21 +285,18 @@ def test_fused_kv_is_shared_by_recipe(fused_server: Server, world: World, salt: 
 
 
 def test_conversation_with_fused_turns(fused_server: Server, world: World, salt: str) -> None:
-    """A fused turn's KV is the next fused turn's history;
-    an exact turn in between recomputes it and answers as a prefill."""
+    """An exact turn in between recomputes the history and answers as a prefill."""
     flush(fused_server)  # what has been hit stays, and would crowd out the later turns
     passages = world.passages[:6]
-    ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
-    messages: list[dict[str, str]] = []
-    cached = []
-    for turn, (chunks, reuse) in enumerate(
-        [(passages[:4], fused()), (passages[4:], fused()), ((), None), ((), fused())]
-    ):
+    cached(fused_server, passages[::-1], salt)
+    messages, told = list[dict[str, Any]](), list[dict[str, Any]]()
+    asked = (passages[:4], fused()), (passages[4:], fused()), ((), None), ((), fused())
+    for turn, (chunks, reuse) in enumerate(asked):
         question = order_questions(passages)[turn % 2]
-        messages = [*messages, {"role": "user", "content": question.question}]
+        messages.append(user(question.question))
         fields = {"messages": messages, "conversation_id": "talk", "cache_salt": salt}
         reply = ask(fused_server, chunks, question, **fields, **({"reuse": reuse} if reuse else {}))
-        cached.append(reply["chunkcache"])
+        told.append(reply["chunkcache"])
         if reuse is None:
             more = {"top_logprobs": 2, "return_token_ids": True, "return_meta_info": True}
             again = post(fused_server.url + CHAT, body_of((), question, **fields, **more))
@@ -372,16 +305,16 @@ def test_conversation_with_fused_turns(fused_server: Server, world: World, salt:
             mixed_load.check_exact(found, fused_server.url, cache_salt=f"alone{next(_numbers)}")
             assert found.problems == []
             assert text_of(again) == text_of(reply)
-        messages.append({"role": "assistant", "content": text_of(reply)})
-    assert [each["turns_reused"] for each in cached] == [0, 1, 2, 3]
-    assert cached[0]["fates"]["relocated"] > 60
-    assert cached[1]["reuse"]["fused_hit"] > 60
-    assert cached[1]["fates"]["relocated"] > cached[1]["reuse"]["fused_hit"]
-    assert cached[2]["fates"]["exact"] == cached[2]["head_tokens"]
-    assert cached[2]["fates"]["relocated"] == 0
+        messages.append(assistant(text_of(reply)))
+    assert [each["turns_reused"] for each in told] == [0, 1, 2, 3]
+    assert told[0]["fates"]["relocated"] > 60
+    assert told[1]["reuse"]["fused_hit"] > 60
+    assert told[1]["fates"]["relocated"] > told[1]["reuse"]["fused_hit"]
+    assert told[2]["fates"]["exact"] == told[2]["head_tokens"]
+    assert told[2]["fates"]["relocated"] == 0
     # what the exact turn has computed is better than what was moved
-    assert cached[3]["fates"]["exact"] > 100
-    assert cached[3]["fates"]["relocated"] == 0
+    assert told[3]["fates"]["exact"] > 100
+    assert told[3]["fates"]["relocated"] == 0
 
 
 # Where a chunk is found
@@ -390,11 +323,10 @@ def test_conversation_with_fused_turns(fused_server: Server, world: World, salt:
 def test_chunks_are_found_on_the_device_wherever_they_stand(
     fused_server: Server, world: World, salt: str
 ) -> None:
-    """After others and alone after the head;
-    a chunk that is not cached is a gap, and found there later."""
+    """A chunk that is not cached is a gap, and found there later."""
     a, b, c, d, e = world.passages[:5]
-    ask(fused_server, [a, b], "Hello", cache_salt=salt, max_tokens=1)
-    ask(fused_server, [c], "Hello", cache_salt=salt, max_tokens=1)
+    cached(fused_server, [a, b], salt)
+    cached(fused_server, [c], salt)
     reply = ask(fused_server, [d, b, e, c], "Hello", cache_salt=salt, reuse=fused())
     assert sources_of(reply) == [
         (d.id, "gap", 0),
@@ -410,35 +342,24 @@ def test_chunks_are_found_on_the_device_wherever_they_stand(
 def test_chunks_are_found_on_the_host_when_the_device_has_lost_them(
     fused_server: Server, world: World, salt: str
 ) -> None:
-    """Once other requests have taken the pool, KV comes from the store:
-    same chunks, same answers."""
+    """Same chunks, same answers."""
     passages = world.passages[:4]
-    facts = [
-        q
-        for q in world.questions
-        if q.hop == 1 and q.gold_passage_ids[0] in {p.id for p in passages}
-    ][:4]
+    facts = [fact_of(passage, world) for passage in passages]
     for _ in range(2):
         ask(fused_server, passages, "Hello", cache_salt=salt, max_tokens=1)
     settle(Client(fused_server.url, None))
     crowd_out(fused_server)
     for number, question in enumerate(facts):
         asked = passages[::-1] if number else passages[1:] + passages[:1]
-        reply = ask(
-            fused_server, asked, question, cache_salt=salt, reuse=fused("first", 0.1 + 0.1 * number)
-        )
+        reuse = fused("first", 0.1 + 0.1 * number)
+        reply = ask(fused_server, asked, question, cache_salt=salt, reuse=reuse)
         if not number:
             assert sources_of(reply)[-4:] == [(asked[i].id, "host", (i + 1) % 4) for i in range(4)]
         assert text_of(reply) in question.answers
-    whole = ask(
-        fused_server,
-        passages[2:] + passages[:2],
-        facts[0],
-        cache_salt=salt,
-        reuse=fused("query", 1.0),
-    )
-    assert whole["chunkcache"]["fates"]["recomputed"] > 60
-    assert text_of(whole) == full_prefill(fused_server, passages[2:] + passages[:2], facts[0])
+    turned, whole = passages[2:] + passages[:2], fused("query", 1.0)
+    reply = ask(fused_server, turned, facts[0], cache_salt=salt, reuse=whole)
+    assert reply["chunkcache"]["fates"]["recomputed"] > 60
+    assert text_of(reply) == full_prefill(fused_server, turned, facts[0])
 
 
 @pytest.mark.parametrize(
@@ -449,24 +370,23 @@ def test_explain_says_what_then_happens(
 ) -> None:
     """Same exact prefix, same sources, and asking leaves no trace."""
     a, b, c, d = world.passages[:4]
-    ask(fused_server, [a, b], "Hello", cache_salt=salt, max_tokens=1)
-    ask(fused_server, [c], "Hello", cache_salt=salt, max_tokens=1)
+    cached(fused_server, [a, b], salt)
+    cached(fused_server, [c], salt)
     fields = {"cache_salt": salt, **({"reuse": reuse} if reuse else {})}
     body = body_of([a, c, d, b], "Which passage comes last?", **fields)
-    explained, again = (post(fused_server.url + "/chunkcache/explain", body) for _ in range(2))
+    explained, again = (post(fused_server.url + EXPLAIN, body) for _ in range(2))
     assert explained == again
     reply = ask(fused_server, [a, c, d, b], "Which passage comes last?", **fields)["chunkcache"]
     assert explained["exact"] == reply["fates"]["exact"] > reply["head_tokens"]
     if reuse is None:
         assert explained["sources"] == []
         return
-    told = [
-        {k: v for k, v in source.items() if k not in ("start", "end")}
-        for source in explained["sources"]
-    ]
+    places = "start", "end"
+    sources = explained["sources"]
+    told = [{k: v for k, v in source.items() if k not in places} for source in sources]
     assert told == reply["reuse"]["sources"]
     assert [source["chunk"] for source in told] == [c.id, d.id, b.id]
-    moved = sum(s["end"] - s["start"] for s in explained["sources"] if s["from"] != "gap")
+    moved = sum(s["end"] - s["start"] for s in sources if s["from"] != "gap")
     assert moved == reply["fates"]["relocated"] + reply["fates"]["recomputed"]
     assert explained["fallbacks"] == reply["fallbacks"]
 
@@ -475,31 +395,16 @@ def test_explain_says_what_then_happens(
 
 
 def test_preprocessed_chunks_are_used(fused_server: Server, world: World, tmp_path: Path) -> None:
-    """The command puts every chunk into the store, computed after its neighbours,
-    and requests take those variants."""
+    """The command computes each chunk after its neighbours; requests take those variants."""
     flush(fused_server)
     passages = world.passages[:4]
-    rows: dict[str, list[dict[str, Any]]] = {
-        "corpus": [{"id": p.id, "text": p.text} for p in passages],
-        "neighbors": [
-            {"id": p.id, "neighbors": [q.id for q in passages if q is not p]} for p in passages
-        ],
-    }
-    flags = []
-    for name, lines in rows.items():
+    near = [{"id": p.id, "neighbors": [q.id for q in passages if q is not p]} for p in passages]
+    command = [sys.executable, "-m", "sglang_chunkcache.preprocess", "--top-n", "2"]
+    command += ["--url", fused_server.url]
+    for name, lines in (("corpus", chunks_of(passages)), ("neighbors", near)):
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        flags += [f"--{name}", str(path)]
-    command = [
-        sys.executable,
-        "-m",
-        "sglang_chunkcache.preprocess",
-        "--url",
-        fused_server.url,
-        "--top-n",
-        "2",
-        *flags,
-    ]
+        command += [f"--{name}", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -507,26 +412,17 @@ def test_preprocessed_chunks_are_used(fused_server: Server, world: World, tmp_pa
     assert result["behind_neighbors"]["neighbors"] == {"moved": 8, "computed": 0, "missing": 0}
     assert result["stores"][0]["num_variants"] >= 8
     reply = ask(fused_server, passages[1:], "Hello", reuse=fused())
-    exact, *moved = passages[1:]
-    assert reply["chunkcache"]["fates"]["exact"] > reply["chunkcache"]["head_tokens"], (
-        exact
-    )  # computed alone, as it is here
-    assert sources_of(reply) == [(p.id, "host", 2) for p in moved]
+    # the first was computed alone, as it is here
+    assert reply["chunkcache"]["fates"]["exact"] > reply["chunkcache"]["head_tokens"]
+    assert sources_of(reply) == [(p.id, "host", 2) for p in passages[2:]]
 
 
 def test_preprocess_endpoint(fused_server: Server, world: World, salt: str) -> None:
-    """Neighbours are moved, those without plain KV once they are computed alone;
-    the chunk is computed after them and kept."""
+    """Neighbours are moved, those without plain KV once they are computed alone."""
     a, b, c, d = world.passages[:4]
 
-    def prepare(chunk: Passage, *neighbors: Passage) -> dict[str, Any]:
-        items = [{"id": p.id, "text": p.text} for p in neighbors]
-        body = {
-            "chunk": {"id": chunk.id, "text": chunk.text},
-            "neighbors": items,
-            "cache_salt": salt,
-        }
-        return post(fused_server.url + "/chunkcache/preprocess", body)
+    def prepare(chunk: Passage, *neighbors: Passage) -> Reply:
+        return preprocess(fused_server, chunk, neighbors, cache_salt=salt)
 
     alone = prepare(a)
     assert alone["fates"]["relocated"] == 0
@@ -546,76 +442,50 @@ def test_preprocess_endpoint(fused_server: Server, world: World, salt: str) -> N
 
 def test_stream_of_a_fused_answer(fused_server: Server, world: World, salt: str) -> None:
     passages = world.passages[:4]
-    ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
-    body = body_of(
-        passages, "Which passage comes first?", cache_salt=salt, reuse=fused("first", 0.5)
-    )
-    request = urllib.request.Request(
-        fused_server.url + CHAT,
-        json.dumps({**body, "stream": True}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
-        events = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
-    objects = [event["chunkcache"] for event in events if "chunkcache" in event]
-    assert len(objects) == 1
-    assert objects[0]["fates"]["recomputed"] > 30
-    text = "".join(
-        choice["delta"].get("content") or "" for event in events for choice in event["choices"]
-    )
-    assert text == text_of(post(fused_server.url + CHAT, body))
+    cached(fused_server, passages[::-1], salt)
+    asked = {"cache_salt": salt, "reuse": fused("first", 0.5)}
+    body = body_of(passages, "Which passage comes first?", **asked)
+    events = list(stream(fused_server, body))
+    (told,) = (event["chunkcache"] for event in events if "chunkcache" in event)
+    assert told["fates"]["recomputed"] > 30
+    assert streamed_text(events) == text_of(post(fused_server.url + CHAT, body))
 
 
-def test_several_answers_at_once(fused_server: Server, world: World, salt: str) -> None:
-    """With n > 1 all are answered from moved KV; fates are not known then, as in exact mode."""
+@pytest.mark.parametrize("fields", [{"n": 3, "temperature": 1.0}, {"max_tokens": 1}], ids=str)
+def test_answers_of_moved_kv(
+    fused_server: Server, world: World, salt: str, fields: dict[str, Any]
+) -> None:
+    """Fates of several answers are not known. One that ends on its first token reports as any."""
     passages = world.passages[:4]
-    ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
-    reply = ask(
-        fused_server,
-        passages,
-        "Which passage comes first?",
-        cache_salt=salt,
-        reuse=fused("first", 0.5),
-        n=3,
-        temperature=1.0,
-    )
-    assert len(reply["choices"]) == 3
-    assert reply["chunkcache"]["fallbacks"] == ["parallel_sampling"]
-
-
-def test_one_token_answers(fused_server: Server, world: World, salt: str) -> None:
-    """A request that ends on its first token reports like any other."""
-    passages = world.passages[:4]
-    ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
-    reply = ask(
-        fused_server, passages, "Hello", cache_salt=salt, reuse=fused("h2o", 0.5), max_tokens=1
-    )
-    assert reply["usage"]["completion_tokens"] == 1
-    assert reply["chunkcache"]["fates"]["recomputed"] > 0
+    cached(fused_server, passages[::-1], salt)
+    reuse = fused("h2o", 0.5)
+    reply = ask(fused_server, passages, "Which first?", cache_salt=salt, reuse=reuse, **fields)
+    if "n" in fields:
+        assert len(reply["choices"]) == 3
+        assert reply["chunkcache"]["fallbacks"] == ["parallel_sampling"]
+    else:
+        assert reply["usage"]["completion_tokens"] == 1
+        assert reply["chunkcache"]["fates"]["recomputed"] > 0
 
 
 def test_vanished_clients_leave_nothing(fused_server: Server, world: World, salt: str) -> None:
-    """Fused streams whose clients hang up at once or after the first event:
-    every slot is given back."""
+    """Fused streams whose clients hang up at once or after the first event."""
     passages = world.passages[:6]
-    ask(fused_server, passages[::-1], "Hello", cache_salt=salt, max_tokens=1)
+    cached(fused_server, passages[::-1], salt)
     rng = random.Random(0)
     for number in range(8):
         rng.shuffle(passages)
-        fields = {"stream": True, "max_tokens": 200, "ignore_eos": True, "cache_salt": salt}
+        fields = {"max_tokens": 200, "ignore_eos": True, "cache_salt": salt}
         body = body_of(passages, "Hello", **fields, reuse=fused("query", 0.3))
-        request = urllib.request.Request(
-            fused_server.url + CHAT, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
-            if number % 2:
-                assert response.readline().startswith(b"data: {")
+        events = stream(fused_server, body)
+        if number % 2:
+            next(events)
+        events.close()
     assert mixed_load.leftovers(fused_server.url, mixed_load.POOL_TOKENS) == []
 
 
 def test_a_prompt_as_long_as_the_pool_falls_back(fused_server: Server, salt: str) -> None:
-    """Where source and target do not fit together, the prompt is prefilled as usual and the answer
-    says why."""
+    """Where source and target do not fit together."""
     texts = [f"Number {i}. " + "Later Dravex bought Solon. " * 20 for i in range(8)]
     chunks = [{"id": str(i), "text": text} for i, text in enumerate(texts)]
     asked = body_of((), "Hello", cache_salt=salt, chunks=chunks, max_tokens=2)
@@ -625,34 +495,27 @@ def test_a_prompt_as_long_as_the_pool_falls_back(fused_server: Server, salt: str
     assert_finite(reply)
     assert reply["chunkcache"]["fallbacks"] == ["no_room"]
     assert reply["chunkcache"]["fates"]["relocated"] == 0
-    assert get(fused_server.url + "/chunkcache/stats")["ranks"][0]["fallbacks"]["no_room"] >= 1
+    assert rank_of(fused_server)["fallbacks"]["no_room"] >= 1
 
 
 # Where the model keeps its evidence
 
 
 def test_calibrated_selector_restores_what_moving_costs(fused_server: Server, salt: str) -> None:
-    """Calibrated on two prompts, `critical` answers a third as full prefill does.
-    Its chunks were stored after others, scored."""
+    """Calibrated on two prompts, `critical` answers as full prefill does."""
     examples = [json.loads(line) for line in CANNED.read_text(encoding="utf-8").splitlines()]
     (rank,) = post(fused_server.url + "/chunkcache/calibrate", {"examples": examples[:2]})["ranks"]
     assert (rank["depth"], rank["layer"]) == (3, 3)
     assert rank["heads"][0]["layer"] == 2
-    assert get(fused_server.url + "/chunkcache/stats")["ranks"][0]["calibration"]["depth"] == 3
+    assert rank_of(fused_server)["calibration"]["depth"] == 3
     question, texts = examples[3]["question"], examples[3]["chunks"]
     chunks = [{"id": str(i), "text": text} for i, text in enumerate(texts)]
-    turned = body_of(
-        (),
-        "Hello",
-        cache_salt=salt,
-        chunks=chunks[::-1],
-        max_tokens=1,
-        reuse=fused("critical", 0.15),
-    )
+    moving = {"cache_salt": salt, "reuse": fused("critical", 0.15)}
+    turned = body_of((), "Hello", chunks=chunks[::-1], max_tokens=1, **moving)
     for _ in range(3):
         post(fused_server.url + CHAT, turned)
     settle(Client(fused_server.url, None))
-    asked = body_of((), question, cache_salt=salt, chunks=chunks, reuse=fused("critical", 0.15))
+    asked = body_of((), question, chunks=chunks, **moving)
     reply = post(fused_server.url + CHAT, asked)
     found = reply["chunkcache"]
     assert (found["reuse"]["selected_by"], found["fallbacks"]) == ("critical", [])
@@ -661,17 +524,14 @@ def test_calibrated_selector_restores_what_moving_costs(fused_server: Server, sa
     assert text_of(reply) == text_of(post(fused_server.url + CHAT, full))
     nothing = post(fused_server.url + CHAT, {**asked, "reuse": fused("none", 0.0)})
     assert text_of(nothing) != text_of(reply)
-    auto = post(
-        fused_server.url + CHAT, {**asked, "reuse": {**fused("critical", "auto"), "quality": 0.9}}
-    )
+    reuse = {**fused("critical", "auto"), "quality": 0.9}
+    auto = post(fused_server.url + CHAT, {**asked, "reuse": reuse})
     assert text_of(auto) == text_of(reply)
-    found = auto["chunkcache"]
+    found, fates = auto["chunkcache"], auto["chunkcache"]["fates"]
     assert (found["reuse"]["quality"], found["fallbacks"]) == (0.9, [])
-    assert found["reuse"]["ratio"] == pytest.approx(
-        found["fates"]["recomputed"] / (found["fates"]["recomputed"] + found["fates"]["relocated"]),
-        abs=1e-4,
-    )
+    share = fates["recomputed"] / (fates["recomputed"] + fates["relocated"])
     assert 0 < found["reuse"]["ratio"] < 0.15
+    assert found["reuse"]["ratio"] == pytest.approx(share, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -694,18 +554,14 @@ def test_prompts_that_cannot_be_calibrated_on(
 
 
 def stored(server: Server) -> int:
-    return int(get(server.url + "/chunkcache/stats")["ranks"][0]["store"]["num_variants"])
+    return int(rank_of(server)["store"]["num_variants"])
 
 
 def preprocessed(server: Server, passages: Sequence[Passage], salt: str) -> None:
     """The last passage in the store, computed after the others; and nothing else."""
     flush(server)
     post(server.url + "/chunkcache/clear_store")
-    *neighbors, chunk = ({"id": p.id, "text": p.text} for p in passages)
-    post(
-        server.url + "/chunkcache/preprocess",
-        {"chunk": chunk, "neighbors": neighbors, "cache_salt": salt},
-    )
+    preprocess(server, passages[-1], passages[:-1], cache_salt=salt)
     settle(Client(server.url, None))
     flush(server)
 
@@ -713,8 +569,7 @@ def preprocessed(server: Server, passages: Sequence[Passage], salt: str) -> None
 def test_flush_keeps_preprocessed_chunks_and_clear_store_does_not(
     fused_server: Server, world: World, salt: str
 ) -> None:
-    """The tree is empty, the chunk is moved from the store all the same.
-    What clear_store has removed it says."""
+    """With an empty tree the chunk is moved from the store."""
     preprocessed(fused_server, world.passages[:2], salt)
     assert stored(fused_server) == 1
     reply = ask(fused_server, world.passages[1:2], "Hello", cache_salt=salt, reuse=fused())
@@ -742,15 +597,12 @@ def test_update_of_the_weights_leaves_nothing_old(
     tensors[name] = tensors[name].flip(0)  # every value stays
     save_file(tensors, weights, metadata={"format": "pt"})
     passages = world.passages[:2]
-    question = next(
-        q for q in world.questions if q.gold_passage_ids[0] == passages[1].id and q.hop == 1
-    )
+    question = fact_of(passages[1], world)
     for path in (other, model_dir()):
         preprocessed(fused_server, passages, salt)
         assert stored(fused_server) == 1
-        assert post(fused_server.url + "/update_weights_from_disk", {"model_path": str(path)})[
-            "success"
-        ]
+        update = {"model_path": str(path)}
+        assert post(fused_server.url + "/update_weights_from_disk", update)["success"]
         assert stored(fused_server) == 0
         reply = ask(fused_server, passages[1:], question, cache_salt=salt, reuse=fused())
         assert reply["chunkcache"]["fallbacks"] == ["no_source"]
@@ -763,18 +615,16 @@ def test_update_of_the_weights_leaves_nothing_old(
 
 
 def test_soak(fused_server: Server) -> None:
-    """tests/soak/test_reuse_soak.py in small:
-    no NaN, no lost slot, exact answers as from a full prefill."""
-    evicted = get(fused_server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"]
-    found = mixed_load.soak(
-        fused_server.url, 60, clients=8, seed=3, pool_tokens=mixed_load.POOL_TOKENS
-    )
+    """tests/soak/test_reuse_soak.py in small: no NaN, no lost slot, exact answers as ever."""
+    evicted = rank_of(fused_server)["evicted_chunks"]
+    pool = mixed_load.POOL_TOKENS
+    found = mixed_load.soak(fused_server.url, 60, clients=8, seed=3, pool_tokens=pool)
     mixed_load.check_exact(found, fused_server.url, cache_salt="soak")
     assert found.problems == []
     assert len(found.exact) > 4
     assert found.fates["relocated"] > 60
     assert found.fates["recomputed"] > 20  # how much is moved depends on which requests meet
-    assert get(fused_server.url + "/chunkcache/stats")["ranks"][0]["evicted_chunks"] > evicted + 30
+    assert rank_of(fused_server)["evicted_chunks"] > evicted + 30
 
 
 def seed_of(name: str, number: int) -> int:

@@ -12,48 +12,37 @@ import pytest
 from eval.http import post
 from eval.server import Server
 from eval.world.world import World
-from tests.e2e import test_host
+from tests.e2e.asking import EXPLAIN, ask, body_of, drained, logprobs_of, text_of
 from tests.e2e.conftest import STRICT, TIGHT
-from tests.e2e.test_host import QUESTION
-from tests.e2e.test_reuse import ask, body_of, logprobs_of, text_of
-from tests.e2e.test_storage import drained
+from tests.e2e.crowding import QUESTION, check_that_chain_comes_back, crowd_out
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 def test_chain_comes_back_on_both_ranks(tmp_path: Path) -> None:
-    with Server(
-        [*TIGHT, "--tp-size", "2", "--enable-metrics"], log=tmp_path / "tp.log", env=STRICT
-    ) as server:
-        test_host.test_chain_comes_back_from_the_host(server)
+    flags = [*TIGHT, "--tp-size", "2", "--enable-metrics"]
+    with Server(flags, log=tmp_path / "tp.log", env=STRICT) as server:
+        check_that_chain_comes_back(server)
         assert server.is_running, server.log_tail(40)
 
 
 def test_chain_outlives_both_ranks(tmp_path: Path) -> None:
     """What both have kept is there at the next start. What one of them has lost is computed."""
     where = json.dumps({"directory": str(tmp_path / "storage")})
-    storage = [
-        "--chunkcache-storage-backend",
-        "file",
-        "--chunkcache-storage-backend-extra-config",
-        where,
-    ]
-    flags, passages = [*TIGHT, "--tp-size", "2", *storage], World(77, 20).passages[:4]
+    flags = [*TIGHT, "--tp-size", "2", "--chunkcache-storage-backend", "file"]
+    flags += ["--chunkcache-storage-backend-extra-config", where]
+    passages = World(77, 20).passages[:4]
     with Server(flags, log=tmp_path / "first.log", env=STRICT) as server:
         reply = [ask(server, passages, QUESTION) for _ in range(3)][-1]
         assert drained(server)["written"] == 5, "the head and four chunks"
-        chunks = post(server.url + "/chunkcache/explain", body_of(passages, QUESTION))["spans"][-1][
-            "end"
-        ]
+        told = post(server.url + EXPLAIN, body_of(passages, QUESTION))
+        chunks = told["spans"][-1]["end"]
     with Server(flags, log=tmp_path / "second.log", env=STRICT) as server:
         back = ask(server, passages, QUESTION)
-        assert (back["chunkcache"]["fates"]["exact"], back["chunkcache"]["loaded"]) == (
-            chunks,
-            chunks,
-        )
+        assert back["chunkcache"]["fates"]["exact"] == back["chunkcache"]["loaded"] == chunks
         assert text_of(back) == text_of(reply)
         assert logprobs_of(back) == pytest.approx(logprobs_of(reply), abs=1e-5)
-        test_host.crowd_out(server, "crowd")
+        crowd_out(server, "crowd")
         assert drained(server)["written"] > 0
     for entry in (tmp_path / "storage" / "rank0-001of002" / "entries").iterdir():
         entry.unlink()

@@ -35,50 +35,49 @@ def three_quarters(num_tokens: int = 4) -> Attention:
     return make_sums([0.75 * mass, 0.25 * mass], [1, 1], intra=num_tokens**2, num_tokens=num_tokens)
 
 
-def test_prefix_overlap_by_hand() -> None:
-    """Eq. 6: p and r are here again, 1 + 5 of 8;
-    their order plays no part, nor does what is new."""
-    assert prefix_overlap(ids("pqr"), (1, 2, 5), ids("rp")) == 6 / 8
-    assert prefix_overlap(ids("pqr"), (1, 2, 5), ids("xq")) == 2 / 8
-    assert prefix_overlap(ids("pqr"), (1, 2, 5), ids("pqr")) == 1
-    assert prefix_overlap(ids("pqr"), (1, 2, 5), ()) == 0
-
-
-def test_prefix_overlap_where_there_is_nothing_to_share() -> None:
-    """Nothing before it, or nothing attended."""
-    assert prefix_overlap((), (), ids("p")) == 0
-    assert prefix_overlap(ids("p"), (0.0,), ids("p")) == 0
+@pytest.mark.parametrize(
+    ("old", "masses", "new", "expected"),
+    [
+        ("pqr", (1, 2, 5), "rp", 6 / 8),
+        ("pqr", (1, 2, 5), "xq", 2 / 8),
+        ("pqr", (1, 2, 5), "pqr", 1),
+        ("pqr", (1, 2, 5), "", 0),
+        ("", (), "p", 0),
+        ("p", (0.0,), "p", 0),
+    ],
+)
+def test_prefix_overlap_by_hand(
+    old: str, masses: tuple[float, ...], new: str, expected: float
+) -> None:
+    """Eq. 6: the mass of what is here again; its order plays no part, nor does what is new."""
+    assert prefix_overlap(ids(old), masses, ids(new)) == expected
 
 
 def test_prefix_overlap_refuses_scores_of_another_prefix() -> None:
-    """One mass a chunk."""
     with pytest.raises(ValueError, match="zip"):
         prefix_overlap(ids("pq"), (1.0,), ids("p"))
 
 
-def test_order_penalty_by_hand() -> None:
-    """Eq. 7: of six pairs, a-b and c-d have changed places; x is not shared."""
-    assert order_penalty(ids("abcd"), ids("baxdc")) == 2 / 6
-    assert order_penalty(ids("abc"), ids("cba")) == 1
-    assert order_penalty(ids("abc"), ids("cab")) == 2 / 3
-    assert order_penalty(ids("abc"), ids("xaybz")) == 0
-
-
-def test_order_penalty_below_two_shared() -> None:
-    """No pair, no order."""
-    assert order_penalty(ids("ab"), ids("xb")) == 0
-    assert order_penalty((), ids("ab")) == 0
-    assert order_penalty(ids("ab"), ()) == 0
-
-
-def test_order_penalty_counts_a_repeated_chunk_once() -> None:
-    """Its first place: a before b in the new prompt as in the old one."""
-    assert order_penalty(ids("ab"), ids("aba")) == 0
-    assert order_penalty(ids("aba"), ids("ab")) == 0
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("abcd", "baxdc", 2 / 6),  # a-b and c-d have changed places; x is not shared
+        ("abc", "cba", 1),
+        ("abc", "cab", 2 / 3),
+        ("abc", "xaybz", 0),
+        ("ab", "xb", 0),
+        ("", "ab", 0),
+        ("ab", "", 0),
+        ("ab", "aba", 0),  # a repeated chunk counts where it is first
+        ("aba", "ab", 0),
+    ],
+)
+def test_order_penalty_by_hand(old: str, new: str, expected: float) -> None:
+    """Eq. 7."""
+    assert order_penalty(ids(old), ids(new)) == expected
 
 
 def test_adjusted_overlap_by_hand() -> None:
-    """Eq. 8: 6/8 shared, one of one pair discordant; then 7/8 and one of three."""
     assert adjusted_overlap(ids("pqr"), (1, 2, 5), ids("rp")) == 0
     assert adjusted_overlap(ids("pqrs"), (1, 2, 4, 1), ids("prq")) == pytest.approx(7 / 8 * 2 / 3)
 
@@ -90,30 +89,32 @@ def test_densities_by_hand() -> None:
     assert intra_density(scores) == 0.5
 
 
-def test_context_impact_by_hand() -> None:
-    """Eq. 11: a/b = 1.3, and 1 / (1 + e^-1.3) = 0.785835."""
-    assert context_impact(make_sums([6, 3], [3, 5], intra=8, num_tokens=4)) == pytest.approx(
-        0.785835, abs=1e-6
-    )
-    assert context_impact(three_quarters()) == pytest.approx(0.75)
-
-
-def test_context_impact_at_the_ends() -> None:
-    """Nothing before it 0.5. No attention inside it 1. Both 0.5. No overflow."""
-    assert context_impact(make_sums(intra=3, num_tokens=2)) == 0.5
-    assert context_impact(make_sums([1], [1], intra=0, num_tokens=1)) == 1
-    assert context_impact(make_sums([0], [1], intra=0, num_tokens=1)) == 0.5
-    assert context_impact(make_sums([1e30], [1], intra=1e-30, num_tokens=1)) == 1
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        (make_sums([6, 3], [3, 5], intra=8, num_tokens=4), 1 / (1 + exp(-1.3))),
+        (three_quarters(), 0.75),
+        (make_sums([4], [1], intra=1, num_tokens=4), 1 / (1 + exp(-16))),  # a/b, not b/a
+        (make_sums(intra=3, num_tokens=2), 0.5),  # nothing before it
+        (make_sums([1], [1], intra=0, num_tokens=1), 1),  # nothing inside it
+        (make_sums([0], [1], intra=0, num_tokens=1), 0.5),
+        (make_sums([1e30], [1], intra=1e-30, num_tokens=1), 1),
+    ],
+)
+def test_context_impact_by_hand(scores: Attention, expected: float) -> None:
+    """Eq. 11."""
+    assert context_impact(scores) == pytest.approx(expected)
 
 
 def test_fix_overhead_by_hand() -> None:
-    """p is here again: 0.75 * (1 - 0.75)."""
+    """0.75 * (1 - 0.75). Unscored takes the worst: CCI 1, and each chunk alike."""
     assert fix_overhead(ids("pq"), three_quarters(), ids("p")) == pytest.approx(0.1875)
+    assert fix_overhead(ids("pq"), None, ids("p")) == 0.5
+    assert fix_overhead((), None, ids("p")) == 1
 
 
 def test_another_head_adds_to_eq_6_and_9() -> None:
-    """beta: 2 of 2 + 6. a: 2/(4*1) + 6/(4*3) = 1 where b is 8/16.
-    The same head counts in neither."""
+    """beta: 2 of 2 + 6. a: 2/(4*1) + 6/(4*3) = 1 where b is 8/16. The same head counts not."""
     scores = make_sums([2], [1], intra=8, num_tokens=4, head=6, head_len=3)
     assert inter_density(scores) == 0.5
     assert inter_density(scores, other_head=True) == 1
@@ -122,12 +123,6 @@ def test_another_head_adds_to_eq_6_and_9() -> None:
         0.75 / (1 + exp(-2))
     )
     assert fix_overhead(ids("p"), None, ids("p"), other_head=True) == 0.5
-
-
-def test_fix_overhead_unscored_takes_the_worst() -> None:
-    """CCI 1 and each chunk alike: one of two is here."""
-    assert fix_overhead(ids("pq"), None, ids("p")) == 0.5
-    assert fix_overhead((), None, ids("p")) == 1
 
 
 @pytest.mark.parametrize(
@@ -163,49 +158,42 @@ def test_cfo_by_hand(alpha: float, overhead: float, num_tokens: int, expected: f
 def test_solve_alpha_by_hand(
     overheads: list[float], lens: list[int], ratio: float, alpha: float
 ) -> None:
-    """Token-weighted, clamps minded."""
     assert solve_alpha(overheads, lens, ratio) == pytest.approx(alpha)
 
 
-def test_best_variant_needs_least() -> None:
-    """After p, q: a full match beats a match of the lighter half, of no part,
-    and no prefix at all (CCI 0.5)."""
-    scores, none = three_quarters(), make_sums(intra=1, num_tokens=4)
-    candidates = [
-        ((), none),
-        (ids("xy"), scores),
-        (ids("xq"), scores),
-        (ids("qp"), scores),
-        (ids("pq"), scores),
-    ]
-    assert best_variant(candidates, ids("pq")) == 4
-    # 0.5 < 0.75 * (1 - 0.25); q-p is discordant, so 0.75
-    assert best_variant(candidates[:4], ids("pq")) == 0
-    assert best_variant(candidates[1:4], ids("pq")) == 1
+BETTER_AND_BETTER = [
+    ("", make_sums(intra=1, num_tokens=4)),
+    *((before, three_quarters()) for before in ("xy", "xq", "qp", "pq")),
+]
 
 
-def test_best_variant_of_equals_is_the_first() -> None:
-    """Every rank takes the same."""
-    assert (
-        best_variant([(ids("xy"), three_quarters()), (ids("yx"), three_quarters())], ids("pq")) == 0
-    )
-
-
-def test_best_variant_prefers_scored_unless_the_prefix_is_the_same() -> None:
-    """Unscored counts as fully contextualised."""
-    assert best_variant([(ids("xy"), None), (ids("xy"), three_quarters())], ids("pq")) == 1
-    assert best_variant([(ids("pq"), None), (ids("xy"), three_quarters())], ids("pq")) == 0
+@pytest.mark.parametrize(
+    ("candidates", "expected"),
+    [
+        (BETTER_AND_BETTER, 4),
+        # 0.5 < 0.75 * (1 - 0.25); q-p is discordant, so 0.75
+        (BETTER_AND_BETTER[:4], 0),
+        (BETTER_AND_BETTER[1:4], 1),
+        ([("xy", three_quarters()), ("yx", three_quarters())], 0),  # every rank takes the same
+        ([("xy", None), ("xy", three_quarters())], 1),
+        ([("pq", None), ("xy", three_quarters())], 0),
+    ],
+)
+def test_best_variant_needs_least(
+    candidates: list[tuple[str, Attention | None]], expected: int
+) -> None:
+    """In a prompt that has p and q before the chunk."""
+    found = best_variant([(ids(before), scores) for before, scores in candidates], ids("pq"))
+    assert found == expected
 
 
 def test_best_variant_of_none_is_refused() -> None:
-    """The planner asks only where there is a choice."""
     with pytest.raises(ValueError, match="candidates"):
         best_variant([], ids("p"))
 
 
 @given(old=prefixes, new=prefixes)
 def test_order_penalty_equals_all_pairs(old: str, new: str) -> None:
-    """And lies in [0, 1], the same both ways."""
     gamma = order_penalty(ids(old), ids(new))
     assert gamma == pytest.approx(kendall_distance(old, new))
     assert 0 <= gamma <= 1
@@ -214,7 +202,7 @@ def test_order_penalty_equals_all_pairs(old: str, new: str) -> None:
 
 @given(old=prefixes, new=prefixes, data=st.data())
 def test_overhead_is_a_share(old: str, new: str, data: st.DataObject) -> None:
-    """beta and the overhead lie in [0, 1]; sharing more never costs more at the same order."""
+    """Sharing more never costs more at the same order."""
     inter = data.draw(st.lists(st.floats(0, 10), min_size=len(old), max_size=len(old)))
     scores = make_sums(inter, [3] * len(old), intra=data.draw(st.floats(0, 10)), num_tokens=5)
     assert 0 <= prefix_overlap(ids(old), inter, ids(new)) <= 1 + 1e-12
@@ -242,9 +230,3 @@ def test_solved_alpha_hits_the_ratio_unless_clamps_forbid(
     )
     if mean_cfo(0, overheads, lens) <= ratio <= mean_cfo(1e6, overheads, lens):
         assert mean == pytest.approx(ratio, abs=1e-6)
-
-
-def test_sigmoid_is_of_a_over_b() -> None:
-    """Not of b over a: a chunk that looks outside more has the higher CCI."""
-    outside = make_sums([4], [1], intra=1, num_tokens=4)
-    assert context_impact(outside) == pytest.approx(1 / (1 + exp(-16)))

@@ -23,7 +23,6 @@ from tests.reference.chains import chain_of
     "as_sequence", [list, tuple, lambda ids: array("i", ids), lambda ids: array("q", ids)]
 )
 def test_chunk_id_depends_on_the_ids_alone(as_sequence: type[list[int]]) -> None:
-    """A list, a tuple and arrays of any width name the same chunk."""
     assert chunk_id(as_sequence([1, 2, 70_000])) == chunk_id([1, 2, 70_000])
 
 
@@ -33,7 +32,6 @@ def test_chunk_id_is_pinned() -> None:
 
 
 def test_chunk_id_differs_for_other_ids() -> None:
-    """Order, boundaries and every id count."""
     ids = [[1, 2], [2, 1], [1], [1, 2, 0], [258], [1 << 8 | 1]]
     assert len({chunk_id(each) for each in ids}) == len(ids)
 
@@ -47,13 +45,12 @@ def test_equal_chunk_ids_share_one_string() -> None:
     ("ids", "reason"), [([], "at least 1"), ([1 << 31], "32-bit"), (["a"], "32-bit"), ([1.5], "32")]
 )
 def test_chunk_id_refuses_what_is_no_token_list(ids: list[int], reason: str) -> None:
-    """Empty, too large or not integers: a ChunkError that says so."""
     with pytest.raises(ChunkError, match=reason):
         chunk_id(ids)
 
 
 def test_chain_ids_agree_across_processes() -> None:
-    """Another process, with another hash seed, computes the same chain id."""
+    """Another process has another hash seed."""
     code = "from radix_ext import *; print(extend_chain(root_chain('tenant'), 'a'))"
     other = subprocess.run(
         [sys.executable, "-c", code],
@@ -67,22 +64,15 @@ def test_chain_ids_agree_across_processes() -> None:
 
 def test_chain_ids_tell_paths_apart() -> None:
     """Order, depth and namespace count; every id fits 60 bits."""
-    a, b = ChunkId("a"), ChunkId("b")
-    chains = [
-        root_chain(""),
-        root_chain("x"),
-        *(chain_of("", ids) for ids in ([a], [b], [a, b], [b, a])),
-    ]
-    chains.append(chain_of("x", [a]))
-    assert len(set(chains)) == len(chains)
+    paths = [("", names) for names in ("", "a", "b", "ab", "ba")] + [("x", ""), ("x", "a")]
+    chains = {chain_of(namespace, map(ChunkId, names)) for namespace, names in paths}
+    assert len(chains) == len(paths)
     assert all(0 <= chain < 1 << 60 for chain in chains)
 
 
 def test_spans_in_order_pass() -> None:
     """Gaps between spans are allowed: a conversation has several chunk areas."""
-    check_spans(
-        [Span(2, 5, ChunkId("a")), Span(5, 9, ChunkId("b")), Span(12, 13, ChunkId("c"))], 13
-    )
+    check_spans([Span(*ends, ChunkId("a")) for ends in ((2, 5), (5, 9), (12, 13))], 13)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +85,5 @@ def test_spans_in_order_pass() -> None:
     ],
 )
 def test_bad_spans_are_named(spans: list[tuple[int, int]], message: str) -> None:
-    """The message names the span, the limit and the value."""
     with pytest.raises(SpanError, match=message):
         check_spans([Span(start, end, ChunkId("a")) for start, end in spans], 812)

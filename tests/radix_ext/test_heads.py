@@ -49,7 +49,6 @@ def test_token_is_that_of_the_nearest_head(mine: list[int], others: list[list[in
 
 
 def test_own_name_and_other_tenants_are_no_other_head() -> None:
-    """None: there is nothing to compare with."""
     heads = make_heads()
     note(heads, "mine", [1, 2])
     note(heads, "x", [1, 2, 3], tenant="another")
@@ -70,7 +69,6 @@ def test_own_name_and_other_tenants_are_no_other_head() -> None:
 def test_field_is_the_first_part_that_differs(
     mine: Outline, theirs: Outline, field: str | None
 ) -> None:
-    """Also one that only one of the two has."""
     heads = make_heads()
     note(heads, "x", [1], theirs)
     assert parting(heads, [1], outline=mine) == Parting(field, 1)
@@ -86,7 +84,7 @@ def test_long_heads_are_cut() -> None:
 
 
 def test_least_recently_noted_heads_and_tenants_leave() -> None:
-    """A few for each tenant; whole tenants where bytes are short, but never the last one."""
+    """Whole tenants where bytes are short, but never the last one."""
     heads = make_heads(max_heads=2)
     for name, head in (("a", [1, 1, 1]), ("b", [1, 1]), ("a", [1, 1, 1]), ("c", [1])):
         note(heads, name, head)
@@ -106,6 +104,5 @@ def test_least_recently_noted_heads_and_tenants_leave() -> None:
 
 @pytest.mark.parametrize("name", ["max_heads", "max_tokens", "max_bytes"])
 def test_bounds_are_checked(name: str) -> None:
-    """Nothing would be kept."""
     with pytest.raises(LimitError, match=f"{name} must be at least 1"):
         make_heads(**{name: 0})

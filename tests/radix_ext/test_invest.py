@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from radix_ext import AccessTable, Chunk, ChunkId, Growth, Span
@@ -62,31 +64,17 @@ def gaps(
 
 
 @pytest.mark.parametrize(
-    ("num_chunks", "expected"), [(0, []), (1, [0]), (2, [0, 1]), (9, [0, 1, 2, 3])]
+    ("movable", "arguments", "expected"),
+    [
+        *(("abcd", {"num_chunks": num}, [*range(min(num, 4))]) for num in (0, 1, 2, 9)),
+        ("ad", {}, [0, 1, 2]),  # b and c must be computed anyway; d would be a second one
+        ("cd", {"promoted_len": 3}, [0, 1, 2]),
+        ("abcd", {"promoted_len": 1, "num_chunks": 3}, [0]),  # only promoted chains grow
+        ("bcd", {"promoted_len": 0}, [0]),
+        ("abcd", {"start": 2, "num_chunks": 2}, [1, 2]),  # the first chunk is cached
+        ("", {"limit": 7}, [0, 1, 2]),  # the last one is not whole
+        ("abcd", {"layout": "ab.cd", "num_chunks": 4}, [0, 1]),  # behind text nobody finds it
+    ],
 )
-def test_as_many_as_may_be(num_chunks: int, expected: list[int]) -> None:
-    """All could be moved."""
-    assert gaps("abcd", num_chunks=num_chunks) == expected
-
-
-def test_what_must_be_computed_costs_nothing() -> None:
-    """b and c have no source; d would be a second one."""
-    assert gaps("ad") == [0, 1, 2]
-    assert gaps("cd", promoted_len=3) == [0, 1, 2]
-
-
-def test_only_promoted_chains_grow() -> None:
-    """b is below the threshold, so the chain ends there, whatever c is."""
-    assert gaps("abcd", promoted_len=1, num_chunks=3) == [0]
-    assert gaps("bcd", promoted_len=0) == [0]
-
-
-def test_run_begins_after_the_exact_prefix_and_stays_in_the_plan() -> None:
-    """The first chunk is cached, the last one is not whole."""
-    assert gaps("abcd", start=2, num_chunks=2) == [1, 2]
-    assert gaps("", limit=7) == [0, 1, 2]
-
-
-def test_later_areas_do_not_grow() -> None:
-    """Behind text that is no chunk nothing is found by others."""
-    assert gaps("abcd", layout="ab.cd", num_chunks=4) == [0, 1]
+def test_chains_grow_by(movable: str, arguments: dict[str, Any], expected: list[int]) -> None:
+    assert gaps(movable, **arguments) == expected

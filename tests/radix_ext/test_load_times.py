@@ -38,15 +38,10 @@ def naive(seen: list[tuple[int, float]], num_bytes: int) -> float:
     return max(0.0, middle([taken - each * size for size, taken in seen])) + each * num_bytes
 
 
-def test_nothing_is_known_before_a_load() -> None:
-    """Then it is tried."""
-    assert LoadTimes().seconds(100) is None
-
-
-def test_one_size_tells_a_rate() -> None:
-    """Half of it takes half as long."""
+def test_one_size_tells_a_rate_and_none_nothing() -> None:
     times = times_of([(100, 2.0), (100, 2.2), (100, 1.9)])
     assert times.seconds(50) == pytest.approx(1.0)
+    assert LoadTimes().seconds(100) is None
 
 
 @given(
@@ -72,21 +67,18 @@ def test_line_is_found_through_loads_that_were_held_up(
     st.integers(1, 1000),
 )
 def test_estimate_equals_the_naive_one(seen: list[tuple[int, float]], num_bytes: int) -> None:
-    """Of the last loads, whatever they were."""
     assert times_of(seen).seconds(num_bytes) == pytest.approx(
         naive(seen, num_bytes), rel=1e-9, abs=1e-9
     )
 
 
 def test_storage_that_has_become_slow_is_known_after_five_loads() -> None:
-    """And one that has become fast."""
     times = times_of([(100, 1.0)] * MEMORY + [(100, 50.0)] * (MEMORY // 2 + 1))
     assert times.seconds(100) == pytest.approx(50.0)
 
 
 def test_sizes_that_hardly_differ_say_nothing_of_the_slope() -> None:
-    """Chunks of 250 tokens or so, in 7 ms each, give or take one:
-    an estimate is about that, whatever line noise suggests."""
+    """Chunks of 250 tokens or so, in 7 ms each, give or take one."""
     seen = [
         (3_670_309, 6.8),
         (3_641_637, 6.7),

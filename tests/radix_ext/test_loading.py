@@ -19,41 +19,6 @@ def make_variant(
     return Variant(ids(before), None, preprocessed=preprocessed, head=head, last_used=last_used)
 
 
-def chosen(
-    variants: list[Variant], before: str = "abc", *, num: int = 9, alone: bool = False
-) -> list[str]:
-    found = worth_loading(variants, ids(before), "h", max_variants=num, alone=alone)
-    return [
-        "".join(variant.prefix) + ("" if variant.head == "h" else f"@{variant.head}")
-        for variant in found
-    ]
-
-
-def test_what_has_seen_most_of_the_chunks_before_it_comes_first() -> None:
-    """Then what has seen least else. The rest stays on the disk."""
-    variants = [make_variant(before) for before in ("", "xyz", "a", "axb", "ab", "cab")]
-    assert chosen(variants) == ["cab", "ab", "axb", "a", "", "xyz"]
-    assert chosen(variants, num=2) == ["cab", "ab"]
-
-
-def test_preprocessed_variant_comes_first() -> None:
-    """FusionRAG wants it used."""
-    assert chosen([make_variant("abc"), make_variant("x", preprocessed=True)]) == ["x", "abc"]
-
-
-def test_other_heads_are_for_want_of_ones_own() -> None:
-    """As a plan takes them."""
-    assert chosen([make_variant("abc", "g"), make_variant("x")]) == ["x"]
-    assert chosen([make_variant("abc", "g")]) == ["abc@g"]
-
-
-def test_plain_kv_has_seen_nothing() -> None:
-    """No chunk, no other head, no neighbours."""
-    variants = [make_variant("a"), make_variant("", "g"), make_variant("", preprocessed=True)]
-    assert chosen(variants, alone=True) == []
-    assert chosen([*variants, make_variant("")], alone=True) == [""]
-
-
 VARIANTS = st.lists(
     st.builds(
         make_variant,
@@ -74,7 +39,6 @@ VARIANTS = st.lists(
 def test_order_is_that_of_comparing_every_two(
     variants: list[Variant], before: set[str], alone: bool, num: int
 ) -> None:
-    """Rule by rule."""
     for last_used, variant in enumerate(variants):
         variant.last_used = last_used
     known = set(ids("".join(before)))

@@ -2,16 +2,9 @@
 
 import pytest
 
-from radix_ext import (
-    Chunk,
-    ChunkId,
-    ChunkPrefixTree,
-    HostAdmission,
-    PolicyError,
-    Tier,
-    worth_offloading,
-)
+from radix_ext import ChunkPrefixTree, HostAdmission, PolicyError, Tier, worth_offloading
 from radix_ext.offloading import HostTier
+from tests.kit.letters import make_chunks
 
 
 @pytest.mark.parametrize(
@@ -38,8 +31,7 @@ class Served:
 
     def __call__(self, names: str) -> str:
         """Serve a request; returns what left host memory for it."""
-        chunks = [Chunk(ChunkId(name), 1) for name in names]
-        leaf = self.tree.insert("", chunks, rank=0, tier=Tier.DEVICE, promoted_len=0)
+        leaf = self.tree.insert("", make_chunks(names, 1), rank=0, tier=Tier.DEVICE, promoted_len=0)
         assert leaf is not None
         gone = self.host.offload(leaf.path())
         assert [*self.host.violations()] == []
@@ -62,8 +54,6 @@ def test_second_request_copies_what_it_found() -> None:
 
 
 def test_room_is_made_by_the_device_rule_and_never_from_the_chain_itself() -> None:
-    """`x` has no hit and leaves, then `b` before its parent;
-    where all that is left is the chain's own, it ends."""
     served = Served("all", capacity=3)
     for names in ("ab", "x", "ab"):
         served(names)
@@ -75,7 +65,6 @@ def test_room_is_made_by_the_device_rule_and_never_from_the_chain_itself() -> No
 
 
 def test_unknown_admission_is_refused() -> None:
-    """By name."""
     with pytest.raises(
         PolicyError, match="host admission must be one of reused, promoted, either, all"
     ):

@@ -28,7 +28,7 @@ from sglang_chunkcache.storage.entry import MAGIC, _Header, header_of
 from sglang_chunkcache.storage.key import secret_of
 from sglang_chunkcache.storage.manifest import InUseError, Manifest
 from sglang_chunkcache.storage.opening import confirmed
-from tests.e2e.test_reuse import ask, fused, text_of
+from tests.e2e.asking import ask, fused, text_of
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT
 from tests.soak.sizes import scaled

@@ -24,39 +24,47 @@ from sglang_chunkcache.front.bodies import (
 from sglang_chunkcache.front.parse import parse
 
 FUSED = ChunkCacheConfig(reuse="fused")
+NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize(
-    "body",
-    [{}, {"reuse": None}, {"reuse": "exact"}, {"reuse": {"mode": "exact", "ratio": 1}}],
-    ids=str,
-)
+def asked(config: ChunkCacheConfig = FUSED, **wish: Any) -> FusionRequest | None:
+    """What a fused request with this wish asks for."""
+    return parse(RagFields, {"reuse": {"mode": "fused", **wish}}).fusion_request(config)
+
+
+def refused_field(model: Any, body: Any) -> str:
+    """The field by which the body is refused."""
+    with pytest.raises(RequestError) as caught:
+        parse(model, body)
+    return str(caught.value).split(": ")[0]
+
+
+# Reuse and order
+
+
+@pytest.mark.parametrize("reuse", [None, "exact", {"mode": "exact", "ratio": 1}], ids=str)
 @pytest.mark.parametrize("config", [FUSED, ChunkCacheConfig()], ids=["fused", "exact"])
-def test_exact_reuse(body: dict[str, Any], config: ChunkCacheConfig) -> None:
+def test_exact_reuse(reuse: Any, config: ChunkCacheConfig) -> None:
     """The default, on every server."""
-    assert parse(RagFields, body).fusion_request(config) is None
+    assert parse(RagFields, {"reuse": reuse}).fusion_request(config) is None
+    assert parse(RagFields, {}).fusion_request(config) is None
 
 
-@pytest.mark.parametrize("reuse", ["fused", {"mode": "fused"}], ids=str)
-def test_fused_reuse_with_defaults(reuse: Any) -> None:
+def test_fused_reuse_with_defaults() -> None:
     """The short form is the object with the mode alone."""
-    fields = parse(RagFields, {"reuse": reuse})
-    assert fields.fusion_request(FUSED) == FusionRequest(
-        "critical", 0.15, "", depth=None, layer=None
-    )
+    defaults = FusionRequest("critical", 0.15, "", depth=None, layer=None)
+    assert parse(RagFields, {"reuse": "fused"}).fusion_request(FUSED) == asked() == defaults
     with pytest.raises(RequestError, match="--reuse fused"):
-        fields.fusion_request(ChunkCacheConfig())
+        asked(ChunkCacheConfig())
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_every_selector_is_accepted(selector: str) -> None:
-    """By the names in config.py."""
-    wish = {"mode": "fused", "selector": selector, "ratio": 1, "focus": "spare"}
-    alpha = {"alpha": 3} if selector == "context" else {}
+    alpha: dict[str, Any] = {"alpha": 3} if selector == "context" else {}
     expected = FusionRequest(selector, 1.0, "", alpha.get("alpha"), "spare")
     if selector == "critical":
         expected = replace(expected, depth=None, layer=None)
-    assert parse(RagFields, {"reuse": wish | alpha}).fusion_request(FUSED) == expected
+    assert asked(selector=selector, ratio=1, focus="spare", **alpha) == expected
 
 
 @pytest.mark.parametrize(
@@ -74,9 +82,9 @@ def test_layers_are_numbers_or_names(
     wish: dict[str, Any], depth: int | None, layer: int | None
 ) -> None:
     """None: the calibrated one."""
-    asked = parse(RagFields, {"reuse": {"mode": "fused", **wish}}).fusion_request(FUSED)
-    assert asked is not None
-    assert (asked.depth, asked.layer) == (depth, layer)
+    fusion = asked(**wish)
+    assert fusion is not None
+    assert (fusion.depth, fusion.layer) == (depth, layer)
 
 
 @pytest.mark.parametrize(
@@ -93,102 +101,60 @@ def test_layers_are_numbers_or_names(
         ({"selector": "critical", "ratio": "much"}, "ratio"),
         ({"selector": "critical", "quality": 0.9}, "quality"),
         ({"selector": "critical", "ratio": "auto", "quality": 1.1}, "quality"),
+        ({"alpha": 1}, "alpha: selector critical has none"),
     ],
 )
 def test_wishes_that_nothing_reads_are_refused(wish: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError, match=f"reuse.{field}"):
-        parse(RagFields, {"reuse": {"mode": "fused", **wish}}).fusion_request(FUSED)
+        asked(**wish)
 
 
 def test_ratio_auto_reads_the_calibrated_depth() -> None:
     """Whatever was not calibrated is chosen by the server's ratio."""
-    asked = parse(RagFields, {"reuse": {"mode": "fused", "selector": "deviation", "ratio": "auto"}})
-    fusion = asked.fusion_request(FUSED)
+    fusion = asked(selector="deviation", ratio="auto")
     assert fusion is not None
     assert (fusion.quality, fusion.depth, fusion.ratio) == (0.99, None, FUSED.recompute_ratio)
 
 
-def test_alpha_that_nothing_reads_is_refused() -> None:
-    """Only Cache-Craft's selector has one."""
-    with pytest.raises(RequestError, match=r"^reuse\.alpha: selector critical has none"):
-        parse(RagFields, {"reuse": {"mode": "fused", "alpha": 1}}).fusion_request(FUSED)
-
-
 @pytest.mark.parametrize("order", ["retriever", "frequency", "tree", None])
 def test_order_is_accepted(order: str | None) -> None:
-    """For both endpoints."""
     assert parse(RagFields, {"order": order}).order == order
     assert parse(GenerateIn, {"parts": ["a"], "order": order}).order == order
 
 
+BAD_WISHES: dict[str, list[Any]] = {
+    "mode": [None],
+    "selector": [1],
+    "ratio": [-0.01, 1.01, NAN, "0.5", True],
+    "alpha": [-1, INF, 1e308],
+    "focus": [True, "on"],
+    "without": ["beta", ["beta"] * 3],
+    "recipe": ["x"],
+    "fresh": [[0]],
+}
 BAD_REUSE: list[tuple[Any, str]] = [
     (5, "reuse"),
     ([], "reuse"),
-    ({}, "reuse.mode"),
     ("", "reuse"),
     ("Fused", "reuse"),
-    ({"mode": None}, "reuse.mode"),
-    ({"mode": "fused", "selector": 1}, "reuse.selector"),
-    ({"mode": "fused", "ratio": -0.01}, "reuse.ratio"),
-    ({"mode": "fused", "ratio": 1.01}, "reuse.ratio"),
-    ({"mode": "fused", "ratio": float("nan")}, "reuse.ratio"),
-    ({"mode": "fused", "ratio": "0.5"}, "reuse.ratio"),
-    ({"mode": "fused", "ratio": True}, "reuse.ratio"),
-    ({"mode": "fused", "alpha": -1}, "reuse.alpha"),
-    ({"mode": "fused", "alpha": float("inf")}, "reuse.alpha"),
-    ({"mode": "fused", "alpha": 1e308}, "reuse.alpha"),
-    ({"mode": "fused", "focus": True}, "reuse.focus"),
-    ({"mode": "fused", "focus": "on"}, "reuse.focus"),
-    ({"mode": "fused", "without": "beta"}, "reuse.without"),
-    ({"mode": "fused", "without": ["beta"] * 3}, "reuse.without"),
-    ({"mode": "fused", "recipe": "x"}, "reuse.recipe"),
-    ({"mode": "fused", "fresh": [0]}, "reuse.fresh"),
+    ({}, "reuse.mode"),
     ({"mode": "exact", "ratio": 2}, "reuse.ratio"),
+    *(
+        ({"mode": "fused", name: bad}, f"reuse.{name}")
+        for name, values in BAD_WISHES.items()
+        for bad in values
+    ),
 ]
 
 
-@pytest.mark.parametrize(("reuse", "field"), BAD_REUSE, ids=[str(case[0]) for case in BAD_REUSE])
+@pytest.mark.parametrize(("reuse", "field"), BAD_REUSE, ids=str)
 def test_bad_reuse_names_the_field(reuse: Any, field: str) -> None:
     """In both bodies, by the same path."""
-    for model, body in ((RagFields, {}), (GenerateIn, {"parts": ["a"]})):
-        with pytest.raises(RequestError) as caught:
-            parse(model, {**body, "reuse": reuse})
-        assert str(caught.value).split(": ")[0] == field
+    assert refused_field(RagFields, {"reuse": reuse}) == field
+    assert refused_field(GenerateIn, {"parts": ["a"], "reuse": reuse}) == field
 
 
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        ({}, "chunk"),
-        ({"chunk": "text"}, "chunk"),
-        ({"chunk": {"text": None}}, "chunk.text"),
-        ({"chunk": {"text": "x"}, "neighbors": {}}, "neighbors"),
-        ({"chunk": {"text": "x"}, "neighbors": [{"id": "a"}]}, "neighbors.0.text"),
-        (
-            {"chunk": {"text": "x"}, "messages": [{"role": "user", "content": "x"}]},
-            "messages.0.role",
-        ),
-        (
-            {"chunk": {"text": "x"}, "messages": [{"role": "system", "content": [{}]}]},
-            "messages.0.content",
-        ),
-        ({"chunk": {"text": "x"}, "extra_key": 5}, "extra_key"),
-        ({"chunk": {"text": "x"}, "cache_salt": 5}, "cache_salt"),
-        ({"chunk": {"text": "x"}, "top_n": 5}, "top_n"),
-    ],
-    ids=str,
-)
-def test_bad_preprocessing_names_the_field(body: dict[str, Any], field: str) -> None:
-    """Only system messages may stand in front."""
-    with pytest.raises(RequestError) as caught:
-        parse(PreprocessIn, body)
-    assert str(caught.value).split(": ")[0] == field
-
-
-def test_preprocessing_of_a_chunk_alone() -> None:
-    """Neighbours and messages may be left out."""
-    body = parse(PreprocessIn, {"chunk": {"text": "x", "id": 7}})
-    assert (body.chunk.text, body.chunk.id, body.neighbors, body.messages) == ("x", 7, [], [])
+# Retrieve
 
 
 @pytest.mark.parametrize(
@@ -209,65 +175,68 @@ def test_retrieve_is_accepted(retrieve: Any, expected: RetrieveIn | None) -> Non
     assert parse(RagFields, {"retrieve": retrieve}).retrieve == expected
 
 
-BAD_RETRIEVE: list[tuple[Any, str]] = [
-    (5, ""),
-    ("yes", ""),
-    ([], ""),
-    ({"top_k": 5}, "top_k"),
-    ({"k": 0}, "k"),
-    ({"k": -1}, "k"),
-    ({"k": True}, "k"),
-    ({"k": "5"}, "k"),
-    ({"k": 5.0}, "k"),
-    ({"k": 1e30}, "k"),
-    ({"k": float("nan")}, "k"),
-    ({"k": float("inf")}, "k"),
-    ({"k": [5]}, "k"),
-    ({"query": 5}, "query"),
-    ({"query": ["x"]}, "query"),
-    ({"turns": 0}, "turns"),
-    ({"turns": 101}, "turns"),
-    ({"turns": True}, "turns"),
-    ({"mode": "hybrid"}, "mode"),
-    ({"mode": 1}, "mode"),
-    ({"nprobe": 0}, "nprobe"),
-    ({"nprobe": 10**30}, "nprobe"),
-    ({"nprobe": False}, "nprobe"),
-]
+BAD_SEARCHES: dict[str, list[Any]] = {
+    "top_k": [5],
+    "k": [0, -1, True, "5", 5.0, 1e30, NAN, INF, [5]],
+    "query": [5, ["x"]],
+    "turns": [0, 101, True],
+    "mode": ["hybrid", 1],
+    "nprobe": [0, 10**30, False],
+}
 
 
 @pytest.mark.parametrize(
-    ("retrieve", "field"), BAD_RETRIEVE, ids=[str(case[0]) for case in BAD_RETRIEVE]
+    ("field", "bad"), [(field, bad) for field, values in BAD_SEARCHES.items() for bad in values]
 )
-def test_bad_retrieve_names_the_field(retrieve: Any, field: str) -> None:
+def test_bad_retrieve_names_the_field(field: str, bad: Any) -> None:
     """In a chat under `retrieve`, in a body of its own without."""
-    with pytest.raises(RequestError) as caught:
-        parse(RagFields, {"retrieve": retrieve})
-    assert str(caught.value).split(": ")[0] == f"retrieve.{field}".rstrip(".")
-    if field:
-        with pytest.raises(RequestError) as caught:
-            parse(RetrieveBody, retrieve)
-        assert str(caught.value).split(": ")[0] == field
+    assert refused_field(RagFields, {"retrieve": {field: bad}}) == f"retrieve.{field}"
+    assert refused_field(RetrieveBody, {field: bad}) == field
+
+
+# Other fields
+
+CHUNK = {"text": "x"}
+NO_TEXT = {"role": "system", "content": [{}]}
 
 
 @pytest.mark.parametrize(
-    ("body", "field"),
+    ("model", "body", "field"),
     [
-        ({"messages": None}, "messages"),
-        ({"messages": "x"}, "messages"),
-        ({"messages": ["x"]}, "messages.0"),
-        ({"messages": [{}] * 10_001}, "messages"),
-        ({"text": "yes"}, "text"),
-        ({"text": 1}, "text"),
-        ({"chunks": []}, "chunks"),
+        (RagFields, {"retrieve": 5}, "retrieve"),
+        (RagFields, {"retrieve": "yes"}, "retrieve"),
+        (RagFields, {"retrieve": []}, "retrieve"),
+        (RagFields, {"conversation_id": 7}, "conversation_id"),
+        (GenerateIn, {"parts": ["a"], "cache_salt": 5}, "cache_salt"),
+        (GenerateIn, {"parts": ["a"], "sampling_params": []}, "sampling_params"),
+        (RetrieveBody, {"messages": None}, "messages"),
+        (RetrieveBody, {"messages": "x"}, "messages"),
+        (RetrieveBody, {"messages": ["x"]}, "messages.0"),
+        (RetrieveBody, {"messages": [{}] * 10_001}, "messages"),
+        (RetrieveBody, {"text": "yes"}, "text"),
+        (RetrieveBody, {"text": 1}, "text"),
+        (RetrieveBody, {"chunks": []}, "chunks"),
+        (PreprocessIn, {}, "chunk"),
+        (PreprocessIn, {"chunk": "text"}, "chunk"),
+        (PreprocessIn, {"chunk": {"text": None}}, "chunk.text"),
+        (PreprocessIn, {"chunk": CHUNK, "neighbors": {}}, "neighbors"),
+        (PreprocessIn, {"chunk": CHUNK, "neighbors": [{"id": "a"}]}, "neighbors.0.text"),
+        (PreprocessIn, {"chunk": CHUNK, "messages": [{"role": "user"}]}, "messages.0.role"),
+        (PreprocessIn, {"chunk": CHUNK, "messages": [NO_TEXT]}, "messages.0.content"),
+        (PreprocessIn, {"chunk": CHUNK, "extra_key": 5}, "extra_key"),
+        (PreprocessIn, {"chunk": CHUNK, "cache_salt": 5}, "cache_salt"),
+        (PreprocessIn, {"chunk": CHUNK, "top_n": 5}, "top_n"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_bad_search_names_the_field(body: dict[str, Any], field: str) -> None:
-    """What a search has beside `retrieve`."""
-    with pytest.raises(RequestError) as caught:
-        parse(RetrieveBody, body)
-    assert str(caught.value).split(": ")[0] == field
+def test_bad_body_names_the_field(model: Any, body: dict[str, Any], field: str) -> None:
+    assert refused_field(model, body) == field
+
+
+def test_preprocessing_of_a_chunk_alone() -> None:
+    """Neighbours and messages may be left out."""
+    body = parse(PreprocessIn, {"chunk": {"text": "x", "id": 7}})
+    assert (body.chunk.text, body.chunk.id, body.neighbors, body.messages) == ("x", 7, [], [])
 
 
 def test_null_chunks_are_none() -> None:
@@ -277,11 +246,9 @@ def test_null_chunks_are_none() -> None:
 
 def test_long_names_are_cut_to_a_digest() -> None:
     """URLs as ids: still one name each, and of bounded length."""
-    names = [parse(ChunkIn, {"text": "x", "id": f"{'u' * 300}{end}"}).id for end in "ab"]
-    assert [len(str(name)) for name in names] == [MAX_ID_CHARS] * 2
-    assert names[0] != names[1]
+    one, other = (parse(ChunkIn, {"text": "x", "id": f"{'u' * 300}{end}"}).id for end in "ab")
+    assert len(str(one)) == len(str(other)) == MAX_ID_CHARS
+    assert one != other
     assert parse(ChunkIn, {"text": "x", "id": "u" * MAX_ID_CHARS}).id == "u" * MAX_ID_CHARS
-    assert (
-        len(str(parse(RagFields, {"conversation_id": "c" * 10_000}).conversation_id))
-        == MAX_ID_CHARS
-    )
+    conversation = parse(RagFields, {"conversation_id": "c" * 10_000}).conversation_id
+    assert len(str(conversation)) == MAX_ID_CHARS

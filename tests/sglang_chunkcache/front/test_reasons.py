@@ -12,20 +12,18 @@ from typing import Any
 import orjson
 import pytest
 
-from radix_ext import FusionRequest, Span, extend_chain, root_chain
+from radix_ext import FusionRequest, Span
 from sglang_chunkcache.front import hint_log, reasons
 from sglang_chunkcache.front.answer import explained
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.misplaced import Misplaced, chunks_field
 from sglang_chunkcache.front.request import Identity, Passage
 from sglang_chunkcache.wire.report import Explanation
+from tests.kit.front_planning import Talk, system
+from tests.reference.chains import chain_of
 from tests.sglang_chunkcache.front.front_bench import ME, A, Asked, B, Bench, C, D, user
 
 TEXT = "".join(Random(0).choices("abcdefgh", k=120))
-
-
-def system(text: str) -> dict[str, str]:
-    return {"role": "system", "content": text}
 
 
 def why(request: Asked) -> dict[str, list[str]]:
@@ -36,27 +34,36 @@ def why(request: Asked) -> dict[str, list[str]]:
     return found
 
 
+def behind(bench: Bench, head: str, *chunks: Passage, **options: Any) -> Asked:
+    """A request whose chunks stand behind a system prompt."""
+    return bench.run([system(head), user("q")], *chunks, **options)
+
+
+def place(request: Asked) -> tuple[str, str, int]:
+    (missed,) = request.answer()["missed"]
+    return missed["reason"], missed["field"], missed["token"]
+
+
 # The usual mistakes: eight requests with the same four passages, each time with another one
 
 Send = Callable[[Bench, int], Asked]
+ALL = (A, B, C, D)
 MISTAKES: Mapping[str, tuple[Send, str | None]] = {
-    "none": (lambda bench, i: bench.run(f"q{i}", A, B, C, D), None),
+    "none": (lambda bench, i: bench.run(f"q{i}", *ALL), None),
     "time in the system prompt": (
-        lambda bench, i: bench.run([system(f"Be brief. Now: 12:00:0{i}"), user("q")], A, B, C, D),
+        lambda bench, i: behind(bench, f"Be brief. Now: 12:00:0{i}", *ALL),
         "other_head",
     ),
     "user's name in the system prompt": (
-        lambda bench, i: bench.run([system(f"You talk to user{i}"), user("q")], A, B, C, D),
+        lambda bench, i: behind(bench, f"You talk to user{i}", *ALL),
         "other_head",
     ),
     "time in a tool": (
-        lambda bench, i: bench.run("q", A, B, C, D, tools=[{"now": i}] * (i + 1)),
+        lambda bench, i: bench.run("q", *ALL, tools=[{"now": i}] * (i + 1)),
         "other_head",
     ),
     "score in the chunk's text": (
-        lambda bench, i: bench.run(
-            "q", *(Passage(p.label, f"[score 0.{i}] {p.text}") for p in (A, B, C, D))
-        ),
+        lambda bench, i: bench.run("q", *(Passage(p.label, f"[0.{i}] {p.text}") for p in ALL)),
         "new_chunk",
     ),
     "overlapping windows": (
@@ -66,7 +73,7 @@ MISTAKES: Mapping[str, tuple[Send, str | None]] = {
         "new_chunk",
     ),
     "a salt for each request": (
-        lambda bench, i: bench.run("q", A, B, C, D, who=Identity(cache_salt=f"request {i}")),
+        lambda bench, i: bench.run("q", *ALL, who=Identity(cache_salt=f"request {i}")),
         "new_tenant",
     ),
     "passages in the message's text": (
@@ -83,21 +90,17 @@ def test_each_mistake_has_its_reason(mistake: str) -> None:
     send, reason = MISTAKES[mistake]
     answers = [send(bench, i).answer() for i in range(8)][1:]
     assert {tuple(answer["fallbacks"]) for answer in answers} == {(reason,) if reason else ()}
-    of_chunks = reason and reason != "no_chunks"
-    assert {tuple(each["reason"] for each in answer["missed"]) for answer in answers} == {
-        (reason,) if of_chunks else ()
-    }
     assert sum(answer["chunks_hit"] for answer in answers) == (28 if reason is None else 0)
-    if of_chunks:
-        assert [each["chunks"] for answer in answers for each in answer["missed"]] == [
-            answers[0]["order"]
-        ] * 7
+    missed = [(each["reason"], each["chunks"]) for answer in answers for each in answer["missed"]]
     shares = bench.books.stats()["reasons"]
-    if reason is None:
-        assert shares["chunks_by_reason"] == {"new_chunk": 4 / 32, "found": 28 / 32}
-    elif of_chunks:
+    if reason in (None, "no_chunks"):
+        assert missed == []
+    else:
+        assert missed == [(reason, answers[0]["order"])] * 7
         assert shares["chunks_by_reason"][reason] >= 28 / 32
         assert sum(shares["tokens_by_reason"].values()) == pytest.approx(1)
+    if reason is None:
+        assert shares["chunks_by_reason"] == {"new_chunk": 4 / 32, "found": 28 / 32}
 
 
 @pytest.mark.parametrize(
@@ -113,20 +116,20 @@ def test_where_the_heads_part_is_told(mistake: str, field: str, common: str) -> 
     that differ from what the chunks are cached behind."""
     bench = Bench()
     send, _ = MISTAKES[mistake]
-    missed = [send(bench, i).answer()["missed"] for i in range(3)][1:]
-    assert [(m["field"], m["token"]) for (m,) in missed] == [(field, len(common))] * 2
+    requests = [send(bench, i) for i in range(3)][1:]
+    assert [place(request) for request in requests] == [("other_head", field, len(common))] * 2
+
+
+SYSTEM = {"messages": [system("s"), user("q")]}
+LONGER = {"messages": [system("s"), user("a"), system("b"), user("q")]}
 
 
 @pytest.mark.parametrize(
     ("first", "second", "field"),
     [
-        ({}, {"messages": [system("s"), user("q")]}, "messages.0"),
-        ({"messages": [system("s"), user("q")]}, {}, "messages.0"),
-        (
-            {"messages": [system("s"), user("q")]},
-            {"messages": [system("s"), user("a"), system("b"), user("q")]},
-            "messages.1",
-        ),
+        ({}, SYSTEM, "messages.0"),
+        (SYSTEM, {}, "messages.0"),
+        (SYSTEM, LONGER, "messages.1"),
         ({}, {"who": Identity("me", lora="x")}, "model"),
         ({}, {"who": Identity("another key")}, None),
     ],
@@ -138,44 +141,36 @@ def test_what_differs_is_named(
     """Also a part that only one of the two has.
     An adapter changes no token; an API key shares all."""
     bench = Bench()
-    run(bench, first)
-    answer = run(bench, second).answer()
-    assert [(m["reason"], m.get("field")) for m in answer["missed"]] == (
-        [("other_head", field)] if field else []
-    )
+    for options in (first, second):
+        answer = bench.run(options.get("messages", "q"), A, B, who=options.get("who", ME)).answer()
+    missed = [(each["reason"], each.get("field")) for each in answer["missed"]]
+    assert missed == ([("other_head", field)] if field else [])
     assert (answer["chunks_hit"] == 2) == (field is None)
-
-
-def run(bench: Bench, options: Mapping[str, Any]) -> Asked:
-    return bench.run(options.get("messages", "q"), A, B, who=options.get("who", ME))
 
 
 def test_parts_are_named_by_their_place() -> None:
     """Frontend programs send parts."""
     bench = Bench()
-    for text in ("one", "only"):
-        request = bench.parts([text, [A], "?"])
-        bench.reply(request)
-    (missed,) = request.answer()["missed"]
-    assert (missed["reason"], missed["field"], missed["token"]) == (
-        "other_head",
-        "parts.0",
-        len("\x02on"),
-    )
+    _, request = (bench.reply(bench.parts([text, [A], "?"])) for text in ("one", "only"))
+    assert place(request) == ("other_head", "parts.0", len("\x02on"))
 
 
 # Same text before it
 
 
-def test_other_order_is_told() -> None:
+@pytest.mark.parametrize(
+    ("order", "first", "second", "reasons"),
+    [
+        ("retriever", [A, B], [C, A], {"new_chunk": ["c"], "other_order": ["a"]}),
+        ("tree", [A, B, C], [B, C], {"other_order": ["b", "c"]}),
+    ],
+)
+def test_other_order_is_told(order: Any, first: Any, second: Any, reasons: Any) -> None:
     """Cached behind the same head; but in the retriever's order,
     or behind a chunk that this request does not have."""
-    bench = Bench(order="retriever")
-    bench.run("1", A, B)
-    assert why(bench.run("2", C, A)) == {"new_chunk": ["c"], "other_order": ["a"]}
-    other = Bench()
-    other.run("1", A, B, C)
-    assert why(other.run("2", B, C)) == {"other_order": ["b", "c"]}
+    bench = Bench(order=order)
+    bench.run("1", *first)
+    assert why(bench.run("2", *second)) == reasons
 
 
 def test_evicted_is_told() -> None:
@@ -198,10 +193,10 @@ def test_evicted_is_told() -> None:
 def test_chunk_that_was_evicted_behind_another_head_is_of_another_head() -> None:
     """A larger cache would not have helped."""
     bench = Bench()
-    bench.run([system("1"), user("q")], A)
+    behind(bench, "1", A)
     bench.ranks[0].evict_all()
     bench.run("q", D)
-    assert why(bench.run([system("2"), user("q")], A)) == {"other_head": ["a"]}
+    assert why(behind(bench, "2", A)) == {"other_head": ["a"]}
 
 
 def test_head_that_is_known_counts_before_a_later_one() -> None:
@@ -209,8 +204,8 @@ def test_head_that_is_known_counts_before_a_later_one() -> None:
     and is in its place all the same."""
     bench = Bench(order="retriever")
     for head in "12":
-        bench.run([system(head), user("q")], A, B)
-    assert why(bench.run([system("1"), user("q")], B)) == {"other_order": ["b"]}
+        behind(bench, head, A, B)
+    assert why(behind(bench, "1", B)) == {"other_order": ["b"]}
 
 
 def test_other_rank_is_told() -> None:
@@ -238,11 +233,9 @@ def test_what_must_be_computed_is_told(start: int | None, reasons: dict[str, lis
 def test_request_under_way_has_taught_nothing_yet() -> None:
     """Two at once: the chunk of both is new. After the answers it is not."""
     bench = Bench()
-    first, second = bench.ask("1", A), bench.ask("2", A)
-    for request in (first, second):
-        bench.reply(request)
-        assert why(request) == {"new_chunk": ["a"]}
-    assert why(bench.run([system("s"), user("q")], A)) == {"other_head": ["a"]}
+    for request in [bench.ask("1", A), bench.ask("2", A)]:
+        assert why(bench.reply(request)) == {"new_chunk": ["a"]}
+    assert why(behind(bench, "s", A)) == {"other_head": ["a"]}
 
 
 def test_plain_text_has_no_other_reason() -> None:
@@ -250,11 +243,8 @@ def test_plain_text_has_no_other_reason() -> None:
     bench = Bench()
     bench.run("1", A)
     request = bench.ask("2", B, A)
-    output = {
-        "meta_info": {"completion_tokens": 1, "cached_tokens": 0, "finish_reason": None},
-        "output_ids": [65],
-    }
-    bench.observe(request, output)
+    meta = {"completion_tokens": 1, "cached_tokens": 0, "finish_reason": None}
+    bench.observe(request, {"meta_info": meta, "output_ids": [65]})
     assert why(request) == {"plain_text": ["a", "b"]}
     assert request.answer()["fallbacks"] == ["plain_text"]
 
@@ -262,13 +252,20 @@ def test_plain_text_has_no_other_reason() -> None:
 def test_moved_kv_has_its_own_reasons() -> None:
     """A request that asks for it is not told twice."""
     bench = Bench(reuse="fused")
-    request = bench.ask("1", A, fusion=FusionRequest("first", 0.1))
-    bench.reply(request)
-    assert request.answer()["missed"] is None
-    assert request.answer()["fallbacks"] == ["no_report"]
+    answer = bench.reply(bench.ask("1", A, fusion=FusionRequest("first", 0.1))).answer()
+    assert (answer["missed"], answer["fallbacks"]) == (None, ["no_report"])
 
 
 # Conversations
+
+
+def second_turn(bench: Bench, *chunks: Passage, more: int = 0, **options: Any) -> Asked:
+    """Of a conversation whose first turn had A; the rank finds that turn's chunks, and some tokens
+    more."""
+    talk = Talk(bench)
+    talk.messages = [user("one"), {"role": "assistant", "content": "ok"}]
+    request = talk.ask("two", *chunks, **options)
+    return bench.reply(request, cached=request.area[-1].end + more)
 
 
 def test_later_turns_follow_a_history() -> None:
@@ -276,47 +273,33 @@ def test_later_turns_follow_a_history() -> None:
     first area. History found counts nothing."""
     bench = Bench()
     bench.run("q", C)
-    messages = [user("one")]
-    bench.turn(messages, A)
+    Talk(bench).turn("one", A)
     counted = bench.books.metrics.totals()["chunks_by_reason"]
-    second = bench.ask([*messages, user("two")], C, B, to="c")
-    bench.reply(second, cached=second.area[-1].end + 5)
-    (of_new, of_head) = sorted(second.answer()["missed"], key=lambda each: each["reason"])
+    second = second_turn(bench, C, B, more=5)
+    of_new, of_head = sorted(second.answer()["missed"], key=lambda each: each["reason"])
     assert (of_new["reason"], of_new["chunks"], of_head["chunks"]) == ("new_chunk", ["b"], ["c"])
-    assert (of_head["reason"], of_head["field"], of_head["token"]) == (
-        "other_head",
-        "history",
-        second.area[-1].end,
-    )
-    assert bench.books.metrics.totals()["chunks_by_reason"] == {
-        **counted,
-        "new_chunk": counted["new_chunk"] + 1,
-        "other_head": 1,
-    }
+    assert (of_head["reason"], of_head["field"]) == ("other_head", "history")
+    assert of_head["token"] == second.area[-1].end
+    now = {**counted, "new_chunk": counted["new_chunk"] + 1, "other_head": 1}
+    assert bench.books.metrics.totals()["chunks_by_reason"] == now
 
 
 def test_history_that_left_the_cache_is_told() -> None:
     """The turn is asked again, and finds only the first chunks:
     the chunk of the second turn was evicted, in this order."""
     bench = Bench()
-    messages = [user("one")]
-    bench.turn(messages, A)
-    for _ in range(2):
-        second = bench.ask([*messages, user("two")], B, C, to="c")
-        bench.reply(second, cached=second.area[-1].end)
+    Talk(bench).turn("one", A)
+    _, second = (second_turn(bench, B, C) for _ in range(2))
     assert why(second) == {"evicted": ["b", "c"]}
-    other = bench.ask([*messages, user("two")], C, B, to="c")
-    bench.reply(other, cached=other.area[-1].end)
-    assert why(other) == {"other_order": ["c", "b"]}
+    assert why(second_turn(bench, C, B)) == {"other_order": ["c", "b"]}
 
 
 def test_later_turn_on_another_rank_is_told() -> None:
     """By turns, a retry of the second turn goes where its chunk is not."""
-    bench = Bench(num_ranks=2, routing="round_robin")
-    messages = [user("one")]
-    first = bench.turn(messages, A)
-    reasons = [why(bench.run([*messages, user("two")], B, to="c")) for _ in range(2)]
-    assert reasons == [
+    talk = Talk(Bench(num_ranks=2, routing="round_robin"))
+    first = talk.turn("one", A)
+    second = [*talk.messages, user("two")]
+    assert [why(talk.bench.run(second, B, to="c")) for _ in range(2)] == [
         {"other_rank": [first.area[0].chunk[:8]], "new_chunk": ["b"]},
         {"other_rank": ["b"]},
     ]
@@ -325,27 +308,17 @@ def test_later_turn_on_another_rank_is_told() -> None:
 def test_places_of_several_answers_are_noted_too() -> None:
     """SGLang does not report what a request with `n` > 1 has found: all its chunks are noted."""
     bench = Bench()
-    messages = [user("one")]
-    bench.turn(messages, A)
-    request = bench.reply(bench.ask([*messages, user("two")], B, to="c", num_answers=2))
-    assert request.answer()["missed"] is None
-    again = bench.ask([*messages, user("two")], B, to="c")
-    bench.reply(again, cached=again.area[-1].end)
-    assert why(again) == {"evicted": ["b"]}
+    Talk(bench).turn("one", A)
+    assert second_turn(bench, B, num_answers=2).answer()["missed"] is None
+    assert why(second_turn(bench, B)) == {"evicted": ["b"]}
 
 
 def test_chunk_of_a_later_turn_is_known_in_a_first_one() -> None:
     """Behind the head alone it is not cached: the other text goes on where this one ends."""
-    bench = Bench()
-    messages = [user("one")]
-    bench.turn(messages, A)
-    bench.turn([*messages, user("two")], B)
-    (missed,) = bench.run("q", B).answer()["missed"]
-    assert (missed["reason"], missed["field"], missed["token"]) == (
-        "other_head",
-        "history",
-        len("\x02\x01u"),
-    )
+    talk = Talk(Bench())
+    talk.turn("one", A)
+    talk.turn("two", B)
+    assert place(talk.bench.run("q", B)) == ("other_head", "history", len("\x02\x01u"))
 
 
 # One reason each
@@ -356,34 +329,27 @@ class NaiveReasons:
 
     def __init__(self) -> None:
         self.known: set[int] = set()
-        self.answered: list[tuple[str, str, tuple[str, ...]]] = []
+        self.answered: list[tuple[str, str, tuple[Any, ...]]] = []
         self.tenants: set[str] = set()
 
     def expect(
-        self, tenant: str, namespace: str, ids: Sequence[str], *, is_named: bool
+        self, tenant: str, namespace: str, ids: Sequence[Any], *, is_named: bool
     ) -> list[str]:
         return [
             self._reason(tenant, namespace, ids[: i + 1], is_named=is_named)
             for i in range(len(ids))
         ]
 
-    def _reason(self, tenant: str, namespace: str, ids: Sequence[str], *, is_named: bool) -> str:
-        if chain(namespace, ids) in self.known:
+    def _reason(self, tenant: str, namespace: str, ids: Sequence[Any], *, is_named: bool) -> str:
+        if chain_of(namespace, ids) in self.known:
             return "evicted"
         for other, text, order in reversed(self.answered):
             if (other, text) == (tenant, namespace) and ids[-1] in order:
-                place = chain(namespace, order[: order.index(ids[-1]) + 1])
+                place = chain_of(namespace, order[: order.index(ids[-1]) + 1])
                 return "other_order" if place in self.known else "evicted"
         if any(other == tenant and ids[-1] in order for other, _, order in self.answered):
             return "other_head"
         return "new_tenant" if is_named and tenant not in self.tenants else "new_chunk"
-
-
-def chain(namespace: str, ids: Sequence[str]) -> int:
-    end = root_chain(namespace)
-    for chunk in ids:
-        end = extend_chain(end, chunk)  # type: ignore[arg-type]
-    return end
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -404,24 +370,18 @@ def test_every_missed_chunk_has_the_one_reason_that_a_list_of_requests_gives(
         ids = [span.chunk for span in request.area]
         expected = naive.expect(who.tenant, request.namespace, ids, is_named=who.is_named)
         found = bench.ranks[0].found(request.custom_params, request.input_ids)
-        bench.reply(request, cached=found)
-        reasons = {
-            label: each["reason"] for each in request.answer()["missed"] for label in each["chunks"]
-        }
-        number = sum(span.end <= found for span in request.area)
+        missed = bench.reply(request, cached=found).answer()["missed"]
+        reasons = {label: each["reason"] for each in missed for label in each["chunks"]}
+        lost: list[Span] = [span for span in request.area if span.end > found]
+        number = len(ids) - len(lost)
         assert reasons == dict(zip(request.order[number:], expected[number:], strict=True))
-        assert sum(each["tokens"] for each in request.answer()["missed"]) == length(
-            request.area[number:]
-        )
+        num_tokens = sum(span.end - span.start for span in lost)
+        assert sum(each["tokens"] for each in missed) == num_tokens
         naive.answered.append((who.tenant, request.namespace, tuple(ids)))
         naive.known = set(bench.ranks[0].held)
         naive.tenants.add(who.tenant)
         seen |= {*reasons.values()}
     assert seen >= {"evicted", "other_order", "other_head", "new_chunk", "new_tenant"}
-
-
-def length(spans: Sequence[Span]) -> int:
-    return sum(span.end - span.start for span in spans)
 
 
 # Tenants
@@ -447,30 +407,25 @@ def test_anothers_texts_change_no_byte(mine: Identity) -> None:
         return shown
 
     alone = seen(None)
-    assert (
-        alone
-        == seen(Identity("k", cache_salt="theirs"))
-        == seen(Identity("other", extra_key="theirs"))
-    )
+    assert alone == seen(Identity("k", cache_salt="theirs"))
+    assert alone == seen(Identity("other", extra_key="theirs"))
     assert alone != seen(mine)  # the control
 
 
 def test_explain_tells_the_same_reasons() -> None:
     """By what the rank has: on the device, in host memory, in the storage."""
     bench = Bench()
-    bench.run([system("1"), user("q")], A, B)
+    behind(bench, "1", A, B)
     plan = bench.plan([system("2"), user("q")], A, C)
-    shown = explained(plan, Explanation(0, 0, 0))
-    assert shown["fallbacks"] == ("other_head", "new_chunk")
-    assert [(m["reason"], m["chunks"]) for m in shown["missed"]] == [
+    end = plan.spans[0].end
+    nothing = explained(plan, Explanation(0, 0, 0))
+    first = explained(plan, Explanation(end - 3, 0, 0, loaded=2, stored=1))
+    assert nothing["fallbacks"] == ("other_head", "new_chunk")
+    assert [(each["reason"], each["chunks"]) for each in nothing["missed"]] == [
         ("other_head", ["a"]),
         ("new_chunk", ["c"]),
     ]
-    end = plan.spans[0].end
-    assert [
-        m["chunks"]
-        for m in explained(plan, Explanation(end - 3, 0, 0, loaded=2, stored=1))["missed"]
-    ] == [["c"]]
+    assert [each["chunks"] for each in first["missed"]] == [["c"]]
     assert bench.books.metrics.totals()["fallbacks"] == {"new_chunk": 1}
 
 
@@ -479,7 +434,7 @@ def test_forget_is_a_restart() -> None:
     bench = Bench()
     bench.run("q", A)
     bench.books.forget()
-    assert why(bench.run([system("s"), user("q")], A)) == {"new_chunk": ["a"]}
+    assert why(behind(bench, "s", A)) == {"new_chunk": ["a"]}
 
 
 # What operators are told
@@ -489,22 +444,21 @@ def test_heads_that_never_recur_are_logged_once(caplog: pytest.LogCaptureFixture
     """Chunks recur, heads never do: one line in ten minutes, with the place.
     One head that recurs ends it."""
     bench = Bench()
-    send, _ = MISTAKES["time in the system prompt"]
     with caplog.at_level(logging.WARNING):
         for i in range(reasons.HEADS_IN_A_ROW):
-            send(bench, i)
+            behind(bench, str(i), *ALL)
         assert caplog.records == []
         for i in range(10):
-            send(bench, 100 + i)
+            behind(bench, str(100 + i), *ALL)
     (record,) = caplog.records
     assert "each behind another text" in record.getMessage()
     assert "messages.0, at token" in record.getMessage()
     (row,) = bench.books.reasons.hints()["heads"]
     assert (row["requests"], row["field"]) == (reasons.HEADS_IN_A_ROW + 9, "messages.0")
     bench.now += hint_log.EVERY_S
-    send(bench, 200)
+    behind(bench, "200", *ALL)
     assert len(caplog.records) == 2
-    send(bench, 200)
+    behind(bench, "200", *ALL)
     assert bench.books.reasons.hints()["heads"] == []
 
 
@@ -512,9 +466,19 @@ def test_new_chunks_behind_new_heads_are_no_hint(caplog: pytest.LogCaptureFixtur
     """Nothing recurs, so no head is to blame."""
     bench = Bench()
     for i in range(40):
-        bench.run([system(str(i)), user("q")], Passage("p", f"new {i}"))
+        behind(bench, str(i), Passage("p", f"new {i}"))
+    assert (bench.books.reasons.hints()["heads"], caplog.records) == ([], [])
+
+
+def test_heads_that_recur_are_no_hint() -> None:
+    """A pool that is too small for them: they were cached, and have left."""
+    bench = Bench()
+    for number in range(120):
+        behind(bench, f"prompt {number % 30}", A, B)
+        if number >= 30:
+            bench.ranks[0].evict_all()
+            bench.books.mirrors[0].apply(bench.ranks[0].log.unread())
     assert bench.books.reasons.hints()["heads"] == []
-    assert caplog.records == []
 
 
 def test_salts_that_never_recur_are_logged(
@@ -530,10 +494,7 @@ def test_salts_that_never_recur_are_logged(
     assert caplog.records == []
     bench.run("q", A, who=Identity(cache_salt="0"))
     (record,) = caplog.records
-    assert (
-        "of the last 20 requests with a cache_salt or extra_key, 19 had one that had not come since"
-        " the start" in record.getMessage()
-    )
+    assert "of the last 20 requests with a cache_salt or extra_key, 19" in record.getMessage()
     assert bench.books.reasons.hints()["salts"] == {"requests": 20, "new": 19, "never_recur": True}
     for _ in range(2):
         bench.run("q", A, who=Identity(cache_salt="0"))
@@ -543,48 +504,27 @@ def test_salts_that_never_recur_are_logged(
 # `/v1`
 
 
-def sent(path: str, body: Any) -> SimpleNamespace:
+def sent(body: Any, path: str = "/v1/chat/completions") -> SimpleNamespace:
     """A request as FastAPI leaves it."""
     return SimpleNamespace(scope={"path": path}, _json=body)
 
 
-MESSAGES = [{"role": "user", "content": "q", "chunks": [{"text": "x"}]}]
+CHUNKS = [{"text": "x"}]
+MESSAGES = [{"role": "user", "content": "q", "chunks": CHUNKS}]
 
 
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
-        (sent("/v1/chat/completions", {"messages": [], "chunks": [{"text": "x"}]}), "chunks"),
-        (
-            sent(
-                "/v1/chat/completions", {"messages": [{"role": "user", "chunks": []}], "chunks": []}
-            ),
-            None,
-        ),
-        (
-            sent(
-                "/v1/chat/completions",
-                {"messages": [{"role": "user", "chunks": None}], "chunks": None},
-            ),
-            None,
-        ),
-        (sent("/v1/chat/completions", {"messages": MESSAGES}), "messages.chunks"),
-        (sent("/v1/completions", {"prompt": "q", "chunks": [{"text": "x"}]}), "chunks"),
-        (
-            sent(
-                "/v1/chat/completions",
-                {"messages": [{"role": "user", "content": '"chunks"'}, "odd"]},
-            ),
-            None,
-        ),
-        (
-            sent(
-                "/rag/v1/chat/completions", {"messages": MESSAGES, "chunks": MESSAGES[0]["chunks"]}
-            ),
-            None,
-        ),
-        (sent("/generate", {"chunks": [{"text": "x"}]}), None),
-        (sent("/v1/chat/completions", [1]), None),
+        (sent({"messages": [], "chunks": CHUNKS}), "chunks"),
+        (sent({"messages": [{"role": "user", "chunks": []}], "chunks": []}), None),
+        (sent({"messages": [{"role": "user", "chunks": None}], "chunks": None}), None),
+        (sent({"messages": MESSAGES}), "messages.chunks"),
+        (sent({"prompt": "q", "chunks": CHUNKS}, "/v1/completions"), "chunks"),
+        (sent({"messages": [{"role": "user", "content": '"chunks"'}, "odd"]}), None),
+        (sent({"messages": MESSAGES, "chunks": CHUNKS}, "/rag/v1/chat/completions"), None),
+        (sent({"chunks": CHUNKS}, "/generate"), None),
+        (sent([1]), None),
         (SimpleNamespace(scope={"path": "/v1/chat/completions"}), None),
         (None, None),
     ],
@@ -599,14 +539,15 @@ def test_chunks_on_v1_are_logged_once_and_counted(caplog: pytest.LogCaptureFixtu
     """Nobody reads them, so the answer has no context."""
     metrics, now = Metrics(prometheus=False), [0.0]
     misplaced = Misplaced(lambda: metrics, clock=lambda: now[0])
-    own = {"chunks": MESSAGES[0]["chunks"]}
-    bodies: list[dict[str, Any]] = [own, own, {"messages": MESSAGES}, {"messages": []}]
+    own = {"chunks": CHUNKS}
+    bodies: list[Any] = [own, own, {"messages": MESSAGES}, {"messages": []}]
     for body in bodies:
-        misplaced.look(sent("/v1/chat/completions", body))
+        misplaced.look(sent(body))
     assert metrics.totals()["misplaced"] == {"chunks": 2, "messages.chunks": 1}
-    assert ["/v1/chat/completions got `chunks`" in caplog.text, len(caplog.records)] == [True, 2]
+    assert "/v1/chat/completions got `chunks`" in caplog.text
+    assert len(caplog.records) == 2
     now[0] += hint_log.EVERY_S
-    misplaced.look(sent("/v1/chat/completions", own))
+    misplaced.look(sent(own))
     assert len(caplog.records) == 3
 
 
@@ -617,46 +558,24 @@ def test_chunks_on_v1_are_logged_once_and_counted(caplog: pytest.LogCaptureFixtu
 def test_a_place_in_a_flushed_cache_is_gone(at: int) -> None:
     """Whichever rank had it: nobody has it now. Chunks of the first turn, and of a later one."""
     bench = Bench(num_ranks=2)
-    messages = [user("one")]
-    bench.turn(messages, A)
-    messages.append(user("two"))
-    bench.turn(messages, B)
-    messages.append(user("three"))
+    talk = Talk(bench)
+    talk.turn("one", A)
+    talk.turn("two", B)
     for rank, mirror in zip(bench.ranks, bench.books.mirrors, strict=True):
         rank.log.restart()
         rank.held.clear()
         mirror.apply(rank.log.unread())
-    request = bench.reply(bench.ask(messages, C, to="c", rank=at))
-    assert {reason: len(chunks) for reason, chunks in why(request).items()} == {
-        "evicted": 2,
-        "new_chunk": 1,
-    }
+    found = why(talk.turn("three", C, rank=at))
+    assert (len(found.pop("evicted")), found) == (2, {"new_chunk": ["c"]})
 
 
 def test_another_order_on_another_rank_is_another_order() -> None:
     """The rank that has the chunk would not have found it here either."""
     bench = Bench(num_ranks=2, order="retriever")
     bench.reply(bench.ask("q", A, B, rank=0))
-    assert why(bench.reply(bench.ask("q", C, B, rank=1))) == {
-        "new_chunk": ["c"],
-        "other_order": ["b"],
-    }
-    assert why(bench.reply(bench.ask("q", A, D, rank=1))) == {
-        "other_rank": ["a"],
-        "new_chunk": ["d"],
-    }
-
-
-def test_heads_that_recur_are_no_hint(caplog: pytest.LogCaptureFixture) -> None:
-    """A pool that is too small for them: they were cached, and have left."""
-    bench = Bench()
-    with caplog.at_level(logging.WARNING):
-        for number in range(120):
-            bench.run([system(f"prompt {number % 30}"), user("q")], A, B)
-            if number >= 30:
-                bench.ranks[0].evict_all()
-                bench.books.mirrors[0].apply(bench.ranks[0].log.unread())
-    assert bench.books.reasons.hints()["heads"] == []
+    other, same = (bench.reply(bench.ask("q", *each, rank=1)) for each in ((C, B), (A, D)))
+    assert why(other) == {"new_chunk": ["c"], "other_order": ["b"]}
+    assert why(same) == {"other_rank": ["a"], "new_chunk": ["d"]}
 
 
 def test_tenants_beyond_the_table_are_not_new() -> None:

@@ -34,38 +34,31 @@ KEY = make_key([9, 9, 1, 2, 3, 4, 5, 8], (2, 5), (5, 7))  # h h | a a a | b b | 
 A, B = (span.chunk for span in KEY.spans)
 
 
-def test_segments_are_chunks_and_the_tokens_between() -> None:
+SPLIT = make_key([9, 1, 2, 8, 8, 8], (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        (KEY, [Segment(0, 2, None), Segment(2, 5, A), Segment(5, 7, B), Segment(7, 8, None)]),
+        (KEY[2:], [Segment(0, 3, A), Segment(3, 5, B), Segment(5, 6, None)]),
+        (make_key([1, 2]), [Segment(0, 2, None)]),
+        (make_key([]), []),
+    ],
+)
+def test_segments_are_chunks_and_the_tokens_between(key: ChunkKey, expected: list[Segment]) -> None:
     """A node holds one segment, so the segments tile the key in order."""
-    assert list(KEY.segments()) == [
-        Segment(0, 2, None),
-        Segment(2, 5, A),
-        Segment(5, 7, B),
-        Segment(7, 8, None),
-    ]
-
-
-def test_segments_without_spans_is_one_token_run() -> None:
-    """A request of the front without chunks is one run of tokens."""
-    assert list(make_key([1, 2]).segments()) == [Segment(0, 2, None)]
-
-
-def test_segments_of_empty_key_are_none() -> None:
-    """Nothing to insert, no node."""
-    assert list(make_key([]).segments()) == []
+    assert list(key.segments()) == expected
 
 
 def test_segments_split_tokens_at_border() -> None:
     """The prompt's end is a node border, so that an answer can leave without its prompt."""
-    key = make_key([9, 1, 2, 8, 8, 8], (1, 3))
-    assert list(key.segments(4))[2:] == [Segment(3, 4, None), Segment(4, 6, None)]
+    assert list(SPLIT.segments(4))[2:] == [Segment(3, 4, None), Segment(4, 6, None)]
 
 
 @pytest.mark.parametrize("border", [0, 1, 2, 3, 6, 7])
 def test_segments_never_split_chunks_nor_make_empty_ones(border: int) -> None:
-    """A border inside a chunk or at a segment's edge changes nothing:
-    no half chunk, no empty node."""
-    key = make_key([9, 1, 2, 8, 8, 8], (1, 3))
-    assert list(key.segments(border)) == list(key.segments())
+    assert list(SPLIT.segments(border)) == list(SPLIT.segments())
 
 
 @pytest.mark.parametrize(
@@ -76,108 +69,66 @@ def test_cut_at_chunk_moves_an_end_inside_a_chunk_to_its_start(end: int, expecte
     assert cut_at_chunk(KEY.spans, end) == expected
 
 
-def test_cut_keeps_whole_chunks_and_namespace() -> None:
-    """What is cut keeps extra_key and cache_salt, or one tenant's KV would serve another."""
+def test_cut_and_slice_keep_whole_chunks_and_namespace() -> None:
+    """Else one tenant's KV would serve another."""
     key = ChunkKey.cut(KEY.token_ids, KEY.spans, 6, extra_key="x", cache_salt="s")
     assert (list(key.token_ids), [span.chunk for span in key.spans]) == ([9, 9, 1, 2, 3], [A])
-    assert (key.extra_key, key.cache_salt) == ("x", "s")
-
-
-def test_cut_beyond_the_end_keeps_all() -> None:
-    """`up_to` may exceed the tokens; the key does not."""
+    for part in (key, key[1:]):
+        assert (part.extra_key, part.cache_salt) == ("x", "s")
     assert len(ChunkKey.cut(KEY.token_ids, KEY.spans, 100)) == 8
+    assert KEY[5:].child_key() == make_key([4, 5], (0, 2)).child_key()
 
 
-def test_slice_moves_spans() -> None:
-    """SGLang walks down by slicing the matched part off; spans follow."""
-    rest = KEY[2:]
-    assert list(rest.segments()) == [Segment(0, 3, A), Segment(3, 5, B), Segment(5, 6, None)]
-    assert rest[3:].child_key() == make_key([4, 5], (0, 2)).child_key()
-
-
-def test_slice_keeps_namespace() -> None:
-    """A slice belongs to the tenant of the whole."""
-    part = make_key([1, 2], extra_key="x", cache_salt="s")[1:]
-    assert (part.extra_key, part.cache_salt) == ("x", "s")
-
-
-def test_slice_step_is_refused() -> None:
-    """As SGLang's key refuses it."""
+def test_index_is_that_of_sglangs_key() -> None:
+    """IndexError, not an empty key."""
+    assert list(KEY[-1].token_ids) == [8]
+    for index in (8, 100, -9):
+        with pytest.raises(IndexError):
+            KEY[index]
     with pytest.raises(ValueError, match="step"):
         KEY[::2]
 
 
-@pytest.mark.parametrize("index", [8, 100, -9])
-def test_index_out_of_range_raises(index: int) -> None:
-    """A RadixKey subclass keeps its contract: IndexError, not an empty key."""
-    with pytest.raises(IndexError):
-        KEY[index]
+CHUNK = make_key([1, 2, 3], (0, 3))
 
 
-def test_index_counts_from_the_end() -> None:
-    """As SGLang's key does."""
-    assert list(KEY[-1].token_ids) == [8]
+@pytest.mark.parametrize(
+    ("node", "query", "expected"),
+    [
+        (CHUNK, make_key([1, 2, 3, 4, 5], (0, 3), (3, 5)), 3),
+        # chunks that begin alike never split each other
+        (CHUNK, make_key([1, 2, 4], (0, 3)), 0),
+        (CHUNK, make_key([1, 2, 3, 4], (0, 4)), 0),
+        (make_key([1, 2, 3, 4], (0, 4)), CHUNK, 0),
+        # token by token outside chunks, up to where the query enters one
+        (make_key([1, 2, 3, 4]), make_key([1, 2, 3, 9]), 3),
+        (make_key([1, 2, 3, 4]), make_key([1, 2, 3, 4], (2, 4)), 2),
+        # a chunk and the same tokens outside chunks, or of plain requests
+        (CHUNK, make_key([1, 2, 3]), 0),
+        (make_key([1, 2, 3]), CHUNK, 0),
+        (make_key([1, 2]), RadixKey(array("q", [1, 2])), 0),
+    ],
+)
+def test_match(node: ChunkKey, query: RadixKey, expected: int) -> None:
+    assert node.match(query) == expected
 
 
-def test_match_takes_all_of_a_chunk() -> None:
-    """Equal chunks match in one comparison."""
-    node = make_key([1, 2, 3], (0, 3))
-    assert node.match(make_key([1, 2, 3, 4, 5], (0, 3), (3, 5))) == 3
-
-
-def test_match_takes_none_of_a_chunk_that_begins_alike() -> None:
-    """Two chunks that begin alike never split each other."""
-    node = make_key([1, 2, 3], (0, 3))
-    assert node.match(make_key([1, 2, 4], (0, 3))) == 0
-    assert node.match(make_key([1, 2, 3, 4], (0, 4))) == 0
-    assert make_key([1, 2, 3, 4], (0, 4)).match(make_key([1, 2, 3], (0, 3))) == 0
-
-
-def test_match_goes_token_by_token_outside_chunks() -> None:
-    """Heads, questions and answers match as in SGLang."""
-    assert make_key([1, 2, 3, 4]).match(make_key([1, 2, 3, 9])) == 3
-
-
-def test_match_stops_where_the_query_enters_a_chunk() -> None:
-    """A node runs on into tokens that are a chunk of the query:
-    the match ends with the query's head."""
-    assert make_key([1, 2, 3, 4]).match(make_key([1, 2, 3, 4], (2, 4))) == 2
-
-
-def test_match_of_tokens_with_chunk_is_zero() -> None:
-    """A chunk and the same tokens outside chunks are different units."""
-    chunk, tokens = make_key([1, 2], (0, 2)), make_key([1, 2])
-    assert chunk.match(tokens) == tokens.match(chunk) == 0
-
-
-def test_match_with_plain_key_is_zero() -> None:
-    """Plain requests and the front's share no nodes."""
-    assert make_key([1, 2]).match(RadixKey(array("q", [1, 2]))) == 0
-
-
-def test_match_of_other_namespace_is_an_error() -> None:
+@pytest.mark.parametrize("name", ["extra_key", "cache_salt"])
+def test_match_of_other_namespace_is_an_error(name: str) -> None:
     """As in SGLang: child keys keep namespaces apart, so meeting one is a bug."""
-    with pytest.raises(ValueError, match="cache_salt"):
-        make_key([1], cache_salt="a").match(make_key([1], cache_salt="b"))
-    with pytest.raises(ValueError, match="extra_key"):
-        make_key([1], extra_key="a").match(make_key([1], extra_key="b"))
+    one, other = (make_key([1], **{name: value}) for value in "ab")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=name):
+        one.match(other)
 
 
 def test_child_key_separates_namespaces_kinds_and_chunks() -> None:
     """One dict of children holds tenants, plain keys, chunks and tokens; all must differ."""
-    keys = [
-        make_key([1, 2], (0, 2)).child_key(),
-        make_key([1, 2]).child_key(),
-        make_key([1, 2], extra_key="x").child_key(),
-        make_key([1, 2], cache_salt="x").child_key(),
-        make_key([1, 2], (0, 2), extra_key="x").child_key(),
-        make_key([1, 2], (0, 2), cache_salt="x").child_key(),
-        make_key([1, 2, 3], (0, 3)).child_key(),
-        RadixKey(array("q", [1, 2])).child_key(),
-        RadixKey(array("q", [1, 2]), "x").child_key(),
-        RadixKey(array("q", [1, 2]), cache_salt="x").child_key(),
-    ]
-    assert len(set(keys)) == len(keys)
+    keys: list[RadixKey] = [CHUNK]
+    namespaces: list[dict[str, Any]] = [{}, {"extra_key": "x"}, {"cache_salt": "x"}]
+    for names in namespaces:
+        ids = array("q", [1, 2])
+        keys += [make_key(ids, (0, 2), **names), make_key(ids, **names), RadixKey(ids, **names)]
+    assert len({key.child_key() for key in keys}) == len(keys)
 
 
 def test_child_key_is_the_chunk_whatever_follows() -> None:
@@ -205,57 +156,33 @@ def test_nothing_from_the_moved_chunk_on_is_shared_with_exact_keys(start: int) -
 
 
 def test_slice_moves_the_fused_part() -> None:
-    """Walking down, what is below approximate KV stays approximate."""
     starts = [FUSED[start:].fused for start in (0, 2, 5, 7)]
     assert starts == [Fused(5, "r"), Fused(3, "r"), Fused(0, "r"), Fused(0, "r")]
 
 
-@pytest.mark.parametrize(
-    ("stop", "expected"), [(4, None), (5, None), (7, Fused(5, "r")), (8, Fused(5, "r"))]
-)
-def test_slice_and_cut_that_end_before_the_moved_chunk_are_exact(
-    stop: int, expected: Fused | None
-) -> None:
-    """A shorter insert of a fused request may be exact throughout,
-    and then everybody may have it."""
+@pytest.mark.parametrize(("stop", "is_exact"), [(4, True), (5, True), (7, False), (8, False)])
+def test_slice_and_cut_that_end_before_the_moved_chunk_are_exact(stop: int, is_exact: bool) -> None:
+    """A shorter insert of a fused request may be exact throughout, and everybody may have it."""
+    expected = None if is_exact else Fused(5, "r")
     assert FUSED[:stop].fused == expected
     assert ChunkKey.cut(FUSED.token_ids, FUSED.spans, stop, fused=FUSED.fused).fused == expected
-
-
-def test_cut_inside_the_moved_chunk_is_exact() -> None:
-    """The cut takes the whole chunk away, and with it all that is approximate."""
-    key = ChunkKey.cut(FUSED.token_ids, FUSED.spans, 6, fused=FUSED.fused)
-    assert (len(key), key.fused) == (5, None)
+    inside = ChunkKey.cut(FUSED.token_ids, FUSED.spans, 6, fused=FUSED.fused)
+    assert (len(inside), inside.fused) == (5, None)
 
 
 def test_fused_by_taints_all() -> None:
     """What follows an exact prefix is looked up among the fused nodes below it."""
     rest = make_key([1, 2, 8], (0, 2), extra_key="x", cache_salt="s").fused_by("r")
     assert rest.fused == Fused(0, "r")
-    assert (rest.extra_key, rest.cache_salt, next(iter(rest.segments()))) == (
-        "x",
-        "s",
-        Segment(0, 2, rest.spans[0].chunk),
-    )
-
-
-def test_recipes_share_nothing() -> None:
-    """Other tokens were recomputed: the KV is another."""
-    assert len({KEY[5:].fused_by(recipe).child_key() for recipe in ("r", "s", "")}) == 3
+    assert (rest.extra_key, rest.cache_salt) == ("x", "s")
+    assert next(iter(rest.segments())) == Segment(0, 2, rest.spans[0].chunk)
 
 
 def test_recipe_cannot_forge_another_key() -> None:
-    """A recipe is a client's word as far as it names selectors and ratios: no spelling of it makes
-    a key exact, plain or another tenant's."""
-    keys = [
-        KEY[5:].child_key(),
-        make_key([4, 5], (0, 2), extra_key="fused", cache_salt="r").child_key(),
-    ]
-    keys += [
-        make_key([4, 5], (0, 2), fused=Fused(0, recipe)).child_key()
-        for recipe in ("fused", "chunkcache", "r")
-    ]
-    assert len(set(keys)) == len(keys)
+    """It has a client's words: none makes a key exact, plain, another tenant's or recipe's."""
+    keys = [KEY[5:], make_key([4, 5], (0, 2), extra_key="fused", cache_salt="r")]
+    keys += [KEY[5:].fused_by(recipe) for recipe in ("fused", "chunkcache", "r", "s", "")]
+    assert len({key.child_key() for key in keys}) == len(keys)
 
 
 @st.composite

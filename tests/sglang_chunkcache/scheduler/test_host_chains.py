@@ -8,6 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from radix_ext import ChainId, ChunkPrefixTree, IntegrityError, Tier, chunk_id
+from radix_ext import ChunkPrefixTree, IntegrityError
 from radix_ext.costs import Line, Phase
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler import host_chains, host_metrics
@@ -26,82 +27,24 @@ from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.wire.spans import checked
 from sglang_chunkcache.wire.state import ExplainRequest
 from tests.examples import examples
-from tests.reference.chains import chain_of
+from tests.kit.chains import (
+    CAPACITY,
+    HEAD,
+    A,
+    B,
+    C,
+    HostScheduler,
+    chain,
+    content,
+    known,
+    offloaded,
+    rag,
+)
 from tests.reference.memory_host import FixedCosts
-from tests.reference.scheduler import FakeReq, Scheduler, answer_of, config, marked, walk
-
-HEAD, A, B, C = (90, 91), (1, 2, 3, 4), (1, 2, 5), (7, 8)
-CAPACITY = 40
+from tests.reference.scheduler import FakeReq, answer_of, walk
 
 
-class HostScheduler(Scheduler):
-    """Each slot holds all tokens up to its own, with the tenant's: what its KV depends on."""
-
-    def __init__(self, capacity: int = CAPACITY, host_slots: int = 1000, **knobs: Any) -> None:
-        super().__init__(capacity, config(**knobs), host_slots=host_slots)
-        self.tree = ChunkPrefixTree(max_nodes=10_000)
-        self.mirror = RankMirror(self.tree, 0)
-
-    def check(self, reqs: Sequence[FakeReq] = ()) -> None:
-        super().check(reqs)
-        rank = self.cache.rank_state(0)  # which takes in what has come
-        self.mirror.apply(self.cache.log.unread())
-        assert self.tree.digest(0) == (rank.events.num_nodes, rank.events.digest)
-        self.tree.check_integrity()
-        chains = (facts(node).chain for _, node in walk(self.cache))
-        on_device = {chain for chain in chains if chain is not None}
-        for chain in on_device | self.on_host():
-            node = self.tree.find(chain)
-            assert node is not None
-            assert node.tier(0) == (Tier.DEVICE if chain in on_device else Tier.HOST)
-
-    def on_host(self) -> set[ChainId]:
-        return {host.chain for host in self.cache.host._nodes.values() if host.chain is not None}
-
-    def idle(self) -> None:
-        """Forwards of others, until nothing waits to be saved."""
-        while self.cache.host.stats()["waiting"]:
-            self.forward()
-
-    def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
-        for req, start, end in batch:
-            held = [self.allocator.contents.get(slot) for slot in self.slots(req, 0, start)]
-            assert held == [content(req, n) for n in range(1, start + 1)]
-            for position, slot in enumerate(self.slots(req, start, end), start):
-                self.allocator.contents[slot] = content(req, position + 1)
-
-
-def content(req: FakeReq, end: int) -> tuple[Any, ...]:
-    return (req.extra_key, req.cache_salt, tuple(req.all_ids[:end]))
-
-
-def rag(
-    *chunks: tuple[int, ...],
-    head: tuple[int, ...] = HEAD,
-    tail: tuple[int, ...] = (30,),
-    **params: Any,
-) -> FakeReq:
-    keys = {key: params.pop(key) for key in ("extra_key", "cache_salt") if key in params}
-    ids, spans = list(head), []
-    for chunk in chunks:
-        spans.append((len(ids), len(ids) + len(chunk)))
-        ids += chunk
-    return FakeReq([*ids, *tail], marked(spans, namespace=f"{head}{keys}", **params), **keys)
-
-
-def chain(*chunks: tuple[int, ...], head: tuple[int, ...] = HEAD) -> ChainId:
-    return chain_of(f"{head}{{}}", [chunk_id(chunk) for chunk in chunks])
-
-
-def known(scheduler: HostScheduler, *chunks: tuple[int, ...]) -> None:
-    """Their chain was found cached once, and nothing waits."""
-    scheduler.serve(rag(*chunks))
-    scheduler.serve(rag(*chunks))
-    scheduler.idle()
-
-
-def test_second_hit_is_saved_and_loaded() -> None:
-    scheduler = HostScheduler()
+def test_second_hit_is_saved_and_loaded(scheduler: HostScheduler) -> None:
     scheduler.serve(rag(A, B))
     scheduler.idle()
     assert not scheduler.on_host()
@@ -116,21 +59,17 @@ def test_second_hit_is_saved_and_loaded() -> None:
     scheduler.check()
 
 
-def test_promoted_chunk_is_saved_at_once() -> None:
-    scheduler = HostScheduler()
+def test_promoted_chunk_is_saved_at_once(scheduler: HostScheduler) -> None:
     scheduler.serve(rag(A, B, C, promoted_len=2))
     scheduler.idle()
     assert scheduler.on_host() == {chain(A), chain(A, B)}
 
 
-def test_load_goes_on_behind_the_device() -> None:
-    """Only what is missing is copied, in the head too:
-    another prompt has its first token on the device."""
-    scheduler = HostScheduler()
+def test_load_goes_on_behind_the_device(scheduler: HostScheduler) -> None:
+    """Only what is missing is copied, in the head too."""
     known(scheduler, A, B)
-    scheduler.evict(len(HEAD + A + B) - len(HEAD + A) + 2)  # questions, then B
-    known_tokens = scheduler.match(rag(A, C))
-    assert known_tokens == len(HEAD + A)
+    scheduler.evict(len(B) + 2)  # questions, then B
+    assert scheduler.match(rag(A, C)) == len(HEAD + A)
     req = rag(A, B)
     assert scheduler.serve(req) == len(HEAD + A + B)
     assert state(req).loaded == len(B)
@@ -145,29 +84,17 @@ def test_load_goes_on_behind_the_device() -> None:
 @pytest.mark.parametrize(
     "other", [{"head": (90,)}, {"head": ()}, {"extra_key": "x"}, {"cache_salt": "s"}], ids=str
 )
-def test_others_find_nothing(other: dict[str, Any]) -> None:
-    scheduler = HostScheduler()
-    known(scheduler, A, B)
-    scheduler.evict(CAPACITY)
+def test_others_find_nothing(scheduler: HostScheduler, other: dict[str, Any]) -> None:
+    """Nor does a plain request. No head is a head."""
+    offloaded(scheduler, A, B)
     assert scheduler.serve(rag(A, B, **other)) == 0
-    scheduler.check()
-
-
-def test_no_head_is_a_head() -> None:
-    scheduler = HostScheduler()
+    assert scheduler.serve(FakeReq([*HEAD, *A, *B, 30])) == 0
     for _ in range(2):
         scheduler.serve(rag(A, B, head=()))
     scheduler.idle()
     scheduler.evict(CAPACITY)
     assert scheduler.serve(rag(A, B, head=())) == len(A + B)
     scheduler.check()
-
-
-def test_plain_request_finds_nothing() -> None:
-    scheduler = HostScheduler()
-    known(scheduler, A, B)
-    scheduler.evict(CAPACITY)
-    assert scheduler.serve(FakeReq([*HEAD, *A, *B, 30])) == 0
 
 
 def test_least_reused_leaf_leaves_the_host() -> None:
@@ -188,8 +115,7 @@ def test_least_reused_leaf_leaves_the_host() -> None:
 
 def test_chain_that_left_everything_is_told() -> None:
     scheduler = HostScheduler(host_slots=len(HEAD + A))
-    known(scheduler, A)
-    scheduler.evict(CAPACITY)
+    offloaded(scheduler, A)
     scheduler.check()
     assert scheduler.tree.find(chain(A)) is not None
     known(scheduler, C)
@@ -197,14 +123,10 @@ def test_chain_that_left_everything_is_told() -> None:
     assert scheduler.tree.find(chain(A)) is None
 
 
-def test_front_that_lost_events_hears_of_what_comes_back() -> None:
-    """A notice that names no parent would leave out, for as long as they are reused,
-    the chains that are reused most."""
-    scheduler = HostScheduler()
-    known(scheduler, A, B)
-    scheduler.evict(CAPACITY)
+def test_front_that_lost_events_hears_of_what_comes_back(scheduler: HostScheduler) -> None:
+    """Also of what leads there: what is acknowledged is forgotten."""
+    offloaded(scheduler, A, B)
     scheduler.check()
-    # and what is acknowledged is forgotten
     scheduler.cache.log.acknowledge(scheduler.mirror.acknowledgement)
     scheduler.tree = ChunkPrefixTree(max_nodes=10_000)
     scheduler.mirror = RankMirror(scheduler.tree, 0)
@@ -215,12 +137,10 @@ def test_front_that_lost_events_hears_of_what_comes_back() -> None:
     assert scheduler.mirror.num_gaps == 1
 
 
-def test_computed_again_is_linked_again() -> None:
+def test_computed_again_is_linked_again(scheduler: HostScheduler) -> None:
     """Where the device had no room for the load, the copy and the new node are one chain."""
-    scheduler = HostScheduler()
-    known(scheduler, A, B)
-    scheduler.evict(CAPACITY)
-    scheduler.cache.host.pricing.agreed = {Phase.LOAD: Line(each=1.0), Phase.EXTEND: Line(each=0.5)}
+    offloaded(scheduler, A, B)
+    scheduler.price(Line(each=1.0), Line(each=0.5))
     assert scheduler.serve(rag(A, B)) == 0
     assert scheduler.cache.host.stats()["unpaid"] == 1
     scheduler.check()
@@ -233,10 +153,7 @@ def test_load_that_does_not_pay_is_tried_now_and_then(monkeypatch: pytest.Monkey
     monkeypatch.setattr(host_chains, "TRIED_EVERY", 3)
     scheduler = HostScheduler()
     known(scheduler, A)
-    scheduler.cache.host.pricing.agreed = {
-        Phase.LOAD: Line(fixed=9.0),
-        Phase.EXTEND: Line(fixed=9.0, each=1.0),
-    }
+    scheduler.price(Line(fixed=9.0), Line(fixed=9.0, each=1.0))
     found = []
     for _ in range(3):
         scheduler.evict(CAPACITY)
@@ -253,19 +170,15 @@ def test_decoding_says_nothing_of_prefill() -> None:
     assert [phase for phase, _ in host.pricing.watched] == [Phase.EXTEND, Phase.EXTEND]
 
 
-def test_worth_is_what_a_load_saves() -> None:
+def test_worth_is_what_a_load_saves(scheduler: HostScheduler) -> None:
     """It travels with each answer, so that the front weighs by it."""
-    scheduler = HostScheduler()
-    scheduler.cache.host.pricing.agreed = {
-        Phase.LOAD: Line(fixed=9.0, each=0.25),
-        Phase.EXTEND: Line(each=1.0),
-    }
+    scheduler.price(Line(fixed=9.0, each=0.25), Line(each=1.0))
     req = rag(A)
     scheduler.serve(req, answer=[1])
     assert answer_of(req).host_worth == pytest.approx(0.75)
-    scheduler.cache.host.pricing.agreed = {Phase.LOAD: Line(each=2.0), Phase.EXTEND: Line(each=1.0)}
+    scheduler.price(Line(each=2.0), Line(each=1.0))
     assert scheduler.cache.host.worth == 0
-    scheduler.cache.host.pricing.agreed = dict.fromkeys(Phase, Line())
+    scheduler.price(Line(), Line())
     assert scheduler.cache.host.worth == 1
 
 
@@ -276,28 +189,31 @@ def matched_only(scheduler: HostScheduler, req: FakeReq) -> int:
     return matched
 
 
+@pytest.fixture
+def scheduler() -> HostScheduler:
+    return HostScheduler()
+
+
 def test_slots_that_are_freed_before_the_forward_are_not_written() -> None:
     """They are another request's, which may have computed them when the late layers arrive."""
     scheduler = HostScheduler(capacity=9)
-    known(scheduler, A)
-    scheduler.evict(CAPACITY)
+    offloaded(scheduler, A)
     assert matched_only(scheduler, rag(A)) == len(HEAD + A)
     scheduler.evict(CAPACITY)
     other = rag((50, 51, 52, 53), tail=(30, 31, 32))
     scheduler.admit(other, 100)
-    held = [
-        scheduler.allocator.contents[slot] for slot in scheduler.slots(other, 0, len(other.all_ids))
-    ]
+    slots = scheduler.slots(other, 0, len(other.all_ids))
+    held = [scheduler.allocator.contents[slot] for slot in slots]
     assert held == [content(other, n) for n in range(1, len(held) + 1)]
     scheduler.check([other])
 
 
 @pytest.mark.parametrize("is_evicted", [False, True])
-def test_head_that_is_split_before_the_forward_is_loaded_in_both_halves(is_evicted: bool) -> None:
+def test_head_that_is_split_before_the_forward_is_loaded_in_both_halves(
+    scheduler: HostScheduler, is_evicted: bool
+) -> None:
     """By a prompt that begins alike. The half that is evicted meanwhile is not."""
-    scheduler = HostScheduler()
-    known(scheduler, A)
-    scheduler.evict(CAPACITY)
+    offloaded(scheduler, A)
     assert matched_only(scheduler, rag(A)) == len(HEAD + A)
     assert scheduler.match(rag(C, head=(90, 92))) == 1
     scheduler.check()
@@ -312,8 +228,7 @@ def test_head_that_is_split_before_the_forward_is_loaded_in_both_halves(is_evict
 def test_slots_of_the_host_are_kept_until_they_are_copied() -> None:
     """The storage's thread would write them at once."""
     scheduler = HostScheduler(host_slots=len(HEAD + A))
-    known(scheduler, A)
-    scheduler.evict(CAPACITY)
+    offloaded(scheduler, A)
     matched_only(scheduler, rag(A))
     host = scheduler.cache.host
     assert host.claim(b"another", None, 1) is None
@@ -323,11 +238,11 @@ def test_slots_of_the_host_are_kept_until_they_are_copied() -> None:
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_chain_that_is_dropped_while_it_is_loaded_is_given_back_afterwards(is_busy: bool) -> None:
+def test_chain_that_is_dropped_while_it_is_loaded_is_given_back_afterwards(
+    scheduler: HostScheduler, is_busy: bool
+) -> None:
     """By the last of those that need it: the storage's thread may read it still."""
-    scheduler = HostScheduler()
-    known(scheduler, A)
-    scheduler.evict(CAPACITY)
+    offloaded(scheduler, A)
     req = rag(A)
     scheduler.add(req, 100)
     host = scheduler.cache.host
@@ -344,13 +259,10 @@ def test_chain_that_is_dropped_while_it_is_loaded_is_given_back_afterwards(is_bu
     scheduler.check([req])
 
 
-def test_what_is_to_be_loaded_is_forgotten_with_the_tree() -> None:
-    scheduler = HostScheduler()
-    known(scheduler, A)
-    scheduler.evict(CAPACITY)
+def test_what_is_to_be_loaded_is_forgotten_with_the_tree(scheduler: HostScheduler) -> None:
+    offloaded(scheduler, A)
     matched_only(scheduler, rag(A))
-    scheduler.cache.reset()
-    scheduler.allocator.clear()
+    scheduler.flush()
     assert scheduler.cache.host.stats()["tokens"] == 0
     assert scheduler.serve(rag(A)) == 0
     scheduler.check()
@@ -367,18 +279,15 @@ def test_what_is_to_be_loaded_is_forgotten_with_the_tree() -> None:
     ],
 )
 def test_layers_are_copied_ahead_as_far_as_the_prefill_is_too_short(
-    mode: ForwardMode, prefix_len: int, is_layered: bool, expected: int
+    scheduler: HostScheduler, mode: ForwardMode, prefix_len: int, is_layered: bool, expected: int
 ) -> None:
-    """And all of them where nothing would wait:
-    decoding replays a graph, and a prefill without a prefix reads no cache."""
-    scheduler = HostScheduler()
-    known(scheduler, A)
-    scheduler.evict(CAPACITY)
+    """And all of them where nothing would wait: in decoding, and without a prefix."""
+    offloaded(scheduler, A)
     matched_only(scheduler, rag(A))
     host = scheduler.cache.host
     host.pool.is_layered = is_layered
     # 3 s, and 1.5 s of computing
-    host.pricing.agreed = {Phase.LOAD: Line(each=0.5), Phase.EXTEND: Line(each=1.0)}
+    scheduler.price(Line(each=0.5), Line(each=1.0))
     batch = SimpleNamespace(forward_mode=mode, prefix_lens=[prefix_len], extend_lens=[1.5])
     host.before(batch)
     assert host.pool.num_ahead == host.stats()["layers_ahead"] == expected
@@ -402,22 +311,8 @@ def test_chunk_that_does_not_fit_pushes_nothing_out() -> None:
     assert scheduler.on_host() == {chain(A)}
 
 
-def test_prefills_of_one_length_do_not_stop_loads() -> None:
-    """All their time may be a fixed part, of which nothing is known by the token."""
-    scheduler = HostScheduler()
-    known(scheduler, A)
-    scheduler.evict(CAPACITY)
-    scheduler.cache.host.pricing.agreed = {
-        Phase.LOAD: Line(each=1.0),
-        Phase.EXTEND: Line(fixed=9.0),
-    }
-    assert scheduler.serve(rag(A)) == len(HEAD + A)
-
-
-def test_explain_loads_nothing() -> None:
-    scheduler = HostScheduler()
-    known(scheduler, A, B)
-    scheduler.evict(CAPACITY)
+def test_explain_loads_nothing(scheduler: HostScheduler) -> None:
+    offloaded(scheduler, A, B)
     req = rag(A, B)
     spans = checked(scheduler.cache._spans_of(req), req.origin_input_ids)
     told = scheduler.cache.explain(ExplainRequest(list(req.origin_input_ids), spans, None, None))
@@ -425,18 +320,7 @@ def test_explain_loads_nothing() -> None:
     assert scheduler.cache.host.stats()["loads"] == 0
 
 
-def test_flush_empties_the_host() -> None:
-    scheduler = HostScheduler()
-    known(scheduler, A)
-    scheduler.cache.reset()
-    scheduler.allocator.clear()
-    assert scheduler.cache.host.stats()["tokens"] == 0
-    scheduler.check()
-    assert scheduler.serve(rag(A)) == 0
-
-
-def test_what_left_before_it_was_saved_is_missed() -> None:
-    scheduler = HostScheduler()
+def test_what_left_before_it_was_saved_is_missed(scheduler: HostScheduler) -> None:
     scheduler.serve(rag(A))
     scheduler.serve(rag(A))
     scheduler.cache.host._waiting.clear()
@@ -447,10 +331,8 @@ def test_what_left_before_it_was_saved_is_missed() -> None:
     assert not scheduler.on_host()
 
 
-def test_node_waits_once() -> None:
-    """What is popular is offered by each request that finds it:
-    many times it would take the room of others."""
-    scheduler = HostScheduler()
+def test_node_waits_once(scheduler: HostScheduler) -> None:
+    """It is offered by each request that finds it, and would take the room of others."""
     known(scheduler, A)
     scheduler.serve(rag(A, B))
     nodes = [node for _, node in walk(scheduler.cache) if facts(node).chain == chain(A, B)]
@@ -460,92 +342,77 @@ def test_node_waits_once() -> None:
     assert scheduler.cache.host.stats()["waiting"] == 1
 
 
-def test_copies_are_looked_up_for_nodes_without_a_chain_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_copies_are_looked_up_for_nodes_without_a_chain_alone(scheduler: HostScheduler) -> None:
     """Each name is a hash: a request whose chunks are all known needs none."""
-    scheduler = HostScheduler()
-    asked: list[int] = []
+    with mock.patch.object(scheduler.cache.host, "of", return_value=[]) as of:
+        for chunks in ((A, B), (A, B), (A, C)):
+            scheduler.serve(rag(*chunks))
+    assert [len(call.args[0]) for call in of.call_args_list] == [2, 2]
 
-    def of(area: Sequence[Any]) -> list[Any]:
-        asked.append(len(area))
-        return []
 
-    monkeypatch.setattr(scheduler.cache.host, "of", of)
-    scheduler.serve(rag(A, B))
-    scheduler.serve(rag(A, B))
-    assert asked == [2]
-    scheduler.serve(rag(A, C))
-    assert asked == [2, 2]
+def failing(scheduler: HostScheduler, copy: str) -> Any:
+    """Copies of one direction, after what they do."""
+    does = getattr(scheduler.cache.host.pool, copy)
+
+    def fail(*slots: Any) -> None:
+        does(*slots)
+        raise RuntimeError("out of memory")
+
+    return mock.patch.object(scheduler.cache.host.pool, copy, fail)
 
 
 def test_load_that_fails_is_computed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scheduler: HostScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The scheduler must not die of what can be computed. It says so once."""
-    scheduler = HostScheduler()
     known(scheduler, A, B)
-
-    def fail(slots: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(scheduler.cache.host.pool, "prepare", fail)
-    for _ in range(2):
-        scheduler.evict(CAPACITY)
-        assert scheduler.serve(rag(A, B)) == 0
-        scheduler.check()
+    with failing(scheduler, "prepare"):
+        for _ in range(2):
+            scheduler.evict(CAPACITY)
+            assert scheduler.serve(rag(A, B)) == 0
+            scheduler.check()
     stats = scheduler.cache.host.stats()
     assert (stats["failed"], stats["loads"], stats["loaded_tokens"]) == (2, 0, 0)
-    assert [(each.levelno, "computed" in each.message) for each in caplog.records] == [
-        (logging.WARNING, True)
-    ]
+    (told,) = caplog.records
+    assert told.levelno == logging.WARNING
+    assert "computed" in told.message
     assert "out of memory" in caplog.text
-    monkeypatch.undo()
     scheduler.evict(CAPACITY)
     assert scheduler.serve(rag(A, B)) == len(HEAD + A + B)
 
 
 def test_copy_to_the_host_that_fails_is_missed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scheduler: HostScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its slots are free again, and its parent may leave."""
-    scheduler = HostScheduler()
     known(scheduler, A)
-    save = scheduler.cache.host.pool.save
-
-    def fail(device_slots: Any, slots: Any) -> None:
-        save(device_slots, slots)
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(scheduler.cache.host.pool, "save", fail)
-    known(scheduler, A, B)
-    known(scheduler, C, A)
+    with failing(scheduler, "save"):
+        known(scheduler, A, B)
+        known(scheduler, C, A)
     assert scheduler.on_host() == {chain(A)}
     stats = scheduler.cache.host.stats()
     assert (stats["failed"], stats["missed"], stats["tokens"]) == (2, 3, len(HEAD + A))
     assert len(caplog.records) == 1
     scheduler.check()
-    monkeypatch.undo()
     known(scheduler, A, B)
     assert scheduler.on_host() == {chain(A), chain(A, B)}
     scheduler.check()
 
 
-def test_failure_in_a_group_of_ranks_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_in_a_group_of_ranks_is_raised(
+    scheduler: HostScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that computes what the others have loaded would wait for them forever."""
-    scheduler = HostScheduler()
     pool = scheduler.cache.host.pool
     scheduler.cache.host = HostChains(scheduler.cache, pool, FixedCosts(), window=100, num_ranks=2)
-    known(scheduler, A)
-    scheduler.evict(CAPACITY)
+    offloaded(scheduler, A)
     monkeypatch.setattr(pool, "prepare", lambda slots: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         scheduler.match(rag(A))
 
 
-def test_a_prefill_is_not_kept_waiting_twice() -> None:
+def test_a_prefill_is_not_kept_waiting_twice(scheduler: HostScheduler) -> None:
     """Saving is put off while first tokens wait, but for every second prefill."""
-    scheduler = HostScheduler()
     host = scheduler.cache.host
     scheduler.serve(rag(A, promoted_len=0))
     known_nodes = [node for _, node in walk(scheduler.cache) if facts(node).chunk]
@@ -577,8 +444,7 @@ def test_uses_on_the_device_count_when_host_memory_is_full(
     scheduler.check()
 
 
-def test_integrity_names_what_is_wrong() -> None:
-    scheduler = HostScheduler()
+def test_integrity_names_what_is_wrong(scheduler: HostScheduler) -> None:
     known(scheduler, A, B)
     (host,) = (host for host in scheduler.cache.host._nodes.values() if host.chain == chain(A))
     host.num_below += 1
@@ -595,21 +461,14 @@ def test_integrity_names_what_is_wrong() -> None:
     host_slots=st.sampled_from([12, 30, 1000]),
 )
 def test_random_traffic_finds_all_that_is_held(seed: int, capacity: int, host_slots: int) -> None:
-    """Requests interleave, share batches, are aborted, or are matched and not admitted. What one is
-    computed after has its own tokens for contents. A match is as long as what device and host hold,
-    unless the device has no room."""
+    """A match is as long as what device and host hold, unless the device has no room."""
     rng = random.Random(seed)
     scheduler = HostScheduler(capacity, host_slots, window_requests=rng.choice([1, 5]))
     live: list[FakeReq] = []
     for _ in range(60):
         chunks = rng.sample([A, B, C, (1, 2, 6), (9,)], rng.randint(1, 3))
-        heads, salts = [(), HEAD, (90, 92), (94,)], [None, None, "s"]
-        req = rag(
-            *chunks,
-            head=rng.choice(heads),
-            cache_salt=rng.choice(salts),
-            promoted_len=rng.choice([0, 0, 1]),
-        )
+        head, salt = rng.choice([(), HEAD, (90, 92), (94,)]), rng.choice([None, None, "s"])
+        req = rag(*chunks, head=head, cache_salt=salt, promoted_len=rng.choice([0, 0, 1]))
         step = rng.random()
         if (step < 0.2 and live) or len(live) == 8:
             scheduler.forward()
@@ -644,35 +503,32 @@ def longest(scheduler: HostScheduler, req: FakeReq) -> int:
     them, whole, its head and chunks that are on the host."""
     host = scheduler.cache.host
     on_device = {scheduler.allocator.contents.get(slot) for slot in scheduler.tree_slots()}
-    on_device |= {
-        host.pool.contents[slot] for part in host._loads.values() for slot in part.tolist()
-    }
-    on_host = set(host.pool.contents.values())
+    for part in host._loads.values():
+        on_device |= {host.pool.contents[slot] for slot in part.tolist()}
     spans, limit = scheduler.cache._spans_of(req).spans, len(req.all_ids) - 1
     whole = [spans[0].start, *(span.end for span in spans)]
     ends = [*range(whole[0]), *whole, *range(whole[-1] + 1, limit + 1)]
     length = 0
-    while (end := min((end for end in ends if length < end <= limit), default=0)) and content(
-        req, end
-    ) in on_device:
-        length = end
-    while (end := min((end for end in whole if length < end <= limit), default=0)) and content(
-        req, end
-    ) in on_host:
-        length = end
+    for steps, held in ((ends, on_device), (whole, set(host.pool.contents.values()))):
+        for end in sorted(end for end in steps if length < end <= limit):
+            if content(req, end) not in held:
+                break
+            length = end
     return length
 
 
-def test_costs_that_are_not_known_are_tried() -> None:
-    scheduler = HostScheduler()
-    known(scheduler, A)
-    scheduler.evict(CAPACITY)
-    scheduler.cache.host.pricing = FixedCosts({Phase.LOAD: Line(), Phase.EXTEND: Line(each=1.0)})
+@pytest.mark.parametrize(
+    ("load", "extend"), [(Line(), Line(each=1.0)), (Line(each=1.0), Line(fixed=9.0))]
+)
+def test_costs_that_are_not_known_are_tried(
+    scheduler: HostScheduler, load: Line, extend: Line
+) -> None:
+    """Of prefills of one length nothing is known by the token."""
+    offloaded(scheduler, A)
+    scheduler.cache.host.pricing = FixedCosts({Phase.LOAD: load, Phase.EXTEND: extend})
     assert scheduler.serve(rag(A)) == len(HEAD + A)
-    assert [phase for phase, _ in scheduler.cache.host.pricing.watched] == [
-        Phase.LOAD,
-        Phase.EXTEND,
-    ]
+    watched = [phase for phase, _ in scheduler.cache.host.pricing.watched]
+    assert watched == [Phase.LOAD, Phase.EXTEND]
 
 
 class Shown:
@@ -690,13 +546,9 @@ def test_prometheus_is_told_when_it_is_due() -> None:
     """After a forward, and with the stats; every figure of theirs but the costs."""
     shown = Shown()
     scheduler = HostScheduler()
-    host = scheduler.cache.host = HostChains(
-        scheduler.cache,
-        scheduler.cache.host.pool,
-        FixedCosts(),
-        window=10,
-        metrics=cast(Any, shown),
-    )
+    pool, metrics = scheduler.cache.host.pool, cast(Any, shown)
+    host = HostChains(scheduler.cache, pool, FixedCosts(), window=10, metrics=metrics)
+    scheduler.cache.host = host
     known(scheduler, A)
     shown.stats.clear()
     host.after(first_tokens_wait=False)
@@ -707,7 +559,5 @@ def test_prometheus_is_told_when_it_is_due() -> None:
     (told,) = shown.stats
     assert told["saved_tokens"] == told["tokens"] == len(HEAD + A)
     assert host.stats() == shown.stats[1] == told
-    shown_keys = {
-        each[0] for each in (*host_metrics.GAUGES.values(), *host_metrics.COUNTERS.values())
-    }
-    assert shown_keys == told.keys() - {"ms_per_1000_tokens"}
+    series = (*host_metrics.GAUGES.values(), *host_metrics.COUNTERS.values())
+    assert {each[0] for each in series} == told.keys() - {"ms_per_1000_tokens"}

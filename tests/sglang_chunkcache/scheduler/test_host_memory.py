@@ -50,8 +50,7 @@ def test_default_by_machine(
 def test_machine_is_shared_by_its_ranks(
     device: str, found: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of tensor parallelism in each of three replicas; 4 GiB of each are taken.
-    A pool in host memory counts nothing."""
+    """Two in each of three replicas. A pool in host memory counts nothing."""
     told: list[int] = []
 
     def broadcast(mine: int) -> int:

@@ -30,18 +30,23 @@ def context(pool: Any) -> Any:
     allocator = SimpleNamespace(get_kvcache=lambda: pool, device="cuda")
     params = SimpleNamespace(token_to_kv_pool_allocator=allocator)
     group = SimpleNamespace(world_size=1, broadcast_object=lambda told: told)
-    model = nn.ModuleList(
-        RadixAttention(2, 16, 1.0, 1, layer_id=layer)
-        for layer in range(getattr(pool, "layer_num", 0))
-    )
+    layers = range(getattr(pool, "layer_num", 0))
+    model = nn.ModuleList(RadixAttention(2, 16, 1.0, 1, layer_id=layer) for layer in layers)
     worker = SimpleNamespace(model_runner=SimpleNamespace(tp_group=group, model=model))
-    return SimpleNamespace(
-        params=params,
-        server_args=SimpleNamespace(
-            dp_size=1, enable_dp_attention=False, enable_pdmux=False, pp_size=1
-        ),
-        tp_worker=worker,
-    )
+    args = SimpleNamespace(dp_size=1, enable_dp_attention=False, enable_pdmux=False, pp_size=1)
+    return SimpleNamespace(params=params, server_args=args, tp_worker=worker)
+
+
+def created(ctx: Any, host_mib: int | None = None) -> HostPool:
+    pool = create_host_pool(ctx, ChunkCacheConfig(host_mib=host_mib))
+    assert pool is not None
+    return pool
+
+
+def allocated(pool: HostPool, num_tokens: int) -> torch.Tensor:
+    slots = pool.alloc(num_tokens)
+    assert slots is not None
+    return slots
 
 
 class Gate:
@@ -76,8 +81,7 @@ def device() -> Any:
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 2])
 def test_what_was_saved_is_loaded_bit_for_bit(device: Any, num_ahead: int) -> None:
-    """To other slots, from slots in no order, beside what others have there:
-    all layers in line, and beside who reads them."""
+    """To other slots, in no order, all layers in line and beside who reads them."""
     pool = HostPool(device, 1 << 20)
     buffers = [*device.k_buffer, *device.v_buffer]
     for buffer in buffers:
@@ -85,8 +89,7 @@ def test_what_was_saved_is_loaded_bit_for_bit(device: Any, num_ahead: int) -> No
     sources, targets = torch.tensor([7, 3, 9, 4]), torch.tensor([20, 22, 21, 30])
     wanted = [buffer[sources].clone() for buffer in buffers]
     others = [buffer[31:40].clone() for buffer in buffers]
-    slots = pool.alloc(4)
-    assert slots is not None
+    slots = allocated(pool, 4)
     pool.save(sources, slots)
     for buffer in buffers:
         buffer[:31].zero_()
@@ -115,9 +118,8 @@ def test_slots_are_uploaded_without_a_wait(device: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(host_pool, "upload", lambda slots, device: on_device)
     device_slots: Any = SimpleNamespace(device="cuda", record_stream=lambda stream: None)
     pool.save(device_slots, torch.tensor([7]))
-    pool.load(
-        pool.prepare(torch.tensor([7])), device_slots, num_ahead=pool.num_layers, clock=FixedCosts()
-    )
+    prepared = pool.prepare(torch.tensor([7]))
+    pool.load(prepared, device_slots, num_ahead=pool.num_layers, clock=FixedCosts())
     assert all(slots is on_device for slots in copied)
     assert len(copied) == 1 + pool.num_layers
 
@@ -126,13 +128,10 @@ def test_reader_waits_for_its_layer(device: Any) -> None:
     """By SGLang's getters."""
     pool = HostPool(device, 1 << 20)
     gate = Gate(pool)
-    slots = pool.alloc(1)
-    assert slots is not None
-    pool.load(pool.prepare(slots), torch.tensor([7]), num_ahead=0, clock=FixedCosts())
+    pool.load(pool.prepare(allocated(pool, 1)), torch.tensor([7]), num_ahead=0, clock=FixedCosts())
     for layer in range(pool.num_layers):
-        reader = Thread(
-            target=device.get_value_buffer if layer else device.get_key_buffer, args=(layer,)
-        )
+        getter = device.get_value_buffer if layer else device.get_key_buffer
+        reader = Thread(target=getter, args=(layer,))
         reader.start()
         reader.join(0.05)
         assert reader.is_alive()
@@ -146,27 +145,18 @@ def test_a_graph_of_whole_prefills_asks_for_no_layers(
     device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Attention is replayed without a call: all layers have to be there before."""
-    made = create_host_pool(context(device), ChunkCacheConfig(host_mib=1))
-    assert made is not None
-    assert made.is_layered
+    assert created(context(device), 1).is_layered
     graphs = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.FULL))
-    monkeypatch.setattr(
-        cuda_graph_config,
-        "get_exec",
-        lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs)),
-    )
-    made = create_host_pool(context(device), ChunkCacheConfig(host_mib=1))
-    assert made is not None
-    assert not made.is_layered
+    graph = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs))
+    monkeypatch.setattr(cuda_graph_config, "get_exec", lambda: graph)
+    assert not created(context(device), 1).is_layered
 
 
 def test_layers_without_attention_are_asked_for_by_nobody(device: Any) -> None:
     """As DeciLM's: nothing is loaded beside a forward that would not wait for it."""
     asked = context(device)
     del asked.tp_worker.model_runner.model[1]
-    made = create_host_pool(asked, ChunkCacheConfig(host_mib=1))
-    assert made is not None
-    assert not made.is_layered
+    assert not created(asked, 1).is_layered
 
 
 def test_slots_are_counted(device: Any) -> None:
@@ -174,8 +164,7 @@ def test_slots_are_counted(device: Any) -> None:
     assert pool.num_free == pool.num_slots >= (1 << 20) // pool.token_bytes
     keys, values = device.get_kv_size_bytes()
     assert pool.token_bytes == (keys + values) // len(device.k_buffer[0])
-    slots = pool.alloc(pool.num_slots - 1)
-    assert slots is not None
+    slots = allocated(pool, pool.num_slots - 1)
     assert pool.alloc(2) is None
     pool.free(slots)
     assert pool.num_free == pool.num_slots
@@ -185,16 +174,11 @@ def test_default_is_twice_the_device_where_that_is_there(
     device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_memory, "available_host_memory_bytes", lambda: 1 << 40)
-    pool = create_host_pool(context(device), ChunkCacheConfig())
-    assert pool is not None
-    assert (
-        0
-        <= pool.num_slots * pool.token_bytes - 2 * sum(device.get_kv_size_bytes())
-        <= 2 * pool.token_bytes
-    )
-    monkeypatch.setattr(
-        "sglang.srt.mem_cache.pool_host.base.host_memory_budget_bytes", lambda asked: -1
-    )
+    pool = created(context(device))
+    over = pool.num_slots * pool.token_bytes - 2 * sum(device.get_kv_size_bytes())
+    assert 0 <= over <= 2 * pool.token_bytes
+    budget = "sglang.srt.mem_cache.pool_host.base.host_memory_budget_bytes"
+    monkeypatch.setattr(budget, lambda asked: -1)
     assert create_host_pool(context(device), ChunkCacheConfig()) is None
 
 
@@ -203,10 +187,9 @@ def test_without_host_memory_there_is_none(device: Any) -> None:
     ctx = context(device)
     ctx.params.token_to_kv_pool_allocator.device = "cpu"
     assert create_host_pool(ctx, ChunkCacheConfig()) is None
-    assert create_host_pool(ctx, ChunkCacheConfig(host_mib=1)) is not None
+    created(ctx, 1)
     assert create_host_pool(context(device), ChunkCacheConfig(host_mib=0)) is None
-    pool = create_host_pool(context(device), ChunkCacheConfig(host_mib=1))
-    assert pool is not None
+    pool = created(context(device), 1)
     assert 0 <= pool.num_slots * pool.token_bytes - (1 << 20) <= 2 * pool.token_bytes
 
 
@@ -219,12 +202,11 @@ def test_ranks_agree_on_size_and_refusal(device: Any, other: str | None) -> None
         broadcast_object=lambda mine: 4096,
         all_gather_object=lambda mine: [mine, other],
     )
-    pool = create_host_pool(ctx, ChunkCacheConfig())
     if other is None:
-        assert pool is not None
+        pool = created(ctx)
         assert pool.num_slots == 4096 // pool.token_bytes + 1
         return
-    assert pool is None
+    assert create_host_pool(ctx, ChunkCacheConfig()) is None
     with pytest.raises(ValueError, match=other):
         create_host_pool(ctx, ChunkCacheConfig(host_mib=1))
 

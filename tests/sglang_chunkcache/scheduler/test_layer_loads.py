@@ -17,8 +17,8 @@ from radix_ext import IntegrityError
 from radix_ext.costs import Phase, Work
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 from sglang_chunkcache.scheduler.pricing import Pricing
+from tests.kit.pricing import make_pricing
 from tests.polling import DEADLINE_S, until
-from tests.sglang_chunkcache.scheduler.test_pricing import make_pricing
 
 NUM_LAYERS, WORK = 5, Work(1, 7)
 
@@ -66,18 +66,14 @@ def forward(loads: LayerLoads) -> None:
 @pytest.mark.parametrize("num_ahead", range(NUM_LAYERS + 1))
 def test_layers_are_copied_once_in_order(num_ahead: int) -> None:
     """The first in line, the rest beside."""
-    copies = Copies()
+    copies, idle = Copies(), LayerLoads(NUM_LAYERS, is_cuda=False)
+    forward(idle)
+    assert not idle.finish()
     loads = started(copies, num_ahead)
     assert copies.done[:num_ahead] == [(layer, False) for layer in range(num_ahead)]
     forward(loads)
     assert not loads.finish()
     assert copies.done == [(layer, layer >= num_ahead) for layer in range(NUM_LAYERS)]
-
-
-def test_without_a_load_nobody_waits() -> None:
-    loads = LayerLoads(NUM_LAYERS, is_cuda=False)
-    forward(loads)
-    assert not loads.finish()
 
 
 def test_reader_waits_for_its_layer_and_for_no_later_one() -> None:
@@ -102,16 +98,6 @@ def test_reader_waits_for_its_layer_and_for_no_later_one() -> None:
     loads.finish()
 
 
-def test_what_was_copied_ahead_is_read_while_the_rest_comes() -> None:
-    copies = Copies(held=2)
-    loads = started(copies, 2)
-    loads.wait_until(0)
-    loads.wait_until(1)
-    copies.gate.set()
-    forward(loads)
-    loads.finish()
-
-
 def test_failed_layers_are_copied_again_by_who_needs_them(caplog: pytest.LogCaptureFixture) -> None:
     """Not by who needs those before. The time of such a load is none of a load's."""
     copies, clock = Copies(failing=3), make_pricing()
@@ -131,29 +117,28 @@ def test_failed_layers_are_copied_again_by_who_needs_them(caplog: pytest.LogCapt
     assert clock.model.num_observed[Phase.LOAD] == 1
 
 
-def test_what_fails_twice_is_raised_to_each_reader() -> None:
-    """No reader gets what is not there."""
+@pytest.mark.parametrize("first", [0, 2])
+def test_what_fails_twice_is_raised_to_each_reader(first: int) -> None:
+    """No reader gets what is not there. What fails in line is raised at once."""
 
     def copy(layers: range) -> None:
-        if layers[-1] > 1:
+        if layers[-1] >= first:
             raise RuntimeError(f"layer {layers[0]}")
 
     loads = LayerLoads(NUM_LAYERS, is_cuda=False)
-    loads.start(copy, Phase.LOAD, WORK, num_ahead=1, clock=make_pricing())
+
+    def start() -> None:
+        loads.start(copy, Phase.LOAD, WORK, num_ahead=1, clock=make_pricing())
+
+    if not first:
+        with pytest.raises(RuntimeError, match="layer 0"):
+            start()
+        return
+    start()
     loads.wait_until(1)
     for layer in (2, 2, 4):
         with pytest.raises(RuntimeError, match="layer 2"):
             loads.wait_until(layer)
-
-
-def test_what_fails_in_line_is_raised() -> None:
-    def copy(layers: range) -> None:
-        raise RuntimeError(f"layer {layers[0]}")
-
-    with pytest.raises(RuntimeError, match="layer 0"):
-        LayerLoads(NUM_LAYERS, is_cuda=False).start(
-            copy, Phase.LOAD, WORK, num_ahead=1, clock=make_pricing()
-        )
 
 
 def test_thread_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +162,7 @@ def test_thread_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 def test_forward_that_did_not_ask_is_an_error() -> None:
-    """Its attention does not go through the pool's getters: it has read what was not there.
-    What comes next finds all of it."""
+    """It has read what was not there. What comes next finds all of it."""
     copies = Copies()
     loads = started(copies, 1)
     loads.wait_until(2)

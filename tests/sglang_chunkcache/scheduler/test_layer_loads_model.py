@@ -20,7 +20,7 @@ from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
 from sglang_chunkcache.scheduler.host_pool import HostPool
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 from tests import models
-from tests.sglang_chunkcache.scheduler.test_pricing import make_pricing
+from tests.kit.pricing import make_pricing
 
 PREFIX, PROMPT = 60, 80
 TOKENS = [(7 * n) % models.VOCAB for n in range(PROMPT)]
@@ -78,8 +78,7 @@ def our_pass(runner: Any) -> Tensor:
 
 @pytest.mark.parametrize("forward", [prefill, our_pass])
 def test_layers_that_come_beside_are_those_that_were_there(loaded: Any, forward: Any) -> None:
-    """Against all layers in line, which is how they came before;
-    and a forward that does not wait reads NaN."""
+    """And a forward that does not wait reads NaN."""
     runner, load = loaded
     pool = load(models.NUM_LAYERS)
     expected = forward(runner)

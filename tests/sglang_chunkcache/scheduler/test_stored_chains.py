@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,93 +16,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radix_ext import Tier
-from radix_ext.costs import Line, Phase
+from radix_ext.costs import Line
 from radix_ext.loading import Patience
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.storage import loader, storage
-from sglang_chunkcache.storage.ranks import Ranks
-from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.report import Fallback
-from sglang_chunkcache.wire.spans import unpack
-from sglang_chunkcache.wire.state import Asked, ExplainRequest
+from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
 from tests.kit import requests
-from tests.kit.fused import Disk
-from tests.polling import DEADLINE_S
-from tests.reference.scheduler import SECRET, FakeReq
-from tests.sglang_chunkcache.scheduler.test_host_chains import (
+from tests.kit.chains import (
     CAPACITY,
     HEAD,
     A,
     B,
     C,
-    HostScheduler,
+    ChainDisk,
+    Server,
     chain,
     known,
+    prefetch,
     rag,
+    unsent,
 )
-
-
-class ChainDisk(Disk):
-    """What outlives these servers."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.weights = 0
-        self.opened_ones: list[Storage] = []
-
-
-class Server(HostScheduler):
-    """With exact chains in a storage."""
-
-    def __init__(
-        self,
-        disk: ChainDisk,
-        *,
-        beside: str = "",
-        storage_bytes: int = 100_000,
-        ranks: Ranks | None = None,
-        **knobs: Any,
-    ) -> None:
-        super().__init__(**knobs)
-        self.disk, self.weights = disk, disk.weights
-        self.cache.storage = self.storage = disk.opened(storage_bytes, beside=beside, ranks=ranks)
-        self.cache.stored = StoredChains(
-            self.cache.host, self.storage, how=("exact",), fingerprint=lambda: self.weights
-        )
-        disk.opened_ones.append(self.storage)
-
-    def ask(self, req: FakeReq, *, settles: bool = True) -> int:
-        """It waits until its loads have come, or as long as it may, and is served.
-        Returns what it found."""
-        self.cache.arrived(req)
-        if settles:
-            self.settle()
-        while self.disk.patience.share and self.is_put_off(req):
-            self.disk.now += 1.0
-        found = self.serve(req)
-        self.idle()
-        return found
-
-    def is_put_off(self, req: FakeReq) -> bool:
-        """Whether it waits for the storage."""
-        self.match(req)
-        return state(req).waits
-
-    def check(self, reqs: Sequence[FakeReq] = ()) -> None:
-        super().check(reqs)
-        assert self.cache.host.counts.failed == 0, "slots that hold nothing were read"
-
-    def settle(self) -> dict[str, Any]:
-        for _ in range(3):  # what is polled may ask for more
-            assert self.storage.loader.drain(DEADLINE_S)
-            self.storage.poll(is_round=True)
-        return self.storage.stats()
-
-    def stop(self) -> None:
-        self.settle()
-        self.storage.close()
 
 
 @pytest.fixture
@@ -120,6 +56,19 @@ def stored(disk: ChainDisk, *chunks: tuple[int, ...], **fields: Any) -> None:
     for _ in range(3):
         server.ask(rag(*chunks, **fields))
     server.stop()
+
+
+@pytest.fixture
+def server(disk: ChainDisk) -> Server:
+    """One that has just started. The head, A and B behind it are stored."""
+    stored(disk, A, B)
+    return Server(disk)
+
+
+def prefixes(server: Server, head: str | None = None) -> list[int]:
+    """How much is before each entry, of that head."""
+    found = server.storage.index.variants()
+    return sorted(len(each.prefix) for each in found if head in (None, each.head))
 
 
 def test_what_host_memory_gets_is_written(disk: ChainDisk) -> None:
@@ -148,10 +97,8 @@ def test_what_could_not_be_written_is_with_the_next_request(disk: ChainDisk) -> 
     server.check()
 
 
-def test_arriving_request_has_its_chain_loaded(disk: ChainDisk) -> None:
+def test_arriving_request_has_its_chain_loaded(server: Server) -> None:
     """After a restart, all of it; then nothing that is in host memory already."""
-    stored(disk, A, B)
-    server = Server(disk)
     req = rag(A, B, C)
     assert server.ask(req) == len(HEAD + A + B)
     assert state(req).loaded == len(HEAD + A + B)
@@ -164,20 +111,8 @@ def test_arriving_request_has_its_chain_loaded(disk: ChainDisk) -> None:
     server.check()
 
 
-def unsent(req: FakeReq, rank: int = 0) -> ExplainRequest:
-    spans = unpack(req.sampling_params.custom_params, req.origin_input_ids, secret=SECRET)
-    assert spans is not None
-    return ExplainRequest(list(req.origin_input_ids), spans, req.extra_key, req.cache_salt, rank)
-
-
-def prefetch(server: Server, req: FakeReq, *, rank: int = 0) -> None:
-    server.cache.rank_state(0, Asked(prefetch=unsent(req, rank)))
-
-
-def test_explain_says_what_the_storage_has_behind_the_other_tiers(disk: ChainDisk) -> None:
+def test_explain_says_what_the_storage_has_behind_the_other_tiers(server: Server) -> None:
     """And whether it would be loaded. It loads nothing."""
-    stored(disk, A, B)
-    server = Server(disk)
     told = server.cache.explain(unsent(rag(A, B, C)))
     assert (told.exact, told.loaded, told.stored, told.fallbacks) == (0, 0, len(HEAD + A + B), ())
     server.ask(rag(A))
@@ -194,10 +129,8 @@ def test_explain_says_what_the_storage_has_behind_the_other_tiers(disk: ChainDis
     assert server.cache.explain(unsent(rag(A, B))).stored == 0
 
 
-def test_what_is_prefetched_is_there_when_it_comes(disk: ChainDisk) -> None:
-    """It is no request: nothing is counted but that it was loaded, and used by the request."""
-    stored(disk, A, B)
-    server = Server(disk)
+def test_what_is_prefetched_is_there_when_it_comes(server: Server) -> None:
+    """It is no request: counted is that it was loaded, and used by the request."""
     before = [variant.reuse for variant in server.storage.index.variants()]
     prefetch(server, rag(A, B, C))
     counts = server.settle()
@@ -217,10 +150,8 @@ def test_other_rank_prefetches_nothing(disk: ChainDisk) -> None:
     assert server.settle()["loaded"] == 0
 
 
-def test_tenant_may_have_so_much_under_way(disk: ChainDisk) -> None:
+def test_tenant_may_have_so_much_under_way(disk: ChainDisk, server: Server) -> None:
     """Ahead of its requests, which are loaded for."""
-    stored(disk, A, B)
-    server = Server(disk)
     server.storage.prefetches.max_bytes = max(
         variant.nbytes for variant in server.storage.index.variants()
     )
@@ -234,9 +165,7 @@ def test_tenant_may_have_so_much_under_way(disk: ChainDisk) -> None:
     server.check()
 
 
-def test_start_fills_host_memory_and_tells_the_front(disk: ChainDisk) -> None:
-    stored(disk, A, B)
-    server = Server(disk)
+def test_start_fills_host_memory_and_tells_the_front(server: Server) -> None:
     assert server.cache.stored.load_most_used() == 3
     server.check()
     for chunks in ((A,), (A, B)):
@@ -255,10 +184,8 @@ def test_start_fills_no_more_than_there_is_room_for(disk: ChainDisk) -> None:
     assert server.serve(rag(A, B)) == len(HEAD + A)
 
 
-def test_load_of_the_start_that_comes_too_late_is_dropped(disk: ChainDisk) -> None:
+def test_load_of_the_start_that_comes_too_late_is_dropped(disk: ChainDisk, server: Server) -> None:
     """A request may have computed the chain meanwhile."""
-    stored(disk, A, B)
-    server = Server(disk)
     disk.storage.become("hanging")
     assert server.cache.stored.load_most_used(0.05) == 0
     known(server, A, B)
@@ -275,7 +202,7 @@ def test_load_of_the_start_that_comes_too_late_is_dropped(disk: ChainDisk) -> No
 def test_chain_longer_than_the_storage_is_kept_from_its_beginning(
     disk: ChainDisk, room: int
 ) -> None:
-    """And not written anew with each request. A start with less room finds a beginning, too."""
+    """And not written anew with each request, nor read in vain at a start with less room."""
     links = [(10 * n, 10 * n + 1, 10 * n + 2) for n in range(2, 6)]
     server = Server(disk)
     for _ in range(3):
@@ -291,13 +218,11 @@ def test_chain_longer_than_the_storage_is_kept_from_its_beginning(
         for _ in range(5):
             server.ask(rag(*links))
         assert server.settle()["written"] == before, number
-        prefixes = sorted(len(variant.prefix) for variant in server.storage.index.variants())
-        assert prefixes == list(range(len(prefixes)))
+        assert prefixes(server) == list(range(len(prefixes(server))))
         server.stop()
     server = Server(disk, storage_bytes=num_bytes * room // 200)
-    prefixes = sorted(len(variant.prefix) for variant in server.storage.index.variants())
-    assert prefixes == list(range(len(prefixes)))
-    assert server.cache.stored.load_most_used() == len(prefixes) > 0
+    assert prefixes(server) == list(range(len(prefixes(server))))
+    assert server.cache.stored.load_most_used() == len(prefixes(server)) > 0
     server.check()
 
 
@@ -310,9 +235,7 @@ def test_end_of_a_chain_leaves_first_after_a_restart(disk: ChainDisk) -> None:
     for _ in range(4):
         server.ask(rag(*others, head=(90,)))
         server.settle()
-    left = sorted(
-        len(variant.prefix) for variant in server.storage.index.variants() if variant.head == place
-    )
+    left = prefixes(server, place)
     assert left == list(range(len(left)))
     assert 0 < len(left) < 4, "something of it has left"
     server.check()
@@ -330,10 +253,8 @@ def test_prompt_that_begins_with_a_chunk(disk: ChainDisk) -> None:
     server.check()
 
 
-def test_chain_without_its_beginning_is_not_loaded(disk: ChainDisk) -> None:
+def test_chain_without_its_beginning_is_not_loaded(server: Server) -> None:
     """Nor is one in whose place there would be another's KV."""
-    stored(disk, A, B)
-    server = Server(disk)
     for variant in list(server.storage.index.variants()):
         if not variant.prefix:
             server.storage.index.drop(variant)
@@ -343,10 +264,8 @@ def test_chain_without_its_beginning_is_not_loaded(disk: ChainDisk) -> None:
     server.check()
 
 
-def test_what_comes_too_late_serves_the_next_request(disk: ChainDisk) -> None:
+def test_what_comes_too_late_serves_the_next_request(disk: ChainDisk, server: Server) -> None:
     """The request is computed, and its chain is one with what comes."""
-    stored(disk, A, B)
-    server = Server(disk)
     disk.storage.gate.clear()
     req = rag(A, B)
     assert server.ask(req, settles=False) == 0
@@ -372,7 +291,7 @@ def patient(disk: ChainDisk, **knobs: Any) -> Server:
 
 def costly(server: Server) -> Server:
     """Computing takes a second a token."""
-    server.cache.host.pricing.agreed = {Phase.LOAD: Line(), Phase.EXTEND: Line(each=1.0)}
+    server.price(Line(), Line(each=1.0))
     return server
 
 
@@ -402,45 +321,32 @@ def test_request_waits_for_its_loads(disk: ChainDisk, is_hinted: bool) -> None:
     server.check()
 
 
+@pytest.mark.parametrize("is_admitted", [False, True])
 def test_what_found_no_room_is_loaded_when_there_is(
-    disk: ChainDisk, monkeypatch: pytest.MonkeyPatch
+    disk: ChainDisk, monkeypatch: pytest.MonkeyPatch, is_admitted: bool
 ) -> None:
-    """A request asks for more than may be under way, and waits in SGLang's queue."""
-    stored(disk, A, B, C)
-    server = Server(disk)
-    size = max(variant.nbytes for variant in server.storage.index.variants())
-    monkeypatch.setattr(loader, "MAX_WAITING_BYTES", 2 * size)
-    req = rag(A, B, C)
-    server.cache.arrived(req)
-    for _ in range(4):
-        server.settle()
-        server.match(req)
-    assert server.storage.loader.num_loaded == 4
-    assert server.serve(req) == len(HEAD + A + B + C)
-    server.check()
-
-
-def test_what_was_admitted_is_loaded_no_further(
-    disk: ChainDisk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its request computes the rest."""
+    """A request asks for more than may be under way, and waits in SGLang's queue. If it does not
+    wait it computes the rest, which is loaded no further."""
     stored(disk, A, B, C)
     server = Server(disk)
     monkeypatch.setattr(loader, "MAX_WAITING_BYTES", 2)
     disk.storage.gate.clear()
     req = rag(A, B, C)
     server.cache.arrived(req)
-    assert server.serve(req) == 0
+    if is_admitted:
+        assert server.serve(req) == 0
     for _ in range(4):
         come(server, disk)
-    assert server.storage.loader.num_loaded == 1
+        if not is_admitted:
+            server.match(req)
+    assert server.storage.loader.num_loaded == (1 if is_admitted else 4)
+    if not is_admitted:
+        assert server.serve(req) == len(HEAD + A + B + C)
     server.check()
 
 
-def test_hint_goes_on_below_its_limit(disk: ChainDisk) -> None:
+def test_hint_goes_on_below_its_limit(server: Server) -> None:
     """A tenant may have one load under way."""
-    stored(disk, A, B)
-    server = Server(disk)
     server.storage.prefetches.max_bytes = 1
     prefetch(server, rag(A, B))
     for _ in range(4):
@@ -499,10 +405,8 @@ def test_request_does_not_wait_where_nothing_comes(
     stored(disk, A)
     server = patient(disk)
     assert server.ask(rag(A, extra_key="other"), settles=False) == 0
-    half = 0.3 * len(HEAD + A)
-    monkeypatch.setattr(
-        server.storage._times, "seconds", lambda num_bytes: half
-    )  # more than half for both, less than all
+    # more than half for both, less than all
+    monkeypatch.setattr(server.storage._times, "seconds", lambda num_bytes: 0.3 * len(HEAD + A))
     assert server.ask(rag(A), settles=False) == 0
     assert (server.storage.stats()["waits"], server.storage.stats()["late"]) == (0, 2)
     come(server, disk)
@@ -581,8 +485,7 @@ def test_flush_while_a_load_and_a_write_are_under_way(disk: ChainDisk) -> None:
     disk.storage.gate.clear()
     server.cache.arrived(rag(A, B))
     server.cache.arrived(rag(C))
-    server.cache.reset()
-    server.allocator.clear()
+    server.flush()
     assert server.cache.host.pool.num_free == 20 - len(HEAD + A + B)
     known(server, (50, 51, 52))
     server.check()
@@ -593,35 +496,25 @@ def test_flush_while_a_load_and_a_write_are_under_way(disk: ChainDisk) -> None:
     assert server.ask(rag(A, B)) == len(HEAD + A + B)
 
 
-def test_failed_load_takes_what_follows_with_it(disk: ChainDisk) -> None:
-    stored(disk, A, B)
-    server = Server(disk)
-    for name, held in disk.storage.held.items():
-        row = next(
-            each.blob.row for each in server.storage.index.variants() if each.blob.row.name == name
-        )
-        if len(row.place.prefix) == 1:
-            held[-3] ^= 64
+def test_failed_load_takes_what_follows_with_it(disk: ChainDisk, server: Server) -> None:
+    (row,) = (v.blob.row for v in server.storage.index.variants() if len(v.prefix) == 1)
+    disk.storage.held[row.name][-3] ^= 64
     assert server.ask(rag(A, B)) == len(HEAD)
     assert server.settle()["problems"] == {"damaged": 1}
     server.check()
 
 
 @pytest.mark.parametrize(
-    "other", [{"head": (90,)}, {"head": ()}, {"extra_key": "x"}, {"cache_salt": "s"}], ids=str
+    "fields", [{}, {"head": (90,)}, {"head": ()}, {"extra_key": "x"}, {"cache_salt": "s"}], ids=str
 )
-def test_others_find_nothing(disk: ChainDisk, other: dict[str, Any]) -> None:
-    stored(disk, A, B)
-    server = Server(disk)
-    assert server.ask(rag(A, B, **other)) == 0
-    assert server.settle()["loaded"] == 0
-
-
-def test_tenants_chain_comes_with_its_request(disk: ChainDisk) -> None:
-    """Not with the start."""
+def test_tenants_chain_comes_with_its_request(disk: ChainDisk, fields: dict[str, Any]) -> None:
+    """Not with the start, nor with the request of another."""
     stored(disk, A, B, cache_salt="pepper")
     server = Server(disk)
     assert server.cache.stored.load_most_used() == 0
+    assert server.ask(rag(A, B, **fields)) == 0
+    assert server.settle()["loaded"] == 0
+    server.flush()
     assert server.ask(rag(A, B, cache_salt="pepper")) == len(HEAD + A + B)
 
 
@@ -637,35 +530,28 @@ def test_other_weights_find_nothing(disk: ChainDisk) -> None:
     assert server.ask(rag(A, B, C)) == len(HEAD + A + B), "on the device"
     assert server.settle()["loaded"] == 0
     server.evict(CAPACITY)
-    server.cache.reset()
-    server.allocator.clear()
+    server.flush()
     assert server.ask(rag(A, B)) == len(HEAD + A + B)
     assert server.settle()["loaded"] == 3
 
 
-def test_load_that_does_not_pay_is_left_out(disk: ChainDisk) -> None:
-    stored(disk, A, B)
-    server = Server(disk)
+def test_load_that_does_not_pay_is_left_out(server: Server) -> None:
     server.storage._times.observe(1, 100.0)
-    server.cache.host.pricing.agreed = {Phase.LOAD: Line(), Phase.EXTEND: Line(each=1.0)}
+    costly(server)
     assert server.ask(rag(A, B)) == 0
     counts = server.settle()
     assert (counts["loaded"], counts["unpaid"], counts["pays"]) == (0, 1, False)
 
 
 def test_what_fails_here_ends_no_scheduler(
-    disk: ChainDisk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stored(disk, A, B)
-    server = Server(disk)
     monkeypatch.setattr(server.cache.stored, "_came", lambda *args: 1 / 0)
     assert server.ask(rag(A, B)) == 0
     assert "what the storage has done is lost" in caplog.text
 
 
-def test_cleared_storage_has_nothing(disk: ChainDisk) -> None:
-    stored(disk, A, B)
-    server = Server(disk)
+def test_cleared_storage_has_nothing(disk: ChainDisk, server: Server) -> None:
     cleared = server.cache.rank_state(0, Asked(clear_store=True)).cleared
     assert (cleared.chunks, cleared.variants) == (3, 3)
     assert server.ask(rag(A, B)) == 0
@@ -679,11 +565,8 @@ def test_request_is_counted_once(disk: ChainDisk) -> None:
     storage.ask([("chain", "", ())], is_request=False)
     assert storage.index._asked.count("chain") == 0
     storage.ask([("chunk", "", ())])
-    assert (
-        storage._num_asked,
-        storage.index._asked.count("chain"),
-        storage.index._asked.count("chunk"),
-    ) == (1, 1, 1)
+    assert storage._num_asked == 1
+    assert [storage.index._asked.count(name) for name in ("chain", "chunk")] == [1, 1]
     storage.close()
 
 
@@ -739,8 +622,7 @@ OTHERS = st.one_of(
 )
 @settings(max_examples=examples(150), deadline=None)
 def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
-    """Whatever is loaded has the contents of its place, which `HostScheduler` checks;
-    nothing leaks, the front agrees."""
+    """Whatever is loaded has the contents of its place; nothing leaks, the front agrees."""
     with tempfile.TemporaryDirectory() as folder:
         disk = ChainDisk(Path(folder))
         disk.patience = Patience(0.5)
@@ -756,8 +638,7 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
                 server.evict(told[0])
             elif kind == "flush":
                 disk.weights = server.weights = told[0]
-                server.cache.reset()
-                server.allocator.clear()
+                server.flush()
             elif kind == "gate":
                 disk.storage.become("healthy" if told[0] else "hanging")
             elif kind == "fail":
@@ -783,8 +664,7 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
 
 
 def test_request_counts_once_where_its_chunks_may_be_moved(disk: ChainDisk) -> None:
-    """The promiser counts it, with what chains and variants were asked for:
-    half of f_r is forgotten once a window."""
+    """Half of f_r is forgotten once a window."""
     server = disk.server(host_slots=200)
     storage = server.cache.storage
     server.cache.stored = StoredChains(server.cache.host, storage, how=("exact",), fingerprint=None)

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from sglang_chunkcache.storage.ranks import Ranks
 from tests.examples import examples
+from tests.kit.chains import CAPACITY, HEAD, A, B, C, ChainDisk, Server, prefetch, rag
 from tests.polling import DEADLINE_S
 from tests.reference.rank_group import RankGroup, on_ranks
-from tests.sglang_chunkcache.scheduler.test_host_chains import CAPACITY, HEAD, A, B, C, rag
-from tests.sglang_chunkcache.scheduler.test_stored_chains import ChainDisk, Server, prefetch
 
 
 class Life:

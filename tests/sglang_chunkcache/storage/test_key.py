@@ -43,8 +43,7 @@ def test_each_part_of_a_place_makes_another_name(fields: dict[str, Any]) -> None
 
 
 def test_name_tells_what_was_measured() -> None:
-    """Backends overwrite nothing, so an entry with more is another entry.
-    Heads matter where something was measured."""
+    """Backends overwrite nothing, so an entry with more is another entry."""
     kinds = itertools.product((0, 1, 2), (False, True), HEADS)
     assert len({NAMES.entry(PLACE, *kind) for kind in kinds}) == 6 * len(HEADS) - 1
     assert NAMES.entry(PLACE, 0, False, HEADS[0]) == NAMES.entry(PLACE, 0, False, HEADS[1])

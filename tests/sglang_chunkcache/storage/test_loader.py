@@ -88,8 +88,7 @@ def test_entry_is_written_and_loaded(rig: Rig) -> None:
 
 @pytest.mark.parametrize("ask", [Rig.write, Rig.load])
 def test_job_waits_until_it_is_polled(rig: Rig, ask: Callable[[Rig], Any]) -> None:
-    """Whoever waits for quiet would miss what the thread is at, and what follows from it:
-    a damaged entry is written anew."""
+    """What follows from it waits, too: a damaged entry is written anew."""
     rig.storage.gate.clear()
     ask(rig)
     until(lambda: rig.storage.calls)

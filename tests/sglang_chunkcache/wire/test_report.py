@@ -13,14 +13,10 @@ from sglang_chunkcache.wire.state import Asked, Cleared, ExplainRequest, RankSta
 
 SOURCES = (Source(0, 3, None, "gap"), Source(3, 9, 0, "device", 2, 1, 0.25))
 REPORT = Report(1, 2, 3, 2, 4, SOURCES, (0,), (Fallback.NO_ROOM,), {"lookup": 0.5})
-EVENTS = Batch(
-    2**48 - 1,
-    7,
-    (Inserted(ChunkId("c"), 4, None, "n", True), Evicted(ChainId(2**63 - 1))),
-    9,
-    1,
-    2**60 - 1,
-)
+TOLD = (Inserted(ChunkId("c"), 4, None, "n", True), Evicted(ChainId(2**63 - 1)))
+EVENTS = Batch(2**48 - 1, 7, TOLD, 9, 1, 2**60 - 1)
+SPANS = RequestSpans((Span(0, 2, ChunkId("c")),), "n", 0, Acknowledgement(1, 2))
+KEPT = Explanation(0, 0, 0, is_kept=True)
 
 
 @pytest.mark.parametrize(
@@ -29,22 +25,11 @@ EVENTS = Batch(
         Answer(EVENTS),
         Answer(EVENTS, REPORT),
         Explanation(1, 2, 3, SOURCES, (Fallback.NO_SOURCE,)),
-        ExplainRequest(
-            [1, 2],
-            RequestSpans((Span(0, 2, ChunkId("c")),), "n", 0, Acknowledgement(1, 2)),
-            None,
-            "salt",
-        ),
+        ExplainRequest([1, 2], SPANS, None, "salt"),
         Asked(clear_store=True),
         Asked(read=(Reading(0, Acknowledgement(1, 2), 0), Reading(1, Acknowledgement(0, 0)))),
         RankState(1, EVENTS, {}, cleared=Cleared(1, 2, 3)),
-        RankState(
-            1,
-            EVENTS,
-            {"free": 1, "store": {"pending": 0}},
-            Part(0, EVENTS.events, 9),
-            (Explanation(0, 0, 0, is_kept=True),),
-        ),
+        RankState(1, EVENTS, {"free": 1, "store": {"pending": 0}}, Part(0, TOLD, 9), (KEPT,)),
     ],
     ids=lambda message: type(message).__name__,
 )

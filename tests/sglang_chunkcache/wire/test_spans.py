@@ -47,9 +47,7 @@ def unpacked(params: Any) -> RequestSpans | None:
     return unpack(params, IDS, secret=SECRET)
 
 
-def test_round_trip_gives_the_same_request() -> None:
-    """What the front means is what the scheduler reads."""
-    assert unpacked(packed()) == REQUEST
+FUSIONS = st.builds(FusionRequest, st.sampled_from(SELECTORS), st.floats(0, 1), st.text(max_size=9))
 
 
 @given(
@@ -57,15 +55,10 @@ def test_round_trip_gives_the_same_request() -> None:
     st.integers(0, 3),
     st.integers(0, 2**48),
     st.sets(st.integers(0, 5)),
-    st.none()
-    | st.builds(FusionRequest, st.sampled_from(SELECTORS), st.floats(0, 1), st.text(max_size=9)),
+    st.none() | FUSIONS,
 )
 def test_round_trip_of_every_field(
-    lengths: list[int],
-    start: int,
-    seq: int,
-    keep: set[int],
-    fusion: FusionRequest | None,
+    lengths: list[int], start: int, seq: int, keep: set[int], fusion: FusionRequest | None
 ) -> None:
     """Through JSON once more, as a client's body is."""
     pairs = []
@@ -77,27 +70,14 @@ def test_round_trip_of_every_field(
     )
     request = structs.replace(request, ack=Acknowledgement(2**48, seq))
     params = packed(request)
-    assert all(isinstance(value, str) for value in params.values()), (
-        "nested lists kill SGLang's server"
-    )
+    # nested lists kill SGLang's server
+    assert all(isinstance(value, str) for value in params.values())
     assert unpacked(json.loads(json.dumps(params))) == request
 
 
 NOT_OURS: list[Any] = [
-    None,
-    {},
-    {"chunkcache_spans": [2, 5]},
-    packed(chunkcache_mark="x"),
-    packed(chunkcache_mark=None),
-    packed(chunkcache_mark=1),
-    packed(chunkcache_mark=["s"]),
-    packed(chunkcache_mark=""),
-    packed(chunkcache_mark="é"),
-    packed(chunkcache_mark="\ud800"),
-    "text",
-    ["chunkcache_mark"],
-    5,
-    True,
+    *(None, {}, {"chunkcache_spans": [2, 5]}, "text", ["chunkcache_mark"], 5, True),
+    *(packed(chunkcache_mark=mark) for mark in ("x", None, 1, ["s"], "", "é", "\ud800")),
 ]
 
 
@@ -113,24 +93,20 @@ def test_empty_secret_trusts_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    "spans", [((5, 2),), ((2, 2),), ((2, 5), (4, 9)), ((2, 21),), ((-2, 5),)], ids=repr
+    ("spans", "match"),
+    [
+        *(([pair], "span") for pair in ((5, 2), (2, 2), (2, 21), (-2, 5))),
+        ([(2, 5), (4, 9)], "span"),
+        ([(2, 5)], "not those of the chunk"),
+    ],
+    ids=repr,
 )
-def test_bad_spans_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
-    """With the right mark a bad span is a bug of ours:
-    an error that the caller counts, of the kind it catches."""
-    request = structs.replace(
-        REQUEST, spans=tuple(Span(start, end, ChunkId("x")) for start, end in spans)
-    )
-    with pytest.raises(ValueError, match="span"):
-        unpacked(packed(request))
-
-
-def test_span_of_another_chunk_than_its_tokens_is_refused() -> None:
-    """No claim about a chunk is believed: its KV would be found by everybody who sends that
-    chunk."""
-    request = structs.replace(REQUEST, spans=(Span(2, 5, chunk_id([1, 2, 3])),))
-    with pytest.raises(ValueError, match="not those of the chunk"):
-        unpacked(packed(request))
+def test_bad_spans_are_refused(spans: list[tuple[int, int]], match: str) -> None:
+    """With the right mark a bad span is a bug of ours. No claim about a chunk is believed: its KV
+    would be found by everybody who sends that chunk."""
+    wrong = tuple(Span(start, end, ChunkId("x")) for start, end in spans)
+    with pytest.raises(ValueError, match=match):
+        unpacked(packed(structs.replace(REQUEST, spans=wrong)))
 
 
 BROKEN = [
@@ -149,15 +125,10 @@ BROKEN = [
 @pytest.mark.parametrize(("damage", "match"), BROKEN, ids=range(len(BROKEN)))
 def test_damaged_message_is_refused(damage: Callable[[str], str], match: str) -> None:
     """Strict: another version, a missing, unknown or mistyped field; the error names it."""
-    params = packed()
-    whole = params[SPANS_KEY]
+    whole = packed()[SPANS_KEY]
     assert damage(whole) != whole
     with pytest.raises(ValueError, match=match):
-        unpacked({**params, SPANS_KEY: damage(whole)})
-
-
-def test_message_left_out_is_refused() -> None:
-    """The mark alone says nothing."""
+        unpacked({**packed(), SPANS_KEY: damage(whole)})
     with pytest.raises(ValueError, match="truncated"):
         unpacked({MARK_KEY: SECRET})
 
@@ -174,27 +145,15 @@ def test_message_left_out_is_refused() -> None:
 )
 def test_area_len_counts_spans_that_touch(pairs: list[tuple[int, int]], expected: int) -> None:
     """The first area ends where tokens come between."""
-    assert (
-        RequestSpans(tuple(make_spans(*pairs)), "n", 0, Acknowledgement(0, 0)).area_len == expected
-    )
+    assert make_request(*pairs).area_len == expected
 
 
 def test_namespace_tells_heads_and_tenants_apart() -> None:
-    """One global root per head and identity; shifting text between fields is no way around it."""
-    names = [
-        namespace_of([1, 2], None, None, None),
-        namespace_of([1], None, None, None),
-        namespace_of([], None, None, None),
-        namespace_of([1, 2], "a", None, None),
-        namespace_of([1, 2], None, "a", None),
-        namespace_of([1, 2], None, None, "a"),
-        namespace_of([1, 2], "a", "b", None),
-        namespace_of([1, 2], "ab", None, None),
-        namespace_of([1, 2], "a\0001:b", None, None),
-    ]
+    """One global root per head and identity; shifting text between fields is no way around it, and
+    SGLang shares no KV between an empty extra_key and none."""
+    heads: list[list[int]] = [[1, 2], [1], []]
+    names = [namespace_of(head, None, None, None) for head in heads]
+    for tenant in ("a", None, None), (None, "a", None), (None, None, "a"), ("a", "b", None):
+        names.append(namespace_of([1, 2], *tenant))
+    names += [namespace_of([1, 2], key, None, None) for key in ("", "ab", "a\0001:b")]
     assert len(set(names)) == len(names)
-
-
-def test_namespace_tells_an_empty_name_from_none() -> None:
-    """SGLang shares no KV between an empty extra_key and none."""
-    assert namespace_of([1], "", None) != namespace_of([1], None, None)

@@ -50,15 +50,10 @@ def test_internal_fields_are_sglangs() -> None:
 GOOD: list[dict[str, Any]] = [
     {},
     {"temperature": 0, "top_p": 0.5, "top_k": -1, "min_p": 0, "max_new_tokens": 0, "n": 1},
-    {
-        "stop": "x",
-        "stop_token_ids": [5, 6],
-        "stop_regex": ["a+"],
-        "ignore_eos": True,
-        "skip_special_tokens": False,
-    },
+    {"stop": "x", "stop_token_ids": [5, 6], "stop_regex": ["a+"], "skip_special_tokens": False},
     {"stop": ["x", "y"], "logit_bias": {"5": 1, "6": -0.5}, "sampling_seed": -1},
     {"custom_params": {"a": 1, "b": [1, "x", None], "c": {"d": 0.5}}, "regex": "a*"},
+    {"ignore_eos": True},
 ]
 
 
@@ -76,44 +71,28 @@ def nested(depth: int) -> Any:
     return value
 
 
+BAD_VALUES: dict[str, list[Any]] = {
+    "skip_special_tokens": ["x", 1],
+    "logit_bias": [{"5": "x"}, {"5000": 1}, {"x": 1}],
+    "temperature": [-1, float("nan")],
+    "top_p": [0],
+    "top_k": [0, 2**31],
+    "max_new_tokens": [-1, True, 1.0],
+    "n": [129, 0],
+    "stop": [[5], ["a"] * 33, "a" * 4097, ["a" * 2100] * 2],
+    "stop_token_ids": [[-1], [10**30]],
+    "stop_regex": ["(", "a{99999999999}", "a" * 257, ["a"] * 33],
+    "regex": ["a" * 100_001],
+    "json_schema": [{}],
+    "sampling_seed": [2**63, 0.5],
+    "custom_params": [[1], nested(3), nested(900), {"__sglang_reasoning_end_token_ids": "x"}],
+    "beam_width": [0],
+}
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"skip_special_tokens": "x"}, "skip_special_tokens"),
-    ({"skip_special_tokens": 1}, "skip_special_tokens"),
-    ({"logit_bias": {"5": "x"}}, "logit_bias"),
-    ({"logit_bias": {"5000": 1}}, "logit_bias"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"temperature": -1}, "temperature"),
-    ({"temperature": float("nan")}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"top_k": 0}, "top_k"),
-    ({"top_k": 2**31}, "top_k"),
-    ({"max_new_tokens": -1}, "max_new_tokens"),
-    ({"max_new_tokens": True}, "max_new_tokens"),
-    ({"max_new_tokens": 1.0}, "max_new_tokens"),
+    *(({field: value}, field) for field, values in BAD_VALUES.items() for value in values),
     ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens"),
-    ({"n": 129}, "n"),
-    ({"n": 0}, "n"),
-    ({"stop": [5]}, "stop"),
-    ({"stop": ["a"] * 33}, "stop"),
-    ({"stop": "a" * 4097}, "stop"),
-    ({"stop": ["a" * 2100] * 2}, "stop"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids"),
-    ({"stop_token_ids": [10**30]}, "stop_token_ids"),
-    ({"stop_regex": "("}, "stop_regex"),
-    ({"stop_regex": "a{99999999999}"}, "stop_regex"),
-    ({"stop_regex": "a" * 257}, "stop_regex"),
-    ({"stop_regex": ["a"] * 33}, "stop_regex"),
     ({"regex": "a", "ebnf": "b"}, "regex"),
-    ({"regex": "a" * 100_001}, "regex"),
-    ({"json_schema": {}}, "json_schema"),
-    ({"sampling_seed": 2**63}, "sampling_seed"),
-    ({"sampling_seed": 0.5}, "sampling_seed"),
-    ({"custom_params": [1]}, "custom_params"),
-    ({"custom_params": nested(3)}, "custom_params"),
-    ({"custom_params": nested(900)}, "custom_params"),
-    ({"custom_params": {"__sglang_reasoning_end_token_ids": "x"}}, "custom_params"),
-    ({"beam_width": 0}, "beam_width"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("params", "field"), BAD, ids=[str(case[0])[:60] for case in BAD])
