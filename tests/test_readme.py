@@ -57,7 +57,7 @@ def guard_rows() -> list[str]:
 TABLES = {
     "guard": (ROOT / "sglang_chunkcache" / "front" / "README.md", guard_rows),
     "flags": (ROOT / "sglang_chunkcache" / "front" / "README.md", flag_rows),
-    "fallbacks": (ROOT / "sglang_chunkcache" / "fusion" / "README.md", fallback_rows),
+    "fallbacks": (ROOT / "sglang_chunkcache" / "front" / "README.md", fallback_rows),
 }
 """Name in the markers -> the page and what is generated into it."""
 

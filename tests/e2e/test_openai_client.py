@@ -1,7 +1,7 @@
 """OpenAI's Python client, case by case, on SGLang's `/v1` and on our `/rag/v1`: what works on one
 works on the other.
 
-The table in sglang_chunkcache/README.md, section "OpenAI clients", has these cases and outcomes. A
+The table in sglang_chunkcache/front/README.md, section "OpenAI clients", has these cases and outcomes. A
 wrong key is shown without a server, by tests/sglang_chunkcache/front/test_routes.py.
 """
 
@@ -308,7 +308,7 @@ def test_case_comes_out_the_same_on_both(rag_server: Server, name: str) -> None:
 
 def test_readme_lists_the_cases() -> None:
     """What users read is what is shown here."""
-    readme = Path(__file__).parents[2] / "sglang_chunkcache" / "README.md"
+    readme = Path(__file__).parents[2] / "sglang_chunkcache" / "front" / "README.md"
     section = readme.read_text(encoding="utf-8").split("## OpenAI clients\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")][:2] for line in lines]

@@ -177,7 +177,7 @@ REASONS: list[tuple[str, object, str]] = [
     (f"{POOL}quant_method", SimpleNamespace(name="fp4"), "quantised KV (fp4)"),
     (f"{POOL}kv_cache_layout", "hnd", "KV layout hnd, not nhd"),
     (f"{POOL}kv_cache_layout", "vectorized_5d", "KV layout vectorized_5d, not nhd"),
-    (f"{POOL}layer_transfer_counter", object(), "KV loaded layer by layer by others"),
+    (f"{POOL}layer_transfer_counter", "a counter", "KV loaded layer by layer by others"),
     # in any layer but the first, too; it is named
     (f"{ATTN}sliding_window_size", 4096, "sliding window 4096 (layer 1)"),
     (f"{ATTN}logit_cap", 50.0, "attention logit cap 50.0 (layer 1)"),
