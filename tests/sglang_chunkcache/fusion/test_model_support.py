@@ -160,7 +160,7 @@ REASONS: list[tuple[str, object, str]] = [
     ("attn_cp_size", 2, "attention context parallel size 2, not 1"),
     ("attn_dcp_size", 2, "decode context parallel size 2, not 1"),
     ("spec_algorithm", SpeculativeAlgorithm.EAGLE, "speculative decoding"),
-    ("lora_manager", object(), "LoRA"),
+    ("lora_manager", "a manager", "LoRA"),
     ("use_mla_backend", True, "MLA"),
     ("is_hybrid_swa", True, "sliding-window layers (hybrid SWA)"),
     (f"{CONFIG}attention_chunk_size", 8192, "attention in chunks (attention_chunk_size)"),
