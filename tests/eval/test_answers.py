@@ -1,8 +1,4 @@
-"""`quality answers` against fake servers: which full prefill an arm is compared with, what may be
-shown, and going on.
-
-python -m pytest tests/eval/test_answers.py
-"""
+"""`quality answers` against fake servers."""
 
 from __future__ import annotations
 
@@ -61,8 +57,6 @@ def run(
 
 
 def test_reordering_is_no_loss_by_reuse(ours: FakeChat, tmp_path: Path) -> None:
-    """The fake answers by order alone, so its answers equal full prefill of its own prompts,
-    and not of the retriever's."""
     record = run(ours, tmp_path / "run")
     rows = [row for row in read_samples(tmp_path / "run") if row["arm"] == "tree"]
     assert len(rows) == 6
@@ -75,8 +69,7 @@ def test_reordering_is_no_loss_by_reuse(ours: FakeChat, tmp_path: Path) -> None:
 
 
 def test_full_prefill_is_asked_once_under_a_salt_of_its_own(ours: FakeChat, tmp_path: Path) -> None:
-    """A salt used twice would make it a cache hit.
-    Both arms sort, so their prompts are the same and computed once."""
+    """A salt used twice would make it a cache hit."""
     run(ours, tmp_path / "run", arms=("one", "two"))
     salted = [body for body in ours.received if "cache_salt" in body]
     assert len({body["cache_salt"] for body in salted}) == len(salted)
@@ -190,8 +183,6 @@ CHUNKS = (TextChunk("a", "text"), TextChunk("b", "text"))
 def test_turns_of_a_conversation_are_one_block(
     ours: FakeChat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in `answers`, where the server does not hear of the conversation,
-    since the history is in the messages."""
     turns = [
         Request(f"t:{n}", f"question {n}?", CHUNKS, conversation="c", reply="Yes.")
         for n in range(2)
@@ -266,8 +257,7 @@ def world_requests() -> list[Request]:
 
 
 def test_text_prompts_of_another_length_are_counted(ours: FakeChat, tmp_path: Path) -> None:
-    """Chunks as text are tokenised with their surroundings:
-    answers may then differ without any reuse."""
+    """Chunks as text are tokenised with their surroundings."""
     record = run(ours, tmp_path / "run", arms=(f"stock={ours.url},chat",))
     assert record["results"]["tokenised_otherwise"] == {"stock": 6}
     rows = [row for row in read_samples(tmp_path / "run") if row["arm"] == "stock"]
@@ -293,8 +283,7 @@ def test_nonsense_gets_one_line(
 
 
 def test_histories_are_the_data_sets_own() -> None:
-    """The same for every arm, so that arms differ in the last turn only;
-    a turn without a reply is left out."""
+    """The same for every arm, so that arms differ in the last turn only."""
     chunk = (TextChunk("p", "text"),)
     turns = [
         Request("t:1:0", "first?", chunk, conversation="1", reply="One."),

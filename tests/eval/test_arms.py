@@ -1,5 +1,4 @@
-"""The arms: no flag rots, every body is valid, names and addresses are read as people write
-them."""
+"""The arms."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ from eval.serve.arms import (
     EVERY_SERVER,
     Arm,
     add_arm_options,
-    create_reorderer,
     parse_arm,
     parse_arms,
     request_body,
@@ -73,12 +71,6 @@ def test_craft_is_the_papers() -> None:
     assert set(CRAFT) <= set(ARMS["craft"].flags)
 
 
-def test_ours_is_our_defaults() -> None:
-    """The configuration of a user who sets only SGLang's policy."""
-    for name in ("ours", "ours-fcfs"):
-        assert parse_launcher(list(ARMS[name].flags))[0] == config.ChunkCacheConfig()
-
-
 def test_arms_with_and_without_host_memory_differ_in_nothing_else() -> None:
     """Whatever the default becomes: none, a GiB, or what is asked for."""
     _, arms = parse(["--arms", "ours-device", "ours-host", "--host-mib", "77"])
@@ -109,8 +101,7 @@ def fusion_request(arm: Arm, **reuse: Any) -> Any:
 
 
 def test_fused_is_what_a_user_gets() -> None:
-    """--reuse fused and nothing else, and a request that says no more than that;
-    a variation has a name of its own."""
+    """--reuse fused and nothing else, and a request that says no more than that."""
     defaults = config.ChunkCacheConfig(reuse="fused")
     assert parse_launcher(list(ARMS["fused"].flags))[0] == defaults
     assert ARMS["fused"].body == {"reuse": {"mode": "fused"}}
@@ -126,8 +117,7 @@ def test_fused_is_what_a_user_gets() -> None:
 
 
 def test_cache_craft_recomputes_what_it_is_labelled_with() -> None:
-    """Alpha is solved for the labelled share;
-    focus would take tokens away afterwards, and has a name of its own."""
+    """Alpha is solved for the labelled share."""
     request = fusion_request(ARMS["cache-craft"])
     assert (request.selector, request.ratio, request.alpha, request.focus) == (
         "context",
@@ -261,8 +251,7 @@ def test_options_name_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
 def test_rivals_on_a_gpu_say_what_they_need(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """GPU, package, and the process that holds what LMCache stores;
-    an endpoint needs none of them."""
+    """GPU, package, and the process that holds what LMCache stores."""
     lmcache, hicache = ARMS["lmcache"], ARMS["stock-hicache"]
     found: dict[str, Any] = {}
     monkeypatch.setattr("importlib.util.find_spec", found.get)
@@ -279,10 +268,3 @@ def test_rivals_on_a_gpu_say_what_they_need(
     assert "lmcache server" in str(skip_reason(lmcache))
     monkeypatch.setenv("LMCACHE_MP_HOST", "127.0.0.1")
     assert skip_reason(lmcache) is None
-
-
-def test_only_adapters_reorder() -> None:
-    """Every other arm's chunks go out as the retriever gave them."""
-    assert [name for name, arm in ARMS.items() if arm.adapter] == ["contextpilot"]
-    assert all(skip_reason(ARMS[name]) is None for name in ("no-cache", "ours", "fused"))
-    assert create_reorderer(ARMS["ours"]) is None

@@ -1,5 +1,4 @@
-"""The bench of preprocessing: what its samples say, its options, and the corpora it makes.
-No engine."""
+"""The bench of preprocessing."""
 
 from __future__ import annotations
 

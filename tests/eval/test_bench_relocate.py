@@ -1,5 +1,4 @@
-"""The bench of moving KV runs on the CPU, at a small size.
-Its rates depend on the machine; what it reports does not."""
+"""The bench of moving KV runs on the CPU, at a small size."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ SMALL = ["--device", "cpu", "--quick"]
 
 
 def test_dry_run_without_cuda(tmp_path: Path) -> None:
-    """Every arm that a CPU has, each against the copy, and a plain word on what is missing;
-    a complete run is not touched."""
+    """Every arm that a CPU has, each against the copy, and a plain word on what is missing."""
     out = tmp_path / "run"
     assert main([*SMALL, "--out", str(out)]) == 0
     run = read_recorded(out)
@@ -38,8 +36,6 @@ def test_dry_run_without_cuda(tmp_path: Path) -> None:
 
 
 def test_rates_are_of_bytes_read_and_written() -> None:
-    """A pass that takes as long as a plain copy has a share of 1,
-    and both have the rate of all bytes twice."""
     bench = Bench("small", 8, "scattered", torch.device("cpu"))
     in_pool = sum(buffer[bench.source].nbytes for buffer in bench.buffers)
     assert bench.num_bytes == 2 * in_pool

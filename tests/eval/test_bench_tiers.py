@@ -1,5 +1,4 @@
-"""The pure part of the bench of tiers: what its samples say, and what each server may hold.
-No server."""
+"""The pure part of the bench of tiers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The tree bench runs, at a small size, and reports what it promises.
-Its times depend on the machine; its sizes do not."""
+"""The tree bench runs, at a small size, and reports what it promises."""
 
 from pathlib import Path
 

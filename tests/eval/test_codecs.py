@@ -1,5 +1,4 @@
-"""What codecs do to answers, at a small size:
-nothing where they keep everything, and the less the more bits there are."""
+"""What codecs do to answers, at a small size."""
 
 from __future__ import annotations
 
@@ -44,8 +43,6 @@ def question() -> Asked:
 
 
 def test_answers_over_the_prompts_own_kv_are_reproduced() -> None:
-    """Also after all other settings have written their KV into the same prompt,
-    which is why it must be restored each time."""
     of = question()
     assert len(of.answer) > 3
     answered(model(), Setting("int3"), of)
@@ -55,8 +52,7 @@ def test_answers_over_the_prompts_own_kv_are_reproduced() -> None:
 
 
 def test_variants_of_a_chunk_are_of_the_same_tokens() -> None:
-    """In layer 0 they agree, so a chunk that got another one's variants would show.
-    Later layers have seen other orders."""
+    """In layer 0 they agree, so a chunk that got another one's variants would show."""
     for keys, values in question().chunks:
         assert keys.shape[0] == 3
         assert torch.equal(values[0, 0], values[2, 0])

@@ -1,5 +1,4 @@
-"""The ContextPilot adapter's child process:
-its protocol, and that nothing ContextPilot does loses a request."""
+"""The ContextPilot adapter's child process."""
 
 from __future__ import annotations
 
@@ -131,8 +130,7 @@ REAL = os.environ.get("CONTEXTPILOT_PYTHON")
     reason="no contextpilot here; CONTEXTPILOT_PYTHON may name a Python that has it",
 )
 def test_the_real_one() -> None:
-    """ContextPilot 0.5.0 puts what it has seen first.
-    From a thousand children of one node on, it fails on whatever overlaps."""
+    """ContextPilot 0.5.0 puts what it has seen first."""
     it = ContextPilotReorderer(Path(REAL) if REAL else None)
     assert order(it, request("a", "b", "c")) == ["a", "b", "c"]
     assert order(it, request("b", "a", "d")) == ["a", "b", "d"]

@@ -1,8 +1,4 @@
-"""`quality dedup`: conversations worth deduplicating, histories, and what is counted, against a
-fake server.
-
-python -m pytest tests/eval/test_dedup.py
-"""
+"""`quality dedup`."""
 
 from __future__ import annotations
 
@@ -33,8 +29,7 @@ def endpoint_of(fake: FakeChat, policy: str = "off") -> Endpoint:
 
 
 def test_world_conversations_repeat_chunks_and_hold_their_answers() -> None:
-    """Without repeated chunks the test would compare a server with itself;
-    a question's passage is always retrieved."""
+    """Without repeated chunks the test would compare a server with itself."""
     conversations = group(world())
     assert [len(turns) for turns in conversations] == [5, 5, 5, 5]
     for turns in conversations:
@@ -49,13 +44,6 @@ def test_world_conversations_repeat_chunks_and_hold_their_answers() -> None:
     assert world() == world()
     ids = [{chunk.id for turn in turns for chunk in turn.chunks} for turns in conversations]
     assert not ids[0] & ids[1]  # each conversation has a world of its own
-
-
-def test_policies_differ_in_one_flag() -> None:
-    off, shown = policy_arm("off"), policy_arm("shown")
-    assert off.flags[:-1] == shown.flags[:-1]
-    assert (off.flags[-2:], shown.flags[-1]) == (("--chunkcache-dedup", "off"), "shown")
-    assert off.body == shown.body == {"order": "retriever"}
 
 
 def test_history_holds_the_servers_own_answers() -> None:
@@ -119,8 +107,7 @@ OPTIONS |= {"bert_encoder": None, "max_new_tokens": 8, "top_logprobs": 2}
 
 
 def test_an_interrupted_conversation_is_held_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its server is gone, and with it what had been shown;
-    turns that were scored stay as they were."""
+    """Its server is gone, and with it what had been shown."""
     monkeypatch.setattr("eval.quality.dedup.load_requests", lambda args: TURNS)
     run, mode = FakeRun(), Dedup(Namespace(**OPTIONS))
     with chatting(FakeChat(lambda body: "Yes.")) as fake:

@@ -9,11 +9,6 @@ import pytest
 from eval.demo import HEADS, NUM_CHUNKS, NUM_TURNS, plain_computed, tell, traffic
 
 
-def test_traffic_is_the_same_again() -> None:
-    """Two servers are compared on the same requests."""
-    assert traffic(20, 2, 5) == traffic(20, 2, 5)
-
-
 def test_every_question_has_its_passage_among_the_chunks() -> None:
     """A question without its passage would count as a wrong answer of a right server."""
     phases = traffic(100, 3)

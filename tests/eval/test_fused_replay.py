@@ -1,5 +1,4 @@
-"""The fused replay by hand, on made traces, and as a command.
-test_fused_replay_is_the_server.py holds it against the server."""
+"""The fused replay by hand, on made traces, and as a command."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def fates(
 
 
 def test_moved_chunks_by_hand() -> None:
-    """15% of what is moved is recomputed.
-    C between moved chunks is a gap, at the end it is prefilled."""
+    """15% of what is moved is recomputed."""
     replay = make_replay()
     assert fates(replay, "AB") == (0, 0, 0, 20)
     assert fates(replay, "BA") == (0, 17, 3, 0)
@@ -80,8 +78,7 @@ def test_another_head_is_a_source_and_no_prefix() -> None:
 
 
 def test_moved_kv_ends_the_exact_chain() -> None:
-    """B after nothing was moved, so B-A is not found as it is;
-    C behind it was computed, and still no exact KV."""
+    """B after nothing was moved, so B-A is not found as it is."""
     replay = make_replay(selector="query")
     replay.step(request("AB"))
     count = replay.step(request("BC"))
@@ -91,8 +88,7 @@ def test_moved_kv_ends_the_exact_chain() -> None:
 
 
 def test_fused_kv_is_found_again_by_its_recipe_alone() -> None:
-    """`query` chooses by the question, and each request has its own;
-    `none` has one recipe for all."""
+    """`query` chooses by the question, and each request has its own."""
     for selector, found in (("query", 0), ("none", 20)):
         replay = make_replay(selector=selector)
         replay.step(request("AB"))
@@ -101,8 +97,7 @@ def test_fused_kv_is_found_again_by_its_recipe_alone() -> None:
 
 
 def test_order_aims_at_fused_chains_of_its_recipe() -> None:
-    """Behind C, B was fused before A; `query` chooses by the question,
-    so nobody else's chain is one to follow."""
+    """Behind C, B was fused before A."""
     for selector, found in (("query", 0), ("none", 20)):
         replay = make_replay(order="tree", selector=selector)
         for names in ("XAB", "C", "CBA"):
@@ -121,8 +116,7 @@ def test_a_chunk_moved_is_no_source_and_a_gap_is_one() -> None:
 
 
 def test_exact_chains_grow_by_a_chunk_a_request() -> None:
-    """B-C is exact for an exact request after two fused ones;
-    the chunk that is grown by counts as computed."""
+    """B-C is exact for an exact request after two fused ones."""
     replay = make_replay(exact_gaps=1, order="tree")
     replay.step(request("ABC"))
     assert fates(replay, "BC") == (0, 8, 2, 10)
@@ -132,8 +126,6 @@ def test_exact_chains_grow_by_a_chunk_a_request() -> None:
 
 
 def test_chunks_cached_nowhere_come_before_what_is_moved() -> None:
-    """D is new: behind the chunk that the chain grows by it is exact,
-    behind the moved C it would not be."""
     replay = make_replay(exact_gaps=1, order="tree")
     replay.step(request("ABC"))
     count = replay.step(request("BCD"))
@@ -192,8 +184,7 @@ def test_host_copies_serve_what_has_left_the_device() -> None:
 
 
 def test_later_turns_have_their_history_and_move_the_rest() -> None:
-    """A shown chunk is not sent again; C, cached elsewhere, is moved behind the history,
-    which is found as it was made."""
+    """A shown chunk is not sent again."""
     replay = make_replay()
     replay.step(request("C"))
     assert fates(replay, "AB", "talk") == (0, 0, 0, 20)
@@ -214,8 +205,6 @@ def test_a_history_that_has_left_is_moved_or_lost() -> None:
 
 
 def test_sources_and_prompt_are_not_evicted_for_the_request() -> None:
-    """Room for five chunks: B-A needs two, one stays free for an extend,
-    and A and B are moved out of A-B, the oldest."""
     replay = make_replay(capacity_tokens=50)
     replay.step(request("AB"))
     replay.step(request("CD"))
@@ -233,8 +222,7 @@ def test_nothing_is_moved_without_room() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_limits_hold_on_any_trace(seed: int) -> None:
-    """Room and store after every request; fates add up (`fates`);
-    what left the tree is no source."""
+    """Room and store after every request."""
     rng = random.Random(seed)
     replay = make_replay(
         order="tree", eviction="reused", capacity_tokens=150, store_chunks=6, store_variants=2
@@ -280,8 +268,7 @@ def replay_command(*options: str, bare: bool = False) -> subprocess.CompletedPro
 
 
 def test_command_runs_on_python_alone(tmp_path: Path) -> None:
-    """`-S` hides torch, msgspec and everything else that is installed;
-    exact and fused stand side by side."""
+    """`-S` hides torch, msgspec and everything else that is installed."""
     done = replay_command(
         "--generate", "300", "--reuse", "fused", "--out", str(tmp_path / "run"), bare=True
     )
@@ -340,15 +327,3 @@ def test_all_of_ragpulse_fused(tmp_path: Path) -> None:
         "dropped": 0.0,
     }
     assert round(entry["exact_without"]["value"], 4) == 0.5074
-
-
-def test_removed_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """By its name, with what holds instead."""
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--scoring", "on"])
-    assert (
-        "--scoring was removed: a replay measures what its selector reads"
-        in capsys.readouterr().err
-    )

@@ -1,10 +1,4 @@
-"""`eval replay --reuse fused` against the server's own scheduler: the same requests, the same
-fates, sources and store.
-
-The scheduler is `ChunkRadixCache` and `Fuser` on SGLang's pools
-(tests/reference/fused_scheduler.py). Only the model is replaced: its pass recomputes as many tokens
-as the plan foresees and measures the attention that the replay is told here.
-"""
+"""`eval replay --reuse fused` against the server's own scheduler."""
 
 from __future__ import annotations
 
@@ -182,8 +176,6 @@ def test_replay_equals_the_server(
     knobs: dict[str, Any],
     seed: int,
 ) -> None:
-    """Request by request: the fates of its tokens, tiers of its sources,
-    the whole store with f_r and order of use."""
     monkeypatch.setattr(
         fused.EvenAttention,
         "of",

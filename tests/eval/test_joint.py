@@ -1,5 +1,4 @@
-"""KV for the joint encoding's figures: is it what the server caches and stores? And the command,
-at a small size."""
+"""KV for the joint encoding's figures."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def drawn(of: str, keys: str) -> Units:
 
 
 def test_variants_are_equal_in_layer_0_alone() -> None:
-    """Keys and values of layer 0 do not depend on the prefix:
-    un-rotated they agree but for rounding. Later ones differ."""
+    """Keys and values of layer 0 do not depend on the prefix."""
     units = drawn("variants", "un-rotated")
     assert len(set(units.lens)) == 1
     keys = units.keys.view(4, 3, units.lens[0], -1).float()
@@ -49,8 +47,6 @@ def test_variants_are_equal_in_layer_0_alone() -> None:
 
 
 def test_neighbors_are_other_chunks_of_many_equal_words() -> None:
-    """Equal tokens have un-rotated values in layer 0 that are equal bit by bit,
-    and behind other tokens other ones after that."""
     units = drawn("neighbors", "un-rotated")
     for layer, is_alike in ((0, True), (3, False)):
         first, second = (
@@ -72,8 +68,6 @@ def test_cached_and_stored_chunks_are_one_but_for_positions() -> None:
 
 
 def test_queries_attend_as_the_model_does() -> None:
-    """Rotated queries over cached keys give the weights of transformers' own attention,
-    whose logits are rounded to bfloat16."""
     pieces = ["The company Lumex serves Marton.\n\n", "Which city does the company Lumex serve?"]
     cached = model().cached(pieces)
     llama: Any = model()._model
@@ -101,13 +95,6 @@ def test_blocks_are_those_that_are_encoded(block_size: int) -> None:
     )
     assert torch.equal(layer.keys.flatten(1), blocks.keys(1))
     assert len(layer.keys) == sum(blocks.lens)
-
-
-def test_chunks_are_of_several_passages() -> None:
-    """Two of about 30 tokens each."""
-    units = drawn("chunks", "un-rotated")
-    assert len(units.lens) == SIZES.chunks
-    assert all(45 < length < 75 for length in units.lens)
 
 
 def test_measured_counts_blocks_and_bytes() -> None:

@@ -1,5 +1,4 @@
-"""`quality joint`: what is fused of prompts, cells, batches and figures,
-with the bundled model and by hand."""
+"""`quality joint`."""
 
 from __future__ import annotations
 
@@ -68,8 +67,6 @@ def rows_of(*argv: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_every_cell_is_measured_once() -> None:
-    """Thresholds and ratios, in blocks of every size, over chunks and over batches of every
-    size."""
     cells = make_cells(["chunks", "batch"], [4, 16], [0.5], [1.5, 2.0], [2, 8])
     assert len(cells) == len({tuple(label_of(cell)) for cell in cells}) == (1 + 2) * 2 * 3
     assert cells[1] == {"over": "chunks", "block": 4, "ratio": 1.5}
@@ -78,8 +75,7 @@ def test_every_cell_is_measured_once() -> None:
 
 @pytest.mark.parametrize("over", ["chunks", "batch"])
 def test_whole_blocks_of_units_change_alone(over: str) -> None:
-    """Head, question and tails stay, except that a batch's units are whole prompts;
-    the prompts themselves stay as they are."""
+    """Head, question and tails stay, except that a batch's units are whole prompts."""
     prompts = [prompt(0)] if over == "chunks" else [prompt(0), prompt(1)]
     before = [
         [each.clone() for each in (*one.pool.k_buffer, *one.pool.v_buffer)] for one in prompts
@@ -143,8 +139,7 @@ def test_answers_are_those_of_full_prefill_where_nothing_fuses() -> None:
 
 
 def test_compression_counts_each_block_once() -> None:
-    """The two answers of a batch have the figures of both;
-    by hand 2 x 8 blocks of 2 layers, 12 and 8 left."""
+    """The two answers of a batch have the figures of both."""
     alone = {"requests": 1, "blocks": 8, "shared": [8, 8], "ms": 1.0}
     both = {"requests": 2, "blocks": 16, "shared": [12, 8], "ms": 3.0}
     assert fused_of([both, both]) == {"compression": 1.6, "encode_ms": 3.0}
@@ -184,17 +179,8 @@ def test_options_out_of_range_are_refused(argv: list[str]) -> None:
         JointCurves(options(*argv))
 
 
-def test_flags_of_a_server_are_refused() -> None:
-    """There is none."""
-    args = options()
-    args.server_flags = ["--dtype", "float32"]
-    with pytest.raises(CommandError, match="no server's flags"):
-        JointCurves(args)
-
-
 def test_a_job_is_a_batch() -> None:
-    """The largest, of the world's questions; its key is that of its last sample.
-    It needs no server."""
+    """The largest, of the world's questions."""
     mode = JointCurves(
         options(
             "--requests", "5", "--batch", "2", "--blocks", "8", "--ratios", "--thresholds", "0.5"

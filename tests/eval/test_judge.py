@@ -1,8 +1,4 @@
-"""The judge's adapter against a fake endpoint: strict replies, bounded retries, and a key that
-leaves no trace.
-
-python -m pytest tests/eval/test_judge.py
-"""
+"""The judge's adapter against a fake endpoint."""
 
 from __future__ import annotations
 

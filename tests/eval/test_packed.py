@@ -1,5 +1,4 @@
-"""The compact form of a record: what goes in comes out,
-and a comparison of it says what one of the samples says."""
+"""The compact form of a record."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ RESULTS = st.dictionaries(
 
 @given(RESULTS)
 def test_results_come_back_as_they_were(results: dict[str, Any]) -> None:
-    """Keys in their order, numbers as they were, whatever is missing from a row;
-    also by way of a file."""
+    """Keys in their order, numbers as they were, whatever is missing from a row."""
     told = json.loads(record_text({"results": pack_results(results)}))["results"]
     assert json.dumps(unpack_results(told)) == json.dumps(results)
 
@@ -68,8 +66,7 @@ def test_quantiles_that_nobody_reads_are_not_kept() -> None:
 
 
 def test_samples_come_back_by_arm_and_cell() -> None:
-    """Measured ones with all digits; of the others that they were there.
-    What is no number is not measured."""
+    """Measured ones with all digits."""
     one = {"arm": "a", "cell": {"k": 2}, "request": 7, "block": "b1"}
     samples = [
         {**one, "warm_up": True, "metrics": {"ttft_s": 9.0}},
@@ -90,8 +87,6 @@ def test_samples_come_back_by_arm_and_cell() -> None:
 
 @pytest.mark.parametrize(("num", "size", "step"), [(85, 2, 5), (30, 2, 1), (40, 20, 1)])
 def test_replay_keeps_the_means_of_blocks(num: int, size: int, step: int) -> None:
-    """Blocks of ten requests. With fewer than eight of them, bins are drawn, and kept;
-    so they are where a bin is longer."""
     rng = np.random.default_rng(num)
     counts = {name: rng.integers(0, 5, num).tolist() for name in ("hits", "dropped", "lost")}
     row = {

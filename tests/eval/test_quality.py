@@ -1,7 +1,4 @@
-"""Quality metrics against hand-computed values and slow references.
-
-python -m pytest tests/eval/test_quality.py
-"""
+"""Quality metrics against hand-computed values and slow references."""
 
 from __future__ import annotations
 
@@ -43,8 +40,7 @@ def test_exact_match_takes_any_right_answer() -> None:
 
 
 def test_f1_by_hand() -> None:
-    """Two of three words right, two of four found: precision 2/3, recall 1/2, F1 4/7;
-    the best right answer counts."""
+    """Two of three words right, two of four found."""
     assert f1("The red blue green", ["red blue grey black"]) == pytest.approx(4 / 7)
     assert f1("red blue green", ["black", "red blue grey black"]) == pytest.approx(4 / 7)
     assert f1("red red", ["red"]) == pytest.approx(2 / 3)
@@ -59,27 +55,18 @@ def test_rouge_l_by_hand() -> None:
 
 
 def test_jaccard_by_hand() -> None:
-    """ "red" and "blue" of four words in all;
-    how often and in which order does not matter, articles count."""
+    """ "red" and "blue" of four words in all."""
     assert jaccard("Red, red blue!", "the blue grey red") == pytest.approx(2 / 4)
     assert (jaccard("", "..."), jaccard("", "a"), jaccard("a", "b")) == (1.0, 0.0, 0.0)
 
 
 def test_normalized_f1_is_the_papers() -> None:
-    """FusionRAG 5.1: 0.781 between full reuse 0.712 and full attention 0.852 is 49.2% there,
-    49.3% by its own equation."""
     assert normalized_f1(0.781, full_reuse=0.712, full_prefill=0.852) == pytest.approx(
         0.493, abs=1e-3
     )
     assert normalized_f1(0.712, full_reuse=0.712, full_prefill=0.852) == 0
     assert normalized_f1(0.852, full_reuse=0.712, full_prefill=0.852) == 1
     assert normalized_f1(0.6, full_reuse=0.712, full_prefill=0.852) == pytest.approx(-0.8)
-
-
-def test_normalized_f1_says_nothing_where_nothing_was_lost() -> None:
-    """Equal ends would divide by zero, turned ends would call the worst the best."""
-    assert normalized_f1(0.5, full_reuse=0.8, full_prefill=0.8) is None
-    assert normalized_f1(0.5, full_reuse=0.9, full_prefill=0.8) is None
 
 
 @given(WORDS, WORDS)
@@ -95,8 +82,6 @@ def test_lcs_equals_recursion(a: list[str], b: list[str]) -> None:
 
 @given(WORDS, WORDS)
 def test_f1_and_rouge_are_shares(a: list[str], b: list[str]) -> None:
-    """Both lie in [0, 1], are symmetric, are 1 for a text itself,
-    and order matters to ROUGE-L alone."""
     x, y = " ".join(a), " ".join(b)
     for metric in (rouge_l, jaccard, lambda p, q: f1(p, [q])):
         assert 0 <= metric(x, y) <= 1
@@ -113,8 +98,7 @@ def test_kl_by_hand() -> None:
 
 
 def test_kl_lumps_what_is_left_out() -> None:
-    """Token 2 is missing in q, so both count as {1, rest}:
-    0.5 ln(0.5 / 0.25) + 0.5 ln(0.5 / 0.75)."""
+    """Token 2 is missing in q, so both count as {1, rest}."""
     p, q = {1: math.log(0.5), 2: math.log(0.3)}, {1: math.log(0.25), 3: math.log(0.6)}
     assert kl_divergence(p, q) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
 
@@ -132,8 +116,7 @@ def test_kl_is_never_negative_and_lumping_only_lowers_it(
 
 
 def test_kl_of_what_is_not_finite_is_not_zero() -> None:
-    """q rules a token out that p gives half: infinite.
-    A NaN must not come out as "no difference"."""
+    """q rules a token out that p gives half."""
     half = {1: math.log(0.5), 2: math.log(0.5)}
     assert kl_divergence(half, {1: 0.0, 2: -math.inf}) == math.inf
     assert kl_divergence({1: 0.0, 2: -math.inf}, half) == pytest.approx(math.log(2))

@@ -1,8 +1,4 @@
-"""The bundled model: a consistent world, a tokenizer that loses nothing, and answers that come from
-the passages.
-
-python -m pytest tests/eval/world/test_bundled_model.py
-"""
+"""The bundled model."""
 
 import random
 from typing import Any
@@ -44,8 +40,6 @@ def test_world_every_entity_has_one_passage() -> None:
 
 
 def test_world_questions_are_answerable_from_gold_passages() -> None:
-    """Each sentence of an answer is told, up to its opening words,
-    by the gold passage of its hop."""
     world = World(3)
     assert {question.hop for question in world.questions} == {1, 2}
     for question in world.questions:
@@ -164,8 +158,6 @@ def test_tokenizer_words_are_single_tokens(tokenizer: Any) -> None:
 
 
 def test_chat_template_equals_the_pieces(tokenizer: Any) -> None:
-    """A client that lets the template format its messages must reach the same tokens as the
-    service."""
     from eval.world.tokenizer import turn_pieces
 
     head, passages, tail = turn_pieces(["A.", "B."], "C?", opens=True, system="S")
@@ -184,16 +176,8 @@ def test_chat_template_equals_the_pieces(tokenizer: Any) -> None:
     assert tokenizer.eos_token == "<|end|>"
 
 
-def test_files_stay_small() -> None:
-    """They are in git: every clone downloads them."""
-    files = [path for path in model_dir().iterdir() if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= MAX_BYTES
-
-
 @pytest.mark.parametrize("kind", ["one hop", "linked"])
 def test_model_answers_from_four_passages(kind: str) -> None:
-    """The point of the model: with a broken cache its answers would be wrong,
-    so they must be right without one."""
     torch = pytest.importorskip("torch")
 
     from eval.world.evaluate import BundledModel

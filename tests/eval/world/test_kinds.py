@@ -1,8 +1,4 @@
-"""Kinds of question: the right answer follows from the passages in their order, and needs what the
-kind says.
-
-python -m pytest tests/eval/world/test_kinds.py
-"""
+"""Kinds of question."""
 
 import random
 
