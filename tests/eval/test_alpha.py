@@ -92,7 +92,6 @@ def test_all_or_no_alpha_may_be_enough(
 
 
 def test_quality_that_is_not_monotone() -> None:
-    """The first grid point that suffices is halved in on; what is returned was itself tried."""
     peak = calibrate(FakeClient(lambda alpha: float(0.4 <= alpha <= 0.6)), EXAMPLES, target=0.9)
     assert 0.4 <= peak["alpha"] <= 0.4 + 0.25 / 2**NUM_HALVINGS
     assert max(alphas_of(peak)) == 0.5
@@ -124,7 +123,6 @@ def test_chunks_are_stored_in_another_order_first() -> None:
 
 
 def test_nothing_moved_is_an_error() -> None:
-    """Without moved tokens every alpha is as good: rather no answer than a wrong one."""
     with pytest.raises(ServerError, match="no chunk was moved"):
         calibrate(FakeClient(lambda alpha: 1.0, moved=0), EXAMPLES, target=0.9)
 

@@ -127,7 +127,6 @@ def test_a_reference_that_is_no_server_is_refused(
 def test_known_weights_are_scored_and_contrasted(
     ours: FakeChat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And where nothing may be said since there is too little, that is said."""
     results = run(ours, tmp_path / "run", "--weights", "real")["results"]
     (told,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("No verdict")]
     assert [told] == results["verdict"]
@@ -140,7 +139,6 @@ def test_known_weights_are_scored_and_contrasted(
 
 
 def test_an_interrupted_run_goes_on(ours: FakeChat, tmp_path: Path) -> None:
-    """Samples that are there are not taken again, and figures are those of a run in one piece."""
     whole = run(ours, tmp_path / "whole")
     part = tmp_path / "part"
     part.mkdir()
@@ -205,7 +203,6 @@ def test_an_odd_answer_is_an_error_of_that_request(
 
 
 def test_what_a_server_refuses_is_a_sample(tmp_path: Path) -> None:
-    """One prompt that is too long does not end a run."""
     first = world_requests()[0].question
 
     def answer(body: Body) -> str:
@@ -228,7 +225,6 @@ def world_requests() -> list[Request]:
 
 
 def test_text_prompts_of_another_length_are_counted(ours: FakeChat, tmp_path: Path) -> None:
-    """Chunks as text are tokenised with their surroundings."""
     record = run(ours, tmp_path / "run", arms=(f"stock={ours.url},chat",))
     assert record["results"]["tokenised_otherwise"] == {"stock": 6}
     assert all(row["metrics"]["same"] == 1 for row in rows_of(tmp_path / "run", "stock"))
@@ -252,7 +248,6 @@ def test_nonsense_gets_one_line(
 
 
 def test_histories_are_the_data_sets_own() -> None:
-    """The same for every arm, so that arms differ in the last turn only."""
     turns = [
         Request("t:1:0", "first?", CHUNKS, conversation="1", reply="One."),
         Request("t:2:0", "other?", CHUNKS, conversation="2"),

@@ -17,7 +17,6 @@ from eval.serve.arms import (
     CRAFT,
     EVERY_SERVER,
     Arm,
-    add_arm_options,
     create_reorderer,
     parse_arm,
     parse_arms,
@@ -48,7 +47,6 @@ def test_flags_are_the_launchers(arm: Arm) -> None:
 
 @pytest.mark.parametrize("arm", ARMS.values(), ids=lambda arm: arm.name)
 def test_flags_are_sglangs(arm: Arm) -> None:
-    """What is left must be a flag of the SGLang that is installed, with one of its values."""
     server_args = pytest.importorskip("sglang.srt.server_args")
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     server_args.ServerArgs.add_cli_args(parser)
@@ -72,7 +70,6 @@ def test_craft_is_the_papers() -> None:
 
 
 def test_arms_with_and_without_host_memory_differ_in_nothing_else() -> None:
-    """Whatever the default becomes: none, a GiB, or what is asked for."""
     _, arms = parse(["--arms", "ours-device", "ours-host", "--host-mib", "77"])
     settings = [settings_of(arm) for arm in (*arms, ARMS["ours-host"])]
     assert settings == [config.ChunkCacheConfig(host_mib=mib) for mib in (0, 77, 1024)]
@@ -82,7 +79,6 @@ def test_arms_with_and_without_host_memory_differ_in_nothing_else() -> None:
     "arm", [a for a in ARMS.values() if a.route == "rag"], ids=lambda a: a.name
 )
 def test_bodies_are_valid(arm: Arm) -> None:
-    """A body that the arm's own server would refuse fails every request of a run."""
     request = fusion_request(arm, ratio=0.5)
     assert (request is not None) == arm.is_fused
     if request is not None:
@@ -99,7 +95,6 @@ def fusion_request(arm: Arm, **reuse: Any) -> Any:
 
 
 def test_fused_is_what_a_user_gets() -> None:
-    """--reuse fused and nothing else, and a request that says no more than that."""
     defaults = config.ChunkCacheConfig(reuse="fused")
     assert settings_of(ARMS["fused"]) == defaults
     assert ARMS["fused"].body == {"reuse": {"mode": "fused"}}
@@ -111,7 +106,6 @@ def test_fused_is_what_a_user_gets() -> None:
 
 
 def test_cache_craft_recomputes_what_it_is_labelled_with() -> None:
-    """Focus would take tokens away afterwards, and has a name of its own."""
     request = fusion_request(ARMS["cache-craft"])
     told = (request.selector, request.ratio, request.alpha, request.focus)
     assert told == ("context", 0.15, None, "off")
@@ -180,7 +174,6 @@ def test_request_body_leaves_the_arm_alone() -> None:
     ],
 )
 def test_endpoints(text: str, url: str, route: str) -> None:
-    """Any OpenAI-compatible server; a known name keeps what its requests carry."""
     arm = parse_arm(text)
     assert (arm.name, arm.url, arm.route, arm.is_ours) == (text.split("=")[0], url, route, False)
     assert parse_arm(f"fused={URL}").body == ARMS["fused"].body
@@ -203,27 +196,14 @@ def test_nonsense_gets_one_line(text: str, message: str) -> None:
 
 
 def test_an_arm_twice_is_refused() -> None:
-    """Its samples would have the same keys."""
     with pytest.raises(CommandError, match="ours given twice"):
         parse_arms(["ours", "stock-lpm", f"ours={URL}"])
     assert [arm.name for arm in parse_arms(["ours", f"mine={URL},rag"])] == ["ours", "mine"]
 
 
-def test_options_name_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--help` is where people look for them; a % in a summary must not break it."""
-    parser = argparse.ArgumentParser()
-    add_arm_options(parser, default=["stock-lpm", "ours"])
-    assert parser.parse_args([]).arms == ["stock-lpm", "ours"]
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--help"])
-    text = "".join(capsys.readouterr().out.split())  # argparse breaks lines at hyphens too
-    assert all("".join(f"{arm.name}:{arm.summary}".split()) in text for arm in ARMS.values())
-
-
 def test_rivals_on_a_gpu_say_what_they_need(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """GPU, package, and the process that holds what LMCache stores."""
     lmcache, hicache = ARMS["lmcache"], ARMS["stock-hicache"]
     found: dict[str, Any] = {}
     monkeypatch.setattr("importlib.util.find_spec", found.get)

@@ -27,7 +27,6 @@ def recalls(run: Recorded) -> dict[str, Any]:
 
 
 def test_recall_grows_with_nprobe_to_exact(tmp_path: Path) -> None:
-    """All lists visited is exact search."""
     run = bench(tmp_path, "--factories", "IVF32,Flat", "HNSW16", "--nprobe", "1", "4", "32")
     found = recalls(run)
     assert list(found) == [
@@ -51,6 +50,5 @@ def test_spread_is_the_cosine_within_a_cluster() -> None:
 
 
 def test_unknown_factory_is_one_line(tmp_path: Path) -> None:
-    """A mistyped factory is the caller's mistake."""
     with pytest.raises(CommandError, match="IVX4"):
         main([*SMALL, "--factories", "IVX4", "--out", str(tmp_path / "run")])

@@ -102,7 +102,6 @@ def test_clustered_tokens_stand_in_runs_of_about_64() -> None:
 
 
 def test_requests_of_a_batch_share_nothing() -> None:
-    """Other positions, other slots; together the slots are the pool."""
     requests = make_requests(Cell("scattered", 100, 3, 0.3))
     assert torch.equal(torch.cat([r.kv_pages for r in requests]).sort().values, torch.arange(300))
     assert len({tuple(r.positions.tolist()) for r in requests}) == 3
@@ -216,7 +215,6 @@ def _no_memory() -> Any:
 def test_failing_arms_are_left_out_with_their_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong or out of memory: the others are measured, each in both repetitions."""
     shape, scale = command.QUICK_SHAPE, 64**-0.5
     arms = {
         "reference": Arm(partial(ReferenceAttention, shape, scale=scale)),
@@ -235,7 +233,6 @@ def test_failing_arms_are_left_out_with_their_reason(
 
 
 def test_figures_are_those_the_samples_were_made_of() -> None:
-    """Rates over needed work, ratios whatever the drift of the machine."""
     drift = [1.0 + 0.1 * turn for turn in range(8)]
     results = summarize(make_samples({k: [ms * d for d in drift] for k, ms in STEADY.items()}))
     (row,) = rows_of(results, "Times")
@@ -266,7 +263,6 @@ def test_verdict_is_on_the_worst_cell() -> None:
 def test_dry_run_goes_on_after_its_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the limit no cell is begun; the same command measures what is missing, but no GPU."""
     out = tmp_path / "run"
     assert command.main([*SMALL, "--out", str(out), "--limit-s", "0.000001"]) == 0
     assert "goes on" in capsys.readouterr().err

@@ -16,7 +16,6 @@ from tests.sglang_chunkcache.fake_server import FakeServer
 
 
 def test_rates_are_those_of_both_passes_against_the_first_arm() -> None:
-    """Medians, without the warm-up; neighbours are added up."""
     samples: list[dict[str, Any]] = [
         {
             "arm": arm,
@@ -54,7 +53,6 @@ def test_rates_are_those_of_both_passes_against_the_first_arm() -> None:
 
 
 def test_corpus_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command a user runs, twice, on so many chunks with so many others as neighbours."""
     fake = FakeServer()
     monkeypatch.setattr(preprocess, "post", lambda url, body=None: {"count": 1000})
     try:
@@ -69,7 +67,6 @@ def test_corpus_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_block_of_too_few_chunks_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody is its own neighbour."""
     with pytest.raises(SystemExit):
         _parse(["--chunks", "10"])
     assert "--chunks: must be more than --neighbors" in capsys.readouterr().err

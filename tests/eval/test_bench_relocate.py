@@ -19,7 +19,6 @@ SMALL = ["--device", "cpu", "--quick"]
 
 
 def test_dry_run_without_cuda(tmp_path: Path) -> None:
-    """Every arm that a CPU has, each against the copy, and a plain word on what is missing."""
     out = tmp_path / "run"
     assert main([*SMALL, "--out", str(out)]) == 0
     run = read_recorded(out)
@@ -67,14 +66,12 @@ def test_slots_are_apart() -> None:
 
 
 def test_check_sees_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speed of a kernel that writes nothing is none."""
     bench = Bench("small", 8, "contiguous", torch.device("cpu"))
     monkeypatch.setattr(relocate_kernel, "relocate", lambda *_, **__: None)
     assert {"move", "write"} <= set(bench.wrong())
 
 
 def test_cuda_must_be_there_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that falls back would be read as the GPU's."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(CommandError, match="no CUDA device"):
         main(["--device", "cuda"])

@@ -65,7 +65,6 @@ def rows_of(results: dict[str, Any], number: int, key: str) -> dict[str, dict[st
 
 
 def test_arms_are_listed_once() -> None:
-    """The first selector is swept from both sources; `none` has no ratio."""
     sweep = [f"query/{source}/{ratio:g}" for source in ("host", "device") for ratio in RATIOS]
     rest = ["planned/host", "planned/device", "none/host/0"]
     assert [arm.name for arm in make_arms()] == ["full", "exact", *sweep, *rest]
@@ -73,7 +72,6 @@ def test_arms_are_listed_once() -> None:
 
 
 def test_selector_may_name_a_ratio_and_a_layer() -> None:
-    """A layer of whatever it reads."""
     arms = arms_of(["query", "critical@9=0.05", "first"], (), stock=False)
     assert [arm.name for arm in arms[-2:]] == ["critical@9/host/0.05", "first/host/0.15"]
     assert choice_of("critical@9") == {"selector": "critical", "depth": 9, "layers": 9}
@@ -109,7 +107,6 @@ def test_crossover(points: list[tuple[float, float]], expected: float) -> None:
 
 
 def test_summary_finds_what_the_rounds_were_made_of() -> None:
-    """Whatever the machine's drift; phases are over the median of `full`."""
     results = summarize(make_samples(0.5, 1.0))
     arms = rows_of(results, 0, "arm")
     assert results["wrong"] == 0
@@ -148,7 +145,6 @@ def test_wrong_samples_are_counted_and_kept_and_warm_up_is_not() -> None:
     ids=lambda a: a.name,
 )
 def test_fates_as_intended_are_not_wrong(arm: Arm) -> None:
-    """Nor are reasons of exact reuse where nothing is reused."""
     assert wrong_fates(arm, make_sample(arm), 400, 4) == []
     if arm.kind == "full":
         told = {**OTHER, "fallbacks": ["other_head"]}
@@ -174,7 +170,6 @@ def test_fates_as_intended_are_not_wrong(arm: Arm) -> None:
     ],
 )
 def test_other_fates_are_wrong(arm: Arm, changed: dict[str, Any]) -> None:
-    """Each makes the sample another measurement."""
     assert wrong_fates(arm, make_sample(arm, **changed), 400, 4)
 
 

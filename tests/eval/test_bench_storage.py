@@ -48,7 +48,6 @@ def samples(state: str, on_s: list[float], **counts: Any) -> list[Sample]:
 
 
 def test_ratio_is_that_of_pairs_without_the_warm_up() -> None:
-    """And the counters are those of the last sample."""
     found = summarize(samples("healthy", [1.02] * 20, loaded=3))
     times, counts = (table["rows"] for table in found["tables"])
     assert times[0]["on / off"] == "1.020 [1.020, 1.020]"
@@ -71,7 +70,6 @@ def test_ratio_is_that_of_pairs_without_the_warm_up() -> None:
     ],
 )
 def test_promise_is_of_the_median_and_of_the_last_hundredth(on_s: list[float], kept: bool) -> None:
-    """Either one breaks it."""
     assert summarize(samples("slowed", on_s, late=1))["tables"][0]["rows"][0]["kept"] is kept
 
 
@@ -85,7 +83,6 @@ def test_storage_whose_thread_does_nothing_is_told() -> None:
 
 
 def test_unknown_state_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """Before a server starts."""
     with pytest.raises(SystemExit):
         main(["--states", "broken"])
     told = capsys.readouterr().err

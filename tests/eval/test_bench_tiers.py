@@ -11,7 +11,6 @@ from eval.bench.tiers import _flags, _parse, summarize
 
 
 def test_each_tier_is_told_against_computing() -> None:
-    """Without the warm-up."""
     samples: list[dict[str, Any]] = [
         {
             "arm": arm,

@@ -57,7 +57,6 @@ def legend(figure: Figure) -> list[str]:
 
 
 def test_cdf_has_a_line_an_arm_and_a_panel_a_cell() -> None:
-    """Each line ends at 1 and is as long as its samples."""
     figure = draw(lambda: charts.ttft_cdf(SERVED, LINES))
     assert [ax.get_title() for ax in figure.axes] == ["rate 1", "rate 2"]
     assert legend(figure) == ["ours", "stock-lpm"]
@@ -67,7 +66,6 @@ def test_cdf_has_a_line_an_arm_and_a_panel_a_cell() -> None:
 
 
 def test_curves_draw_the_median_of_times_in_the_order_of_x() -> None:
-    """Values are those of the cells, and their intervals are at them."""
     cells = list(reversed(summarize(WINDOWS, against="stock-lpm")["cells"]))
     ax = windows(["ttft_s"], cells).axes[0]
     expected = {
@@ -92,7 +90,6 @@ def test_an_arm_without_the_setting_is_a_level_line(tmp_path: Path) -> None:
 
 
 def test_a_replays_sizes_are_in_order_and_no_limit_is_the_last(tmp_path: Path) -> None:
-    """Heights are the record's shares."""
     cells = read_recorded(write_replay(tmp_path / "replay")).cells
     ax = draw(
         lambda: charts.curves(cells, LINES, setting="capacity", metrics=["saved_share"])
@@ -100,14 +97,6 @@ def test_a_replays_sizes_are_in_order_and_no_limit_is_the_last(tmp_path: Path) -
     heights = sorted(y for line in ax.lines for y in np.asarray(line.get_ydata()).tolist())
     assert heights == sorted(one["saved"]["chunks"]["value"] for one in cells)
     assert [text.get_text() for text in ax.get_xticklabels()] == ["50", "1000", "no limit"]
-
-
-def test_one_request_and_equal_times_still_show() -> None:
-    """A single point has no line to be seen: it needs a marker."""
-    one = SERVED[:1]
-    line = draw(lambda: charts.ttft_cdf(one, LINES)).axes[0].lines[0]
-    assert line.get_marker() not in (None, "None", "")
-    windows(["ttft_s", "hit_share"], summarize(WINDOWS[2 * 2 : 2 * 3], against="ours")["cells"])
 
 
 def test_any_name_can_be_drawn() -> None:
@@ -122,7 +111,6 @@ def test_any_name_can_be_drawn() -> None:
 
 
 def test_many_panels_are_cut_with_a_word() -> None:
-    """No reader should think that twelve panels are all."""
     samples = make_served({"ours": 1.0}, cells=[{"rate": r} for r in range(14)], requests=2)
     figure = draw(lambda: charts.ttft_cdf(samples, LINES))
     assert len(figure.axes) == charts.MAX_PANELS

@@ -67,7 +67,6 @@ def test_two_runs_pair_the_same_arm_cell_and_request(tmp_path: Path, compare: Co
 
 
 def test_what_differs_between_two_runs_is_told(tmp_path: Path, compare: Compare) -> None:
-    """Another machine or version explains a difference before reuse does."""
     samples = make_served({"ours": 1.0}, requests=12)
     write_served(tmp_path / "a", samples, against="ours")
     servers = {"servers": {"ours": {"model": "random", "device": "cuda"}}}
@@ -90,7 +89,6 @@ def test_what_differs_between_two_runs_is_told(tmp_path: Path, compare: Compare)
 
 
 def test_arms_of_one_run_beside_the_usual_baseline(tmp_path: Path, compare: Compare) -> None:
-    """Without --against it is stock SGLang, whatever its place in the run."""
     samples = make_served({"ours": 1.0, "stock-lpm": 2.0, "craft": 1.5})
     run = write_served(tmp_path / "a", samples, against="stock-lpm")
     contrasts = compare(run, "--metric", "ttft_s")[2]["contrasts"]
@@ -123,7 +121,6 @@ def test_default_arm_has_cells_in_common_with_another(
 
 
 def test_fail_if_worse_is_for_ci(tmp_path: Path, compare: Compare) -> None:
-    """Exit code 1 needs a verdict that B is worse, not any difference."""
     slow, fast = (
         write_served(tmp_path / str(pace), make_served({"ours": pace}), against="ours")
         for pace in (2.0, 1.0)
@@ -134,7 +131,6 @@ def test_fail_if_worse_is_for_ci(tmp_path: Path, compare: Compare) -> None:
 
 
 def test_failed_requests_are_counted_not_compared(tmp_path: Path, compare: Compare) -> None:
-    """An arm that fails half of its requests must not look fast on the other half."""
     samples = make_served({"stock-lpm": 1.0}, requests=20)
     samples += make_served({"ours": 1.0}, requests=20)[10:] + make_failed("ours", 10)
     _, text, found = compare(write_served(tmp_path / "a", samples, against="stock-lpm"))
@@ -147,7 +143,6 @@ def test_failed_requests_are_counted_not_compared(tmp_path: Path, compare: Compa
 def test_too_few_have_no_verdict(
     requests: int, said: str, compare: Compare, stock_and_ours: Callable[[int], Path]
 ) -> None:
-    """Five pairs, and as many stretches of time, are shown, not judged."""
     _, text, found = compare(stock_and_ours(requests), "--metric", "ttft_s")
     (verdict,) = found["verdict"]
     assert f"3 of 3 comparisons: too few {said}; give --requests >=" in verdict
@@ -155,7 +150,6 @@ def test_too_few_have_no_verdict(
 
 
 def test_replay_policies_are_arms(tmp_path: Path, compare: Compare) -> None:
-    """A replay has one row a cell; its requests pair up all the same, and compare says the same."""
     run = write_replay(tmp_path / "a")
     _, text, found = compare(run)
     assert [(c["cell"], c["a"], c["b"], c["n"]) for c in found["contrasts"]] == [
@@ -170,16 +164,9 @@ def test_replay_policies_are_arms(tmp_path: Path, compare: Compare) -> None:
     assert any(sum(row["lost"]) for row in rows if "cell" in row), "they could not differ"
 
 
-def test_replay_with_another_block_has_another_interval(tmp_path: Path, compare: Compare) -> None:
-    """--block is the user's word on how far neighbours are alike; compare holds itself to it."""
-    runs = [write_replay(tmp_path / block, *GRID, "--block", block) for block in ("1", "10")]
-    assert [compare(run)[2]["contrasts"][0]["num_blocks"] for run in runs] == [120, 12]
-
-
 def test_bins_of_a_long_replay_have_the_same_shares_and_blocks(
     tmp_path: Path, compare: Compare
 ) -> None:
-    """A trace of a million requests has an entry for many; a block is as many requests as ever."""
     run = write_replay(tmp_path / "a", *GRID, "--block", "10")
     single = compare(run)[2]["contrasts"][0]
     rows = list(map(json.loads, (run / "samples.jsonl").read_text().splitlines()))

@@ -71,7 +71,6 @@ def order(reorderer: ContextPilotReorderer, asked: Request) -> list[str]:
 
 
 def test_reorders(reorderer: ContextPilotReorderer) -> None:
-    """What it prints does not reach the answers, and the conversation reaches it."""
     assert order(reorderer, request("c", "a", "b")) == ["a", "b", "c"]
     assert order(reorderer, request("b", "a", conversation="talk")) == ["b", "a"]
     assert reorderer.counts == {"reordered": 1, "errors": 0}
@@ -84,20 +83,17 @@ def test_a_repeated_chunk_stays_twice(reorderer: ContextPilotReorderer) -> None:
 
 @pytest.mark.parametrize("kind", ["raise", "lose"])
 def test_a_failure_keeps_the_retrievers_order(reorderer: ContextPilotReorderer, kind: str) -> None:
-    """It is counted, and the next request is reordered again."""
     assert order(reorderer, request("z", kind, "a")) == ["z", kind, "a"]
     assert order(reorderer, request("z", "a")) == ["a", "z"]
     assert reorderer.counts == {"reordered": 1, "errors": 1}
 
 
 def test_a_child_that_dies_is_told(reorderer: ContextPilotReorderer) -> None:
-    """From then on the arm would be another one."""
     with pytest.raises(CommandError, match="process ended with 3"):
         order(reorderer, request("z", "die", "a"))
 
 
 def test_the_arm_is_made_of_it(fake: None) -> None:
-    """The Python that runs the harness will do where it has the package."""
     assert skip_reason(ARMS["contextpilot"]) is None
     made = create_reorderer(ARMS["contextpilot"])
     assert made is not None
@@ -105,7 +101,6 @@ def test_the_arm_is_made_of_it(fake: None) -> None:
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the way to get it."""
     broken = tmp_path / "contextpilot"
     broken.mkdir()
     (broken / "__init__.py").write_text("import a_package_it_needs")
@@ -117,7 +112,6 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_python_that_is_none_is_refused(tmp_path: Path) -> None:
-    """A mistake in an option is no reason to leave an arm out."""
     with pytest.raises(CommandError, match="cannot be run"):
         contextpilot_missing(tmp_path)
 
@@ -130,7 +124,6 @@ REAL = os.environ.get("CONTEXTPILOT_PYTHON")
     reason="no contextpilot here; CONTEXTPILOT_PYTHON may name a Python that has it",
 )
 def test_the_real_one() -> None:
-    """ContextPilot 0.5.0 puts what it has seen first."""
     it = ContextPilotReorderer(Path(REAL) if REAL else None)
     assert order(it, request("a", "b", "c")) == ["a", "b", "c"]
     assert order(it, request("b", "a", "d")) == ["a", "b", "d"]

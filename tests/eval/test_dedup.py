@@ -29,7 +29,6 @@ def endpoint_of(fake: FakeChat, policy: str = "off") -> Endpoint:
 
 
 def test_world_conversations_repeat_chunks_and_hold_their_answers() -> None:
-    """Without repeated chunks the test would compare a server with itself."""
     conversations = group(world())
     assert [len(turns) for turns in conversations] == [5, 5, 5, 5]
     for turns in conversations:
@@ -38,9 +37,8 @@ def test_world_conversations_repeat_chunks_and_hold_their_answers() -> None:
         assert len({turn.question for turn in turns}) == 5
         for turn in turns:
             assert set(turn.gold_ids) <= {chunk.id for chunk in turn.chunks}
-            assert any(
-                turn.answers[1] in chunk.text for chunk in turn.chunks if chunk.id in turn.gold_ids
-            )
+            gold = [chunk.text for chunk in turn.chunks if chunk.id in turn.gold_ids]
+            assert any(turn.answers[1] in text for text in gold)
     assert world() == world()
     ids = [{chunk.id for turn in turns for chunk in turn.chunks} for turns in conversations]
     assert not ids[0] & ids[1]  # each conversation has a world of its own
@@ -59,7 +57,6 @@ def test_history_holds_the_servers_own_answers() -> None:
 
 
 def test_turns_behind_a_failure_fail() -> None:
-    """Without that turn's answer the history would be another one."""
 
     def answer(body: Body) -> str:
         if len(body["messages"]) == 3:
@@ -97,17 +94,11 @@ class FakeServers:
         return "fake"
 
 
-OPTIONS: dict[str, Any] = {
-    "task": "t",
-    "policies": ["off", "shown"],
-    "model_path": "random",
-    "weights": "auto",
-}
-OPTIONS |= {"bert_encoder": None, "max_new_tokens": 8, "top_logprobs": 2}
+OPTIONS: dict[str, Any] = {"task": "t", "policies": ["off", "shown"], "model_path": "random"}
+OPTIONS |= {"weights": "auto", "bert_encoder": None, "max_new_tokens": 8, "top_logprobs": 2}
 
 
 def test_an_interrupted_conversation_is_held_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its server is gone, and with it what had been shown."""
     monkeypatch.setattr("eval.quality.dedup.load_requests", lambda args: TURNS)
     run, mode = FakeRun(), Dedup(Namespace(**OPTIONS))
     with chatting(FakeChat(lambda body: "Yes.")) as fake:
@@ -123,14 +114,8 @@ def test_an_interrupted_conversation_is_held_again(monkeypatch: pytest.MonkeyPat
 
 
 def make_row(policy: str, request: str, f1: float, num_dropped: int = 0) -> dict[str, Any]:
-    row = {
-        "arm": f"dedup {policy}",
-        "cell": {},
-        "request": request,
-        "metrics": {"f1": f1},
-        "fates": None,
-    }
-    return row | {"num_dropped": num_dropped}
+    about = {"arm": f"dedup {policy}", "cell": {}, "fates": None, "num_dropped": num_dropped}
+    return {**about, "request": request, "metrics": {"f1": f1}}
 
 
 def test_turns_that_changed_are_summed_apart() -> None:

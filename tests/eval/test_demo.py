@@ -10,7 +10,6 @@ from eval.demo import HEADS, NUM_CHUNKS, NUM_TURNS, plain_computed, tell, traffi
 
 
 def test_every_question_has_its_passage_among_the_chunks() -> None:
-    """A question without its passage would count as a wrong answer of a right server."""
     phases = traffic(100, 3)
     for asked in phases["single questions"] + phases["conversations"]:
         assert len({chunk.id for chunk in asked.chunks}) == NUM_CHUNKS
@@ -19,7 +18,6 @@ def test_every_question_has_its_passage_among_the_chunks() -> None:
 
 
 def test_traffic_is_skewed_and_its_orders_differ() -> None:
-    """Otherwise there is nothing to reuse, or nothing to reorder."""
     asked = traffic(200, 0)["single questions"]
     sets = Counter(frozenset(chunk.id for chunk in request.chunks) for request in asked)
     orders = Counter(tuple(chunk.id for chunk in request.chunks) for request in asked)
@@ -55,7 +53,6 @@ def test_plain_cache_computes_what_no_earlier_prompt_begins_with() -> None:
 def test_nothing_reused_or_wrong_answers_fail(
     hits: int, right: int, failed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the sums of every phase, and all rows together."""
     row = {
         **dict.fromkeys(HEADS, 5),
         "chunks_hit": hits,

@@ -35,7 +35,6 @@ def drawn(of: str, keys: str) -> Units:
 
 
 def test_variants_are_equal_in_layer_0_alone() -> None:
-    """Keys and values of layer 0 do not depend on the prefix."""
     units = drawn("variants", "un-rotated")
     assert len(set(units.lens)) == 1
     keys = units.keys.view(4, 3, units.lens[0], -1).float()
@@ -98,7 +97,6 @@ def test_blocks_are_those_that_are_encoded(block_size: int) -> None:
 
 
 def test_measured_counts_blocks_and_bytes() -> None:
-    """Nothing is fused above 1, and then norms and table cost something."""
     blocks = Blocks(drawn("variants", "un-rotated"), 8)
     found = measured(blocks, NEVER)["metrics"]
     assert found["blocks"] == found["shared"] == 4 * sum(blocks.lens)
@@ -107,7 +105,6 @@ def test_measured_counts_blocks_and_bytes() -> None:
 
 
 def test_command_writes_a_record(tmp_path: Path) -> None:
-    """Four tables; variants share more than chunks; what was measured is within the bounds."""
     out = tmp_path / "run"
     assert main(["--quick", "--variants", "3", "--chunks", "2", "--out", str(out)]) == 0
     run = read_recorded(out)
@@ -128,7 +125,6 @@ def test_command_writes_a_record(tmp_path: Path) -> None:
 
 
 def test_a_block_is_similar_in_all_layers_or_it_is_not() -> None:
-    """To one and the same block of another unit, pair by pair."""
     blocks = Blocks(drawn("chunks", "un-rotated"), 8)
     ends = torch.tensor(blocks.lens).cumsum(0).tolist()
     owner = [sum(number >= end for end in ends) for number in range(sum(blocks.lens))]

@@ -34,13 +34,11 @@ def test_claims_are_counted() -> None:
     ],
 )
 def test_anything_else_is_refused(reply: str) -> None:
-    """A judge that is misread would give a figure all the same."""
     with pytest.raises(ValueError):
         supported_share(reply)
 
 
 def test_the_judge_sees_question_answer_and_passages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And braces in a passage are text, not a template."""
     monkeypatch.setenv("JUDGE_KEY", "secret-key")
     with chatting(FakeChat(lambda body: TWO_OF_THREE)) as fake:
         judge = Judge(fake.url + "/v1", "judge-1", key_env="JUDGE_KEY")

@@ -46,7 +46,6 @@ def test_times_are_quantiles_with_an_interval_of_the_median() -> None:
 
 
 def test_interval_of_a_cell_draws_whole_blocks() -> None:
-    """A slow block is slow for all its requests: one witness, unless there are too few blocks."""
     widths = []
     for size in (10, 20):
         taken = [
@@ -87,7 +86,6 @@ def test_warm_up_counts_nowhere() -> None:
 
 
 def test_failed_requests_are_errors_and_have_no_times() -> None:
-    """The time that they took is load all the same."""
     nothing: dict[str, Any] = {
         "metrics": {},
         "fates": None,
@@ -111,7 +109,6 @@ def test_throughput_counts_the_time_the_arm_was_loaded() -> None:
 
 
 def test_server_that_counts_no_tokens_has_no_token_figures() -> None:
-    """Zero would read as a measurement."""
     untold: dict[str, Any] = dict.fromkeys(
         ("cached_tokens", "prompt_tokens", "completion_tokens", "fates")
     )
@@ -164,7 +161,6 @@ def test_every_arm_is_compared_with_one_in_each_cell() -> None:
 
 
 def test_verdict_tells_of_the_cache_and_the_table_of_times() -> None:
-    """Faster for which reason: an arm that computes less."""
     taken = []
     for number in range(16):
         for arm, cached in (("stock-lpm", 20 + number), ("ours", 70 + 2 * number)):

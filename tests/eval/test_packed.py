@@ -38,7 +38,6 @@ RESULTS = st.dictionaries(
 
 @given(RESULTS)
 def test_results_come_back_as_they_were(results: dict[str, Any]) -> None:
-    """Keys in their order, numbers as they were, whatever is missing from a row."""
     told = json.loads(record_text({"results": pack_results(results)}))["results"]
     assert json.dumps(unpack_results(told)) == json.dumps(results)
 
@@ -58,7 +57,6 @@ def test_rows_are_kept_without_their_keys() -> None:
 
 
 def test_quantiles_that_nobody_reads_are_not_kept() -> None:
-    """Pages show those of times alone."""
     figures = {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0, "low": 0.9, "high": 1.1}
     cell = {"arm": "a", "metrics": {"em": figures, "ttft_s": figures}}
     (kept,) = unpack_results(pack_results({"cells": [cell]}))["cells"]
@@ -66,7 +64,6 @@ def test_quantiles_that_nobody_reads_are_not_kept() -> None:
 
 
 def test_samples_come_back_by_arm_and_cell() -> None:
-    """Measured ones with all digits."""
     one = {"arm": "a", "cell": {"k": 2}, "request": 7, "block": "b1"}
     samples = [
         {**one, "warm_up": True, "metrics": {"ttft_s": 9.0}},

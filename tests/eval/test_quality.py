@@ -29,7 +29,6 @@ WEIGHTS = st.lists(st.floats(0.01, 1), min_size=4, max_size=4)
 
 
 def test_normalize_is_squads() -> None:
-    """Articles are dropped as whole words only, punctuation without leaving a space."""
     assert normalize(" The  co-op's answer, an Apple; a theatre!") == "coops answer apple theatre"
 
 
@@ -40,7 +39,6 @@ def test_exact_match_takes_any_right_answer() -> None:
 
 
 def test_f1_by_hand() -> None:
-    """Two of three words right, two of four found."""
     assert f1("The red blue green", ["red blue grey black"]) == pytest.approx(4 / 7)
     assert f1("red blue green", ["black", "red blue grey black"]) == pytest.approx(4 / 7)
     assert f1("red red", ["red"]) == pytest.approx(2 / 3)
@@ -55,7 +53,6 @@ def test_rouge_l_by_hand() -> None:
 
 
 def test_jaccard_by_hand() -> None:
-    """ "red" and "blue" of four words in all."""
     assert jaccard("Red, red blue!", "the blue grey red") == pytest.approx(2 / 4)
     assert (jaccard("", "..."), jaccard("", "a"), jaccard("a", "b")) == (1.0, 0.0, 0.0)
 
@@ -91,14 +88,12 @@ def test_f1_and_rouge_are_shares(a: list[str], b: list[str]) -> None:
 
 
 def test_kl_by_hand() -> None:
-    """0.5 ln(0.5 / 0.25) + 0.5 ln(0.5 / 0.75)."""
     p, q = {1: math.log(0.5), 2: math.log(0.5)}, {1: math.log(0.25), 2: math.log(0.75)}
     assert kl_divergence(p, q) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
     assert kl_divergence(q, p) == pytest.approx(0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2))
 
 
 def test_kl_lumps_what_is_left_out() -> None:
-    """Token 2 is missing in q, so both count as {1, rest}."""
     p, q = {1: math.log(0.5), 2: math.log(0.3)}, {1: math.log(0.25), 3: math.log(0.6)}
     assert kl_divergence(p, q) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
 
@@ -116,7 +111,6 @@ def test_kl_is_never_negative_and_lumping_only_lowers_it(
 
 
 def test_kl_of_what_is_not_finite_is_not_zero() -> None:
-    """q rules a token out that p gives half."""
     half = {1: math.log(0.5), 2: math.log(0.5)}
     assert kl_divergence(half, {1: 0.0, 2: -math.inf}) == math.inf
     assert kl_divergence({1: 0.0, 2: -math.inf}, half) == pytest.approx(math.log(2))
@@ -130,7 +124,6 @@ def test_kl_refuses_what_is_no_distribution() -> None:
 
 
 def test_answer_kls_end_where_answers_part() -> None:
-    """The step at which they part counts, later ones have other tokens before them and do not."""
     p, q = {1: math.log(0.5), 2: math.log(0.5)}, {1: math.log(0.25), 2: math.log(0.75)}
     step = kl_divergence(p, q)
     assert answer_kls([p, p, p], [1, 1, 1], [p, q, q], [1, 2, 1]) == [0, pytest.approx(step)]

@@ -24,21 +24,6 @@ def tokenizer() -> Any:
     return transformers.AutoTokenizer.from_pretrained(model_dir())
 
 
-def test_world_same_seed_is_same_world() -> None:
-    """Records name a seed; it must stay enough to rebuild corpus and questions."""
-    assert World(7).passages == World(7).passages
-    assert World(7).questions == World(7).questions
-    assert World(7).passages != World(8).passages
-
-
-def test_world_every_entity_has_one_passage() -> None:
-    """A fact told twice, or differently, would make answers ambiguous."""
-    world = World(0)
-    assert len(world.passages) == 200
-    assert len({passage.title for passage in world.passages}) == 200
-    assert [world.passage(passage.id) for passage in world.passages] == world.passages
-
-
 def test_world_questions_are_answerable_from_gold_passages() -> None:
     world = World(3)
     assert {question.hop for question in world.questions} == {1, 2}
@@ -64,7 +49,6 @@ def test_world_context_has_rivals_of_each_gold_kind() -> None:
 
 
 def test_world_context_refuses_too_many_passages() -> None:
-    """A shorter context would change every figure."""
     world = World(0, 6, 3)
     with pytest.raises(ValueError, match="is left"):
         world.context(world.questions[0], 7, random.Random(0))
@@ -81,7 +65,6 @@ def test_order_questions_name_the_passage_at_the_place() -> None:
 
 
 def test_world_links_add_one_sentence_and_change_nothing_else() -> None:
-    """Records made without links must stay comparable with those made with them."""
     plain, linked = World(5), World(5, links=True)
     assert linked.questions == plain.questions
     for before, after in zip(plain.passages, linked.passages, strict=True):
@@ -108,7 +91,6 @@ def test_linked_questions_follow_the_order() -> None:
 
 
 def test_linked_questions_skip_what_is_told_twice_or_about_nobody() -> None:
-    """Two values for one question, or none, would have no right answer."""
     first, second, _, fourth = World(0, links=True).linked_context(4, random.Random(0))
     kind = first.text.split()[1]
 
@@ -121,7 +103,6 @@ def test_linked_questions_skip_what_is_told_twice_or_about_nobody() -> None:
 
 
 def test_conversation_shows_gold_passages_before_asking() -> None:
-    """Training on questions without their facts would teach guessing."""
     for seed in range(50):
         turns = sample_conversation(random.Random(seed), 4, 6, share_linked=0.5)
         shown: set[str] = set()
@@ -142,19 +123,9 @@ def test_conversation_shows_gold_passages_before_asking() -> None:
     ],
 )
 def test_tokenizer_round_trips(tokenizer: Any, text: str) -> None:
-    """The server tokenises users' chunks: what it shows the model must be what they wrote."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids == tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-
-
-def test_tokenizer_words_are_single_tokens(tokenizer: Any) -> None:
-    """A name cut in two would need another mechanism than the one the model has."""
-    from eval.world.world import words
-
-    assert [
-        word for word in words() if len(tokenizer.encode(f" {word}", add_special_tokens=False)) != 1
-    ] == []
 
 
 def test_chat_template_equals_the_pieces(tokenizer: Any) -> None:

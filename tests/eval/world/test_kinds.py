@@ -26,7 +26,6 @@ def named_before(asked: Asked, kind: str, place: int) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_contexts_have_the_size_asked_for_and_the_gold_passages(kind: str) -> None:
-    """Rivals are counted among the passages shown, and the same seed gives the same questions."""
     for asked in drawn(kind):
         shown = [passage.id for passage in asked.passages]
         assert len(set(shown)) == NUM_PASSAGES
@@ -53,7 +52,6 @@ def test_contexts_have_the_size_asked_for_and_the_gold_passages(kind: str) -> No
 def test_the_passage_that_names_is_so_far_before_the_one_that_tells(
     kind: str, distance: int
 ) -> None:
-    """A selector that looks at the chunk right before would pass `linked` and fail the others."""
     for asked in drawn(kind):
         _, entity, name, verb, value = asked.question.answers[0].rstrip(".").split()
         (telling,) = (
@@ -88,7 +86,6 @@ def test_own_questions_name_the_passage_that_answers() -> None:
 
 
 def test_of_two_contradicting_passages_the_later_one_is_right() -> None:
-    """They differ in the value asked for, and in nothing else of their own facts."""
     for asked in drawn("contradicted"):
         first, last = asked.question.gold_passage_ids
         places = {passage.id: number for number, passage in enumerate(asked.passages)}
