@@ -11,8 +11,8 @@ from typing import Any
 
 from eval.task import Request, add_task_options, load_requests
 
-WORDS = ("amber", "basalt", "copper", "dolomite", "emerald")
-WORDS += ("feldspar", "garnet", "hematite", "iolite", "jasper")
+WORDS = ["amber", "basalt", "copper", "dolomite", "emerald"]
+WORDS += ["feldspar", "garnet", "hematite", "iolite", "jasper"]
 
 
 def requests(*options: str | Path) -> list[Request]:

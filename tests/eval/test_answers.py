@@ -169,7 +169,7 @@ def test_turns_of_a_conversation_are_one_block(
     ours: FakeChat, tmp_path: Path, asked: list[Request]
 ) -> None:
     """Though the server does not hear of it: the history is in the messages."""
-    talk = {"conversation": "c", "reply": "Yes."}
+    talk: Any = {"conversation": "c", "reply": "Yes."}
     asked += [Request(f"t:{n}", f"question {n}?", CHUNKS, **talk) for n in range(2)]
     asked.append(Request("t:2", "more?", CHUNKS))
     run(ours, tmp_path / "run")

@@ -101,12 +101,6 @@ def test_clustered_tokens_stand_in_runs_of_about_64() -> None:
     assert sum(scattered) / len(scattered) < 1.3
 
 
-def test_requests_of_a_batch_share_nothing() -> None:
-    requests = make_requests(Cell("scattered", 100, 3, 0.3))
-    assert torch.equal(torch.cat([r.kv_pages for r in requests]).sort().values, torch.arange(300))
-    assert len({tuple(r.positions.tolist()) for r in requests}) == 3
-
-
 def test_grid_has_everything_once() -> None:
     """At ratio 1 both patterns are the same work."""
     cells = cells_of([8, 16], [1, 2], [0.5, 1.0])

@@ -15,21 +15,8 @@ from transformers import BertConfig, BertModel, BertTokenizerFast
 from eval.errors import CommandError
 from eval.quality.bert_score import BertScore
 
-WORDS = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "[MASK]",
-    "red",
-    "green",
-    "blue",
-    "sky",
-    "sea",
-    "the",
-    "is",
-    ".",
-]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS += ["red", "green", "blue", "sky", "sea", "the", "is", "."]
 ANSWERS = ["the red sky .", "blue", "sea is green", "the sea is the blue sky ."]
 REFERENCES = ["red", "the blue sky is red .", "green sea", "sky is blue"]
 

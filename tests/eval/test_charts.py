@@ -26,12 +26,9 @@ from tests.eval.made_runs import (
 )
 
 LINES = lines_of(["ours", "stock-lpm", "retriever", "tree"])
-SERVED = make_served(
-    {"stock-lpm": 1.5, "ours": 1.0}, cells=[{"rate": r} for r in (1, 2)], requests=12
-)
-WINDOWS = make_served(
-    {"stock-lpm": 1.5, "ours": 1.0}, cells=[{"window": w} for w in (10, 100, 1000)], requests=10
-)
+ARMS = {"stock-lpm": 1.5, "ours": 1.0}
+SERVED = make_served(ARMS, cells=[{"rate": r} for r in (1, 2)], requests=12)
+WINDOWS = make_served(ARMS, cells=[{"window": w} for w in (10, 100, 1000)], requests=10)
 
 
 def draw(make: Callable[[], Figure]) -> Figure:
@@ -46,10 +43,9 @@ def draw(make: Callable[[], Figure]) -> Figure:
     return figure
 
 
-def windows(metrics: Sequence[str], cells: Sequence[dict[str, Any]] | None = None) -> Figure:
-    """Curves over the window."""
-    cells = cells or summarize(WINDOWS, against="stock-lpm")["cells"]
-    return draw(lambda: charts.curves(cells, LINES, setting="window", metrics=metrics))
+def curve(cells: Sequence[dict[str, Any]], setting: str, metric: str) -> Any:
+    """The only panel."""
+    return draw(lambda: charts.curves(cells, LINES, setting=setting, metrics=[metric])).axes[0]
 
 
 def legend(figure: Figure) -> list[str]:
@@ -67,14 +63,11 @@ def test_cdf_has_a_line_an_arm_and_a_panel_a_cell() -> None:
 
 def test_curves_draw_the_median_of_times_in_the_order_of_x() -> None:
     cells = list(reversed(summarize(WINDOWS, against="stock-lpm")["cells"]))
-    ax = windows(["ttft_s"], cells).axes[0]
-    expected = {
-        one["cell"]["window"]: one["metrics"]["ttft_s"]["p50"]
-        for one in cells
-        if one["arm"] == "ours"
-    }
+    ax = curve(cells, "window", "ttft_s")
+    ours = {one["cell"]["window"]: one["metrics"] for one in cells if one["arm"] == "ours"}
     assert [text.get_text() for text in ax.get_xticklabels()] == ["10", "100", "1000"]
-    assert list(ax.lines[0].get_ydata()) == [expected[x] for x in (10, 100, 1000)]  # type: ignore[arg-type]
+    expected = [ours[x]["ttft_s"]["p50"] for x in (10, 100, 1000)]
+    assert list(ax.lines[0].get_ydata()) == expected
     assert len(ax.collections) == 2
 
 
@@ -91,9 +84,7 @@ def test_an_arm_without_the_setting_is_a_level_line(tmp_path: Path) -> None:
 
 def test_a_replays_sizes_are_in_order_and_no_limit_is_the_last(tmp_path: Path) -> None:
     cells = read_recorded(write_replay(tmp_path / "replay")).cells
-    ax = draw(
-        lambda: charts.curves(cells, LINES, setting="capacity", metrics=["saved_share"])
-    ).axes[0]
+    ax = curve(cells, "capacity", "saved_share")
     heights = sorted(y for line in ax.lines for y in np.asarray(line.get_ydata()).tolist())
     assert heights == sorted(one["saved"]["chunks"]["value"] for one in cells)
     assert [text.get_text() for text in ax.get_xticklabels()] == ["50", "1000", "no limit"]

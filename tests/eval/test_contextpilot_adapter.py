@@ -40,10 +40,8 @@ class ContextPilot:
 
 
 def request(*ids: str, conversation: str | None = None) -> Request:
-    chunks = tuple(
-        TextChunk(id=name, text=f"text of {name}, {place}") for place, name in enumerate(ids)
-    )
-    return Request(id="t:1", question="?", chunks=chunks, conversation=conversation)
+    chunks = tuple(TextChunk(name, f"text of {name}, {place}") for place, name in enumerate(ids))
+    return Request("t:1", "?", chunks, conversation=conversation)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,22 +79,6 @@ class FakeRun(dict[str, Any]):
         self |= dict(rows)
 
 
-class FakeServers:
-    """Every arm's server is the fake."""
-
-    def __init__(self, fake: FakeChat) -> None:
-        self.url = fake.url
-
-    def keep(self, keys: object) -> None:
-        pass
-
-    def open(self, key: object, arm: object) -> str:
-        return self.url
-
-    def model(self, key: object) -> str:
-        return "fake"
-
-
 OPTIONS: dict[str, Any] = {"task": "t", "policies": ["off", "shown"], "model_path": "random"}
 OPTIONS |= {"weights": "auto", "bert_encoder": None, "max_new_tokens": 8, "top_logprobs": 2}
 
@@ -102,9 +87,11 @@ def test_an_interrupted_conversation_is_held_again(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("eval.quality.dedup.load_requests", lambda args: TURNS)
     run, mode = FakeRun(), Dedup(Namespace(**OPTIONS))
     with chatting(FakeChat(lambda body: "Yes.")) as fake:
+        servers: Any = SimpleNamespace(keep=lambda keys: None, model=lambda key: "fake")
+        servers.open = lambda key, arm: fake.url
         run["dedup/dedup off/t:1:0"] = {"kept": True}
         for _ in range(2):
-            answer_all(run, mode, FakeServers(fake), 1)  # type: ignore[arg-type]
+            answer_all(run, mode, servers, 1)  # type: ignore[arg-type]
             assert len(fake.received) == 6
     assert len(run) == 6
     assert run["dedup/dedup off/t:1:0"] == {"kept": True}
@@ -114,7 +101,7 @@ def test_an_interrupted_conversation_is_held_again(monkeypatch: pytest.MonkeyPat
 
 
 def make_row(policy: str, request: str, f1: float, num_dropped: int = 0) -> dict[str, Any]:
-    about = {"arm": f"dedup {policy}", "cell": {}, "fates": None, "num_dropped": num_dropped}
+    about: Any = {"arm": f"dedup {policy}", "cell": {}, "fates": None, "num_dropped": num_dropped}
     return {**about, "request": request, "metrics": {"f1": f1}}
 
 

@@ -53,16 +53,10 @@ def test_plain_cache_computes_what_no_earlier_prompt_begins_with() -> None:
 def test_nothing_reused_or_wrong_answers_fail(
     hits: int, right: int, failed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = {
-        **dict.fromkeys(HEADS, 5),
-        "chunks_hit": hits,
-        "right": right,
-        "first_text_ms": 1.0,
-        "shown": "Which?",
-    }
-    assert tell({"single questions": [row, row], "conversations": []}, any_answer=False) == bool(
-        failed
-    )
+    row = dict.fromkeys(HEADS, 5) | {"chunks_hit": hits, "right": right, "shown": "Which?"}
+    row["first_text_ms"] = 1.0
+    phases = {"single questions": [row, row], "conversations": []}
+    assert tell(phases, any_answer=False) == bool(failed)
     out = capsys.readouterr().out
     assert failed in out
     assert "conversations" not in out

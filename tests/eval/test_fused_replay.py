@@ -73,15 +73,6 @@ def test_another_head_is_a_source_and_no_prefix() -> None:
     assert [copy.head for copy in copies] == ["y"]
 
 
-def test_order_aims_at_fused_chains_of_its_recipe() -> None:
-    for selector, found in (("query", 0), ("none", 20)):
-        replay = make_replay(order="tree", selector=selector)
-        for names in ("XAB", "C", "CBA"):
-            replay.step(request(names))
-        count = replay.step(request("ABC"))
-        assert (count.exact, count.fused_hit) == (10, found)
-
-
 def test_chunks_cached_nowhere_come_before_what_is_moved() -> None:
     replay = make_replay(exact_gaps=1, order="tree")
     replay.step(request("ABC"))
@@ -198,15 +189,6 @@ def test_command_runs_on_python_alone(tmp_path: Path) -> None:
         assert kv == pytest.approx(store["num_bytes"] / 2**20, rel=0.01), "the rest is scores"
     assert [table["title"] for table in results["tables"]][-1] == "All requests fused"
     assert results["tables"][-1]["rows"][0]["exact without"] in done.stdout
-
-
-def test_command_names_an_option_out_of_range(tmp_path: Path) -> None:
-    done = replay_command(
-        "--generate", "50", "--reuse", "fused", "--store-mib", "0", "--out", str(tmp_path / "run")
-    )
-    assert done.returncode == 2
-    assert "store-mib must be at least 1" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.data

@@ -70,11 +70,8 @@ def test_queries_attend_as_the_model_does() -> None:
     pieces = ["The company Lumex serves Marton.\n\n", "Which city does the company Lumex serve?"]
     cached = model().cached(pieces)
     llama: Any = model()._model
-    ids = [
-        token
-        for piece in pieces
-        for token in model()._tokenizer.encode(piece, add_special_tokens=False)
-    ]
+    encode_piece = model()._tokenizer.encode
+    ids = [token for each in pieces for token in encode_piece(each, add_special_tokens=False)]
     llama.set_attn_implementation("eager")
     with torch.inference_mode():
         own = llama(torch.tensor([ids]), output_attentions=True).attentions
@@ -89,9 +86,8 @@ def test_blocks_are_those_that_are_encoded(block_size: int) -> None:
     """Predictions come from the same blocks."""
     units = drawn("requests", "as cached")
     blocks = Blocks(units, block_size)
-    layer = encode(
-        units.keys[1], units.values[1], units.lens, block_size=block_size, threshold=NEVER
-    )
+    kv = (units.keys[1], units.values[1], units.lens)
+    layer = encode(*kv, block_size=block_size, threshold=NEVER)
     assert torch.equal(layer.keys.flatten(1), blocks.keys(1))
     assert len(layer.keys) == sum(blocks.lens)
 
@@ -113,10 +109,8 @@ def test_command_writes_a_record(tmp_path: Path) -> None:
     tables = [one["rows"] for one in run.results["tables"]]
     assert len(tables) == 4
     ratios = {(row["of"], row["keys"], row["threshold"]): row for row in tables[1]}
-    assert (
-        ratios["variants", "un-rotated", 0.95]["measured"]
-        > ratios["chunks", "un-rotated", 0.95]["measured"]
-    )
+    variants, chunks = (ratios[of, "un-rotated", 0.95] for of in ("variants", "chunks"))
+    assert variants["measured"] > chunks["measured"]
     assert {row["of"] for row in tables[2]} == {"requests"}
     for row in tables[2]:
         assert row["drift"] <= row["allowed by epsilon"] + 0.01

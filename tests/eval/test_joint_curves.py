@@ -16,7 +16,7 @@ from eval.errors import CommandError
 from eval.joint.kv import Cached, ModelKv
 from eval.joint.prompts import Fused, Wish, fuse
 from eval.quality.greedy import FULL_PREFILL
-from eval.quality.joint_curves import JOINT, JointCurves, fused_of, label_of, make_cells
+from eval.quality.joint_curves import JOINT, JointCurves, fused_of
 from eval.quality.mode import add_quality_options
 from eval.world.tokenizer import turn_pieces
 from eval.world.world import World
@@ -45,11 +45,8 @@ def tensors(prompt: Cached) -> list[torch.Tensor]:
 
 def changed(after: Cached, before: Cached, layer: int) -> list[bool]:
     """By token, whether its keys or values are others."""
-    pairs = zip(
-        (after.pool.k_buffer, after.pool.v_buffer),
-        (before.pool.k_buffer, before.pool.v_buffer),
-        strict=True,
-    )
+    ours, theirs = ((one.pool.k_buffer, one.pool.v_buffer) for one in (after, before))
+    pairs = zip(ours, theirs, strict=True)
     differ = [(a[layer] != b[layer]).flatten(1).any(1) for a, b in pairs]
     found: list[bool] = torch.stack(differ).any(0).tolist()
     return found
@@ -68,13 +65,6 @@ def rows_of(*argv: str) -> list[tuple[str, dict[str, Any]]]:
     mode = JointCurves(options("--k", "4", "--max-new-tokens", "12", *argv))
     mode._model = model()
     return list(mode.take(mode.cases, {}))
-
-
-def test_every_cell_is_measured_once() -> None:
-    cells = make_cells(["chunks", "batch"], [4, 16], [0.5], [1.5, 2.0], [2, 8])
-    assert len(cells) == len({tuple(label_of(cell)) for cell in cells}) == (1 + 2) * 2 * 3
-    assert cells[1] == {"over": "chunks", "block": 4, "ratio": 1.5}
-    assert cells[-1] == {"over": "batch", "batch": 8, "block": 16, "ratio": 2.0}
 
 
 @pytest.mark.parametrize("over", ["chunks", "batch"])
@@ -149,20 +139,13 @@ def test_figures_have_compression_beside_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [
-        ["--thresholds", "1.5"],
-        ["--ratios", "1"],
-        ["--blocks", "0"],
-        ["--batch", "0"],
-        ["--worlds", "0"],
-        ["--model-path", "random"],
-    ],
-    ids=" ".join,
+    "option",
+    ["thresholds 1.5", "ratios 1", "blocks 0", "batch 0", "worlds 0", "model-path random"],
 )
-def test_options_out_of_range_are_refused(argv: list[str]) -> None:
-    with pytest.raises(CommandError, match=argv[0]):
-        JointCurves(options(*argv))
+def test_options_out_of_range_are_refused(option: str) -> None:
+    name, value = option.split()
+    with pytest.raises(CommandError, match=f"--{name}"):
+        JointCurves(options(f"--{name}", value))
 
 
 def test_a_job_is_a_batch() -> None:

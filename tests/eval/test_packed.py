@@ -21,16 +21,10 @@ from eval.packed import (
 from eval.recorded import _replayed, _requests
 
 TEXT = st.text(max_size=3)
-LEAF = (
-    st.none()
-    | st.booleans()
-    | st.integers(-9, 9)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | TEXT
-)
-ROW = st.dictionaries(
-    TEXT, LEAF | st.dictionaries(TEXT, LEAF, max_size=2) | st.lists(LEAF, max_size=2), max_size=4
-)
+NUMBER = st.integers(-9, 9) | st.floats(allow_nan=False, allow_infinity=False)
+LEAF = st.none() | st.booleans() | NUMBER | TEXT
+VALUE = LEAF | st.dictionaries(TEXT, LEAF, max_size=2) | st.lists(LEAF, max_size=2)
+ROW = st.dictionaries(TEXT, VALUE, max_size=4)
 RESULTS = st.dictionaries(
     st.sampled_from("ab"), LEAF | ROW | st.lists(ROW, max_size=5) | st.lists(st.lists(ROW))
 )
@@ -86,12 +80,8 @@ def test_samples_come_back_by_arm_and_cell() -> None:
 def test_replay_keeps_the_means_of_blocks(num: int, size: int, step: int) -> None:
     rng = np.random.default_rng(num)
     counts = {name: rng.integers(0, 5, num).tolist() for name in ("hits", "dropped", "lost")}
-    row = {
-        "cell": {"order": "tree"},
-        "bin": size,
-        "chunks": rng.integers(5, 9, num).tolist(),
-        **counts,
-    }
+    chunks = rng.integers(5, 9, num).tolist()
+    row = {"cell": {"order": "tree"}, "bin": size, "chunks": chunks, **counts}
     (kept,) = unpack_samples(pack_samples([row], 10))
     assert (kept["num"], kept["step"], len(kept["hits"])) == (num, step, -(-num // step))
     samples = _requests(_replayed([kept])[0])

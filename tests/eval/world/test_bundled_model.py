@@ -113,14 +113,7 @@ def test_conversation_shows_gold_passages_before_asking() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "The company Dravex makes clocks.",
-        " two  spaces , and it 's",
-        "tabs\t\n\n\r\n",
-        "Grüße, 漢字 🙂 <x> \x00",
-        "",
-    ],
+    "text", [" two  spaces , it 's", "tabs\t\n\n\r\n", "Grüße, 漢字 🙂 <x> \x00", ""]
 )
 def test_tokenizer_round_trips(tokenizer: Any, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
