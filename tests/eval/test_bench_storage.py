@@ -10,7 +10,11 @@ from eval.bench.storage import STATES, main, summarize
 from eval.run import Sample
 
 COUNTS = ("loaded", "written", "late", "unpaid", "queue", "full", "pauses", "num_entries")
-IDLE = dict.fromkeys(COUNTS, 0) | {"pays": True, "load_ms_per_mib": None, "problems": {}}
+IDLE: dict[str, Any] = dict.fromkeys(COUNTS, 0) | {
+    "pays": True,
+    "load_ms_per_mib": None,
+    "problems": {},
+}
 
 
 def samples(state: str, on_s: list[float], **counts: Any) -> list[Sample]:

@@ -43,7 +43,7 @@ def draw(make: Callable[[], Figure]) -> Figure:
     return figure
 
 
-def curve(cells: Sequence[dict[str, Any]], setting: str, metric: str) -> Any:
+def curve(cells: Sequence[Any], setting: str, metric: str) -> Any:
     """The only panel."""
     return draw(lambda: charts.curves(cells, LINES, setting=setting, metrics=[metric])).axes[0]
 
