@@ -138,22 +138,6 @@ def test_known_weights_are_scored_and_contrasted(
     assert f1["statistic"] == "difference of means"
 
 
-def test_an_interrupted_run_goes_on(ours: FakeChat, tmp_path: Path) -> None:
-    whole = run(ours, tmp_path / "whole")
-    part = tmp_path / "part"
-    part.mkdir()
-    lines = (tmp_path / "whole" / "samples.jsonl").read_text().splitlines(keepends=True)
-    (part / "samples.jsonl").write_text("".join(lines[:8]))
-    (part / "record.json").write_text(json.dumps(whole | {"complete": False}))
-    before = len(ours.received)
-    again = run(ours, part)
-    arms = [body for body in ours.received[before:] if "cache_salt" not in body]
-    assert len(arms) == 12 - 8
-    for cell, expected in zip(again["results"]["cells"], whole["results"]["cells"], strict=True):
-        assert (cell["n"], cell["metrics"]) == (expected["n"], expected["metrics"])
-    assert again["results"]["servers"] == whole["results"]["servers"]
-
-
 CHUNKS = (TextChunk("a", "text"), TextChunk("b", "text"))
 
 

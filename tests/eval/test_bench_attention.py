@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 import torch
 
 from eval.bench.attention import command
-from eval.bench.attention.arms import Arm, Entry, FlashInferPrefill, arms_of, runs_of
-from eval.bench.attention.cells import Cell, cells_of, make_requests, pairs_of, positions_of
+from eval.bench.attention.arms import Arm, FlashInferPrefill, arms_of, runs_of
+from eval.bench.attention.cells import Cell, make_requests, pairs_of, positions_of
 from eval.bench.attention.command import Prepared
 from eval.bench.attention.figures import NO_GPU, PAPER, summarize
 from eval.errors import CommandError
@@ -101,27 +101,12 @@ def test_clustered_tokens_stand_in_runs_of_about_64() -> None:
     assert sum(scattered) / len(scattered) < 1.3
 
 
-def test_grid_has_everything_once() -> None:
-    """At ratio 1 both patterns are the same work."""
-    cells = cells_of([8, 16], [1, 2], [0.5, 1.0])
-    assert len(cells) == len(set(cells)) == 2 * 2 * 3
-    assert cells[:2] == [Cell("scattered", 8, 1, 0.5), Cell("all", 8, 1, 1.0)]
-
-
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_work_is_what_slow_loops_count(cell: Cell) -> None:
     requests = make_requests(cell)
     assert pairs_of(requests) == sum(
         1 for r in requests for position in r.positions.tolist() for _ in range(position + 1)
     )
-
-
-def test_a_run_ends_where_the_next_position_is_not_the_next_number() -> None:
-    for positions, expected in (
-        ([0, 1, 2, 5, 7, 8], [Entry(0, 3, 3), Entry(0, 1, 6), Entry(0, 2, 9)]),
-        ([4], [Entry(0, 1, 5)]),
-    ):
-        assert runs_of([SparseRequest(torch.tensor(positions), torch.arange(10), 10)]) == expected
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)

@@ -69,8 +69,10 @@ def test_equals_the_slow_way(encoder: Path) -> None:
         assert scorer.score(answer, [answer]) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_empty_texts(encoder: Path) -> None:
+def test_empty_and_long_texts(encoder: Path) -> None:
     scorer = BertScore(encoder)
+    assert scorer.spec()["encoder"] == encoder.name
+    assert scorer.score("red " * 100, ["red " * 200]) == pytest.approx(1.0, abs=1e-5), "cut"
     assert [scorer.score(*pair) for pair in (("", ["red"]), ("", [""]), ("red", [""]))] == [0, 1, 0]
 
 

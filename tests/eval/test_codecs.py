@@ -26,7 +26,6 @@ from eval.joint.codecs import (
     main,
     read_stores,
     summarize,
-    taken,
 )
 from eval.joint.kv import ModelKv
 from eval.recorded import read_recorded
@@ -57,18 +56,6 @@ def test_variants_of_a_chunk_are_of_the_same_tokens() -> None:
         assert keys.shape[0] == 3
         assert torch.equal(values[0, 0], values[2, 0])
         assert not torch.equal(keys[0, 3], keys[2, 3])
-
-
-def test_fewer_bits_are_fewer_bytes_and_larger_errors() -> None:
-    kv = question().chunks[0]
-    same = [each for each in SETTINGS if each.name.startswith("int")]
-    found = sorted((taken(each, *kv) for each in same), key=lambda row: row["bytes"])
-    assert len(found) == 5
-    errors = [
-        sum(row[f"{side} {layer}"] for side in ("key", "value") for layer in range(4))
-        for row in found
-    ]
-    assert errors == sorted(errors, reverse=True)
 
 
 def test_only_what_is_equal_bit_by_bit_is_kept_once() -> None:

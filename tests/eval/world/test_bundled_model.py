@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 
-from eval.world.world import World, linked_questions, order_questions, sample_conversation
+from eval.world.world import (
+    World,
+    linked_questions,
+    order_questions,
+    sample_conversation,
+    words,
+)
 from sglang_chunkcache.bundled_model import model_dir
 
 MAX_BYTES = 6_000_000  # of everything that git carries
@@ -119,6 +125,12 @@ def test_tokenizer_round_trips(tokenizer: Any, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids == tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
+
+
+def test_tokenizer_words_are_single_tokens(tokenizer: Any) -> None:
+    """A name cut in two would need another mechanism than the one the model has."""
+    ids = [tokenizer.encode(f" {word}", add_special_tokens=False) for word in words()]
+    assert {len(each) for each in ids} == {1}
 
 
 def test_chat_template_equals_the_pieces(tokenizer: Any) -> None:
