@@ -14,9 +14,8 @@ from eval.errors import CommandError
 from eval.quality.answers import fixed_histories
 from eval.quality.command import main
 from eval.quality.greedy import Endpoint, ask
-from eval.quality.mode import make_scorer
 from eval.run import read_record, read_samples
-from eval.serve.arms import ARMS, parse_arm
+from eval.serve.arms import ARMS
 from eval.task import Request, TextChunk, load_requests
 from tests.eval.fake_chat import Body, FakeChat, chatting
 
@@ -100,13 +99,6 @@ def test_unknown_weights_show_no_right_answers(
     assert {"same", "kl", "same_retriever", "rouge_l_full", "rouge_l_retriever"} <= shown
     assert "--weights real scores right answers" in record["results"]["note"]
     assert f"Note: {record['results']['note']}" in capsys.readouterr().out.splitlines()
-
-
-def test_a_started_model_and_an_unknown_one_have_no_common_score() -> None:
-    """A running server would be scored by answers that its weights cannot know."""
-    args = Namespace(model_path="bundled", task="world", weights="auto", bert_encoder=None)
-    arms = [ARMS["ours"], parse_arm("other=http://other")]
-    assert [make_scorer(args, arms[:n]).has_gold for n in (1, 2)] == [True, False]
 
 
 @pytest.mark.parametrize(

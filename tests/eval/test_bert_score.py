@@ -40,16 +40,6 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_equals_torchmetrics_pair_by_pair(encoder: Path) -> None:
-    pytest.importorskip("torchmetrics")
-    from torchmetrics.functional.text.bert import bert_score
-
-    scorer, own = BertScore(encoder), {"num_layers": 2, "max_length": 32, "truncation": True}
-    for answer, reference in zip(ANSWERS, REFERENCES, strict=True):
-        theirs = bert_score([answer], [reference], model_name_or_path=str(encoder), **own)
-        assert scorer.score(answer, [reference]) == pytest.approx(float(theirs["f1"]), abs=1e-5)
-
-
 def test_equals_the_slow_way(encoder: Path) -> None:
     scorer = BertScore(encoder)
 
