@@ -28,29 +28,20 @@ class FakeEndpoint:
     delay_s: float = 0.0
     serial: bool = False
     chunk_cache: bool = False
-    has_tiers: bool = False
-    """Below the device: two tokens of each prompt are loaded from the host."""
-    num_waiting: int = 0
-    """Writes to the storage, of which one is done whenever somebody asks for the stats."""
+    has_tiers: bool = False  # two tokens of each prompt are loaded from the host
+    num_waiting: int = 0  # of the storage's writes; one is done for each look at the stats
     can_flush: bool = True
-    is_sglang: bool = True
-    """Has SGLang's own routes."""
-    is_cold: bool = False
-    """Nothing is ever found cached."""
+    is_sglang: bool = True  # has SGLang's own routes
+    is_cold: bool = False  # nothing is ever found cached
     cache_report: bool = True
-    is_down: bool = False
-    """Connections are closed without an answer, as if the process had died."""
-    odd_event: dict[str, Any] | None = None
-    """Sent before the first text."""
+    is_down: bool = False  # connections are closed without an answer, as if the process had died
+    odd_event: dict[str, Any] | None = None  # sent before the first text
     url: str = ""
+    # with `path`, and `at` and `answered`: when they came, when the answer was whole
     received: list[dict[str, Any]] = field(default_factory=list)
-    """Bodies, with `path`, `at` and `answered`: when they came and when the answer was whole."""
-    aborted: set[str] = field(default_factory=set)
-    """Request ids of plain requests that were aborted."""
-    prefill_s: float = 0.002
-    """To the first token of a plain request, which answers until it is aborted."""
-    stalled_s: float = 0.002
-    """Between its tokens while a chat waits."""
+    aborted: set[str] = field(default_factory=set)  # request ids
+    prefill_s: float = 0.002  # to a plain request's first token; it answers until aborted
+    stalled_s: float = 0.002  # between its tokens while a chat waits
     num_flushed: int = 0
     num_forgotten: int = 0
     num_in_flight: int = 0
