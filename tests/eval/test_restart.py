@@ -14,7 +14,7 @@ from eval.run import Run, read_record
 from eval.serve.arms import Arm
 from eval.serve.command import main
 from eval.serve.plan import Cell, Plan
-from tests.eval.test_arms import parse_launcher
+from tests.kit.eval_launcher import parse_launcher
 
 
 @pytest.mark.parametrize("name", ["ours", "fused"])
