@@ -185,16 +185,12 @@ def test_task_is_replayed_as_a_trace(
     assert results["overlap"]["seen_before"]["value"] > 0
 
 
-def test_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reply"]) == 2
-    assert "unknown command 'reply'; choose from replay" in capsys.readouterr().err
-
-
-def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also what one gets, with code 2, for no command at all."""
-    assert main(["--help"]) == 0
-    assert main([]) == 2
-    assert capsys.readouterr().out.count("  replay ") == 2
+def test_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also, with code 2, for no command or one that there is not."""
+    assert [main(argv) for argv in (["--help"], [], ["reply"])] == [0, 2, 2]
+    out, err = capsys.readouterr()
+    assert out.count("  replay ") == 2
+    assert "unknown command 'reply'; choose from replay" in err
 
 
 # --- the comparison and its verdict ---
@@ -203,8 +199,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_comparison_of_a_clear_win(
     replay: RunReplay, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Sets in turning order: stock finds little, ours nearly all;
-    nine cells, a verdict for each capacity, a record."""
+    """Sets in turning order: stock finds little, ours nearly all."""
     results = replay(popular_sets(400))
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"record: {tmp_path / 'run-0'}"
@@ -234,8 +229,7 @@ def test_gain_around_the_threshold_cannot_be_told(replay: RunReplay) -> None:
 
 
 def test_verdict_says_which_heads_it_assumed(replay: RunReplay) -> None:
-    """One system prompt for all, unless the trace says otherwise;
-    one for each request is a clear loss."""
+    """One for all, unless the trace says otherwise; one for each is a clear loss."""
     records = popular_sets(400)
     own = [record | {"head": f"It is {n}."} for n, record in enumerate(records)]
     some = [record | {"head": n % 2} if n % 4 else record for n, record in enumerate(records)]
@@ -285,22 +279,16 @@ def test_verdict_names_the_policies_that_vary(replay: RunReplay) -> None:
 
 @pytest.mark.parametrize(("num_sets", "capacities"), [(10, [0, 12, 6]), (6, [0, 7]), (2, [0])])
 def test_sizes_below_one_request_are_left_out(
-    replay: RunReplay, num_sets: int, capacities: list[int]
+    replay: RunReplay, tmp_path: Path, num_sets: int, capacities: list[int]
 ) -> None:
-    """No server runs with a pool that its largest request does not fit in,
-    so nothing is said of one."""
+    """No server runs with a pool that its largest request does not fit in."""
     results = replay(popular_sets(120, num_sets=num_sets))
     assert axis(results, "capacity")[::3] == capacities
-
-
-def test_block_is_a_tenth_of_a_short_trace(replay: RunReplay, tmp_path: Path) -> None:
-    replay(popular_sets(120))
-    assert read_record(tmp_path / "run-0")["spec"]["block"] == 12
+    assert read_record(tmp_path / "run-0")["spec"]["block"] == 12, "a tenth of a short trace"
 
 
 def test_token_capacities_come_from_the_lengths(replay: RunReplay) -> None:
-    """Operators know KV tokens: a quarter and an eighth of the distinct chunks' tokens,
-    or what they name."""
+    """A quarter and an eighth of the distinct chunks' tokens, or what is named."""
     records = [{**record, "lengths": [10] * 5} for record in popular_sets(120)]
     results = replay(records)
     assert axis(results, "capacity_tokens")[::3] == [0, 125, 62]
@@ -316,8 +304,7 @@ def test_warm_up_is_served_and_not_measured(replay: RunReplay) -> None:
 
 
 def test_later_turns_hit_nothing_and_drop_what_was_shown(replay: RunReplay) -> None:
-    """CRAFT 4.3 and fig. 12: reduction by order and by conversation are told apart;
-    stock drops nothing."""
+    """CRAFT 4.3 and fig. 12: reduction by order and by conversation are told apart."""
     turns = [turn("x", "a", "b"), turn("y", "b", "a"), turn("x", "a", "c")]
     results = replay(turns, "--order retriever tree")
     assert axis(results, "dedup") == ["off", "shown"]
@@ -338,8 +325,7 @@ def test_histories_that_are_lost_count_against_a_cache(replay: RunReplay) -> Non
 
 
 def test_deduplication_is_no_gain_of_ours(replay: RunReplay) -> None:
-    """Second turns that show the first's chunks again:
-    an application can drop them with stock SGLang, so nothing is won."""
+    """An application can drop chunks already shown with stock SGLang."""
     results = replay([turn(n, f"{n}a", f"{n}b") for n in range(100) for _ in range(2)])
     assert axis(results, "order")[:4] == ["retriever", "retriever", "frequency", "tree"]
     assert axis(results, "dedup")[:4] == ["off", "shown", "shown", "shown"]
@@ -358,8 +344,7 @@ def test_deduplication_is_no_gain_of_ours(replay: RunReplay) -> None:
 
 
 def test_order_is_worth_it_beyond_deduplication(replay: RunReplay) -> None:
-    """First turns share sets in turning order:
-    what ours finds there no application finds by dropping chunks."""
+    """What ours finds in first turns no application finds by dropping chunks."""
     firsts = [turn(n, *each["passages"]) for n, each in enumerate(popular_sets(200))]
     results = replay([each for each in firsts for _ in range(2)])
     assert verdict_of(results).startswith("Verdict: WORTH IT with unlimited capacity")
@@ -369,8 +354,7 @@ def test_order_is_worth_it_beyond_deduplication(replay: RunReplay) -> None:
 
 
 def test_grid_without_stocks_deduplication_has_no_verdict(replay: RunReplay) -> None:
-    """Ours with deduplication against stock without it would mix two effects;
-    only equal deduplication is judged."""
+    """It would mix two effects; only equal deduplication is judged."""
     turns = [turn(n, f"{n}a") for n in range(100) for _ in range(2)]
     results = replay(turns, "--order retriever tree")
     assert any(line.startswith("No verdict: an application can") for line in results["verdict"])
@@ -383,8 +367,7 @@ def test_grid_without_stocks_deduplication_has_no_verdict(replay: RunReplay) -> 
 
 
 def test_turn_behind_an_empty_one_is_no_first_turn(replay: RunReplay, tmp_path: Path) -> None:
-    """Its chunks come after the question of a turn that retrieved nothing;
-    that turn is in no figure."""
+    """Its chunks come after a question; the empty turn is in no figure."""
     results = replay([{"passages": ["a"]}, turn(1), turn(1, "a")], "--order tree")
     assert results["overlap"]["total"] == 1
     row = json.loads((tmp_path / "run-0/samples.jsonl").read_text().splitlines()[-1])
@@ -392,8 +375,7 @@ def test_turn_behind_an_empty_one_is_no_first_turn(replay: RunReplay, tmp_path: 
 
 
 def test_host_tier_beside_the_device_alone(replay: RunReplay) -> None:
-    """Shares by tier add up to what is found; copies and loads are told;
-    one cell without host, whatever the rules."""
+    """Shares by tier add up; one cell without host, whatever the rules."""
     records = [{**record, "lengths": [10] * 5} for record in popular_sets(200)]
     options = "--capacity-tokens 60 --host 0 5000 --host-admission reused all"
     results = replay(records, f"--order retriever tree {options}")
@@ -425,8 +407,7 @@ def test_host_tier_beside_the_device_alone(replay: RunReplay) -> None:
 
 
 def test_grid_leaves_out_what_would_be_the_same_replay(replay: RunReplay) -> None:
-    """A tail matters to `tree` only, an eviction at limited capacity,
-    a window where something counts."""
+    """A tail matters to `tree`, an eviction at limited capacity, a window to counts."""
     tails = " ".join(TAIL_POLICIES)
     options = f"--order retriever tree --tail {tails} --eviction lru reused --window 1 1000"
     results = replay(TRACE, f"{options} --k 1 2")

@@ -49,8 +49,7 @@ def test_requests_go_to_the_rank_that_has_most() -> None:
 
 
 def test_a_later_turn_finds_its_history_on_its_own_rank_alone() -> None:
-    """Every rank has the first turn's chunks, only one the second turn's:
-    no turn leaves it, nothing is computed again."""
+    """Every rank has the first turn's chunks, one the second's: no turn leaves it."""
     ranks = make_ranks(in_flight=12)
     for _ in range(12):
         ranks.step(chunks("ab"))

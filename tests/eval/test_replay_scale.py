@@ -39,8 +39,7 @@ def create_cell(trace: list[TraceRequest], **axes: Any) -> ReplayCell:
 
 
 def test_bins_are_sums_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most so many, each of as many requests as the others but for the last;
-    the warm-up is in none."""
+    """At most so many, all but the last equally long; the warm-up is in none."""
     monkeypatch.setattr(cells, "MAX_BINS", 4)
     for num_requests, size, sums in (
         (4, 1, [1, 2, 3, 4]),
@@ -59,8 +58,7 @@ def test_bins_are_sums_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_long_replay_reports_is_what_a_short_one_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With few bins and an estimated overlap:
-    the same shares, intervals of the same order, and a label."""
+    """Few bins and an estimated overlap: the same shares, similar intervals, a label."""
     options = "--generate 600 --order retriever tree --capacity 500 --out"
     command = ["replay", *options.split()]
     assert main([*command, str(tmp_path / "exact")]) == 0
@@ -118,8 +116,7 @@ def test_generated_trace_is_the_same_for_the_same_seed() -> None:
 
 
 def test_generated_trace_is_as_described() -> None:
-    """Few topics and few chunks of a topic are popular; most of a request is of one topic;
-    time passes; topics change."""
+    """Few topics and few chunks of each are popular; topics change; time passes."""
     requests = [*GeneratedTrace(4000)]
     topics = [
         Counter(chunk.id.partition("-")[0] for chunk in request.chunks) for request in requests
@@ -140,8 +137,7 @@ def test_generated_trace_is_as_described() -> None:
 
 
 def test_pooled_trace_is_as_described() -> None:
-    """Shares of known, shared and unique chunks;
-    a unique one is seen once, a pool's first most often; one length a chunk."""
+    """A unique chunk is seen once, a pool's first most often; one length a chunk."""
     requests = [*PooledTrace(1000)]
     assert requests == [*PooledTrace(2000)][:1000]
     assert {len({chunk.id for chunk in request.chunks}) for request in requests} == {10}
@@ -161,8 +157,7 @@ def test_pooled_trace_is_as_described() -> None:
 
 
 def test_memory_does_not_grow_with_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a full cache: 700 further requests of 10 chunks leave less than 40 bytes each,
-    where their counts alone took 450."""
+    """Of a full cache: less than 40 bytes each, where their counts alone took 450."""
     monkeypatch.setattr(cells, "MAX_BINS", 64)
     monkeypatch.setattr("radix_ext.replay._MAX_TIMES", 64)
     trace = [*GeneratedTrace(1000)]
