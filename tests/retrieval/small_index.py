@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.build import BuildReport, Pruning, build_index, remove_passages
+from retrieval.index import Index
 from retrieval.passage import Document
+from retrieval.retriever import Mode, Retriever
 from retrieval.settings import BuildOptions, IndexSettings
 from retrieval.tokens import load_tokens
 from tests.polling import until
@@ -78,17 +80,19 @@ def build(
     folder: Path,
     documents: Iterable[Document],
     *,
-    encoder: Any = None,
+    encoder: Any = WordEncoder(),  # noqa: B008 (it has no state)
     pruning: Pruning | None = None,
     **changes: Any,
 ) -> BuildReport:
-    """`build_index` with what tests do not care about filled in."""
+    """`build_index` with what tests do not care about filled in;
+    with the embedded encoder if there is no other."""
+    spec = encoder.spec() if encoder else {"kind": "hashed", "dim": DIM}
     return build_index(
         documents,
         folder,
-        make_settings(**changes),
+        make_settings(encoder=spec, **changes),
         tokens=TOKENS,
-        encoder=encoder or WordEncoder(),
+        encoder=encoder,
         options=OPTIONS,
         progress=quiet,
         pruning=pruning,
@@ -98,6 +102,23 @@ def build(
 def remove(folder: Path, *ids: str) -> int:
     """`remove_passages` likewise."""
     return remove_passages(folder, ids, load=WordEncoder, options=OPTIONS, progress=quiet)
+
+
+def make_retriever(folder: Path, *, verify: bool = True) -> Retriever:
+    """Of an index that `build` has made."""
+    return Retriever(Index.open(folder, verify=verify), WordEncoder(), verify=verify, threads=1)
+
+
+def found_ids(retriever: Retriever, query: str, *, k: int = 3, mode: Mode) -> list[str]:
+    """The passages, best first."""
+    return [hit.passage.id for hit in retriever.search([query], k=k, mode=mode, nprobe=1).hits[0]]
+
+
+def flip(path: Path, at: int) -> None:
+    """One bit of the byte `at`."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
 
 
 def delete(folder: Path) -> None:
