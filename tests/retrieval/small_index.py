@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from retrieval.build import BuildReport, Pruning, build_index, remove_passages
 from retrieval.index import Index
@@ -84,8 +85,7 @@ def build(
     pruning: Pruning | None = None,
     **changes: Any,
 ) -> BuildReport:
-    """`build_index` with what tests do not care about filled in;
-    with the embedded encoder if there is no other."""
+    """`build_index` with what tests do not care about; None is the embedded encoder."""
     spec = encoder.spec() if encoder else {"kind": "hashed", "dim": DIM}
     return build_index(
         documents,
@@ -114,6 +114,20 @@ def found_ids(retriever: Retriever, query: str, *, k: int = 3, mode: Mode) -> li
     return [hit.passage.id for hit in retriever.search([query], k=k, mode=mode, nprobe=1).hits[0]]
 
 
+def train_bpe(text: str, *, special_tokens: Sequence[str] = ()) -> Tokenizer:
+    """A byte-level tokenizer of 300 tokens."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[*special_tokens],
+        show_progress=False,
+    )
+    bpe.train_from_iterator([text] * 9, trainer)
+    return bpe
+
+
 def flip(path: Path, at: int) -> None:
     """One bit of the byte `at`."""
     content = bytearray(path.read_bytes())
@@ -122,8 +136,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def delete(folder: Path) -> None:
-    """The whole folder of an index.
-    While it is open tantivy looks at it twice a second, and may create its lock file again."""
+    """While it is open tantivy looks at it, and may create its lock file again."""
 
     def is_gone() -> bool:
         shutil.rmtree(folder, ignore_errors=True)
