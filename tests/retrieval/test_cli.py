@@ -109,6 +109,8 @@ def places(docs: Path, index: Path, tmp_path: Path) -> dict[str, Path]:
     [
         ("build DOCS/nothing --out TMP/new", "no such file or folder"),
         ("build DOCS --out FILE", "FILE"),
+        ("build DOCS --out FILE/below", "FILE/below"),
+        ("build DOCS --out TMP/new --dim 0", "dim"),
         ("build DOCS --out TMP/new --tokenizer TMP/no-tokenizer", "no-tokenizer"),
         ("build DOCS --out INDEX --dim 17", "was built with encoder"),
         ("build DOCS --out INDEX --dry-run", "give both"),
