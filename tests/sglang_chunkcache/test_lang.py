@@ -32,6 +32,17 @@ def function(program: Callable[..., None]) -> Any:
     return sgl.function(program)
 
 
+def run(backend: ChunkCacheEndpoint, *expressions: Any, **how: Any) -> Any:
+    """The state of a program that adds these one by one."""
+
+    @function
+    def program(s: Any) -> None:
+        for expression in expressions:
+            s += expression
+
+    return program.run(backend=backend, **how)
+
+
 class FakeServer(JsonServer):
     """Answers as a chunk cache server would."""
 
@@ -178,11 +189,8 @@ def test_retrieve_gives_passages_for_chunks(
 
 
 def test_gen_posts_parts_and_returns_fates(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
-    @function
-    def program(s: Any, question: str) -> None:
-        s += "head " + chunks(DOCS) + question + sgl.gen("answer", max_tokens=4, temperature=0)
-
-    state = program.run("Who?", backend=backend)
+    gen = sgl.gen("answer", max_tokens=4, temperature=0)
+    state = run(backend, "head " + chunks(DOCS) + "Who?" + gen)
     assert state["answer"] == "answer"
     assert state.get_meta_info("answer")["chunkcache"]["fates"] == FATES
     (path, body), *more = server.posts
@@ -194,14 +202,8 @@ def test_gen_posts_parts_and_returns_fates(server: FakeServer, backend: ChunkCac
 def test_roles_and_later_turns_keep_areas(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
     """The frontend's chat template wraps expressions in role marks; a later turn goes on after the
     answer."""
-
-    @function
-    def program(s: Any) -> None:
-        s += sgl.user(chunks(DOCS) + "Who?")
-        s += sgl.assistant(sgl.gen("first"))
-        s += "And" + chunks(DOCS[:1]) + "why?" + sgl.gen("second")
-
-    state = program.run(backend=backend)
+    turn = sgl.user(chunks(DOCS) + "Who?"), sgl.assistant(sgl.gen("first"))
+    state = run(backend, *turn, "And" + chunks(DOCS[:1]) + "why?" + sgl.gen("second"))
     state.sync()
     first, second = server.parts
     assert first == ["USER:", AREA, "Who?\nASSISTANT:"]
@@ -252,11 +254,7 @@ def test_join_by_text_keeps_the_branches_areas(
 def test_stream_yields_new_text_and_ends_with_fates(
     server: FakeServer, backend: ChunkCacheEndpoint
 ) -> None:
-    @function
-    def program(s: Any) -> None:
-        s += chunks(DOCS) + "Who?" + sgl.gen("answer")
-
-    state = program.run(backend=backend, stream=True)
+    state = run(backend, chunks(DOCS) + "Who?" + sgl.gen("answer"), stream=True)
     assert "".join(state.text_iter("answer")) == "answer"
     assert state.get_meta_info("answer") == {"completion_tokens": 6, "chunkcache": {"fates": FATES}}
     assert server.posts[0][1]["stream"] is True
@@ -268,13 +266,8 @@ def test_select_scores_choices_behind_the_same_parts(
 ) -> None:
     """The fake makes the longest choice the likeliest. Methods that compare with the choice alone
     get as many probabilities for it as after the prompt."""
-
-    @function
-    def program(s: Any) -> None:
-        choice = sgl.gen("choice", choices=["a", "long", "bb"], choices_method=method)
-        s += chunks(DOCS) + "Which:" + choice
-
-    state = program.run(backend=backend)
+    choice = sgl.gen("choice", choices=["a", "long", "bb"], choices_method=method)
+    state = run(backend, chunks(DOCS) + "Which:" + choice)
     assert state["choice"] == "long"
     assert state.error() is None
     assert state.get_meta_info("choice")["chunkcache"]["fates"] == FATES
@@ -292,12 +285,7 @@ def test_program_without_chunks_goes_to_sglang(
 ) -> None:
     """Plain prompts share SGLang's own prefix cache, which chunk-keyed prompts do not. A retriever
     that found nothing is no error."""
-
-    @function
-    def program(s: Any) -> None:
-        s += chunks([]) + "Who?" + sgl.gen("answer")
-
-    assert program.run(backend=backend)["answer"] == "answer"
+    assert run(backend, chunks([]) + "Who?" + sgl.gen("answer"))["answer"] == "answer"
     assert [(path, body["text"]) for path, body in server.posts] == [("/generate", "Who?")]
 
 
@@ -334,19 +322,10 @@ def test_batch_survives_chunks_made_from_arguments(
 def test_fields_of_the_backend_are_sent(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
     """With every request: tenants are kept apart by it, not by the program.
     Unless given, the server decides."""
-    fields: dict[str, Any] = {
-        "extra_key": "tenant",
-        "cache_salt": "salt",
-        "reuse": {"mode": "fused"},
-        "order": "tree",
-    }
-
-    @function
-    def program(s: Any) -> None:
-        s += chunks(DOCS) + sgl.gen("answer")
-
-    program.run(backend=ChunkCacheEndpoint(server.url + "/", "key", **fields)).sync()
-    program.run(backend=backend).sync()
+    fields: dict[str, Any] = {"extra_key": "tenant", "cache_salt": "salt"}
+    fields |= {"reuse": {"mode": "fused"}, "order": "tree"}
+    for each in (ChunkCacheEndpoint(server.url + "/", "key", **fields), backend):
+        run(each, chunks(DOCS) + sgl.gen("answer")).sync()
     (_, given), (_, plain) = server.posts
     assert {name: given[name] for name in fields} == fields
     assert "Bearer key" in server.keys
@@ -357,11 +336,6 @@ def test_fields_of_the_backend_are_sent(server: FakeServer, backend: ChunkCacheE
 def test_refusal_is_the_states_error(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
     """A 400 must not look like an empty answer."""
     server.refusal = {"object": "error", "message": "chunks: 300 given, at most 256"}
-
-    @function
-    def program(s: Any) -> None:
-        s += chunks(DOCS) + sgl.gen("answer")
-
-    error = program.run(backend=backend).error()
+    error = run(backend, chunks(DOCS) + sgl.gen("answer")).error()
     assert isinstance(error, RuntimeError)
     assert "at most 256" in str(error)
