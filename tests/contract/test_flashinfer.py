@@ -52,9 +52,8 @@ def test_model_takes_what_the_wrapper_takes(method: str) -> None:
 
 def test_merge_takes_what_the_model_takes() -> None:
     """v and s are written, in this order."""
-    assert list(parameters(real.merge_state_in_place)) == list(
-        parameters(model.merge_state_in_place)
-    )
+    theirs, ours = real.merge_state_in_place, model.merge_state_in_place
+    assert list(parameters(theirs)) == list(parameters(ours))
 
 
 def test_jit_args_are_what_the_generator_takes() -> None:
@@ -68,9 +67,7 @@ def test_jit_args_are_what_the_generator_takes() -> None:
     assert args.pop("variant_decl") == variants.SOURCES["fa2"]
     assert args.pop("uri").startswith("chunkcache_limits_fa2_bf16_128_")
     assert args == {
-        "dtype_q": torch.bfloat16,
-        "dtype_kv": torch.bfloat16,
-        "dtype_o": torch.bfloat16,
+        **dict.fromkeys(("dtype_q", "dtype_kv", "dtype_o"), torch.bfloat16),
         "idtype": torch.int32,
         "head_dim_qk": 128,
         "head_dim_vo": 128,
