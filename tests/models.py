@@ -97,38 +97,20 @@ def write_model(
         "factor": 4.0,
         "original_max_position_embeddings": 512,
     }
-    makers: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
-        "llama3": (
-            transformers.LlamaConfig,
-            transformers.LlamaForCausalLM,
-            {"rope_parameters": llama3},
-        ),
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
-        "qwen3": (
-            transformers.Qwen3Config,
-            transformers.Qwen3ForCausalLM,
-            {"head_dim": head_dim or 32},
-        ),
-        "qwen3_yarn": (
-            transformers.Qwen3Config,
-            transformers.Qwen3ForCausalLM,
-            {"head_dim": head_dim or 32, "rope_parameters": yarn},
-        ),
-        "mistral": (
-            transformers.MistralConfig,
-            transformers.MistralForCausalLM,
-            {"head_dim": head_dim or 32, "sliding_window": None},
-        ),
-        "stablelm": (
-            transformers.StableLmConfig,
-            transformers.StableLmForCausalLM,
-            {"num_key_value_heads": 4, "partial_rotary_factor": 0.25},
-        ),
+    wide = {"head_dim": head_dim or 32}
+    makers: dict[str, tuple[str, dict[str, Any]]] = {
+        "llama": ("Llama", {}),
+        "llama3": ("Llama", {"rope_parameters": llama3}),
+        "qwen2": ("Qwen2", {}),
+        "qwen3": ("Qwen3", wide),
+        "qwen3_yarn": ("Qwen3", {**wide, "rope_parameters": yarn}),
+        "mistral": ("Mistral", {**wide, "sliding_window": None}),
+        "stablelm": ("StableLm", {"num_key_value_heads": 4, "partial_rotary_factor": 0.25}),
     }
-    config_class, model_class, extra = makers[family]
+    name, extra = makers[family]
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **extra}, dtype=dtype)
     torch.manual_seed(0)
-    model = model_class(config_class(**{**sizes, **extra}, dtype=dtype)).to(dtype)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
     model.save_pretrained(path, safe_serialization=True)
 
 
