@@ -2,7 +2,7 @@
 passage has.
 
     half of a passage   words of its topic (50 of them), drawn evenly
-    the other half      words of the whole vocabulary, Zipf-distributed: a few are in nearly every passage
+    the other half      words of the whole vocabulary, Zipf-distributed: a few are nearly everywhere
     last                its marker, the word that no other passage has
 
 So a question with words of a topic has right answers, common words cost a BM25 index as much as in

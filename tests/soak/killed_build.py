@@ -1,8 +1,9 @@
 """Runs `python -m retrieval build` in a process, kills it at a random moment of a stage, and
 measures its memory until then.
 
-    read     after a random share of the passages           encode   after a random share of the vectors
-    add      some seconds after the last vector: while FAISS is trained or filled, or its file is written
+    read     after a random share of the passages
+    encode   after a random share of the vectors
+    add      some seconds after the last vector: while FAISS is trained, filled, or written
     bm25     some seconds after the BM25 index was begun
 
 The progress of a build is observed from outside, by the files that it has written. Memory is the
