@@ -45,12 +45,10 @@ def test_each_part_of_a_place_makes_another_name(fields: dict[str, Any]) -> None
 def test_name_tells_what_was_measured() -> None:
     """Backends overwrite nothing, so an entry with more is another entry.
     Heads matter where something was measured."""
-    kinds = itertools.product((0, 1, 2), (False, True), HEADS)
-    assert len({NAMES.entry(PLACE, *kind) for kind in kinds}) == 6 * len(HEADS) - 1
-    assert NAMES.entry(PLACE, 0, False, HEADS[0]) == NAMES.entry(PLACE, 0, False, HEADS[1])
-
-
-HEADS: tuple[tuple[tuple[int, int], ...], ...] = (((0, 1),), ((1, 0),))
+    heads: tuple[tuple[tuple[int, int], ...], ...] = (((0, 1),), ((1, 0),))
+    kinds = itertools.product((0, 1, 2), (False, True), heads)
+    assert len({NAMES.entry(PLACE, *kind) for kind in kinds}) == 6 * len(heads) - 1
+    assert NAMES.entry(PLACE, 0, False, heads[0]) == NAMES.entry(PLACE, 0, False, heads[1])
 
 
 @pytest.mark.parametrize(
@@ -66,13 +64,11 @@ HEADS: tuple[tuple[tuple[int, int], ...], ...] = (((0, 1),), ((1, 0),))
 def test_each_part_of_a_model_makes_another_name(
     other: tuple[Mapping[str, object], Layout, int],
 ) -> None:
-    """Config with its RoPE, weights, how KV lies in the pool, and how it was computed."""
-    assert NAMES.model(*other) != NAMES.model(CONFIG, LAYOUT, 1)
-
-
-def test_model_is_the_same_wherever_it_lies() -> None:
-    moved = {**CONFIG, "_name_or_path": "/b"}
-    assert NAMES.model(moved, LAYOUT, 1) == NAMES.model(CONFIG, LAYOUT, 1)
+    """Config with its RoPE, weights, how KV lies in the pool, and how it was computed;
+    not where its files lie."""
+    name = NAMES.model(CONFIG, LAYOUT, 1)
+    assert NAMES.model(*other) != name
+    assert NAMES.model({**CONFIG, "_name_or_path": "/b"}, LAYOUT, 1) == name
 
 
 def test_tenants_are_told_apart() -> None:
@@ -89,21 +85,14 @@ def test_salt_stands_in_no_name() -> None:
 
 
 def test_secret_comes_from_variable_or_file(tmp_path: Path) -> None:
-    """Of whatever length; a flag would show it to every process of the machine."""
-    file = tmp_path / "secret"
+    """Of whatever length; a flag would show it to every process of the machine. A bad one is
+    refused, rather than to go on without."""
+    file, empty = tmp_path / "secret", tmp_path / "empty"
     file.write_text("x" * 1000 + "\n")
     found = secret_of({SECRET_FILE_VAR: str(file)})
     assert found == secret_of({SECRET_VAR: "x" * 1000}) != secret_of({SECRET_VAR: "y"})
     assert secret_of({}) == b""
-
-
-def test_bad_secret_is_refused(tmp_path: Path) -> None:
-    """Rather than to go on without one."""
-    (tmp_path / "empty").write_text("\n")
-    for environ in (
-        {SECRET_VAR: "a", SECRET_FILE_VAR: str(tmp_path / "empty")},
-        {SECRET_FILE_VAR: str(tmp_path / "empty")},
-        {SECRET_FILE_VAR: str(tmp_path / "none")},
-    ):
+    empty.write_text("\n")
+    for path, more in ((file, {SECRET_VAR: "a"}), (empty, {}), (tmp_path / "none", {})):
         with pytest.raises(ValueError, match=SECRET_FILE_VAR):
-            secret_of(environ)
+            secret_of({SECRET_FILE_VAR: str(path), **more})

@@ -6,6 +6,7 @@ import os
 import signal
 import sqlite3
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -58,23 +59,19 @@ def test_folder_has_one_process(tmp_path: Path) -> None:
     assert reopened(tmp_path) == []
 
 
-@pytest.mark.parametrize("damage", [b"no database", b""])
-def test_damaged_manifest_is_put_aside(tmp_path: Path, damage: bytes) -> None:
+@pytest.mark.parametrize("damage", ["no database", "nothing", "another version"])
+def test_damaged_manifest_is_put_aside(tmp_path: Path, damage: str) -> None:
     """An empty file is an empty database."""
-    manifest = Manifest(tmp_path)
+    manifest, file = Manifest(tmp_path), tmp_path / "manifest.sqlite"
     manifest.put(make_row())
     manifest.close()
-    (tmp_path / "manifest.sqlite").write_bytes(damage * 1000)
+    if damage == "another version":
+        with closing(sqlite3.connect(file)) as database:
+            database.execute("PRAGMA user_version = 99")
+    else:
+        file.write_bytes(b"no database" * 1000 if damage == "no database" else b"")
     assert reopened(tmp_path) == []
-    assert (tmp_path / "damaged.sqlite").exists() == bool(damage)
-
-
-def test_manifest_of_another_version_is_put_aside(tmp_path: Path) -> None:
-    Manifest(tmp_path).close()
-    with sqlite3.connect(tmp_path / "manifest.sqlite") as database:
-        database.execute("PRAGMA user_version = 99")
-    database.close()
-    assert reopened(tmp_path) == []
+    assert (tmp_path / "damaged.sqlite").exists() == (damage != "nothing")
 
 
 def test_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:

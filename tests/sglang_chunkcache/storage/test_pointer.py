@@ -54,13 +54,6 @@ def test_another_server_finds_what_was_told() -> None:
     assert {len(data) for data in storage.held.values()} == {POINTER_BYTES}
 
 
-def test_what_is_told_twice_takes_one_place() -> None:
-    """Two servers have written the same entry."""
-    storage = MemoryStorage()
-    assert [pointers(storage).add(row()) for _ in range(2)] == [True, True]
-    assert len(storage.held) == 1
-
-
 def test_places_are_few() -> None:
     storage = MemoryStorage()
     told = [pointers(storage).add(row(str(i))) for i in range(MAX_POINTERS + 1)]
@@ -71,7 +64,6 @@ def test_places_are_few() -> None:
 
 
 def test_entry_behind_too_much_is_not_told() -> None:
-    """A pointer has a fixed size."""
     assert pointers(MemoryStorage()).add(row(num_before=100))
     assert not pointers(MemoryStorage()).add(row(num_before=200))
 
