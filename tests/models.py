@@ -115,8 +115,7 @@ def write_model(
 
 
 def make_runner(path: Path, *, dtype: str = "float32") -> Any:
-    """SGLang's ModelRunner over the model at `path`, with `torch_native` attention and `POOL_SLOTS`
-    slots."""
+    """SGLang's ModelRunner over the model at `path`, with `torch_native` attention."""
     global _started
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
@@ -171,8 +170,7 @@ def make_row(runner: Any, slots: Sequence[int] | torch.Tensor, *, index: int = 1
 
 
 def kv_of(runner: Any, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A copy of the pool's keys and values at `slots`, [num_layers, n, num_kv_heads,
-    head_dim] each."""
+    """A copy of keys and values at `slots`, [num_layers, n, num_kv_heads, head_dim] each."""
     pool = runner.token_to_kv_pool
     layers = range(pool.layer_num)
     keys = torch.stack([pool.get_key_buffer(layer)[slots] for layer in layers])
@@ -180,8 +178,7 @@ def kv_of(runner: Any, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def prefill(runner: Any, token_ids: Sequence[int], slots: torch.Tensor) -> torch.Tensor:
-    """SGLang's own prefill of a whole prompt into `slots`;
-    returns the last token's logits, [vocabulary] float32."""
+    """SGLang's own prefill into `slots`; the last token's logits, [vocabulary] float32."""
     from sglang.srt.model_executor.forward_batch_info import (
         CaptureHiddenMode,
         ForwardBatch,

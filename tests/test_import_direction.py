@@ -52,8 +52,7 @@ def offenders(package: str, forbidden: set[str]) -> list[str]:
 def test_package_imports_little_beside_the_standard_library(
     package: str, allowed: set[str]
 ) -> None:
-    """`radix_ext` must run, and be taken along, without anything installed. What crosses the process
-    border is data: both processes read it, without torch and SGLang."""
+    """`radix_ext` runs without anything installed; what crosses the process border is data."""
     found = {
         name
         for path in sources(package)
@@ -87,15 +86,13 @@ def test_package_does_not_know(package: str, forbidden: set[str]) -> None:
     ],
 )
 def test_folders_follow_the_requests_way(folder: str, forbidden: set[str]) -> None:
-    """Front and scheduler are two processes;
-    the tree asks of fusion what a protocol in `scheduler` says."""
+    """Front and scheduler are two processes; the tree asks of fusion what a protocol says."""
     beyond = {f"sglang_chunkcache.{name}" for name in forbidden}
     assert offenders(f"sglang_chunkcache/{folder}", beyond) == []
 
 
 def module_graph(package: str) -> dict[str, set[str]]:
-    """What each module of a package imports of the same package,
-    inside functions and for the type checker included."""
+    """What each module imports of the same package, wherever in the file."""
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in sources(package)
@@ -126,8 +123,7 @@ def test_modules_import_in_no_circle(package: str) -> None:
 
 
 def test_folders_import_in_no_circle() -> None:
-    """A folder is a stage of a request's way;
-    a module of the package's root is a stage of its own."""
+    """A folder is a stage of a request's way; a module of the root is one of its own."""
     folders: dict[str, set[str]] = defaultdict(set)
     for module, imported in module_graph("sglang_chunkcache").items():
         folder = ".".join(module.split(".")[:2])
@@ -136,8 +132,7 @@ def test_folders_import_in_no_circle() -> None:
 
 
 def test_eval_uses_public_names_only() -> None:
-    """HTTP, `radix_ext`, `retrieval`; of `sglang_chunkcache` configuration, frontend language,
-    model path, operators."""
+    """Of `sglang_chunkcache` configuration, frontend language, model path, operators."""
     public = (
         "sglang_chunkcache.ChunkCacheConfig",
         "sglang_chunkcache.__version__",
@@ -204,8 +199,7 @@ def test_import_is_light(module: str, absent: str) -> None:
 
 
 def test_state_on_sglangs_objects_has_one_home() -> None:
-    """Records on `TreeNode` and `Req` are read by two functions,
-    so that the type checker sees every field."""
+    """Records on `TreeNode` and `Req` are read by two functions, typed."""
     homes = {
         "config.py": "our own dataclass and argparse's namespace",
         "front/engine.py": "starlette's state, and a proxy's __getattr__",

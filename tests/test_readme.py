@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,21 +34,11 @@ def flag_rows() -> list[str]:
     """A table with a row per knob."""
     rows = ["| flag | default | what it sets |", "|---|---|---|"]
     for knob in flag_fields():
-        default = (
-            "none"
-            if knob.default is None
-            else repr(knob.default)
-            if knob.default == "\n\n"
-            else str(knob.default)
-        )
-        choices = (
-            f": {', '.join(f'`{choice}`' for choice in knob.metadata['choices'])}"
-            if knob.metadata["choices"]
-            else ""
-        )
-        rows.append(
-            f"| `{flag_name(knob.name)}` | `{default}` | {knob.metadata['help']}{choices} |"
-        )
+        shown: dict[Any, str] = {None: "none", "\n\n": repr("\n\n")}
+        default = shown.get(knob.default, knob.default)
+        choices = ", ".join(f"`{choice}`" for choice in knob.metadata["choices"] or ())
+        text = knob.metadata["help"] + (f": {choices}" if choices else "")
+        rows.append(f"| `{flag_name(knob.name)}` | `{default}` | {text} |")
     return rows
 
 
@@ -117,9 +108,8 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_name_modules(page: Path) -> None:
     """A command that moved would fail for the reader only."""
-    named = re.findall(
-        r"-m ((?:retrieval|sglang_chunkcache|eval)(?:\.[a-z_]+)*)", page.read_text(encoding="utf-8")
-    )
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"-m ((?:retrieval|sglang_chunkcache|eval)(?:\.[a-z_]+)*)", text)
     assert [name for name in named if find_spec(name) is None] == []
 
 

@@ -45,8 +45,7 @@ from tests.reference.scheduler import FakeReq, config, marked, packed
 
 
 def test_only_an_admission_limits_the_key() -> None:
-    """By that a match that orders the queue is told from the one that is promised more:
-    SGLang's functions on a fused request."""
+    """By that a match that orders the queue is told from the one that is promised more."""
     scheduler = FusedScheduler(60, config(reuse="fused"))
     scheduler.serve(FakeReq([9, 1, 2, 3, 4, 5, 6], marked([(1, 4), (4, 6)])))
     ids, fusion = [9, 4, 5, 1, 2, 3, 6], FusionRequest("none", 0.0, "r")
@@ -66,9 +65,7 @@ def test_only_an_admission_limits_the_key() -> None:
 
 
 def test_promise_is_kept_in_full_or_not_at_all() -> None:
-    """None would end admission for all, empty is computed, anything between kills the scheduler;
-    what is loaded belongs to the tree at once. `init_load_back` may evict: the request's own
-    prefix must not be among it."""
+    """None would end admission for all, empty is computed, anything between kills the scheduler."""
     assert has_in_order(
         PrefillAdder.add_one_req,
         "with self._lock_node(req.last_node)",
@@ -193,8 +190,7 @@ def test_function_does(function: Any, pieces: list[str]) -> None:
 
 
 def test_getters_wait_for_their_layer() -> None:
-    """Through the counter, before they give a layer away. By nothing else does attention read the
-    cache, and in a graph of parts of a prefill it runs anew."""
+    """Through the counter; by nothing else does attention read the cache."""
     pool = MHATokenToKVPool(7, 1, torch.float32, 1, 8, 3, "cpu", False)
     asked: list[int] = []
     pool.register_layer_transfer_counter(SimpleNamespace(wait_until=asked.append))

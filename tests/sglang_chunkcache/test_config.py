@@ -75,8 +75,7 @@ def test_flag_sets_its_field(field: Any) -> None:
 
 
 def test_help_is_the_manual() -> None:
-    """In groups, each flag with the reason for its default. A secret on the command line would be
-    one that everybody on the machine reads."""
+    """In groups, each flag with the reason for its default; a secret has none."""
     parser = argparse.ArgumentParser()
     config.add_flags(parser)
     assert "secret" not in parser.format_help()

@@ -30,8 +30,7 @@ LETHAL = GenerateReqInput(text="x", priority=2**63)
 
 
 def outputs(obj: Any, raw_request: Any = None, *, guarded: bool = True) -> list[Any]:
-    """What a watched `generate_request` gives for `obj`:
-    SGLang's, which says what it was called with."""
+    """What a watched `generate_request` gives: SGLang's, which says what it was called with."""
 
     async def generate(*given: Any) -> AsyncIterator[Any]:
         yield given

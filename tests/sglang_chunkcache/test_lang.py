@@ -64,8 +64,7 @@ class FakeServer(JsonServer):
 
 
 def _reply(path: str, body: dict[str, Any]) -> Any:
-    """One token per prompt part in front of what is scored;
-    a choice's token is as likely as its text is long."""
+    """A choice is as likely as its text is long."""
     if path == "/rag/v1/retrieve":
         passages = [{**doc, "score": 0.5, "title": ""} for doc in DOCS]
         return {"query": body["query"], "passages": passages}
@@ -103,8 +102,7 @@ def backend(server: FakeServer) -> ChunkCacheEndpoint:
 
 
 def test_slice_through_an_area_is_plain_text() -> None:
-    """Half a chunk is no chunk, but the text must stay whole. A copy by str(), as SGLang's fork
-    makes, keeps its areas. Parts go to JSON encoders, which need not know subclasses of str."""
+    """Half a chunk is no chunk. str(), by which SGLang copies a state, keeps areas."""
     text = str("head" + chunks(["a"]).value + "tail")
     area = {"chunks": [{"text": "a"}]}
     assert parts_of(text) == ["head", area, "tail"]
@@ -117,8 +115,7 @@ def test_slice_through_an_area_is_plain_text() -> None:
 
 @pytest.mark.parametrize("passage", [1, None, {"id": "x"}, {"text": None}, b"bytes"])
 def test_chunks_refuses_what_has_no_text(passage: Any) -> None:
-    """A TypeError, since SGLang's tracing of a program goes on after one and dies of a
-    ValueError."""
+    """A ValueError would end SGLang's tracing of a program."""
     with pytest.raises(TypeError, match="a passage must be a text"):
         chunks([passage])
 
@@ -142,8 +139,7 @@ def test_chunks_keeps_only_what_the_endpoint_takes() -> None:
 def test_text_equals_a_plain_string_and_its_parts(
     pieces: list[str | list[str]], start: int, end: int
 ) -> None:
-    """Whatever is appended or sliced, the parts spell the text,
-    and areas come only from `chunks`."""
+    """The parts spell the text, and areas come only from `chunks`."""
     text = plain = ""
     for piece in pieces:
         text += piece if isinstance(piece, str) else chunks(piece).value
@@ -200,8 +196,7 @@ def test_gen_posts_parts_and_returns_fates(server: FakeServer, backend: ChunkCac
 
 
 def test_roles_and_later_turns_keep_areas(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
-    """The frontend's chat template wraps expressions in role marks; a later turn goes on after the
-    answer."""
+    """The chat template wraps expressions in role marks; a turn goes on after the answer."""
     turn = sgl.user(chunks(DOCS) + "Who?"), sgl.assistant(sgl.gen("first"))
     state = run(backend, *turn, "And" + chunks(DOCS[:1]) + "why?" + sgl.gen("second"))
     state.sync()
@@ -264,8 +259,7 @@ def test_stream_yields_new_text_and_ends_with_fates(
 def test_select_scores_choices_behind_the_same_parts(
     server: FakeServer, backend: ChunkCacheEndpoint, method: Any
 ) -> None:
-    """The fake makes the longest choice the likeliest. Methods that compare with the choice alone
-    get as many probabilities for it as after the prompt."""
+    """The longest is the likeliest; some methods compare with the choice alone."""
     choice = sgl.gen("choice", choices=["a", "long", "bb"], choices_method=method)
     state = run(backend, chunks(DOCS) + "Which:" + choice)
     assert state["choice"] == "long"
@@ -283,15 +277,13 @@ def test_select_scores_choices_behind_the_same_parts(
 def test_program_without_chunks_goes_to_sglang(
     server: FakeServer, backend: ChunkCacheEndpoint
 ) -> None:
-    """Plain prompts share SGLang's own prefix cache, which chunk-keyed prompts do not. A retriever
-    that found nothing is no error."""
+    """Plain prompts share SGLang's own prefix cache; a retriever may find nothing."""
     assert run(backend, chunks([]) + "Who?" + sgl.gen("answer"))["answer"] == "answer"
     assert [(path, body["text"]) for path, body in server.posts] == [("/generate", "Who?")]
 
 
 def test_batch_precaches_the_common_chunks(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
-    """SGLang traces a batch's common beginning;
-    with chunks in it, it goes to our endpoint as parts."""
+    """SGLang traces a batch's common beginning, which goes to our endpoint as parts."""
     long_docs = [{"id": "d", "text": "word " * 20}]
 
     @function
@@ -320,8 +312,7 @@ def test_batch_survives_chunks_made_from_arguments(
 
 
 def test_fields_of_the_backend_are_sent(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
-    """With every request: tenants are kept apart by it, not by the program.
-    Unless given, the server decides."""
+    """With every request. Unless given, the server decides."""
     fields: dict[str, Any] = {"extra_key": "tenant", "cache_salt": "salt"}
     fields |= {"reuse": {"mode": "fused"}, "order": "tree"}
     for each in (ChunkCacheEndpoint(server.url + "/", "key", **fields), backend):

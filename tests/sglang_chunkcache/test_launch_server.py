@@ -40,8 +40,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_flags_select_our_cache() -> None:
-    """By name: a scheduler without us must not start. `--stock` is SGLang as it is, and another
-    cache beside ours would leave us out."""
+    """By name: a scheduler without us must not start. `--stock` is SGLang as it is."""
     plain, other = ["--model-path", "m"], ["--radix-cache-backend", "x"]
     assert server_flags(plain, stock=False) == [*plain, "--radix-cache-backend", BACKEND]
     assert server_flags(other, stock=True) == other
@@ -184,8 +183,7 @@ def test_main_opens_the_index_first(
 
 
 def test_without_an_index_nothing_of_retrieval_is_loaded() -> None:
-    """faiss is no dependency of a server that does not search;
-    SGLang's processes import the launcher as well."""
+    """faiss is no dependency of a server that does not search."""
     code = (
         "import sys; from sglang_chunkcache import launch_server; from sglang_chunkcache.front"
         " import startup;sys.exit(any(name in sys.modules for name in ('faiss', 'tantivy',"
@@ -218,6 +216,8 @@ SPARSE = [*BUNDLED, "--recompute-attention", "sparse"]
         ([*STORED, "file", f"{STORAGE}-extra-config", "{"], f"{STORAGE}-extra-config: "),
         ([*SPARSE, *FUSED], "--recompute-attention sparse: there is no CUDA device"),
         (SPARSE, "--recompute-attention sparse needs --reuse fused"),
+        ([*BUNDLED, "--chunkcache-selectors", "no.module"], "--chunkcache-selectors no.module: "),
+        ([*BUNDLED, *FUSED, "--chunkcache-selector", "h2o"], "--chunkcache-selector must be one"),
     ],
 )
 def test_main_mistake_exits_with_2(
@@ -256,8 +256,7 @@ def test_main_storage_with_two_secrets_exits_with_2(
 def test_main_starts(
     device: str, flags: list[str], run: list[Any], request: pytest.FixtureRequest
 ) -> None:
-    """By default the pass takes what there is. Folder and manifest of a storage are the ranks'
-    own affair."""
+    """By default the pass takes what there is."""
     request.getfixturevalue(device)
     launch_server.main(flags)
     assert run
@@ -279,8 +278,7 @@ def test_cpu_ranks_get_cores_of_their_own(
     bound: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SGLang dies at start on one NUMA node without it. Too few are shared; one rank needs none,
-    and the user's binding wins."""
+    """SGLang dies at start on one NUMA node without it. The user's binding wins."""
     name = "SGLANG_CPU_OMP_THREADS_BIND"
     monkeypatch.setattr(os, "environ", {name: given} if given else {})
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores, raising=False)

@@ -118,8 +118,7 @@ def test_without_a_storage(create: Create, reuse: str) -> None:
 
 @pytest.mark.parametrize("reuse", ["exact", "fused"])
 def test_restart_loads_chains_from_the_storage(create: Create, tmp_path: Path, reuse: str) -> None:
-    """Whoever starts the storage has done it before the chains are loaded,
-    which would find it off."""
+    """The storage is started before the chains are loaded, which would find it off."""
     knobs = {"reuse": reuse, **file_in(tmp_path / "kv")}
     cache = create(**knobs)
     assert isinstance(cache.storage, Storage)

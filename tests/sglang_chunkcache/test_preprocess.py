@@ -69,8 +69,7 @@ def told(capsys: Capture) -> tuple[dict[str, Any], str]:
 def test_every_chunk_alone_then_behind_its_neighbors(
     server: FakeServer, files: list[str], capsys: Capture
 ) -> None:
-    """One at a time in the corpus' order. Neighbours nearest first, each once, never itself.
-    The captures of the first pass are waited for, since the second moves them."""
+    """In the corpus' order. Neighbours nearest first, each once, never itself."""
     assert main(["--url", server.url + "/", *files, "--batch", "1"]) == 0
     assert server.chunks == [("A", []), ("B", []), ("C", []), ("A", ["B"]), ("C", ["A"])]
     assert server.pending == 0
@@ -95,8 +94,7 @@ def test_every_chunk_alone_then_behind_its_neighbors(
 
 @pytest.mark.parametrize("batch", [1, 5])
 def test_so_many_requests_are_in_flight(server: FakeServer, batch: int) -> None:
-    """The engine computes together what comes together.
-    Every chunk alone comes before the first one behind others."""
+    """Every chunk alone comes before the first one behind others."""
     server.delay_s = 0.02
     texts = {str(number): f"text {number}" for number in range(12)}
     near = {name: ["0"] for name in texts if name != "0"}
@@ -121,8 +119,7 @@ def test_what_the_server_has_is_kept(server: FakeServer, files: list[str], capsy
 def test_chunks_that_others_in_flight_left_without_neighbors_are_tried_alone(
     server: FakeServer,
 ) -> None:
-    """What they were computed after depends on who else was there.
-    One at a time it has all the room, and is tried no more."""
+    """What they were computed after depends on who else was there."""
     server.delay_s, server.missing_together = 0.2, {"a"}
     asked, near = Client(server.url, None), {"a": ["b"], "b": ["a"], "3": ["a"]}
     behind = preprocess(asked, TEXTS, near, top_n=1, batch=3)["behind_neighbors"]
@@ -131,6 +128,8 @@ def test_chunks_that_others_in_flight_left_without_neighbors_are_tried_alone(
     server.neighbors = {"missing": 1}
     preprocess(asked, TEXTS, {"a": ["b"]}, top_n=1, batch=1)
     assert [text for text, before in server.chunks if before].count("A") == 3
+    nothing = preprocess(asked, TEXTS, {}, top_n=1)["behind_neighbors"]
+    assert nothing["chunks_per_s"] is None
 
 
 def test_storage_is_waited_for_and_its_failures_are_told(
@@ -221,8 +220,7 @@ def test_what_left_a_store_fails_the_command(
 def test_progress_is_shown(
     server: FakeServer, files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    """On stderr, so that stdout stays readable by programs. A terminal gets a bar, with refusals
-    between, except with --json."""
+    """On stderr. A terminal gets a bar, except with --json."""
     monkeypatch.setattr(command, "PROGRESS_S", 0.0)
     main(["--url", server.url, *files])
     assert re.search(r"alone: 3/3, [\d.]+ chunks/s, 00:00 left", capsys.readouterr().err)
@@ -234,12 +232,6 @@ def test_progress_is_shown(
     assert "alone: 'a' is refused" in shown
     main(["--url", server.url, *files, "--json"])
     assert "0/3" not in capsys.readouterr().err
-
-
-def test_nothing_to_put_behind_neighbors(server: FakeServer) -> None:
-    """An empty neighbour file: the first pass alone, and no division by zero."""
-    result = preprocess(Client(server.url, None), TEXTS, {}, top_n=10)
-    assert (result["alone"]["chunks"], result["behind_neighbors"]["chunks_per_s"]) == (3, None)
 
 
 # Size
@@ -260,8 +252,7 @@ def test_nothing_to_put_behind_neighbors(server: FakeServer) -> None:
 def test_size_is_told_before_anything_is_sent(
     server: FakeServer, capsys: Capture, num_chars: int, rooms: dict[str, int], told: str
 ) -> None:
-    """Of chunks alone and behind neighbours, by the tokens of some.
-    The storage's room counts where there is one."""
+    """By the tokens of some chunks. The storage's room counts where there is one."""
     texts = {name: num_chars * text for name, text in TEXTS.items()}
     server.storage = [rooms] if rooms else []
     preprocess(Client(server.url, None), texts, {"a": ["b", "3"], "3": ["a"]}, top_n=1)
@@ -276,7 +267,6 @@ def test_size_is_told_before_anything_is_sent(
 
 
 def test_files_may_be_gzipped_and_have_empty_lines(tmp_path: Path) -> None:
-    """As data sets come."""
     path = tmp_path / "corpus.jsonl.gz"
     with gzip.open(path, "wt", encoding="utf-8") as file:
         file.write("\n".join([json.dumps(row) for row in CORPUS] + ["", " "]))
@@ -308,7 +298,6 @@ BAD_NEIGHBORS = [
 def test_bad_file_is_named_with_the_line(
     tmp_path: Path, is_corpus: bool, rows: list[Any], line: int, text: str
 ) -> None:
-    """So that a line of a million is found."""
     path = write(tmp_path / "c.jsonl", rows)
     with pytest.raises(ServerError) as caught:
         read_corpus(path) if is_corpus else read_neighbors(path, TEXTS)
@@ -320,12 +309,10 @@ def test_bad_file_is_named_with_the_line(
     [("none.jsonl", None), ("empty.jsonl", b""), ("bytes.jsonl", b"\xff"), ("text.gz", b"{}")],
 )
 def test_unreadable_corpus_is_named(tmp_path: Path, name: str, content: bytes | None) -> None:
-    """Missing, empty, no text, no gzip."""
-    path = tmp_path / name
     if content is not None:
-        path.write_bytes(content)
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(ServerError, match=name):
-        read_corpus(path)
+        read_corpus(tmp_path / name)
 
 
 # Mistakes
@@ -351,8 +338,7 @@ def test_wrong_flags(files: list[str], capsys: Capture, flags: list[str], messag
 def test_mistakes_are_one_line(
     server: FakeServer, tmp_path: Path, files: list[str], capsys: Capture, mistake: str
 ) -> None:
-    """No traceback, exit code 2, and nothing was sent: not a server with `--reuse fused`, none that
-    answers, no address, a bad file."""
+    """No traceback, exit code 2, and nothing was sent."""
     server.reuse = "exact"
     url = {"nobody": "http://127.0.0.1:9", "nonsense": "nonsense"}.get(mistake, server.url)
     if mistake == "file":

@@ -48,8 +48,7 @@ def run(*argv: str, program: str = PROGRAM) -> str:
 
 @pytest.mark.parametrize(("log", "device"), [("brief", "cpu"), ("brief", "gpu"), ("all", "cpu")])
 def test_brief_leaves_out_what_is_listed(log: str, device: str) -> None:
-    """By logger, beginning and level; that there is no GPU is news on a machine with one.
-    For a bug report nothing is left out."""
+    """By logger, beginning and level; that there is no GPU is news on a machine with one."""
     printed, is_all = run(log, device), log == "all"
     assert [text for text in SHOWN if text not in printed] == []
     assert [text for text in HIDDEN if text in printed] == (HIDDEN if is_all else [])

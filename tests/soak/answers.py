@@ -47,8 +47,7 @@ def rag_body(request: Request, max_new_tokens: int, **fields: Any) -> dict[str, 
 def run_ours(
     url: str, requests: Sequence[Request], max_new_tokens: int
 ) -> tuple[list[list[int]], list[Answer], int]:
-    """Prompts' ids, answers, and tokens reused.
-    Requests are sent one after the other, so that the order is fixed."""
+    """Prompts' ids, answers, and tokens reused. One request after the other."""
     prompts, answers, exact = [], [], 0
     for request in requests:
         body = rag_body(request, max_new_tokens, **LOGPROBS)

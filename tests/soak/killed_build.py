@@ -33,8 +33,7 @@ POLL_S = 0.02
 
 @dataclass
 class BuildRun:
-    """One process of the build. `passages`, `vectors`:
-    numbers in the directory when the process ended."""
+    """`passages`, `vectors`: numbers in the directory when the process ended."""
 
     killed_in: str | None
     passages: int
@@ -51,8 +50,7 @@ def build(
     kill_in: str | None,
     rng: random.Random,
 ) -> BuildRun:
-    """Run the build command; kill it at a random moment of the stage `kill_in`, if it is reached.
-    Raises if it fails."""
+    """Run the build command; kill it at a random moment of the stage, if it is reached."""
     command = [sys.executable, "-m", "retrieval", "build", str(source), "--out", str(index)]
     command += ["--no-split", "--dim", str(dim), "--json"]
     since, log = time.time(), index.with_suffix(".log")

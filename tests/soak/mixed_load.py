@@ -106,8 +106,7 @@ def soak(url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: i
 
 
 def make_tasks(num_requests: int, seed: int) -> list[Task]:
-    """At least `num_requests` requests about a small world,
-    so that chunks recur at other positions. Four fifths are fused."""
+    """Requests about a small world, so that chunks recur. Four fifths are fused."""
     world, rng = World(seed, NUM_PASSAGES, num_kinds=1), random.Random(seed)
     asked = [question for question in world.questions if question.hop == 1]
     tasks: list[Task] = []
@@ -166,8 +165,7 @@ def with_hints(tasks: Sequence[Task], seed: int, *, takes_hints: bool) -> list[T
 
 
 def check_exact(found: Found, url: str, **salt: str) -> None:
-    """Compare exact answers with full prefill of their ids on the server at `url`;
-    what differs becomes a problem."""
+    """Compare exact answers with full prefill; what differs becomes a problem."""
     references: dict[tuple[int, ...], Answer] = {}
     for ids, answer, max_tokens in found.exact:
         if (want := references.get(tuple(ids))) is None:
@@ -183,8 +181,7 @@ def check_exact(found: Found, url: str, **salt: str) -> None:
 
 
 def leftovers(url: str, pool_tokens: int, timeout_s: float = DEADLINE_S) -> list[str]:
-    """Resources that are not released when the server is idle.
-    Sends requests meanwhile, since captures run with batches."""
+    """What is not released when the server is idle. Captures need requests meanwhile."""
     deadline = time.monotonic() + timeout_s
     while True:
         short = {"parts": ["Hello."], "sampling_params": {"max_new_tokens": 2}}

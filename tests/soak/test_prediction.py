@@ -24,8 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 def is_right(url: str, request: Request) -> tuple[bool, int]:
-    """Whether the prediction for one request was right, and how many chunks were predicted to
-    hit."""
+    """Whether the prediction was right, and how many chunks were predicted to hit."""
     reply = post(url + "/rag/v1/chat/completions", rag_body(request, 1, return_meta_info=True))
     ours, cached = reply["chunkcache"], reply["choices"][0]["meta_info"]["cached_tokens"]
     planned, predicted = ours["chunks_planned"], ours["predicted_exact"]

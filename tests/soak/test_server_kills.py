@@ -159,8 +159,7 @@ class Ahead:
 
 
 def kept_by(server: Server, at_least: int, running: subprocess.Popen[str]) -> tuple[int, int]:
-    """(entries in the storage, requests that were computed) as soon as there are so many
-    entries."""
+    """(entries in the storage, requests that were computed) at so many entries."""
 
     def look() -> tuple[int, int] | None:
         told = get(server.url + "/chunkcache/stats")

@@ -63,8 +63,7 @@ def test_bytes_come_back(backend: Backend) -> None:
 
 
 def test_files_are_listed_and_left_over_ones_removed(tmp_path: Path) -> None:
-    """What a killed process was writing, but nothing that is not ours. HiCache fills a smaller
-    tensor with what fits, and calls a short file an error."""
+    """What a killed process was writing, but nothing that is not ours."""
     backend = create_backend(config(), tmp_path, model_name="")
     backend.set(NAME, data(1, 2, 3))
     entries = tmp_path / "entries"
@@ -79,8 +78,7 @@ def test_files_are_listed_and_left_over_ones_removed(tmp_path: Path) -> None:
 
 
 def test_storage_that_does_not_do_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HiCache's `shm` says True and keeps nothing. A read that fails is no absence, or a network's
-    hiccup would delete the row."""
+    """HiCache's `shm` keeps nothing. A network's hiccup must not delete the row."""
     storage = MemoryStorage()
     storage.set(NAME, data(1))
     monkeypatch.setattr(storage, "get", lambda key, target: None)

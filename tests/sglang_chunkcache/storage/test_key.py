@@ -43,8 +43,7 @@ def test_each_part_of_a_place_makes_another_name(fields: dict[str, Any]) -> None
 
 
 def test_name_tells_what_was_measured() -> None:
-    """Backends overwrite nothing, so an entry with more is another entry.
-    Heads matter where something was measured."""
+    """Backends overwrite nothing, so an entry with more is another entry."""
     heads: tuple[tuple[tuple[int, int], ...], ...] = (((0, 1),), ((1, 0),))
     kinds = itertools.product((0, 1, 2), (False, True), heads)
     assert len({NAMES.entry(PLACE, *kind) for kind in kinds}) == 6 * len(heads) - 1
@@ -64,8 +63,7 @@ def test_name_tells_what_was_measured() -> None:
 def test_each_part_of_a_model_makes_another_name(
     other: tuple[Mapping[str, object], Layout, int],
 ) -> None:
-    """Config with its RoPE, weights, how KV lies in the pool, and how it was computed;
-    not where its files lie."""
+    """Config, weights, how KV lies in the pool and was computed; not where its files lie."""
     name = NAMES.model(CONFIG, LAYOUT, 1)
     assert NAMES.model(*other) != name
     assert NAMES.model({**CONFIG, "_name_or_path": "/b"}, LAYOUT, 1) == name
@@ -85,8 +83,7 @@ def test_salt_stands_in_no_name() -> None:
 
 
 def test_secret_comes_from_variable_or_file(tmp_path: Path) -> None:
-    """Of whatever length; a flag would show it to every process of the machine. A bad one is
-    refused, rather than to go on without."""
+    """A flag would show it to every process of the machine. A bad one is refused."""
     file, empty = tmp_path / "secret", tmp_path / "empty"
     file.write_text("x" * 1000 + "\n")
     found = secret_of({SECRET_FILE_VAR: str(file)})

@@ -92,8 +92,7 @@ def test_entry_is_written_and_loaded(rig: Rig) -> None:
 
 @pytest.mark.parametrize("ask", [Rig.write, Rig.load])
 def test_job_waits_until_it_is_polled(rig: Rig, ask: Callable[[Rig], Any]) -> None:
-    """Whoever waits for quiet would miss what the thread is at, and what follows from it:
-    a damaged entry is written anew."""
+    """Whoever waits for quiet would miss what the thread is at, and what follows from it."""
     rig.storage.gate.clear()
     ask(rig)
     until(lambda: rig.storage.calls)
@@ -170,8 +169,7 @@ def test_bad_entry_is_told_by_its_reason(rig: Rig, problem: str) -> None:
 
 
 def test_storage_pauses_and_is_tried_again(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    """After several failures in a row nobody asks it for a while. Said once.
-    Failures with successes between them are no pause."""
+    """After several failures in a row nobody asks it for a while. Said once."""
     for i in range(3 * PAUSE_AFTER):
         assert not rig.loader.is_paused
         rig.storage.fails = i % 2 == 0 or i > 2 * PAUSE_AFTER

@@ -30,15 +30,6 @@ def reopened(folder: Path) -> list[Row]:
     return rows
 
 
-def test_row_is_there_after_a_restart(tmp_path: Path) -> None:
-    other = make_row("b", place=make_row().place._replace(prefix=()), heads=())
-    rows, manifest = [make_row("a", reuse=2.5, num_uses=3), other], Manifest(tmp_path)
-    for row in rows:
-        manifest.put(row)
-    manifest.close()
-    assert reopened(tmp_path) == rows
-
-
 def test_row_is_there_after_a_kill(tmp_path: Path) -> None:
     """`put` has returned, so nothing can take it back."""
     child = os.fork()
@@ -80,15 +71,6 @@ def test_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         Manifest(tmp_path / "file")
 
 
-def test_tenant_is_not_told(tmp_path: Path) -> None:
-    """Rows have hashes only, as the place has."""
-    Manifest(tmp_path).close()
-    database = sqlite3.connect(tmp_path / "manifest.sqlite")
-    columns = {row[1] for row in database.execute("PRAGMA table_info(entries)")}
-    assert columns
-    assert not columns & {"extra_key", "cache_salt"}
-
-
 class ManifestModel(RuleBasedStateMachine):
     """Beside a dict, closed and opened again."""
 
@@ -100,9 +82,11 @@ class ManifestModel(RuleBasedStateMachine):
 
     names = st.sampled_from("abcd")
 
-    @rule(name=names, num_bytes=st.integers(1, 9))
-    def put(self, name: str, num_bytes: int) -> None:
-        self.rows[name] = make_row(name, num_bytes=num_bytes)
+    @rule(name=names, num_bytes=st.integers(1, 9), is_first=st.booleans())
+    def put(self, name: str, num_bytes: int, is_first: bool) -> None:
+        whole = make_row(name, num_bytes=num_bytes)
+        first = whole._replace(place=whole.place._replace(prefix=()), heads=())
+        self.rows[name] = first if is_first else whole
         self.manifest.put(self.rows[name])
 
     @rule(names=st.lists(names))
