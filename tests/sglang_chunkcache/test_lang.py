@@ -19,7 +19,8 @@ pytest.importorskip("sglang", reason="frontend programs need SGLang")
 import sglang as sgl
 from sglang.lang.choices import token_length_normalized, unconditional_likelihood_normalized
 
-from sglang_chunkcache.lang import ChunkCacheEndpoint, Part, chunks, parts_of
+from sglang_chunkcache.lang import ChunkCacheEndpoint as Endpoint
+from sglang_chunkcache.lang import Part, chunks, parts_of
 from tests.sglang_chunkcache.fake_server import JsonServer
 
 FATES = {"exact": 3, "relocated": 0, "recomputed": 0, "computed": 2}
@@ -32,7 +33,7 @@ def function(program: Callable[..., None]) -> Any:
     return sgl.function(program)
 
 
-def run(backend: ChunkCacheEndpoint, *expressions: Any, **how: Any) -> Any:
+def run(backend: Endpoint, *expressions: Any, **how: Any) -> Any:
     """The state of a program that adds these one by one."""
 
     @function
@@ -94,8 +95,8 @@ def server() -> Iterator[FakeServer]:
 
 
 @pytest.fixture
-def backend(server: FakeServer) -> ChunkCacheEndpoint:
-    return ChunkCacheEndpoint(server.url)
+def backend(server: FakeServer) -> Endpoint:
+    return Endpoint(server.url)
 
 
 # The text that knows its areas
@@ -171,9 +172,7 @@ def _spelled(parts: list[Part]) -> str:
 # Programs
 
 
-def test_retrieve_gives_passages_for_chunks(
-    server: FakeServer, backend: ChunkCacheEndpoint
-) -> None:
+def test_retrieve_gives_passages_for_chunks(server: FakeServer, backend: Endpoint) -> None:
     """With scores, which `chunks` leaves out of the prompt; a refusal is an error."""
     passages = backend.retrieve("Who?", k=2)
     assert server.posts[-1] == ("/rag/v1/retrieve", {"query": "Who?", "k": 2})
@@ -184,7 +183,7 @@ def test_retrieve_gives_passages_for_chunks(
         backend.retrieve("Who?")
 
 
-def test_gen_posts_parts_and_returns_fates(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
+def test_gen_posts_parts_and_returns_fates(server: FakeServer, backend: Endpoint) -> None:
     gen = sgl.gen("answer", max_tokens=4, temperature=0)
     state = run(backend, "head " + chunks(DOCS) + "Who?" + gen)
     assert state["answer"] == "answer"
@@ -195,7 +194,7 @@ def test_gen_posts_parts_and_returns_fates(server: FakeServer, backend: ChunkCac
     assert set(body) == {"parts", "sampling_params"}  # the endpoint refuses fields it does not know
 
 
-def test_roles_and_later_turns_keep_areas(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
+def test_roles_and_later_turns_keep_areas(server: FakeServer, backend: Endpoint) -> None:
     """The chat template wraps expressions in role marks; a turn goes on after the answer."""
     turn = sgl.user(chunks(DOCS) + "Who?"), sgl.assistant(sgl.gen("first"))
     state = run(backend, *turn, "And" + chunks(DOCS[:1]) + "why?" + sgl.gen("second"))
@@ -207,9 +206,7 @@ def test_roles_and_later_turns_keep_areas(server: FakeServer, backend: ChunkCach
     assert state.messages()[0]["content"] == "One.\n\nTwo.\n\nWho?"
 
 
-def test_fork_copies_areas_and_commits_them_first(
-    server: FakeServer, backend: ChunkCacheEndpoint
-) -> None:
+def test_fork_copies_areas_and_commits_them_first(server: FakeServer, backend: Endpoint) -> None:
     """Branches share the chunks; the commit before a fork makes the cache hold them."""
 
     @function
@@ -228,9 +225,7 @@ def test_fork_copies_areas_and_commits_them_first(
     assert sorted(branches, key=str) == [["head ", AREA, "Q0?"], ["head ", AREA, "Q1?"]]
 
 
-def test_join_by_text_keeps_the_branches_areas(
-    server: FakeServer, backend: ChunkCacheEndpoint
-) -> None:
+def test_join_by_text_keeps_the_branches_areas(server: FakeServer, backend: Endpoint) -> None:
     """SGLang would join the KV by a route that its server does not have."""
 
     @function
@@ -246,9 +241,7 @@ def test_join_by_text_keeps_the_branches_areas(
     assert server.parts[-1] == ["head ", {"chunks": DOCS[:1]}, {"chunks": DOCS[1:]}, "Who?"]
 
 
-def test_stream_yields_new_text_and_ends_with_fates(
-    server: FakeServer, backend: ChunkCacheEndpoint
-) -> None:
+def test_stream_yields_new_text_and_ends_with_fates(server: FakeServer, backend: Endpoint) -> None:
     state = run(backend, chunks(DOCS) + "Who?" + sgl.gen("answer"), stream=True)
     assert "".join(state.text_iter("answer")) == "answer"
     assert state.get_meta_info("answer") == {"completion_tokens": 6, "chunkcache": {"fates": FATES}}
@@ -257,7 +250,7 @@ def test_stream_yields_new_text_and_ends_with_fates(
 
 @pytest.mark.parametrize("method", [token_length_normalized, unconditional_likelihood_normalized])
 def test_select_scores_choices_behind_the_same_parts(
-    server: FakeServer, backend: ChunkCacheEndpoint, method: Any
+    server: FakeServer, backend: Endpoint, method: Any
 ) -> None:
     """The longest is the likeliest; some methods compare with the choice alone."""
     choice = sgl.gen("choice", choices=["a", "long", "bb"], choices_method=method)
@@ -274,15 +267,13 @@ def test_select_scores_choices_behind_the_same_parts(
     )
 
 
-def test_program_without_chunks_goes_to_sglang(
-    server: FakeServer, backend: ChunkCacheEndpoint
-) -> None:
+def test_program_without_chunks_goes_to_sglang(server: FakeServer, backend: Endpoint) -> None:
     """Plain prompts share SGLang's own prefix cache; a retriever may find nothing."""
     assert run(backend, chunks([]) + "Who?" + sgl.gen("answer"))["answer"] == "answer"
     assert [(path, body["text"]) for path, body in server.posts] == [("/generate", "Who?")]
 
 
-def test_batch_precaches_the_common_chunks(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
+def test_batch_precaches_the_common_chunks(server: FakeServer, backend: Endpoint) -> None:
     """SGLang traces a batch's common beginning, which goes to our endpoint as parts."""
     long_docs = [{"id": "d", "text": "word " * 20}]
 
@@ -298,9 +289,7 @@ def test_batch_precaches_the_common_chunks(server: FakeServer, backend: ChunkCac
     assert [parts[-1] for parts in server.parts[1:]] == ["Q1", "Q2"]
 
 
-def test_batch_survives_chunks_made_from_arguments(
-    server: FakeServer, backend: ChunkCacheEndpoint
-) -> None:
+def test_batch_survives_chunks_made_from_arguments(server: FakeServer, backend: Endpoint) -> None:
     """While SGLang traces, arguments are stand-ins without a value."""
 
     @function
@@ -311,11 +300,11 @@ def test_batch_survives_chunks_made_from_arguments(
     assert [state["answer"] for state in states] == ["answer", "answer"]
 
 
-def test_fields_of_the_backend_are_sent(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
+def test_fields_of_the_backend_are_sent(server: FakeServer, backend: Endpoint) -> None:
     """With every request. Unless given, the server decides."""
     fields: dict[str, Any] = {"extra_key": "tenant", "cache_salt": "salt"}
     fields |= {"reuse": {"mode": "fused"}, "order": "tree"}
-    for each in (ChunkCacheEndpoint(server.url + "/", "key", **fields), backend):
+    for each in (Endpoint(server.url + "/", "key", **fields), backend):
         run(each, chunks(DOCS) + sgl.gen("answer")).sync()
     (_, given), (_, plain) = server.posts
     assert {name: given[name] for name in fields} == fields
@@ -324,7 +313,7 @@ def test_fields_of_the_backend_are_sent(server: FakeServer, backend: ChunkCacheE
 
 
 @pytest.mark.filterwarnings("ignore:Error in stream_executor")
-def test_refusal_is_the_states_error(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
+def test_refusal_is_the_states_error(server: FakeServer, backend: Endpoint) -> None:
     """A 400 must not look like an empty answer."""
     server.refusal = {"object": "error", "message": "chunks: 300 given, at most 256"}
     error = run(backend, chunks(DOCS) + sgl.gen("answer")).error()

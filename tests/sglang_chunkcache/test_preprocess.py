@@ -3,11 +3,12 @@ what it posts in which order, and one line for every mistake. A fake server."""
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,18 @@ def files(tmp_path: Path) -> list[str]:
     return ["--corpus", str(corpus), "--neighbors", str(neighbors)]
 
 
-def told(capsys: Capture) -> tuple[dict[str, Any], str]:
-    """The JSON line's object, and stderr."""
-    out, err = capsys.readouterr()
-    return json.loads(out.splitlines()[-1]), err
+Run = Callable[..., tuple[int, dict[str, Any], str]]
+"""The command with these flags: its status, the JSON line's object, and stderr."""
+
+
+@pytest.fixture
+def run(server: FakeServer, files: list[str], capsys: Capture) -> Run:
+    def run(*flags: str) -> tuple[int, dict[str, Any], str]:
+        status = main(["--url", server.url, *files, *flags])
+        out, err = capsys.readouterr()
+        return status, json.loads(out.splitlines()[-1]), err
+
+    return run
 
 
 # Both passes
@@ -106,12 +115,12 @@ def test_so_many_requests_are_in_flight(server: FakeServer, batch: int) -> None:
     assert {text for text, _ in server.chunks} == set(texts.values())
 
 
-def test_what_the_server_has_is_kept(server: FakeServer, files: list[str], capsys: Capture) -> None:
+def test_what_the_server_has_is_kept(server: FakeServer, run: Run) -> None:
     """After a kill: counted apart, and in no rate. With all of it there the work is done."""
     for kept, expected in (({"a"}, [[2, 1], [1, 1]]), ({"a", "b", "3"}, [[0, 3], [0, 2]])):
         server.kept = kept
-        assert main(["--url", server.url, *files]) == 0
-        result, _ = told(capsys)
+        status, result, _ = run()
+        assert status == 0
         assert [[result[name][key] for key in ("chunks", "kept")] for name in PASSES] == expected
     assert (result["alone"]["chunks_per_s"], result["alone"]["chunk_tokens"]) == (None, 30)
 
@@ -132,22 +141,11 @@ def test_chunks_that_others_in_flight_left_without_neighbors_are_tried_alone(
     assert nothing["chunks_per_s"] is None
 
 
-def test_storage_is_waited_for_and_its_failures_are_told(
-    server: FakeServer, files: list[str], capsys: Capture
-) -> None:
-    """Done is what is on the disk. What was not written is with the next start of the command."""
+def test_storage_is_waited_for(server: FakeServer, run: Run) -> None:
+    """Done is what is on the disk."""
     server.storage = [{}, {"queue": 2}, {"queue": 1}, {"problems": {"damaged": 1}}]
-    assert main(["--url", server.url, *files]) == 0
+    assert run()[0] == 0
     assert len(server.storage) == 1
-    capsys.readouterr()
-    server.storage = [{"problems": {"failed": 1}}, {"problems": {"failed": 3, "paused": 1}}]
-    assert main(["--url", server.url, *files]) == 1
-    result, err = told(capsys)
-    assert result["storages"][0]["problems"] == {"failed": 3, "paused": 1}
-    assert "an entry, 3 times; start the command again" in err
-    server.storage = [{"unwritten": 1}, {"unwritten": 3}]
-    assert main(["--url", server.url, *files]) == 1
-    assert "2 times" in told(capsys)[1]
 
 
 def test_options_reach_the_server(server: FakeServer, files: list[str], capsys: Capture) -> None:
@@ -160,61 +158,35 @@ def test_options_reach_the_server(server: FakeServer, files: list[str], capsys: 
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_refused_chunks_are_named_and_counted(
-    server: FakeServer, files: list[str], capsys: Capture
-) -> None:
-    """One that is too long does not stop the others; the exit code tells."""
-    server.refused = {"a"}
-    assert main(["--url", server.url, *files]) == 1
-    result, err = told(capsys)
-    assert "alone: 'a' is refused: messages: too long" in err
-    assert [[result[name][key] for key in ("chunks", "refused")] for name in PASSES] == [
-        [2, 1],
-        [1, 1],
-    ]
+MISSING: dict[str, Any] = {"neighbors": {"moved": 2, "computed": 1, "missing": 1}}
+FAILED = [{"problems": {"failed": 1}}, {"problems": {"failed": 3, "paused": 1}}]
 
 
 @pytest.mark.parametrize(
-    ("missing", "flags", "status"),
+    ("knobs", "flags", "message"),
     [
-        (1, [], 1),
-        (1, ["--max-missing", "0.25"], 0),
-        (0, ["--max-missing", "0"], 0),
-        (1, ["--max-missing", "0.24"], 1),
+        ({"refused": {"a"}}, [], "alone: 'a' is refused: messages: too long"),
+        (MISSING, [], "25.0% of the neighbors were missing"),
+        (MISSING, ["--max-missing", "0.24"], "25.0% of the neighbors were missing"),
+        (MISSING, ["--max-missing", "0.25"], None),
+        ({}, ["--max-missing", "0"], None),
+        ({"num_lost": 3}, [], "6 chunks did not get into a store"),
+        ({"num_evicted": 2}, [], "4 entries were evicted: raise --chunkcache-store-mib"),
+        ({"storage": FAILED}, [], "an entry, 3 times; start the command again"),
+        ({"storage": [{"unwritten": 1}, {"unwritten": 3}]}, [], "an entry, 2 times"),
     ],
 )
-def test_missing_neighbors_fail_the_command(
-    server: FakeServer,
-    files: list[str],
-    capsys: Capture,
-    missing: int,
-    flags: list[str],
-    status: int,
+def test_what_is_not_there_in_the_end_fails_the_command(
+    server: FakeServer, run: Run, knobs: dict[str, Any], flags: list[str], message: str | None
 ) -> None:
-    """Above the share that may be missing; up to it they are only counted."""
-    server.neighbors = {"moved": 2, "computed": 1, "missing": missing}
-    assert main(["--url", server.url, *files, *flags]) == status
-    result, err = told(capsys)
-    assert result["behind_neighbors"]["neighbors"]["missing"] == 2 * missing
-    assert ("25.0% of the neighbors were missing" in err) == bool(status)
-
-
-@pytest.mark.parametrize(
-    ("knobs", "name", "message"),
-    [
-        ({"num_lost": 3}, "lost", "6 chunks did not get into a store"),
-        ({"num_evicted": 2}, "evicted", "4 entries were evicted: raise --chunkcache-store-mib"),
-    ],
-)
-def test_what_left_a_store_fails_the_command(
-    server: FakeServer, files: list[str], capsys: Capture, knobs: Any, name: str, message: str
-) -> None:
-    """Gone before it was copied, or evicted: what the command is for has not happened."""
-    vars(server).update(knobs)
-    assert main(["--url", server.url, *files]) == 1
-    result, err = told(capsys)
-    assert result[name] == 2 * next(iter(knobs.values())), "of two ranks"
-    assert message in err
+    """With one line that says what to do. A chunk that is refused does not stop the others."""
+    vars(server).update(copy.deepcopy(knobs))
+    status, result, err = run(*flags)
+    assert status == (message is not None)
+    assert (message or "needs about") in err
+    assert [result[name]["refused"] for name in PASSES] == [len(server.refused)] * 2
+    assert [result[name]["chunks"] for name in PASSES] == ([2, 1] if server.refused else [3, 2])
+    assert result["behind_neighbors"]["neighbors"]["missing"] == 2 * (knobs is MISSING)
 
 
 def test_progress_is_shown(
@@ -241,12 +213,8 @@ def test_progress_is_shown(
     ("num_chars", "rooms", "told"),
     [
         (100, {}, "needs about 0.5 of 1.0 MiB and 5 of 50 entries"),
-        (
-            300,
-            {},
-            "1.5 of 1.0 MiB and 5 of 50 entries: too much, .* raise --chunkcache-store-mib or",
-        ),
-        (1, {"max_entries": 4}, "5 of 4 entries: too much, .* raise --chunkcache-storage-mib or"),
+        (300, {}, "1.5 of 1.0 MiB and 5 of 50 entries: too much, .* --chunkcache-store-mib or"),
+        (1, {"max_entries": 4}, "5 of 4 entries: too much, .* --chunkcache-storage-mib or"),
     ],
 )
 def test_size_is_told_before_anything_is_sent(
