@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext
@@ -39,7 +40,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from radix_ext import FusionRequest
 from sglang_chunkcache import hooks
-from tests.kit.contract import fields, has_in_order, source, takes
+from tests.kit.contract import fields, has_in_order, other_signatures, source
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import FakeReq, config, marked, packed
 
@@ -100,28 +101,31 @@ def test_class_has_fields(cls: type, expected: str) -> None:
     assert set(expected.split()) <= fields(cls)
 
 
+POOL = """
+set_kv_buffer(layer, loc_info, cache_k, cache_v, ...) get_key_buffer(layer_id)
+register_layer_transfer_counter(layer_transfer_counter)
+"""
+FACTORY = "create_backend(backend_name, storage_config, mem_pool_host, kwargs)"
+
+
 @pytest.mark.parametrize(
-    ("function", "expected"),
+    ("owner", "signatures"),
     [
-        (BasePrefixCache.init_load_back, "params"),
-        (TpModelWorker.forward_batch_generation, "batch ..."),
-        (MHATokenToKVPool.set_kv_buffer, "layer loc_info cache_k cache_v ..."),
-        (MHATokenToKVPool.get_key_buffer, "layer_id"),
-        (MHATokenToKVPool.register_layer_transfer_counter, "layer_transfer_counter"),
-        (ReqToTokenPool.alloc_rows, "need_size"),
-        (check_cuda_graph_backend, "phase backend"),
-        (HiCacheFile.get, "key target_location ..."),
-        (HiCacheStorage.get, "key target_location ..."),
-        (
-            StorageBackendFactory.create_backend,
-            "backend_name storage_config mem_pool_host kwargs",
-        ),
-        (Scheduler._add_request_to_queue, "req ..."),
+        (BasePrefixCache, "init_load_back(params)"),
+        (TpModelWorker, "forward_batch_generation(batch, ...)"),
+        (MHATokenToKVPool, POOL),
+        (ReqToTokenPool, "alloc_rows(need_size)"),
+        (cuda_graph_config, "check_cuda_graph_backend(phase, backend)"),
+        (HiCacheFile, "get(key, target_location, ...)"),
+        (HiCacheStorage, "get(key, target_location, ...)"),
+        (StorageBackendFactory, FACTORY),
+        (Scheduler, "_add_request_to_queue(req, ...)"),
     ],
+    ids=str,
 )
-def test_function_takes(function: Any, expected: str) -> None:
+def test_methods_take(owner: Any, signatures: str) -> None:
     """What we override or call."""
-    assert takes(function, expected)
+    assert other_signatures(owner, signatures) == {}
 
 
 @pytest.mark.parametrize(

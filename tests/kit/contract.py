@@ -20,10 +20,17 @@ def parameters(function: Callable[..., Any]) -> list[str]:
     return names[1:] if names[:1] == ["self"] else names
 
 
-def takes(function: Callable[..., Any], expected: str) -> bool:
-    """Whether these are its parameters; `...` at the end: and perhaps more."""
-    names, found = expected.split(), parameters(function)
-    return found[: len(names) - 1] == names[:-1] if names[-1:] == ["..."] else found == names
+def other_signatures(owner: Any, signatures: str) -> dict[str, list[str]]:
+    """Of `name(parameters)`, one after the other: those that `owner` has otherwise, and how.
+    `...` at the end: and perhaps more."""
+    found = {}
+    for name, expected in re.findall(r"(\w+)\(([^)]*)\)", signatures):
+        names, given = expected.replace(",", " ").split(), parameters(getattr(owner, name))
+        if names[-1:] == ["..."]:
+            names, given = names[:-1], given[: len(names) - 1]
+        if names != given:
+            found[name] = given
+    return found
 
 
 def fields(cls: Any) -> set[str]:
