@@ -71,9 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
                 item.add_marker("nightly")
-        return
-    slow = [item for item in items if item.get_closest_marker("nightly")]
-    if slow:
+    elif slow := [item for item in items if item.get_closest_marker("nightly")]:
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 

@@ -32,22 +32,10 @@ _started = False
 
 
 @cache
-def runner(
-    family: str,
-    dtype: str = "float32",
-    *,
-    head_dim: int | None = None,
-    num_layers: int = NUM_LAYERS,
-) -> Any:
-    """The process's only ModelRunner over this model."""
+def runner(family: str, dtype: str = "float32", **sizes: Any) -> Any:
+    """The process's only ModelRunner over this model, of the sizes of `write_model`."""
     with tempfile.TemporaryDirectory() as path:
-        write_model(
-            Path(path),
-            family,
-            dtype=getattr(torch, dtype),
-            num_layers=num_layers,
-            head_dim=head_dim,
-        )
+        write_model(Path(path), family, dtype=getattr(torch, dtype), **sizes)
         return make_runner(Path(path), dtype=dtype)
 
 
@@ -83,20 +71,10 @@ def write_model(
         "initializer_range": 0.15 * (16 / (head_dim or 16)) ** 0.5,
         "tie_word_embeddings": False,
     }
-    llama3 = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 256,
-    }
-    yarn = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 512,
-    }
+    rope = {"rope_theta": 10000.0, "factor": 4.0}
+    llama3 = {**rope, "rope_type": "llama3", "original_max_position_embeddings": 256}
+    llama3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    yarn = {**rope, "rope_type": "yarn", "original_max_position_embeddings": 512}
     wide = {"head_dim": head_dim or 32}
     makers: dict[str, tuple[str, dict[str, Any]]] = {
         "llama": ("Llama", {}),
@@ -134,14 +112,10 @@ def make_runner(path: Path, *, dtype: str = "float32") -> Any:
         "--context-length": "2048",
         "--disable-overlap-schedule": None,
     }
-    server_args = prepare_server_args(
-        [part for flag in flags.items() for part in flag if part is not None]
-    )
-    publish(
-        server_args,
-        role="scheduler",
-        ranks=SpawnRanks(world_rank=spawn_world_rank(server_args, tp_rank=0, pp_rank=0), gpu_id=0),
-    )
+    given = [part for flag in flags.items() for part in flag if part is not None]
+    server_args = prepare_server_args(given)
+    rank = spawn_world_rank(server_args, tp_rank=0, pp_rank=0)
+    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=0))
     model_config = ModelConfig.from_server_args(server_args)
     port = _free_port()
     if not _started:

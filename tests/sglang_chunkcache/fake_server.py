@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Collection, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -55,27 +56,25 @@ class JsonServer:
 class FakeServer(JsonServer):
     """Every chunk is taken, unless it is in `refused`; `reply` overrides what GET answers."""
 
+    reuse, delay_s = "fused", 0.0
+    num_lost = num_evicted = 0
+    """Captures that are dropped, and a store's variants that are evicted, once a chunk was sent."""
+    pending = 0
+    """Captures that wait; every other request does one."""
+    neighbors: Mapping[str, int] = {"moved": 2, "computed": 1, "missing": 0}
+    """Of every chunk that has some."""
+    refused: Collection[str] = ()
+    kept: Collection[str] = ()
+    """Chunks that are there already."""
+    missing_together: Collection[str] = ()
+    """Chunks that find no neighbour while others are in flight."""
+    storage: Sequence[Mapping[str, Any]] = ()
+    """What the first rank's tells, one after the other; the last one for ever."""
+    reply: tuple[int, bytes] | None = None
+
     def __init__(self) -> None:
-        self.reuse = "fused"
-        self.num_lost = 0
-        """Captures that are dropped once a chunk was sent."""
-        self.num_evicted = 0
-        """Of a store's variants, once a chunk was sent."""
-        self.pending = 0
-        """Captures that wait; every other request does one."""
-        self.refused: set[str] = set()
-        self.neighbors = {"moved": 2, "computed": 1, "missing": 0}
-        """Of every chunk that has some."""
-        self.kept: set[str] = set()
-        """Chunks that are there already."""
-        self.storage: list[dict[str, Any]] = []
-        """What the first rank's tells, one after the other; the last one for ever."""
-        self.missing_together: set[str] = set()
-        """Chunks that find no neighbour while others are in flight."""
         self._lock = threading.Lock()
         self._num_in_flight = self.most_in_flight = 0
-        self.delay_s = 0.0
-        self.reply: tuple[int, bytes] | None = None
         super().__init__()
 
     def answer(self, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
@@ -99,7 +98,7 @@ class FakeServer(JsonServer):
             {"store": {"pending": n, **store}} for n in (self.pending, 0)
         ]
         if self.storage:
-            told = self.storage[0] if len(self.storage) == 1 else self.storage.pop(0)
+            told, self.storage = self.storage[0], self.storage[1:] or self.storage
             ranks[0]["storage"] = {"queue": 0, "problems": {}, "unwritten": 0, **room, **told}
         return ranks
 

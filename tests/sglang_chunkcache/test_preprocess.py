@@ -3,7 +3,6 @@ what it posts in which order, and one line for every mistake. A fake server."""
 
 from __future__ import annotations
 
-import copy
 import gzip
 import json
 import re
@@ -180,7 +179,7 @@ def test_what_is_not_there_in_the_end_fails_the_command(
     server: FakeServer, run: Run, knobs: dict[str, Any], flags: list[str], message: str | None
 ) -> None:
     """With one line that says what to do. A chunk that is refused does not stop the others."""
-    vars(server).update(copy.deepcopy(knobs))
+    vars(server).update(knobs)
     status, result, err = run(*flags)
     assert status == (message is not None)
     assert (message or "needs about") in err
