@@ -54,6 +54,14 @@ def test_another_server_finds_what_was_told() -> None:
     assert {len(data) for data in storage.held.values()} == {POINTER_BYTES}
 
 
+def test_places_are_few() -> None:
+    storage = MemoryStorage()
+    told = [pointers(storage).add(row(str(i))) for i in range(MAX_POINTERS + 1)]
+    assert told == [True] * MAX_POINTERS + [False]
+    pointers(storage).remove(row("3"))
+    assert pointers(storage).add(row("again"))
+
+
 def test_entry_behind_too_much_is_not_told() -> None:
     assert pointers(MemoryStorage()).add(row(num_before=100))
     assert not pointers(MemoryStorage()).add(row(num_before=200))
@@ -80,16 +88,18 @@ def test_place_that_another_server_takes_first_is_left_to_it() -> None:
     assert pointers(storage).find(CHUNK) == [row("faster"), row("slower")]
 
 
-def test_place_of_a_damaged_pointer_is_lost_where_nothing_can_be_deleted() -> None:
-    """What is behind it is found."""
+@pytest.mark.parametrize("can_delete", [True, False])
+def test_damaged_pointer_is_none(can_delete: bool) -> None:
+    """What is behind it is found. Its place is used again where the storage can delete."""
     storage = MemoryStorage()
-    storage.delete = None  # type: ignore[assignment,method-assign]
-    for each in ("a", "b", "c"):
+    if not can_delete:
+        storage.delete = None  # type: ignore[assignment,method-assign]
+    for each in "abc":
         pointers(storage).add(row(each))
     storage.held[Names(b"s").pointer(CHUNK, 1)][-1] ^= 1
     assert pointers(storage).find(CHUNK) == [row("a"), row("c")]
     assert pointers(storage).add(row("d"))
-    assert heads_of(storage) == [*"acd"]
+    assert heads_of(storage) == ([*"adc"] if can_delete else [*"acd"])
 
 
 def test_pointer_of_another_chunk_is_none() -> None:
