@@ -24,7 +24,7 @@ from retrieval.index import Index
 from retrieval.manifest import MANIFEST
 from retrieval.retriever import Mode, Retriever
 from tests.soak.generated_corpus import GeneratedCorpus
-from tests.soak.killed_build import STAGES, BuildRun, build
+from tests.soak.killed_build import STAGES, Build, BuildRun
 from tests.soak.sizes import scaled
 
 pytestmark = pytest.mark.nightly
@@ -67,14 +67,14 @@ def check(
 
 def test_killed_build_loses_nothing(tmp_path: Path) -> None:
     """Memory stays within 6 GiB for a million passages, and questions find their topic."""
-    num_passages, dim = scaled(50_000), 128
+    num_passages = scaled(50_000)
     corpus = GeneratedCorpus(num_passages, max(10, num_passages // 200), 60, SEED)
     source, folder, rng = tmp_path / "passages.jsonl", tmp_path / "index", random.Random(SEED)
     corpus.write(source)
-    runs, sizes = list[BuildRun](), {"num_passages": num_passages, "dim": dim}
+    runs, build = list[BuildRun](), Build(source, folder, num_passages, dim=128, rng=rng)
     for stage in (*STAGES, None):
         if not (folder / MANIFEST).exists():
-            runs.append(build(source, folder, **sizes, kill_in=stage, rng=rng))
+            runs.append(build.run(stage))
     print(*runs, sep="\n")
     assert any(run.killed_in for run in runs)
     assert runs[-1].killed_in is None
