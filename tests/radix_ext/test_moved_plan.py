@@ -72,6 +72,24 @@ def plan_of(
     )
 
 
+def make_costs(
+    *,
+    extend: float = 1.0,
+    recompute: tuple[float, float] = (1.0, 1.0),
+    question: float = 0.0,
+    host: float = 0.1,
+) -> dict[Phase, Line]:
+    """Of which each test needs some; a move on the device is a hundredth of a computed token."""
+    return {
+        Phase.EXTEND: Line(10.0, extend),
+        Phase.RECOMPUTE: Line(*recompute),
+        Phase.QUESTION: Line(question),
+        Phase.DEVIATION: Line(question),
+        Phase.DEVICE: Line(0.0, 0.01),
+        Phase.HOST: Line(host, host),
+    }
+
+
 def pieces(plan: ReusePlan) -> list[tuple[int, int, bool]]:
     """(start, end, whether it is moved)."""
     return [(piece.start, piece.end, piece.source is not None) for piece in plan.pieces]
@@ -80,95 +98,74 @@ def pieces(plan: ReusePlan) -> list[tuple[int, int, bool]]:
 # What is promised
 
 
-def test_gap_is_promised_where_a_hit_follows() -> None:
-    """B is cached nowhere, C is: B is computed ahead so that C still counts."""
-    plan = plan_of("..AAABBBCC..", "AC", start=2)
-    assert pieces(plan) == [(2, 5, True), (5, 8, False), (8, 10, True)]
-    assert (plan.start, plan.end, plan.fused_from, plan.moved_len, plan.gap_len) == (2, 10, 2, 5, 3)
-
-
-def test_trailing_gap_is_left_to_the_prefill() -> None:
-    """Nothing after B is cached: an ordinary prefill computes it as well."""
-    assert pieces(plan_of("AAABBB..", "A")) == [(0, 3, True)]
-
-
-def test_text_before_the_first_hit_is_a_gap_too() -> None:
-    """An uncached head is computed in the pass; KV stays exact up to the first moved chunk."""
-    plan = plan_of("..AAABB.", "B")
-    assert pieces(plan) == [(0, 2, False), (2, 5, False), (5, 7, True)]
-    assert [piece.span for piece in plan.pieces] == [None, 0, 1]
-    assert plan.fused_from == 5
-
-
-def test_text_between_chunk_areas_is_a_gap() -> None:
-    """A conversation's earlier answer is between two areas."""
-    assert pieces(plan_of("AAA...BB.", "AB")) == [(0, 3, True), (3, 6, False), (6, 8, True)]
-
-
-def test_match_that_ended_inside_text_leaves_its_rest_as_gap() -> None:
-    """SGLang matches text token by token, so `start` may lie anywhere outside chunks."""
-    assert pieces(plan_of("AAA...BB.", "AB", start=5)) == [(5, 6, False), (6, 8, True)]
-
-
 @pytest.mark.parametrize(
-    ("limit", "expected"), [(8, [3, 5, 8]), (7, [3, 5]), (5, [3, 5]), (4, [3]), (2, [])]
+    ("layout", "sources", "arguments", "expected"),
+    [
+        # B is cached nowhere, C is: B is computed ahead so that C still counts
+        ("..AAABBBCC..", "AC", {"start": 2}, [(2, 5, True), (5, 8, False), (8, 10, True)]),
+        ("AAABBB..", "A", {}, [(0, 3, True)]),  # a prefill computes B as well
+        ("..AAABB.", "B", {}, [(0, 2, False), (2, 5, False), (5, 7, True)]),
+        ("AAA...BB.", "AB", {}, [(0, 3, True), (3, 6, False), (6, 8, True)]),
+        ("AAA...BB.", "AB", {"start": 5}, [(5, 6, False), (6, 8, True)]),
+        ("AAABB.", "AB", {"start": 3}, [(3, 5, True)]),
+        ("AAABB.", "AB", {"start": 5}, []),
+        # chunks are moved whole up to the limit
+        ("AAABBCCC", "ABC", {"limit": 7}, [(0, 3, True), (3, 5, True)]),
+        ("AAABBCCC", "ABC", {"limit": 5}, [(0, 3, True), (3, 5, True)]),
+        ("AAABBCCC", "ABC", {"limit": 2}, []),
+        # what is to be preprocessed after its neighbours must not be moved itself
+        (
+            "AABBCC.",
+            "ABC",
+            {"fusion": replace(NONE, fresh=frozenset({1}))},
+            [(0, 2, True), (2, 4, False), (4, 6, True)],
+        ),
+        # plain neighbours are wanted as they are, not to save time
+        (
+            "AAABB..",
+            "AB",
+            {
+                "fusion": replace(NONE, plain=True, fresh=frozenset({1})),
+                "costs": make_costs(extend=0.0),
+            },
+            [(0, 3, True)],
+        ),
+    ],
 )
-def test_chunks_are_moved_whole_up_to_the_limit(limit: int, expected: list[int]) -> None:
-    """SGLang caps a prefix one token before the end, or at the prompt logprobs asked for."""
-    plan = plan_of("AAABBCCC", "ABC", limit=limit)
-    assert [end for _, end, _ in pieces(plan)] == expected
-
-
-def test_what_is_cached_already_is_not_planned() -> None:
-    """The exact prefix stays."""
-    assert pieces(plan_of("AAABB.", "AB", start=3)) == [(3, 5, True)]
-    assert plan_of("AAABB.", "AB", start=5) == ReusePlan(())
-
-
-def test_fresh_spans_are_computed_though_a_source_exists() -> None:
-    """FusionRAG preprocesses a chunk after its neighbours: that chunk itself must not be moved."""
-    fusion = FusionRequest("none", 0.0, "r", fresh=frozenset({1}))
-    assert pieces(plan_of("AABBCC.", "ABC", fusion=fusion)) == [
-        (0, 2, True),
-        (2, 4, False),
-        (4, 6, True),
-    ]
-
-
-def test_repeated_chunk_is_moved_twice_from_one_source() -> None:
-    """The client's list may name a chunk twice; each place counts."""
-    plan = plan_of("AA.AA.", "A")
-    assert pieces(plan) == [(0, 2, True), (2, 3, False), (3, 5, True)]
-    assert [(piece.prefix, piece.overlap) for piece in plan.pieces if piece.source] == [
-        ((), 0),
-        (ids("A"), 0),
-    ]
+def test_plan_ends_with_its_last_hit(
+    layout: str, sources: str, arguments: dict[str, Any], expected: list[tuple[int, int, bool]]
+) -> None:
+    """What is between hits is computed ahead so that they count."""
+    assert pieces(plan_of(layout, sources, **arguments)) == expected
 
 
 def test_piece_tells_what_stands_before_it_and_what_stood_before_its_source() -> None:
-    """The selector compares the two."""
-    plan = plan_of("ABC.", {"A": [Copy()], "C": [Copy(ids("XA"))]})
+    """The selector compares the two. A chunk that is named twice is moved twice."""
+    plan = plan_of("ABCA.", {"A": [Copy()], "C": [Copy(ids("XA"))]})
     assert [(piece.chunk, piece.prefix, piece.overlap) for piece in plan.pieces] == [
         ("A", (), 0),
         (None, (), 0),
         ("C", ids("AB"), 1),
+        ("A", ids("ABC"), 0),
     ]
 
 
 # Why no more
 
 
-def test_no_source_is_a_reason() -> None:
-    """Chunks that could have been moved, and nothing to move them from."""
-    assert plan_of("AAABB.", "") == ReusePlan((), (NotMoved.NO_SOURCE,))
-
-
 @pytest.mark.parametrize(
-    ("layout", "start", "limit"), [("...", 0, 3), ("AAA..", 3, 5), ("AAA", 0, 2)]
+    ("layout", "start", "limit", "reasons"),
+    [
+        ("AAABB.", 0, 6, (NotMoved.NO_SOURCE,)),
+        ("...", 0, 3, ()),
+        ("AAA..", 3, 5, ()),
+        ("AA", 0, 1, ()),
+    ],
 )
-def test_nothing_to_move_is_no_reason(layout: str, start: int, limit: int) -> None:
-    """No chunk left to move: an ordinary request, not a fallback."""
-    assert plan_of(layout, "", start=start, limit=limit) == ReusePlan(())
+def test_no_source_is_a_reason_and_nothing_to_move_is_none(
+    layout: str, start: int, limit: int, reasons: tuple[str, ...]
+) -> None:
+    assert plan_of(layout, "", start=start, limit=limit) == ReusePlan((), reasons)
 
 
 def test_gaps_beyond_their_budget_end_the_plan() -> None:
@@ -192,28 +189,21 @@ def test_pass_budget_counts_gaps_and_recomputed_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "end", "reasons"), [(7, 8, (NotMoved.MEASURING_BUDGET,)), (10, 16, ())]
+    ("selector", "ratio", "budget", "num_layers", "end", "reasons"),
+    [
+        # two of four layers: 16 tokens are measured for 8 and 2 are recomputed
+        ("deviation", 0.125, 7, 4, 8, (NotMoved.MEASURING_BUDGET,)),
+        ("deviation", 0.125, 10, 4, 16, ()),
+        ("query", 0.125, 7, 4, 16, ()),
+        ("deviation", 0.5, 7, 200, 8, (NotMoved.PASS_BUDGET,)),  # recomputing alone is too much
+    ],
 )
 def test_measuring_counts_as_its_share_of_the_layers(
-    budget: int, end: int, reasons: tuple[str, ...]
+    selector: str, ratio: float, budget: int, num_layers: int, end: int, reasons: tuple[str, ...]
 ) -> None:
-    """Two of four: 16 tokens are measured for 8 and 2 are recomputed.
-    It has a reason of its own."""
-    limits = Limits(max_pass_tokens=budget, max_gap_tokens=0, num_layers=4)
-    plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("deviation", 0.125), limits=limits)
+    limits = Limits(max_pass_tokens=budget, max_gap_tokens=0, num_layers=num_layers)
+    plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request(selector, ratio), limits=limits)
     assert (plan.end, plan.fallbacks) == (end, reasons)
-    assert plan.num_pass_tokens == end // 2 + end // 8
-    assert (
-        plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("query", 0.125), limits=limits).end
-        == 16
-    )
-
-
-def test_what_is_recomputed_is_told_from_what_is_measured() -> None:
-    """Recomputing alone exceeds the budget here."""
-    limits = Limits(max_pass_tokens=7, max_gap_tokens=0, num_layers=200)
-    plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("deviation", 0.5), limits=limits)
-    assert (plan.end, plan.fallbacks) == (8, (NotMoved.PASS_BUDGET,))
 
 
 def test_the_budget_is_for_as_many_as_may_be_recomputed() -> None:
@@ -225,24 +215,6 @@ def test_the_budget_is_for_as_many_as_may_be_recomputed() -> None:
 
 
 # What it takes
-
-
-def make_costs(
-    *,
-    extend: float = 1.0,
-    recompute: tuple[float, float] = (1.0, 1.0),
-    question: float = 0.0,
-    host: float = 0.1,
-) -> dict[Phase, Line]:
-    """Of which each test needs some; a move on the device is a hundredth of a computed token."""
-    return {
-        Phase.EXTEND: Line(10.0, extend),
-        Phase.RECOMPUTE: Line(*recompute),
-        Phase.QUESTION: Line(question),
-        Phase.DEVIATION: Line(question),
-        Phase.DEVICE: Line(0.0, 0.01),
-        Phase.HOST: Line(host, host),
-    }
 
 
 @pytest.mark.parametrize(("overhead", "is_moved"), [(3.7, True), (4.0, False)])
@@ -296,13 +268,6 @@ def test_source_that_has_seen_more_is_taken_if_its_load_is_worth_it() -> None:
         assert [piece.source.where for piece in plan.pieces if piece.source] == [where]
 
 
-def test_plain_neighbors_are_moved_whatever_that_saves() -> None:
-    """Their KV is wanted as it is, not to save time."""
-    fusion = replace(NONE, plain=True, fresh=frozenset({1}))
-    plan = plan_of("AAABB..", "AB", fusion=fusion, costs=make_costs(extend=0.0))
-    assert pieces(plan) == [(0, 3, True)]
-
-
 # From where
 
 
@@ -312,12 +277,6 @@ def chosen(options: Sequence[Copy], *, after: str = "AB", selector: str = "query
     source = plan.pieces[-1].source
     assert source is not None
     return source
-
-
-def test_preprocessed_sources_come_first() -> None:
-    """FusionRAG computes them ahead to be used, whatever else has seen more of this prompt."""
-    ahead = Copy(ids("XY"), where="host", preprocessed=True)
-    assert chosen([Copy(ids("AB")), ahead]) is ahead
 
 
 def test_plain_request_takes_what_was_computed_alone_and_nothing_else() -> None:
@@ -333,26 +292,28 @@ def test_plain_request_takes_what_was_computed_alone_and_nothing_else() -> None:
     assert plan_of("AZZ.", {"Z": others}, fusion=fusion) == ReusePlan((), (NotMoved.NO_SOURCE,))
 
 
-def test_source_that_has_seen_most_of_the_prompt_comes_next() -> None:
-    """Order does not matter for that, repetition does not count."""
-    best = Copy(ids("BA"), where="host")
-    assert chosen([Copy(ids("A")), best, Copy(ids("AAA"))]) is best
+@pytest.mark.parametrize(
+    ("best", "others"),
+    [
+        # FusionRAG computes them ahead to be used, whatever else has seen more of this prompt
+        (Copy(ids("XY"), where="host", preprocessed=True), [Copy(ids("AB"))]),
+        # order does not matter, repetition does not count
+        (Copy(ids("BA"), where="host"), [Copy(ids("A")), Copy(ids("AAA"))]),
+        # on the device, then with less foreign context
+        (Copy(ids("A")), [Copy(ids("B"), where="host"), Copy(ids("XA"))]),
+        # its keys need no rotation
+        (Copy(ids("Y"), start=2), [Copy(ids("X"), start=7), Copy(ids("V"), start=3)]),
+        (Copy(ids("A"), start=7), [Copy(ids("Y"), start=2)]),
+    ],
+)
+def test_best_source_is_taken(best: Copy, others: list[Copy]) -> None:
+    """Preprocessed, then what has seen most of the prompt."""
+    assert chosen([*others, best]) is chosen([best, *others]) is best
 
 
-def test_device_comes_before_host_and_short_prefixes_before_long() -> None:
-    """Copying within the pool is cheaper; among equals less foreign context is better."""
-    device = Copy(ids("A"))
-    assert chosen([Copy(ids("B"), where="host"), device, Copy(ids("XA"))]) is device
-
-
-@pytest.mark.parametrize("selector", ["query", "context"])
-def test_among_equals_the_one_at_the_same_position_is_taken(selector: str) -> None:
-    """Its keys need no rotation. One that has seen more of the prompt is taken all the same."""
-    elsewhere, here = Copy(ids("X"), start=7), Copy(ids("Y"), start=2)
-    assert chosen([elsewhere, here, Copy(ids("V"), start=3)], selector=selector) is here
-    if selector == "query":
-        better = Copy(ids("A"), start=7)
-        assert chosen([here, better]) is better
+def test_context_takes_the_one_at_the_same_position_among_equals() -> None:
+    here = Copy(ids("Y"), start=2)
+    assert chosen([Copy(ids("X"), start=7), here], selector="context") is here
 
 
 def test_context_takes_the_lowest_fix_overhead() -> None:
@@ -417,15 +378,14 @@ def test_recomputed_tokens_are_foreseen(fusion: FusionRequest, expected: int) ->
 
 def test_exact_gaps_are_computed_outside_the_gap_budget() -> None:
     """A could be moved and B not; C's own gap would be one too long. The pass has them all."""
-    limits = Limits(max_pass_tokens=9, max_gap_tokens=3)
-    plan = plan_of("AAABBBDDDCC.", "AC", limits=limits, exact=frozenset({0, 1}))
+    limits, exact = Limits(max_pass_tokens=9, max_gap_tokens=3), frozenset({0, 1})
+    plan = plan_of("AAABBBDDDCC.", "AC", limits=limits, exact=exact)
     assert pieces(plan) == [(0, 3, False), (3, 6, False), (6, 9, False), (9, 11, True)]
     assert (plan.fused_from, plan.gap_len, plan.fallbacks) == (9, 9, ())
-    assert plan_of("AAABBBDDDDCC.", "AC", limits=limits, exact=frozenset({0, 1})).fallbacks == (
-        NotMoved.GAP_TOO_LONG,
-    )
-    tight = Limits(max_pass_tokens=8, max_gap_tokens=3)
-    assert plan_of("AAABBBDDDCC.", "AC", limits=tight, exact=frozenset({0, 1})).fallbacks == (
+    longer = plan_of("AAABBBDDDDCC.", "AC", limits=limits, exact=exact)
+    assert longer.fallbacks == (NotMoved.GAP_TOO_LONG,)
+    tight = replace(limits, max_pass_tokens=8)
+    assert plan_of("AAABBBDDDCC.", "AC", limits=tight, exact=exact).fallbacks == (
         NotMoved.PASS_BUDGET,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix_ext.prefetches import LIFE, Prefetches
+from radix_ext.prefetches import Prefetches
 
 
 def loaded(prefetches: Prefetches, *chunks: str) -> None:
@@ -43,18 +43,6 @@ def test_chunk_that_does_not_come_is_not_used() -> None:
     prefetches.end("t", 1, "c", has_come=False)
     prefetches.asked("c")
     assert prefetches.stats() == {"requested": 1, "loaded": 0, "used": 0}
-
-
-def test_chunk_is_used_once_and_not_after_its_life() -> None:
-    prefetches = Prefetches(10)
-    loaded(prefetches, "early", "late")
-    for _ in range(LIFE):
-        prefetches.asked("early")
-        prefetches.next_request()
-    assert prefetches.stats() == {"requested": 2, "loaded": 2, "used": 1}
-    prefetches.next_request()
-    prefetches.asked("late")
-    assert prefetches.stats()["used"] == 1
 
 
 STEPS = st.lists(

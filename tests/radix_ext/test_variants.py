@@ -16,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from radix_ext import IntegrityError
 from radix_ext.cfo import Scored
-from radix_ext.errors import LimitError
 from radix_ext.variants import Variant, VariantIndex
 from tests.reference.naive_store import NaiveStore, NaiveVariant, num_bytes
 from tests.reference.sources import Sums, ids
@@ -76,36 +75,6 @@ def ask(store: VariantIndex, names: str, before: str = "") -> None:
         store.ask([(chunk(name), "", ids(before))])
 
 
-def prefixes(store: VariantIndex, name: str) -> list[str]:
-    return ["".join(variant.prefix) for variant in store.find(chunk(name))]
-
-
-def test_find_gives_every_variant_of_one_identity() -> None:
-    """Tenants that SGLang keeps apart share nothing."""
-    store = make_store()
-    first, second = make_variant(), make_variant("x")
-    assert store.put(chunk("a"), first)
-    assert store.put(chunk("a"), second)
-    assert store.find(chunk("a")) == (first, second)
-    assert store.find(chunk("a", "tenant")) == ()
-    assert store.find(chunk("b")) == ()
-    assert store.stats()[:3] == (1, 2, 2 * TOKEN_BYTES)
-
-
-def test_bytes_count_keys_values_and_scores() -> None:
-    """An uncounted part would let the store outgrow its limit."""
-    store = make_store()
-    store.put(chunk("a"), make_variant(num_tokens=3, scored=Scored.ALL))
-    assert store.stats().num_bytes == 3 * (TOKEN_BYTES + SCORE_BYTES)
-
-
-@pytest.mark.parametrize("limit", ["max_bytes", "max_chunks", "max_variants", "window"])
-def test_limits_below_one_are_refused(limit: str) -> None:
-    """A store that can hold nothing is a mistake."""
-    with pytest.raises(LimitError, match=limit):
-        VariantIndex(**{"max_bytes": 1, "max_chunks": 1, "max_variants": 1, "window": 1, limit: 0})
-
-
 @pytest.mark.parametrize("cfo", [0.0, -1.0, 1.5, float("nan")])
 def test_use_refuses_what_is_no_share(cfo: float) -> None:
     """1/CFO of such a number would spoil the order for good."""
@@ -114,114 +83,6 @@ def test_use_refuses_what_is_no_share(cfo: float) -> None:
     with pytest.raises(ValueError, match="cfo"):
         store.use(variant, cfo)
     assert variant.reuse == 0
-
-
-def test_use_adds_the_inverse_of_cfo() -> None:
-    """Cache-Craft 3.3."""
-    store, variant = make_store(), make_variant()
-    store.put(chunk("a"), variant)
-    store.use(variant, 0.25)
-    store.use(variant, 1.0)
-    assert variant.reuse == 5
-
-
-def test_lowest_reuse_leaves_first() -> None:
-    """Not the least recently used: `a` was used before `b`, but is worth more."""
-    store = make_store(tokens=2)
-    a, b = make_variant(), make_variant()
-    store.put(chunk("a"), a)
-    store.put(chunk("b"), b)
-    store.use(a, 0.5)
-    store.use(b, 1.0)
-    store.put(chunk("c"), make_variant())
-    assert store.find(chunk("a")) == (a,)
-    assert store.find(chunk("b")) == ()
-
-
-def test_among_equals_the_least_recently_used_leaves() -> None:
-    """Both were used once; `b` was put later but used earlier."""
-    store = make_store(tokens=2)
-    a, b = make_variant(), make_variant()
-    store.put(chunk("a"), a)
-    store.put(chunk("b"), b)
-    store.use(b, 1.0)
-    store.use(a, 1.0)
-    store.put(chunk("c"), make_variant())
-    assert store.find(chunk("b")) == ()
-
-
-def test_newcomer_is_never_the_one_to_leave() -> None:
-    """It has the lowest f_r of all, and would never get in."""
-    store = make_store(tokens=1)
-    old, new = make_variant(), make_variant()
-    store.put(chunk("a"), old)
-    store.use(old, 0.01)
-    assert store.put(chunk("b"), new)
-    assert store.find(chunk("b")) == (new,)
-
-
-def test_larger_than_the_store_is_refused() -> None:
-    """And nothing is evicted for it, not even what it would have replaced."""
-    store = make_store(tokens=2)
-    store.put(chunk("a"), make_variant(num_tokens=2))
-    assert not store.put(chunk("b"), make_variant(num_tokens=3))
-    # the scores are too much
-    assert not store.put(chunk("a"), make_variant(num_tokens=2, scored=Scored.ALL))
-    assert store.stats().num_bytes == 2 * TOKEN_BYTES
-    assert store.stats().num_refused == 2
-    assert store.put(chunk("a"), make_variant("x", num_tokens=2))  # exactly as large
-
-
-def test_a_chunk_with_all_its_variants_gets_another_one_for_a_prefix_asked_for_more_often() -> None:
-    """At M it takes the place of the chunk's own lowest where the store is full;
-    other chunks are left alone."""
-    store = make_store(tokens=3, chunks=2, variants=2)
-    other, x, y = make_variant(), make_variant("x"), make_variant("y")
-    for name, variant in (("b", other), ("a", x), ("a", y)):
-        store.put(chunk(name), variant)
-    store.use(x, 1.0)
-    ask(store, "a", "y")
-    ask(store, "a", "z")
-    assert not store.wants(chunk("a"), "", ids("z"))
-    assert not store.put(chunk("a"), make_variant("z"))
-    ask(store, "a", "z")
-    assert store.put(chunk("a"), make_variant("z"))
-    assert prefixes(store, "a") == ["x", "z"]
-    assert store.find(chunk("b")) == (other,)
-
-
-def test_a_chunk_has_more_than_its_share_while_others_have_less() -> None:
-    """Cache-Craft 3.3: N * M in all. With room the asked-for prefix comes beside the others."""
-    store = make_store(chunks=2, variants=2)
-    for before in "xyzv":
-        ask(store, "a", before)
-        store.put(chunk("a"), make_variant(before))
-        ask(store, "a", before)
-    assert prefixes(store, "a") == ["x", "y"]
-    ask(store, "aaa", "z")
-    ask(store, "aaaa", "v")
-    assert store.put(chunk("a"), make_variant("z"))
-    assert store.put(chunk("a"), make_variant("v"))
-    assert prefixes(store, "a") == ["x", "y", "z", "v"]
-    ask(store, "b" * 8)
-    assert store.put(chunk("b"), make_variant())
-    assert prefixes(store, "a") == ["y", "z", "v"]
-
-
-def test_f_r_halves_with_each_window() -> None:
-    """What was popular once leaves in the end. The order of those not used meanwhile is kept."""
-    store = make_store(tokens=2, window=4)
-    once, now = make_variant(), make_variant()
-    store.put(chunk("a"), once)
-    store.put(chunk("b"), now)
-    for _ in range(3):
-        store.use(once, 0.5)
-    ask(store, "c" * 12)
-    assert once.reuse == 6 / 8
-    store.use(now, 1.0)
-    store.put(chunk("c"), make_variant())
-    assert store.find(chunk("a")) == ()
-    store.check_integrity()
 
 
 def test_order_outlasts_many_windows() -> None:
@@ -236,149 +97,6 @@ def test_order_outlasts_many_windows() -> None:
         store.check_integrity()
     store.put(chunk("d"), make_variant())
     assert store.find(chunk("abc"[700 % 3])) == ()
-
-
-def test_a_use_counts_at_most_twenty() -> None:
-    """CFO may be one token's: the chunk's length says nothing about the worth of a use."""
-    store, variant = make_store(), make_variant()
-    store.put(chunk("a"), variant)
-    store.use(variant, 1 / 500)
-    assert variant.reuse == 20
-
-
-def test_a_full_store_takes_only_what_is_asked_for_half_as_often() -> None:
-    """Else chunks asked for twice push out each other and all the rest."""
-    store = make_store(tokens=1)
-    ask(store, "aaaab")
-    store.put(chunk("a"), make_variant())
-    assert not store.put(chunk("b"), make_variant())
-    ask(store, "b")
-    assert store.put(chunk("b"), make_variant())
-
-
-def test_what_is_on_the_device_leaves_first() -> None:
-    """It is found there. When it has left the device, f_r decides again."""
-    store = make_store(tokens=2)
-    here, away = make_variant(), make_variant()
-    store.put(chunk("a"), here)
-    store.put(chunk("b"), away)
-    store.use(here, 0.5)
-    store.set_on_device(chunk("a"), True)
-    store.put(chunk("c"), make_variant())
-    assert store.find(chunk("a")) == ()
-    store.set_on_device(chunk("a"), False)
-    store.put(chunk("a"), here)
-    assert store.find(chunk("b")) == ()
-    store.check_integrity()
-
-
-def test_preprocessed_variants_stay_until_their_first_use() -> None:
-    """Nothing ordinary takes their place, and none is captured in vain;
-    another preprocessed one does."""
-    store = make_store(tokens=2)
-    ahead = make_variant("x", preprocessed=True)
-    store.put(chunk("a"), ahead)
-    store.put(chunk("b"), make_variant())
-    ask(store, "ccc")
-    assert store.put(chunk("c"), make_variant())
-    assert store.find(chunk("a")) == (ahead,)
-    assert store.put(chunk("d"), make_variant("y", preprocessed=True))
-    assert not store.wants(chunk("c"), "", (), nbytes=TOKEN_BYTES)
-    assert not store.put(chunk("c"), make_variant())
-    store.use(ahead, 1.0)
-    assert store.put(chunk("c"), make_variant())
-    assert store.find(chunk("a")) == ()
-    store.put(chunk("e"), make_variant("z", preprocessed=True))
-    store.put(chunk("f"), make_variant("z", preprocessed=True))
-    assert store.find(chunk("d")) == ()
-    store.check_integrity()
-
-
-def test_preprocessed_variants_that_a_slower_tier_has_are_ordinary() -> None:
-    """They can be had from there, so a store full of them takes others."""
-    store = make_store(tokens=2)
-    first, second = make_variant("x", preprocessed=True), make_variant("y", preprocessed=True)
-    store.put(chunk("a"), first)
-    store.put(chunk("b"), second)
-    assert not store.wants(chunk("c"), "", (), nbytes=TOKEN_BYTES)
-    store.set_below(second)
-    assert store.put(chunk("c"), make_variant())
-    assert [bool(store.find(chunk(name))) for name in "abc"] == [True, False, True]
-    store.check_integrity()
-
-
-def test_head_is_part_of_a_variants_place() -> None:
-    """The same chunks before it behind another system prompt are other KV."""
-    store = make_store()
-    store.put(chunk("a"), behind("one", make_variant("x")))
-    assert store.put(chunk("a"), behind("two", make_variant("x")))
-    assert [variant.head for variant in store.find(chunk("a"))] == ["one", "two"]
-    assert store.get(chunk("a"), "two", ids("x")) is store.find(chunk("a"))[1]
-    assert store.get(chunk("a"), "three", ids("x")) is None
-
-
-def test_number_limit_evicts_the_lowest_of_any_chunk() -> None:
-    """N * M variants, of however many chunks."""
-    store = make_store(chunks=1, variants=2)
-    for name in "abc":
-        store.put(chunk(name), make_variant())
-    assert [bool(store.find(chunk(name))) for name in "abc"] == [False, True, True]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "replaced"),
-    [
-        ({}, {}, False),
-        ({}, {"scored": Scored.MASSES}, True),
-        ({}, {"preprocessed": True}, True),
-        ({"scored": Scored.MASSES}, {}, False),
-        ({"scored": Scored.MASSES}, {"scored": Scored.MASSES}, False),
-        ({"scored": Scored.MASSES}, {"scored": Scored.ALL}, True),
-        ({"scored": Scored.ALL}, {"scored": Scored.MASSES}, False),
-        ({"scored": Scored.MASSES}, {"preprocessed": True}, True),
-        ({"preprocessed": True}, {"scored": Scored.MASSES}, False),
-        ({"preprocessed": True}, {"scored": Scored.MASSES, "preprocessed": True}, True),
-        (
-            {"scored": Scored.MASSES, "preprocessed": True},
-            {"scored": Scored.MASSES, "preprocessed": True},
-            False,
-        ),
-        ({"scored": Scored.ALL}, {"has_outward": True}, True),
-        ({"has_outward": True}, {"scored": Scored.MASSES}, True),
-        ({"has_outward": True}, {"has_outward": True}, False),
-        ({"preprocessed": True}, {"has_outward": True}, False),
-        ({"has_outward": True}, {"preprocessed": True}, True),
-    ],
-)
-def test_same_prefix_is_replaced_only_by_what_knows_more(
-    old: dict[str, Any], new: dict[str, Any], replaced: bool
-) -> None:
-    """What was measured of the old one alone stays known, so that two kinds never replace each
-    other in turn; its uses stay counted."""
-    store = make_store()
-    before, after = make_variant("x", **old), make_variant("x", **new)
-    store.put(chunk("a"), before)
-    store.use(before, 0.5)
-    assert store.wants(chunk("a"), "", ids("x"), **new) is replaced
-    assert store.put(chunk("a"), after) is replaced
-    assert store.find(chunk("a")) == (after if replaced else before,)
-    assert store.find(chunk("a"))[0].reuse == 2
-    if replaced:
-        assert after.scored == max(each.get("scored", Scored.NOTHING) for each in (old, new))
-        assert (after.outward is not None) == any("has_outward" in each for each in (old, new))
-        assert not store.put(chunk("a"), make_variant("x", **old))
-    assert store.stats().num_bytes == store.find(chunk("a"))[0].nbytes
-    assert store.stats().num_evicted == 0
-    store.check_integrity()
-
-
-def test_wants_a_new_prefix() -> None:
-    """Asked before the KV is copied."""
-    store = make_store()
-    store.put(chunk("a"), make_variant("xy"))
-    assert not store.wants(chunk("a"), "", ids("xy"))
-    assert store.wants(chunk("a"), "", ids("yx"))
-    assert store.wants(chunk("b"), "", ids("xy"))
 
 
 def test_restored_variant_goes_on_as_it_was() -> None:
@@ -443,17 +161,6 @@ def test_a_variant_is_in_one_place_only() -> None:
     assert store.put(chunk("a"), variant)
     assert not store.put(chunk("b"), variant)
     assert store.stats().num_variants == 1
-
-
-def test_dropping_takes_nothing_from_a_reader() -> None:
-    """And a use that comes too late changes nothing."""
-    store, variant = make_store(tokens=1), make_variant()
-    store.put(chunk("a"), variant)
-    store.put(chunk("b"), make_variant())
-    assert store.find(chunk("a")) == ()
-    store.use(variant, 0.5)
-    assert variant.reuse == 0
-    assert variant.blob.nbytes == TOKEN_BYTES
 
 
 def test_what_has_left_is_freed() -> None:
