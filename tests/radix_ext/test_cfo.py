@@ -39,8 +39,6 @@ def three_quarters(num_tokens: int = 4) -> Attention:
     [
         ("pqr", (1, 2, 5), "rp", 6 / 8),
         ("pqr", (1, 2, 5), "xq", 2 / 8),
-        ("pqr", (1, 2, 5), "pqr", 1),
-        ("pqr", (1, 2, 5), "", 0),
         ("", (), "p", 0),
         ("p", (0.0,), "p", 0),
     ],
@@ -115,9 +113,6 @@ def test_cfo_by_hand(alpha: float, overhead: float, num_tokens: int, expected: f
     ("overheads", "lens", "ratio", "alpha"),
     [
         ([0.5, 0.25], [10, 30], 0.25, 0.8),  # 5a + 7.5a = 10; a mean by chunk would say 2/3
-        ([0.9, 0.1], [10, 10], 0.6, 2.0),  # the first is clamped to 1: 10 + a = 12
-        ([0.0, 0.5], [10, 10], 0.3, 1.0),  # the first is clamped to 1/10: 1 + 5a = 6
-        ([0.5, 0.5], [10, 10], 0.05, 0.0),  # the clamps alone make 0.1
         ([0.0, 0.5], [10, 10], 0.9, 2.0),  # at most 1 + 10 of 20: the least alpha that gets there
         ([0.5], [10], 1.0, inf),
         ([0.5], [10], 0.0, 0.0),

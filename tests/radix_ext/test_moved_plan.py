@@ -168,24 +168,23 @@ def test_no_source_is_a_reason_and_nothing_to_move_is_none(
     assert plan_of(layout, "", start=start, limit=limit) == ReusePlan((), reasons)
 
 
-def test_gaps_beyond_their_budget_end_the_plan() -> None:
-    """All gaps of the request together, not each by itself."""
-    limits = Limits(max_pass_tokens=1000, max_gap_tokens=3)
-    plan = plan_of("AABBBCCDDEE.", "ACE", limits=limits)
-    assert pieces(plan) == [(0, 2, True), (2, 5, False), (5, 7, True)]
-    assert plan.fallbacks == (NotMoved.GAP_TOO_LONG,)
-    assert plan_of("BBBBCC.", "C", limits=limits) == ReusePlan((), (NotMoved.GAP_TOO_LONG,))
-
-
-def test_pass_budget_counts_gaps_and_recomputed_tokens() -> None:
-    """4 of 8 moved tokens plus 2 of the gap is 6; with the last chunk it would be 7."""
-    layout, fusion = "AAAABBCCCCDD.", make_request("first", 0.5)
-    limits = Limits(max_pass_tokens=6, max_gap_tokens=10)
-    plan = plan_of(layout, "ACD", fusion=fusion, limits=limits)
-    assert (plan.end, plan.fallbacks) == (10, (NotMoved.PASS_BUDGET,))
-    assert (plan.recomputed_len, plan.gap_len, plan.num_pass_tokens) == (4, 2, 6)
-    roomier = Limits(max_pass_tokens=7, max_gap_tokens=10)
-    assert plan_of(layout, "ACD", fusion=fusion, limits=roomier).end == 12
+@pytest.mark.parametrize(
+    ("layout", "max_pass", "max_gap", "end", "reasons"),
+    [
+        # all gaps of the request together, not each by itself
+        ("AABBBCCDDEE.", 1000, 3, 7, (NotMoved.GAP_TOO_LONG,)),
+        ("BBBBCC.", 1000, 3, 0, (NotMoved.GAP_TOO_LONG,)),
+        # half of what is moved and the gap
+        ("AAAABBCCCCEE.", 6, 10, 10, (NotMoved.PASS_BUDGET,)),
+        ("AAAABBCCCCEE.", 7, 10, 12, ()),
+    ],
+)
+def test_gaps_and_recomputed_tokens_end_the_plan_where_they_exceed_their_budgets(
+    layout: str, max_pass: int, max_gap: int, end: int, reasons: tuple[str, ...]
+) -> None:
+    fusion = make_request("first", 0.5)
+    plan = plan_of(layout, "ACE", fusion=fusion, limits=Limits(max_pass, max_gap))
+    assert (plan.end if plan.pieces else 0, plan.fallbacks) == (end, reasons)
 
 
 @pytest.mark.parametrize(
@@ -248,8 +247,7 @@ def test_question_that_eats_the_gain_is_not_asked() -> None:
         0,
     )
     assert pieces(cheaper) == pieces(asked) == [(0, 10, True)]
-    critical = make_request("critical", 0.2)
-    assert critical.cheaper == replace(critical, selector="query", recipe="r/by=query")
+    assert make_request("critical", 0.2).cheaper == make_request("query", 0.2, recipe="r/by=query")
 
 
 def test_chunk_that_is_dearer_to_move_than_to_compute_is_a_gap() -> None:
@@ -311,13 +309,11 @@ def test_best_source_is_taken(best: Copy, others: list[Copy]) -> None:
     assert chosen([*others, best]) is chosen([best, *others]) is best
 
 
-def test_context_takes_the_one_at_the_same_position_among_equals() -> None:
+def test_context_takes_the_lowest_fix_overhead() -> None:
+    """Cache-Craft 3.3: what counts is attention that is lost, not how many chunks are shared.
+    Among equals the one at the same position."""
     here = Copy(ids("Y"), start=2)
     assert chosen([Copy(ids("X"), start=7), here], selector="context") is here
-
-
-def test_context_takes_the_lowest_fix_overhead() -> None:
-    """Cache-Craft 3.3: what counts is attention that is lost, not how many chunks are shared."""
     scores = make_sums([9.0, 1.0], [1, 1], num_tokens=2)
     lost = Copy(ids("XA"), scores=scores, preprocessed=True)
     kept = Copy(ids("AX"), where="host", scores=scores)
