@@ -210,11 +210,6 @@ def fused_keys(draw: st.DrawFn) -> ChunkKey:
     return key
 
 
-def path_of(key: ChunkKey) -> list[object]:
-    """The child keys of its segments, from the root down."""
-    return [key[segment.start :].child_key() for segment in key.segments()]
-
-
 @given(fused_keys(), fused_keys())
 def test_paths_meet_where_both_are_exact_or_fused_alike(one: ChunkKey, two: ChunkKey) -> None:
     """Two keys share a node only if it is exact in both, or by one recipe from one chunk on."""
