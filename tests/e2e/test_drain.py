@@ -115,29 +115,6 @@ def test_idle_server_ends_after_its_lame_duck(tmp_path: Path) -> None:
         assert time.monotonic() - signalled > 8
 
 
-@pytest.mark.nightly
-def test_server_whose_scheduler_hangs_is_not_ready_and_ends(tmp_path: Path) -> None:
-    """A balancer goes elsewhere, and a request that waits for ever does not keep the server."""
-    flags = [*BUNDLED, "--chunkcache-lame-duck-s", "3000", "--chunkcache-drain-s", "1"]
-    with Server(flags, log=tmp_path / "log", env={"SGLANG_HEALTH_CHECK_TIMEOUT": "3"}) as server:
-        assert probed(server.url) == 200
-        (scheduler,) = (
-            pid for pid, command in group_of(server.pid).items() if b"sglang::scheduler" in command
-        )
-        os.kill(scheduler, signal.SIGSTOP)
-
-        def ask() -> None:
-            with contextlib.suppress(OSError):
-                send(server.url + PATHS[0], ASKED)
-
-        client = threading.Thread(target=ask)
-        client.start()
-        until(lambda: probed(server.url) == 503)
-        process_of(server).send_signal(signal.SIGTERM)
-        process_of(server).wait(DEADLINE_S)
-        client.join()
-
-
 class Balancer:
     """Sends each request to the next of the replicas that were ready when it looked;
     it looks every `every_s`."""

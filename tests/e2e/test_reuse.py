@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from eval.errors import CommandError
 from eval.http import post
 from eval.server import Server
 from eval.world.world import Passage, Question, World, order_questions
@@ -31,9 +30,7 @@ from sglang_chunkcache.front.calibration import CANNED
 from tests.e2e.asking import (
     CHAT,
     EXPLAIN,
-    Reply,
     ask,
-    assert_finite,
     assistant,
     body_of,
     chunks_of,
@@ -55,10 +52,7 @@ pytestmark = pytest.mark.engine
 
 SELECTORS = [
     *("query", "context"),
-    *(
-        pytest.param(name, marks=pytest.mark.nightly)
-        for name in ("first", "random", "h2o", "deviation")
-    ),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("first", "h2o", "deviation")),
 ]
 """One that looks at the question and one that looks at stored scores;
 what a selector chooses is shown without a server."""
@@ -208,45 +202,22 @@ def test_recomputing_nothing_loses_the_order(fused_server: Server) -> None:
     assert sum(right[0]) <= len(right[0]) / 2
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_fates_are_as_asked(fused_server: Server, world: World, salt: str, selector: str) -> None:
-    """A third of the moved tokens is recomputed, rounding up once a chunk at most."""
-    passages = world.passages[:5]
-    for _ in range(2):  # the second use brings the chunks into the store, with scores
-        ask(fused_server, passages, "Which passage comes last?", cache_salt=salt, max_tokens=1)
-    settle(Client(fused_server.url, None))
-    asked = fused(selector, 1 / 3, focus="off")
-    reply = ask(fused_server, passages[::-1], "And first?", cache_salt=salt, reuse=asked)
-    fates = reply["chunkcache"]["fates"]
-    moved = fates["relocated"] + fates["recomputed"]
-    assert moved > 80
-    assert moved / 3 <= fates["recomputed"] <= moved / 3 + 5
-    assert reply["chunkcache"]["reuse"]["selector"] == selector
-    assert reply["chunkcache"]["reuse"]["ratio"] == pytest.approx(1 / 3)
-
-
 def test_what_moving_takes_is_estimated_and_compared(
     fused_server: Server, world: World, salt: str
 ) -> None:
     """In the answer and beforehand; the stats say how far it was off."""
-    passages = world.passages[:3]
-    ask(fused_server, passages, "Which passage comes last?", cache_salt=salt, max_tokens=1)
-    asked = fused("first", 0.15, move="pays")
+    passages, asked = world.passages[:3], fused("first", 0.15, move="pays")
+    cached(fused_server, passages, salt)
     body = body_of(passages[::-1], "And first?", cache_salt=salt, reuse=asked)
     explained = post(fused_server.url + EXPLAIN, body)
     reply = post(fused_server.url + CHAT, body)["chunkcache"]
-    for told in (explained, reply["reuse"]):
-        assert 0 < told["estimated_ms"]["computed"] < 60_000
-        assert told["estimated_ms"]["planned"] > 0
-    estimated = reply["reuse"]["estimated_ms"]
-    is_moved = estimated["planned"] <= 0.95 * estimated["computed"]
+    for told in (explained["estimated_ms"], reply["reuse"]["estimated_ms"]):
+        assert min(told["computed"], told["planned"]) > 0
+    is_moved = told["planned"] <= 0.95 * told["computed"]
     assert (reply["reuse"]["selected_by"] == "first") == is_moved
     # also where a chunk of several is computed
     assert is_moved or "not_worth_it" in reply["fallbacks"]
-    assert reply["reuse"]["ms"]["extend"] > 0
-    costs = rank_of(fused_server)["costs"]
-    assert costs["extend"]["observed"] > 1
-    assert costs["extend"]["error_p50"] > 0
+    assert rank_of(fused_server)["costs"]["extend"]["observed"] > 1
 
 
 # Exact and fused KV never meet
@@ -263,25 +234,6 @@ def test_exact_requests_do_not_see_fused_kv(fused_server: Server, world: World, 
     assert exact["chunkcache"]["fates"]["exact"] == exact["chunkcache"]["head_tokens"]
     assert exact["chunkcache"]["fates"]["relocated"] == 0
     assert text_of(exact) == full_prefill(fused_server, passages, question)
-
-
-def test_fused_kv_is_shared_by_recipe(fused_server: Server, world: World, salt: str) -> None:
-    """Another ratio or selector moves its own. `query`'s recipe has the question."""
-    passages = world.passages[:4]
-    cached(fused_server, passages[::-1], salt)
-
-    def hit(question: str, reuse: dict[str, Any]) -> int:
-        reply = ask(fused_server, passages, question, cache_salt=salt, reuse=reuse)
-        assert reply["chunkcache"]["fates"]["relocated"] > 0
-        return int(reply["chunkcache"]["reuse"]["fused_hit"])
-
-    assert hit("Which passage comes first?", fused("first", 0.25)) == 0
-    assert hit("Which passage comes last?", fused("first", 0.25)) > 60
-    assert hit("Which passage comes last?", fused("first", 0.5)) == 0
-    assert hit("Which passage comes last?", fused("random", 0.25)) == 0
-    assert hit("Which passage comes last?", fused("query", 0.25)) == 0
-    assert hit("Which passage comes last?", fused("query", 0.25)) > 60
-    assert hit("Which passage comes first?", fused("query", 0.25)) == 0
 
 
 def test_conversation_with_fused_turns(fused_server: Server, world: World, salt: str) -> None:
@@ -320,25 +272,6 @@ def test_conversation_with_fused_turns(fused_server: Server, world: World, salt:
 # Where a chunk is found
 
 
-def test_chunks_are_found_on_the_device_wherever_they_stand(
-    fused_server: Server, world: World, salt: str
-) -> None:
-    """A chunk that is not cached is a gap, and found there later."""
-    a, b, c, d, e = world.passages[:5]
-    cached(fused_server, [a, b], salt)
-    cached(fused_server, [c], salt)
-    reply = ask(fused_server, [d, b, e, c], "Hello", cache_salt=salt, reuse=fused())
-    assert sources_of(reply) == [
-        (d.id, "gap", 0),
-        (b.id, "device", 1),
-        (e.id, "gap", 0),
-        (c.id, "device", 0),
-    ]
-    assert reply["chunkcache"]["reuse"]["gap"] > 30
-    again = ask(fused_server, [e, a, d], "Hello", cache_salt=salt, reuse=fused())
-    assert sources_of(again) == [(e.id, "device", 2), (a.id, "device", 0), (d.id, "device", 0)]
-
-
 def test_chunks_are_found_on_the_host_when_the_device_has_lost_them(
     fused_server: Server, world: World, salt: str
 ) -> None:
@@ -362,9 +295,7 @@ def test_chunks_are_found_on_the_host_when_the_device_has_lost_them(
     assert text_of(reply) == full_prefill(fused_server, turned, facts[0])
 
 
-@pytest.mark.parametrize(
-    "reuse", [None, fused("query", 0.25), fused("first", 0.5)], ids=["exact", "query", "first"]
-)
+@pytest.mark.parametrize("reuse", [None, fused("query", 0.25)], ids=["exact", "query"])
 def test_explain_says_what_then_happens(
     fused_server: Server, world: World, salt: str, reuse: Any
 ) -> None:
@@ -417,26 +348,6 @@ def test_preprocessed_chunks_are_used(fused_server: Server, world: World, tmp_pa
     assert sources_of(reply) == [(p.id, "host", 2) for p in passages[2:]]
 
 
-def test_preprocess_endpoint(fused_server: Server, world: World, salt: str) -> None:
-    """Neighbours are moved, those without plain KV once they are computed alone."""
-    a, b, c, d = world.passages[:4]
-
-    def prepare(chunk: Passage, *neighbors: Passage) -> Reply:
-        return preprocess(fused_server, chunk, neighbors, cache_salt=salt)
-
-    alone = prepare(a)
-    assert alone["fates"]["relocated"] == 0
-    prepare(b)
-    after = prepare(c, b, a)
-    assert after["fates"]["relocated"] > 0
-    assert after["fates"]["computed"] >= after["chunk_tokens"]
-    assert after["neighbors"] == {"moved": 2, "computed": 0, "missing": 0}
-    assert prepare(d, b, c)["neighbors"] == {"moved": 1, "computed": 1, "missing": 0}
-    settle(Client(fused_server.url, None))
-    reply = ask(fused_server, [a, c], "Hello", cache_salt=salt, reuse=fused())
-    assert sources_of(reply)[-1][2] == 2
-
-
 # Whatever else a client does
 
 
@@ -449,23 +360,6 @@ def test_stream_of_a_fused_answer(fused_server: Server, world: World, salt: str)
     (told,) = (event["chunkcache"] for event in events if "chunkcache" in event)
     assert told["fates"]["recomputed"] > 30
     assert streamed_text(events) == text_of(post(fused_server.url + CHAT, body))
-
-
-@pytest.mark.parametrize("fields", [{"n": 3, "temperature": 1.0}, {"max_tokens": 1}], ids=str)
-def test_answers_of_moved_kv(
-    fused_server: Server, world: World, salt: str, fields: dict[str, Any]
-) -> None:
-    """Fates of several answers are not known. One that ends on its first token reports as any."""
-    passages = world.passages[:4]
-    cached(fused_server, passages[::-1], salt)
-    reuse = fused("h2o", 0.5)
-    reply = ask(fused_server, passages, "Which first?", cache_salt=salt, reuse=reuse, **fields)
-    if "n" in fields:
-        assert len(reply["choices"]) == 3
-        assert reply["chunkcache"]["fallbacks"] == ["parallel_sampling"]
-    else:
-        assert reply["usage"]["completion_tokens"] == 1
-        assert reply["chunkcache"]["fates"]["recomputed"] > 0
 
 
 def test_vanished_clients_leave_nothing(fused_server: Server, world: World, salt: str) -> None:
@@ -482,20 +376,6 @@ def test_vanished_clients_leave_nothing(fused_server: Server, world: World, salt
             next(events)
         events.close()
     assert mixed_load.leftovers(fused_server.url, mixed_load.POOL_TOKENS) == []
-
-
-def test_a_prompt_as_long_as_the_pool_falls_back(fused_server: Server, salt: str) -> None:
-    """Where source and target do not fit together."""
-    texts = [f"Number {i}. " + "Later Dravex bought Solon. " * 20 for i in range(8)]
-    chunks = [{"id": str(i), "text": text} for i, text in enumerate(texts)]
-    asked = body_of((), "Hello", cache_salt=salt, chunks=chunks, max_tokens=2)
-    first = post(fused_server.url + CHAT, asked)
-    assert first["usage"]["prompt_tokens"] > mixed_load.POOL_TOKENS / 2
-    reply = post(fused_server.url + CHAT, {**asked, "chunks": chunks[::-1], "reuse": fused()})
-    assert_finite(reply)
-    assert reply["chunkcache"]["fallbacks"] == ["no_room"]
-    assert reply["chunkcache"]["fates"]["relocated"] == 0
-    assert rank_of(fused_server)["fallbacks"]["no_room"] >= 1
 
 
 # Where the model keeps its evidence
@@ -532,22 +412,6 @@ def test_calibrated_selector_restores_what_moving_costs(fused_server: Server, sa
     share = fates["recomputed"] / (fates["recomputed"] + fates["relocated"])
     assert 0 < found["reuse"]["ratio"] < 0.15
     assert found["reuse"]["ratio"] == pytest.approx(share, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"examples": [{"question": "", "chunks": ["a", "b"]}]}, "examples"),
-        ({"examples": [{"question": "q", "chunks": ["a"]}]}, "examples"),
-        ({"prompts": []}, "prompts"),
-        ({"examples": [{"question": "q", "chunks": ["long " * 3000, "b"]}]}, "KV slots"),
-    ],
-)
-def test_prompts_that_cannot_be_calibrated_on(
-    fused_server: Server, body: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(CommandError, match=f"400.*{message}"):
-        post(fused_server.url + "/chunkcache/calibrate", body)
 
 
 # What outlives a flush

@@ -316,34 +316,6 @@ def test_turn_without_an_answer_is_found_by_its_questions_alone(
     assert conversations.num_turns == 3
 
 
-def test_overwritten_turns_are_forgotten() -> None:
-    """Overflow stores the turns that stay anew, with another lead:
-    of those before, none is left that nobody finds."""
-    stored, messages, history = make_map(), list[dict[str, object]](), tuple[Turn, ...]()
-    for i in range(40):
-        messages += [user(f"q{i}"), answer(f"a{i}")]
-        if i % 10 == 9:
-            history = (replace(history[-5], lead_ids=array("i", [7, i])), *history[-4:])
-        turn = make_turn(messages)
-        stored.finish(KEY, HEAD, history, turn, i)
-        history = (*history, turn)
-        assert agree(stored, [*messages, user("next")], now=i) == history
-    assert stored.num_turns == 40
-
-
-def test_turn_that_another_branch_follows_stays() -> None:
-    """It was overwritten, and the turn that follows it still leads to it."""
-    stored = make_map()
-    stored.finish(KEY, HEAD, (), TURN_1, 0)
-    stored.finish(KEY, HEAD, (TURN_1,), TURN_2, 1)
-    stored.finish(KEY, HEAD, (), make_turn(DIALOGUE[:2], chunks="x"), 2)
-    assert agree(stored, DIALOGUE) == (TURN_1, TURN_2)
-    assert stored.num_turns == 3
-    stored.finish(KEY, HEAD, (), replace(TURN_2, tag="new"), 3)
-    assert agree(stored, DIALOGUE) == (replace(TURN_2, tag="new"),)
-    assert stored.num_turns == 2
-
-
 def test_heads_of_a_conversation_are_bounded() -> None:
     """The time in a system prompt: each turn stores all turns before it behind a new head.
     The four used last stay."""

@@ -227,15 +227,6 @@ def test_moving_must_be_faster(overhead: float, is_moved: bool) -> None:
     assert plan.estimate == pytest.approx((12 + overhead + 5 + 0.1, 22))
 
 
-def test_plan_ends_where_moving_stops_paying() -> None:
-    """The gap of B takes longer in the pass than C saves: A alone is moved."""
-    costs = make_costs(recompute=(0.0, 2.0))
-    plan = plan_of("AAAAAABBBBBBCC..", "AC", costs=costs)
-    assert pieces(plan) == [(0, 6, True)]
-    assert plan.fallbacks == (NotMoved.NOT_WORTH_IT,)
-    assert pieces(plan_of("AAAAAABBBBBBCC..", "AC", costs=make_costs()))[-1] == (12, 14, True)
-
-
 def test_question_that_eats_the_gain_is_not_asked() -> None:
     """The plan names the selector that takes its place."""
     layout, fusion = "AAAAAAAAAA..", make_request("query", 0.2)
@@ -248,14 +239,6 @@ def test_question_that_eats_the_gain_is_not_asked() -> None:
     )
     assert pieces(cheaper) == pieces(asked) == [(0, 10, True)]
     assert make_request("critical", 0.2).cheaper == make_request("query", 0.2, recipe="r/by=query")
-
-
-def test_chunk_that_is_dearer_to_move_than_to_compute_is_a_gap() -> None:
-    """A slow host and a tiny chunk."""
-    sources = {"A": [Copy()], "B": [Copy(where="host")], "C": [Copy()]}
-    plan = plan_of("AAAABCCCC.", sources, costs=make_costs(host=0.6))
-    assert pieces(plan) == [(0, 4, True), (4, 5, False), (5, 9, True)]
-    assert plan.fallbacks == (NotMoved.NOT_WORTH_IT,)
 
 
 def test_source_that_has_seen_more_is_taken_if_its_load_is_worth_it() -> None:
@@ -277,36 +260,12 @@ def chosen(options: Sequence[Copy], *, after: str = "AB", selector: str = "query
     return source
 
 
-def test_plain_request_takes_what_was_computed_alone_and_nothing_else() -> None:
-    """FusionRAG eq. 10: neither what other chunks went into, nor what was preprocessed."""
-    plain = Copy(where="host")
-    others = [
-        Copy(ids("A")),
-        Copy(ids("XY"), where="host", preprocessed=True),
-        Copy(preprocessed=True),
-    ]
-    fusion = replace(NONE, plain=True)
-    assert plan_of("AZZ.", {"Z": [*others, plain]}, fusion=fusion).pieces[-1].source is plain
-    assert plan_of("AZZ.", {"Z": others}, fusion=fusion) == ReusePlan((), (NotMoved.NO_SOURCE,))
-
-
-@pytest.mark.parametrize(
-    ("best", "others"),
-    [
-        # FusionRAG computes them ahead to be used, whatever else has seen more of this prompt
-        (Copy(ids("XY"), where="host", preprocessed=True), [Copy(ids("AB"))]),
-        # order does not matter, repetition does not count
-        (Copy(ids("BA"), where="host"), [Copy(ids("A")), Copy(ids("AAA"))]),
-        # on the device, then with less foreign context
-        (Copy(ids("A")), [Copy(ids("B"), where="host"), Copy(ids("XA"))]),
-        # its keys need no rotation
-        (Copy(ids("Y"), start=2), [Copy(ids("X"), start=7), Copy(ids("V"), start=3)]),
-        (Copy(ids("A"), start=7), [Copy(ids("Y"), start=2)]),
-    ],
-)
-def test_best_source_is_taken(best: Copy, others: list[Copy]) -> None:
-    """Preprocessed, then what has seen most of the prompt."""
-    assert chosen([*others, best]) is chosen([best, *others]) is best
+def test_source_at_the_same_position_is_taken_among_equals() -> None:
+    """Its keys need no rotation; one that has seen more of the prompt is taken all the same."""
+    here = Copy(ids("Y"), start=2)
+    assert chosen([Copy(ids("X"), start=7), here, Copy(ids("V"), start=3)]) is here
+    better = Copy(ids("A"), start=7)
+    assert chosen([here, better]) is better
 
 
 def test_context_takes_the_lowest_fix_overhead() -> None:

@@ -197,15 +197,9 @@ def test_admission_of_promoted_runs_only_caches_less() -> None:
     assert run(trace, admission="promoted").total.num_hits == 2
 
 
-def test_room_in_tokens_is_kept_after_every_request() -> None:
-    """Chunks of 5 tokens, a capacity of 10: the same replay as with a capacity of two chunks.
-    Of 11 tokens, none fits."""
-    trace = make_trace(80)
-    by_chunks = run(as_chunks(trace, num_tokens=5), capacity=2)
-    by_tokens = run(as_chunks(trace, num_tokens=5), capacity_tokens=10)
-    assert by_tokens.requests == by_chunks.requests
-    assert by_tokens.num_evicted == by_chunks.num_evicted > 0
-    assert run(as_chunks(trace, num_tokens=11), capacity_tokens=10).peak_nodes == 0
+def test_request_without_room_in_tokens_is_not_cached() -> None:
+    trace = as_chunks(make_trace(80), num_tokens=11)
+    assert run(trace, capacity_tokens=10).peak_nodes == 0
 
 
 def test_later_turn_hits_no_prefix_and_drops_what_was_shown() -> None:

@@ -56,11 +56,6 @@ def make_variant(
     )
 
 
-def behind(head: str, variant: Variant) -> Variant:
-    """The variant behind another head."""
-    return replace(variant, head=head)
-
-
 def make_store(
     *, tokens: int = 100, chunks: int = 100, variants: int = 100, window: int = 1000
 ) -> VariantIndex:
@@ -202,62 +197,28 @@ def test_clear_keeps_the_counts() -> None:
     store.check_integrity()
 
 
-def lose_bytes(store: VariantIndex) -> None:
-    store._num_bytes -= 1
+HARMS: list[tuple[str, Callable[[VariantIndex, Variant], object]]] = [
+    ("the variants count", lambda store, held: setattr(store, "_num_bytes", 1)),
+    ("over max_bytes", lambda store, held: setattr(store, "_max_bytes", 1)),
+    ("1 variants over 0", lambda store, held: setattr(store, "_max_in_all", 0)),
+    ("0 variants are reserved but 1", lambda store, held: setattr(store, "_num_reserved", 1)),
+    ("0 variants listed by chunk but 1 held", lambda store, held: store._chunks.clear()),
+    ("is not where", lambda store, held: setattr(held, "prefix", ids("z"))),
+    ("came with", lambda store, held: setattr(held, "scores", make_scores("", 1, Scored.ALL))),
+    ("in the eviction order", lambda store, held: setattr(held, "reuse", -1)),
+    ("in the eviction order", lambda store, held: store._order.clear()),
+]
 
 
-def lower_byte_limit(store: VariantIndex) -> None:
-    store._max_bytes = 1
-
-
-def lower_number_limit(store: VariantIndex) -> None:
-    store._max_in_all = 0
-
-
-def reserve_nothing(store: VariantIndex) -> None:
-    store._num_reserved = 1
-
-
-def forget_chunk(store: VariantIndex) -> None:
-    store._chunks.clear()
-
-
-def move_variant(store: VariantIndex) -> None:
-    store.find(chunk("a"))[0].prefix = ids("z")
-
-
-def add_scores(store: VariantIndex) -> None:
-    store.find(chunk("a"))[0].scores = make_scores("", 1, Scored.ALL)
-
-
-def lower_reuse(store: VariantIndex) -> None:
-    store.find(chunk("a"))[0].reuse = -1
-
-
-def forget_order(store: VariantIndex) -> None:
-    store._order.clear()
-
-
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (lose_bytes, "the variants count"),
-        (lower_byte_limit, "over max_bytes"),
-        (lower_number_limit, "1 variants over 0"),
-        (reserve_nothing, "0 variants are reserved but 1"),
-        (forget_chunk, "0 variants listed by chunk but 1 held"),
-        (move_variant, "is not where"),
-        (add_scores, "came with"),
-        (lower_reuse, "in the eviction order"),
-        (forget_order, "in the eviction order"),
-    ],
-)
-def test_integrity_names_each_harm(harm: Callable[[VariantIndex], None], message: str) -> None:
+@pytest.mark.parametrize(("message", "harm"), HARMS)
+def test_integrity_names_each_harm(
+    message: str, harm: Callable[[VariantIndex, Variant], object]
+) -> None:
     """A check that never fails checks nothing."""
-    store = make_store()
-    store.put(chunk("a"), make_variant())
+    store, held = make_store(), make_variant()
+    store.put(chunk("a"), held)
     store.check_integrity()
-    harm(store)
+    harm(store, held)
     with pytest.raises(IntegrityError, match=message):
         store.check_integrity()
 
@@ -279,34 +240,30 @@ class StoreMachine(RuleBasedStateMachine):
         name=names,
         before=befores,
         head=st.sampled_from(["", "", "other"]),
-        tokens=st.integers(1, 4) | st.just(13),
-        scored=st.sampled_from(Scored),
-        preprocessed=st.sampled_from([False, False, True]),
-        has_outward=st.booleans(),
+        num_tokens=st.integers(1, 4) | st.just(13),
+        known=st.fixed_dictionaries(
+            {
+                "scored": st.sampled_from(Scored),
+                "preprocessed": st.sampled_from([False, False, True]),
+                "has_outward": st.booleans(),
+            }
+        ),
     )
     def put(
-        self,
-        name: str,
-        before: str,
-        head: str,
-        tokens: int,
-        scored: Scored,
-        preprocessed: bool,
-        has_outward: bool,
+        self, name: str, before: str, head: str, num_tokens: int, known: dict[str, Any]
     ) -> None:
-        sizes = TOKEN_BYTES, SCORE_BYTES * bool(scored), OUTWARD_BYTES * has_outward
-        kv, scores, outward = (tokens * each for each in sizes)
+        made = make_variant(before, num_tokens=num_tokens, **known)
+        variant = replace(made, head=head)
         naive = NaiveVariant(
-            chunk(name), ids(before), kv, scored, preprocessed, head, scores, outward
+            chunk(name),
+            ids(before),
+            TOKEN_BYTES * num_tokens,
+            known["scored"],
+            known["preprocessed"],
+            head,
+            SCORE_BYTES * num_tokens * bool(known["scored"]),
+            OUTWARD_BYTES * num_tokens * known["has_outward"],
         )
-        made = make_variant(
-            before,
-            num_tokens=tokens,
-            scored=scored,
-            preprocessed=preprocessed,
-            has_outward=has_outward,
-        )
-        variant = behind(head, made)
         taken = self.store.put(chunk(name), variant)
         assert taken == self.naive.put(naive)
         if taken:
