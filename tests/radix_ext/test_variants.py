@@ -88,6 +88,7 @@ def test_order_outlasts_many_windows() -> None:
         store.put(chunk(name), variant)
     for number in range(700):
         store.use(made["abc"[number % 3]], 1.0)
+        store.set_on_device(chunk("abc"[number % 3]), False)  # its entry is renewed
         ask(store, "d")
         store.check_integrity()
     store.put(chunk("d"), make_variant())
@@ -240,7 +241,7 @@ class StoreMachine(RuleBasedStateMachine):
         name=names,
         before=befores,
         head=st.sampled_from(["", "", "other"]),
-        num_tokens=st.integers(1, 4) | st.just(13),
+        num_tokens=st.integers(1, 4) | st.sampled_from([12, 13]),
         known=st.fixed_dictionaries(
             {
                 "scored": st.sampled_from(Scored),
