@@ -153,53 +153,24 @@ def test_reading_what_was_never_written_is_seen(
 # Recomputing everything is a full prefill, recomputing nothing is not
 
 
-def cases_of(
-    world: World, num_passages: int, rng: random.Random
-) -> tuple[list[Passage], list[Passage], list[Question]]:
-    """Chunks as they are cached, as they are asked for, and questions about facts and about
-    order."""
-    facts = [q for q in world.questions if q.hop == 1]
-    fact = rng.choice(facts)
-    before = world.context(fact, num_passages, rng)
-    asked = before[1:] + before[:1]
-    order = order_questions(asked)
-    return before, asked, [fact, order[0], order[1], rng.choice(order[2:])]
-
-
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_recomputing_everything_equals_full_prefill(fused_server: Server, selector: str) -> None:
-    """Eight prompts about facts and order, and nothing merely moved."""
+    """Prompts about facts and order, and nothing merely moved."""
     rng = random.Random(selector)
     for number in range(2):
-        world = World(seed_of(selector, number), 20, num_kinds=1)
-        before, asked, questions = cases_of(world, 4, rng)
-        for question in questions:
+        world = World(random.Random(f"{selector} {number}").getrandbits(32), 20, num_kinds=1)
+        fact = rng.choice([q for q in world.questions if q.hop == 1])
+        before = world.context(fact, 4, rng)
+        asked = before[1:] + before[:1]
+        order = order_questions(asked)
+        for question in (fact, order[0], order[1], rng.choice(order[2:])):
             salt = f"whole{next(_numbers)}"
             cached(fused_server, before, salt, question)
             reply = ask(fused_server, asked, question, cache_salt=salt, reuse=fused(selector, 1.0))
-            fates = reply["chunkcache"]["fates"]
-            assert fates["recomputed"] > 60
-            assert fates["relocated"] == 0
-            assert reply["chunkcache"]["fallbacks"] == []
+            told = reply["chunkcache"]
+            assert told["fates"]["recomputed"] > 60
+            assert (told["fates"]["relocated"], told["fallbacks"]) == (0, [])
             assert text_of(reply) == full_prefill(fused_server, asked, question)
-
-
-def test_recomputing_nothing_loses_the_order(fused_server: Server) -> None:
-    """Facts survive: what the test above would show if recomputation did nothing."""
-    rng = random.Random(0)
-    right: dict[int, list[bool]] = {0: [], 1: []}
-    for number in range(6):
-        world = World(seed_of("nothing", number), 20, num_kinds=1)
-        before, asked, questions = cases_of(world, 4, rng)
-        for question in questions:
-            salt = f"nothing{next(_numbers)}"
-            cached(fused_server, before, salt, question)
-            reply = ask(fused_server, asked, question, cache_salt=salt, reuse=fused())
-            assert reply["chunkcache"]["fates"]["recomputed"] == 0
-            assert reply["chunkcache"]["fates"]["relocated"] > 60
-            right[question.hop].append(text_of(reply) in question.answers)
-    assert sum(right[1]) >= 5
-    assert sum(right[0]) <= len(right[0]) / 2
 
 
 def test_what_moving_takes_is_estimated_and_compared(
@@ -295,30 +266,20 @@ def test_chunks_are_found_on_the_host_when_the_device_has_lost_them(
     assert text_of(reply) == full_prefill(fused_server, turned, facts[0])
 
 
-@pytest.mark.parametrize("reuse", [None, fused("query", 0.25)], ids=["exact", "query"])
-def test_explain_says_what_then_happens(
-    fused_server: Server, world: World, salt: str, reuse: Any
-) -> None:
+def test_explain_says_what_then_happens(fused_server: Server, world: World, salt: str) -> None:
     """Same exact prefix, same sources, and asking leaves no trace."""
     a, b, c, d = world.passages[:4]
     cached(fused_server, [a, b], salt)
     cached(fused_server, [c], salt)
-    fields = {"cache_salt": salt, **({"reuse": reuse} if reuse else {})}
+    fields = {"cache_salt": salt, "reuse": fused("query", 0.25)}
     body = body_of([a, c, d, b], "Which passage comes last?", **fields)
     explained, again = (post(fused_server.url + EXPLAIN, body) for _ in range(2))
     assert explained == again
     reply = ask(fused_server, [a, c, d, b], "Which passage comes last?", **fields)["chunkcache"]
     assert explained["exact"] == reply["fates"]["exact"] > reply["head_tokens"]
-    if reuse is None:
-        assert explained["sources"] == []
-        return
-    places = "start", "end"
-    sources = explained["sources"]
-    told = [{k: v for k, v in source.items() if k not in places} for source in sources]
+    told = [{k: v for k, v in s.items() if k not in ("start", "end")} for s in explained["sources"]]
     assert told == reply["reuse"]["sources"]
     assert [source["chunk"] for source in told] == [c.id, d.id, b.id]
-    moved = sum(s["end"] - s["start"] for s in sources if s["from"] != "gap")
-    assert moved == reply["fates"]["relocated"] + reply["fates"]["recomputed"]
     assert explained["fallbacks"] == reply["fallbacks"]
 
 
@@ -430,23 +391,6 @@ def preprocessed(server: Server, passages: Sequence[Passage], salt: str) -> None
     flush(server)
 
 
-def test_flush_keeps_preprocessed_chunks_and_clear_store_does_not(
-    fused_server: Server, world: World, salt: str
-) -> None:
-    """With an empty tree the chunk is moved from the store."""
-    preprocessed(fused_server, world.passages[:2], salt)
-    assert stored(fused_server) == 1
-    reply = ask(fused_server, world.passages[1:2], "Hello", cache_salt=salt, reuse=fused())
-    assert [where for _, where, _ in sources_of(reply)] == ["gap", "host"]
-    flush(fused_server)
-    (held,) = post(fused_server.url + "/chunkcache/clear_store")["cleared"]
-    assert (held["dp_rank"], held["chunks"], held["variants"]) == (0, 1, 1)
-    assert held["bytes"] > 1000
-    assert stored(fused_server) == 0
-    reply = ask(fused_server, world.passages[1:2], "Hello", cache_salt=salt, reuse=fused())
-    assert reply["chunkcache"]["fallbacks"] == ["no_source"]
-
-
 def test_update_of_the_weights_leaves_nothing_old(
     fused_server: Server, world: World, salt: str, tmp_path: Path
 ) -> None:
@@ -489,8 +433,3 @@ def test_soak(fused_server: Server) -> None:
     assert found.fates["relocated"] > 60
     assert found.fates["recomputed"] > 20  # how much is moved depends on which requests meet
     assert rank_of(fused_server)["evicted_chunks"] > evicted + 30
-
-
-def seed_of(name: str, number: int) -> int:
-    """A seed that is the same in every process."""
-    return random.Random(f"{name} {number}").getrandbits(32)
