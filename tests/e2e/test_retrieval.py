@@ -184,14 +184,8 @@ def test_nothing_is_left_behind(rag_server: Server) -> None:
     """After all of the above: no plan, no load, no waiting request, no missing slot."""
     until(lambda: stats_of(rag_server)["prompt_tokens_in_flight"] == [0])
     stats = stats_of(rag_server)
-    assert stats["tree"]["open_plans"] == 0
-    assert stats["retrieval"]["waiting"] == 0
-    assert stats["searches"]["found"] > 0
-    assert "full" not in stats["searches"]
+    assert (stats["tree"]["open_plans"], stats["retrieval"]["waiting"]) == (0, 0)
     assert stats["searches"]["failed"] == 1  # the one on a damaged index
     metrics = metrics_of(rag_server)
     assert metrics['chunkcache:searches_total{outcome="found"}'] > 0
     assert metrics['chunkcache:retrieval_seconds_count{phase="encode"}'] > 0
-
-
-# The start

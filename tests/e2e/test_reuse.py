@@ -41,7 +41,6 @@ from tests.e2e.asking import (
     rank_of,
     sources_of,
     stream,
-    streamed_text,
     text_of,
     user,
 )
@@ -266,23 +265,6 @@ def test_chunks_are_found_on_the_host_when_the_device_has_lost_them(
     assert text_of(reply) == full_prefill(fused_server, turned, facts[0])
 
 
-def test_explain_says_what_then_happens(fused_server: Server, world: World, salt: str) -> None:
-    """Same exact prefix, same sources, and asking leaves no trace."""
-    a, b, c, d = world.passages[:4]
-    cached(fused_server, [a, b], salt)
-    cached(fused_server, [c], salt)
-    fields = {"cache_salt": salt, "reuse": fused("query", 0.25)}
-    body = body_of([a, c, d, b], "Which passage comes last?", **fields)
-    explained, again = (post(fused_server.url + EXPLAIN, body) for _ in range(2))
-    assert explained == again
-    reply = ask(fused_server, [a, c, d, b], "Which passage comes last?", **fields)["chunkcache"]
-    assert explained["exact"] == reply["fates"]["exact"] > reply["head_tokens"]
-    told = [{k: v for k, v in s.items() if k not in ("start", "end")} for s in explained["sources"]]
-    assert told == reply["reuse"]["sources"]
-    assert [source["chunk"] for source in told] == [c.id, d.id, b.id]
-    assert explained["fallbacks"] == reply["fallbacks"]
-
-
 # Ahead of requests
 
 
@@ -310,17 +292,6 @@ def test_preprocessed_chunks_are_used(fused_server: Server, world: World, tmp_pa
 
 
 # Whatever else a client does
-
-
-def test_stream_of_a_fused_answer(fused_server: Server, world: World, salt: str) -> None:
-    passages = world.passages[:4]
-    cached(fused_server, passages[::-1], salt)
-    asked = {"cache_salt": salt, "reuse": fused("first", 0.5)}
-    body = body_of(passages, "Which passage comes first?", **asked)
-    events = list(stream(fused_server, body))
-    (told,) = (event["chunkcache"] for event in events if "chunkcache" in event)
-    assert told["fates"]["recomputed"] > 30
-    assert streamed_text(events) == text_of(post(fused_server.url + CHAT, body))
 
 
 def test_vanished_clients_leave_nothing(fused_server: Server, world: World, salt: str) -> None:

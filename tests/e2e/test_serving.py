@@ -44,13 +44,13 @@ CHUNKS = [
 
 
 def ask(
-    server: Server, chunks: list[int], messages: Any, *, api_key: str = "none", **fields: Any
+    server: Server, chunks: list[int], messages: Any, *, api_key: str = "none", **extra: Any
 ) -> Any:
     """One request through the openai client; the whole reply."""
     client = openai.OpenAI(base_url=server.url + "/rag/v1", api_key=api_key)
     messages = [user(messages)] if isinstance(messages, str) else messages
-    body = {"chunks": [CHUNKS[i] for i in chunks], **fields.pop("extra_body", {})}
-    asked = {"model": "default", "temperature": 0, "max_tokens": 12, **fields}
+    body = {"chunks": [CHUNKS[i] for i in chunks], **extra}
+    asked: dict[str, Any] = {"model": "default", "temperature": 0, "max_tokens": 12}
     return client.chat.completions.create(messages=messages, extra_body=body, **asked)
 
 
@@ -102,9 +102,9 @@ def test_forged_params_on_generate_do_nothing(rag_server: Server) -> None:
 def test_conversation_reuses_history_and_drops_seen_chunks(rag_server: Server) -> None:
     """All of a turn but its last answer token is exact."""
     messages = [user("What does Dravex make?")]
-    first = ask(rag_server, [0, 1], messages, extra_body={"conversation_id": "talk"})
+    first = ask(rag_server, [0, 1], messages, conversation_id="talk")
     messages += [assistant(first.choices[0].message.content), user("What does Brinix make?")]
-    second = ask(rag_server, [1, 2], messages, extra_body={"conversation_id": "talk"})
+    second = ask(rag_server, [1, 2], messages, conversation_id="talk")
     reply = cache_of(second)
     assert reply["dropped"] == ["doc1"]
     assert reply["order"] == ["doc2"]
@@ -116,10 +116,10 @@ def test_stranger_with_the_conversation_id_learns_nothing(rag_server: Server) ->
     """A guessed id with other messages, or another key with the same ones, starts fresh."""
     messages = [user("What does Torum make?")]
     mine = {"conversation_id": "mine"}
-    reply = ask(rag_server, [3, 4], messages, extra_body=mine, api_key="owner")
+    reply = ask(rag_server, [3, 4], messages, api_key="owner", **mine)
     messages += [assistant(reply.choices[0].message.content), user("More?")]
     for guess, key in ((messages[2:], "owner"), (messages, "thief")):
-        told = cache_of(ask(rag_server, [3, 4], guess, extra_body=mine, api_key=key))
+        told = cache_of(ask(rag_server, [3, 4], guess, api_key=key, **mine))
         assert (told["dropped"], told["turns_reused"]) == ([], 0)
 
 
@@ -128,7 +128,7 @@ def test_salted_requests_share_no_kv(rag_server: Server) -> None:
     flush(rag_server)
 
     def hit(salt: str) -> int:
-        told = cache_of(ask(rag_server, [0, 1], "Hello", extra_body={"cache_salt": salt}))
+        told = cache_of(ask(rag_server, [0, 1], "Hello", cache_salt=salt))
         assert (told["fates"]["exact"] > 0) == (told["chunks_hit"] > 0)
         return int(told["chunks_hit"])
 

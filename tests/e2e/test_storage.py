@@ -158,20 +158,6 @@ def test_damaged_entry_is_refused_and_computed(twice: Twice) -> None:
     assert "is not used: damaged" in twice.log.read_text()
 
 
-def test_tenants_chunk_is_loaded_with_its_request(twice: Twice) -> None:
-    """Too late for this one on an idle server, in time for the next."""
-    chunk, other = twice.passages[3], twice.passages[4]
-    ask(twice.server, [other, chunk], QUESTION, cache_salt="paprika")
-    settled(twice.server)
-    flush(twice.server)
-    before = rank_of(twice.server)["storage"]["loaded"]
-    first = moved(twice.server, [chunk], cache_salt="paprika")
-    assert first["chunkcache"]["fates"]["relocated"] in (0, *range(10, 1000))
-    assert settled(twice.server)["loaded"] > before
-    stranger = moved(twice.server, [chunk], cache_salt="saffron")["chunkcache"]["fates"]
-    assert (stranger["relocated"], stranger["exact"]) == (0, 0)
-
-
 def test_hint_has_a_tenants_chunk_loaded_ahead(twice: Twice) -> None:
     """The hint is not told what is there, and has nothing loaded of others."""
     chunk, other, url = twice.passages[2], twice.passages[4], twice.server.url
