@@ -198,7 +198,7 @@ def test_ratio_that_nobody_reads_is_no_term() -> None:
 
 def served(
     *, others: FusionRequest | None, mine: FusionRequest, my_rate: float, others_rate: float
-) -> tuple[Audit, list[Terms]]:
+) -> list[Terms]:
     """What 4,000 requests on terms of `mine` get whose moved answers fail by `my_rate`,
     every second request being another's."""
     audit, found = make_audit(share=0.2, pause=50), []
@@ -213,7 +213,7 @@ def served(
         audit.begin(found[-1])
         if found[-1].is_sampled:
             audit.observe(found[-1], 0.0 if mine_drawn.random() < my_rate else 1.0)
-    return audit, found
+    return found
 
 
 @pytest.mark.parametrize("my_rate", [0.02, 0.7], ids=["sound", "broken"])
@@ -223,8 +223,8 @@ def test_half_of_the_traffic_at_another_ratio_changes_nothing(
     others: FusionRequest, ratio: float, others_rate: float, my_rate: float
 ) -> None:
     """Bad answers at ratio 0 pause nobody else, good ones at ratio 1 hide nothing."""
-    _, alone = served(others=None, mine=QUERY, my_rate=my_rate, others_rate=others_rate)
-    _, beside = served(
+    alone = served(others=None, mine=QUERY, my_rate=my_rate, others_rate=others_rate)
+    beside = served(
         others=replace(others, ratio=ratio), mine=QUERY, my_rate=my_rate, others_rate=others_rate
     )
     assert beside == alone

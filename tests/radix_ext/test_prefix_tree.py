@@ -199,21 +199,3 @@ def test_chain_told_node_by_node_costs_by_its_length(monkeypatch: pytest.MonkeyP
     assert sum(walked) == 0
     tree.check_integrity()
     assert [each.chunk_id for each in tree._newest_first()] == [chunk.id for chunk in chunks]
-
-
-@pytest.mark.parametrize("used", ["extended", "inserted", "counted"])
-def test_chain_that_goes_on_after_another_was_used_is_the_newest(used: str) -> None:
-    """All of it, what is above the new nodes included, or the bound would forget it first."""
-    tree = make_tree("ab", "xy")
-    tree.extend(chain("ab"), make_chunks("c"), rank=0, tier=Tier.DEVICE, promoted_len=0)
-    if used == "extended":
-        tree.extend(chain("xy"), make_chunks("z"), rank=0, tier=Tier.DEVICE, promoted_len=0)
-    elif used == "inserted":
-        hold(tree, "xyz")
-    else:
-        node = tree.find(chain("xy"))
-        assert node is not None
-        tree.count_use(node)
-    tree.extend(chain("abc"), make_chunks("d"), rank=0, tier=Tier.DEVICE, promoted_len=0)
-    tree.check_integrity()
-    assert "".join(node.chunk_id for node in tree._newest_first()).startswith("abcdxy")

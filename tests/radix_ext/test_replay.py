@@ -202,20 +202,40 @@ def test_request_without_room_in_tokens_is_not_cached() -> None:
     assert run(trace, capacity_tokens=10).peak_nodes == 0
 
 
-def test_later_turn_hits_no_prefix_and_drops_what_was_shown() -> None:
-    """CRAFT 4.3: its second turn comes after a history, so `b` is no hit although it is cached at
-    the front."""
-    trace = as_chunks([["b", "d"], ["a", "b"], ["b", "a", "c"], ["b", "c"]], num_tokens=5)
-    names = [None, "x", "x", None]
-    counts = run(trace, conversations=names).requests
-    assert [(count.num_hits, count.num_dropped, count.num_dropped_tokens) for count in counts] == [
-        (0, 0, 0),
-        (1, 0, 0),
-        (0, 2, 10),
-        (1, 0, 0),  # `c` comes after the question of turn 1 there
-    ]
-    counts = run(trace, conversations=names, dedup="off").requests
-    assert [(each.num_hits, each.num_dropped) for each in counts] == [(0, 0), (1, 0)] * 2
+TALK = ["bd", "ab", "bac", "bc"]
+
+
+@pytest.mark.parametrize(
+    ("trace", "names", "settings", "hits", "dropped", "lost"),
+    [
+        # CRAFT 4.3: a second turn comes after a history, so `b` is no hit although it is cached at
+        # the front; nor is `c` for others, which comes after the question of turn 1
+        (TALK, "-xx-", {}, "0101", "0020", "0000"),
+        (TALK, "-xx-", {"dedup": "off"}, "0101", "0000", "0000"),
+        # a first turn without chunks is a history all the same
+        (["a", "", "ab", "", "b"], "-xxxx", {}, "00000", "00001", "00000"),
+        # the chunks of later turns are KV too
+        (["o", "a", "bc", "o"], "-xx-", {"capacity": 4}, "0001", "0000", "0000"),
+        (["o", "a", "bc", "o"], "-xx-", {"capacity": 3}, "0000", "0000", "0000"),
+        # two strangers push the first turn out: it is computed again, in front of the second
+        (["ab", "o", "p", "c"], "x--x", {}, "0000", "0000", "0000"),
+        (["ab", "o", "p", "c"], "x--x", {"capacity": 2}, "0000", "0000", "0002"),
+        # the system prompt was edited between two turns
+        (["ab", "c", "d"], "xxx", {"heads": "122"}, "000", "000", "020"),
+    ],
+)
+def test_turns_of_a_conversation(
+    trace: list[str], names: str, settings: dict[str, Any], hits: str, dropped: str, lost: str
+) -> None:
+    """A dash is a request of nobody's conversation."""
+    conversations = [None if name == "-" else name for name in names]
+    chunks = as_chunks([[*request] for request in trace], num_tokens=5)
+    counts = run(chunks, conversations=conversations, **settings).requests
+    assert "".join(str(each.num_hits) for each in counts) == hits
+    assert "".join(str(each.num_dropped) for each in counts) == dropped
+    assert "".join(str(each.num_lost) for each in counts) == lost
+    assert sum(each.num_lost_tokens for each in counts) == 5 * sum(map(int, lost))
+    assert sum(each.num_dropped_tokens for each in counts) == 5 * sum(map(int, dropped))
 
 
 @pytest.mark.parametrize("capacity", [None, 12])
@@ -234,42 +254,6 @@ def test_heads_keep_chunks_apart(capacity: int | None) -> None:
     assert 0 < found.total.num_hits < alone.total.num_hits
     assert run(trace, heads=["x"] * 80, capacity=capacity).requests == alone.requests
     assert run(trace, heads=map(str, range(80)), capacity=capacity).total.num_hits == 0
-
-
-def test_history_behind_another_head_is_lost() -> None:
-    """The system prompt was edited between two turns:
-    what the conversation has shown is computed again."""
-    trace = as_chunks([["a", "b"], ["c"], ["d"]])
-    counts = run(trace, conversations=[*"xxx"], heads=["1", "2", "2"]).requests
-    assert [count.num_lost for count in counts] == [0, 2, 0]
-
-
-def test_turn_behind_an_empty_one_hits_no_prefix() -> None:
-    """A first turn without chunks is a history all the same:
-    its question comes before the second."""
-    trace = as_chunks([["a"], [], ["a", "b"], [], ["b"]])
-    counts = run(trace, conversations=[None, "x", "x", "x", "x"]).requests
-    assert [(count.num_hits, count.num_dropped) for count in counts] == [(0, 0)] * 4 + [(0, 1)]
-
-
-def test_history_takes_room() -> None:
-    """The chunks of later turns are KV too: with a capacity of three,
-    the third turn's two push the other request out."""
-    trace = as_chunks([["o"], ["a"], ["b", "c"], ["o"]])
-    names = [None, "x", "x", None]
-    assert run(trace, conversations=names, capacity=4).total.num_hits == 1
-    result = run(trace, conversations=names, capacity=3)
-    assert (result.total.num_hits, result.num_evicted) == (0, 2)
-
-
-def test_history_that_left_the_cache_is_counted() -> None:
-    """Two strangers between the turns push the first turn out:
-    its chunks are computed once more, in front of the second."""
-    trace = as_chunks([["a", "b"], ["o"], ["p"], ["c"]], num_tokens=5)
-    names = ["x", None, None, "x"]
-    assert run(trace, conversations=names).total.num_lost == 0
-    total = run(trace, conversations=names, capacity=2).total
-    assert (total.num_lost, total.num_lost_tokens) == (2, 10)
 
 
 def test_later_turns_are_no_sign_that_others_want_the_chunks() -> None:

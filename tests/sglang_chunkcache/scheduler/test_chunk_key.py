@@ -139,16 +139,6 @@ def test_exact_part_of_fused_key_is_shared_with_exact_keys() -> None:
     assert FUSED[2:].child_key() == KEY[2:].child_key()
 
 
-@pytest.mark.parametrize(("stop", "is_exact"), [(4, True), (5, True), (7, False), (8, False)])
-def test_slice_and_cut_that_end_before_the_moved_chunk_are_exact(stop: int, is_exact: bool) -> None:
-    """A shorter insert of a fused request may be exact throughout, and everybody may have it."""
-    expected = None if is_exact else Fused(5, "r")
-    assert FUSED[:stop].fused == expected
-    assert ChunkKey.cut(FUSED.token_ids, FUSED.spans, stop, fused=FUSED.fused).fused == expected
-    inside = ChunkKey.cut(FUSED.token_ids, FUSED.spans, 6, fused=FUSED.fused)
-    assert (len(inside), inside.fused) == (5, None)
-
-
 def test_fused_by_taints_all() -> None:
     """What follows an exact prefix is looked up among the fused nodes below it."""
     rest = make_key([1, 2, 8], (0, 2), extra_key="x", cache_salt="s").fused_by("r")

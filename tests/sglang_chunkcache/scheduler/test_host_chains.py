@@ -89,16 +89,6 @@ def test_least_reused_leaf_leaves_the_host() -> None:
     scheduler.check()
 
 
-def test_chain_that_left_everything_is_told() -> None:
-    scheduler = HostScheduler(host_slots=len(HEAD + A))
-    offloaded(scheduler, A)
-    scheduler.check()
-    assert scheduler.tree.find(chain(A)) is not None
-    known(scheduler, C)
-    scheduler.check()
-    assert scheduler.tree.find(chain(A)) is None
-
-
 def test_front_that_lost_events_hears_of_what_comes_back(scheduler: HostScheduler) -> None:
     """Also of what leads there: what is acknowledged is forgotten."""
     offloaded(scheduler, A, B)
@@ -267,17 +257,6 @@ def test_layers_are_copied_ahead_as_far_as_the_prefill_is_too_short(
     batch = SimpleNamespace(forward_mode=mode, prefix_lens=[prefix_len], extend_lens=[1.5])
     host.before(batch)
     assert host.pool.num_ahead == host.stats()["layers_ahead"] == expected
-
-
-def test_load_takes_no_more_than_the_device_can_spare() -> None:
-    scheduler = HostScheduler(capacity=20)
-    known(scheduler, A, B, C)
-    scheduler.evict(20)
-    other = rag((50, 51, 52, 53, 54, 55, 56, 57), tail=(30, 31))
-    assert scheduler.admit(other, 100) == len(HEAD)  # 8 slots are left
-    assert scheduler.match(rag(A, B, C)) == len(HEAD + A + B)
-    assert scheduler.cache.host.stats()["no_room"] == 1
-    scheduler.check([other])
 
 
 def test_explain_loads_nothing(scheduler: HostScheduler) -> None:

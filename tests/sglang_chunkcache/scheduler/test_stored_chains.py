@@ -20,7 +20,7 @@ from radix_ext.costs import Line
 from radix_ext.loading import Patience
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
-from sglang_chunkcache.storage import loader, storage
+from sglang_chunkcache.storage import loader
 from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
@@ -39,6 +39,7 @@ from tests.kit.chains import (
     rag,
     unsent,
 )
+from tests.reference.scheduler import FakeReq
 
 
 @pytest.fixture
@@ -279,6 +280,14 @@ def costly(server: Server) -> Server:
     return server
 
 
+def waiting(server: Server) -> FakeReq:
+    """A request that has arrived and is not admitted yet."""
+    req = rag(A, B)
+    server.cache.arrived(req)
+    assert server.admit(req, 10**6) is None
+    return req
+
+
 def come(server: Server, disk: ChainDisk) -> None:
     """The storage answers."""
     disk.storage.gate.set()
@@ -292,9 +301,7 @@ def test_request_waits_for_its_loads(disk: ChainDisk, is_hinted: bool) -> None:
     server = patient(disk)
     if is_hinted:
         prefetch(server, rag(A, B))
-    req = rag(A, B)
-    server.cache.arrived(req)
-    assert server.admit(req, 10**6) is None
+    req = waiting(server)
     disk.now = 0.5 * len(HEAD + A + B) - 0.01
     assert server.admit(req, 10**6) is None
     come(server, disk)
@@ -340,26 +347,11 @@ def test_request_does_not_wait_for_what_the_device_has_by_now(disk: ChainDisk) -
     assert server.storage.stats()["waits"] == 0
 
 
-def test_share_is_of_computing_once(disk: ChainDisk) -> None:
-    """A request with moved KV asks twice, for the same tokens."""
-    stored(disk, A, B)
-    server = patient(disk)
-    req = rag(A, B)
-    server.cache.arrived(req)
-    chain = state(req).chain
-    assert chain is not None
-    state(req).loads = storage.Asked(loads=list(chain.loads), computed_s=chain.computed_s)
-    assert server.admit(req, 10**6) is None
-    assert chain.until == 0.5 * len(HEAD + A + B)
-
-
 def test_request_that_has_waited_in_vain_is_computed(disk: ChainDisk) -> None:
     """It is as if it had not waited, and the next one does not."""
     stored(disk, A, B)
     server = patient(disk)
-    req = rag(A, B)
-    server.cache.arrived(req)
-    assert server.admit(req, 10**6) is None
+    req = waiting(server)
     disk.now = 0.5 * len(HEAD + A + B)
     assert server.serve(req) == 0
     counts = server.storage.stats()
@@ -517,9 +509,7 @@ def test_request_waits_for_what_others_have(disk: ChainDisk, is_there: bool) -> 
             first.ask(rag(A, B))
         first.settle()
     second = patient(disk, beside="second")
-    req = rag(A, B)
-    second.cache.arrived(req)
-    assert second.admit(req, 10**6) is None
+    req = waiting(second)
     come(second, disk)
     assert second.serve(req) == (len(HEAD + A + B) if is_there else 0)
     counts = second.storage.stats()
