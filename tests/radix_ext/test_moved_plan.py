@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -358,43 +359,35 @@ def slow_plan(
 ) -> tuple[set[int], int, tuple[str, ...]]:
     """(moved positions, end of the promise, reasons):
     as many hits as fit, tried one by one, each from scratch."""
-    usable = [span for i, span in enumerate(spans) if span.start >= start and span.end <= limit]
-    hits = [
-        span for span in usable if sources.get(span.chunk) and spans.index(span) not in fusion.fresh
-    ]
+    usable = [span for span in spans if span.start >= start and span.end <= limit]
+    hits = [s for s in usable if sources.get(s.chunk) and spans.index(s) not in fusion.fresh]
     if not hits:
         return set(), start, (NotMoved.NO_SOURCE,) if usable else ()
 
-    def promise(num_hits: int) -> tuple[set[int], int, int, int]:
+    def promise(num_hits: int) -> tuple[set[int], int]:
         moved = {position for span in hits[:num_hits] for position in range(span.start, span.end)}
-        end = max(moved, default=start - 1) + 1
-        recomputed = 0 if fusion.selector == "none" else math.ceil(fusion.ratio * len(moved))
-        return moved, end, end - start - len(moved), recomputed
+        return moved, max(moved, default=start - 1) + 1
 
-    num_hits, reasons = 0, []
-    while num_hits < len(hits):
-        _, end, gaps, recomputed = promise(num_hits + 1)
+    def reason(moved: set[int], end: int) -> NotMoved | None:
+        gaps = end - start - len(moved)
         if gaps > limits.max_gap_tokens:
-            reasons.append(NotMoved.GAP_TOO_LONG)
-            break
-        if gaps + recomputed > limits.max_pass_tokens:
-            reasons.append(NotMoved.PASS_BUDGET)
-            break
+            return NotMoved.GAP_TOO_LONG
+        tokens = gaps + (0 if fusion.selector == "none" else math.ceil(fusion.ratio * len(moved)))
+        if tokens > limits.max_pass_tokens:
+            return NotMoved.PASS_BUDGET
         num_layers, measured = limits.num_layers, 0.0
         if fusion.selector in ("deviation", "critical"):
             measured += min(fusion.depth or num_layers, num_layers) / num_layers * (end - start)
         if fusion.selector in ("query", "critical"):
             asked = max(0, min(limits.question_window, limit - spans[-1].end))
             measured += min(fusion.layer or num_layers, num_layers) / num_layers * asked
-        if (
-            0 < fusion.ratio < 1
-            and gaps + recomputed + math.ceil(measured) > limits.max_pass_tokens
-        ):
-            reasons.append(NotMoved.MEASURING_BUDGET)
-            break
-        num_hits += 1
-    moved, end, _, _ = promise(num_hits)
-    return moved, end, tuple(reasons)
+        is_over = 0 < fusion.ratio < 1 and tokens + math.ceil(measured) > limits.max_pass_tokens
+        return NotMoved.MEASURING_BUDGET if is_over else None
+
+    for num_hits in range(1, len(hits) + 1):
+        if why := reason(*promise(num_hits)):
+            return *promise(num_hits - 1), (why,)
+    return *promise(len(hits)), ()
 
 
 @st.composite
@@ -452,19 +445,14 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
             for letter, copies in sources.items()
         }
     moved, end, reasons = slow_plan(spans, start, limit, sources, fusion, limits)
-    assert {
-        p for piece in plan.pieces if piece.source for p in range(piece.start, piece.end)
-    } == moved
+    found = [piece for piece in plan.pieces if piece.source]
+    assert {p for piece in found for p in range(piece.start, piece.end)} == moved
     assert plan.fallbacks == reasons
     if not plan.pieces:
-        assert not moved
         return
-    assert (plan.start, plan.end) == (start, end)
-    assert plan.fused_from == min(moved)
+    assert (plan.start, plan.end, plan.fused_from) == (start, end, min(moved))
     assert plan.pieces[-1].source is not None
-    assert all(
-        left.end == right.start for left, right in zip(plan.pieces, plan.pieces[1:], strict=False)
-    )
+    assert all(left.end == right.start for left, right in pairwise(plan.pieces))
     assert plan.gap_len == end - start - len(moved) <= limits.max_gap_tokens
     assert plan.num_pass_tokens <= limits.max_pass_tokens
     for piece in plan.pieces:
@@ -473,13 +461,12 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
             assert not any(span.start < piece.end and span.end > piece.start for span in spans)
             continue
         assert spans[piece.span][:2] == (piece.start, piece.end)
-        if piece.source is None:
-            continue
-        assert piece.chunk == spans[piece.span].chunk
-        assert piece.prefix == tuple(span.chunk for span in spans[: piece.span])
-        if fusion.selector != "context":
-            merits = [_merit(copy, piece.prefix) for copy in sources[piece.chunk]]
-            assert _merit(piece.source, piece.prefix) == max(merits)
+        if piece.source is not None:
+            assert piece.chunk == spans[piece.span].chunk
+            assert piece.prefix == tuple(span.chunk for span in spans[: piece.span])
+            if fusion.selector != "context":
+                merits = [_merit(copy, piece.prefix) for copy in sources[piece.chunk]]
+                assert _merit(piece.source, piece.prefix) == max(merits)
 
 
 def _merit(copy: Candidate, before: Sequence[ChunkId]) -> tuple[bool, bool, int, bool, int]:
@@ -520,28 +507,18 @@ def test_no_end_of_the_plan_is_faster(
 
     def slow_seconds(hits: Sequence[Span], choice: FusionRequest) -> float:
         end = hits[-1].end if hits else 0
-        moved = {position for span in hits for position in range(span.start, span.end)}
+        moved_len = sum(span.end - span.start for span in hits)
         total = _slow(costs[Phase.EXTEND], range(end + 1, len(layout) + 1))
         for phase in (Phase.DEVICE, Phase.HOST):
-            mine = [span for span in hits if where[span.chunk] == phase]
+            mine = [span.end - span.start for span in hits if where[span.chunk] == phase]
             num_calls = len(mine) if phase is Phase.HOST else min(1, len(mine))
-            line = costs[phase]
-            total += line.fixed * num_calls + line.each * sum(
-                span.end - span.start for span in mine
-            )
-        num_computed = (
-            end
-            - len(moved)
-            + (math.ceil(choice.expected_ratio * len(moved)) if choice.recomputes else 0)
-        )
-        total += _slow(costs[Phase.RECOMPUTE], [end] * num_computed)
+            total += costs[phase].fixed * num_calls + costs[phase].each * sum(mine)
+        recomputed = math.ceil(choice.expected_ratio * moved_len) if choice.recomputes else 0
+        total += _slow(costs[Phase.RECOMPUTE], [end] * (end - moved_len + recomputed))
         asked = min(2, len(layout) - spans[-1].end) if hits else 0
         if choice.selector in ("query", "critical"):
-            total += _slow(
-                costs[Phase.QUESTION],
-                [end] * asked,
-                min(layer or num_layers, num_layers) / num_layers,
-            )
+            share = min(layer or num_layers, num_layers) / num_layers
+            total += _slow(costs[Phase.QUESTION], [end] * asked, share)
         if choice.selector in ("deviation", "critical"):
             total += _slow(costs[Phase.DEVIATION], [end] * end, min(depth, num_layers) / num_layers)
         return total
