@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from radix_ext.agreement import MAX_KL, Row, compare
+from radix_ext.agreement import MAX_KL, Agreement, Row, Tally, compare
 
 WEIGHTS = st.lists(st.floats(0.001, 1), min_size=6, max_size=6)
 
@@ -115,3 +115,11 @@ def test_lists_tell_much_of_a_vocabulary(temperature: float) -> None:
     found = compare([row_of(p, 20)], [row_of(hot(q, temperature), 5)], temperature=temperature).kl
     whole = kl(hot(p, temperature), hot(q, temperature))
     assert whole / 3 < found <= whole
+
+
+def test_tally_sums_and_has_the_largest() -> None:
+    tally = Tally()
+    tally.add(Agreement(4, 4, 0.0), is_below=False)
+    tally.add(Agreement(4, 2, 0.5), is_below=True)
+    assert (tally.samples, tally.below, tally.max_kl) == (2, 1, 0.5)
+    assert (tally.share, tally.kl) == (1.5, 0.5)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from radix_ext.cfo import (
     Attention,
+    adjusted_overlap,
     best_variant,
     cfo,
     context_impact,
@@ -48,6 +49,10 @@ def test_prefix_overlap_by_hand(
 ) -> None:
     """Eq. 6: the mass of what is here again; its order plays no part, nor does what is new."""
     assert prefix_overlap(ids(old), masses, ids(new)) == expected
+
+
+def test_adjusted_overlap_by_hand() -> None:
+    assert adjusted_overlap(ids("pqrs"), (1, 2, 4, 1), ids("prq")) == pytest.approx(7 / 8 * 2 / 3)
 
 
 def test_densities_by_hand() -> None:
@@ -150,6 +155,8 @@ def test_best_variant_needs_least(
     """In a prompt that has p and q before the chunk."""
     found = best_variant([(ids(before), scores) for before, scores in candidates], ids("pq"))
     assert found == expected
+    with pytest.raises(ValueError, match="candidates"):
+        best_variant([], ids("p"))
 
 
 @given(old=prefixes, new=prefixes)

@@ -9,13 +9,14 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from radix_ext import ChunkId, FusionRequest, Span
 from radix_ext.cfo import Attention
 from radix_ext.costs import Line, Phase
 from radix_ext.moved_plan import MIN_GAIN, Candidate, Limits, NotMoved, ReusePlan, make_plan
+from tests.examples import examples
 from tests.reference.sources import ids, make_request, make_sums
 
 ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000)
@@ -228,6 +229,23 @@ def test_moving_must_be_faster(overhead: float, is_moved: bool) -> None:
     assert plan.estimate == pytest.approx((12 + overhead + 5 + 0.1, 22))
 
 
+def test_plan_ends_where_moving_stops_paying() -> None:
+    """The gap of B takes longer in the pass than C saves: A alone is moved."""
+    costs = make_costs(recompute=(0.0, 2.0))
+    plan = plan_of("AAAAAABBBBBBCC..", "AC", costs=costs)
+    assert pieces(plan) == [(0, 6, True)]
+    assert plan.fallbacks == (NotMoved.NOT_WORTH_IT,)
+    assert pieces(plan_of("AAAAAABBBBBBCC..", "AC", costs=make_costs()))[-1] == (12, 14, True)
+
+
+def test_chunk_that_is_dearer_to_move_than_to_compute_is_a_gap() -> None:
+    """A slow host and a tiny chunk."""
+    sources = {"A": [Copy()], "B": [Copy(where="host")], "C": [Copy()]}
+    plan = plan_of("AAAABCCCC.", sources, costs=make_costs(host=0.6))
+    assert pieces(plan) == [(0, 4, True), (4, 5, False), (5, 9, True)]
+    assert plan.fallbacks == (NotMoved.NOT_WORTH_IT,)
+
+
 def test_question_that_eats_the_gain_is_not_asked() -> None:
     """The plan names the selector that takes its place."""
     layout, fusion = "AAAAAAAAAA..", make_request("query", 0.2)
@@ -259,6 +277,19 @@ def chosen(options: Sequence[Copy], *, after: str = "AB", selector: str = "query
     source = plan.pieces[-1].source
     assert source is not None
     return source
+
+
+def test_plain_request_takes_what_was_computed_alone_and_nothing_else() -> None:
+    """FusionRAG eq. 10: neither what other chunks went into, nor what was preprocessed."""
+    plain = Copy(where="host")
+    others = [
+        Copy(ids("A")),
+        Copy(ids("XY"), where="host", preprocessed=True),
+        Copy(preprocessed=True),
+    ]
+    fusion = replace(NONE, plain=True)
+    assert plan_of("AZZ.", {"Z": [*others, plain]}, fusion=fusion).pieces[-1].source is plain
+    assert plan_of("AZZ.", {"Z": others}, fusion=fusion) == ReusePlan((), (NotMoved.NO_SOURCE,))
 
 
 def test_source_at_the_same_position_is_taken_among_equals() -> None:
@@ -396,17 +427,19 @@ def layouts(draw: st.DrawFn) -> str:
         st.sampled_from(["", ".", "..."]),
         st.builds(str.__mul__, st.sampled_from("ABCD"), st.integers(1, 5)),
     )
-    return "".join(draw(st.lists(parts, max_size=9)))
+    return "".join(draw(st.lists(parts, min_size=draw(st.sampled_from([4, 0])), max_size=9)))
 
 
+@settings(max_examples=examples(500))
 @given(st.data(), layouts())
 def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
     """Any prompt, any sources, any limits: the same promise for the same reasons, without holes,
     whole chunks only."""
     spans = prompt(layout)
     inside = {position for span in spans for position in range(span.start + 1, span.end)}
-    start = data.draw(st.sampled_from([p for p in range(len(layout) + 1) if p not in inside]))
-    limit = data.draw(st.integers(0, len(layout)))
+    outside = [p for p in range(len(layout) + 1) if p not in inside]
+    start = data.draw(st.just(0) | st.sampled_from(outside))
+    limit = data.draw(st.just(len(layout)) | st.integers(0, len(layout)))
     copies = st.lists(
         st.builds(
             Copy,
@@ -429,7 +462,7 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
         depth=data.draw(st.integers(1, 6)),
         layer=data.draw(st.integers(0, 6)),
     )
-    small = st.integers(0, 12)
+    small = st.just(1000) | st.integers(0, 12)
     limits = Limits(
         data.draw(small),
         data.draw(small),
@@ -480,6 +513,7 @@ def _merit(copy: Candidate, before: Sequence[ChunkId]) -> tuple[bool, bool, int,
     )
 
 
+@settings(max_examples=examples(500))
 @given(
     st.data(),
     layouts(),

@@ -199,3 +199,17 @@ def test_chain_told_node_by_node_costs_by_its_length(monkeypatch: pytest.MonkeyP
     assert sum(walked) == 0
     tree.check_integrity()
     assert [each.chunk_id for each in tree._newest_first()] == [chunk.id for chunk in chunks]
+
+
+def test_use_makes_a_chain_the_newest_and_is_no_hit() -> None:
+    """Its KV was read for a prompt that has the chunk elsewhere. A plan is cancelled once."""
+    tree = make_tree("ab", "xy")
+    node = tree.find(chain("ab"))
+    assert node is not None
+    tree.count_use(node)
+    plan = tree.plan("", make_chunks("xy"), rank=0)
+    for _ in range(2):
+        tree.cancel(plan)
+    tree.check_integrity()
+    assert "".join(each.chunk_id for each in tree._newest_first()) == "abxy"
+    assert tree.stats.num_hits == 0

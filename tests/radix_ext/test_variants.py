@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from radix_ext import IntegrityError
 from radix_ext.cfo import Scored
 from radix_ext.variants import Variant, VariantIndex
+from tests.examples import examples
 from tests.reference.naive_store import NaiveStore, NaiveVariant, num_bytes
 from tests.reference.sources import Sums, ids
 
@@ -80,6 +81,24 @@ def test_use_refuses_what_is_no_share(cfo: float) -> None:
     assert variant.reuse == 0
 
 
+def test_a_chunk_with_all_its_variants_gets_another_one_for_a_prefix_asked_for_more_often() -> None:
+    """At M it takes the place of the chunk's own lowest where the store is full;
+    other chunks are left alone."""
+    store = make_store(tokens=3, chunks=2, variants=2)
+    other, x, y = make_variant(), make_variant("x"), make_variant("y")
+    for name, variant in (("b", other), ("a", x), ("a", y)):
+        store.put(chunk(name), variant)
+    store.use(x, 1.0)
+    ask(store, "a", "y")
+    ask(store, "a", "z")
+    assert not store.wants(chunk("a"), "", ids("z"))
+    assert not store.put(chunk("a"), make_variant("z"))
+    ask(store, "a", "z")
+    assert store.put(chunk("a"), make_variant("z"))
+    assert [v.prefix for v in store.find(chunk("a"))] == [ids("x"), ids("z")]
+    assert store.find(chunk("b")) == (other,)
+
+
 def test_order_outlasts_many_windows() -> None:
     """Also those after which f_r is scaled anew: the one used least lately leaves."""
     store = make_store(tokens=3, window=1)
@@ -88,7 +107,8 @@ def test_order_outlasts_many_windows() -> None:
         store.put(chunk(name), variant)
     for number in range(700):
         store.use(made["abc"[number % 3]], 1.0)
-        store.set_on_device(chunk("abc"[number % 3]), False)  # its entry is renewed
+        if number < 3:
+            store.set_on_device(chunk("abc"[number % 3]), False)  # its entry is renewed
         ask(store, "d")
         store.check_integrity()
     store.put(chunk("d"), make_variant())
@@ -322,4 +342,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine: Any = StoreMachine.TestCase
-TestStoreMachine.settings = settings(stateful_step_count=30)
+TestStoreMachine.settings = settings(max_examples=examples(500), stateful_step_count=30)

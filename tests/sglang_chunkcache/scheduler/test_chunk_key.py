@@ -72,6 +72,7 @@ def test_cut_and_slice_keep_whole_chunks_and_namespace() -> None:
         assert (part.extra_key, part.cache_salt) == ("x", "s")
     assert len(ChunkKey.cut(KEY.token_ids, KEY.spans, 100)) == 8
     assert KEY[5:].child_key() == make_key([4, 5], (0, 2)).child_key()
+    assert (list(KEY[:4].token_ids), KEY[:4].spans) == ([9, 9, 1, 2], ())
 
 
 def test_index_is_that_of_sglangs_key() -> None:
@@ -135,7 +136,7 @@ FUSED = make_key([9, 9, 1, 2, 3, 4, 5, 8], (2, 5), (5, 7), fused=Fused(5, "r"))
 def test_exact_part_of_fused_key_is_shared_with_exact_keys() -> None:
     """In front of the first moved chunk KV is exact, whatever follows."""
     assert FUSED.child_key() == KEY.child_key()
-    assert FUSED[:5].fused is None
+    assert [FUSED[:stop].fused for stop in (4, 5, 7)] == [None, None, Fused(5, "r")]
     assert FUSED[2:].child_key() == KEY[2:].child_key()
 
 
