@@ -206,10 +206,10 @@ def test_use_makes_a_chain_the_newest_and_is_no_hit() -> None:
     tree = make_tree("ab", "xy")
     node = tree.find(chain("ab"))
     assert node is not None
-    tree.count_use(node)
     plan = tree.plan("", make_chunks("xy"), rank=0)
     for _ in range(2):
         tree.cancel(plan)
+    tree.count_use(node)
     tree.check_integrity()
     assert "".join(each.chunk_id for each in tree._newest_first()) == "abxy"
     assert tree.stats.num_hits == 0
