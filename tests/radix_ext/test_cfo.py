@@ -51,6 +51,11 @@ def test_prefix_overlap_by_hand(
     assert prefix_overlap(ids(old), masses, ids(new)) == expected
 
 
+def test_prefix_overlap_refuses_scores_of_another_prefix() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        prefix_overlap(ids("pq"), (1.0,), ids("p"))
+
+
 def test_adjusted_overlap_by_hand() -> None:
     assert adjusted_overlap(ids("pqrs"), (1, 2, 4, 1), ids("prq")) == pytest.approx(7 / 8 * 2 / 3)
 
