@@ -78,7 +78,7 @@ counted asks of a rank        fusion/promise.py            fusion/test_promise_s
     self.store.ask(asked) => pass
 counted asks of a storage     fusion/promise.py            fusion/test_tier.py
     self.tier.count_asked(asked) => pass
-kept twice                    scheduler/chunk_cache.py     fusion/test_promise_store.py
+kept twice                    scheduler/chunk_cache.py     scheduler/test_stored_chains.py
     and not chunked and not known.is_kept: => and not chunked:
 source locks                  fusion/promise.py            fusion/test_promise.py
     for source in sources: => for source in ():
