@@ -259,6 +259,18 @@ def test_layers_are_copied_ahead_as_far_as_the_prefill_is_too_short(
     assert host.pool.num_ahead == host.stats()["layers_ahead"] == expected
 
 
+def test_load_does_not_evict_what_it_goes_on_behind() -> None:
+    """Nobody else holds it before the request is admitted."""
+    scheduler = HostScheduler(capacity=12)
+    offloaded(scheduler, A, B)
+    scheduler.serve(rag(A))
+    other = FakeReq(range(60, 64))
+    scheduler.admit(other, 100)
+    assert scheduler.match(rag(A, B)) == len(HEAD + A)
+    assert scheduler.cache.host.stats()["no_room"] == 1
+    scheduler.check([other])
+
+
 def test_explain_loads_nothing(scheduler: HostScheduler) -> None:
     offloaded(scheduler, A, B)
     req = rag(A, B)
@@ -353,16 +365,24 @@ def test_a_prefill_is_not_kept_waiting_twice(scheduler: HostScheduler) -> None:
     assert host.stats()["waiting"] == 0
 
 
-@pytest.mark.parametrize(("uses", "stays"), [((A, A, B), A), ((B, A), A), ((A, B, B), B)], ids=str)
+@pytest.mark.parametrize(
+    ("uses", "stays"),
+    [((A, A, B), A), ((B, A), A), ((A, B, B), B), ((A, A, A, B, B, (), A), A)],
+    ids=str,
+)
 def test_uses_on_the_device_count_when_host_memory_is_full(
     uses: Sequence[tuple[int, ...]], stays: tuple[int, ...]
 ) -> None:
-    """How many they were, and of as many the last one."""
+    """How many they were, and of as many the last one. Here all leave the device at (), and what
+    comes back has its uses with it."""
     scheduler = HostScheduler(host_slots=len(HEAD + A + B) + 1, window_requests=100)
     for chunk in (A, B):
         scheduler.serve(rag(chunk, promoted_len=1))
     for used in uses:
-        scheduler.serve(rag(used))
+        if used:
+            scheduler.serve(rag(used))
+        else:
+            scheduler.evict(CAPACITY)
     assert scheduler.on_host() == {chain(A), chain(B)}
     scheduler.evict(CAPACITY)
     scheduler.serve(rag(C, promoted_len=1))
