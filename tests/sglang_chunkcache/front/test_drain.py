@@ -127,13 +127,11 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     ("method", "path", "in_lame_duck", "later"),
     [
         ("POST", "/rag/v1/chat/completions", 200, 503),
-        ("POST", "/v1/chat/completions", 200, 503),
         ("PUT", "/generate", 200, 503),
         ("POST", "/abort_request", 200, 200),
         ("GET", "/metrics", 200, 200),
         ("GET", "/ready", 503, 503),
         ("GET", "/health", 503, 503),
-        ("GET", "/health_generate", 503, 503),
         ("GET", "/ping", 503, 503),
     ],
 )
@@ -156,21 +154,8 @@ def test_what_is_answered_after_the_signal(
     lived(manager, scene, lame_duck_s=lame_duck_s)
 
 
-def test_lame_duck_ends() -> None:
-    """Then SGLang is told, and ends the server when no request is left."""
-    manager = FakeManager()
-
-    async def scene(app: Drain) -> None:
-        terminate()
-        await until(lambda: manager.gracefully_exit)
-        assert await status(app, "POST", "/generate") == 503
-
-    lived(manager, scene, lame_duck_s=0.01)
-
-
 @pytest.mark.parametrize("objection", ["starting", "hangs"])
 def test_server_that_is_not_ready_has_no_lame_duck(objection: str) -> None:
-    """Nobody sends it anything."""
     manager = FakeManager()
 
     async def scene(app: Drain) -> None:
@@ -213,19 +198,14 @@ def test_refusal_is_an_error_that_clients_know() -> None:
         _, headers, body = await asked(app, "POST", "/generate")
         assert (headers[b"retry-after"], headers[b"connection"]) == (b"1", b"close")
         told = json.loads(body)
-        assert (told["object"], told["code"], told["type"]) == (
-            "error",
-            503,
-            "ServiceUnavailableError",
-        )
-        assert told["message"] == "the server is shutting down"
+        assert (told["object"], told["code"]) == ("error", 503)
+        assert told["type"] == "ServiceUnavailableError"
 
     manager = FakeManager()
     lived(manager, scene)
 
 
 def test_request_that_runs_is_let_finish() -> None:
-    """It was accepted before the signal."""
     manager = FakeManager()
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
@@ -264,7 +244,6 @@ def test_limit_aborts_then_kills(
     ],
 )
 def test_ready_says_why_not(state: dict[str, Any], objection: str) -> None:
-    """SGLang's own says the same, without the reason."""
     manager = FakeManager()
     vars(manager).update(state)
     found = asyncio.run(asked(make_drain(manager), "GET", "/ready"))
@@ -308,44 +287,5 @@ def test_scheduler_that_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch, foun
         assert manager.num_asked == num_asked, "one question at a time"
         manager.hangs = False
         assert await is_ready(app)
-
-    lived(manager, scene)
-
-
-def test_scheduler_that_answers_with_an_error_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until it answers again."""
-    manager = FakeManager()
-    monkeypatch.setattr(readiness, "ASK_S", 0)
-    monkeypatch.setattr(http_server, "HEALTH_CHECK_TIMEOUT", 0)
-    answer = manager.get_internal_state
-
-    async def fail() -> None:
-        raise RuntimeError("no state")
-
-    async def is_ready(app: Drain) -> bool:
-        for _ in range(2):  # one question may be on its way
-            await status(app, "GET", "/ready")
-            await asyncio.sleep(0.001)  # for the answer
-        return await status(app, "GET", "/ready") == 200
-
-    async def scene(app: Drain) -> None:
-        assert await is_ready(app)
-        manager.get_internal_state = fail  # type: ignore[method-assign, assignment]
-        assert not await is_ready(app)
-        manager.get_internal_state = answer  # type: ignore[method-assign]
-        assert await is_ready(app)
-
-    lived(manager, scene)
-
-
-def test_probes_ask_the_ranks_now_and_then() -> None:
-    """Anybody may ask for `/ready`, as often as he likes."""
-    manager = FakeManager()
-
-    async def scene(app: Drain) -> None:
-        for _ in range(50):
-            assert await status(app, "GET", "/ready") == 200
-            await asyncio.sleep(0)
-        assert manager.num_asked == 1
 
     lived(manager, scene)

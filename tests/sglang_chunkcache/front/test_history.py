@@ -186,22 +186,12 @@ def test_turn_is_kept_whatever_its_end(end: Callable[[Talk], str]) -> None:
 
 
 def test_question_asked_again_has_its_chunks() -> None:
-    """A retry that does not say which chunks has those that the question was asked with;
-    `[]` says none."""
     talk = first_turn()
     aborted(talk)
     assert shown_in(talk.ask("two")) == ["a", "b", "d"]
     assert shown_in(talk.ask("two", C)) == ["a", "b", "c"]
     none = [*talk.messages, with_chunks(user("two"))]
     assert shown_in(talk.bench.ask(none, to="c")) == ["a", "b"]
-
-
-def test_steps_of_a_tool_loop_have_the_questions_chunks() -> None:
-    """Also where the client sends them with the first step alone."""
-    bench = Bench()
-    first = bench.reply(bench.ask("one", A, B, to="c"), content=None)
-    step = bench.ask([user("one"), CALL, RESULT], to="c")
-    assert shown_in(step) == shown_in(first) == ["a", "b"]
 
 
 # History from the request
@@ -245,26 +235,6 @@ def test_any_replica_renders_the_same(
             assert text_of(some.reply(some.ask(asked, *own, to="c"), f"r{i}")) == text_of(request)
 
 
-def test_history_is_rendered_in_the_order_in_which_it_is_sent() -> None:
-    """Not in the one that this replica would have chosen."""
-    bench = Bench()
-    bench.reply(bench.ask("x", A, B))
-    history = Talk(bench, with_chunks(user("x"), B, A), assistant("ok"))
-    assert shown_in(history.ask("y", C)) == ["b", "a", "c"]
-
-
-def test_later_turns_on_a_cold_replica_share_what_is_cached() -> None:
-    """The first at least all before the first answer, the next all but the newest answer."""
-    said, requests = talk(Bench(), [A, B], [C])
-    said.bench.books.forget()
-    for chunks, num_turns in (([D], 0), ([], 3)):
-        request, before = said.turn("q", *chunks), requests[-1]
-        assert request.input_ids[: len(before.input_ids)] == before.input_ids
-        assert request.num_turns == num_turns
-        requests.append(request)
-        said.messages[-2] = with_chunks(said.messages[-2], *chunks)
-
-
 @pytest.mark.parametrize(
     ("now", "is_changed"),
     [((A, B), False), ((B, A), False), ((A, C), True), ((A,), True), ((), True)],
@@ -280,14 +250,6 @@ def test_other_chunks_are_another_history(now: tuple[Passage, ...], is_changed: 
     assert (request.num_turns, request.num_rendered) == ((0, 3) if is_changed else (3, 0))
     expected = [*(each.label for each in now), "d"] if is_changed else ["a", "b", "d"]
     assert shown_in(request) == expected
-
-
-def test_repeated_chunks_of_a_message_are_the_stored_ones() -> None:
-    """A client keeps what it sent, dropped chunks included: that is no other history."""
-    said, _ = talk(Bench(), [A], [A, B])
-    said.messages[2] = with_chunks(user("q1"), A, B)
-    request = said.ask("q2")
-    assert (request.num_turns, told(request)) == (2, [])
 
 
 def test_control_tokens_of_a_messages_chunks_are_plain_text() -> None:
@@ -321,8 +283,6 @@ def test_two_questions_of_one_turn_have_their_own_chunks() -> None:
 
 
 def test_changed_head_does_not_fill_the_store() -> None:
-    """The time in the system prompt: each turn has a history of its own,
-    and only the last ones are kept."""
     said = Talk(Bench(context_len=20_000), system(""))
     for i in range(40):
         said.messages[0] = system(str(i))
@@ -348,7 +308,6 @@ def test_overflow_leaves_no_unreachable_turns() -> None:
     """Of 100 turns each is stored once, whichever have left the prompt."""
     conversations = long_talk(100).bench.books.conversations
     assert conversations.num_turns == 100
-    reached = {id(stored) for stored in conversations._by_use}
     found = {
         id(stored)
         for conversation in conversations._found.values()
@@ -356,7 +315,7 @@ def test_overflow_leaves_no_unreachable_turns() -> None:
         for last in turns.values()
         for stored in last.path()
     }
-    assert found == reached
+    assert found == {id(stored) for stored in conversations._by_use}
 
 
 @pytest.mark.parametrize("is_cold", [False, True])

@@ -118,13 +118,7 @@ def test_a_turn_leaves_a_rank_that_is_over_the_bound_and_says_so() -> None:
     assert talk.bench.books.stats()["fallbacks"]["other_rank"] == 1
 
 
-def test_round_robin_says_that_it_leaves() -> None:
-    turns = converse(Talk(make_bench(routing="round_robin")), 3)
-    assert [(turn.rank, is_away(turn)) for turn in turns] == [(0, False), (1, True), (0, True)]
-
-
 def test_of_a_rank_that_was_flushed_nothing_is_expected() -> None:
-    """Its conversations may go anywhere, and nobody says that it has a history."""
     talk = Talk(make_bench())
     home = converse(talk, 3)[-1].rank
     flush(talk.bench, home)
@@ -148,14 +142,6 @@ def test_answer_that_left_nothing_names_no_home(is_plain: bool) -> None:
     bench.books.finish(asked, bench.books.closed(asked, "ok"))
     keep_busy(bench, asked.rank)
     assert Talk(bench, user("one"), assistant("ok")).ask("two").rank != asked.rank
-
-
-def test_who_serves_counts_not_who_was_meant() -> None:
-    """SGLang may send a request elsewhere."""
-    bench = make_bench(3)
-    asked = bench.reply(bench.ask("one", to="c"), by=2)
-    assert asked.rank == 0
-    assert Talk(bench, user("one"), assistant("ok")).ask("two").rank == 2
 
 
 def test_after_an_overflow_no_rank_has_what_is_left() -> None:

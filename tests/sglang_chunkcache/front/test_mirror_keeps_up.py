@@ -137,46 +137,8 @@ def told(log: EventLog, mirror: RankMirror) -> RankState:
     return state_of(log, mirror.reading)
 
 
-def make_gap(names: str) -> tuple[EventLog, ChunkPrefixTree, RankMirror]:
-    """Nodes at the root, of which the mirror knows none: it has heard of a gap and nothing since.
-    Three are told at a time."""
-    log, (tree, mirror) = EventLog(2, max_told=3), make_mirror()
-    add(log, *names)
-    read(log, mirror)
-    log.acknowledge(mirror.acknowledgement)
-    assert mirror.reading.part == 0
-    return log, tree, mirror
-
-
 def names_known(tree: ChunkPrefixTree) -> str:
     return "".join(name for name in "abcdefgh" if tree.match("n", [ChunkId(name)], rank=0))
-
-
-def test_what_happens_between_two_parts_is_told_once() -> None:
-    """An eviction, whether or not the node has been told before; a child born before its parent is
-    told, whose own event comes when the mirror does not know where it belongs."""
-    log, tree, mirror = make_gap("abcd")
-    mirror.hear(told(log, mirror))
-    assert names_known(tree) == "ab"
-    evict(log, "a", "c")
-    add(log, "dx")
-    keep_up(log, mirror)
-    assert names_known(tree) == "bd"
-    assert tree.find(chain("d", "x")) is not None
-    assert tree.stats.num_unknown_notices == 0
-
-
-def test_a_part_that_later_events_have_overtaken_is_taken() -> None:
-    """It tells a node that has left since, and lacks one that has come:
-    both events are applied once more."""
-    log, tree, mirror = make_gap("abcd")
-    early = told(log, mirror)
-    evict(log, "a")
-    add(log, "e")
-    mirror.apply(log.unread())
-    mirror.hear(early)
-    keep_up(log, mirror)
-    assert names_known(tree) == "bcde"
 
 
 def test_a_rank_that_answers_while_others_are_asked_is_told_again() -> None:
@@ -195,38 +157,6 @@ def test_a_rank_that_answers_while_others_are_asked_is_told_again() -> None:
     assert num_asked < 20
     assert tree.digest(0) == (log.num_nodes, log.digest)
     assert mirror.num_resyncs == 1
-
-
-def test_a_node_is_told_with_its_tier() -> None:
-    """A token in host memory is worth less than one on the device."""
-    log, tree, mirror = make_gap("abc")
-    log.append(Moved(chain("b"), Tier.HOST))
-    keep_up(log, mirror)
-    nodes = [tree.find(chain(name)) for name in "abc"]
-    assert [node and node.tier(0) for node in nodes] == [Tier.DEVICE, Tier.HOST, Tier.DEVICE]
-
-
-def test_a_gap_has_all_told_again_however_lately_that_was() -> None:
-    log, tree, mirror = make_gap("abcdefgh")
-    keep_up(log, mirror)
-    evict(log, *"abc")
-    read(log, mirror)
-    assert mirror.num_gaps == 2
-    keep_up(log, mirror)
-    assert (names_known(tree), mirror.num_resyncs) == ("defgh", 2)
-
-
-def test_a_flush_ends_it() -> None:
-    """There is nothing to tell any more, and parts of what was are not believed."""
-    log, tree, mirror = make_gap("abcd")
-    mirror.hear(told(log, mirror))
-    old = told(log, mirror)
-    log.restart()
-    add(log, "e")
-    read(log, mirror)
-    mirror.hear(old)
-    assert not mirror.is_behind
-    assert names_known(tree) == "e"
 
 
 def test_what_the_tree_forgot_is_told_again_when_there_is_room() -> None:

@@ -44,44 +44,6 @@ def test_apply_follows_a_chain_to_the_host_and_back() -> None:
     assert tree.stats.num_hits == 0
 
 
-def test_apply_again_changes_nothing() -> None:
-    """Batches repeat what is not acknowledged: an eviction must not hit what came back since."""
-    log, (tree, mirror) = EventLog(100), make_mirror()
-    log.append(inserted("a"))
-    log.append(Evicted(chain("a")))
-    early = log.unread()
-    log.append(inserted("a"))
-    read(log, mirror)
-    mirror.apply(early)
-    assert held(tree, "a")
-    assert mirror.acknowledgement.seq == 3
-
-
-def test_apply_overlapping_batch_takes_the_new_part() -> None:
-    log, (tree, mirror) = EventLog(100), make_mirror()
-    batches = []
-    for name in "ab":
-        log.append(inserted(name))
-        batches.append(log.unread())
-    for batch in batches:
-        mirror.apply(batch)
-    assert held(tree, "a")
-    assert held(tree, "b")
-    assert tree.stats.num_hits == 0
-
-
-def test_gap_drops_the_rank() -> None:
-    """Events were lost for good: what the mirror says may be wrong, so it starts again."""
-    log, (tree, mirror) = EventLog(2), make_mirror()
-    log.append(inserted("a"))
-    read(log, mirror)
-    for name in "bcd":
-        log.append(inserted(name))
-    read(log, mirror)
-    assert (mirror.num_gaps, mirror.acknowledgement.seq) == (1, 4)
-    assert [held(tree, name) for name in "abcd"] == [False, False, True, True]
-
-
 def test_new_epoch_drops_the_rank_and_a_late_batch_of_the_old_one_changes_nothing() -> None:
     """A slow client's stream carries its batch in every output, also after a flush; what it would
     forget, the log has dropped as acknowledged."""
@@ -100,15 +62,7 @@ def test_new_epoch_drops_the_rank_and_a_late_batch_of_the_old_one_changes_nothin
         read(log, mirror)
 
 
-def test_first_epoch_is_no_restart() -> None:
-    log, (_, mirror) = EventLog(100), make_mirror()
-    read(log, mirror)
-    assert mirror.num_restarts == 0
-    assert mirror.acknowledgement == Acknowledgement(log.epoch, 0)
-
-
 def test_ranks_are_apart() -> None:
-    """One rank's flush leaves the other's mirror alone."""
     tree = ChunkPrefixTree(max_nodes=100)
     mirrors = [RankMirror(tree, rank) for rank in range(2)]
     for rank, mirror in enumerate(mirrors):
