@@ -23,8 +23,8 @@ from sglang_chunkcache.front.audit import MAX_POSITIONS, MAX_WAITING, Auditor, C
 from sglang_chunkcache.front.fusion_options import fused_request
 from sglang_chunkcache.front.request import Identity
 from sglang_chunkcache.wire.report import Fallback, Report
+from tests.kit.front_bench import ME, A, Asked, B, Bench
 from tests.polling import DEADLINE_S
-from tests.sglang_chunkcache.front.front_bench import ME, A, Asked, B, Bench
 
 FUSION = FusionRequest("query", 0.15)
 MOVED = Report(2, 5, 1, 0, 0, sources=(), focused=None, fallbacks=(), ms={})
@@ -345,24 +345,19 @@ def test_busy_rank_holds_up_no_other() -> None:
     assert list(bed.auditor._waiting) == [busy]
 
 
-def test_check_is_dropped_after_a_minute() -> None:
+def test_check_is_dropped_after_a_minute_or_a_flush() -> None:
+    """The weights may be others then. One that is younger is sent."""
     bed = Bed()
     waiting(bed, 2)
     bed.now = 30.0
     waiting(bed, 1)
-    bed.now = 60.5
-    run_worker(bed)
-    assert (len(bed.ranks.checks), bed.skips) == (1, {Skip.LATE.value: 2})
-
-
-def test_check_of_a_cache_that_was_emptied_is_dropped() -> None:
-    bed = Bed()
-    waiting(bed, 1)
     mirror = bed.bench.books.mirrors[0]
     mirror.restart(mirror.acknowledgement.epoch + 1)
     waiting(bed, 1)
+    bed.now = 60.5
     run_worker(bed)
-    assert (len(bed.ranks.checks), bed.skips) == (1, {Skip.FLUSHED.value: 1})
+    assert bed.skips == {Skip.LATE.value: 2, Skip.FLUSHED.value: 1}
+    assert len(bed.ranks.checks) == 1
 
 
 def test_waiting_checks_are_bounded() -> None:

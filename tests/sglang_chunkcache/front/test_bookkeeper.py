@@ -16,17 +16,8 @@ from sglang_chunkcache.wire.events import Acknowledgement
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Fallback
 from sglang_chunkcache.wire.spans import MARK_KEY
+from tests.kit.front_bench import SECRET, A, Asked, B, Bench, make_output, told, user
 from tests.kit.front_planning import Talk, assistant
-from tests.sglang_chunkcache.front.front_bench import (
-    SECRET,
-    A,
-    Asked,
-    B,
-    Bench,
-    make_output,
-    told,
-    user,
-)
 
 
 @pytest.mark.parametrize(("found", "chunks_hit"), [(2, 1), (10_000, 2)])

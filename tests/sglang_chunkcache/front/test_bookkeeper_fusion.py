@@ -14,20 +14,8 @@ from sglang_chunkcache.front.answer import explained
 from sglang_chunkcache.front.fusion_options import fused_request
 from sglang_chunkcache.front.request import Passage
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
+from tests.kit.front_bench import END, ME, A, Asked, B, Bench, C, D, make_output, text_of, told
 from tests.kit.front_planning import Talk
-from tests.sglang_chunkcache.front.front_bench import (
-    END,
-    ME,
-    A,
-    Asked,
-    B,
-    Bench,
-    C,
-    D,
-    make_output,
-    text_of,
-    told,
-)
 
 FUSED: dict[str, Any] = {"reuse": "fused", "store_threshold": 2}
 

@@ -29,7 +29,7 @@ from sglang_chunkcache.front.chat import (
     _report_cached,
 )
 from sglang_chunkcache.front.engine import Engine, hand_over
-from tests.sglang_chunkcache.front.front_bench import A, Asked, Bench, make_output
+from tests.kit.front_bench import A, Asked, Bench, make_output
 
 
 def make_chat(bench: Bench, respond: Any) -> RagServingChat:

@@ -25,9 +25,9 @@ from sglang_chunkcache.wire.report import Answer, Explanation, Report
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import STATE_KEY, RankState
 from sglang_chunkcache.wire.state import Asked as AskedOfRanks
+from tests.kit.front_bench import SECRET, A, Asked, Bench, make_output
 from tests.kit.front_planning import state_of
 from tests.reference.chains import chain_of
-from tests.sglang_chunkcache.front.front_bench import SECRET, A, Asked, Bench, make_output
 
 NO_EVENTS = Batch(0, 0, (), 0, 0, 0)
 
@@ -188,14 +188,6 @@ def test_requests_of_others_pass_unobserved() -> None:
         assert handed_over(request) is None
         assert run(Manager(1), bench, request) == [1]
     assert bench.books.metrics.totals()["requests"] == {}
-
-
-def test_nothing_is_taken_before_the_engine_is_asked() -> None:
-    """A generator that is not iterated has no end that could give anything back."""
-    bench = Bench()
-    request = make_request(Asked(bench.plan("q", A)))
-    Engine(Manager(), bench.books).generate_request(make_obj(), request)
-    assert bench.is_idle()
 
 
 def test_stream_that_is_never_read_on_is_released() -> None:

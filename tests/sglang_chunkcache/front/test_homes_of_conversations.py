@@ -13,8 +13,8 @@ import pytest
 
 from radix_ext import KvAware
 from sglang_chunkcache.front.request import Passage
+from tests.kit.front_bench import END, A, Asked, B, Bench, make_output, user
 from tests.kit.front_planning import CALL, RESULT, Talk, assistant, read
-from tests.sglang_chunkcache.front.front_bench import END, A, Asked, B, Bench, make_output, user
 
 LONG = "an answer of some length " * 20
 
@@ -116,15 +116,6 @@ def test_a_turn_leaves_a_rank_that_is_over_the_bound_and_says_so() -> None:
     back = talk.turn("?")
     assert (back.rank, is_away(back)) == (away.rank, False)
     assert talk.bench.books.stats()["fallbacks"]["other_rank"] == 1
-
-
-def test_of_a_rank_that_was_flushed_nothing_is_expected() -> None:
-    talk = Talk(make_bench())
-    home = converse(talk, 3)[-1].rank
-    flush(talk.bench, home)
-    keep_busy(talk.bench, home)
-    moved = talk.ask("?")
-    assert (moved.rank, is_away(moved)) == (1 - home, False)
 
 
 @pytest.mark.parametrize("is_plain", [False, True])

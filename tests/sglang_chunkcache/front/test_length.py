@@ -21,7 +21,7 @@ from sglang_chunkcache.errors import BodyTooLargeError, RequestError
 from sglang_chunkcache.front.drafter import Drafter
 from sglang_chunkcache.front.parse import MAX_VALUES, json_object
 from sglang_chunkcache.front.request import Identity, Passage
-from tests.sglang_chunkcache.front.front_bench import A, B, Bench, user
+from tests.kit.front_bench import A, B, Bench, user
 
 CONFIG = ChunkCacheConfig(max_body_bytes=10_000)
 

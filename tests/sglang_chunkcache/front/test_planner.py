@@ -10,20 +10,8 @@ import pytest
 from radix_ext import Tier
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.request import Identity, Passage
+from tests.kit.front_bench import END, A, Asked, B, Bench, C, D, sent, text_of, told, user
 from tests.kit.front_planning import CALL, RESULT, Talk, assistant, system
-from tests.sglang_chunkcache.front.front_bench import (
-    END,
-    A,
-    Asked,
-    B,
-    Bench,
-    C,
-    D,
-    sent,
-    text_of,
-    told,
-    user,
-)
 
 OTHERS = [
     Identity("me", cache_salt="x"),
@@ -77,14 +65,6 @@ def test_a_request_under_way_is_planned_on() -> None:
     assert bench.ask("three", B, A).order == ["b", "a"]
 
 
-@pytest.mark.parametrize("who", [None, *OTHERS], ids=repr)
-def test_other_heads_and_tenants_share_no_chain(who: Identity | None) -> None:
-    bench = Bench()
-    bench.reply(bench.ask("one", A, B))
-    other = bench.ask("q", B, A, who=who) if who else bench.ask([system("x"), user("q")], B, A)
-    assert other.order == ["b", "a"]
-
-
 def test_repeated_text_is_sent_once() -> None:
     """Identity is the text: the second label is reported, not sent. A label is only shown back."""
     bench = Bench()
@@ -105,11 +85,6 @@ def test_empty_chunk_is_dropped_and_told(text: str) -> None:
 
 
 # Limits
-
-
-def test_chunk_longer_than_the_context_is_named() -> None:
-    with pytest.raises(RequestError, match="'big' has 301 tokens, the context is 200"):
-        Bench(context_len=200).ask("q", Passage("big", "x" * 300))
 
 
 @pytest.mark.parametrize("max_new_tokens", [None, 0, 1, 50])
@@ -184,18 +159,6 @@ def test_answer_cut_by_length_gets_the_templates_end() -> None:
     assert text_of(second).endswith(f"\x01acut{END}\x01utwo{END}\x01a")
 
 
-@pytest.mark.parametrize(
-    ("dedup", "order", "dropped"), [("shown", ["c"], ("b",)), ("off", ["b", "c"], ())]
-)
-def test_shown_chunk_is_dropped(dedup: str, order: list[str], dropped: tuple[str, ...]) -> None:
-    """What the conversation has seen is not sent again, and said so; "off" is for measurements."""
-    talk = Talk(Bench(dedup=dedup))
-    talk.turn("one", A, B)
-    request = talk.turn("two", B, C)
-    assert (request.order, request.dropped) == (order, dropped)
-    assert request.answer()["turns_reused"] == 1
-
-
 @pytest.mark.parametrize("who", [Identity("thief"), *OTHERS], ids=repr)
 def test_guessed_conversation_id_shows_nothing(who: Identity) -> None:
     """Even with the very messages: another key, salt or adapter has no history here."""
@@ -265,13 +228,6 @@ def test_chunk_of_a_departed_turn(dedup: str, again: list[str]) -> None:
     assert talk.turn("again", Passage("p0", "<0>" + "x" * 30), max_new_tokens=10).order == again
 
 
-def test_overflow_by_one_turn_keeps_no_history() -> None:
-    talk, _ = long_talk(3)
-    request = talk.turn("big", Passage("big", "y" * 230), max_new_tokens=10)
-    assert (request.num_turns, request.num_departed) == (0, 3)
-    assert text_of(request) == f"\x02\x01ssys{END}\x01u{'y' * 230};big{END}\x01a"
-
-
 def test_dropped_chunks_do_not_push_turns_out() -> None:
     """A chunk that is not sent again needs no room:
     the prompt would have fitted, the prefix must not break."""
@@ -309,13 +265,6 @@ def test_kv_aware_counts_what_a_load_saves(worth: float, is_home: bool) -> None:
         tree.move(node.chain, rank=first.rank, tier=Tier.HOST)
     bench.books.mirrors[first.rank].host_worth = worth
     assert (bench.ask("two", A, B).rank == first.rank) is is_home
-
-
-def test_kv_aware_avoids_an_overloaded_rank() -> None:
-    bench = Bench(num_ranks=2)
-    home = bench.reply(bench.ask("one", A, B)).rank
-    assert bench.ask("two", A, B).rank == home
-    assert bench.ask("three", A, B).rank != home
 
 
 # Parts (frontend programs)

@@ -12,16 +12,16 @@ from typing import Any
 import orjson
 import pytest
 
-from radix_ext import FusionRequest, Span
+from radix_ext import Span
 from sglang_chunkcache.front import hint_log, reasons
 from sglang_chunkcache.front.answer import explained
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.misplaced import Misplaced, chunks_field
 from sglang_chunkcache.front.request import Identity, Passage
 from sglang_chunkcache.wire.report import Explanation
+from tests.kit.front_bench import ME, A, Asked, B, Bench, C, D, user
 from tests.kit.front_planning import Talk, system
 from tests.reference.chains import chain_of
-from tests.sglang_chunkcache.front.front_bench import ME, A, Asked, B, Bench, C, D, user
 
 TEXT = "".join(Random(0).choices("abcdefgh", k=120))
 
@@ -123,11 +123,8 @@ LONGER = {"messages": [system("s"), user("a"), system("b"), user("q")]}
         ({}, {"who": Identity("me", lora="x")}, "model"),
         ({}, {"who": Identity("another key")}, None),
     ],
-    ids=["added", "left out", "a message more", "adapter", "the same"],
 )
-def test_what_differs_is_named(
-    first: dict[str, Any], second: dict[str, Any], field: str | None
-) -> None:
+def test_what_differs_is_named(first: Any, second: Any, field: str | None) -> None:
     """Also a part that only one of the two has.
     An adapter changes no token; an API key shares all."""
     bench = Bench()
@@ -136,12 +133,6 @@ def test_what_differs_is_named(
     missed = [(each["reason"], each.get("field")) for each in answer["missed"]]
     assert missed == ([("other_head", field)] if field else [])
     assert (answer["chunks_hit"] == 2) == (field is None)
-
-
-def test_parts_are_named_by_their_place() -> None:
-    bench = Bench()
-    _, request = (bench.reply(bench.parts([text, [A], "?"])) for text in ("one", "only"))
-    assert place(request) == ("other_head", "parts.0", len("\x02on"))
 
 
 # Same text before it
@@ -185,13 +176,6 @@ def test_what_must_be_computed_is_told(start: int | None, reasons: dict[str, lis
     assert why(request) == reasons
 
 
-def test_request_under_way_has_taught_nothing_yet() -> None:
-    bench = Bench()
-    for request in [bench.ask("1", A), bench.ask("2", A)]:
-        assert why(bench.reply(request)) == {"new_chunk": ["a"]}
-    assert why(behind(bench, "s", A)) == {"other_head": ["a"]}
-
-
 def test_plain_text_has_no_other_reason() -> None:
     bench = Bench()
     bench.run("1", A)
@@ -200,12 +184,6 @@ def test_plain_text_has_no_other_reason() -> None:
     bench.observe(request, {"meta_info": meta, "output_ids": [65]})
     assert why(request) == {"plain_text": ["a", "b"]}
     assert request.answer()["fallbacks"] == ["plain_text"]
-
-
-def test_moved_kv_has_its_own_reasons() -> None:
-    bench = Bench(reuse="fused")
-    answer = bench.reply(bench.ask("1", A, fusion=FusionRequest("first", 0.1))).answer()
-    assert (answer["missed"], answer["fallbacks"]) == (None, ["no_report"])
 
 
 # Conversations
@@ -368,13 +346,6 @@ def test_explain_tells_the_same_reasons() -> None:
     ]
     assert [each["chunks"] for each in first["missed"]] == [["c"]]
     assert bench.books.metrics.totals()["fallbacks"] == {"new_chunk": 1}
-
-
-def test_forget_is_a_restart() -> None:
-    bench = Bench()
-    bench.run("q", A)
-    bench.books.forget()
-    assert why(behind(bench, "s", A)) == {"new_chunk": ["a"]}
 
 
 # What operators are told

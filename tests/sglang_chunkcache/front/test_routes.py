@@ -35,18 +35,9 @@ from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report, Source
 from sglang_chunkcache.wire.spans import MARK_KEY, checked, unpack
 from sglang_chunkcache.wire.state import Asked, Cleared, ExplainRequest, RankState
+from tests.kit.front_bench import SECRET, A, B, Bench, C, CharTokenizer, D, make_output
 from tests.polling import DEADLINE_S
 from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
-from tests.sglang_chunkcache.front.front_bench import (
-    SECRET,
-    A,
-    B,
-    Bench,
-    C,
-    CharTokenizer,
-    D,
-    make_output,
-)
 
 # FastAPI would have us return plain objects, OpenAI has clients send `max_completion_tokens`:
 # SGLang uses and takes both.

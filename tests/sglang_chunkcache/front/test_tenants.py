@@ -21,8 +21,8 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
 from sglang_chunkcache.front.request import Identity, Passage
 from sglang_chunkcache.wire.report import ANSWER_KEY
+from tests.kit.front_bench import Bench, make_output, told, user
 from tests.reference import scheduler
-from tests.sglang_chunkcache.front.front_bench import Bench, make_output, told, user
 
 PASSAGES = [Passage(str(i), f"{i:02}" + "abcdefgh"[: 1 + i % 7]) for i in range(14)]
 ROOM = 60_000
