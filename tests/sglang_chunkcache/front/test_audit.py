@@ -58,9 +58,8 @@ class Ranks:
             raise self.answer
         ids = check.input_ids[check.prompt_len :]
         rows = [row(token if self.agrees else token + 100, top) for token in ids]
-        return self.answer or {
-            "meta_info": {"finish_reason": {"type": "length"}, "input_top_logprobs": [None, *rows]}
-        }
+        meta = {"finish_reason": {"type": "length"}, "input_top_logprobs": [None, *rows]}
+        return self.answer or {"meta_info": meta}
 
 
 class Bed:
@@ -75,22 +74,20 @@ class Bed:
     def ask(self, *, fusion: FusionRequest = FUSION) -> Asked:
         return self.bench.ask("q", A, B, fusion=fusion)
 
-    def serve(
+    def serve(self, text: str = "ok", **fields: Any) -> Asked:
+        """One request and its answer; then all checks that can be sent."""
+        asked, listener = self.answered(text, **fields)
+        if listener is not None:
+            self.finish(asked, listener)
+        return asked
+
+    def answered(
         self,
         text: str = "ok",
         *,
         report: Report = MOVED,
         reason: str = "stop",
         fusion: FusionRequest = FUSION,
-    ) -> Asked:
-        """One request and its answer; then all checks that can be sent."""
-        asked, listener = self.answered(text, report=report, reason=reason, fusion=fusion)
-        if listener is not None:
-            self.finish(asked, listener)
-        return asked
-
-    def answered(
-        self, text: str = "ok", *, report: Report, reason: str = "stop", fusion: FusionRequest
     ) -> tuple[Asked, Listener | None]:
         asked = self.ask(fusion=fusion)
         listener = self.auditor.listen(asked, make_obj())
@@ -281,17 +278,6 @@ def test_check_is_cut(length: int, room: int, checked: int | None) -> None:
     assert bed.skips == ({} if checked else {Skip.TOO_LONG.value: 1})
 
 
-def test_given_up_request_is_counted_once() -> None:
-    """Closing the engine's generator ends it, whether or not the answer was complete before."""
-    bed = Bed()
-    asked = bed.ask()
-    listener = bed.auditor.listen(asked, make_obj())
-    assert listener is not None
-    for _ in range(2):
-        bed.finish(asked, listener)
-    assert bed.skips == {Skip.INCOMPLETE.value: 1}
-
-
 # When a check is sent
 
 
@@ -300,7 +286,7 @@ def waiting(bed: Bed, num_checks: int) -> None:
 
     async def queue() -> None:
         for _ in range(num_checks):
-            asked, listener = bed.answered(report=MOVED, fusion=FUSION)
+            asked, listener = bed.answered()
             assert listener is not None
             bed.auditor.finish(asked, listener)
         assert bed.auditor._worker is not None

@@ -44,6 +44,13 @@ def make_chat(bench: Bench, respond: Any) -> RagServingChat:
     return chat
 
 
+def handed(rag: Any) -> Any:
+    """An HTTP request that this planned one was handed over with."""
+    raw_request: Any = SimpleNamespace(state=SimpleNamespace())
+    hand_over(raw_request, rag)
+    return raw_request
+
+
 @pytest.mark.parametrize(
     ("status", "outcome"), [(400, "refused"), (422, "refused"), (500, "aborted")]
 )
@@ -91,7 +98,6 @@ def test_stream_left_early_is_released(num_events: int, monkeypatch: pytest.Monk
     """A client may leave before the first event, between two, or stay;
     SGLang closes nothing by itself."""
     bench = Bench()
-    rag = Asked(bench.plan("q", A))
 
     class Manager:
         incremental_streaming_output = False
@@ -100,21 +106,18 @@ def test_stream_left_early_is_released(num_events: int, monkeypatch: pytest.Monk
             for ids in ([65], [65, 66], [65, 66, 67]):
                 yield make_output(ids, 0, None, 0, None)
 
-    async def stream(
-        self: Any, adapted_request: Any, request: Any, raw_request: Any
-    ) -> AsyncIterator[str]:
-        async for output in self.tokenizer_manager.generate_request(adapted_request, raw_request):
+    async def stream(self: Any, obj: Any, request: Any, raw_request: Any) -> AsyncIterator[str]:
+        async for output in self.tokenizer_manager.generate_request(obj, raw_request):
             yield f"data: {len(output['output_ids'])}"
 
     monkeypatch.setattr(OpenAIServingChat, "_generate_chat_stream", stream)
-    chat = make_chat(bench, None)
+    chat: Any = make_chat(bench, None)
     chat.tokenizer_manager = Engine(Manager(), bench.books)
-    raw_request = SimpleNamespace(state=SimpleNamespace())
-    hand_over(raw_request, rag)  # type: ignore[arg-type]
+    obj = SimpleNamespace(stream=True, sampling_params={})
 
     async def leave() -> None:
-        obj = SimpleNamespace(stream=True, sampling_params={})
-        events = chat._generate_chat_stream(obj, SimpleNamespace(model="m"), raw_request)  # type: ignore[arg-type]
+        raw_request = handed(Asked(bench.plan("q", A)))
+        events = chat._generate_chat_stream(obj, SimpleNamespace(model="m"), raw_request)
         for _ in range(num_events):
             await anext(events)
         assert bench.is_idle() is (num_events == 0)
@@ -166,17 +169,15 @@ def streaming(
 ) -> AsyncIterator[str]:
     """What a client gets of SGLang's events."""
 
-    async def stream(
-        self: Any, adapted_request: Any, request: Any, raw_request: Any
-    ) -> AsyncIterator[str]:
+    async def stream(self: Any, obj: Any, request: Any, raw_request: Any) -> AsyncIterator[str]:
         for chunk in chunks:
             yield chunk if isinstance(chunk, str) else f"data: {json.dumps(chunk)}\n\n"
         yield DONE
 
     monkeypatch.setattr(OpenAIServingChat, "_generate_chat_stream", stream)
-    raw_request = SimpleNamespace(state=SimpleNamespace())
-    hand_over(raw_request, rag)  # type: ignore[arg-type]
-    return make_chat(bench, None)._generate_chat_stream(None, None, raw_request)  # type: ignore[arg-type]
+    chat: Any = make_chat(bench, None)
+    events: AsyncIterator[str] = chat._generate_chat_stream(None, None, handed(rag))
+    return events
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ restarts, replicas, changed settings, cut answers, overflow."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -307,25 +306,6 @@ THINKING = (
 REASONING, ANSWER = "<think>\nI reckon.\n</think>\n\n", "Paris."
 
 
-def stand_in() -> Any:
-    """A tokenizer with a template that leaves out past reasoning."""
-    from tests.reference.tiny_tokenizer import make_tokenizer
-
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = THINKING
-    return tokenizer
-
-
-def real_qwen3() -> Any:
-    """CHUNKCACHE_QWEN3 names a folder with Qwen3's tokenizer files; its model is not needed."""
-    folder = os.environ.get("CHUNKCACHE_QWEN3")
-    if not folder:
-        pytest.skip("CHUNKCACHE_QWEN3 names no folder with Qwen3's tokenizer")
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
-
-
 @dataclass(frozen=True)
 class Mode:
     """How a client has a reasoning model answer:
@@ -341,12 +321,16 @@ MODES = {
     "in the content": Mode(REASONING + ANSWER, REASONING + ANSWER),
     "off": Mode(ANSWER, ANSWER, {"enable_thinking": False}),
 }
-with_tokenizers = pytest.mark.parametrize("make", [stand_in, real_qwen3])
 with_modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 
-def thinking_bench(make: Callable[[], Any], **knobs: Any) -> Bench:
-    return Bench(tokenizer=make(), end="<|im_end|>", **knobs)
+def thinking_bench(**knobs: Any) -> Bench:
+    """Its template leaves out past reasoning."""
+    from tests.reference.tiny_tokenizer import make_tokenizer
+
+    tokenizer: Any = make_tokenizer()
+    tokenizer.chat_template = THINKING
+    return Bench(tokenizer=tokenizer, end="<|im_end|>", **knobs)
 
 
 def thought(said: Talk, text: str, mode: Mode, *chunks: Passage) -> Asked:
@@ -355,12 +339,11 @@ def thought(said: Talk, text: str, mode: Mode, *chunks: Passage) -> Asked:
     return said.bench.reply(request, mode.generated, content=mode.content)
 
 
-@with_tokenizers
 @with_modes
-def test_past_reasoning_is_left_out_as_by_the_template(make: Callable[[], Any], mode: Mode) -> None:
+def test_past_reasoning_is_left_out_as_by_the_template(mode: Mode) -> None:
     """Later turns read as SGLang's own rendering of them;
     with `kept` a turn begins with all that was generated before."""
-    said, kept = Talk(thinking_bench(make)), Talk(thinking_bench(make, past_reasoning="kept"))
+    said, kept = Talk(thinking_bench()), Talk(thinking_bench(past_reasoning="kept"))
     tokenizer, before = said.bench.tokenizer, list[int]()
     for i in range(3):
         messages = [*said.messages, user(f"question {i}")]
@@ -373,12 +356,11 @@ def test_past_reasoning_is_left_out_as_by_the_template(make: Callable[[], Any], 
         before = sent(whole)
 
 
-@with_tokenizers
 @with_modes
-def test_cold_replica_shares_what_is_cached(make: Callable[[], Any], mode: Mode) -> None:
+def test_cold_replica_shares_what_is_cached(mode: Mode) -> None:
     """The first later turn all before the first answer, the next ones all but the newest answer;
     with chunks in each turn."""
-    said, requests = Talk(thinking_bench(make)), list[Asked]()
+    said, requests = Talk(thinking_bench()), list[Asked]()
     turns: Sequence[Sequence[Passage]] = ([A, B], [C], [D], [])
     for i, chunks in enumerate(turns):
         if i == 1:
@@ -391,7 +373,7 @@ def test_cold_replica_shares_what_is_cached(make: Callable[[], Any], mode: Mode)
         end = next(i + n for i in reversed(range(len(ids))) if ids[i : i + n] == opened)
         assert after.input_ids[:end] == ids[:end]
     assert [request.num_turns for request in requests] == [0, 0, 2, 3]
-    cold = Talk(thinking_bench(make), *said.messages[:-2])
+    cold = Talk(thinking_bench(), *said.messages[:-2])
     again = cold.ask("question 3", template_kwargs=mode.kwargs)
     assert again.input_ids == requests[-1].input_ids
 
@@ -469,7 +451,7 @@ def test_chunks_that_reappear_are_laid_out_in_few_tries(monkeypatch: pytest.Monk
 
 def test_reasoning_that_the_template_shows_later_stays() -> None:
     """Where the client sends it back: then a turn begins with all that was generated before."""
-    said = Talk(thinking_bench(stand_in))
+    said = Talk(thinking_bench())
     said.bench.tokenizer.chat_template = (
         "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content"
         " %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content"

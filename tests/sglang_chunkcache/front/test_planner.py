@@ -159,6 +159,15 @@ def test_answer_cut_by_length_gets_the_templates_end() -> None:
     assert text_of(second).endswith(f"\x01acut{END}\x01utwo{END}\x01a")
 
 
+@pytest.mark.parametrize(("dedup", "order"), [("shown", ["c"]), ("off", ["b", "c"])])
+def test_shown_chunk_is_dropped(dedup: str, order: list[str]) -> None:
+    """What the conversation has seen is not sent again, and said so; "off" is for measurements."""
+    talk = Talk(Bench(dedup=dedup))
+    talk.turn("one", A, B)
+    request = talk.turn("two", B, C)
+    assert (request.order, request.dropped) == (order, ("b",) if dedup == "shown" else ())
+
+
 @pytest.mark.parametrize("who", [Identity("thief"), *OTHERS], ids=repr)
 def test_guessed_conversation_id_shows_nothing(who: Identity) -> None:
     """Even with the very messages: another key, salt or adapter has no history here."""

@@ -7,8 +7,7 @@ launch/test.sh tests/sglang_chunkcache/front/test_search.py
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from sglang_chunkcache.front.bodies import RetrieveIn
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.request import Passage
 from sglang_chunkcache.front.search import RagSearch, Retrieval, query_of
-from tests.retrieval.languages import QUESTIONS, write_texts
 from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
 
 Find = Callable[..., Retrieval]
@@ -170,37 +168,6 @@ def test_wish_that_cannot_be_had_is_refused_by_name(
     assert str(caught.value) == message
 
 
-def test_scripts_without_spaces_are_found_by_default(tmp_path: Path) -> None:
-    """Each question without options: the right text first in at least seven of eight,
-    and whose scores they are is said."""
-    pytest.importorskip("faiss")
-    pytest.importorskip("tantivy")
-    from retrieval.__main__ import main
-    from retrieval.retriever import Retriever
-
-    docs, index = write_texts(tmp_path / "docs"), tmp_path / "index"
-    assert main(["build", str(docs), "--out", str(index)]) == 0
-    retriever = Retriever.open(index, encoder=None, device="cpu", verify=True, threads=1)
-    config = ChunkCacheConfig(retrieve_refresh_s=0.0)
-    search = RagSearch(retriever, config, Metrics(prometheus=False))
-
-    def passages(question: str) -> list[dict[str, Any]]:
-        wish = search.find(RetrieveIn(), [user(question)], field="retrieve.", is_gone=is_here)
-        found = asyncio.run(wish)
-        assert found.mode == "filled"
-        return list(found.answer()["passages"])
-
-    try:
-        found = {name: passages(question) for question, name in QUESTIONS.items()}
-        unknown = passages("zeta 獺")
-    finally:
-        search.close()
-    right = [bool(each) and each[0]["id"] == f"{name}#0" for name, each in found.items()]
-    assert sum(right) >= 7
-    assert {passage["mode"] for each in found.values() for passage in each} == {"bm25", "dense"}
-    assert all(passage["mode"] == "dense" and passage["score"] > 0 for passage in unknown)
-
-
 @pytest.mark.parametrize(
     "error", [ValueError("/secret/path"), CorruptIndexError("/secret/path: row 5 is missing")]
 )
@@ -215,29 +182,42 @@ def test_failed_search_is_the_servers_fault(make_search: Any, error: Exception) 
     assert len(find(query="one").chunks) == 3
 
 
-def test_full_queue_is_503(make_search: Any) -> None:
-    search, retriever, _ = make_search(retrieve_queue=1)
+def while_searching(
+    search: RagSearch, retriever: FakeRetriever, scene: Callable[[], Awaitable[None]]
+) -> None:
+    """Play `scene` while the worker is busy with a search for "one"."""
 
-    def one() -> Any:
-        return asyncio.ensure_future(
-            search.find(RetrieveIn(query="one"), [], field="", is_gone=is_here)
-        )
-
-    async def check() -> None:
+    async def play() -> None:
         retriever.hold.clear()
-        tasks = [one()]
+        running = asyncio.ensure_future(find_one(search))
         while not retriever.begun.is_set():
             await asyncio.sleep(0.001)
-        tasks.append(one())
+        await scene()
+        retriever.hold.set()
+        await running
+
+    asyncio.run(play())
+
+
+async def find_one(search: RagSearch, is_gone: Any = is_here) -> Retrieval:
+    return await search.find(RetrieveIn(query="one"), [], field="", is_gone=is_gone)
+
+
+def test_full_queue_is_503(make_search: Any) -> None:
+    """A client may try again."""
+    search, retriever, _ = make_search(retrieve_queue=1)
+
+    async def scene() -> None:
+        waiting = asyncio.ensure_future(find_one(search))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         with pytest.raises(SearchFailedError) as caught:
-            await one()
+            await find_one(search)
         assert caught.value.status == 503
         retriever.hold.set()
-        await asyncio.gather(*tasks)
+        await waiting
 
-    asyncio.run(check())
+    while_searching(search, retriever, scene)
 
 
 def test_client_that_hangs_up_is_not_searched_for(
@@ -250,18 +230,10 @@ def test_client_that_hangs_up_is_not_searched_for(
     async def is_gone() -> bool:
         return True
 
-    async def check() -> None:
-        retriever.hold.clear()
-        running = asyncio.ensure_future(
-            search.find(RetrieveIn(query="one"), [], field="", is_gone=is_here)
-        )
-        while not retriever.begun.is_set():
-            await asyncio.sleep(0.001)
+    async def scene() -> None:
         with pytest.raises(RequestError, match="has disconnected"):
-            await search.find(RetrieveIn(query="two"), [], field="", is_gone=is_gone)
-        retriever.hold.set()
-        await running
+            await find_one(search, is_gone)
 
-    asyncio.run(check())
-    assert [queries for queries, *_ in retriever.batches] == [["one"]]
+    while_searching(search, retriever, scene)
+    assert len(retriever.batches) == 1
     assert search.stats()["waiting"] == 0
