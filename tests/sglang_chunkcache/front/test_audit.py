@@ -232,8 +232,7 @@ def test_undrawn_and_exact_requests_are_left_alone() -> None:
 
 
 def test_answer_is_compared() -> None:
-    """The check has prompt and answer, and where the answer begins; the figures are by selector,
-    ratio and tenant. The answer says that it was sampled, not what came of it."""
+    """The check has prompt and answer, and where the answer begins."""
     bed = Bed()
     asked = bed.serve("ok")
     (check,) = bed.ranks.checks
@@ -378,8 +377,7 @@ def test_failed_check_is_counted_and_the_next_one_sent(
 
 
 def test_tallies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client may send any ratio and any tenant: the rest is counted together. A quality is no
-    ratio, and what recomputes nothing has none."""
+    """A client may send any ratio and any tenant: the rest is counted together."""
     monkeypatch.setattr(audit_module, "MAX_TALLIES", 3)
     bed = Bed()
     odd = [FusionRequest("critical", 0.15, quality=0.9), FusionRequest("none", 0.15)]
@@ -391,8 +389,7 @@ def test_tallies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_figures_are_of_what_chose_and_the_state_of_what_was_asked_for() -> None:
-    """Where the question's selector does not pay:
-    its requests are answered badly, whoever is to blame."""
+    """Where the question's selector does not pay."""
     bed = Bed()
     bed.serve_badly(report=structs.replace(MOVED, selector="first"))
     (figures,) = bed.figures
@@ -406,8 +403,6 @@ def test_figures_are_of_what_chose_and_the_state_of_what_was_asked_for() -> None
 
 
 def test_broken_terms_of_the_server_are_paused_loudly(caplog: pytest.LogCaptureFixture) -> None:
-    """Its answers disagree: the fifth pauses, which the log says as an error, and each later answer
-    as a fallback. No ratio is changed."""
     bed = Bed()
     with caplog.at_level(logging.WARNING):
         shown = [asked.answer() for asked in bed.serve_badly(6)]
@@ -437,8 +432,7 @@ def test_broken_terms_of_a_tenants_own_are_no_error(caplog: pytest.LogCaptureFix
 
 
 def test_paused_terms_are_tried_again_and_return() -> None:
-    """After so many requests a tenth is moved and audited;
-    when these agree, all are moved again."""
+    """After so many requests a tenth is moved and audited."""
     bed = Bed(audit_pause=4)
     bed.serve_badly()
     audit = bed.bench.books.audit

@@ -95,8 +95,7 @@ def test_complaint_of_sglangs_is_behind_the_field_that_was_sent(
 
 @pytest.mark.parametrize("num_events", [0, 1, 2])
 def test_stream_left_early_is_released(num_events: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client may leave before the first event, between two, or stay;
-    SGLang closes nothing by itself."""
+    """A client may leave before the first event, between two, or stay."""
     bench = Bench()
 
     class Manager:
@@ -196,8 +195,7 @@ def streaming(
 def test_chunkcache_is_in_the_last_event_with_choices(
     monkeypatch: pytest.MonkeyPatch, events: list[Any], place: int | None
 ) -> None:
-    """No event is added, none loses its place:
-    a loop written for OpenAI reads all of them, and usage stays last."""
+    """No event is added, none loses its place."""
     bench = Bench()
     rag = bench.reply(bench.ask("q", A), cached=3)
 
@@ -246,8 +244,7 @@ def test_text_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_cached_tokens_are_those_not_computed(known: Any, details: Any) -> None:
-    """In place or moved; what was moved and computed anew was computed.
-    With n > 1 nothing is known."""
+    """In place or moved; what was moved and computed anew was computed."""
     bench = Bench()
     rag = bench.ask("q", A)
     rag.known = known

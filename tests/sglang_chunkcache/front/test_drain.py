@@ -139,9 +139,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_what_is_answered_after_the_signal(
     method: str, path: str, in_lame_duck: int, later: int, lame_duck_s: float
 ) -> None:
-    """A balancer needs seconds to notice; what it sends until then is served. Later new work is
-    refused, on every endpoint, since all belong to the server that ends. Before the signal nothing
-    is."""
+    """A balancer needs seconds to notice; what it sends until then is served."""
     manager = FakeManager()
 
     async def scene(app: Drain) -> None:
@@ -173,8 +171,7 @@ def test_server_that_is_not_ready_has_no_lame_duck(objection: str) -> None:
 def test_second_signal_kills(
     monkeypatch: pytest.MonkeyPatch, killed: list[bool], same_s: float
 ) -> None:
-    """Whoever stops a server by hand need not wait.
-    One that comes with the first is the first, sent to process and group."""
+    """Whoever stops a server by hand need not wait."""
     manager = FakeManager()
     monkeypatch.setattr(drain, "SAME_S", same_s)
 
@@ -251,8 +248,7 @@ def test_ready_says_why_not(state: dict[str, Any], objection: str) -> None:
 
 
 def test_server_that_starts_is_not_ready() -> None:
-    """SGLang's status says `Up` before our start-up check is done.
-    The ranks are asked nothing yet."""
+    """SGLang's status says `Up` before our start-up check is done."""
     manager = FakeManager()
     app = make_drain(manager)
     app._readiness.is_started = False
@@ -262,8 +258,7 @@ def test_server_that_starts_is_not_ready() -> None:
 
 @pytest.mark.parametrize("found_by", ["us", "/health"])
 def test_scheduler_that_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch, found_by: str) -> None:
-    """Noticed without anybody waiting, and over when it answers:
-    what SGLang's `/health` has left behind lasts no longer."""
+    """Noticed without anybody waiting, and over when it answers."""
     manager = FakeManager()
     monkeypatch.setattr(readiness, "ASK_S", 0)
     monkeypatch.setattr(http_server, "HEALTH_CHECK_TIMEOUT", FOREVER)

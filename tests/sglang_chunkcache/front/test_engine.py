@@ -27,7 +27,6 @@ from sglang_chunkcache.wire.state import STATE_KEY, RankState
 from sglang_chunkcache.wire.state import Asked as AskedOfRanks
 from tests.kit.front_bench import SECRET, A, Asked, Bench, make_output
 from tests.kit.front_planning import state_of
-from tests.reference.chains import chain_of
 
 NO_EVENTS = Batch(0, 0, (), 0, 0, 0)
 
@@ -91,8 +90,7 @@ def test_outputs_pass_and_are_observed() -> None:
 
 
 def test_whole_answer_is_released_before_it_is_handed_out() -> None:
-    """SGLang takes the first output and drops the generator;
-    a client that has its answer finds no load of its own."""
+    """SGLang takes the first output and drops the generator."""
     bench = Bench()
     request = make_request(Asked(bench.plan("q", A)))
     engine = Engine(Manager(output(65)), bench.books)
@@ -105,8 +103,6 @@ def test_whole_answer_is_released_before_it_is_handed_out() -> None:
 
 
 def test_scheduler_is_told_and_the_rank_named() -> None:
-    """With the parameters that the client sent.
-    One rank alone needs no name, whatever rank the client named."""
     for num_ranks, rank in ((2, 0), (1, None)):
         bench, manager = Bench(num_ranks=num_ranks), Manager(output(65))
         rag = Asked(bench.plan("q", A))
@@ -140,8 +136,6 @@ class Ranks:
 
 
 def test_what_is_asked_while_ranks_answer_is_asked_together() -> None:
-    """A rank answers between two forwards: a message each would hold back all but one chunk of a
-    batch. Each gets the answer to its own question, by its own rank, whoever has gone meanwhile."""
     bench, ranks = Bench(num_ranks=2), Ranks()
     engine = Engine(ranks, bench.books)
     plans = [replace(bench.plan("q" * number, A), rank=number % 2) for number in range(1, 6)]
@@ -306,17 +300,6 @@ def test_what_answers_do_not_bring_is_asked_for(num_events: int) -> None:
     assert manager.num_asked == (num_events - 1) // 10  # the answer had ten
 
 
-def test_a_tree_that_has_forgotten_is_told_again() -> None:
-    bench = Bench()
-    manager = TellingManager(bench, num_events=10)
-    engine = Engine(manager, bench.books)
-    asyncio.run(asked_and_read_on(engine, Asked(bench.plan("q", A))))
-    bench.books.tree.evict(chain_of("n", [ChunkId("3")]), rank=0)
-    asyncio.run(asked_and_read_on(engine, Asked(bench.plan("q", A))))
-    assert bench.books.tree.digest(0) == (10, manager.log.digest)
-    assert bench.books.mirrors[0].num_resyncs == 1
-
-
 def test_a_rank_that_tells_nothing_is_not_asked_for_ever(caplog: pytest.LogCaptureFixture) -> None:
     """Orders get worse, and the log says so once. The request is answered."""
     bench = Bench()
@@ -376,8 +359,7 @@ def test_drawn_request_is_audited_and_the_client_sees_no_logprobs(stream: bool) 
 def test_room_for_a_check(
     waiting: int, told: int, free: int, has_room: bool, num_asked: int
 ) -> None:
-    """The load report first, which costs nothing;
-    then the rank, which is asked behind all that was sent."""
+    """The load report first, which costs nothing."""
     manager = AuditedManager(waiting=waiting, told=told, free=free)
     engine = Engine(manager, Bench().books)
     assert asyncio.run(engine.has_room(0, 100)) is has_room

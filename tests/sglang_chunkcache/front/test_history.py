@@ -81,8 +81,7 @@ def changed_turn(change: Change) -> tuple[Talk, dict[str, Any]]:
 
 @pytest.mark.parametrize("change", AGREE.values(), ids=AGREE)
 def test_what_the_server_wrote_does_not_count(change: Change) -> None:
-    """Clients send answers back with more or less than the server wrote:
-    the turn's own tokens are used."""
+    """Clients send answers back with more or less than the server wrote."""
     talk, options = changed_turn(change)
     request = talk.ask("two", **options)
     assert (request.num_turns, request.num_rendered, request.num_unknown) == (1, 0, 0)
@@ -199,8 +198,7 @@ chunk_lists = st.lists(st.lists(st.sampled_from([A, B, C, D]), max_size=4), min_
 def test_any_replica_renders_the_same(
     turns: list[list[Passage]], known: set[int], dedup: str
 ) -> None:
-    """A cold one as the warm one, token for token, at every turn, with an id and without;
-    whatever turns it has served itself."""
+    """A cold one as the warm one, token for token, at every turn, with an id and without."""
     said, requests = talk(Bench(dedup=dedup), *turns)
     some = Bench(dedup=dedup)
     for i, request in enumerate(requests):
@@ -232,8 +230,6 @@ def test_other_chunks_are_another_history(now: tuple[Passage, ...], is_changed: 
 
 
 def test_two_questions_of_one_turn_have_their_own_chunks() -> None:
-    """Before and after the turn is in store. They are compared together: sent back as they were
-    they change nothing; another chunk of the first one does."""
     bench = Bench()
     two = [with_chunks(user("one"), A), with_chunks(user("two"), B)]
     first = bench.reply(bench.ask(two, to="c"))
@@ -278,8 +274,7 @@ def test_overflow_leaves_no_unreachable_turns() -> None:
 
 @pytest.mark.parametrize("is_cold", [False, True])
 def test_chunks_leave_with_their_turns(is_cold: bool) -> None:
-    """What stays keeps its chunks, what has left may be shown again:
-    with turns in store, and rendered from the request."""
+    """What stays keeps its chunks, what has left may be shown again."""
     said = long_talk(40, brings=True)
     if is_cold:
         said.bench.books.forget()
@@ -341,8 +336,7 @@ def thought(said: Talk, text: str, mode: Mode, *chunks: Passage) -> Asked:
 
 @with_modes
 def test_past_reasoning_is_left_out_as_by_the_template(mode: Mode) -> None:
-    """Later turns read as SGLang's own rendering of them;
-    with `kept` a turn begins with all that was generated before."""
+    """Later turns read as SGLang's own rendering of them."""
     said, kept = Talk(thinking_bench()), Talk(thinking_bench(past_reasoning="kept"))
     tokenizer, before = said.bench.tokenizer, list[int]()
     for i in range(3):
@@ -358,8 +352,7 @@ def test_past_reasoning_is_left_out_as_by_the_template(mode: Mode) -> None:
 
 @with_modes
 def test_cold_replica_shares_what_is_cached(mode: Mode) -> None:
-    """The first later turn all before the first answer, the next ones all but the newest answer;
-    with chunks in each turn."""
+    """The first later turn all before the first answer, the next ones all but the newest answer."""
     said, requests = Talk(thinking_bench()), list[Asked]()
     turns: Sequence[Sequence[Passage]] = ([A, B], [C], [D], [])
     for i, chunks in enumerate(turns):
@@ -406,8 +399,7 @@ def test_messages_that_nobody_has_answered_stay_at_overflow(
 
 
 def test_step_of_a_tool_loop_after_a_restart_is_unknown() -> None:
-    """Its question was shown chunks that nobody sends: told, and refused where history is required.
-    So is a continued answer."""
+    """Its question was shown chunks that nobody sends."""
     step = [user("one"), CALL, RESULT]
     assert told(Bench().ask(step, to="c")) == [UNKNOWN]
     for asked, continues in ((step, False), ([user("one"), assistant("It")], True)):
@@ -417,8 +409,7 @@ def test_step_of_a_tool_loop_after_a_restart_is_unknown() -> None:
 
 
 def test_other_answer_is_another_branch() -> None:
-    """The question was asked again with other chunks.
-    Whoever goes on from the first answer has the first one's."""
+    """The question was asked again with other chunks."""
     bench = Bench()
     for text, chunk in (("first", A), ("second", C)):
         Talk(bench).turn("one", chunk, answer=text)
@@ -428,8 +419,6 @@ def test_other_answer_is_another_branch() -> None:
 
 
 def test_chunks_that_reappear_are_laid_out_in_few_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that repeats its chunks: each turn that leaves has them shown later,
-    so a first guess does not fit."""
     bench = Bench(context_len=4000)
     chunks = [Passage(str(i), f"chunk {i} " * 12) for i in range(20)]
     messages = list[dict[str, Any]]()

@@ -120,8 +120,6 @@ def test_a_turn_leaves_a_rank_that_is_over_the_bound_and_says_so() -> None:
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_answer_that_left_nothing_names_no_home(is_plain: bool) -> None:
-    """A flush came while it was read; or the rank read no spans (plain text), so no key of ours
-    finds its KV."""
     bench = make_bench()
     asked = bench.ask("one", A, to="c")
     entry = bench.ranks[asked.rank].serve(asked.custom_params, asked.input_ids)
@@ -184,8 +182,6 @@ def test_64_conversations_on_4_ranks(num_answers: int) -> None:
 
 
 def test_conversations_that_begin_one_after_another_spread() -> None:
-    """Nothing is in flight, nothing cached: each rank gets as many,
-    although turns of the first one come between."""
     bench = make_bench(4)
     first, homes = Talk(bench, to="first"), []
     converse(first, 1)

@@ -33,8 +33,7 @@ def shown(name: str, **labels: str) -> float | None:
 
 
 def test_counts_add_up_by_label() -> None:
-    """They show what happened, not what did not. A misspelt name must not vanish; phases of
-    searches and of reuse may be named alike."""
+    """They show what happened, not what did not."""
     metrics = Metrics(prometheus=False)
     for num in (1, 2):
         metrics.count("requests", "finished", num)
@@ -70,8 +69,7 @@ def test_state_of_retrieval_is_one_of_its_names(exported: Metrics) -> None:
 
 
 def test_audits_are_shown_by_selector_ratio_and_tenant(exported: Metrics) -> None:
-    """Means are sum by count; the server's terms are in one state,
-    and those that clients invent are no labels."""
+    """Means are sum by count."""
     rows: list[Any] = [("query", 0.15, 0.5, 0.25), ("query", 0.15, 1.0, 0.5)]
     rows += [("none", None, 1.0, 0.0), ("critical", "auto", 1.0, 0.0)]
     for selector, ratio, agreement, kl in rows:

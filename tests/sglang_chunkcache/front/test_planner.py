@@ -103,8 +103,7 @@ def test_prompt_that_just_fits_is_sent(max_new_tokens: int | None) -> None:
 
 
 def test_turn_is_a_prefix_of_the_next() -> None:
-    """The history's spans stay in place, or the prompt would match nothing; the first turn's are
-    the area whose order is chosen."""
+    """The history's spans stay in place, or the prompt would match nothing."""
     talk = Talk(Bench())
     first, second, third = talk.turn("one", A, B), talk.turn("two", C), talk.turn("three")
     assert begins_with(second, first)
@@ -120,8 +119,7 @@ def test_turn_is_a_prefix_of_the_next() -> None:
 
 
 def test_tool_loop_is_one_turn_of_its_conversation() -> None:
-    """Each step renders the turn again around the same chunks;
-    the plain answer closes it, the next turn goes on from there."""
+    """Each step renders the turn again around the same chunks."""
     bench, messages = Bench(), list[Any]([user("one")])
     bench.turn(messages, A)
     messages.append(user("two"))
@@ -139,8 +137,7 @@ def test_tool_loop_is_one_turn_of_its_conversation() -> None:
 
 
 def test_prefilled_answer_is_one_answer() -> None:
-    """The prompt ends with the client's beginning;
-    the conversation keeps the whole, as the client sends it back."""
+    """The prompt ends with the client's beginning."""
     bench = Bench()
     begun = [user("one"), assistant("It ")]
     first = bench.reply(bench.ask(begun, A, to="c", continues=True), "is")
@@ -238,8 +235,7 @@ def test_chunk_of_a_departed_turn(dedup: str, again: list[str]) -> None:
 
 
 def test_dropped_chunks_do_not_push_turns_out() -> None:
-    """A chunk that is not sent again needs no room:
-    the prompt would have fitted, the prefix must not break."""
+    """A chunk that is not sent again needs no room."""
     talk, big = Talk(Bench(context_len=300)), Passage("big", "y" * 150)
     first = talk.turn("one", big, max_new_tokens=10)
     for i in range(3):
@@ -290,8 +286,7 @@ def test_parts_stand_as_they_come() -> None:
 
 
 def test_parts_report_repeats() -> None:
-    """Within one area; in a later one the chunk is sent where and as the program put it. An area
-    may be empty."""
+    """Within one area; in a later one the chunk is sent where and as the program put it."""
     bench = Bench()
     parts: list[Any] = [[A, Passage("again", A.text)], "m", [], [Passage("other", A.text)]]
     request = bench.reply(bench.parts(parts))

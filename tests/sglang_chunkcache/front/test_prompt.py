@@ -178,8 +178,7 @@ def test_any_text_round_trips(kind: str, chunks: list[str], question: str) -> No
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_chunk_has_the_same_ids_wherever_it_stands(kind: str) -> None:
-    """Identity must not depend on neighbours, or nothing is ever reused. Spans touch: separators
-    belong to the chunks."""
+    """Identity must not depend on neighbours, or nothing is ever reused."""
     assembler = make_assembler(kind)
     pieces = assembler.turn([user("Q")], num_agreed=0, has_chunks=True)
     seen: dict[str, set[tuple[int, ...]]] = {}
@@ -236,8 +235,7 @@ RESULT: dict[str, Any] = {"role": "tool", "tool_call_id": "1", "content": "42"}
     ids=["one step", "two steps", "an answer last", "a system message last"],
 )
 def test_chunks_stay_with_the_last_user_message(kind: str, after: list[dict[str, Any]]) -> None:
-    """What follows it, a tool's calls and results above all, belongs to the turn that it opens. As
-    in SGLang, an answer that comes last is shown as a user's message."""
+    """What follows it, a tool's calls and results above all, belongs to the turn that it opens."""
     assembler = make_assembler(kind, "tools")
     tools = [{"name": "f"}]
     before = [{"role": "system", "content": "Be brief."}, user("a"), CALL, RESULT, assistant("b")]
@@ -331,8 +329,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 def test_parts_are_shown_as_sglang_shows_them(
     messages: list[dict[str, Any]], template: str, num_chunks: int
 ) -> None:
-    """A template that reads lists gets them, another one a text.
-    The chunks begin the question's first part."""
+    """A template that reads lists gets them, another one a text."""
     assembler = make_assembler(
         template=template, content_format=detect_jinja_template_content_format(TEMPLATES[template])
     )
@@ -348,20 +345,6 @@ def test_parts_are_shown_as_sglang_shows_them(
             shown[place]["content"] = shown[place]["content"] or [{"type": "text", "text": ""}]
             shown[place]["content"][0]["text"] = ahead + shown[place]["content"][0]["text"]
     assert text(assembler, ids_of(assembler, pieces, chunks)) == as_sglang_renders(assembler, shown)
-
-
-def test_rag_template_is_around_all_parts() -> None:
-    tokenizer = tokenizer_of("byte_level", "parts")
-    assembler = PromptAssembler(
-        tokenizer,
-        template="Use {chunks}to say {question} now",
-        separator="\n\n",
-        content_format="openai",
-    )
-    for texts in (["d"], ["d", "e"]):
-        pieces = assembler.turn([in_parts("user", *texts)], num_agreed=0, has_chunks=True)
-        shown = text(assembler, ids_of(assembler, pieces, CHUNK_TEXTS[:1]))
-        assert f"Use {CHUNK_TEXTS[0]}\n\nto say {'|'.join(texts)} now<|im_end|>" in shown
 
 
 def test_head_and_exchanges_of_parts_are_the_templates() -> None:

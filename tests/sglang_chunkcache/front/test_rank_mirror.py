@@ -62,8 +62,7 @@ def test_apply_follows_a_chain_to_the_host_and_back() -> None:
 
 
 def test_new_epoch_drops_the_rank_and_a_late_batch_of_the_old_one_changes_nothing() -> None:
-    """A slow client's stream carries its batch in every output, also after a flush; what it would
-    forget, the log has dropped as acknowledged."""
+    """A slow client's stream carries its batch in every output, also after a flush."""
     log, (tree, mirror) = EventLog(100), make_mirror()
     log.append(inserted("a"))
     old = log.unread()
@@ -179,8 +178,7 @@ def test_the_mirror_is_at_most_one_answer_behind(num_under_way: int) -> None:
 
 
 def test_a_burst_of_answers_that_come_when_they_are_complete() -> None:
-    """400 requests sent at once and prefilled before one is answered: no answer has all events, and
-    none of these requests acknowledges any. The rank is asked for what is missing."""
+    """400 requests sent at once and prefilled before one is answered."""
     rank, (tree, mirror) = Pool(capacity=2000), make_mirror(200_000)
     answers = []
     for _ in range(400):
@@ -201,8 +199,7 @@ def test_a_burst_of_answers_that_come_when_they_are_complete() -> None:
 
 @pytest.mark.parametrize("backlog", [10_000, 70_000], ids=["backlog", "gap"])
 def test_the_mirror_heals_without_requests(backlog: int) -> None:
-    """A backlog that no answer can hold, or not even the log.
-    The rank still has A, B, which never enter again."""
+    """A backlog that no answer can hold, or not even the log."""
     log, (tree, mirror) = EventLog(65_536), make_mirror(200_000)
     add(log, "A", "AB")
     read(log, mirror)

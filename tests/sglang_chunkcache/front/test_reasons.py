@@ -125,8 +125,7 @@ LONGER = {"messages": [system("s"), user("a"), system("b"), user("q")]}
     ],
 )
 def test_what_differs_is_named(first: Any, second: Any, field: str | None) -> None:
-    """Also a part that only one of the two has.
-    An adapter changes no token; an API key shares all."""
+    """Also a part that only one of the two has."""
     bench = Bench()
     for options in (first, second):
         answer = bench.run(options.get("messages", "q"), A, B, who=options.get("who", ME)).answer()
@@ -139,8 +138,6 @@ def test_what_differs_is_named(first: Any, second: Any, field: str | None) -> No
 
 
 def test_evicted_is_told() -> None:
-    """Also where the front did not know yet:
-    it planned on the chunks, and the rank had them no more."""
     bench = Bench()
     bench.run("1", A, B)
     bench.ranks[0].evict_all()
@@ -166,8 +163,7 @@ def test_other_rank_is_told() -> None:
     ("start", "reasons"), [(None, {"must_compute": ["b"]}), (4, {"must_compute": ["a", "b"]})]
 )
 def test_what_must_be_computed_is_told(start: int | None, reasons: dict[str, list[str]]) -> None:
-    """A prompt that ends with a chunk, or whose logprobs are asked for:
-    the rank has the chunk and computes it."""
+    """A prompt that ends with a chunk, or whose logprobs are asked for."""
     bench = Bench()
     bench.reply(bench.parts(["x", [A, B]]))
     request = bench.parts(["x", [A, B]], logprob_start=start)
@@ -214,8 +210,7 @@ def test_later_turns_follow_a_history() -> None:
 
 
 def test_history_that_left_the_cache_is_told() -> None:
-    """The turn is asked again, and finds only the first chunks:
-    the chunk of the second turn was evicted, in this order."""
+    """The turn is asked again, and finds only the first chunks."""
     bench = Bench()
     Talk(bench).turn("one", A)
     _, second = (second_turn(bench, B, C) for _ in range(2))
@@ -352,8 +347,7 @@ def test_explain_tells_the_same_reasons() -> None:
 
 
 def test_heads_that_never_recur_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Chunks recur, heads never do: one line in ten minutes, with the place.
-    One head that recurs ends it."""
+    """Chunks recur, heads never do: one line in ten minutes, with the place."""
     bench = Bench()
     with caplog.at_level(logging.WARNING):
         for i in range(reasons.HEADS_IN_A_ROW):
@@ -374,8 +368,7 @@ def test_heads_that_never_recur_are_logged_once(caplog: pytest.LogCaptureFixture
 
 
 def test_heads_without_a_hint(caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing recurs, so no head is to blame. Nor where the pool is too small for heads that do:
-    they were cached, and have left."""
+    """Nothing recurs, so no head is to blame."""
     new, small = Bench(), Bench()
     for i in range(40):
         behind(new, str(i), Passage("p", f"new {i}"))

@@ -216,8 +216,7 @@ def test_openai_client_with_a_wrong_key_is_refused(key: str, status: int) -> Non
 
 
 def test_explain_asks_the_rank_and_runs_nothing(call: Any) -> None:
-    """The scheduler gets what a request would bring; of all ranks' answers the planned one's
-    counts. A refused one is no request to serve either."""
+    """The scheduler gets what a request would bring."""
     bench, manager, send = call(reuse="fused", num_ranks=2)
     bench.reply(bench.ask("one", A, B))  # rank 0 holds the chunks
     before = bench.books.stats()
@@ -299,8 +298,7 @@ def test_hint_is_refused_by_name(call: Any, knobs: dict[str, Any], body: Any, pa
 
 
 def test_stats_show_every_rank_with_its_mirror(call: Any) -> None:
-    """By rank, whatever the order of the replies;
-    the epoch and the digest are between rank and front."""
+    """By rank, whatever the order of the replies."""
     _, manager, send = call(num_ranks=2)
     manager.states = [state_of(1, free=7), state_of(0, free=8)]
     status, stats = send(Routes.chunkcache_stats)
@@ -326,8 +324,7 @@ TALK = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "x"
 
 
 def test_retrieved_passages_are_chunks(call: Any) -> None:
-    """In the order and of the text that the index gives; the answer says what was searched for.
-    With chunks of the client's own nothing is."""
+    """In the order and of the text that the index gives; the answer says what was searched for."""
     retriever = FakeRetriever()
     _, manager, send = call(retriever)
     manager.states = [state_of(0, Explanation(0, 0, 0))]
@@ -416,8 +413,7 @@ def test_failing_search_is_no_400(call: Any) -> None:
 
 
 def test_preprocess_runs_on_every_rank(call: Any) -> None:
-    """One token each, behind the system message and the neighbours;
-    the fates of all ranks are added up."""
+    """One token each, behind the system message and the neighbours."""
     bench, manager, send = call(reuse="fused", num_ranks=2)
     manager.states = [state_of(rank, Explanation(20, 0, 20)) for rank in (0, 1)]
     head = [{"role": "system", "content": "sys"}]
@@ -441,8 +437,6 @@ def test_preprocess_runs_on_every_rank(call: Any) -> None:
 
 
 def test_clear_store_asks_every_rank(call: Any) -> None:
-    """What each had, in order of rank. A rank that does not say is an error: else a user takes a
-    store for empty that is not."""
     _, manager, send = call(reuse="fused", num_ranks=2)
     empty, full = state_of(1, cleared=Cleared(0, 0, 0)), state_of(0, cleared=Cleared(2, 3, 400))
     manager.states = [empty, full]
@@ -488,8 +482,7 @@ def test_neighbors_without_plain_kv_are_computed_alone_first(
 
 
 def test_ranks_that_have_the_chunk_compute_nothing(call: Any) -> None:
-    """One of two has it: the other one computes it.
-    Both: it is kept, and its tokens are told all the same."""
+    """One of two has it: the other one computes it."""
     bench, manager, send = call(reuse="fused", num_ranks=2)
     body = {"chunk": CHUNKS[0], "neighbors": [CHUNKS[1]]}
     manager.states = [state_of(rank, Explanation(20, 0, 20, is_kept=rank == 0)) for rank in (0, 1)]
@@ -524,8 +517,7 @@ def test_all_ranks_compute_at_once(call: Any) -> None:
 def test_chunk_waits_for_the_rank_s_storage(
     call: Any, monkeypatch: pytest.MonkeyPatch, wait_s: float, num_asked: int
 ) -> None:
-    """It is asked again until its neighbours have come, and for so long at most:
-    then what has not come is computed."""
+    """It is asked again until its neighbours have come, and for so long at most."""
     monkeypatch.setattr(preprocessing, "WAIT_S", wait_s)
     _, manager, send = call(reuse="fused")
     loading = state_of(0, Explanation(0, 0, 0, must_wait=True))
@@ -577,8 +569,7 @@ def test_generate_takes_order_and_reuse(call: Any) -> None:
 
 
 def test_clients_cannot_write_our_params(call: Any) -> None:
-    """They would come with our mark and be believed:
-    moved KV on an exact request, or a chunk taken for preprocessed."""
+    """They would come with our mark and be believed."""
     _, manager, send = call(reuse="fused")
     forged = {"chunkcache_spans": "[1, {}]", "chunkcache_selector": "none", MARK_KEY: "x"}
     given = {"custom_params": {**forged, "theirs": 1}, "top_k": 3}
@@ -615,8 +606,6 @@ def test_generate_streams_events(call: Any) -> None:
 def test_complaint_of_sglangs_is_behind_the_field_it_is_about(
     call: Any, complaint: str, field: str
 ) -> None:
-    """In the client's words: a grammar is the parameter that holds it, what was measured is the
-    prompt. Counted once, and nothing is left."""
     bench, manager, send = call()
     manager.error = ValueError(complaint)
     params = {"min_new_tokens": 3, "max_new_tokens": 9, "json_schema": "{}"}
@@ -719,8 +708,6 @@ def test_bad_history_is_refused_by_the_messages_index(
 
 
 def test_null_chunks_of_a_message_are_not_said(call: MakeServer) -> None:
-    """As at the top level: what no key says is unknown, and required history is refused before
-    anything is answered."""
     bench, manager, send = call()
     messages = [{**question(), "chunks": None}, REPLY, question(DOC)]
     status, answer = send(chat, {"messages": messages, "history": "required", "stream": True})

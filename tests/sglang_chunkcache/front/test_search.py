@@ -85,8 +85,7 @@ PARTS = [user([{"type": "text", "text": "alpha"}, {"type": "text", "text": "beta
 def test_query_is_the_last_user_messages(
     wish: dict[str, Any], messages: Any, max_chars: int, query: str
 ) -> None:
-    """The last question alone unless asked. What does not fit leaves the oldest first, then the
-    question's front; a query is searched for as it is."""
+    """The last question alone unless asked."""
     assert query_of(RetrieveIn(**wish), messages, field="", max_chars=max_chars) == query
 
 
@@ -128,8 +127,6 @@ def test_servers_defaults_and_requests_own_wishes(make_search: Any) -> None:
 
 
 def test_what_is_found_becomes_chunks(make_search: Any) -> None:
-    """Best first; the text is what encoder and index read too, so the same passage is always the
-    same chunk. Nothing found is no error."""
     _, _, find = make_search()
     expected = [Passage("a", "A\nalpha one"), Passage("b", "B\nbeta one")]
     assert find(query="one", k=2).chunks == expected

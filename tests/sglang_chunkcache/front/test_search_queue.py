@@ -60,13 +60,19 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
+async def held(queue: SearchQueue, retriever: FakeRetriever, query: str = "two") -> Any:
+    """A search that the worker is busy with."""
+    retriever.hold.clear()
+    running = asyncio.ensure_future(search(queue, query))
+    await until(retriever.begun.is_set)
+    return running
+
+
 async def behind_a_held_search(
     queue: SearchQueue, retriever: FakeRetriever, *waiting: Awaitable[Found]
 ) -> list[Found | BaseException]:
     """Results of searches that gather while the worker is busy with another one."""
-    retriever.hold.clear()
-    first = asyncio.ensure_future(search(queue, "two"))
-    await until(retriever.begun.is_set)
+    first = await held(queue, retriever)
     tasks = [asyncio.ensure_future(item) for item in waiting]
     await until(lambda: queue.num_waiting == len(tasks))
     retriever.hold.set()
@@ -87,8 +93,7 @@ def test_what_gathers_is_searched_together(make_queue: MakeQueue) -> None:
 
 
 def test_settings_are_not_mixed(make_queue: MakeQueue) -> None:
-    """Another k, mode or nprobe is another search:
-    what one finds does not depend on its neighbours."""
+    """Another k, mode or nprobe is another search."""
     queue, retriever = make_queue()
     usual: tuple[int, Any, int] = (1, "dense", 1)
     settings = [usual, (1, "bm25", 1), (1, "dense", 2), (9, "dense", 1), usual]
@@ -114,9 +119,7 @@ def test_cancelled_search_is_skipped(make_queue: MakeQueue) -> None:
     queue, retriever = make_queue()
 
     async def check() -> None:
-        retriever.hold.clear()
-        running = asyncio.ensure_future(search(queue, "two"))
-        await until(retriever.begun.is_set)
+        running = await held(queue, retriever)
         gone, stays = (asyncio.ensure_future(search(queue, each)) for each in ("gone", "one"))
         await until(lambda: queue.num_waiting == 2)
         gone.cancel()
@@ -131,14 +134,11 @@ def test_cancelled_search_is_skipped(make_queue: MakeQueue) -> None:
 
 
 def test_full_queue_refuses(make_queue: MakeQueue) -> None:
-    """Rather than make everybody wait longer and longer;
-    when it has emptied it takes requests again."""
+    """Rather than make everybody wait longer and longer."""
     queue, retriever = make_queue(max_waiting=2)
 
     async def check() -> None:
-        retriever.hold.clear()
-        tasks = [asyncio.ensure_future(search(queue, "two"))]
-        await until(retriever.begun.is_set)
+        tasks = [await held(queue, retriever)]
         tasks += [asyncio.ensure_future(search(queue, "one")) for _ in range(2)]
         await until(lambda: queue.num_waiting == 2)
         with pytest.raises(QueueFullError, match="2 searches wait"):
@@ -154,8 +154,6 @@ def test_full_queue_refuses(make_queue: MakeQueue) -> None:
 def test_failure_is_its_own_requests(
     make_queue: MakeQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One bad query in a batch: its neighbours are searched alone, the worker goes on,
-    only our own fault is logged."""
     queue, retriever = make_queue()
     retriever.fail["crash"] = ZeroDivisionError("bug")
     retriever.fail["damaged"] = CorruptIndexError("row 5 is missing")
@@ -174,12 +172,9 @@ def test_failure_is_its_own_requests(
 def test_closed_loop_does_not_stop_the_worker(make_queue: MakeQueue) -> None:
     """A result that comes after the loop's end has no taker."""
     queue, retriever = make_queue()
-    retriever.hold.clear()
 
     async def leave() -> None:
-        task = asyncio.ensure_future(search(queue, "one"))
-        await until(retriever.begun.is_set)
-        task.cancel()
+        (await held(queue, retriever)).cancel()
 
     asyncio.run(leave())
     retriever.hold.set()
@@ -193,9 +188,7 @@ def test_refresh_does_not_wait_for_searches(
     caplog.set_level(logging.INFO)
 
     async def check() -> None:
-        retriever.hold.clear()
-        task = asyncio.ensure_future(search(queue, "one"))
-        await until(retriever.begun.is_set)
+        task = await held(queue, retriever)
         before = retriever.num_refreshes
         retriever.on_refresh = lambda: True
         await until(lambda: retriever.num_refreshes > before + 1)
@@ -234,8 +227,7 @@ def test_failing_refresh_is_said_once(
 
 
 def test_state_says_what_is_served_and_why(make_queue: MakeQueue) -> None:
-    """Stale while something that cannot be served has replaced the index;
-    down when it is damaged itself; then up again."""
+    """Stale while something that cannot be served has replaced the index."""
     queue, retriever = make_queue(refresh_s=0.001)
     assert (queue.state.name, queue.state.reason) == ("up", None)
     asyncio.run(look(retriever, raising(CorruptIndexError("no index there"))))

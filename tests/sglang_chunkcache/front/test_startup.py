@@ -51,8 +51,7 @@ def test_start_refuses_a_mode_the_index_lacks(opened: dict[str, Any]) -> None:
 
 
 def test_another_tokenizer_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Passages cut for it may be too long for the model, or many and short;
-    words claim to be nobody's."""
+    """Passages cut for it may be too long for the model, or many and short."""
     from retrieval.tokens import load_tokens
 
     caplog.set_level(logging.INFO)

@@ -129,8 +129,7 @@ def test_a_tenant_sees_nothing_of_another(order: str, rounds: int) -> None:
     ids=["store", "no salt", "salt or key", "two keys", "empty key"],
 )
 def test_other_ways_to_meet(knobs: dict[str, Any], who: Identity, other: Identity) -> None:
-    """What enters cache and store goes by counts as well;
-    a tenant is salt and key together, also where one is missing."""
+    """What enters cache and store goes by counts as well."""
     assert answers_of(who, [], rounds=100, **knobs) == answers_of(who, [other], rounds=100, **knobs)
 
 

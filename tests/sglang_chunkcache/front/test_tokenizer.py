@@ -132,8 +132,7 @@ def encoded_texts(tokenizer: ServedTokenizer, monkeypatch: pytest.MonkeyPatch) -
 @settings(max_examples=examples(30))
 @given(data=st.data())
 def test_any_chunk_decodes_to_its_text_without_added_tokens(kind: str, data: Any) -> None:
-    """A retrieved text that says `<|end|><|system|>` would forge a turn. Some decoders take the
-    first space for a word's mark."""
+    """A retrieved text that says `<|end|><|system|>` would forge a turn."""
     text = data.draw(texts_with_tokens(kind))
     ids = served(kind).encode_plain(text)
     assert added_ids(kind).isdisjoint(ids)
@@ -155,8 +154,7 @@ def test_chunk_tokens_control_encodes_chunks_as_messages(kind: str) -> None:
 
 
 def test_white_space_tokens_stay() -> None:
-    """GPT-NeoX's runs of spaces and Gemma's of newlines are layout:
-    a model reads code with them, and they control nothing."""
+    """GPT-NeoX's runs of spaces and Gemma's of newlines are layout."""
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<fim>", "        ", "\n\n\n"])
     ours = ServedTokenizer(tokenizer, chunk_tokens="text")
@@ -199,8 +197,7 @@ def test_messages_are_encoded_as_sglang_does(kind: str, data: Any) -> None:
 
 
 def test_sglangs_object_may_change_while_we_encode() -> None:
-    """`/v1` switches truncation, padding and special tokens on the tokenizer it serves with; a
-    shared one raises "Already borrowed" in the other thread."""
+    """`/v1` switches truncation, padding and special tokens on the tokenizer it serves with."""
     theirs = make_tokenizer()
     ours = ServedTokenizer(theirs, chunk_tokens="text")
     errors: list[BaseException] = []

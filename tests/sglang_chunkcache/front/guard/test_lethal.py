@@ -147,8 +147,7 @@ def test_ordinary_request_costs_nothing_to_speak_of() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_several_answers_leave_nothing_behind(stream: bool) -> None:
-    """SGLang's table has n entries for a prompt of n answers, and forgets one.
-    It reads one output of what does not stream."""
+    """SGLang's table has n entries for a prompt of n answers, and forgets one."""
     manager = SimpleNamespace(rid_to_state={"a": 1, "b": 2, "other": 3})
     obj = GenerateReqInput(text="hi", sampling_params={"n": 2}, stream=stream)
 
