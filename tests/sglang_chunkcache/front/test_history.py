@@ -248,34 +248,19 @@ def test_two_questions_of_one_turn_have_their_own_chunks() -> None:
 # Overflow
 
 
-def long_talk(num_turns: int, *, brings: bool = False) -> Talk:
+def long_talk(num_turns: int) -> Talk:
     said = Talk(Bench(context_len=4000))
     for i in range(num_turns):
         own = Passage(f"n{i}", f"<{i}>" * 30)
         said.turn(f"and {i}?", A, own, answer="answer " * 10)
-        if brings:
-            said.messages[-2] = with_chunks(said.messages[-2], A, own)
+        said.messages[-2] = with_chunks(said.messages[-2], A, own)
     return said
-
-
-def test_overflow_leaves_no_unreachable_turns() -> None:
-    """Of 100 turns each is stored once, whichever have left the prompt."""
-    conversations = long_talk(100).bench.books.conversations
-    assert conversations.num_turns == 100
-    found = {
-        id(stored)
-        for conversation in conversations._found.values()
-        for turns in conversation.by_head.values()
-        for last in turns.values()
-        for stored in last.path()
-    }
-    assert found == {id(stored) for stored in conversations._by_use}
 
 
 @pytest.mark.parametrize("is_cold", [False, True])
 def test_chunks_leave_with_their_turns(is_cold: bool) -> None:
     """What stays keeps its chunks, what has left may be shown again."""
-    said = long_talk(40, brings=True)
+    said = long_talk(40)
     if is_cold:
         said.bench.books.forget()
     request = said.ask("again?", Passage("n0", "<0>" * 30), A)
@@ -436,16 +421,3 @@ def test_chunks_that_reappear_are_laid_out_in_few_tries(monkeypatch: pytest.Monk
     assert request.num_departed > 20, "nor is all but a little left"
     assert 2000 < len(request.input_ids) <= 3990
     assert len(renders) <= 40
-
-
-def test_reasoning_that_the_template_shows_later_stays() -> None:
-    """Where the client sends it back: then a turn begins with all that was generated before."""
-    said = Talk(thinking_bench())
-    said.bench.tokenizer.chat_template = (
-        "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content"
-        " %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content"
-        " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{%"
-        " endif %}"
-    )
-    first = thought(said, "one", MODES["parsed"])
-    assert said.ask("two").input_ids[: len(sent(first))] == sent(first)

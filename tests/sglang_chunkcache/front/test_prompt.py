@@ -31,7 +31,6 @@ from sglang_chunkcache.front.prompt import (
     read_template,
 )
 from tests.examples import examples
-from tests.kit.front_bench import CharTokenizer
 from tests.reference.tiny_tokenizer import CHAT_TEMPLATE, make_spaced_tokenizer, make_tokenizer
 
 TRIMMING = (
@@ -265,23 +264,6 @@ def test_steps_of_a_tool_loop_share_the_turn() -> None:
         assert ends[1].startswith(ends[0])
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_prefill_is_the_end_of_the_prompt(kind: str) -> None:
-    """Behind the generation prompt, tokenised apart as SGLang does."""
-    assembler = make_assembler(kind)
-    pieces = assembler.turn([user("Who?")], num_agreed=0, has_chunks=True, prefill="It is")
-    plain = assembler.turn([user("Who?")], num_agreed=0, has_chunks=True)
-    assert pieces.outro == (*plain.outro, *assembler.tokenizer.encode("It is"))
-
-
-@pytest.mark.parametrize("role", ["system", "assistant", "tool"])
-def test_without_a_user_message_the_chunks_are_in_the_last(role: str) -> None:
-    assembler = make_assembler()
-    pieces = assembler.turn([{"role": role, "content": "x"}], num_agreed=0, has_chunks=True)
-    shown = {"role": "user" if role == "assistant" else role, "content": CHUNK_TEXTS[0] + "\n\nx"}
-    assert text(assembler, ids_of(assembler, pieces, CHUNK_TEXTS[:1])) == render(assembler, [shown])
-
-
 def in_parts(role: str, *texts: str) -> dict[str, Any]:
     return {"role": role, "content": [{"type": "text", "text": each} for each in texts]}
 
@@ -405,18 +387,6 @@ def test_read_template(tmp_path: Path) -> None:
     for path in (bad, tmp_path / "none"):
         with pytest.raises(ValueError, match="--chunkcache-rag-template"):
             read_template(str(path))
-
-
-class JoiningTokenizer(CharTokenizer):
-    """Whole text as one token each time: no pieces can be put together."""
-
-    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
-        return [hash(text) % 1000]
-
-
-def test_tokenizer_whose_pieces_do_not_join_is_refused() -> None:
-    with pytest.raises(ValueError, match="pieces"):
-        PromptAssembler(JoiningTokenizer(), separator="\n")
 
 
 def test_separator_may_be_a_control_token() -> None:

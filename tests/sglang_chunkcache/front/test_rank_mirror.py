@@ -61,32 +61,6 @@ def test_apply_follows_a_chain_to_the_host_and_back() -> None:
     assert tree.stats.num_hits == 0
 
 
-def test_new_epoch_drops_the_rank_and_a_late_batch_of_the_old_one_changes_nothing() -> None:
-    """A slow client's stream carries its batch in every output, also after a flush."""
-    log, (tree, mirror) = EventLog(100), make_mirror()
-    log.append(inserted("a"))
-    old = log.unread()
-    mirror.apply(old)
-    log.restart()
-    log.append(inserted("b"))
-    read(log, mirror)
-    log.acknowledge(mirror.acknowledgement)  # the next request acknowledges: the log forgets
-    for _ in range(2):
-        assert [held(tree, name) for name in "ab"] == [False, True]
-        assert (mirror.num_restarts, mirror.num_gaps) == (1, 0)
-        mirror.apply(old)
-        read(log, mirror)
-
-
-def test_ranks_are_apart() -> None:
-    tree = ChunkPrefixTree(max_nodes=100)
-    mirrors = [RankMirror(tree, rank) for rank in range(2)]
-    for rank, mirror in enumerate(mirrors):
-        mirror.apply(Batch(7 + rank, 0, (inserted("a"),), 1, 1, chain("a")))
-    mirrors[0].restart(99)
-    assert [tree.digest(rank)[0] for rank in range(2)] == [0, 1]
-
-
 def test_mirror_is_compared_with_the_ranks_state() -> None:
     """Up to date and alike, up to date and not, behind; another epoch makes it start again."""
     log, (_, mirror) = EventLog(100), make_mirror()

@@ -398,13 +398,14 @@ def test_search_refuses_by_name(call: Any, body: Any, param: str) -> None:
 def test_failing_search_is_no_400(call: Any) -> None:
     """Whoever sees it may try again; the request is counted as what it was."""
     retriever = FakeRetriever()
-    retriever.fail["why?"] = OSError("disk")
+    retriever.fail["why?"] = OSError("/secret/path")
     bench, _, send = call(retriever)
     wish = {"messages": MESSAGES, "retrieve": True}
     for endpoint, body in ((explain, wish), (retrieve, {"messages": MESSAGES}), (chat, wish)):
         status, answer = send(endpoint, body)
         assert (status, answer["code"], answer["param"]) == (500, 500, None)
         assert answer["type"] == "InternalServerError"
+        assert "secret" not in answer["message"]
     assert bench.books.metrics.totals()["requests"] == {"unsearched": 1}
     assert bench.is_idle()
 

@@ -246,15 +246,6 @@ def test_no_text_is_called_longer_than_it_is(kind: str, data: Any) -> None:
     assert not served(kind).is_longer(text, len(served(kind).encode(text)))
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_long_text_is_refused_without_being_encoded(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = served(kind)
-    monkeypatch.setattr(tokenizer, "_raw", lambda text: pytest.fail("encoded"))
-    assert tokenizer.is_longer("x" * 1_000_000, 1000)
-
-
 def test_text_that_no_bound_refuses_is_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a token of 500 spaces the bound says little: counting stops where it is too much."""
     theirs = make_tokenizer()
