@@ -36,7 +36,7 @@ class FakeManager:
         self.rid_to_state: dict[str, Any] = {}
         self.aborts: list[bool] = []
         self.num_asked = 0
-        self.hangs = False
+        self.hangs = self.fails = False
 
     def auto_create_handle_loop(self) -> None:
         """Sets a handler, as SGLang does."""
@@ -51,6 +51,8 @@ class FakeManager:
         self.num_asked += 1
         while self.hangs:
             await asyncio.sleep(0)
+        if self.fails:
+            raise RuntimeError("no state")
         return []
 
 
@@ -150,6 +152,18 @@ def test_what_is_answered_after_the_signal(
         assert manager.gracefully_exit == (not lame_duck_s)
 
     lived(manager, scene, lame_duck_s=lame_duck_s)
+
+
+def test_lame_duck_ends() -> None:
+    """Then SGLang is told, and ends the server when no request is left."""
+    manager = FakeManager()
+
+    async def scene(app: Drain) -> None:
+        terminate()
+        await until(lambda: manager.gracefully_exit)
+        assert await status(app, "POST", "/generate") == 503
+
+    lived(manager, scene, lame_duck_s=0.01)
 
 
 @pytest.mark.parametrize("objection", ["starting", "hangs"])
@@ -279,5 +293,26 @@ def test_scheduler_that_hangs_is_not_ready(monkeypatch: pytest.MonkeyPatch, foun
         assert manager.num_asked == num_asked, "one question at a time"
         manager.hangs = False
         assert await is_ready(app)
+
+    lived(manager, scene)
+
+
+def test_scheduler_that_answers_with_an_error_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it answers again. Probes, as many as anybody likes, ask the ranks now and then."""
+    manager = FakeManager()
+    monkeypatch.setattr(http_server, "HEALTH_CHECK_TIMEOUT", 0)
+
+    async def is_ready(app: Drain) -> bool:
+        for _ in range(3):  # one question may be on its way
+            await status(app, "GET", "/ready")
+            await asyncio.sleep(0.001)  # for the answer
+        return await status(app, "GET", "/ready") == 200
+
+    async def scene(app: Drain) -> None:
+        assert await is_ready(app)
+        assert manager.num_asked == 1
+        monkeypatch.setattr(readiness, "ASK_S", 0)
+        for manager.fails in (True, False):
+            assert await is_ready(app) is not manager.fails
 
     lived(manager, scene)

@@ -45,7 +45,7 @@ def test_message(model: Any, body: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(model, body)
     assert str(caught.value).startswith(message)
-    assert "role" not in str(caught.value).replace(message, "")
+    assert ("role" in str(caught.value)) == ("role" in message)
     assert not NO_WORDS.search(str(caught.value))
 
 

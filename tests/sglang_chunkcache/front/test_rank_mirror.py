@@ -214,6 +214,21 @@ def names_known(tree: ChunkPrefixTree) -> str:
     return "".join(name for name in "abcdefgh" if tree.match("n", [ChunkId(name)], rank=0))
 
 
+def test_what_happens_between_two_parts_is_told_once() -> None:
+    """Evictions, of nodes told before or not; a child born before its parent is told."""
+    log, (tree, mirror) = EventLog(2, max_told=3), make_mirror()
+    add(log, *"abcd")
+    read(log, mirror)  # a gap: all is to be told, three at a time
+    mirror.hear(told(log, mirror))
+    assert names_known(tree) == "ab"
+    evict(log, "a", "c")
+    add(log, "dx")
+    keep_up(log, mirror)
+    assert names_known(tree) == "bd"
+    assert tree.find(chain("d", "x")) is not None
+    assert tree.stats.num_unknown_notices == 0
+
+
 def test_a_rank_that_answers_while_others_are_asked_is_told_again() -> None:
     """Each of its states is overtaken by an answer: another rank was slower to tell its own."""
     log, (tree, mirror) = EventLog(40, max_told=20), make_mirror(1000)

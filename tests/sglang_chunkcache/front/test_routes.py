@@ -238,16 +238,6 @@ def test_explain_asks_the_rank_and_runs_nothing(call: Any) -> None:
     assert bench.books.stats() == before
 
 
-@pytest.mark.parametrize(
-    "state", [{}, state_of(0)], ids=["without the cache", "without an explanation"]
-)
-def test_explain_without_an_answer_is_an_error(call: Any, state: dict[str, Any]) -> None:
-    _, manager, send = call()
-    manager.states = [state]
-    status, answer = send(explain, {"messages": MESSAGES, "chunks": CHUNKS})
-    assert (status, answer["message"], answer["param"]) == (500, "rank 0 does not explain", None)
-
-
 # Prefetch
 
 STORED = {"storage_backend": "file", "reuse": "fused"}
@@ -514,6 +504,15 @@ def test_all_ranks_compute_at_once(call: Any) -> None:
     assert (status, answer["kept"]) == (200, False)
 
 
+def test_error_of_one_rank_is_the_answer(call: Any) -> None:
+    """When all are done."""
+    bench, manager, send = call(reuse="fused", num_ranks=2)
+    manager.states = [state_of(0, Explanation(20, 0, 20)), state_of(1)]
+    status, answer = send(preprocess, {"chunk": CHUNKS[0]})
+    assert (status, answer["message"]) == (500, "rank 1 does not explain")
+    assert bench.is_idle()
+
+
 @pytest.mark.parametrize(("wait_s", "num_asked"), [(10.0, 4), (0.0, 1)])
 def test_chunk_waits_for_the_rank_s_storage(
     call: Any, monkeypatch: pytest.MonkeyPatch, wait_s: float, num_asked: int
@@ -645,6 +644,7 @@ def test_generate_refuses_parameters_by_name(call: Any) -> None:
 DOC = {"id": "a", "text": A.text}
 OTHER = {"id": "a", "text": B.text}
 REPLY = {"role": "assistant", "content": "so"}
+ALPHA = {"role": "user", "content": "alpha"}
 
 
 def question(*chunks: Any, text: str = "why?", **fields: Any) -> dict[str, Any]:
@@ -703,9 +703,12 @@ def test_bad_history_is_refused_by_the_messages_index(
             continue
         assert (status, answer["message"][: len(said)]) == (400, said)
         assert answer["param"] == answer["message"].split(":")[0]
-    if "chunks" in messages[0] and not fields:
-        status, answer = send(generate, {"parts": ["x"], "messages": messages})
-        assert (status, answer["param"]) == (400, "messages.0.chunks"), "it has parts"
+
+
+def test_messages_with_chunks_are_not_for_parts(call: MakeServer) -> None:
+    _, _, send = call()
+    status, answer = send(generate, {"parts": ["x"], "messages": [REPLY, question(DOC)]})
+    assert (status, answer["param"]) == (400, "messages.1.chunks")
 
 
 def test_null_chunks_of_a_message_are_not_said(call: MakeServer) -> None:
@@ -722,7 +725,7 @@ def test_search_goes_with_earlier_chunks_alone(call: MakeServer) -> None:
     found = {"retrieve": {"k": 2}}
     status, answer = send(chat, {"messages": [question(DOC)], **found})
     assert (status, answer["message"]) == (400, "retrieve: not together with chunks")
-    status, answer = send(chat, {"messages": [many(4), REPLY, *MESSAGES], **found})
+    status, answer = send(chat, {"messages": [many(4), REPLY, ALPHA], **found})
     assert (status, answer["param"]) == (400, "retrieve.k")
 
 
