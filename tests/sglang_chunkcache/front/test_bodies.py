@@ -80,9 +80,7 @@ def test_every_selector_is_accepted(selector: str) -> None:
         ({"selector": "critical", "layers": "last"}, None, 0),
     ],
 )
-def test_layers_are_numbers_or_names(
-    wish: dict[str, Any], depth: int | None, layer: int | None
-) -> None:
+def test_layers_are_numbers_or_names(wish: Any, depth: Any, layer: Any) -> None:
     """None: the calibrated one."""
     fusion = asked(**wish)
     assert fusion is not None

@@ -295,9 +295,7 @@ AUTO = {"selector": "critical", "ratio": "auto", "quality": 0.9}
         ({"selector": "none"}, {}, None),
     ],
 )
-def test_ratio_of_an_answer(
-    wish: dict[str, Any], report: dict[str, Any], ratio: float | None
-) -> None:
+def test_ratio_of_an_answer(wish: Any, report: Any, ratio: Any) -> None:
     """`auto` becomes the share that was taken, of what was moved for the request."""
     bench, request = begun(wish)
     reuse = bench.reply(request, report=make_report(request, **report)).answer()["reuse"]
@@ -420,9 +418,7 @@ def test_preprocessing_counts_as_no_access() -> None:
         (FUSED, [Passage(str(i), str(i) * 60) for i in range(4)], "the context is 200"),
     ],
 )
-def test_preprocessing_is_refused(
-    knobs: dict[str, Any], neighbors: list[Passage], named: str
-) -> None:
+def test_preprocessing_is_refused(knobs: Any, neighbors: Any, named: str) -> None:
     bench = Bench(context_len=200, **knobs)
     with pytest.raises(RequestError, match=named):
         preprocess(bench, B, *neighbors)

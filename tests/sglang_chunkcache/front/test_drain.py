@@ -182,9 +182,7 @@ def test_server_that_is_not_ready_has_no_lame_duck(objection: str) -> None:
 
 
 @pytest.mark.parametrize("same_s", [0, FOREVER], ids=["apart", "at once"])
-def test_second_signal_kills(
-    monkeypatch: pytest.MonkeyPatch, killed: list[bool], same_s: float
-) -> None:
+def test_second_signal_kills(monkeypatch: pytest.MonkeyPatch, killed: Any, same_s: float) -> None:
     """Whoever stops a server by hand need not wait."""
     manager = FakeManager()
     monkeypatch.setattr(drain, "SAME_S", same_s)
@@ -228,9 +226,7 @@ def test_request_that_runs_is_let_finish() -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ends in time", "hangs"])
-def test_limit_aborts_then_kills(
-    monkeypatch: pytest.MonkeyPatch, killed: list[bool], ends: bool
-) -> None:
+def test_limit_aborts_then_kills(monkeypatch: pytest.MonkeyPatch, killed: Any, ends: bool) -> None:
     """Requests at the limit, processes after it; a server that ends before is left alone."""
     manager = FakeManager()
     monkeypatch.setattr(drain, "LAST_S", 0)

@@ -329,20 +329,6 @@ def test_parts_are_shown_as_sglang_shows_them(
     assert text(assembler, ids_of(assembler, pieces, chunks)) == as_sglang_renders(assembler, shown)
 
 
-def test_head_and_exchanges_of_parts_are_the_templates() -> None:
-    """What stays at overflow, and what is rendered anew."""
-    assembler = make_assembler(template="parts", content_format="openai")
-    messages = CONVERSATIONS["all roles"]
-    head, exchanges = assembler.head(messages), assembler.exchanges(messages, is_split=True)
-    assert "Be|brief." in head
-    assert (exchanges[0].lead, exchanges[0].answer) == (head, "b|c")
-    whole = "".join(
-        one.lead + "".join(area.intro + area.ending for area in one.areas) + one.answer
-        for one in exchanges
-    )
-    assert whole == as_sglang_renders(assembler, messages)
-
-
 REFUSED: list[tuple[list[Any], str, str]] = [
     ([], "chatml", "messages"),
     *(
