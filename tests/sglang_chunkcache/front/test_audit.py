@@ -429,22 +429,6 @@ def test_broken_terms_of_a_tenants_own_are_no_error(caplog: pytest.LogCaptureFix
     assert bed.bench.plan("q", A, B, fusion=tried, who=other).fallbacks == ()
 
 
-def test_paused_terms_are_tried_again_and_return() -> None:
-    """After so many requests a tenth is moved and audited."""
-    bed = Bed(audit_pause=4)
-    bed.serve_badly()
-    audit = bed.bench.books.audit
-    assert audit is not None
-    assert all(asked.planned.fusion is None for asked in bed.serve_badly(4))
-    assert audit.terms(FUSION, "me").state is AuditState.PROBATION
-    bed.ranks.agrees = True
-    for _ in range(400):
-        bed.serve()
-        if audit.state is AuditState.ASKED:
-            break
-    assert bed.serve().answer()["reuse"]["ratio"] == 0.15
-
-
 def test_explained_plan_takes_nothing() -> None:
     """It says what the next request will get. Other selectors go on."""
     bed = Bed(audit_pause=3)

@@ -73,7 +73,6 @@ def test_every_selector_is_accepted(selector: str) -> None:
     ("wish", "depth", "layer"),
     [
         ({"selector": "deviation", "depth": 3}, 3, 0),
-        ({"selector": "deviation", "depth": "calibrated"}, None, 0),
         ({"selector": "query", "layers": 1}, 2, 1),
         ({"selector": "query", "layers": "last"}, 2, 0),
         ({"selector": "critical", "depth": 5}, 5, None),

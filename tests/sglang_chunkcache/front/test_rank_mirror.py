@@ -151,26 +151,6 @@ def test_the_mirror_is_at_most_one_answer_behind(num_under_way: int) -> None:
     assert num_bytes < 400_000
 
 
-def test_a_burst_of_answers_that_come_when_they_are_complete() -> None:
-    """400 requests sent at once and prefilled before one is answered."""
-    rank, (tree, mirror) = Pool(capacity=2000), make_mirror(200_000)
-    answers = []
-    for _ in range(400):
-        rank.prefill(10)
-        answers.append(rank.log.unread())
-    mirror.apply(answers[-1])
-    assert mirror.is_behind
-    num_asked = keep_up(rank.log, mirror)
-    behind = rank.log.seq - mirror.acknowledgement.seq
-    print(f"{rank.log.seq} events at the first answer: {num_asked} times asked, {behind} behind")
-    assert (num_asked, behind) == (2, 0)
-    assert tree.digest(0) == (2000, rank.log.digest)
-    for answer in answers:
-        mirror.apply(answer)
-    assert not mirror.is_behind
-    assert tree.digest(0) == (2000, rank.log.digest)
-
-
 @pytest.mark.parametrize("backlog", [10_000, 70_000], ids=["backlog", "gap"])
 def test_the_mirror_heals_without_requests(backlog: int) -> None:
     """A backlog that no answer can hold, or not even the log."""

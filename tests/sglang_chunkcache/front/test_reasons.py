@@ -137,21 +137,6 @@ def test_what_differs_is_named(first: Any, second: Any, who: Identity, field: st
 # Same text before it
 
 
-def test_evicted_is_told() -> None:
-    bench = Bench()
-    bench.run("1", A, B)
-    bench.ranks[0].evict_all()
-    early = bench.run("2", A, B)
-    assert (early.planned_len, why(early)) == (2, {"evicted": ["a", "b"]})
-    bench.ranks[0].evict_all()
-    bench.run("3", D)
-    late = bench.run("4", A, B)
-    assert (late.planned_len, why(late)) == (0, {"evicted": ["a", "b"]})
-    bench.books.mirrors[0].restart(bench.ranks[0].log.epoch + 1)  # a flush
-    bench.ranks[0].held.clear()
-    assert why(bench.run("5", A)) == {"evicted": ["a"]}
-
-
 @pytest.mark.parametrize(
     ("start", "reasons"), [(None, {"must_compute": ["b"]}), (4, {"must_compute": ["a", "b"]})]
 )
@@ -219,14 +204,6 @@ def test_later_turn_on_another_rank_is_told() -> None:
         {"other_rank": [first.area[0].chunk[:8]], "new_chunk": ["b"]},
         {"other_rank": ["b"]},
     ]
-
-
-def test_places_of_several_answers_are_noted_too() -> None:
-    """SGLang does not report what a request with `n` > 1 has found: all its chunks are noted."""
-    bench = Bench()
-    Talk(bench).turn("one", A)
-    assert second_turn(bench, B, num_answers=2).answer()["missed"] is None
-    assert why(second_turn(bench, B)) == {"evicted": ["b"]}
 
 
 # One reason each
