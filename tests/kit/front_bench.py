@@ -226,19 +226,6 @@ class Bench:
             request, cached=self.ranks[request.rank].found(request.custom_params, request.input_ids)
         )
 
-    def turn(
-        self,
-        messages: list[dict[str, str]],
-        *passages: Passage,
-        to: str = "c",
-        text: str = "ok",
-        **options: Any,
-    ) -> Asked:
-        """Ask and answer; `messages` grows by the answer."""
-        request = self.reply(self.ask(list(messages), *passages, to=to, **options), text)
-        messages.append({"role": "assistant", "content": text})
-        return request
-
     def is_idle(self) -> bool:
         return not any(self.books.router.in_flight) and self.books.tree.stats.num_open_plans == 0
 

@@ -22,6 +22,7 @@ from sglang_chunkcache.front.drafter import Drafter
 from sglang_chunkcache.front.parse import MAX_VALUES, json_object
 from sglang_chunkcache.front.request import Identity, Passage
 from tests.kit.front_bench import A, B, Bench, user
+from tests.kit.front_planning import Talk, assistant, system
 
 CONFIG = ChunkCacheConfig(max_body_bytes=10_000)
 
@@ -152,15 +153,14 @@ def test_what_cannot_fit_is_not_tokenised(
 def test_texts_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a turn that goes on, one that breaks the prefix, one whose conversation was forgotten."""
     bench = Bench(context_len=300, reuse="fused")
-    messages: list[dict[str, str]] = [{"role": "system", "content": "sys"}]
-    seen = encoded(bench, monkeypatch)
+    talk, seen = Talk(bench, system("sys")), encoded(bench, monkeypatch)
     departed = 0
     for i in range(12):
         if i == 10:
             bench.books.forget()
-        messages.append(user(f"question {i}"))
         seen.clear()
-        request = bench.turn(messages, Passage(f"p{i}", f"<{i}>" + "x" * 30), max_new_tokens=10)
+        own = Passage(f"p{i}", f"<{i}>" + "x" * 30)
+        request = talk.turn(f"question {i}", own, max_new_tokens=10)
         departed += request.num_departed
         assert [text for text, count in Counter(seen).items() if count > 1] == []
     assert departed
@@ -173,9 +173,9 @@ def test_texts_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_long_forgotten_conversation_is_cut_in_time() -> None:
     """Only the exchanges that stay are encoded: the others are as many as the client likes."""
     bench = Bench(context_len=300)
-    messages = [{"role": "system", "content": "sys"}]
+    messages = [system("sys")]
     for i in range(1000):
-        messages += [user(f"question {i}"), {"role": "assistant", "content": f"answer {i}"}]
+        messages += [user(f"question {i}"), assistant(f"answer {i}")]
     request = bench.ask([*messages, user("now")], to="c", max_new_tokens=10)
     text = "".join(map(chr, request.input_ids))
     assert text.startswith("\x02\x01ssys\x03\x01u")

@@ -120,18 +120,18 @@ def test_turn_is_a_prefix_of_the_next() -> None:
 
 def test_tool_loop_is_one_turn_of_its_conversation() -> None:
     """Each step renders the turn again around the same chunks."""
-    bench, messages = Bench(), list[Any]([user("one")])
-    bench.turn(messages, A)
-    messages.append(user("two"))
+    talk = Talk(Bench())
+    talk.turn("one", A)
+    bench, messages = talk.bench, [*talk.messages, user("two")]
     first = bench.reply(bench.ask(messages, A, B, to="c"), "call", content=None)
     messages += [CALL, RESULT]
-    second = bench.turn(messages, A, B)
+    second = bench.reply(bench.ask(messages, A, B, to="c"))
     assert (first.dropped, first.order) == (second.dropped, second.order) == (("a",), ["b"])
     shared = first.input_ids[: -len("\x01a")]
     assert second.input_ids[: len(shared)] == shared
     assert text_of(second).endswith(f"\x01u{B.text};two{END}\x01a{END}\x01t42{END}\x01a")
-    messages.append(user("three"))
-    third = bench.turn(messages, B, C)
+    messages += [assistant("ok"), user("three")]
+    third = bench.reply(bench.ask(messages, B, C, to="c"))
     assert begins_with(third, second)
     assert (third.num_turns, third.dropped, third.order) == (2, ("b",), ["c"])
 
