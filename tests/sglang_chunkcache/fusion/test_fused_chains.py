@@ -14,9 +14,9 @@ from sglang_chunkcache.front.fusion_options import fused_request
 from sglang_chunkcache.front.request import Identity, Passage
 from sglang_chunkcache.scheduler.node import facts
 from sglang_chunkcache.wire.report import ANSWER_KEY
+from tests.kit.front_bench import ME, Asked, Bench, make_output
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import FakeReq
-from tests.sglang_chunkcache.front.front_bench import ME, Asked, Bench, make_output
 
 A, B, C, D = (Passage(name, f"<{name * n}>") for name, n in zip("abcd", (3, 4, 5, 6), strict=True))
 X, Y = Passage("x", "<xx>"), Passage("y", "<yyyyyyy>")

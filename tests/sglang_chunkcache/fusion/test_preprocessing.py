@@ -31,9 +31,9 @@ from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import ANSWER_KEY
 from sglang_chunkcache.wire.state import STATE_KEY, Asked
 from tests import models
+from tests.kit.front_bench import Bench, make_output
 from tests.reference.model_scheduler import ModelScheduler
 from tests.reference.scheduler import SCORED, FakeReq
-from tests.sglang_chunkcache.front.front_bench import Bench, make_output
 
 pytestmark = pytest.mark.engine
 
