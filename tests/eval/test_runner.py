@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -186,12 +187,12 @@ def test_bystanders_decode_while_a_block_is_measured(endpoints: Endpoints, tmp_p
     stock, ours = ([s for s in found if s["arm"] == arm] for arm in ("stock-lpm", "ours"))
     assert [s["key"] for s in stock] == ["stock-lpm/bystanders:0", "stock-lpm/bystanders:2"]
     assert [s["block"] for s in ours] == [0, 1]
+    # means: on a busy machine two tokens arrive at once
+    slow, fast = ([fmean(each["gaps_s"]) for each in arm] for arm in (ours, stock))
+    assert min(slow) > max(0.03, *fast)
     for sample in ours:
-        p50, p99 = (sample["metrics"][f"itl_bystander_{name}_s"] for name in ("p50", "p99"))
-        assert 0.03 < p50 <= p99
         # two streams, for the block's time
         assert sum(sample["gaps_s"]) <= 2 * (sample["done_s"] - sample["due_s"]) + 0.1
-    assert max(s["metrics"]["itl_bystander_p50_s"] for s in stock) < 0.03
     # two streams in each of two blocks
     assert [len(endpoint.aborted) for endpoint in endpoints] == [4, 4]
 
