@@ -5,20 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from radix_ext import fused_chunk
 from sglang_chunkcache.front.fusion_options import fused_request
-from sglang_chunkcache.front.request import Identity, Passage
+from sglang_chunkcache.front.request import Passage
 from sglang_chunkcache.scheduler.node import facts
 from sglang_chunkcache.wire.report import ANSWER_KEY
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import FakeReq
-from tests.sglang_chunkcache.front.front_bench import ME, Asked, Bench, make_output
+from tests.sglang_chunkcache.front.front_bench import Asked, Bench, make_output
 
 A, B, C, D = (Passage(name, f"<{name * n}>") for name, n in zip("abcd", (3, 4, 5, 6), strict=True))
 X, Y = Passage("x", "<xx>"), Passage("y", "<yyyyyyy>")
-OTHER = Identity("me", cache_salt="other")
 
 
 class Served:
@@ -30,19 +27,15 @@ class Served:
         self.ranks = [FusedScheduler(400, self.bench.config) for _ in range(num_ranks)]
         self.num_asked = 0
 
-    def plan(
-        self, *passages: Passage, fused: bool = True, who: Identity = ME, **options: Any
-    ) -> Asked:
+    def plan(self, *passages: Passage, fused: bool = True, **options: Any) -> Asked:
         if fused:
-            wish = {key: options.pop(key) for key in ("selector", "ratio") if key in options}
-            options["fusion"] = fused_request(self.bench.config, **wish)
+            options["fusion"] = fused_request(self.bench.config)
         self.num_asked += 1  # each has its own question, from the first token on
-        return self.bench.ask(f"{self.num_asked}?", *passages, who=who, **options)
+        return self.bench.ask(f"{self.num_asked}?", *passages, **options)
 
     def answer(self, request: Asked) -> Asked:
         """Served by the rank it was sent to; the front learns from the answer."""
-        identity = request.draft.identity
-        req = FakeReq(request.input_ids, request.custom_params, cache_salt=identity.cache_salt)
+        req = FakeReq(request.input_ids, request.custom_params)
         cached = self.ranks[request.rank].serve(req, answer=[50])
         assert req.customized_info is not None
         entry = req.customized_info[ANSWER_KEY]
@@ -72,15 +65,6 @@ def tokens(*passages: Passage) -> int:
     return sum(len(passage.text) + 1 for passage in passages)
 
 
-@pytest.fixture
-def behind() -> Served:
-    """B and A were computed behind Y, and then fused without it, in this order."""
-    served = Served()
-    served.ask(Y, A, B, fused=False)
-    served.ask(B, A, order="retriever")
-    return served
-
-
 def test_second_request_finds_the_fused_chain_of_the_first() -> None:
     """Behind a chunk that is cached; the front puts them as they were fused."""
     served = Served()
@@ -91,17 +75,6 @@ def test_second_request_finds_the_fused_chain_of_the_first() -> None:
     second = served.ask(B, X, C, D)
     assert (second.order, fused_hit(second)) == (["x", "c", "b", "d"], tokens(C, B))
     assert (second.planned_len, second.fused_from, second.hit_len) == (1, 1, 1)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [{"ratio": 0.5}, {"selector": "query"}, {"fused": False}, {"who": OTHER}],
-    ids=["recipe", "question", "exact", "tenant"],
-)
-def test_others_do_not_aim_at_it(behind: Served, other: dict[str, Any]) -> None:
-    request = behind.ask(A, B, **other)
-    assert request.order == ["a", "b"]
-    assert request.report is None or fused_hit(request) == 0
 
 
 def test_hits_and_marks_are_those_of_exact_chunks() -> None:
