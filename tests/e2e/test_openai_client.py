@@ -1,8 +1,8 @@
 """OpenAI's Python client, case by case, on SGLang's `/v1` and on our `/rag/v1`: what works on one
 works on the other.
 
-The table in sglang_chunkcache/front/README.md, section "OpenAI clients", has these cases and outcomes. A
-wrong key is shown without a server, by tests/sglang_chunkcache/front/test_routes.py.
+The table in sglang_chunkcache/front/README.md, section "OpenAI clients", has these cases and
+outcomes. A wrong key is shown without a server, by tests/sglang_chunkcache/front/test_routes.py.
 """
 
 from __future__ import annotations
