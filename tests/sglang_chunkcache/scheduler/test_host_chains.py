@@ -404,7 +404,7 @@ def test_failure_in_a_group_of_ranks_is_raised(
 ) -> None:
     """A rank that computes what the others have loaded would wait for them forever."""
     pool = scheduler.cache.host.pool
-    scheduler.cache.host = HostChains(scheduler.cache, pool, FixedCosts(), window=100, num_ranks=2)
+    scheduler.cache.host = HostChains(scheduler.cache, pool, FixedCosts(), num_ranks=2)
     offloaded(scheduler, A)
     monkeypatch.setattr(pool, "prepare", lambda slots: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -547,7 +547,7 @@ def test_prometheus_is_told_when_it_is_due() -> None:
     shown = Shown()
     scheduler = HostScheduler()
     pool, metrics = scheduler.cache.host.pool, cast(Any, shown)
-    host = HostChains(scheduler.cache, pool, FixedCosts(), window=10, metrics=metrics)
+    host = HostChains(scheduler.cache, pool, FixedCosts(), metrics=metrics)
     scheduler.cache.host = host
     known(scheduler, A)
     shown.stats.clear()
