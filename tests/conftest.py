@@ -66,29 +66,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the slow sweeps out unless asked for;
-    asked for, each Hypothesis test is one of them."""
+    """Leaves the slow sweeps out unless asked for; then each Hypothesis test is one of them."""
     if is_nightly(config):
         for item in items:
             if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
                 item.add_marker("nightly")
-        return
-    slow = [item for item in items if item.get_closest_marker("nightly")]
-    if slow:
+    elif slow := [item for item in items if item.get_closest_marker("nightly")]:
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
 def pytest_collection_finish() -> None:
-    """What the imports of torch and SGLang have left takes a second of each full garbage
-    collection, and stays anyway."""
+    """What the imports have left takes a second of each full garbage collection, and stays."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Extension modules complain, after pytest's closing line,
-    of objects that are not freed at the end."""
+    """Extension modules complain, after pytest's closing line, of what is not freed at the end."""
     gc.unfreeze()
 
 
@@ -118,8 +113,7 @@ def data_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random 2-layer Llama in bfloat16 with a byte-level BPE tokenizer and a ChatML-like
-    template, as files."""
+    """A random 2-layer Llama in bfloat16 with a ChatML-like template, as files."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from tests.reference.tiny_tokenizer import make_tokenizer

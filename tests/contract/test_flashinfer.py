@@ -37,8 +37,7 @@ def test_version_is_the_one_that_was_read() -> None:
 
 @pytest.mark.parametrize("method", ["__init__", "plan", "run"])
 def test_model_takes_what_the_wrapper_takes(method: str) -> None:
-    """Same names, kinds and defaults, in the same order where they are passed by position;
-    FlashInfer has more."""
+    """Names, kinds and defaults, in order where passed by position; FlashInfer has more."""
     ours = parameters(getattr(getattr(model, WRAPPER), method))
     theirs = parameters(getattr(getattr(real, WRAPPER), method))
     by_position = {"__init__": 3, "plan": 9, "run": 2}[method]
@@ -52,14 +51,12 @@ def test_model_takes_what_the_wrapper_takes(method: str) -> None:
 
 def test_merge_takes_what_the_model_takes() -> None:
     """v and s are written, in this order."""
-    assert list(parameters(real.merge_state_in_place)) == list(
-        parameters(model.merge_state_in_place)
-    )
+    theirs, ours = real.merge_state_in_place, model.merge_state_in_place
+    assert list(parameters(theirs)) == list(parameters(ours))
 
 
 def test_jit_args_are_what_the_generator_takes() -> None:
-    """FlashInfer passes them on by position, after the backend,
-    and reads names at 7 and 9 itself."""
+    """By position, after the backend; FlashInfer reads names at 7 and 9 itself."""
     from flashinfer.jit.attention.modules import gen_customize_batch_prefill_module
 
     names = list(parameters(gen_customize_batch_prefill_module))[1:]
@@ -68,9 +65,7 @@ def test_jit_args_are_what_the_generator_takes() -> None:
     assert args.pop("variant_decl") == variants.SOURCES["fa2"]
     assert args.pop("uri").startswith("chunkcache_limits_fa2_bf16_128_")
     assert args == {
-        "dtype_q": torch.bfloat16,
-        "dtype_kv": torch.bfloat16,
-        "dtype_o": torch.bfloat16,
+        **dict.fromkeys(("dtype_q", "dtype_kv", "dtype_o"), torch.bfloat16),
         "idtype": torch.int32,
         "head_dim_qk": 128,
         "head_dim_vo": 128,
@@ -84,8 +79,7 @@ def test_jit_args_are_what_the_generator_takes() -> None:
 
 
 def test_a_mask_is_what_selects_the_masked_mode() -> None:
-    """`run` takes the custom mode where `plan` was given a packed mask, whatever is in it:
-    the FA2 variant depends on it."""
+    """Whatever is in the mask that `plan` was given: the FA2 variant depends on it."""
     source = inspect.getsource(inspect.unwrap(getattr(real, WRAPPER).run))
     condition = source.split("if self._custom_mask_buf is not None:")[1].split("else:")[0]
     assert "mask_mode = MaskMode.CUSTOM.value" in condition

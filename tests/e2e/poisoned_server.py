@@ -57,11 +57,6 @@ def install() -> None:
     TokenToKVPoolAllocator.clear, TokenToKVPoolAllocator.free = _poisoning_clear, _poisoning_free
 
 
-def uninstall() -> None:
-    """As it was."""
-    TokenToKVPoolAllocator.clear, TokenToKVPoolAllocator.free = _clear, _free
-
-
 def _install_sabotage(switch: Path) -> None:
     from sglang_chunkcache.fusion import fill as fusion_pass
     from sglang_chunkcache.fusion.relocate import copy_moved

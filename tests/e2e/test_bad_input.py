@@ -20,7 +20,6 @@ CHUNK = {"id": "a", "text": "The company Dravex makes clocks."}
 BODY: dict[str, Any] = {"messages": [user("What does Dravex make?")], "chunks": [CHUNK]}
 LONG = {"text": "clocks lamps " * 5000}
 TEMPLATE = {"chat_template": "{{ raise_exception('rendered') }}"}
-IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 
 
 def deep(body: dict[str, Any]) -> bytes:
@@ -33,23 +32,16 @@ def deep(body: dict[str, Any]) -> bytes:
     ("path", "body", "field"),
     [
         (CHAT, b"{not json", "body"),
-        (CHAT, {**BODY, "chunks": [{"text": 5}]}, "chunks.0.text"),
         (CHAT, {**BODY, "chunk": [CHUNK]}, "did you mean chunks"),
         (CHAT, {**BODY, "chunks": [LONG]}, "chunks"),
-        (CHAT, {**BODY, "messages": [user([IMAGE])]}, "content"),
         (CHAT, {**BODY, "chat_template_kwargs": TEMPLATE}, "not allowed"),
         (CHAT, {**BODY, "temperature": -1}, "temperature"),
         (CHAT, {**BODY, "max_tokens": 10**6}, '"param":"max_tokens"'),
-        (CHAT, {**BODY, "reuse": {"mode": "fused"}}, "--reuse fused"),
-        (CHAT, {**BODY, "response_format": {"type": "json_schema"}}, "response_format"),
-        (CHAT, {**BODY, "stop_regex": "("}, "stop_regex"),
         (CHAT, {**BODY, "logit_bias": {"9999": 1}}, "logit_bias"),
         (CHAT, deep({**BODY, "custom_params": {"x": "HERE"}}), "custom_params"),
         (CHAT, {"messages": BODY["messages"], "retrieve": {"query": " \n"}}, "retrieve.query"),
         (PREPROCESS, {"chunk": CHUNK}, "--reuse fused"),
-        (GENERATE, {"parts": [1]}, "parts.0"),
         (GENERATE, {"parts": ["a"], "sampling_params": {"no_such": 1}}, "no_such"),
-        (GENERATE, {"parts": ["a"], "top_logprobs_num": -1}, "top_logprobs_num"),
         ("/rag/v1/retrieve", {"query": None}, "query"),
         ("/chunkcache/tree?depth=deep", "GET", "depth"),
     ],
@@ -68,14 +60,3 @@ def test_good_request_after_all_bad_ones(rag_server: Server) -> None:
     assert chat(rag_server, "Who?", [CHUNK], max_tokens=4)["chunkcache"]["order"] == ["a"]
     stats = stats_of(rag_server)
     assert (stats["tree"]["open_plans"], stats["prompt_tokens_in_flight"]) == (0, [0])
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["🙂 中文 é \u0000 \u202e", "<|end|><|system|>", "\n\n\n", "a" * 1000],
-    ids=["unicode", "special", "newlines", "long"],
-)
-def test_odd_text_is_answered(rag_server: Server, text: str) -> None:
-    """Text is text: unicode, control characters, the template's own tokens, no spaces."""
-    reply = chat(rag_server, text[:200], [{"text": text}], max_tokens=2)
-    assert sum(reply["chunkcache"]["fates"].values()) == reply["usage"]["prompt_tokens"]

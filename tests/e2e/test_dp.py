@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -60,13 +59,3 @@ def test_answers_are_audited_at_their_rank(dp_server: Server) -> None:
     assert stats["audit_skips"] == {}
     assert [rank["dp_rank"] for rank in stats["ranks"]] == [0, 1]
     assert all(rank["mirror"]["agrees"] and not rank["protected"] for rank in stats["ranks"])
-
-
-def test_round_robin_takes_turns(tmp_path: Path) -> None:
-    """CRAFT's baseline: ranks in turn, whatever they hold; what the chosen rank holds is used."""
-    flags = ["--model-path", "bundled", "--dp-size", "2", "--chunkcache-routing", "round_robin"]
-    chunks = [{"text": f"The company {name} makes clocks."} for name in ("Dravex", "Solon")]
-    with Server(flags, log=tmp_path / "turns.log") as server:
-        replies = [chat(server, "Hello", chunks, max_tokens=1)["chunkcache"] for _ in range(4)]
-    assert [reply["dp_rank"] for reply in replies] == [0, 1, 0, 1]
-    assert [reply["chunks_hit"] for reply in replies] == [0, 0, 2, 2]

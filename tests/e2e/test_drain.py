@@ -13,8 +13,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -113,108 +111,6 @@ def test_idle_server_ends_after_its_lame_duck(tmp_path: Path) -> None:
         process_of(server).send_signal(signal.SIGTERM)
         assert process_of(server).wait(DEADLINE_S) == 0
         assert time.monotonic() - signalled > 8
-
-
-@pytest.mark.nightly
-def test_server_whose_scheduler_hangs_is_not_ready_and_ends(tmp_path: Path) -> None:
-    """A balancer goes elsewhere, and a request that waits for ever does not keep the server."""
-    flags = [*BUNDLED, "--chunkcache-lame-duck-s", "3000", "--chunkcache-drain-s", "1"]
-    with Server(flags, log=tmp_path / "log", env={"SGLANG_HEALTH_CHECK_TIMEOUT": "3"}) as server:
-        assert probed(server.url) == 200
-        (scheduler,) = (
-            pid for pid, command in group_of(server.pid).items() if b"sglang::scheduler" in command
-        )
-        os.kill(scheduler, signal.SIGSTOP)
-
-        def ask() -> None:
-            with contextlib.suppress(OSError):
-                send(server.url + PATHS[0], ASKED)
-
-        client = threading.Thread(target=ask)
-        client.start()
-        until(lambda: probed(server.url) == 503)
-        process_of(server).send_signal(signal.SIGTERM)
-        process_of(server).wait(DEADLINE_S)
-        client.join()
-
-
-class Balancer:
-    """Sends each request to the next of the replicas that were ready when it looked;
-    it looks every `every_s`."""
-
-    def __init__(self, every_s: float) -> None:
-        self.replicas = list[str]()
-        self.ready = list[str]()
-        self.served = dict[str, int]()
-        self._every_s, self._turn, self._ended = every_s, count(), threading.Event()
-        self._looks = threading.Thread(target=self._look)
-
-    def __enter__(self) -> Balancer:
-        self._looks.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._looks.join()
-
-    def send(self, path: str, body: Any) -> int:
-        """The status of the replica's answer; 0 where it does not answer."""
-        ready = self.ready
-        url = ready[next(self._turn) % len(ready)]
-        try:
-            status, _ = send(url + path, body)
-        except OSError:
-            return 0
-        self.served[url] = self.served.get(url, 0) + 1
-        return status
-
-    def _look(self) -> None:
-        while not self._ended.wait(self._every_s):
-            self.ready = [url for url in self.replicas if probed(url) == 200]
-
-
-@contextlib.contextmanager
-def steady_clients(balancer: Balancer) -> Iterator[list[int]]:
-    """Send one request after the other meanwhile; the statuses."""
-    statuses, ended = list[int](), threading.Event()
-
-    def ask(path: str) -> None:
-        while not ended.is_set():
-            statuses.append(balancer.send(path, ASKED))
-
-    clients = [threading.Thread(target=ask, args=(path,)) for path in PATHS]
-    for client in clients:
-        client.start()
-    try:
-        yield statuses
-    finally:
-        ended.set()
-        for client in clients:
-            client.join()
-
-
-@pytest.mark.nightly
-def test_rolling_update_fails_no_request(tmp_path: Path) -> None:
-    """One replica is replaced behind a balancer that looks every 5 s: the new one is asked when it
-    is ready, the old one serves until that has been noticed."""
-    flags = [*BUNDLED, "--chunkcache-lame-duck-s", "15"]
-    with (
-        Server(flags, log=tmp_path / "old.log") as old,
-        contextlib.ExitStack() as stack,
-        Balancer(5.0) as balancer,
-    ):
-        new = Server(flags, log=tmp_path / "new.log")
-        balancer.replicas = [old.url, new.url]
-        until(lambda: balancer.ready == [old.url])
-        with steady_clients(balancer) as statuses:
-            stack.enter_context(new)
-            until(lambda: balancer.ready == [old.url, new.url])
-            process_of(old).send_signal(signal.SIGTERM)
-            assert process_of(old).wait(DEADLINE_S) == 0
-            served = dict(balancer.served)
-            until(lambda: balancer.served[new.url] > served[new.url] + 10)
-        assert {*statuses} == {200}, sorted(statuses)
-        assert balancer.served[old.url] == served[old.url] > 10
 
 
 @pytest.mark.nightly

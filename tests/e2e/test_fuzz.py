@@ -1,5 +1,5 @@
 """Nothing a client sends ends the server:
-mutated requests to every door, and good requests between them are answered right."""
+mutated requests to each of our endpoints, and good requests between them are answered right."""
 
 from __future__ import annotations
 

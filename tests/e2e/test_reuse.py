@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from eval.errors import CommandError
 from eval.http import post
 from eval.server import Server
 from eval.world.world import Passage, Question, World, order_questions
@@ -31,9 +30,7 @@ from sglang_chunkcache.front.calibration import CANNED
 from tests.e2e.asking import (
     CHAT,
     EXPLAIN,
-    Reply,
     ask,
-    assert_finite,
     assistant,
     body_of,
     chunks_of,
@@ -44,7 +41,6 @@ from tests.e2e.asking import (
     rank_of,
     sources_of,
     stream,
-    streamed_text,
     text_of,
     user,
 )
@@ -55,10 +51,7 @@ pytestmark = pytest.mark.engine
 
 SELECTORS = [
     *("query", "context"),
-    *(
-        pytest.param(name, marks=pytest.mark.nightly)
-        for name in ("first", "random", "h2o", "deviation")
-    ),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("first", "h2o", "deviation")),
 ]
 """One that looks at the question and one that looks at stored scores;
 what a selector chooses is shown without a server."""
@@ -159,94 +152,42 @@ def test_reading_what_was_never_written_is_seen(
 # Recomputing everything is a full prefill, recomputing nothing is not
 
 
-def cases_of(
-    world: World, num_passages: int, rng: random.Random
-) -> tuple[list[Passage], list[Passage], list[Question]]:
-    """Chunks as they are cached, as they are asked for, and questions about facts and about
-    order."""
-    facts = [q for q in world.questions if q.hop == 1]
-    fact = rng.choice(facts)
-    before = world.context(fact, num_passages, rng)
-    asked = before[1:] + before[:1]
-    order = order_questions(asked)
-    return before, asked, [fact, order[0], order[1], rng.choice(order[2:])]
-
-
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_recomputing_everything_equals_full_prefill(fused_server: Server, selector: str) -> None:
-    """Eight prompts about facts and order, and nothing merely moved."""
+    """Prompts about facts and order, and nothing merely moved."""
     rng = random.Random(selector)
     for number in range(2):
-        world = World(seed_of(selector, number), 20, num_kinds=1)
-        before, asked, questions = cases_of(world, 4, rng)
-        for question in questions:
+        world = World(random.Random(f"{selector} {number}").getrandbits(32), 20, num_kinds=1)
+        fact = rng.choice([q for q in world.questions if q.hop == 1])
+        before = world.context(fact, 4, rng)
+        asked = before[1:] + before[:1]
+        order = order_questions(asked)
+        for question in (fact, order[0], order[1], rng.choice(order[2:])):
             salt = f"whole{next(_numbers)}"
             cached(fused_server, before, salt, question)
             reply = ask(fused_server, asked, question, cache_salt=salt, reuse=fused(selector, 1.0))
-            fates = reply["chunkcache"]["fates"]
-            assert fates["recomputed"] > 60
-            assert fates["relocated"] == 0
-            assert reply["chunkcache"]["fallbacks"] == []
+            told = reply["chunkcache"]
+            assert told["fates"]["recomputed"] > 60
+            assert (told["fates"]["relocated"], told["fallbacks"]) == (0, [])
             assert text_of(reply) == full_prefill(fused_server, asked, question)
-
-
-def test_recomputing_nothing_loses_the_order(fused_server: Server) -> None:
-    """Facts survive: what the test above would show if recomputation did nothing."""
-    rng = random.Random(0)
-    right: dict[int, list[bool]] = {0: [], 1: []}
-    for number in range(6):
-        world = World(seed_of("nothing", number), 20, num_kinds=1)
-        before, asked, questions = cases_of(world, 4, rng)
-        for question in questions:
-            salt = f"nothing{next(_numbers)}"
-            cached(fused_server, before, salt, question)
-            reply = ask(fused_server, asked, question, cache_salt=salt, reuse=fused())
-            assert reply["chunkcache"]["fates"]["recomputed"] == 0
-            assert reply["chunkcache"]["fates"]["relocated"] > 60
-            right[question.hop].append(text_of(reply) in question.answers)
-    assert sum(right[1]) >= 5
-    assert sum(right[0]) <= len(right[0]) / 2
-
-
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_fates_are_as_asked(fused_server: Server, world: World, salt: str, selector: str) -> None:
-    """A third of the moved tokens is recomputed, rounding up once a chunk at most."""
-    passages = world.passages[:5]
-    for _ in range(2):  # the second use brings the chunks into the store, with scores
-        ask(fused_server, passages, "Which passage comes last?", cache_salt=salt, max_tokens=1)
-    settle(Client(fused_server.url, None))
-    asked = fused(selector, 1 / 3, focus="off")
-    reply = ask(fused_server, passages[::-1], "And first?", cache_salt=salt, reuse=asked)
-    fates = reply["chunkcache"]["fates"]
-    moved = fates["relocated"] + fates["recomputed"]
-    assert moved > 80
-    assert moved / 3 <= fates["recomputed"] <= moved / 3 + 5
-    assert reply["chunkcache"]["reuse"]["selector"] == selector
-    assert reply["chunkcache"]["reuse"]["ratio"] == pytest.approx(1 / 3)
 
 
 def test_what_moving_takes_is_estimated_and_compared(
     fused_server: Server, world: World, salt: str
 ) -> None:
     """In the answer and beforehand; the stats say how far it was off."""
-    passages = world.passages[:3]
-    ask(fused_server, passages, "Which passage comes last?", cache_salt=salt, max_tokens=1)
-    asked = fused("first", 0.15, move="pays")
+    passages, asked = world.passages[:3], fused("first", 0.15, move="pays")
+    cached(fused_server, passages, salt)
     body = body_of(passages[::-1], "And first?", cache_salt=salt, reuse=asked)
     explained = post(fused_server.url + EXPLAIN, body)
     reply = post(fused_server.url + CHAT, body)["chunkcache"]
-    for told in (explained, reply["reuse"]):
-        assert 0 < told["estimated_ms"]["computed"] < 60_000
-        assert told["estimated_ms"]["planned"] > 0
-    estimated = reply["reuse"]["estimated_ms"]
-    is_moved = estimated["planned"] <= 0.95 * estimated["computed"]
+    for told in (explained["estimated_ms"], reply["reuse"]["estimated_ms"]):
+        assert min(told["computed"], told["planned"]) > 0
+    is_moved = told["planned"] <= 0.95 * told["computed"]
     assert (reply["reuse"]["selected_by"] == "first") == is_moved
     # also where a chunk of several is computed
     assert is_moved or "not_worth_it" in reply["fallbacks"]
-    assert reply["reuse"]["ms"]["extend"] > 0
-    costs = rank_of(fused_server)["costs"]
-    assert costs["extend"]["observed"] > 1
-    assert costs["extend"]["error_p50"] > 0
+    assert rank_of(fused_server)["costs"]["extend"]["observed"] > 1
 
 
 # Exact and fused KV never meet
@@ -263,25 +204,6 @@ def test_exact_requests_do_not_see_fused_kv(fused_server: Server, world: World, 
     assert exact["chunkcache"]["fates"]["exact"] == exact["chunkcache"]["head_tokens"]
     assert exact["chunkcache"]["fates"]["relocated"] == 0
     assert text_of(exact) == full_prefill(fused_server, passages, question)
-
-
-def test_fused_kv_is_shared_by_recipe(fused_server: Server, world: World, salt: str) -> None:
-    """Another ratio or selector moves its own. `query`'s recipe has the question."""
-    passages = world.passages[:4]
-    cached(fused_server, passages[::-1], salt)
-
-    def hit(question: str, reuse: dict[str, Any]) -> int:
-        reply = ask(fused_server, passages, question, cache_salt=salt, reuse=reuse)
-        assert reply["chunkcache"]["fates"]["relocated"] > 0
-        return int(reply["chunkcache"]["reuse"]["fused_hit"])
-
-    assert hit("Which passage comes first?", fused("first", 0.25)) == 0
-    assert hit("Which passage comes last?", fused("first", 0.25)) > 60
-    assert hit("Which passage comes last?", fused("first", 0.5)) == 0
-    assert hit("Which passage comes last?", fused("random", 0.25)) == 0
-    assert hit("Which passage comes last?", fused("query", 0.25)) == 0
-    assert hit("Which passage comes last?", fused("query", 0.25)) > 60
-    assert hit("Which passage comes first?", fused("query", 0.25)) == 0
 
 
 def test_conversation_with_fused_turns(fused_server: Server, world: World, salt: str) -> None:
@@ -320,25 +242,6 @@ def test_conversation_with_fused_turns(fused_server: Server, world: World, salt:
 # Where a chunk is found
 
 
-def test_chunks_are_found_on_the_device_wherever_they_stand(
-    fused_server: Server, world: World, salt: str
-) -> None:
-    """A chunk that is not cached is a gap, and found there later."""
-    a, b, c, d, e = world.passages[:5]
-    cached(fused_server, [a, b], salt)
-    cached(fused_server, [c], salt)
-    reply = ask(fused_server, [d, b, e, c], "Hello", cache_salt=salt, reuse=fused())
-    assert sources_of(reply) == [
-        (d.id, "gap", 0),
-        (b.id, "device", 1),
-        (e.id, "gap", 0),
-        (c.id, "device", 0),
-    ]
-    assert reply["chunkcache"]["reuse"]["gap"] > 30
-    again = ask(fused_server, [e, a, d], "Hello", cache_salt=salt, reuse=fused())
-    assert sources_of(again) == [(e.id, "device", 2), (a.id, "device", 0), (d.id, "device", 0)]
-
-
 def test_chunks_are_found_on_the_host_when_the_device_has_lost_them(
     fused_server: Server, world: World, salt: str
 ) -> None:
@@ -360,35 +263,6 @@ def test_chunks_are_found_on_the_host_when_the_device_has_lost_them(
     reply = ask(fused_server, turned, facts[0], cache_salt=salt, reuse=whole)
     assert reply["chunkcache"]["fates"]["recomputed"] > 60
     assert text_of(reply) == full_prefill(fused_server, turned, facts[0])
-
-
-@pytest.mark.parametrize(
-    "reuse", [None, fused("query", 0.25), fused("first", 0.5)], ids=["exact", "query", "first"]
-)
-def test_explain_says_what_then_happens(
-    fused_server: Server, world: World, salt: str, reuse: Any
-) -> None:
-    """Same exact prefix, same sources, and asking leaves no trace."""
-    a, b, c, d = world.passages[:4]
-    cached(fused_server, [a, b], salt)
-    cached(fused_server, [c], salt)
-    fields = {"cache_salt": salt, **({"reuse": reuse} if reuse else {})}
-    body = body_of([a, c, d, b], "Which passage comes last?", **fields)
-    explained, again = (post(fused_server.url + EXPLAIN, body) for _ in range(2))
-    assert explained == again
-    reply = ask(fused_server, [a, c, d, b], "Which passage comes last?", **fields)["chunkcache"]
-    assert explained["exact"] == reply["fates"]["exact"] > reply["head_tokens"]
-    if reuse is None:
-        assert explained["sources"] == []
-        return
-    places = "start", "end"
-    sources = explained["sources"]
-    told = [{k: v for k, v in source.items() if k not in places} for source in sources]
-    assert told == reply["reuse"]["sources"]
-    assert [source["chunk"] for source in told] == [c.id, d.id, b.id]
-    moved = sum(s["end"] - s["start"] for s in sources if s["from"] != "gap")
-    assert moved == reply["fates"]["relocated"] + reply["fates"]["recomputed"]
-    assert explained["fallbacks"] == reply["fallbacks"]
 
 
 # Ahead of requests
@@ -417,55 +291,7 @@ def test_preprocessed_chunks_are_used(fused_server: Server, world: World, tmp_pa
     assert sources_of(reply) == [(p.id, "host", 2) for p in passages[2:]]
 
 
-def test_preprocess_endpoint(fused_server: Server, world: World, salt: str) -> None:
-    """Neighbours are moved, those without plain KV once they are computed alone."""
-    a, b, c, d = world.passages[:4]
-
-    def prepare(chunk: Passage, *neighbors: Passage) -> Reply:
-        return preprocess(fused_server, chunk, neighbors, cache_salt=salt)
-
-    alone = prepare(a)
-    assert alone["fates"]["relocated"] == 0
-    prepare(b)
-    after = prepare(c, b, a)
-    assert after["fates"]["relocated"] > 0
-    assert after["fates"]["computed"] >= after["chunk_tokens"]
-    assert after["neighbors"] == {"moved": 2, "computed": 0, "missing": 0}
-    assert prepare(d, b, c)["neighbors"] == {"moved": 1, "computed": 1, "missing": 0}
-    settle(Client(fused_server.url, None))
-    reply = ask(fused_server, [a, c], "Hello", cache_salt=salt, reuse=fused())
-    assert sources_of(reply)[-1][2] == 2
-
-
 # Whatever else a client does
-
-
-def test_stream_of_a_fused_answer(fused_server: Server, world: World, salt: str) -> None:
-    passages = world.passages[:4]
-    cached(fused_server, passages[::-1], salt)
-    asked = {"cache_salt": salt, "reuse": fused("first", 0.5)}
-    body = body_of(passages, "Which passage comes first?", **asked)
-    events = list(stream(fused_server, body))
-    (told,) = (event["chunkcache"] for event in events if "chunkcache" in event)
-    assert told["fates"]["recomputed"] > 30
-    assert streamed_text(events) == text_of(post(fused_server.url + CHAT, body))
-
-
-@pytest.mark.parametrize("fields", [{"n": 3, "temperature": 1.0}, {"max_tokens": 1}], ids=str)
-def test_answers_of_moved_kv(
-    fused_server: Server, world: World, salt: str, fields: dict[str, Any]
-) -> None:
-    """Fates of several answers are not known. One that ends on its first token reports as any."""
-    passages = world.passages[:4]
-    cached(fused_server, passages[::-1], salt)
-    reuse = fused("h2o", 0.5)
-    reply = ask(fused_server, passages, "Which first?", cache_salt=salt, reuse=reuse, **fields)
-    if "n" in fields:
-        assert len(reply["choices"]) == 3
-        assert reply["chunkcache"]["fallbacks"] == ["parallel_sampling"]
-    else:
-        assert reply["usage"]["completion_tokens"] == 1
-        assert reply["chunkcache"]["fates"]["recomputed"] > 0
 
 
 def test_vanished_clients_leave_nothing(fused_server: Server, world: World, salt: str) -> None:
@@ -482,20 +308,6 @@ def test_vanished_clients_leave_nothing(fused_server: Server, world: World, salt
             next(events)
         events.close()
     assert mixed_load.leftovers(fused_server.url, mixed_load.POOL_TOKENS) == []
-
-
-def test_a_prompt_as_long_as_the_pool_falls_back(fused_server: Server, salt: str) -> None:
-    """Where source and target do not fit together."""
-    texts = [f"Number {i}. " + "Later Dravex bought Solon. " * 20 for i in range(8)]
-    chunks = [{"id": str(i), "text": text} for i, text in enumerate(texts)]
-    asked = body_of((), "Hello", cache_salt=salt, chunks=chunks, max_tokens=2)
-    first = post(fused_server.url + CHAT, asked)
-    assert first["usage"]["prompt_tokens"] > mixed_load.POOL_TOKENS / 2
-    reply = post(fused_server.url + CHAT, {**asked, "chunks": chunks[::-1], "reuse": fused()})
-    assert_finite(reply)
-    assert reply["chunkcache"]["fallbacks"] == ["no_room"]
-    assert reply["chunkcache"]["fates"]["relocated"] == 0
-    assert rank_of(fused_server)["fallbacks"]["no_room"] >= 1
 
 
 # Where the model keeps its evidence
@@ -534,22 +346,6 @@ def test_calibrated_selector_restores_what_moving_costs(fused_server: Server, sa
     assert found["reuse"]["ratio"] == pytest.approx(share, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"examples": [{"question": "", "chunks": ["a", "b"]}]}, "examples"),
-        ({"examples": [{"question": "q", "chunks": ["a"]}]}, "examples"),
-        ({"prompts": []}, "prompts"),
-        ({"examples": [{"question": "q", "chunks": ["long " * 3000, "b"]}]}, "KV slots"),
-    ],
-)
-def test_prompts_that_cannot_be_calibrated_on(
-    fused_server: Server, body: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(CommandError, match=f"400.*{message}"):
-        post(fused_server.url + "/chunkcache/calibrate", body)
-
-
 # What outlives a flush
 
 
@@ -564,23 +360,6 @@ def preprocessed(server: Server, passages: Sequence[Passage], salt: str) -> None
     preprocess(server, passages[-1], passages[:-1], cache_salt=salt)
     settle(Client(server.url, None))
     flush(server)
-
-
-def test_flush_keeps_preprocessed_chunks_and_clear_store_does_not(
-    fused_server: Server, world: World, salt: str
-) -> None:
-    """With an empty tree the chunk is moved from the store."""
-    preprocessed(fused_server, world.passages[:2], salt)
-    assert stored(fused_server) == 1
-    reply = ask(fused_server, world.passages[1:2], "Hello", cache_salt=salt, reuse=fused())
-    assert [where for _, where, _ in sources_of(reply)] == ["gap", "host"]
-    flush(fused_server)
-    (held,) = post(fused_server.url + "/chunkcache/clear_store")["cleared"]
-    assert (held["dp_rank"], held["chunks"], held["variants"]) == (0, 1, 1)
-    assert held["bytes"] > 1000
-    assert stored(fused_server) == 0
-    reply = ask(fused_server, world.passages[1:2], "Hello", cache_salt=salt, reuse=fused())
-    assert reply["chunkcache"]["fallbacks"] == ["no_source"]
 
 
 def test_update_of_the_weights_leaves_nothing_old(
@@ -625,8 +404,3 @@ def test_soak(fused_server: Server) -> None:
     assert found.fates["relocated"] > 60
     assert found.fates["recomputed"] > 20  # how much is moved depends on which requests meet
     assert rank_of(fused_server)["evicted_chunks"] > evicted + 30
-
-
-def seed_of(name: str, number: int) -> int:
-    """A seed that is the same in every process."""
-    return random.Random(f"{name} {number}").getrandbits(32)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import subprocess
 import sys
 import threading
@@ -57,18 +56,6 @@ def test_killed_clients_leave_nothing(rag_server: Server) -> None:
         kill_mid_stream(rag_server, request)
     assert_clean(rag_server)
     assert stats_of(rag_server)["requests"]["aborted"] >= aborted + 8
-
-
-def test_fifty_parallel_clients(rag_server: Server) -> None:
-    """More requests than fit, some of them ending on their first token."""
-    requests = world_requests(50, seed=2)
-    lengths = random.Random(0).choices([1, 2, 12], k=50)
-    evicted = rank_of(rag_server)["evicted_chunks"]
-    bodies = [task_body(asked, max_tokens=n) for asked, n in zip(requests, lengths, strict=True)]
-    for reply in at_once(rag_server, bodies, 50):
-        assert sum(reply["chunkcache"]["fates"].values()) == reply["usage"]["prompt_tokens"]
-    assert rank_of(rag_server)["evicted_chunks"] > evicted
-    assert_clean(rag_server)
 
 
 def test_flush_during_load(rag_server: Server) -> None:

@@ -20,9 +20,7 @@ from tests.e2e.asking import (
     flush,
     fused,
     logprobs_of,
-    metrics_of,
     preprocess,
-    rank_of,
     settled,
     sources_of,
     text_of,
@@ -100,19 +98,3 @@ def test_second_server_is_no_writer_of_it(two: Two) -> None:
     after = settled(two.second)
     assert after["num_entries"] > before["num_entries"]
     assert after["num_bytes"] == before["num_bytes"]
-
-
-def test_prometheus_is_told(two: Two) -> None:
-    """Under SGLang's own address, by tier; bytes by kind."""
-    moved(two.second, two.passages[:3])
-    counts = settled(two.second)
-    store, found = rank_of(two.second)["store"], metrics_of(two.second)
-    tier = 'tier="network"}'
-    assert 0 < found[f"chunkcache:storage_loads_total{{{tier}"] <= counts["loaded"]
-    assert f"chunkcache:storage_load_ms_per_mib{{{tier}" in found
-    assert found[f'chunkcache:storage_bytes{{kind="variants",{tier}'] == counts["num_bytes"]
-    assert found[f'chunkcache:storage_saved_bytes{{kind="variants",{tier}'] == 0
-    for name in ("bytes", "saved_bytes"):
-        for kind in ("captured", "preprocessed"):
-            assert found[f'chunkcache:store_{name}{{kind="{kind}"}}'] == store[name][kind]
-    assert store["bytes"]["preprocessed"] > 0

@@ -24,7 +24,6 @@ from tests.e2e.asking import (
     logprobs_of,
     preprocess,
     rank_of,
-    send,
     settled,
     sources_of,
     stats_of,
@@ -159,20 +158,6 @@ def test_damaged_entry_is_refused_and_computed(twice: Twice) -> None:
     assert "is not used: damaged" in twice.log.read_text()
 
 
-def test_tenants_chunk_is_loaded_with_its_request(twice: Twice) -> None:
-    """Too late for this one on an idle server, in time for the next."""
-    chunk, other = twice.passages[3], twice.passages[4]
-    ask(twice.server, [other, chunk], QUESTION, cache_salt="paprika")
-    settled(twice.server)
-    flush(twice.server)
-    before = rank_of(twice.server)["storage"]["loaded"]
-    first = moved(twice.server, [chunk], cache_salt="paprika")
-    assert first["chunkcache"]["fates"]["relocated"] in (0, *range(10, 1000))
-    assert settled(twice.server)["loaded"] > before
-    stranger = moved(twice.server, [chunk], cache_salt="saffron")["chunkcache"]["fates"]
-    assert (stranger["relocated"], stranger["exact"]) == (0, 0)
-
-
 def test_hint_has_a_tenants_chunk_loaded_ahead(twice: Twice) -> None:
     """The hint is not told what is there, and has nothing loaded of others."""
     chunk, other, url = twice.passages[2], twice.passages[4], twice.server.url
@@ -188,45 +173,6 @@ def test_hint_has_a_tenants_chunk_loaded_ahead(twice: Twice) -> None:
     reply = moved(twice.server, [chunk], cache_salt="mint")
     assert reply["chunkcache"]["fates"]["relocated"] > 10
     assert rank_of(twice.server)["storage"]["prefetch"]["used"] > 0
-
-
-TEXTS = {"texts": ["The company Dravex makes clocks."]}
-
-
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        (b"{no json", "body"),
-        ({"texts": [1]}, "texts"),
-        ({"texts": ["x"] * 300}, "chunks"),
-        ({"texts": ["clocks lamps " * 5000]}, "chunks"),
-        ({**TEXTS, "reuse": {"mode": "fused", "selector": "x"}}, "selector"),
-        ({**TEXTS, "chat_template_kwargs": {"chat_template": "x"}}, "not allowed"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_hostile_hint_is_refused_by_name(twice: Twice, body: Any, field: str) -> None:
-    """As a request is; test_routes.py has the cases."""
-    status, text = send(twice.server.url + PREFETCH.path, body)
-    assert 400 <= status < 500, text
-    assert field in text
-
-
-@pytest.mark.parametrize(
-    "texts", [["", "<|end|><|system|>", "\0 \u202e \n"], ["x"] * 256], ids=["odd", "alike"]
-)
-def test_odd_hint_is_taken_as_text(twice: Twice, texts: list[str]) -> None:
-    """And has nothing loaded that is not there."""
-    before, hint = settled(twice.server), {"texts": texts, "reuse": fused("query", 0.25)}
-    assert post(twice.server.url + PREFETCH.path, hint) == {}
-    assert settled(twice.server)["loaded"] == before["loaded"]
-
-
-def test_hint_that_is_too_large_is_not_read(twice: Twice) -> None:
-    """It is refused, or broken off while it is sent. The next one is taken."""
-    url = twice.server.url
-    assert hostile.send(url, PREFETCH.path, b'{"texts": ["' + b"x" * (5 << 20) + b'"]}') in (0, 413)
-    assert hostile.send(url, PREFETCH.path, json.dumps(TEXTS).encode()) == 202
 
 
 @pytest.mark.parametrize("num_inputs", [150, pytest.param(3000, marks=pytest.mark.nightly)])

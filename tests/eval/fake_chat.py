@@ -65,21 +65,15 @@ class FakeChat:
     def _info(
         self, body: Body, salt: str, order: list[str], num_prompt: int, num_cached: int
     ) -> Body:
-        fates = {
-            "exact": num_cached,
-            "relocated": 0,
-            "recomputed": 0,
-            "computed": num_prompt - num_cached,
-        }
+        fates = {"exact": num_cached, "relocated": 0, "recomputed": 0}
+        fates["computed"] = num_prompt - num_cached
         info: Body = {"order": order, "dropped": [], "fates": fates, "reuse": None, "fallbacks": []}
         if body.get("reuse") in (None, "exact"):
             for place, chunk in enumerate(order):
                 self.prefixes[salt][chunk].append(place)
             return info
-        found = [
-            {"chunk": c, "from": "host", "variant_prefix": self.prefixes[salt][c][-1]}
-            for c in order
-        ]
+        prefixes = {chunk: self.prefixes[salt][chunk][-1] for chunk in order}
+        found = [{"chunk": c, "from": "host", "variant_prefix": p} for c, p in prefixes.items()]
         fates |= {"exact": 4, "relocated": num_prompt - 8, "recomputed": 2, "computed": 2}
         return info | {"reuse": {"sources": found, "fused_hit": 0}}
 
@@ -107,9 +101,7 @@ def chatting(fake: FakeChat) -> Iterator[FakeChat]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(
-            target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        )
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         fake.url = f"http://127.0.0.1:{server.server_address[1]}"
         try:
@@ -121,20 +113,11 @@ def chatting(fake: FakeChat) -> Iterator[FakeChat]:
 
 def _completion(text: str, num_prompt: int, num_cached: int) -> Body:
     """Each word is a token of probability 0.9; the rest is one other token."""
+    other = {"token": "<other>", "logprob": math.log(0.1)}
     steps = [
-        {
-            "token": word,
-            "top_logprobs": [
-                {"token": word, "logprob": math.log(0.9)},
-                {"token": "<other>", "logprob": math.log(0.1)},
-            ],
-        }
+        {"token": word, "top_logprobs": [{"token": word, "logprob": math.log(0.9)}, other]}
         for word in text.split()
     ]
-    return {
-        "choices": [{"message": {"content": text}, "logprobs": {"content": steps}}],
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
-        },
-    }
+    usage = {"prompt_tokens": num_prompt, "prompt_tokens_details": {"cached_tokens": num_cached}}
+    choice = {"message": {"content": text}, "logprobs": {"content": steps}}
+    return {"choices": [choice], "usage": usage}

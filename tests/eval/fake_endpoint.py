@@ -28,29 +28,20 @@ class FakeEndpoint:
     delay_s: float = 0.0
     serial: bool = False
     chunk_cache: bool = False
-    has_tiers: bool = False
-    """Below the device: two tokens of each prompt are loaded from the host."""
-    num_waiting: int = 0
-    """Writes to the storage, of which one is done whenever somebody asks for the stats."""
+    has_tiers: bool = False  # two tokens of each prompt are loaded from the host
+    num_waiting: int = 0  # of the storage's writes; one is done for each look at the stats
     can_flush: bool = True
-    is_sglang: bool = True
-    """Has SGLang's own routes."""
-    is_cold: bool = False
-    """Nothing is ever found cached."""
+    is_sglang: bool = True  # has SGLang's own routes
+    is_cold: bool = False  # nothing is ever found cached
     cache_report: bool = True
-    is_down: bool = False
-    """Connections are closed without an answer, as if the process had died."""
-    odd_event: dict[str, Any] | None = None
-    """Sent before the first text."""
+    is_down: bool = False  # connections are closed without an answer, as if the process had died
+    odd_event: dict[str, Any] | None = None  # sent before the first text
     url: str = ""
+    # with `path`, and `at` and `answered`: when they came, when the answer was whole
     received: list[dict[str, Any]] = field(default_factory=list)
-    """Bodies, with `path`, `at` and `answered`: when they came and when the answer was whole."""
-    aborted: set[str] = field(default_factory=set)
-    """Request ids of plain requests that were aborted."""
-    prefill_s: float = 0.002
-    """To the first token of a plain request, which answers until it is aborted."""
-    stalled_s: float = 0.002
-    """Between its tokens while a chat waits."""
+    aborted: set[str] = field(default_factory=set)  # request ids
+    prefill_s: float = 0.002  # to a plain request's first token; it answers until aborted
+    stalled_s: float = 0.002  # between its tokens while a chat waits
     num_flushed: int = 0
     num_forgotten: int = 0
     num_in_flight: int = 0
@@ -82,8 +73,7 @@ class FakeEndpoint:
     async def _stream(
         self, http: web.Request, body: dict[str, Any], mishap: str | None
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(http)
+        response = await _opened(http)
         if mishap == "mute":
             await asyncio.sleep(30)
         async with self._lock if self.serial else asyncio.Lock():
@@ -112,21 +102,13 @@ class FakeEndpoint:
         for word in ("an", " ans", "wer"):
             await event({"content": word})
             if mishap == "dropped":
-                assert response._req is not None
-                assert response._req.transport is not None
-                response._req.transport.abort()
+                _hang_up(response._req)
         prompt = sum(len(message["content"]) for message in body["messages"])
         # as SGLang, which leaves a zero out
         cached = None if self.is_cold else {"cached_tokens": prompt // 2}
         fates = {"exact": prompt - 3, "relocated": 0, "recomputed": 1, "computed": 2}
-        ours = {
-            "fates": fates,
-            "order": ["b", "a"],
-            "chunks_hit": 1,
-            "dropped": ["a"],
-            "fallbacks": [],
-        }
-        ours |= {"loaded": 2} if self.has_tiers else {}
+        ours = {"fates": fates, "order": ["b", "a"], "chunks_hit": 1, "dropped": ["a"]}
+        ours |= {"fallbacks": [], **({"loaded": 2} if self.has_tiers else {})}
         await event({}, **({"chunkcache": ours} if body["path"].startswith("/rag") else {}))
         usage = {"prompt_tokens": prompt, "completion_tokens": 3, "prompt_tokens_details": cached}
         await event(None, usage=usage)
@@ -134,16 +116,12 @@ class FakeEndpoint:
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """A plain request of SGLang's own: an event for every token,
         the second of them without text."""
-        body = await http.json()
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(http)
+        body, response = await http.json(), await _opened(http)
         for number in range(1, body["sampling_params"]["max_new_tokens"] + 1):
             token_s = self.stalled_s if self.num_in_flight else 0.002
             await asyncio.sleep(self.prefill_s if number == 1 else token_s)
-            event = {
-                "text": "" if number == 2 else "x" * number,
-                "meta_info": {"completion_tokens": number},
-            }
+            text = "" if number == 2 else "x" * number
+            event = {"text": text, "meta_info": {"completion_tokens": number}}
             await response.write(f"data: {json.dumps(event)}\n\n".encode())
             if body["rid"] in self.aborted:
                 break
@@ -161,8 +139,7 @@ class FakeEndpoint:
         @web.middleware
         async def fall_silent(request: web.Request, handler: Handler) -> web.StreamResponse:
             if self.is_down:
-                assert request.transport is not None
-                request.transport.abort()
+                _hang_up(request)
             return await handler(request)
 
         app = web.Application(client_max_size=1 << 26, middlewares=[fall_silent])
@@ -172,16 +149,8 @@ class FakeEndpoint:
             app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/health", _says({}))
         app.router.add_get("/v1/models", _says({"data": [{"id": "fake-model"}]}))
-        app.router.add_get(
-            "/server_info",
-            _says(
-                {
-                    "model_path": "/somewhere/fake",
-                    "device": "cpu",
-                    "enable_cache_report": self.cache_report,
-                }
-            ),
-        )
+        info = {"model_path": "/somewhere/fake", "enable_cache_report": self.cache_report}
+        app.router.add_get("/server_info", _says({"device": "cpu", **info}))
         if self.can_flush:
             app.router.add_post("/flush_cache", self._flush)
         if self.chunk_cache:
@@ -192,14 +161,11 @@ class FakeEndpoint:
 
     async def _stats(self, _: web.Request) -> web.Response:
         self.num_waiting = max(0, self.num_waiting - 1)
-        tiers = {
-            "host": {"tokens": 7},
-            "storage": {"queue": self.num_waiting},
-            "store": {"num_chunks": 1},
-        }
-        return web.json_response(
-            {"ranks": [{"gate": {"passed": True}, **(tiers if self.has_tiers else {})}]}
-        )
+        rank: dict[str, Any] = {"gate": {"passed": True}}
+        if self.has_tiers:
+            rank |= {"host": {"tokens": 7}, "storage": {"queue": self.num_waiting}}
+            rank |= {"store": {"num_chunks": 1}}
+        return web.json_response({"ranks": [rank]})
 
     async def _forget(self, _: web.Request) -> web.Response:
         self.num_forgotten += 1
@@ -208,6 +174,18 @@ class FakeEndpoint:
     async def _flush(self, _: web.Request) -> web.Response:
         self.num_flushed += 1
         return web.json_response({})
+
+
+async def _opened(http: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(http)
+    return response
+
+
+def _hang_up(http: web.BaseRequest | None) -> None:
+    assert http is not None
+    assert http.transport is not None
+    http.transport.abort()
 
 
 def _says(body: Any) -> Callable[[web.Request], Awaitable[web.Response]]:

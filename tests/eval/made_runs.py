@@ -1,5 +1,4 @@
-"""Runs made up for the tests of compare, report and charts:
-folders like those that the commands write, seeded."""
+"""Runs made up for the tests of compare, report and charts, seeded."""
 
 from __future__ import annotations
 
@@ -34,55 +33,32 @@ def make_served(
         for number in range(requests):
             size = rng.lognormvariate(0, 0.5)
             for arm, slow in arms.items():
-                ttft = (
-                    0.2
-                    * slow
-                    * size
-                    * rng.lognormvariate(0, 0.15)
-                    * (1 + 0.2 * cell.get("rate", 0))
-                )
+                pace = 0.2 * slow * (1 + 0.2 * cell.get("rate", 0))
+                ttft = pace * size * rng.lognormvariate(0, 0.15)
                 exact = 0 if arm == "no-cache" else rng.randrange(400)
+                metrics = {"ttft_s": ttft, "itl_s": 0.02 * size, "e2e_s": ttft + 0.2}
+                about: Sample = {"cell": cell, "warm_up": number < 2, "block": number // 4}
+                fates = {"exact": exact, "relocated": 40, "recomputed": 10, "computed": 550 - exact}
                 samples.append(
                     {
-                        "key": f"{cell}/{arm}/{number}",
-                        "arm": arm,
-                        "cell": cell,
-                        "request": f"made:{number}",
-                        "warm_up": number < 2,
-                        "block": number // 4,
+                        **_asked(arm, number, **about),
                         "sent_s": number * 0.9,
-                        "metrics": {
-                            "ttft_s": ttft,
-                            "itl_s": 0.02 * size,
-                            "e2e_s": ttft + 0.2,
-                            "hit_share": exact / 400,
-                        },
-                        "fates": {
-                            "exact": exact,
-                            "relocated": 40,
-                            "recomputed": 10,
-                            "computed": 550 - exact,
-                        },
+                        "metrics": {**metrics, "hit_share": exact / 400},
+                        "fates": fates,
                     }
                 )
     return samples
 
 
+def _asked(arm: str, number: int, *, cell: dict[str, Any], **more: Any) -> Sample:
+    about = {"key": f"{cell}/{arm}/{number}", "arm": arm, "cell": cell}
+    return {**about, "request": f"made:{number}", "warm_up": False, "fates": None, **more}
+
+
 def make_failed(arm: str, requests: int = 10) -> list[Sample]:
     """Every request refused."""
-    return [
-        {
-            "key": f"{arm}/{n}",
-            "arm": arm,
-            "cell": {},
-            "request": f"made:{n}",
-            "warm_up": False,
-            "metrics": {},
-            "fates": None,
-            "error": "refused",
-        }
-        for n in range(requests)
-    ]
+    refused: Sample = {"metrics": {}, "error": "refused"}
+    return [_asked(arm, n, cell={}, **refused) for n in range(requests)]
 
 
 def summarize(samples: Sequence[Sample], *, against: str) -> dict[str, Any]:
@@ -95,27 +71,16 @@ def summarize(samples: Sequence[Sample], *, against: str) -> dict[str, Any]:
     for (cell, arm), taken in groups.items():
         good = [sample for sample in taken if not sample.get("error")]
         names = dict.fromkeys(name for sample in good for name in sample["metrics"])
-        metrics = {
-            name: figures(
-                name, [s["metrics"][name] for s in good if s["metrics"].get(name) is not None]
-            )
+        values = {
+            name: [s["metrics"][name] for s in good if s["metrics"].get(name) is not None]
             for name in names
         }
+        metrics = {name: figures(name, each) for name, each in values.items()}
         spent = sum(sample["metrics"].get("e2e_s", 0.5) for sample in good) or 1.0
-        throughput = {
-            "requests_per_s": len(good) / spent,
-            "output_tokens_per_s": 8 * len(good) / spent,
-        }
-        cells.append(
-            {
-                "arm": arm,
-                "cell": json.loads(cell),
-                "n": len(good),
-                "errors": len(taken) - len(good),
-                "metrics": metrics,
-                "throughput": throughput,
-            }
-        )
+        rates = {"requests_per_s": len(good), "output_tokens_per_s": 8 * len(good)}
+        counts = {"n": len(good), "errors": len(taken) - len(good), "metrics": metrics}
+        throughput = {name: count / spent for name, count in rates.items()}
+        cells.append({"arm": arm, "cell": json.loads(cell), **counts, "throughput": throughput})
     arms = list(dict.fromkeys(sample["arm"] for sample in samples))
     of = {arm: [sample for sample in samples if sample["arm"] == arm] for arm in arms}
     contrasts = [
@@ -136,45 +101,28 @@ def make_ratio(requests: int = 12) -> list[Sample]:
     """Samples as `quality ratio` takes them:
     F1 rises with the share recomputed, an arm a selector."""
     rng = random.Random(5)
-    rows = []
+    rows: list[tuple[str, dict[str, Any], int, float]] = []
     for arm, gain in {"query": 0.5, "random": 0.3, "first": 0.1}.items():
         for ratio in (0.05, 0.15, 0.3, 0.5):
-            rows += [
-                (arm, {"kind": "linked", "ratio": ratio}, n, min(1.0, 0.35 + gain * ratio * 2))
-                for n in range(requests)
-            ]
+            cell, mean = {"kind": "linked", "ratio": ratio}, min(1.0, 0.35 + gain * ratio * 2)
+            rows += [(arm, cell, n, mean) for n in range(requests)]
     rows += [("full-prefill", {"kind": "linked"}, n, 0.95) for n in range(requests)]
-    return [
-        {
-            "key": f"{arm}/{cell}/{n}",
-            "arm": arm,
-            "cell": cell,
-            "mode": "ratio",
-            "request": f"made:{n}",
-            "warm_up": False,
-            "metrics": {
-                "f1": min(1.0, max(0.0, rng.gauss(mean, 0.1))),
-                "em": float(rng.random() < mean),
-            },
-            "fates": None,
-        }
-        for arm, cell, n, mean in rows
-    ]
+    samples = []
+    for arm, cell, n, mean in rows:
+        f1, em = min(1.0, max(0.0, rng.gauss(mean, 0.1))), float(rng.random() < mean)
+        samples.append(_asked(arm, n, cell=cell, mode="ratio", metrics={"f1": f1, "em": em}))
+    return samples
 
 
 def make_permutation(requests: int = 12) -> dict[str, Any]:
     """`results` of `quality permutation`."""
     rng = random.Random(6)
     spread = [
-        {
-            "request": f"made:{n}",
-            "metrics": {
-                "f1": {"baseline": rng.random(), "mean": rng.random(), "sd": 0.1 * rng.random()}
-            },
-        }
-        for n in range(requests)
+        {"baseline": rng.random(), "mean": rng.random(), "sd": 0.1 * rng.random()}
+        for _ in range(requests)
     ]
-    return {"cells": [], "contrasts": [], "verdict": [], "requests": spread}
+    told = [{"request": f"made:{n}", "metrics": {"f1": f1}} for n, f1 in enumerate(spread)]
+    return {"cells": [], "contrasts": [], "verdict": [], "requests": told}
 
 
 def write_replay(folder: Path, *options: str) -> Path:
@@ -232,19 +180,10 @@ def write_run(
 
 def write_served(folder: Path, samples: Sequence[Sample], *, against: str, **more: Any) -> Path:
     """A run of `serve` with the results of its samples."""
-    servers = {
-        arm: {
-            "model": "random",
-            "attention_backend": "torch_native",
-            "dtype": "bfloat16",
-            "device": "cpu",
-            "flags": ["--a", arm],
-        }
-        for arm in dict.fromkeys(sample["arm"] for sample in samples)
-    }
-    results = {
-        **summarize(samples, against=against),
-        "servers": servers,
-        "skipped": {"lmcache": "needs CUDA"},
-    }
-    return write_run(folder, "serve", samples, {**results, **more.pop("results", {})}, **more)
+    about = {"model": "random", "attention_backend": "torch_native"}
+    about |= {"dtype": "bfloat16", "device": "cpu"}
+    arms = dict.fromkeys(sample["arm"] for sample in samples)
+    servers = {arm: {**about, "flags": ["--a", arm]} for arm in arms}
+    results = {**summarize(samples, against=against), "servers": servers}
+    results |= {"skipped": {"lmcache": "needs CUDA"}, **more.pop("results", {})}
+    return write_run(folder, "serve", samples, results, **more)

@@ -11,18 +11,8 @@ from typing import Any
 
 from eval.task import Request, add_task_options, load_requests
 
-WORDS = (
-    "amber",
-    "basalt",
-    "copper",
-    "dolomite",
-    "emerald",
-    "feldspar",
-    "garnet",
-    "hematite",
-    "iolite",
-    "jasper",
-)
+WORDS = ["amber", "basalt", "copper", "dolomite", "emerald"]
+WORDS += ["feldspar", "garnet", "hematite", "iolite", "jasper"]
 
 
 def requests(*options: str | Path) -> list[Request]:
@@ -47,14 +37,9 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def write_questions(folder: Path) -> None:
     """Twenty passages, two about each mineral;
     ten questions, each about one, whose list begins with other passages."""
-    passages = [
-        {
-            "id": f"p{i}",
-            "title": f"Page {i}",
-            "text": f"The {WORDS[i % 10]} mine number {i} was opened in 18{i:02}.",
-        }
-        for i in range(20)
-    ]
+    texts = [f"The {WORDS[i % 10]} mine number {i} was opened in 18{i:02}." for i in range(20)]
+    passages = [{"id": f"p{i}", "title": f"Page {i}", "text": t} for i, t in enumerate(texts)]
+    write_rows(folder / "passages.jsonl.gz", passages)
     questions = [
         {
             "id": f"q{i}",
@@ -65,7 +50,6 @@ def write_questions(folder: Path) -> None:
         }
         for i in range(10)
     ]
-    write_rows(folder / "passages.jsonl.gz", passages)
     write_rows(folder / "questions.jsonl.gz", questions)
 
 
@@ -73,65 +57,42 @@ def write_conversations(folder: Path) -> None:
     """Two conversations of three turns in two domains, whose passages say the same;
     the other file lists no passages."""
     passages = [
-        {"id": f"{domain}-{i}", "title": "", "text": f"A note on {word}.", "domain": domain}
-        for domain in ("clapnq", "govt")
+        {"id": f"{d}-{i}", "title": "", "text": f"A note on {word}, the {i}th.", "domain": d}
+        for d in ("clapnq", "govt")
         for i, word in enumerate(WORDS)
     ]
-    for i, passage in enumerate(passages):
-        passage["text"] += f" It is the {i}th."
     write_rows(folder / "passages.jsonl.gz", passages)
     for name, field in (("conversations", "retrieved_passage_ids"), ("conversations_un", "unused")):
-        rows = [
-            {
-                "id": f"c{c}",
-                "domain": domain,
-                "turns": [
-                    {
-                        "turn": t + 1,
-                        "question": f"What about {WORDS[t]}?",
-                        "answer": f"It is reply {t} of four words.",
-                        "gold_passage_ids": [f"{domain}-{t}"],
-                        field: [f"{domain}-{t}", f"{domain}-{t + 1}"],
-                    }
-                    for t in range(3)
-                ],
-            }
-            for c, domain in enumerate(("govt", "clapnq"))
-        ]
+        rows = []
+        for c, domain in enumerate(("govt", "clapnq")):
+            turns = [
+                {
+                    "turn": t + 1,
+                    "question": f"What about {WORDS[t]}?",
+                    "answer": f"It is reply {t} of four words.",
+                    "gold_passage_ids": [f"{domain}-{t}"],
+                    field: [f"{domain}-{t}", f"{domain}-{t + 1}"],
+                }
+                for t in range(3)
+            ]
+            rows.append({"id": f"c{c}", "domain": domain, "turns": turns})
         write_rows(folder / f"{name}.jsonl.gz", rows)
 
 
 def write_ragpulse(folder: Path) -> None:
     """Four requests, the third without passages; passages 1 and 2 come again."""
-    lengths = {
-        "sys_prompt": {10: 8, 11: 4},
-        "history": {20: 6},
-        "user_input": {30: 4},
-        "passage": {1: 40, 2: 20, 3: 30},
-    }
-    write_rows(
-        folder / "components.jsonl.gz",
-        [
-            {"kind": kind, "id": name, "token_length": length}
-            for kind, by_id in lengths.items()
-            for name, length in by_id.items()
-        ],
-    )
-    write_rows(
-        folder / "requests.jsonl.gz",
-        [
-            {
-                "id": 100 + i,
-                "timestamp": 50.0 + 7 * i,
-                "session_id": "s",
-                "input_length": 100,
-                "output_length": 12,
-                "passages": passages,
-                "sys_prompt": [10, 11],
-                "history": [20],
-                "web_search": [],
-                "user_input": [30],
-            }
-            for i, passages in enumerate(([1, 2], [2, 3], [], [3, 1]))
-        ],
-    )
+    lengths = {"sys_prompt": {10: 8, 11: 4}, "history": {20: 6}}
+    lengths |= {"user_input": {30: 4}, "passage": {1: 40, 2: 20, 3: 30}}
+    components = [
+        {"kind": kind, "id": name, "token_length": length}
+        for kind, by_id in lengths.items()
+        for name, length in by_id.items()
+    ]
+    write_rows(folder / "components.jsonl.gz", components)
+    parts = {"sys_prompt": [10, 11], "history": [20], "web_search": [], "user_input": [30]}
+    about = {"session_id": "s", "input_length": 100, "output_length": 12, **parts}
+    requests = [
+        {"id": 100 + i, "timestamp": 50.0 + 7 * i, "passages": passages, **about}
+        for i, passages in enumerate(([1, 2], [2, 3], [], [3, 1]))
+    ]
+    write_rows(folder / "requests.jsonl.gz", requests)

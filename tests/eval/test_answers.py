@@ -1,8 +1,4 @@
-"""`quality answers` against fake servers: which full prefill an arm is compared with, what may be
-shown, and going on.
-
-python -m pytest tests/eval/test_answers.py
-"""
+"""`quality answers` against fake servers."""
 
 from __future__ import annotations
 
@@ -18,9 +14,8 @@ from eval.errors import CommandError
 from eval.quality.answers import fixed_histories
 from eval.quality.command import main
 from eval.quality.greedy import Endpoint, ask
-from eval.quality.mode import make_scorer
 from eval.run import read_record, read_samples
-from eval.serve.arms import ARMS, parse_arm
+from eval.serve.arms import ARMS
 from eval.task import Request, TextChunk, load_requests
 from tests.eval.fake_chat import Body, FakeChat, chatting
 
@@ -44,27 +39,18 @@ def run(
 ) -> dict[str, Any]:
     """The record of six questions of the world through arms at the fake."""
     named = [arm if "=" in arm else f"{arm}={ours.url},rag" for arm in arms]
-    argv = [
-        "answers",
-        "--requests",
-        "6",
-        "--arms",
-        *named,
-        "--reference",
-        ours.url,
-        "--out",
-        str(out),
-        *options,
-    ]
-    assert main(argv) == 0
+    argv = ["answers", "--requests", "6", "--arms", *named, "--reference", ours.url]
+    assert main([*argv, "--out", str(out), *options]) == 0
     return read_record(out)
 
 
+def rows_of(out: Path, arm: str) -> list[dict[str, Any]]:
+    return [row for row in read_samples(out) if row["arm"] == arm]
+
+
 def test_reordering_is_no_loss_by_reuse(ours: FakeChat, tmp_path: Path) -> None:
-    """The fake answers by order alone, so its answers equal full prefill of its own prompts,
-    and not of the retriever's."""
     record = run(ours, tmp_path / "run")
-    rows = [row for row in read_samples(tmp_path / "run") if row["arm"] == "tree"]
+    rows = rows_of(tmp_path / "run", "tree")
     assert len(rows) == 6
     assert all(row["metrics"]["same"] == 1 and row["metrics"]["kl"] == 0 for row in rows)
     assert all(row["order"] == sorted(row["order"]) for row in rows)
@@ -75,8 +61,7 @@ def test_reordering_is_no_loss_by_reuse(ours: FakeChat, tmp_path: Path) -> None:
 
 
 def test_full_prefill_is_asked_once_under_a_salt_of_its_own(ours: FakeChat, tmp_path: Path) -> None:
-    """A salt used twice would make it a cache hit.
-    Both arms sort, so their prompts are the same and computed once."""
+    """A salt used twice would make it a cache hit."""
     run(ours, tmp_path / "run", arms=("one", "two"))
     salted = [body for body in ours.received if "cache_salt" in body]
     assert len({body["cache_salt"] for body in salted}) == len(salted)
@@ -94,11 +79,10 @@ def test_a_server_without_salts_is_refused(tmp_path: Path) -> None:
     """What it calls full prefill may be a cache hit."""
     with (
         chatting(FakeChat(first_chunk, takes_salt=False)) as fake,
-        chatting(FakeChat(first_chunk)) as reference,
+        chatting(FakeChat(first_chunk)) as other,
     ):
-        record = run(
-            fake, tmp_path / "run", "--reference", reference.url, arms=(f"stock={fake.url},chat",)
-        )
+        stock = (f"stock={fake.url},chat",)
+        record = run(fake, tmp_path / "run", "--reference", other.url, arms=stock)
     (errors,) = [cell["errors"] for cell in record["results"]["cells"] if cell["arm"] == "stock"]
     rows = [row for row in read_samples(tmp_path / "run") if row.get("error")]
     assert errors == len(rows) > 0
@@ -117,13 +101,6 @@ def test_unknown_weights_show_no_right_answers(
     assert f"Note: {record['results']['note']}" in capsys.readouterr().out.splitlines()
 
 
-def test_a_started_model_and_an_unknown_one_have_no_common_score() -> None:
-    """A running server would be scored by answers that its weights cannot know."""
-    args = Namespace(model_path="bundled", task="world", weights="auto", bert_encoder=None)
-    arms = [ARMS["ours"], parse_arm("other=http://other")]
-    assert [make_scorer(args, arms[:n]).has_gold for n in (1, 2)] == [True, False]
-
-
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
@@ -134,87 +111,55 @@ def test_a_started_model_and_an_unknown_one_have_no_common_score() -> None:
 def test_a_reference_that_is_no_server_is_refused(
     reference: str, said: str, tmp_path: Path
 ) -> None:
+    argv = ["answers", "--requests", "1", "--reference", reference, "--out", str(tmp_path / "run")]
     with pytest.raises(CommandError, match=said):
-        main(
-            ["answers", "--requests", "1", "--reference", reference, "--out", str(tmp_path / "run")]
-        )
+        main(argv)
 
 
 def test_known_weights_are_scored_and_contrasted(
     ours: FakeChat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And where nothing may be said since there is too little, that is said."""
-    record = run(ours, tmp_path / "run", "--weights", "real")
-    lines = capsys.readouterr().out.splitlines()
-    assert {
-        "Figures, with 95% intervals",
-        "Comparison of arms: ratios are a / b, differences b - a",
-    } <= set(lines)
-    assert any(line.split()[:2] == ["tree", "6"] for line in lines)
-    told = [line for line in lines if line.startswith("No verdict")]
-    assert told == record["results"]["verdict"]
-    assert "too few requests: 6" in told[0]
-    results = record["results"]
+    results = run(ours, tmp_path / "run", "--weights", "real")["results"]
+    (told,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("No verdict")]
+    assert [told] == results["verdict"]
+    assert "too few requests: 6" in told
     assert "note" not in results
     assert results["cells"][0]["metrics"]["em"]["mean"] == 0.0
     (f1,) = [each for each in results["contrasts"] if each["metric"] == "f1"]
-    assert (f1["a"], f1["b"], f1["n"], f1["statistic"]) == (
-        "full-prefill",
-        "tree",
-        6,
-        "difference of means",
-    )
-
-
-def test_an_interrupted_run_goes_on(ours: FakeChat, tmp_path: Path) -> None:
-    """Samples that are there are not taken again, and figures are those of a run in one piece."""
-    whole = run(ours, tmp_path / "whole")
-    part = tmp_path / "part"
-    part.mkdir()
-    lines = (tmp_path / "whole" / "samples.jsonl").read_text().splitlines(keepends=True)
-    (part / "samples.jsonl").write_text("".join(lines[:8]))
-    record = json.loads((tmp_path / "whole" / "record.json").read_text())
-    (part / "record.json").write_text(json.dumps(record | {"complete": False}))
-    before = len(ours.received)
-    again = run(ours, part)
-    arms = [body for body in ours.received[before:] if "cache_salt" not in body]
-    assert len(arms) == 12 - 8
-    for cell, expected in zip(again["results"]["cells"], whole["results"]["cells"], strict=True):
-        assert (cell["n"], cell["metrics"]) == (expected["n"], expected["metrics"])
-    assert again["results"]["servers"] == whole["results"]["servers"]
+    assert (f1["a"], f1["b"], f1["n"]) == ("full-prefill", "tree", 6)
+    assert f1["statistic"] == "difference of means"
 
 
 CHUNKS = (TextChunk("a", "text"), TextChunk("b", "text"))
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What the data set holds."""
+    requests: list[Request] = []
+    monkeypatch.setattr("eval.quality.answers.load_requests", lambda args: requests)
+    return requests
+
+
 def test_turns_of_a_conversation_are_one_block(
-    ours: FakeChat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ours: FakeChat, tmp_path: Path, asked: list[Request]
 ) -> None:
-    """Also in `answers`, where the server does not hear of the conversation,
-    since the history is in the messages."""
-    turns = [
-        Request(f"t:{n}", f"question {n}?", CHUNKS, conversation="c", reply="Yes.")
-        for n in range(2)
-    ]
-    monkeypatch.setattr(
-        "eval.quality.answers.load_requests", lambda args: [*turns, Request("t:2", "more?", CHUNKS)]
-    )
+    """Though the server does not hear of it: the history is in the messages."""
+    talk: Any = {"conversation": "c", "reply": "Yes."}
+    asked += [Request(f"t:{n}", f"question {n}?", CHUNKS, **talk) for n in range(2)]
+    asked.append(Request("t:2", "more?", CHUNKS))
     run(ours, tmp_path / "run")
     assert [row["block"] for row in read_samples(tmp_path / "run")] == ["c", "c", "t:2"] * 2
 
 
 def test_a_run_goes_on_with_the_same_requests_only(
-    ours: FakeChat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ours: FakeChat, tmp_path: Path, asked: list[Request]
 ) -> None:
     """Ids and settings do not tell that a data set's texts have changed."""
-    asked = {"question": "first?"}
-    monkeypatch.setattr(
-        "eval.quality.answers.load_requests",
-        lambda args: [Request("t:1", asked["question"], CHUNKS)],
-    )
+    asked.append(Request("t:1", "first?", CHUNKS))
     record = run(ours, tmp_path / "run")
     (tmp_path / "run" / "record.json").write_text(json.dumps(record | {"complete": False}))
-    asked["question"] = "second?"
+    asked[0] = Request("t:1", "second?", CHUNKS)
     with pytest.raises(CommandError, match="begun with other settings: requests_sha256"):
         run(ours, tmp_path / "run")
     assert record["spec"]["model_sha256"] is None  # no server was started
@@ -227,15 +172,13 @@ def test_an_odd_answer_is_an_error_of_that_request(
     choice: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One proxy's page in place of an answer must not end a run of hours."""
-    monkeypatch.setattr(
-        "eval.quality.greedy.post", lambda url, body: {"choices": [choice], "usage": {}}
-    )
+    reply = {"choices": [choice], "usage": {}}
+    monkeypatch.setattr("eval.quality.greedy.post", lambda url, body: reply)
     with pytest.raises(CommandError, match="no chat completion came back"):
         ask(Endpoint("http://x", "m", ARMS["ours"], 8, 0), Request("t:1", "?", CHUNKS), CHUNKS)
 
 
 def test_what_a_server_refuses_is_a_sample(tmp_path: Path) -> None:
-    """One prompt that is too long does not end a run."""
     first = world_requests()[0].question
 
     def answer(body: Body) -> str:
@@ -252,26 +195,15 @@ def test_what_a_server_refuses_is_a_sample(tmp_path: Path) -> None:
 
 def world_requests() -> list[Request]:
     """The requests that `run` asks."""
-    known = {
-        "task": "world",
-        "data": None,
-        "hub": None,
-        "corpus": None,
-        "requests": 6,
-        "k": 5,
-        "scale": 1,
-        "seed": 0,
-    }
-    return load_requests(Namespace(**known, retriever=None))
+    none = dict.fromkeys(("data", "hub", "corpus", "retriever"))
+    known = {"task": "world", "requests": 6, "k": 5, "scale": 1, "seed": 0}
+    return load_requests(Namespace(**none, **known))
 
 
 def test_text_prompts_of_another_length_are_counted(ours: FakeChat, tmp_path: Path) -> None:
-    """Chunks as text are tokenised with their surroundings:
-    answers may then differ without any reuse."""
     record = run(ours, tmp_path / "run", arms=(f"stock={ours.url},chat",))
     assert record["results"]["tokenised_otherwise"] == {"stock": 6}
-    rows = [row for row in read_samples(tmp_path / "run") if row["arm"] == "stock"]
-    assert all(row["metrics"]["same"] == 1 for row in rows)  # full prefill of its own prompt
+    assert all(row["metrics"]["same"] == 1 for row in rows_of(tmp_path / "run", "stock"))
 
 
 @pytest.mark.parametrize(
@@ -284,24 +216,20 @@ def test_text_prompts_of_another_length_are_counted(ours: FakeChat, tmp_path: Pa
     ],
 )
 def test_nonsense_gets_one_line(
-    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[str], said: str, tmp_path: Path, asked: list[Request]
 ) -> None:
-    monkeypatch.setattr("eval.quality.answers.load_requests", lambda args: [])
     with pytest.raises(CommandError, match=said):
         main(["answers", "--arms", "ours", "--out", str(tmp_path / "run"), *options])
     assert not (tmp_path / "run").exists()
 
 
 def test_histories_are_the_data_sets_own() -> None:
-    """The same for every arm, so that arms differ in the last turn only;
-    a turn without a reply is left out."""
-    chunk = (TextChunk("p", "text"),)
     turns = [
-        Request("t:1:0", "first?", chunk, conversation="1", reply="One."),
-        Request("t:2:0", "other?", chunk, conversation="2"),
-        Request("t:1:1", "second?", chunk, conversation="1"),
-        Request("t:2:1", "again?", chunk, conversation="2"),
-        Request("t:3", "alone?", chunk),
+        Request("t:1:0", "first?", CHUNKS, conversation="1", reply="One."),
+        Request("t:2:0", "other?", CHUNKS, conversation="2"),
+        Request("t:1:1", "second?", CHUNKS, conversation="1"),
+        Request("t:2:1", "again?", CHUNKS, conversation="2"),
+        Request("t:3", "alone?", CHUNKS),
     ]
     told = [{"role": "user", "content": "first?"}, {"role": "assistant", "content": "One."}]
     assert list(fixed_histories(turns).values()) == [[], [], told, [], []]

@@ -1,12 +1,12 @@
-"""The arms: no flag rots, every body is valid, names and addresses are read as people write
-them."""
+"""The arms."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from eval.serve.arms import (
     CRAFT,
     EVERY_SERVER,
     Arm,
-    add_arm_options,
     create_reorderer,
     parse_arm,
     parse_arms,
@@ -28,17 +27,13 @@ from eval.serve.command import parse
 from radix_ext import ChunkId, Span
 from radix_ext.moved_plan import Limits, make_plan
 from sglang_chunkcache import config
+from tests.kit.eval_launcher import parse_launcher
 
 URL = "http://127.0.0.1:8000"
 
 
-def parse_launcher(flags: list[str]) -> tuple[config.ChunkCacheConfig, list[str]]:
-    """What our launcher makes of its flags, and what is left for SGLang."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--stock", action="store_true")
-    config.add_flags(parser)
-    args, rest = parser.parse_known_args(flags)
-    return config.from_flags(args), rest
+def settings_of(arm: Arm) -> config.ChunkCacheConfig:
+    return parse_launcher(list(arm.flags))[0]
 
 
 @pytest.mark.parametrize("arm", ARMS.values(), ids=lambda arm: arm.name)
@@ -52,7 +47,6 @@ def test_flags_are_the_launchers(arm: Arm) -> None:
 
 @pytest.mark.parametrize("arm", ARMS.values(), ids=lambda arm: arm.name)
 def test_flags_are_sglangs(arm: Arm) -> None:
-    """What is left must be a flag of the SGLang that is installed, with one of its values."""
     server_args = pytest.importorskip("sglang.srt.server_args")
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     server_args.ServerArgs.add_cli_args(parser)
@@ -66,38 +60,30 @@ def test_flags_are_sglangs(arm: Arm) -> None:
 def test_craft_is_the_papers() -> None:
     """Sections 4 and 5, whatever our defaults become, but for its admission, which finds less."""
     settings, rest = parse_launcher(list(ARMS["craft"].flags))
-    assert (settings.order, settings.eviction) == ("frequency", "promoted")
-    assert (settings.promotion_threshold, settings.window_requests) == (2, 1000)
-    assert (settings.dedup, settings.routing) == ("paper", "round_robin")
+    paper = ("frequency", "promoted", 2, 1000, "paper", "round_robin")
+    assert paper == (
+        *(settings.order, settings.eviction, settings.promotion_threshold),
+        *(settings.window_requests, settings.dedup, settings.routing),
+    )
     assert rest == ["--schedule-policy", "fcfs"]
     assert set(CRAFT) <= set(ARMS["craft"].flags)
 
 
-def test_ours_is_our_defaults() -> None:
-    """The configuration of a user who sets only SGLang's policy."""
-    for name in ("ours", "ours-fcfs"):
-        assert parse_launcher(list(ARMS[name].flags))[0] == config.ChunkCacheConfig()
-
-
 def test_arms_with_and_without_host_memory_differ_in_nothing_else() -> None:
-    """Whatever the default becomes: none, a GiB, or what is asked for."""
     _, arms = parse(["--arms", "ours-device", "ours-host", "--host-mib", "77"])
-    settings = [parse_launcher(list(arm.flags))[0] for arm in (*arms, ARMS["ours-host"])]
+    settings = [settings_of(arm) for arm in (*arms, ARMS["ours-host"])]
     assert settings == [config.ChunkCacheConfig(host_mib=mib) for mib in (0, 77, 1024)]
 
 
 @pytest.mark.parametrize(
-    "arm", [arm for arm in ARMS.values() if arm.route == "rag"], ids=lambda arm: arm.name
+    "arm", [a for a in ARMS.values() if a.route == "rag"], ids=lambda a: a.name
 )
 def test_bodies_are_valid(arm: Arm) -> None:
-    """A body that the arm's own server would refuse fails every request of a run."""
     request = fusion_request(arm, ratio=0.5)
     assert (request is not None) == arm.is_fused
     if request is not None:
-        assert request.ratio == 0.5
-        assert request.selector == arm.body["reuse"].get(
-            "selector", config.ChunkCacheConfig.selector
-        )
+        selector = arm.body["reuse"].get("selector", config.ChunkCacheConfig.selector)
+        assert (request.ratio, request.selector) == (0.5, selector)
 
 
 def fusion_request(arm: Arm, **reuse: Any) -> Any:
@@ -105,37 +91,20 @@ def fusion_request(arm: Arm, **reuse: Any) -> Any:
     bodies = pytest.importorskip("sglang_chunkcache.front.bodies")
     parse = importlib.import_module("sglang_chunkcache.front.parse").parse
     fields = parse(bodies.RagFields, {**request_body(arm, {}, reuse), "chunks": [{"text": "a"}]})
-    return fields.fusion_request(parse_launcher(list(arm.flags))[0])
+    return fields.fusion_request(settings_of(arm))
 
 
 def test_fused_is_what_a_user_gets() -> None:
-    """--reuse fused and nothing else, and a request that says no more than that;
-    a variation has a name of its own."""
     defaults = config.ChunkCacheConfig(reuse="fused")
-    assert parse_launcher(list(ARMS["fused"].flags))[0] == defaults
+    assert settings_of(ARMS["fused"]) == defaults
     assert ARMS["fused"].body == {"reuse": {"mode": "fused"}}
     request = fusion_request(ARMS["fused"])
-    assert (request.selector, request.ratio, request.focus) == (
-        defaults.selector,
-        defaults.recompute_ratio,
-        "off",
-    )
-    for name, arm in ARMS.items():
-        if arm.is_fused:
-            assert (parse_launcher(list(arm.flags))[0].selector == "h2o") == ("scored" in name)
-
-
-def test_cache_craft_recomputes_what_it_is_labelled_with() -> None:
-    """Alpha is solved for the labelled share;
-    focus would take tokens away afterwards, and has a name of its own."""
-    request = fusion_request(ARMS["cache-craft"])
-    assert (request.selector, request.ratio, request.alpha, request.focus) == (
-        "context",
-        0.15,
-        None,
-        "off",
-    )
+    told = (request.selector, request.ratio, request.focus)
+    assert told == (defaults.selector, defaults.recompute_ratio, "off")
+    assert fusion_request(ARMS["cache-craft"]).focus == "off"
     assert fusion_request(ARMS["cache-craft-focus"]).focus == "spare"
+    for name, arm in ARMS.items():
+        assert not arm.is_fused or (settings_of(arm).selector == "h2o") == ("scored" in name)
 
 
 @pytest.mark.parametrize("name", ["cacheblend", "cache-craft", "epic"])
@@ -149,50 +118,34 @@ def test_share_that_is_chosen_is_the_label(name: str) -> None:
     for number, length in enumerate((60, 200, 120, 90, 330)):
         context = torch.rand(length, generator=draw)
         measured = store.ChunkScores((context.sum().item(),), (80,), 0.3 * length, context, context)
-        prefix = (ChunkId(f"old{number}"),)
-        chunks.append(
-            base.MovedChunk(
-                ChunkId(f"c{number}"), start, length, prefix, (ChunkId("new"),), measured
-            )
-        )
+        prefixes = (ChunkId(f"old{number}"),), (ChunkId("new"),)
+        chunks.append(base.MovedChunk(ChunkId(f"c{number}"), start, length, *prefixes, measured))
         start += length
     request = fusion_request(ARMS[name])
     selector = importlib.import_module("sglang_chunkcache.fusion.selectors").get(request.selector)
-    chosen = selector.select(
-        chunks, request, base.Evidence(None, None, torch.rand(start, generator=draw))
-    )
+    evidence = base.Evidence(None, None, torch.rand(start, generator=draw))
+    chosen = selector.select(chunks, request, evidence)
     assert 0 <= sum(map(len, chosen.offsets)) - 0.15 * start < len(chunks)
 
 
 @pytest.mark.parametrize("name", ["cacheblend", "craft+cacheblend"])
 def test_cacheblend_is_not_cut_at_the_pass_budget(name: str) -> None:
     """KV deviation is measured over the whole region, which may be as long as the context."""
-    settings, _ = parse_launcher(list(ARMS[name].flags))
+    settings = settings_of(ARMS[name])
+    cached: Any = SimpleNamespace(where="host", start=None, head="", prefix=(), scores=None)
+    cached.outward, cached.preprocessed = None, False
     found = {}
     for max_pass_tokens in (8192, settings.max_pass_tokens):
         made = make_plan(
             [Span(0, 500_000, ChunkId("a")), Span(500_000, 1_000_000, ChunkId("b"))],
             start=0,
             limit=1_000_000,
-            candidates=lambda chunk, head: (Cached(),),
+            candidates=lambda chunk, head: (cached,),
             fusion=fusion_request(ARMS[name]),
             limits=Limits(max_pass_tokens, settings.max_gap_tokens),
         )
         found[max_pass_tokens] = (made.moved_len if made.pieces else 0, [*made.fallbacks])
     assert found == {8192: (0, ["pass_budget"]), settings.max_pass_tokens: (1_000_000, [])}
-
-
-@dataclass(frozen=True)
-class Cached:
-    """A chunk in the store."""
-
-    where: str = "host"
-    start: int | None = None
-    head: str = ""
-    prefix: tuple[ChunkId, ...] = ()
-    scores: None = None
-    outward: None = None
-    preprocessed: bool = False
 
 
 def test_request_body_leaves_the_arm_alone() -> None:
@@ -216,7 +169,6 @@ def test_request_body_leaves_the_arm_alone() -> None:
     ],
 )
 def test_endpoints(text: str, url: str, route: str) -> None:
-    """Any OpenAI-compatible server; a known name keeps what its requests carry."""
     arm = parse_arm(text)
     assert (arm.name, arm.url, arm.route, arm.is_ours) == (text.split("=")[0], url, route, False)
     assert parse_arm(f"fused={URL}").body == ARMS["fused"].body
@@ -227,50 +179,36 @@ def test_endpoints(text: str, url: str, route: str) -> None:
     [
         ("our", "no arm 'our'; choose from no-cache, stock-fcfs"),
         ("", "no arm ''"),
-        *(
-            (text, "or NAME=http://HOST")
-            for text in ("a/b=http://h", "=http://h", "a=", "a=localhost:80", "a=http://h,grpc")
-        ),
+        ("a/b=http://h", "or NAME=http://HOST"),
+        ("=http://h", "or NAME=http://HOST"),
+        ("a=localhost:80", "or NAME=http://HOST"),
+        ("a=http://h,grpc", "or NAME=http://HOST"),
     ],
 )
 def test_nonsense_gets_one_line(text: str, message: str) -> None:
-    """With what would be right."""
-    with pytest.raises(CommandError, match=message) as error:
+    with pytest.raises(CommandError, match=message):
         parse_arm(text)
-    assert "\n" not in str(error.value)
 
 
 def test_an_arm_twice_is_refused() -> None:
-    """Its samples would have the same keys."""
     with pytest.raises(CommandError, match="ours given twice"):
         parse_arms(["ours", "stock-lpm", f"ours={URL}"])
     assert [arm.name for arm in parse_arms(["ours", f"mine={URL},rag"])] == ["ours", "mine"]
 
 
-def test_options_name_every_arm(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--help` is where people look for them; a % in a summary must not break it."""
-    parser = argparse.ArgumentParser()
-    add_arm_options(parser, default=["stock-lpm", "ours"])
-    assert parser.parse_args([]).arms == ["stock-lpm", "ours"]
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--help"])
-    text = "".join(capsys.readouterr().out.split())  # argparse breaks lines at hyphens too
-    assert all("".join(f"{arm.name}:{arm.summary}".split()) in text for arm in ARMS.values())
-
-
 def test_rivals_on_a_gpu_say_what_they_need(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """GPU, package, and the process that holds what LMCache stores;
-    an endpoint needs none of them."""
     lmcache, hicache = ARMS["lmcache"], ARMS["stock-hicache"]
     found: dict[str, Any] = {}
     monkeypatch.setattr("importlib.util.find_spec", found.get)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("LMCACHE_MP_HOST", raising=False)
-    monkeypatch.delenv("LMCACHE_CONFIG_FILE", raising=False)
+    for name in ("LMCACHE_MP_HOST", "LMCACHE_CONFIG_FILE"):
+        monkeypatch.delenv(name, raising=False)
     assert all("needs CUDA" in str(skip_reason(arm)) for arm in (lmcache, hicache))
     assert all(skip_reason(replace(arm, url=URL)) is None for arm in (lmcache, hicache))
+    assert all(skip_reason(ARMS[name]) is None for name in ("no-cache", "ours", "fused"))
+    assert create_reorderer(ARMS["ours"]) is None
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     assert skip_reason(hicache) is None
@@ -279,10 +217,3 @@ def test_rivals_on_a_gpu_say_what_they_need(
     assert "lmcache server" in str(skip_reason(lmcache))
     monkeypatch.setenv("LMCACHE_MP_HOST", "127.0.0.1")
     assert skip_reason(lmcache) is None
-
-
-def test_only_adapters_reorder() -> None:
-    """Every other arm's chunks go out as the retriever gave them."""
-    assert [name for name, arm in ARMS.items() if arm.adapter] == ["contextpilot"]
-    assert all(skip_reason(ARMS[name]) is None for name in ("no-cache", "ours", "fused"))
-    assert create_reorderer(ARMS["ours"]) is None

@@ -1,5 +1,4 @@
-"""The bench of approximate search runs, at a small size.
-Its times depend on the machine; its recall does not."""
+"""The bench of approximate search runs, at a small size."""
 
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ def recalls(run: Recorded) -> dict[str, Any]:
 
 
 def test_recall_grows_with_nprobe_to_exact(tmp_path: Path) -> None:
-    """All lists visited is exact search: anything less than 1 there would be a fault of the
-    bench."""
     run = bench(tmp_path, "--factories", "IVF32,Flat", "HNSW16", "--nprobe", "1", "4", "32")
     found = recalls(run)
     assert list(found) == [
@@ -44,14 +41,6 @@ def test_recall_grows_with_nprobe_to_exact(tmp_path: Path) -> None:
         assert 0 < row["one query, p50 (ms)"] <= row["p99 (ms)"]
 
 
-def test_same_command_same_recall(tmp_path: Path) -> None:
-    """Vectors, training samples and queries are seeded."""
-    first, second = (
-        bench(tmp_path / name, "--factories", "IVF32,Flat", "--nprobe", "2") for name in "ab"
-    )
-    assert recalls(first) == recalls(second)
-
-
 def test_spread_is_the_cosine_within_a_cluster() -> None:
     """The docstring's formula, by which a reader judges how hard the mixture is."""
     vectors = Mixture(1, 256, 2.0).draw(400, seed=1)
@@ -61,6 +50,5 @@ def test_spread_is_the_cosine_within_a_cluster() -> None:
 
 
 def test_unknown_factory_is_one_line(tmp_path: Path) -> None:
-    """A mistyped factory is the caller's mistake."""
     with pytest.raises(CommandError, match="IVX4"):
         main([*SMALL, "--factories", "IVX4", "--out", str(tmp_path / "run")])

@@ -1,5 +1,4 @@
-"""The attention benchmark without a GPU:
-positions, work, arms, what samples say, and the whole command in a small size."""
+"""The attention benchmark without a GPU: positions, work, arms, figures, and the command."""
 
 from __future__ import annotations
 
@@ -14,15 +13,8 @@ pytest.importorskip("torch")
 import torch
 
 from eval.bench.attention import command
-from eval.bench.attention.arms import Arm, Entry, FlashInferPrefill, arms_of, runs_of
-from eval.bench.attention.cells import (
-    Cell,
-    cells_of,
-    layouts_of,
-    make_requests,
-    pairs_of,
-    positions_of,
-)
+from eval.bench.attention.arms import Arm, FlashInferPrefill, arms_of, runs_of
+from eval.bench.attention.cells import Cell, make_requests, pairs_of, positions_of
 from eval.bench.attention.command import Prepared
 from eval.bench.attention.figures import NO_GPU, PAPER, summarize
 from eval.errors import CommandError
@@ -42,6 +34,18 @@ CELLS = [
     Cell("all", 70, 1, 1.0),
     Cell("scattered", 50, 1, 0.01),
 ]
+SMALL = [
+    "--device=cpu",
+    "--quick",
+    "--contexts=64",
+    "--batches=1",
+    "--ratios",
+    "0.1",
+    "1",
+    "--repetitions=2",
+]
+STEADY = {"fa2": 3, "fa3": 2, "dense_fa3": 12, "dense_fa2": 24, "sdpa": 6, "custom_mask": 9}
+"""Milliseconds at 32k, 15%."""
 
 
 @pytest.fixture(autouse=True)
@@ -51,25 +55,11 @@ def check_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_samples(
-    ms: dict[str, list[float]] | None = None, *, batch: int = 1, context: int = 32_768
+    ms: dict[str, list[float]], *, batch: int = 1, context: int = 32_768, device: str = "cuda"
 ) -> list[dict[str, Any]]:
-    """32k at 15%: ours takes 2 ms, FA3 dense 12 on a machine whose speed drifts,
-    and a seventh of its work is needed."""
-    drift = [1.0 + 0.1 * turn for turn in range(8)]
-    steady = {
-        "fa2": 3.0,
-        "fa3": 2.0,
-        "dense_fa3": 12.0,
-        "dense_fa2": 24.0,
-        "sdpa": 6.0,
-        "custom_mask": 9.0,
-    }
-    ms = {name: [each * d for d in drift] for name, each in steady.items()} if ms is None else ms
-    about = {
-        "cell": vars(Cell("scattered", context, batch, 0.15)),
-        "request": "0",
-        "device": "cuda",
-    }
+    """A cell at 15%, of whose dense work a seventh is needed."""
+    cell = vars(Cell("scattered", context, batch, 0.15))
+    about = {"cell": cell, "request": "0", "device": device}
     work = {"pairs": 1, "flops": 10**9, "dense_flops": 7 * 10**9}
     layout = {"executed_over_needed": 3.0, "index_mib": 5.0, "layout_s": 0.00025}
     samples = [
@@ -77,9 +67,8 @@ def make_samples(
         {"arm": "layout fa3", **about, "metrics": layout},
     ]
     for name, taken in ms.items():
-        plan = {"plan_s": 0.001, "index_mib": 1.0} | (
-            {"mask_mib": 7.0} if name == "custom_mask" else {}
-        )
+        plan = {"plan_s": 0.001, "index_mib": 1.0}
+        plan |= {"mask_mib": 7.0} if name == "custom_mask" else {}
         samples += [
             {"arm": name, **about, "metrics": {"layer_s": each / 1000, **plan}} for each in taken
         ]
@@ -90,90 +79,38 @@ def rows_of(results: Any, title: str) -> list[dict[str, Any]]:
     return next((table["rows"] for table in results["tables"] if table["title"] == title), [])
 
 
-# Positions and work
-
-
 @pytest.mark.parametrize("pattern", ["scattered", "clustered"])
 @pytest.mark.parametrize("ratio", [0.02, 0.15, 0.5, 0.98, 1.0])
 def test_positions_have_the_ratio_and_are_the_same_again(pattern: str, ratio: float) -> None:
-    """Another number of tokens would be another ratio; another draw would be another cell."""
     positions = positions_of(pattern, 4096, ratio, seed=3)
     assert positions.numel() == round(4096 * ratio)
-    assert int(positions[0]) >= 0
-    assert int(positions[-1]) < 4096
+    assert 0 <= int(positions[0]) <= int(positions[-1]) < 4096
     assert bool((positions.diff() > 0).all())
     assert torch.equal(positions, positions_of(pattern, 4096, ratio, seed=3))
     assert ratio == 1 or not torch.equal(positions, positions_of(pattern, 4096, ratio, seed=4))
 
 
 def test_clustered_tokens_stand_in_runs_of_about_64() -> None:
-    """Else both patterns would be one.
-    Runs never touch, so each is as long as it was drawn, but for the last."""
-    request = SparseRequest(
-        positions_of("clustered", 32_768, 0.15, seed=0), torch.arange(32_768), 32_768
+    """Runs never touch, so each is as long as it was drawn, but for the last."""
+    clustered, scattered = (
+        [run.num_rows for run in runs_of([SparseRequest(drawn, torch.arange(32_768), 32_768)])]
+        for drawn in (positions_of(p, 32_768, 0.15, seed=0) for p in ("clustered", "scattered"))
     )
-    lengths = [run.num_rows for run in runs_of([request])]
-    assert all(32 <= length <= 96 for length in lengths[:-1])
-    assert 56 <= sum(lengths) / len(lengths) <= 72
-    scattered = SparseRequest(
-        positions_of("scattered", 32_768, 0.15, seed=0), torch.arange(32_768), 32_768
-    )
-    lone = [run.num_rows for run in runs_of([scattered])]
-    assert sum(lone) / len(lone) < 1.3
-
-
-def test_requests_of_a_batch_share_nothing() -> None:
-    """Other positions, other slots; together the slots are the pool."""
-    requests = make_requests(Cell("scattered", 100, 3, 0.3))
-    assert torch.equal(torch.cat([r.kv_pages for r in requests]).sort().values, torch.arange(300))
-    assert len({tuple(r.positions.tolist()) for r in requests}) == 3
-
-
-def test_grid_has_everything_once() -> None:
-    """At ratio 1 both patterns are the same work."""
-    cells = cells_of([8, 16], [1, 2], [0.5, 1.0])
-    assert len(cells) == len(set(cells)) == 2 * 2 * 3
-    assert cells[:2] == [Cell("scattered", 8, 1, 0.5), Cell("all", 8, 1, 1.0)]
+    assert all(32 <= length <= 96 for length in clustered[:-1])
+    assert 56 <= sum(clustered) / len(clustered) <= 72
+    assert sum(scattered) / len(scattered) < 1.3
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_work_is_what_slow_loops_count(cell: Cell) -> None:
-    """All rates rest on it: each pair once."""
     requests = make_requests(cell)
     assert pairs_of(requests) == sum(
         1 for r in requests for position in r.positions.tolist() for _ in range(position + 1)
     )
 
 
-def test_layouts_execute_at_least_what_is_needed() -> None:
-    """A layout that executes less than is needed leaves keys out."""
-    found = layouts_of(make_requests(Cell("scattered", 2048, 2, 0.15)), command.SHAPE)
-    assert list(found) == list(KERNELS)
-    assert all(
-        1 <= layout["executed_over_needed"] < 2 and layout["index_mib"] > 0
-        for layout in found.values()
-    )
-
-
-# Arms
-
-
-@pytest.mark.parametrize(
-    ("positions", "expected"),
-    [
-        ([0, 1, 2, 5, 7, 8], [Entry(0, 3, 3), Entry(0, 1, 6), Entry(0, 2, 9)]),
-        ([4], [Entry(0, 1, 5)]),
-    ],
-    ids=["several", "one"],
-)
-def test_runs(positions: list[int], expected: list[Entry]) -> None:
-    """A run ends where the next position is not the next number."""
-    assert runs_of([SparseRequest(torch.tensor(positions), torch.arange(10), 10)]) == expected
-
-
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_cpu_arms_agree_with_the_reference(cell: Cell) -> None:
-    """What is timed is attention; of a wrong arm a time says nothing."""
     arms = arms_of(SHAPE, CPU)
     assert list(arms) == ["reference", "sdpa", "dense"]
     for arm in arms.values():
@@ -213,16 +150,12 @@ class MaskingWrapper:
 @pytest.mark.parametrize("masked", [False, True], ids=["runs", "mask"])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_flashinfer_baselines_are_planned_right(cell: Cell, masked: bool) -> None:
-    """Indices, lengths and masks of the arms that need a GPU,
-    by a wrapper that computes what FlashInfer's would."""
+    """Indices, lengths and masks, by a wrapper that computes what FlashInfer's would."""
 
     def create(device: Any, backend: str) -> Any:
         workspace = torch.empty(16, dtype=torch.uint8)
-        return (
-            MaskingWrapper()
-            if masked
-            else flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
-        )
+        made = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        return MaskingWrapper() if masked else made(workspace, backend=backend)
 
     for whole in (False, True):
         make = partial(FlashInferPrefill, SHAPE, CPU, "fa2", masked=masked, create=create)
@@ -233,15 +166,12 @@ def test_flashinfer_baselines_are_planned_right(cell: Cell, masked: bool) -> Non
 def test_our_arms_run_in_the_bench(kernel: str) -> None:
     """Their order of rows is followed, else the check would not pass."""
     shape = HeadShape(4, 2, 64, torch.bfloat16)
-    make = partial(
-        FlashInferSparse, shape, device=CPU, scale=64**-0.5, kernel=kernel, modules=flashinfer
-    )
+    made = {"device": CPU, "scale": 64**-0.5, "kernel": kernel, "modules": flashinfer}
     for cell in (Cell("scattered", 640, 2, 0.15), Cell("clustered", 640, 2, 0.5)):
-        Prepared(Arm(make), cell, shape, CPU)
+        Prepared(Arm(partial(FlashInferSparse, shape, **made)), cell, shape, CPU)
 
 
 def test_too_many_indices_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lone token's entry repeats its whole prefix; what no device holds must not be tried."""
     monkeypatch.setattr("eval.bench.attention.arms.MAX_INDEX_BYTES", 100)
     arm = FlashInferPrefill(SHAPE, CPU, "fa2", create=lambda device, backend: None)
     with pytest.raises(ValueError, match="slot indices of"):
@@ -264,30 +194,26 @@ def _no_memory() -> Any:
 def test_failing_arms_are_left_out_with_their_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wrong or out of memory: the others are measured, each in every repetition."""
+    shape, scale = command.QUICK_SHAPE, 64**-0.5
     arms = {
-        "reference": Arm(partial(ReferenceAttention, command.QUICK_SHAPE, scale=64**-0.5)),
-        "shifted": Arm(partial(ShiftedAttention, command.QUICK_SHAPE, scale=64**-0.5)),
+        "reference": Arm(partial(ReferenceAttention, shape, scale=scale)),
+        "shifted": Arm(partial(ShiftedAttention, shape, scale=scale)),
         "large": Arm(_no_memory),
     }
     monkeypatch.setattr(command, "arms_of", lambda shape, device: arms)
     assert command.main([*SMALL, "--out", str(tmp_path)]) == 0
     run = read_recorded(tmp_path)
     cell = [one for one in run.samples if one["cell"]["pattern"] == "scattered"]
-    assert [one["request"] for one in cell if "layer_s" in one["metrics"]] == ["0", "1", "2"]
+    assert [one["request"] for one in cell if "layer_s" in one["metrics"]] == ["1", "2"]
     assert [row["reason"] for row in rows_of(run.results, "Left out")][:2] == [
         "wrong: differs from the reference by up to 0.5",
         "out of memory",
     ]
 
 
-# What samples say
-
-
 def test_figures_are_those_the_samples_were_made_of() -> None:
-    """Rates over needed work, ratios whatever the drift;
-    planning on the host in rows of its own."""
-    results = summarize(make_samples())
+    drift = [1.0 + 0.1 * turn for turn in range(8)]
+    results = summarize(make_samples({k: [ms * d for d in drift] for k, ms in STEADY.items()}))
     (row,) = rows_of(results, "Times")
     assert (row["fastest"], row["fa3"], row["dense_fa3"]) == ("fa3", 2.7, 16.2)
     assert row["TFLOP/s"] == pytest.approx(1e9 / 2.7e-3 / 1e12, abs=0.01)
@@ -295,61 +221,27 @@ def test_figures_are_those_the_samples_were_made_of() -> None:
     assert row["over sdpa"].startswith("3.00 [")
     assert rows_of(results, "What the layouts execute over what is needed")[0]["worst"] == 3.0
     rows = {row["arm"]: row for row in rows_of(results, "Layouts and plans, cell by cell")}
-    ours = rows["fa3"]
-    assert (
-        ours["executed/needed"],
-        ours["indices (MiB)"],
-        ours["layout (ms)"],
-        ours["plan (ms)"],
-    ) == (3, 5, 0.25, 1)
+    told = ("executed/needed", "indices (MiB)", "layout (ms)", "plan (ms)")
+    assert [rows["fa3"][name] for name in told] == [3, 5, 0.25, 1]
     assert rows["custom_mask"]["mask (MiB)"] == 7.0
 
 
 def test_verdict_is_on_the_worst_cell() -> None:
-    """A kernel is worth what it reaches in every cell of the aim;
-    other cells, and cells without FA3 dense, do not count."""
+    """Other cells, and cells without FA3 dense, do not count."""
     dense = [12.0] * 4
     one = make_samples({"fa2": [3.0] * 4, "fa3": [2.0] * 4, "dense_fa3": dense})
     two = make_samples({"fa3": [4.0] * 4, "dense_fa3": dense}, batch=4)
-    others = [*make_samples({"fa3": [1.0] * 4}, batch=8), *make_samples(context=8192)]
+    others = [*make_samples({"fa3": [1.0] * 4}, batch=8), *make_samples({}, context=8192)]
     fa2, fa3, paper = summarize([*one, *two, *others])["verdict"]
-    assert (
-        "fa2 at 15%, 32,768 tokens, worst of 1 cells (scattered, 1 requests): 4.00 [4.00, 4.00]"
-        " times" in fa2
-    )
+    assert "worst of 1 cells (scattered, 1 requests): 4.00 [4.00, 4.00] times" in fa2
     assert "worst of 2 cells (scattered, 4 requests): 3.00 [3.00, 3.00]" in fa3
     assert "at 43% of its rate" in fa3
     assert paper == PAPER
 
 
-def test_nothing_is_claimed_without_a_gpu() -> None:
-    """That is the one sentence then."""
-    on_cpu = summarize(
-        [{**one, "device": "cpu"} for one in make_samples({"reference": [2.0], "dense": [2.0]})]
-    )
-    assert on_cpu["verdict"] == [NO_GPU]
-    assert "fastest" not in rows_of(on_cpu, "Times")[0]
-
-
-# The command
-
-SMALL = [
-    "--device=cpu",
-    "--quick",
-    "--contexts=64",
-    "--batches=1",
-    "--ratios",
-    "0.1",
-    "1",
-    "--repetitions=2",
-]
-
-
 def test_dry_run_goes_on_after_its_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the limit no cell is begun; the same command measures what is missing,
-    and says that this measures no GPU."""
     out = tmp_path / "run"
     assert command.main([*SMALL, "--out", str(out), "--limit-s", "0.000001"]) == 0
     assert "goes on" in capsys.readouterr().err
@@ -359,17 +251,14 @@ def test_dry_run_goes_on_after_its_limit(
     assert run.record["complete"] is True
     assert run.results["verdict"] == [NO_GPU]
     rows = rows_of(run.results, "Times")
-    assert [(row["pattern"], row["ratio"]) for row in rows] == [
-        ("scattered", 0.1),
-        ("all", 1),
-        ("clustered", 0.1),
-    ]
+    cells = [(row["pattern"], row["ratio"]) for row in rows]
+    assert cells == [("scattered", 0.1), ("all", 1), ("clustered", 0.1)]
     assert all(row[arm] > 0 for row in rows for arm in ("reference", "sdpa", "dense"))
+    assert "fastest" not in rows[0]
     assert rows_of(run.results, "Left out") == []
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what there is instead; nothing is written."""
     out = ["--out", str(tmp_path / "run")]
     with pytest.raises(SystemExit):
         command.main([*SMALL, "--ratios", "15", *out])
@@ -387,7 +276,6 @@ def test_layouts_alone_need_no_arm(tmp_path: Path) -> None:
     assert command.main([*grid, "--out", str(tmp_path)]) == 0
     results = read_recorded(tmp_path).results
     assert rows_of(results, "Times") == []
-    assert all(
-        1 <= row["executed/needed"] < 1.2
-        for row in rows_of(results, "Layouts and plans, cell by cell")
-    )
+    rows = rows_of(results, "Layouts and plans, cell by cell")
+    assert {row["arm"] for row in rows} == set(KERNELS)
+    assert all(1 <= row["executed/needed"] < 1.2 and row["indices (MiB)"] > 0 for row in rows)

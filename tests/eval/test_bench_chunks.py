@@ -9,7 +9,6 @@ from eval.run import Sample
 
 
 def test_arms_have_the_same_text_in_the_same_order() -> None:
-    """Cut into more or fewer chunks, none of them twice; another round has another order."""
     few, many = cut("1", 1000, 10), cut("1", 1000, 1000)
     assert (len(few), len(many)) == (10, 1000)
     assert BETWEEN.join(chunk.text for chunk in few) == BETWEEN.join(chunk.text for chunk in many)
@@ -31,30 +30,18 @@ def samples(many_s: list[float], *, cpu: bool = True) -> list[Sample]:
 
 @pytest.mark.parametrize(("many_s", "kept"), [(1.1, True), (1.15, True), (1.2, False)])
 def test_ratio_is_that_of_medians_without_the_warm_up(many_s: float, kept: bool) -> None:
-    """Of the arm over the first one."""
     found = summarize(samples([many_s] * 9))
     base, row = found["tables"][0]["rows"]
-    assert (base["chunks"], base["ratio"], row["chunks"], row["base"]) == (
-        10,
-        "1.000 [1.000, 1.000]",
-        1000,
-        10,
-    )
+    assert (base["chunks"], base["ratio"]) == (10, "1.000 [1.000, 1.000]")
+    assert (row["chunks"], row["base"]) == (1000, 10)
     assert row["ratio"] == row["ratio of CPU"] == f"{many_s:.3f} [{many_s:.3f}, {many_s:.3f}]"
     assert row["kept"] is kept
-    assert found["verdict"] == [
-        f"1000 chunks: {row['ratio']} times the time of 10 chunks of the same tokens:"
-        f" {'kept' if kept else 'NOT kept'}."
-    ]
-
-
-def test_machine_that_tells_no_cpu_time() -> None:
-    """Then there is the time alone."""
-    assert summarize(samples([1.0] * 9, cpu=False))["tables"][0]["rows"][1]["ratio of CPU"] is None
+    assert found["verdict"][0].endswith(f" tokens: {'kept' if kept else 'NOT kept'}.")
+    untold = summarize(samples([many_s] * 9, cpu=False))["tables"][0]["rows"][1]
+    assert untold["ratio of CPU"] is None
 
 
 def test_counts_must_divide_the_largest(capsys: pytest.CaptureFixture[str]) -> None:
-    """Else chunks would differ in length. Before a server starts."""
     with pytest.raises(SystemExit):
         main(["--counts", "300", "1000"])
     assert "--counts: each must divide the largest, 1000" in capsys.readouterr().err

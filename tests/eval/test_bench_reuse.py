@@ -1,5 +1,4 @@
-"""The pure parts of the reuse bench: arms, their order, what an answer must say,
-shares and crossovers. No server."""
+"""The pure parts of the reuse bench: arms, their order, what an answer must say, figures."""
 
 import math
 from typing import Any
@@ -13,35 +12,38 @@ from eval.errors import CommandError
 
 RATIOS = (0.0, 0.5, 1.0)
 FUSED = Arm("fused", "host", "query", 0.15)
+OTHER = {"fused_hit": 0, "gap": 0, "fallbacks": []}
 
 
 def make_arms(*, stock: bool = False) -> list[Arm]:
     return arms_of(["query", "none"], RATIOS, stock=stock)
 
 
+def fates(exact: int, relocated: int, recomputed: int, computed: int) -> dict[str, int]:
+    names = {"exact": exact, "relocated": relocated, "recomputed": recomputed}
+    return {**names, "computed": computed}
+
+
 def make_sample(arm: Arm, seconds: float = 1.0, **changed: Any) -> dict[str, Any]:
     """What a server says of a prompt of 8 head tokens, 4 chunks of 100 and 12 for the question,
     moved as the arm asks."""
+    is_fused = arm.kind == "fused"
     recomputed = {"none": 0, "context": 37}.get(arm.selector, math.ceil(400 * arm.ratio))
-    fates = {
-        "full": {"exact": 8, "relocated": 0, "recomputed": 0, "computed": 412},
-        "exact": {"exact": 419, "relocated": 0, "recomputed": 0, "computed": 1},
-    }.get(
-        arm.kind,
-        {"exact": 8, "relocated": 400 - recomputed, "recomputed": recomputed, "computed": 12},
-    )
-    phases = {"lookup_s": 0.001, "relocate_s": 0.01, "select_s": 0.02, "recompute_s": 0.1}
+    told = {"full": fates(8, 0, 0, 412), "exact": fates(419, 0, 0, 1)}
+    metrics = {"ttft_s": seconds}
+    if is_fused:
+        metrics |= {"lookup_s": 0.001, "relocate_s": 0.01, "select_s": 0.02, "recompute_s": 0.1}
+        metrics |= {"recomputed_share": recomputed / 400}
     return {
         "arm": arm.name,
         "cell": {"tokens": 400},
-        "metrics": {"ttft_s": seconds}
-        | ({**phases, "recomputed_share": recomputed / 400} if arm.kind == "fused" else {}),
+        "metrics": metrics,
         "prompt_tokens": 420,
         "cached_tokens": 8,
         "head_tokens": 8,
-        "fates": fates,
-        "sources": [arm.source] * 4 if arm.kind == "fused" else [],
-        "other": {"fused_hit": 0, "gap": 0, "fallbacks": []},
+        "fates": told.get(arm.kind, fates(8, 400 - recomputed, recomputed, 12)),
+        "sources": [arm.source] * 4 if is_fused else [],
+        "other": OTHER,
         "wrong": [],
         "warm_up": False,
         **changed,
@@ -63,21 +65,13 @@ def rows_of(results: dict[str, Any], number: int, key: str) -> dict[str, dict[st
 
 
 def test_arms_are_listed_once() -> None:
-    """The first selector is swept from both sources; `none` has no ratio."""
     sweep = [f"query/{source}/{ratio:g}" for source in ("host", "device") for ratio in RATIOS]
-    assert [arm.name for arm in make_arms()] == [
-        "full",
-        "exact",
-        *sweep,
-        "planned/host",
-        "planned/device",
-        "none/host/0",
-    ]
+    rest = ["planned/host", "planned/device", "none/host/0"]
+    assert [arm.name for arm in make_arms()] == ["full", "exact", *sweep, *rest]
     assert [arm.name for arm in make_arms(stock=True)[:3]] == ["full", "exact", "stock"]
 
 
 def test_selector_may_name_a_ratio_and_a_layer() -> None:
-    """A layer of whatever it reads."""
     arms = arms_of(["query", "critical@9=0.05", "first"], (), stock=False)
     assert [arm.name for arm in arms[-2:]] == ["critical@9/host/0.05", "first/host/0.15"]
     assert choice_of("critical@9") == {"selector": "critical", "depth": 9, "layers": 9}
@@ -89,8 +83,7 @@ def test_selector_may_name_a_ratio_and_a_layer() -> None:
 
 
 def test_every_arm_comes_first_once_in_a_cycle() -> None:
-    """A round has every arm once; no arm keeps its place, and none always follows the same other
-    one."""
+    """No arm keeps its place, and none always follows the same other one."""
     arms = [arm.name for arm in make_arms()]
     orders = [turned(arms, number) for number in range(2 * len(arms))]
     assert all(sorted(order, key=arms.index) == arms for order in orders)
@@ -110,14 +103,10 @@ def test_every_arm_comes_first_once_in_a_cycle() -> None:
     ids=["between", "on a point", "first of several", "never pays", "always pays"],
 )
 def test_crossover(points: list[tuple[float, float]], expected: float) -> None:
-    """Linear between neighbours; the first ratio where nothing pays,
-    infinity where everything does."""
     assert crossover(points) == pytest.approx(expected)
 
 
 def test_summary_finds_what_the_rounds_were_made_of() -> None:
-    """Shares are those built in whatever the machine's drift, and so is the crossover;
-    phases are over the median of `full`."""
     results = summarize(make_samples(0.5, 1.0))
     arms = rows_of(results, 0, "arm")
     assert results["wrong"] == 0
@@ -133,27 +122,17 @@ def test_summary_finds_what_the_rounds_were_made_of() -> None:
     assert list(crossed) == ["query/host", "query/device"]
     assert crossed["query/host"]["ratio"] == "0.50 [0.50, 0.50]"
     assert arms["query/host/0.5"]["full / arm"] == 1.0
-    assert any(
-        said.startswith("400 tokens, query/host/0.5: full prefill takes 1.0 times")
-        for said in results["verdict"]
-    )
-
-
-def test_summary_has_no_crossover_where_all_ratios_pay() -> None:
-    """`none` says that moving paid at every ratio measured."""
-    crossed = rows_of(summarize(make_samples(0.1, 0.5)), 1, "selector/source")
-    assert crossed["query/host"]["ratio"] == "none [none, none]"
+    said = "400 tokens, query/host/0.5: full prefill takes 1.0 times"
+    assert any(line.startswith(said) for line in results["verdict"])
+    always = rows_of(summarize(make_samples(0.1, 0.5)), 1, "selector/source")
+    assert always["query/host"]["ratio"] == "none [none, none]"
 
 
 def test_wrong_samples_are_counted_and_kept_and_warm_up_is_not() -> None:
-    """A sample with other fates is no reason to drop it:
-    its time stays in the medians, and the count tells."""
-    samples = make_samples(0.5, 1.0)
+    samples, warm = make_samples(0.5, 1.0), make_samples(1, 1, 1)
     samples[0]["wrong"] = ["gap 3"]
-    warm = [
-        {**one, "warm_up": True, "metrics": {**one["metrics"], "ttft_s": 99.0}}
-        for one in make_samples(1, 1, 1)
-    ]
+    for one in warm:
+        one["warm_up"], one["metrics"]["ttft_s"] = True, 99.0
     results = summarize([*warm, *samples])
     assert results["wrong"] == 1
     assert results["tables"][0]["rows"] == summarize(samples)["tables"][0]["rows"]
@@ -166,48 +145,36 @@ def test_wrong_samples_are_counted_and_kept_and_warm_up_is_not() -> None:
     ids=lambda a: a.name,
 )
 def test_fates_as_intended_are_not_wrong(arm: Arm) -> None:
-    """Every arm has an answer that suits it."""
     assert wrong_fates(arm, make_sample(arm), 400, 4) == []
-
-
-def test_reasons_of_exact_reuse_are_not_wrong_where_nothing_is_reused() -> None:
-    told = {**OTHER, "fallbacks": ["other_head"]}
-    assert wrong_fates(Arm("full"), make_sample(Arm("full"), other=told), 400, 4) == []
-
-
-OTHER = {"fused_hit": 0, "gap": 0, "fallbacks": []}
+    if arm.kind == "full":
+        told = {**OTHER, "fallbacks": ["other_head"]}
+        assert wrong_fates(arm, make_sample(arm, other=told), 400, 4) == []
 
 
 @pytest.mark.parametrize(
     ("arm", "changed"),
     [
-        (Arm("full"), {"fates": {"exact": 108, "relocated": 0, "recomputed": 0, "computed": 312}}),
-        (Arm("full"), {"fates": {"exact": 8, "relocated": 100, "recomputed": 0, "computed": 312}}),
-        (Arm("exact"), {"fates": {"exact": 308, "relocated": 0, "recomputed": 0, "computed": 112}}),
+        (Arm("full"), {"fates": fates(108, 0, 0, 312)}),
+        (Arm("full"), {"fates": fates(8, 100, 0, 312)}),
+        (Arm("exact"), {"fates": fates(308, 0, 0, 112)}),
         (Arm("stock"), {"cached_tokens": 100}),
-        (FUSED, {"fates": {"exact": 108, "relocated": 240, "recomputed": 60, "computed": 12}}),
-        (FUSED, {"fates": {"exact": 8, "relocated": 240, "recomputed": 60, "computed": 112}}),
-        (FUSED, {"fates": {"exact": 8, "relocated": 390, "recomputed": 10, "computed": 12}}),
+        (FUSED, {"fates": fates(108, 240, 60, 12)}),
+        (FUSED, {"fates": fates(8, 240, 60, 112)}),
+        (FUSED, {"fates": fates(8, 390, 10, 12)}),
         (FUSED, {"sources": ["host", "host", "device", "host"]}),
         (FUSED, {"sources": ["host"] * 3}),
         (FUSED, {"other": {**OTHER, "fused_hit": 100}}),
         (FUSED, {"other": {**OTHER, "gap": 8}}),
         (FUSED, {"other": {**OTHER, "fallbacks": ["pass_failed"]}}),
-        (
-            Arm("fused", "host", "none", 0.0),
-            {"fates": {"exact": 8, "relocated": 340, "recomputed": 60, "computed": 12}},
-        ),
+        (Arm("fused", "host", "none", 0.0), {"fates": fates(8, 340, 60, 12)}),
     ],
 )
 def test_other_fates_are_wrong(arm: Arm, changed: dict[str, Any]) -> None:
-    """A hit where none should be, a chunk not moved, another ratio or tier:
-    each makes the sample another measurement."""
     assert wrong_fates(arm, make_sample(arm, **changed), 400, 4)
 
 
 @pytest.mark.parametrize("flags", [["--ratios", "0.5", "0"], ["--ratios", "0", "1.5"]])
 def test_impossible_options_are_refused(flags: list[str]) -> None:
-    """Before a server is started."""
     with pytest.raises(SystemExit) as stopped:
         main(flags)
     assert stopped.value.code == 2

@@ -1,5 +1,4 @@
-"""The tree bench runs, at a small size, and reports what it promises.
-Its times depend on the machine; its sizes do not."""
+"""The tree bench runs, at a small size, and reports what it promises."""
 
 from pathlib import Path
 
@@ -13,7 +12,6 @@ SMALL = ["--nodes", "2000", "--decisions", "50"]
 
 @pytest.mark.nightly
 def test_bench_reports_times_and_sizes(tmp_path: Path) -> None:
-    """Sizes are plausible even of a small tree."""
     assert tree.main([*SMALL, "--out", str(tmp_path)]) == 0
     run = read_recorded(tmp_path)
     times, sizes = (table["rows"] for table in run.results["tables"])
@@ -30,7 +28,6 @@ def test_bench_reports_times_and_sizes(tmp_path: Path) -> None:
 
 
 def test_interrupted_bench_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured is kept; the same command with the same folder measures the rest."""
     argv = ["--nodes", "60", "--decisions", "5", "--out", str(tmp_path)]
     with monkeypatch.context() as patch:
         patch.setattr(tree, "traced_bytes", lambda build: 1 / 0)

@@ -1,5 +1,4 @@
-"""The charts: what a reader needs is on them. No display, no file.
-Run: pytest tests/eval/test_charts.py"""
+"""The charts: what a reader needs is on them. No display, no file."""
 
 from __future__ import annotations
 
@@ -27,12 +26,9 @@ from tests.eval.made_runs import (
 )
 
 LINES = lines_of(["ours", "stock-lpm", "retriever", "tree"])
-SERVED = make_served(
-    {"stock-lpm": 1.5, "ours": 1.0}, cells=[{"rate": r} for r in (1, 2)], requests=12
-)
-WINDOWS = make_served(
-    {"stock-lpm": 1.5, "ours": 1.0}, cells=[{"window": w} for w in (10, 100, 1000)], requests=10
-)
+ARMS = {"stock-lpm": 1.5, "ours": 1.0}
+SERVED = make_served(ARMS, cells=[{"rate": r} for r in (1, 2)], requests=12)
+WINDOWS = make_served(ARMS, cells=[{"window": w} for w in (10, 100, 1000)], requests=10)
 
 
 def draw(make: Callable[[], Figure]) -> Figure:
@@ -47,28 +43,16 @@ def draw(make: Callable[[], Figure]) -> Figure:
     return figure
 
 
-def windows(metrics: Sequence[str], cells: Sequence[dict[str, Any]] | None = None) -> Figure:
-    """Curves over the window."""
-    cells = cells or summarize(WINDOWS, against="stock-lpm")["cells"]
-    return draw(lambda: charts.curves(cells, LINES, setting="window", metrics=metrics))
+def curve(cells: Sequence[Any], setting: str, metric: str) -> Any:
+    """The only panel."""
+    return draw(lambda: charts.curves(cells, LINES, setting=setting, metrics=[metric])).axes[0]
 
 
 def legend(figure: Figure) -> list[str]:
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_every_axis_says_what_it_shows() -> None:
-    """A chart without labels and units is a picture."""
-    for figure in (draw(lambda: charts.ttft_cdf(SERVED, LINES)), windows(["ttft_s", "hit_share"])):
-        assert len(figure.axes) == 2
-        for ax in figure.axes:
-            assert ax.get_xlabel()
-            assert ax.get_ylabel()
-            assert "(" in ax.get_xlabel() + ax.get_ylabel(), "no unit"
-
-
 def test_cdf_has_a_line_an_arm_and_a_panel_a_cell() -> None:
-    """Each line ends at 1 and is as long as its samples."""
     figure = draw(lambda: charts.ttft_cdf(SERVED, LINES))
     assert [ax.get_title() for ax in figure.axes] == ["rate 1", "rate 2"]
     assert legend(figure) == ["ours", "stock-lpm"]
@@ -77,30 +61,13 @@ def test_cdf_has_a_line_an_arm_and_a_panel_a_cell() -> None:
         assert {line.get_ydata()[-1] for line in ax.lines} == {1.0}  # type: ignore[index]
 
 
-def test_an_arm_has_one_colour_in_all_charts() -> None:
-    """Else a reader carries the wrong line over:
-    known arms have theirs on every page, others what is left."""
-    steps = draw(lambda: charts.ttft_cdf(SERVED, LINES))
-    assert (
-        windows(["ttft_s"]).axes[0].lines[0].get_color()
-        == steps.axes[0].lines[0].get_color()
-        == charts.COLOURS[0]
-    )
-    colours = [line["color"] for line in lines_of(["b", "stock-lpm", "craft"]).values()]
-    assert colours == [charts.COLOURS[place] for place in (1, 3, 0)]
-
-
 def test_curves_draw_the_median_of_times_in_the_order_of_x() -> None:
-    """Values are those of the cells, and their intervals are at them."""
     cells = list(reversed(summarize(WINDOWS, against="stock-lpm")["cells"]))
-    ax = windows(["ttft_s"], cells).axes[0]
-    expected = {
-        one["cell"]["window"]: one["metrics"]["ttft_s"]["p50"]
-        for one in cells
-        if one["arm"] == "ours"
-    }
+    ax = curve(cells, "window", "ttft_s")
+    ours = {one["cell"]["window"]: one["metrics"] for one in cells if one["arm"] == "ours"}
     assert [text.get_text() for text in ax.get_xticklabels()] == ["10", "100", "1000"]
-    assert list(ax.lines[0].get_ydata()) == [expected[x] for x in (10, 100, 1000)]  # type: ignore[arg-type]
+    expected = [ours[x]["ttft_s"]["p50"] for x in (10, 100, 1000)]
+    assert list(ax.lines[0].get_ydata()) == expected
     assert len(ax.collections) == 2
 
 
@@ -116,27 +83,14 @@ def test_an_arm_without_the_setting_is_a_level_line(tmp_path: Path) -> None:
 
 
 def test_a_replays_sizes_are_in_order_and_no_limit_is_the_last(tmp_path: Path) -> None:
-    """Heights are the record's shares."""
     cells = read_recorded(write_replay(tmp_path / "replay")).cells
-    ax = draw(
-        lambda: charts.curves(cells, LINES, setting="capacity", metrics=["saved_share"])
-    ).axes[0]
+    ax = curve(cells, "capacity", "saved_share")
     heights = sorted(y for line in ax.lines for y in np.asarray(line.get_ydata()).tolist())
     assert heights == sorted(one["saved"]["chunks"]["value"] for one in cells)
     assert [text.get_text() for text in ax.get_xticklabels()] == ["50", "1000", "no limit"]
 
 
-def test_one_request_and_equal_times_still_show() -> None:
-    """A single point has no line to be seen: it needs a marker."""
-    one = SERVED[:1]
-    line = draw(lambda: charts.ttft_cdf(one, LINES)).axes[0].lines[0]
-    assert line.get_marker() not in (None, "None", "")
-    windows(["ttft_s", "hit_share"], summarize(WINDOWS[2 * 2 : 2 * 3], against="ours")["cells"])
-
-
 def test_any_name_can_be_drawn() -> None:
-    """Markup, dollar signs, leading underscores and other scripts are text,
-    and twenty arms have twenty entries."""
     names = [HOSTILE, "_hidden", "$\\frac{", "line\nbreak", *(f"arm {i}" for i in range(16))]
     samples = make_served(dict.fromkeys(names, 1.0), requests=3)
     lines = lines_of(names)
@@ -148,7 +102,6 @@ def test_any_name_can_be_drawn() -> None:
 
 
 def test_many_panels_are_cut_with_a_word() -> None:
-    """No reader should think that twelve panels are all."""
     samples = make_served({"ours": 1.0}, cells=[{"rate": r} for r in range(14)], requests=2)
     figure = draw(lambda: charts.ttft_cdf(samples, LINES))
     assert len(figure.axes) == charts.MAX_PANELS

@@ -1,5 +1,4 @@
-"""The ContextPilot adapter's child process:
-its protocol, and that nothing ContextPilot does loses a request."""
+"""The ContextPilot adapter's child process."""
 
 from __future__ import annotations
 
@@ -41,10 +40,8 @@ class ContextPilot:
 
 
 def request(*ids: str, conversation: str | None = None) -> Request:
-    chunks = tuple(
-        TextChunk(id=name, text=f"text of {name}, {place}") for place, name in enumerate(ids)
-    )
-    return Request(id="t:1", question="?", chunks=chunks, conversation=conversation)
+    chunks = tuple(TextChunk(name, f"text of {name}, {place}") for place, name in enumerate(ids))
+    return Request("t:1", "?", chunks, conversation=conversation)
 
 
 @pytest.fixture
@@ -72,7 +69,6 @@ def order(reorderer: ContextPilotReorderer, asked: Request) -> list[str]:
 
 
 def test_reorders(reorderer: ContextPilotReorderer) -> None:
-    """What it prints does not reach the answers, and the conversation reaches it."""
     assert order(reorderer, request("c", "a", "b")) == ["a", "b", "c"]
     assert order(reorderer, request("b", "a", conversation="talk")) == ["b", "a"]
     assert reorderer.counts == {"reordered": 1, "errors": 0}
@@ -85,20 +81,17 @@ def test_a_repeated_chunk_stays_twice(reorderer: ContextPilotReorderer) -> None:
 
 @pytest.mark.parametrize("kind", ["raise", "lose"])
 def test_a_failure_keeps_the_retrievers_order(reorderer: ContextPilotReorderer, kind: str) -> None:
-    """It is counted, and the next request is reordered again."""
     assert order(reorderer, request("z", kind, "a")) == ["z", kind, "a"]
     assert order(reorderer, request("z", "a")) == ["a", "z"]
     assert reorderer.counts == {"reordered": 1, "errors": 1}
 
 
 def test_a_child_that_dies_is_told(reorderer: ContextPilotReorderer) -> None:
-    """From then on the arm would be another one."""
     with pytest.raises(CommandError, match="process ended with 3"):
         order(reorderer, request("z", "die", "a"))
 
 
 def test_the_arm_is_made_of_it(fake: None) -> None:
-    """The Python that runs the harness will do where it has the package."""
     assert skip_reason(ARMS["contextpilot"]) is None
     made = create_reorderer(ARMS["contextpilot"])
     assert made is not None
@@ -106,7 +99,6 @@ def test_the_arm_is_made_of_it(fake: None) -> None:
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the way to get it."""
     broken = tmp_path / "contextpilot"
     broken.mkdir()
     (broken / "__init__.py").write_text("import a_package_it_needs")
@@ -118,7 +110,6 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_python_that_is_none_is_refused(tmp_path: Path) -> None:
-    """A mistake in an option is no reason to leave an arm out."""
     with pytest.raises(CommandError, match="cannot be run"):
         contextpilot_missing(tmp_path)
 
@@ -131,8 +122,6 @@ REAL = os.environ.get("CONTEXTPILOT_PYTHON")
     reason="no contextpilot here; CONTEXTPILOT_PYTHON may name a Python that has it",
 )
 def test_the_real_one() -> None:
-    """ContextPilot 0.5.0 puts what it has seen first.
-    From a thousand children of one node on, it fails on whatever overlaps."""
     it = ContextPilotReorderer(Path(REAL) if REAL else None)
     assert order(it, request("a", "b", "c")) == ["a", "b", "c"]
     assert order(it, request("b", "a", "d")) == ["a", "b", "d"]

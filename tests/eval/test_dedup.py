@@ -1,12 +1,9 @@
-"""`quality dedup`: conversations worth deduplicating, histories, and what is counted, against a
-fake server.
-
-python -m pytest tests/eval/test_dedup.py
-"""
+"""`quality dedup`."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,8 +30,6 @@ def endpoint_of(fake: FakeChat, policy: str = "off") -> Endpoint:
 
 
 def test_world_conversations_repeat_chunks_and_hold_their_answers() -> None:
-    """Without repeated chunks the test would compare a server with itself;
-    a question's passage is always retrieved."""
     conversations = group(world())
     assert [len(turns) for turns in conversations] == [5, 5, 5, 5]
     for turns in conversations:
@@ -43,19 +38,11 @@ def test_world_conversations_repeat_chunks_and_hold_their_answers() -> None:
         assert len({turn.question for turn in turns}) == 5
         for turn in turns:
             assert set(turn.gold_ids) <= {chunk.id for chunk in turn.chunks}
-            assert any(
-                turn.answers[1] in chunk.text for chunk in turn.chunks if chunk.id in turn.gold_ids
-            )
+            gold = [chunk.text for chunk in turn.chunks if chunk.id in turn.gold_ids]
+            assert any(turn.answers[1] in text for text in gold)
     assert world() == world()
     ids = [{chunk.id for turn in turns for chunk in turn.chunks} for turns in conversations]
     assert not ids[0] & ids[1]  # each conversation has a world of its own
-
-
-def test_policies_differ_in_one_flag() -> None:
-    off, shown = policy_arm("off"), policy_arm("shown")
-    assert off.flags[:-1] == shown.flags[:-1]
-    assert (off.flags[-2:], shown.flags[-1]) == (("--chunkcache-dedup", "off"), "shown")
-    assert off.body == shown.body == {"order": "retriever"}
 
 
 def test_history_holds_the_servers_own_answers() -> None:
@@ -71,7 +58,6 @@ def test_history_holds_the_servers_own_answers() -> None:
 
 
 def test_turns_behind_a_failure_fail() -> None:
-    """Without that turn's answer the history would be another one."""
 
     def answer(body: Body) -> str:
         if len(body["messages"]) == 3:
@@ -93,40 +79,19 @@ class FakeRun(dict[str, Any]):
         self |= dict(rows)
 
 
-class FakeServers:
-    """Every arm's server is the fake."""
-
-    def __init__(self, fake: FakeChat) -> None:
-        self.url = fake.url
-
-    def keep(self, keys: object) -> None:
-        pass
-
-    def open(self, key: object, arm: object) -> str:
-        return self.url
-
-    def model(self, key: object) -> str:
-        return "fake"
-
-
-OPTIONS: dict[str, Any] = {
-    "task": "t",
-    "policies": ["off", "shown"],
-    "model_path": "random",
-    "weights": "auto",
-}
-OPTIONS |= {"bert_encoder": None, "max_new_tokens": 8, "top_logprobs": 2}
+OPTIONS: dict[str, Any] = {"task": "t", "policies": ["off", "shown"], "model_path": "random"}
+OPTIONS |= {"weights": "auto", "bert_encoder": None, "max_new_tokens": 8, "top_logprobs": 2}
 
 
 def test_an_interrupted_conversation_is_held_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its server is gone, and with it what had been shown;
-    turns that were scored stay as they were."""
     monkeypatch.setattr("eval.quality.dedup.load_requests", lambda args: TURNS)
     run, mode = FakeRun(), Dedup(Namespace(**OPTIONS))
     with chatting(FakeChat(lambda body: "Yes.")) as fake:
+        servers: Any = SimpleNamespace(keep=lambda keys: None, model=lambda key: "fake")
+        servers.open = lambda key, arm: fake.url
         run["dedup/dedup off/t:1:0"] = {"kept": True}
         for _ in range(2):
-            answer_all(run, mode, FakeServers(fake), 1)  # type: ignore[arg-type]
+            answer_all(run, mode, servers, 1)  # type: ignore[arg-type]
             assert len(fake.received) == 6
     assert len(run) == 6
     assert run["dedup/dedup off/t:1:0"] == {"kept": True}
@@ -136,14 +101,8 @@ def test_an_interrupted_conversation_is_held_again(monkeypatch: pytest.MonkeyPat
 
 
 def make_row(policy: str, request: str, f1: float, num_dropped: int = 0) -> dict[str, Any]:
-    row = {
-        "arm": f"dedup {policy}",
-        "cell": {},
-        "request": request,
-        "metrics": {"f1": f1},
-        "fates": None,
-    }
-    return row | {"num_dropped": num_dropped}
+    about: Any = {"arm": f"dedup {policy}", "cell": {}, "fates": None, "num_dropped": num_dropped}
+    return {**about, "request": request, "metrics": {"f1": f1}}
 
 
 def test_turns_that_changed_are_summed_apart() -> None:

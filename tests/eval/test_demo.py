@@ -9,13 +9,7 @@ import pytest
 from eval.demo import HEADS, NUM_CHUNKS, NUM_TURNS, plain_computed, tell, traffic
 
 
-def test_traffic_is_the_same_again() -> None:
-    """Two servers are compared on the same requests."""
-    assert traffic(20, 2, 5) == traffic(20, 2, 5)
-
-
 def test_every_question_has_its_passage_among_the_chunks() -> None:
-    """A question without its passage would count as a wrong answer of a right server."""
     phases = traffic(100, 3)
     for asked in phases["single questions"] + phases["conversations"]:
         assert len({chunk.id for chunk in asked.chunks}) == NUM_CHUNKS
@@ -24,7 +18,6 @@ def test_every_question_has_its_passage_among_the_chunks() -> None:
 
 
 def test_traffic_is_skewed_and_its_orders_differ() -> None:
-    """Otherwise there is nothing to reuse, or nothing to reorder."""
     asked = traffic(200, 0)["single questions"]
     sets = Counter(frozenset(chunk.id for chunk in request.chunks) for request in asked)
     orders = Counter(tuple(chunk.id for chunk in request.chunks) for request in asked)
@@ -60,17 +53,10 @@ def test_plain_cache_computes_what_no_earlier_prompt_begins_with() -> None:
 def test_nothing_reused_or_wrong_answers_fail(
     hits: int, right: int, failed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the sums of every phase, and all rows together."""
-    row = {
-        **dict.fromkeys(HEADS, 5),
-        "chunks_hit": hits,
-        "right": right,
-        "first_text_ms": 1.0,
-        "shown": "Which?",
-    }
-    assert tell({"single questions": [row, row], "conversations": []}, any_answer=False) == bool(
-        failed
-    )
+    row = dict.fromkeys(HEADS, 5) | {"chunks_hit": hits, "right": right, "shown": "Which?"}
+    row["first_text_ms"] = 1.0
+    phases = {"single questions": [row, row], "conversations": []}
+    assert tell(phases, any_answer=False) == bool(failed)
     out = capsys.readouterr().out
     assert failed in out
     assert "conversations" not in out

@@ -1,10 +1,4 @@
-"""`eval replay --reuse fused` against the server's own scheduler: the same requests, the same
-fates, sources and store.
-
-The scheduler is `ChunkRadixCache` and `Fuser` on SGLang's pools
-(tests/reference/fused_scheduler.py). Only the model is replaced: its pass recomputes as many tokens
-as the plan foresees and measures the attention that the replay is told here.
-"""
+"""`eval replay --reuse fused` against the server's own scheduler."""
 
 from __future__ import annotations
 
@@ -63,14 +57,8 @@ class Pair:
             **knobs,
         )
         settings = ReplaySettings(order, "seen", "reused", "all", "off", None, None, WINDOW, 2, 64)
-        self.replay = WatchedReplay(
-            settings,
-            self.config,
-            kv_bytes=BYTES,
-            store_bytes=STORE_BYTES,
-            prefill_budget=64,
-            chunk_tokens=1,
-        )
+        sizes = {"kv_bytes": BYTES, "store_bytes": STORE_BYTES, "chunk_tokens": 1}
+        self.replay = WatchedReplay(settings, self.config, prefill_budget=64, **sizes)
         self.server = FusedScheduler(5000, self.config, limits=limits, store_bytes=STORE_BYTES)
         self.exact_gaps = self.config.exact_gaps if order == "tree" else 0
         self.recent: list[list[ChunkId]] = []
@@ -86,15 +74,9 @@ class Pair:
         for chunk in self.replay.prompt.chunks:
             spans.append((len(ids), len(ids) + chunk.num_tokens))
             ids += TOKENS_OF[chunk.id]
-        keep = [
-            index
-            for index, chunk in enumerate(self.replay.prompt.chunks)
-            if asked[chunk.id] >= self.config.store_threshold
-        ]
-        promoted_len = next(
-            (index for index, chunk in enumerate(self.replay.prompt.chunks) if asked[chunk.id] < 2),
-            len(spans),
-        )
+        counts = [asked[chunk.id] for chunk in self.replay.prompt.chunks]
+        keep = [i for i, count in enumerate(counts) if count >= self.config.store_threshold]
+        promoted_len = next((i for i, count in enumerate(counts) if count < 2), len(counts))
         selector = self.config.selector
         fusion = FusionRequest(selector, self.config.recompute_ratio, self.replay.prompt.recipe)
         params = marked(
@@ -112,10 +94,8 @@ class Pair:
     def empty_device(self) -> None:
         """Everything leaves both trees; the stores stay."""
         self.server.evict(5000)
-        settings, self.replay._settings = (
-            self.replay._settings,
-            replace(self.replay._settings, capacity=1),
-        )
+        settings = self.replay._settings
+        self.replay._settings = replace(settings, capacity=1)
         self.replay._make_room(CHUNKS[:1], ())
         self.replay._settings = settings
 
@@ -145,6 +125,8 @@ def requests(seed: int) -> list[list[Chunk]]:
 
 
 ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000)
+STORE_4_2 = {"store_chunks": 4, "store_variants": 2}
+STORE_3_3 = {"store_chunks": 3, "store_variants": 3}
 TIGHT = Limits(max_pass_tokens=9, max_gap_tokens=4, question_window=0)  # a replay has no questions
 
 
@@ -152,27 +134,15 @@ TIGHT = Limits(max_pass_tokens=9, max_gap_tokens=4, question_window=0)  # a repl
 @pytest.mark.parametrize(
     ("order", "limits", "knobs"),
     [
-        ("tree", ROOMY, {"selector": "query", "store_chunks": 2}),
-        (
-            "tree",
-            ROOMY,
-            {"selector": "query", "exact_gaps": 2, "store_threshold": 1, "store_chunks": 2},
-        ),
-        ("tree", ROOMY, {"selector": "query", "exact_gaps": 0, "store_chunks": 2}),
-        (
-            "retriever",
-            TIGHT,
-            {"selector": "query", "recompute_ratio": 0.5, "store_chunks": 4, "store_variants": 2},
-        ),
+        ("tree", ROOMY, {"selector": "query"}),
+        ("tree", ROOMY, {"selector": "query", "exact_gaps": 2, "store_threshold": 1}),
+        ("tree", ROOMY, {"selector": "query", "exact_gaps": 0}),
+        ("retriever", TIGHT, {"selector": "query", "recompute_ratio": 0.5, **STORE_4_2}),
         # fused nodes are found again
-        ("tree", ROOMY, {"selector": "none", "store_threshold": 1, "store_chunks": 2}),
-        ("tree", ROOMY, {"selector": "critical", "store_chunks": 2}),
-        (
-            "retriever",
-            ROOMY,
-            {"selector": "context", "store_chunks": 3, "store_variants": 3, "store_threshold": 3},
-        ),
-        ("tree", TIGHT, {"selector": "first", "recompute_ratio": 0.3, "store_chunks": 2}),
+        ("tree", ROOMY, {"selector": "none", "store_threshold": 1}),
+        ("tree", ROOMY, {"selector": "critical"}),
+        ("retriever", ROOMY, {"selector": "context", "store_threshold": 3, **STORE_3_3}),
+        ("tree", TIGHT, {"selector": "first", "recompute_ratio": 0.3}),
     ],
 )
 def test_replay_equals_the_server(
@@ -182,14 +152,12 @@ def test_replay_equals_the_server(
     knobs: dict[str, Any],
     seed: int,
 ) -> None:
-    """Request by request: the fates of its tokens, tiers of its sources,
-    the whole store with f_r and order of use."""
     monkeypatch.setattr(
         fused.EvenAttention,
         "of",
         lambda start, lens, n: EvenAttention((1.0,) * len(lens), tuple(lens), 1.0, n),
     )
-    pair = Pair(order, limits, **knobs)
+    pair = Pair(order, limits, **{"store_chunks": 2, **knobs})
     seen: Counter[str] = Counter()
     for number, request in enumerate(requests(seed)):
         if number % 12 == 11:
@@ -207,14 +175,5 @@ def test_replay_equals_the_server(
     assert pair.replay.fallbacks == pair.fallbacks
     stats = pair.replay.store.stats()
     assert min(stats.num_evicted, stats.num_uses) > 0
-    assert (
-        min(
-            seen["exact"],
-            seen["relocated"],
-            seen["from_device"],
-            seen["from_host"],
-            seen["computed"],
-            seen["ended"],
-        )
-        > 0
-    )
+    reached = ("exact", "relocated", "from_device", "from_host", "computed", "ended")
+    assert min(seen[name] for name in reached) > 0

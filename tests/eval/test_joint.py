@@ -1,5 +1,4 @@
-"""KV for the joint encoding's figures: is it what the server caches and stores? And the command,
-at a small size."""
+"""KV for the joint encoding's figures."""
 
 from __future__ import annotations
 
@@ -36,8 +35,6 @@ def drawn(of: str, keys: str) -> Units:
 
 
 def test_variants_are_equal_in_layer_0_alone() -> None:
-    """Keys and values of layer 0 do not depend on the prefix:
-    un-rotated they agree but for rounding. Later ones differ."""
     units = drawn("variants", "un-rotated")
     assert len(set(units.lens)) == 1
     keys = units.keys.view(4, 3, units.lens[0], -1).float()
@@ -49,8 +46,6 @@ def test_variants_are_equal_in_layer_0_alone() -> None:
 
 
 def test_neighbors_are_other_chunks_of_many_equal_words() -> None:
-    """Equal tokens have un-rotated values in layer 0 that are equal bit by bit,
-    and behind other tokens other ones after that."""
     units = drawn("neighbors", "un-rotated")
     for layer, is_alike in ((0, True), (3, False)):
         first, second = (
@@ -72,16 +67,11 @@ def test_cached_and_stored_chunks_are_one_but_for_positions() -> None:
 
 
 def test_queries_attend_as_the_model_does() -> None:
-    """Rotated queries over cached keys give the weights of transformers' own attention,
-    whose logits are rounded to bfloat16."""
     pieces = ["The company Lumex serves Marton.\n\n", "Which city does the company Lumex serve?"]
     cached = model().cached(pieces)
     llama: Any = model()._model
-    ids = [
-        token
-        for piece in pieces
-        for token in model()._tokenizer.encode(piece, add_special_tokens=False)
-    ]
+    encode_piece = model()._tokenizer.encode
+    ids = [token for each in pieces for token in encode_piece(each, add_special_tokens=False)]
     llama.set_attn_implementation("eager")
     with torch.inference_mode():
         own = llama(torch.tensor([ids]), output_attentions=True).attentions
@@ -96,22 +86,13 @@ def test_blocks_are_those_that_are_encoded(block_size: int) -> None:
     """Predictions come from the same blocks."""
     units = drawn("requests", "as cached")
     blocks = Blocks(units, block_size)
-    layer = encode(
-        units.keys[1], units.values[1], units.lens, block_size=block_size, threshold=NEVER
-    )
+    kv = (units.keys[1], units.values[1], units.lens)
+    layer = encode(*kv, block_size=block_size, threshold=NEVER)
     assert torch.equal(layer.keys.flatten(1), blocks.keys(1))
     assert len(layer.keys) == sum(blocks.lens)
 
 
-def test_chunks_are_of_several_passages() -> None:
-    """Two of about 30 tokens each."""
-    units = drawn("chunks", "un-rotated")
-    assert len(units.lens) == SIZES.chunks
-    assert all(45 < length < 75 for length in units.lens)
-
-
 def test_measured_counts_blocks_and_bytes() -> None:
-    """Nothing is fused above 1, and then norms and table cost something."""
     blocks = Blocks(drawn("variants", "un-rotated"), 8)
     found = measured(blocks, NEVER)["metrics"]
     assert found["blocks"] == found["shared"] == 4 * sum(blocks.lens)
@@ -120,7 +101,6 @@ def test_measured_counts_blocks_and_bytes() -> None:
 
 
 def test_command_writes_a_record(tmp_path: Path) -> None:
-    """Four tables; variants share more than chunks; what was measured is within the bounds."""
     out = tmp_path / "run"
     assert main(["--quick", "--variants", "3", "--chunks", "2", "--out", str(out)]) == 0
     run = read_recorded(out)
@@ -129,10 +109,8 @@ def test_command_writes_a_record(tmp_path: Path) -> None:
     tables = [one["rows"] for one in run.results["tables"]]
     assert len(tables) == 4
     ratios = {(row["of"], row["keys"], row["threshold"]): row for row in tables[1]}
-    assert (
-        ratios["variants", "un-rotated", 0.95]["measured"]
-        > ratios["chunks", "un-rotated", 0.95]["measured"]
-    )
+    variants, chunks = (ratios[of, "un-rotated", 0.95] for of in ("variants", "chunks"))
+    assert variants["measured"] > chunks["measured"]
     assert {row["of"] for row in tables[2]} == {"requests"}
     for row in tables[2]:
         assert row["drift"] <= row["allowed by epsilon"] + 0.01
@@ -141,7 +119,6 @@ def test_command_writes_a_record(tmp_path: Path) -> None:
 
 
 def test_a_block_is_similar_in_all_layers_or_it_is_not() -> None:
-    """To one and the same block of another unit, pair by pair."""
     blocks = Blocks(drawn("chunks", "un-rotated"), 8)
     ends = torch.tensor(blocks.lens).cumsum(0).tolist()
     owner = [sum(number >= end for end in ends) for number in range(sum(blocks.lens))]

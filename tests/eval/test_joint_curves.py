@@ -1,5 +1,4 @@
-"""`quality joint`: what is fused of prompts, cells, batches and figures,
-with the bundled model and by hand."""
+"""`quality joint`."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from eval.errors import CommandError
 from eval.joint.kv import Cached, ModelKv
 from eval.joint.prompts import Fused, Wish, fuse
 from eval.quality.greedy import FULL_PREFILL
-from eval.quality.joint_curves import JOINT, JointCurves, fused_of, label_of, make_cells
+from eval.quality.joint_curves import JOINT, JointCurves, fused_of
 from eval.quality.mode import add_quality_options
 from eval.world.tokenizer import turn_pieces
 from eval.world.world import World
@@ -40,13 +39,14 @@ def prompt(number: int) -> Cached:
     return model().cached([head, *pieces, tail])
 
 
+def tensors(prompt: Cached) -> list[torch.Tensor]:
+    return [*prompt.pool.k_buffer, *prompt.pool.v_buffer]
+
+
 def changed(after: Cached, before: Cached, layer: int) -> list[bool]:
     """By token, whether its keys or values are others."""
-    pairs = zip(
-        (after.pool.k_buffer, after.pool.v_buffer),
-        (before.pool.k_buffer, before.pool.v_buffer),
-        strict=True,
-    )
+    ours, theirs = ((one.pool.k_buffer, one.pool.v_buffer) for one in (after, before))
+    pairs = zip(ours, theirs, strict=True)
     differ = [(a[layer] != b[layer]).flatten(1).any(1) for a, b in pairs]
     found: list[bool] = torch.stack(differ).any(0).tolist()
     return found
@@ -67,26 +67,13 @@ def rows_of(*argv: str) -> list[tuple[str, dict[str, Any]]]:
     return list(mode.take(mode.cases, {}))
 
 
-def test_every_cell_is_measured_once() -> None:
-    """Thresholds and ratios, in blocks of every size, over chunks and over batches of every
-    size."""
-    cells = make_cells(["chunks", "batch"], [4, 16], [0.5], [1.5, 2.0], [2, 8])
-    assert len(cells) == len({tuple(label_of(cell)) for cell in cells}) == (1 + 2) * 2 * 3
-    assert cells[1] == {"over": "chunks", "block": 4, "ratio": 1.5}
-    assert cells[-1] == {"over": "batch", "batch": 8, "block": 16, "ratio": 2.0}
-
-
 @pytest.mark.parametrize("over", ["chunks", "batch"])
 def test_whole_blocks_of_units_change_alone(over: str) -> None:
-    """Head, question and tails stay, except that a batch's units are whole prompts;
-    the prompts themselves stay as they are."""
     prompts = [prompt(0)] if over == "chunks" else [prompt(0), prompt(1)]
-    before = [
-        [each.clone() for each in (*one.pool.k_buffer, *one.pool.v_buffer)] for one in prompts
-    ]
+    before = [[each.clone() for each in tensors(one)] for one in prompts]
     fused = fuse(prompts, Wish(4, threshold=ALL), over)
     for one, kept in zip(prompts, before, strict=True):
-        assert all(map(torch.equal, (*one.pool.k_buffer, *one.pool.v_buffer), kept))
+        assert all(map(torch.equal, tensors(one), kept))
     num_blocks = 0
     for one, after in zip(prompts, fused.prompts, strict=True):
         units = [(0, one.num_tokens)] if over == "batch" else one.spans[1:-1]
@@ -103,48 +90,34 @@ def test_whole_blocks_of_units_change_alone(over: str) -> None:
 
 def test_what_is_not_fused_stays_bit_by_bit() -> None:
     """At a threshold of 1, and where there is one unit alone."""
-    for wish, over, prompts in (
-        (Wish(4, threshold=NONE), "chunks", [prompt(0)]),
-        (Wish(4, ratio=2), "batch", [prompt(0)]),
-    ):
-        fused: Fused = fuse(prompts, wish, over)
+    none = Wish(4, threshold=NONE), Wish(4, ratio=2)
+    for wish, over in zip(none, ("chunks", "batch"), strict=True):
+        fused: Fused = fuse([prompt(0)], wish, over)
         assert fused.shared == [fused.blocks] * 4
-        assert not any(any(changed(fused.prompts[0], prompts[0], layer)) for layer in range(4))
+        assert not any(any(changed(fused.prompts[0], prompt(0), layer)) for layer in range(4))
 
 
 def test_a_ratio_is_reached() -> None:
-    """By thresholds of the prompts' own blocks."""
     fused = fuse([prompt(0), prompt(1), prompt(2)], Wish(4, ratio=1.5), "batch")
     assert 4 * fused.blocks / sum(fused.shared) == pytest.approx(1.5, rel=0.06)
 
 
 def test_answers_are_those_of_full_prefill_where_nothing_fuses() -> None:
-    """And others where all does; each cell has its own samples, in batches of its size."""
     rows = rows_of("--blocks", "4", "--thresholds", "0", "1", "--ratios", "--batch", "2")
     assert len({key for key, _ in rows}) == len(rows) == 3 + 3 * 4
     joint = [row for _, row in rows if row["arm"] == JOINT]
     assert [row["arm"] for _, row in rows[:3]] == [FULL_PREFILL] * 3
     for row in joint:
         if row["cell"]["threshold"] == NONE:
-            assert (row["metrics"]["same"], row["metrics"]["kl"], row["metrics"]["kl_first"]) == (
-                1,
-                0,
-                0,
-            )
+            assert [row["metrics"][name] for name in ("same", "kl", "kl_first")] == [1, 0, 0]
         elif row["cell"]["over"] == "chunks":
             assert row["metrics"]["kl"] > 0
             assert row["metrics"]["kl_first"] == 0
-    batches = [
-        row["encoded"]["requests"]
-        for row in joint
-        if row["cell"] == {**row["cell"], "over": "batch"}
-    ]
+    batches = [row["encoded"]["requests"] for row in joint if row["cell"]["over"] == "batch"]
     assert batches == [2, 2, 1] * 2
 
 
 def test_compression_counts_each_block_once() -> None:
-    """The two answers of a batch have the figures of both;
-    by hand 2 x 8 blocks of 2 layers, 12 and 8 left."""
     alone = {"requests": 1, "blocks": 8, "shared": [8, 8], "ms": 1.0}
     both = {"requests": 2, "blocks": 16, "shared": [12, 8], "ms": 3.0}
     assert fused_of([both, both]) == {"compression": 1.6, "encode_ms": 3.0}
@@ -153,7 +126,6 @@ def test_compression_counts_each_block_once() -> None:
 
 
 def test_figures_have_compression_beside_answers() -> None:
-    """A row a cell, and the difference from full prefill on the same questions."""
     argv = ["--over", "chunks", "--blocks", "4", "--thresholds", "0", "--ratios"]
     rows = [row for _, row in rows_of(*argv)]
     mode = JointCurves(options(*argv))
@@ -167,39 +139,18 @@ def test_figures_have_compression_beside_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [
-        ["--thresholds", "1.5"],
-        ["--ratios", "1"],
-        ["--blocks", "0"],
-        ["--batch", "0"],
-        ["--worlds", "0"],
-        ["--model-path", "random"],
-    ],
-    ids=" ".join,
+    "option",
+    ["thresholds 1.5", "ratios 1", "blocks 0", "batch 0", "worlds 0", "model-path random"],
 )
-def test_options_out_of_range_are_refused(argv: list[str]) -> None:
-    """By the command, before the model is loaded."""
-    with pytest.raises(CommandError, match=argv[0]):
-        JointCurves(options(*argv))
-
-
-def test_flags_of_a_server_are_refused() -> None:
-    """There is none."""
-    args = options()
-    args.server_flags = ["--dtype", "float32"]
-    with pytest.raises(CommandError, match="no server's flags"):
-        JointCurves(args)
+def test_options_out_of_range_are_refused(option: str) -> None:
+    name, value = option.split()
+    with pytest.raises(CommandError, match=f"--{name}"):
+        JointCurves(options(f"--{name}", value))
 
 
 def test_a_job_is_a_batch() -> None:
-    """The largest, of the world's questions; its key is that of its last sample.
-    It needs no server."""
-    mode = JointCurves(
-        options(
-            "--requests", "5", "--batch", "2", "--blocks", "8", "--ratios", "--thresholds", "0.5"
-        )
-    )
+    argv = ["--requests", "5", "--batch", "2", "--blocks", "8", "--ratios", "--thresholds", "0.5"]
+    mode = JointCurves(options(*argv))
     ((arms, jobs),) = mode.stages()
     assert arms == ()
     assert len(jobs) == 3

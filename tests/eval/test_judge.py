@@ -1,8 +1,4 @@
-"""The judge's adapter against a fake endpoint: strict replies, bounded retries, and a key that
-leaves no trace.
-
-python -m pytest tests/eval/test_judge.py
-"""
+"""The judge's adapter against a fake endpoint."""
 
 from __future__ import annotations
 
@@ -28,23 +24,17 @@ def test_claims_are_counted() -> None:
 @pytest.mark.parametrize(
     "reply",
     [
-        "The answer is faithful.",
-        "[]",
-        '{"claims": 3}',
-        '{"claims": [{"claim": "a"}]}',
+        *("The answer is faithful.", f"Here you are: {TWO_OF_THREE}"),
+        *("[]", '{"claims": 3}', '{"claims": [true]}', '{"claims": [{"claim": "a"}]}'),
         '{"claims": [{"claim": "a", "supported": "yes"}]}',
-        '{"claims": [true]}',
-        f"Here you are: {TWO_OF_THREE}",
     ],
 )
 def test_anything_else_is_refused(reply: str) -> None:
-    """A judge that is misread would give a figure all the same."""
     with pytest.raises(ValueError):
         supported_share(reply)
 
 
 def test_the_judge_sees_question_answer_and_passages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And braces in a passage are text, not a template."""
     monkeypatch.setenv("JUDGE_KEY", "secret-key")
     with chatting(FakeChat(lambda body: TWO_OF_THREE)) as fake:
         judge = Judge(fake.url + "/v1", "judge-1", key_env="JUDGE_KEY")
@@ -53,11 +43,8 @@ def test_the_judge_sees_question_answer_and_passages(monkeypatch: pytest.MonkeyP
     prompt = body["messages"][0]["content"]
     assert "[1] {first}\n[2] second" in prompt
     assert "Question: who?\nAnswer: me" in prompt
-    assert (body["path"], body["model"], body["temperature"]) == (
-        "/v1/chat/completions",
-        "judge-1",
-        0,
-    )
+    asked = {"path": "/v1/chat/completions", "model": "judge-1", "temperature": 0}
+    assert body.items() >= asked.items()
     assert judge.spec() == {"model": "judge-1", "failures": 0}
     assert "secret-key" not in str(body)
 

@@ -9,11 +9,12 @@ import pytest
 from eval.outcome import text
 from eval.serve.latency import cell_rows, loaded_s, summarize, throughput
 
+MOVED = {"exact": 10, "relocated": 60, "recomputed": 15, "computed": 15}
+
 
 def sample(arm: str = "ours", number: int = 0, ttft: float = 0.1, **other: Any) -> dict[str, Any]:
-    """An answered request; the n-th begins n seconds into its arm's load and takes half a
-    second."""
-    base = {
+    """An answered request; the n-th begins n seconds into its arm's load, and takes half of one."""
+    return {
         "key": f"{arm}/t:{number}",
         "arm": arm,
         "cell": {},
@@ -28,39 +29,16 @@ def sample(arm: str = "ours", number: int = 0, ttft: float = 0.1, **other: Any) 
         "completion_tokens": 4,
         "fates": {"exact": 25, "relocated": 0, "recomputed": 0, "computed": 75},
         "metrics": {"ttft_s": ttft, "e2e_s": 0.5},
+        **other,
     }
-    return base | other
 
 
-def test_cells_are_one_row_for_each_arm_and_setting() -> None:
-    rows = cell_rows(
-        [
-            sample(cell={"k": k}, arm=arm, number=n)
-            for k in (1, 2)
-            for n in (0, 1)
-            for arm in ("a", "b")
-        ]
-    )
-    assert [(row["arm"], row["cell"], row["n"]) for row in rows] == [
-        ("a", {"k": 1}, 2),
-        ("b", {"k": 1}, 2),
-        ("a", {"k": 2}, 2),
-        ("b", {"k": 2}, 2),
-    ]
-
-
-def test_times_are_quantiles_with_an_interval_of_the_median() -> None:
-    (row,) = cell_rows([sample(number=n, ttft=0.1 * (n + 1)) for n in range(9)])
-    figures = row["metrics"]["ttft_s"]
-    assert figures["mean"] == pytest.approx(0.5)
-    assert figures["p50"] == pytest.approx(0.5)
-    assert figures["p90"] == pytest.approx(0.82)
-    assert figures["low"] < 0.5 < figures["high"]
+def row_of(*samples: dict[str, Any]) -> dict[str, Any]:
+    (row,) = cell_rows(samples)
+    return row
 
 
 def test_interval_of_a_cell_draws_whole_blocks() -> None:
-    """A block that was slow was slow for all of its requests:
-    they are one witness, unless there are too few blocks."""
     widths = []
     for size in (10, 20):
         taken = [
@@ -70,15 +48,6 @@ def test_interval_of_a_cell_draws_whole_blocks() -> None:
         widths.append(figures["high"] - figures["low"])
     blocked, single = widths
     assert blocked > 1.9 * single
-
-
-def test_few_blocks_are_named_not_called_no_difference() -> None:
-    """Four blocks cannot show anything, so they have not shown that arms are alike."""
-    taken = [
-        sample(arm=arm, number=n, block=n // 20) for n in range(80) for arm in ("stock-lpm", "ours")
-    ]
-    (said,) = summarize(taken, facts={}, against="stock-lpm")["verdict"]
-    assert "too few blocks of requests: 4; give --requests >= 160" in said
 
 
 def test_request_that_two_servers_answered_counts_once() -> None:
@@ -91,10 +60,8 @@ def test_request_that_two_servers_answered_counts_once() -> None:
         for n in range(20)
     ]
     found = summarize(taken, facts={}, against="stock-lpm")
-    assert [(row["arm"], row["cell"], row["n"]) for row in found["cells"]] == [
-        ("stock-lpm", {"k": 1}, 40),
-        ("ours", {"k": 1}, 40),
-    ]
+    cells = [(row["arm"], row["cell"], row["n"]) for row in found["cells"]]
+    assert cells == [("stock-lpm", {"k": 1}, 40), ("ours", {"k": 1}, 40)]
     first = next(row for row in found["contrasts"] if row["metric"] == "ttft_s")
     assert (first["cell"], first["n"], first["num_blocks"]) == ({"k": 1}, 20, 10)
     assert first["value"] == pytest.approx(2)
@@ -104,30 +71,27 @@ def test_request_that_two_servers_answered_counts_once() -> None:
 
 
 def test_warm_up_counts_nowhere() -> None:
-    """The first requests pay for what the server builds once."""
     warm = sample(number=0, ttft=99.0, warm_up=True)
-    (row,) = cell_rows([warm, sample(number=2), sample(number=3)])
-    assert row["n"] == 2
-    assert row["metrics"]["ttft_s"]["p99"] == 0.1
-    assert row["fates"]["computed"] == 150
+    row = row_of(warm, sample(number=2), sample(number=3))
+    assert (row["n"], row["metrics"]["ttft_s"]["p99"], row["fates"]["computed"]) == (2, 0.1, 150)
     assert row["throughput"]["requests_per_s"] == pytest.approx(2 / 1.5)
     assert summarize([warm], facts={}, against="ours")["num_warm_up"] == 1
 
 
 def test_failed_requests_are_errors_and_have_no_times() -> None:
-    failed = sample(
-        number=1, error="HTTP 500", metrics={}, fates=None, prompt_tokens=None, cached_tokens=None
-    )
-    (row,) = cell_rows([sample(), failed])
+    nothing: dict[str, Any] = {
+        "metrics": {},
+        "fates": None,
+        "prompt_tokens": None,
+        "cached_tokens": None,
+    }
+    row = row_of(sample(), sample(number=1, error="HTTP 500", **nothing))
     assert (row["n"], row["errors"]) == (1, 1)
-    assert row["throughput"]["requests_per_s"] == pytest.approx(1 / 1.5), (
-        "the time it took is load all the same"
-    )
+    assert row["throughput"]["requests_per_s"] == pytest.approx(1 / 1.5)
 
 
 def test_throughput_counts_the_time_the_arm_was_loaded() -> None:
-    """Between an arm's blocks another arm is measured, and the arm's clock stops;
-    a pause inside a block is part of the load."""
+    """Between an arm's blocks its clock stops; a pause inside a block is part of the load."""
     taken = [sample(number=n) for n in range(4)]
     assert loaded_s(taken) == 1.5 + 1.5
     assert throughput(taken) == {
@@ -138,30 +102,33 @@ def test_throughput_counts_the_time_the_arm_was_loaded() -> None:
 
 
 def test_server_that_counts_no_tokens_has_no_token_figures() -> None:
-    """Zero would read as a measurement."""
-    (row,) = cell_rows(
-        [sample(cached_tokens=None, prompt_tokens=None, completion_tokens=None, fates=None)]
+    untold: dict[str, Any] = dict.fromkeys(
+        ("cached_tokens", "prompt_tokens", "completion_tokens", "fates")
     )
-    assert row["fates"] is None
-    assert row["cached_share"] is None
+    row = row_of(sample(**untold))
+    assert (row["fates"], row["cached_share"]) == (None, None)
     assert row["throughput"]["output_tokens_per_s"] is None
     assert row["throughput"]["requests_per_s"] == 2.0
 
 
-def test_cached_share_is_over_all_tokens() -> None:
-    """A mean over requests would give short prompts too much weight."""
-    (row,) = cell_rows(
-        [sample(fates=None), sample(number=1, prompt_tokens=300, cached_tokens=0, fates=None)]
-    )
-    assert row["cached_share"] == 25 / 400
+def test_shares_are_of_all_tokens() -> None:
+    """Recomputed ones, which SGLang counts as cached, are not."""
+    told = {"chunks_hit": 1, "chunks_planned": None}
+    plain = sample(number=1, prompt_tokens=300, cached_tokens=0, fates=None)
+    assert row_of(sample(fates=None), plain)["cached_share"] == 25 / 400
+    assert row_of(sample(cached_tokens=85, fates=MOVED))["cached_share"] == 70 / 100
+    own = sample(fates=MOVED, chunkcache={**told, "fallbacks": ["no_room"]})
+    row = row_of(own, sample(number=1, fates=MOVED, chunkcache={**told, "fused_hit": 50}))
+    assert row["recomputed_share"] == 30 / (75 + 25)
+    assert row["fallbacks"] == {"no_room": 1}
 
 
-def test_recomputed_tokens_are_not_cached() -> None:
-    """SGLang counts recomputed tokens as cached, since they are in the cache's slots:
-    more recomputing would look cheaper."""
-    fates = {"exact": 10, "relocated": 15, "recomputed": 60, "computed": 15}
-    (row,) = cell_rows([sample(cached_tokens=85, fates=fates)])
-    assert row["cached_share"] == 0.25
+def test_planned_hits_that_did_not_come_true() -> None:
+    """Of all planned ones; finding more than was planned makes up for none."""
+    counts = [(4, 3), (4, 6), (None, 2), (2, 2)]
+    told = [{"chunks_planned": planned, "chunks_hit": hit} for planned, hit in counts]
+    row = row_of(*(sample(number=n, chunkcache=each) for n, each in enumerate(told)))
+    assert row["planned_missed"] == 1 / 10
 
 
 def test_every_arm_is_compared_with_one_in_each_cell() -> None:
@@ -186,7 +153,6 @@ def test_every_arm_is_compared_with_one_in_each_cell() -> None:
 
 
 def test_verdict_tells_of_the_cache_and_the_table_of_times() -> None:
-    """Faster for which reason: an arm that computes less."""
     taken = []
     for number in range(16):
         for arm, cached in (("stock-lpm", 20 + number), ("ours", 70 + 2 * number)):
@@ -198,113 +164,54 @@ def test_verdict_tells_of_the_cache_and_the_table_of_times() -> None:
     assert "prompt tokens computed: ours is 57.5 tokens lower than stock-lpm" in said
     arms, ratios = (table["rows"] for table in results["tables"])
     assert [(row["arm"], row["cached"]) for row in arms] == [("stock-lpm", 0.25), ("ours", 0.25)]
-    assert [(row["of"], row["value and interval"]) for row in ratios] == [
-        ("mean ratio", "1.00 [1.00, 1.00]"),
-        ("medians", "1.00 [1.00, 1.00]"),
-        ("p90", "1.00 [1.00, 1.00]"),
-    ]
-
-
-def test_nothing_taken_yet_has_results() -> None:
-    """An interruption before the first sample still leaves a record."""
-    assert summarize([], facts={}, against="ours")["cells"] == []
+    assert [row["of"] for row in ratios] == ["mean ratio", "medians", "p90"]
+    assert {row["value and interval"] for row in ratios} == {"1.00 [1.00, 1.00]"}
 
 
 def test_table_shows_arms_cells_and_ratios() -> None:
+    assert summarize([], facts={}, against="ours")["cells"] == []
     samples = [
         sample(arm=arm, number=n, cell={"k": 5}) for arm in ("stock-lpm", "ours") for n in range(8)
     ]
     samples += [sample(number=9, error="x", metrics={}, cell={"k": 5}, completion_tokens=None)]
-    results = summarize(samples, facts={}, against="stock-lpm")
+    facts = {"overhead": {"k=5/ours": {"share": 0.001}}}
+    results = summarize(samples, facts=facts, against="stock-lpm")
+    assert [row["overhead_share"] for row in results["cells"]] == [None, 0.001]
     arms, ratios = (table["rows"] for table in results["tables"])
-    assert [(row["arm"], row["cell"], row["n"], row["errors"]) for row in arms] == [
-        ("stock-lpm", "k 5", 8, None),
-        ("ours", "k 5", 8, 1),
-    ]
+    shown = [(row["arm"], row["cell"], row["n"], row["errors"]) for row in arms]
+    assert shown == [("stock-lpm", "k 5", 8, None), ("ours", "k 5", 8, 1)]
     assert {row["value and interval"] for row in ratios} == {"1.00, too few"}
-    assert all(name in text(results["tables"]) for name in ("ttft p50", "stock-lpm / ours"))
-
-
-MOVED = {"exact": 10, "relocated": 60, "recomputed": 15, "computed": 15}
+    assert "stock-lpm / ours" in text(results["tables"])
 
 
 def bystanders(arm: str, block: int, *gaps: float) -> dict[str, Any]:
     """A block's sample of the streams that only decode."""
     figures = {"itl_bystander_p50_s": gaps[0], "itl_bystander_p99_s": max(gaps)}
-    times = {
-        "due_s": 0.0,
-        "done_s": 1.0,
-        "warm_up": False,
-        "block": block,
-        "gaps_s": list(gaps),
-        "metrics": figures,
-    }
-    return {"arm": arm, "cell": {}, "request": f"bystanders:{block}", **times}
+    about = {"arm": arm, "cell": {}, "request": f"bystanders:{block}", "block": block}
+    times = {"due_s": 0.0, "done_s": 1.0, "warm_up": False, "gaps_s": list(gaps)}
+    return {**about, **times, "metrics": figures}
 
 
 def test_bystanders_are_compared_with_arms_that_move_nothing() -> None:
-    """With the one that all are compared with, and with ours without moved KV;
-    they are no requests of the load."""
+    """With the usual one, and with ours without moved KV; they are no requests of the load."""
+    unmoved = MOVED | {"relocated": 0, "recomputed": 0}
+    arms = (("stock-lpm", 0.04, None), ("ours", 0.05, unmoved), ("fused", 0.2, MOVED))
     taken = []
     for block in range(10):
-        for arm, longest, fates in (
-            ("stock-lpm", 0.04, None),
-            ("ours", 0.05, MOVED | {"relocated": 0, "recomputed": 0}),
-        ):
+        for arm, longest, fates in arms:
             taken += [
                 sample(arm, block, block=block, fates=fates),
                 bystanders(arm, block, 0.02, longest),
             ]
-        taken += [
-            sample("fused", block, block=block, fates=MOVED),
-            bystanders("fused", block, 0.02, 0.2),
-        ]
     results = summarize(taken, facts={}, against="stock-lpm")
-    found = {
-        (c["a"], c["b"]): c for c in results["contrasts"] if c["metric"] == "itl_bystander_p99_s"
-    }
-    assert {pair: round(c["value"], 2) for pair, c in found.items()} == {
+    contrasts = [c for c in results["contrasts"] if c["metric"] == "itl_bystander_p99_s"]
+    assert {(c["a"], c["b"]): round(c["value"], 2) for c in contrasts} == {
         ("stock-lpm", "ours"): 0.8,
         ("stock-lpm", "fused"): 0.2,
         ("ours", "fused"): 0.25,
     }
-    assert found["ours", "fused"]["num_blocks"] == 10
+    assert {c["num_blocks"] for c in contrasts} == {10}
     row = results["cells"][2]
     assert (row["n"], row["bystanders"]["n"], row["bystanders"]["max_s"]) == (10, 20, 0.2)
-    assert (
-        sum(
-            "only decode, p99) is 5.00 times slower than stock-lpm" in line
-            for line in results["verdict"]
-        )
-        == 1
-    )
-
-
-def test_recomputed_share_is_of_what_the_request_moved() -> None:
-    """Chunks that an earlier request moved were recomputed then:
-    they would make the share smaller than the arm's name says."""
-    own = sample(
-        fates=MOVED, chunkcache={"chunks_hit": 1, "chunks_planned": None, "fallbacks": ["no_room"]}
-    )
-    theirs = sample(
-        number=1, fates=MOVED, chunkcache={"chunks_hit": 1, "chunks_planned": None, "fused_hit": 50}
-    )
-    (row,) = cell_rows([own, theirs])
-    assert row["recomputed_share"] == 30 / (75 + 25)
-    assert row["fallbacks"] == {"no_room": 1}
-
-
-def test_planned_hits_that_did_not_come_true() -> None:
-    """Of all planned ones; finding more than was planned makes up for none."""
-    counts = [(4, 3), (4, 6), (None, 2), (2, 2)]
-    taken = [
-        sample(number=n, chunkcache={"chunks_planned": p, "chunks_hit": hit})
-        for n, (p, hit) in enumerate(counts)
-    ]
-    assert cell_rows(taken)[0]["planned_missed"] == 1 / 10
-
-
-def test_overhead_is_that_of_the_arm_in_its_cell() -> None:
-    facts = {"overhead": {"k=5/ours": {"share": 0.001}}}
-    rows = summarize([sample(cell={"k": k}) for k in (5, 6)], facts=facts, against="ours")["cells"]
-    assert [row["overhead_share"] for row in rows] == [0.001, None]
+    slower = "only decode, p99) is 5.00 times slower than stock-lpm"
+    assert sum(slower in line for line in results["verdict"]) == 1

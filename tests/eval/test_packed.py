@@ -1,5 +1,4 @@
-"""The compact form of a record: what goes in comes out,
-and a comparison of it says what one of the samples says."""
+"""The compact form of a record."""
 
 from __future__ import annotations
 
@@ -22,16 +21,10 @@ from eval.packed import (
 from eval.recorded import _replayed, _requests
 
 TEXT = st.text(max_size=3)
-LEAF = (
-    st.none()
-    | st.booleans()
-    | st.integers(-9, 9)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | TEXT
-)
-ROW = st.dictionaries(
-    TEXT, LEAF | st.dictionaries(TEXT, LEAF, max_size=2) | st.lists(LEAF, max_size=2), max_size=4
-)
+NUMBER = st.integers(-9, 9) | st.floats(allow_nan=False, allow_infinity=False)
+LEAF = st.none() | st.booleans() | NUMBER | TEXT
+VALUE = LEAF | st.dictionaries(TEXT, LEAF, max_size=2) | st.lists(LEAF, max_size=2)
+ROW = st.dictionaries(TEXT, VALUE, max_size=4)
 RESULTS = st.dictionaries(
     st.sampled_from("ab"), LEAF | ROW | st.lists(ROW, max_size=5) | st.lists(st.lists(ROW))
 )
@@ -39,8 +32,6 @@ RESULTS = st.dictionaries(
 
 @given(RESULTS)
 def test_results_come_back_as_they_were(results: dict[str, Any]) -> None:
-    """Keys in their order, numbers as they were, whatever is missing from a row;
-    also by way of a file."""
     told = json.loads(record_text({"results": pack_results(results)}))["results"]
     assert json.dumps(unpack_results(told)) == json.dumps(results)
 
@@ -60,7 +51,6 @@ def test_rows_are_kept_without_their_keys() -> None:
 
 
 def test_quantiles_that_nobody_reads_are_not_kept() -> None:
-    """Pages show those of times alone."""
     figures = {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0, "low": 0.9, "high": 1.1}
     cell = {"arm": "a", "metrics": {"em": figures, "ttft_s": figures}}
     (kept,) = unpack_results(pack_results({"cells": [cell]}))["cells"]
@@ -68,8 +58,6 @@ def test_quantiles_that_nobody_reads_are_not_kept() -> None:
 
 
 def test_samples_come_back_by_arm_and_cell() -> None:
-    """Measured ones with all digits; of the others that they were there.
-    What is no number is not measured."""
     one = {"arm": "a", "cell": {"k": 2}, "request": 7, "block": "b1"}
     samples = [
         {**one, "warm_up": True, "metrics": {"ttft_s": 9.0}},
@@ -90,16 +78,10 @@ def test_samples_come_back_by_arm_and_cell() -> None:
 
 @pytest.mark.parametrize(("num", "size", "step"), [(85, 2, 5), (30, 2, 1), (40, 20, 1)])
 def test_replay_keeps_the_means_of_blocks(num: int, size: int, step: int) -> None:
-    """Blocks of ten requests. With fewer than eight of them, bins are drawn, and kept;
-    so they are where a bin is longer."""
     rng = np.random.default_rng(num)
     counts = {name: rng.integers(0, 5, num).tolist() for name in ("hits", "dropped", "lost")}
-    row = {
-        "cell": {"order": "tree"},
-        "bin": size,
-        "chunks": rng.integers(5, 9, num).tolist(),
-        **counts,
-    }
+    chunks = rng.integers(5, 9, num).tolist()
+    row = {"cell": {"order": "tree"}, "bin": size, "chunks": chunks, **counts}
     (kept,) = unpack_samples(pack_samples([row], 10))
     assert (kept["num"], kept["step"], len(kept["hits"])) == (num, step, -(-num // step))
     samples = _requests(_replayed([kept])[0])

@@ -1,12 +1,11 @@
-"""Quality metrics against hand-computed values and slow references.
-
-python -m pytest tests/eval/test_quality.py
-"""
+"""Quality metrics against hand-computed values and slow references."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,9 +25,7 @@ from eval.quality.text_metrics import (
 
 WORDS = st.lists(st.sampled_from("abc"), max_size=9)
 WEIGHTS = st.lists(st.floats(0.01, 1), min_size=4, max_size=4)
-
-
-# Metrics
+P, Q = {1: math.log(0.5), 2: math.log(0.5)}, {1: math.log(0.25), 2: math.log(0.75)}
 
 
 def test_normalize_is_squads() -> None:
@@ -36,50 +33,52 @@ def test_normalize_is_squads() -> None:
     assert normalize(" The  co-op's answer, an Apple; a theatre!") == "coops answer apple theatre"
 
 
-def test_exact_match_takes_any_right_answer() -> None:
-    assert exact_match("the Bramburg.", ["Diana visited Bramburg.", "Bramburg"])
-    assert not exact_match("Bramburg Diana", ["Bramburg"])
-    assert not exact_match("Bramburg", [])
+@pytest.mark.parametrize(
+    ("metric", "answer", "right", "value"),
+    [
+        (exact_match, "the Bramburg.", ["Diana visited Bramburg.", "Bramburg"], True),
+        (exact_match, "Bramburg Diana", ["Bramburg"], False),
+        (exact_match, "Bramburg", [], False),
+        # two of three words right, two of four found: precision 2/3, recall 1/2
+        (f1, "The red blue green", ["red blue grey black"], 4 / 7),
+        (f1, "red blue green", ["black", "red blue grey black"], 4 / 7),
+        (f1, "red red", ["red"], 2 / 3),
+        (f1, "", ["the"], 1),
+        (f1, "", ["red"], 0),
+        (f1, "red", [], 0),
+        # the longest common subsequence is 3 of 4 and 4 words
+        (rouge_l, "Police killed the gunman.", "police kill the gunman", 0.75),
+        (rouge_l, "a b c", "c b a", 1 / 3),
+        (rouge_l, "", "...", 1),
+        (rouge_l, "", "a", 0),
+        # how often and in which order does not matter, articles count
+        (jaccard, "Red, red blue!", "the blue grey red", 2 / 4),
+        (jaccard, "", "...", 1),
+        (jaccard, "", "a", 0),
+    ],
+)
+def test_metrics_by_hand(
+    metric: Callable[..., float], answer: str, right: Any, value: float
+) -> None:
+    assert metric(answer, right) == pytest.approx(value)
 
 
-def test_f1_by_hand() -> None:
-    """Two of three words right, two of four found: precision 2/3, recall 1/2, F1 4/7;
-    the best right answer counts."""
-    assert f1("The red blue green", ["red blue grey black"]) == pytest.approx(4 / 7)
-    assert f1("red blue green", ["black", "red blue grey black"]) == pytest.approx(4 / 7)
-    assert f1("red red", ["red"]) == pytest.approx(2 / 3)
-    assert (f1("", ["the"]), f1("", ["red"]), f1("red", [])) == (1.0, 0.0, 0.0)
-
-
-def test_rouge_l_by_hand() -> None:
-    """ "police killed the gunman" and "police kill the gunman": LCS 3 of 4 and 4 words."""
-    assert rouge_l("Police killed the gunman.", "police kill the gunman") == pytest.approx(0.75)
-    assert rouge_l("a b c", "c b a") == pytest.approx(1 / 3)
-    assert (rouge_l("", "..."), rouge_l("", "a")) == (1.0, 0.0)
-
-
-def test_jaccard_by_hand() -> None:
-    """ "red" and "blue" of four words in all;
-    how often and in which order does not matter, articles count."""
-    assert jaccard("Red, red blue!", "the blue grey red") == pytest.approx(2 / 4)
-    assert (jaccard("", "..."), jaccard("", "a"), jaccard("a", "b")) == (1.0, 0.0, 0.0)
-
-
-def test_normalized_f1_is_the_papers() -> None:
-    """FusionRAG 5.1: 0.781 between full reuse 0.712 and full attention 0.852 is 49.2% there,
-    49.3% by its own equation."""
-    assert normalized_f1(0.781, full_reuse=0.712, full_prefill=0.852) == pytest.approx(
-        0.493, abs=1e-3
-    )
-    assert normalized_f1(0.712, full_reuse=0.712, full_prefill=0.852) == 0
-    assert normalized_f1(0.852, full_reuse=0.712, full_prefill=0.852) == 1
-    assert normalized_f1(0.6, full_reuse=0.712, full_prefill=0.852) == pytest.approx(-0.8)
-
-
-def test_normalized_f1_says_nothing_where_nothing_was_lost() -> None:
-    """Equal ends would divide by zero, turned ends would call the worst the best."""
-    assert normalized_f1(0.5, full_reuse=0.8, full_prefill=0.8) is None
-    assert normalized_f1(0.5, full_reuse=0.9, full_prefill=0.8) is None
+@pytest.mark.parametrize(
+    ("value", "ends", "share"),
+    [
+        (0.781, (0.712, 0.852), 0.493),  # FusionRAG 5.1, by its own equation
+        (0.712, (0.712, 0.852), 0),
+        (0.852, (0.712, 0.852), 1),
+        (0.6, (0.712, 0.852), -0.8),
+        (0.5, (0.8, 0.8), None),  # nothing was lost
+        (0.5, (0.9, 0.8), None),
+    ],
+)
+def test_normalized_f1_is_the_papers(
+    value: float, ends: tuple[float, float], share: float | None
+) -> None:
+    found = normalized_f1(value, full_reuse=ends[0], full_prefill=ends[1])
+    assert found == (share and pytest.approx(share, abs=1e-3))
 
 
 @given(WORDS, WORDS)
@@ -95,8 +94,7 @@ def test_lcs_equals_recursion(a: list[str], b: list[str]) -> None:
 
 @given(WORDS, WORDS)
 def test_f1_and_rouge_are_shares(a: list[str], b: list[str]) -> None:
-    """Both lie in [0, 1], are symmetric, are 1 for a text itself,
-    and order matters to ROUGE-L alone."""
+    """Symmetric, and 1 for a text itself; order matters to ROUGE-L alone."""
     x, y = " ".join(a), " ".join(b)
     for metric in (rouge_l, jaccard, lambda p, q: f1(p, [q])):
         assert 0 <= metric(x, y) <= 1
@@ -106,17 +104,15 @@ def test_f1_and_rouge_are_shares(a: list[str], b: list[str]) -> None:
 
 
 def test_kl_by_hand() -> None:
-    """0.5 ln(0.5 / 0.25) + 0.5 ln(0.5 / 0.75)."""
-    p, q = {1: math.log(0.5), 2: math.log(0.5)}, {1: math.log(0.25), 2: math.log(0.75)}
-    assert kl_divergence(p, q) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
-    assert kl_divergence(q, p) == pytest.approx(0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2))
-
-
-def test_kl_lumps_what_is_left_out() -> None:
-    """Token 2 is missing in q, so both count as {1, rest}:
-    0.5 ln(0.5 / 0.25) + 0.5 ln(0.5 / 0.75)."""
-    p, q = {1: math.log(0.5), 2: math.log(0.3)}, {1: math.log(0.25), 3: math.log(0.6)}
-    assert kl_divergence(p, q) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
+    """A token that is missing on one side counts as the rest on both."""
+    forth, back = (
+        sum(p * math.log(p / q) for p, q in pairs)
+        for pairs in (((0.5, 0.25), (0.5, 0.75)), ((0.25, 0.5), (0.75, 0.5)))
+    )
+    assert kl_divergence(P, Q) == pytest.approx(forth)
+    assert kl_divergence(Q, P) == pytest.approx(back)
+    lumped = {1: math.log(0.5), 2: math.log(0.3)}, {1: math.log(0.25), 3: math.log(0.6)}
+    assert kl_divergence(*lumped) == pytest.approx(forth)
 
 
 @given(WEIGHTS, WEIGHTS, st.integers(0, 4), st.integers(0, 4))
@@ -132,26 +128,20 @@ def test_kl_is_never_negative_and_lumping_only_lowers_it(
 
 
 def test_kl_of_what_is_not_finite_is_not_zero() -> None:
-    """q rules a token out that p gives half: infinite.
-    A NaN must not come out as "no difference"."""
-    half = {1: math.log(0.5), 2: math.log(0.5)}
-    assert kl_divergence(half, {1: 0.0, 2: -math.inf}) == math.inf
-    assert kl_divergence({1: 0.0, 2: -math.inf}, half) == pytest.approx(math.log(2))
+    """q rules a token out that p gives half: infinite. A NaN is not "no difference"."""
+    assert kl_divergence(P, {1: 0.0, 2: -math.inf}) == math.inf
+    assert kl_divergence({1: 0.0, 2: -math.inf}, P) == pytest.approx(math.log(2))
     assert math.isnan(kl_divergence({1: math.nan}, {1: 0.0}))
     assert math.isnan(kl_divergence({1: 0.0}, {2: math.nan}))
-
-
-def test_kl_refuses_what_is_no_distribution() -> None:
     with pytest.raises(ValueError, match="q must add up"):
         kl_divergence({1: 0.0}, {1: 0.0, 2: -1.0})
 
 
 def test_answer_kls_end_where_answers_part() -> None:
-    """The step at which they part counts, later ones have other tokens before them and do not."""
-    p, q = {1: math.log(0.5), 2: math.log(0.5)}, {1: math.log(0.25), 2: math.log(0.75)}
-    step = kl_divergence(p, q)
-    assert answer_kls([p, p, p], [1, 1, 1], [p, q, q], [1, 2, 1]) == [0, pytest.approx(step)]
-    assert answer_kls([p, p], [1, 1], [q, q], [1, 1]) == pytest.approx([step, step])
-    assert answer_kls([p, p, p], [1, 1, 2], [q], [1]) == pytest.approx([step])
+    """The step at which they part counts; later ones have other tokens before them."""
+    step = pytest.approx(kl_divergence(P, Q))
+    assert answer_kls([P, P, P], [1, 1, 1], [P, Q, Q], [1, 2, 1]) == [0, step]
+    assert answer_kls([P, P], [1, 1], [Q, Q], [1, 1]) == [step, step]
+    assert answer_kls([P, P, P], [1, 1, 2], [Q], [1]) == [step]
     with pytest.raises(ValueError):
         answer_kls([], [], [], [])

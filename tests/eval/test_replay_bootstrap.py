@@ -20,9 +20,8 @@ def test_mean_agrees_with_its_formula() -> None:
     value, low, high = moving_block_share(samples, [1] * 400, block=1)
     error = (sum((x - value) ** 2 for x in samples) / 400**2) ** 0.5
     assert value == sum(samples) / 400
-    assert (low, high) == pytest.approx(
-        (value - 1.96 * error, value + 1.96 * error), abs=0.2 * error
-    )
+    ends = (value - 1.96 * error, value + 1.96 * error)
+    assert (low, high) == pytest.approx(ends, abs=0.2 * error)
 
 
 def test_blocks_widen_the_interval_where_neighbours_are_alike() -> None:
@@ -34,16 +33,14 @@ def test_blocks_widen_the_interval_where_neighbours_are_alike() -> None:
 
 
 def test_bins_give_the_interval_of_their_requests() -> None:
-    """Blocks of 64 requests, or of 16 bins of four:
-    the same sums, so the same interval but for the draws."""
+    """Blocks of 64 requests, or of 16 bins of four: equal but for the draws."""
     rng = random.Random(1)
     wholes = [rng.randint(1, 10) for _ in range(6400)]
     parts = [min(whole, int(rng.random() ** 2 * 10)) for whole in wholes]
     exact = moving_block_share(parts, wholes, block=64)
     binned = [[sum(counts[i : i + 4]) for i in range(0, 6400, 4)] for counts in (parts, wholes)]
-    assert moving_block_share(*binned, block=16) == pytest.approx(
-        exact, abs=0.1 * (exact[2] - exact[1])
-    )
+    near = pytest.approx(exact, abs=0.1 * (exact[2] - exact[1]))
+    assert moving_block_share(*binned, block=16) == near
 
 
 def test_share_is_of_the_sums() -> None:
@@ -53,20 +50,15 @@ def test_share_is_of_the_sums() -> None:
     assert (value, low < value < high, high < 0) == (-0.2, True, True)
 
 
-def test_share_of_nothing_is_zero() -> None:
-    """No request, no chunk, no division by zero; nor where a draw holds none."""
+def test_edges() -> None:
+    """No request, no chunk, no division by zero; nothing to vary in one long block."""
     assert moving_block_share([], [], block=5) == (0.0, 0.0, 0.0)
     assert moving_block_share([0], [0], block=5) == (0.0, 0.0, 0.0)
     assert moving_block_share([0, 0, 0, 2], [0, 0, 0, 2], block=1)[1:] == (0.0, 1.0)
-
-
-def test_block_longer_than_the_sequence_is_all_of_it() -> None:
-    """Then there is nothing to vary."""
     assert moving_block_share([1, 2], [4, 4], block=50) == (0.375, 0.375, 0.375)
 
 
 def test_every_element_is_as_likely_as_any_other() -> None:
-    """Runs wrap around at the end; otherwise a warm-up at the front would count less than it
-    should."""
+    """Runs wrap around at the end; else a warm-up in front would count less."""
     value, low, high = moving_block_share([1.0] + [0.0] * 19, [1] * 20, block=10, draws=4000)
     assert (value, low, high) == (0.05, 0.0, 0.1)

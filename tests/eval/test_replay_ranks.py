@@ -7,15 +7,11 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from eval.errors import CommandError
 from eval.replay.command import main
 from eval.replay.grid import Cell
 from eval.replay.ranks import RanksReplay
+from eval.run import read_record
 from radix_ext import Chunk, ChunkId, Replay
-
-Json = dict[str, Any]
 
 
 def chunks(names: str) -> list[Chunk]:
@@ -31,17 +27,14 @@ def make_ranks(num_ranks: int = 4, in_flight: int = 1, **settings: Any) -> Ranks
 def test_one_rank_is_the_replay_without_ranks() -> None:
     """Counts of every request, evictions, and a conversation that loses some of its history."""
     rng = random.Random(1)
-    requests = [
-        (
-            chunks("".join(rng.sample("abcdefghij", 3))),
-            rng.choice([None, "x", "y"]),
-            rng.random() < 0.1,
-        )
-        for _ in range(300)
-    ]
     ranks, one = make_ranks(1, capacity=8), Replay(Cell(capacity=8).settings)
-    for request, conversation, is_last in requests:
-        counts = [each.step(request, conversation, is_last_turn=is_last) for each in (ranks, one)]
+    for _ in range(300):
+        request, conversation = rng.sample("abcdefghij", 3), rng.choice([None, "x", "y"])
+        is_last = rng.random() < 0.1
+        counts = [
+            each.step(chunks("".join(request)), conversation, is_last_turn=is_last)
+            for each in (ranks, one)
+        ]
         assert counts[0] == counts[1]
     assert (ranks.num_evicted, ranks.peak_nodes) == (one.num_evicted, one.peak_nodes)
     assert one.num_evicted > 0
@@ -56,16 +49,14 @@ def test_requests_go_to_the_rank_that_has_most() -> None:
 
 
 def test_a_later_turn_finds_its_history_on_its_own_rank_alone() -> None:
-    """Every rank has the first turn's chunks, only one the second turn's:
-    no turn leaves it, nothing is computed again."""
+    """Every rank has the first turn's chunks, one the second's: no turn leaves it."""
     ranks = make_ranks(in_flight=12)
     for _ in range(12):
         ranks.step(chunks("ab"))
     assert all(rank["requests"] for rank in ranks.figures["by_rank"])
     counts = [ranks.step(chunks("ab" if turn == 0 else f"{turn}"), "c") for turn in range(10)]
     assert sum(count.num_lost for count in counts) == 0
-    figures = ranks.figures
-    assert (figures["later_turns"], figures["left"]) == (9, 0)
+    assert (ranks.figures["later_turns"], ranks.figures["left"]) == (9, 0)
 
 
 def test_a_turn_that_leaves_is_counted_and_computes_its_history_again() -> None:
@@ -77,61 +68,25 @@ def test_a_turn_that_leaves_is_counted_and_computes_its_history_again() -> None:
     assert (count.num_lost, ranks.figures["left"], ranks.figures["later_turns"]) == (3, 1, 2)
 
 
-def write_trace(path: Path) -> Path:
-    """64 conversations of 10 turns, asked in any order;
-    popular chunks first, some turns without any."""
-    rng, lines = random.Random(0), list[Json]()
+def test_64_conversations_on_4_ranks(tmp_path: Path) -> None:
+    """Of 10 turns, in any order, popular chunks first: at most 10% of the later turns leave their
+    rank, and the busiest rank has at most 1.25 times the mean in flight."""
+    rng, lines = random.Random(0), []
     for turn in range(10):
         for chat in rng.sample(range(64), 64):
             names = [f"{chat}-{turn}-{i}" for i in range(rng.randint(0, 3))]
             if turn == 0:
                 names = [f"popular {number}" for number in rng.sample(range(8), 2)]
             lengths = [100 + 7 * (sum(map(ord, name)) % 40) for name in names]
-            lines.append({"passages": names, "lengths": lengths, "conversation": f"c{chat}"})
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-    return path
-
-
-def test_64_conversations_on_4_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At most 10% of the later turns leave their rank, and the busiest rank has at most 1.25 times
-    the mean in flight."""
-    options = [
-        "--ranks",
-        "4",
-        "--in-flight",
-        "64",
-        "--order",
-        "tree",
-        "--out",
-        str(tmp_path / "run"),
-        "--json",
-    ]
-    assert main(["--trace", str(write_trace(tmp_path / "trace.jsonl")), *options]) == 0
-    results = json.loads(capsys.readouterr().out)
+            line = {"passages": names, "lengths": lengths, "conversation": f"c{chat}"}
+            lines.append(json.dumps(line) + "\n")
+    (tmp_path / "trace.jsonl").write_text("".join(lines))
+    command = ["--trace", str(tmp_path / "trace.jsonl"), "--out", str(tmp_path / "run")]
+    assert main([*command, *["--ranks", "4", "--in-flight", "64", "--order", "tree"]]) == 0
+    results = read_record(tmp_path / "run")["results"]
     ranks = results["cells"][0]["ranks"]
     assert ranks["later_turns"] == 576
     assert ranks["left"] <= 57
     assert 1 <= ranks["busiest"] <= ranks["busiest_now"] <= 1.25
     assert sum(rank["requests"] for rank in ranks["by_rank"]) == 640
-    assert [table["title"] for table in results["tables"]] == ["Shares found cached", "Ranks"]
     assert results["tables"][1]["rows"][0]["later turns"] == "576"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--ranks", "2", "--reuse", "fused"], "--ranks is not replayed with --reuse fused"),
-        (["--in-flight", "8"], "--in-flight needs --ranks 2 or more"),
-    ],
-)
-def test_what_does_not_apply_is_refused(tmp_path: Path, options: list[str], message: str) -> None:
-    with pytest.raises(CommandError, match=message):
-        main(
-            [
-                "--trace",
-                str(write_trace(tmp_path / "trace.jsonl")),
-                *options,
-                "--out",
-                str(tmp_path / "run"),
-            ]
-        )

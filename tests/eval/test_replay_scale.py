@@ -3,7 +3,6 @@ and time and memory of a larger one."""
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -40,8 +39,7 @@ def create_cell(trace: list[TraceRequest], **axes: Any) -> ReplayCell:
 
 
 def test_bins_are_sums_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most so many, each of as many requests as the others but for the last;
-    the warm-up is in none."""
+    """At most so many, all but the last equally long; the warm-up is in none."""
     monkeypatch.setattr(cells, "MAX_BINS", 4)
     for num_requests, size, sums in (
         (4, 1, [1, 2, 3, 4]),
@@ -52,31 +50,17 @@ def test_bins_are_sums_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
         bins = Bins(("a", "b"), warm_up=2)
         for number in (99, 98, *range(1, num_requests + 1)):
             bins.add((number, 10 * number))
-        sample = {
-            "bin": size,
-            "num_requests": num_requests,
-            "a": sums,
-            "b": [10 * total for total in sums],
-        }
-        assert bins.sample == sample
+        tens = [10 * total for total in sums]
+        counts = {"bin": size, "num_requests": num_requests}
+        assert bins.sample == counts | {"a": sums, "b": tens}
 
 
 def test_what_a_long_replay_reports_is_what_a_short_one_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With few bins and an estimated overlap:
-    the same shares, intervals of the same order, and a label."""
-    command = [
-        "replay",
-        "--generate",
-        "600",
-        "--order",
-        "retriever",
-        "tree",
-        "--capacity",
-        "500",
-        "--out",
-    ]
+    """Few bins and an estimated overlap: the same shares, similar intervals, a label."""
+    options = "--generate 600 --order retriever tree --capacity 500 --out"
+    command = ["replay", *options.split()]
     assert main([*command, str(tmp_path / "exact")]) == 0
     monkeypatch.setattr(cells, "MAX_BINS", 128)
     monkeypatch.setattr(cells, "OVERLAP_WINDOW", 200)
@@ -91,18 +75,13 @@ def test_what_a_long_replay_reports_is_what_a_short_one_does(
     assert exact["overlap"]["seen_before"]["value"] == binned["overlap"]["seen_before"]["value"]
     assert (exact["overlap"]["estimated_from"], binned["overlap"]["estimated_from"]) == (None, 60)
     assert "estimated from 60 requests" in binned["tables"][0]["note"]
-    assert exact["tables"][0]["note"] == ""
 
 
 def test_conversations_are_forgotten_after_their_last_turn() -> None:
     """What is kept follows the conversations under way; what is counted does not depend on it."""
     rng = random.Random(2)
     turns = [
-        TraceRequest(
-            tuple(Chunk(ChunkId(f"{name}-{rng.randrange(9)}"), 1) for _ in range(1)),
-            True,
-            conversation=name,
-        )
+        TraceRequest((Chunk(ChunkId(f"{name}-{rng.randrange(9)}"), 1),), True, conversation=name)
         for start in range(0, 300, 3)
         for name in [str(start + n % 3) for n in range(12)]
     ]
@@ -137,8 +116,7 @@ def test_generated_trace_is_the_same_for_the_same_seed() -> None:
 
 
 def test_generated_trace_is_as_described() -> None:
-    """Few topics and few chunks of a topic are popular; most of a request is of one topic;
-    time passes; topics change."""
+    """Few topics and few chunks of each are popular; topics change; time passes."""
     requests = [*GeneratedTrace(4000)]
     topics = [
         Counter(chunk.id.partition("-")[0] for chunk in request.chunks) for request in requests
@@ -148,23 +126,18 @@ def test_generated_trace_is_as_described() -> None:
     assert most > 50 * least
     own = sum(topic.most_common(1)[0][1] for topic in topics) / (10 * len(requests))
     assert 1 - 2 * NOISE < own < 1
-    first = sum(chunk.id.endswith("-0") for request in requests for chunk in request.chunks)
-    last = sum(
-        chunk.id.endswith(f"-{CHUNKS_PER_TOPIC - 1}")
-        for request in requests
-        for chunk in request.chunks
-    )
-    assert first > 5 * last
+    chunks = [chunk for request in requests for chunk in request.chunks]
+    numbers = Counter(chunk.id.partition("-")[2] for chunk in chunks)
+    assert numbers["0"] > 5 * numbers[f"{CHUNKS_PER_TOPIC - 1}"]
     times = [request.timestamp or 0 for request in requests]
     assert times == sorted(times)
     assert times[-1] == pytest.approx(2000, rel=0.1)
-    assert all(128 <= chunk.num_tokens <= 512 for request in requests for chunk in request.chunks)
+    assert all(128 <= chunk.num_tokens <= 512 for chunk in chunks)
     assert any(int(name[1:]) >= 2000 for topic in topics for name in topic)
 
 
 def test_pooled_trace_is_as_described() -> None:
-    """Shares of known, shared and unique chunks;
-    a unique one is seen once, a pool's first most often; one length a chunk."""
+    """A unique chunk is seen once, a pool's first most often; one length a chunk."""
     requests = [*PooledTrace(1000)]
     assert requests == [*PooledTrace(2000)][:1000]
     assert {len({chunk.id for chunk in request.chunks}) for request in requests} == {10}
@@ -180,25 +153,11 @@ def test_pooled_trace_is_as_described() -> None:
             assert set(found.values()) == {1}
 
 
-def test_k_of_a_generated_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As many chunks as asked for, if a topic has them."""
-    assert (
-        main(["replay", "--generate", "30", "--k", "3", "--out", str(tmp_path / "run"), "--json"])
-        == 0
-    )
-    assert json.loads(capsys.readouterr().out)["cells"][0]["num_chunks"] == 90
-    assert main(["replay", "--generate", "30", "--k", "51"]) == 2
-    assert "at most 50 chunks but --k is 51" in capsys.readouterr().err
-    assert main(["replay", "--fusionrag", "30", "--k", "501"]) == 2
-    assert "at most 500 chunks but --k is 501" in capsys.readouterr().err
-
-
 # --- time and memory ---
 
 
 def test_memory_does_not_grow_with_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a full cache: 700 further requests of 10 chunks leave less than 40 bytes each,
-    where their counts alone took 450."""
+    """Of a full cache: less than 40 bytes each, where their counts alone took 450."""
     monkeypatch.setattr(cells, "MAX_BINS", 64)
     monkeypatch.setattr("radix_ext.replay._MAX_TIMES", 64)
     trace = [*GeneratedTrace(1000)]
@@ -220,18 +179,9 @@ def cost(num_requests: int, folder: Path) -> tuple[float, int]:
         " resource.getrusage(resource.RUSAGE_SELF); print(used.ru_utime + used.ru_stime,"
         " used.ru_maxrss)"
     )
-    options = [
-        "--generate",
-        str(num_requests),
-        "--order",
-        "tree",
-        "--eviction",
-        "reused",
-        "--capacity",
-        "20000",
-    ]
+    options = f"replay --generate {num_requests} --order tree --eviction reused --capacity 20000"
     done = subprocess.run(
-        [sys.executable, "-c", code, "replay", *options, "--out", str(folder)],
+        [sys.executable, "-c", code, *options.split(), "--out", str(folder)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

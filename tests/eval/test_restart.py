@@ -14,15 +14,14 @@ from eval.run import Run, read_record
 from eval.serve.arms import Arm
 from eval.serve.command import main
 from eval.serve.plan import Cell, Plan
-from tests.eval.test_arms import parse_launcher
+from tests.kit.eval_launcher import parse_launcher
 
 
 @pytest.mark.parametrize("name", ["ours", "fused"])
 def test_server_is_filled_then_measured_against_a_cold_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """Exact and fused requests alike: the filled one has its folder from before,
-    the cold one another; nothing is left."""
+    """The filled one has its folder from before, the cold one another; none is left."""
     measured: list[tuple[Path, list[Arm], bool, list[str], list[str]]] = []
 
     def measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
@@ -36,23 +35,11 @@ def test_server_is_filled_then_measured_against_a_cold_one(
         measured.append((run.folder, list(plan.arms), plan.keeps_start, ids, folders))
 
     monkeypatch.setattr("eval.serve.restart.measure", measure)
-    options = [
-        "--restart",
-        "--arms",
-        name,
-        "--requests",
-        "30",
-        "--warm-up",
-        "20",
-        "--model-path",
-        "bundled",
-    ]
-    assert main([*options, "--out", str(tmp_path / "r")]) == 0
+    options = f"--restart --arms {name} --requests 30 --warm-up 20 --model-path bundled"
+    assert main([*options.split(), "--out", str(tmp_path / "r")]) == 0
     filling, both = measured
-    assert [[arm.name for arm in arms] for _, arms, *_ in measured] == [
-        [f"{name}-filled"],
-        [f"{name}-cold", f"{name}-filled"],
-    ]
+    assert [arm.name for arm in filling[1]] == [f"{name}-filled"]
+    assert [arm.name for arm in both[1]] == [f"{name}-cold", f"{name}-filled"]
     assert (len(filling[3]), len(both[3]), set(filling[3]) & set(both[3])) == (20, 10, set())
     assert both[2]
     assert both[4][1] == filling[4][0] != both[4][0]
@@ -64,10 +51,8 @@ def test_server_is_filled_then_measured_against_a_cold_one(
 def directory_of(arm: Arm) -> str:
     """Its storage's, as the server reads it."""
     settings, rest = parse_launcher(list(arm.flags))
-    assert (settings.reuse, settings.storage_backend) == (
-        "fused" if "fused" in arm.name else "exact",
-        "file",
-    )
+    assert settings.reuse == ("fused" if "fused" in arm.name else "exact")
+    assert settings.storage_backend == "file"
     assert rest == ["--schedule-policy", "lpm"]
     given: Any = settings.storage_backend_extra_config
     return str(json.loads(Path(given.removeprefix("@")).read_text())["directory"])

@@ -3,6 +3,7 @@ and none is missing that a page names. One record of each schema is in tests/eva
 
 import re
 import subprocess
+from fnmatch import filter as filter_names
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -30,20 +31,11 @@ def named() -> set[str]:
 
 
 def changed() -> list[str]:
-    """Records that differ from the commit before, or are new;
-    none where git or that commit is not there."""
+    """Records that differ from the commit before, or are new, where git is there."""
     found = list[str]()
-    for command in (
-        ["diff", "--name-only", "--diff-filter=AM", "HEAD~1"],
-        ["ls-files", "--others"],
-    ):
-        done = subprocess.run(
-            ["git", *command, "--", "eval/results/*/record.json"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    for command in ("diff --name-only --diff-filter=AM HEAD~1", "ls-files --others"):
+        full = ["git", *command.split(), "--", "eval/results/*/record.json"]
+        done = subprocess.run(full, cwd=ROOT, capture_output=True, text=True, check=False)
         found += [Path(line).parent.name for line in done.stdout.splitlines()]
     return found
 
@@ -69,9 +61,7 @@ def test_changed_records_are_of_the_one_format() -> None:
         run = read_recorded(RESULTS / name)
         check(run)
         assert run.record["schema"] == SCHEMA, name
-        assert [path.name for path in (RESULTS / name).iterdir() if path.suffix == ".json"] == [
-            "record.json"
-        ]
+        assert [path.name for path in (RESULTS / name).glob("*.json")] == ["record.json"]
 
 
 @pytest.mark.parametrize("schema", range(1, SCHEMA + 1))
@@ -89,14 +79,13 @@ def test_record_of_each_schema_is_read(schema: int) -> None:
 def test_record_is_named_by_a_page() -> None:
     """A record on which no figure rests is not kept."""
     names = named()
-    assert [folder for folder in FOLDERS if not any(fnmatch(folder, name) for name in names)] == []
+    unnamed = [folder for folder in FOLDERS if not any(fnmatch(folder, name) for name in names)]
+    assert unnamed == []
 
 
 def test_named_records_exist() -> None:
     """A figure whose record is missing cannot be checked."""
-    assert [
-        name for name in sorted(named()) if not any(fnmatch(folder, name) for folder in FOLDERS)
-    ] == []
+    assert [name for name in sorted(named()) if not filter_names(FOLDERS, name)] == []
 
 
 def test_records_are_small() -> None:

@@ -33,14 +33,12 @@ def make_greedy(text: str, best: float = 0.9) -> Greedy:
 
 
 def make_row(arm: str, request: str, f1: float, **more: Any) -> dict[str, Any]:
-    return {
-        "arm": arm,
-        "cell": {},
-        "request": request,
-        "metrics": {"f1": f1},
-        "fates": None,
-        **more,
-    }
+    row = {"arm": arm, "cell": {}, "request": request, "metrics": {"f1": f1}, "fates": None}
+    return {**row, **more}
+
+
+def agreement(given: Greedy, full: Greedy, against: str = "full") -> dict[str, float]:
+    return Scorer(has_gold=False).agreement(given, full, against)
 
 
 @pytest.mark.parametrize(
@@ -69,62 +67,38 @@ def test_nobody_may_call_our_weights_real_on_real_data() -> None:
 
 def test_the_best_right_answer_counts_for_each_metric() -> None:
     request = Request("t:1", "?", answers=("The company Dravex makes clocks.", "clocks"))
-    assert Scorer(has_gold=True).gold("Clocks!", request) == {
-        "em": 1.0,
-        "f1": 1.0,
-        "rouge_l": 1.0,
-        "jaccard": 1.0,
-    }
+    found = Scorer(has_gold=True).gold("Clocks!", request)
+    assert found == dict.fromkeys(("em", "f1", "rouge_l", "jaccard"), 1.0)
     assert Scorer(has_gold=True).gold("clocks", Request("t:2", "?")) == {}
     assert Scorer(has_gold=False).gold("clocks", request) == {}
 
 
 def test_agreement_by_hand() -> None:
-    """The answers part at their second word, so KL counts two steps:
-    the first equal, the second with nothing in common."""
-    given, full = make_greedy("a b"), make_greedy("a c")
-    found = Scorer(has_gold=False).agreement(given, full, "full")
-    assert (found["same"], found["rouge_l_full"], found["jaccard_full"], found["kl_first"]) == (
-        0,
-        0.5,
-        1 / 3,
-        0,
-    )
-    # Both name <other> with 0.1 and leave out one word each, which count as one: 0.9 against 0.9.
-    assert (found["kl"], found["kl_max"]) == (0, 0)
-    renamed = Scorer(has_gold=False).agreement(given, full, "retriever")
-    assert renamed.keys() == {
-        "same_retriever",
-        "rouge_l_retriever",
-        "jaccard_retriever",
-        "kl_retriever",
-        "kl_max_retriever",
-        "kl_first_retriever",
-    }
+    """The answers part at their second word, so KL counts two steps: the first equal, at the
+    second both name <other> with 0.1 and leave out one word, which count as one: 0.9 against 0.9.
+    """
+    found = agreement(make_greedy("a b"), make_greedy("a c"))
+    kl = dict.fromkeys(("kl", "kl_max", "kl_first"), 0)
+    assert found == {"same": 0, "rouge_l_full": 0.5, "jaccard_full": 1 / 3, **kl}
+    assert "kl" not in agreement(Greedy("a", [], [], (), 10, 0, {}), make_greedy("a"))
 
 
 def test_the_largest_kl_of_an_answer_is_not_hidden_by_its_mean() -> None:
     """One token that changes makes an answer wrong."""
     full = make_greedy("a b")
     other = replace(full, steps=[full.steps[0], *make_greedy("b", 0.5).steps])
-    found = Scorer(has_gold=False).agreement(full, other, "full")
+    found = agreement(full, other)
     assert found["kl_max"] == pytest.approx(2 * found["kl"])
     assert found["kl_max"] > 0
 
 
 def test_each_comparison_has_names_of_its_own() -> None:
-    """An answer compared with another policy's is no agreement with full prefill,
-    and every name has a label."""
+    """Agreement with another policy is none with full prefill; all have a label."""
     given, other = make_greedy("a b"), make_greedy("a c")
-    names = [
-        Scorer(has_gold=False).agreement(given, other, against).keys() for against in REFERENCES
-    ]
-    assert len(set().union(*names)) == sum(map(len, names))
-    assert (
-        {"same_given", "kl_given", "kl_first_policy", "rouge_l_policy"}
-        <= set().union(*names)
-        <= METRICS.keys()
-    )
+    names = [agreement(given, other, against).keys() for against in REFERENCES]
+    told = set().union(*names)
+    assert len(told) == sum(map(len, names))
+    assert {"same_given", "kl_given", "kl_first_policy", "rouge_l_policy"} <= told <= METRICS.keys()
 
 
 def test_what_is_not_finite_was_not_measured() -> None:
@@ -135,42 +109,21 @@ def test_what_is_not_finite_was_not_measured() -> None:
     }
 
 
-def test_agreement_without_distributions_has_no_kl() -> None:
-    silent = Greedy("a", [], [], (), 10, 0, {})
-    assert "kl" not in Scorer(has_gold=False).agreement(silent, make_greedy("a"), "full")
-
-
-def test_failed_requests_are_counted_not_scored() -> None:
-    rows = [make_row("a", "1", 0.5), {**make_row("a", "2", 0.0), "metrics": {}, "error": "refused"}]
-    (cell,) = cells_of(rows)
-    assert (cell["n"], cell["errors"], cell["metrics"]["f1"]["mean"]) == (1, 1, 0.5)
-
-
 def test_cells_are_kept_apart_by_arm_and_setting() -> None:
-    rows = [
-        make_row("a", "1", 0.0),
-        make_row("a", "1", 1.0, cell={"ratio": 0.5}),
-        make_row("b", "1", 0.5),
+    """Failed requests are counted, not scored."""
+    rows = [make_row("a", "1", 0.0), make_row("a", "1", 1.0, cell={"ratio": 0.5})]
+    rows += [make_row("b", "1", 0.5), make_row("b", "2", 0.0, metrics={}, error="refused")]
+    found = [
+        (c["arm"], c["cell"], c["n"], c["errors"], c["metrics"]["f1"]["mean"])
+        for c in cells_of(rows)
     ]
-    assert [
-        (cell["arm"], cell["cell"], cell["metrics"]["f1"]["mean"]) for cell in cells_of(rows)
-    ] == [
-        ("a", {}, 0.0),
-        ("a", {"ratio": 0.5}, 1.0),
-        ("b", {}, 0.5),
-    ]
+    assert found == [("a", {}, 1, 0, 0.0), ("a", {"ratio": 0.5}, 1, 0, 1.0), ("b", {}, 1, 1, 0.5)]
 
 
 def test_arms_are_compared_request_by_request() -> None:
-    """b is better by 0.1 and 0.3 on the two requests both answered;
-    the third one does not count."""
-    rows = [
-        make_row("a", "1", 0.1),
-        make_row("a", "2", 0.2),
-        make_row("b", "2", 0.5),
-        make_row("b", "1", 0.2),
-    ]
-    rows.append(make_row("b", "3", 0.0))
+    """b is better by 0.1 and 0.3; a request that only one answered does not count."""
+    taken = ("a", "1", 0.1), ("a", "2", 0.2), ("b", "2", 0.5), ("b", "1", 0.2), ("b", "3", 0.0)
+    rows = [make_row(*row) for row in taken]
     (found,) = summarize_arms(rows, against="a")["contrasts"]
     assert found["value"] == pytest.approx(0.2)
     assert found["n"] == 2
@@ -178,8 +131,7 @@ def test_arms_are_compared_request_by_request() -> None:
 
 
 def test_equal_answers_have_no_p_value() -> None:
-    """A t-test over differences that are all zero has no statistic:
-    that is said, and not 1 or 0."""
+    """A t-test over differences that are all zero has no statistic."""
     rows = [make_row(arm, str(n), n / 10) for arm in "ab" for n in range(9)]
     (found,) = summarize_arms(rows, against="a")["contrasts"]
     assert (found["value"], found["p"]) == (0, None)
@@ -193,8 +145,7 @@ def test_normalized_f1_needs_both_ends() -> None:
 
 
 def test_what_moves_together() -> None:
-    """Turns of a conversation, or questions about the same passage.
-    Else every request is by itself."""
+    """Turns of a conversation, or questions about the same passage."""
     turns = [Request(f"t:1:{n}", "?", conversation="t:1", gold_ids=(f"p{n}",)) for n in range(2)]
     about = [Request(f"t:{n}", "?", gold_ids=("p1", "p2")) for n in range(2)]
     plain = [Request(f"t:{n}", "?") for n in range(2)]
@@ -218,7 +169,6 @@ def test_conversations_are_resampled_as_wholes() -> None:
     assert (whole["n"], whole["num_blocks"], single["num_blocks"]) == (80, 8, 80)
     assert whole["p"] > 1000 * single["p"]
     (_, cell), (_, flat) = (summarize_arms(each, against="a")["cells"] for each in (rows, alone))
-    width, narrow = (
-        each["metrics"]["f1"]["high"] - each["metrics"]["f1"]["low"] for each in (cell, flat)
-    )
+    found = (each["metrics"]["f1"] for each in (cell, flat))
+    width, narrow = (f1["high"] - f1["low"] for f1 in found)
     assert width > 2.5 * narrow

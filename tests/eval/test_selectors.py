@@ -23,21 +23,18 @@ OWN = own_selectors("eval.selectors")
 def test_h2o_takes_what_is_attended_most() -> None:
     """By what a token receives inside the chunk, not by what it looks at outside."""
     scores = make_scores(context=[9, 9, 0, 0, 0], received=[1, 2, 5, 3, 4])
-    selection = OWN["h2o"].select(
-        [make_chunk("a", 3, 5, scores=scores)], make_request(ratio=0.4), Evidence()
-    )
+    chunks = [make_chunk("a", 3, 5, scores=scores)]
+    selection = OWN["h2o"].select(chunks, make_request(ratio=0.4), Evidence())
     assert as_lists(selection) == [[2, 4]]
 
 
-def test_random_depends_on_recipe_and_chunk_alone() -> None:
-    """The same chunk elsewhere in the prompt keeps its tokens,
-    another recipe or chunk draws others."""
+def drawn(name: str, start: int, recipe: str) -> list[int]:
+    chunks, request = [make_chunk(name, start, 1000)], make_request(ratio=0.1, recipe=recipe)
+    return as_lists(OWN["random"].select(chunks, request, Evidence()))[0]
 
-    def drawn(name: str, start: int, recipe: str) -> list[int]:
-        chunks = [make_chunk(name, start, 1000)]
-        return as_lists(
-            OWN["random"].select(chunks, make_request(ratio=0.1, recipe=recipe), Evidence())
-        )[0]
+
+def test_random_depends_on_recipe_and_chunk_alone() -> None:
+    """And not on the chunk's place in the prompt."""
 
     assert drawn("a", 0, "r") == drawn("a", 50, "r")
     assert drawn("a", 0, "r") != drawn("a", 0, "s")
@@ -47,17 +44,8 @@ def test_random_depends_on_recipe_and_chunk_alone() -> None:
 
 def test_random_agrees_between_processes() -> None:
     """Each tensor-parallel rank is one, with its own hash seed."""
-    code = (
-        "from tests.reference.moved_chunks import *; from tests.reference.sources import *;from"
-        " sglang_chunkcache.own_selectors import own_selectors;from"
-        " sglang_chunkcache.fusion.selectors.base import Evidence; random ="
-        " own_selectors('eval.selectors')['random'];print(as_lists(random.select([make_chunk('a',"
-        " 0, 100)], make_request(ratio=.1), Evidence())))"
-    )
-    here = as_lists(
-        OWN["random"].select([make_chunk("a", 0, 100)], make_request(ratio=0.1), Evidence())
-    )
+    code = "from tests.eval.test_selectors import drawn; print(drawn('a', 0, 'r'))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    assert done.stdout.strip() == str(here)
+    assert done.stdout.strip() == str(drawn("a", 0, "r"))

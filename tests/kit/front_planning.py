@@ -10,8 +10,8 @@ from sglang_chunkcache.front.request import Passage
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.wire.events import Inserted, Reading
 from sglang_chunkcache.wire.state import RankState
+from tests.kit.front_bench import Asked, Bench, user
 from tests.reference.chains import chain_of
-from tests.sglang_chunkcache.front.front_bench import Asked, Bench, user
 
 # Conversations
 

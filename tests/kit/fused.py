@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,8 @@ import pytest
 
 from radix_ext import ChunkId, chunk_id
 from radix_ext.loading import Patience
-from radix_ext.moved_plan import Limits
 from radix_ext.variants import Variant, VariantIndex
 from sglang_chunkcache.fusion.tier import StorageTier
-from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import ChunkIdentity
 from sglang_chunkcache.storage.backend import Backend
@@ -62,18 +60,12 @@ class Rank(FusedScheduler):
     """A scheduler that has served some requests, with the steps that tests repeat."""
 
     def __init__(
-        self,
-        *served: FakeReq,
-        capacity: int = 60,
-        prefill_budget: int = 20,
-        limits: Mapping[str, int] | None = None,
-        **knobs: Any,
+        self, *served: FakeReq, capacity: int = 60, prefill_budget: int = 20, **knobs: Any
     ) -> None:
         others = ("is_chunked", "store_bytes", "storage", "host_slots")
         more = {key: knobs.pop(key) for key in others if key in knobs}
-        bounds = Limits(**{"max_pass_tokens": 1000, "max_gap_tokens": 1000, **(limits or {})})
         settings = config(reuse="fused", **knobs)
-        super().__init__(capacity, settings, limits=bounds, prefill_budget=prefill_budget, **more)
+        super().__init__(capacity, settings, prefill_budget=prefill_budget, **more)
         for req in served:
             self.serve(req)
 
@@ -84,7 +76,6 @@ class Rank(FusedScheduler):
         return matched
 
     def ask(self, req: FakeReq) -> Report:
-        """Served with one token; what the front is told."""
         self.serve(req, answer=[50])
         return report(req)
 
@@ -116,7 +107,6 @@ class Rank(FusedScheduler):
         return found
 
     def explain(self, req: FakeReq) -> Explanation:
-        """As the front asks for it."""
         spans = self.cache._spans_of(req)
         ids = list(req.origin_input_ids)
         asked = ExplainRequest(ids, spans, req.extra_key, req.cache_salt)
@@ -146,7 +136,6 @@ class Rank(FusedScheduler):
         return list(self.store.find(identity(chunk, **tenant)))
 
     def held(self, chunk: list[int], **tenant: Any) -> list[tuple[ChunkId, ...]]:
-        """The same, as the chunks before it."""
         return [variant.prefix for variant in self.stored(chunk, **tenant)]
 
     def forget(self) -> None:
@@ -163,10 +152,7 @@ class Disk:
         self.tiers: list[StorageTier] = []
         self.layout = Layout(1, 1, 1, 1, "float32")
         self.now = 0.0
-        """The tiers' clock."""
         self.patience = Patience(0.0)
-        self.shown: list[Mapping[str, Any]] = []
-        """Figures for Prometheus."""
 
     def server(self, *, storage_bytes: int = 100_000, beside: str = "", **knobs: Any) -> Rank:
         """A server that has just started: `stop` the one before.
@@ -192,7 +178,6 @@ class Disk:
         window: int = 1000,
         ranks: Ranks | None = None,
     ) -> Storage:
-        """As a start finds it."""
         manifest, backend = Manifest(self.folder / beside), Backend(self.storage)
         names = Names(b"", ranks.shard if ranks else "")
         pointers = Pointers(backend, names, secret=b"") if beside else None
@@ -206,7 +191,6 @@ class Disk:
             model_of=lambda *how: " ".join(map(str, how)),
             rows=ranks.common(manifest.rows())[0] if ranks else manifest.rows(),
             patience=self.patience,
-            metrics=Shown(self),
             **common,
         )
 
@@ -234,14 +218,3 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     made.storage.gate.set()
     for each in made.tiers:
         each.storage.loader.close()
-
-
-class Shown(RankMetrics):
-    """Figures for Prometheus, as they are told."""
-
-    def __init__(self, disk: Disk) -> None:
-        super().__init__("", {}, {}, clock=lambda: disk.now)
-        self._disk = disk
-
-    def _show(self, stats: Mapping[str, Any]) -> None:
-        self._disk.shown.append(stats)

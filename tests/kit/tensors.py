@@ -276,22 +276,16 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Any]:
 # A layer and its pool
 
 
+KV_HEADS = ("tp_k_head_num", "tp_v_head_num")
+
+
 def make_layer(layer_id: int, num_heads: int, num_kv_heads: int, size: int, **changes: Any) -> Any:
     """As far as an attention backend looks."""
-    fields = {
-        "layer_id": layer_id,
-        "tp_q_head_num": num_heads,
-        "tp_k_head_num": num_kv_heads,
-        "tp_v_head_num": num_kv_heads,
-        "qk_head_dim": size,
-        "v_head_dim": size,
-        "scaling": 0.3,
-        "is_cross_attention": False,
-        "attn_type": AttentionType.DECODER,
-        "sliding_window_size": -1,
-        "logit_cap": 0.0,
-    }
-    return SimpleNamespace(**{**fields, **changes})
+    heads = {"tp_q_head_num": num_heads} | dict.fromkeys(KV_HEADS, num_kv_heads)
+    sizes = {"qk_head_dim": size, "v_head_dim": size, "scaling": 0.3, "logit_cap": 0.0}
+    kind = {"is_cross_attention": False, "attn_type": AttentionType.DECODER}
+    fields = heads | sizes | kind | {"sliding_window_size": -1, **changes}
+    return SimpleNamespace(layer_id=layer_id, **fields)
 
 
 class Pool:

@@ -2,11 +2,10 @@
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix_ext import AccessTable, ChunkId, LimitError
+from radix_ext import AccessTable, ChunkId
 
 ids = st.sampled_from([ChunkId(name) for name in "abcdef"])
 
@@ -32,8 +31,3 @@ def test_table_equals_a_counter_over_the_window(
         assert (len(table), table.num_requests) == (len(naive), min(number, window))
         run = next((i for i, chunk in enumerate(request) if naive[chunk] < threshold), len(request))
         assert table.promoted_run(request, threshold) == run
-
-
-def test_window_below_one_is_refused() -> None:
-    with pytest.raises(LimitError, match="window must be at least 1 but got 0"):
-        AccessTable(window=0)

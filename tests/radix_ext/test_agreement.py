@@ -121,5 +121,5 @@ def test_tally_sums_and_has_the_largest() -> None:
     tally = Tally()
     tally.add(Agreement(4, 4, 0.0), is_below=False)
     tally.add(Agreement(4, 2, 0.5), is_below=True)
-    assert (tally.samples, tally.below) == (2, 1)
-    assert (tally.share, tally.kl, tally.max_kl) == (1.5, 0.5, 0.5)
+    assert (tally.samples, tally.below, tally.max_kl) == (2, 1, 0.5)
+    assert (tally.share, tally.kl) == (1.5, 0.5)

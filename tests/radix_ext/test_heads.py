@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix_ext import Heads, LimitError, Outline, Parting
+from radix_ext import Heads, Outline, Parting
 
 NO_OUTLINE: Outline = ()
 ids = st.lists(st.integers(0, 2), max_size=12)
@@ -100,9 +100,3 @@ def test_least_recently_noted_heads_and_tenants_leave() -> None:
     tiny = make_heads(max_bytes=1)
     note(tiny, "x", [1])
     assert (len(tiny), parting(tiny, [1])) == (1, Parting(None, 1))
-
-
-@pytest.mark.parametrize("name", ["max_heads", "max_tokens", "max_bytes"])
-def test_bounds_are_checked(name: str) -> None:
-    with pytest.raises(LimitError, match=f"{name} must be at least 1"):
-        make_heads(**{name: 0})

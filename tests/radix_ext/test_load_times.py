@@ -72,11 +72,6 @@ def test_estimate_equals_the_naive_one(seen: list[tuple[int, float]], num_bytes:
     )
 
 
-def test_storage_that_has_become_slow_is_known_after_five_loads() -> None:
-    times = times_of([(100, 1.0)] * MEMORY + [(100, 50.0)] * (MEMORY // 2 + 1))
-    assert times.seconds(100) == pytest.approx(50.0)
-
-
 def test_sizes_that_hardly_differ_say_nothing_of_the_slope() -> None:
     """Chunks of 250 tokens or so, in 7 ms each, give or take one."""
     seen = [

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from radix_ext import ChunkId, FusionRequest, Span
 from radix_ext.cfo import Attention
 from radix_ext.costs import Line, Phase
 from radix_ext.moved_plan import MIN_GAIN, Candidate, Limits, NotMoved, ReusePlan, make_plan
+from tests.examples import examples
 from tests.reference.sources import ids, make_request, make_sums
 
 ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000)
@@ -72,161 +74,6 @@ def plan_of(
     )
 
 
-def pieces(plan: ReusePlan) -> list[tuple[int, int, bool]]:
-    """(start, end, whether it is moved)."""
-    return [(piece.start, piece.end, piece.source is not None) for piece in plan.pieces]
-
-
-# What is promised
-
-
-def test_gap_is_promised_where_a_hit_follows() -> None:
-    """B is cached nowhere, C is: B is computed ahead so that C still counts."""
-    plan = plan_of("..AAABBBCC..", "AC", start=2)
-    assert pieces(plan) == [(2, 5, True), (5, 8, False), (8, 10, True)]
-    assert (plan.start, plan.end, plan.fused_from, plan.moved_len, plan.gap_len) == (2, 10, 2, 5, 3)
-
-
-def test_trailing_gap_is_left_to_the_prefill() -> None:
-    """Nothing after B is cached: an ordinary prefill computes it as well."""
-    assert pieces(plan_of("AAABBB..", "A")) == [(0, 3, True)]
-
-
-def test_text_before_the_first_hit_is_a_gap_too() -> None:
-    """An uncached head is computed in the pass; KV stays exact up to the first moved chunk."""
-    plan = plan_of("..AAABB.", "B")
-    assert pieces(plan) == [(0, 2, False), (2, 5, False), (5, 7, True)]
-    assert [piece.span for piece in plan.pieces] == [None, 0, 1]
-    assert plan.fused_from == 5
-
-
-def test_text_between_chunk_areas_is_a_gap() -> None:
-    """A conversation's earlier answer is between two areas."""
-    assert pieces(plan_of("AAA...BB.", "AB")) == [(0, 3, True), (3, 6, False), (6, 8, True)]
-
-
-def test_match_that_ended_inside_text_leaves_its_rest_as_gap() -> None:
-    """SGLang matches text token by token, so `start` may lie anywhere outside chunks."""
-    assert pieces(plan_of("AAA...BB.", "AB", start=5)) == [(5, 6, False), (6, 8, True)]
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [(8, [3, 5, 8]), (7, [3, 5]), (5, [3, 5]), (4, [3]), (2, [])]
-)
-def test_chunks_are_moved_whole_up_to_the_limit(limit: int, expected: list[int]) -> None:
-    """SGLang caps a prefix one token before the end, or at the prompt logprobs asked for."""
-    plan = plan_of("AAABBCCC", "ABC", limit=limit)
-    assert [end for _, end, _ in pieces(plan)] == expected
-
-
-def test_what_is_cached_already_is_not_planned() -> None:
-    """The exact prefix stays."""
-    assert pieces(plan_of("AAABB.", "AB", start=3)) == [(3, 5, True)]
-    assert plan_of("AAABB.", "AB", start=5) == ReusePlan(())
-
-
-def test_fresh_spans_are_computed_though_a_source_exists() -> None:
-    """FusionRAG preprocesses a chunk after its neighbours: that chunk itself must not be moved."""
-    fusion = FusionRequest("none", 0.0, "r", fresh=frozenset({1}))
-    assert pieces(plan_of("AABBCC.", "ABC", fusion=fusion)) == [
-        (0, 2, True),
-        (2, 4, False),
-        (4, 6, True),
-    ]
-
-
-def test_repeated_chunk_is_moved_twice_from_one_source() -> None:
-    """The client's list may name a chunk twice; each place counts."""
-    plan = plan_of("AA.AA.", "A")
-    assert pieces(plan) == [(0, 2, True), (2, 3, False), (3, 5, True)]
-    assert [(piece.prefix, piece.overlap) for piece in plan.pieces if piece.source] == [
-        ((), 0),
-        (ids("A"), 0),
-    ]
-
-
-def test_piece_tells_what_stands_before_it_and_what_stood_before_its_source() -> None:
-    """The selector compares the two."""
-    plan = plan_of("ABC.", {"A": [Copy()], "C": [Copy(ids("XA"))]})
-    assert [(piece.chunk, piece.prefix, piece.overlap) for piece in plan.pieces] == [
-        ("A", (), 0),
-        (None, (), 0),
-        ("C", ids("AB"), 1),
-    ]
-
-
-# Why no more
-
-
-def test_no_source_is_a_reason() -> None:
-    """Chunks that could have been moved, and nothing to move them from."""
-    assert plan_of("AAABB.", "") == ReusePlan((), (NotMoved.NO_SOURCE,))
-
-
-@pytest.mark.parametrize(
-    ("layout", "start", "limit"), [("...", 0, 3), ("AAA..", 3, 5), ("AAA", 0, 2)]
-)
-def test_nothing_to_move_is_no_reason(layout: str, start: int, limit: int) -> None:
-    """No chunk left to move: an ordinary request, not a fallback."""
-    assert plan_of(layout, "", start=start, limit=limit) == ReusePlan(())
-
-
-def test_gaps_beyond_their_budget_end_the_plan() -> None:
-    """All gaps of the request together, not each by itself."""
-    limits = Limits(max_pass_tokens=1000, max_gap_tokens=3)
-    plan = plan_of("AABBBCCDDEE.", "ACE", limits=limits)
-    assert pieces(plan) == [(0, 2, True), (2, 5, False), (5, 7, True)]
-    assert plan.fallbacks == (NotMoved.GAP_TOO_LONG,)
-    assert plan_of("BBBBCC.", "C", limits=limits) == ReusePlan((), (NotMoved.GAP_TOO_LONG,))
-
-
-def test_pass_budget_counts_gaps_and_recomputed_tokens() -> None:
-    """4 of 8 moved tokens plus 2 of the gap is 6; with the last chunk it would be 7."""
-    layout, fusion = "AAAABBCCCCDD.", make_request("first", 0.5)
-    limits = Limits(max_pass_tokens=6, max_gap_tokens=10)
-    plan = plan_of(layout, "ACD", fusion=fusion, limits=limits)
-    assert (plan.end, plan.fallbacks) == (10, (NotMoved.PASS_BUDGET,))
-    assert (plan.recomputed_len, plan.gap_len, plan.num_pass_tokens) == (4, 2, 6)
-    roomier = Limits(max_pass_tokens=7, max_gap_tokens=10)
-    assert plan_of(layout, "ACD", fusion=fusion, limits=roomier).end == 12
-
-
-@pytest.mark.parametrize(
-    ("budget", "end", "reasons"), [(7, 8, (NotMoved.MEASURING_BUDGET,)), (10, 16, ())]
-)
-def test_measuring_counts_as_its_share_of_the_layers(
-    budget: int, end: int, reasons: tuple[str, ...]
-) -> None:
-    """Two of four: 16 tokens are measured for 8 and 2 are recomputed.
-    It has a reason of its own."""
-    limits = Limits(max_pass_tokens=budget, max_gap_tokens=0, num_layers=4)
-    plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("deviation", 0.125), limits=limits)
-    assert (plan.end, plan.fallbacks) == (end, reasons)
-    assert plan.num_pass_tokens == end // 2 + end // 8
-    assert (
-        plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("query", 0.125), limits=limits).end
-        == 16
-    )
-
-
-def test_what_is_recomputed_is_told_from_what_is_measured() -> None:
-    """Recomputing alone exceeds the budget here."""
-    limits = Limits(max_pass_tokens=7, max_gap_tokens=0, num_layers=200)
-    plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request("deviation", 0.5), limits=limits)
-    assert (plan.end, plan.fallbacks) == (8, (NotMoved.PASS_BUDGET,))
-
-
-def test_the_budget_is_for_as_many_as_may_be_recomputed() -> None:
-    """Not for as many as are expected to, by which time is estimated."""
-    limits = Limits(max_pass_tokens=7, max_gap_tokens=0)
-    fusion = replace(make_request("first", 0.5), expected=0.125)
-    plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=fusion, limits=limits, costs=make_costs())
-    assert (plan.end, plan.recomputed_len, plan.works[Phase.RECOMPUTE].tokens) == (8, 4, 1)
-
-
-# What it takes
-
-
 def make_costs(
     *,
     extend: float = 1.0,
@@ -243,6 +90,132 @@ def make_costs(
         Phase.DEVICE: Line(0.0, 0.01),
         Phase.HOST: Line(host, host),
     }
+
+
+def pieces(plan: ReusePlan) -> list[tuple[int, int, bool]]:
+    """(start, end, whether it is moved)."""
+    return [(piece.start, piece.end, piece.source is not None) for piece in plan.pieces]
+
+
+# What is promised
+
+
+@pytest.mark.parametrize(
+    ("layout", "sources", "arguments", "expected"),
+    [
+        # B is cached nowhere, C is: B is computed ahead so that C still counts
+        ("..AAABBBCC..", "AC", {"start": 2}, [(2, 5, True), (5, 8, False), (8, 10, True)]),
+        ("AAABBB..", "A", {}, [(0, 3, True)]),  # a prefill computes B as well
+        ("..AAABB.", "B", {}, [(0, 2, False), (2, 5, False), (5, 7, True)]),
+        ("AAA...BB.", "AB", {}, [(0, 3, True), (3, 6, False), (6, 8, True)]),
+        ("AAA...BB.", "AB", {"start": 5}, [(5, 6, False), (6, 8, True)]),
+        ("AAABB.", "AB", {"start": 3}, [(3, 5, True)]),
+        ("AAABB.", "AB", {"start": 5}, []),
+        # chunks are moved whole up to the limit
+        ("AAABBCCC", "ABC", {"limit": 7}, [(0, 3, True), (3, 5, True)]),
+        ("AAABBCCC", "ABC", {"limit": 5}, [(0, 3, True), (3, 5, True)]),
+        ("AAABBCCC", "ABC", {"limit": 2}, []),
+        # what is to be preprocessed after its neighbours must not be moved itself
+        (
+            "AABBCC.",
+            "ABC",
+            {"fusion": replace(NONE, fresh=frozenset({1}))},
+            [(0, 2, True), (2, 4, False), (4, 6, True)],
+        ),
+        # plain neighbours are wanted as they are, not to save time
+        (
+            "AAABB..",
+            "AB",
+            {
+                "fusion": replace(NONE, plain=True, fresh=frozenset({1})),
+                "costs": make_costs(extend=0.0),
+            },
+            [(0, 3, True)],
+        ),
+    ],
+)
+def test_plan_ends_with_its_last_hit(
+    layout: str, sources: str, arguments: dict[str, Any], expected: list[tuple[int, int, bool]]
+) -> None:
+    """What is between hits is computed ahead so that they count."""
+    assert pieces(plan_of(layout, sources, **arguments)) == expected
+
+
+def test_piece_tells_what_stands_before_it_and_what_stood_before_its_source() -> None:
+    """The selector compares the two. A chunk that is named twice is moved twice."""
+    plan = plan_of("ABCA.", {"A": [Copy()], "C": [Copy(ids("XA"))]})
+    assert [(piece.chunk, piece.prefix, piece.overlap) for piece in plan.pieces] == [
+        ("A", (), 0),
+        (None, (), 0),
+        ("C", ids("AB"), 1),
+        ("A", ids("ABC"), 0),
+    ]
+
+
+# Why no more
+
+
+@pytest.mark.parametrize(
+    ("layout", "start", "limit", "reasons"),
+    [
+        ("AAABB.", 0, 6, (NotMoved.NO_SOURCE,)),
+        ("...", 0, 3, ()),
+        ("AAA..", 3, 5, ()),
+        ("AA", 0, 1, ()),
+    ],
+)
+def test_no_source_is_a_reason_and_nothing_to_move_is_none(
+    layout: str, start: int, limit: int, reasons: tuple[str, ...]
+) -> None:
+    assert plan_of(layout, "", start=start, limit=limit) == ReusePlan((), reasons)
+
+
+@pytest.mark.parametrize(
+    ("layout", "max_pass", "max_gap", "end", "reasons"),
+    [
+        # all gaps of the request together, not each by itself
+        ("AABBBCCDDEE.", 1000, 3, 7, (NotMoved.GAP_TOO_LONG,)),
+        ("BBBBCC.", 1000, 3, 0, (NotMoved.GAP_TOO_LONG,)),
+        # half of what is moved and the gap
+        ("AAAABBCCCCEE.", 6, 10, 10, (NotMoved.PASS_BUDGET,)),
+        ("AAAABBCCCCEE.", 7, 10, 12, ()),
+    ],
+)
+def test_gaps_and_recomputed_tokens_end_the_plan_where_they_exceed_their_budgets(
+    layout: str, max_pass: int, max_gap: int, end: int, reasons: tuple[str, ...]
+) -> None:
+    fusion = make_request("first", 0.5)
+    plan = plan_of(layout, "ACE", fusion=fusion, limits=Limits(max_pass, max_gap))
+    assert (plan.end if plan.pieces else 0, plan.fallbacks) == (end, reasons)
+
+
+@pytest.mark.parametrize(
+    ("selector", "ratio", "budget", "num_layers", "end", "reasons"),
+    [
+        # two of four layers: 16 tokens are measured for 8 and 2 are recomputed
+        ("deviation", 0.125, 7, 4, 8, (NotMoved.MEASURING_BUDGET,)),
+        ("deviation", 0.125, 10, 4, 16, ()),
+        ("query", 0.125, 7, 4, 16, ()),
+        ("deviation", 0.5, 7, 200, 8, (NotMoved.PASS_BUDGET,)),  # recomputing alone is too much
+    ],
+)
+def test_measuring_counts_as_its_share_of_the_layers(
+    selector: str, ratio: float, budget: int, num_layers: int, end: int, reasons: tuple[str, ...]
+) -> None:
+    limits = Limits(max_pass_tokens=budget, max_gap_tokens=0, num_layers=num_layers)
+    plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=make_request(selector, ratio), limits=limits)
+    assert (plan.end, plan.fallbacks) == (end, reasons)
+
+
+def test_the_budget_is_for_as_many_as_may_be_recomputed() -> None:
+    """Not for as many as are expected to, by which time is estimated."""
+    limits = Limits(max_pass_tokens=7, max_gap_tokens=0)
+    fusion = replace(make_request("first", 0.5), expected=0.125)
+    plan = plan_of("A" * 8 + "B" * 8, "AB", fusion=fusion, limits=limits, costs=make_costs())
+    assert (plan.end, plan.recomputed_len, plan.works[Phase.RECOMPUTE].tokens) == (8, 4, 1)
+
+
+# What it takes
 
 
 @pytest.mark.parametrize(("overhead", "is_moved"), [(3.7, True), (4.0, False)])
@@ -265,6 +238,14 @@ def test_plan_ends_where_moving_stops_paying() -> None:
     assert pieces(plan_of("AAAAAABBBBBBCC..", "AC", costs=make_costs()))[-1] == (12, 14, True)
 
 
+def test_chunk_that_is_dearer_to_move_than_to_compute_is_a_gap() -> None:
+    """A slow host and a tiny chunk."""
+    sources = {"A": [Copy()], "B": [Copy(where="host")], "C": [Copy()]}
+    plan = plan_of("AAAABCCCC.", sources, costs=make_costs(host=0.6))
+    assert pieces(plan) == [(0, 4, True), (4, 5, False), (5, 9, True)]
+    assert plan.fallbacks == (NotMoved.NOT_WORTH_IT,)
+
+
 def test_question_that_eats_the_gain_is_not_asked() -> None:
     """The plan names the selector that takes its place."""
     layout, fusion = "AAAAAAAAAA..", make_request("query", 0.2)
@@ -276,16 +257,7 @@ def test_question_that_eats_the_gain_is_not_asked() -> None:
         0,
     )
     assert pieces(cheaper) == pieces(asked) == [(0, 10, True)]
-    critical = make_request("critical", 0.2)
-    assert critical.cheaper == replace(critical, selector="query", recipe="r/by=query")
-
-
-def test_chunk_that_is_dearer_to_move_than_to_compute_is_a_gap() -> None:
-    """A slow host and a tiny chunk."""
-    sources = {"A": [Copy()], "B": [Copy(where="host")], "C": [Copy()]}
-    plan = plan_of("AAAABCCCC.", sources, costs=make_costs(host=0.6))
-    assert pieces(plan) == [(0, 4, True), (4, 5, False), (5, 9, True)]
-    assert plan.fallbacks == (NotMoved.NOT_WORTH_IT,)
+    assert make_request("critical", 0.2).cheaper == make_request("query", 0.2, recipe="r/by=query")
 
 
 def test_source_that_has_seen_more_is_taken_if_its_load_is_worth_it() -> None:
@@ -294,13 +266,6 @@ def test_source_that_has_seen_more_is_taken_if_its_load_is_worth_it() -> None:
     for host, where in ((0.4, "host"), (0.6, "device")):
         plan = plan_of("ABZZZZZZZZZZ..", sources, start=2, costs=make_costs(host=host))
         assert [piece.source.where for piece in plan.pieces if piece.source] == [where]
-
-
-def test_plain_neighbors_are_moved_whatever_that_saves() -> None:
-    """Their KV is wanted as it is, not to save time."""
-    fusion = replace(NONE, plain=True, fresh=frozenset({1}))
-    plan = plan_of("AAABB..", "AB", fusion=fusion, costs=make_costs(extend=0.0))
-    assert pieces(plan) == [(0, 3, True)]
 
 
 # From where
@@ -312,12 +277,6 @@ def chosen(options: Sequence[Copy], *, after: str = "AB", selector: str = "query
     source = plan.pieces[-1].source
     assert source is not None
     return source
-
-
-def test_preprocessed_sources_come_first() -> None:
-    """FusionRAG computes them ahead to be used, whatever else has seen more of this prompt."""
-    ahead = Copy(ids("XY"), where="host", preprocessed=True)
-    assert chosen([Copy(ids("AB")), ahead]) is ahead
 
 
 def test_plain_request_takes_what_was_computed_alone_and_nothing_else() -> None:
@@ -333,30 +292,19 @@ def test_plain_request_takes_what_was_computed_alone_and_nothing_else() -> None:
     assert plan_of("AZZ.", {"Z": others}, fusion=fusion) == ReusePlan((), (NotMoved.NO_SOURCE,))
 
 
-def test_source_that_has_seen_most_of_the_prompt_comes_next() -> None:
-    """Order does not matter for that, repetition does not count."""
-    best = Copy(ids("BA"), where="host")
-    assert chosen([Copy(ids("A")), best, Copy(ids("AAA"))]) is best
-
-
-def test_device_comes_before_host_and_short_prefixes_before_long() -> None:
-    """Copying within the pool is cheaper; among equals less foreign context is better."""
-    device = Copy(ids("A"))
-    assert chosen([Copy(ids("B"), where="host"), device, Copy(ids("XA"))]) is device
-
-
-@pytest.mark.parametrize("selector", ["query", "context"])
-def test_among_equals_the_one_at_the_same_position_is_taken(selector: str) -> None:
-    """Its keys need no rotation. One that has seen more of the prompt is taken all the same."""
-    elsewhere, here = Copy(ids("X"), start=7), Copy(ids("Y"), start=2)
-    assert chosen([elsewhere, here, Copy(ids("V"), start=3)], selector=selector) is here
-    if selector == "query":
-        better = Copy(ids("A"), start=7)
-        assert chosen([here, better]) is better
+def test_source_at_the_same_position_is_taken_among_equals() -> None:
+    """Its keys need no rotation; one that has seen more of the prompt is taken all the same."""
+    here = Copy(ids("Y"), start=2)
+    assert chosen([Copy(ids("X"), start=7), here, Copy(ids("V"), start=3)]) is here
+    better = Copy(ids("A"), start=7)
+    assert chosen([here, better]) is better
 
 
 def test_context_takes_the_lowest_fix_overhead() -> None:
-    """Cache-Craft 3.3: what counts is attention that is lost, not how many chunks are shared."""
+    """Cache-Craft 3.3: what counts is attention that is lost, not how many chunks are shared.
+    Among equals the one at the same position."""
+    here = Copy(ids("Y"), start=2)
+    assert chosen([Copy(ids("X"), start=7), here], selector="context") is here
     scores = make_sums([9.0, 1.0], [1, 1], num_tokens=2)
     lost = Copy(ids("XA"), scores=scores, preprocessed=True)
     kept = Copy(ids("AX"), where="host", scores=scores)
@@ -417,15 +365,14 @@ def test_recomputed_tokens_are_foreseen(fusion: FusionRequest, expected: int) ->
 
 def test_exact_gaps_are_computed_outside_the_gap_budget() -> None:
     """A could be moved and B not; C's own gap would be one too long. The pass has them all."""
-    limits = Limits(max_pass_tokens=9, max_gap_tokens=3)
-    plan = plan_of("AAABBBDDDCC.", "AC", limits=limits, exact=frozenset({0, 1}))
+    limits, exact = Limits(max_pass_tokens=9, max_gap_tokens=3), frozenset({0, 1})
+    plan = plan_of("AAABBBDDDCC.", "AC", limits=limits, exact=exact)
     assert pieces(plan) == [(0, 3, False), (3, 6, False), (6, 9, False), (9, 11, True)]
     assert (plan.fused_from, plan.gap_len, plan.fallbacks) == (9, 9, ())
-    assert plan_of("AAABBBDDDDCC.", "AC", limits=limits, exact=frozenset({0, 1})).fallbacks == (
-        NotMoved.GAP_TOO_LONG,
-    )
-    tight = Limits(max_pass_tokens=8, max_gap_tokens=3)
-    assert plan_of("AAABBBDDDCC.", "AC", limits=tight, exact=frozenset({0, 1})).fallbacks == (
+    longer = plan_of("AAABBBDDDDCC.", "AC", limits=limits, exact=exact)
+    assert longer.fallbacks == (NotMoved.GAP_TOO_LONG,)
+    tight = replace(limits, max_pass_tokens=8)
+    assert plan_of("AAABBBDDDCC.", "AC", limits=tight, exact=exact).fallbacks == (
         NotMoved.PASS_BUDGET,
     )
 
@@ -443,43 +390,35 @@ def slow_plan(
 ) -> tuple[set[int], int, tuple[str, ...]]:
     """(moved positions, end of the promise, reasons):
     as many hits as fit, tried one by one, each from scratch."""
-    usable = [span for i, span in enumerate(spans) if span.start >= start and span.end <= limit]
-    hits = [
-        span for span in usable if sources.get(span.chunk) and spans.index(span) not in fusion.fresh
-    ]
+    usable = [span for span in spans if span.start >= start and span.end <= limit]
+    hits = [s for s in usable if sources.get(s.chunk) and spans.index(s) not in fusion.fresh]
     if not hits:
         return set(), start, (NotMoved.NO_SOURCE,) if usable else ()
 
-    def promise(num_hits: int) -> tuple[set[int], int, int, int]:
+    def promise(num_hits: int) -> tuple[set[int], int]:
         moved = {position for span in hits[:num_hits] for position in range(span.start, span.end)}
-        end = max(moved, default=start - 1) + 1
-        recomputed = 0 if fusion.selector == "none" else math.ceil(fusion.ratio * len(moved))
-        return moved, end, end - start - len(moved), recomputed
+        return moved, max(moved, default=start - 1) + 1
 
-    num_hits, reasons = 0, []
-    while num_hits < len(hits):
-        _, end, gaps, recomputed = promise(num_hits + 1)
+    def reason(moved: set[int], end: int) -> NotMoved | None:
+        gaps = end - start - len(moved)
         if gaps > limits.max_gap_tokens:
-            reasons.append(NotMoved.GAP_TOO_LONG)
-            break
-        if gaps + recomputed > limits.max_pass_tokens:
-            reasons.append(NotMoved.PASS_BUDGET)
-            break
+            return NotMoved.GAP_TOO_LONG
+        tokens = gaps + (0 if fusion.selector == "none" else math.ceil(fusion.ratio * len(moved)))
+        if tokens > limits.max_pass_tokens:
+            return NotMoved.PASS_BUDGET
         num_layers, measured = limits.num_layers, 0.0
         if fusion.selector in ("deviation", "critical"):
             measured += min(fusion.depth or num_layers, num_layers) / num_layers * (end - start)
         if fusion.selector in ("query", "critical"):
             asked = max(0, min(limits.question_window, limit - spans[-1].end))
             measured += min(fusion.layer or num_layers, num_layers) / num_layers * asked
-        if (
-            0 < fusion.ratio < 1
-            and gaps + recomputed + math.ceil(measured) > limits.max_pass_tokens
-        ):
-            reasons.append(NotMoved.MEASURING_BUDGET)
-            break
-        num_hits += 1
-    moved, end, _, _ = promise(num_hits)
-    return moved, end, tuple(reasons)
+        is_over = 0 < fusion.ratio < 1 and tokens + math.ceil(measured) > limits.max_pass_tokens
+        return NotMoved.MEASURING_BUDGET if is_over else None
+
+    for num_hits in range(1, len(hits) + 1):
+        if why := reason(*promise(num_hits)):
+            return *promise(num_hits - 1), (why,)
+    return *promise(len(hits)), ()
 
 
 @st.composite
@@ -488,17 +427,19 @@ def layouts(draw: st.DrawFn) -> str:
         st.sampled_from(["", ".", "..."]),
         st.builds(str.__mul__, st.sampled_from("ABCD"), st.integers(1, 5)),
     )
-    return "".join(draw(st.lists(parts, max_size=9)))
+    return "".join(draw(st.lists(parts, min_size=draw(st.sampled_from([4, 0])), max_size=9)))
 
 
+@settings(max_examples=examples(500))
 @given(st.data(), layouts())
 def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
     """Any prompt, any sources, any limits: the same promise for the same reasons, without holes,
     whole chunks only."""
     spans = prompt(layout)
     inside = {position for span in spans for position in range(span.start + 1, span.end)}
-    start = data.draw(st.sampled_from([p for p in range(len(layout) + 1) if p not in inside]))
-    limit = data.draw(st.integers(0, len(layout)))
+    outside = [p for p in range(len(layout) + 1) if p not in inside]
+    start = data.draw(st.just(0) | st.sampled_from(outside))
+    limit = data.draw(st.just(len(layout)) | st.integers(0, len(layout)))
     copies = st.lists(
         st.builds(
             Copy,
@@ -521,7 +462,7 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
         depth=data.draw(st.integers(1, 6)),
         layer=data.draw(st.integers(0, 6)),
     )
-    small = st.integers(0, 12)
+    small = st.just(1000) | st.integers(0, 12)
     limits = Limits(
         data.draw(small),
         data.draw(small),
@@ -537,19 +478,14 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
             for letter, copies in sources.items()
         }
     moved, end, reasons = slow_plan(spans, start, limit, sources, fusion, limits)
-    assert {
-        p for piece in plan.pieces if piece.source for p in range(piece.start, piece.end)
-    } == moved
+    found = [piece for piece in plan.pieces if piece.source]
+    assert {p for piece in found for p in range(piece.start, piece.end)} == moved
     assert plan.fallbacks == reasons
     if not plan.pieces:
-        assert not moved
         return
-    assert (plan.start, plan.end) == (start, end)
-    assert plan.fused_from == min(moved)
+    assert (plan.start, plan.end, plan.fused_from) == (start, end, min(moved))
     assert plan.pieces[-1].source is not None
-    assert all(
-        left.end == right.start for left, right in zip(plan.pieces, plan.pieces[1:], strict=False)
-    )
+    assert all(left.end == right.start for left, right in pairwise(plan.pieces))
     assert plan.gap_len == end - start - len(moved) <= limits.max_gap_tokens
     assert plan.num_pass_tokens <= limits.max_pass_tokens
     for piece in plan.pieces:
@@ -558,13 +494,12 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
             assert not any(span.start < piece.end and span.end > piece.start for span in spans)
             continue
         assert spans[piece.span][:2] == (piece.start, piece.end)
-        if piece.source is None:
-            continue
-        assert piece.chunk == spans[piece.span].chunk
-        assert piece.prefix == tuple(span.chunk for span in spans[: piece.span])
-        if fusion.selector != "context":
-            merits = [_merit(copy, piece.prefix) for copy in sources[piece.chunk]]
-            assert _merit(piece.source, piece.prefix) == max(merits)
+        if piece.source is not None:
+            assert piece.chunk == spans[piece.span].chunk
+            assert piece.prefix == tuple(span.chunk for span in spans[: piece.span])
+            if fusion.selector != "context":
+                merits = [_merit(copy, piece.prefix) for copy in sources[piece.chunk]]
+                assert _merit(piece.source, piece.prefix) == max(merits)
 
 
 def _merit(copy: Candidate, before: Sequence[ChunkId]) -> tuple[bool, bool, int, bool, int]:
@@ -578,6 +513,7 @@ def _merit(copy: Candidate, before: Sequence[ChunkId]) -> tuple[bool, bool, int,
     )
 
 
+@settings(max_examples=examples(500))
 @given(
     st.data(),
     layouts(),
@@ -605,28 +541,18 @@ def test_no_end_of_the_plan_is_faster(
 
     def slow_seconds(hits: Sequence[Span], choice: FusionRequest) -> float:
         end = hits[-1].end if hits else 0
-        moved = {position for span in hits for position in range(span.start, span.end)}
+        moved_len = sum(span.end - span.start for span in hits)
         total = _slow(costs[Phase.EXTEND], range(end + 1, len(layout) + 1))
         for phase in (Phase.DEVICE, Phase.HOST):
-            mine = [span for span in hits if where[span.chunk] == phase]
+            mine = [span.end - span.start for span in hits if where[span.chunk] == phase]
             num_calls = len(mine) if phase is Phase.HOST else min(1, len(mine))
-            line = costs[phase]
-            total += line.fixed * num_calls + line.each * sum(
-                span.end - span.start for span in mine
-            )
-        num_computed = (
-            end
-            - len(moved)
-            + (math.ceil(choice.expected_ratio * len(moved)) if choice.recomputes else 0)
-        )
-        total += _slow(costs[Phase.RECOMPUTE], [end] * num_computed)
+            total += costs[phase].fixed * num_calls + costs[phase].each * sum(mine)
+        recomputed = math.ceil(choice.expected_ratio * moved_len) if choice.recomputes else 0
+        total += _slow(costs[Phase.RECOMPUTE], [end] * (end - moved_len + recomputed))
         asked = min(2, len(layout) - spans[-1].end) if hits else 0
         if choice.selector in ("query", "critical"):
-            total += _slow(
-                costs[Phase.QUESTION],
-                [end] * asked,
-                min(layer or num_layers, num_layers) / num_layers,
-            )
+            share = min(layer or num_layers, num_layers) / num_layers
+            total += _slow(costs[Phase.QUESTION], [end] * asked, share)
         if choice.selector in ("deviation", "critical"):
             total += _slow(costs[Phase.DEVIATION], [end] * end, min(depth, num_layers) / num_layers)
         return total

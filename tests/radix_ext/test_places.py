@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix_ext import ChunkId, LimitError, Place, Places
+from radix_ext import ChunkId, Place, Places
 
 notes = st.lists(
     st.tuples(*map(st.sampled_from, ("tu", "xyz", "abc")), st.integers(0, 9)), max_size=30
@@ -36,19 +35,6 @@ def test_places_equal_a_list_of_notes(
             assert places.last_text(tenant, ChunkId(chunk)) == dict(texts).get((tenant, chunk))
 
 
-def test_what_is_noted_again_stays() -> None:
-    """Use counts, not age."""
-    places = Places(max_places=2)
-    for number, chunk in enumerate("abac"):
-        places.note("t", "x", ChunkId(chunk), Place(number, 0, 1))
-    assert [places.behind("x", ChunkId(chunk)) for chunk in "abc"] == [
-        Place(2, 0, 1),
-        None,
-        Place(3, 0, 1),
-    ]
-    assert [places.last_text("t", ChunkId(chunk)) for chunk in "abc"] == ["x", None, "x"]
-
-
 def latest(notes: Any) -> list[tuple[Any, Any]]:
     """The last value of each key, in the order of these."""
     found: dict[Any, Any] = {}
@@ -56,9 +42,3 @@ def latest(notes: Any) -> list[tuple[Any, Any]]:
         found.pop(key, None)
         found[key] = value
     return [*found.items()]
-
-
-def test_bound_is_checked() -> None:
-    """Nothing would be kept."""
-    with pytest.raises(LimitError, match="max_places must be at least 1"):
-        Places(max_places=0)

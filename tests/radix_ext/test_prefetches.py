@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,33 +29,26 @@ def test_tenant_has_a_limit_of_its_own() -> None:
 
 
 def test_chunk_that_is_asked_for_while_it_comes_is_used() -> None:
-    """Its request waits for it, and will not ask again."""
+    """Its request waits for it, and will not ask again. What does not come is not used."""
     prefetches = Prefetches(10)
-    prefetches.begin("t", 1, "c")
-    prefetches.asked("c")
+    for chunk in ("comes", "fails"):
+        prefetches.begin("t", 1, chunk)
+    prefetches.asked("comes")
     prefetches.next_request()
-    prefetches.end("t", 1, "c", has_come=True)
-    assert prefetches.stats() == {"requested": 1, "loaded": 1, "used": 1}
+    prefetches.end("t", 1, "comes", has_come=True)
+    prefetches.end("t", 1, "fails", has_come=False)
+    prefetches.asked("fails")
+    assert prefetches.stats() == {"requested": 2, "loaded": 1, "used": 1}
 
 
-def test_chunk_that_does_not_come_is_not_used() -> None:
+@pytest.mark.parametrize(("num_requests", "used"), [(LIFE, 1), (LIFE + 1, 0)])
+def test_chunk_is_not_used_after_its_life(num_requests: int, used: int) -> None:
     prefetches = Prefetches(10)
-    prefetches.begin("t", 1, "c")
-    prefetches.end("t", 1, "c", has_come=False)
-    prefetches.asked("c")
-    assert prefetches.stats() == {"requested": 1, "loaded": 0, "used": 0}
-
-
-def test_chunk_is_used_once_and_not_after_its_life() -> None:
-    prefetches = Prefetches(10)
-    loaded(prefetches, "early", "late")
-    for _ in range(LIFE):
-        prefetches.asked("early")
+    loaded(prefetches, "c")
+    for _ in range(num_requests):
         prefetches.next_request()
-    assert prefetches.stats() == {"requested": 2, "loaded": 2, "used": 1}
-    prefetches.next_request()
-    prefetches.asked("late")
-    assert prefetches.stats()["used"] == 1
+    prefetches.asked("c")
+    assert prefetches.stats()["used"] == used
 
 
 STEPS = st.lists(

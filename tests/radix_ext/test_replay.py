@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ import pytest
 from radix_ext import (
     EVICTION_POLICIES,
     HOST_ADMISSIONS,
-    AdmissionPolicy,
     Chunk,
     ChunkId,
-    DedupPolicy,
     EvictionPolicy,
     HostAdmission,
     IntegrityError,
@@ -29,53 +26,32 @@ from radix_ext import (
     TailPolicy,
     replay_trace,
 )
+from tests.kit.letters import make_trace
 from tests.reference.naive_replay import NaiveCounts, naive_hits
-
-
-def make_trace(num_requests: int, *, seed: int = 0) -> list[list[str]]:
-    """Requests of 1 to 5 of 20 chunks, low numbers more often:
-    enough of everything in a short trace."""
-    rng = random.Random(seed)
-    draws = (
-        [int(20 * rng.random() ** 2) for _ in range(rng.randint(1, 5))] for _ in range(num_requests)
-    )
-    return [[str(number) for number in dict.fromkeys(draw)] for draw in draws]
 
 
 def as_chunks(trace: list[list[str]], num_tokens: int = 1) -> list[list[Chunk]]:
     return [[Chunk(ChunkId(name), num_tokens) for name in request] for request in trace]
 
 
-def settings_of(
-    *,
-    order: OrderPolicy = "tree",
-    tail: TailPolicy = "seen",
-    eviction: EvictionPolicy = "lru",
-    admission: AdmissionPolicy = "all",
-    dedup: DedupPolicy = "shown",
-    capacity: int | None = None,
-    capacity_tokens: int | None = None,
-    window: int = 1000,
-    threshold: int = 2,
-    host: int = 0,
-    host_admission: HostAdmission = "either",
-    host_worth: float = 1.0,
-) -> ReplaySettings:
-    return ReplaySettings(
-        order=order,
-        tail=tail,
-        eviction=eviction,
-        admission=admission,
-        dedup=dedup,
-        capacity=capacity,
-        capacity_tokens=capacity_tokens,
-        window=window,
-        threshold=threshold,
-        max_visits=1000,
-        host=host,
-        host_admission=host_admission,
-        host_worth=host_worth,
-    )
+def settings_of(**settings: Any) -> ReplaySettings:
+    """These, and otherwise a cache without limits."""
+    defaults: dict[str, Any] = {
+        "order": "tree",
+        "tail": "seen",
+        "eviction": "lru",
+        "admission": "all",
+        "dedup": "shown",
+        "capacity": None,
+        "capacity_tokens": None,
+        "window": 1000,
+        "threshold": 2,
+        "max_visits": 1000,
+        "host": 0,
+        "host_admission": "either",
+        "host_worth": 1.0,
+    }
+    return ReplaySettings(**defaults | settings)
 
 
 def run(
@@ -106,18 +82,10 @@ def test_replay_equals_the_naive_simulator(
     """Same hits on a generated trace, whatever the policies;
     window and threshold small enough to matter."""
     trace = make_trace(150)
-    result = run(
-        as_chunks(trace),
-        order=order,
-        tail=tail,
-        eviction=eviction,
-        capacity=capacity,
-        window=12,
-        threshold=3,
-    )
-    expected = naive_hits(
-        trace, order=order, tail=tail, eviction=eviction, capacity=capacity, window=12, threshold=3
-    )
+    parts: dict[str, Any] = {"order": order, "tail": tail, "eviction": eviction}
+    parts |= {"capacity": capacity, "window": 12, "threshold": 3}
+    result = run(as_chunks(trace), **parts)
+    expected = naive_hits(trace, **parts)
     assert result.total.num_hits == expected.device_hits
     assert 0 < expected.device_hits < result.total.num_chunks
 
@@ -186,24 +154,15 @@ def test_host_tier_equals_the_naive_simulator(
         [era + name for name in request] for era in "xyz" for request in make_trace(60, seed=host)
     ]
     lengths = {name: 1 + int(name[1:]) % 4 for request in trace for name in request}
-    parts: dict[str, Any] = {
-        "order": order,
-        "tail": "seen",
-        "eviction": eviction,
-        "window": 12,
-        "threshold": 3,
-    }
-    tiers: dict[str, Any] = {
-        "host": host,
-        "host_admission": host_admission,
-        "host_worth": host_worth,
-    }
-    replay, counts = Replay(settings_of(**parts, **tiers, capacity_tokens=7)), []
+    parts: dict[str, Any] = {"order": order, "tail": "seen", "eviction": eviction}
+    parts |= {"window": 12, "threshold": 3}
+    parts |= {"host": host, "host_admission": host_admission, "host_worth": host_worth}
+    replay, counts = Replay(settings_of(**parts, capacity_tokens=7)), []
     for request in trace:
         counts.append(replay.step([Chunk(ChunkId(name), lengths[name]) for name in request]))
         replay.check_integrity()
     total = ReplayResult(tuple(counts), 0, 0, 0, 0).total
-    expected = naive_hits(trace, capacity=7, lengths=lengths, **parts, **tiers)
+    expected = naive_hits(trace, capacity=7, lengths=lengths, **parts)
     stats = replay.host_stats
     assert stats is not None
     num_device_hits = total.num_hits - total.num_host_hits
@@ -227,12 +186,8 @@ def test_result_accounts_for_everything() -> None:
     assert (result.chunk_hit_rate, result.token_hit_rate) == (0.5, 0.5)
     assert (result.peak_nodes, result.num_evicted) == (2, 1)
     assert 0 < result.order_us_p50 <= result.order_us_p99
-
-
-def test_empty_trace_has_rates_of_zero() -> None:
-    """No division by nothing."""
-    result = run([])
-    assert (len(result.requests), result.chunk_hit_rate, result.order_us_p50) == (0, 0.0, 0.0)
+    empty = run([])
+    assert (len(empty.requests), empty.chunk_hit_rate, empty.order_us_p50) == (0, 0.0, 0.0)
 
 
 def test_admission_of_promoted_runs_only_caches_less() -> None:
@@ -242,36 +197,45 @@ def test_admission_of_promoted_runs_only_caches_less() -> None:
     assert run(trace, admission="promoted").total.num_hits == 2
 
 
-def test_room_in_tokens_is_kept_after_every_request() -> None:
-    """Chunks of 5 tokens, a capacity of 10: the same replay as with a capacity of two chunks.
-    Of 11 tokens, none fits."""
-    trace = make_trace(80)
-    by_chunks = run(as_chunks(trace, num_tokens=5), capacity=2)
-    by_tokens = run(as_chunks(trace, num_tokens=5), capacity_tokens=10)
-    assert by_tokens.requests == by_chunks.requests
-    assert by_tokens.num_evicted == by_chunks.num_evicted > 0
-    assert run(as_chunks(trace, num_tokens=11), capacity_tokens=10).peak_nodes == 0
+def test_request_without_room_in_tokens_is_not_cached() -> None:
+    trace = as_chunks(make_trace(80), num_tokens=11)
+    assert run(trace, capacity_tokens=10).peak_nodes == 0
 
 
-def test_later_turn_hits_no_prefix_and_drops_what_was_shown() -> None:
-    """CRAFT 4.3: its second turn comes after a history, so `b` is no hit although it is cached at
-    the front."""
-    trace = as_chunks([["b", "d"], ["a", "b"], ["b", "a", "c"], ["b", "c"]], num_tokens=5)
-    names = [None, "x", "x", None]
-    counts = run(trace, conversations=names).requests
-    assert [(count.num_hits, count.num_dropped, count.num_dropped_tokens) for count in counts] == [
-        (0, 0, 0),
-        (1, 0, 0),
-        (0, 2, 10),
-        (1, 0, 0),  # `c` comes after the question of turn 1 there
-    ]
-    counts = run(trace, conversations=names, dedup="off").requests
-    assert [(count.num_hits, count.num_dropped) for count in counts] == [
-        (0, 0),
-        (1, 0),
-        (0, 0),
-        (1, 0),
-    ]
+TALK = ["bd", "ab", "bac", "bc"]
+
+
+@pytest.mark.parametrize(
+    ("trace", "names", "settings", "hits", "dropped", "lost"),
+    [
+        # CRAFT 4.3: a second turn comes after a history, so `b` is no hit although it is cached at
+        # the front; nor is `c` for others, which comes after the question of turn 1
+        (TALK, "-xx-", {}, "0101", "0020", "0000"),
+        (TALK, "-xx-", {"dedup": "off"}, "0101", "0000", "0000"),
+        # a first turn without chunks is a history all the same
+        (["a", "", "ab", "", "b"], "-xxxx", {}, "00000", "00001", "00000"),
+        # the chunks of later turns are KV too
+        (["o", "a", "bc", "o"], "-xx-", {"capacity": 4}, "0001", "0000", "0000"),
+        (["o", "a", "bc", "o"], "-xx-", {"capacity": 3}, "0000", "0000", "0000"),
+        # two strangers push the first turn out: it is computed again, in front of the second
+        (["ab", "o", "p", "c"], "x--x", {}, "0000", "0000", "0000"),
+        (["ab", "o", "p", "c"], "x--x", {"capacity": 2}, "0000", "0000", "0002"),
+        # the system prompt was edited between two turns
+        (["ab", "c", "d"], "xxx", {"heads": "122"}, "000", "000", "020"),
+    ],
+)
+def test_turns_of_a_conversation(
+    trace: list[str], names: str, settings: dict[str, Any], hits: str, dropped: str, lost: str
+) -> None:
+    """A dash is a request of nobody's conversation."""
+    conversations = [None if name == "-" else name for name in names]
+    chunks = as_chunks([[*request] for request in trace], num_tokens=5)
+    counts = run(chunks, conversations=conversations, **settings).requests
+    assert "".join(str(each.num_hits) for each in counts) == hits
+    assert "".join(str(each.num_dropped) for each in counts) == dropped
+    assert "".join(str(each.num_lost) for each in counts) == lost
+    assert sum(each.num_lost_tokens for each in counts) == 5 * sum(map(int, lost))
+    assert sum(each.num_dropped_tokens for each in counts) == 5 * sum(map(int, dropped))
 
 
 @pytest.mark.parametrize("capacity", [None, 12])
@@ -292,57 +256,6 @@ def test_heads_keep_chunks_apart(capacity: int | None) -> None:
     assert run(trace, heads=map(str, range(80)), capacity=capacity).total.num_hits == 0
 
 
-def test_history_behind_another_head_is_lost() -> None:
-    """The system prompt was edited between two turns:
-    what the conversation has shown is computed again."""
-    trace = as_chunks([["a", "b"], ["c"], ["d"]])
-    counts = run(trace, conversations=[*"xxx"], heads=["1", "2", "2"]).requests
-    assert [count.num_lost for count in counts] == [0, 2, 0]
-
-
-def test_conversations_of_one_turn_change_nothing() -> None:
-    """A name alone is no history."""
-    trace = as_chunks(make_trace(50))
-    names: list[str | None] = [str(n) for n in range(50)]
-    assert run(trace, conversations=names).requests == run(trace).requests
-
-
-def test_turn_behind_an_empty_one_hits_no_prefix() -> None:
-    """A first turn without chunks is a history all the same:
-    its question comes before the second."""
-    trace = as_chunks([["a"], [], ["a", "b"], [], ["b"]])
-    counts = run(trace, conversations=[None, "x", "x", "x", "x"]).requests
-    assert [
-        (count.num_chunks, count.num_hits, count.num_dropped, count.num_lost) for count in counts
-    ] == [
-        (1, 0, 0, 0),
-        (0, 0, 0, 0),
-        (2, 0, 0, 0),
-        (0, 0, 0, 0),
-        (1, 0, 1, 0),
-    ]
-
-
-def test_history_takes_room() -> None:
-    """The chunks of later turns are KV too: with a capacity of three,
-    the third turn's two push the other request out."""
-    trace = as_chunks([["o"], ["a"], ["b", "c"], ["o"]])
-    names = [None, "x", "x", None]
-    assert run(trace, conversations=names, capacity=4).total.num_hits == 1
-    result = run(trace, conversations=names, capacity=3)
-    assert (result.total.num_hits, result.num_evicted) == (0, 2)
-
-
-def test_history_that_left_the_cache_is_counted() -> None:
-    """Two strangers between the turns push the first turn out:
-    its chunks are computed once more, in front of the second."""
-    trace = as_chunks([["a", "b"], ["o"], ["p"], ["c"]], num_tokens=5)
-    names = ["x", None, None, "x"]
-    assert run(trace, conversations=names).total.num_lost == 0
-    total = run(trace, conversations=names, capacity=2).total
-    assert (total.num_lost, total.num_lost_tokens) == (2, 10)
-
-
 def test_later_turns_are_no_sign_that_others_want_the_chunks() -> None:
     """Under `reused` a finished conversation must not stay for its own turns' sake while the
     running one's history leaves."""
@@ -355,7 +268,7 @@ def test_later_turns_are_no_sign_that_others_want_the_chunks() -> None:
 def test_times_of_decisions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them up to so many, then every second, fourth, ...; quantiles of no decision are 0."""
     monkeypatch.setattr("radix_ext.replay._MAX_TIMES", 8)
-    replay = Replay(ReplaySettings("tree", "seen", "lru", "all", "shown", None, None, 1000, 2, 64))
+    replay = Replay(settings_of())
     assert replay.order_us(0.5) == 0
     for number in range(100):
         replay._note_time(float(number))
@@ -364,24 +277,21 @@ def test_times_of_decisions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert replay.order_us(0.5) == 48
 
 
-def test_impossible_settings_are_refused() -> None:
-    """Before anything is replayed."""
-    with pytest.raises(PolicyError, match="eviction must be one of lru, promoted, reused"):
-        run([], eviction="fifo")
-    with pytest.raises(PolicyError, match="dedup must be one of shown, off"):
-        run([], dedup="paper")
-    with pytest.raises(LimitError, match="capacity must be at least 1 but got 0"):
-        run([], capacity=0)
-    with pytest.raises(LimitError, match="capacity_tokens must be at least 1 but got 0"):
-        run([], capacity_tokens=0)
-    with pytest.raises(
-        PolicyError, match="host_admission must be one of reused, promoted, either, all"
-    ):
-        run([], host_admission="hot")
-    with pytest.raises(LimitError, match="host must be at least 0 but got -1"):
-        run([], capacity=1, host=-1)
-    with pytest.raises(LimitError, match="host needs a limited capacity"):
-        run([], host=1)
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"eviction": "fifo"}, PolicyError),
+        ({"dedup": "paper"}, PolicyError),
+        ({"capacity": 0}, LimitError),
+        ({"capacity_tokens": 0}, LimitError),
+        ({"host_admission": "hot"}, PolicyError),
+        ({"host": -1, "capacity": 1}, LimitError),
+        ({"host": 1}, LimitError),  # needs a limited capacity
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=next(iter(settings))):
+        run([], **settings)
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,10 @@
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix_ext import AccessTable, ChunkId, LimitError, TenantTables
+from radix_ext import ChunkId, TenantTables
 
 CHUNKS = [ChunkId(name) for name in "abcd"]
 requests = st.lists(
@@ -60,42 +59,3 @@ def test_tables_equal_lists_of_requests(
             len(naive.requests.get(name, [])) for name in "xyz"
         ]
         assert (len(tables), tables.num_entries) == (len(naive.requests), naive.num_entries)
-
-
-@given(sent=requests)
-def test_a_tenant_with_room_counts_as_if_alone(sent: list[tuple[str, list[ChunkId]]]) -> None:
-    """Within the bounds, what others ask for changes nothing."""
-    tables, alone = TenantTables(window=3, max_tenants=3, max_entries=1000), AccessTable(3)
-    for tenant, ids in sent:
-        tables.observe(tenant, ids)
-        if tenant == "x":
-            alone.observe(ids)
-    assert [tables.of("x").count(chunk) for chunk in CHUNKS] == [
-        alone.count(chunk) for chunk in CHUNKS
-    ]
-
-
-def test_reading_keeps_no_tenant() -> None:
-    """A plan that is only explained must neither make a table nor save one from leaving."""
-    tables = TenantTables(window=5, max_tenants=2, max_entries=1000)
-    for tenant in "xy":
-        tables.observe(tenant, CHUNKS)
-    assert len(tables.of("nobody")) == 0
-    assert len(tables.of("x")) == 4
-    tables.observe("z", CHUNKS)
-    assert [len(tables.of(tenant)) for tenant in "xyz"] == [0, 4, 4]
-
-
-def test_one_tenant_may_fill_its_window() -> None:
-    """It is forgotten for others, never for itself."""
-    tables = TenantTables(window=3, max_tenants=5, max_entries=4)
-    for _ in range(9):
-        tables.observe("x", CHUNKS)
-    assert (tables.of("x").count(CHUNKS[0]), tables.num_entries) == (3, 15)
-
-
-@pytest.mark.parametrize("bound", ["window", "max_tenants", "max_entries"])
-def test_bounds_below_one_are_refused(bound: str) -> None:
-    """By name."""
-    with pytest.raises(LimitError, match=f"{bound} must be at least 1 but got 0"):
-        TenantTables(**{"window": 1, "max_tenants": 1, "max_entries": 1, bound: 0})

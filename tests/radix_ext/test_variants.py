@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from radix_ext import IntegrityError
 from radix_ext.cfo import Scored
-from radix_ext.errors import LimitError
 from radix_ext.variants import Variant, VariantIndex
+from tests.examples import examples
 from tests.reference.naive_store import NaiveStore, NaiveVariant, num_bytes
 from tests.reference.sources import Sums, ids
 
@@ -57,11 +57,6 @@ def make_variant(
     )
 
 
-def behind(head: str, variant: Variant) -> Variant:
-    """The variant behind another head."""
-    return replace(variant, head=head)
-
-
 def make_store(
     *, tokens: int = 100, chunks: int = 100, variants: int = 100, window: int = 1000
 ) -> VariantIndex:
@@ -76,36 +71,6 @@ def ask(store: VariantIndex, names: str, before: str = "") -> None:
         store.ask([(chunk(name), "", ids(before))])
 
 
-def prefixes(store: VariantIndex, name: str) -> list[str]:
-    return ["".join(variant.prefix) for variant in store.find(chunk(name))]
-
-
-def test_find_gives_every_variant_of_one_identity() -> None:
-    """Tenants that SGLang keeps apart share nothing."""
-    store = make_store()
-    first, second = make_variant(), make_variant("x")
-    assert store.put(chunk("a"), first)
-    assert store.put(chunk("a"), second)
-    assert store.find(chunk("a")) == (first, second)
-    assert store.find(chunk("a", "tenant")) == ()
-    assert store.find(chunk("b")) == ()
-    assert store.stats()[:3] == (1, 2, 2 * TOKEN_BYTES)
-
-
-def test_bytes_count_keys_values_and_scores() -> None:
-    """An uncounted part would let the store outgrow its limit."""
-    store = make_store()
-    store.put(chunk("a"), make_variant(num_tokens=3, scored=Scored.ALL))
-    assert store.stats().num_bytes == 3 * (TOKEN_BYTES + SCORE_BYTES)
-
-
-@pytest.mark.parametrize("limit", ["max_bytes", "max_chunks", "max_variants", "window"])
-def test_limits_below_one_are_refused(limit: str) -> None:
-    """A store that can hold nothing is a mistake."""
-    with pytest.raises(LimitError, match=limit):
-        VariantIndex(**{"max_bytes": 1, "max_chunks": 1, "max_variants": 1, "window": 1, limit: 0})
-
-
 @pytest.mark.parametrize("cfo", [0.0, -1.0, 1.5, float("nan")])
 def test_use_refuses_what_is_no_share(cfo: float) -> None:
     """1/CFO of such a number would spoil the order for good."""
@@ -114,62 +79,6 @@ def test_use_refuses_what_is_no_share(cfo: float) -> None:
     with pytest.raises(ValueError, match="cfo"):
         store.use(variant, cfo)
     assert variant.reuse == 0
-
-
-def test_use_adds_the_inverse_of_cfo() -> None:
-    """Cache-Craft 3.3."""
-    store, variant = make_store(), make_variant()
-    store.put(chunk("a"), variant)
-    store.use(variant, 0.25)
-    store.use(variant, 1.0)
-    assert variant.reuse == 5
-
-
-def test_lowest_reuse_leaves_first() -> None:
-    """Not the least recently used: `a` was used before `b`, but is worth more."""
-    store = make_store(tokens=2)
-    a, b = make_variant(), make_variant()
-    store.put(chunk("a"), a)
-    store.put(chunk("b"), b)
-    store.use(a, 0.5)
-    store.use(b, 1.0)
-    store.put(chunk("c"), make_variant())
-    assert store.find(chunk("a")) == (a,)
-    assert store.find(chunk("b")) == ()
-
-
-def test_among_equals_the_least_recently_used_leaves() -> None:
-    """Both were used once; `b` was put later but used earlier."""
-    store = make_store(tokens=2)
-    a, b = make_variant(), make_variant()
-    store.put(chunk("a"), a)
-    store.put(chunk("b"), b)
-    store.use(b, 1.0)
-    store.use(a, 1.0)
-    store.put(chunk("c"), make_variant())
-    assert store.find(chunk("b")) == ()
-
-
-def test_newcomer_is_never_the_one_to_leave() -> None:
-    """It has the lowest f_r of all, and would never get in."""
-    store = make_store(tokens=1)
-    old, new = make_variant(), make_variant()
-    store.put(chunk("a"), old)
-    store.use(old, 0.01)
-    assert store.put(chunk("b"), new)
-    assert store.find(chunk("b")) == (new,)
-
-
-def test_larger_than_the_store_is_refused() -> None:
-    """And nothing is evicted for it, not even what it would have replaced."""
-    store = make_store(tokens=2)
-    store.put(chunk("a"), make_variant(num_tokens=2))
-    assert not store.put(chunk("b"), make_variant(num_tokens=3))
-    # the scores are too much
-    assert not store.put(chunk("a"), make_variant(num_tokens=2, scored=Scored.ALL))
-    assert store.stats().num_bytes == 2 * TOKEN_BYTES
-    assert store.stats().num_refused == 2
-    assert store.put(chunk("a"), make_variant("x", num_tokens=2))  # exactly as large
 
 
 def test_a_chunk_with_all_its_variants_gets_another_one_for_a_prefix_asked_for_more_often() -> None:
@@ -186,42 +95,8 @@ def test_a_chunk_with_all_its_variants_gets_another_one_for_a_prefix_asked_for_m
     assert not store.put(chunk("a"), make_variant("z"))
     ask(store, "a", "z")
     assert store.put(chunk("a"), make_variant("z"))
-    assert prefixes(store, "a") == ["x", "z"]
+    assert [v.prefix for v in store.find(chunk("a"))] == [ids("x"), ids("z")]
     assert store.find(chunk("b")) == (other,)
-
-
-def test_a_chunk_has_more_than_its_share_while_others_have_less() -> None:
-    """Cache-Craft 3.3: N * M in all. With room the asked-for prefix comes beside the others."""
-    store = make_store(chunks=2, variants=2)
-    for before in "xyzv":
-        ask(store, "a", before)
-        store.put(chunk("a"), make_variant(before))
-        ask(store, "a", before)
-    assert prefixes(store, "a") == ["x", "y"]
-    ask(store, "aaa", "z")
-    ask(store, "aaaa", "v")
-    assert store.put(chunk("a"), make_variant("z"))
-    assert store.put(chunk("a"), make_variant("v"))
-    assert prefixes(store, "a") == ["x", "y", "z", "v"]
-    ask(store, "b" * 8)
-    assert store.put(chunk("b"), make_variant())
-    assert prefixes(store, "a") == ["y", "z", "v"]
-
-
-def test_f_r_halves_with_each_window() -> None:
-    """What was popular once leaves in the end. The order of those not used meanwhile is kept."""
-    store = make_store(tokens=2, window=4)
-    once, now = make_variant(), make_variant()
-    store.put(chunk("a"), once)
-    store.put(chunk("b"), now)
-    for _ in range(3):
-        store.use(once, 0.5)
-    ask(store, "c" * 12)
-    assert once.reuse == 6 / 8
-    store.use(now, 1.0)
-    store.put(chunk("c"), make_variant())
-    assert store.find(chunk("a")) == ()
-    store.check_integrity()
 
 
 def test_order_outlasts_many_windows() -> None:
@@ -232,153 +107,12 @@ def test_order_outlasts_many_windows() -> None:
         store.put(chunk(name), variant)
     for number in range(700):
         store.use(made["abc"[number % 3]], 1.0)
+        if number < 3:
+            store.set_on_device(chunk("abc"[number % 3]), False)  # its entry is renewed
         ask(store, "d")
         store.check_integrity()
     store.put(chunk("d"), make_variant())
     assert store.find(chunk("abc"[700 % 3])) == ()
-
-
-def test_a_use_counts_at_most_twenty() -> None:
-    """CFO may be one token's: the chunk's length says nothing about the worth of a use."""
-    store, variant = make_store(), make_variant()
-    store.put(chunk("a"), variant)
-    store.use(variant, 1 / 500)
-    assert variant.reuse == 20
-
-
-def test_a_full_store_takes_only_what_is_asked_for_half_as_often() -> None:
-    """Else chunks asked for twice push out each other and all the rest."""
-    store = make_store(tokens=1)
-    ask(store, "aaaab")
-    store.put(chunk("a"), make_variant())
-    assert not store.put(chunk("b"), make_variant())
-    ask(store, "b")
-    assert store.put(chunk("b"), make_variant())
-
-
-def test_what_is_on_the_device_leaves_first() -> None:
-    """It is found there. When it has left the device, f_r decides again."""
-    store = make_store(tokens=2)
-    here, away = make_variant(), make_variant()
-    store.put(chunk("a"), here)
-    store.put(chunk("b"), away)
-    store.use(here, 0.5)
-    store.set_on_device(chunk("a"), True)
-    store.put(chunk("c"), make_variant())
-    assert store.find(chunk("a")) == ()
-    store.set_on_device(chunk("a"), False)
-    store.put(chunk("a"), here)
-    assert store.find(chunk("b")) == ()
-    store.check_integrity()
-
-
-def test_preprocessed_variants_stay_until_their_first_use() -> None:
-    """Nothing ordinary takes their place, and none is captured in vain;
-    another preprocessed one does."""
-    store = make_store(tokens=2)
-    ahead = make_variant("x", preprocessed=True)
-    store.put(chunk("a"), ahead)
-    store.put(chunk("b"), make_variant())
-    ask(store, "ccc")
-    assert store.put(chunk("c"), make_variant())
-    assert store.find(chunk("a")) == (ahead,)
-    assert store.put(chunk("d"), make_variant("y", preprocessed=True))
-    assert not store.wants(chunk("c"), "", (), nbytes=TOKEN_BYTES)
-    assert not store.put(chunk("c"), make_variant())
-    store.use(ahead, 1.0)
-    assert store.put(chunk("c"), make_variant())
-    assert store.find(chunk("a")) == ()
-    store.put(chunk("e"), make_variant("z", preprocessed=True))
-    store.put(chunk("f"), make_variant("z", preprocessed=True))
-    assert store.find(chunk("d")) == ()
-    store.check_integrity()
-
-
-def test_preprocessed_variants_that_a_slower_tier_has_are_ordinary() -> None:
-    """They can be had from there, so a store full of them takes others."""
-    store = make_store(tokens=2)
-    first, second = make_variant("x", preprocessed=True), make_variant("y", preprocessed=True)
-    store.put(chunk("a"), first)
-    store.put(chunk("b"), second)
-    assert not store.wants(chunk("c"), "", (), nbytes=TOKEN_BYTES)
-    store.set_below(second)
-    assert store.put(chunk("c"), make_variant())
-    assert [bool(store.find(chunk(name))) for name in "abc"] == [True, False, True]
-    store.check_integrity()
-
-
-def test_head_is_part_of_a_variants_place() -> None:
-    """The same chunks before it behind another system prompt are other KV."""
-    store = make_store()
-    store.put(chunk("a"), behind("one", make_variant("x")))
-    assert store.put(chunk("a"), behind("two", make_variant("x")))
-    assert [variant.head for variant in store.find(chunk("a"))] == ["one", "two"]
-    assert store.get(chunk("a"), "two", ids("x")) is store.find(chunk("a"))[1]
-    assert store.get(chunk("a"), "three", ids("x")) is None
-
-
-def test_number_limit_evicts_the_lowest_of_any_chunk() -> None:
-    """N * M variants, of however many chunks."""
-    store = make_store(chunks=1, variants=2)
-    for name in "abc":
-        store.put(chunk(name), make_variant())
-    assert [bool(store.find(chunk(name))) for name in "abc"] == [False, True, True]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "replaced"),
-    [
-        ({}, {}, False),
-        ({}, {"scored": Scored.MASSES}, True),
-        ({}, {"preprocessed": True}, True),
-        ({"scored": Scored.MASSES}, {}, False),
-        ({"scored": Scored.MASSES}, {"scored": Scored.MASSES}, False),
-        ({"scored": Scored.MASSES}, {"scored": Scored.ALL}, True),
-        ({"scored": Scored.ALL}, {"scored": Scored.MASSES}, False),
-        ({"scored": Scored.MASSES}, {"preprocessed": True}, True),
-        ({"preprocessed": True}, {"scored": Scored.MASSES}, False),
-        ({"preprocessed": True}, {"scored": Scored.MASSES, "preprocessed": True}, True),
-        (
-            {"scored": Scored.MASSES, "preprocessed": True},
-            {"scored": Scored.MASSES, "preprocessed": True},
-            False,
-        ),
-        ({"scored": Scored.ALL}, {"has_outward": True}, True),
-        ({"has_outward": True}, {"scored": Scored.MASSES}, True),
-        ({"has_outward": True}, {"has_outward": True}, False),
-        ({"preprocessed": True}, {"has_outward": True}, False),
-        ({"has_outward": True}, {"preprocessed": True}, True),
-    ],
-)
-def test_same_prefix_is_replaced_only_by_what_knows_more(
-    old: dict[str, Any], new: dict[str, Any], replaced: bool
-) -> None:
-    """What was measured of the old one alone stays known, so that two kinds never replace each
-    other in turn; its uses stay counted."""
-    store = make_store()
-    before, after = make_variant("x", **old), make_variant("x", **new)
-    store.put(chunk("a"), before)
-    store.use(before, 0.5)
-    assert store.wants(chunk("a"), "", ids("x"), **new) is replaced
-    assert store.put(chunk("a"), after) is replaced
-    assert store.find(chunk("a")) == (after if replaced else before,)
-    assert store.find(chunk("a"))[0].reuse == 2
-    if replaced:
-        assert after.scored == max(each.get("scored", Scored.NOTHING) for each in (old, new))
-        assert (after.outward is not None) == any("has_outward" in each for each in (old, new))
-        assert not store.put(chunk("a"), make_variant("x", **old))
-    assert store.stats().num_bytes == store.find(chunk("a"))[0].nbytes
-    assert store.stats().num_evicted == 0
-    store.check_integrity()
-
-
-def test_wants_a_new_prefix() -> None:
-    """Asked before the KV is copied."""
-    store = make_store()
-    store.put(chunk("a"), make_variant("xy"))
-    assert not store.wants(chunk("a"), "", ids("xy"))
-    assert store.wants(chunk("a"), "", ids("yx"))
-    assert store.wants(chunk("b"), "", ids("xy"))
 
 
 def test_restored_variant_goes_on_as_it_was() -> None:
@@ -445,17 +179,6 @@ def test_a_variant_is_in_one_place_only() -> None:
     assert store.stats().num_variants == 1
 
 
-def test_dropping_takes_nothing_from_a_reader() -> None:
-    """And a use that comes too late changes nothing."""
-    store, variant = make_store(tokens=1), make_variant()
-    store.put(chunk("a"), variant)
-    store.put(chunk("b"), make_variant())
-    assert store.find(chunk("a")) == ()
-    store.use(variant, 0.5)
-    assert variant.reuse == 0
-    assert variant.blob.nbytes == TOKEN_BYTES
-
-
 def test_what_has_left_is_freed() -> None:
     """The eviction order must not keep KV in memory."""
     store = make_store(tokens=1)
@@ -495,62 +218,28 @@ def test_clear_keeps_the_counts() -> None:
     store.check_integrity()
 
 
-def lose_bytes(store: VariantIndex) -> None:
-    store._num_bytes -= 1
+HARMS: list[tuple[str, Callable[[VariantIndex, Variant], object]]] = [
+    ("the variants count", lambda store, held: setattr(store, "_num_bytes", 1)),
+    ("over max_bytes", lambda store, held: setattr(store, "_max_bytes", 1)),
+    ("1 variants over 0", lambda store, held: setattr(store, "_max_in_all", 0)),
+    ("0 variants are reserved but 1", lambda store, held: setattr(store, "_num_reserved", 1)),
+    ("0 variants listed by chunk but 1 held", lambda store, held: store._chunks.clear()),
+    ("is not where", lambda store, held: setattr(held, "prefix", ids("z"))),
+    ("came with", lambda store, held: setattr(held, "scores", make_scores("", 1, Scored.ALL))),
+    ("in the eviction order", lambda store, held: setattr(held, "reuse", -1)),
+    ("in the eviction order", lambda store, held: store._order.clear()),
+]
 
 
-def lower_byte_limit(store: VariantIndex) -> None:
-    store._max_bytes = 1
-
-
-def lower_number_limit(store: VariantIndex) -> None:
-    store._max_in_all = 0
-
-
-def reserve_nothing(store: VariantIndex) -> None:
-    store._num_reserved = 1
-
-
-def forget_chunk(store: VariantIndex) -> None:
-    store._chunks.clear()
-
-
-def move_variant(store: VariantIndex) -> None:
-    store.find(chunk("a"))[0].prefix = ids("z")
-
-
-def add_scores(store: VariantIndex) -> None:
-    store.find(chunk("a"))[0].scores = make_scores("", 1, Scored.ALL)
-
-
-def lower_reuse(store: VariantIndex) -> None:
-    store.find(chunk("a"))[0].reuse = -1
-
-
-def forget_order(store: VariantIndex) -> None:
-    store._order.clear()
-
-
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (lose_bytes, "the variants count"),
-        (lower_byte_limit, "over max_bytes"),
-        (lower_number_limit, "1 variants over 0"),
-        (reserve_nothing, "0 variants are reserved but 1"),
-        (forget_chunk, "0 variants listed by chunk but 1 held"),
-        (move_variant, "is not where"),
-        (add_scores, "came with"),
-        (lower_reuse, "in the eviction order"),
-        (forget_order, "in the eviction order"),
-    ],
-)
-def test_integrity_names_each_harm(harm: Callable[[VariantIndex], None], message: str) -> None:
+@pytest.mark.parametrize(("message", "harm"), HARMS)
+def test_integrity_names_each_harm(
+    message: str, harm: Callable[[VariantIndex, Variant], object]
+) -> None:
     """A check that never fails checks nothing."""
-    store = make_store()
-    store.put(chunk("a"), make_variant())
+    store, held = make_store(), make_variant()
+    store.put(chunk("a"), held)
     store.check_integrity()
-    harm(store)
+    harm(store, held)
     with pytest.raises(IntegrityError, match=message):
         store.check_integrity()
 
@@ -572,34 +261,30 @@ class StoreMachine(RuleBasedStateMachine):
         name=names,
         before=befores,
         head=st.sampled_from(["", "", "other"]),
-        tokens=st.integers(1, 4) | st.just(13),
-        scored=st.sampled_from(Scored),
-        preprocessed=st.sampled_from([False, False, True]),
-        has_outward=st.booleans(),
+        num_tokens=st.integers(1, 4) | st.sampled_from([12, 13]),
+        known=st.fixed_dictionaries(
+            {
+                "scored": st.sampled_from(Scored),
+                "preprocessed": st.sampled_from([False, False, True]),
+                "has_outward": st.booleans(),
+            }
+        ),
     )
     def put(
-        self,
-        name: str,
-        before: str,
-        head: str,
-        tokens: int,
-        scored: Scored,
-        preprocessed: bool,
-        has_outward: bool,
+        self, name: str, before: str, head: str, num_tokens: int, known: dict[str, Any]
     ) -> None:
-        sizes = TOKEN_BYTES, SCORE_BYTES * bool(scored), OUTWARD_BYTES * has_outward
-        kv, scores, outward = (tokens * each for each in sizes)
+        made = make_variant(before, num_tokens=num_tokens, **known)
+        variant = replace(made, head=head)
         naive = NaiveVariant(
-            chunk(name), ids(before), kv, scored, preprocessed, head, scores, outward
+            chunk(name),
+            ids(before),
+            TOKEN_BYTES * num_tokens,
+            known["scored"],
+            known["preprocessed"],
+            head,
+            SCORE_BYTES * num_tokens * bool(known["scored"]),
+            OUTWARD_BYTES * num_tokens * known["has_outward"],
         )
-        made = make_variant(
-            before,
-            num_tokens=tokens,
-            scored=scored,
-            preprocessed=preprocessed,
-            has_outward=has_outward,
-        )
-        variant = behind(head, made)
         taken = self.store.put(chunk(name), variant)
         assert taken == self.naive.put(naive)
         if taken:
@@ -657,4 +342,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine: Any = StoreMachine.TestCase
-TestStoreMachine.settings = settings(stateful_step_count=30)
+TestStoreMachine.settings = settings(max_examples=examples(500), stateful_step_count=30)

@@ -35,11 +35,8 @@ def words(text: str) -> list[str]:
             continue
         is_letter = char.isalnum() or (is_paired and category(char)[0] == "M")
         if run and not (is_letter and is_paired == was_paired):
-            found += (
-                [run[at : at + 2] for at in range(max(1, len(run) - 1))]
-                if was_paired
-                else [run.lower()]
-            )
+            pairs = [run[at : at + 2] for at in range(max(1, len(run) - 1))]
+            found += pairs if was_paired else [run.lower()]
             run = ""
         if is_letter:
             run, was_paired = run + char, is_paired

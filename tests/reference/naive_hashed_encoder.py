@@ -66,9 +66,7 @@ class NaiveHashedEncoder:
     def passage_weights(self, text: str, *, k1: float, b: float, power: float) -> dict[int, float]:
         counts = self.counts(text)
         offset = k1 * (1 - b + b * sum(counts.values()) / self.mean_len)
-        return {
-            bucket: n / (n + offset) * self.rarity(bucket) ** power for bucket, n in counts.items()
-        }
+        return {at: n / (n + offset) * self.rarity(at) ** power for at, n in counts.items()}
 
     def query_weights(self, text: str, *, power: float) -> dict[int, float]:
         return {bucket: self.rarity(bucket) ** power for bucket in self.counts(text)}

@@ -30,16 +30,10 @@ class Served:
         vectors rounded to float16."""
         if not self.passages:
             return []
-        stored = (
-            encode([passage.content for passage in self.passages])
-            .astype(np.float16)
-            .astype(np.float32)
-        )
-        scores = stored @ encode([query])[0]
-        return [
-            (row, float(scores[row]))
-            for row in sorted(self.live, key=lambda row: (-scores[row], row))[:k]
-        ]
+        stored = encode([passage.content for passage in self.passages]).astype(np.float16)
+        scores = stored.astype(np.float32) @ encode([query])[0]
+        best = sorted(self.live, key=lambda row: (-scores[row], row))[:k]
+        return [(row, float(scores[row])) for row in best]
 
     def with_word(self, word: str) -> list[int]:
         """Rows of passages that hold the word."""
@@ -73,11 +67,8 @@ class NaiveIndex:
 
     def rows_of(self, name: str) -> list[int]:
         """Live rows of a passage or a document."""
-        return [
-            row
-            for row in sorted(self.live)
-            if name in (self.passages[row].id, self.passages[row].document_id)
-        ]
+        names = {row: (self.passages[row].id, self.passages[row].document_id) for row in self.live}
+        return [row for row in sorted(names) if name in names[row]]
 
     def remove(self, rows: Iterable[int]) -> None:
         """Rows are not found any more, and their documents are read again when they come again."""
@@ -85,14 +76,6 @@ class NaiveIndex:
             self.documents.pop(self.passages[row].document_id, None)
             self._drop_waiting(self.passages[row].document_id)
             self._hide(row)
-
-    def forget(self, name: str) -> bool:
-        """Waiting passages of an id or a document do not wait any more; whether there were any."""
-        documents = {p.document_id for p in self.waiting.values() if name in (p.id, p.document_id)}
-        self.waiting = {p.id: p for p in self.waiting.values() if name not in (p.id, p.document_id)}
-        for document in documents:
-            self.documents.pop(document, None)
-        return bool(documents)
 
     def num_served(self) -> tuple[int, int]:
         """Documents and passages of them that are served and still there."""
@@ -106,14 +89,9 @@ class NaiveIndex:
         gone: dict[str, int] = {}
         for name in there - {document.id for document in corpus}:
             file = self.documents[name].file if name in self.documents else None
-            if not (
-                unread
-                if file is None
-                else any(file == each or file.startswith(f"{each}/") for each in unread)
-            ):
-                gone[name] = sum(
-                    row < len(self.served.passages) for row in self._rows_of_document(name)
-                )
+            if not any(file is None or f"{file}/".startswith(f"{each}/") for each in unread):
+                rows = self._rows_of_document(name)
+                gone[name] = sum(row < len(self.served.passages) for row in rows)
         return gone
 
     def drop(self, names: Collection[str]) -> None:
@@ -127,11 +105,7 @@ class NaiveIndex:
 
     def texts(self) -> set[str]:
         """What the documents that were read say, in any row."""
-        return {
-            passage.content
-            for document in self.documents.values()
-            for passage in self.cut(document)
-        }
+        return {each.content for document in self.documents.values() for each in self.cut(document)}
 
     def publish(self) -> None:
         """Serve what there is."""
@@ -167,12 +141,8 @@ class NaiveIndex:
 
     def _hide(self, row: int) -> None:
         self.live.discard(row)
-        heirs = sorted(
-            name
-            for name, passage in self.waiting.items()
-            if passage.content == self.passages[row].content
-        )
-        if heirs:
+        text = self.passages[row].content
+        if heirs := sorted(name for name, each in self.waiting.items() if each.content == text):
             self._add(self.waiting.pop(heirs[0]))
 
     def _add(self, passage: Passage) -> None:
@@ -180,8 +150,4 @@ class NaiveIndex:
         self.passages.append(passage)
 
     def _drop_waiting(self, document: str) -> None:
-        self.waiting = {
-            name: passage
-            for name, passage in self.waiting.items()
-            if passage.document_id != document
-        }
+        self.waiting = {p.id: p for p in self.waiting.values() if p.document_id != document}

@@ -56,9 +56,7 @@ class NaiveSplitter:
         """The header of the table in whose rows a passage begins,
         unless it takes more than half of one."""
         headers = [table.header for table in self.tables if table.body <= start < table.end]
-        return "".join(
-            header for header in headers if 2 * len(self.tokens.offsets(header)) <= self.max_tokens
-        )
+        return "".join(h for h in headers if 2 * len(self.tokens.offsets(h)) <= self.max_tokens)
 
     def end_of_passage(self, start: int, fresh: int, header: str) -> int | None:
         """The best end; with fewer tokens while the text alone proves too long."""
@@ -75,27 +73,19 @@ class NaiveSplitter:
     def best_end(self, start: int, fresh: int, limit: int) -> int | None:
         """The document's end, a paragraph's if half full, a sentence's, a line's, a word's,
         a token's."""
-        fitting = [
-            border
-            for border in self.borders
-            if border.end > fresh and self.num_tokens(start, border.end) <= limit
-        ]
+        later = [border for border in self.borders if border.end > fresh]
+        fitting = [border for border in later if self.num_tokens(start, border.end) <= limit]
         if fitting and fitting[-1] == self.borders[-1]:
             return fitting[-1].end
-        paragraphs = [
-            border.end
-            for border in fitting
-            if border.paragraph and self.half_full(start, border.end)
-        ]
-        if paragraphs:
+        paragraphs = [border.end for border in fitting if border.paragraph]
+        if paragraphs and self.half_full(start, paragraphs[-1]):
             return paragraphs[-1]
         if fitting:
             return fitting[-1].end
         if start < fresh and self.begins_sentence(fresh):
             return None
-        cuts = [
-            cut for cut in range(fresh + 1, len(self.text)) if self.num_tokens(start, cut) <= limit
-        ]
+        places = range(fresh + 1, len(self.text))
+        cuts = [place for place in places if self.num_tokens(start, place) <= limit]
         if not cuts:
             return None if start < fresh else fresh + 1
         lines = [cut for cut in cuts if self.text[cut] == "\n" and self.half_full(start, cut)]
@@ -108,22 +98,13 @@ class NaiveSplitter:
         the earliest word where the sentence was cut."""
         if self.overlap_tokens == 0 or fresh == len(self.text):
             return fresh
-        within = [
-            place
-            for place in range(start + 1, fresh)
-            if self.num_tokens(place, end) <= self.overlap_tokens
-        ]
+        places = range(start + 1, fresh)
+        within = [place for place in places if self.num_tokens(place, end) <= self.overlap_tokens]
         sentences = [place for place in within if self.begins_sentence(place)]
-        words = [
-            place
-            for place in within
-            if self.text[place - 1].isspace() and not self.text[place].isspace()
-        ]
-        if (
-            sentences
-            or self.begins_sentence(fresh)
-            or any(table.start <= fresh < table.end for table in self.tables)
-        ):
+        space = [char.isspace() for char in self.text]
+        words = [place for place in within if space[place - 1] and not space[place]]
+        is_row = any(table.start <= fresh < table.end for table in self.tables)
+        if sentences or is_row or self.begins_sentence(fresh):
             return [*sentences, fresh][0]
         return [*words, fresh][0]
 

@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from retrieval.build import BuildReport, Pruning, build_index, remove_passages
+from retrieval.index import Index
 from retrieval.passage import Document
+from retrieval.retriever import Mode, Retriever
 from retrieval.settings import BuildOptions, IndexSettings
 from retrieval.tokens import load_tokens
 from tests.polling import until
@@ -78,17 +81,18 @@ def build(
     folder: Path,
     documents: Iterable[Document],
     *,
-    encoder: Any = None,
+    encoder: Any = WordEncoder(),  # noqa: B008 (it has no state)
     pruning: Pruning | None = None,
     **changes: Any,
 ) -> BuildReport:
-    """`build_index` with what tests do not care about filled in."""
+    """`build_index` with what tests do not care about; None is the embedded encoder."""
+    spec = encoder.spec() if encoder else {"kind": "hashed", "dim": DIM}
     return build_index(
         documents,
         folder,
-        make_settings(**changes),
+        make_settings(encoder=spec, **changes),
         tokens=TOKENS,
-        encoder=encoder or WordEncoder(),
+        encoder=encoder,
         options=OPTIONS,
         progress=quiet,
         pruning=pruning,
@@ -100,9 +104,39 @@ def remove(folder: Path, *ids: str) -> int:
     return remove_passages(folder, ids, load=WordEncoder, options=OPTIONS, progress=quiet)
 
 
+def make_retriever(folder: Path, *, verify: bool = True) -> Retriever:
+    """Of an index that `build` has made."""
+    return Retriever(Index.open(folder, verify=verify), WordEncoder(), verify=verify, threads=1)
+
+
+def found_ids(retriever: Retriever, query: str, *, k: int = 3, mode: Mode) -> list[str]:
+    """The passages, best first."""
+    return [hit.passage.id for hit in retriever.search([query], k=k, mode=mode, nprobe=1).hits[0]]
+
+
+def train_bpe(text: str, *, special_tokens: Sequence[str] = ()) -> Tokenizer:
+    """A byte-level tokenizer of 300 tokens."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[*special_tokens],
+        show_progress=False,
+    )
+    bpe.train_from_iterator([text] * 9, trainer)
+    return bpe
+
+
+def flip(path: Path, at: int) -> None:
+    """One bit of the byte `at`."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
 def delete(folder: Path) -> None:
-    """The whole folder of an index.
-    While it is open tantivy looks at it twice a second, and may create its lock file again."""
+    """While it is open tantivy looks at it, and may create its lock file again."""
 
     def is_gone() -> bool:
         shutil.rmtree(folder, ignore_errors=True)

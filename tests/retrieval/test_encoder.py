@@ -16,50 +16,35 @@ from retrieval.hashed_encoder import STATE_FILE, fit_default
 pytest.importorskip("sklearn")
 
 TEXTS = ["a lighthouse keeper", "the harbour at night"]
+SPEC = {"kind": "hashed", "version": 2, "dim": 8}
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """(spec, folder) of a default encoder."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("index")
-    encoder = fit_default(TEXTS, dim=8, seed=0)
-    encoder.save(folder / STATE_FILE)
-    return encoder.spec(), folder
+    fit_default(TEXTS, dim=8, seed=0).save(folder / STATE_FILE)
+    return folder
 
 
-def test_default_encoder_comes_back(saved: tuple[dict[str, Any], Path]) -> None:
-    """The spec survives JSON, and the encoder loaded from it gives the same vectors."""
-    spec, folder = saved
-    loaded: Encoder = load_encoder(
-        json.loads(json.dumps(spec)), folder=folder, override=None, device=None, batch_size=1
-    )
-    assert loaded.spec() == spec
-    assert np.array_equal(
-        loaded.encode_queries(TEXTS), fit_default(TEXTS, dim=8, seed=0).encode_queries(TEXTS)
-    )
+def load(spec: dict[str, Any], folder: Path, override: str | None = None) -> Encoder:
+    return load_encoder(spec, folder=folder, override=override, device=None, batch_size=1)
 
 
-def test_override_of_the_default_encoder_is_refused(saved: tuple[dict[str, Any], Path]) -> None:
-    """--encoder with an index that has its own would silently do nothing."""
-    spec, folder = saved
+def test_default_encoder_comes_back(folder: Path) -> None:
+    """With the same vectors; --encoder with it would silently do nothing."""
+    fitted = fit_default(TEXTS, dim=8, seed=0)
+    loaded = load(json.loads(json.dumps(fitted.spec())), folder)
+    assert loaded.spec() == fitted.spec() == SPEC
+    assert np.array_equal(loaded.encode_queries(TEXTS), fitted.encode_queries(TEXTS))
     with pytest.raises(RetrievalError, match="embedded"):
-        load_encoder(spec, folder=folder, override="some/model", device=None, batch_size=1)
+        load(SPEC, folder, override="some/model")
 
 
-@pytest.mark.parametrize("change", [{"kind": "other"}, {"kind": None}, {"dim": 9}])
-def test_spec_that_does_not_fit_is_refused(
-    saved: tuple[dict[str, Any], Path], change: dict[str, Any]
-) -> None:
-    """A record of another program's, or of another encoder's, index."""
-    spec, folder = saved
+@pytest.mark.parametrize(
+    "spec",
+    [{}, {"kind": "hashed"}, {"kind": "sentence"}, {**SPEC, "kind": "other"}, {**SPEC, "dim": 9}],
+)
+def test_spec_that_does_not_fit_is_refused(folder: Path, spec: dict[str, Any]) -> None:
+    """A record of another program's, or of another encoder's, index; or half of one."""
     with pytest.raises(CorruptIndexError):
-        load_encoder(spec | change, folder=folder, override=None, device=None, batch_size=1)
-
-
-@pytest.mark.parametrize("spec", [{}, {"kind": "hashed"}, {"kind": "sentence"}])
-def test_incomplete_spec_is_refused(
-    saved: tuple[dict[str, Any], Path], spec: dict[str, Any]
-) -> None:
-    """A KeyError would be a traceback at the user's."""
-    with pytest.raises(CorruptIndexError):
-        load_encoder(spec, folder=saved[1], override=None, device=None, batch_size=1)
+        load(spec, folder)

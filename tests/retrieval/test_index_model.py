@@ -1,15 +1,12 @@
-"""An index directory against a list of passages, driven by Hypothesis through builds, removals and
-crashes.
-
-After every step the directory, opened anew, finds what the list has; what was opened earlier
-answers as it did.
+"""An index directory against a list of passages, through builds, removals and crashes: opened anew
+it finds what the list has; what was opened earlier answers as it did.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,26 +35,25 @@ from tests.retrieval.small_index import DIM, TOKENS, WordEncoder, build, delete,
 ENCODER = WordEncoder()
 WORDS = ["ash", "birch", "cedar", "elm"]
 READ_DOCUMENTS = 2
+STARTS = [(start, step) for start in range(4) for step in (1, 3)]
 SENTENCES = [
-    " ".join(WORDS[(start + step * at) % 4] for at in range(6)) + " oak."
-    for start in range(4)
-    for step in (1, 3)
+    " ".join(WORDS[(at + step * n) % 4] for n in range(6)) + " oak." for at, step in STARTS
 ]
 """As long as a passage may be: each becomes one."""
-FILES = ["a.jsonl", "sub/a.jsonl", "sub/b.txt", None]
 documents = st.builds(
     Document,
     st.sampled_from([f"doc{number}" for number in range(5)]),
     st.sampled_from(["", "", "elm title"]),
     st.lists(st.sampled_from(SENTENCES), min_size=1, max_size=4).map(" ".join),
-    st.sampled_from(FILES),
+    st.sampled_from(["a.jsonl", "sub/a.jsonl", "sub/b.txt", None]),
 )
 corpora = st.lists(documents, min_size=1, max_size=5, unique_by=lambda document: document.id)
+JUNK = [MANIFEST + ".draft", "dense-2-0.faiss", "removed-3.npy", "draft-encoder.npz"]
 STAGES = ["write_faiss", "_index_texts", "_entries", "write_atomically", "_delete_unnamed"]
 
 
 class Killed(BaseException):
-    """A process died here."""
+    pass
 
 
 @dataclass
@@ -69,8 +65,6 @@ class Opened:
 
 
 class DyingEncoder(WordEncoder):
-    """Encodes a few batches."""
-
     batches_left = 0
 
     def encode_passages(self, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -81,7 +75,7 @@ class DyingEncoder(WordEncoder):
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """One directory without BM25; `WordsMachine` has it with."""
+    """One directory without BM25."""
 
     changes: ClassVar[dict[str, Any]] = {"is_split": True, "max_tokens": 8, "bm25_language": None}
 
@@ -91,27 +85,18 @@ class IndexMachine(RuleBasedStateMachine):
         self.naive = NaiveIndex(Splitter(TOKENS, max_tokens=8, overlap_tokens=0).split)
         self.opened: list[Opened] = []
         self.is_clean = True
-        self.patches: list[Any] = [
-            patch("os.fsync"),  # no power is cut here
-            patch.object(build_module, "READ_DOCUMENTS", READ_DOCUMENTS),
-        ]
-        for each in self.patches:
-            each.start()
+        self.patches = ExitStack()
+        self.patches.enter_context(patch("os.fsync"))  # no power is cut here
+        self.patches.enter_context(patch.object(build_module, "READ_DOCUMENTS", READ_DOCUMENTS))
 
     def teardown(self) -> None:
-        for each in self.patches:
-            each.stop()
+        self.patches.close()
         for opened in self.opened:
             opened.index.store.close()
         delete(self.folder)
 
-    def _build(
-        self,
-        corpus: Sequence[Document] | Iterator[Document],
-        encoder: Any = ENCODER,
-        **options: Any,
-    ) -> Any:
-        return build(self.folder, corpus, encoder=encoder, **options, **self.changes)
+    def _build(self, corpus: Iterable[Document], **options: Any) -> Any:
+        return build(self.folder, corpus, **options, **self.changes)
 
     @initialize(corpus=corpora)
     def first_build(self, corpus: list[Document]) -> None:
@@ -122,9 +107,8 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(corpus=corpora)
     def build(self, corpus: list[Document]) -> None:
         counts, before, generation = self.naive.read(corpus), self.naive.served, self._generation()
-        assert self.naive.texts() <= {
-            self.naive.passages[row].content for row in self.naive.live
-        }, "a text is lost"
+        live = {self.naive.passages[row].content for row in self.naive.live}
+        assert self.naive.texts() <= live, "a text is lost"
         report = self._build(corpus)
         self.naive.publish()
         for name, number in counts.items():
@@ -141,13 +125,13 @@ class IndexMachine(RuleBasedStateMachine):
     def prune(self, corpus: list[Document], unread: set[str], even_most: bool) -> None:
         """What a dry run tells is what goes, unless it is more than half of what was served."""
         before, generation = self.naive.num_served(), self._generation()
-        told = find_gone(corpus, self.folder, Pruning(unread, even_most=even_most))
+        pruning = Pruning(unread, even_most=even_most)
+        told = find_gone(corpus, self.folder, pruning)
         assert [name for name, _ in told.documents] == sorted(self.naive.gone(corpus, unread))
         served = self.naive.served
         counts = self.naive.read(corpus)
         gone = self.naive.gone(corpus, unread)
         going = sum(number > 0 for number in gone.values()), sum(gone.values())
-        pruning = Pruning(unread, even_most=even_most)
         if not even_most and (2 * going[0] > before[0] or 2 * going[1] > before[1]):
             with pytest.raises(RetrievalError, match="more than half: nothing is removed"):
                 self._build(corpus, pruning=pruning)
@@ -201,7 +185,7 @@ class IndexMachine(RuleBasedStateMachine):
         encoder = DyingEncoder()
         encoder.batches_left = num_batches
         try:
-            self._build(corpus, encoder)
+            self._build(corpus, encoder=encoder)
         except Killed:
             with open(self.folder / VECTORS, "ab") as file:
                 # a writer goes on here, not after half a row
@@ -215,8 +199,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(corpus=corpora, stage=st.sampled_from(STAGES), after=st.booleans(), prunes=st.booleans())
     def die_publishing(self, corpus: list[Document], stage: str, after: bool, prunes: bool) -> None:
-        """Before or after any of the last steps;
-        only the manifest's replacement serves what is new, and hides what has gone."""
+        """Only the manifest's replacement serves what is new, and hides what has gone."""
         self.naive.read(corpus)
         if prunes:
             self.naive.drop(self.naive.gone(corpus, ()))
@@ -226,15 +209,8 @@ class IndexMachine(RuleBasedStateMachine):
             self.naive.publish()
         self.is_clean = not death.has_died
 
-    @rule(
-        names=st.sets(
-            st.sampled_from(
-                [MANIFEST + ".draft", "dense-2-0.faiss", "removed-3.npy", "draft-encoder.npz"]
-            )
-        )
-    )
+    @rule(names=st.sets(st.sampled_from(JUNK)))
     def leave_junk(self, names: set[str]) -> None:
-        """Of builds that died."""
         junk = [name for name in names if not (self.folder / name).exists()]
         for name in junk:
             (self.folder / name).write_bytes(b"junk")
@@ -250,22 +226,15 @@ class IndexMachine(RuleBasedStateMachine):
         """A server follows."""
         is_newer = self.retriever.index.generation < self._generation()
         assert self.retriever.refresh() == is_newer
-        check(Opened(self.retriever.index, self.naive.served))
+        served = self.naive.served
+        check(Opened(self.retriever.index, served))
         hits = self.retriever.search(["elm"], k=3, mode="dense", nprobe=1).hits[0]
-        expected = self.naive.served.search(
-            "elm", ENCODER.encode_queries, k=len(self.naive.passages) + 1
-        )
-        by_id = {
-            self.naive.served.passages[row].id: (self.naive.served.passages[row], score)
-            for row, score in expected
-        }
+        expected = served.search("elm", ENCODER.encode_queries, k=len(served.passages) + 1)
+        by_id = {served.passages[row].id: (served.passages[row], score) for row, score in expected}
         assert [hit.passage for hit in hits] == [by_id[hit.passage.id][0] for hit in hits]
-        np.testing.assert_allclose(
-            [hit.score for hit in hits], [score for _, score in expected[:3]], atol=1e-3
-        )
-        np.testing.assert_allclose(
-            [hit.score for hit in hits], [by_id[hit.passage.id][1] for hit in hits], atol=1e-3
-        )
+        scores = [hit.score for hit in hits]
+        np.testing.assert_allclose(scores, [score for _, score in expected[:3]], atol=1e-3)
+        np.testing.assert_allclose(scores, [by_id[hit.passage.id][1] for hit in hits], atol=1e-3)
 
     def _generation(self) -> int:
         return read_manifest(self.folder).generation if (self.folder / MANIFEST).exists() else 0
@@ -301,22 +270,18 @@ def check(opened: Opened) -> None:
     """The index answers as brute force over `served`."""
     index, served = opened.index, opened.served
     assert (index.num_rows, index.num_live) == (len(served.passages), len(served.live))
-    assert [passage for _, passage in index.store.iterate(0, index.num_rows)] == list(
-        served.passages
-    )
+    stored = index.store.iterate(0, index.num_rows)
+    assert tuple(passage for _, passage in stored) == served.passages
     assert set(np.flatnonzero(index.is_live(np.arange(index.num_rows))).tolist()) == served.live
     k = index.num_rows + 1
     for query in WORDS:
         scores, rows = index.search_dense(ENCODER.encode_queries([query]), k=k, nprobe=1)
         expected = served.search(query, ENCODER.encode_queries, k=k)
-        found = len(expected)
-        assert sorted(rows[0, :found].tolist()) == sorted(served.live)
-        assert (rows[0, found:] == -1).all()
-        by_row = dict(expected)
-        np.testing.assert_allclose(scores[0, :found], [score for _, score in expected], atol=1e-3)
-        np.testing.assert_allclose(
-            scores[0, :found], [by_row[row] for row in rows[0, :found].tolist()], atol=1e-3
-        )
+        found, scores = rows[0, : len(expected)].tolist(), scores[0, : len(expected)]
+        assert set(found) == served.live
+        assert (rows[0, len(expected) :] == -1).all()
+        np.testing.assert_allclose(scores, [score for _, score in expected], atol=1e-3)
+        np.testing.assert_allclose(scores, [dict(expected)[row] for row in found], atol=1e-3)
         if index.bm25:
             assert sorted(index.bm25.search(query, k=k)[1].tolist()) == served.with_word(query)
 

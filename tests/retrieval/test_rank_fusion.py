@@ -1,7 +1,4 @@
-"""Reciprocal rank fusion against its definition.
-
-.venv/bin/python -m pytest tests/retrieval/test_rank_fusion.py
-"""
+"""Reciprocal rank fusion against its definition."""
 
 from __future__ import annotations
 
@@ -15,37 +12,23 @@ RANKINGS = st.lists(st.lists(st.integers(0, 12), unique=True, max_size=8), max_s
 CONSTANTS = st.integers(0, 100)
 
 
-def test_rank_fusion_of_two_rankings_by_hand() -> None:
-    """The formula on paper: what both rankings hold beats what one has first."""
-    fused = reciprocal_rank_fusion([[7, 8], [9, 8]], k=3, constant=60)
-    assert fused == [(8, 2 / 62), (7, 1 / 61), (9, 1 / 61)]
-
-
-def test_rank_fusion_of_nothing_is_nothing() -> None:
-    """No ranking, empty ones (a query without any known word) and k = 0 are no errors."""
-    assert reciprocal_rank_fusion([], k=5, constant=60) == []
-    assert reciprocal_rank_fusion([[], []], k=5, constant=60) == []
-    assert reciprocal_rank_fusion([[1]], k=0, constant=60) == []
-
-
 def test_rank_fusion_counts_a_repeated_id_at_its_first_place() -> None:
     """A ranking with a duplicate must not let it vote twice, nor push the others down."""
     assert reciprocal_rank_fusion([[1, 1, 2]], k=5, constant=0) == [(1, 1.0), (2, 0.5)]
 
 
-@pytest.mark.parametrize("arguments", [{"k": -1, "constant": 60}, {"k": 5, "constant": -1}])
-def test_rank_fusion_refuses_negative_numbers(arguments: dict[str, int]) -> None:
+@pytest.mark.parametrize(("k", "constant"), [(-1, 60), (5, -1)])
+def test_rank_fusion_refuses_negative_numbers(k: int, constant: int) -> None:
     """constant = -1 would divide by zero at the first place."""
     with pytest.raises(ValueError, match="must not be negative"):
-        reciprocal_rank_fusion([[1]], **arguments)
+        reciprocal_rank_fusion([[1]], k=k, constant=constant)
 
 
 @given(RANKINGS, st.integers(0, 20), CONSTANTS)
 def test_rank_fusion_equals_the_definition(
     rankings: list[list[int]], k: int, constant: int
 ) -> None:
-    """Every id's sum over all rankings, written as the paper has it;
-    ties by best rank, then by first ranking."""
+    """The sum over all rankings; ties by best rank, then by first ranking."""
 
     def slow_key(item: int) -> tuple[float, int, int]:
         ranks = [ranking.index(item) + 1 if item in ranking else 10**9 for ranking in rankings]
@@ -73,6 +56,5 @@ def test_rank_fusion_scores_do_not_depend_on_the_order_of_rankings(
 def test_rank_fusion_of_equal_rankings_is_that_ranking(
     ranking: list[int], copies: int, constant: int
 ) -> None:
-    """Agreement changes nothing."""
     fused = reciprocal_rank_fusion([ranking] * copies, k=50, constant=constant)
     assert [item for item, _ in fused] == ranking

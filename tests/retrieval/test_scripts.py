@@ -36,31 +36,19 @@ def test_text_is_cut_into_pairs(text: str, expected: str) -> None:
 
 
 def test_the_tokenizer_keeps_every_pair_whole() -> None:
-    """What tantivy takes for no letter is a mark that is left out, or punctuation that ends a run:
-    else it would split pairs."""
+    """What it takes for no letter is left out, or ends a run."""
     analyzer = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple()).build()
-    members = [
-        char
-        for char in map(chr, range(sys.maxunicode))
-        if scripts._RUN.match(char) and category(char) != "Cn"
-    ]
+    chars = map(chr, range(sys.maxunicode))
+    members = [char for char in chars if scripts._RUN.match(char) and category(char) != "Cn"]
     letters = set(analyzer.analyze(" ".join(members)))
     others = {char for char in members if char not in letters}
     assert others == {char for char in members if ord(char) in scripts._FOLDED}
-    assert {scripts._FOLDED[ord(char)] for char in others if category(char)[0] == "M"} == {""}
-    assert {scripts._FOLDED[ord(char)] for char in others if category(char)[0] != "M"} == {" "}
+    for char in others:
+        assert scripts._FOLDED[ord(char)] == ("" if category(char)[0] == "M" else " ")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("退货政策，很简单。", True),
-        ("ที่นี่ ไม่มี", True),
-        ("Python用", False),
-        ("한국어는 쉽다", False),
-        ("plain", False),
-        ("Größe", False),
-    ],
-)
-def test_is_unspaced(text: str, expected: bool) -> None:
-    assert is_unspaced(text) is expected
+def test_is_unspaced() -> None:
+    for text in ("退货政策，很简单。", "ที่นี่ ไม่มี"):
+        assert is_unspaced(text)
+    for text in ("Python用", "한국어는 쉽다", "plain", "Größe"):
+        assert not is_unspaced(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,82 +19,21 @@ from retrieval.tables import find_tables
 from retrieval.tokens import Tokens, WordTokens, load_tokens
 from tests.examples import examples
 from tests.reference.naive_splitter import NaiveSplitter
+from tests.retrieval.small_index import train_bpe
 
-PIECES = [
-    *[
-        "One",
-        " two",
-        " three",
-        "Four",
-        " of",
-        " the",
-        "a",
-        "I",
-        "Dr",
-        " 3.14",
-        "e.g",
-        "x" * 40,
-        " superlongword",
-    ],
-    *[
-        ".",
-        "!",
-        "?",
-        "...",
-        ",",
-        "—",
-        '"',
-        ")",
-        ". ",
-        "! ",
-        ".\n",
-        "? ",
-        " ",
-        "  ",
-        "\n",
-        "\n\n",
-        "\r\n",
-        "\u00a0",
-    ],
-    *[
-        "\n# Head\n",
-        "\n## Sub\n\n",
-        "\n- item",
-        "\n1. item",
-        "\n```\n",
-        "中文字符。",
-        "「引用。」",
-        "ひらが",
-        "한국어",
-    ],
-    *["é", "e\u0301", "👩\u200d👩\u200d👧", "🇩🇪", "ﬁ", "\u200b", "Ω", "הטקסט"],
-]
+WORDS = ["One", " two", " three", "Four", " of", " the", "a", "I", "Dr", " 3.14", "e.g", "x" * 40]
+MARKS = [*'.!?,—")', "...", ". ", "! ", ".\n", "? ", " ", "  ", "\n", "\n\n", "\r\n", "\u00a0"]
+MARKUP = ["\n# Head\n", "\n## Sub\n\n", "\n- item", "\n1. item", "\n```\n"]
+SCRIPTS = ["中文字符。", "「引用。」", "ひらが", "한국어", "é", "e\u0301"]
+SCRIPTS += ["👩\u200d👩\u200d👧", "🇩🇪"]
+PIECES = [*WORDS, " superlongword", *MARKS, *MARKUP, *SCRIPTS, "ﬁ", "\u200b", "Ω", "הטקסט"]
 CHARACTERS = st.characters(exclude_categories=["Cs"])
-ROWS = [
-    "| a | b |\n",
-    "| c. D | e |\n",
-    "x | y\n",
-    "| long " + "row " * 9 + "| z |\n",
-    "| 中文。字 | ok! No |\n",
-]
-TABLE_PIECES = [
-    *[
-        f"\n{head}|---|---|\n{row}"
-        for head in ("| H | I |\n", "  H | I\n", "| many " + "words " * 9 + "| I |\n")
-        for row in ROWS
-    ],
-    *ROWS,
-    *[
-        "One two. Three",
-        "\n\n",
-        "\n",
-        "# Head\n",
-        "- item\n",
-        "|---|---|\n",
-        "|",
-        " four five six.",
-    ],
-]
+HEADS = ["| H | I |\n", "  H | I\n", "| many " + "words " * 9 + "| I |\n"]
+ROWS = ["| a | b |\n", "| c. D | e |\n", "x | y\n", "| long " + "row " * 9 + "| z |\n"]
+ROWS += ["| 中文。字 | ok! No |\n"]
+TABLE_PIECES = [f"\n{head}|---|---|\n{row}" for head in HEADS for row in ROWS]
+TABLE_PIECES += [*ROWS, "One two. Three", "\n\n", "\n", "# Head\n", "- item\n", "|---|---|\n", "|"]
+TABLE_PIECES += [" four five six."]
 TABLE_TEXTS = st.lists(st.sampled_from(TABLE_PIECES), max_size=25).map("".join)
 TEXTS = st.one_of(
     st.lists(st.sampled_from(PIECES), min_size=30, max_size=90).map("".join),
@@ -105,23 +43,14 @@ TEXTS = st.one_of(
 
 
 def make_bpe(folder: Path) -> Tokens:
-    """A byte-level BPE tokenizer of 300 tokens: most characters beyond ASCII take several."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator(
-        ["One two three. Four of the items, of the others!\n\n# Head\n\nOne"] * 9, trainer
+    train_bpe("One two three. Four of the items, of the others!\n\n# Head\n\nOne").save(
+        str(folder / "tokenizer.json")
     )
-    bpe.save(str(folder / "tokenizer.json"))
     return load_tokens(str(folder))
 
 
 def make_spaced(folder: Path) -> Tokens:
-    """Llama's kind: a space is put in front of each text, so a passage alone counts otherwise than
-    within its document."""
+    """Llama's kind: a space in front of each text, so a passage alone counts otherwise."""
     pytest.importorskip("transformers")
     from tests.reference.tiny_tokenizer import make_spaced_tokenizer
 
@@ -129,30 +58,18 @@ def make_spaced(folder: Path) -> Tokens:
     return load_tokens(str(folder))
 
 
-def load_bundled(folder: Path) -> Tokens:
-    """The tokenizer of the model that comes with the package."""
-    return load_tokens(str(files("sglang_chunkcache.bundled_model")))
-
-
 @pytest.fixture(scope="module", params=["words", "bpe", "spaced", "bundled"])
 def tokens(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
     """One tokenizer of each kind."""
-    make = {
-        "words": lambda _: WordTokens(),
-        "bpe": make_bpe,
-        "spaced": make_spaced,
-        "bundled": load_bundled,
-    }[request.param]
+    if request.param in ("words", "bundled"):
+        return load_tokens(request.param)
+    make = {"bpe": make_bpe, "spaced": make_spaced}[request.param]
     return make(tmp_path_factory.mktemp(request.param))
 
 
 def split(tokens: Tokens, text: str, max_tokens: int, overlap_tokens: int) -> list[Passage]:
-    """The passages of a document called "d"."""
-    return list(
-        Splitter(tokens, max_tokens=max_tokens, overlap_tokens=overlap_tokens).split(
-            Document("d", "", text)
-        )
-    )
+    splitter = Splitter(tokens, max_tokens=max_tokens, overlap_tokens=overlap_tokens)
+    return list(splitter.split(Document("d", "", text)))
 
 
 def words(text: str, max_tokens: int, overlap_tokens: int = 0) -> list[str]:
@@ -177,7 +94,6 @@ def without_header(passage: Passage, text: str) -> str:
 def check(
     tokens: Tokens, text: str, passages: Sequence[Passage], max_tokens: int, overlap_tokens: int
 ) -> None:
-    """What must hold of every split."""
     covered = [0] * len(text)
     for passage in passages:
         first, own = offset(passage), without_header(passage, text)
@@ -197,17 +113,22 @@ def check(
             assert one.end - other.start <= overlap_tokens
 
 
+def check_split(tokens: Tokens, text: str, max_tokens: int, overlap: float) -> list[Passage]:
+    """Every promise, and fast equals slow."""
+    limits = {"max_tokens": max_tokens, "overlap_tokens": int(overlap * max_tokens)}
+    passages = split(tokens, text, **limits)
+    check(tokens, text, passages, **limits)
+    assert passages == NaiveSplitter(tokens, **limits).split(Document("d", "", text))
+    return passages
+
+
 @given(text=TEXTS, max_tokens=st.integers(MIN_TOKENS, 50), overlap=st.floats(0, 0.49))
 @settings(max_examples=examples(60))
 def test_split_keeps_every_promise_and_equals_the_naive_splitter(
     tokens: Tokens, text: str, max_tokens: int, overlap: float
 ) -> None:
-    """Nothing lost, nothing too long, at most so much repeated; and fast equals slow."""
-    overlap_tokens = int(overlap * max_tokens)
-    passages = split(tokens, text, max_tokens, overlap_tokens)
-    check(tokens, text, passages, max_tokens, overlap_tokens)
-    naive = NaiveSplitter(tokens, max_tokens=max_tokens, overlap_tokens=overlap_tokens)
-    assert passages == naive.split(Document("d", "", text))
+    """Nothing lost, nothing too long, at most so much repeated."""
+    check_split(tokens, text, max_tokens, overlap)
 
 
 @given(text=TABLE_TEXTS, max_tokens=st.integers(MIN_TOKENS, 60), overlap=st.floats(0, 0.49))
@@ -216,13 +137,8 @@ def test_split_of_tables_keeps_every_promise_and_repeats_headers(
     tokens: Tokens, text: str, max_tokens: int, overlap: float
 ) -> None:
     """As above; and what begins in a row begins with its line, below the header."""
-    overlap_tokens = int(overlap * max_tokens)
-    passages = split(tokens, text, max_tokens, overlap_tokens)
-    check(tokens, text, passages, max_tokens, overlap_tokens)
-    naive = NaiveSplitter(tokens, max_tokens=max_tokens, overlap_tokens=overlap_tokens)
-    assert passages == naive.split(Document("d", "", text))
     end = 0
-    for passage in passages:
+    for passage in check_split(tokens, text, max_tokens, overlap):
         own, first = without_header(passage, text), offset(passage)
         for table in find_tables(text):
             if table.body <= first < table.end:
@@ -230,9 +146,8 @@ def test_split_of_tables_keeps_every_promise_and_repeats_headers(
                 # A table may take a passage for its header and not even one character below.
                 assert (own != passage.text) == fits or len(own) == 1
                 if first < end:
-                    assert text[text.rfind("\n", 0, first) + 1 : first].strip() == "", (
-                        "the overlap begins within a row"
-                    )
+                    before = text[text.rfind("\n", 0, first) + 1 : first]
+                    assert before.strip() == "", "the overlap begins within a row"
         end = first + len(own)
 
 
@@ -247,96 +162,36 @@ def test_split_over_several_blocks_loses_nothing(tokens: Tokens, text: str) -> N
     assert [passage.start for passage in passages] == sorted(passage.start for passage in passages)
 
 
-def test_split_packs_whole_sentences() -> None:
-    """Greedy: as many as fit, none cut."""
-    text = "One two three. Four five six. Seven eight nine. Ten."
-    assert words(text, 8) == ["One two three. Four five six.", "Seven eight nine. Ten."]
-
-
-def test_split_repeats_whole_sentences_within_the_overlap() -> None:
-    """The passage begins with the earliest sentence that fits into the overlap."""
-    text = "A b c d e. F g. H i. J k l m n. O p."
-    assert words(text, 12, 5) == ["A b c d e. F g. H i.", "H i. J k l m n. O p."]
-
-
-def test_split_gives_up_the_overlap_rather_than_cutting_a_sentence() -> None:
-    """A repeated sentence must not cost the next one its wholeness."""
-    text = "A b c d e. F g. H i j k l m n o p."
-    assert words(text, 10, 4) == ["A b c d e. F g.", "H i j k l m n o p."]
-
-
-def test_split_ends_with_a_paragraph_if_half_full() -> None:
-    """A passage on one thing, unless that left it nearly empty."""
-    assert words("One two three.\n\nFour five. Six seven.", 8) == [
-        "One two three.",
-        "Four five. Six seven.",
-    ]
-    assert words("One.\n\nFour five. Six seven eight nine ten.", 8) == [
-        "One.\n\nFour five.",
-        "Six seven eight nine ten.",
-    ]
-
-
-def test_split_keeps_a_heading_with_what_follows() -> None:
-    """A heading at the end of a passage says nothing, and its text has lost its name."""
-    text = "One two three four.\n\n## Head\n\nFive six. Seven eight nine."
-    assert words(text, 9) == ["One two three four.", "## Head\n\nFive six.", "Seven eight nine."]
-    assert words("# Head\n\na b c d e f g h i", 8) == ["# Head\n\na b c d e f", "g h i"]
-
-
-def test_split_cuts_a_long_sentence_between_lines_then_words() -> None:
-    """A table's rows stay whole. A sentence without breaks is cut between words.
-    A word without end between tokens."""
-    assert words("a b c d e\nf g h i j\nk l m n o", 12) == ["a b c d e\nf g h i j", "k l m n o"]
-    assert words("a b c d e f g h i j k l", 8) == ["a b c d e f g h", "i j k l"]
-    assert words("a b c d e f g h i j k l", 8, 3) == ["a b c d e f g h", "f g h i j k l"]
-    assert words("-" * 20, 8) == ["-" * 8, "-" * 8, "-" * 4]
-
-
-def test_split_repeats_the_header_of_a_table() -> None:
-    """A row without it says nothing, also where it is repeated in front of other text."""
-    head, rows = "| a | b |\n|---|---|", [f"| {row}. X | {row} |" for row in "pqrst"]
-    text = "\n".join(["Intro:", head, *rows]) + "\n\nThe end is here and it is a long one."
-    assert words(text, 36, 9) == [
-        "\n".join(["Intro:", head, *rows[:2]]),
-        "\n".join([head, *rows[1:4]]),
-        "\n".join([head, *rows[3:]]),
-        "\n".join([head, rows[4], "", "The end is here and it is a long one."]),
-    ]
-    assert words(text, 36)[-1] == "The end is here and it is a long one."
-
-
-def test_split_of_a_table_with_a_large_header_does_not_repeat_it() -> None:
-    """It would leave less than half of a passage for the rows."""
-    text = "| " + "long " * 9 + "|\n|---|\n" + "| row |\n" * 6
-    assert [passage.count("long") for passage in words(text, 20)] == [9, 0]
+@pytest.mark.parametrize(
+    ("text", "limits", "expected"),
+    [
+        ("One two three. Four five six. Seven.", (8,), ["One two three. Four five six.", "Seven."]),
+        ("A b c d. F g. H i. J k l m n.", (11, 5), ["A b c d. F g. H i.", "H i. J k l m n."]),
+        ("A b c d e. F g. H i j k l m n.", (10, 4), ["A b c d e. F g.", "H i j k l m n."]),
+        ("One two three.\n\nFour. Five six.", (8,), ["One two three.", "Four. Five six."]),
+        ("One.\n\nFour five. Six seven eight.", (8,), ["One.\n\nFour five.", "Six seven eight."]),
+        ("One two three.\n\n# Head\n\nFive six.", (8,), ["One two three.", "# Head\n\nFive six."]),
+        ("a b c d e\nf g h i j\nk l m n o", (12,), ["a b c d e\nf g h i j", "k l m n o"]),
+        ("a b c d e f g h i j k l", (8, 3), ["a b c d e f g h", "f g h i j k l"]),
+        ("-" * 20, (8,), ["-" * 8, "-" * 8, "-" * 4]),
+        ("|a|\n|-|\n| b b |\n| c c |", (12,), ["|a|\n|-|\n| b b |", "|a|\n|-|\n| c c |"]),
+        (" \n\t\u3000 ", (8,), []),
+    ],
+)
+def test_split_cuts_where_a_reader_would(
+    text: str, limits: tuple[int, ...], expected: list[str]
+) -> None:
+    """Sentences, else lines, else words; headings and table rows keep company."""
+    assert words(text, *limits) == expected
 
 
 def test_split_carries_a_header_over_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table of megabytes is split in several parts."""
     monkeypatch.setattr(splitter_module, "BLOCK_CHARS", 100)
     text = "| h |\n|---|\n" + "".join(f"| r{row} |\n" for row in range(60)) + "\n| end |\n"
     passages = words(text, 40)
     assert all(passage.startswith("| h |\n|---|\n") for passage in passages[:-1])
     assert passages[-1] == "| end |"
     assert "".join(passages).count("| r") == 60
-
-
-def test_split_counts_positions_in_characters_and_tokens() -> None:
-    """Ids and spans point into the document."""
-    first, second = split(WordTokens(), "  One two three. 👩‍👧 four five!  Six.", 8, 0)
-    assert (first.id, first.start, first.end, first.num_tokens) == ("d#2", 0, 4, 4)
-    assert (second.id, second.start, second.end, second.text) == (
-        "d#17",
-        4,
-        12,
-        "👩‍👧 four five!  Six.",
-    )
-
-
-def test_split_yields_nothing_of_whitespace() -> None:
-    """An empty document has no passage, rather than an empty one."""
-    assert words("", 8) == words(" \n\t\u3000 ", 8) == []
 
 
 @pytest.mark.parametrize(
@@ -359,29 +214,12 @@ def test_split_refuses_a_character_that_no_passage_holds() -> None:
         split(Bits(), "ab", 20, 5)
 
 
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "word ",
-        "Short one. ",
-        ".",
-        "\n",
-        "x",
-        "a\n\n",
-        "# h\n",
-        "- i\n",
-        "é",
-        '."',
-        ". ",
-        "中。",
-        "| a |\n|-|\n| b |\n",
-        "|-|\n",
-        "| ",
-    ],
-)
+UNITS = ["word ", "Short one. ", ".", "\n", "x", "a\n\n", "# h\n", "- i\n", "é", '."', ". ", "中。"]
+
+
+@pytest.mark.parametrize("unit", [*UNITS, "| a |\n|-|\n| b |\n", "|-|\n", "| "])
 def test_split_takes_linear_time(unit: str) -> None:
-    """A block of anything: eight times the text takes eight times as long,
-    with a quadratic rule it would be 64."""
+    """Eight times the text takes eight times as long; by a quadratic rule, 64."""
 
     def seconds(num_chars: int) -> float:
         text = "Start " + unit * (num_chars // len(unit))

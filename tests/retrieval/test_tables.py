@@ -27,10 +27,7 @@ def found(text: str, header: str = "") -> list[tuple[str, str, bool]]:
         (f"{HEAD}|1|2|\n\n{HEAD}|3|4|\n\n", [(HEAD, "|1|2|", False), (HEAD, "|3|4|", False)]),
         (f"{HEAD}|1|2|\n|---|---|\n|3|4|\n", [(HEAD, "|1|2|\n|---|---|\n|3|4|", True)]),
         ("| a |\n|---|\n| 1 |\n", [("| a |\n|---|\n", "| 1 |", True)]),
-        (
-            r"| a \| b | c |" + "\n|---|---|\n|1|2|",
-            [("| a \\| b | c |\n|---|---|\n", "|1|2|", True)],
-        ),
+        ("a \\| b | c\n-|-\n1|2", [("a \\| b | c\n-|-\n", "1|2", True)]),
     ],
 )
 def test_tables_are_found(text: str, expected: list[tuple[str, str, bool]]) -> None:

@@ -26,13 +26,11 @@ def test_read_what_was_appended(path: Path) -> None:
     for first, last in [(0, 2), (2, 2), (2, 7)]:
         file.append(ROWS[first:last])
     file.sync()
-    assert path.stat().st_size == 7 * 3 * 2
     again = VectorFile(path, dim=3)
-    assert again.num_rows == 7
+    assert (again.num_rows, again.read(0, 7).dtype.name) == (7, "float32")
     for first in range(8):
         for last in range(first, 8):
             assert np.array_equal(again.read(first, last), ROUNDED[first:last])
-    assert again.read(0, 7).dtype == np.float32
 
 
 def test_read_rows_in_any_order(path: Path) -> None:
@@ -45,7 +43,6 @@ def test_read_rows_in_any_order(path: Path) -> None:
 
 @pytest.mark.parametrize("num_bytes", range(1, 6))
 def test_half_a_row_is_written_over(path: Path, num_bytes: int) -> None:
-    """A writer was killed in the middle of a row."""
     VectorFile(path, dim=3).append(ROWS[:2])
     with open(path, "ab") as file:
         file.write(b"\xff" * num_bytes)

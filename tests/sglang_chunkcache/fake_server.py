@@ -1,97 +1,37 @@
-"""A server that answers `/chunkcache/*` without an engine, and keeps what it was asked.
-For tests of the commands."""
+"""Servers that answer without an engine, and keep what they were asked.
+For tests of the commands and of programs."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
+from collections.abc import Collection, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
-class FakeServer:
-    """Every chunk is taken, unless it is in `refused`; `reply` overrides what GET answers."""
+class JsonServer:
+    """`answer` says what comes back, as an object or as bytes."""
 
     def __init__(self) -> None:
         self.posts: list[tuple[str, dict[str, Any]]] = []
         self.keys: list[str | None] = []
-        self.reuse = "fused"
-        self.num_lost = 0
-        """Captures that are dropped once a chunk was sent."""
-        self.num_evicted = 0
-        """Of a store's variants, once a chunk was sent."""
-        self.pending = 0
-        """Captures that wait; every other request does one."""
-        self.refused: set[str] = set()
-        self.neighbors = {"moved": 2, "computed": 1, "missing": 0}
-        """Of every chunk that has some."""
-        self.kept: set[str] = set()
-        """Chunks that are there already."""
-        self.storage: list[dict[str, Any]] = []
-        """What the first rank's tells, one after the other; the last one for ever."""
-        self.missing_together: set[str] = set()
-        """Chunks that find no neighbour while others are in flight."""
-        self._lock = threading.Lock()
-        self._num_in_flight = self.most_in_flight = 0
-        self.delay_s = 0.0
-        self.reply: tuple[int, bytes] | None = None
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                fake.keys.append(self.headers.get("Authorization"))
-                is_sent = any(path == "/chunkcache/preprocess" for path, _ in fake.posts)
-                dropped, evicted = (
-                    num if is_sent else 0 for num in (fake.num_lost, fake.num_evicted)
-                )
-                sizes = {"max_bytes": 1 << 20, "max_entries": 50, "num_evicted": evicted}
-                ranks: list[dict[str, Any]] = [
-                    {
-                        "store": {
-                            "pending": n,
-                            "dropped": dropped,
-                            "token_bytes": 1024,
-                            "num_variants": 7,
-                            **sizes,
-                        }
-                    }
-                    for n in (fake.pending, 0)
-                ]
-                if fake.storage:
-                    told = fake.storage[0] if len(fake.storage) == 1 else fake.storage.pop(0)
-                    rooms = {**sizes, "num_evicted": 0}
-                    ranks[0]["storage"] = {
-                        "queue": 0,
-                        "problems": {},
-                        "unwritten": 0,
-                        **rooms,
-                        **told,
-                    }
-                self._answer(
-                    *(
-                        fake.reply
-                        or (200, json.dumps({"reuse": fake.reuse, "ranks": ranks}).encode())
-                    )
-                )
+                self._answer(None)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 fake.posts.append((self.path, body))
-                if self.path == "/chunkcache/explain":
-                    spans = [
-                        {"start": 5, "end": 5 + len(chunk["text"])} for chunk in body["chunks"]
-                    ]
-                    self._answer(200, json.dumps({"spans": spans}).encode())
-                elif self.path == "/rag/v1/generate":
-                    fake.pending = max(0, fake.pending - 1)
-                    self._answer(200, b"{}")
-                elif body["chunk"]["id"] in fake.refused:
-                    self._answer(400, b'{"message": "messages: too long"}')
-                else:
-                    self._answer(200, json.dumps(fake._preprocess(body)).encode())
+                self._answer(body)
 
-            def _answer(self, status: int, content: bytes) -> None:
+            def _answer(self, body: dict[str, Any] | None) -> None:
+                fake.keys.append(self.headers.get("Authorization"))
+                status, told = fake.answer(self.path, body)
+                content = told if isinstance(told, bytes) else json.dumps(told).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
@@ -103,6 +43,64 @@ class FakeServer:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def answer(self, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
+        """Status and content; `body` is None for GET."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class FakeServer(JsonServer):
+    """Every chunk is taken, unless it is in `refused`; `reply` overrides what GET answers."""
+
+    reuse, delay_s = "fused", 0.0
+    num_lost = num_evicted = 0
+    """Captures that are dropped, and a store's variants that are evicted, once a chunk was sent."""
+    pending = 0
+    """Captures that wait; every other request does one."""
+    neighbors: Mapping[str, int] = {"moved": 2, "computed": 1, "missing": 0}
+    """Of every chunk that has some."""
+    refused: Collection[str] = ()
+    kept: Collection[str] = ()
+    """Chunks that are there already."""
+    missing_together: Collection[str] = ()
+    """Chunks that find no neighbour while others are in flight."""
+    storage: Sequence[Mapping[str, Any]] = ()
+    """What the first rank's tells, one after the other; the last one for ever."""
+    reply: tuple[int, bytes] | None = None
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_in_flight = self.most_in_flight = 0
+        super().__init__()
+
+    def answer(self, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
+        if body is None:
+            return self.reply or (200, {"reuse": self.reuse, "ranks": self._ranks()})
+        if path == "/chunkcache/explain":
+            return 200, {"spans": [{"start": 5, "end": 5 + len(c["text"])} for c in body["chunks"]]}
+        if path == "/rag/v1/generate":
+            self.pending = max(0, self.pending - 1)
+            return 200, {}
+        if body["chunk"]["id"] in self.refused:
+            return 400, {"message": "messages: too long"}
+        return 200, self._preprocess(body)
+
+    def _ranks(self) -> list[dict[str, Any]]:
+        is_sent = any(path == "/chunkcache/preprocess" for path, _ in self.posts)
+        room = {"max_bytes": 1 << 20, "max_entries": 50, "num_evicted": 0}
+        store = room | {"num_evicted": is_sent * self.num_evicted, "token_bytes": 1024}
+        store |= {"dropped": is_sent * self.num_lost, "num_variants": 7}
+        ranks: list[dict[str, Any]] = [
+            {"store": {"pending": n, **store}} for n in (self.pending, 0)
+        ]
+        if self.storage:
+            told, self.storage = self.storage[0], self.storage[1:] or self.storage
+            ranks[0]["storage"] = {"queue": 0, "problems": {}, "unwritten": 0, **room, **told}
+        return ranks
 
     def _preprocess(self, body: dict[str, Any]) -> dict[str, Any]:
         kept = body["chunk"]["id"] in self.kept
@@ -119,10 +117,6 @@ class FakeServer:
         if neighbors and is_together and body["chunk"]["id"] in self.missing_together:
             neighbors = {"missing": len(body["neighbors"])}
         return {"chunk_tokens": 10, "kept": kept, "neighbors": neighbors, "seconds": 0.5}
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
     @property
     def chunks(self) -> list[tuple[str, list[str]]]:

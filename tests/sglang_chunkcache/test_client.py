@@ -1,5 +1,4 @@
-"""The commands' way to a server: what is an error, what is about one request only,
-and waiting for captures."""
+"""The commands' way to a server: what is an error, and waiting for captures."""
 
 from __future__ import annotations
 
@@ -44,25 +43,18 @@ def test_bad_answers_are_errors(
 
 
 def test_proxies_are_ignored(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy has no business between us and the server."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    monkeypatch.delenv("NO_PROXY", raising=False)
-    monkeypatch.delenv("no_proxy", raising=False)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
     assert Client(server.url, None).get("/chunkcache/stats")["reuse"] == "fused"
 
 
-def test_captures_that_never_come_are_an_error(server: FakeServer) -> None:
-    """Rather than waiting for ever."""
+def test_waiting_captures_are_driven_on(server: FakeServer) -> None:
+    """By requests until none waits, since they are done along with a forward; not for ever."""
+    server.pending = 3
+    for _ in range(2):
+        settle(Client(server.url, None))
+        assert [path for path, _ in server.posts] == ["/rag/v1/generate"] * 3
     server.pending = 10_000
     with pytest.raises(ServerError, match="still wait to enter the store"):
         settle(Client(server.url, None), timeout_s=0.05)
-
-
-def test_waiting_captures_are_driven_on(server: FakeServer) -> None:
-    """They are done along with a forward, so requests are sent until none waits;
-    without any, none is sent."""
-    server.pending = 3
-    settle(Client(server.url, None))
-    assert [path for path, _ in server.posts] == ["/rag/v1/generate"] * 3
-    settle(Client(server.url, None))
-    assert len(server.posts) == 3

@@ -26,23 +26,20 @@ from sglang_chunkcache.scheduler.node import RequestState
 
 MANAGER = SimpleNamespace()
 METRICS = Metrics(prometheus=False)
+LETHAL = GenerateReqInput(text="x", priority=2**63)
 
 
 def outputs(obj: Any, raw_request: Any = None, *, guarded: bool = True) -> list[Any]:
-    """What a watched `generate_request` gives for `obj`:
-    SGLang's, which says what it was called with."""
+    """What a watched `generate_request` gives: SGLang's, which says what it was called with."""
 
     async def generate(*given: Any) -> AsyncIterator[Any]:
         yield given
 
-    guard = Guard(lambda: Limits(1101, None), lambda: Metrics(prometheus=False))
-    misplaced = Misplaced(lambda: METRICS, clock=lambda: 0.0)
-    watched = hooks._watched(misplaced, guard if guarded else None)(
-        generate, MANAGER, obj, raw_request
-    )
+    guard = Guard(lambda: Limits(1101, None), lambda: METRICS) if guarded else None
+    watch = hooks._watched(Misplaced(lambda: METRICS, clock=lambda: 0.0), guard)
 
     async def collected() -> list[Any]:
-        return [output async for output in watched]
+        return [output async for output in watch(generate, MANAGER, obj, raw_request)]
 
     return asyncio.run(collected())
 
@@ -50,16 +47,14 @@ def outputs(obj: Any, raw_request: Any = None, *, guarded: bool = True) -> list[
 def test_lethal_request_does_not_reach_sglang() -> None:
     """The error comes where SGLang's own come: with the first step, not with the call."""
     with pytest.raises(RequestError, match="priority: must fit"):
-        outputs(GenerateReqInput(text="x", priority=2**63))
+        outputs(LETHAL)
 
 
 def test_chunks_on_v1_are_seen_with_and_without_the_guard() -> None:
     """SGLang gets the request as it came, its body untouched."""
-    request = SimpleNamespace(
-        scope={"path": "/v1/chat/completions"}, _json={"chunks": [{"text": "x"}]}
-    )
-    obj = GenerateReqInput(text="x", priority=2**63)
-    assert outputs(obj, request, guarded=False) == [(MANAGER, obj, request)]
+    body = {"chunks": [{"text": "x"}]}
+    request = SimpleNamespace(scope={"path": "/v1/chat/completions"}, _json=body)
+    assert outputs(LETHAL, request, guarded=False) == [(MANAGER, LETHAL, request)]
     assert outputs(GenerateReqInput(text="x"), request)[0][2] is request
     assert METRICS.totals()["misplaced"] == {"chunks": 2}
 
@@ -75,20 +70,20 @@ def test_other_request_is_sglangs(obj: Any) -> None:
 def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang logs that it could not apply one, and goes on."""
     every = {hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE, hooks.FORWARD, hooks.GENERATE_REQUEST}
-    monkeypatch.setattr(HookRegistry, "_patched", set())
-    fused, exact = ChunkCacheConfig(reuse="fused", host_mib=0), ChunkCacheConfig(host_mib=0)
-    assert set(hooks.missing_hooks(fused, is_main=True)) == every
-    assert set(hooks.missing_hooks(ChunkCacheConfig(), is_main=True)) == every
-    assert hooks.missing_hooks(exact, is_main=False) == [
-        hooks.GET_INTERNAL_STATE,
-        hooks.ADD_TO_QUEUE,
-    ]
-    stored = hooks.missing_hooks(
-        ChunkCacheConfig(reuse="fused", storage_backend="file"), is_main=True
-    )
-    assert set(stored) - every == {hooks.ADD_TO_BATCH, *hooks.UPDATES}
-    monkeypatch.setattr(HookRegistry, "_patched", every)
-    assert hooks.missing_hooks(fused, is_main=True) == []
+    in_rank = {hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE}
+    stored = every | {hooks.ADD_TO_BATCH, *hooks.UPDATES}
+    fused = {"reuse": "fused", "host_mib": 0}
+    for knobs, is_main, missing in (
+        (fused, True, every),
+        ({}, True, every),
+        ({"host_mib": 0}, False, in_rank),
+        ({"reuse": "fused", "storage_backend": "file"}, True, stored),
+    ):
+        settings = ChunkCacheConfig(**knobs)
+        monkeypatch.setattr(HookRegistry, "_patched", set())
+        assert set(hooks.missing_hooks(settings, is_main=is_main)) == missing
+        monkeypatch.setattr(HookRegistry, "_patched", missing)
+        assert hooks.missing_hooks(settings, is_main=is_main) == []
 
 
 def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,14 +91,11 @@ def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatc
     told: list[Any] = []
     cache = SimpleNamespace(arrived=told.append, doubt_weights=lambda: told.append("doubt"))
     monkeypatch.setattr(hooks, "_ours", lambda cache: cache)
-    scheduler = SimpleNamespace(tree_cache=cache)
+    scheduler, nobody = SimpleNamespace(tree_cache=cache), SimpleNamespace(tree_cache=None)
     assert hooks._tell_arrival("result", scheduler, "req", is_retracted=True) == "result"
-    hooks._tell_update(SimpleNamespace(scheduler=scheduler), "request")
-    assert told == ["req", "doubt"]
-    nobody = SimpleNamespace(tree_cache=None)
     hooks._tell_arrival(None, nobody, "req")
-    hooks._tell_update(SimpleNamespace(scheduler=nobody), "request")
-    hooks._tell_update(SimpleNamespace(scheduler=None), "request")
+    for each in (scheduler, nobody, None):
+        hooks._tell_update(SimpleNamespace(scheduler=each), "request")
     assert told == ["req", "doubt"]
 
 
@@ -126,14 +118,12 @@ def test_request_that_waits_for_its_loads_is_put_off(
     assert hooks._wait_for_loads(lambda *args: "added", adder, waits) == "added"
 
 
-def test_start_without_a_hook_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("guard", ["off", "on"])
+def test_start_without_a_hook_fails(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the guard is off: chunks on `/v1` are looked for."""
-    monkeypatch.setattr(
-        HookRegistry, "_patched", {hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE, hooks.FORWARD}
-    )
+    there = {hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE, hooks.FORWARD}
+    monkeypatch.setattr(HookRegistry, "_patched", there)
     said: list[str] = []
-    for guard in ("off", "on"):
-        settings = ChunkCacheConfig(guard=guard)
-        monkeypatch.setattr(config, "from_env", lambda settings=settings: settings)
-        launch_server._check_hooks(said.append)  # type: ignore[arg-type]
-    assert [hooks.GENERATE_REQUEST in text for text in said] == [True, True]
+    monkeypatch.setattr(config, "from_env", lambda: ChunkCacheConfig(guard=guard))
+    launch_server._check_hooks(said.append)  # type: ignore[arg-type]
+    assert hooks.GENERATE_REQUEST in said[0]

@@ -7,9 +7,7 @@ launch/test.sh tests/sglang_chunkcache/test_lang.py
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -19,9 +17,11 @@ from hypothesis import strategies as st
 pytest.importorskip("sglang", reason="frontend programs need SGLang")
 
 import sglang as sgl
-from sglang.lang.choices import unconditional_likelihood_normalized
+from sglang.lang.choices import token_length_normalized, unconditional_likelihood_normalized
 
-from sglang_chunkcache.lang import AreaText, ChunkCacheEndpoint, Part, SglChunks, chunks, parts_of
+from sglang_chunkcache.lang import ChunkCacheEndpoint as Endpoint
+from sglang_chunkcache.lang import Part, chunks, parts_of
+from tests.sglang_chunkcache.fake_server import JsonServer
 
 FATES = {"exact": 3, "relocated": 0, "recomputed": 0, "computed": 2}
 DOCS = [{"id": "d1", "text": "One."}, {"id": "d2", "text": "Two."}]
@@ -33,46 +33,30 @@ def function(program: Callable[..., None]) -> Any:
     return sgl.function(program)
 
 
-class FakeServer:
-    """Answers as a chunk cache server would, and keeps what it was asked."""
+def run(backend: Endpoint, *expressions: Any, **how: Any) -> Any:
+    """The state of a program that adds these one by one."""
 
-    def __init__(self) -> None:
-        self.posts: list[tuple[str, dict[str, Any]]] = []
-        self.headers: list[dict[str, str]] = []
-        self.refusal: dict[str, Any] | None = None
-        fake = self
+    @function
+    def program(s: Any) -> None:
+        for expression in expressions:
+            s += expression
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._answer(b'{"model_path": "fake"}')
+    return program.run(backend=backend, **how)
 
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                fake.posts.append((self.path, body))
-                fake.headers.append(dict(self.headers))
-                if fake.refusal is not None:
-                    self._answer(json.dumps(fake.refusal).encode(), status=400)
-                elif body.get("stream"):
-                    self._answer(b"".join(b"data: " + event + b"\n\n" for event in _events()))
-                else:
-                    self._answer(json.dumps(_reply(self.path, body)).encode())
 
-            def _answer(self, content: bytes, status: int = 200) -> None:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
+class FakeServer(JsonServer):
+    """Answers as a chunk cache server would."""
 
-            def log_message(self, *args: object) -> None:
-                pass
+    refusal: dict[str, Any] | None = None
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    def answer(self, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
+        if body is None:
+            return 200, {"model_path": "fake"}
+        if self.refusal is not None:
+            return 400, self.refusal
+        if body.get("stream"):
+            return 200, b"".join(b"data: " + event + b"\n\n" for event in _events())
+        return 200, _reply(path, body)
 
     @property
     def parts(self) -> list[list[Part]]:
@@ -81,38 +65,25 @@ class FakeServer:
 
 
 def _reply(path: str, body: dict[str, Any]) -> Any:
-    """One token per prompt part in front of what is scored;
-    a choice's token is as likely as its text is long."""
+    """A choice is as likely as its text is long."""
     if path == "/rag/v1/retrieve":
-        return {
-            "query": body["query"],
-            "passages": [{**doc, "score": 0.5, "title": ""} for doc in DOCS],
-        }
+        passages = [{**doc, "score": 0.5, "title": ""} for doc in DOCS]
+        return {"query": body["query"], "passages": passages}
     meta_info: dict[str, Any] = {"prompt_tokens": 5, "cached_tokens": 3}
     if body.get("return_logprob"):
+        logprob = -1.0 if "input_ids" in body else -1.0 / len(body["parts"][-1])
+        meta_info["input_token_logprobs"] = [[None, 0, None], [logprob, 1, None]]
+        meta_info["output_token_logprobs"] = []
         if "input_ids" in body:
-            return [
-                {"meta_info": {"input_token_logprobs": [[None, 0, None], [-1.0, 1, None]]}}
-                for _ in body["input_ids"]
-            ]
-        logprob = -1.0 / len(body["parts"][-1])
-        meta_info |= {
-            "input_token_logprobs": [[None, 0, None], [logprob, 1, None]],
-            "output_token_logprobs": [],
-        }
+            return [{"meta_info": meta_info} for _ in body["input_ids"]]
     answer = {"text": "answer", "meta_info": meta_info}
-    return (
-        answer
-        if path == "/generate"
-        else {**answer, "chunkcache": {"fates": FATES, "order": ["d1", "d2"]}}
-    )
+    return answer if path == "/generate" else {**answer, "chunkcache": {"fates": FATES}}
 
 
 def _events() -> Iterator[bytes]:
     for text, more in (("an", {}), ("answer", {"chunkcache": {"fates": FATES}})):
-        yield json.dumps(
-            {"text": text, "meta_info": {"completion_tokens": len(text)}, **more}
-        ).encode()
+        event = {"text": text, "meta_info": {"completion_tokens": len(text)}, **more}
+        yield json.dumps(event).encode()
     yield b"[DONE]"
 
 
@@ -124,62 +95,36 @@ def server() -> Iterator[FakeServer]:
 
 
 @pytest.fixture
-def backend(server: FakeServer) -> ChunkCacheEndpoint:
-    return ChunkCacheEndpoint(server.url)
+def backend(server: FakeServer) -> Endpoint:
+    return Endpoint(server.url)
 
 
 # The text that knows its areas
 
 
-def test_area_moves_when_text_is_put_in_front() -> None:
-    """Offsets are of the whole text; a wrong one would cut a chunk out of the question."""
-    text = "head" + chunks(["a", "b"]).value + "tail"
-    assert text == "heada\n\nb\n\ntail"
-    assert parts_of(text) == ["head", {"chunks": [{"text": "a"}, {"text": "b"}]}, "tail"]
-
-
-def test_str_of_a_text_keeps_areas() -> None:
-    """SGLang's fork copies the state with str():
-    without its areas every branch would be plain text."""
-    text = str("head" + chunks(["a"]).value)
-    assert parts_of(text) == ["head", {"chunks": [{"text": "a"}]}]
-
-
 def test_slice_through_an_area_is_plain_text() -> None:
-    """Half a chunk is no chunk, but the text must stay whole."""
-    text = "head" + chunks(["a"]).value + "tail"
-    assert parts_of(text[4:]) == [{"chunks": [{"text": "a"}]}, "tail"]
+    """Half a chunk is no chunk. str(), by which SGLang copies a state, keeps areas."""
+    text = str("head" + chunks(["a"]).value + "tail")
+    area = {"chunks": [{"text": "a"}]}
+    assert parts_of(text) == ["head", area, "tail"]
+    assert [type(part) for part in parts_of(text)] == [str, dict, str]
+    assert parts_of(text[4:]) == [area, "tail"]
     assert parts_of(text[5:]) == ["\n\ntail"]
     assert parts_of(text[0]) == ["h"]
     assert parts_of(text[::-1]) == [text[::-1]]
 
 
-def test_parts_are_plain_strings() -> None:
-    """Parts go to JSON encoders, which need not know subclasses of str."""
-    text = "head" + chunks(["a"]).value + "tail"
-    assert [type(part) for part in parts_of(text)] == [str, dict, str]
-
-
-def test_chunks_without_passages_is_empty_text() -> None:
-    """A retriever that found nothing is no error."""
-    assert parts_of("head" + chunks([]).value + "tail") == ["headtail"]
-
-
-def test_chunks_takes_the_servers_separator() -> None:
-    assert chunks(DOCS, separator="|").value == "One.|Two.|"
-
-
 @pytest.mark.parametrize("passage", [1, None, {"id": "x"}, {"text": None}, b"bytes"])
 def test_chunks_refuses_what_has_no_text(passage: Any) -> None:
-    """A TypeError, since SGLang's tracing of a program goes on after one and dies of a
-    ValueError."""
+    """A ValueError would end SGLang's tracing of a program."""
     with pytest.raises(TypeError, match="a passage must be a text"):
         chunks([passage])
 
 
 def test_chunks_keeps_only_what_the_endpoint_takes() -> None:
-    """Retrievers add scores and sources, which the endpoint has no use for."""
-    expression = chunks([{"id": 7, "text": "a", "score": 0.5}])
+    """Retrievers add scores and sources. A program's text may have the server's separator."""
+    expression = chunks([{"id": 7, "text": "a", "score": 0.5}], separator="|")
+    assert expression.value == "a|"
     assert expression.value.areas[0].chunks == ({"text": "a", "id": 7},)
     assert repr(expression) == "Chunks([7])"
 
@@ -195,15 +140,11 @@ def test_chunks_keeps_only_what_the_endpoint_takes() -> None:
 def test_text_equals_a_plain_string_and_its_parts(
     pieces: list[str | list[str]], start: int, end: int
 ) -> None:
-    """Whatever is appended or sliced, the parts spell the text,
-    and areas come only from `chunks`."""
-    text: str = ""
+    """The parts spell the text, and areas come only from `chunks`."""
+    text = plain = ""
     for piece in pieces:
         text += piece if isinstance(piece, str) else chunks(piece).value
-    plain = "".join(
-        piece if isinstance(piece, str) else "".join(item + "\n\n" for item in piece)
-        for piece in pieces
-    )
+        plain += piece if isinstance(piece, str) else _spelled([_area(piece)])
     for got, expected in (
         (text, plain),
         (text[start:end], plain[start:end]),
@@ -211,11 +152,12 @@ def test_text_equals_a_plain_string_and_its_parts(
     ):
         assert got == expected
         assert _spelled(parts_of(got)) == expected
-    assert [part for part in parts_of(text) if isinstance(part, dict)] == [
-        {"chunks": [{"text": item} for item in piece]}
-        for piece in pieces
-        if isinstance(piece, list) and piece
-    ]
+    areas = [_area(piece) for piece in pieces if isinstance(piece, list) and piece]
+    assert [part for part in parts_of(text) if isinstance(part, dict)] == areas
+
+
+def _area(texts: list[str]) -> Part:
+    return {"chunks": [{"text": text} for text in texts]}
 
 
 def _spelled(parts: list[Part]) -> str:
@@ -230,29 +172,20 @@ def _spelled(parts: list[Part]) -> str:
 # Programs
 
 
-def test_retrieve_gives_passages_for_chunks(
-    server: FakeServer, backend: ChunkCacheEndpoint
-) -> None:
-    """Best first, with scores, which `chunks` leaves out of the prompt."""
+def test_retrieve_gives_passages_for_chunks(server: FakeServer, backend: Endpoint) -> None:
+    """With scores, which `chunks` leaves out of the prompt; a refusal is an error."""
     passages = backend.retrieve("Who?", k=2)
     assert server.posts[-1] == ("/rag/v1/retrieve", {"query": "Who?", "k": 2})
     assert [passage["score"] for passage in passages] == [0.5, 0.5]
     assert parts_of("" + chunks(passages).value) == [AREA]
-
-
-def test_refused_retrieve_is_an_error(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
-    """With what the server says."""
     server.refusal = {"message": "retrieve: this server has no index"}
     with pytest.raises(RuntimeError, match="no index"):
         backend.retrieve("Who?")
 
 
-def test_gen_posts_parts_and_returns_fates(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
-    @function
-    def program(s: Any, question: str) -> None:
-        s += "head " + chunks(DOCS) + question + sgl.gen("answer", max_tokens=4, temperature=0)
-
-    state = program.run("Who?", backend=backend)
+def test_gen_posts_parts_and_returns_fates(server: FakeServer, backend: Endpoint) -> None:
+    gen = sgl.gen("answer", max_tokens=4, temperature=0)
+    state = run(backend, "head " + chunks(DOCS) + "Who?" + gen)
     assert state["answer"] == "answer"
     assert state.get_meta_info("answer")["chunkcache"]["fates"] == FATES
     (path, body), *more = server.posts
@@ -261,37 +194,19 @@ def test_gen_posts_parts_and_returns_fates(server: FakeServer, backend: ChunkCac
     assert set(body) == {"parts", "sampling_params"}  # the endpoint refuses fields it does not know
 
 
-def test_second_gen_has_the_first_answer_in_front(
-    server: FakeServer, backend: ChunkCacheEndpoint
-) -> None:
-    """A later turn goes on after the answer; both areas stay areas."""
-
-    @function
-    def program(s: Any) -> None:
-        s += chunks(DOCS) + "Who?" + sgl.gen("first")
-        s += "And" + chunks(DOCS[:1]) + "why?" + sgl.gen("second")
-
-    program.run(backend=backend).sync()
-    assert server.parts[1] == [AREA, "Who?answerAnd", {"chunks": DOCS[:1]}, "why?"]
-
-
-def test_roles_keep_areas(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
-    """The frontend's chat template wraps expressions in role marks."""
-
-    @function
-    def program(s: Any) -> None:
-        s += sgl.user(chunks(DOCS) + "Who?")
-        s += sgl.assistant(sgl.gen("answer"))
-
-    state = program.run(backend=backend)
+def test_roles_and_later_turns_keep_areas(server: FakeServer, backend: Endpoint) -> None:
+    """The chat template wraps expressions in role marks; a turn goes on after the answer."""
+    turn = sgl.user(chunks(DOCS) + "Who?"), sgl.assistant(sgl.gen("first"))
+    state = run(backend, *turn, "And" + chunks(DOCS[:1]) + "why?" + sgl.gen("second"))
     state.sync()
-    assert server.parts == [["USER:", AREA, "Who?\nASSISTANT:"]]
+    first, second = server.parts
+    assert first == ["USER:", AREA, "Who?\nASSISTANT:"]
+    later = "Who?\nASSISTANT:answer\nAnd"
+    assert second == ["USER:", AREA, later, {"chunks": DOCS[:1]}, "why?"]
     assert state.messages()[0]["content"] == "One.\n\nTwo.\n\nWho?"
 
 
-def test_fork_copies_areas_and_commits_them_first(
-    server: FakeServer, backend: ChunkCacheEndpoint
-) -> None:
+def test_fork_copies_areas_and_commits_them_first(server: FakeServer, backend: Endpoint) -> None:
     """Branches share the chunks; the commit before a fork makes the cache hold them."""
 
     @function
@@ -303,18 +218,14 @@ def test_fork_copies_areas_and_commits_them_first(
             branch += f"Q{number}?" + sgl.gen("answer")
         branches.join()
 
-    state = program.run(backend=backend)
-    assert state["answer"] == ["answer", "answer"]
-    commit, *branches = server.posts
-    assert commit[1]["parts"] == ["head ", AREA]
-    assert commit[1]["sampling_params"] == {"max_new_tokens": 0}
-    assert sorted(body["parts"][2] for _, body in branches) == ["Q0?", "Q1?"]
-    assert all(body["parts"][:2] == ["head ", AREA] for _, body in branches)
+    assert program.run(backend=backend)["answer"] == ["answer", "answer"]
+    assert server.posts[0][1]["sampling_params"] == {"max_new_tokens": 0}
+    commit, *branches = server.parts
+    assert commit == ["head ", AREA]
+    assert sorted(branches, key=str) == [["head ", AREA, "Q0?"], ["head ", AREA, "Q1?"]]
 
 
-def test_join_by_text_keeps_the_branches_areas(
-    server: FakeServer, backend: ChunkCacheEndpoint
-) -> None:
+def test_join_by_text_keeps_the_branches_areas(server: FakeServer, backend: Endpoint) -> None:
     """SGLang would join the KV by a route that its server does not have."""
 
     @function
@@ -330,80 +241,40 @@ def test_join_by_text_keeps_the_branches_areas(
     assert server.parts[-1] == ["head ", {"chunks": DOCS[:1]}, {"chunks": DOCS[1:]}, "Who?"]
 
 
-def test_stream_yields_new_text_and_ends_with_fates(
-    server: FakeServer, backend: ChunkCacheEndpoint
-) -> None:
-    @function
-    def program(s: Any) -> None:
-        s += chunks(DOCS) + "Who?" + sgl.gen("answer")
-
-    state = program.run(backend=backend, stream=True)
+def test_stream_yields_new_text_and_ends_with_fates(server: FakeServer, backend: Endpoint) -> None:
+    state = run(backend, chunks(DOCS) + "Who?" + sgl.gen("answer"), stream=True)
     assert "".join(state.text_iter("answer")) == "answer"
     assert state.get_meta_info("answer") == {"completion_tokens": 6, "chunkcache": {"fates": FATES}}
     assert server.posts[0][1]["stream"] is True
 
 
+@pytest.mark.parametrize("method", [token_length_normalized, unconditional_likelihood_normalized])
 def test_select_scores_choices_behind_the_same_parts(
-    server: FakeServer, backend: ChunkCacheEndpoint
+    server: FakeServer, backend: Endpoint, method: Any
 ) -> None:
-    """The fake makes the longest choice the likeliest."""
-
-    @function
-    def program(s: Any) -> None:
-        s += chunks(DOCS) + "Which:" + sgl.gen("choice", choices=["a", "long", "bb"])
-
-    state = program.run(backend=backend)
-    assert state["choice"] == "long"
-    assert state.get_meta_info("choice")["chunkcache"]["fates"] == FATES
-    assert server.parts == [
-        [AREA, "Which:"],
-        *([AREA, "Which:", choice] for choice in ("a", "long", "bb")),
-    ]
-    assert [body["logprob_start_len"] for _, body in server.posts[1:]] == [4, 4, 4]
-
-
-def test_select_against_unconditional_likelihood(
-    server: FakeServer, backend: ChunkCacheEndpoint
-) -> None:
-    """Methods that compare with the choice alone get as many probabilities for it as after the
-    prompt."""
-
-    @function
-    def program(s: Any) -> None:
-        method = unconditional_likelihood_normalized
-        s += (
-            chunks(DOCS)
-            + "Which:"
-            + sgl.gen("choice", choices=["a", "long"], choices_method=method)
-        )
-
-    state = program.run(backend=backend)
+    """The longest is the likeliest; some methods compare with the choice alone."""
+    choice = sgl.gen("choice", choices=["a", "long", "bb"], choices_method=method)
+    state = run(backend, chunks(DOCS) + "Which:" + choice)
     assert state["choice"] == "long"
     assert state.error() is None
-    path, body = server.posts[-1]
-    assert (path, body["input_ids"], body["logprob_start_len"]) == (
-        "/generate",
-        [[0, 1], [0, 1]],
-        0,
+    assert state.get_meta_info("choice")["chunkcache"]["fates"] == FATES
+    prompt = [AREA, "Which:"]
+    assert server.parts == [prompt, *([*prompt, choice] for choice in ("a", "long", "bb"))]
+    assert [body["logprob_start_len"] for _, body in server.posts[1:4]] == [4, 4, 4]
+    alone = [body for path, body in server.posts if path == "/generate"]
+    assert [(body["input_ids"], body["logprob_start_len"]) for body in alone] == (
+        [(3 * [[0, 1]], 0)] if method is unconditional_likelihood_normalized else []
     )
 
 
-def test_program_without_chunks_goes_to_sglang(
-    server: FakeServer, backend: ChunkCacheEndpoint
-) -> None:
-    """Plain prompts share SGLang's own prefix cache, which chunk-keyed prompts do not."""
-
-    @function
-    def program(s: Any) -> None:
-        s += "Who?" + sgl.gen("answer")
-
-    assert program.run(backend=backend)["answer"] == "answer"
+def test_program_without_chunks_goes_to_sglang(server: FakeServer, backend: Endpoint) -> None:
+    """Plain prompts share SGLang's own prefix cache; a retriever may find nothing."""
+    assert run(backend, chunks([]) + "Who?" + sgl.gen("answer"))["answer"] == "answer"
     assert [(path, body["text"]) for path, body in server.posts] == [("/generate", "Who?")]
 
 
-def test_batch_precaches_the_common_chunks(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
-    """SGLang traces a batch's common beginning;
-    with chunks in it, it goes to our endpoint as parts."""
+def test_batch_precaches_the_common_chunks(server: FakeServer, backend: Endpoint) -> None:
+    """SGLang traces a batch's common beginning, which goes to our endpoint as parts."""
     long_docs = [{"id": "d", "text": "word " * 20}]
 
     @function
@@ -413,14 +284,12 @@ def test_batch_precaches_the_common_chunks(server: FakeServer, backend: ChunkCac
         s += sgl.gen("answer")
 
     program.run_batch([{"question": "Q1"}, {"question": "Q2"}], backend=backend, num_threads=1)
-    assert server.parts[0] == ["head ", {"chunks": [{"text": "word " * 20, "id": "d"}]}]
+    assert server.parts[0] == ["head ", {"chunks": long_docs}]
     assert server.posts[0][1]["sampling_params"] == {"max_new_tokens": 0}
     assert [parts[-1] for parts in server.parts[1:]] == ["Q1", "Q2"]
 
 
-def test_batch_survives_chunks_made_from_arguments(
-    server: FakeServer, backend: ChunkCacheEndpoint
-) -> None:
+def test_batch_survives_chunks_made_from_arguments(server: FakeServer, backend: Endpoint) -> None:
     """While SGLang traces, arguments are stand-ins without a value."""
 
     @function
@@ -431,51 +300,22 @@ def test_batch_survives_chunks_made_from_arguments(
     assert [state["answer"] for state in states] == ["answer", "answer"]
 
 
-def test_keys_and_identity_are_sent(server: FakeServer) -> None:
-    """Tenants are kept apart by what the request says, not by the program."""
-    backend = ChunkCacheEndpoint(server.url + "/", "key", extra_key="tenant", cache_salt="salt")
-
-    @function
-    def program(s: Any) -> None:
-        s += chunks(DOCS) + sgl.gen("answer")
-
-    program.run(backend=backend).sync()
-    body = server.posts[0][1]
-    assert (body["extra_key"], body["cache_salt"]) == ("tenant", "salt")
-    assert server.headers[0]["Authorization"] == "Bearer key"
-
-
-def test_reuse_and_order_are_sent(server: FakeServer) -> None:
-    """With every request; unless given, the server decides."""
-    reuse = {"mode": "fused", "selector": "first"}
-
-    @function
-    def program(s: Any) -> None:
-        s += chunks(DOCS) + sgl.gen("answer")
-
-    program.run(backend=ChunkCacheEndpoint(server.url, reuse=reuse, order="retriever")).sync()
-    program.run(backend=ChunkCacheEndpoint(server.url)).sync()
-    given, plain = (body for path, body in server.posts if path == "/rag/v1/generate")
-    assert (given["reuse"], given["order"]) == (reuse, "retriever")
-    assert not {"reuse", "order"} & set(plain)
+def test_fields_of_the_backend_are_sent(server: FakeServer, backend: Endpoint) -> None:
+    """With every request. Unless given, the server decides."""
+    fields: dict[str, Any] = {"extra_key": "tenant", "cache_salt": "salt"}
+    fields |= {"reuse": {"mode": "fused"}, "order": "tree"}
+    for each in (Endpoint(server.url + "/", "key", **fields), backend):
+        run(each, chunks(DOCS) + sgl.gen("answer")).sync()
+    (_, given), (_, plain) = server.posts
+    assert {name: given[name] for name in fields} == fields
+    assert "Bearer key" in server.keys
+    assert not fields.keys() & plain.keys()
 
 
 @pytest.mark.filterwarnings("ignore:Error in stream_executor")
-def test_refusal_is_the_states_error(server: FakeServer, backend: ChunkCacheEndpoint) -> None:
+def test_refusal_is_the_states_error(server: FakeServer, backend: Endpoint) -> None:
     """A 400 must not look like an empty answer."""
     server.refusal = {"object": "error", "message": "chunks: 300 given, at most 256"}
-
-    @function
-    def program(s: Any) -> None:
-        s += chunks(DOCS) + sgl.gen("answer")
-
-    error = program.run(backend=backend).error()
+    error = run(backend, chunks(DOCS) + sgl.gen("answer")).error()
     assert isinstance(error, RuntimeError)
     assert "at most 256" in str(error)
-
-
-def test_expression_is_one_that_sglang_executes() -> None:
-    """The interpreter raises on expressions that it does not know by class."""
-    assert isinstance(chunks(DOCS), SglChunks)
-    assert isinstance(chunks(DOCS), sgl.lang.ir.SglConstantText)
-    assert isinstance(chunks(DOCS).value, AreaText)

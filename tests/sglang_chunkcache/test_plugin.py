@@ -48,9 +48,7 @@ class Served(Scheduler):
             pool.get_kv_buffer(layer)  # which waits for what is loaded
             for req, start, end in batch:
                 for side, buffers in enumerate((pool.k_buffer, pool.v_buffer), 1):
-                    values = torch.tensor(req.all_ids[start:end], dtype=torch.float32)[
-                        :, None, None
-                    ]
+                    values = torch.tensor(req.all_ids[start:end]).float()[:, None, None]
                     buffers[layer][self.slots(req, start, end)] = values * side + layer
 
 
@@ -62,9 +60,8 @@ def kv_of(scheduler: Served, req: FakeReq) -> torch.Tensor:
 
 
 def request() -> FakeReq:
-    return FakeReq(
-        [*HEAD, *CHUNK, *QUESTION], marked([(len(HEAD), len(HEAD + CHUNK))], promoted_len=1)
-    )
+    spans = marked([(len(HEAD), len(HEAD + CHUNK))], promoted_len=1)
+    return FakeReq([*HEAD, *CHUNK, *QUESTION], spans)
 
 
 @pytest.fixture
@@ -74,28 +71,17 @@ def create(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Create]:
     made: list[Any] = []
 
     def create(**knobs: Any) -> Any:
-        told = config(
-            **{
-                "host_mib": 1,
-                "store_mib": 1,
-                "move": "always",
-                "recompute_attention": "masked",
-                **knobs,
-            }
-        )
+        sizes = {"host_mib": 1, "store_mib": 1}
+        told = config(**{**sizes, "move": "always", "recompute_attention": "masked", **knobs})
         for name, value in told.to_env().items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(HookRegistry, "_patched", set())
         monkeypatch.setattr(HookRegistry, "_patched", set(hooks.missing_hooks(told, is_main=False)))
-        allocator = CountingAllocator(
-            CAPACITY, torch.float32, "cpu", runner.token_to_kv_pool, False
-        )
+        pool, worker = runner.token_to_kv_pool, SimpleNamespace(model_runner=runner)
+        allocator = CountingAllocator(CAPACITY, torch.float32, "cpu", pool, False)
         params = CacheInitParams(False, runner.req_to_token_pool, allocator, 1)
-        worker = SimpleNamespace(model_runner=runner)
-        ctx = SimpleNamespace(
-            params=params, server_args=runner.server_args, tp_worker=worker, tp_rank=0
-        )
-        made.append(create_cache(ctx))
+        given = {"params": params, "server_args": runner.server_args, "tp_rank": 0}
+        made.append(create_cache(SimpleNamespace(**given, tp_worker=worker)))
         return made[-1]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -132,8 +118,7 @@ def test_without_a_storage(create: Create, reuse: str) -> None:
 
 @pytest.mark.parametrize("reuse", ["exact", "fused"])
 def test_restart_loads_chains_from_the_storage(create: Create, tmp_path: Path, reuse: str) -> None:
-    """Whoever starts the storage has done it before the chains are loaded,
-    which would find it off."""
+    """The storage is started before the chains are loaded, which would find it off."""
     knobs = {"reuse": reuse, **file_in(tmp_path / "kv")}
     cache = create(**knobs)
     assert isinstance(cache.storage, Storage)

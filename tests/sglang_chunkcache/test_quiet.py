@@ -19,14 +19,16 @@ from sglang_chunkcache.config import ChunkCacheConfig
 quiet.hide(ChunkCacheConfig(log=sys.argv[1]))
 quiet._has_gpu = lambda: sys.argv[2] == "gpu"
 logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)  # as SGLang does, later
-registry, arch = logging.getLogger("sglang.srt.models.registry"), logging.getLogger("sglang.kernels.jit.utils.arch")
-registry.warning("Ignore import error when loading sglang.srt.models.inkling: No module named 'cutlass'")
-registry.warning("Ignore import error when loading sglang.srt.models.llama: other model")
-registry.error("Ignore import error when loading sglang.srt.models.inkling: an error")
-arch.warning("Cannot detect CUDA architecture.")
-logging.getLogger("sglang.srt.managers.scheduler").info("max_total_num_tokens=%d", 9)
-logging.getLogger("sglang.srt.managers.scheduler").info("Decode batch")
-logging.getLogger("sglang.srt.managers.scheduler").warning("max_total_num_tokens= is small")
+registry = logging.getLogger("sglang.srt.models.registry")
+beginning = "Ignore import error when loading sglang.srt.models."
+registry.warning(beginning + "inkling: No module named 'cutlass'")
+registry.warning(beginning + "llama: other model")
+registry.error(beginning + "inkling: an error")
+logging.getLogger("sglang.kernels.jit.utils.arch").warning("Cannot detect CUDA architecture.")
+scheduler = logging.getLogger("sglang.srt.managers.scheduler")
+scheduler.info("max_total_num_tokens=%d", 9)
+scheduler.info("Decode batch")
+scheduler.warning("max_total_num_tokens= is small")
 warnings.warn("Only CUDA, HIP and XPU support AWQ currently.", UserWarning)
 warnings.warn("something else", UserWarning)
 access = logging.getLogger("uvicorn.access")
@@ -44,19 +46,13 @@ def run(*argv: str, program: str = PROGRAM) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_brief_leaves_out_what_is_listed(device: str) -> None:
+@pytest.mark.parametrize(("log", "device"), [("brief", "cpu"), ("brief", "gpu"), ("all", "cpu")])
+def test_brief_leaves_out_what_is_listed(log: str, device: str) -> None:
     """By logger, beginning and level; that there is no GPU is news on a machine with one."""
-    printed = run("brief", device)
+    printed, is_all = run(log, device), log == "all"
     assert [text for text in SHOWN if text not in printed] == []
-    assert [text for text in HIDDEN if text in printed] == []
-    assert (OF_NO_GPU in printed) == (device == "gpu")
-
-
-def test_all_leaves_out_nothing() -> None:
-    """For a bug report."""
-    printed = run("all", "cpu")
-    assert [text for text in [*SHOWN, *HIDDEN, OF_NO_GPU] if text not in printed] == []
+    assert [text for text in HIDDEN if text in printed] == (HIDDEN if is_all else [])
+    assert (OF_NO_GPU in printed) == (device == "gpu" or is_all)
 
 
 def test_the_interpreters_end_is_mute_and_a_traceback_is_not() -> None:
@@ -72,8 +68,5 @@ def test_the_interpreters_end_is_mute_and_a_traceback_is_not() -> None:
         "finally:\n    print('an error', file=sys.stderr)"
     )
     printed = run(program=program)
-    assert ("an error" in printed, "a handler" in printed, "leaked" in printed) == (
-        True,
-        True,
-        False,
-    )
+    found = [text in printed for text in ("an error", "a handler", "leaked")]
+    assert found == [True, True, False]

@@ -40,25 +40,18 @@ def rag_body(request: Request, max_new_tokens: int, **fields: Any) -> dict[str, 
     """A request's body for our server."""
     chunks = [{"id": chunk.id, "text": chunk.text} for chunk in request.chunks]
     messages = [{"role": "user", "content": request.question}]
-    return {
-        "messages": messages,
-        "chunks": chunks,
-        "temperature": 0,
-        "max_tokens": max_new_tokens,
-        **fields,
-    }
+    asked = {"temperature": 0, "max_tokens": max_new_tokens, **fields}
+    return {"messages": messages, "chunks": chunks, **asked}
 
 
 def run_ours(
     url: str, requests: Sequence[Request], max_new_tokens: int
 ) -> tuple[list[list[int]], list[Answer], int]:
-    """Prompts' ids, answers, and tokens reused.
-    Requests are sent one after the other, so that the order is fixed."""
+    """Prompts' ids, answers, and tokens reused. One request after the other."""
     prompts, answers, exact = [], [], 0
     for request in requests:
-        reply = post(
-            url + "/rag/v1/chat/completions", rag_body(request, max_new_tokens, **LOGPROBS)
-        )
+        body = rag_body(request, max_new_tokens, **LOGPROBS)
+        reply = post(url + "/rag/v1/chat/completions", body)
         prompts.append(prompt_ids(reply))
         answers.append(answer_of(reply["choices"][0]["meta_info"]))
         exact += reply["chunkcache"]["fates"]["exact"]
@@ -68,14 +61,9 @@ def run_ours(
 def run_stock(url: str, input_ids: list[int], max_new_tokens: int, **fields: Any) -> Answer:
     """Send the same ids through `/generate`."""
     params = {"temperature": 0, "max_new_tokens": max_new_tokens}
-    body = {
-        "input_ids": input_ids,
-        "sampling_params": params,
-        "return_logprob": True,
-        "top_logprobs_num": 2,
-        **fields,
-    }
-    return answer_of(post(url + "/generate", body)["meta_info"])
+    body = {"input_ids": input_ids, "sampling_params": params, **fields}
+    told = post(url + "/generate", {"return_logprob": True, "top_logprobs_num": 2, **body})
+    return answer_of(told["meta_info"])
 
 
 def prompt_ids(reply: Mapping[str, Any]) -> list[int]:
@@ -104,10 +92,8 @@ def differences(reference: Sequence[Answer], answers: Sequence[Answer]) -> list[
     """The first different token of every answer that has one."""
     found = []
     for i, (want, got) in enumerate(zip(reference, answers, strict=True)):
-        step = next(
-            (s for s, (a, b) in enumerate(zip(want.tokens, got.tokens, strict=False)) if a != b),
-            None,
-        )
+        pairs = enumerate(zip(want.tokens, got.tokens, strict=False))
+        step = next((step for step, (a, b) in pairs if a != b), None)
         if step is None and len(want.tokens) != len(got.tokens):
             step = min(len(want.tokens), len(got.tokens)) - 1
         if step is not None:

@@ -2,7 +2,7 @@
 passage has.
 
     half of a passage   words of its topic (50 of them), drawn evenly
-    the other half      words of the whole vocabulary, Zipf-distributed: a few are in nearly every passage
+    the other half      words of the whole vocabulary, Zipf-distributed: a few are nearly everywhere
     last                its marker, the word that no other passage has
 
 So a question with words of a topic has right answers, common words cost a BM25 index as much as in
@@ -36,8 +36,7 @@ _TOPIC_STEP = 7919
 
 @dataclass(frozen=True)
 class GeneratedCorpus:
-    """`num_passages` different texts of `num_words` words, about `num_topics` topics;
-    equal arguments give equal texts."""
+    """Texts of `num_words` words; equal arguments give equal texts."""
 
     num_passages: int
     num_topics: int
@@ -78,8 +77,7 @@ class GeneratedCorpus:
         return made
 
     def write(self, path: Path) -> int:
-        """Write JSON Lines for `python -m retrieval build`, ids p0, p1 …, copies between them.
-        Returns the number of lines."""
+        """JSON Lines with ids p0, p1 …, and copies between them. Returns the number of lines."""
         written = 0
         with open(path, "w", encoding="utf-8") as file:
             for number, text in enumerate(self.texts()):

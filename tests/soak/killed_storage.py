@@ -50,29 +50,28 @@ def config_of(folder: Path) -> ChunkCacheConfig:
 
 def row_of(number: int) -> Row:
     num_tokens = 1 + random.Random(number).randrange(MAX_TOKENS)
-    return Row(
-        f"cc1-{number:040x}",
-        Place("m", "t", ChunkId(f"{number}"), "h", (), False),
-        num_tokens,
-        0,
-        0,
-        False,
-    )
+    place = Place("m", "t", ChunkId(f"{number}"), "h", (), False)
+    return Row(f"cc1-{number:040x}", place, num_tokens, 0, 0, False)
+
+
+def number_of(name: str) -> int:
+    return int(name[4:], 16)
 
 
 def entry_of(number: int) -> Entry:
     """The same for the same number."""
     made = torch.Generator().manual_seed(number)
     shape = LAYOUT.num_layers, row_of(number).num_tokens, LAYOUT.num_kv_heads, 2 * LAYOUT.key_dim
-    keys, values = (
-        torch.randint(0, 256, shape, generator=made, dtype=torch.uint8) for _ in range(2)
-    )
-    return Entry((keys.view(torch.bfloat16), values.view(torch.bfloat16)))
+    kv = (torch.randint(0, 256, shape, generator=made, dtype=torch.uint8) for _ in range(2))
+    keys, values = (each.view(torch.bfloat16) for each in kv)
+    return Entry((keys, values))
 
 
-def is_right(found: Entry, number: int) -> bool:
-    expected = entry_of(number)
-    pairs = zip(found.kv, expected.kv, strict=True)
+def is_right(found: Entry | None, number: int) -> bool:
+    """Or was not loaded."""
+    if found is None:
+        return True
+    pairs = zip(found.kv, entry_of(number).kv, strict=True)
     return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
 
 
@@ -81,19 +80,15 @@ def work(folder: Path, first: int, told: int) -> None:
     `w NUMBER` of a wrong entry."""
     rng = random.Random(first)
     opened = open_storage(config_of(folder), rank="rank0", model_name="")
-    kept = {int(row.name[4:], 16): row for row in opened.rows}
+    kept = {number_of(row.name): row for row in opened.rows}
     number = first
     while True:
         for job in opened.loader.poll():
             if isinstance(job, Write) and job.is_confirmed:
-                kept[int(job.row.name[4:], 16)] = job.row
-                os.write(told, b"c %d\n" % int(job.row.name[4:], 16))
-            elif (
-                isinstance(job, Load)
-                and job.entry is not None
-                and not is_right(job.entry, int(job.name[4:], 16))
-            ):
-                os.write(told, b"w %d\n" % int(job.name[4:], 16))
+                kept[number_of(job.row.name)] = job.row
+                os.write(told, b"c %d\n" % number_of(job.row.name))
+            elif isinstance(job, Load) and not is_right(job.entry, number_of(job.name)):
+                os.write(told, b"w %d\n" % number_of(job.name))
         if len(kept) > rng.randrange(1, MAX_KEPT):
             gone = rng.choice(sorted(kept))
             os.write(told, b"d %d\n" % gone)
@@ -139,26 +134,27 @@ def run(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
         rows, num_gone = confirmed(manifest, backend)
         counts["torn"] += num_gone
         counts["left_over"] += before - len(list((rank / "entries").iterdir()))
-        there = {int(row.name[4:], 16) for row in rows}
+        there = {number_of(row.name) for row in rows}
         counts["lost"] += len(kept - there)
         for row in rows:
             data = backend.get(row.name, row.num_bytes)
             assert data is not None
+            asked: dict[str, Any] = {
+                "layout": LAYOUT,
+                "num_tokens": row.num_tokens,
+                "secret": secret_of(),
+            }
             try:
-                found = entry.read(
-                    data, row.name, layout=LAYOUT, num_tokens=row.num_tokens, secret=secret_of()
-                )
+                found = entry.read(data, row.name, **asked)
             except RefusedEntryError:
                 counts["torn"] += 1
                 continue
             counts["read"] += 1
-            counts["wrong"] += not is_right(found, int(row.name[4:], 16))
+            counts["wrong"] += not is_right(found, number_of(row.name))
         manifest.close()
         kept = there  # confirmed to a child that had no time to tell
-    return {
-        name: counts[name]
-        for name in ("confirmed", "deleted", "read", "left_over", "lost", "torn", "wrong")
-    }
+    names = ("confirmed", "deleted", "read", "left_over", "lost", "torn", "wrong")
+    return {name: counts[name] for name in names}
 
 
 if __name__ == "__main__":

@@ -55,12 +55,12 @@ TIGHT = [
 """So small that requests wait for slots, promises are declined,
 and the store evicts chunks that are being moved."""
 
-REQUEST_HINT, STRANGE_HINT, REFUSED_HINT = (
-    "hint",
-    "hint of what nobody asks for",
-    "hint that is refused",
-)
+REQUEST_HINT, STRANGE_HINT = "hint", "hint of what nobody asks for"
+REFUSED_HINT = "hint that is refused"
 
+ACTS = {"send": 40, "again": 10, "stream": 15, "parallel": 5, "hang up": 10, "conversation": 10}
+ACTS |= {"plain": 5, "explain": 5}
+"""What a client does, and how often of a hundred times."""
 RATIOS = (0.0, 0.15, 0.5, 1.0)
 NUM_PASSAGES = 20
 MAX_NEW_TOKENS = 24
@@ -106,17 +106,13 @@ def soak(url: str, num_requests: int, *, clients: int, seed: int, pool_tokens: i
 
 
 def make_tasks(num_requests: int, seed: int) -> list[Task]:
-    """At least `num_requests` requests about a small world,
-    so that chunks recur at other positions. Four fifths are fused."""
+    """Requests about a small world, so that chunks recur. Four fifths are fused."""
     world, rng = World(seed, NUM_PASSAGES, num_kinds=1), random.Random(seed)
     asked = [question for question in world.questions if question.hop == 1]
     tasks: list[Task] = []
     total = 0
     while total < num_requests:
-        act = rng.choices(
-            ("send", "again", "stream", "parallel", "hang up", "conversation", "plain", "explain"),
-            (40, 10, 15, 5, 10, 10, 5, 5),
-        )[0]
+        act = rng.choices(list(ACTS), list(ACTS.values()))[0]
         turns = []
         for number in range(3 if act == "conversation" else 1):
             question = rng.choice(asked)
@@ -128,11 +124,8 @@ def make_tasks(num_requests: int, seed: int) -> list[Task]:
             turns = [{**turn, "conversation_id": f"soak{len(tasks)}"} for turn in turns]
         if act == "again":  # in another order, moved, then exact: that must not match moved KV
             exact = {key: value for key, value in turns[0].items() if key != "reuse"}
-            exact |= {
-                "order": "retriever",
-                "cache_salt": f"again{len(tasks)}",
-                "max_tokens": MAX_NEW_TOKENS,
-            }
+            exact |= {"order": "retriever", "cache_salt": f"again{len(tasks)}"}
+            exact["max_tokens"] = MAX_NEW_TOKENS
             exact["messages"] = [{"role": "user", "content": "Which passage comes last?"}]
             moved = {"mode": "fused", "selector": rng.choice(SELECTORS), "ratio": 0.0}
             turns = [exact | {"chunks": exact["chunks"][::-1]}, exact | {"reuse": moved}, exact]
@@ -152,36 +145,27 @@ def with_hints(tasks: Sequence[Task], seed: int, *, takes_hints: bool) -> list[T
             if rng.random() < 0.5:
                 turn = rng.choice(tasks[number : number + 8]).turns[0]
                 texts = [chunk["text"] for chunk in turn["chunks"]]
-                reuse: dict[str, Any] = {
-                    key: turn[key] for key in ("reuse", "cache_salt") if key in turn
-                }
+                names = turn.keys() & {"reuse", "cache_salt"}
+                reuse: dict[str, Any] = {name: turn[name] for name in names}
+                strange = [one.text for one in rng.sample(strangers, 3)]
+                by_chunks, by_texts = {"chunks": turn["chunks"]}, {"texts": texts}
                 bodies: dict[str, tuple[dict[str, Any], ...]] = {
-                    REQUEST_HINT: (
-                        turn,
-                        {"chunks": turn["chunks"], **reuse},
-                        {"texts": texts, **reuse},
-                    ),
-                    STRANGE_HINT: (
-                        {"texts": [one.text for one in rng.sample(strangers, 3)], **reuse},
-                    ),
+                    REQUEST_HINT: (turn, by_chunks | reuse, by_texts | reuse),
+                    STRANGE_HINT: ({"texts": strange, **reuse},),
                     REFUSED_HINT: (
-                        {"text": texts},
-                        {"texts": texts[0]},
-                        {"texts": []},
+                        *({"text": texts}, {"texts": texts[0]}, {"texts": []}),
                         {**turn, "texts": texts},
                     ),
                 }
                 act = rng.choices(list(bodies), (6, 2, 2))[0]
-                hinted.append(
-                    Task(act if takes_hints else REFUSED_HINT, (rng.choice(bodies[act]),))
-                )
+                kind = act if takes_hints else REFUSED_HINT
+                hinted.append(Task(kind, (rng.choice(bodies[act]),)))
         hinted.append(task)
     return hinted
 
 
 def check_exact(found: Found, url: str, **salt: str) -> None:
-    """Compare exact answers with full prefill of their ids on the server at `url`;
-    what differs becomes a problem."""
+    """Compare exact answers with full prefill; what differs becomes a problem."""
     references: dict[tuple[int, ...], Answer] = {}
     for ids, answer, max_tokens in found.exact:
         if (want := references.get(tuple(ids))) is None:
@@ -197,14 +181,11 @@ def check_exact(found: Found, url: str, **salt: str) -> None:
 
 
 def leftovers(url: str, pool_tokens: int, timeout_s: float = DEADLINE_S) -> list[str]:
-    """Resources that are not released when the server is idle.
-    Sends requests meanwhile, since captures run with batches."""
+    """What is not released when the server is idle. Captures need requests meanwhile."""
     deadline = time.monotonic() + timeout_s
     while True:
-        post(
-            url + "/rag/v1/generate",
-            {"parts": ["Hello."], "sampling_params": {"max_new_tokens": 2}},
-        )
+        short = {"parts": ["Hello."], "sampling_params": {"max_new_tokens": 2}}
+        post(url + "/rag/v1/generate", short)
         time.sleep(0.3)
         stats = get(url + "/chunkcache/stats")
         rank = stats["ranks"][0]
@@ -220,33 +201,24 @@ def leftovers(url: str, pool_tokens: int, timeout_s: float = DEADLINE_S) -> list
         if "storage" in rank:
             expected["jobs of the storage"] = rank["storage"]["queue"], 0
             expected["bytes under way ahead"] = rank["storage"]["prefetch_bytes"], 0
-        wrong = [
-            f"{name}: {got}, not {want}" for name, (got, want) in expected.items() if got != want
-        ]
+        pairs = expected.items()
+        wrong = [f"{name}: {got}, not {want}" for name, (got, want) in pairs if got != want]
         if not wrong or time.monotonic() > deadline:
             return wrong
 
 
 def problems_of_log(log: Path) -> list[str]:
     """Log lines of errors, ours or SGLang's."""
-    marks = (
-        "Traceback",
-        "IntegrityError",
-        "moving chunk KV failed",
-        "memory leak",
-        "Scheduler hit an exception",
-    )
-    return [
-        line[:200]
-        for line in log.read_text(errors="replace").splitlines()
-        if any(m in line for m in marks)
-    ]
+    marks = ["Traceback", "IntegrityError", "moving chunk KV failed", "memory leak"]
+    marks += ["Scheduler hit an exception"]
+    lines = log.read_text(errors="replace").splitlines()
+    return [line[:200] for line in lines if any(mark in line for mark in marks)]
 
 
 def is_finite(logprobs: Sequence[Any]) -> bool:
     """Whether all are numbers. JSON has no NaN; servers write null."""
     return bool(logprobs) and all(
-        isinstance(value, int | float) and value == value for value in logprobs
+        isinstance(each, int | float) and each == each for each in logprobs
     )
 
 
@@ -265,11 +237,8 @@ def _body(rng: random.Random, question: str, passages: Sequence[Any], act: str) 
     if rng.random() < 0.5:
         body["order"] = "retriever"
     if rng.random() < 0.8:
-        body["reuse"] = {
-            "mode": "fused",
-            "selector": rng.choice(SELECTORS),
-            "ratio": rng.choice(RATIOS),
-        }
+        selector, ratio = rng.choice(SELECTORS), rng.choice(RATIOS)
+        body["reuse"] = {"mode": "fused", "selector": selector, "ratio": ratio}
         if rng.random() < 0.2:
             body["reuse"]["focus"] = rng.choice(("off", "spare"))
         if body["reuse"]["selector"] == "context" and rng.random() < 0.5:
@@ -293,11 +262,8 @@ def _run(url: str, task: Task, found: Found) -> None:
             if task.act in (REQUEST_HINT, STRANGE_HINT, REFUSED_HINT):
                 _hint(url, turn, is_refused=task.act == REFUSED_HINT)
             elif task.act == "plain":
-                plain = {
-                    key: value
-                    for key, value in body.items()
-                    if key not in ("chunks", "order", "reuse")
-                }
+                ours = ("chunks", "order", "reuse")
+                plain = {key: value for key, value in body.items() if key not in ours}
                 _check_choices(post(url + "/v1/chat/completions", plain), found)
             elif task.act == "explain":
                 asked = {key: body[key] for key in ("messages", "chunks", "reuse") if key in body}
@@ -326,16 +292,14 @@ def _send(url: str, body: dict[str, Any], found: Found) -> str:
     reply = post(url + "/rag/v1/chat/completions", {**body, **LOGPROBS})
     _check_object(reply["chunkcache"], reply["usage"]["prompt_tokens"], found)
     if _check_choices(reply, found) and not body.keys() & {"reuse", "n"}:
-        found.exact.append(
-            (prompt_ids(reply), answer_of(reply["choices"][0]["meta_info"]), body["max_tokens"])
-        )
+        answer = answer_of(reply["choices"][0]["meta_info"])
+        found.exact.append((prompt_ids(reply), answer, body["max_tokens"]))
     return reply["choices"][0]["message"]["content"] or ""
 
 
 def _check_choices(reply: dict[str, Any], found: Found) -> bool:
-    logprobs = [
-        token["logprob"] for choice in reply["choices"] for token in choice["logprobs"]["content"]
-    ]
+    contents = [choice["logprobs"]["content"] for choice in reply["choices"]]
+    logprobs = [token["logprob"] for content in contents for token in content]
     if not is_finite(logprobs):
         found.problems.append(f"not finite: {logprobs}, {reply.get('chunkcache')}"[:500])
         return False
@@ -357,12 +321,8 @@ def _stream(url: str, body: dict[str, Any], found: Found, *, hang_up: bool) -> N
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=300)
     try:
-        connection.request(
-            "POST",
-            "/rag/v1/chat/completions",
-            json.dumps(body),
-            {"Content-Type": "application/json"},
-        )
+        header = {"Content-Type": "application/json"}
+        connection.request("POST", "/rag/v1/chat/completions", json.dumps(body), header)
         if hang_up and body["max_tokens"] < 3:
             time.sleep(0.02 * body["max_tokens"])
             return  # before there is an answer
@@ -371,10 +331,8 @@ def _stream(url: str, body: dict[str, Any], found: Found, *, hang_up: bool) -> N
         for event in events:
             if hang_up:
                 return
-            contents = [
-                (choice.get("logprobs") or {}).get("content") or () for choice in event["choices"]
-            ]
-            logprobs += [token["logprob"] for content in contents for token in content]
+            found_in = [choice.get("logprobs") or {} for choice in event["choices"]]
+            logprobs += [token["logprob"] for one in found_in for token in one.get("content") or ()]
             if "chunkcache" in event:
                 _check_object(event["chunkcache"], None, found)
         if not is_finite(logprobs):

@@ -33,8 +33,7 @@ MAX_NEW_TOKENS = 12
 
 
 def compare(flags: Sequence[str], requests: Sequence[Request], logs: Path) -> None:
-    """No answer of ours differs beyond stock's own rounding,
-    while a part is reused and chunks are evicted."""
+    """No answer differs beyond stock's own rounding, while chunks are reused and evicted."""
     with Server(flags, log=logs / "ours.log", env=STRICT) as server:
         prompts, ours, reused = run_ours(server.url, requests, MAX_NEW_TOKENS)
         rank = get(server.url + "/chunkcache/stats")["ranks"][0]
@@ -63,8 +62,7 @@ def test_bundled_model_answers_as_stock(tmp_path: Path) -> None:
 
 @pytest.mark.data
 def test_random_model_answers_as_stock_on_real_text(tmp_path: Path, data_dir: Path) -> None:
-    """Long chunks of a real set; random weights have near ties,
-    where any difference of KV shows."""
+    """Random weights have near ties, where any difference of KV shows."""
     source = Source("mtrag", data_dir, requests=scaled(200, 30), k=4)
     model = write_random_model(tmp_path / "model", SHAPES[1], [" ".join(WORDS)] * 50)
     pool = ["--chunked-prefill-size", "128", "--max-total-tokens", "16000"]

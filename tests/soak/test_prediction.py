@@ -24,8 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 
 def is_right(url: str, request: Request) -> tuple[bool, int]:
-    """Whether the prediction for one request was right, and how many chunks were predicted to
-    hit."""
+    """Whether the prediction was right, and how many chunks were predicted to hit."""
     reply = post(url + "/rag/v1/chat/completions", rag_body(request, 1, return_meta_info=True))
     ours, cached = reply["chunkcache"], reply["choices"][0]["meta_info"]["cached_tokens"]
     planned, predicted = ours["chunks_planned"], ours["predicted_exact"]
@@ -39,9 +38,7 @@ def check(flags: Sequence[str], requests: Sequence[Request], log: Path) -> None:
     with Server(flags, log=log) as server:
         found = [is_right(server.url, request) for request in requests]
         stats = get(server.url + "/chunkcache/stats")
-    assert [
-        request.id for request, (right, _) in zip(requests, found, strict=True) if not right
-    ] == []
+    assert [r.id for r, (right, _) in zip(requests, found, strict=True) if not right] == []
     assert sum(planned > 0 for _, planned in found) > len(found) // 10
     assert stats["ranks"][0]["mirror"]["agrees"]
 
@@ -57,8 +54,7 @@ def test_predictions_are_right_on_real_text(tmp_path: Path, data_dir: Path) -> N
     """MTRAG's texts with their own lists, a random model."""
     source = Source("mtrag", data_dir, requests=scaled(300, 60))
     task = load_task(source)
-    model = write_random_model(
-        tmp_path / "model", SHAPES[1], [passage.text for passage in task.passages]
-    )
+    texts = [passage.text for passage in task.passages]
+    model = write_random_model(tmp_path / "model", SHAPES[1], texts)
     flags = ["--model-path", str(model), "--max-total-tokens", "400000"]
     check(flags, requests_of(source, task), tmp_path / "server.log")

@@ -19,22 +19,10 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1"}
 BATCHES = [*mixed_load.FLAGS, "--chunked-prefill-size", "512"]
 """Prompts are prefilled whole and several at once."""
 TIERS = [
-    *(
-        *mixed_load.TIGHT,
-        "--chunkcache-host-mib",
-        "1",
-        "--chunkcache-store-mib",
-        "1",
-        "--chunkcache-store-chunks",
-        "1000",
-    ),
-    *("--chunkcache-store-codec", "int4"),
-    *(
-        "--chunkcache-storage-backend",
-        "file",
-        "--chunkcache-storage-backend-extra-config",
-        '{"directory": "FOLDER"}',
-    ),
+    *(*mixed_load.TIGHT, "--chunkcache-host-mib", "1", "--chunkcache-store-mib", "1"),
+    *("--chunkcache-store-chunks", "1000", "--chunkcache-store-codec", "int4"),
+    *("--chunkcache-storage-backend", "file"),
+    *("--chunkcache-storage-backend-extra-config", '{"directory": "FOLDER"}'),
 ]
 """Exact chains leave host memory, and chunks the store, for the storage."""
 
@@ -56,22 +44,16 @@ def test_mixed_load(
     """Requests wait, are evicted and, in the last case, retracted while their chunks are moved."""
     num_requests = scaled(num_requests, 60)
     log = tmp_path / "poisoned.log"
-    audits = [
-        "--chunkcache-audit-share",
-        "0.2",
-        "--chunkcache-audit-agreement",
-        "0",
-    ]  # many, and none pauses a selector
+    # many, and none pauses a selector
+    audits = ["--chunkcache-audit-share", "0.2", "--chunkcache-audit-agreement", "0"]
     flags = [*(flag.replace("FOLDER", str(tmp_path / "kept")) for flag in flags), *audits]
     with Server(flags, log=log, launcher=mixed_load.POISONED, env={**STRICT, **env}) as server:
-        found = mixed_load.soak(
-            server.url, num_requests, clients=8, seed=0, pool_tokens=pool_tokens
-        )
+        sizes = {"clients": 8, "seed": 0, "pool_tokens": pool_tokens}
+        found = mixed_load.soak(server.url, num_requests, **sizes)
         stats = get(server.url + "/chunkcache/stats")
         rank, audit = stats["ranks"][0], stats["audit"]
-    with Server(
-        ["--stock", *mixed_load.FLAGS[:2]], log=tmp_path / "stock.log", env=NEVER_REUSE
-    ) as stock:
+    plain = ["--stock", *mixed_load.FLAGS[:2]]
+    with Server(plain, log=tmp_path / "stock.log", env=NEVER_REUSE) as stock:
         mixed_load.check_exact(found, stock.url)
     print(found.outcomes, found.fates, len(found.exact))
     assert found.problems + mixed_load.problems_of_log(log) == []
@@ -82,13 +64,8 @@ def test_mixed_load(
     assert sum(one["samples"] for one in audit["figures"]) > num_requests // 100
     if "storage" in rank:
         print(rank["storage"])
-        assert (
-            min(rank["host"]["loads"], rank["host"]["evicted_tokens"], rank["storage"]["loaded"])
-            > 0
-        ), (
-            rank["host"],
-            rank["storage"],
-        )
+        host, loaded = rank["host"], rank["storage"]["loaded"]
+        assert min(host["loads"], host["evicted_tokens"], loaded) > 0, (host, loaded)
         assert rank["storage"]["problems"] == {}
         kept, saved = (sum(rank["store"][name].values()) for name in ("bytes", "saved_bytes"))
         assert saved > 2.7 * kept, "int4 saves 2.76 times what it keeps"

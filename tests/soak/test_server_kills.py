@@ -29,6 +29,7 @@ from sglang_chunkcache.storage.key import secret_of
 from sglang_chunkcache.storage.manifest import InUseError, Manifest
 from sglang_chunkcache.storage.opening import confirmed
 from tests.e2e.asking import ask, fused, text_of
+from tests.polling import until
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT
 from tests.soak.sizes import scaled
@@ -41,25 +42,10 @@ LONGEST_S = 8.0
 """Of the load before a kill."""
 
 
-def flags(folder: Path) -> list[str]:
+def storage_in(folder: Path) -> list[str]:
     kept = json.dumps({"directory": str(folder)})
-    return [
-        *(*mixed_load.TIGHT, "--chunkcache-store-threshold", "1", "--chunkcache-host-mib", "2"),
-        *(
-            "--chunkcache-calibrate",
-            "off",
-            "--chunkcache-selector",
-            "query",
-            "--chunkcache-audit-share",
-            "0",
-        ),
-        *(
-            "--chunkcache-storage-backend",
-            "file",
-            "--chunkcache-storage-backend-extra-config",
-            kept,
-        ),
-    ]
+    flag = "--chunkcache-storage-backend"
+    return ["--chunkcache-audit-share", "0", flag, "file", f"{flag}-extra-config", kept]
 
 
 def load(url: str, seed: int) -> None:
@@ -69,33 +55,31 @@ def load(url: str, seed: int) -> None:
         while True:
             chunks = rng.sample(PASSAGES, 4) if rng.random() < 0.5 else PASSAGES[:4]
             extra = {"reuse": fused("query", 0.25)} if rng.random() < 0.5 else {}
-            ask_quietly(url, chunks, extra)
+            body = {
+                "messages": [{"role": "user", "content": QUESTION}],
+                "chunks": [{"id": each.id, "text": each.text} for each in chunks],
+                "temperature": 0,
+                "max_tokens": 8,
+                **extra,
+            }
+            post(url + "/rag/v1/chat/completions", body)
 
 
-def ask_quietly(url: str, chunks: Any, extra: dict[str, Any]) -> None:
-    body = {
-        "messages": [{"role": "user", "content": QUESTION}],
-        "chunks": [{"id": each.id, "text": each.text} for each in chunks],
-        "temperature": 0,
-        "max_tokens": 8,
-        **extra,
-    }
-    post(url + "/rag/v1/chat/completions", body)
+def manifest_in(rank: Path) -> Manifest | None:
+    """The kernel takes a moment to end the process that has it."""
+    with suppress(InUseError):
+        return Manifest(rank)
+    return None
 
 
 def found_by_next_start(folder: Path) -> int:
     """How many entries; each has the bytes of its row, whole."""
+    extra = json.dumps({"directory": str(folder)})
     config = ChunkCacheConfig(
-        storage_backend="file",
-        storage_backend_extra_config=json.dumps({"directory": str(folder)}),
-        storage_mib=4096,
+        storage_backend="file", storage_backend_extra_config=extra, storage_mib=4096
     )
     rank = folder_of(config, "rank0")
-    for _ in range(100):
-        with suppress(InUseError):  # the kernel takes a moment to end a process
-            manifest = Manifest(rank)
-            break
-        time.sleep(0.1)
+    manifest = until(lambda: manifest_in(rank))
     backend = create_backend(config, rank, model_name="")
     try:
         rows, num_gone = confirmed(manifest, backend)
@@ -112,20 +96,21 @@ def found_by_next_start(folder: Path) -> int:
 
 def test_killed_servers_tear_nothing(tmp_path: Path) -> None:
     rng, expected, num_before = random.Random(0), "", 0
+    flags = [
+        *(*mixed_load.TIGHT, "--chunkcache-store-threshold", "1", "--chunkcache-host-mib", "2"),
+        *("--chunkcache-calibrate", "off", "--chunkcache-selector", "query"),
+        *storage_in(tmp_path / "kept"),
+    ]
     for kill in range(scaled(10)):
         log = tmp_path / f"{kill}.log"
-        with Server(
-            flags(tmp_path / "kept"), log=log, launcher=mixed_load.POISONED, env=STRICT
-        ) as server:
+        with Server(flags, log=log, launcher=mixed_load.POISONED, env=STRICT) as server:
             told = get(server.url + "/chunkcache/stats")["ranks"][0]["storage"]
             assert (told["num_entries"], told["problems"]) == (num_before, {})
             answer = text_of(ask(server, PASSAGES[:4], QUESTION))
             assert answer == (expected or answer)
             expected = answer
-            clients = [
-                threading.Thread(target=load, args=(server.url, 10 * kill + each))
-                for each in range(3)
-            ]
+            seeds = range(10 * kill, 10 * kill + 3)
+            clients = [threading.Thread(target=load, args=(server.url, seed)) for seed in seeds]
             for client in clients:
                 client.start()
             time.sleep(rng.uniform(0.5, LONGEST_S))
@@ -146,12 +131,10 @@ class Ahead:
 
     def __init__(self, folder: Path) -> None:
         rng, passages = random.Random(1), World(31, NUM_AHEAD).passages
+        ids = [each.id for each in passages]
         rows: dict[str, list[dict[str, Any]]] = {
             "corpus": [{"id": each.id, "text": each.text} for each in passages],
-            "neighbors": [
-                {"id": e.id, "neighbors": [n.id for n in rng.sample(passages, TOP_N + 1)]}
-                for e in passages
-            ],
+            "neighbors": [{"id": id, "neighbors": rng.sample(ids, TOP_N + 1)} for id in ids],
         }
         self._flags = ["--top-n", str(TOP_N), "--batch", str(BATCH)]
         for name, lines in rows.items():
@@ -159,68 +142,41 @@ class Ahead:
             path.write_text("".join(json.dumps(line) + "\n" for line in lines))
             self._flags += [f"--{name}", str(path)]
 
-    def start(self, server: Server, *more: str) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "sglang_chunkcache.preprocess",
-            "--url",
-            server.url,
-            *self._flags,
-            *more,
-        ]
+    def start(self, server: Server) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "sglang_chunkcache.preprocess", "--url", server.url]
+        command += self._flags
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    def finish(self, server: Server, *more: str) -> dict[str, Any]:
-        """What the command says in the end."""
-        running = self.start(server, *more)
+    def complete(self, server: Server) -> dict[str, Any]:
+        """From where it was to the end; what the command says then."""
+        running = self.start(server)
         out, err = running.communicate(timeout=600)
         assert running.returncode == 0, err
-        found: dict[str, Any] = json.loads(out.splitlines()[-1])
-        return found
-
-    def complete(self, server: Server) -> dict[str, Any]:
-        """From where it was to the end."""
-        result = self.finish(server)
+        result: dict[str, Any] = json.loads(out.splitlines()[-1])
         for name in ("alone", "behind_neighbors"):
             assert result[name]["chunks"] + result[name]["kept"] == NUM_AHEAD
         return result
 
 
 def kept_by(server: Server, at_least: int, running: subprocess.Popen[str]) -> tuple[int, int]:
-    """(entries in the storage, requests that were computed) as soon as there are so many
-    entries."""
-    deadline = time.monotonic() + 300
-    while True:
+    """(entries in the storage, requests that were computed) at so many entries."""
+
+    def look() -> tuple[int, int] | None:
         told = get(server.url + "/chunkcache/stats")
         num = told["ranks"][0]["storage"]["num_entries"]
-        if num >= at_least:
-            assert running.poll() is None, "the command was done before it was killed"
-            return num, told["requests"]["finished"]
-        assert time.monotonic() < deadline, told["ranks"][0]["storage"]
-        time.sleep(0.05)
+        return (num, told["requests"]["finished"]) if num >= at_least else None
+
+    found = until(look)
+    assert running.poll() is None, "the command was done before it was killed"
+    return found
 
 
 def test_killed_preprocessing_goes_on_where_it_was(tmp_path: Path) -> None:
     """Command and server in turn, ten kills: nothing that was kept is lost, or computed again."""
     ahead, rng, kept = Ahead(tmp_path), random.Random(2), tmp_path / "kept"
-    storage = json.dumps({"directory": str(kept)})
     flags = [
-        *(
-            *mixed_load.FLAGS,
-            "--chunkcache-store-mib",
-            "1",
-            "--chunkcache-calibrate",
-            "off",
-            "--chunkcache-audit-share",
-            "0",
-        ),
-        *(
-            "--chunkcache-storage-backend",
-            "file",
-            "--chunkcache-storage-backend-extra-config",
-            storage,
-        ),
+        *(*mixed_load.FLAGS, "--chunkcache-store-mib", "1", "--chunkcache-calibrate", "off"),
+        *storage_in(kept),
     ]
     lives, num_kept, num_computed, num_loaded = scaled(5), 0, 0, 0
     for life in range(lives + 1):
@@ -252,8 +208,5 @@ def test_killed_preprocessing_goes_on_where_it_was(tmp_path: Path) -> None:
         num_kept = num_found
     assert mixed_load.problems_of_log(log) == []
     assert result["storages"][0]["num_entries"] == found_by_next_start(kept) == 2 * NUM_AHEAD
-    print(
-        f"{num_computed} requests for {2 * NUM_AHEAD} chunks, {num_loaded} loads in the last life,"
-        f" {result}"
-    )
+    print(f"{num_computed} requests, {num_loaded} loads in the last life, {result}")
     assert num_computed <= 2 * NUM_AHEAD + 2 * lives * (BATCH + 32)

@@ -1,15 +1,17 @@
-"""The bundled model: a consistent world, a tokenizer that loses nothing, and answers that come from
-the passages.
-
-python -m pytest tests/eval/world/test_bundled_model.py
-"""
+"""The bundled model."""
 
 import random
 from typing import Any
 
 import pytest
 
-from eval.world.world import World, linked_questions, order_questions, sample_conversation
+from eval.world.world import (
+    World,
+    linked_questions,
+    order_questions,
+    sample_conversation,
+    words,
+)
 from sglang_chunkcache.bundled_model import model_dir
 
 MAX_BYTES = 6_000_000  # of everything that git carries
@@ -28,24 +30,7 @@ def tokenizer() -> Any:
     return transformers.AutoTokenizer.from_pretrained(model_dir())
 
 
-def test_world_same_seed_is_same_world() -> None:
-    """Records name a seed; it must stay enough to rebuild corpus and questions."""
-    assert World(7).passages == World(7).passages
-    assert World(7).questions == World(7).questions
-    assert World(7).passages != World(8).passages
-
-
-def test_world_every_entity_has_one_passage() -> None:
-    """A fact told twice, or differently, would make answers ambiguous."""
-    world = World(0)
-    assert len(world.passages) == 200
-    assert len({passage.title for passage in world.passages}) == 200
-    assert [world.passage(passage.id) for passage in world.passages] == world.passages
-
-
 def test_world_questions_are_answerable_from_gold_passages() -> None:
-    """Each sentence of an answer is told, up to its opening words,
-    by the gold passage of its hop."""
     world = World(3)
     assert {question.hop for question in world.questions} == {1, 2}
     for question in world.questions:
@@ -70,7 +55,6 @@ def test_world_context_has_rivals_of_each_gold_kind() -> None:
 
 
 def test_world_context_refuses_too_many_passages() -> None:
-    """A shorter context would change every figure."""
     world = World(0, 6, 3)
     with pytest.raises(ValueError, match="is left"):
         world.context(world.questions[0], 7, random.Random(0))
@@ -87,7 +71,6 @@ def test_order_questions_name_the_passage_at_the_place() -> None:
 
 
 def test_world_links_add_one_sentence_and_change_nothing_else() -> None:
-    """Records made without links must stay comparable with those made with them."""
     plain, linked = World(5), World(5, links=True)
     assert linked.questions == plain.questions
     for before, after in zip(plain.passages, linked.passages, strict=True):
@@ -114,7 +97,6 @@ def test_linked_questions_follow_the_order() -> None:
 
 
 def test_linked_questions_skip_what_is_told_twice_or_about_nobody() -> None:
-    """Two values for one question, or none, would have no right answer."""
     first, second, _, fourth = World(0, links=True).linked_context(4, random.Random(0))
     kind = first.text.split()[1]
 
@@ -127,7 +109,6 @@ def test_linked_questions_skip_what_is_told_twice_or_about_nobody() -> None:
 
 
 def test_conversation_shows_gold_passages_before_asking() -> None:
-    """Training on questions without their facts would teach guessing."""
     for seed in range(50):
         turns = sample_conversation(random.Random(seed), 4, 6, share_linked=0.5)
         shown: set[str] = set()
@@ -138,17 +119,9 @@ def test_conversation_shows_gold_passages_before_asking() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "The company Dravex makes clocks.",
-        " two  spaces , and it 's",
-        "tabs\t\n\n\r\n",
-        "Grüße, 漢字 🙂 <x> \x00",
-        "",
-    ],
+    "text", [" two  spaces , it 's", "tabs\t\n\n\r\n", "Grüße, 漢字 🙂 <x> \x00", ""]
 )
 def test_tokenizer_round_trips(tokenizer: Any, text: str) -> None:
-    """The server tokenises users' chunks: what it shows the model must be what they wrote."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids == tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -156,16 +129,11 @@ def test_tokenizer_round_trips(tokenizer: Any, text: str) -> None:
 
 def test_tokenizer_words_are_single_tokens(tokenizer: Any) -> None:
     """A name cut in two would need another mechanism than the one the model has."""
-    from eval.world.world import words
-
-    assert [
-        word for word in words() if len(tokenizer.encode(f" {word}", add_special_tokens=False)) != 1
-    ] == []
+    ids = [tokenizer.encode(f" {word}", add_special_tokens=False) for word in words()]
+    assert {len(each) for each in ids} == {1}
 
 
 def test_chat_template_equals_the_pieces(tokenizer: Any) -> None:
-    """A client that lets the template format its messages must reach the same tokens as the
-    service."""
     from eval.world.tokenizer import turn_pieces
 
     head, passages, tail = turn_pieces(["A.", "B."], "C?", opens=True, system="S")
@@ -184,16 +152,8 @@ def test_chat_template_equals_the_pieces(tokenizer: Any) -> None:
     assert tokenizer.eos_token == "<|end|>"
 
 
-def test_files_stay_small() -> None:
-    """They are in git: every clone downloads them."""
-    files = [path for path in model_dir().iterdir() if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= MAX_BYTES
-
-
 @pytest.mark.parametrize("kind", ["one hop", "linked"])
 def test_model_answers_from_four_passages(kind: str) -> None:
-    """The point of the model: with a broken cache its answers would be wrong,
-    so they must be right without one."""
     torch = pytest.importorskip("torch")
 
     from eval.world.evaluate import BundledModel

@@ -1,8 +1,4 @@
-"""Kinds of question: the right answer follows from the passages in their order, and needs what the
-kind says.
-
-python -m pytest tests/eval/world/test_kinds.py
-"""
+"""Kinds of question."""
 
 import random
 
@@ -21,16 +17,13 @@ def drawn(kind: str, count: int = 30) -> list[Asked]:
 
 
 def named_before(asked: Asked, kind: str, place: int) -> int:
-    """Where the last passage about an entity of this kind before `place` is,
-    by reading them one after the other."""
-    return max(
-        number for number in range(place) if asked.passages[number].text.startswith(f"The {kind} ")
-    )
+    """Where the last passage about an entity of this kind before `place` is."""
+    texts = [passage.text for passage in asked.passages[:place]]
+    return max(number for number, text in enumerate(texts) if text.startswith(f"The {kind} "))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_contexts_have_the_size_asked_for_and_the_gold_passages(kind: str) -> None:
-    """Rivals are counted among the passages shown, and the same seed gives the same questions."""
     for asked in drawn(kind):
         shown = [passage.id for passage in asked.passages]
         assert len(set(shown)) == NUM_PASSAGES
@@ -38,31 +31,22 @@ def test_contexts_have_the_size_asked_for_and_the_gold_passages(kind: str) -> No
         assert 2 <= asked.num_rivals <= NUM_PASSAGES
         if kind in ("own", "defined"):
             _, of, *_ = asked.question.answers[0].split()
-            assert asked.num_rivals == sum(
-                passage.text.startswith(f"The {of} ") for passage in asked.passages
-            )
+            texts = [passage.text for passage in asked.passages]
+            assert asked.num_rivals == sum(text.startswith(f"The {of} ") for text in texts)
         assert asked.question.answers[0].endswith(f" {asked.question.answers[1]}.")
     assert drawn(kind, 3) == drawn(kind, 3)
-    assert (
-        len(
-            KINDS[kind]
-            .draw(World(6, links=True), KINDS[kind].min_passages, random.Random(0))
-            .passages
-        )
-        >= 2
-    )
+    least = KINDS[kind].min_passages
+    assert len(KINDS[kind].draw(World(6, links=True), least, random.Random(0)).passages) >= 2
 
 
 @pytest.mark.parametrize(("kind", "distance"), DISTANCES.items())
 def test_the_passage_that_names_is_so_far_before_the_one_that_tells(
     kind: str, distance: int
 ) -> None:
-    """A selector that looks at the chunk right before would pass `linked` and fail the others."""
     for asked in drawn(kind):
         _, entity, name, verb, value = asked.question.answers[0].rstrip(".").split()
-        (telling,) = (
-            n for n, p in enumerate(asked.passages) if p.id == asked.question.gold_passage_ids[1]
-        )
+        gold = asked.question.gold_passage_ids[1]
+        telling = [passage.id for passage in asked.passages].index(gold)
         assert f" the {entity} {verb} {value}." in asked.passages[telling].text
         naming = named_before(asked, entity, telling)
         assert asked.passages[naming].title == name
@@ -85,14 +69,11 @@ def test_own_questions_name_the_passage_that_answers() -> None:
     for asked in drawn("own"):
         (gold,) = (p for p in asked.passages if p.id == asked.question.gold_passage_ids[0])
         assert gold.title in asked.question.question
-        assert (
-            f"{gold.title} {asked.question.answers[0].split()[3]} {asked.question.answers[1]}."
-            in gold.text
-        )
+        verb = asked.question.answers[0].split()[3]
+        assert f"{gold.title} {verb} {asked.question.answers[1]}." in gold.text
 
 
 def test_of_two_contradicting_passages_the_later_one_is_right() -> None:
-    """They differ in the value asked for, and in nothing else of their own facts."""
     for asked in drawn("contradicted"):
         first, last = asked.question.gold_passage_ids
         places = {passage.id: number for number, passage in enumerate(asked.passages)}
@@ -100,6 +81,5 @@ def test_of_two_contradicting_passages_the_later_one_is_right() -> None:
         before, after = (asked.passages[places[gold]] for gold in (first, last))
         assert before.title == after.title
         told, retold = before.text.split(), after.text.split()
-        assert [new for old, new in zip(told, retold, strict=True) if old != new] == [
-            f"{asked.question.answers[1]}."
-        ]
+        changed = [new for old, new in zip(told, retold, strict=True) if old != new]
+        assert changed == [f"{asked.question.answers[1]}."]

@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 from torch import Tensor
 
@@ -97,8 +94,7 @@ def make(kernel: str, case: Case) -> FlashInferSparse:
 def test_kernels_equal_the_reference(
     kernel: str, dtype: torch.dtype, head_dim: int, group_size: int, page_size: int
 ) -> None:
-    """Several requests on shared pages; planned anew for a smaller and a larger pass,
-    each run twice."""
+    """On shared pages; planned anew for a smaller and a larger pass, each run twice."""
     skip_without_hopper(kernel)
     shape = HeadShape(2 * group_size, 2, head_dim, dtype)
     attention = make(kernel, make_case(shape, page_size, [9]))

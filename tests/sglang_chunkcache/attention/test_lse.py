@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -47,7 +46,6 @@ def test_equals_float64(
     is_causal: bool,
     compute: Callable[..., Tensor],
 ) -> None:
-    """Heads that share keys, one key, one query; pieces of seven queries."""
     monkeypatch.setattr(lse, "PIECE_BYTES", 7 * 4 * 6 * m)
     queries, keys = make_heads(n, 6, dtype, 0), make_heads(m, num_kv_heads, dtype, 1)
     found = compute(queries, keys, scale=SCALE, is_causal=is_causal)
@@ -66,10 +64,9 @@ def test_on_cuda_equals_float64(dtype: torch.dtype, is_causal: bool) -> None:
 
 
 @pytest.mark.parametrize("compute", [log_sum_exp, log_sum_exp_by_pieces])
-@pytest.mark.parametrize(("m", "options"), [(0, {}), (5, {"is_causal": True})])
-def test_impossible_keys_are_refused(
-    compute: Callable[..., Tensor], m: int, options: dict[str, Any]
-) -> None:
-    queries, keys = (make_heads(n, 2, torch.float32, 0) for n in (4, m))
-    with pytest.raises(ValueError, match="keys: expected"):
-        compute(queries, keys, scale=SCALE, **options)
+def test_impossible_keys_are_refused(compute: Callable[..., Tensor]) -> None:
+    queries = make_heads(4, 2, torch.float32, 0)
+    for m, is_causal in ((0, False), (5, True)):
+        keys = make_heads(m, 2, torch.float32, 0)
+        with pytest.raises(ValueError, match="keys: expected"):
+            compute(queries, keys, scale=SCALE, is_causal=is_causal)

@@ -3,15 +3,11 @@ tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("sglang")
-
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
 from torch import Tensor
@@ -133,14 +129,12 @@ PAIRWISE = [
 def test_scattered_tokens_equal_the_reference(
     positions: list[int], num_kv_heads: int, block_rows: int, dtype: torch.dtype
 ) -> None:
-    """Each token sees the keys at or before its position, however queries are blocked and heads are
-    grouped."""
+    """However queries are blocked and heads are grouped."""
     sequence = make_sequence(positions, row_of(30), writes=True)
     assert_runs([sequence], make_pool(40, num_kv_heads, dtype), block_rows=block_rows)
 
 
 def test_masks_that_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass too large to keep its masks computes the same."""
     monkeypatch.setattr(masked, "MASK_BYTES", 0)
     assert_runs([make_sequence([3, 9, 20], row_of(30), writes=True)], make_pool())
 
@@ -148,9 +142,7 @@ def test_masks_that_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("positions", [[10, 11, 12], [3, 5, 14], [0, 1, 2], [19]])
 @pytest.mark.parametrize("block_rows", [1, 2, 1024])
 def test_reading_only_leaves_the_pool_alone(positions: list[int], block_rows: int) -> None:
-    """Fresh keys are sorted in by position, between those of the pool and after them; with nothing
-    in the pool, too. `own=False`: the pool's K/V counts at the tokens' own positions, the fresh one
-    not at all."""
+    """Fresh keys are sorted in by position; `own=False`: they do not count, the pool's do."""
     pool, row = make_pool(), row_of(20)
     before = pool.buffers.clone()
     others = {p: slot for p, slot in row.items() if p not in (*positions, 7, 8)}
@@ -160,7 +152,6 @@ def test_reading_only_leaves_the_pool_alone(positions: list[int], block_rows: in
 
 
 def test_one_sequence_reads_what_another_writes() -> None:
-    """All writes come before any attention, also for a sequence before the writer."""
     shared = row_of(10)
     writer = make_sequence([4, 5, 6, 7], shared, writes=True)
     reader = make_sequence([10, 11], {**shared, 10: 50, 11: 51}, writes=True)
@@ -173,8 +164,7 @@ def test_one_sequence_reads_what_another_writes() -> None:
 def test_observed_weights_equal_the_reference(
     monkeypatch: pytest.MonkeyPatch, weight_bytes: int
 ) -> None:
-    """Piece by piece or at once: the same weights, each query's once,
-    zero where it does not look."""
+    """Piece by piece or at once; each query's once, zero where it does not look."""
     monkeypatch.setattr(masked, "WEIGHT_BYTES", weight_bytes)
     pool, recorder = make_pool(), Recorder()
     sequence = make_sequence([5, 10, 15, 20], {p: s for p, s in row_of(20).items() if p % 5})
@@ -202,73 +192,55 @@ def test_an_observer_may_stop_before_anything_is_written() -> None:
 
 
 def test_blocks_end_at_their_last_query() -> None:
-    """A block reads no key after its last query, and has no mask where all its queries see the same
-    keys."""
+    """A block has no mask where all its queries see the same keys."""
     sequence = make_sequence([2, 3, 8], row_of(10), writes=True)
     (layout,) = plan([sequence], "cpu", block_rows=2).sequences
     assert layout.blocks == ((0, 2, 4, True), (2, 3, 9, False))
 
 
-@pytest.mark.parametrize(
-    ("changes", "options", "reason"),
-    [
-        ({"is_cross_attention": True}, {}, "cross attention"),
-        ({"attn_type": AttentionType.ENCODER_ONLY}, {}, "not causal"),
-        ({"sliding_window_size": 128}, {}, "sliding window"),
-        ({"logit_cap": 30.0}, {}, "capped logits"),
-        ({}, {"sinks": torch.zeros(4)}, "sinks"),
-        ({}, {"save_kv_cache": False}, "writes itself"),
-    ],
-)
-def test_what_is_more_is_refused(
-    changes: dict[str, Any], options: dict[str, Any], reason: str
-) -> None:
-    """Attention that this pass does not compute must not be answered with plain causal
-    attention."""
-    sequence, layer = (
-        make_sequence([3], row_of(30), writes=True),
-        make_layer(0, 4, 2, 16, **changes),
-    )
-    with pytest.raises(ValueError, match=reason):
-        run([sequence], make_pool(), layer=layer, **options)
+MORE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"is_cross_attention": True}, {}, "cross attention"),
+    ({"attn_type": AttentionType.ENCODER_ONLY}, {}, "not causal"),
+    ({"sliding_window_size": 128}, {}, "sliding window"),
+    ({"logit_cap": 30.0}, {}, "capped logits"),
+    ({}, {"sinks": torch.zeros(4)}, "sinks"),
+    ({}, {"save_kv_cache": False}, "writes itself"),
+]
 
 
-def test_kv_of_another_layer_is_refused() -> None:
-    sequence = make_sequence([3], row_of(30), writes=True)
-    runner = SimpleNamespace(req_to_token_pool=None, token_to_kv_pool=make_pool())
-    backend, layer = MaskedAttention(runner, plan([sequence], "cpu")), make_layer(0, 4, 2, 16)
+def test_what_is_more_is_refused() -> None:
+    """What this pass does not compute must not be answered with plain causal attention."""
+    sequence, pool = make_sequence([3], row_of(30), writes=True), make_pool()
+    for changes, options, reason in MORE:
+        with pytest.raises(ValueError, match=reason):
+            run([sequence], pool, layer=make_layer(0, 4, 2, 16, **changes), **options)
+    runner = SimpleNamespace(req_to_token_pool=None, token_to_kv_pool=pool)
+    backend = MaskedAttention(runner, plan([sequence], "cpu"))
     with pytest.raises(ValueError, match="shared with another layer"):
-        backend.forward_extend(torch.zeros(1, 64), None, None, layer, None)
+        backend.forward_extend(torch.zeros(1, 64), None, None, make_layer(0, 4, 2, 16), None)
 
 
 TWO = torch.tensor([7, 8])
 REQUEST = SparseRequest(torch.tensor([1, 2]), torch.tensor([4, 5, 6]), 3)
+FIVE = SparseRequest(torch.tensor([5]), TWO[:1], 1)
+THIRTY_TWO = SparseRequest(torch.tensor([3]), TWO, 32)
+IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
+    (lambda: PassSequence(TWO.int(), REQUEST), "token_ids: expected .* int64, got .*int32"),
+    (lambda: PassSequence(TWO, REQUEST, TWO.int()), "out_slots: .* int64, got .*int32"),
+    (lambda: PassSequence(TWO[:1], REQUEST), "token_ids: expected"),
+    (lambda: PassSequence(TWO, REQUEST, TWO[:1]), "out_slots: expected"),
+    # SGLang's pool is read by slot
+    (lambda: PassSequence(TWO[:1], THIRTY_TWO), "kv_pages: expected 32 pages of 1"),
+    (lambda: make_sequence([], row_of(3)), "at least one token"),
+    (lambda: plan([], "cpu"), "sequences: expected at least one"),
+    # softmax over nothing, or over a token twice, would be a wrong answer without an error
+    (lambda: make_sequence([2], row_of(9)), "position 2 is in kv_positions"),
+    (lambda: make_sequence([1], {3: 1, 4: 2}, own=False), "1 has nothing to attend to"),
+    (lambda: PassSequence(TWO[:1], FIVE, TWO[:1]), "position 5 is written but is not in"),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: PassSequence(TWO.int(), REQUEST), "token_ids: expected .* int64, got .*int32"),
-        (lambda: PassSequence(TWO, REQUEST, TWO.int()), "out_slots: .* int64, got .*int32"),
-        (lambda: PassSequence(TWO[:1], REQUEST), "token_ids: expected"),
-        (lambda: PassSequence(TWO, REQUEST, TWO[:1]), "out_slots: expected"),
-        # SGLang's pool is read by slot
-        (
-            lambda: PassSequence(TWO[:1], SparseRequest(torch.tensor([3]), TWO, 32)),
-            "kv_pages: expected 32 pages of 1",
-        ),
-        (lambda: make_sequence([], row_of(3)), "at least one token"),
-        (lambda: plan([], "cpu"), "sequences: expected at least one"),
-        # softmax over nothing, or over a token twice, would be a wrong answer without an error
-        (lambda: make_sequence([2], row_of(9)), "position 2 is in kv_positions"),
-        (lambda: make_sequence([1], {3: 1, 4: 2}, own=False), "1 has nothing to attend to"),
-        (
-            lambda: PassSequence(TWO[:1], SparseRequest(torch.tensor([5]), TWO[:1], 1), TWO[:1]),
-            "position 5 is written but is not in kv_positions",
-        ),
-    ],
-)
-def test_impossible_sequences_are_refused(make: Any, message: str) -> None:
-    """What is wrong with the request itself is test_base.py's."""
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_impossible_sequences_are_refused() -> None:
+    for make, message in IMPOSSIBLE:
+        with pytest.raises(ValueError, match=message):
+            make()

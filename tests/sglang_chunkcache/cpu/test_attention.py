@@ -45,8 +45,7 @@ def attend(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str
 )
 def test_equals_sglangs(lens: list[tuple[int, int]], dtype: torch.dtype, tolerance: float) -> None:
-    """After prefixes of any length, several sequences at once, grouped heads.
-    One key too many is seen in the second digit."""
+    """After prefixes of any length. One key too many is seen in the second digit."""
     expected, got = (
         attend(cls, lens, dtype) for cls in (TorchNativeAttnBackend, UnpaddedAttention)
     )

@@ -45,17 +45,19 @@ def refused_field(model: Any, body: Any) -> str:
 @pytest.mark.parametrize("reuse", [None, "exact", {"mode": "exact", "ratio": 1}], ids=str)
 @pytest.mark.parametrize("config", [FUSED, ChunkCacheConfig()], ids=["fused", "exact"])
 def test_exact_reuse(reuse: Any, config: ChunkCacheConfig) -> None:
-    """The default, on every server."""
     assert parse(RagFields, {"reuse": reuse}).fusion_request(config) is None
     assert parse(RagFields, {}).fusion_request(config) is None
 
 
 def test_fused_reuse_with_defaults() -> None:
-    """The short form is the object with the mode alone."""
+    """The short form is the object with the mode alone; `auto` reads the calibrated depth."""
     defaults = FusionRequest("critical", 0.15, "", depth=None, layer=None)
     assert parse(RagFields, {"reuse": "fused"}).fusion_request(FUSED) == asked() == defaults
     with pytest.raises(RequestError, match="--reuse fused"):
         asked(ChunkCacheConfig())
+    auto = asked(selector="deviation", ratio="auto")
+    assert auto is not None
+    assert (auto.quality, auto.depth, auto.ratio) == (0.99, None, FUSED.recompute_ratio)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -71,16 +73,13 @@ def test_every_selector_is_accepted(selector: str) -> None:
     ("wish", "depth", "layer"),
     [
         ({"selector": "deviation", "depth": 3}, 3, 0),
-        ({"selector": "deviation", "depth": "calibrated"}, None, 0),
         ({"selector": "query", "layers": 1}, 2, 1),
         ({"selector": "query", "layers": "last"}, 2, 0),
         ({"selector": "critical", "depth": 5}, 5, None),
         ({"selector": "critical", "layers": "last"}, None, 0),
     ],
 )
-def test_layers_are_numbers_or_names(
-    wish: dict[str, Any], depth: int | None, layer: int | None
-) -> None:
+def test_layers_are_numbers_or_names(wish: Any, depth: Any, layer: Any) -> None:
     """None: the calibrated one."""
     fusion = asked(**wish)
     assert fusion is not None
@@ -92,9 +91,7 @@ def test_layers_are_numbers_or_names(
     [
         ({"selector": "query", "depth": 3}, "depth"),
         ({"selector": "deviation", "layers": "last"}, "layers"),
-        ({"selector": "critical", "depth": 0}, "depth"),
         ({"selector": "critical", "depth": "last"}, "depth"),
-        ({"selector": "critical", "layers": True}, "layers"),
         ({"selector": "critical", "layers": 1001}, "layers"),
         ({"selector": "query", "ratio": "auto"}, "ratio"),
         ({"selector": "deviation", "ratio": "auto", "depth": 3}, "ratio"),
@@ -107,19 +104,6 @@ def test_layers_are_numbers_or_names(
 def test_wishes_that_nothing_reads_are_refused(wish: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError, match=f"reuse.{field}"):
         asked(**wish)
-
-
-def test_ratio_auto_reads_the_calibrated_depth() -> None:
-    """Whatever was not calibrated is chosen by the server's ratio."""
-    fusion = asked(selector="deviation", ratio="auto")
-    assert fusion is not None
-    assert (fusion.quality, fusion.depth, fusion.ratio) == (0.99, None, FUSED.recompute_ratio)
-
-
-@pytest.mark.parametrize("order", ["retriever", "frequency", "tree", None])
-def test_order_is_accepted(order: str | None) -> None:
-    assert parse(RagFields, {"order": order}).order == order
-    assert parse(GenerateIn, {"parts": ["a"], "order": order}).order == order
 
 
 BAD_WISHES: dict[str, list[Any]] = {
@@ -163,21 +147,20 @@ def test_bad_reuse_names_the_field(reuse: Any, field: str) -> None:
         (None, None),
         (False, None),
         (True, RetrieveIn()),
-        ({}, RetrieveIn()),
-        ({"k": 3, "turns": 2}, RetrieveIn(k=3, turns=2)),
-        ({"query": "q", "mode": "bm25", "nprobe": 1}, RetrieveIn(query="q", mode="bm25", nprobe=1)),
         ({"k": None, "query": None}, RetrieveIn()),
+        ({"k": 3, "mode": "bm25"}, RetrieveIn(k=3, mode="bm25")),
     ],
     ids=str,
 )
 def test_retrieve_is_accepted(retrieve: Any, expected: RetrieveIn | None) -> None:
-    """`true` asks for the server's defaults, `false` for nothing."""
-    assert parse(RagFields, {"retrieve": retrieve}).retrieve == expected
+    """`true` asks for the server's defaults, `false` for nothing; null is as if not said."""
+    body = parse(RagFields, {"retrieve": retrieve, "chunks": None})
+    assert (body.retrieve, body.chunks) == (expected, None)
 
 
 BAD_SEARCHES: dict[str, list[Any]] = {
     "top_k": [5],
-    "k": [0, -1, True, "5", 5.0, 1e30, NAN, INF, [5]],
+    "k": [0, True, "5", 5.0, 1e30, NAN],
     "query": [5, ["x"]],
     "turns": [0, 101, True],
     "mode": ["hybrid", 1],
@@ -197,51 +180,30 @@ def test_bad_retrieve_names_the_field(field: str, bad: Any) -> None:
 # Other fields
 
 CHUNK = {"text": "x"}
-NO_TEXT = {"role": "system", "content": [{}]}
 
 
 @pytest.mark.parametrize(
     ("model", "body", "field"),
     [
-        (RagFields, {"retrieve": 5}, "retrieve"),
         (RagFields, {"retrieve": "yes"}, "retrieve"),
-        (RagFields, {"retrieve": []}, "retrieve"),
         (RagFields, {"conversation_id": 7}, "conversation_id"),
         (GenerateIn, {"parts": ["a"], "cache_salt": 5}, "cache_salt"),
         (GenerateIn, {"parts": ["a"], "sampling_params": []}, "sampling_params"),
         (RetrieveBody, {"messages": None}, "messages"),
-        (RetrieveBody, {"messages": "x"}, "messages"),
         (RetrieveBody, {"messages": ["x"]}, "messages.0"),
         (RetrieveBody, {"messages": [{}] * 10_001}, "messages"),
-        (RetrieveBody, {"text": "yes"}, "text"),
         (RetrieveBody, {"text": 1}, "text"),
-        (RetrieveBody, {"chunks": []}, "chunks"),
         (PreprocessIn, {}, "chunk"),
-        (PreprocessIn, {"chunk": "text"}, "chunk"),
         (PreprocessIn, {"chunk": {"text": None}}, "chunk.text"),
-        (PreprocessIn, {"chunk": CHUNK, "neighbors": {}}, "neighbors"),
         (PreprocessIn, {"chunk": CHUNK, "neighbors": [{"id": "a"}]}, "neighbors.0.text"),
         (PreprocessIn, {"chunk": CHUNK, "messages": [{"role": "user"}]}, "messages.0.role"),
-        (PreprocessIn, {"chunk": CHUNK, "messages": [NO_TEXT]}, "messages.0.content"),
         (PreprocessIn, {"chunk": CHUNK, "extra_key": 5}, "extra_key"),
-        (PreprocessIn, {"chunk": CHUNK, "cache_salt": 5}, "cache_salt"),
         (PreprocessIn, {"chunk": CHUNK, "top_n": 5}, "top_n"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_bad_body_names_the_field(model: Any, body: dict[str, Any], field: str) -> None:
     assert refused_field(model, body) == field
-
-
-def test_preprocessing_of_a_chunk_alone() -> None:
-    """Neighbours and messages may be left out."""
-    body = parse(PreprocessIn, {"chunk": {"text": "x", "id": 7}})
-    assert (body.chunk.text, body.chunk.id, body.neighbors, body.messages) == ("x", 7, [], [])
-
-
-def test_null_chunks_are_none() -> None:
-    """As clients write that serialise every field they have."""
-    assert parse(RagFields, {"chunks": None, "retrieve": True}).chunks is None
 
 
 def test_long_names_are_cut_to_a_digest() -> None:

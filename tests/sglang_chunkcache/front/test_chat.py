@@ -7,7 +7,7 @@ import asyncio
 import inspect
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +29,7 @@ from sglang_chunkcache.front.chat import (
     _report_cached,
 )
 from sglang_chunkcache.front.engine import Engine, hand_over
-from tests.sglang_chunkcache.front.front_bench import A, Asked, Bench, make_output
+from tests.kit.front_bench import A, Asked, Bench, make_output
 
 
 def make_chat(bench: Bench, respond: Any) -> RagServingChat:
@@ -42,6 +42,13 @@ def make_chat(bench: Bench, respond: Any) -> RagServingChat:
 
     chat.handle_request = handle_request
     return chat
+
+
+def handed(rag: Any) -> Any:
+    """An HTTP request that this planned one was handed over with."""
+    raw_request: Any = SimpleNamespace(state=SimpleNamespace())
+    hand_over(raw_request, rag)
+    return raw_request
 
 
 @pytest.mark.parametrize(
@@ -59,24 +66,15 @@ def test_request_that_never_reaches_the_engine_is_counted(status: int, outcome: 
     assert bench.is_idle()
 
 
+TOO_LARGE = "max_completion_tokens is too large: 9.This model supports at most 5."
+
+
 @pytest.mark.parametrize(
     ("complaint", "sent", "field"),
     [
-        (
-            "max_completion_tokens is too large: 9.This model supports at most 5.",
-            "max_tokens",
-            "max_tokens",
-        ),
-        (
-            "max_completion_tokens is too large: 9.This model supports at most 5.",
-            "max_completion_tokens",
-            "max_completion_tokens",
-        ),
-        (
-            "return_sampling_mask requires return_meta_info=true.",
-            "return_sampling_mask",
-            "return_sampling_mask",
-        ),
+        (TOO_LARGE, "max_tokens", "max_tokens"),
+        (TOO_LARGE, "max_completion_tokens", "max_completion_tokens"),
+        ("return_sampling_mask requires return_meta_info=true.", "n", "return_sampling_mask"),
         ("Tool 0 function has invalid 'parameters' schema: template", "n", "tools"),
         ("Messages cannot be empty.", "n", "messages"),
     ],
@@ -84,29 +82,21 @@ def test_request_that_never_reaches_the_engine_is_counted(status: int, outcome: 
 def test_complaint_of_sglangs_is_behind_the_field_that_was_sent(
     complaint: str, sent: str, field: str
 ) -> None:
+    """By words that SGLang's own check has."""
     chat = make_chat(Bench(), None)
     chat._validate_request = lambda request: complaint
     body = {"messages": [{"role": "user", "content": "x"}], "model": "m", sent: 1}
     with pytest.raises(RequestError, match=f"^{field}: {re.escape(complaint)}"):
         chat.check(ChatCompletionRequest(**body))
-
-
-def test_complaints_are_sglangs() -> None:
-    """The words by which they are told apart."""
     source = inspect.getsource(OpenAIServingChat._validate_request)
-    assert all(
-        f'"{word}' in source or f'"Request-supplied chat_{word}' in source
-        for word in PROBLEMS
-        if word != "tool"
-    )
+    words = [word for word in PROBLEMS if word != "tool"]
+    assert all(re.search(f'"(Request-supplied chat_)?{word}', source) for word in words)
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 2])
 def test_stream_left_early_is_released(num_events: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client may leave before the first event, between two, or stay;
-    SGLang closes nothing by itself."""
+    """A client may leave before the first event, between two, or stay."""
     bench = Bench()
-    rag = Asked(bench.plan("q", A))
 
     class Manager:
         incremental_streaming_output = False
@@ -115,21 +105,18 @@ def test_stream_left_early_is_released(num_events: int, monkeypatch: pytest.Monk
             for ids in ([65], [65, 66], [65, 66, 67]):
                 yield make_output(ids, 0, None, 0, None)
 
-    async def stream(
-        self: Any, adapted_request: Any, request: Any, raw_request: Any
-    ) -> AsyncIterator[str]:
-        async for output in self.tokenizer_manager.generate_request(adapted_request, raw_request):
+    async def stream(self: Any, obj: Any, request: Any, raw_request: Any) -> AsyncIterator[str]:
+        async for output in self.tokenizer_manager.generate_request(obj, raw_request):
             yield f"data: {len(output['output_ids'])}"
 
     monkeypatch.setattr(OpenAIServingChat, "_generate_chat_stream", stream)
-    chat = make_chat(bench, None)
+    chat: Any = make_chat(bench, None)
     chat.tokenizer_manager = Engine(Manager(), bench.books)
-    raw_request = SimpleNamespace(state=SimpleNamespace())
-    hand_over(raw_request, rag)  # type: ignore[arg-type]
+    obj = SimpleNamespace(stream=True, sampling_params={})
 
     async def leave() -> None:
-        obj = SimpleNamespace(stream=True, sampling_params={})
-        events = chat._generate_chat_stream(obj, SimpleNamespace(model="m"), raw_request)  # type: ignore[arg-type]
+        raw_request = handed(Asked(bench.plan("q", A)))
+        events = chat._generate_chat_stream(obj, SimpleNamespace(model="m"), raw_request)
         for _ in range(num_events):
             await anext(events)
         assert bench.is_idle() is (num_events == 0)
@@ -142,81 +129,54 @@ def test_stream_left_early_is_released(num_events: int, monkeypatch: pytest.Monk
     asyncio.run(leave())
 
 
-@pytest.mark.parametrize(
-    ("event", "expected"),
-    [
-        (DONE, {}),
-        (": keep-alive\n\n", {}),
-        ('data: {"choices": []}\n\n', {}),
-        ('data: {"usage": {}}\n\n', {}),
-        ('data: {"choices": [{"index": 0, "delta": {"content": "x"}}]}\n\n', {"content": "x"}),
-        ('data: {"choices": [{"index": 1, "delta": {"content": "x"}}]}\n\n', {}),
-        ('data: {"choices": [{"index": 0, "delta": null}]}\n\n', {}),
-    ],
-)
-def test_delta_is_the_first_choices(event: str, expected: dict[str, Any]) -> None:
-    """The conversation keeps choice 0."""
-    assert _delta(_chunk(event)) == expected
-
-
 # The end of a stream
 
 
+def event(**choice: Any) -> dict[str, Any]:
+    """A chunk, as SGLang makes it."""
+    choice = {"index": 0, "delta": {}, "finish_reason": None, **choice}
+    return {"id": "x", "created": 1, "choices": [choice]}
+
+
 def said(text: str, index: int = 0) -> dict[str, Any]:
-    """A chunk with text, as SGLang makes it."""
-    return {
-        "id": "x",
-        "created": 1,
-        "choices": [{"index": index, "delta": {"content": text}, "finish_reason": None}],
-    }
+    return event(index=index, delta={"content": text})
 
 
 def ended(index: int = 0, reason: str = "stop") -> dict[str, Any]:
-    """A chunk with a finish reason."""
-    return {
-        "id": "x",
-        "created": 1,
-        "choices": [{"index": index, "delta": {}, "finish_reason": reason}],
-    }
+    return event(index=index, finish_reason=reason)
 
 
-HIDDEN = {
-    "id": "x",
-    "created": 1,
-    "choices": [{"index": 0, "delta": {"hidden_states": [[0.5]]}, "finish_reason": None}],
-}
-USAGE = {
-    "id": "x",
-    "created": 1,
-    "choices": [],
-    "usage": {"prompt_tokens": 9, "prompt_tokens_details": None},
-}
+HIDDEN = event(delta={"hidden_states": [[0.5]]})
+TOKENS = {"prompt_tokens": 9, "prompt_tokens_details": None}
+USAGE = {"id": "x", "created": 1, "choices": [], "usage": TOKENS}
 ERROR = {"error": {"message": "aborted"}}
 
 
-def streamed(
-    monkeypatch: pytest.MonkeyPatch, chunks: list[Any], rag: Any, bench: Bench
-) -> list[Any]:
+@pytest.mark.parametrize("event", [DONE, ": keep-alive\n\n", 'data: {"usage": {}}\n\n'])
+def test_event_without_a_delta(event: str) -> None:
+    assert _delta(_chunk(event)) == {}
+
+
+def test_delta_is_the_first_choices() -> None:
+    """The conversation keeps choice 0."""
+    assert [_delta(said("x", index)) for index in (0, 1)] == [{"content": "x"}, {}]
+    assert _delta(event(delta=None)) == {}
+
+
+def streaming(
+    monkeypatch: pytest.MonkeyPatch, chunks: Iterable[Any], rag: Any, bench: Bench
+) -> AsyncIterator[str]:
     """What a client gets of SGLang's events."""
 
-    async def stream(
-        self: Any, adapted_request: Any, request: Any, raw_request: Any
-    ) -> AsyncIterator[str]:
+    async def stream(self: Any, obj: Any, request: Any, raw_request: Any) -> AsyncIterator[str]:
         for chunk in chunks:
             yield chunk if isinstance(chunk, str) else f"data: {json.dumps(chunk)}\n\n"
         yield DONE
 
     monkeypatch.setattr(OpenAIServingChat, "_generate_chat_stream", stream)
-    raw_request = SimpleNamespace(state=SimpleNamespace())
-    hand_over(raw_request, rag)  # type: ignore[arg-type]
-
-    async def read() -> list[str]:
-        chat = make_chat(bench, None)
-        return [event async for event in chat._generate_chat_stream(None, None, raw_request)]  # type: ignore[arg-type]
-
-    events = asyncio.run(read())
-    assert events.pop() == DONE
-    return [_chunk(event) or event for event in events]
+    chat: Any = make_chat(bench, None)
+    events: AsyncIterator[str] = chat._generate_chat_stream(None, None, handed(rag))
+    return events
 
 
 @pytest.mark.parametrize(
@@ -231,37 +191,28 @@ def streamed(
         ([said("a"), ERROR], None),
         ([said("a"), ERROR, ended(1)], 2),
     ],
-    ids=[
-        "plain",
-        "usage",
-        "n=2",
-        "hidden states",
-        "aborted",
-        "named event",
-        "error",
-        "error of one of two",
-    ],
 )
 def test_chunkcache_is_in_the_last_event_with_choices(
     monkeypatch: pytest.MonkeyPatch, events: list[Any], place: int | None
 ) -> None:
-    """No event is added, none loses its place:
-    a loop written for OpenAI reads all of them, and usage stays last."""
+    """No event is added, none loses its place."""
     bench = Bench()
     rag = bench.reply(bench.ask("q", A), cached=3)
-    got = streamed(monkeypatch, events, rag, bench)
+
+    async def read() -> list[Any]:
+        got = [each async for each in streaming(monkeypatch, events, rag, bench)]
+        assert got.pop() == DONE
+        return [_chunk(each) or each for each in got]
+
+    got = asyncio.run(read())
     assert len(got) == len(events)
-    assert [i for i, event in enumerate(got) if "chunkcache" in event] == (
-        [] if place is None else [place]
-    )
-    for event, sent in zip(got, events, strict=True):
+    told = [i for i, each in enumerate(got) if "chunkcache" in each]
+    assert told == ([] if place is None else [place])
+    for each, sent in zip(got, events, strict=True):
         if isinstance(sent, dict) and "usage" not in sent:
-            assert {name: event[name] for name in sent} == sent
+            assert {name: each[name] for name in sent} == sent
         elif isinstance(sent, dict):
-            assert event["usage"] == {
-                "prompt_tokens": 9,
-                "prompt_tokens_details": {"cached_tokens": 3},
-            }
+            assert each["usage"] == TOKENS | {"prompt_tokens_details": {"cached_tokens": 3}}
     if place is not None:
         assert got[place]["chunkcache"]["order"] == ["a"]
 
@@ -271,18 +222,12 @@ def test_text_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     rag = bench.reply(bench.ask("q", A))
 
-    async def stream(
-        self: Any, adapted_request: Any, request: Any, raw_request: Any
-    ) -> AsyncIterator[str]:
-        yield f"data: {json.dumps(said('a'))}\n\n"
+    def chunks() -> Iterator[Any]:
+        yield said("a")
         pytest.fail("asked for more before the text was handed on")
 
-    monkeypatch.setattr(OpenAIServingChat, "_generate_chat_stream", stream)
-    raw_request = SimpleNamespace(state=SimpleNamespace())
-    hand_over(raw_request, rag)  # type: ignore[arg-type]
-
     async def read_one() -> dict[str, Any]:
-        events = make_chat(bench, None)._generate_chat_stream(None, None, raw_request)  # type: ignore[arg-type]
+        events: Any = streaming(monkeypatch, chunks(), rag, bench)
         first = await anext(events)
         await events.aclose()
         return _chunk(first)
@@ -297,11 +242,9 @@ def test_text_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"exact": 0, "relocated": 0, "recomputed": 0}, {"cached_tokens": 0}),
         (None, None),
     ],
-    ids=["moved KV", "nothing", "not known"],
 )
 def test_cached_tokens_are_those_not_computed(known: Any, details: Any) -> None:
-    """In place or moved; what was moved and computed anew was computed.
-    With n > 1 nothing is known."""
+    """In place or moved; what was moved and computed anew was computed."""
     bench = Bench()
     rag = bench.ask("q", A)
     rag.known = known

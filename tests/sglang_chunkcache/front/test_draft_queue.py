@@ -29,7 +29,6 @@ async def queued(queue: DraftQueue, make: Callable[[threading.Event], Any], num_
 
 
 def test_short_ones_are_made_at_once_and_long_ones_in_a_thread() -> None:
-    """A thread costs more than a short text."""
 
     async def ask() -> list[str]:
         return [await queued(DraftQueue(), on_which_thread, n) for n in (SHORT_CHARS, LONG)]
@@ -56,10 +55,8 @@ def test_shortest_goes_first_and_short_ones_wait_for_nobody() -> None:
 
     async def ask() -> None:
         queue = DraftQueue()
-        tasks = [
-            asyncio.ensure_future(queued(queue, held(order, n, release), LONG + n))
-            for n in (5, 3, 1, 2)
-        ]
+        makes = ((held(order, n, release), LONG + n) for n in (5, 3, 1, 2))
+        tasks = [asyncio.ensure_future(queued(queue, *each)) for each in makes]
         await asyncio.sleep(0.01)  # the first is being made
         assert await queued(queue, lambda is_over: 0, 1) == 0
         release.set()
@@ -70,7 +67,6 @@ def test_shortest_goes_first_and_short_ones_wait_for_nobody() -> None:
 
 
 def test_too_many_are_refused() -> None:
-    """Each holds a body of megabytes."""
     release = threading.Event()
 
     async def ask() -> None:

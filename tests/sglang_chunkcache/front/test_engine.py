@@ -25,9 +25,8 @@ from sglang_chunkcache.wire.report import Answer, Explanation, Report
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import STATE_KEY, RankState
 from sglang_chunkcache.wire.state import Asked as AskedOfRanks
+from tests.kit.front_bench import SECRET, A, Asked, Bench, make_output
 from tests.kit.front_planning import state_of
-from tests.reference.chains import chain_of
-from tests.sglang_chunkcache.front.front_bench import SECRET, A, Asked, Bench, make_output
 
 NO_EVENTS = Batch(0, 0, (), 0, 0, 0)
 
@@ -68,13 +67,10 @@ def output(*ids: int, reason: str | None = None, index: int = 0) -> dict[str, An
 
 
 def run(manager: Manager, bench: Bench, request: Any, *, stream: bool = True) -> list[Any]:
+    outputs = Engine(manager, bench.books).generate_request(make_obj(stream=stream), request)
+
     async def collect() -> list[Any]:
-        return [
-            one
-            async for one in Engine(manager, bench.books).generate_request(
-                make_obj(stream=stream), request
-            )
-        ]
+        return [one async for one in outputs]
 
     return asyncio.run(collect())
 
@@ -83,6 +79,7 @@ def test_outputs_pass_and_are_observed() -> None:
     """Single outputs, which in a stream say which answer they are of, and lists of all n,
     which do not."""
     bench = Bench()
+    assert Engine(Manager(), bench.books).name == "manager"
     rag = Asked(bench.plan("q", A))
     whole = [{key: value for key, value in output(i).items() if key != "index"} for i in (66, 67)]
     sent = [output(65, index=1), whole, output(68, reason="stop")]
@@ -92,34 +89,20 @@ def test_outputs_pass_and_are_observed() -> None:
     assert bench.is_idle()
 
 
-def test_whole_answers_are_not_incremental() -> None:
-    """Only streams are."""
-    bench = Bench()
-    rag = Asked(bench.plan("q", A))
-    run(Manager(output(65), output(65, 66)), bench, make_request(rag), stream=False)
-    assert rag.output_ids == [65, 66]
-
-
 def test_whole_answer_is_released_before_it_is_handed_out() -> None:
-    """SGLang takes the first output and drops the generator;
-    a client that has its answer finds no load of its own."""
+    """SGLang takes the first output and drops the generator."""
     bench = Bench()
     request = make_request(Asked(bench.plan("q", A)))
+    engine = Engine(Manager(output(65)), bench.books)
 
     async def first() -> None:
-        await anext(
-            Engine(Manager(output(65)), bench.books).generate_request(
-                make_obj(stream=False), request
-            )
-        )
+        await anext(engine.generate_request(make_obj(stream=False), request))
         assert bench.is_idle()
 
     asyncio.run(first())
 
 
 def test_scheduler_is_told_and_the_rank_named() -> None:
-    """With the parameters that the client sent.
-    One rank alone needs no name, whatever rank the client named."""
     for num_ranks, rank in ((2, 0), (1, None)):
         bench, manager = Bench(num_ranks=num_ranks), Manager(output(65))
         rag = Asked(bench.plan("q", A))
@@ -136,8 +119,7 @@ class Ranks:
         self.messages, self.gate = list[int](), asyncio.Event()
         self.error: Exception | None = None
 
-    def auto_create_handle_loop(self) -> None:
-        pass
+    def auto_create_handle_loop(self) -> None: ...
 
     async def get_internal_state_communicator(self, message: Any) -> list[Any]:
         asked = decode(message.rid, AskedOfRanks).explain
@@ -147,16 +129,13 @@ class Ranks:
             raise self.error
         states = []
         for rank in (1, 0):
-            told = [
-                Explanation(len(each.input_ids), 0, rank) for each in asked if each.dp_rank == rank
-            ]
-            states.append(RankState(rank, NO_EVENTS, {}, explanations=tuple(told)))
+            own = [each for each in asked if each.dp_rank == rank]
+            told = tuple(Explanation(len(each.input_ids), 0, rank) for each in own)
+            states.append(RankState(rank, NO_EVENTS, {}, explanations=told))
         return [SimpleNamespace(internal_state={STATE_KEY: encode(state)}) for state in states]
 
 
 def test_what_is_asked_while_ranks_answer_is_asked_together() -> None:
-    """A rank answers between two forwards: a message each would hold back all but one chunk of a
-    batch. Each gets the answer to its own question, by its own rank, whoever has gone meanwhile."""
     bench, ranks = Bench(num_ranks=2), Ranks()
     engine = Engine(ranks, bench.books)
     plans = [replace(bench.plan("q" * number, A), rank=number % 2) for number in range(1, 6)]
@@ -181,16 +160,14 @@ def test_what_is_asked_while_ranks_answer_is_asked_together() -> None:
 
 
 def test_ranks_that_fail_fail_all_who_have_asked() -> None:
-    """And nobody who asks later."""
     bench, ranks = Bench(), Ranks()
     engine, ranks.error = Engine(ranks, bench.books), RuntimeError("lost")
     ranks.gate.set()
     plan = bench.plan("q", A)
 
     async def ask() -> list[Any]:
-        failed = await asyncio.gather(
-            engine.explain(plan), engine.explain(plan), return_exceptions=True
-        )
+        asked = [engine.explain(plan) for _ in range(2)]
+        failed = await asyncio.gather(*asked, return_exceptions=True)
         ranks.error = None
         return [*failed, await engine.explain(plan)]
 
@@ -200,7 +177,6 @@ def test_ranks_that_fail_fail_all_who_have_asked() -> None:
 
 
 def test_requests_of_others_pass_unobserved() -> None:
-    """Health checks come without a request or a plan."""
     bench = Bench()
     for request in (None, make_request()):
         assert handed_over(request) is None
@@ -208,31 +184,15 @@ def test_requests_of_others_pass_unobserved() -> None:
     assert bench.books.metrics.totals()["requests"] == {}
 
 
-def test_manager_shows_through() -> None:
-    """SGLang's serving classes read attributes of it."""
-    assert Engine(Manager(), Bench().books).name == "manager"
-
-
-def test_nothing_is_taken_before_the_engine_is_asked() -> None:
-    """A generator that is not iterated has no end that could give anything back."""
-    bench = Bench()
-    Engine(Manager(), bench.books).generate_request(
-        make_obj(), make_request(Asked(bench.plan("q", A)))
-    )
-    assert bench.is_idle()
-
-
 def test_stream_that_is_never_read_on_is_released() -> None:
     """A client gone between the engine's first output and HTTP 200: Starlette never iterates the
-    body, so the body's own end never comes; closing the engine's stream must be enough, or load and
-    plan count for ever."""
+    body, so closing the engine's stream must be enough."""
     bench = Bench()
+    request = make_request(Asked(bench.plan("q", A)))
+    engine = Engine(Manager(output(65), output(66)), bench.books)
 
     async def abandon() -> None:
-        request = make_request(Asked(bench.plan("q", A)))
-        outputs: Any = Engine(Manager(output(65), output(66)), bench.books).generate_request(
-            make_obj(), request
-        )
+        outputs: Any = engine.generate_request(make_obj(), request)
         await anext(outputs)
         assert not bench.is_idle()
         await outputs.aclose()
@@ -252,7 +212,6 @@ def test_stream_that_is_never_read_on_is_released() -> None:
         ([], RuntimeError("our bug"), False, "aborted"),
         ([output(65)], asyncio.CancelledError(), False, "aborted"),
     ],
-    ids=["parameter", "type", "client gone", "after a token", "bug", "cancelled"],
 )
 @pytest.mark.parametrize("stream", [True, False])
 def test_failed_request_is_counted_and_released(
@@ -260,13 +219,9 @@ def test_failed_request_is_counted_and_released(
 ) -> None:
     """As what it was; the error is SGLang's to answer."""
     bench = Bench()
+    request = make_request(Asked(bench.plan("q", A)), is_gone=is_gone)
     with pytest.raises(type(error)):
-        run(
-            Manager(*outputs, error=error),
-            bench,
-            make_request(Asked(bench.plan("q", A)), is_gone=is_gone),
-            stream=stream,
-        )
+        run(Manager(*outputs, error=error), bench, request, stream=stream)
     assert bench.books.metrics.totals()["requests"] == {outcome: 1}
     assert bench.is_idle()
 
@@ -319,8 +274,7 @@ class TellingManager(Manager):
         yield make_output([65], 0, None, 0, [self.entry])
         yield make_output([66], 0, "stop", 0, [self.entry])
 
-    def auto_create_handle_loop(self) -> None:
-        pass
+    def auto_create_handle_loop(self) -> None: ...
 
     async def get_internal_state_communicator(self, message: Any) -> list[Any]:
         self.num_asked += 1
@@ -339,24 +293,11 @@ async def asked_and_read_on(engine: Engine, rag: Asked) -> None:
 
 @pytest.mark.parametrize("num_events", [10, 35])
 def test_what_answers_do_not_bring_is_asked_for(num_events: int) -> None:
-    """Nobody polls, and no other request comes."""
     bench = Bench()
     manager = TellingManager(bench, num_events=num_events)
     asyncio.run(asked_and_read_on(Engine(manager, bench.books), Asked(bench.plan("q", A))))
     assert bench.books.tree.digest(0) == (num_events, manager.log.digest)
     assert manager.num_asked == (num_events - 1) // 10  # the answer had ten
-
-
-def test_a_tree_that_has_forgotten_is_told_again() -> None:
-    """With the next answer, which shows that the rank has other nodes."""
-    bench = Bench()
-    manager = TellingManager(bench, num_events=10)
-    engine = Engine(manager, bench.books)
-    asyncio.run(asked_and_read_on(engine, Asked(bench.plan("q", A))))
-    bench.books.tree.evict(chain_of("n", [ChunkId("3")]), rank=0)
-    asyncio.run(asked_and_read_on(engine, Asked(bench.plan("q", A))))
-    assert bench.books.tree.digest(0) == (10, manager.log.digest)
-    assert bench.books.mirrors[0].num_resyncs == 1
 
 
 def test_a_rank_that_tells_nothing_is_not_asked_for_ever(caplog: pytest.LogCaptureFixture) -> None:
@@ -373,12 +314,8 @@ def test_a_rank_that_tells_nothing_is_not_asked_for_ever(caplog: pytest.LogCaptu
 
 def audited_obj(*, stream: bool) -> Any:
     obj = make_obj(stream=stream)
-    vars(obj).update(
-        return_logprob=False,
-        top_logprobs_num=0,
-        return_text_in_logprobs=True,
-        custom_logit_processor=None,
-    )
+    wish = {"return_logprob": False, "top_logprobs_num": 0, "return_text_in_logprobs": True}
+    vars(obj).update(wish, custom_logit_processor=None)
     return obj
 
 
@@ -418,13 +355,11 @@ def test_drawn_request_is_audited_and_the_client_sees_no_logprobs(stream: bool) 
 @pytest.mark.parametrize(
     ("waiting", "told", "free", "has_room", "num_asked"),
     [(0, 0, 200, True, 1), (1, 0, 200, False, 0), (0, 1, 200, False, 1), (0, 0, 199, False, 1)],
-    ids=["idle", "report", "rank", "full"],
 )
 def test_room_for_a_check(
     waiting: int, told: int, free: int, has_room: bool, num_asked: int
 ) -> None:
-    """The load report first, which costs nothing;
-    then the rank, which is asked behind all that was sent."""
+    """The load report first, which costs nothing."""
     manager = AuditedManager(waiting=waiting, told=told, free=free)
     engine = Engine(manager, Bench().books)
     assert asyncio.run(engine.has_room(0, 100)) is has_room
@@ -439,43 +374,16 @@ def test_check_is_an_exact_prefill_of_prompt_and_answer() -> None:
     bench, manager = Bench(), AuditedManager(output(65))
     planned = bench.plan("q", A)
     terms = Terms(Whose(None, "query", 0.15), AuditState.ASKED, 0, True, True)
-    ids = [*planned.input_ids, 70, 71]
+    ids, head = [*planned.input_ids, 70, 71], (planned.spans, planned.namespace)
     rows: list[Any] = [[(-0.1, 70)], [(-0.1, 71)]]
-    check = Check(
-        ids,
-        planned.spans,
-        planned.namespace,
-        rows,
-        1.0,
-        terms,
-        "query",
-        0.15,
-        "t",
-        "x",
-        "salt",
-        0,
-        0,
-        0.0,
-    )
+    check = Check(ids, *head, rows, 1.0, terms, "query", 0.15, "t", "x", "salt", 0, 0, 0.0)
     asyncio.run(Engine(manager, bench.books).prefill(check, top=20))
     (obj,) = manager.asked
-    assert (obj.input_ids, obj.logprob_start_len, obj.top_logprobs_num) == (
-        ids,
-        len(planned.input_ids) - 1,
-        20,
-    )
-    assert (obj.extra_key, obj.cache_salt, obj.routed_dp_rank, obj.log_metrics) == (
-        "x",
-        "salt",
-        None,
-        False,
-    )
+    assert (obj.input_ids, obj.logprob_start_len) == (ids, len(planned.input_ids) - 1)
+    assert (obj.extra_key, obj.cache_salt, obj.routed_dp_rank) == ("x", "salt", None)
+    assert (obj.top_logprobs_num, obj.log_metrics) == (20, False)
     assert obj.sampling_params["max_new_tokens"] == 1
     spans = unpack(obj.sampling_params["custom_params"], array("q", ids), secret=SECRET)
     assert spans is not None
-    assert (spans.is_audit, spans.fusion, spans.keep, spans.spans) == (
-        True,
-        None,
-        frozenset(),
-        planned.spans,
-    )
+    assert (spans.is_audit, spans.fusion, spans.keep) == (True, None, frozenset())
+    assert spans.spans == planned.spans

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +22,9 @@ FUSED = ChunkCacheConfig(reuse="fused", selector="first", recompute_ratio=0.3, s
 QUESTION = (1, 2, 3)
 
 
-def test_what_is_left_out_is_the_servers() -> None:
-    """Selector and ratio by flag; the rest off."""
-    assert fused_request(FUSED) == FusionRequest("first", 0.3, "")
-
-
 def test_what_is_given_wins() -> None:
-    """Zeros are given, too."""
+    """Zeros are given, too; what is left out is the server's."""
+    assert fused_request(FUSED) == FusionRequest("first", 0.3, "")
     given = fused_request(FUSED, selector="context", ratio=0, alpha=0, focus="off")
     assert given == FusionRequest("context", 0.0, "", 0.0, "off")
 
@@ -37,19 +32,15 @@ def test_what_is_given_wins() -> None:
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_focus_is_cache_crafts(selector: str) -> None:
     """It comes with `context` alone, unless asked for."""
-    assert fused_request(FUSED, selector=selector).focus == (
-        "spare" if selector == "context" else "off"
-    )
+    default = "spare" if selector == "context" else "off"
+    assert fused_request(FUSED, selector=selector).focus == default
     assert fused_request(FUSED, selector=selector, focus="spare").focus == "spare"
 
 
-@pytest.mark.parametrize(
-    "refusing", [fused_request, lambda config: check_fused(config, "reuse")], ids=["wish", "check"]
-)
-def test_exact_server_names_the_flag(refusing: Callable[[ChunkCacheConfig], Any]) -> None:
-    """The field that is refused, and what would allow it."""
-    with pytest.raises(RequestError, match=r"^reuse: .*--reuse fused"):
-        refusing(ChunkCacheConfig())
+def test_exact_server_names_the_flag() -> None:
+    for refusing in (fused_request, lambda config: check_fused(config, "reuse")):
+        with pytest.raises(RequestError, match=r"^reuse: .*--reuse fused"):
+            refusing(ChunkCacheConfig())
 
 
 # Recipes
@@ -58,21 +49,18 @@ def test_exact_server_names_the_flag(refusing: Callable[[ChunkCacheConfig], Any]
 def test_every_choice_is_in_the_recipe() -> None:
     """Requests that would make other KV must not share fused nodes."""
     base = FusionRequest("context", 0.15, "")
-    others = [
-        replace(base, selector="first"),
-        replace(base, ratio=0.25),
-        replace(base, alpha=0.15),
-        replace(base, focus="spare"),
-        replace(base, fresh=frozenset({0})),
-        replace(base, depth=3),
-        replace(base, depth=None),
-        replace(base, layer=3),
-        replace(base, layer=None),
-        replace(base, quality=0.99),
-        replace(base, quality=0.9),
+    changes: list[dict[str, Any]] = [
+        {"selector": "first"},
+        {"ratio": 0.25},
+        {"alpha": 0.15},
+        {"focus": "spare"},
+        {"fresh": frozenset({0})},
+        *({"depth": depth} for depth in (3, None)),
+        *({"layer": layer} for layer in (3, None)),
+        *({"quality": quality} for quality in (0.99, 0.9)),
     ]
-    recipes = {recipe_of(reuse, QUESTION) for reuse in [base, *others]}
-    assert len(recipes) == len(others) + 1
+    recipes = {recipe_of(replace(base, **change), QUESTION) for change in [{}, *changes]}
+    assert len(recipes) == len(changes) + 1
 
 
 def test_recipe_is_canonical() -> None:
@@ -91,33 +79,23 @@ def test_question_counts_where_the_choice_depends_on_it(selector: str, focus: Fo
     assert differs is (selector in ("query", "critical") or focus != "off")
 
 
-def test_recipe_without_a_question() -> None:
-    """A prompt may end with its last chunk."""
-    assert recipe_of(FusionRequest("query", 0.15, ""), ()).startswith("query/0.15/")
-
-
-@pytest.mark.parametrize(
-    "reuse",
-    [FusionRequest("query", 0.15, ""), FusionRequest("none", 0.15, "")],
-    ids=["query", "none"],
-)
-def test_earlier_recipe_is_kept(reuse: FusionRequest) -> None:
-    """The history's fused KV hangs below it."""
-    earlier = recipe_of(reuse, QUESTION)
-    assert recipe_of(reuse, (9,), earlier) == earlier
+@pytest.mark.parametrize("selector", ["query", "none"])
+def test_earlier_recipe_is_kept(selector: str) -> None:
+    """The history's fused KV hangs below it. A prompt may end with its last chunk."""
+    reuse = FusionRequest(selector, 0.15, "")
+    for question in (QUESTION, ()):
+        earlier = recipe_of(reuse, question)
+        assert recipe_of(reuse, (9,), earlier) == earlier
 
 
 def test_earlier_recipe_of_another_policy_is_not_kept() -> None:
     """Nor one whose policy merely begins alike."""
-    earlier = recipe_of(FusionRequest("query", 0.15, ""), QUESTION)
-    for other in (
-        FusionRequest("query", 0.2, ""),
-        FusionRequest("query", 0.15, "", fresh=frozenset({1})),
-    ):
-        assert recipe_of(other, (9,), earlier) == recipe_of(other, (9,))
-        assert recipe_of(
-            FusionRequest("query", 0.15, ""), (9,), recipe_of(other, (9,))
-        ) != recipe_of(other, (9,))
+    base = FusionRequest("query", 0.15, "")
+    earlier = recipe_of(base, QUESTION)
+    for other in (replace(base, ratio=0.2), replace(base, fresh=frozenset({1}))):
+        theirs = recipe_of(other, (9,))
+        assert recipe_of(other, (9,), earlier) == theirs
+        assert recipe_of(base, (9,), theirs) != theirs
 
 
 # What is kept

@@ -7,15 +7,13 @@ launch/test.sh tests/sglang_chunkcache/front/test_search.py
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
 
-from retrieval.errors import CorruptIndexError
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError, SearchFailedError
 from sglang_chunkcache.front import search as rag_search
@@ -23,7 +21,6 @@ from sglang_chunkcache.front.bodies import RetrieveIn
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.request import Passage
 from sglang_chunkcache.front.search import RagSearch, Retrieval, query_of
-from tests.retrieval.languages import QUESTIONS, write_texts
 from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
 
 Find = Callable[..., Retrieval]
@@ -69,62 +66,42 @@ def make_search() -> Iterator[Callable[..., tuple[RagSearch, FakeRetriever, Find
 # The query
 
 
+PARTS = [user([{"type": "text", "text": "alpha"}, {"type": "text", "text": "beta"}])]
+
+
 @pytest.mark.parametrize(
-    ("turns", "query"),
+    ("wish", "messages", "max_chars", "query"),
     [
-        (None, "last two"),
-        (1, "last two"),
-        (2, "second\nlast two"),
-        (9, "first one\nsecond\nlast two"),
+        ({}, TALK, 100, "last two"),
+        ({"turns": 2}, TALK, 100, "second\nlast two"),
+        ({"turns": 9}, TALK, 25, "first one\nsecond\nlast two"),
+        ({"turns": 9}, TALK, 24, "second\nlast two"),
+        ({"turns": 3}, TALK, 3, "two"),
+        ({}, PARTS, 100, "alpha beta"),
+        ({"query": " x\0🙂 "}, [], 100, " x\0🙂 "),
     ],
 )
-def test_query_is_the_last_user_messages(turns: int | None, query: str) -> None:
-    """Oldest first; the last question alone unless asked; answers are not searched for."""
-    assert query_of(RetrieveIn(turns=turns), TALK, field="", max_chars=100) == query
-
-
-@pytest.mark.parametrize(
-    ("max_chars", "query"),
-    [(25, "first one\nsecond\nlast two"), (24, "second\nlast two"), (14, "last two"), (3, "two")],
-)
-def test_turns_that_do_not_fit_leave_the_oldest_first(max_chars: int, query: str) -> None:
-    """Then the last question's front: what is asked tends to stand at its end."""
-    assert query_of(RetrieveIn(turns=3), TALK, field="", max_chars=max_chars) == query
-
-
-def test_query_of_text_parts() -> None:
-    """As the prompt joins them."""
-    parts = [{"type": "text", "text": "alpha"}, {"type": "text", "text": "beta"}]
-    assert query_of(RetrieveIn(), [user(parts)], field="", max_chars=100) == "alpha beta"
-
-
-def test_explicit_query_wins() -> None:
-    """Whatever the messages say; it is searched as it is."""
-    assert query_of(RetrieveIn(query=" x\0🙂 "), [], field="", max_chars=100) == " x\0🙂 "
+def test_query_is_the_last_user_messages(
+    wish: dict[str, Any], messages: Any, max_chars: int, query: str
+) -> None:
+    """The last question alone unless asked."""
+    assert query_of(RetrieveIn(**wish), messages, field="", max_chars=max_chars) == query
 
 
 @pytest.mark.parametrize(
     ("wish", "messages", "message"),
     [
-        ({"query": ""}, TALK, "r.query: is empty"),
         ({"query": " \n"}, TALK, "r.query: is empty"),
         ({"query": "x" * 101}, TALK, "r.query: 101 characters, at most 100"),
         ({"query": "x", "turns": 2}, TALK, "r.turns: not together with r.query"),
         ({}, [], "messages: no user's text to search for"),
-        ({}, [assistant("x")], "messages: no user's text to search for"),
         ({"turns": 2}, [user(" "), user("")], "messages: no user's text to search for"),
-        ({}, [user(None)], "messages.0.content: must be text"),
         ({}, [user(5)], "messages.0.content: must be text"),
-        (
-            {},
-            [assistant("x"), user([{"type": "image_url"}])],
-            "messages.1.content: only text parts",
-        ),
+        ({}, [assistant("x"), user([{"type": "a"}])], "messages.1.content: only text parts"),
     ],
     ids=str,
 )
 def test_no_query_is_refused_by_name(wish: dict[str, Any], messages: Any, message: str) -> None:
-    """The field as the client wrote it."""
     with pytest.raises(RequestError) as caught:
         query_of(RetrieveIn(**wish), messages, field="r.", max_chars=100)
     assert str(caught.value).startswith(message)
@@ -133,40 +110,26 @@ def test_no_query_is_refused_by_name(wish: dict[str, Any], messages: Any, messag
 # The search
 
 
-def test_servers_defaults(make_search: Any) -> None:
-    """The index's own mode, k and nprobe by flags."""
-    _, retriever, find = make_search(retrieve_k=3, retrieve_nprobe=9)
+def test_servers_defaults_and_requests_own_wishes(make_search: Any) -> None:
+    """The index's own mode, k and nprobe by flags; wishes beat them."""
+    search, retriever, find = make_search(retrieve_k=3, retrieve_nprobe=9)
     assert (find().query, find().mode, find().k) == ("last two", "fusion", 3)
-    assert retriever.batches[0] == (["last two"], 3, "fusion", 9)
-    _, retriever, find = make_search(retrieve_mode="bm25")
-    assert find().mode == "bm25"
-
-
-def test_requests_own_wishes(make_search: Any) -> None:
-    """Beat the flags."""
-    _, retriever, find = make_search()
     found = find(query="one", k=2, mode="dense", nprobe=4)
     assert (found.query, found.mode, found.k) == ("one", "dense", 2)
-    assert retriever.batches == [(["one"], 2, "dense", 4)]
+    asked = (["last two"], 3, "fusion", 9)
+    assert retriever.batches == [asked] * 3 + [(["one"], 2, "dense", 4)]
+    assert make_search(retrieve_mode="bm25")[2]().mode == "bm25"
+    stats = search.stats()
+    counts = {"passages": 4, "generation": 1, "searches": 4, "batches": 4, "waiting": 0}
+    assert stats.items() >= counts.items()
+    assert (stats["encoder"], stats["seconds"]["encode"]) == ("fake", 0.008)
 
 
 def test_what_is_found_becomes_chunks(make_search: Any) -> None:
-    """Best first; the text is what encoder and index read too,
-    so the same passage is always the same chunk."""
     _, _, find = make_search()
-    assert find(query="one").chunks == [
-        Passage("a", "A\nalpha one"),
-        Passage("b", "B\nbeta one"),
-        Passage("c", "C\ngamma one"),
-    ]
-
-
-def test_nothing_found_is_no_error(make_search: Any) -> None:
-    """BM25 knows none of the words: the request goes on without chunks."""
-    _, _, find = make_search()
-    found = find(query="zeta")
-    assert found.chunks == []
-    assert found.answer()["passages"] == []
+    expected = [Passage("a", "A\nalpha one"), Passage("b", "B\nbeta one")]
+    assert find(query="one", k=2).chunks == expected
+    assert (find(query="zeta").chunks, find(query="zeta").answer()["passages"]) == ([], [])
 
 
 def test_what_the_client_sees(make_search: Any) -> None:
@@ -194,7 +157,6 @@ def test_what_the_client_sees(make_search: Any) -> None:
 def test_wish_that_cannot_be_had_is_refused_by_name(
     make_search: Any, wish: dict[str, Any], message: str
 ) -> None:
-    """400: the client's matter."""
     _, retriever, find = make_search()
     retriever.modes = ("bm25",)
     with pytest.raises(RequestError) as caught:
@@ -202,84 +164,42 @@ def test_wish_that_cannot_be_had_is_refused_by_name(
     assert str(caught.value) == message
 
 
-def test_scripts_without_spaces_are_found_by_default(tmp_path: Path) -> None:
-    """Each question without options: the right text first in at least seven of eight,
-    and whose scores they are is said."""
-    pytest.importorskip("faiss")
-    pytest.importorskip("tantivy")
-    from retrieval.__main__ import main
-    from retrieval.retriever import Retriever
+def while_searching(
+    search: RagSearch, retriever: FakeRetriever, scene: Callable[[], Awaitable[None]]
+) -> None:
+    """Play `scene` while the worker is busy with a search for "one"."""
 
-    assert (
-        main(["build", str(write_texts(tmp_path / "docs")), "--out", str(tmp_path / "index")]) == 0
-    )
-    retriever = Retriever.open(
-        tmp_path / "index", encoder=None, device="cpu", verify=True, threads=1
-    )
-    search = RagSearch(
-        retriever, ChunkCacheConfig(retrieve_refresh_s=0.0), Metrics(prometheus=False)
-    )
-    try:
-        right, scored = 0, set[str]()
-        for question, name in QUESTIONS.items():
-            found = asyncio.run(
-                search.find(RetrieveIn(), [user(question)], field="retrieve.", is_gone=is_here)
-            )
-            passages = found.answer()["passages"]
-            assert found.mode == "filled"
-            right += bool(passages) and passages[0]["id"] == f"{name}#0"
-            scored |= {passage["mode"] for passage in passages}
-        unknown = asyncio.run(
-            search.find(RetrieveIn(), [user("zeta 獺")], field="retrieve.", is_gone=is_here)
-        )
-    finally:
-        search.close()
-    assert right >= 7
-    assert scored == {"bm25", "dense"}
-    assert all(
-        passage["mode"] == "dense" and passage["score"] > 0
-        for passage in unknown.answer()["passages"]
-    )
+    async def play() -> None:
+        retriever.hold.clear()
+        running = asyncio.ensure_future(find_one(search))
+        while not retriever.begun.is_set():
+            await asyncio.sleep(0.001)
+        await scene()
+        retriever.hold.set()
+        await running
+
+    asyncio.run(play())
 
 
-@pytest.mark.parametrize(
-    "error", [ValueError("/secret/path"), CorruptIndexError("/secret/path: row 5 is missing")]
-)
-def test_failed_search_is_the_servers_fault(make_search: Any, error: Exception) -> None:
-    """500, and nothing of the reason, which may name the server's files; the next one is served."""
-    _, retriever, find = make_search()
-    retriever.fail["crash"] = error
-    with pytest.raises(SearchFailedError) as caught:
-        find(query="crash")
-    assert caught.value.status == 500
-    assert "secret" not in str(caught.value)
-    assert len(find(query="one").chunks) == 3
+async def find_one(search: RagSearch, is_gone: Any = is_here) -> Retrieval:
+    return await search.find(RetrieveIn(query="one"), [], field="", is_gone=is_gone)
 
 
 def test_full_queue_is_503(make_search: Any) -> None:
     """A client may try again."""
     search, retriever, _ = make_search(retrieve_queue=1)
 
-    def one() -> Any:
-        return asyncio.ensure_future(
-            search.find(RetrieveIn(query="one"), [], field="", is_gone=is_here)
-        )
-
-    async def check() -> None:
-        retriever.hold.clear()
-        tasks = [one()]
-        while not retriever.begun.is_set():
-            await asyncio.sleep(0.001)
-        tasks.append(one())
+    async def scene() -> None:
+        waiting = asyncio.ensure_future(find_one(search))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         with pytest.raises(SearchFailedError) as caught:
-            await one()
+            await find_one(search)
         assert caught.value.status == 503
         retriever.hold.set()
-        await asyncio.gather(*tasks)
+        await waiting
 
-    asyncio.run(check())
+    while_searching(search, retriever, scene)
 
 
 def test_client_that_hangs_up_is_not_searched_for(
@@ -292,40 +212,10 @@ def test_client_that_hangs_up_is_not_searched_for(
     async def is_gone() -> bool:
         return True
 
-    async def check() -> None:
-        retriever.hold.clear()
-        running = asyncio.ensure_future(
-            search.find(RetrieveIn(query="one"), [], field="", is_gone=is_here)
-        )
-        while not retriever.begun.is_set():
-            await asyncio.sleep(0.001)
+    async def scene() -> None:
         with pytest.raises(RequestError, match="has disconnected"):
-            await search.find(RetrieveIn(query="two"), [], field="", is_gone=is_gone)
-        retriever.hold.set()
-        await running
+            await find_one(search, is_gone)
 
-    asyncio.run(check())
-    assert [queries for queries, *_ in retriever.batches] == [["one"]]
+    while_searching(search, retriever, scene)
+    assert len(retriever.batches) == 1
     assert search.stats()["waiting"] == 0
-
-
-def test_stats(make_search: Any) -> None:
-    """The index, and what was searched."""
-    search, _, find = make_search()
-    for query in ("one", "zeta"):
-        find(query=query)
-    stats = search.stats()
-    assert stats["seconds"].keys() == {"queued", "encode", "read"}
-    assert stats["seconds"]["encode"] == 0.004
-    assert {
-        key: stats[key]
-        for key in ("passages", "generation", "encoder", "searches", "batches", "waiting")
-    } == {
-        "passages": 4,
-        "generation": 1,
-        "encoder": "fake",
-        "searches": 2,
-        "batches": 2,
-        "waiting": 0,
-    }
-    assert stats["modes"] == ["fusion", "dense", "bm25"]

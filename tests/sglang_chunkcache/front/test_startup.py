@@ -44,7 +44,6 @@ def test_start_opens_and_tries_the_index(opened: dict[str, Any]) -> None:
 
 
 def test_start_refuses_a_mode_the_index_lacks(opened: dict[str, Any]) -> None:
-    """Every request would fail."""
     opened["retriever"].modes = ("bm25",)
     with pytest.raises(RetrievalError, match=r"-retrieve-mode dense: the index x offers bm25"):
         open_retriever(ChunkCacheConfig(index="x", retrieve_mode="dense"))
@@ -52,8 +51,7 @@ def test_start_refuses_a_mode_the_index_lacks(opened: dict[str, Any]) -> None:
 
 
 def test_another_tokenizer_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Passages cut for it may be too long for the model, or many and short;
-    words claim to be nobody's."""
+    """Passages cut for it may be too long for the model, or many and short."""
     from retrieval.tokens import load_tokens
 
     caplog.set_level(logging.INFO)
@@ -68,7 +66,6 @@ def test_another_tokenizer_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_start_without_the_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extra is not installed with the server."""
 
     class Missing:
         def find_spec(self, name: str, *_: Any) -> None:

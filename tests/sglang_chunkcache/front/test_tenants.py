@@ -21,8 +21,8 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
 from sglang_chunkcache.front.request import Identity, Passage
 from sglang_chunkcache.wire.report import ANSWER_KEY
+from tests.kit.front_bench import Bench, make_output, told, user
 from tests.reference import scheduler
-from tests.sglang_chunkcache.front.front_bench import Bench, make_output, told, user
 
 PASSAGES = [Passage(str(i), f"{i:02}" + "abcdefgh"[: 1 + i % 7]) for i in range(14)]
 ROOM = 60_000
@@ -41,12 +41,8 @@ class Server(Bench):
     ) -> dict[str, Any]:
         """A whole request; what its client sees, and what the scheduler was told."""
         request = self.ask(messages, *passages, who=who, **options)
-        req = scheduler.FakeReq(
-            request.input_ids,
-            request.custom_params,
-            extra_key=who.extra_key,
-            cache_salt=who.cache_salt,
-        )
+        salts = {"extra_key": who.extra_key, "cache_salt": who.cache_salt}
+        req = scheduler.FakeReq(request.input_ids, request.custom_params, **salts)
         ids = [ord("k"), 3]
         cached = self.rank.serve(req, answer=ids)
         assert req.customized_info is not None
@@ -133,16 +129,14 @@ def test_a_tenant_sees_nothing_of_another(order: str, rounds: int) -> None:
     ids=["store", "no salt", "salt or key", "two keys", "empty key"],
 )
 def test_other_ways_to_meet(knobs: dict[str, Any], who: Identity, other: Identity) -> None:
-    """What enters cache and store goes by counts as well;
-    a tenant is salt and key together, also where one is missing."""
+    """What enters cache and store goes by counts as well."""
     assert answers_of(who, [], rounds=100, **knobs) == answers_of(who, [other], rounds=100, **knobs)
 
 
 def test_requests_of_one_tenant_do_meet() -> None:
     """The control: as one tenant, the same traffic changes what is seen."""
-    assert answers_of(ME, [], rounds=100, order="frequency") != answers_of(
-        ME, [ME], rounds=100, order="frequency"
-    )
+    alone, among = (answers_of(ME, others, rounds=100, order="frequency") for others in ([], [ME]))
+    assert alone != among
 
 
 def rounds_in_a_pool(capacity: int, *, texts: str) -> list[tuple[int, int]]:

@@ -7,15 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang")
-
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from radix_ext.cfo import Scored
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.storage import loader, storage
-from sglang_chunkcache.wire.state import Asked, ExplainRequest
 from tests.kit.fused import Disk, Rank, disk, identity, wheres
 from tests.kit.requests import OTHER_HEAD, A, B, C, D, ahead, rag
 
@@ -36,7 +32,6 @@ def preprocess(rank: Rank, *chunks: list[int]) -> None:
 
 
 def test_chunk_is_kept_as_it_became_and_nothing_else() -> None:
-    """After these neighbours in this order, behind this head, of this tenant."""
     rank = Rank(capacity=100)
     for chunk in (A, B):
         assert found(rank, chunk) == NOT_YET
@@ -60,7 +55,6 @@ def test_what_requests_have_left_is_not_what_preprocessing_makes() -> None:
 
 
 def test_chunk_without_the_scores_that_are_wanted_is_not_kept() -> None:
-    """A server that was started with another selector reads them."""
     rank = Rank(capacity=100)
     preprocess(rank, A)
     rank.fuser.captures._scored = Scored.ALL
@@ -85,7 +79,6 @@ def test_next_server_keeps_what_is_in_the_storage(disk: Disk) -> None:
 
 
 def test_neighbors_are_loaded_before_the_chunk_is_sent(disk: Disk) -> None:
-    """Not computed again, and none comes late."""
     first = disk.server(capacity=100)
     for chunks in ((A,), (B,), (C, D)):
         preprocess(first, *chunks)
@@ -105,27 +98,6 @@ def test_neighbors_are_loaded_before_the_chunk_is_sent(disk: Disk) -> None:
     counts = disk.settle()
     assert (counts["loaded"], counts["late"], counts["problems"]) == (1, 0, {"damaged": 1})
     assert found(second, B, C) == NOT_YET
-
-
-def test_neighbors_come_into_a_store_full_of_preprocessed_chunks(disk: Disk) -> None:
-    """The storage has these, so the store lets them go; one that it could not write stays."""
-    rank = disk.server(capacity=100, store_bytes=8 * (len(D) + 2 * len(C)))
-    for chunk in (A, B):
-        preprocess(rank, chunk)
-    for fails, chunks in ((False, (B,)), (True, (A, D))):
-        disk.settle()
-        disk.storage.fails = fails
-        preprocess(rank, *chunks)
-    disk.settle()
-    disk.storage.fails = False
-    preprocess(rank, A, C)
-    preprocess(rank, B, C)
-    rank.evict(100)
-    disk.settle()
-    assert [len(rank.held(chunk)) for chunk in (C, D, B)] == [2, 1, 0]
-    assert found(rank, B, D) == COMING
-    disk.settle()
-    assert [len(rank.held(chunk)) for chunk in (C, D, B)] == [0, 1, 1]
 
 
 def test_chunks_wait_while_the_storage_has_much_to_write(
@@ -164,7 +136,6 @@ def test_chunks_that_come_together_find_a_place_in_the_queue(
 
 
 def test_paused_storage_keeps_nobody_waiting(disk: Disk) -> None:
-    """It is tried again by what comes later."""
     preprocess(disk.server(capacity=100), A)
     rank = disk.restarted(capacity=100)
     disk.storage.fails = True
@@ -172,15 +143,6 @@ def test_paused_storage_keeps_nobody_waiting(disk: Disk) -> None:
         assert found(rank, A, B) == COMING
         disk.settle()
     assert found(rank, A, B) == NOT_YET
-
-
-def test_other_ranks_leave_it_to_the_one_that_is_asked() -> None:
-    rank = Rank()
-    req = ahead(A)
-    spans = rank.cache._spans_of(req)
-    asked = ExplainRequest(list(req.origin_input_ids), spans, None, None, dp_rank=1)
-    assert rank.cache.rank_state(0, Asked((asked,))).explanations == ()
-    assert len(rank.cache.rank_state(1, Asked((asked, asked))).explanations) == 2
 
 
 @pytest.mark.parametrize(("others", "num_left"), [(0, 0), (1, 1)])

@@ -12,10 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang")
-pytest.importorskip("transformers")
-
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -108,9 +104,7 @@ def test_canned_prompts_are_those_that_are_made() -> None:
 def test_calibration_follows_the_model(
     tmp_path: Path, trial_of: Trial, before: int, depth: int, layer: int, head: int
 ) -> None:
-    """The third layer's KV deviates where a token was resolved by another chunk, in the second's
-    attention. With layers that do nothing in front of these, it is the seventh; with such layers
-    behind, still the third."""
+    """The third layer's KV deviates, by the second's attention; idle layers before shift that."""
     means = trial_of(stretched(tmp_path, before))
     found = calibrate(means, canned(2), ratio=0.15)
     assert (found.depth, found.layer) == (depth, layer)
@@ -125,8 +119,7 @@ def test_calibration_follows_the_model(
 
 
 def test_nothing_to_restore_leaves_the_papers_layers(trial_of: Trial) -> None:
-    """One chunk, the same in any place: what moved KV answers is what computed KV does.
-    No share restores anything."""
+    """One chunk, the same in any place: moved KV answers as computed KV does."""
     means = trial_of(model_dir())
     prompt = canned(1)[0]
     alone = CalibrationPrompt(prompt.head, [prompt.chunks[0]], prompt.question)
@@ -196,8 +189,7 @@ def test_requests_that_leave_layers_open_get_the_calibrated_ones() -> None:
 
 
 def test_quality_takes_twice_what_reached_it() -> None:
-    """Of the most that any limit did: more is not to be had. Without measurements the ratio counts.
-    No cheaper choice is known to keep as much."""
+    """Of the most that any limit did. Without measurements the ratio counts."""
     figures = (0.5, 0.4, 0.01), (0.25, 0.76, 0.02), (0.125, 0.7, 0.05), (0.0625, 0.8, 0.1)
     steps = tuple(Step(*each) for each in figures)
     asked = FusionRequest("deviation", 0.15, "r", depth=None, quality=0.9)

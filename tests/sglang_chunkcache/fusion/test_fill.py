@@ -12,18 +12,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-
-pytest.importorskip("sglang")
-pytest.importorskip("transformers")
-
 import torch
 from torch import Tensor
 
 from radix_ext.cfo import Scored
 from radix_ext.fusion_request import Focus, question_tokens
-from radix_ext.moved_plan import ReusePlan
 from radix_ext.sources import HostCopy
 from radix_ext.variants import Variant
 from sglang_chunkcache import config
@@ -83,7 +79,6 @@ def positions_of(names: Sequence[str]) -> Tensor:
 
 @every_model("query", "first", "random", "h2o", "deviation", "context")
 def test_everything_recomputed_is_a_prefill(scene: Scene, selector: str) -> None:
-    """From device and host, over gaps: the KV of all layers and the next token."""
     move = scene.run(asked(selector, 1.0))
     scene.assert_prefilled(move)
     assert (move.recomputed_len, move.fallbacks) == (MOVED_LEN, [])
@@ -91,8 +86,7 @@ def test_everything_recomputed_is_a_prefill(scene: Scene, selector: str) -> None
 
 @every_model("none", "first")
 def test_nothing_recomputed_is_moved_alone(scene: Scene, selector: str) -> None:
-    """Layer 0 sees no context, so it is as prefilled, everywhere;
-    above, chunks bring what they saw elsewhere."""
+    """Layer 0 sees no context, so it is as prefilled; above, chunks bring what they saw."""
     move = scene.run(asked(selector, 0.0))
     got = scene.kv(move.slots)
     scene.assert_close(got[:, 0], scene.full[:, 0])
@@ -108,7 +102,6 @@ def test_nothing_recomputed_is_moved_alone(scene: Scene, selector: str) -> None:
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_only_what_is_chosen_changes(scene: Scene, selector: str) -> None:
-    """As many tokens as asked are new; the others keep the moved KV to the bit."""
     before = scene.kv(scene.run(asked("none", 0.0)).slots)
     move = scene.run(asked(selector, 0.3))
     changed = (scene.kv(move.slots) != before).flatten(3).any(-1).any(0).any(0)
@@ -120,7 +113,6 @@ def test_only_what_is_chosen_changes(scene: Scene, selector: str) -> None:
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_all_attentions_agree(scene: Scene, selector: str) -> None:
-    """The mask and the sparse attention. Both equal SGLang's own: test_recompute.py."""
     masked = scene.run(asked(selector, 0.3))
     got, answer = scene.kv(masked.slots), scene.answer()
     again = scene.run(asked(selector, 0.3), scene.sparse_pass())
@@ -131,7 +123,6 @@ def test_all_attentions_agree(scene: Scene, selector: str) -> None:
 
 @every_model("first")
 def test_everything_recomputed_sparsely_is_a_prefill(scene: Scene, selector: str) -> None:
-    """As with the mask: ratio 1 is no approximation."""
     sparse = scene.sparse_pass()
     move = scene.run(asked(selector, 1.0), sparse)
     scene.assert_prefilled(move)
@@ -140,7 +131,6 @@ def test_everything_recomputed_sparsely_is_a_prefill(scene: Scene, selector: str
 
 
 def test_requests_of_a_batch_do_not_mix(scene: Scene) -> None:
-    """Three requests with policies of their own, together and one by one."""
     policies = [asked("query", 0.25), asked("deviation", 0.5), asked("none", 0.0)]
     alone = [scene.kv(scene.run(reuse).slots) for reuse in policies]
     moves = [
@@ -152,7 +142,6 @@ def test_requests_of_a_batch_do_not_mix(scene: Scene) -> None:
 
 
 def test_focus_spares_the_other_chunks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only chunks that the question looks at are recomputed; they are named by their span."""
     monkeypatch.setattr(focus, "focused_chunks", lambda by_layer, window: ({1, 3}, 0))
     move = scene.run(asked("first", 0.5, focus="spare"))
     assert move.focused == [SPANS.index("B"), SPANS.index("E")]
@@ -165,24 +154,7 @@ def test_focus_spares_the_other_chunks(scene: Scene, monkeypatch: pytest.MonkeyP
     assert move.recomputed_len == sum(chosen.values())
 
 
-def test_focus_window_is_no_longer_than_the_model(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    windows: list[int] = []
-
-    def focused_chunks(by_layer: Tensor, window: int) -> tuple[set[int], None]:
-        windows.append(window)
-        return set(range(by_layer.shape[1])), None
-
-    monkeypatch.setattr(focus, "focused_chunks", focused_chunks)
-    for window in (2, 50):
-        monkeypatch.setattr(focus, "WINDOW", window)
-        scene.run(asked("first", 0.5, focus="spare"))
-    assert windows == [2, models.NUM_LAYERS]
-
-
 def test_focus_is_asked_for(scene: Scene) -> None:
-    """Without it no chunk is named; with it the model's own attention decides."""
     assert scene.run(asked("first", 0.5)).focused is None
     focused = scene.run(asked("first", 0.5, focus="spare")).focused
     assert focused
@@ -212,7 +184,6 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_the_end_of_a_long_question_stands_for_it(scene: Scene, probes: list[Any]) -> None:
-    """Its last tokens, at their own positions; gaps are not looked at."""
     moves = scene.move(asked("query", 0.3)), scene.move(asked("h2o", 0.3), row=2)
     scene.with_config(question_window=3).run(list(moves))
     (probe,) = probes
@@ -249,18 +220,13 @@ def test_the_question_pass_is_as_long_as_is_told(
 def test_nothing_is_measured_where_nothing_is_chosen(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, ratio: float
 ) -> None:
-    """Extreme ratios cost no evidence."""
-    asked_for: list[int] = []
-
-    def spy(runner: Any, requests: Sequence[Any]) -> list[Any]:
-        asked_for.append(len(requests))
-        return []
-
-    monkeypatch.setattr(fusion_pass, "question_evidence", spy)
-    monkeypatch.setattr(fusion_pass, "deviation_evidence", spy)
-    other = scene.move(asked("deviation", ratio), row=2)
-    scene.fusion_pass.run([scene.move(asked("query", ratio)), other])
-    assert sum(asked_for) == 0
+    measured = mock.Mock(return_value=[])
+    for name in ("question_evidence", "deviation_evidence"):
+        monkeypatch.setattr(fusion_pass, name, measured)
+    moves = [scene.move(asked(name, ratio), row=1 + i) for i, name in enumerate(SELECTORS[3:5])]
+    scene.fusion_pass.run(moves)
+    assert measured.call_count == 2
+    assert all(call.args[1] == [] for call in measured.call_args_list)
 
 
 # What goes wrong
@@ -296,8 +262,7 @@ def test_a_failing_pass_computes_everything(
 
 
 def test_a_pass_without_a_plan_is_masked(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is written yet, so nothing is lost:
-    the same tokens by the mask, counted each time and logged once."""
+    """Nothing is written yet: the same tokens by the mask, counted each time and logged once."""
     expected = scene.kv(scene.run(asked("first", 0.3)).slots)
     failing = scene.sparse_pass("plan")
     for _ in range(2):
@@ -310,8 +275,7 @@ def test_a_pass_without_a_plan_is_masked(scene: Scene, caplog: pytest.LogCapture
 
 
 def test_a_sparse_layer_that_fails_computes_everything(scene: Scene) -> None:
-    """In the middle of the model: some layers hold new K/V,
-    so all of the region is computed again."""
+    """Some layers hold new K/V, so all of the region is computed again."""
     failing = scene.sparse_pass("run")
     move = scene.run(asked("first", 0.3), failing)
     scene.assert_prefilled(move)
@@ -319,22 +283,10 @@ def test_a_sparse_layer_that_fails_computes_everything(scene: Scene) -> None:
     assert failing.stats()["attention"]["fallbacks"] == 0
 
 
-def test_an_unknown_tier_computes_everything(scene: Scene) -> None:
-    """A source that no tier can read is an error of ours, not a wrong answer."""
-    move = scene.move(asked("none", 0.0))
-    odd = SimpleNamespace(where="tape", prefix=(), scores=None, outward=None, preprocessed=False)
-    pieces = tuple(replace(p, source=odd) if p.chunk == "A" else p for p in move.plan.pieces)
-    move.plan = ReusePlan(pieces)
-    scene.fusion_pass.run([move])
-    assert move.fallbacks == ["pass_failed"]
-    scene.assert_close(scene.answer(), scene.logits)
-
-
 # For the store, and for the stats
 
 
 def test_captures_are_scored_as_asked(scene: Scene) -> None:
-    """Scores say what came before; the copy is the source's KV."""
     counting, capture = scene.with_config(), scene.capture("E")
     plain, masses, everything = (replace(capture, scored=scored) for scored in Scored)
     (each,) = counting.capture([plain])
@@ -354,8 +306,7 @@ def test_captures_are_scored_as_asked(scene: Scene) -> None:
 def test_what_a_codec_keeps_is_what_is_moved(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Few bits in the store; in the pool what they stand for, values bit by bit.
-    The server tells how far that may be off."""
+    """Values bit by bit. The server tells how far that may be off."""
     coding = scene.with_config(store_codec=name)
     blob, _ = coding.capture([scene.capture("E")])[0].read()
     plain = scene.sources["E"].variant.blob
@@ -372,8 +323,7 @@ def test_what_a_codec_keeps_is_what_is_moved(
 
 
 def test_what_was_scored_is_not_scored_again(scene: Scene) -> None:
-    """Scoring costs a prefill of the chunk, so a node keeps what was measured;
-    what is missing is measured with the rest."""
+    """A node keeps what was measured; what is missing is measured with the rest."""
     counting = scene.with_config()
 
     def scores_of(capture: Any) -> Any:
@@ -401,8 +351,7 @@ def test_a_copy_is_not_what_the_pool_holds_later(scene: Scene) -> None:
 def test_moves_within_the_device_wait_for_all_that_is_being_loaded(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They read all layers, not by the pool's getters, and a source may have come back for a
-    request of the same batch."""
+    """A source may have come back for a request of the same batch."""
     pool, moves = scene.runner.token_to_kv_pool, copy_moved
     loaded: list[int] = []
 
@@ -419,18 +368,15 @@ def test_moves_within_the_device_wait_for_all_that_is_being_loaded(
 def test_stats_count_tokens_and_seconds(scene: Scene) -> None:
     counting = scene.with_config()
     move = scene.run(asked("first", 0.5), counting)
-    assert counting.stats()["tokens"] == {
+    stats = counting.stats()
+    assert stats["tokens"] == {
         "moved_device": LENS["A"] + LENS["C"],
         "moved_host": LENS["B"] + LENS["E"],
         "moved_other_head": 0,
         "recomputed": move.recomputed_len,
         "gap": LENS["text"] + LENS["D"],
     }
-    seconds = counting.stats()["seconds"]
-    assert {phase: pytest.approx(1000 * seconds[phase], abs=0.01) for phase in move.ms} == move.ms
-    assert all(value > 0 for value in move.ms.values())
+    assert all(1000 * stats["seconds"][phase] == pytest.approx(ms) for phase, ms in move.ms.items())
     assert move.filling is not None
     assert move.filling.seconds is not None
-    assert 1000 * move.filling.seconds >= sum(move.ms.values())
-    told = {"kind": "masked", "kernel": None, "reason": "asked for", "fallbacks": 0}
-    assert counting.stats()["attention"] == {**told, "ms": {}}
+    assert 1000 * move.filling.seconds >= sum(move.ms.values()) > 0

@@ -8,10 +8,6 @@ from threading import Event, Thread, current_thread, main_thread
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang")
-pytest.importorskip("transformers")
-
 import torch
 
 from radix_ext.costs import Line, Phase, Work
@@ -20,7 +16,6 @@ from radix_ext.sources import HostCopy
 from radix_ext.variants import Variant
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.store import HostBlob
-from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 from tests.kit.tensors import LENS, Scene, asked, make_scene, scene
 from tests.polling import DEADLINE_S
 
@@ -123,7 +118,6 @@ def test_what_fails_is_computed(scene: Scene, monkeypatch: pytest.MonkeyPatch, f
 def test_a_load_that_cannot_begin_is_computed(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prices go on, and so does the next forward."""
     fused = scene.with_config()
     monkeypatch.setattr(fused, "_num_ahead", lambda moves, work: 1)
     with monkeypatch.context() as patched:
@@ -140,7 +134,6 @@ def test_a_load_that_cannot_begin_is_computed(
 def test_while_exact_chains_come_all_is_copied_before(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One pass at a time goes on beside."""
     fused = scene.with_config()
     monkeypatch.setattr(fused, "_num_ahead", lambda moves, work: 1)
     loads, exact = fused.loads, list[int]()
@@ -153,7 +146,6 @@ def test_while_exact_chains_come_all_is_copied_before(
 
 
 def test_chunks_of_other_lengths_are_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a place of its own."""
     known = scene.sources["B"]
     longer = [torch.ones(3, 21, *each.shape[2:]) for each in known.variant.blob.parts]
     wrong = HostCopy(Variant(known.prefix, HostBlob(*longer)))
@@ -161,35 +153,22 @@ def test_chunks_of_other_lengths_are_refused(scene: Scene, monkeypatch: pytest.M
     assert scene.run(asked("none", 0.0), scene.with_config()).fallbacks == ["pass_failed"]
 
 
-@pytest.mark.parametrize(
-    ("each_s", "compute_s", "num_threads", "expected"),
-    [
-        (0.1, 0.5, 1, 1),  # faster than the passes
-        (0.1, 0.05, 1, 2),  # slower: the last of three layers must not wait
-        (0.1, 0.0, 1, 3),  # no pass
-        (1e-6, 0.5, 1, 3),  # nothing to gain
-        (0.1, 0.5, 2, 3),  # torch's threads would be in each other's way
-    ],
-)
-def test_layers_ahead(
-    scene: Scene,
-    monkeypatch: pytest.MonkeyPatch,
-    each_s: float,
-    compute_s: float,
-    num_threads: int,
-    expected: int,
-) -> None:
+AHEAD = [
+    (0.1, 0.5, 1, 1),  # faster than the passes
+    (0.1, 0.05, 1, 2),  # slower: the last of three layers must not wait
+    (0.1, 0.0, 1, 3),  # no pass
+    (1e-6, 0.5, 1, 3),  # nothing to gain
+    (0.1, 0.5, 2, 3),  # torch's threads would be in each other's way
+]
+
+
+def test_layers_ahead(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """By equation 16, from what the plan's passes are estimated to take."""
-    fused = scene.with_config()
-    lines = {Phase.HOST: Line(fixed=each_s), Phase.RECOMPUTE: Line(fixed=compute_s)}
-    fused.pricing.agreed = {**fused.pricing.agreed, **lines}
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    move = scene.move(asked("first", 0.3))
+    fused, move = scene.with_config(), scene.move(asked("first", 0.3))
     works = {Phase.RECOMPUTE: Work(1, LENS["B"], 1), Phase.EXTEND: Work(1, 8, 8)}
     move.plan = ReusePlan(move.plan.pieces, works=works)
-    assert fused._num_ahead([move], Work(1, LENS["B"])) == expected
-
-
-def test_a_pool_has_one_counter(scene: Scene) -> None:
-    pool = scene.runner.token_to_kv_pool
-    assert LayerLoads.of(pool) is LayerLoads.of(pool) is pool.layer_transfer_counter
+    for each_s, compute_s, num_threads, expected in AHEAD:
+        lines = {Phase.HOST: Line(fixed=each_s), Phase.RECOMPUTE: Line(fixed=compute_s)}
+        fused.pricing.agreed = {**fused.pricing.agreed, **lines}
+        monkeypatch.setattr(torch, "get_num_threads", lambda num=num_threads: num)
+        assert fused._num_ahead([move], Work(1, LENS["B"])) == expected

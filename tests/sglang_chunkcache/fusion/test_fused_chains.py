@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("sglang")
-
 from radix_ext import fused_chunk
 from sglang_chunkcache.front.fusion_options import fused_request
 from sglang_chunkcache.front.request import Identity, Passage
 from sglang_chunkcache.scheduler.node import facts
 from sglang_chunkcache.wire.report import ANSWER_KEY
+from tests.kit.front_bench import ME, Asked, Bench, make_output
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import FakeReq
-from tests.sglang_chunkcache.front.front_bench import ME, Asked, Bench, make_output
 
 A, B, C, D = (Passage(name, f"<{name * n}>") for name, n in zip("abcd", (3, 4, 5, 6), strict=True))
 X, Y = Passage("x", "<xx>"), Passage("y", "<yyyyyyy>")
@@ -95,30 +93,12 @@ def test_second_request_finds_the_fused_chain_of_the_first() -> None:
     assert (second.planned_len, second.fused_from, second.hit_len) == (1, 1, 1)
 
 
-def test_chunk_that_the_exact_chain_grows_by_is_planned_as_exact() -> None:
-    """C could be moved and is computed: an exact request may wait for it. B is moved."""
-    served = Served(exact_gaps=1, selector="query")
-    served.ask(A, B, C, fused=False)
-    served.ask(X, fused=False)
-    request = served.ask(X, C, B)
-    assert (request.order, request.planned_len, request.fused_from) == (["x", "c", "b"], 1, 2)
-    assert request.report is not None
-    assert [source.where for source in request.report.sources] == ["gap", "device"]
-
-
-def test_fused_chain_at_the_beginning_of_the_prompt_is_found(behind: Served) -> None:
-    """Nothing exact before it."""
-    again = behind.ask(A, B)
-    assert (again.order, fused_hit(again)) == (["b", "a"], tokens(A, B))
-
-
 @pytest.mark.parametrize(
     "other",
     [{"ratio": 0.5}, {"selector": "query"}, {"fused": False}, {"who": OTHER}],
     ids=["recipe", "question", "exact", "tenant"],
 )
 def test_others_do_not_aim_at_it(behind: Served, other: dict[str, Any]) -> None:
-    """Their rank would not find it."""
     request = behind.ask(A, B, **other)
     assert request.order == ["a", "b"]
     assert request.report is None or fused_hit(request) == 0
@@ -132,22 +112,19 @@ def test_hits_and_marks_are_those_of_exact_chunks() -> None:
     for _ in range(3):
         request = served.ask(X, A, B)
     assert (request.hit_len, request.planned_len, fused_hit(request)) == (1, 1, tokens(A, B))
-    assert request.predicted_exact == request.area[0].end
     books = served.bench.books
     assert books.metrics.totals()["chunks"]["hit"] == 3
-    recipe = request.fusion.recipe
-    ids = [request.area[0].chunk, *(fused_chunk(recipe, span.chunk) for span in request.area[1:])]
-    assert [chunk.id for chunk in request.chain] == ids
-    nodes = books.tree.match(request.namespace, ids, rank=0)
-    expected = [(3, True), (0, False), (0, False)]
-    assert [(node.hits, node.promoted) for node in nodes] == expected
+    recipe, (exact, *moved) = request.fusion.recipe, (span.chunk for span in request.area)
+    nodes = books.tree.match(
+        request.namespace, [exact, *(fused_chunk(recipe, chunk) for chunk in moved)], rank=0
+    )
+    assert [(node.hits, node.promoted) for node in nodes] == [(3, True), (0, False), (0, False)]
     chains = {node.chain for node in nodes}
     known = [each for each in map(facts, served.ranks[0].cache._nodes()) if each.chain in chains]
-    assert sorted((each.hits, each.promoted) for each in known) == sorted(expected)
+    assert sorted((each.hits, each.promoted) for each in known) == [(0, False)] * 2 + [(3, True)]
 
 
 def test_request_under_way_is_planned_as_it_will_be_fused() -> None:
-    """An exact request does not wait for KV that it cannot use."""
     served = Served()
     served.ask(Y, A, B, fused=False)
     first = served.plan(B, A)
@@ -157,16 +134,6 @@ def test_request_under_way_is_planned_as_it_will_be_fused() -> None:
         served.answer(request)
     assert fused_hit(second) == tokens(A, B)
     assert served.bench.is_idle()
-
-
-def test_chunks_never_asked_for_are_planned_as_exact() -> None:
-    """They have no source: they are computed behind the exact prefix, for exact requests, too."""
-    served = Served()
-    first = served.plan(B, A)
-    exact = served.plan(A, B, fused=False)
-    assert exact.order == ["b", "a"]
-    served.answer(first)
-    assert served.answer(exact).hit_len == 2
 
 
 def test_router_sends_a_request_to_its_fused_chain() -> None:
@@ -179,10 +146,3 @@ def test_router_sends_a_request_to_its_fused_chain() -> None:
     for _ in range(2):
         request = served.ask(B, C, X)
         assert (request.rank, fused_hit(request)) == (1, tokens(B, C))
-
-
-def test_evicted_fused_chain_is_not_aimed_at(behind: Served) -> None:
-    """The next answer tells of it."""
-    behind.ranks[0].evict(400)
-    behind.ask(D, fused=False)
-    assert behind.ask(A, B).order == ["a", "b"]

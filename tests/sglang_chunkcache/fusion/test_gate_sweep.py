@@ -19,10 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang")
-pytest.importorskip("transformers")
-
 import torch
 
 from sglang_chunkcache.fusion import gate, recompute
@@ -118,7 +114,6 @@ def told(found: dict[str, list[float]]) -> str:
 
 @pytest.mark.parametrize(("family", "dtype"), EVERY_DAY)
 def test_right_runs_pass_and_mistakes_fail(family: str, dtype: str) -> None:
-    """Two token seeds each; the sweep below has all families and other weights."""
     sweep(runner(family, dtype), range(1, 3), defaultdict(list))
 
 
@@ -128,8 +123,7 @@ def test_right_runs_pass_and_mistakes_fail(family: str, dtype: str) -> None:
 def test_right_runs_pass_and_mistakes_fail_with_any_weights(
     family: str, dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """200 token seeds over ten draws of weights, as large as those of `write_model`. Biases are
-    drawn as well: a new model's are 0, and a Qwen2 without them is a Llama."""
+    """Biases are drawn as well: a new model's are 0, and a Qwen2 without them is a Llama."""
     model = runner(family, dtype)
     weights = [
         p.data for name, p in model.model.named_parameters() if p.ndim > 1 or name.endswith("bias")

@@ -8,10 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang")
-pytest.importorskip("transformers")
-
 import torch
 from torch import Tensor
 
@@ -86,7 +82,6 @@ def test_request_behind_what_the_batch_fills_reads_it_filled(make: Make) -> None
 
 
 def test_request_that_a_full_pass_leaves_out_is_a_prefill(make: Make) -> None:
-    """Beside the one that fills the pass."""
     scheduler = make()
     scheduler.serve(rag(A, B, C))
     scheduler.fuser.limits = replace(scheduler.fuser.limits, max_pass_tokens=50)

@@ -9,9 +9,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-
-pytest.importorskip("sglang")
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -129,8 +126,7 @@ def test_it_is_the_heads_attention_to_what_was_before(
 
 @pytest.mark.parametrize("kind", [None, ReferenceAttention, Shuffling])
 def test_gaps_of_a_pass_are_measured_alike(runner: Any, kind: Any) -> None:
-    """Of two prompts, beside critical tokens, in whatever order the attention wants its rows.
-    Their keys are there only then."""
+    """Of two prompts, beside critical tokens, in whatever order the attention wants its rows."""
     weights = prefill_weights(runner, TOKENS, SLOTS)
     prefill(runner, TOKENS.tolist(), OTHERS)
     one, other = make_move(SLOTS, gaps=[2]), make_move(OTHERS, gaps=[0, 1])
@@ -151,7 +147,6 @@ def test_gaps_of_a_pass_are_measured_alike(runner: Any, kind: Any) -> None:
 
 
 def test_pass_that_fails_tells_nothing(runner: Any) -> None:
-    """The region is computed anew, by another attention."""
     prefill(runner, TOKENS.tolist(), SLOTS)
     move, positions = make_move(SLOTS, gaps=[1]), [*range(*CHUNKS[1])]
 
@@ -172,8 +167,7 @@ def make_move(slots: Any, *, gaps: Sequence[int]) -> Any:
 
 
 def test_forward_that_calls_no_attention_tells_nothing(runner: Any) -> None:
-    """A captured graph computes it elsewhere:
-    zeros would say that no token looks beyond its chunk."""
+    """As a captured graph: zeros would say that no token looks beyond its chunk."""
     watch, req = make_watch(runner), make_req(make_row(runner, OTHERS, index=2), CHUNKS)
     told: Any = SimpleNamespace(reqs=[req], prefix_lens=[0], extend_lens=[NUM_TOKENS])
     with watch.watch(told):
@@ -184,8 +178,7 @@ def test_forward_that_calls_no_attention_tells_nothing(runner: Any) -> None:
 
 
 def test_nodes_have_what_was_measured_of_them(runner: Any) -> None:
-    """Not of what was cached before, not for heads that are calibrated no more, and once:
-    its KV is that of the first prefill."""
+    """Not of what was cached before, not for heads that are calibrated no more, and once."""
     prefill(runner, TOKENS.tolist(), OTHERS)
     req = make_req(make_row(runner, OTHERS, index=2), CHUNKS)
     extend(runner, make_watch(runner, ()), [(req, TOKENS, 22, NUM_TOKENS)])
@@ -210,7 +203,6 @@ def test_nodes_have_what_was_measured_of_them(runner: Any) -> None:
 def test_a_failure_costs_no_request(
     runner: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The prefill is computed, nothing is measured any more, and the log says so."""
     prefill(runner, TOKENS.tolist(), SLOTS)
     expected = models.kv_of(runner, SLOTS)
     watch, req = make_watch(runner), make_req(make_row(runner, OTHERS, index=2), CHUNKS)
@@ -290,14 +282,3 @@ def test_number_of_sums_is_by_tokens(gap: int) -> None:
 
     # The first chunk is apart, and less of it leaves more blocks of the others.
     assert abs(num_operations(250) - num_operations(10)) <= num_operations(1)
-
-
-def test_gaps_that_touch_are_measured_together(runner: Any) -> None:
-    """Of a pass: one piece of all, and the keys of each layer are gathered once."""
-    prefill(runner, TOKENS.tolist(), SLOTS)
-    move = make_move(SLOTS, gaps=[0, 1, 2])
-    positions = [position for span in CHUNKS for position in range(*span)]
-    with make_watch(runner).watch_pass([(move, positions)]) as measure:
-        run_pass(runner, [_sequence(move, positions)], watch=measure)
-    assert [first for first, _ in move.outward.pieces] == [CHUNKS[0][0]]
-    assert all(move.outward.of(*span) is not None for span in CHUNKS)

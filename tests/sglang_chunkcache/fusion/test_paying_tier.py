@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("sglang")
-
 from radix_ext.costs import NOMINAL, Line, Phase, extend_work
 from sglang_chunkcache.fusion import tier as module
 from sglang_chunkcache.scheduler.node import state
@@ -88,18 +86,10 @@ def test_storage_that_does_not_pay_says_so(disk: Disk, server: Rank) -> None:
     assert figures(disk)[1] == 1, "to explain counts nothing"
 
 
-def test_storage_that_pays_says_nothing(disk: Disk, server: Rank) -> None:
-    """Nor does one whose entry is not there."""
-    take(disk, 0.1)
-    asked(disk, server, A)
-    assert Fallback.STORAGE_SLOW not in server.ask(asked(disk, server, A)).fallbacks
-
-
 @pytest.mark.parametrize("every", [1, 3])
 def test_slow_storage_is_tried_now_and_then(
     disk: Disk, server: Rank, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    """And is used again when it has become fast."""
     monkeypatch.setattr(module, "TRIED_EVERY", every)
     take(disk, 100.0)
     asked(disk, server, A)

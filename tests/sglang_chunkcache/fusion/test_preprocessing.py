@@ -14,10 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang")
-pytest.importorskip("transformers")
-
 import torch
 
 from radix_ext.variants import Variant
@@ -31,9 +27,9 @@ from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import ANSWER_KEY
 from sglang_chunkcache.wire.state import STATE_KEY, Asked
 from tests import models
+from tests.kit.front_bench import Bench, make_output
 from tests.reference.model_scheduler import ModelScheduler
 from tests.reference.scheduler import SCORED, FakeReq
-from tests.sglang_chunkcache.front.front_bench import Bench, make_output
 
 pytestmark = pytest.mark.engine
 
@@ -176,7 +172,6 @@ def test_the_order_of_the_corpus_does_not_matter(runner: Any) -> None:
 
 
 def test_what_is_there_is_not_computed_again(runner: Any) -> None:
-    """The whole work a second time, in another order: nothing runs and nothing enters the store."""
     server = Server(runner)
     server.fill()
     num_put = len(server.put)

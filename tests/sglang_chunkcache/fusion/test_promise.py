@@ -9,38 +9,20 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("sglang")
-
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
-
-from radix_ext import IntegrityError, chunk_id, fused_chunk
+from radix_ext import IntegrityError
 from radix_ext.costs import Line, Phase
-from radix_ext.fusion_request import QUESTION as QUESTION_NAME
 from radix_ext.moved_plan import make_plan
 from sglang_chunkcache.fusion import promise
-from sglang_chunkcache.scheduler.node import facts, state
-from sglang_chunkcache.wire.events import Evicted, Inserted
-from sglang_chunkcache.wire.report import Explanation, Fallback, Source
+from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.state import Asked, Cleared
 from tests.kit.fused import Rank, report, sources, wheres
 from tests.kit.requests import HEAD, OTHER_HEAD, QUESTION, A, B, C, D, E, ahead, asks, fused, rag
-from tests.reference.chains import chain_of
-from tests.reference.fused_scheduler import KV
-from tests.reference.scheduler import FakeReq, answer_of, marked
+from tests.reference.scheduler import FakeReq, answer_of
 
 NOT_FILLED = (Fallback.NOT_FILLED,)
 
 # What is moved
-
-
-def test_chunk_is_moved_from_where_it_was_computed() -> None:
-    """C stood behind A and B: its KV is re-positioned, and known as approximate."""
-    rank, req = Rank(rag(A, B, C)), fused(C)
-    assert rank.start(req) == [4]
-    rank.forward()
-    held = [rank.contents.slots[slot] for slot in rank.slots(req, 2, 4)]
-    assert held == [KV(7, 2, None), KV(8, 3, None)]
-    rank.finish(req)
 
 
 def test_fused_kv_is_found_again_by_its_recipe_only() -> None:
@@ -51,14 +33,6 @@ def test_fused_kv_is_found_again_by_its_recipe_only() -> None:
     assert found == [5, 7, 5, 2]
     assert [report(req).fused_hit for req in (again, other)] == [5, 0]
     assert answer_of(exact).report is None
-
-
-def test_exact_and_fused_copies_live_side_by_side() -> None:
-    """Once B is computed exactly behind the head, a fused request stands on that."""
-    rank = Rank(rag(A, B), fused(B), rag(B))
-    assert rank.node(HEAD, B) is not rank.node(HEAD, B, recipe="r")
-    told = rank.ask(fused(B, tail=[40, 41]))
-    assert (told.exact, told.fused_hit) == (5, 0)
 
 
 def test_gap_in_front_of_the_first_moved_chunk_is_exact() -> None:
@@ -102,29 +76,13 @@ def test_gap_behind_a_moved_chunk_is_approximate() -> None:
     assert sources(told) == [(None, "gap", 0, 0, None), (0, "device", 1, 0, 1)]
 
 
-def test_prompt_that_ends_in_a_chunk_computes_that_chunk() -> None:
-    """One token must be prefilled and chunks are moved whole."""
-    assert Rank(rag(A, B)).start(fused(B, A, tail=[])) == [len(HEAD + B)]
-
-
 def test_critical_tokens_are_recomputed_and_counted() -> None:
-    """4 of 7 moved tokens, and 2 of a gap."""
     told = Rank(rag(C, A, B)).ask(fused(D, A, B, fusion=asks("query", 0.5)))
     assert (told.exact, told.relocated, told.recomputed, told.gap) == (2, 3, 4, 4)
     assert (told.fused_hit, told.focused, told.fallbacks) == (0, None, ())
     moved = [(1, "device", 1, 0, 1), (2, "device", 2, 1, 0.5)]
     assert sources(told) == [(0, "gap", 0, 0, None), *moved]
     assert "lookup" in told.ms
-
-
-def test_later_turn_stands_on_the_fused_turns_before_it() -> None:
-    """A conversation's history is approximate, so what follows is found again with it."""
-    rank = Rank(rag(A, B))
-    rank.serve(fused(B), answer=[50, 51])
-    ids = [*HEAD, *B, *QUESTION, 50, 51, *A, *QUESTION]
-    req = FakeReq(ids, marked([(2, 5), (10, 14)], fusion=asks()))
-    assert rank.serve(req, answer=[60]) == 14
-    assert (report(req).exact, report(req).fused_hit, report(req).gap) == (2, 7, 1)
 
 
 @pytest.mark.parametrize("other", [{"extra_key": "x"}, {"cache_salt": "x"}])
@@ -155,33 +113,10 @@ def test_queue_is_ordered_by_what_is_exact(monkeypatch: pytest.MonkeyPatch) -> N
     assert rank.serve(req) == 9
 
 
-def test_explain_tells_the_plan_and_changes_nothing() -> None:
-    rank = Rank(rag(A, B))
-    before = rank.tree_slots(), rank.cache.log.seq
-    found = (Source(2, 6, 0, "gap"), Source(6, 9, 1, "device", 1, cfo=1))
-    assert rank.explain(fused(D, B)) == Explanation(2, 0, 9, found)
-    assert (rank.tree_slots(), rank.cache.log.seq) == before
-
-
 # Promises
 
 
-def test_sources_are_locked_until_their_kv_is_copied() -> None:
-    """SGLang evicts between promise and forward; what is moved must survive it."""
-    rank, req = Rank(rag(A, B)), fused(B)
-    source = rank.node(HEAD, A, B)
-    rank.start(req)
-    for num_locks, found in ((1, source), (0, None)):
-        assert source.lock_ref == num_locks
-        rank.evict(100)
-        assert rank.node(HEAD, A, B) is found
-        rank.check([req])
-        rank.forward()
-    rank.finish(req)
-
-
 def test_source_that_left_since_the_match_is_computed() -> None:
-    """Counted by its reason; the request prefills as any other."""
     rank, req = Rank(rag(A, B)), fused(B)
     rank.evicted_before_load_back = len(QUESTION + B)
     assert rank.together(req) == [2]
@@ -207,13 +142,6 @@ def test_promise_leaves_room_for_the_batchs_extends(
     assert report(req).fallbacks == ((Fallback.NO_ROOM,) if found == 2 else ())
 
 
-def test_promise_evicts_what_it_must() -> None:
-    """Slots come from what nobody holds; neither prefix nor source is that."""
-    others = FakeReq(range(200, 219))
-    rank = Rank(rag(A, B, tail=[30]), others, capacity=30, prefill_budget=8)
-    assert rank.together(fused(B, D, A)) == [2 + 3 + 4 + 4]
-
-
 @pytest.mark.parametrize("step", ["_insert", "move_of"])
 def test_error_amid_a_commit_takes_nothing(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     rank = Rank(rag(A, B))
@@ -224,17 +152,6 @@ def test_error_amid_a_commit_takes_nothing(monkeypatch: pytest.MonkeyPatch, step
         rank.admit(fused(D, B, fusion=asks("query", 0.5)), 100)
     assert (sorted(rank.tree_slots()), rank.allocator.available_size()) == before
     rank.cache.check_integrity()
-
-
-@pytest.mark.parametrize("eviction", ["lru", "reused"])
-def test_cold_chunks_leave_before_hot_ones(eviction: str) -> None:
-    """Moved ones, too, and what they were moved from."""
-    hot = [rag(C, tail=[token]) for token in range(100, 110)]
-    rank = Rank(rag(A, B), fused(D, B), *hot, capacity=100, eviction=eviction, window_requests=3)
-    while rank.node(HEAD, A) or rank.node(HEAD, D):
-        assert rank.evict(1)
-        assert rank.node(HEAD, C) is not None
-    rank.check()
 
 
 @pytest.mark.parametrize(
@@ -260,16 +177,6 @@ def test_requests_of_one_batch(
         assert (told.exact, told.fused_hit, told.relocated, told.fallbacks) == fates
 
 
-def test_what_is_computed_behind_empty_nodes_is_as_they_are() -> None:
-    """After what was moved: for the recipe alone. After an exact head, for everybody."""
-    rank = Rank(rag(A, B, C))
-    rank.together(fused(B), fused(B, C))
-    assert rank.serve(fused(B, C)) == 5 + 2 + 2
-    assert rank.serve(rag(B, C)) == 2
-    rank.together(fused(A, head=OTHER_HEAD), fused(B, head=OTHER_HEAD))
-    assert rank.serve(rag(B, head=OTHER_HEAD)) == 3 + len(B) + 2
-
-
 @pytest.mark.parametrize(
     ("chunks", "head", "load", "one", "two", "starts", "loaded"),
     [
@@ -283,13 +190,7 @@ def test_what_is_computed_behind_empty_nodes_is_as_they_are() -> None:
     ids=["behind an empty head", "moved", "behind a gap"],
 )
 def test_load_of_the_same_batch(
-    chunks: list[list[int]],
-    head: list[int],
-    load: int,
-    one: FakeReq,
-    two: FakeReq,
-    starts: list[int],
-    loaded: int,
+    chunks: Any, head: Any, load: int, one: FakeReq, two: FakeReq, starts: Any, loaded: int
 ) -> None:
     """From host memory: by the second request (`loaded`), else by the first. A is on the device."""
     hosted = [rag(*chunks, head=head) for _ in range(2)]
@@ -305,16 +206,6 @@ def test_load_of_the_same_batch(
     assert report(two).fallbacks == (NOT_FILLED if head == OTHER_HEAD else ())
 
 
-def test_batch_recomputes_no_more_than_its_budget() -> None:
-    """The first may always go."""
-    rank = Rank(rag(C, A, B), limits={"max_pass_tokens": 5})
-    one, two = (fused(A, fusion=asks("query", 1.0, recipe)) for recipe in "rs")
-    assert rank.together(one, two, FakeReq([99])) == [6, 2, 0]
-    told = report(two)
-    assert (told.exact, told.relocated, told.fallbacks) == (2, 0, (Fallback.PASS_FULL,))
-    assert rank.cache.stats()["fallbacks"] == {Fallback.PASS_FULL: 1}
-
-
 def test_promise_that_no_batch_keeps_stops_the_server() -> None:
     """Its slots would hold garbage under keys that others match."""
     rank = Rank(rag(A, B))
@@ -323,64 +214,20 @@ def test_promise_that_no_batch_keeps_stops_the_server() -> None:
         rank.fuser.before(SimpleNamespace(reqs=[rag(A)]))
 
 
-def test_declined_promise_is_an_empty_tensor() -> None:
-    """SGLang's contract: all or nothing; anything between kills it."""
-    rank, req = Rank(rag(A, B)), fused(B)
-    rank.match(req)
-    rank.evict(6)
-    asked = InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req)
-    slots, node = rank.cache.init_load_back(asked)
-    assert (len(slots), slots.dtype, node) == (0, req.prefix_indices.dtype, req.best_match_node)
-
-
 # Ends of a request's life
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 5])
-def test_prefill_in_pieces_shorter_than_a_chunk(num_tokens: int) -> None:
-    """What is left behind the promise goes in as ever, whole chunks only."""
-    rank, req = Rank(rag(A, B)), fused(B, D, C)
-    assert rank.admit(req, num_tokens) == 5
-    while not rank.is_prefilled(req):
-        rank.stash(req)
-        rank.check([req])
-        assert rank.prefill(req, num_tokens)
-    rank.finish(req)
-    assert rank.node(HEAD, B, D, C, recipe="r") is not None
-
-
-def retracted(rank: Rank, req: FakeReq, *, num_evicted: int = 0) -> int | None:
-    """It has begun, was retracted, and comes back; what it finds then."""
+@pytest.mark.parametrize(("num_evicted", "fates"), [(0, (2, 3, 3, 0)), (100, (0, 0, 3, 2))])
+def test_retracted_before_its_first_token(num_evicted: int, fates: tuple[int, ...]) -> None:
+    """What the tree holds is found again and nothing moved twice; what is gone is moved again."""
+    rank, req = Rank(), fused(B)
+    rank.store_chunks(A, B, keep=[1])
     rank.admit(req, 1)
     rank.release(req, is_insert=False)
     rank.evict(num_evicted)
-    rank.check()
-    (found,) = rank.together(req)
-    return found
-
-
-def test_retracted_before_its_first_token_finds_its_fused_kv_again() -> None:
-    """The promise was kept, the tree holds it; nothing is moved twice."""
-    req = fused(B, D)
-    assert retracted(Rank(rag(A, B)), req) == 5
-    assert (report(req).exact, report(req).fused_hit, report(req).relocated) == (2, 3, 3)
-
-
-def test_retracted_before_its_first_token_moves_again_what_is_gone() -> None:
-    """Its fused nodes were evicted meanwhile: a new promise, told once."""
-    rank, req = Rank(), fused(B, D)
-    rank.store_chunks(A, B, keep=[1])
-    assert retracted(rank, req, num_evicted=100) == 5
+    assert rank.together(req) == [5]
     told = report(req)
-    assert (told.exact, told.fused_hit, told.relocated, told.gap) == (0, 0, 3, 2)
-    assert [source.where for source in told.sources] == ["gap", "host"]
-
-
-def test_retracted_where_nothing_can_be_moved_any_more_is_exact() -> None:
-    """No source is left: everything is computed, and what it leaves is for everybody."""
-    rank = Rank(rag(A, B))
-    assert retracted(rank, fused(B), num_evicted=100) == 0
-    assert rank.serve(rag(B)) == 2 + 3 + 2
+    assert (told.exact, told.fused_hit, told.relocated, told.gap) == fates
 
 
 def test_retracted_after_its_first_token_goes_on_where_it_was() -> None:
@@ -413,117 +260,32 @@ def test_forced_miss_computes_everything() -> None:
     assert [rank.serve(fused(B, C), answer=[50]) for _ in range(2)] == [0, 0]
 
 
-def test_chunks_fused_for_one_question_have_no_place_in_the_global_tree() -> None:
-    rank, fusion = Rank(), asks(recipe=f"r{QUESTION_NAME}1")
-    rank.serve(rag(A, B), answer=[50])
-    before = rank.cache.rank_state(0)
-    rank.ask(fused(B, D, fusion=fusion))
-    after = rank.cache.rank_state(0)
-    assert after.events == before.events
-    assert after.counts["chunk_tokens"] == before.counts["chunk_tokens"]
-    rank.ask(fused(C, B, fusion=fusion))  # C is a gap in front of the first moved chunk
-    assert rank.cache.rank_state(0).events.num_nodes == 3
-
-
-def test_chunks_fused_for_anybody_are_reported_by_the_name_of_their_recipe() -> None:
-    """Once, below the exact chain they hang on, unpromoted and without hits."""
-    rank = Rank()
-    rank.serve(rag(A, B), answer=[50])
-    told = rank.cache.log.seq
-    for _ in range(3):
-        rank.ask(fused(A, C, B, promoted_len=3))
-    names = [chunk_id(A), chunk_id(C), fused_chunk("r", chunk_id(B))]
-    chains = [chain_of(str(HEAD), names[:end]) for end in (1, 2, 3)]
-    assert rank.cache.log.unread().events[told:] == (
-        Inserted(names[1], len(C), chains[0], str(HEAD), promoted=True),
-        Inserted(names[2], len(B), chains[1], str(HEAD), promoted=False),
-    )
-    node = rank.node(HEAD, A, C, B, recipe="r")
-    assert (facts(node).promoted, facts(node).hits, facts(node.parent).hits) == (False, 0, 2)
-    rank.evict(60)
-    events = rank.cache.log.unread().events
-    assert set(events[told + 2 :]) >= {Evicted(chains[1]), Evicted(chains[2])}
-    assert rank.cache.rank_state(0).events.num_nodes == 0
-
-
 # Flush
 
 
-def test_flush_forgets_waiting_captures_and_the_store() -> None:
-    """But for what was preprocessed: a measurement starts afresh."""
-    rank = Rank()
-    rank.store_chunks(A, B, keep=[0])
-    rank.serve(rag(A, B, C, keep=[1, 2]), answer=[50])
-    rank.flush()
-    stats = rank.cache.stats()
-    assert (stats["store"]["num_chunks"], stats["store"]["pending"], stats["sources"]) == (0, 0, 0)
-    rank.forward()
-    assert rank.serve(fused(B, keep=[0]), answer=[50]) == 0
-    rank.idle()
-    assert rank.store.stats().num_variants == 1
-
-
-def preprocess(rank: Rank) -> None:
-    """B after A, and A alone, into the store; then C as requests bring it."""
+def test_cleared_store_is_empty_and_the_tree_is_not() -> None:
+    """What was preprocessed and what waits included; a promise under way is kept."""
+    rank, req = Rank(), fused(B)
     for chunks in ([A], [A, B]):
         rank.serve(ahead(*chunks), answer=[50])
-    rank.store_chunks(C)
-    assert rank.store.stats().num_variants == 3
+    rank.idle()
+    rank.evict(100)
+    assert rank.serve(rag(D, keep=[0]), answer=[50]) == 0
+    assert rank.start(req) == [5]
+    num_bytes = rank.store.stats().num_bytes
+    cleared = rank.cache.rank_state(0, Asked(clear_store=True)).cleared
+    assert cleared == Cleared(2, 2, num_bytes)
+    stats = rank.cache.stats()["store"]
+    assert (stats["num_variants"], stats["num_bytes"], stats["pending"]) == (0, 0, 0)
+    rank.finish(req)
+    assert report(req).relocated == 3
+    assert rank.serve(fused(D)) == 2 + 4 + 2
+    assert rank.cache.rank_state(0).cleared is None
 
 
 def test_a_chunk_may_be_preprocessed_without_head_and_question() -> None:
     """Of such a prompt, less its last token, no chunk is whole: there is nothing to look for."""
     assert Rank().serve(ahead(A, head=[], tail=[])) == 0
-
-
-def test_flush_keeps_what_was_preprocessed() -> None:
-    """Hours of work, and the benches flush before each cell."""
-    rank = Rank()
-    preprocess(rank)
-    rank.flush()
-    assert [each.preprocessed for each in rank.store.variants()] == [True]
-    req = fused(B)
-    assert rank.serve(req, answer=[50]) == 5
-    assert [source.where for source in report(req).sources] == ["gap", "host"]
-    # nothing is on the device any more, so the store's order is that of an empty tree
-    rank.evict(100)
-    rank.check()
-
-
-def test_flush_after_an_update_of_the_weights_keeps_nothing() -> None:
-    """SGLang resets the tree for both, and names no version unless the client did."""
-    rank = Rank()
-    preprocess(rank)
-    for weights, num_kept in ((1, 0), (1, 1), (0, 0)):
-        rank.weights = weights
-        rank.flush()
-        assert rank.store.stats().num_variants == num_kept
-        if not num_kept:
-            assert rank.serve(fused(B)) == 0
-            rank.flush()
-            preprocess(rank)
-
-
-def test_cleared_store_is_empty_and_the_tree_is_not() -> None:
-    """What was preprocessed and what waits included."""
-    rank, req = Rank(), fused(B)
-    preprocess(rank)
-    rank.evict(100)
-    assert rank.serve(rag(D, keep=[0]), answer=[50]) == 0
-    assert rank.cache.stats()["store"]["pending"] == 1
-    assert rank.start(req) == [5]
-    num_bytes = rank.store.stats().num_bytes
-    cleared = rank.cache.rank_state(0, Asked(clear_store=True)).cleared
-    assert cleared == Cleared(3, 3, num_bytes)
-    stats = rank.cache.stats()["store"]
-    assert (stats["num_variants"], stats["num_bytes"], stats["pending"]) == (0, 0, 0)
-    rank.check([req])
-    rank.finish(req)
-    assert report(req).relocated == 3
-    assert rank.serve(fused(D)) == 2 + 4 + 2
-    rank.store_chunks(D)
-    assert rank.store.stats().num_variants == 1
-    assert rank.cache.rank_state(0).cleared is None
 
 
 def test_flush_forgets_pending_promises() -> None:
@@ -539,18 +301,6 @@ def test_flush_forgets_pending_promises() -> None:
 
 
 # Books
-
-
-def test_stats_tell_sources_store_and_reasons() -> None:
-    rank = Rank()
-    rank.store_chunks(A, B, keep=[0])
-    rank.ask(fused(D))
-    stats = rank.cache.stats()
-    assert stats["sources"] == 3  # A, B and, just computed, D
-    assert stats["store"]["num_chunks"] == 1
-    assert stats["moves"] == {"captured": 1}
-    assert stats["fallbacks"] == {Fallback.NO_SOURCE: 1}
-    assert stats["gate"] == {}
 
 
 def test_check_integrity_names_a_source_that_is_none() -> None:

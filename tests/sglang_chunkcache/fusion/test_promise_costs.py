@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("sglang")
-
 from radix_ext import FusionRequest
 from radix_ext.costs import TRIED_EVERY, Line, Phase
 from radix_ext.fusion_request import QUESTION as QUESTION_NAME
@@ -99,7 +97,6 @@ def test_nothing_cheaper_follows_what_the_selector_itself_has_chosen() -> None:
 
 
 def test_focus_that_eats_the_gain_is_left_out() -> None:
-    """And named so, when its KV is found again, too."""
     recipe = f"context{QUESTION_NAME}who"
     focused = replace(make_request("context", 0.25), focus="spare", recipe=recipe)
     rank = make_priced(question=DEAR)

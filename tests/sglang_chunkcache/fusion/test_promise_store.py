@@ -9,8 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-pytest.importorskip("sglang")
-
 from radix_ext import FusionRequest, chunk_id
 from radix_ext.cfo import Scored
 from sglang_chunkcache.fusion import capture
@@ -19,7 +17,7 @@ from sglang_chunkcache.fusion.fill import Captured
 from sglang_chunkcache.scheduler.node import facts
 from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.wire.state import CalibrationPrompt
-from tests.kit.fused import Rank, identity, report, sources, wheres
+from tests.kit.fused import Rank, sources, wheres
 from tests.kit.requests import HEAD, OTHER_HEAD, QUESTION, A, B, C, D, ahead, asks, fused, rag
 from tests.reference.scheduler import SCORED, FakeReq, marked
 
@@ -80,7 +78,6 @@ def test_chunks_that_have_earned_it_enter_the_store() -> None:
 
 
 def test_what_is_stored_is_not_captured_again() -> None:
-    """Another head or another chain is another variant."""
     rank = Rank(capacity=100)
     for head in (HEAD, OTHER_HEAD, HEAD):
         rank.store_chunks(A, B, head=head, keep=[1])
@@ -112,19 +109,14 @@ def test_what_waits_for_the_store_does_not_leave_first() -> None:
 @pytest.mark.parametrize(
     ("knobs", "selector", "scored"),
     [
-        ({}, None, Scored.NOTHING),
-        ({}, "query", Scored.NOTHING),
         ({}, "critical", Scored.NOTHING),
         ({}, "context", Scored.MASSES),
-        ({}, "h2o", Scored.ALL),
         ({"selector": "context"}, None, Scored.MASSES),
         ({"selector": "context"}, "h2o", Scored.ALL),
         (SCORED, "context", Scored.ALL),
-        (SCORED, None, Scored.ALL),
     ],
 )
 def test_what_is_scored(knobs: dict[str, Any], selector: str | None, scored: Scored) -> None:
-    """Scoring costs a prefill: what the selectors in use read, the server's and the request's."""
     rank = Rank(**{"selector": "query", **knobs})
     rank.store_chunks(A, fusion=None if selector is None else asks(selector, 0.15))
     assert variants(rank, A) == [((), A, scored, False)]
@@ -140,33 +132,6 @@ def test_more_is_scored_when_it_is_asked_for() -> None:
     assert variants(rank, A) == [((), A, Scored.ALL, False)]
 
 
-def test_what_is_known_of_a_node_is_stored_with_it() -> None:
-    """Scores cost nothing more once its variant has left the store."""
-    rank = Rank()
-    rank.store_chunks(A, fusion=asks("context", 0.15))
-    rank.store.clear()
-    rank.store_chunks(A)
-    assert variants(rank, A) == [((), A, Scored.MASSES, False)]
-    assert rank.fusion_pass.num_scored == 1
-
-
-def test_a_chunk_with_all_its_variants_gets_those_that_are_asked_for() -> None:
-    """Every new chain would cost a scoring pass, so behind C the second request brings it."""
-    rank = Rank(capacity=100, store_variants=1)
-    for before, expected in ((A, [A]), (C, [A]), (C, [A, C])):
-        rank.store_chunks(before, B, keep=[1])
-        assert rank.held(B) == [names(each) for each in expected]
-    rank.store_chunks(D, B, keep=[1], is_preprocessing=True)
-    assert [variant.preprocessed for variant in rank.stored(B)] == [False, False, True]
-
-
-def test_chunk_preprocessed_behind_nothing_is_an_ordinary_variant() -> None:
-    """It has seen no neighbour, so nothing is gained by taking it before others."""
-    rank = Rank()
-    rank.store_chunks(A, is_preprocessing=True)
-    assert variants(rank, A) == [((), A, Scored.NOTHING, False)]
-
-
 # What is taken, and what counts as a use
 
 
@@ -180,37 +145,6 @@ def test_a_source_is_used_as_much_as_a_hit() -> None:
             assert wheres(told) == ["device"]
 
 
-def test_use_of_a_copy_counts_for_its_variant() -> None:
-    """f_r: B was computed behind A alone, and half of what is before it now was there."""
-    rank = Rank(capacity=200)
-    rank.store_chunks(A, B, keep=[1])
-    for number in range(10):
-        rank.ask(fused(D, A, B, fusion=asks(recipe=f"{number}")))
-    (variant,) = rank.stored(B)
-    assert variant.num_uses == 10
-    assert variant.reuse >= 10
-
-
-def test_f_r_counts_scored_and_unscored_variants_on_one_scale() -> None:
-    """An unscored one counts 1 / CFO as well: all of its two chunks are here again, or none."""
-    rank = Rank(capacity=200)
-    rank.store_chunks(A, C, B, keep=[2])
-    (variant,) = rank.stored(B)
-    for chunks, cfo in (((D, A, C, B), 1 / len(B)), ((D, B), 1.0)):
-        before = variant.reuse
-        told = rank.ask(fused(*chunks, fusion=asks(recipe=str(len(chunks)))))
-        assert told.sources[-1].cfo == pytest.approx(cfo)
-        assert variant.reuse - before == pytest.approx(1 / cfo)
-    assert variant.scores is None
-
-
-def test_latest_used_copy_is_found_first() -> None:
-    """Of hundreds of copies a plan looks at a few."""
-    rank = Rank(*[rag(before, B) for before in (A, C, D)], fused([9, 9], A, B), capacity=200)
-    (latest,) = rank.cache.copies.find(identity(B), str(HEAD), 1)
-    assert facts(latest).prefix == names(A)
-
-
 def test_text_between_chunks_is_part_of_a_source() -> None:
     """A follow-up turn's chunk has seen a question and an answer, which is told."""
     rank = Rank(rag(A), capacity=200)
@@ -218,32 +152,6 @@ def test_text_between_chunks_is_part_of_a_source() -> None:
     spans = [(2, 6), (10, len(ids))]
     rank.serve(FakeReq([*ids, *QUESTION], marked(spans, namespace=str(HEAD))), answer=[50])
     assert rank.ask(fused(A, D, B)).sources[-1].other_head
-
-
-def test_explain_is_no_use() -> None:
-    """Nothing that is only asked for outlives what is used."""
-    rank = Rank(rag(A), rag(B))
-    before = facts(rank.node(HEAD, A)).used
-    rank.explain(rag(A))
-    assert facts(rank.node(HEAD, A)).used == before
-
-
-def test_source_behind_another_head_is_taken_last() -> None:
-    """It is told, counted by the pass, and stored as a variant of its own."""
-    rank = Rank(capacity=200)
-    rank.store_chunks(A, B, head=OTHER_HEAD, keep=[1])
-    told = [(each.where, each.other_head) for each in rank.ask(fused(D, B)).sources]
-    assert told[1:] == [("gap", False), ("device", True)]
-    rank.store_chunks(C, B, keep=[1])
-    told_again = rank.ask(fused(D, A, B, fusion=asks(recipe="s"))).sources
-    assert not any(each.other_head for each in told_again if each.span == 2)
-    assert [variant.head for variant in rank.stored(B)] == [str(OTHER_HEAD), str(HEAD)]
-
-
-def test_preprocessed_chunk_is_moved_first() -> None:
-    rank = Rank()
-    rank.store_chunks(A, B, keep=[1], is_preprocessing=True)
-    assert wheres(rank.ask(fused(C, B))) == ["gap", "host"]
 
 
 def test_neighbors_are_plain_though_an_exact_chain_has_them() -> None:
@@ -263,17 +171,6 @@ def test_a_neighbor_is_not_used() -> None:
     rank.evict(100)
     assert sources(rank.ask(ahead(A, B, D)))[-1][:2] == (1, "host")
     assert rank.store.stats().num_uses == 0
-
-
-def test_stored_chunk_outlives_the_tree() -> None:
-    """Evicted from the pool, moved from host memory; the use is counted."""
-    rank, req = Rank(), fused(C, B)
-    rank.store_chunks(A, B, keep=[1])
-    rank.evict(100)
-    assert rank.serve(req, answer=[50]) == len(HEAD + C + B)
-    gaps = [(None, "gap", 0, 0), (0, "gap", 0, 0)]
-    assert [source[:4] for source in sources(report(req))] == [*gaps, (1, "host", 1, 0)]
-    assert rank.store.stats().num_uses == 1
 
 
 # Copies that take their time, or fail
@@ -296,23 +193,6 @@ def test_copies_that_arrive_late_are_stored_in_order(monkeypatch: pytest.MonkeyP
     assert counts == [(3, 4, 0), (3, 2, 2), (4, 1, 3), (4, 0, 4)]
     serials = [[variant.serial for variant in rank.stored(chunk)] for chunk in (A, B, C, D)]
     assert serials == [[1], [2], [3], [4]]
-    rank.check()
-
-
-def test_copy_of_a_node_that_has_left_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the copy holds was read before."""
-    rank = Rank()
-    late = delay(rank, monkeypatch)
-    rank.serve(rag(A, keep=[0]), answer=[50])
-    rank.forward()
-    rank.evict(100)
-    rank.serve(rag(A, keep=[0]), answer=[50])
-    while rank.num_pending:
-        for each in late:
-            each.has_arrived = True
-        rank.forward()
-    assert variants(rank, A) == [((), A, Scored.NOTHING, False)]
-    assert (len(late), rank.store.stats().num_added) == (2, 1)
     rank.check()
 
 
@@ -391,7 +271,6 @@ def test_first_tokens_do_not_wait_for_captures() -> None:
 
 
 def test_too_many_waiting_captures_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may earn their place another time."""
     monkeypatch.setattr(capture, "MAX_WAITING_CAPTURES", 2)
     rank = Rank()
     rank.serve(rag(A, B, C, keep=[0, 1, 2]))
@@ -408,16 +287,6 @@ def test_waiting_captures_hold_no_slots() -> None:
     assert rank.serve(FakeReq(range(100, 114))) == 0
     assert rank.store.stats().num_chunks == 0
     assert rank.fuser.stats()["store"]["dropped"] == 3
-
-
-def test_capture_evicted_and_computed_again_waits_again() -> None:
-    """The old node is not taken for the new one."""
-    rank = Rank(rag(A, keep=[0]))
-    rank.evict(100)
-    rank.serve(rag(A, keep=[0]))
-    rank.idle()
-    assert len(rank.stored(A)) == 1
-    rank.check()
 
 
 # Calibration

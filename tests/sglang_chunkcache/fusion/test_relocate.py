@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang")
-
 import torch
 from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -77,8 +73,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @every_case
 def test_keys_equal_the_definition(case: Case) -> None:
-    """Moved, un-rotated, and turned back: SGLang's angles are float32, which at position p is
-    p * 2^-24. Un-rotated is what the model projects, times the `mscale` that stays in a key."""
+    """SGLang's angles are float32, p * 2^-24 at p. `mscale` stays in an un-rotated key."""
     old, new = [0, 7, 1500, 40, MAX_POSITIONS - 1], [3, 0, 12, 2000, MAX_POSITIONS - 2]
     raw, table = case.raw(len(old), torch.float32), case.table()
     stored, wanted, origin = (case.rotated(raw, at).float() for at in (old, new, [0] * len(old)))
@@ -96,15 +91,13 @@ def test_keys_equal_the_definition(case: Case) -> None:
 @every_case
 @every_dtype
 def test_move_by_zero_changes_no_bit(case: Case, dtype: torch.dtype) -> None:
-    """A chunk that keeps its place is exact, however often it is copied."""
     keys, positions = case.raw(200, dtype), random_positions(200, 1)
     assert torch.equal(moved(case.table(dtype), keys, positions, positions), keys)
 
 
 @every_dtype
 def test_what_does_not_turn_keeps_every_bit(dtype: torch.dtype) -> None:
-    """Infinities, NaNs with their payload and negative zeros:
-    those of a move by 0, and the elements after `rotary_dim`."""
+    """NaNs with their payload, infinities, zeros: past `rotary_dim`, and all of a move by 0."""
     case, table, positions = CASES["partial"], CASES["partial"].table(), torch.tensor([5, 900, 41])
     size = 3, case.num_heads, case.head_dim
     odd = torch.tensor([float("inf"), -float("inf"), float("nan"), -0.0, 1e-41], dtype=dtype)
@@ -118,8 +111,7 @@ def test_what_does_not_turn_keeps_every_bit(dtype: torch.dtype) -> None:
 @every_case
 @every_dtype
 def test_move_twice_equals_move_once(case: Case, dtype: torch.dtype) -> None:
-    """By a then b is by a+b, but for the rounding between:
-    one ulp, four in float32, where products round as well."""
+    """But for the rounding between: one ulp, four in float32, where products round as well."""
     keys, table = case.raw(200, dtype), case.table(dtype)
     p, q, r = (random_positions(200, seed) for seed in (1, 2, 3))
     once, twice = moved(table, keys, p, r), moved(table, moved(table, keys, p, q), q, r)
@@ -152,8 +144,7 @@ def test_moved_key_equals_the_first_layers(case: Case, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("name", ["llama", "yarn", "linear", "dynamic", "llama3"])
 def test_table_grows_as_sglangs_does(name: str) -> None:
-    """SGLang lengthens a table to the context length, some classes by another formula:
-    ours has the same rows."""
+    """SGLang lengthens a table to the context length, some classes by another formula."""
     # copies, for no other test
     own, exact = (deepcopy(CASES[name].module(d)) for d in (torch.bfloat16, torch.float32))
     for module in (own, exact):
@@ -165,24 +156,12 @@ def test_table_grows_as_sglangs_does(name: str) -> None:
     assert own.cos_sin_cache is before
 
 
-def test_rounded_table_is_made_again() -> None:
-    """SGLang's table without CUDA has 8 bits: too few to undo a rotation with.
-    On CUDA no second table is made."""
-    case = CASES["llama"]
-    table, exact = case.table(torch.bfloat16), case.table()
-    assert torch.equal(table.cos, exact.cos)
-    assert exact.cos.data_ptr() == case.module(torch.float32).cos_sin_cache.data_ptr()
-    assert (table.rotary_dim, table.is_neox) == (32, True)
-    assert not CASES["interleaved"].table().is_neox
-
-
 def sglang_classes() -> set[str]:
     """Every rotary class SGLang makes from a config."""
     return {name for name in vars(factory) if name.endswith("Embedding")}
 
 
 def test_supported_classes_exist() -> None:
-    """By SGLang's names; what is left is not none."""
     assert sglang_classes() > ROTARY_CLASSES
 
 
@@ -233,8 +212,7 @@ SLOTS = {
 @pytest.mark.parametrize(("source", "target"), SLOTS.values(), ids=SLOTS.keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_copy_moved(source: list[int], target: list[int], dtype: torch.dtype) -> None:
-    """All layers, also where a token stays in its slot. Values bit by bit, keys as in one layer.
-    No other slot is touched."""
+    """Values bit by bit, keys as in one layer. No other slot is touched."""
     case = CASES["partial"]
     pool, table = make_pool(case, dtype, v_head_dim=12, start_layer=5, end_layer=7), case.table()
     before = contents(pool)
@@ -270,10 +248,7 @@ def test_target_that_is_anothers_source_is_refused(source: list[int], target: li
 @pytest.mark.parametrize("name", ["llama", "yarn", "interleaved partial"])
 @every_dtype
 def test_blob_round_trip(name: str, dtype: torch.dtype) -> None:
-    """Out of some slots and into others at the same positions.
-
-    Values are equal bit by bit, keys but for two roundings: 1 ulp, 4 in float32.
-    """
+    """Values are equal bit by bit, keys but for two roundings: 1 ulp, 4 in float32."""
     case = CASES[name]
     pool, table = make_pool(case, dtype), case.table()
     before = contents(pool)
@@ -292,29 +267,11 @@ def test_blob_round_trip(name: str, dtype: torch.dtype) -> None:
     assert_only_changed(pool, before, target.tolist())
 
 
-def test_blob_at_other_positions() -> None:
-    """What is read at p and written at q is what a move gives, one rounding apart.
-    The blob is its own: it outlives its slots, and is written many times."""
-    case = CASES["yarn"]
-    pool, table = make_pool(case, torch.bfloat16), case.table()
-    slots, p = torch.tensor([1, 2, 3]), torch.tensor([5, 6, 7])
-    blob = read_blob(pool, table, slots, p)
-    before = [each.clone() for each in blob]
-    write_blob(pool, table, *blob, target_slots=slots + 8, target_positions=p + 1795)
-    move(pool, table, (slots, p), (slots + 16, p + 1795))
-    keys, _ = contents(pool)
-    copied = keys[:, slots + 16].flatten(0, 1)
-    assert_within(keys[:, slots + 8].flatten(0, 1), copied, case.ulp(copied, torch.bfloat16))
-    write_blob(pool, table, *blob, target_slots=slots, target_positions=p + 9)
-    assert all(torch.equal(now, then) for now, then in zip(blob, before, strict=True))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @every_case
 def test_gpu_equals_cpu_without_synchronising(case: Case) -> None:
-    """The same numbers, but for the last bit of each of a blob's two roundings;
-    the blob comes from pinned memory."""
+    """But for the last bit of a blob's two roundings; the blob comes from pinned memory."""
     results = []
     for device in ("cpu", "cuda"):
         pool, table = make_pool(case, torch.bfloat16, device), case.table()
@@ -339,100 +296,68 @@ def test_gpu_equals_cpu_without_synchronising(case: Case) -> None:
 
 # Wrong arguments
 
-
 FOUR = torch.arange(1, 5)
-
-
-def good() -> dict[str, Any]:
-    """Arguments of every function below, all right."""
-    case = CASES["partial"]
-    blob = torch.zeros(NUM_LAYERS, 4, case.num_heads, case.head_dim, dtype=torch.bfloat16)
-    pool = make_pool(case, torch.bfloat16)
-    places = {"slots": FOUR, "positions": FOUR}
-    return {"pool": pool, "table": case.table(), "keys": blob, "values": blob, **places}
-
-
-def do_copy(g: dict[str, Any], **wrong: Tensor) -> None:
-    names = ("source_slots", "source_positions", "target_slots", "target_positions")
-    places: dict[str, Any] = dict.fromkeys(names, FOUR) | wrong
-    copy_moved(g["pool"], g["table"], **places)
-
-
-def do_read(g: dict[str, Any]) -> None:
-    read_blob(g["pool"], g["table"], g["slots"], g["positions"])
-
-
-def do_write(g: dict[str, Any]) -> None:
-    places = {f"target_{name}": g[name] for name in ("slots", "positions")}
-    write_blob(g["pool"], g["table"], g["keys"], g["values"], **places)
-
-
-POOLED = (do_copy, do_read, do_write)
-
-
-NO_INDEX = (
+INDEX = [
     (FOUR[None], r"expected shape \[4\], got \[1, 4\]"),
     (FOUR.int(), "expected torch.int64, got torch.int32"),
     (FOUR.to("meta"), "expected on cpu, got meta"),
-)
-NO_BLOB = (
-    (torch.zeros(2, 4, 2, 64), r"expected shape \[3, 4, 2, 64\], got \[2, 4, 2, 64\]"),
-    (torch.zeros(3, 5, 2, 64), r"expected shape .* got \[3, 5, 2, 64\]"),
-    (torch.zeros(3, 4, 2, 32), r"expected shape .* got \[3, 4, 2, 32\]"),
-    # a silent cast would be a rounding without a trace
-    (torch.zeros(3, 4, 2, 64), "expected torch.bfloat16, got torch.float32"),
-)
-NO_POSITIONS = (
+]
+POSITIONS = [
+    *INDEX,
     (torch.arange(3), r"expected shape \[4\], got \[3\]"),
     (FOUR + 2044, r"expected positions in \[0, 2048\), got 2045 to 2048"),
     (FOUR - 2, r"expected positions in \[0, 2048\), got -1 to 2"),
-)
+]
+BLOB = [
+    (torch.zeros(2, 4, 2, 64), r"expected shape \[3, 4, 2, 64\], got \[2, 4, 2, 64\]"),
+    (torch.zeros(3, 5, 2, 64), r"expected shape .* got \[3, 5, 2, 64\]"),
+    # a silent cast would be a rounding without a trace
+    (torch.zeros(3, 4, 2, 64), "expected torch.bfloat16, got torch.float32"),
+]
+SHORT = [(torch.arange(3), ""), (torch.zeros(4), "expected torch.int64, got torch.float32")]
+NAMES = ("source_slots", "source_positions", "target_slots", "target_positions")
+WRONG: dict[str, dict[str, Any]] = {
+    "read": {"slots": INDEX, "positions": POSITIONS},
+    "write": {"slots": INDEX, "positions": POSITIONS, "keys": BLOB, "values": BLOB},
+    "move": dict.fromkeys(NAMES, SHORT),
+}
+META = torch.zeros(9, 8, device="meta")
 
 
-@pytest.mark.parametrize(
-    ("function", "name", "value", "message"),
-    [
-        *(
-            (f, name, *no)
-            for f in (do_read, do_write)
-            for name in ("slots", "positions")
-            for no in NO_INDEX
-        ),
-        *((f, "positions", *no) for f in (do_read, do_write) for no in NO_POSITIONS),
-        *((do_write, name, *no) for name in ("keys", "values") for no in NO_BLOB),
-    ],
-)
-def test_wrong_arguments(
-    function: Callable[..., None], name: str, value: Tensor, message: str
-) -> None:
-    with pytest.raises(ValueError, match=f"{name}: {message}"):
-        function(good() | {name: value})
+def call(kind: str, **given: Any) -> None:
+    """With all arguments right but those that are given."""
+    case = CASES["partial"]
+    blob = torch.zeros(NUM_LAYERS, 4, case.num_heads, case.head_dim, dtype=torch.bfloat16)
+    good = {"pool": make_pool(case, torch.bfloat16), "table": case.table()}
+    given = good | {"slots": FOUR, "positions": FOUR, "keys": blob, "values": blob} | given
+    pool, table, slots, positions = (given[x] for x in ("pool", "table", "slots", "positions"))
+    if kind == "read":
+        read_blob(pool, table, slots, positions)
+    elif kind == "move":
+        copy_moved(pool, table, **{name: given.get(name, FOUR) for name in NAMES})
+    else:
+        at = {"target_slots": slots, "target_positions": positions}
+        write_blob(pool, table, given["keys"], given["values"], **at)
 
 
-@pytest.mark.parametrize(
-    "name", ["source_slots", "source_positions", "target_slots", "target_positions"]
-)
-def test_wrong_move_writes_nothing(name: str) -> None:
-    """Of three tokens for four, or not int64; each argument is named."""
-    given = good()
-    before = contents(given["pool"])
-    number = "3" if name != "source_slots" else "4"
-    with pytest.raises(ValueError, match=rf": expected shape .* got \[{number}\]"):
-        do_copy(given, **{name: torch.arange(3)})
-    with pytest.raises(ValueError, match=f"{name}: expected torch.int64, got torch.float32"):
-        do_copy(given, **{name: torch.zeros(4)})
-    assert_only_changed(given["pool"], before, [])
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_arguments_write_nothing(kind: str) -> None:
+    pool = make_pool(CASES["partial"], torch.bfloat16)
+    before = contents(pool)
+    for name, values in WRONG[kind].items():
+        for value, message in values:
+            with pytest.raises(ValueError, match=f"{name if message else ''}: {message}"):
+                call(kind, pool=pool, **{name: value})
+    assert_only_changed(pool, before, [])
 
 
-@pytest.mark.parametrize("function", POOLED)
-def test_wrong_pool_or_table(function: Callable[..., None]) -> None:
-    """Quantised, of heads smaller than what rotates, on another device."""
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_pool_or_table(kind: str) -> None:
     case, small = CASES["partial"], Case([], 1.0, head_dim=8)
-    meta = torch.zeros(9, 8, device="meta")
     for wrong, message in (
         ({"pool": make_pool(case, torch.float8_e4m3fn)}, "pool: .*bfloat16 or .* got torch.uint8"),
         ({"pool": make_pool(small, torch.bfloat16)}, r"pool: .* >= 16\], got \[24, 2, 8\]"),
-        ({"table": RotaryTable(meta, meta, True)}, "table: expected on cpu, got meta"),
+        ({"table": RotaryTable(META, META, True)}, "table: expected on cpu, got meta"),
     ):
         with pytest.raises(ValueError, match=message):
-            function(good() | wrong)
+            call(kind, **wrong)

@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("sglang")
-
-from radix_ext.cfo import Scored
 from sglang_chunkcache.fusion.tier import entry_of
 from sglang_chunkcache.storage import storage as module
 from sglang_chunkcache.storage.jobs import Write
 from sglang_chunkcache.wire.state import Asked
 from tests.kit.fused import Disk, Rank, disk, identity, wheres
-from tests.kit.requests import HEAD, OTHER_HEAD, A, B, C, D, asks, fused
+from tests.kit.requests import HEAD, OTHER_HEAD, A, B, C, D, fused
 
 __all__ = ["disk"]  # the fixture
 
@@ -59,7 +56,6 @@ def pair(disk: Disk) -> Pair:
 
 
 def test_what_one_has_computed_another_moves(pair: Pair) -> None:
-    """Behind the same head, with the chunks before it."""
     pair.written(pair.first, A, B)
     counts = pair.asked(D, B)
     assert (counts["found"], counts["loaded"]) == (1, 1)
@@ -69,33 +65,10 @@ def test_what_one_has_computed_another_moves(pair: Pair) -> None:
     assert pair.settle()[1]["late"] == 0
 
 
-def test_measured_scores_come_along(pair: Pair) -> None:
-    """Of several entries in one place, what knows most."""
-    pair.written(pair.first, A)
-    pair.written(pair.first, A, fusion=asks("h2o", 0.5))
-    pair.asked(A)
-    (found,) = pair.second.stored(A)
-    assert found.scored is Scored.ALL
-
-
-def test_second_server_writes_nothing_that_is_there(pair: Pair) -> None:
-    """Although it has computed it, too, and never looked."""
-    assert pair.written(pair.first, A, B)["written"] == 2
-    second = pair.written(pair.second, A, B)
-    assert (second["written"], second["num_entries"], second["num_bytes"]) == (0, 2, 0)
-    assert (len(pair.entries()), len(pair.storage.held)) == (2, 2 + 2)
-    known = [
-        {v.blob.row.name: v.blob.row.num_bytes for v in tier.storage.index.variants()}
-        for tier in pair.tiers
-    ]
-    assert known[0] == known[1]
-
-
 # Lookups
 
 
 def test_lookup_that_comes_too_late_serves_the_next_request(pair: Pair) -> None:
-    """Its loads count as late. A chunk that nobody has does not."""
     pair.written(pair.first, A)
     pair.storage.become("hanging")
     req = fused(A, C)
@@ -127,20 +100,12 @@ def test_known_lookups_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_failed_lookup_is_no_answer(pair: Pair) -> None:
-    """It is asked again with the next request."""
     pair.written(pair.first, A)
     pair.storage.become("refusing")
     assert pair.asked(A)["problems"] == {"failed": 1}
     pair.storage.become("healthy")
     pair.asked(A)
     assert len(pair.second.held(A)) == 1
-
-
-def test_storage_of_one_process_is_not_looked_up(disk: Disk) -> None:
-    """Its manifest knows all."""
-    disk.server().cache.arrived(fused(A))
-    disk.settle()
-    assert disk.storage.calls == []
 
 
 @pytest.mark.parametrize("step", ["flush", "clear"])
@@ -175,59 +140,7 @@ def test_other_head_is_looked_up_behind_this_one(pair: Pair) -> None:
 # Who finds nothing
 
 
-def test_tenants_find_their_own(pair: Pair) -> None:
-    """Also across servers; nothing tells the salt."""
-    pair.written(pair.first, A, cache_salt="pepper")
-    for salt, num in ((None, 0), ("salt", 0), ("pepper", 1)):
-        pair.asked(A, cache_salt=salt)
-        assert len(pair.second.held(A, cache_salt=salt)) == num
-    held = pair.storage.held
-    told = str(held.keys()).encode() + b"".join(bytes(data.numpy()) for data in held.values())
-    assert b"pepper" not in told
-
-
-def test_other_weights_find_nothing_of_another_server(pair: Pair) -> None:
-    """The model's name is in the pointer's."""
-    pair.written(pair.first, A)
-    pair.second.weights = 1
-    pair.second.flush()
-    assert pair.asked(A)["found"] == 0
-
-
 # Who deletes what
-
-
-def test_eviction_deletes_what_the_server_has_written(disk: Disk) -> None:
-    """With its pointer. What another has written it forgets: that one still has it."""
-    first = disk.server(beside="first")
-    first.store_chunks(A)
-    room = disk.settle()["num_bytes"] * 3 // 2
-    second = disk.server(beside="second", storage_bytes=room, store_chunks=1, store_variants=2)
-    for chunk in (A, C, D):
-        second.cache.arrived(fused(chunk))
-        disk.settle()
-        second.store_chunks(chunk)
-        disk.settle()
-    assert disk.settle()["num_evicted"] >= 2
-    names = {v.blob.row.name for tier in disk.tiers for v in tier.storage.index.variants()}
-    assert {name for name in disk.storage.held if name.startswith("cc1-")} == names
-    assert len(disk.storage.held) == 2 * len(names)
-    first.forget()
-    first.cache.arrived(fused(A))
-    assert disk.settle(disk.tiers[0])["loaded"] == 1
-
-
-def test_entry_that_its_writer_deletes_is_gone_for_others(pair: Pair) -> None:
-    pair.written(pair.first, A)
-    pair.asked(A)
-    pair.second.store.clear()
-    (stored,) = pair.tiers[0].storage.index.variants()
-    pair.tiers[0].storage.index.drop(stored)
-    pair.settle()
-    assert pair.storage.held == {}
-    counts = pair.asked(A)
-    assert (counts["problems"], counts["num_entries"]) == ({"gone": 1}, 0)
-    assert pair.second.ask(fused(A)).sources == ()
 
 
 @pytest.mark.parametrize("problem", ["gone", "damaged"])
@@ -240,36 +153,6 @@ def test_entry_of_another_that_nobody_can_use_is_deleted(pair: Pair, problem: st
     assert pair.asked(A)["problems"] == {problem: 1}
     assert pair.storage.held == {}
     assert pair.written(pair.second, A)["written"] == 1
-
-
-def test_damaged_bytes_that_stay_are_refused_once(pair: Pair) -> None:
-    """A class without `delete` would give them again and again, and keep no others."""
-    pair.storage.delete = None  # type: ignore[assignment,method-assign]
-    pair.written(pair.first, A)
-    name = pair.damage()
-    for _ in range(3):
-        pair.disk.now += module.LOOKED_UP_S
-        pair.asked(A)
-        pair.second.store_chunks(A)
-        pair.second.forget()
-    counts = pair.settle()[1]
-    assert (counts["problems"], counts["written"], counts["num_entries"]) == ({"damaged": 1}, 0, 0)
-    assert pair.storage.calls.count(("get", name)) == 1
-
-
-def test_clear_deletes_what_the_server_knows(pair: Pair) -> None:
-    """Others' entries included. What it never asked for stays."""
-    pair.first.store_chunks(A)
-    pair.written(pair.first, B)
-    pair.asked(A)
-    pair.second.cache.rank_state(0, Asked(clear_store=True))
-    assert pair.settle()[1]["num_entries"] == 0
-    (name,) = pair.entries()
-    rows = [v.blob.row for v in pair.tiers[0].storage.index.variants()]
-    assert name in {row.name for row in rows if row.place.chunk == identity(B).chunk}
-    for chunk, num in ((A, 0), (B, 1)):
-        pair.asked(chunk)
-        assert len(pair.second.held(chunk)) == num
 
 
 def test_entry_that_two_write_at_once_is_of_both(pair: Pair) -> None:
@@ -303,7 +186,6 @@ def test_pointer_that_lies_about_sizes_is_not_followed(pair: Pair) -> None:
 
 @pytest.mark.parametrize("state", ["healthy", "slowed", "hanging", "refusing"])
 def test_scheduler_never_waits(pair: Pair, state: str) -> None:
-    """Nothing of the storage is called on its thread, and every request is answered."""
     pair.written(pair.first, A, B)
     pair.storage.threads.clear()
     pair.storage.calls.clear()

@@ -9,17 +9,12 @@ from unittest import mock
 import pytest
 import torch
 
-pytest.importorskip("sglang")
-
 from radix_ext import FusionRequest, chunk_id
 from radix_ext.cfo import Scored
 from radix_ext.variants import Variant
-from sglang_chunkcache.fusion import tier as module
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
-from sglang_chunkcache.rank_metrics import SHOWN_S
 from sglang_chunkcache.scheduler.node import state
-from sglang_chunkcache.storage.entry import Layout
 from sglang_chunkcache.storage.manifest import Manifest
 from sglang_chunkcache.storage.storage import Known
 from sglang_chunkcache.wire.state import Asked
@@ -40,7 +35,6 @@ def put(rank: Any, chunk: list[int], scores: Any = None, **fields: Any) -> None:
 
 
 def test_stored_chunks_survive_the_server(disk: Disk) -> None:
-    """KV, what it was computed after and f_r: the next server moves them with its first request."""
     first = disk.server()
     first.store_chunks(A, B)
     counts = disk.settle()
@@ -56,40 +50,16 @@ def test_stored_chunks_survive_the_server(disk: Disk) -> None:
     assert wheres(second.ask(fused(D, B))) == ["gap", "host"]
 
 
-def test_entries_of_a_codec_that_was_removed_are_others(disk: Disk) -> None:
-    """Codec joint's int4 had the codec's own name: no server finds it, and it leaves by age."""
-    disk.layout = Layout(2, 1, 4, 4, "float32")
-    earlier = disk.server(store_codec="int4")
-    disk.tier._how = ("unrotated", "joint")
-    disk.tier.storage.keeps("variants", disk.tier._how, disk.tier._layout)
-    earlier.store_chunks(A, B)
-    written = disk.settle()["bytes"]["variants"]
-    later = disk.restarted(store_codec="int4")
-    assert disk.tier.load_most_used() == 0
-    told = disk.settle()
-    assert told["bytes"] == {"variants": 0, "other": written}
-    assert (told["num_entries"], told["problems"]) == (2, {})
-    later.store_chunks(C, D)
-    told = disk.settle()["bytes"]
-    assert told["other"] == written
-    assert told["variants"] > 0
-    disk.restarted(store_codec="int4")
-    assert disk.tier.load_most_used() == 2
-
-
 def test_coded_chunks_survive_a_server_of_their_codec_alone(disk: Disk) -> None:
-    """As they were coded, in as many bytes."""
-    # Heads are one number here: 8 bits and a scale of 32 in place of 32, for keys and values each.
-    more, other, sizes = 2 * (5 - 4) * len(A + B), 0, {}
     for codec in ("none", "int8"):
         disk.server(store_codec=codec).store_chunks(A, B)
         told = disk.settle()
-        sizes[codec] = told["num_bytes"] - other
-        assert told["bytes"] == {"variants": sizes[codec], "other": other}
-        assert told["saved_bytes"] == {"variants": -more if codec == "int8" else 0}
-        other = told["num_bytes"]
+        other = told["bytes"]["other"]
+        assert told["bytes"]["variants"] == told["num_bytes"] - other > 0
+        # a head is one number here, and 8 bits and a scale of 32 in place of 32
+        assert told["saved_bytes"]["variants"] == (-2 * len(A + B) if codec == "int8" else 0)
         disk.stop()
-    assert sizes["int8"] - sizes["none"] == more + 2 * len(',"codec":"int8"')
+    assert other > 0
     for codec in ("none", "int8"):
         rank = disk.server(store_codec=codec)
         assert disk.tier.load_most_used() == 2
@@ -101,19 +71,7 @@ def test_coded_chunks_survive_a_server_of_their_codec_alone(disk: Disk) -> None:
     assert len(disk.storage.held) == 4, "what the storage had was written again"
 
 
-def test_variant_is_written_once(disk: Disk) -> None:
-    """Not again by the server that loads it, nor by one that computes it."""
-    rank = disk.restarted(A, B)
-    disk.tier.load_most_used()
-    rank.store_chunks(A, B)
-    rank.forget()
-    rank.store_chunks(A, B)
-    assert disk.settle()["written"] == 0
-    assert len(disk.storage.held) == 2
-
-
 def test_what_is_measured_later_takes_the_entrys_place(disk: Disk) -> None:
-    """And comes back with it; the old bytes leave."""
     rank = disk.server()
     rank.store_chunks(A, B)
     disk.settle()
@@ -122,21 +80,17 @@ def test_what_is_measured_later_takes_the_entrys_place(disk: Disk) -> None:
     assert disk.settle()["written"] == 4
     assert len(disk.storage.held) == 2
     assert not names & set(disk.storage.held)
-    before = rank.stored(B)[0].scores
+    before: Any = rank.stored(B)[0].scores
     rank = disk.restarted()
     disk.tier.load_most_used()
-    found = rank.stored(B)[0]
+    found: Any = rank.stored(B)[0]
     assert found.scored is Scored.ALL
-    assert found.scores is not None
-    assert before is not None
     assert (found.scores.inter, found.scores.prefix_lens) == (before.inter, before.prefix_lens)
 
 
 def test_entry_is_replaced_by_what_loses_nothing() -> None:
-    """Or by what was computed ahead of requests."""
     for old, new, expected in (
         ((False, 0, False), (False, 0, False), False),
-        ((False, 0, False), (False, 1, False), True),
         ((False, 1, False), (False, 1, True), True),
         ((False, 2, False), (False, 0, True), False),
         ((False, 0, True), (False, 2, False), False),
@@ -175,67 +129,10 @@ def test_scores_that_do_not_fit_their_variant_are_left_out(disk: Disk) -> None:
     assert rank.stored(D)[0].scores is None
 
 
-def test_least_reused_leaves_for_what_comes(disk: Disk) -> None:
-    """The budget is in bytes. Row and bytes leave."""
-
-    def kept() -> set[str]:
-        return {v.blob.row.place.chunk for v in disk.tier.storage.index.variants()}
-
-    disk.server().store_chunks(A)
-    size = disk.settle()["num_bytes"]
-    rank = disk.restarted(storage_bytes=2 * size + size // 2)
-    disk.tier.load_most_used()
-    rank.serve(fused(B, A), answer=[50])
-    for chunk in (D, [5, 5, 5, 5]):
-        rank.store_chunks(chunk)
-        disk.settle()
-    counts = disk.settle()
-    assert (counts["num_entries"], counts["num_evicted"]) == (2, 1)
-    assert counts["num_bytes"] <= counts["max_bytes"]
-    assert kept() == {chunk_id(A), chunk_id([5, 5, 5, 5])}
-    assert len(disk.storage.held) == 2
-    disk.restarted(storage_bytes=size + size // 2)  # a lower limit
-    assert disk.settle()["num_entries"] == len(disk.storage.held) == 1
-    assert kept() == {chunk_id(A)}
-
-
-def test_f_r_halves_on_the_storage_too(disk: Disk) -> None:
-    """With every window, also of what nobody uses any more."""
-    rank = disk.server(window_requests=2)
-    rank.store_chunks(A)
-    disk.settle()
-    rank.serve(fused(B, A), answer=[50])
-    disk.settle()
-    (stored,) = disk.tier.storage.index.variants()
-    reuse = stored.reuse
-    assert reuse > 0
-    for _ in range(2):
-        rank.serve(rag(D), answer=[50])
-    disk.stop()
-    assert stored.reuse == reuse / 2
-    (row,) = Manifest(disk.folder).rows()
-    assert (row.reuse, row.num_uses) == (reuse / 2, 1)
-
-
-def test_end_of_the_scheduler_keeps_what_waits(disk: Disk) -> None:
-    """Uses included. SGLang tells the cache."""
-    rank = disk.server()
-    rank.store_chunks(A, B)
-    disk.settle()
-    rank.serve(fused(B, A), answer=[50])
-    rank.store_chunks(C)
-    rank.cache.release_host_resources()
-    manifest = Manifest(disk.folder)
-    assert [row.num_uses for row in manifest.rows()].count(1) == 2
-    assert len(manifest.rows()) == 3
-    manifest.close()
-
-
 # What is loaded, and when
 
 
 def test_arriving_request_has_its_chunks_loaded(disk: Disk) -> None:
-    """While it waits. What is on the device or in the store is not."""
     rank, req = disk.restarted(A, B, C), fused(B, A, C)
     rank.serve(rag(A), answer=[50])
     rank.cache.arrived(req)
@@ -260,7 +157,6 @@ def test_what_comes_too_late_serves_the_next_request(disk: Disk) -> None:
 
 
 def test_request_that_never_arrived_is_asked_for_at_its_admission(disk: Disk) -> None:
-    """At the latest. Explaining one loads nothing, nor does exact reuse."""
     rank, explained = disk.restarted(A), fused(A)
     state(explained).is_asked_only = True
     rank.match(explained)
@@ -272,7 +168,6 @@ def test_request_that_never_arrived_is_asked_for_at_its_admission(disk: Disk) ->
 
 
 def test_other_head_is_loaded_where_nothing_else_is(disk: Disk) -> None:
-    """As it is moved only then."""
     disk.server().store_chunks(A, head=OTHER_HEAD)
     rank = disk.restarted()
     rank.serve(rag(A, head=[80, 81]), answer=[50])
@@ -290,20 +185,6 @@ def test_plain_request_loads_plain_kv(disk: Disk) -> None:
     assert (rank.held(A), rank.held(B)) == ([()], [])
 
 
-def test_at_most_a_few_variants_are_loaded(disk: Disk) -> None:
-    """Of one chunk for one request, those that resemble it."""
-    rank = disk.server(capacity=200)
-    for before in ([A], [B], [A, B], []):
-        rank.store_chunks(*before, C)
-        rank.evict(1000)
-        disk.settle()
-    rank = disk.restarted()
-    rank.cache.arrived(fused(A, C))
-    disk.settle()
-    assert sorted(rank.held(C), key=len) == [(chunk_id(A),), (chunk_id(A), chunk_id(B))]
-    assert module.MAX_LOADED_VARIANTS == 2
-
-
 def test_start_takes_no_longer_than_it_may(disk: Disk) -> None:
     """A storage that hangs is waited for, but not for ever."""
     disk.restarted(A)
@@ -312,7 +193,6 @@ def test_start_takes_no_longer_than_it_may(disk: Disk) -> None:
 
 
 def test_start_loads_what_was_used_most(disk: Disk) -> None:
-    """As much as the store holds, and of these weights alone."""
     rank = disk.server()
     for chunk in (A, B, C):
         rank.store_chunks(chunk)
@@ -329,7 +209,6 @@ def test_start_loads_what_was_used_most(disk: Disk) -> None:
 def test_more_than_the_queue_holds_is_loaded_at_the_start(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start polls while it waits."""
     chunks = [[i, i + 1] for i in range(100, 110)]
     disk.server(capacity=400).store_chunks(*chunks)
     disk.stop()
@@ -382,7 +261,6 @@ def test_other_weights_find_nothing(disk: Disk) -> None:
 
 
 def test_flush_leaves_the_storage_alone(disk: Disk) -> None:
-    """With these weights it comes back; `clear_store` empties it."""
     rank = disk.server()
     rank.store_chunks(A, B)
     disk.settle()
@@ -435,7 +313,6 @@ def test_update_without_a_flush_stops_the_storage(disk: Disk) -> None:
 
 @pytest.mark.parametrize("problem", ["damaged", "gone"])
 def test_entry_of_no_use_is_computed_and_written_anew(disk: Disk, problem: str) -> None:
-    """Counted by its reason. Nothing of it reaches the store."""
     disk.server().store_chunks(A, B)
     disk.settle()
     (name,) = [v.blob.row.name for v in disk.tier.storage.index.variants() if v.prefix]
@@ -456,7 +333,6 @@ def test_entry_of_no_use_is_computed_and_written_anew(disk: Disk, problem: str) 
 
 
 def test_storage_that_fails_harms_no_request(disk: Disk) -> None:
-    """It is counted, then it pauses; when it answers again, what is used is written."""
     rank = disk.server()
     disk.storage.fails = True
     for chunk in (A, B, C, D, [5, 5], [5, 6]):
@@ -481,16 +357,3 @@ def test_a_failure_while_loading_is_asked_for_leaves_the_request_alone(
     rank.cache.arrived(req)
     assert fail.called
     assert rank.ask(req).sources == ()
-
-
-def test_figures_are_shown_now_and_then_and_when_they_are_asked_for(disk: Disk) -> None:
-    """A forward must not write them each time."""
-    disk.server()
-    for seconds, expected in ((0.0, 1), (0.5 * SHOWN_S, 0), (SHOWN_S, 1)):
-        disk.now += seconds
-        disk.shown.clear()
-        disk.tier.storage.poll()
-        disk.tier.storage.poll()
-        assert len(disk.shown) == expected
-    disk.shown.clear()
-    assert disk.tier.storage.stats() == disk.shown[0]

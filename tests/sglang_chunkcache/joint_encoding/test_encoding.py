@@ -52,7 +52,6 @@ layers = st.tuples(
 def test_nothing_is_lost_above_one(
     case: tuple[list[int], int, torch.dtype, float], block_size: int
 ) -> None:
-    """Threshold 1 and above: every bit comes back, in every dtype."""
     kv = made(*case)
     layer = encode(*kv, case[0], block_size=block_size, threshold=NEVER)
     assert all(same_bits(*pair) for pair in sides(layer, *kv))
@@ -62,7 +61,6 @@ def test_nothing_is_lost_above_one(
 def test_what_was_not_fused_comes_back_bit_by_bit(
     case: tuple[list[int], int, torch.dtype, float], block_size: int, threshold: float
 ) -> None:
-    """Tails and blocks that nothing joined; and counts of blocks add up."""
     lens, *_ = case
     keys, values = made(*case)
     layer = encode(keys, values, lens, block_size=block_size, threshold=threshold)
@@ -84,7 +82,6 @@ def test_what_was_not_fused_comes_back_bit_by_bit(
 def test_fixed_blocks_come_back_bit_by_bit(
     case: tuple[list[int], int, torch.dtype, float], block_size: int, seed: int
 ) -> None:
-    """Whatever joins them: others decode to their direction, they to themselves."""
     lens, *_ = case
     keys, values = made(*case)
     generator = torch.Generator().manual_seed(seed)
@@ -98,8 +95,7 @@ def test_fixed_blocks_come_back_bit_by_bit(
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("num_units", [2, 3, 5, 8])
 def test_equal_units_share_and_keep_every_bit(dtype: torch.dtype, num_units: int) -> None:
-    """What is equal, as layer 0 of a chunk's variants, costs nothing;
-    only the tails are kept each."""
+    """What is equal, as layer 0 of a chunk's variants, costs nothing."""
     kv = made([11] * num_units, 0, dtype, 0.0)
     layer = encode(*kv, [11] * num_units, block_size=4, threshold=0.999)
     assert layer.references.tolist() == [num_units] * len(layer.keys) == [num_units] * 2
@@ -110,8 +106,7 @@ def test_equal_units_share_and_keep_every_bit(dtype: torch.dtype, num_units: int
 
 @given(layers, st.integers(1, 4))
 def test_norms_are_kept(case: tuple[list[int], int, torch.dtype, float], block_size: int) -> None:
-    """A fused block has the shared direction and its own norm;
-    so a block is never further off than twice its norm."""
+    """So a block is never further off than twice its norm."""
     lens, _, dtype, _ = case
     kv = made(*case)
     layer = encode(*kv, lens, block_size=block_size, threshold=0.5)
@@ -129,17 +124,7 @@ def blocks(tokens: Tensor, lens: list[int], block_size: int) -> list[Tensor]:
     return [block.float() for unit in parts for block in unit if len(block) == block_size]
 
 
-def test_error_of_a_pair_is_as_its_angle_says() -> None:
-    """Two unit blocks at similarity s share the direction between them:
-    each is off by sqrt(2 - 2 cos(angle / 2))."""
-    angles = torch.tensor([0.0, 0.6])
-    keys = torch.stack([angles.cos(), angles.sin()], 1).view(2, 1, 2)
-    errors, _ = relative_errors(encode(keys, keys, [1, 1], block_size=1, threshold=0.5), keys, keys)
-    torch.testing.assert_close(errors, (2 - 2 * (angles[1] / 2).cos()).sqrt().expand(2))
-
-
 def test_leader_of_zeros() -> None:
-    """Values of zeros that are not the only ones: each block keeps its own norm, 0 and 5."""
     keys, values = torch.ones(2, 1, 2), torch.tensor([[[0.0, 0.0]], [[3.0, 4.0]]])
     layer = encode(keys, values, [1, 1], block_size=1, threshold=0.5)
     assert layer.table.tolist() == [0, 0]
@@ -157,7 +142,6 @@ def test_block_that_is_not_finite_comes_back(bad: float) -> None:
 
 
 def test_bytes_shrink_with_what_is_shared() -> None:
-    """Counted: what has to be kept, not what was given."""
 
     def num_bytes(threshold: float) -> int:
         keys, values = made([64, 64, 64, 64], 0, torch.bfloat16, 0.0)
@@ -179,6 +163,5 @@ def test_bytes_shrink_with_what_is_shared() -> None:
     ],
 )
 def test_wrong_arguments(shape: tuple[int, ...], block_size: int, names: str) -> None:
-    """Named before anything is computed."""
     with pytest.raises(ValueError, match=names):
         encode(torch.ones(shape), torch.ones(5, 2, 3), [2, 3], block_size=block_size, threshold=0.5)

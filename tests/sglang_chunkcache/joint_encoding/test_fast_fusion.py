@@ -77,7 +77,6 @@ def table_of(shared: Sequence[naive_joint.Block], num_blocks: int) -> list[int]:
 
 @given(cases(0.3, 0.5, 0.8, 0.95))
 def test_fast_equals_slow(case: Case) -> None:
-    """The same table in the same order, the same directions, the same similarities."""
     shared, trace = slow(case)
     fused = case.fused()
     assert fused.table.tolist() == table_of(shared, sum(case.lens))
@@ -94,7 +93,6 @@ def test_fast_equals_slow(case: Case) -> None:
 
 @given(cases(0.3, 0.8), st.sampled_from((1, 60, 200)))
 def test_levels_in_parts_give_the_same(case: Case, limit: int) -> None:
-    """Where padding would take too much, the pairs of a level come one after the other."""
     whole = case.fused()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fast_fusion_module, "MAX_PADDED", limit)
@@ -106,9 +104,7 @@ def test_levels_in_parts_give_the_same(case: Case, limit: int) -> None:
 
 @given(cases())
 def test_tables_and_references_add_up(case: Case) -> None:
-    """Each block points to one shared block, and each shared block is its leader's. What a block
-    joined was more similar than the threshold at that time; the leaders have joined nothing.
-    Blocks are only read: they may be views of a cache."""
+    """Leaders have joined nothing, others what was similar. Blocks are only read."""
     before = case.keys.clone(), case.values.clone()
     fused, num_blocks = case.fused(), sum(case.lens)
     num_shared, joined = len(fused.leaders), fused.fused_at[~fused.fused_at.isnan()]
@@ -127,7 +123,6 @@ def test_tables_and_references_add_up(case: Case) -> None:
 @given(cases(1.0, 1.5))
 @example(Case(torch.ones(6, 3), torch.ones(6, 3), [2, 2, 2], 1.0))
 def test_nothing_fuses_from_one_on(case: Case) -> None:
-    """Nothing is compared then: no similarity is over 1."""
     fused = case.fused()
     assert fused.table.tolist() == list(range(sum(case.lens)))
     assert bool(fused.fused_at.isnan().all())
@@ -139,7 +134,6 @@ def test_nothing_fuses_from_one_on(case: Case) -> None:
 def test_equal_units_become_one(
     num_units: int, num_blocks: int, threshold: float, seed: int
 ) -> None:
-    """The same blocks in every unit: those of the first one remain, with a reference from each."""
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(num_blocks, size, generator=generator) for size in (32, 16))
     similarity = torch.nn.functional.cosine_similarity(keys[:, None], keys[None], dim=2)
@@ -188,36 +182,6 @@ def test_fixed_blocks_lead_as_they_are(case: Case) -> None:
             torch.testing.assert_close(units[rows[leader]], own, atol=1e-6, rtol=0)
 
 
-def test_block_joins_a_fixed_one_from_the_right_only() -> None:
-    """Equal blocks: the second joins the first, which is fixed; the third, fixed too, stays."""
-    blocks, fixed = torch.ones(3, 2), torch.tensor([True, False, True])
-    assert fast_fusion(blocks, blocks, [1, 1, 1], 0.5, fixed=fixed).table.tolist() == [0, 0, 1]
-
-
-def test_units_are_halved_as_in_the_paper() -> None:
-    """Of three units the last two are fused first:
-    b with c at .8, so that a, too far from b + c, stays alone."""
-    angles = torch.tensor([0.0, 0.5, 1.1])
-    keys = torch.stack([angles.cos(), angles.sin()], 1)
-    fused = fast_fusion(keys, keys, [1, 1, 1], 0.8)
-    assert fused.table.tolist() == [0, 1, 1]
-    assert fast_fusion(keys[[2, 1, 0]], keys, [1, 1, 1], 0.8).table.tolist() == [0, 1, 1]
-
-
-def test_blocks_of_one_unit_are_not_compared() -> None:
-    """A leaf is returned as it is."""
-    assert fast_fusion(torch.ones(4, 2), torch.ones(4, 2), [4], 0.5).table.tolist() == [0, 1, 2, 3]
-
-
-def test_block_joins_the_most_similar() -> None:
-    """Both left blocks are over the threshold;
-    the second is nearer, and the first keeps its direction."""
-    left, right = torch.tensor([[1.0, 0.0], [0.6, 0.8]]), torch.tensor([[0.7, 0.7]])
-    fused = fast_fusion(torch.cat([left, right]), torch.ones(3, 1), [2, 1], 0.5)
-    assert fused.table.tolist() == [0, 1, 1]
-    assert fused.keys[0].tolist() == [1.0, 0.0]
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize(("place", "table"), [(1, [0, 1, 0, 0]), (3, [0, 1, 0, 2])])
@@ -249,6 +213,5 @@ TWO = torch.ones(2, 2)
 def test_wrong_arguments(
     keys: Tensor, values: Tensor, threshold: float, fixed: Tensor | None, names: str
 ) -> None:
-    """Named before anything is computed."""
     with pytest.raises(ValueError, match=names):
         fast_fusion(keys, values, [1, 1], threshold, fixed=fixed)

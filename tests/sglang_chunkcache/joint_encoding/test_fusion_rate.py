@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_chunkcache.joint_encoding.fast_fusion import fast_fusion
 from sglang_chunkcache.joint_encoding.fusion_rate import (
     compression_ratio,
     density,
@@ -35,7 +34,6 @@ thresholds = st.floats(-1, 1)
 
 @given(samples, bandwidths, thresholds)
 def test_equations_are_the_papers(drawn: list[float], h: float, u: float) -> None:
-    """Density, eq. 1, eq. 2."""
     similarities, at = torch.tensor(drawn), torch.tensor([u, -u], dtype=torch.float64)
     for found, expected in (
         (density(at, similarities, h), naive_joint.kernel_density),
@@ -53,14 +51,12 @@ def test_equations_are_the_papers(drawn: list[float], h: float, u: float) -> Non
 
 @given(samples, thresholds)
 def test_rate_without_smoothing_is_the_count(drawn: list[float], u: float) -> None:
-    """A narrow kernel counts what is over the threshold."""
     similarities = torch.tensor([each for each in drawn if abs(each - u) > 1e-3])
     assert kernel_rate(u, similarities, 1e-6) == pytest.approx(int((similarities > u).sum()))
 
 
 @pytest.mark.parametrize(("mean", "std", "u"), [(0.2, 0.1, 0.45), (0.5, 0.2, 0.5), (0.0, 0.3, 0.8)])
 def test_gaussian_similarities_are_counted(mean: float, std: float, u: float) -> None:
-    """Both forms against 100,000 drawn ones, within three standard deviations of the count."""
     drawn = mean + std * torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     counted, exact = int((drawn > u).sum()), drawn.double()
     near = 3 * math.sqrt(counted)
@@ -69,34 +65,8 @@ def test_gaussian_similarities_are_counted(mean: float, std: float, u: float) ->
     assert abs(kernel_rate(u, drawn, normal_bandwidth(drawn)) - counted) < 0.1 * counted + near
 
 
-def test_normal_bandwidth_is_near_the_best() -> None:
-    """On Gaussian samples half and double of it estimate the density worse."""
-    generator = torch.Generator().manual_seed(0)
-    at = torch.linspace(-3, 3, 61, dtype=torch.float64)
-    true = (at.square() / -2).exp() / math.sqrt(2 * math.pi)
-    losses = {
-        factor: sum(
-            float((density(at, drawn, factor * normal_bandwidth(drawn)) - true).square().sum())
-            for drawn in torch.randn(20, 200, generator=generator)
-        )
-        for factor in (0.5, 1.0, 2.0)
-    }
-    assert min(losses, key=lambda factor: losses[factor]) == 1.0
-
-
-@pytest.mark.parametrize(("num", "near"), [(1_000, 0.11), (1_000_000, 0.07)])
-def test_extreme_rate_holds_where_one_of_n_exceeds(num: int, near: float) -> None:
-    """All similarities equal, the threshold where a kernel has one of n over it:
-    1 by both, nearer with more samples."""
-    z = -float(torch.special.ndtri(torch.tensor(1 / num, dtype=torch.float64)))
-    similarities, h = torch.zeros(num), 0.1
-    assert kernel_rate(z * h, similarities, h) == pytest.approx(1, rel=1e-6)
-    assert extreme_rate(z * h, similarities, h) == pytest.approx(1, rel=near)
-
-
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(0, 99))
 def test_similarities_are_of_different_units(lens: list[int], seed: int) -> None:
-    """Each pair once, none inside a unit, by hand."""
     blocks = torch.randn(sum(lens), 3, generator=torch.Generator().manual_seed(seed))
     units = [
         [naive_joint.normalize(block) for block in unit.tolist()]
@@ -111,15 +81,13 @@ def test_similarities_are_of_different_units(lens: list[int], seed: int) -> None
 
 
 def test_no_fusion_against_drawing() -> None:
-    """Of independent pairs the share of batches without any over the threshold."""
     over = torch.rand(20_000, 200, generator=torch.Generator().manual_seed(0)) < 0.004
     share = float((~over).all(1).float().mean())
     assert share == pytest.approx(no_fusion(200 * 0.004), abs=0.01)
 
 
 def test_compression_ratio_is_the_corollarys() -> None:
-    """Two layers of 4 + 6 blocks, 3 and 2 over the threshold: 20 / 15.
-    More than six cannot join."""
+    """Two layers of 4 + 6 blocks, 3 and 2 over the threshold. More than six cannot join."""
     assert compression_ratio(4, 6, [3, 2]) == pytest.approx(20 / 15)
     assert compression_ratio(4, 6, [100, 0]) == pytest.approx(20 / 14)
     assert compression_ratio(4, 6, [0.0, 0.0]) == 1
@@ -127,7 +95,6 @@ def test_compression_ratio_is_the_corollarys() -> None:
 
 @given(st.integers(0, 30), st.integers(0, 30), st.floats(0, 1))
 def test_joins_have_their_limits(left: int, right: int, exceedance: float) -> None:
-    """Never more than pairs, nor than right blocks."""
     rate = left * right * exceedance
     most = most_joins(rate, right)
     assert 0 <= expected_joins(rate, right) <= most + 1e-9
@@ -138,8 +105,7 @@ def test_joins_have_their_limits(left: int, right: int, exceedance: float) -> No
 
 
 def test_expected_blocks_against_drawing() -> None:
-    """The tree with pairs drawn independently:
-    each right block joins if any of its pairs is over the threshold."""
+    """Each right block joins if any of its pairs is over the threshold."""
     generator = torch.Generator().manual_seed(0)
     exceedance, lens = 0.01, [6, 9, 3, 12, 7]
 
@@ -153,23 +119,3 @@ def test_expected_blocks_against_drawing() -> None:
     mean = sum(drawn(lens) for _ in range(2_000)) / 2_000
     assert expected_blocks(lens, exceedance) == pytest.approx(mean, abs=0.1)
     assert sum(lens) - mean > 2
-
-
-def test_most_joins_are_those_of_variants() -> None:
-    """Eight units of the same ten blocks: each block has one partner in each other unit,
-    so one in ten pairs is over .9."""
-    lens = [10] * 8
-    assert expected_blocks(lens, 0.1, most_joins) == pytest.approx(10)
-    assert expected_blocks(lens, 0.1) > 20
-    blocks = torch.eye(10).repeat(8, 1)
-    assert len(fast_fusion(blocks, blocks, lens, 0.9).leaders) == 10
-
-
-def test_expected_blocks_against_the_tree() -> None:
-    """Random directions: what the rate predicts of a sample is what fast_fusion leaves."""
-    blocks = torch.randn(160, 8, generator=torch.Generator().manual_seed(0))
-    lens, similarities = [20] * 8, unit_similarities(blocks, [20] * 8)
-    rate = kernel_rate(0.75, similarities, normal_bandwidth(similarities))
-    measured = len(fast_fusion(blocks, blocks, lens, 0.75).leaders)
-    assert measured < 130
-    assert expected_blocks(lens, rate / len(similarities)) == pytest.approx(measured, rel=0.12)

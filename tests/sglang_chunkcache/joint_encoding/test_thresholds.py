@@ -47,8 +47,7 @@ def fused(thresholds: list[float], noises: tuple[float, ...], seed: int) -> int:
 
 
 def test_drift_is_that_of_each_layers_threshold() -> None:
-    """Two blocks as similar as the threshold drift by what was asked for;
-    larger norms, higher threshold."""
+    """Larger norms, higher threshold."""
     layers = made_layers((0.3, 0.3, 0.3), (1.0, 4.0, 16.0))
     found = thresholds_for_drift(layers, LENS, 1.2)
     assert found == sorted(found)
@@ -59,8 +58,7 @@ def test_drift_is_that_of_each_layers_threshold() -> None:
 
 
 def test_layers_of_alike_similarities() -> None:
-    """Far below the threshold they are not even compared; those at 1, as of a layer 0 of one
-    chunk's variants, are all or nothing."""
+    """Far below the threshold they are not compared; those at 1 are all or nothing."""
     low, high = torch.linspace(-0.2, 0.2, 500), torch.linspace(0.95, 1, 500)
     found = thresholds_for_drift([LayerStatistics(each, 4.0) for each in (low, high)], LENS, 1.0)
     assert found[0] == NEVER
@@ -82,7 +80,6 @@ def test_prediction_is_the_ratio_asked_for() -> None:
 
 
 def test_prediction_is_what_is_measured() -> None:
-    """Other blocks of the same kind fuse as predicted, within a tenth."""
     layers = made_layers()
     for ratio in (1.2, 1.5):
         thresholds = ThresholdController(layers, LENS, ratio=ratio, drift=2).thresholds
@@ -91,8 +88,7 @@ def test_prediction_is_what_is_measured() -> None:
 
 
 def test_observing_finds_the_ratio_from_a_wrong_start() -> None:
-    """Statistics of blocks that are nothing like the traffic's:
-    after 30 batches the ratio is within 15% for ten more."""
+    """After 30 batches the ratio is within 15% for ten more."""
     controller = ThresholdController(made_layers(noises=(0.1, 0.1, 0.1)), LENS, ratio=1.5, drift=2)
     noises, ratios = (0.8, 0.8, 0.8), []
     for seed in range(40):
@@ -101,18 +97,6 @@ def test_observing_finds_the_ratio_from_a_wrong_start() -> None:
         controller.observe(3 * sum(LENS), shared)
     assert abs(ratios[0] - 1.5) > 0.2
     assert sum(ratios[30:]) / 10 == pytest.approx(1.5, rel=0.15)
-
-
-@pytest.mark.parametrize(
-    ("num_shared", "is_lower"), [(100, True), (90, True), (60, False), (20, False)]
-)
-def test_too_few_lower_and_too_many_raise(num_shared: int, is_lower: bool) -> None:
-    """Remark 4.2. Asked for 1.25: 80 of 100 would be right."""
-    controller = ThresholdController(made_layers(), LENS, ratio=1.25, drift=2)
-    before = controller.thresholds
-    controller.observe(100, num_shared)
-    pairs = zip(controller.thresholds, before, strict=True)
-    assert all((now < then) == is_lower for now, then in pairs)
 
 
 def test_drift_is_kept_whatever_the_ratio() -> None:
@@ -141,19 +125,8 @@ def test_wrong_wishes(ratio: float, drift: float, names: str) -> None:
 
 @pytest.mark.parametrize("ratio", [1.2, 1.5, 2.0])
 def test_ratio_of_blocks_is_reached(ratio: float) -> None:
-    """Within what counts as near, on the blocks themselves; one threshold a layer."""
     layers = [made_blocks(1000 + i, noise) for i, noise in enumerate(NOISES)]
     found = thresholds_for_ratio(layers, LENS, ratio, head_dim=16)
     assert len(found) == len(layers)
     reached = len(layers) * sum(LENS) / fused(found, NOISES, 1)
     assert reached == pytest.approx(ratio, rel=NEAR - 1 + 1e-9)
-
-
-def test_what_blocks_do_not_give_is_not_reached() -> None:
-    """Six units fuse into one at best; the nearest thresholds count.
-    For a ratio of one nothing would have to fuse."""
-    layers = [made_blocks(i, 0.5) for i in range(2)]
-    found = thresholds_for_ratio(layers, LENS, 50, head_dim=16)
-    assert 2 * sum(LENS) / fused(found, (0.5, 0.5), 0) > 4
-    with pytest.raises(ValueError, match="ratio: expected more than 1"):
-        thresholds_for_ratio(layers, LENS, 1, head_dim=16)

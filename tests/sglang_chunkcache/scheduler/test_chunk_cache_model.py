@@ -250,13 +250,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def slots_have_one_owner(self) -> None:
-        if hasattr(self, "scheduler"):
-            self.scheduler.check([live.req for live in self.live])
+        self.scheduler.check([live.req for live in self.live])
 
     @invariant()
     def tree_equals_model(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
         held: dict[Path, tuple[int, ...]] = {}
         marks: dict[Path, bool] = {}
         for keys, node in walk(self.scheduler.cache):
@@ -272,8 +269,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def locks_cover_what_requests_use(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
         locked = {slot for live in self.live for slot in self._locked_slots(live)}
         assert self.scheduler.cache.protected_size() == len(locked)
 

@@ -6,6 +6,7 @@ import re
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -105,23 +106,19 @@ def test_what_was_saved_is_loaded_bit_for_bit(device: Any, num_ahead: int) -> No
 
 def test_slots_are_uploaded_without_a_wait(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copied from pageable memory they may wait for all that the stream has queued."""
-    pool = HostPool(device, 1 << 20)
-    on_device, copied = torch.tensor([1]), list[Any]()
-    sglangs = SimpleNamespace(
-        layer_num=1,
-        backup_from_device_all_layer=lambda pool, slots, *rest: copied.append(slots),
-        load_to_device_per_layer=lambda pool, slots, *rest: copied.append(slots),
-    )
+    pool, sglangs, on_device = HostPool(device, 1 << 20), mock.Mock(layer_num=1), torch.tensor([1])
     monkeypatch.setattr(pool, "_pool", sglangs)
     monkeypatch.setattr(pool, "_is_cuda", True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(host_pool, "upload", lambda slots, device: on_device)
-    device_slots: Any = SimpleNamespace(device="cuda", record_stream=lambda stream: None)
-    pool.save(device_slots, torch.tensor([7]))
+    slots: Any = mock.Mock(device="cuda")
+    pool.save(slots, torch.tensor([7]))
     prepared = pool.prepare(torch.tensor([7]))
-    pool.load(prepared, device_slots, num_ahead=pool.num_layers, clock=FixedCosts())
-    assert all(slots is on_device for slots in copied)
-    assert len(copied) == 1 + pool.num_layers
+    pool.load(prepared, slots, num_ahead=pool.num_layers, clock=FixedCosts())
+    (saved,) = sglangs.backup_from_device_all_layer.call_args_list
+    loaded = sglangs.load_to_device_per_layer.call_args_list
+    assert all(call.args[1] is on_device for call in (saved, *loaded))
+    assert len(loaded) == pool.num_layers
 
 
 def test_reader_waits_for_its_layer(device: Any) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Event, Thread, current_thread, main_thread
-from typing import Any
 
 import pytest
 import torch
@@ -117,23 +116,20 @@ def test_failed_layers_are_copied_again_by_who_needs_them(caplog: pytest.LogCapt
     assert clock.model.num_observed[Phase.LOAD] == 1
 
 
-@pytest.mark.parametrize("first", [0, 2])
-def test_what_fails_twice_is_raised_to_each_reader(first: int) -> None:
+def test_what_fails_twice_is_raised_to_each_reader() -> None:
     """No reader gets what is not there. What fails in line is raised at once."""
+    loads, first = LayerLoads(NUM_LAYERS, is_cuda=False), 0
 
     def copy(layers: range) -> None:
         if layers[-1] >= first:
             raise RuntimeError(f"layer {layers[0]}")
 
-    loads = LayerLoads(NUM_LAYERS, is_cuda=False)
-
     def start() -> None:
         loads.start(copy, Phase.LOAD, WORK, num_ahead=1, clock=make_pricing())
 
-    if not first:
-        with pytest.raises(RuntimeError, match="layer 0"):
-            start()
-        return
+    with pytest.raises(RuntimeError, match="layer 0"):
+        start()
+    first = 2
     start()
     loads.wait_until(1)
     for layer in (2, 2, 4):
@@ -195,12 +191,6 @@ class Cuda:
         self.log: list[tuple[str, ...]] = []
         self.current = "forward"
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(self, "copy"))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(self, self.current))
-        monkeypatch.setattr(torch.cuda, "stream", self.stream)
-        monkeypatch.setattr(torch.cuda, "Event", lambda **_: EventOf(self))
-
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream.name
@@ -229,20 +219,37 @@ class EventOf:
         self.after = " ".join(self._cuda.log[-1]) if self._cuda.log else ""
 
 
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    made = Cuda()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: Stream(made, "copy"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(made, made.current))
+    monkeypatch.setattr(torch.cuda, "stream", made.stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: EventOf(made))
+    return made
+
+
+def started_on_stream(cuda: Cuda, *, failing: int | None = None) -> LayerLoads:
+    loads, clock = LayerLoads(3, is_cuda=True), make_pricing(device="cuda")
+
+    def copy(layers: range) -> None:
+        if layers[0] == failing:
+            raise RuntimeError("no memory")
+        cuda.log.extend((cuda.current, f"copies {layer}") for layer in layers)
+
+    try:
+        loads.start(copy, Phase.LOAD, WORK, num_ahead=1, clock=clock)
+    except RuntimeError:
+        assert failing is not None
+    return loads
+
+
 def test_copies_on_a_stream_are_behind_the_forward_stream_and_before_its_readers(
-    monkeypatch: pytest.MonkeyPatch,
+    cuda: Cuda,
 ) -> None:
     """A copy has the last reader of its slots behind it, a layer's readers wait for that layer,
     also on another stream, and what comes after the forward for all."""
-    cuda = Cuda()
-    cuda.install(monkeypatch)
-    loads = LayerLoads(3, is_cuda=True)
-
-    def copy(layers: range) -> None:
-        cuda.log.extend((cuda.current, f"copies {layer}") for layer in layers)
-
-    clock: Any = make_pricing(device="cuda")
-    loads.start(copy, Phase.LOAD, WORK, num_ahead=1, clock=clock)
+    loads = started_on_stream(cuda)
     assert cuda.log == [
         ("forward", "copies 0"),
         ("copy", "waits for all of", "forward"),
@@ -264,21 +271,8 @@ def test_copies_on_a_stream_are_behind_the_forward_stream_and_before_its_readers
     ]
 
 
-def test_copies_that_fail_on_a_stream_are_over_before_what_comes_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_copies_that_fail_on_a_stream_are_over_before_what_comes_next(cuda: Cuda) -> None:
     """Those that were queued would come into slots that are computed instead."""
-    cuda = Cuda()
-    cuda.install(monkeypatch)
-    loads = LayerLoads(3, is_cuda=True)
-
-    def copy(layers: range) -> None:
-        if layers[0] == 2:
-            raise RuntimeError("no memory")
-        cuda.log.append((cuda.current, f"copies {layers[0]}"))
-
-    clock: Any = make_pricing(device="cuda")
-    with pytest.raises(RuntimeError, match="no memory"):
-        loads.start(copy, Phase.LOAD, WORK, num_ahead=1, clock=clock)
+    loads = started_on_stream(cuda, failing=2)
     assert cuda.log[-2:] == [("copy", "copies 1"), ("forward", "waits for all of", "copy")]
     assert not loads.finish()

@@ -14,7 +14,7 @@ from sglang_chunkcache.fusion import price_trial
 from sglang_chunkcache.fusion.price_trial import MIN_TOKENS, measure_costs
 from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.fusion.store import Offload
-from sglang_chunkcache.scheduler.pricing import REFRESH, Pricing
+from sglang_chunkcache.scheduler.pricing import REFRESH
 from sglang_chunkcache.storage.codec import CODECS, Codec
 from tests import models
 from tests.kit.pricing import Group, make_pricing
@@ -119,33 +119,23 @@ def test_waiting_for_a_part_of_it_is_part_of_it(monkeypatch: pytest.MonkeyPatch)
     assert (filling.seconds, recompute.seconds) == (3.5, 0.5)
 
 
-def agreed() -> tuple[tuple[float, ...], Group, Pricing]:
-    """What rank 0 has sent, to whom, and one who takes it."""
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_all_ranks_plan_by_the_figures_of_rank_0(is_measured: bool) -> None:
+    """Each measures for itself, and takes what rank 0 has sent. Plans have no costs where moves
+    need not pay (`--chunkcache-move always`); what loads go by is agreed all the same."""
     line = (0.5, 0.25, 0.125)
     group = Group(2, {phase.value: line for phase in Phase})
-    return line, group, make_pricing(group)
-
-
-def test_all_ranks_plan_by_the_figures_of_rank_0() -> None:
-    """Each measures for itself, and takes what rank 0 has sent."""
-    line, group, pricing = agreed()
-    pricing.model.measure(Phase.HOST, Work(1, 5), 7.0)
-    pricing.start()
-    assert pricing.costs == dict.fromkeys(Phase, Line(*line))
+    pricing = make_pricing(group)
+    if is_measured:
+        pricing.model.measure(Phase.HOST, Work(1, 5), 7.0)
+        pricing.start()
     for _ in range(2 * REFRESH):
         pricing.refresh()
-    assert len(group.sent) == 3
-    assert Line(*group.sent[0]["host"]).seconds(Work(1, 5)) == pytest.approx(7.0)
-
-
-def test_plans_have_no_costs_where_moves_need_not_pay() -> None:
-    """`--chunkcache-move always`. What loads go by is agreed all the same."""
-    line, group, pricing = agreed()
-    for _ in range(REFRESH):
-        pricing.refresh()
-    assert pricing.costs is None
-    assert len(group.sent) == 1
+    assert pricing.costs == (dict.fromkeys(Phase, Line(*line)) if is_measured else None)
     assert pricing.agreed[Phase.LOAD] == Line(*line)
+    assert len(group.sent) == 2 + is_measured
+    if is_measured:
+        assert Line(*group.sent[0]["host"]).seconds(Work(1, 5)) == pytest.approx(7.0)
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)

@@ -20,7 +20,7 @@ from radix_ext.costs import Line
 from radix_ext.loading import Patience
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
-from sglang_chunkcache.storage import loader, storage
+from sglang_chunkcache.storage import loader
 from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
@@ -39,6 +39,7 @@ from tests.kit.chains import (
     rag,
     unsent,
 )
+from tests.reference.scheduler import FakeReq
 
 
 @pytest.fixture
@@ -143,9 +144,7 @@ def test_what_is_prefetched_is_there_when_it_comes(server: Server) -> None:
     server.check()
 
 
-def test_other_rank_prefetches_nothing(disk: ChainDisk) -> None:
-    stored(disk, A)
-    server = Server(disk)
+def test_other_rank_prefetches_nothing(server: Server) -> None:
     prefetch(server, rag(A), rank=1)
     assert server.settle()["loaded"] == 0
 
@@ -165,23 +164,21 @@ def test_tenant_may_have_so_much_under_way(disk: ChainDisk, server: Server) -> N
     server.check()
 
 
-def test_start_fills_host_memory_and_tells_the_front(server: Server) -> None:
-    assert server.cache.stored.load_most_used() == 3
-    server.check()
-    for chunks in ((A,), (A, B)):
-        node = server.tree.find(chain(*chunks))
-        assert node is not None
-        assert node.tier(0) is Tier.HOST
-    assert server.serve(rag(A, B)) == len(HEAD + A + B)
-    server.check()
-
-
-def test_start_fills_no_more_than_there_is_room_for(disk: ChainDisk) -> None:
+@pytest.mark.parametrize(
+    ("host_slots", "chains"), [(1000, [(A,), (A, B)]), (len(HEAD + A), [(A,)])]
+)
+def test_start_fills_host_memory_and_tells_the_front(
+    disk: ChainDisk, host_slots: int, chains: list[tuple[tuple[int, ...], ...]]
+) -> None:
+    """As far as there is room."""
     stored(disk, A, B)
-    server = Server(disk, host_slots=len(HEAD + A))
-    assert server.cache.stored.load_most_used() == 2
+    server = Server(disk, host_slots=host_slots)
+    assert server.cache.stored.load_most_used() == 1 + len(chains)
     server.check()
-    assert server.serve(rag(A, B)) == len(HEAD + A)
+    nodes = [server.tree.find(chain(*chunks)) for chunks in chains]
+    assert all(node is not None and node.tier(0) is Tier.HOST for node in nodes)
+    assert server.serve(rag(A, B)) == len(HEAD + sum(chains[-1], ()))
+    server.check()
 
 
 def test_load_of_the_start_that_comes_too_late_is_dropped(disk: ChainDisk, server: Server) -> None:
@@ -241,18 +238,6 @@ def test_end_of_a_chain_leaves_first_after_a_restart(disk: ChainDisk) -> None:
     server.check()
 
 
-def test_prompt_that_begins_with_a_chunk(disk: ChainDisk) -> None:
-    stored(disk, A, B, head=())
-    server = Server(disk)
-    assert server.cache.stored.load_most_used() == 2
-    assert server.serve(rag(A, B, head=())) == len(A + B)
-    server.check()
-    disk.opened_ones[-1].loader.close()
-    server = Server(disk)
-    assert server.ask(rag(A, B, head=())) == len(A + B)
-    server.check()
-
-
 def test_chain_without_its_beginning_is_not_loaded(server: Server) -> None:
     """Nor is one in whose place there would be another's KV."""
     for variant in list(server.storage.index.variants()):
@@ -295,6 +280,14 @@ def costly(server: Server) -> Server:
     return server
 
 
+def waiting(server: Server) -> FakeReq:
+    """A request that has arrived and is not admitted yet."""
+    req = rag(A, B)
+    server.cache.arrived(req)
+    assert server.admit(req, 10**6) is None
+    return req
+
+
 def come(server: Server, disk: ChainDisk) -> None:
     """The storage answers."""
     disk.storage.gate.set()
@@ -308,9 +301,7 @@ def test_request_waits_for_its_loads(disk: ChainDisk, is_hinted: bool) -> None:
     server = patient(disk)
     if is_hinted:
         prefetch(server, rag(A, B))
-    req = rag(A, B)
-    server.cache.arrived(req)
-    assert server.admit(req, 10**6) is None
+    req = waiting(server)
     disk.now = 0.5 * len(HEAD + A + B) - 0.01
     assert server.admit(req, 10**6) is None
     come(server, disk)
@@ -345,16 +336,6 @@ def test_what_found_no_room_is_loaded_when_there_is(
     server.check()
 
 
-def test_hint_goes_on_below_its_limit(server: Server) -> None:
-    """A tenant may have one load under way."""
-    server.storage.prefetches.max_bytes = 1
-    prefetch(server, rag(A, B))
-    for _ in range(4):
-        server.settle()
-    assert server.storage.loader.num_loaded == 3
-    server.check()
-
-
 def test_request_does_not_wait_for_what_the_device_has_by_now(disk: ChainDisk) -> None:
     """Another has computed it."""
     stored(disk, A, B)
@@ -366,26 +347,11 @@ def test_request_does_not_wait_for_what_the_device_has_by_now(disk: ChainDisk) -
     assert server.storage.stats()["waits"] == 0
 
 
-def test_share_is_of_computing_once(disk: ChainDisk) -> None:
-    """A request with moved KV asks twice, for the same tokens."""
-    stored(disk, A, B)
-    server = patient(disk)
-    req = rag(A, B)
-    server.cache.arrived(req)
-    chain = state(req).chain
-    assert chain is not None
-    state(req).loads = storage.Asked(loads=list(chain.loads), computed_s=chain.computed_s)
-    assert server.admit(req, 10**6) is None
-    assert chain.until == 0.5 * len(HEAD + A + B)
-
-
 def test_request_that_has_waited_in_vain_is_computed(disk: ChainDisk) -> None:
     """It is as if it had not waited, and the next one does not."""
     stored(disk, A, B)
     server = patient(disk)
-    req = rag(A, B)
-    server.cache.arrived(req)
-    assert server.admit(req, 10**6) is None
+    req = waiting(server)
     disk.now = 0.5 * len(HEAD + A + B)
     assert server.serve(req) == 0
     counts = server.storage.stats()
@@ -413,17 +379,6 @@ def test_request_does_not_wait_where_nothing_comes(
     server.check()
 
 
-def test_what_is_explained_waits_for_nothing(disk: ChainDisk) -> None:
-    stored(disk, A)
-    server = patient(disk)
-    req = rag(A)
-    server.cache.arrived(req)
-    assert server.admit(req, 10**6) is None
-    assert server.cache.explain(unsent(rag(A))).stored == len(HEAD + A)
-    come(server, disk)
-    assert server.serve(req) == len(HEAD + A)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_chain_of_which_a_part_is_under_way(disk: ChainDisk, fails: bool) -> None:
     """It ends there for now: nothing under way is loaded, linked, built upon or evicted."""
@@ -444,20 +399,6 @@ def test_chain_of_which_a_part_is_under_way(disk: ChainDisk, fails: bool) -> Non
     server.settle()
     server.check()
     assert (chain(A, B) in server.on_host()) is not fails
-
-
-def test_head_that_is_under_way_is_built_upon_by_nobody(disk: ChainDisk) -> None:
-    stored(disk, A)
-    server = Server(disk)
-    disk.storage.become("hanging")
-    server.cache.arrived(rag(A))
-    known(server, C)
-    server.check()
-    assert server.on_host() == set()
-    disk.storage.fails = True
-    disk.storage.gate.set()
-    server.settle()
-    server.check()
 
 
 def test_what_is_being_written_stays(disk: ChainDisk) -> None:
@@ -505,7 +446,7 @@ def test_failed_load_takes_what_follows_with_it(disk: ChainDisk, server: Server)
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"head": (90,)}, {"head": ()}, {"extra_key": "x"}, {"cache_salt": "s"}], ids=str
+    "fields", [{}, {"head": (90,)}, {"extra_key": "x"}, {"cache_salt": "s"}], ids=str
 )
 def test_tenants_chain_comes_with_its_request(disk: ChainDisk, fields: dict[str, Any]) -> None:
     """Not with the start, nor with the request of another."""
@@ -559,28 +500,6 @@ def test_cleared_storage_has_nothing(disk: ChainDisk, server: Server) -> None:
     assert not disk.storage.held
 
 
-def test_request_is_counted_once(disk: ChainDisk) -> None:
-    """Where moved chunks are counted, its chain is counted with them."""
-    storage = disk.opened(1000)
-    storage.ask([("chain", "", ())], is_request=False)
-    assert storage.index._asked.count("chain") == 0
-    storage.ask([("chunk", "", ())])
-    assert storage._num_asked == 1
-    assert [storage.index._asked.count(name) for name in ("chain", "chunk")] == [1, 1]
-    storage.close()
-
-
-def test_servers_share_what_one_has_written(disk: ChainDisk) -> None:
-    """Found by pointers, while the request waits."""
-    first, second = Server(disk, beside="first"), Server(disk, beside="second")
-    for _ in range(3):
-        first.ask(rag(A, B))
-    assert first.settle()["written"] == 3
-    assert second.ask(rag(A, B)) == len(HEAD + A + B)
-    assert second.settle()["found"] == 3
-    second.check()
-
-
 @pytest.mark.parametrize("is_there", [False, True])
 def test_request_waits_for_what_others_have(disk: ChainDisk, is_there: bool) -> None:
     """Until they are asked, and if they have something, until that has come."""
@@ -590,13 +509,12 @@ def test_request_waits_for_what_others_have(disk: ChainDisk, is_there: bool) -> 
             first.ask(rag(A, B))
         first.settle()
     second = patient(disk, beside="second")
-    req = rag(A, B)
-    second.cache.arrived(req)
-    assert second.admit(req, 10**6) is None
+    req = waiting(second)
     come(second, disk)
     assert second.serve(req) == (len(HEAD + A + B) if is_there else 0)
     counts = second.storage.stats()
     assert (counts["waits"], counts["waits_in_vain"], counts["late"]) == (1, 0, 0)
+    assert counts["found"] == (3 if is_there else 0)
     second.check()
 
 

@@ -137,32 +137,34 @@ def ask(*chunks: tuple[int, ...]) -> tuple[Any, ...]:
     return ("ask", chunks, HEAD, True, False)
 
 
-def test_what_both_have_is_loaded() -> None:
-    first, second = lives([ask(A, B)] * 3 + [("restart", False, None), ask(A, B)])
+THRICE = [ask(A, B)] * 3
+
+
+@pytest.mark.parametrize(
+    ("steps", "found"),
+    [
+        ([*THRICE, ("restart", False, None)], len(HEAD + A + B)),
+        ([*THRICE, ("restart", True, 1)], 0),  # rank 1 has lost it
+        # the rank that has it throws it away, or lets it be
+        *(
+            ([*THRICE, ("restart", False, None), (it, 1)], 0)
+            for it in ("refusing", "hanging", "damage")
+        ),
+        ([("refusing", 1), *THRICE, ("restart", True, None)], 0),
+        # without a forward between
+        ([*THRICE, ("restart", False, None), ("hint", (A, B))], len(HEAD + A + B)),
+        # what one cannot read now and the other never, both forget
+        *(
+            ([*THRICE, ("restart", False, None), ("refusing", 0), (it, 1)], 0)
+            for it in ("lose", "damage")
+        ),
+    ],
+)
+def test_both_have_what_each_has(steps: list[tuple[Any, ...]], found: int) -> None:
+    last = ("ask", (A, B), HEAD, steps[-1][0] != "hint", False)
+    first, second = lives([*steps, last])
     assert first == second
-    assert first[-2] == len(HEAD + A + B)
-
-
-def test_what_one_has_lost_nobody_has() -> None:
-    first, second = lives([ask(A, B)] * 3 + [("restart", True, 1), ask(A, B)])
-    assert first == second
-    assert first[-2] == 0
-
-
-@pytest.mark.parametrize("problem", ["refusing", "hanging", "damage"])
-def test_what_one_has_not_is_computed(problem: str) -> None:
-    """The rank that has it throws it away, or lets it be."""
-    first, second = lives([ask(A, B)] * 3 + [("restart", False, None), (problem, 1), ask(A, B)])
-    assert first == second
-    assert first[-2] == 0
-
-
-def test_what_one_could_not_write_nobody_has() -> None:
-    first, second = lives(
-        [("refusing", 1)] + [ask(A, B)] * 3 + [("restart", True, None), ask(A, B)]
-    )
-    assert first == second
-    assert first[-2] == 0
+    assert first[-2] == found
 
 
 def test_one_pauses_for_both() -> None:
@@ -174,22 +176,6 @@ def test_one_pauses_for_both() -> None:
     paused = [each["is_paused"] for each in first if isinstance(each, dict)]
     assert (any(paused), paused[-1]) == (True, False)
     assert len(first[-1]["held"]) == 4
-
-
-@pytest.mark.parametrize("problem", ["lose", "damage"])
-def test_what_one_cannot_read_now_and_the_other_never_both_forget(problem: str) -> None:
-    first, second = lives(
-        [*[ask(A, B)] * 3, ("restart", False, None), ("refusing", 0), (problem, 1), ask(A, B)]
-    )
-    assert first == second
-
-
-def test_hint_is_there_for_the_next_request_of_an_idle_server() -> None:
-    """Without a forward between."""
-    idle = ("ask", (A, B), HEAD, False, False)
-    first, second = lives([*[ask(A, B)] * 3, ("restart", False, None), ("hint", (A, B)), idle])
-    assert first == second
-    assert first[-2] == len(HEAD + A + B)
 
 
 CHUNKS = st.permutations([A, B, C, (4, 5, 6)]).flatmap(

@@ -62,16 +62,6 @@ def test_bytes_come_back(backend: Backend) -> None:
     assert backend.get(NAME, 3) is None
 
 
-def test_file_of_another_size_is_truncated(tmp_path: Path) -> None:
-    """HiCache fills a smaller tensor with what fits, and calls a short file an error."""
-    backend = create_backend(config(), tmp_path, model_name="")
-    backend.set(NAME, data(1, 2, 3))
-    for num_bytes in (2, 4):
-        with pytest.raises(RefusedEntryError) as refused:
-            backend.get(NAME, num_bytes)
-        assert refused.value.reason is Refusal.TRUNCATED
-
-
 def test_files_are_listed_and_left_over_ones_removed(tmp_path: Path) -> None:
     """What a killed process was writing, but nothing that is not ours."""
     backend = create_backend(config(), tmp_path, model_name="")
@@ -81,23 +71,22 @@ def test_files_are_listed_and_left_over_ones_removed(tmp_path: Path) -> None:
     (entries / "notes.txt").write_bytes(b"mine")
     assert backend.sizes() == {NAME: 3}
     assert {path.name for path in entries.iterdir()} == {f"{NAME}__0_1.bin", "notes.txt"}
+    for num_bytes in (2, 4):
+        with pytest.raises(RefusedEntryError) as refused:
+            backend.get(NAME, num_bytes)
+        assert refused.value.reason is Refusal.TRUNCATED
 
 
-def test_success_without_bytes_is_a_failure() -> None:
-    """HiCache's `shm` says True and keeps nothing."""
-    storage = MemoryStorage()
-    storage.forgets = True
-    with pytest.raises(OSError, match="did not keep"):
-        Backend(storage).set(NAME, data(1))
-
-
-def test_read_that_fails_is_no_absence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a network's hiccup would delete the row."""
+def test_storage_that_does_not_do_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiCache's `shm` keeps nothing. A network's hiccup must not delete the row."""
     storage = MemoryStorage()
     storage.set(NAME, data(1))
     monkeypatch.setattr(storage, "get", lambda key, target: None)
     with pytest.raises(OSError, match="is there"):
         Backend(storage).get(NAME, 1)
+    storage.forgets = True
+    with pytest.raises(OSError, match="did not keep"):
+        Backend(storage).set(OTHER, data(1))
 
 
 def test_dynamic_gets_its_configuration(tmp_path: Path) -> None:

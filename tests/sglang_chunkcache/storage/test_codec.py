@@ -106,13 +106,13 @@ def test_heads_of_no_whole_bytes_are_refused_before_there_is_kv() -> None:
         codec.check_heads(buffer, buffer)
     with pytest.raises(ValueError, match="heads of whole bytes in int4, got heads of 65"):
         CODECS["int4"].check_heads(buffer[..., :65], buffer)
-
-
-def test_few_bits_take_few_bytes() -> None:
-    """Of bfloat16's, with scales, for heads of 128."""
-    sizes = NONE.sizes([torch.zeros(1, 1, 1, 128, dtype=torch.bfloat16)] * 2)
-    shares = [Quantized(bits).nbytes(sizes) / NONE.nbytes(sizes) for bits in (8, 4)]
-    assert shares == [0.5078125, 0.2578125]
+    with pytest.raises(
+        ValueError, match="values: expected heads of whole bytes in int5, got heads"
+    ):
+        Quantized(5).encode(torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 12))
+    for bits in (1, 9):
+        with pytest.raises(ValueError, match=f"got {bits}"):
+            Quantized(bits)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
@@ -140,15 +140,6 @@ def test_parts_of_another_kind_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="as int4 keeps them"):
             codec.check(wrong)
-
-
-def test_odd_heads_and_bits_are_refused() -> None:
-    message = "values: expected heads of whole bytes in int5, got heads of 12"
-    with pytest.raises(ValueError, match=message):
-        Quantized(5).encode(torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 12))
-    for bits in (1, 9):
-        with pytest.raises(ValueError, match=f"got {bits}"):
-            Quantized(bits)
 
 
 @pytest.mark.gpu

@@ -74,7 +74,6 @@ def test_every_flipped_bit_is_refused(at: int, bit: int, secret: bytes) -> None:
 
 @given(length=st.integers(0))
 def test_every_truncation_is_refused(length: int) -> None:
-    """Also HiCache's `get`, which fills a smaller tensor without a word."""
     data = written()
     assert reason(data[: length % len(data)]) is Refusal.TRUNCATED
 
@@ -99,16 +98,16 @@ def with_byte(data: Any, at: int, value: int) -> Any:
     return data
 
 
+OTHER_LAYOUTS: list[dict[str, Any]] = [
+    *({"codec": "int8"}, {"dtype": "float16"}, {"num_layers": 1}),
+    *({"num_kv_heads": 2}, {"key_dim": 2}, {"value_dim": 2}),
+]
+
+
 @pytest.mark.parametrize(
     ("data", "asked", "expected"),
     [
-        *(
-            ({}, {"layout": structs.replace(LAYOUT, **fields)}, Refusal.LAYOUT)
-            for fields in (
-                *({"codec": "int8"}, {"dtype": "float16"}, {"num_layers": 1}),
-                *({"num_kv_heads": 2}, {"key_dim": 2}, {"value_dim": 2}),
-            )
-        ),
+        *(({}, {"layout": structs.replace(LAYOUT, **f)}, Refusal.LAYOUT) for f in OTHER_LAYOUTS),
         ({}, {"num_tokens": 4}, Refusal.LAYOUT),
         ({"name": "other"}, {}, Refusal.OTHER_ENTRY),
         ({"secret": b"a"}, {"secret": b"b"}, Refusal.SECRET),

@@ -18,8 +18,7 @@ from tests.reference import naive_fingerprint as naive
 
 
 class Model(nn.Module):
-    """Parameters of two types, one of an odd number of bytes, a view with an odd offset,
-    tied weights and a buffer."""
+    """Two types, an odd number of bytes, an odd offset, tied weights and a buffer."""
 
     flags: Tensor
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sqlite3
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -29,15 +30,6 @@ def reopened(folder: Path) -> list[Row]:
     return rows
 
 
-def test_row_is_there_after_a_restart(tmp_path: Path) -> None:
-    other = make_row("b", place=make_row().place._replace(prefix=()), heads=())
-    rows, manifest = [make_row("a", reuse=2.5, num_uses=3), other], Manifest(tmp_path)
-    for row in rows:
-        manifest.put(row)
-    manifest.close()
-    assert reopened(tmp_path) == rows
-
-
 def test_row_is_there_after_a_kill(tmp_path: Path) -> None:
     """`put` has returned, so nothing can take it back."""
     child = os.fork()
@@ -58,38 +50,25 @@ def test_folder_has_one_process(tmp_path: Path) -> None:
     assert reopened(tmp_path) == []
 
 
-@pytest.mark.parametrize("damage", [b"no database", b""])
-def test_damaged_manifest_is_put_aside(tmp_path: Path, damage: bytes) -> None:
+@pytest.mark.parametrize("damage", ["no database", "nothing", "another version"])
+def test_damaged_manifest_is_put_aside(tmp_path: Path, damage: str) -> None:
     """An empty file is an empty database."""
-    manifest = Manifest(tmp_path)
+    manifest, file = Manifest(tmp_path), tmp_path / "manifest.sqlite"
     manifest.put(make_row())
     manifest.close()
-    (tmp_path / "manifest.sqlite").write_bytes(damage * 1000)
+    if damage == "another version":
+        with closing(sqlite3.connect(file)) as database:
+            database.execute("PRAGMA user_version = 99")
+    else:
+        file.write_bytes(b"no database" * 1000 if damage == "no database" else b"")
     assert reopened(tmp_path) == []
-    assert (tmp_path / "damaged.sqlite").exists() == bool(damage)
-
-
-def test_manifest_of_another_version_is_put_aside(tmp_path: Path) -> None:
-    Manifest(tmp_path).close()
-    with sqlite3.connect(tmp_path / "manifest.sqlite") as database:
-        database.execute("PRAGMA user_version = 99")
-    database.close()
-    assert reopened(tmp_path) == []
+    assert (tmp_path / "damaged.sqlite").exists() == (damage != "nothing")
 
 
 def test_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         Manifest(tmp_path / "file")
-
-
-def test_tenant_is_not_told(tmp_path: Path) -> None:
-    """Rows have hashes only, as the place has."""
-    Manifest(tmp_path).close()
-    database = sqlite3.connect(tmp_path / "manifest.sqlite")
-    columns = {row[1] for row in database.execute("PRAGMA table_info(entries)")}
-    assert columns
-    assert not columns & {"extra_key", "cache_salt"}
 
 
 class ManifestModel(RuleBasedStateMachine):
@@ -103,9 +82,11 @@ class ManifestModel(RuleBasedStateMachine):
 
     names = st.sampled_from("abcd")
 
-    @rule(name=names, num_bytes=st.integers(1, 9))
-    def put(self, name: str, num_bytes: int) -> None:
-        self.rows[name] = make_row(name, num_bytes=num_bytes)
+    @rule(name=names, num_bytes=st.integers(1, 9), is_first=st.booleans())
+    def put(self, name: str, num_bytes: int, is_first: bool) -> None:
+        whole = make_row(name, num_bytes=num_bytes)
+        first = whole._replace(place=whole.place._replace(prefix=()), heads=())
+        self.rows[name] = first if is_first else whole
         self.manifest.put(self.rows[name])
 
     @rule(names=st.lists(names))

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("torch")
-
-import torch
 from torch import Tensor
 
 from radix_ext.fusion_request import BY_CONTEXT, BY_QUESTION
@@ -36,9 +32,7 @@ def compared(chunks: Sequence[MovedChunk], ratio: float, evidence: Evidence) -> 
 def test_what_context_and_question_propose_is_compared(
     case: tuple[list[MovedChunk], Evidence], data: st.DataObject, ratio: float
 ) -> None:
-    """Of known chunks together that share which looks outward most, of all chunks that which the
-    question looks at, and all of the others. A large ratio has as much to choose from, in
-    proportion."""
+    """Of known chunks what looks outward most, of all what the question looks at, all of others."""
     chunks, evidence = case
     values = st.lists(st.integers(0, 3).map(float), min_size=12, max_size=12)
     chunks = [

@@ -8,24 +8,23 @@ from math import ceil
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from radix_ext.fusion_request import NEEDS  # noqa: E402
-from sglang_chunkcache.config import SELECTORS  # noqa: E402
-from sglang_chunkcache.fusion import selectors  # noqa: E402
-from sglang_chunkcache.fusion.selectors.base import (  # noqa: E402
+from radix_ext.fusion_request import NEEDS
+from sglang_chunkcache.config import SELECTORS
+from sglang_chunkcache.fusion import selectors
+from sglang_chunkcache.fusion.selectors.base import (
     Evidence,
     MovedChunk,
     Selection,
     Selector,
 )
-from sglang_chunkcache.own_selectors import own_selectors  # noqa: E402
-from tests.examples import examples  # noqa: E402
-from tests.reference.moved_chunks import as_lists, cases, make_chunk, make_scores  # noqa: E402
-from tests.reference.sources import make_request  # noqa: E402
+from sglang_chunkcache.own_selectors import own_selectors
+from tests.examples import examples
+from tests.reference.moved_chunks import as_lists, cases, make_chunk, make_scores
+from tests.reference.sources import make_request
 
 Case = tuple[list[MovedChunk], Evidence]
 PER_CHUNK = ("first", "random", "h2o")
@@ -46,7 +45,6 @@ def select(name: str, case: Case, ratio: float | Fraction = 0.15) -> Selection:
 
 @pytest.mark.parametrize("name", SELECTORS)
 def test_each_name_has_its_selector(name: str) -> None:
-    """In a file of that name, where the README says it is."""
     selector = get(name)
     assert isinstance(selector, Selector)
     assert selector.name == name
@@ -56,7 +54,6 @@ def test_each_name_has_its_selector(name: str) -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    """A module of the package that is no selector included."""
     for name in ("best", "base", ""):
         with pytest.raises(ValueError, match="selector must be one of none, first"):
             get(name)
@@ -71,8 +68,7 @@ def test_needs_are_declared() -> None:
 @given(case=cases(), ratio=ratios)
 @settings(max_examples=examples(40))
 def test_offsets_are_ascending_unique_and_inside(name: str, case: Case, ratio: Fraction) -> None:
-    """The recompute pass relies on it; so do the ranks on the same answer twice.
-    Selectors of one chunk round up in each, exactly, joint ones once, full reuse takes nothing."""
+    """The same on every rank. Per chunk the count rounds up in each, joint ones once."""
     chunks, selection = case[0], select(name, case, ratio)
     chosen = as_lists(selection)
     assert len(chosen) == len(selection.cfo) == len(chunks)
@@ -95,7 +91,6 @@ def test_offsets_are_ascending_unique_and_inside(name: str, case: Case, ratio: F
 @given(case=cases())
 @settings(max_examples=examples(40))
 def test_ratio_one_is_everything_and_zero_nothing(name: str, case: Case) -> None:
-    """The ends of every ratio curve: full prefill and full reuse."""
     everything = [list(range(chunk.num_tokens)) for chunk in case[0]]
     assert as_lists(select(name, case, 1.0)) == everything
     assert as_lists(select(name, case, 0.0)) == [[] for _ in case[0]]
@@ -103,7 +98,6 @@ def test_ratio_one_is_everything_and_zero_nothing(name: str, case: Case) -> None
 
 @pytest.mark.parametrize("name", OURS_AND_EVALS)
 def test_no_chunks_no_selection(name: str) -> None:
-    """Everything was an exact hit."""
     evidence = Evidence(question=torch.zeros(4), deviation=torch.zeros(4))
     selection = select(name, ([], evidence))
     assert (selection.offsets, selection.cfo, selection.fallbacks) == ((), (), ())
@@ -119,7 +113,6 @@ def test_no_chunks_no_selection(name: str) -> None:
     ],
 )
 def test_without_evidence_the_first_tokens(name: str, reason: str) -> None:
-    """Named, not silent."""
     selection = select(name, ([make_chunk("a", 0, 4), make_chunk("b", 4, 6)], Evidence()), 0.5)
     assert as_lists(selection) == [[0, 1], [0, 1, 2]]
     assert (selection.fallbacks, selection.cfo) == ((reason,), (None, None))
@@ -138,14 +131,7 @@ def test_unscored_chunks_give_their_first_tokens(name: str) -> None:
     assert select(name, ([known], Evidence())).fallbacks == ()
 
 
-def test_first_takes_the_head_of_each_chunk() -> None:
-    """ceil(0.3 * 5) = 2 and ceil(0.3 * 10) = 3, not 3 and 0 of the prompt."""
-    chunks = [make_chunk("a", 7, 5), make_chunk("b", 12, 10)]
-    assert as_lists(select("first", (chunks, Evidence()), 0.3)) == [[0, 1], [0, 1, 2]]
-
-
 def test_scores_of_another_chunk_are_refused() -> None:
-    """By tokens and by prefix."""
     with pytest.raises(ValueError, match="scores must be of 3 tokens"):
         make_chunk("a", 0, 3, scores=make_scores(context=[0, 1]))
     with pytest.raises(ValueError, match="scores must know 1 prefix"):

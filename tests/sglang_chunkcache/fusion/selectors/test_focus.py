@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from sglang_chunkcache.fusion.selectors.base import Selection  # noqa: E402
-from sglang_chunkcache.fusion.selectors.focus import focused_chunks, spare_unfocused  # noqa: E402
-from sglang_chunkcache.wire.report import Fallback  # noqa: E402
-from tests.examples import examples  # noqa: E402
-from tests.reference.naive_selectors import predict_focused  # noqa: E402
+from sglang_chunkcache.fusion.selectors.base import Selection
+from sglang_chunkcache.fusion.selectors.focus import focused_chunks, spare_unfocused
+from sglang_chunkcache.wire.report import Fallback
+from tests.examples import examples
+from tests.reference.naive_selectors import predict_focused
 
 
 def focused(*layers: list[float], window: int = 1) -> tuple[set[int], int | None]:
@@ -20,38 +19,15 @@ def focused(*layers: list[float], window: int = 1) -> tuple[set[int], int | None
     return set(chunks), layer
 
 
-@pytest.mark.parametrize(
-    ("masses", "expected"),
-    [
-        # gaps 4, 1, 4 are p = 4/9, 1/9, 4/9; -p log p of the second .24, of the third .36:
-        # i* = 2 (of 1 and 2)
-        ([10, 6, 5, 1], {0, 1}),
-        ([5, 10, 1, 6], {1, 3}),
-        # growth is not the widest gap. Gaps 1, 5, 30: p = 1/36, 5/36, 30/36; -p log p of the second
-        # .27, of the third .15: i* = 1
-        ([36, 35, 30, 0], {0}),
-        # equal sums go to the earlier chunk: gaps 0, 5, 0, no growth anywhere, so i* = 1
-        ([5, 5, 0, 0], {0}),
-        ([0, 5] * 50, {1}),
-    ],
-)
-def test_split_by_hand(masses: list[float], expected: set[int]) -> None:
-    assert focused(masses) == (expected, 1)
-
-
-def test_masses_cumulate_over_layers() -> None:
-    """Eq. 15: layer 2 alone would focus on chunk 2, both together still on chunk 0."""
-    assert focused([9, 0, 0, 0], [0, 0, 1, 0], window=2) == ({0}, 2)
-
-
-def test_window_counts_equal_layers_in_a_row() -> None:
-    """The sums' leader changes in layer 2: window 2 is full after layer 3,
-    window 3 after layer 4."""
-    layers = [[1.0, 0, 0, 0], [0, 9.0, 0, 0], [0, 0, 0, 0.0], [0, 0, 0, 0.0]]
-    assert focused(*layers, window=1) == ({0}, 1)
-    assert focused(*layers, window=2) == ({1}, 3)
-    assert focused(*layers, window=3) == ({1}, 4)
-    assert focused(*layers, window=4) == ({0, 1, 2, 3}, None)
+def test_split_by_hand() -> None:
+    """Equal sums go to the earlier chunk; growth is not the widest gap."""
+    # gaps 4, 1, 4 are p = 4/9, 1/9, 4/9; -p log p of the second .24, of the third .36: i* = 2
+    assert focused([10, 6, 5, 1]) == ({0, 1}, 1)
+    # gaps 1, 5, 30: p = 1/36, 5/36, 30/36; -p log p of the second .27, of the third .15: i* = 1
+    assert focused([36, 35, 30, 0]) == ({0}, 1)
+    # gaps 0, 5, 0, no growth anywhere, so i* = 1
+    assert focused([5, 5, 0, 0]) == ({0}, 1)
+    assert focused([0, 5] * 50) == ({1}, 1)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +39,6 @@ def test_nothing_to_tell_apart_focuses_on_all(masses: list[float]) -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    """Each Raises."""
     with pytest.raises(ValueError, match="by_layer"):
         focused_chunks(torch.zeros(4), window=1)
     with pytest.raises(ValueError, match="window"):
@@ -71,7 +46,6 @@ def test_bad_arguments_are_refused() -> None:
 
 
 def test_spare_unfocused_empties_the_others() -> None:
-    """CFO and reasons stay: they say what was chosen before."""
     offsets = tuple(torch.tensor([0, n]) for n in (1, 2, 3))
     selection = Selection(offsets, (0.5, None, 1.0), (Fallback.UNSCORED,))
     spared = spare_unfocused(selection, {0, 2})

@@ -7,6 +7,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import orjson
@@ -133,6 +134,7 @@ class Bench:
         self.books = Bookkeeper(
             self.config, num_ranks=num_ranks, prometheus=False, clock=lambda: self.now
         )
+        self.observe = partial(self.books.observe, incremental=False)
         self.drafter = Drafter(self.config, self.assembler, context_len=context_len)
         self.planner = Planner(self.config, self.books, context_len=context_len)
         self.ranks = [Rank() for _ in range(num_ranks)]
@@ -154,31 +156,26 @@ class Bench:
         if isinstance(messages, str):
             messages = [user(messages)]
         messages, prefill = begun_answer(messages) if continues else (messages, "")
-        earlier = {
-            i: message["chunks"] for i, message in enumerate(messages) if "chunks" in message
-        }
-        messages = [
-            {name: each for name, each in message.items() if name != "chunks"}
-            for message in messages
-        ]
+        messages = [dict(message) for message in messages]
+        brought = {i: message.pop("chunks", None) for i, message in enumerate(messages)}
+        earlier = {i: chunks for i, chunks in brought.items() if chunks is not None}
         own = earlier.pop(turn_start(messages), passages or None)
         conversation = None
         if to:
             key, told = conversation_key(who, to), told_hashes(messages, tools, template_kwargs)
             conversation = self.books.conversation(key, told, start=turn_start(messages))
-        return self.planner.plan(
-            self.drafter.chat(
-                messages,
-                own,
-                identity=who,
-                options=Options(**options),
-                earlier=earlier,
-                conversation=conversation,
-                tools=tools,
-                template_kwargs=template_kwargs,
-                prefill=prefill,
-            )
+        draft = self.drafter.chat(
+            messages,
+            own,
+            identity=who,
+            options=Options(**options),
+            earlier=earlier,
+            conversation=conversation,
+            tools=tools,
+            template_kwargs=template_kwargs,
+            prefill=prefill,
         )
+        return self.planner.plan(draft)
 
     def ask(self, messages: Any, *passages: Passage, **options: Any) -> Asked:
         """Plan a chat turn and begin it."""
@@ -199,16 +196,6 @@ class Bench:
     def end(self, request: RagRequest) -> None:
         self._open.pop(id(request)).__exit__(None, None, None)
 
-    def observe(
-        self,
-        request: RagRequest,
-        output: dict[str, Any],
-        *,
-        index: int = 0,
-        incremental: bool = False,
-    ) -> None:
-        self.books.observe(request, output, index=index, incremental=incremental)
-
     def reply(
         self,
         request: Asked,
@@ -224,9 +211,8 @@ class Bench:
         """The engine's whole answer; `content` "" means the text itself, `report` is the rank's of
         a fused request, `matched` the stop string that has ended it."""
         rank = request.rank if by is None else by
-        ids = self.tokenizer.encode(
-            text + self.end_text * (reason == "stop"), add_special_tokens=False
-        )
+        whole = text + self.end_text * (reason == "stop")
+        ids = self.tokenizer.encode(whole, add_special_tokens=False)
         entry = self.ranks[rank].serve(request.custom_params, request.input_ids, report)
         self.observe(request, make_output(ids, cached, reason, rank, entry, matched=matched))
         self.end(request)
@@ -239,19 +225,6 @@ class Bench:
         return self.reply(
             request, cached=self.ranks[request.rank].found(request.custom_params, request.input_ids)
         )
-
-    def turn(
-        self,
-        messages: list[dict[str, str]],
-        *passages: Passage,
-        to: str = "c",
-        text: str = "ok",
-        **options: Any,
-    ) -> Asked:
-        """Ask and answer; `messages` grows by the answer."""
-        request = self.reply(self.ask(list(messages), *passages, to=to, **options), text)
-        messages.append({"role": "assistant", "content": text})
-        return request
 
     def is_idle(self) -> bool:
         return not any(self.books.router.in_flight) and self.books.tree.stats.num_open_plans == 0

@@ -1,0 +1,156 @@
+"""Faults planted one by one in a copy of the code: the tests of every run notice each of them.
+
+A review once planted such mistakes in the central files, and tests missed five of twenty. Here is
+where each is today, and what catches it; whoever changes such a line changes its row, too. Left
+out is what makes no difference, or is gone:
+- Leader order: that code is gone.
+- Order in `ChunkRadixCache.reset`: each part empties itself, asks none of the others and tells the
+  front nothing, and only one of them starts the storage.
+- A host node's promotion: it is not kept any more. What comes back has the mark of its request.
+- Half a commit: nothing can fail between the insertion of its nodes and the end of `Fuser.commit`,
+  so the slots alone are a row.
+- Lock while evicting: SGLang itself holds what a promise goes on behind, so the load is the row.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytest.importorskip("sglang")
+
+pytestmark = pytest.mark.nightly
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("sglang_chunkcache", "radix_ext", "retrieval", "tests")
+TIMEOUT_S = 900
+"""Of one pytest: some seconds, on idle cores."""
+TESTS_FAILED = 1
+"""Its exit status; of any higher one nothing has run."""
+
+TABLE = """\
+order before a forward        scheduler/chunk_cache.py     fusion/test_promise.py
+    host.before(batch) => promiser and self.promiser.before(batch), self.host.before(batch)
+loaded() is not called        scheduler/chunk_cache.py     scheduler/test_host_chains.py
+    self.host.loaded() => pass
+chains count requests, too    scheduler/stored_chains.py   scheduler/test_stored_chains.py
+    is_request = self._fingerprint is not None => is_request = True
+hits lost                     scheduler/host_chains.py     scheduler/test_host_chains.py
+    host.used = None, known.hits, known.used => host.used = None, 0, known.used
+age lost                      scheduler/host_chains.py     scheduler/test_host_chains.py
+    host.used = None, known.hits, known.used => host.used = None, known.hits, 0
+hits lost on the way back     scheduler/chunk_cache.py     scheduler/test_host_chains.py
+    host.chain, host.hits, node => host.chain, 0, node
+lock while evicting           scheduler/host_chains.py     scheduler/test_host_chains.py
+    cache.inc_lock_ref(last) => cache.inc_lock_ref(last := cache.root_node)
+busy host nodes leave         scheduler/host_chains.py     scheduler/test_stored_chains.py
+    or host.num_below or host.is_busy: => or host.num_below:
+slots of busy host nodes      scheduler/host_chains.py     scheduler/test_stored_chains.py
+    return host.is_busy or host in self._being_loaded => return host in self._being_loaded
+era                           storage/storage.py           fusion/test_tier.py
+    done(job.entry if era == self._era else None) => done(job.entry)
+old recipe                    scheduler/chunk_cache.py     fusion/test_promise.py
+    known.fused = None => pass
+half a commit                 fusion/promise.py            fusion/test_promise.py
+    taken.push(lambda error, *_: allocator.free(slots) if error else None) => pass
+extend reserve                fusion/promise.py            fusion/test_promise.py
+    reserve=self.extend_reserve => reserve=0
+failed pass beside            fusion/fill.py               fusion/test_fill_layers.py
+    with suppress(Exception): => if False:
+two passes beside             scheduler/layer_loads.py     fusion/test_fill_layers.py
+    num_ahead = num_ahead if self._beside is None else self.num_layers => pass
+split of what is loaded       scheduler/chunk_cache.py     scheduler/test_host_chains.py
+    self.host.split(node, child) => pass
+split of what is not filled   scheduler/chunk_cache.py     fusion/test_promise.py
+    upper.is_filled = lower.is_filled => pass
+counted asks of chunks        radix_ext/variants.py        ../radix_ext/test_variants.py
+    [*places, *(identity for identity, _, _ in places)] => places
+counted asks of a rank        fusion/promise.py            fusion/test_promise_store.py
+    self.store.ask(asked) => pass
+counted asks of a storage     fusion/promise.py            fusion/test_tier.py
+    self.tier.count_asked(asked) => pass
+kept twice                    scheduler/chunk_cache.py     scheduler/test_stored_chains.py
+    and not chunked and not known.is_kept: => and not chunked:
+source locks                  fusion/promise.py            fusion/test_promise.py
+    for source in sources: => for source in ():
+filled marks                  fusion/promise.py            fusion/test_promise.py
+    priority, True, are_filled=False) => priority, True)
+waiting for what is here      scheduler/chunk_cache.py     scheduler/test_stored_chains.py
+    None if is_here else known.chain => known.chain
+"""
+"""Name, file and what catches it; then the text before and after, the former once in that file."""
+
+
+class Fault(NamedTuple):
+    """Paths are below sglang_chunkcache and its tests, unless they say otherwise."""
+
+    name: str
+    file: str
+    caught_by: str
+    before: str
+    after: str
+
+
+LINES = TABLE.splitlines()
+FAULTS = tuple(
+    Fault(*re.split("  +", head), *change.strip().split(" => "))
+    for head, change in zip(LINES[::2], LINES[1::2], strict=True)
+)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the code and its tests."""
+    folder = tmp_path_factory.mktemp("planted")
+    for each in COPIED:
+        shutil.copytree(ROOT / each, folder / each, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def run(folder: Path, *tests: str) -> tuple[int, str]:
+    """Exit status, and the end of what it has said."""
+    paths = [os.path.normpath(f"tests/sglang_chunkcache/{each}") for each in tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *paths]
+    # a file that is changed twice within a second may look as it was compiled
+    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    return done.returncode, (done.stdout + done.stderr)[-4000:]
+
+
+@contextmanager
+def planted(folder: Path, fault: Fault) -> Iterator[None]:
+    inside = "" if fault.file.startswith("radix_ext") else "sglang_chunkcache"
+    path = folder / inside / fault.file
+    text = path.read_text(encoding="utf-8")
+    found = text.count(fault.before)
+    assert found == 1, f"{fault.file} has this {found} times, its row is old: {fault.before}"
+    path.write_text(text.replace(fault.before, fault.after), encoding="utf-8")
+    try:
+        yield
+    finally:
+        path.write_text(text, encoding="utf-8")
+
+
+def test_without_a_fault_all_pass(copy: Path) -> None:
+    """So what fails with one fails of it."""
+    status, said = run(copy, *dict.fromkeys(fault.caught_by for fault in FAULTS))
+    assert status == 0, said
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_fault_is_caught(copy: Path, fault: Fault) -> None:
+    with planted(copy, fault):
+        status, said = run(copy, fault.caught_by)
+    assert status == TESTS_FAILED, said
