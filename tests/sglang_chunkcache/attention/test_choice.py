@@ -120,6 +120,12 @@ def test_a_forgotten_merge_is_left_out() -> None:
     assert set(choice.failed) == {"fa3_two_part"}
 
 
+def test_a_machine_without_cuda_is_not_tried() -> None:
+    """Nothing is imported or compiled for it."""
+    choice = choose(SHAPE, device=CPU, scale=0.125)
+    assert choice == Choice(None, {}, dict.fromkeys(KERNELS, "the kernels need CUDA, not cpu"))
+
+
 # For a loaded model
 
 

@@ -368,19 +368,6 @@ def test_planning_and_indices_look_at_no_device_tensor() -> None:
         assert indices.shape == (int(launch.kv_indptr[-1]),)
 
 
-NOBODY = make_request([], 5)
-
-
-@pytest.mark.parametrize("requests", [[], [NOBODY], [make_request([], 0), NOBODY]])
-@pytest.mark.parametrize("two_part", [False, True])
-def test_pass_without_queries_has_no_launches(
-    requests: list[SparseRequest], two_part: bool
-) -> None:
-    layout = plan_sparse(requests, two_part=two_part)
-    assert (layout.launches, layout.order, layout.merged, layout.num_rows) == ((), None, None, 0)
-    assert layout.needed_pairs == layout.executed_pairs(128) == layout.num_indices() == 0
-
-
 @pytest.mark.parametrize("with_gaps", [False, True])
 def test_planning_has_no_loop_over_queries_or_keys(with_gaps: bool) -> None:
     """It runs on the scheduler's thread. Lines of Python are counted, whatever the machine."""

@@ -626,9 +626,10 @@ def test_logprobs_from_beyond_the_prompt_are_refused(call: Any, stream: bool) ->
 def test_generate_refuses_parameters_by_name(call: Any) -> None:
     """Before anything is planned or sent. All of them: guard/test_sampling.py."""
     bench, manager, send = call()
-    status, answer = send(generate, {"parts": ["x"], "sampling_params": {"n": 2}})
-    assert (status, answer["param"], manager.sent) == (400, "sampling_params.n", [])
-    assert bench.books.metrics.totals()["requests"] == {"refused": 1}
+    for name in ("n", "no_such"):
+        status, answer = send(generate, {"parts": ["x"], "sampling_params": {name: 2}})
+        assert (status, answer["param"], manager.sent) == (400, f"sampling_params.{name}", [])
+    assert bench.books.metrics.totals()["requests"] == {"refused": 2}
 
 
 # Chunks of earlier messages

@@ -20,6 +20,7 @@ from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.errors import RequestError, TooLongError
 from sglang_chunkcache.front.tokenizer import RequestEncoder, ServedTokenizer
 from tests.examples import examples
+from tests.kit.front_bench import CharTokenizer
 from tests.reference.tiny_tokenizer import (
     make_spaced_tokenizer,
     make_tokenizer,
@@ -182,6 +183,17 @@ def test_tokenizer_that_loses_text_is_refused() -> None:
     lossy = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
     with pytest.raises(ValueError, match="pieces"):
         ServedTokenizer(lossy, chunk_tokens="text")
+
+
+def test_tokenizer_whose_pieces_do_not_join_is_refused() -> None:
+    """At start, not in wrong answers."""
+
+    class Joining(CharTokenizer):
+        def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+            return [hash(text) % 1000]
+
+    with pytest.raises(ValueError, match="pieces"):
+        ServedTokenizer(Joining(), chunk_tokens="text")
 
 
 # Messages

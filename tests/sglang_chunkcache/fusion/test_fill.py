@@ -283,6 +283,17 @@ def test_a_sparse_layer_that_fails_computes_everything(scene: Scene) -> None:
     assert failing.stats()["attention"]["fallbacks"] == 0
 
 
+def test_an_unknown_tier_computes_everything(scene: Scene) -> None:
+    """A source that no tier can read is an error of ours, not a wrong answer."""
+    move = scene.move(asked("none", 0.0))
+    odd = SimpleNamespace(where="tape", prefix=(), scores=None, outward=None, preprocessed=False)
+    pieces = tuple(replace(p, source=odd) if p.chunk == "A" else p for p in move.plan.pieces)
+    move.plan = replace(move.plan, pieces=pieces)
+    scene.fusion_pass.run([move])
+    assert move.fallbacks == ["pass_failed"]
+    scene.assert_close(scene.answer(), scene.logits)
+
+
 # For the store, and for the stats
 
 
@@ -376,7 +387,10 @@ def test_stats_count_tokens_and_seconds(scene: Scene) -> None:
         "recomputed": move.recomputed_len,
         "gap": LENS["text"] + LENS["D"],
     }
-    assert all(1000 * stats["seconds"][phase] == pytest.approx(ms) for phase, ms in move.ms.items())
+    assert all(
+        1000 * stats["seconds"][phase] == pytest.approx(ms, abs=0.01)
+        for phase, ms in move.ms.items()
+    )
     assert move.filling is not None
     assert move.filling.seconds is not None
     assert 1000 * move.filling.seconds >= sum(move.ms.values()) > 0

@@ -154,6 +154,14 @@ def test_text_between_chunks_is_part_of_a_source() -> None:
     assert rank.ask(fused(A, D, B)).sources[-1].other_head
 
 
+def test_explain_is_no_use() -> None:
+    """Nothing that is only asked for outlives what is used."""
+    rank = Rank(rag(A), rag(B))
+    before = facts(rank.node(HEAD, A)).used
+    rank.explain(rag(A))
+    assert facts(rank.node(HEAD, A)).used == before
+
+
 def test_neighbors_are_plain_though_an_exact_chain_has_them() -> None:
     """B in the chain has seen A, so only A is matched; B is moved from where it stood alone."""
     rank = Rank(rag(A, B, C), rag(B))

@@ -130,3 +130,13 @@ def test_ratio_of_blocks_is_reached(ratio: float) -> None:
     assert len(found) == len(layers)
     reached = len(layers) * sum(LENS) / fused(found, NOISES, 1)
     assert reached == pytest.approx(ratio, rel=NEAR - 1 + 1e-9)
+
+
+def test_what_blocks_do_not_give_is_not_reached() -> None:
+    """Six units fuse into one at best; the nearest thresholds count.
+    For a ratio of one nothing would have to fuse."""
+    layers = [made_blocks(i, 0.5) for i in range(2)]
+    found = thresholds_for_ratio(layers, LENS, 50, head_dim=16)
+    assert 2 * sum(LENS) / fused(found, (0.5, 0.5), 0) > 4
+    with pytest.raises(ValueError, match="ratio: expected more than 1"):
+        thresholds_for_ratio(layers, LENS, 1, head_dim=16)

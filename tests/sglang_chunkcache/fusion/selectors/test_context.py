@@ -45,18 +45,6 @@ def test_alpha_rules_over_the_ratio() -> None:
         assert as_lists(selection) == [[2, 3], rest]
 
 
-def test_alpha_is_solved_over_scored_chunks() -> None:
-    """The long chunk in front has no scores and keeps to the ratio."""
-    chunks = [
-        make_chunk("b", 0, 100),
-        make_chunk("c", 100, 8, old="pq", new="pq", scores=three_quarters(8)),
-        make_chunk("d", 108, 4, old="pq", new="xy", scores=three_quarters(4)),
-    ]
-    selection = CONTEXT.select(chunks, make_request(ratio=0.25), NOTHING)
-    assert selection.cfo[1:] == pytest.approx((1 / 8, 2 / 4))
-    assert as_lists(selection) == [list(range(25)), [7], [2, 3]]
-
-
 @given(case=cases(), ratio=st.floats(0.05, 0.95))
 def test_counts_are_ceil_of_cfo(case: tuple[list[MovedChunk], Evidence], ratio: float) -> None:
     chunks, evidence = case
