@@ -42,9 +42,9 @@ from radix_ext.errors import (
 )
 from radix_ext.eviction import (
     EVICTION_POLICIES,
+    Aging,
     EvictionPolicy,
     EvictionQueue,
-    reused_priority,
 )
 from radix_ext.fusion_request import FusionRequest, Need
 from radix_ext.heads import Heads, Outline, Parting
@@ -89,6 +89,7 @@ __all__ = [
     "TAIL_POLICIES",
     "AccessTable",
     "AdmissionPolicy",
+    "Aging",
     "CallerError",
     "ChainId",
     "ChainNode",
@@ -149,7 +150,6 @@ __all__ = [
     "order_chunks",
     "order_per_rank",
     "replay_trace",
-    "reused_priority",
     "root_chain",
     "running_hashes",
     "shown",

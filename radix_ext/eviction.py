@@ -5,8 +5,10 @@ A rule is a function of counts; it knows no tree and no clock. Its value is a pr
 is evicted first.
 """
 
+from array import array
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
+from math import inf, log2
 from typing import Literal, get_args
 
 from radix_ext.chain_node import ChainNode
@@ -17,31 +19,62 @@ from radix_ext.prefix_tree import ChunkPrefixTree
 EvictionPolicy = Literal["lru", "promoted", "reused"]
 EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
 
-_Entry = tuple[int, int, ChainId]
-"""The leaf's priority, two numbers, and its chain."""
+_Entry = tuple[float, int, ChainId, int, bool]
+"""The leaf's priority, and what it followed from: last access, chain, hits and promotion."""
+
+_MAX_AGES = 1 << 16
+"""Requests whose age is known; what was used before them is as old as the first of them."""
+
+NEW = 0.1
+"""What a node of the KV pool has before its first hit, in doublings of its hits. The smaller, the
+longer what was popular stays: until what changes in the pool has turned over by ten times a
+doubling."""
+NEW_ON_HOST = 0.25
+"""Likewise in host memory, which has more room, and so turns over later, and takes what was found
+once already (eval/LOG.md)."""
 
 
-_ALWAYS = 1 << 60
-"""More requests than a server will see."""
+class Aging:
+    """The rule `reused`: least frequently used with dynamic aging (LFU-DA, Arlitt et al. 2000), by
+    the logarithm of the hits. One for each tier, since the tier's own evictions are its time.
 
+        priority = age at the last access + new + log2(1 + hits)
+        age      = the highest priority that has left
 
-def reused_priority(
-    *, hits: int, last_access: int, window: int, serves_one: bool = False
-) -> tuple[int, int]:
-    """The rule `reused`: each doubling of its hits keeps a node one access window longer, ties go
-    by last access.
-
-    The first number is last access + window * ceil(log2(1 + hits)). A chain used once leaves soon,
-    one that was popular ages out in the end.
+    So a popular node outlives its popularity by some turnovers of what changes in the pool. Where
+    dead nodes fill most of it the rest turns over soon, and so they leave soon, however long a
+    window of requests is. It follows from requests and evictions, never from a clock: ranks, and a
+    replay, decide alike. Without hits it is LRU.
 
     Args:
-        last_access: number of the request that used the node last, not a time.
-        window: requests, as of the access table.
-        serves_one: no other request finds the node as a prefix, as KV that was fused for one
-            question. It leaves before all others: what it was moved from serves many, and its own
-            conversation moves it again.
+        new: of a node without hits, over 0.
     """
-    return last_access + window * hits.bit_length() - _ALWAYS * serves_one, last_access
+
+    def __init__(self, new: float) -> None:
+        self._new, self._age = new, 0.0
+        self._ages = array("d")
+        self._first = 0
+
+    def priority(self, *, hits: int, last_access: int) -> float:
+        """The smallest leaves first.
+
+        Args:
+            hits: requests that found the node.
+            last_access: number of the request that used it last.
+        """
+        index = last_access - self._first
+        age = self._ages[max(0, index)] if index < len(self._ages) else self._age
+        return age + self._new + log2(1 + hits)
+
+    def evicted(self, priority: float, now: int) -> None:
+        """A node of that priority has left during request `now`. All that the request uses counts
+        from before that. O(1), amortised."""
+        if (missing := now + 1 - self._first - len(self._ages)) > 0:
+            if missing + len(self._ages) > 2 * _MAX_AGES:
+                del self._ages[: -_MAX_AGES if missing < _MAX_AGES else None]
+            self._ages.extend([self._age] * min(missing, _MAX_AGES))
+            self._first = now + 1 - len(self._ages)
+        self._age = max(self._age, priority)
 
 
 class EvictionQueue:
@@ -51,12 +84,14 @@ class EvictionQueue:
     An entry is stale once its node was used or marked, got children or left the tree; `pop` skips
     it. The caller that changes a leaf pushes it again, so `push` and `pop` are O(log n) amortised.
 
-    `reused` is the rule above with `window`, `lru` goes by last access, `promoted` by (promoted,
-    last access). The live scheduler has its own forms of `lru` (SGLang's) and `promoted` (over
-    SGLang's policies).
+    `reused` is `Aging`, `lru` goes by last access, `promoted` by (promoted, last access). The live
+    scheduler has its own forms of `lru` (SGLang's) and `promoted` (over SGLang's policies).
 
     Args:
-        serves_one: as for `reused_priority`.
+        new: as of `Aging`.
+        serves_one: no other request finds the node as a prefix, as KV that was fused for one
+            question. `reused` evicts it before all others: what it was moved from serves many, and
+            its own conversation moves it again.
         is_leaf: whether the queue's tier has the node and none of its children; a tree of one tier
             needs none.
     """
@@ -66,7 +101,7 @@ class EvictionQueue:
         tree: ChunkPrefixTree,
         policy: EvictionPolicy,
         *,
-        window: int,
+        new: float = NEW,
         serves_one: Callable[[ChainNode], bool] = lambda node: False,
         is_leaf: Callable[[ChainNode], bool] = lambda node: node.children is None,
     ) -> None:
@@ -74,7 +109,7 @@ class EvictionQueue:
         check_choice("eviction", policy, EVICTION_POLICIES)
         self._tree = tree
         self._policy = policy
-        self._window = window
+        self._aging = Aging(new)
         self._heap: list[_Entry] = []
         self._max_len = 0
 
@@ -86,33 +121,38 @@ class EvictionQueue:
         if len(self._heap) > self._max_len:
             self._max_len = 4 * len(self._tree) + 64
             if len(self._heap) > self._max_len:
-                self._heap = [entry for entry in set(self._heap) if self._current(entry)]
+                found = ((entry, self._tree.find(entry[2])) for entry in set(self._heap))
+                self._heap = [
+                    entry for entry, node in found if node and self._is_current(entry, node)
+                ]
                 heapify(self._heap)
 
     def pop(self) -> ChainNode | None:
         """The leaf to evict next, None if there is none.
-        The caller evicts it and pushes its parent."""
+        The caller evicts it, with `evicted` before, and pushes its parent."""
         while self._heap:
-            node = self._current(heappop(self._heap))
-            if node is not None:
+            entry = heappop(self._heap)
+            node = self._tree.find(entry[2])
+            if node is not None and self._is_current(entry, node):
                 return node
         return None
 
-    def _entry(self, node: ChainNode) -> _Entry:
-        last_access, window = node.last_access, self._window
-        if self._policy == "reused":
-            serves_one = self._serves_one(node)
-            priority = reused_priority(
-                hits=node.hits, last_access=last_access, window=window, serves_one=serves_one
-            )
-            return *priority, node.chain
-        return int(self._policy == "promoted" and node.promoted), last_access, node.chain
+    def evicted(self, node: ChainNode, now: int) -> None:
+        """The node that `pop` gave leaves during request `now`, as the tree counts them."""
+        self._aging.evicted(self._entry(node)[0], now)
 
-    def _current(self, entry: _Entry) -> ChainNode | None:
-        """The leaf this entry was made for, None if the leaf has changed since."""
-        node = self._tree.find(entry[2])
-        return (
-            node
-            if node is not None and self._is_leaf(node) and self._entry(node) == entry
-            else None
-        )
+    # Private, in order of use
+
+    def _entry(self, node: ChainNode) -> _Entry:
+        if self._policy != "reused":
+            priority = float(self._policy == "promoted" and node.promoted)
+        elif self._serves_one(node):
+            priority = -inf
+        else:
+            priority = self._aging.priority(hits=node.hits, last_access=node.last_access)
+        return priority, node.last_access, node.chain, node.hits, node.promoted
+
+    def _is_current(self, entry: _Entry, node: ChainNode) -> bool:
+        """Whether the leaf this entry was made for has not changed since."""
+        known = node.last_access, node.chain, node.hits, node.promoted
+        return self._is_leaf(node) and known == entry[1:]

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from radix_ext.chain_node import ChainNode
 from radix_ext.errors import check_choice
-from radix_ext.eviction import EvictionPolicy, EvictionQueue
+from radix_ext.eviction import NEW_ON_HOST, EvictionPolicy, EvictionQueue
 from radix_ext.prefix_tree import ChunkPrefixTree
 
 HostAdmission = Literal["reused", "promoted", "either", "all"]
@@ -64,7 +64,6 @@ class HostTier:
         *,
         capacity: int | None,
         capacity_tokens: int | None,
-        window: int,
     ) -> None:
         check_choice("host admission", admission, HOST_ADMISSIONS)
         self.num_tokens = self.num_offloaded = self.num_offloaded_tokens = self.num_evicted = 0
@@ -73,9 +72,10 @@ class HostTier:
             capacity,
             capacity_tokens,
         )
+        self._tree = tree
         self._nodes: set[ChainNode] = set()
         self._num_children = Counter[ChainNode]()
-        self._queue = EvictionQueue(tree, policy, window=window, is_leaf=self._is_leaf)
+        self._queue = EvictionQueue(tree, policy, new=NEW_ON_HOST, is_leaf=self._is_leaf)
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -125,6 +125,7 @@ class HostTier:
         # The queue names nothing of the chain: the request has used it, so its entries are stale
         # until `offload` pushes its end.
         while not self._has_room(node) and (victim := self._queue.pop()) is not None:
+            self._queue.evicted(victim, self._tree.clock)
             self._count(victim, -1)
             self.num_evicted += 1
             if victim.parent in self._nodes and victim.parent not in path:

@@ -100,6 +100,11 @@ class ChunkPrefixTree:
         self._num_promoted = self._num_open_plans = 0
         self._num_hits = self._num_trimmed = self._num_unknown_notices = self._num_collisions = 0
 
+    @property
+    def clock(self) -> int:
+        """Number of the last request."""
+        return self._clock
+
     def __len__(self) -> int:
         """Nodes, planned ones included, roots not."""
         return len(self._nodes)

@@ -203,9 +203,7 @@ class Replay:
         self._is_limited = settings.capacity is not None or settings.capacity_tokens is not None
         self._table = AccessTable(settings.window)
         self._tree = ChunkPrefixTree(max_nodes=sys.maxsize)
-        self._queue = EvictionQueue(
-            self._tree, settings.eviction, window=settings.window, is_leaf=self._is_device_leaf
-        )
+        self._queue = EvictionQueue(self._tree, settings.eviction, is_leaf=self._is_device_leaf)
         self._host: HostTier | None = None
         if settings.host:
             self._host = HostTier(
@@ -214,7 +212,6 @@ class Replay:
                 settings.host_admission,
                 capacity=settings.host if settings.capacity is not None else None,
                 capacity_tokens=settings.host if settings.capacity is None else None,
-                window=settings.window,
             )
         self._histories: dict[str, _History] = {}
         self._order_us: list[float] = []
@@ -430,6 +427,7 @@ class Replay:
         tree, queue = self._tree, self._queue
         while self._is_over() and (victim := queue.pop()) is not None:
             parent = victim.parent
+            queue.evicted(victim, tree.clock)
             self.num_evicted += 1
             if self._host is not None and victim in self._host:
                 tree.move(victim.chain, rank=_RANK, tier=Tier.HOST)

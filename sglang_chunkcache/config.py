@@ -126,8 +126,8 @@ class ChunkCacheConfig:
     eviction: str = knob(
         "reused",
         "what is evicted from the KV pool first",
-        "`reused`: least recently used, each doubling of a chunk's hits counting as one window; "
-        "best on the RAGPulse trace (radix_ext/README.md). `promoted`: nodes that are not "
+        "`reused`: least frequently used with dynamic aging (LFU-DA), by the logarithm of the "
+        "hits; best in every cell of traffic that changes. `promoted`: nodes that are not "
         "promoted first, then SGLang's policy; `lru`: SGLang's policy alone.",
         choices=("reused", "promoted", "lru"),
     )

@@ -97,7 +97,6 @@ def create_cache(ctx: Any) -> Any:
             cache,
             pool,
             pricing,
-            window=settings.window_requests,
             num_ranks=ctx.tp_worker.model_runner.tp_group.world_size,
             metrics=metrics,
         )

@@ -172,9 +172,7 @@ class FusedReplay:
         self._table = AccessTable(settings.window)
         self._tree = ChunkPrefixTree(max_nodes=sys.maxsize)
         self._known: dict[ChainNode, _Known] = {}
-        self._queue = EvictionQueue(
-            self._tree, settings.eviction, window=settings.window, serves_one=self._serves_one
-        )
+        self._queue = EvictionQueue(self._tree, settings.eviction, serves_one=self._serves_one)
         self._copies = ChunkCopies(
             lambda node: self._known.get(node, GONE).chunk, self._known.__getitem__, self._credit
         )
@@ -369,6 +367,7 @@ class FusedReplay:
                 spared.append(victim)
                 continue
             parent = victim.parent
+            self._queue.evicted(victim, self._tree.clock)
             self._copies.drop(victim)
             del self._known[victim]
             self.num_evicted += self._tree.evict(victim.chain, rank=_RANK)

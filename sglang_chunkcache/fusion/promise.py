@@ -630,5 +630,5 @@ class Fuser:
         """Take the nodes from `last` up to `above` out of the tree again.
         Their slots are not freed."""
         while last is not above:
-            self.cache._delete_leaf(last)
+            self.cache.take_out(last)
             last = last.parent

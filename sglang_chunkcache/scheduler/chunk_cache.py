@@ -114,7 +114,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         if config.eviction == "promoted":
             self.eviction_strategy = PromotedFirst(self.eviction_strategy)
         elif config.eviction == "reused":
-            self.eviction_strategy = ReusedLonger(self.eviction_strategy, config.window_requests)
+            self.eviction_strategy = ReusedLonger(self.eviction_strategy)
 
     # SGLang's calls, in a request's order
 
@@ -298,6 +298,24 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         facts(node).is_filled = True
         if self._is_copy(node):
             self.copies.add(node)
+
+    def take_out(self, node: TreeNode) -> None:
+        """The leaf leaves the tree, and keeps its slots."""
+        super()._delete_leaf(node)
+        self.copies.drop(node)
+        if self.host is not None:
+            self.host.left(node)
+        known = facts(node)
+        if known.chain is None:
+            return
+        self._num_chunk_tokens -= len(node.key)
+        self._num_promoted -= known.promoted
+        self.num_evicted_chunks += 1
+        if known.host is not None and self.host is not None:
+            self.host.off_device(node, known.host)
+            self.log.append(Moved(known.chain, Tier.HOST))
+        else:
+            self.log.append(Evicted(known.chain))
 
     def path(self, key: ChunkKey) -> list[TreeNode]:
         """The nodes that the key goes through, as far as it has them whole. A look, no use."""
@@ -535,21 +553,10 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         return node
 
     def _delete_leaf(self, node: TreeNode) -> None:
-        super()._delete_leaf(node)
-        self.copies.drop(node)
-        if self.host is not None:
-            self.host.left(node)
-        known = facts(node)
-        if known.chain is None:
-            return
-        self._num_chunk_tokens -= len(node.key)
-        self._num_promoted -= known.promoted
-        self.num_evicted_chunks += 1
-        if known.host is not None and self.host is not None:
-            self.host.off_device(node, known.host)
-            self.log.append(Moved(known.chain, Tier.HOST))
-        else:
-            self.log.append(Evicted(known.chain))
+        """SGLang evicts it."""
+        if isinstance(self.eviction_strategy, ReusedLonger):
+            self.eviction_strategy.evicted(node, self.clock)
+        self.take_out(node)
 
     # Private, in order of use
 

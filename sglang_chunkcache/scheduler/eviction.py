@@ -3,35 +3,42 @@ Plain traffic sees SGLang's own policy alone."""
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from radix_ext import reused_priority
+from radix_ext import Aging
+from radix_ext.eviction import NEW
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts
 
 
 class ReusedLonger(EvictionStrategy):  # type: ignore[misc]
-    """Each doubling of a chunk node's hits keeps it one access window longer; `base` breaks ties.
-    What was fused for one question leaves first.
+    """`Aging`: the more often a chunk node was found, the longer it stays; `base` breaks ties. What
+    was fused for one question leaves first.
 
     Token nodes have no hits of their own, so plain traffic sees recency alone, as in SGLang. Clock
     and hits count requests, never seconds: all ranks of a tensor-parallel group must evict the same
     nodes.
     """
 
-    def __init__(self, base: EvictionStrategy, window: int) -> None:
-        self.base, self.window = base, window
+    def __init__(self, base: EvictionStrategy) -> None:
+        self.base, self._aging = base, Aging(NEW)
 
-    def get_priority(self, node: TreeNode) -> tuple[tuple[int, int], Any]:
+    def get_priority(self, node: TreeNode) -> tuple[float, Any]:
+        return self._priority(node), self.base.get_priority(node)
+
+    def evicted(self, node: TreeNode, now: int) -> None:
+        """The node leaves for want of room, during request `now`."""
+        self._aging.evicted(self._priority(node), now)
+
+    def _priority(self, node: TreeNode) -> float:
         known, fused = facts(node), node.key.fused if isinstance(node.key, ChunkKey) else None
-        serves_one = fused is not None and fused.serves_one and not known.is_waiting
-        priority = reused_priority(
-            hits=known.hits, last_access=known.used, window=self.window, serves_one=serves_one
-        )
-        return priority, self.base.get_priority(node)
+        if fused is not None and fused.serves_one and not known.is_waiting:
+            return -inf
+        return self._aging.priority(hits=known.hits, last_access=known.used)
 
 
 class PromotedFirst(EvictionStrategy):  # type: ignore[misc]

@@ -40,8 +40,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 from torch import Tensor
 
-from radix_ext import ChainId, ChunkId, reused_priority
+from radix_ext import Aging, ChainId, ChunkId
 from radix_ext.costs import TRIED_EVERY, Costs, Phase, Work, extend_work
+from radix_ext.eviction import NEW_ON_HOST
 from radix_ext.offloading import worth_offloading
 from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
@@ -154,7 +155,6 @@ class HostChains:
     """Of one rank's `cache`.
 
     Args:
-        window: requests, as of the access table.
         num_ranks: of a tensor-parallel group. More than one: a copy that fails is raised, since the
             others' may not have.
         metrics: told what `stats` says, with it and when it is due while there are requests. None:
@@ -167,15 +167,14 @@ class HostChains:
         pool: Slots,
         pricing: Clock,
         *,
-        window: int,
         num_ranks: int = 1,
         metrics: RankMetrics | None = None,
     ) -> None:
-        self.cache, self.pool, self.pricing, self._window = cache, pool, pricing, window
+        self.cache, self.pool, self.pricing, self._aging = cache, pool, pricing, Aging(NEW_ON_HOST)
         self._num_ranks, self._metrics = num_ranks, metrics
         self.counts = HostCounts()
         self._nodes: dict[bytes, HostNode] = {}
-        self._leaves: list[tuple[tuple[int, int], int, HostNode]] = []
+        self._leaves: list[tuple[tuple[float, int], int, HostNode]] = []
         """A heap of leaves, and of entries that are outdated."""
         self._numbers = itertools.count()
         self._waiting: OrderedDict[TreeNode, None] = OrderedDict()
@@ -641,6 +640,7 @@ class HostChains:
             self._push(each)
         if victim is None:
             return False
+        self._aging.evicted(self._priority(victim)[0], self.cache.clock)
         self.counts.evicted_tokens += len(victim.slots)
         self.drop(victim)
         return True
@@ -653,9 +653,9 @@ class HostChains:
     def _push(self, host: HostNode) -> None:
         heapq.heappush(self._leaves, (self._priority(host), next(self._numbers), host))
 
-    def _priority(self, host: HostNode) -> tuple[int, int]:
+    def _priority(self, host: HostNode) -> tuple[float, int]:
         known = host if host.node is None else facts(host.node)
-        return reused_priority(hits=known.hits, last_access=known.used, window=self._window)
+        return self._aging.priority(hits=known.hits, last_access=known.used), known.used
 
 
 def _num_tokens(found: Sequence[tuple[HostNode, Tensor]]) -> int:

@@ -1,21 +1,58 @@
 """The rule of the live scheduler, and the queue of a replay."""
 
-from radix_ext import ChunkPrefixTree, EvictionQueue, Tier, reused_priority
+from math import log2
+from unittest.mock import patch
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radix_ext import Aging, ChunkPrefixTree, EvictionQueue, Tier, eviction
 from tests.kit.letters import make_chunks
 
+STEPS = st.lists(st.tuples(st.integers(0, 3), st.floats(0, 9)), max_size=30)
 
-def test_each_doubling_of_hits_keeps_a_node_one_window_longer() -> None:
-    """Of equal ends the one used longer ago leaves first."""
-    ends = [reused_priority(hits=hits, last_access=7, window=10)[0] for hits in (0, 1, 2, 3, 4)]
-    assert ends == [7, 17, 27, 27, 37]
-    assert reused_priority(hits=1, last_access=7, window=10) < reused_priority(
-        hits=0, last_access=17, window=10
-    )
+
+@given(STEPS, st.integers(0, 3))
+def test_age_is_that_at_the_last_access(steps: list[tuple[int, float]], hits: int) -> None:
+    """Against every age there was: a request's own evictions do not make what it uses younger."""
+    aging, now, age = Aging(0.5), 0, 0.0
+    ages = [0.0]
+    for waited, priority in steps:
+        ages += [age] * waited
+        now += waited
+        aging.evicted(priority, now)
+        age = max(age, priority)
+    found = [aging.priority(hits=hits, last_access=number) for number in range(now + 2)]
+    assert found == [each + 0.5 + log2(1 + hits) for each in [*ages, age]]
+
+
+def test_ages_of_long_ago_are_forgotten() -> None:
+    """A server that runs for a year keeps as many as one that runs for a day; what was used before
+    them is as old as the first of them, and so leaves before all that was used since."""
+    with patch.object(eviction, "_MAX_AGES", 4):
+        aging = Aging(1)
+        for now in (*range(100), 200, 201):
+            aging.evicted(now, now)
+            assert len(aging._ages) <= 8
+        assert aging.priority(hits=0, last_access=0) == aging.priority(hits=0, last_access=198)
+        assert aging.priority(hits=0, last_access=201) == 1 + 200
+
+
+def test_what_was_popular_leaves_after_some_turnovers() -> None:
+    """By evictions, however many requests that takes: ten doublings of hits are gone after ten
+    times as many newcomers as there is room for besides."""
+    aging = Aging(0.5)
+    popular = aging.priority(hits=15, last_access=0)
+    newcomers = 0
+    while aging.priority(hits=0, last_access=newcomers) < popular:
+        aging.evicted(aging.priority(hits=0, last_access=newcomers), newcomers)
+        newcomers += 1
+    assert newcomers == 4 / 0.5
 
 
 def test_eviction_queue_survives_many_uses_of_the_same_leaf() -> None:
     tree = ChunkPrefixTree(max_nodes=100)
-    queue = EvictionQueue(tree, "lru", window=10)
+    queue = EvictionQueue(tree, "lru")
     for names in ["ab", "c"] * 500:
         node = tree.insert("", make_chunks(names), rank=0, tier=Tier.DEVICE, promoted_len=0)
         assert node is not None

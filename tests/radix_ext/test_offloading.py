@@ -26,7 +26,7 @@ class Served:
     def __init__(self, admission: HostAdmission, capacity: int) -> None:
         self.tree = ChunkPrefixTree(max_nodes=100)
         self.host = HostTier(
-            self.tree, "reused", admission, capacity=capacity, capacity_tokens=None, window=10
+            self.tree, "reused", admission, capacity=capacity, capacity_tokens=None
         )
 
     def __call__(self, names: str) -> str:

@@ -171,7 +171,8 @@ def test_host_tier_equals_the_naive_simulator(
         == expected
     )
     assert (stats.loaded, stats.loaded_tokens) == (total.num_host_hits, total.num_host_token_hits)
-    assert min(expected.device_hits, expected.host_hits, expected.host_evicted) > 0
+    assert min(expected.device_hits, expected.host_evicted) > 0
+    assert expected.host_hits or host_admission == "reused"  # what was found stays on the device
 
 
 def test_result_accounts_for_everything() -> None:

@@ -5,11 +5,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from math import ceil, log2
+from math import log2
 
 Path = tuple[str, ...]
-Cache = dict[Path, tuple[bool, int, int]]
-"""Path -> promoted, last access, hits."""
+Cache = dict[Path, tuple[bool, int, int, tuple[float, float]]]
+"""Path -> promoted, last access, hits, and how old device and host were when it was used."""
+NEW = 0.1, 0.25
+DEVICE, HOST = 0, 1
 
 
 @dataclass
@@ -43,6 +45,7 @@ def naive_hits(
     cached: Cache = {}
     on_device, on_host = set[Path](), set[Path]()
     counted = NaiveCounts()
+    ages = [0.0, 0.0]
 
     def size(paths: Iterable[Path]) -> int:
         return sum(lengths[path[-1]] if lengths else 1 for path in paths)
@@ -53,10 +56,13 @@ def naive_hits(
             held
         )
 
-    def first_to_leave(paths: set[Path], spared: Path) -> Path | None:
+    def first_to_leave(paths: set[Path], spared: Path, tier: int) -> Path | None:
         leaves = [path for path in paths if not any(other[:-1] == path for other in paths)]
         others = [path for path in leaves if path != spared[: len(path)]]
-        return min(others, key=lambda path: _priority(cached[path], eviction, window), default=None)
+        victim = min(others, key=lambda path: _priority(cached[path], eviction, tier), default=None)
+        if victim is not None:
+            ages[tier] = max(ages[tier], _priority(cached[victim], eviction, tier)[0])
+        return victim
 
     for now, request in enumerate(requests):
         counts = Counter(
@@ -76,18 +82,18 @@ def naive_hits(
         counts = Counter(
             chunk for recent in requests[max(0, now + 1 - window) : now + 1] for chunk in recent
         )
-        promoted, is_worth_it = True, host > 0
+        promoted, is_worth_it, then = True, host > 0, (ages[DEVICE], ages[HOST])
         for end in range(1, len(ordered) + 1):
             path = ordered[:end]
             promoted = promoted and counts[path[-1]] >= threshold
             hits = cached[path][2] + 1 if path in cached else 0
-            cached[path] = promoted, now, hits
+            cached[path] = promoted, now, hits, then
             on_device.add(path)
         for end in range(1, len(ordered) + 1):
             path = ordered[:end]
             if path in on_host:
                 continue
-            promoted, _, hits = cached[path]
+            promoted, _, hits, _ = cached[path]
             rules = {
                 "reused": hits > 0,
                 "promoted": promoted,
@@ -96,7 +102,7 @@ def naive_hits(
             }
             is_worth_it = is_worth_it and rules[host_admission]
             while is_worth_it and size([*on_host, path]) > host:
-                victim = first_to_leave(on_host, spared=ordered)
+                victim = first_to_leave(on_host, ordered, HOST)
                 if victim is None:
                     is_worth_it = False
                 else:
@@ -108,7 +114,7 @@ def naive_hits(
                 on_host.add(path)
                 counted.offloaded += 1
         while capacity is not None and size(on_device) > capacity:
-            victim = first_to_leave(on_device, spared=())
+            victim = first_to_leave(on_device, (), DEVICE)
             assert victim is not None
             on_device.remove(victim)
             if victim not in on_host:
@@ -116,10 +122,12 @@ def naive_hits(
     return counted
 
 
-def _priority(entry: tuple[bool, int, int], eviction: str, window: int) -> tuple[float, int]:
-    promoted, last_access, times_hit = entry
+def _priority(
+    entry: tuple[bool, int, int, tuple[float, float]], eviction: str, tier: int
+) -> tuple[float, int]:
+    promoted, last_access, times_hit, ages = entry
     if eviction == "reused":
-        return last_access + window * ceil(log2(1 + times_hit)), last_access
+        return ages[tier] + NEW[tier] + log2(1 + times_hit), last_access
     return eviction == "promoted" and promoted, last_access
 
 

@@ -171,9 +171,7 @@ class Scheduler:
         self.cache: Any = RadixCache(params) if config is None else ChunkRadixCache(params, config)
         if host_slots and config is not None:
             pool = MemoryHost(lambda: self.allocator.contents, host_slots)
-            self.cache.host = HostChains(
-                self.cache, pool, FixedCosts(), window=config.window_requests
-            )
+            self.cache.host = HostChains(self.cache, pool, FixedCosts())
 
     def queue(self, req: FakeReq) -> None:
         """As `SchedulePolicy` finds a waiting request's place."""

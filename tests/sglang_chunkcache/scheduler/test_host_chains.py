@@ -345,7 +345,7 @@ def test_failure_in_a_group_of_ranks_is_raised(
 ) -> None:
     """A rank that computes what the others have loaded would wait for them forever."""
     pool = scheduler.cache.host.pool
-    scheduler.cache.host = HostChains(scheduler.cache, pool, FixedCosts(), window=100, num_ranks=2)
+    scheduler.cache.host = HostChains(scheduler.cache, pool, FixedCosts(), num_ranks=2)
     offloaded(scheduler, A)
     monkeypatch.setattr(pool, "prepare", lambda slots: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -482,7 +482,7 @@ def test_prometheus_is_told_when_it_is_due(scheduler: HostScheduler) -> None:
     """After a forward, and with the stats; every figure of theirs but the costs."""
     shown: Any = mock.Mock(is_due=False)
     pool = scheduler.cache.host.pool
-    host = HostChains(scheduler.cache, pool, FixedCosts(), window=10, metrics=shown)
+    host = HostChains(scheduler.cache, pool, FixedCosts(), metrics=shown)
     scheduler.cache.host = host
     known(scheduler, A)
     shown.show.reset_mock()
