@@ -13,7 +13,7 @@ import time
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, log2
+from math import log2
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radix_ext import ChunkPrefixTree
+from radix_ext.eviction import NEW
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts
@@ -76,15 +77,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         eviction=st.sampled_from(["reused", "reused", "promoted", "lru"]),
-        window=st.integers(1, 5),
         force_miss=st.sampled_from([False, False, False, True]),
     )
-    def start(self, eviction: str, window: int, force_miss: bool) -> None:
-        self.eviction, self.window = eviction, window
-        knobs = config(eviction=eviction, window_requests=window)
-        self.scheduler = Scheduler(CAPACITY, knobs, force_miss=force_miss)
+    def start(self, eviction: str, force_miss: bool) -> None:
+        self.eviction = eviction
+        self.scheduler = Scheduler(CAPACITY, config(eviction=eviction), force_miss=force_miss)
         self.inserts: list[float] = []
         """When each request came into the tree for the first time."""
+        self.age, self.ages = 0.0, [0.0]
+        """The highest priority that has left; what it was after each insert."""
         self.model = NaiveCache()
         self.live: list[Live] = []
         self.shapes: list[tuple[tuple[int, ...], list[list[tuple[int, ...]]], str | None]] = []
@@ -335,6 +336,7 @@ class CacheMachine(RuleBasedStateMachine):
         """The request is about to be inserted."""
         if not live.inserted and not live.is_audit:
             self.inserts.append(time.monotonic())
+            self.ages.append(self.age)
 
     def _release(self, live: Live, *, is_insert: bool) -> None:
         committed = live.req.kv.kv_committed_len
@@ -398,22 +400,20 @@ class _EvictionWatch:
             if not leaves:
                 break
             victim = min(leaves, key=lambda node: self._priority(node, nodes[node]))
+            self.machine.age = max(self.machine.age, self._priority(victim, nodes[victim])[0])
             del nodes[victim]
             gone.update(victim.value.tolist())
         return gone
 
     def _priority(self, node: Any, path: Path) -> tuple[float, float]:
-        """By mark, or by requests: each doubling of its hits keeps a chunk one window longer;
-        then by last access."""
+        """By mark, or by hits and what has left since the last access; then by last access."""
         machine = self.machine
         if machine.eviction == "promoted":
             return machine.model.is_promoted(path), node.last_access_time
         if machine.eviction == "lru":
             return 0, node.last_access_time
-        used = bisect(machine.inserts, node.last_access_time)
-        return used + machine.window * ceil(
-            log2(1 + machine.model.hits.get(path, 0))
-        ), node.last_access_time
+        age = machine.ages[bisect(machine.inserts, node.last_access_time)]
+        return age + NEW + log2(1 + machine.model.hits.get(path, 0)), node.last_access_time
 
 
 def path_of(keys: Sequence[Any]) -> Path:
