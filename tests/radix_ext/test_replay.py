@@ -5,6 +5,8 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from random import Random
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -173,6 +175,33 @@ def test_host_tier_equals_the_naive_simulator(
     assert (stats.loaded, stats.loaded_tokens) == (total.num_host_hits, total.num_host_token_hits)
     assert min(expected.device_hits, expected.host_evicted) > 0
     assert expected.host_hits or host_admission == "reused"  # what was found stays on the device
+
+
+@pytest.mark.parametrize("host", [0, 120])
+@pytest.mark.parametrize("renamed", [True, False], ids=["documents", "prompt"])
+def test_reused_finds_as_much_as_lru_in_each_era(renamed: bool, host: int) -> None:
+    """Documents are indexed anew, or the prompt is edited: what was popular is never found again,
+    and must not keep its place."""
+    draw = Random(1)
+    weights = [1 / (rank + 1) for rank in range(400)]
+    eras = [[draw.choices(range(400), weights, k=5) for _ in range(1000)] for _ in range(3)]
+    found = list[list[float]]()
+    for eviction in ("reused", "lru"):
+        settings = settings_of(eviction=eviction, capacity=60, host=host, max_visits=64)
+        replay, shares = Replay(settings), list[float]()
+        for era, requests in enumerate(eras):
+            counts = [
+                replay.step(
+                    [Chunk(ChunkId(f"{era * renamed} {name}"), 1) for name in dict.fromkeys(names)],
+                    head=str(era * (not renamed)),
+                )
+                for names in requests
+            ]
+            shares.append(sum(count.num_hits for count in counts) / 5000)
+        found.append(shares)
+    reused, lru = found
+    assert fmean(reused) > fmean(lru)
+    assert all(ours > theirs - 0.02 for ours, theirs in zip(reused, lru, strict=True))
 
 
 def test_result_accounts_for_everything() -> None:
