@@ -127,8 +127,8 @@ class ChunkCacheConfig:
         "reused",
         "what is evicted from the KV pool first",
         "`reused`: least frequently used with dynamic aging (LFU-DA), by the logarithm of the "
-        "hits; best in every cell of traffic that changes. `promoted`: nodes that are not "
-        "promoted first, then SGLang's policy; `lru`: SGLang's policy alone.",
+        "hits; finds most on RAGPulse, and when its prompt changes (eval/LOG.md). `promoted`: "
+        "nodes that are not promoted first, then SGLang's policy; `lru`: SGLang's policy alone.",
         choices=("reused", "promoted", "lru"),
     )
     window_requests: int = knob(

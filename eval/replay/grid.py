@@ -220,12 +220,7 @@ def _canonical(cell: Cell, has_conversations: bool) -> Cell:
     eviction, host = (cell.eviction, cell.host) if is_limited else (None, 0)
     host_admission = cell.host_admission if host else None
     by_marks = "promoted" in (cell.admission, eviction) or host_admission in ("promoted", "either")
-    by_counts = (
-        by_marks
-        or eviction == "reused"
-        or cell.order == "frequency"
-        or tail in ("seen", "frequency")
-    )
+    by_counts = by_marks or cell.order == "frequency" or tail in ("seen", "frequency")
     dedup = cell.dedup or _default_dedup(cell.order)
     return replace(
         cell,

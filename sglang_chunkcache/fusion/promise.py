@@ -220,7 +220,6 @@ class Fuser:
             row = torch.cat([req.prefix_indices, slots])
             move = move_of(req, plan, spans, row)
             last = self._insert(key, row, plan, spans.namespace, req.priority or 0)
-            taken.push(lambda error, *_: self._remove(last, node) if error else None)
             outcome.move = move
             self._pending.append(_Pending(req, move, last, taken.pop_all()))
         state(req).fused = key.fused
@@ -625,10 +624,3 @@ class Fuser:
             if piece.span is not None:
                 facts(chunks[piece.span]).is_moved = piece.source is not None
         return path[-1]
-
-    def _remove(self, last: TreeNode, above: TreeNode) -> None:
-        """Take the nodes from `last` up to `above` out of the tree again.
-        Their slots are not freed."""
-        while last is not above:
-            self.cache.take_out(last)
-            last = last.parent

@@ -299,24 +299,6 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         if self._is_copy(node):
             self.copies.add(node)
 
-    def take_out(self, node: TreeNode) -> None:
-        """The leaf leaves the tree, and keeps its slots."""
-        super()._delete_leaf(node)
-        self.copies.drop(node)
-        if self.host is not None:
-            self.host.left(node)
-        known = facts(node)
-        if known.chain is None:
-            return
-        self._num_chunk_tokens -= len(node.key)
-        self._num_promoted -= known.promoted
-        self.num_evicted_chunks += 1
-        if known.host is not None and self.host is not None:
-            self.host.off_device(node, known.host)
-            self.log.append(Moved(known.chain, Tier.HOST))
-        else:
-            self.log.append(Evicted(known.chain))
-
     def path(self, key: ChunkKey) -> list[TreeNode]:
         """The nodes that the key goes through, as far as it has them whole. A look, no use."""
         node, found, start = self.root_node, list[TreeNode](), 0
@@ -553,10 +535,23 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
         return node
 
     def _delete_leaf(self, node: TreeNode) -> None:
-        """SGLang evicts it."""
         if isinstance(self.eviction_strategy, ReusedLonger):
             self.eviction_strategy.evicted(node, self.clock)
-        self.take_out(node)
+        super()._delete_leaf(node)
+        self.copies.drop(node)
+        if self.host is not None:
+            self.host.left(node)
+        known = facts(node)
+        if known.chain is None:
+            return
+        self._num_chunk_tokens -= len(node.key)
+        self._num_promoted -= known.promoted
+        self.num_evicted_chunks += 1
+        if known.host is not None and self.host is not None:
+            self.host.off_device(node, known.host)
+            self.log.append(Moved(known.chain, Tier.HOST))
+        else:
+            self.log.append(Evicted(known.chain))
 
     # Private, in order of use
 
