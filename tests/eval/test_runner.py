@@ -187,9 +187,9 @@ def test_bystanders_decode_while_a_block_is_measured(endpoints: Endpoints, tmp_p
     stock, ours = ([s for s in found if s["arm"] == arm] for arm in ("stock-lpm", "ours"))
     assert [s["key"] for s in stock] == ["stock-lpm/bystanders:0", "stock-lpm/bystanders:2"]
     assert [s["block"] for s in ours] == [0, 1]
-    # means: on a busy machine two tokens arrive at once
+    # means, compared: on a busy machine two tokens arrive at once, and a block has idle moments
     slow, fast = ([fmean(each["gaps_s"]) for each in arm] for arm in (ours, stock))
-    assert min(slow) > max(0.03, *fast)
+    assert min(slow) > max(fast)
     for sample in ours:
         # two streams, for the block's time
         assert sum(sample["gaps_s"]) <= 2 * (sample["done_s"] - sample["due_s"]) + 0.1
