@@ -140,7 +140,9 @@ def test_damaged_generation_is_not_served(rag_server: Server, index: Path) -> No
     whole = manifest.read_text(encoding="utf-8")
     try:
         newer = whole.replace('"generation": 2', '"generation": 3')
-        manifest.write_text(newer.replace('"xxh3": "', '"xxh3": "0'))
+        damaged = manifest.with_name("damaged")  # the server must not read half of it
+        damaged.write_text(newer.replace('"xxh3": "', '"xxh3": "0'))
+        damaged.replace(manifest)
         stats = retrieval_when(rag_server, lambda found: found["state"] == "stale")
         assert "its checksum differs" in stats["reason"]
         assert "now is not served: " + stats["reason"] in rag_server.log.read_text(errors="replace")
