@@ -70,8 +70,10 @@ class Aging:
         """A node of that priority has left during request `now`. All that the request uses counts
         from before that. O(1), amortised."""
         if (missing := now + 1 - self._first - len(self._ages)) > 0:
-            if missing + len(self._ages) > 2 * _MAX_AGES:
-                del self._ages[: -_MAX_AGES if missing < _MAX_AGES else None]
+            if missing >= _MAX_AGES:
+                del self._ages[:]
+            elif missing + len(self._ages) > 2 * _MAX_AGES:
+                del self._ages[:-_MAX_AGES]
             self._ages.extend([self._age] * min(missing, _MAX_AGES))
             self._first = now + 1 - len(self._ages)
         self._age = max(self._age, priority)

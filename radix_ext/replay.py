@@ -422,12 +422,18 @@ class Replay:
     def _make_room(self, leaf: ChainNode | None) -> None:
         """Evict from the device until it has its size, after the insertion of a chain that ends in
         `leaf`."""
+        # The server makes room before it inserts: what the request uses is as old as what has left
+        # for it, and stays, unless it does not fit alone.
+        self._evict_what_is_over()
         if leaf is not None:
             self._queue.push(leaf)
+            self._evict_what_is_over()
+
+    def _evict_what_is_over(self) -> None:
         tree, queue = self._tree, self._queue
         while self._is_over() and (victim := queue.pop()) is not None:
             parent = victim.parent
-            queue.evicted(victim, tree.clock)
+            queue.evicted(victim, tree.clock - 1)
             self.num_evicted += 1
             if self._host is not None and victim in self._host:
                 tree.move(victim.chain, rank=_RANK, tier=Tier.HOST)

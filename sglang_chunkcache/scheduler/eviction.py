@@ -1,5 +1,5 @@
 """What leaves the KV pool first, as strategies for SGLang's eviction.
-Plain traffic sees SGLang's own policy alone."""
+Plain traffic sees recency alone, as under SGLang's default policy."""
 
 from __future__ import annotations
 

@@ -549,6 +549,7 @@ class HostChains:
             self.counts.missed += 1
         else:
             known.host.chain, known.host.node = known.chain, node
+            self._push(known.host)  # as old as its node's last use, not as its copy
             self.saved(known.host, node)
         return self.counts.saved_tokens - before
 
@@ -651,6 +652,10 @@ class HostChains:
             self._push(host)
 
     def _push(self, host: HostNode) -> None:
+        if len(self._leaves) > 4 * len(self._nodes) + 64:  # mostly outdated entries
+            leaves = [each for each in self._nodes.values() if not each.num_below]
+            self._leaves = [(self._priority(each), next(self._numbers), each) for each in leaves]
+            heapq.heapify(self._leaves)
         heapq.heappush(self._leaves, (self._priority(host), next(self._numbers), host))
 
     def _priority(self, host: HostNode) -> tuple[float, int]:

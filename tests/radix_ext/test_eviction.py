@@ -31,6 +31,10 @@ def test_ages_of_long_ago_are_forgotten() -> None:
     them is as old as the first of them, and so leaves before all that was used since."""
     with patch.object(eviction, "_MAX_AGES", 4):
         aging = Aging(1)
+        aging.evicted(1, 0)
+        aging.evicted(2, 6)
+        assert aging.priority(hits=0, last_access=2) == 1 + 1
+        aging = Aging(1)
         for now in (*range(100), 200, 201):
             aging.evicted(now, now)
             assert len(aging._ages) <= 8

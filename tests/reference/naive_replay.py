@@ -113,12 +113,16 @@ def naive_hits(
             if is_worth_it:
                 on_host.add(path)
                 counted.offloaded += 1
-        while capacity is not None and size(on_device) > capacity:
-            victim = first_to_leave(on_device, (), DEVICE)
-            assert victim is not None
-            on_device.remove(victim)
-            if victim not in on_host:
-                del cached[victim]
+        for spared in (ordered, ()):  # room is made before the request uses what it needs
+            while capacity is not None and size(on_device) > capacity:
+                victim = first_to_leave(on_device, spared, DEVICE)
+                if victim is None:
+                    break
+                on_device.remove(victim)
+                if victim not in on_host:
+                    del cached[victim]
+            for path in on_device & {ordered[:end] for end in range(1, len(ordered) + 1)}:
+                cached[path] = *cached[path][:3], (ages[DEVICE], then[HOST])
     return counted
 
 

@@ -1,0 +1,48 @@
+"""`eval replay` against the server's own tree, in a pool that is too small."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from random import Random
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from radix_ext import Chunk, EvictionPolicy, Replay, ReplaySettings, chunk_id
+from sglang_chunkcache.config import ChunkCacheConfig
+from tests.reference.scheduler import SECRET, FakeReq, Scheduler, marked
+
+CAPACITY, NUM_CHUNKS, NUM_REQUESTS = 60, 30, 300
+TOKENS = [
+    [100 * number + at for at in range(2 + number % 4)] for number in range(1, 1 + NUM_CHUNKS)
+]
+
+
+@pytest.mark.parametrize("eviction", ["reused", "lru"])
+@pytest.mark.parametrize("drift", [0, 7])
+def test_what_is_found_is_what_a_server_finds(eviction: EvictionPolicy, drift: int) -> None:
+    """Request by request, also while other chunks become popular. The question is a chunk of its
+    own in the replay, since it takes its place in the pool."""
+    draw = Random(drift)
+    server = Scheduler(CAPACITY, ChunkCacheConfig(secret=SECRET, eviction=eviction))
+    settings = ReplaySettings(
+        "retriever", "seen", eviction, "all", "off", None, CAPACITY, 1000, 2, 64
+    )
+    replay, found = Replay(settings), list[tuple[int, int]]()
+    for number in range(NUM_REQUESTS):
+        ranks = (int(NUM_CHUNKS * draw.random() ** 2) for _ in range(draw.randint(1, 4)))
+        numbers = sorted({(rank + number // 75 * drift) % NUM_CHUNKS for rank in ranks})
+        texts = [TOKENS[each] for each in numbers]
+        ends = [*accumulate(map(len, texts))]
+        question = [10_000 + number]
+        chunks = [Chunk(chunk_id(text), len(text)) for text in (*texts, question)]
+        req = FakeReq(
+            [token for text in (*texts, question) for token in text],
+            marked(list(zip([0, *ends], ends, strict=False))),
+        )
+        found.append((replay.step(chunks).num_token_hits, server.serve(req)))
+    server.check()
+    assert [ours for ours, _ in found] == [theirs for _, theirs in found]
+    assert sum(ours for ours, _ in found) > 0
+    assert replay.num_evicted > NUM_REQUESTS
