@@ -198,9 +198,11 @@ class PassageStore:
         return True
 
     def mark(self, document: Document, run: int) -> None:
-        """Record that this run has seen a document of this id, if there is one."""
+        """Record that this run has seen a document of this id, whatever was known of it."""
         self._all(
-            "UPDATE documents SET run = ?, file = ? WHERE id = ?", (run, document.file, document.id)
+            "INSERT INTO documents VALUES (?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET"
+            " run = excluded.run, file = excluded.file",
+            (document.id, _document_hash(document), run, document.file),
         )
 
     def put(self, document: Document, passages: Iterable[Passage], run: int) -> tuple[int, int]:

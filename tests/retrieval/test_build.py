@@ -21,7 +21,7 @@ import pytest
 
 from retrieval import build as build_module
 from retrieval.bm25 import Bm25Index
-from retrieval.build import BuildReport, Pruning
+from retrieval.build import BuildReport, Pruning, find_gone
 from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.hashed_encoder import STATE_FILE
 from retrieval.index import Index
@@ -379,3 +379,18 @@ def test_a_reader_sees_whole_generations(tmp_path: Path) -> None:
         finally:
             process.kill()
             process.wait()
+
+
+def test_dry_run_knows_the_document_of_a_removed_passage(tmp_path: Path) -> None:
+    """The index has forgotten what it knew of it, and it is in the corpus all the same."""
+    text = (
+        "ash elm cedar birch ash elm oak. elm ash birch cedar elm ash oak. birch elm ash oak elm."
+    )
+    documents = [Document("d", "", 2 * text)]
+    documents += [Document("e", "", "oak oak elm.")]
+    build(tmp_path, documents, is_split=True, overlap_tokens=0)
+    first, *others = (name for name in served(tmp_path) if name.startswith("d"))
+    assert others
+    assert remove(tmp_path, first) == 1
+    gone = find_gone(documents, tmp_path, Pruning((), even_most=True))
+    assert gone.documents == []
