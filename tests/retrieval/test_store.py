@@ -29,6 +29,11 @@ def put(store: PassageStore, name: str, texts: Sequence[str], *, run: int = 0) -
     return store.put(Document(name, "", " ".join(texts)), passages, run)
 
 
+def live(store: PassageStore) -> dict[str, int]:
+    gone = set(store.removed_rows().tolist())
+    return {passage.id: row for row, passage in store.iterate(0, store.num_rows) if row not in gone}
+
+
 def test_rows_count_up_from_zero(store: PassageStore) -> None:
     assert store.num_rows == 0
     assert (put(store, "a", ["x", "y"]), put(store, "b", ["z"])) == ((2, 0), (1, 0))
@@ -42,6 +47,19 @@ def test_rows_count_up_from_zero(store: PassageStore) -> None:
         store.get([0, 3])
     with pytest.raises(CorruptIndexError, match="not all there"):
         list(store.iterate(0, 4))
+
+
+def test_a_duplicate_takes_over_when_its_text_goes(store: PassageStore) -> None:
+    """Otherwise a text that another document still has would be lost."""
+    put(store, "a", ["x"])
+    put(store, "b", ["x"])
+    put(store, "c", ["x"])
+    assert put(store, "a", ["y"], run=1) == (2, 0)
+    assert live(store) == {"b#0": 1, "a#0": 2}
+    assert store.is_known(Document("b", "", "x"), 1)
+    put(store, "c", ["z"], run=1)
+    put(store, "b", ["w"], run=1)
+    assert live(store) == {"a#0": 2, "c#0": 3, "b#0": 4}, "c waits no more"
 
 
 def test_is_known_tells_changed_documents(store: PassageStore) -> None:

@@ -227,6 +227,22 @@ def test_a_rank_that_answers_while_others_are_asked_is_told_again() -> None:
     assert mirror.num_resyncs == 1
 
 
+def test_a_flush_ends_it() -> None:
+    """There is nothing to tell any more, and parts of what was are not believed."""
+    log, (tree, mirror) = EventLog(2, max_told=3), make_mirror()
+    add(log, *"abcd")
+    read(log, mirror)  # a gap: all is to be told, three at a time
+    log.acknowledge(mirror.acknowledgement)
+    mirror.hear(told(log, mirror))
+    old = told(log, mirror)
+    log.restart()
+    add(log, "e")
+    read(log, mirror)
+    mirror.hear(old)
+    assert not mirror.is_behind
+    assert names_known(tree) == "e"
+
+
 def test_what_the_tree_forgot_is_told_again_when_there_is_room() -> None:
     """Other ranks' nodes fill the tree, and leave again. While it is full nobody is asked."""
     log, (tree, mirror) = EventLog(100), make_mirror(6)

@@ -64,6 +64,16 @@ def delay(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[Late]:
 # What enters it
 
 
+def test_a_chunk_with_all_its_variants_gets_those_that_are_asked_for() -> None:
+    """Every new chain would cost a scoring pass, so behind C the second request brings it."""
+    rank = Rank(capacity=100, store_variants=1)
+    for before, expected in ((A, [A]), (C, [A]), (C, [A, C])):
+        rank.store_chunks(before, B, keep=[1])
+        assert rank.held(B) == [names(each) for each in expected]
+    rank.store_chunks(D, B, keep=[1], is_preprocessing=True)
+    assert [variant.preprocessed for variant in rank.stored(B)] == [False, False, True]
+
+
 def test_chunks_that_have_earned_it_enter_the_store() -> None:
     """Copied behind the forward after they were computed; then no lock is left."""
     rank = Rank()

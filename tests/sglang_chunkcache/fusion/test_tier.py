@@ -15,6 +15,7 @@ from radix_ext.variants import Variant
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.storage.entry import Layout
 from sglang_chunkcache.storage.manifest import Manifest
 from sglang_chunkcache.storage.storage import Known
 from sglang_chunkcache.wire.state import Asked
@@ -69,6 +70,45 @@ def test_coded_chunks_survive_a_server_of_their_codec_alone(disk: Disk) -> None:
         assert wheres(rank.ask(fused(D, B))) == ["gap", "host"]
         disk.stop()
     assert len(disk.storage.held) == 4, "what the storage had was written again"
+
+
+def test_f_r_halves_on_the_storage_too(disk: Disk) -> None:
+    """With every window, also of what nobody uses any more."""
+    rank = disk.server(window_requests=2)
+    rank.store_chunks(A)
+    disk.settle()
+    rank.serve(fused(B, A), answer=[50])
+    disk.settle()
+    (stored,) = disk.tier.storage.index.variants()
+    reuse = stored.reuse
+    assert reuse > 0
+    for _ in range(2):
+        rank.serve(rag(D), answer=[50])
+    disk.stop()
+    assert stored.reuse == reuse / 2
+    (row,) = Manifest(disk.folder).rows()
+    assert (row.reuse, row.num_uses) == (reuse / 2, 1)
+
+
+def test_entries_of_a_codec_that_was_removed_are_others(disk: Disk) -> None:
+    """Codec joint's int4 had the codec's own name: no server finds it, and it leaves by age."""
+    disk.layout = Layout(2, 1, 4, 4, "float32")
+    earlier = disk.server(store_codec="int4")
+    disk.tier._how = ("unrotated", "joint")
+    disk.tier.storage.keeps("variants", disk.tier._how, disk.tier._layout)
+    earlier.store_chunks(A, B)
+    written = disk.settle()["bytes"]["variants"]
+    later = disk.restarted(store_codec="int4")
+    assert disk.tier.load_most_used() == 0
+    told = disk.settle()
+    assert told["bytes"] == {"variants": 0, "other": written}
+    assert (told["num_entries"], told["problems"]) == (2, {})
+    later.store_chunks(C, D)
+    told = disk.settle()["bytes"]
+    assert told["other"] == written
+    assert told["variants"] > 0
+    disk.restarted(store_codec="int4")
+    assert disk.tier.load_most_used() == 2
 
 
 def test_what_is_measured_later_takes_the_entrys_place(disk: Disk) -> None:
