@@ -46,10 +46,10 @@ from radix_ext.eviction import (
     EvictionPolicy,
     EvictionQueue,
 )
+from radix_ext.exact_growth import ExactGrowth
 from radix_ext.fusion_request import FusionRequest, Need
 from radix_ext.heads import Heads, Outline, Parting
 from radix_ext.homes import held_history
-from radix_ext.invest import Growth
 from radix_ext.offloading import HOST_ADMISSIONS, HostAdmission, worth_offloading
 from radix_ext.order import (
     ORDER_POLICIES,
@@ -102,8 +102,8 @@ __all__ = [
     "DedupPolicy",
     "EvictionPolicy",
     "EvictionQueue",
+    "ExactGrowth",
     "FusionRequest",
-    "Growth",
     "Heads",
     "HeldStats",
     "Home",

@@ -76,7 +76,7 @@ class Whose(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class AuditDecision:
     """How the next request on some terms is served."""
 
     whose: Whose
@@ -143,7 +143,7 @@ class Audit:
         )
         self._own_states = Counter[AuditState]()
 
-    def terms(self, fusion: FusionRequest, tenant: str) -> Terms:
+    def decide(self, fusion: FusionRequest, tenant: str) -> AuditDecision:
         """What holds for the tenant's next such request.
         Takes nothing: until one begins, the terms stay the same."""
         is_servers = _policy(fusion) == self.server
@@ -153,9 +153,9 @@ class Audit:
         share = max(LEAST_PROBATION, PROBATION_FACTOR * self.share) if is_trial else self.share
         is_drawn = self._drawn(whose, known.number) < share
         is_moved = is_drawn if is_trial else known.state is not AuditState.PAUSED
-        return Terms(whose, known.state, known.period, is_moved, is_drawn and is_moved)
+        return AuditDecision(whose, known.state, known.period, is_moved, is_drawn and is_moved)
 
-    def begin(self, terms: Terms) -> Change | None:
+    def begin(self, terms: AuditDecision) -> Change | None:
         """A request on these terms was sent."""
         known = self._used(terms.whose)
         known.number += 1
@@ -164,7 +164,7 @@ class Audit:
         known.left -= 1
         return self._enter(terms.whose, known, AuditState.PROBATION) if known.left <= 0 else None
 
-    def observe(self, terms: Terms, agreement: float) -> Change | None:
+    def observe(self, terms: AuditDecision, agreement: float) -> Change | None:
         """The answer to a sampled request was compared;
         `agreement` is the share of its tokens that agree."""
         known, is_below = self._find(terms.whose), agreement < self.target

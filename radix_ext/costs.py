@@ -94,7 +94,7 @@ def seconds(costs: Costs, works: Mapping[Phase, Work]) -> float:
     return sum(costs[phase].seconds(work) for phase, work in works.items())
 
 
-TRIED_EVERY = 32
+EXPLORATION_PERIOD = 32
 """Of the moves and loads that are estimated not to pay one in so many is made: what never runs is
 never observed, and what was measured while the machine was busy would look dear for ever. It costs
 a hundredth or two of the time."""

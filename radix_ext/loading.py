@@ -9,7 +9,7 @@ from itertools import combinations
 from statistics import median
 
 from radix_ext.chunk import ChunkId
-from radix_ext.costs import TRIED_EVERY
+from radix_ext.costs import EXPLORATION_PERIOD
 from radix_ext.variants import Variant
 
 MEMORY = 8
@@ -43,11 +43,11 @@ def worth_loading(
     elif behind:
         found = behind
 
-    def merit(variant: Variant) -> tuple[bool, int, int, int]:
+    def score(variant: Variant) -> tuple[bool, int, int, int]:
         seen = len(known.intersection(variant.prefix))
         return variant.preprocessed, seen, -len(variant.prefix), variant.last_used
 
-    return sorted(found, key=merit, reverse=True)[:max_variants]
+    return sorted(found, key=score, reverse=True)[:max_variants]
 
 
 class LoadTimes:
@@ -80,11 +80,11 @@ class LoadTimes:
         return self._fixed + self._each * num_bytes if self._seen else None
 
 
-class Patience:
+class WaitPolicy:
     """How long a request that could be admitted waits for its loads.
 
     At most a share of what computing them instead takes, so a wait in vain costs no more than that.
-    After one, only one of `TRIED_EVERY` requests waits, until loads come in time again.
+    After one, only one of `EXPLORATION_PERIOD` requests waits, until loads come in time again.
     """
 
     def __init__(self, share: float) -> None:
@@ -101,7 +101,7 @@ class Patience:
             return 0.0
         if self._left_out is not None:
             self._left_out += 1
-            if self._left_out % TRIED_EVERY:
+            if self._left_out % EXPLORATION_PERIOD:
                 return 0.0
         self.num_waits += 1
         return most

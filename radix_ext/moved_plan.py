@@ -495,10 +495,10 @@ def _best(
     num_tokens = span.end - span.start
     computed = price[Phase.RECOMPUTE].seconds(Work(0, num_tokens, num_tokens * span.end))
 
-    def merit(index: int) -> tuple[bool, float, int]:
+    def score(index: int) -> tuple[bool, float, int]:
         option = options[index]
         seen = len(known.intersection(option.prefix)) / max(1, len(known))
         move = price[_tier(option)].seconds(_move_of(option, span))
         return option.preprocessed, computed * seen - move, -len(option.prefix)
 
-    return max(range(len(options)), key=merit)
+    return max(range(len(options)), key=score)

@@ -7,7 +7,7 @@ frequency   descending count in the access table, ties by rank (CRAFT 4.2)
 tree        the deepest cached chain made of this request's chunks only, then the rest by `tail`:
             seen       chunks that the window has seen first, by rank among them and among the
                        others; of a fused request only those that its exact chain grows by come
-                       before what the window has not seen (invest.py)
+                       before what the window has not seen (exact_growth.py)
             rank       as the retriever ranked them
             frequency  descending count, ties by rank
 ```
@@ -31,7 +31,7 @@ from radix_ext.access_table import AccessTable
 from radix_ext.chain_node import ChainNode, Tier, held_mask, planned_mask
 from radix_ext.chunk import Chunk, ChunkId, fused_chunk
 from radix_ext.errors import ChunkError, check_at_least, check_choice
-from radix_ext.invest import Growth
+from radix_ext.exact_growth import ExactGrowth
 from radix_ext.prefix_tree import ChunkPrefixTree
 
 OrderPolicy = Literal["retriever", "frequency", "tree"]
@@ -82,7 +82,7 @@ def order_chunks(
     rank: int | None,
     max_visits: int,
     recipe: str | None = None,
-    growth: Growth | None = None,
+    growth: ExactGrowth | None = None,
     host_worth: float = 1.0,
 ) -> Ordering:
     """Order one request's chunks, given in retriever order, for `rank` (None: any). Changes neither
@@ -144,7 +144,7 @@ def order_per_rank(
     ranks: Iterable[int],
     max_visits: int,
     recipe: str | None = None,
-    growth: Growth | None = None,
+    growth: ExactGrowth | None = None,
     host_worths: Mapping[int, float] | None = None,
 ) -> dict[int, Ordering]:
     """The ordering each rank would get: a router compares their `worth`, the chosen one is ready
@@ -262,7 +262,7 @@ def _most_hit(
 
 
 def _tail(
-    tail: TailPolicy, chunks: list[Chunk], table: AccessTable, growth: Growth | None
+    tail: TailPolicy, chunks: list[Chunk], table: AccessTable, growth: ExactGrowth | None
 ) -> list[Chunk]:
     if tail == "seen" and growth is not None:
         return growth.tail(chunks, table)

@@ -47,7 +47,7 @@ from eval.stats import quantile, summary
 from eval.task import Request, TextChunk
 
 STATES = ("healthy", "slowed", "hanging", "refusing")
-AT_WORK = ("loaded", "written", "late", "unpaid", "queue")
+AT_WORK = ("loaded", "written", "late", "skipped", "queue")
 """Counters of the storage that a thread at work raises, beside its problems."""
 MEDIAN_AT_MOST, P99_AT_MOST = 1.05, 1.15
 """What is promised of the interval's upper end, and of the ratio of 99th percentiles."""

@@ -28,7 +28,7 @@ from sglang_chunkcache.joint_encoding.ratio import thresholds_for_ratio
 
 
 @dataclass(frozen=True)
-class Wish:
+class Target:
     """How similar blocks become one: over a threshold, or until there is a ratio."""
 
     block: int
@@ -52,21 +52,21 @@ class Fused:
     ms: float
 
 
-def fuse(prompts: Sequence[Cached], wish: Wish, over: str) -> Fused:
+def fuse(prompts: Sequence[Cached], target: Target, over: str) -> Fused:
     """Encode the prompts' blocks together, or those of the one prompt's chunks.
     The prompts stay as they are."""
     started = time.perf_counter()
     made = [replace(each, pool=_copied(each.pool)) for each in prompts]
-    units = _units(made, wish.block, over)
+    units = _units(made, target.block, over)
     layers = range(len(made[0].pool.k_buffer))
-    shared = [sum(_num_blocks(units, wish.block))] * len(layers)
+    shared = [sum(_num_blocks(units, target.block))] * len(layers)
     if len(units) > 1:
         shared = [
-            _fuse_layer(units, layer, wish, u)
-            for layer, u in zip(layers, _thresholds(units, wish), strict=True)
+            _fuse_layer(units, layer, target, u)
+            for layer, u in zip(layers, _thresholds(units, target), strict=True)
         ]
     return Fused(
-        made, sum(_num_blocks(units, wish.block)), shared, 1000 * (time.perf_counter() - started)
+        made, sum(_num_blocks(units, target.block)), shared, 1000 * (time.perf_counter() - started)
     )
 
 
@@ -101,23 +101,23 @@ def _read(units: Sequence[Unit], layer: int) -> tuple[Tensor, Tensor]:
     return keys, torch.cat([prompt.pool.v_buffer[layer][part] for prompt, part in units])
 
 
-def _thresholds(units: Sequence[Unit], wish: Wish) -> list[float]:
-    num_layers, lens = len(units[0][0].pool.k_buffer), _num_blocks(units, wish.block)
-    if wish.threshold is not None:
-        return [wish.threshold] * num_layers
-    assert wish.ratio is not None
+def _thresholds(units: Sequence[Unit], target: Target) -> list[float]:
+    num_layers, lens = len(units[0][0].pool.k_buffer), _num_blocks(units, target.block)
+    if target.threshold is not None:
+        return [target.threshold] * num_layers
+    assert target.ratio is not None
     keys = [_read(units, layer)[0] for layer in range(num_layers)]
     return thresholds_for_ratio(
-        [each.reshape(sum(lens), -1) for each in keys], lens, wish.ratio, keys[0].shape[-1]
+        [each.reshape(sum(lens), -1) for each in keys], lens, target.ratio, keys[0].shape[-1]
     )
 
 
-def _fuse_layer(units: Sequence[Unit], layer: int, wish: Wish, threshold: float) -> int:
+def _fuse_layer(units: Sequence[Unit], layer: int, target: Target, threshold: float) -> int:
     """Write what the blocks become. Returns how many are left."""
     if threshold >= NEVER:
-        return sum(_num_blocks(units, wish.block))
+        return sum(_num_blocks(units, target.block))
     lens = [part.stop - part.start for _, part in units]
-    fused = encode(*_read(units, layer), lens, block_size=wish.block, threshold=threshold)
+    fused = encode(*_read(units, layer), lens, block_size=target.block, threshold=threshold)
     keys, values = (torch.split(side, lens) for side in decode(fused))
     for (prompt, part), unit_keys, unit_values in zip(units, keys, values, strict=True):
         prompt.pool.k_buffer[layer][part], prompt.pool.v_buffer[layer][part] = (

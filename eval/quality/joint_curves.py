@@ -111,7 +111,7 @@ class JointCurves(Mode):
     def take(self, cases: Sequence[Case], _servers: Servers) -> Iterator[tuple[str, Sample]]:
         """The samples of some cases: full prefill of each, then the cells,
         in batches of the cell's size."""
-        from eval.joint.prompts import Wish, fuse
+        from eval.joint.prompts import Target, fuse
 
         with self._lock:
             model = self._loaded()
@@ -121,10 +121,10 @@ class JointCurves(Mode):
                 gold = self.scorer.gold(answer.text, case.request)
                 yield self.sample(FULL_PREFILL, case.request, answer, gold, cell=_kind(case))
             for setting in self.cells:
-                wish = Wish(setting["block"], setting.get("threshold"), setting.get("ratio"))
+                target = Target(setting["block"], setting.get("threshold"), setting.get("ratio"))
                 size = setting.get("batch", 1)
                 for at in range(0, len(cases), size):
-                    fused = fuse(prompts[at : at + size], wish, setting["over"])
+                    fused = fuse(prompts[at : at + size], target, setting["over"])
                     told = {
                         "requests": len(fused.prompts),
                         "blocks": fused.blocks,
@@ -211,15 +211,15 @@ def make_cells(
     batches: Sequence[int],
 ) -> list[dict[str, Any]]:
     """How blocks are fused, and of `batch` those of how many prompts at once."""
-    wishes = [*({"threshold": each} for each in thresholds), *({"ratio": each} for each in ratios)]
+    targets = [*({"threshold": each} for each in thresholds), *({"ratio": each} for each in ratios)]
     sizes: dict[str, list[dict[str, int]]] = {
         "chunks": [{}],
         "batch": [{"batch": size} for size in batches],
     }
     settings = [{"over": over, **size} for over in overs for size in sizes[over]]
     return [
-        {**setting, "block": block, **wish}
-        for setting, block, wish in product(settings, blocks, wishes)
+        {**setting, "block": block, **target}
+        for setting, block, target in product(settings, blocks, targets)
     ]
 
 

@@ -7,7 +7,7 @@ the server's defaults. Each request is served alone:
     order, match    the exact chain; then fused nodes of the same recipe, which only a
                     question-independent selector shares
     grow            promoted chunks after the exact prefix, and those cached nowhere, are computed
-                    exactly (radix_ext/invest.py)
+                    exactly (radix_ext/exact_growth.py)
     plan            for what follows, from copies in the tree and variants in the store; its sources
                     count a use
     insert, evict   from the first moved chunk on under keys that name the recipe: no exact request
@@ -36,8 +36,8 @@ from radix_ext import (
     ChunkId,
     ChunkPrefixTree,
     EvictionQueue,
+    ExactGrowth,
     FusionRequest,
-    Growth,
     ReplaySettings,
     Span,
     Tier,
@@ -47,7 +47,7 @@ from radix_ext import (
 )
 from radix_ext.capture_queue import CaptureQueue
 from radix_ext.cfo import Attention, Scored
-from radix_ext.invest import exact_gaps
+from radix_ext.exact_growth import exact_gaps
 from radix_ext.moved_plan import Limits, NotMoved, ReusePlan, has_room, make_plan
 from radix_ext.sources import ChunkCopies, ChunkSources, CopyFacts, DeviceCopy
 from radix_ext.variants import VariantIndex
@@ -167,7 +167,7 @@ class FusedReplay:
             focus="spare" if config.selector == "context" else "off",
         )
         grows = self._fusion.may_compute and settings.order == "tree"
-        self._growth = Growth(config.exact_gaps if grows else 0, settings.threshold)
+        self._growth = ExactGrowth(config.exact_gaps if grows else 0, settings.threshold)
         self._limits = Limits(config.max_pass_tokens or prefill_budget, config.max_gap_tokens)
         self._table = AccessTable(settings.window)
         self._tree = ChunkPrefixTree(max_nodes=sys.maxsize)

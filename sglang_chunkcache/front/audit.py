@@ -28,7 +28,7 @@ from sglang.srt.environ import envs
 
 from radix_ext import Span
 from radix_ext.agreement import Agreement, Row, Tally, compare
-from radix_ext.audit import Terms
+from radix_ext.audit import AuditDecision
 from radix_ext.fusion_request import AskedRatio
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.request import RagRequest
@@ -104,7 +104,7 @@ class Check:
     rows: list[Row]
     """Of the answer's tokens."""
     temperature: float
-    terms: Terms
+    terms: AuditDecision
     """What was asked for: what such requests get decides their state, whoever chose."""
     selected_by: str
     """As the answer says it: what did choose."""
@@ -184,9 +184,13 @@ class Auditor:
     """Of one front. `clock` is in seconds."""
 
     def __init__(
-        self, books: Bookkeeper, engine: Prefills, *, clock: Callable[[], float] = time.monotonic
+        self,
+        bookkeeper: Bookkeeper,
+        engine: Prefills,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._books, self._engine, self._clock = books, engine, clock
+        self._bookkeeper, self._engine, self._clock = bookkeeper, engine, clock
         self._waiting = deque[Check]()
         self._worker: asyncio.Task[None] | None = None
         self._tallies: dict[tuple[str, AskedRatio, str], Tally] = {}
@@ -261,7 +265,7 @@ class Auditor:
 
     def stats(self) -> dict[str, Any]:
         """For `/chunkcache/stats`."""
-        audit = self._books.audit
+        audit = self._bookkeeper.audit
         return {
             "share": audit.share if audit else 0.0,
             "target": audit.target if audit else None,
@@ -285,10 +289,10 @@ class Auditor:
     # Private, in order of use
 
     def _epoch(self, rank: int) -> int:
-        return self._books.mirrors[rank].acknowledgement.epoch
+        return self._bookkeeper.mirrors[rank].acknowledgement.epoch
 
     def _skip(self, reason: Skip) -> None:
-        self._books.metrics.count("audit_skips", reason.value)
+        self._bookkeeper.metrics.count("audit_skips", reason.value)
 
     async def _work(self) -> None:
         """Send what waits, until nothing does."""
@@ -333,13 +337,13 @@ class Auditor:
 
     def _conclude(self, check: Check, exact: Sequence[Row]) -> None:
         found = compare(exact, check.rows, temperature=check.temperature)
-        assert self._books.audit is not None
-        is_below = found.share < self._books.audit.target
+        assert self._bookkeeper.audit is not None
+        is_below = found.share < self._bookkeeper.audit.target
         selector, ratio, tenant = self._count(check, found, is_below)
-        self._books.metrics.observe_audit(
+        self._bookkeeper.metrics.observe_audit(
             selector, ratio, tenant, found.share, found.kl, is_below=is_below
         )
-        self._books.audited(check.terms, found.share)
+        self._bookkeeper.audited(check.terms, found.share)
 
     def _count(self, check: Check, found: Agreement, is_below: bool) -> tuple[str, AskedRatio, str]:
         key = (check.selected_by, check.ratio, check.tenant)

@@ -30,9 +30,9 @@ from radix_ext import (
     TenantTables,
     Turn,
 )
-from radix_ext.audit import Audit, AuditState, Change, Terms
+from radix_ext.audit import Audit, AuditDecision, AuditState, Change
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.front.conversation import Conversation, Told
+from sglang_chunkcache.front.conversation import ClaimedHistory, Conversation
 from sglang_chunkcache.front.fusion_options import fused_request, spans_to_keep
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.rank_mirror import RankMirror
@@ -105,27 +105,33 @@ class Bookkeeper:
             idle_s=self._config.conversation_idle_s,
         )
 
-    def conversation(self, key: ConversationKey, told: Told, *, start: int) -> Conversation:
-        """What is in store of a conversation: up to message `start` as far as `told_hashes` agree,
-        and what its questions up to that message have shown."""
+    def conversation(
+        self, key: ConversationKey, claimed: ClaimedHistory, *, start: int
+    ) -> Conversation:
+        """What is in store of a conversation: up to message `start` as far as `claimed` agrees, and
+        what its questions up to that message have shown."""
         now = self._clock()
-        names = [(i, name) for i, names in told.questions.items() if i <= start for name in names]
+        names = [
+            (i, name) for i, names in claimed.questions.items() if i <= start for name in names
+        ]
         turns = self.conversations.found(key, [name for _, name in names], now)
         asked = {i: turn for (i, _), turn in zip(names, turns, strict=True) if turn is not None}
-        return Conversation(key, told, self.conversations.agree(key, told.up_to(start), now), asked)
+        return Conversation(
+            key, claimed, self.conversations.agree(key, claimed.up_to(start), now), asked
+        )
 
     @contextmanager
     def begin(self, rag: RagRequest) -> Iterator[RagRequest]:
         """Count the request, take what it takes, and give that back at the end of the block."""
         planned = rag.planned
         self._count_request(planned)
-        told = self.told(planned)
-        rag.custom_params = self.packed(told)
+        spans = self.spans_of(planned)
+        rag.custom_params = self.packed(spans)
         with ExitStack() as taken:
             rag.plan = self.tree.plan(planned.namespace, planned.chain, rank=planned.rank)
             taken.callback(self.tree.cancel, rag.plan)
             ids = (span.chunk for span in planned.area)
-            self.tree.mark_promoted(planned.namespace, ids, promoted_len=told.promoted_len)
+            self.tree.mark_promoted(planned.namespace, ids, promoted_len=spans.promoted_len)
             self.router.begin(planned.rank, len(planned.input_ids))
             taken.callback(self.router.end, planned.rank, len(planned.input_ids))
             taken.callback(self._count_outcome, rag)
@@ -136,8 +142,8 @@ class Bookkeeper:
                 self._tell(self.audit.begin(planned.terms))
             yield rag
 
-    def told(self, planned: Planned, *, is_counted: bool = True) -> RequestSpans:
-        """What the scheduler is told of a request. Counts nothing.
+    def spans_of(self, planned: Planned, *, is_counted: bool = True) -> RequestSpans:
+        """What the scheduler gets of a request. Counts nothing.
         `is_counted`: its chunks have been; else as if they had."""
         fusion, is_preprocessing = planned.fusion, planned.draft.is_preprocessing
         table = self.tables.of(planned.draft.identity.tenant)
@@ -156,9 +162,9 @@ class Bookkeeper:
             exact_gaps=planned.exact_gaps,
         )
 
-    def packed(self, told: RequestSpans) -> dict[str, str]:
-        """`told` as the scheduler believes it."""
-        return pack(told, secret=self._config.secret)
+    def packed(self, spans: RequestSpans) -> dict[str, str]:
+        """`spans` as the scheduler believes it."""
+        return pack(spans, secret=self._config.secret)
 
     def observe(
         self, rag: RagRequest, output: dict[str, Any], *, index: int = 0, incremental: bool
@@ -203,10 +209,10 @@ class Bookkeeper:
             start = sum(each.num_tokens for each in turn.history)
             closed = replace(closed, home=self._home(rag, start))
             self.conversations.finish(
-                turn.key, turn.told.hashes[0], turn.history, closed, self._clock()
+                turn.key, turn.claimed.hashes[0], turn.history, closed, self._clock()
             )
 
-    def audited(self, terms: Terms, agreement: float) -> None:
+    def audited(self, terms: AuditDecision, agreement: float) -> None:
         """An answer was compared with an exact prefill."""
         assert self.audit is not None
         self._tell(self.audit.observe(terms, agreement))

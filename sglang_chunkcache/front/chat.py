@@ -52,9 +52,9 @@ UNSUPPORTED_TEMPLATE_KWARGS = (
 class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
     """Chat completions for planned requests."""
 
-    def __init__(self, engine: Engine, template_manager: Any, books: Bookkeeper) -> None:
+    def __init__(self, engine: Engine, template_manager: Any, bookkeeper: Bookkeeper) -> None:
         super().__init__(engine, template_manager)
-        self._books = books
+        self._bookkeeper = bookkeeper
 
     def check(self, request: ChatCompletionRequest) -> None:
         """What SGLang checks before it renders, before we render: a template of the client's above
@@ -109,7 +109,7 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
             and response.status_code >= 400
             and not rag.has_begun
         ):
-            self._books.metrics.count(
+            self._bookkeeper.metrics.count(
                 "requests", "refused" if response.status_code < 500 else "aborted"
             )
         return response
@@ -165,7 +165,7 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
                 yield event
 
     async def _finish(self, rag: RagRequest, content: str | None) -> None:
-        self._books.finish(rag, await asyncio.to_thread(self._books.closed, rag, content))
+        self._bookkeeper.finish(rag, await asyncio.to_thread(self._bookkeeper.closed, rag, content))
 
 
 def _of(raw_request: Request) -> RagRequest:

@@ -65,7 +65,7 @@ class PromptContext:
     prefill: str
 
 
-class Told(NamedTuple):
+class ClaimedHistory(NamedTuple):
     """What a request's messages say of its conversation, as running hashes."""
 
     num_opening: int
@@ -97,7 +97,7 @@ class Conversation(NamedTuple):
     """What a request continues."""
 
     key: ConversationKey
-    told: Told
+    claimed: ClaimedHistory
     turns: tuple[Turn, ...]
     """Those in store that the messages agree with."""
     asked: Mapping[int, Turn]
@@ -114,7 +114,7 @@ class Past:
     chunks: Mapping[int, tuple[TokenizedChunk, ...]] | None = None
     """By message, none for those without.
     None: later messages are text alone, and part of the question's turn."""
-    told: Told | None = None
+    claimed: ClaimedHistory | None = None
     """None: no conversation, so nothing will be stored."""
     asked: Mapping[int, Turn] = field(default_factory=dict)
     """As the conversation has it."""
@@ -162,7 +162,7 @@ class OpenTurn:
     """A conversation's turn before its answer is complete."""
 
     key: ConversationKey
-    told: Told
+    claimed: ClaimedHistory
     history: tuple[Turn, ...]
     """The earlier turns in its prompt."""
     lead: tuple[int, ...]
@@ -195,11 +195,11 @@ class OpenTurn:
         )
         content = self.prefill + content
         answer = _counted({"role": "assistant", "content": content})
-        (whole_hash,) = running_hashes([answer], after=self.told.hashes[-1])
+        (whole_hash,) = running_hashes([answer], after=self.claimed.hashes[-1])
         end = len(input_ids) - len(self.outro)
         body = array("i", [*input_ids[start:end], *self.later(output_ids, content)])
         lead = array("i", self.lead)
-        names = (*self.told.asked, *running_hashes([answer], after=self.told.said))
+        names = (*self.claimed.asked, *running_hashes([answer], after=self.claimed.said))
         return Turn(self.num_messages + 1, whole_hash, lead, body, own, seen, tag, names)
 
     def kept(self, input_ids: Sequence[int], spans: Sequence[Span]) -> Turn:
@@ -208,12 +208,12 @@ class OpenTurn:
         lead, body = array("i", self.lead), array("i", input_ids[start:])
         return Turn(
             self.num_messages,
-            self.told.hashes[-1],
+            self.claimed.hashes[-1],
             lead,
             body,
             own,
             frozenset(),
-            found_by=self.told.asked,
+            found_by=self.claimed.asked,
         )
 
     def _own(self, spans: Sequence[Span]) -> tuple[int, tuple[Span, ...]]:
@@ -224,11 +224,11 @@ class OpenTurn:
         )
 
 
-def told_hashes(
+def claimed_history(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
-) -> Told:
+) -> ClaimedHistory:
     """Running hashes of all that shapes a history: its settings, then each message. Answers count
     without their reasoning and without white space around them: clients send back more or less than
     the server wrote. Raises RequestError."""
@@ -256,7 +256,7 @@ def told_hashes(
                 questions[question] = (*questions[question][:1], said)
     except MessageError as error:
         raise RequestError(f"messages: {error}") from None
-    return Told(start, hashes, questions, said)
+    return ClaimedHistory(start, hashes, questions, said)
 
 
 class TurnFitter:
@@ -422,10 +422,12 @@ class TurnFitter:
             shown_later = (*ending, *context.encode(one.answer))
             if self._num_visible(shown_later) >= self._num_visible((*laid.outro, *ids)):
                 return given
-            told, _ = self._shown_later(laid, {**answer, "reasoning_content": _PROBE})
+            laid_out, _ = self._shown_later(laid, {**answer, "reasoning_content": _PROBE})
         except ValueError:  # an empty answer, or a template that refuses the two
             return given
-        is_kept = _PROBE in told.areas[-1].ending + told.answer  # where the client sends it back
+        is_kept = (
+            _PROBE in laid_out.areas[-1].ending + laid_out.answer
+        )  # where the client sends it back
         return given if is_kept else shown_later
 
     def _shown_later(self, laid: _Laid, answer: Mapping[str, Any]) -> list[Exchange]:
@@ -509,14 +511,14 @@ class _Laid:
             n, hash = exchange.num_messages, ""
             names: tuple[str, ...] = ()
             home: Home | None = None
-            if told := self._past.told:
+            if claimed := self._past.claimed:
                 question = exchange.areas[-1].message
                 hash, names, kept = (
-                    told.after(n),
-                    told.questions[question],
+                    claimed.after(n),
+                    claimed.questions[question],
                     self._past.asked.get(question),
                 )
-                if kept is not None and kept.messages_hash == told.after(n - 1):
+                if kept is not None and kept.messages_hash == claimed.after(n - 1):
                     home = kept.home
             turns.append(
                 Turn(
@@ -564,8 +566,8 @@ def history_of(
     """What the messages before the question have shown: by turns in store, by the chunks that came
     with them (`sent`), by what turns in store say that was shown with them. `is_question_known`:
     whether the question's own chunks are."""
-    turns, asked, told = (
-        (conversation.turns, conversation.asked, conversation.told)
+    turns, asked, claimed = (
+        (conversation.turns, conversation.asked, conversation.claimed)
         if conversation
         else ((), {}, None)
     )
@@ -610,7 +612,7 @@ def history_of(
     if not is_question_known:
         unknown.append(place)
     is_known = conversation is not None or any(i < place for i in sent)
-    return Past(turns, chunks if is_known else None, told, asked, tuple(unknown), is_changed)
+    return Past(turns, chunks if is_known else None, claimed, asked, tuple(unknown), is_changed)
 
 
 def chunks_of(turn: Turn) -> tuple[TokenizedChunk, ...]:

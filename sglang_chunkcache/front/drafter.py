@@ -166,7 +166,7 @@ class Drafter:
             earlier_recipe=next((turn.tag for turn in reversed(fitted.turns) if turn.tag), ""),
             turn=OpenTurn(
                 conversation.key,
-                conversation.told,
+                conversation.claimed,
                 fitted.turns,
                 fitted.lead,
                 fitted.outro,
@@ -352,7 +352,7 @@ class Drafter:
 
 def _step_before(conversation: Conversation, turns: Sequence[Turn]) -> Turn | None:
     """What was kept last of the turn that follows these, if this request goes on from there."""
-    first, hashes = turns[-1].num_messages if turns else 0, set(conversation.told.hashes[:-1])
+    first, hashes = turns[-1].num_messages if turns else 0, set(conversation.claimed.hashes[:-1])
     asked = (conversation.asked[i] for i in sorted(conversation.asked, reverse=True) if i >= first)
     return next((kept for kept in asked if kept.messages_hash in hashes), None)
 

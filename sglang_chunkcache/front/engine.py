@@ -53,11 +53,11 @@ def handed_over(raw_request: Request | None) -> RagRequest | None:
 class Engine:
     """The manager; it looks like SGLang's to SGLang's serving classes."""
 
-    def __init__(self, manager: Any, books: Bookkeeper) -> None:
-        self._manager, self._books = manager, books
+    def __init__(self, manager: Any, bookkeeper: Bookkeeper) -> None:
+        self._manager, self._bookkeeper = manager, bookkeeper
         self._unexplained: list[tuple[ExplainRequest, asyncio.Future[Explanation]]] = []
         self._explaining: asyncio.Task[None] | None = None
-        self.auditor = Auditor(books, self)
+        self.auditor = Auditor(bookkeeper, self)
         self._prefetching: set[asyncio.Future[list[RankState]]] = set()
         self._reading: asyncio.Future[None] | None = None
         self._has_lost_touch = False
@@ -78,14 +78,14 @@ class Engine:
         first."""
         incremental = bool(obj.stream and self._manager.incremental_streaming_output)
         whole = []
-        with self._books.begin(rag), self._listening(rag, obj) as listener:
+        with self._bookkeeper.begin(rag), self._listening(rag, obj) as listener:
             self._address(obj, rag)
             try:
                 async for output in self._manager.generate_request(obj, raw_request):
                     for i, one in enumerate(output if isinstance(output, list) else [output]):
                         if listener is not None:
                             listener.hear(one["meta_info"], incremental=incremental)
-                        self._books.observe(
+                        self._bookkeeper.observe(
                             rag, one, index=one.get("index", i), incremental=incremental
                         )
                     self.keep_up()
@@ -115,7 +115,7 @@ class Engine:
         """Have the ranks tell what their mirrors lack and no answer brings, if there is anything.
         Waits for nothing."""
         is_reading = self._reading is not None and not self._reading.done()
-        if not is_reading and any(mirror.is_behind for mirror in self._books.mirrors):
+        if not is_reading and any(mirror.is_behind for mirror in self._bookkeeper.mirrors):
             self._reading = asyncio.ensure_future(self._read_on())
 
     @property
@@ -139,7 +139,7 @@ class Engine:
         if state is None:
             return False
         # which restarts the mirror of a cache that was emptied
-        self._books.mirrors[rank].hear(state)
+        self._bookkeeper.mirrors[rank].hear(state)
         self.keep_up()
         if state.num_waiting:
             return False
@@ -148,11 +148,11 @@ class Engine:
     async def prefill(self, check: Check, *, top: int) -> Mapping[str, Any]:
         """SGLang's output for an audit: exact, with logprobs from the prompt's last token on,
         inserted nowhere."""
-        told = RequestSpans(
+        spans = RequestSpans(
             check.spans,
             check.namespace,
             0,
-            self._books.mirrors[check.rank].acknowledgement,
+            self._bookkeeper.mirrors[check.rank].acknowledgement,
             is_audit=True,
         )
         obj = GenerateReqInput(
@@ -160,14 +160,14 @@ class Engine:
             sampling_params={
                 "temperature": 0,
                 "max_new_tokens": 1,
-                "custom_params": self._books.packed(told),
+                "custom_params": self._bookkeeper.packed(spans),
             },
             return_logprob=True,
             logprob_start_len=check.prompt_len - 1,
             top_logprobs_num=top,
             extra_key=check.extra_key,
             cache_salt=check.cache_salt,
-            routed_dp_rank=check.rank if len(self._books.mirrors) > 1 else None,
+            routed_dp_rank=check.rank if len(self._bookkeeper.mirrors) > 1 else None,
             log_metrics=False,
         )
         async for output in self._manager.generate_request(obj, None):
@@ -205,7 +205,7 @@ class Engine:
         """
         states = await self._ask(Asked(clear_store=True))
         cleared = {state.dp_rank: state.cleared for state in states if state.cleared}
-        if len(cleared) != len(self._books.mirrors):
+        if len(cleared) != len(self._bookkeeper.mirrors):
             raise ChunkCacheError("a rank has not emptied its store")
         return dict(sorted(cleared.items()))
 
@@ -229,7 +229,7 @@ class Engine:
     async def _read_on(self) -> None:
         """Until the mirrors are even with the ranks.
         Given up where that fails: the next answer has it tried again."""
-        mirrors, before = self._books.mirrors, None
+        mirrors, before = self._bookkeeper.mirrors, None
         try:
             while any(mirror.is_behind for mirror in mirrors):
                 read = tuple(mirror.reading for mirror in mirrors)
@@ -289,9 +289,9 @@ class Engine:
 
     def _unsent(self, planned: Planned) -> ExplainRequest:
         identity = planned.draft.identity
-        told = self._books.told(planned, is_counted=False)
+        spans = self._bookkeeper.spans_of(planned, is_counted=False)
         return ExplainRequest(
-            planned.input_ids, told, identity.extra_key, identity.cache_salt, planned.rank
+            planned.input_ids, spans, identity.extra_key, identity.cache_salt, planned.rank
         )
 
     async def _ask(self, asked: Asked) -> list[RankState]:
@@ -312,4 +312,4 @@ class Engine:
             **params,
             "custom_params": rag.params_with(params.get("custom_params")),
         }
-        obj.routed_dp_rank = rag.planned.rank if len(self._books.mirrors) > 1 else None
+        obj.routed_dp_rank = rag.planned.rank if len(self._bookkeeper.mirrors) > 1 else None

@@ -22,7 +22,7 @@ from sglang_chunkcache.front.bodies import (
     RagFields,
     RetrieveBody,
 )
-from sglang_chunkcache.front.conversation import told_hashes
+from sglang_chunkcache.front.conversation import claimed_history
 from sglang_chunkcache.front.drafter import conversation_key
 from sglang_chunkcache.front.parse import json_object, parse, refuse_misspelt
 from sglang_chunkcache.front.parts import Parts
@@ -138,11 +138,11 @@ class Intake:
         tools, template_kwargs = _tools(request), self._parts.chat.template_kwargs(request)
         conversation = None
         if fields.conversation_id:
-            key, told = (
+            key, claimed = (
                 conversation_key(identity, fields.conversation_id),
-                told_hashes(messages, tools, template_kwargs),
+                claimed_history(messages, tools, template_kwargs),
             )
-            conversation = self._parts.books.conversation(key, told, start=start)
+            conversation = self._parts.bookkeeper.conversation(key, claimed, start=start)
         num_earlier = sum(map(len, earlier.values()))
 
         async def plan(passages: list[Passage] | None, found: Retrieval | None = None) -> Planned:
@@ -287,7 +287,7 @@ class Intake:
     async def _plan(
         self, draft: Callable[..., Draft], num_chars: int, is_gone: Callable[[], Awaitable[bool]]
     ) -> Planned:
-        """Long drafts are made in a thread, plans here: they read the books."""
+        """Long drafts are made in a thread, plans here: they read the bookkeeper."""
 
         def make(is_over: threading.Event) -> Draft:
             return draft(is_over=is_over)

@@ -46,7 +46,7 @@ class Parts:
         return int(min(self.manager.model_config.context_len, self.manager.max_req_input_len))
 
     @cached_property
-    def books(self) -> Bookkeeper:
+    def bookkeeper(self) -> Bookkeeper:
         """The front's state."""
         args = self.manager.server_args
         return Bookkeeper(self.config, num_ranks=args.dp_size, prometheus=args.enable_metrics)
@@ -83,12 +83,12 @@ class Parts:
     @cached_property
     def planner(self) -> Planner:
         """Where and in which order."""
-        return Planner(self.config, self.books, context_len=self.context_len)
+        return Planner(self.config, self.bookkeeper, context_len=self.context_len)
 
     @cached_property
     def guard(self) -> Guard:
         """Refuses requests that would end the server."""
-        return Guard(lambda: self.limits, lambda: self.books.metrics)
+        return Guard(lambda: self.limits, lambda: self.bookkeeper.metrics)
 
     @cached_property
     def readiness(self) -> Readiness:
@@ -98,7 +98,7 @@ class Parts:
     @cached_property
     def misplaced(self) -> Misplaced:
         """Sees requests with chunks that nobody reads."""
-        return Misplaced(lambda: self.books.metrics, clock=time.monotonic)
+        return Misplaced(lambda: self.bookkeeper.metrics, clock=time.monotonic)
 
     @cached_property
     def limits(self) -> Limits:
@@ -119,20 +119,20 @@ class Parts:
     @cached_property
     def engine(self) -> Engine:
         """The way to the ranks."""
-        return Engine(self.manager, self.books)
+        return Engine(self.manager, self.bookkeeper)
 
     @cached_property
     def chat(self) -> RagServingChat:
         """SGLang's chat serving."""
         return RagServingChat(
-            self.engine, http_server.get_global_state().template_manager, self.books
+            self.engine, http_server.get_global_state().template_manager, self.bookkeeper
         )
 
     @cached_property
     def search(self) -> RagSearch | None:
         """None for a server without an index."""
         return (
-            RagSearch(self.retriever, self.config, self.books.metrics)
+            RagSearch(self.retriever, self.config, self.bookkeeper.metrics)
             if self.retriever is not None
             else None
         )
@@ -152,11 +152,15 @@ class Parts:
                 "seq": state.events.seq,
                 "chunk_nodes": state.events.num_nodes,
                 **state.counts,
-                "mirror": self.books.mirrors[state.dp_rank].compared(state),
+                "mirror": self.bookkeeper.mirrors[state.dp_rank].compared(state),
             }
             for state in states
         ]
         self.engine.keep_up()
         retrieval = self.search.stats() if self.search else None
-        front = {**self.books.stats(), "audit": self.engine.auditor.stats(), "retrieval": retrieval}
+        front = {
+            **self.bookkeeper.stats(),
+            "audit": self.engine.auditor.stats(),
+            "retrieval": retrieval,
+        }
         return {"version": __version__, **front, "ranks": ranks}

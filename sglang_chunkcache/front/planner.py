@@ -13,8 +13,8 @@ from typing import cast
 
 from radix_ext import (
     Chunk,
+    ExactGrowth,
     FusionRequest,
-    Growth,
     Ordering,
     OrderPolicy,
     Span,
@@ -22,7 +22,7 @@ from radix_ext import (
     leading_area,
     order_per_rank,
 )
-from radix_ext.audit import Terms
+from radix_ext.audit import AuditDecision
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
@@ -34,8 +34,10 @@ from sglang_chunkcache.wire.spans import namespace_of
 class Planner:
     """Plans of one front. `context_len` is the model's in tokens, prompt and answer together."""
 
-    def __init__(self, config: ChunkCacheConfig, books: Bookkeeper, *, context_len: int) -> None:
-        self._config, self._books, self._context_len = config, books, context_len
+    def __init__(
+        self, config: ChunkCacheConfig, bookkeeper: Bookkeeper, *, context_len: int
+    ) -> None:
+        self._config, self._bookkeeper, self._context_len = config, bookkeeper, context_len
 
     def plan(self, draft: Draft) -> Planned:
         """Order and route, then assemble. A history with chunks is fixed: then only its rank is
@@ -63,7 +65,7 @@ class Planner:
         expected = None
         if draft.options.fusion is None:
             epochs = self._epochs()
-            expected = self._books.reasons.expect(
+            expected = self._bookkeeper.reasons.expect(
                 draft,
                 namespace,
                 ids,
@@ -93,28 +95,28 @@ class Planner:
 
     # Private, in order of use
 
-    def _on_terms(self, draft: Draft) -> tuple[Draft, Terms | None]:
+    def _on_terms(self, draft: Draft) -> tuple[Draft, AuditDecision | None]:
         """The draft as the audit lets it be served."""
-        fusion, audit = draft.options.fusion, self._books.audit
+        fusion, audit = draft.options.fusion, self._bookkeeper.audit
         if fusion is None or audit is None or draft.is_preprocessing:
             return draft, None
-        terms = audit.terms(fusion, draft.identity.tenant)
+        terms = audit.decide(fusion, draft.identity.tenant)
         return draft if terms.is_moved else replace(
             draft, options=replace(draft.options, fusion=None)
         ), terms
 
-    def _growth(self, fusion: FusionRequest | None, policy: OrderPolicy) -> Growth | None:
+    def _growth(self, fusion: FusionRequest | None, policy: OrderPolicy) -> ExactGrowth | None:
         """Only chains that the tree's order aims for grow:
         other orders stay as their papers have them."""
         if fusion is None or not fusion.may_compute or policy != "tree":
             return None
-        return Growth(self._config.exact_gaps, self._config.promotion_threshold)
+        return ExactGrowth(self._config.exact_gaps, self._config.promotion_threshold)
 
     def _decide(
-        self, draft: Draft, namespace: str, policy: OrderPolicy, growth: Growth | None
+        self, draft: Draft, namespace: str, policy: OrderPolicy, growth: ExactGrowth | None
     ) -> tuple[int, Ordering, bool]:
         """(rank, its order, whether another rank has more of the history)."""
-        router, rank = self._books.router, draft.options.rank
+        router, rank = self._bookkeeper.router, draft.options.rank
         by_turns = self._config.routing == "round_robin"
         ranks = (
             [rank]
@@ -123,12 +125,12 @@ class Planner:
             if by_turns
             else range(router.num_ranks)
         )
-        worths = {mirror.rank: mirror.host_worth for mirror in self._books.mirrors}
+        worths = {mirror.rank: mirror.host_worth for mirror in self._bookkeeper.mirrors}
         orderings = order_per_rank(
             "retriever" if draft.history else policy,
             "seen",
-            self._books.tree,
-            self._books.tables.of(draft.identity.tenant),
+            self._bookkeeper.tree,
+            self._bookkeeper.tables.of(draft.identity.tenant),
             namespace,
             _chunks_of(leading_area(draft.history))
             if draft.history
@@ -150,7 +152,7 @@ class Planner:
 
     def _epochs(self) -> list[int]:
         """Of each rank's cache."""
-        return [mirror.acknowledgement.epoch for mirror in self._books.mirrors]
+        return [mirror.acknowledgement.epoch for mirror in self._bookkeeper.mirrors]
 
     def _held_history(self, draft: Draft) -> dict[int, int]:
         """Rank -> tokens of the earlier turns that it has."""
@@ -168,7 +170,7 @@ class Planner:
         area: Sequence[Span],
         num_exact: int,
         num_fused: int,
-        growth: Growth | None,
+        growth: ExactGrowth | None,
     ) -> int:
         """From which chunk on the KV is expected fused: where fused KV is found, or at a chunk that
         was asked for before, so that there is a source of it, and that is none of those the exact
@@ -178,7 +180,7 @@ class Planner:
             return len(area)
         if num_fused:
             return num_exact
-        table = self._books.tables.of(draft.identity.tenant)
+        table = self._bookkeeper.tables.of(draft.identity.tenant)
         asked = [n for n in range(num_exact, len(area)) if table.count(area[n].chunk)]
         return next(iter(asked[growth.num_chunks if growth else 0 :]), len(area))
 

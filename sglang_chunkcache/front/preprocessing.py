@@ -50,7 +50,7 @@ async def preprocess(
     start = time.perf_counter()
     planned = [
         await intake.preprocessing(body, raw_request, rank=rank)
-        for rank in range(len(parts.books.mirrors))
+        for rank in range(len(parts.bookkeeper.mirrors))
     ]
     done = await asyncio.gather(
         *(_on_rank(parts, each, raw_request) for each in planned), return_exceptions=True

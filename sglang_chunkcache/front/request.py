@@ -26,7 +26,7 @@ from radix_ext import (
     Span,
     fused_chunk,
 )
-from radix_ext.audit import Terms
+from radix_ext.audit import AuditDecision
 from sglang_chunkcache.front.conversation import OpenTurn
 from sglang_chunkcache.front.prompt import Piece, TokenizedChunk, joined
 from sglang_chunkcache.wire.report import Answer, Fallback, Report
@@ -194,7 +194,7 @@ class Planned:
     """What ordering and routing took."""
     exact_gaps: int = 0
     """Chunks that its exact chain may grow by although they could be moved."""
-    terms: Terms | None = None
+    terms: AuditDecision | None = None
     """Of the audit. None: it asks for no moved KV, or nothing is audited."""
     expected: Expected | None = None
     """None: it asks for moved KV, which has reasons of its own."""

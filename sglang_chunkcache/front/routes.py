@@ -122,19 +122,21 @@ class Routes:
         max_nodes: Annotated[int, Query(ge=1, le=100_000)] = 200,
     ) -> Any:
         """The first levels of the global tree."""
-        return ORJSONResponse(self._parts.books.tree.snapshot(depth=depth, max_nodes=max_nodes))
+        return ORJSONResponse(
+            self._parts.bookkeeper.tree.snapshot(depth=depth, max_nodes=max_nodes)
+        )
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def chunkcache_forget(self) -> Any:
         """Forget what requests were like, as a restart would.
         `/flush_cache` empties the cache, `clear_store` the store."""
-        self._parts.books.forget()
+        self._parts.bookkeeper.forget()
         return ORJSONResponse({"forgotten": ["table", "conversations"]})
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def chunkcache_hints(self) -> Any:
         """What of the traffic keeps chunks from being found, over all tenants."""
-        return ORJSONResponse(self._parts.books.reasons.hints())
+        return ORJSONResponse(self._parts.bookkeeper.reasons.hints())
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def chunkcache_explain(self, raw_request: Request) -> Any:
@@ -181,7 +183,7 @@ class Routes:
     def _refuse(self, error: ChunkCacheError) -> ORJSONResponse:
         if not isinstance(error, EngineRefusedError):
             outcome = "unsearched" if isinstance(error, SearchFailedError) else "refused"
-            self._parts.books.metrics.count("requests", outcome)
+            self._parts.bookkeeper.metrics.count("requests", outcome)
         return error_response(error)
 
 

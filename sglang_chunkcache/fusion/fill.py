@@ -152,7 +152,7 @@ class FusionPass:
         self.num_unplanned = 0
         self.pool = runner.token_to_kv_pool
         self.loads, self.layers_ahead, self.num_copied_again = LayerLoads.of(self.pool), 0, 0
-        self._is_beside = False
+        self._is_overlapped = False
         self.codec = CODECS[config.store_codec]
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_tokens: Counter[str] = Counter()
@@ -161,7 +161,7 @@ class FusionPass:
     def run(self, moves: Sequence[Move]) -> None:
         """Fill the slots of every move. Work is queued on the current stream."""
         before = dict(self.seconds)
-        with self.pricing.watch(None, Work(1)) as filling:
+        with self.pricing.timed(None, Work(1)) as filling:
             try:
                 with self._timed("relocate"):
                     self._move(moves)
@@ -255,7 +255,7 @@ class FusionPass:
                 self.num_tokens[f"moved_{source.where}"] += piece.end - piece.start
         if copies:  # all layers at once: what is loaded beside this pass has to be there
             self.pool.get_kv_buffer(self.pool.layer_num - 1)
-        with self.pricing.watch(
+        with self.pricing.timed(
             Phase.DEVICE, Work(bool(copies), sum(len(target) for _, _, target, _ in copies))
         ):
             if copies:
@@ -289,12 +289,12 @@ class FusionPass:
         self.layers_ahead = self.loads.start(
             copy, Phase.HOST, work, num_ahead=num_ahead, clock=self.pricing
         )
-        self._is_beside = self.layers_ahead < self.loads.num_layers
+        self._is_overlapped = self.layers_ahead < self.loads.num_layers
 
     def _settle(self) -> None:
         """All that was loaded for these moves is there."""
-        if self._is_beside:
-            self._is_beside = False
+        if self._is_overlapped:
+            self._is_overlapped = False
             self.num_copied_again += self.loads.settle()
 
     def _num_ahead(self, moves: Sequence[Move], work: Work) -> int:
@@ -356,7 +356,7 @@ class FusionPass:
         work = _sum(
             through(share, len(p.token_ids), p.end) for share, p in zip(shares, asked, strict=True)
         )
-        with self.pricing.watch(Phase.QUESTION, work):
+        with self.pricing.timed(Phase.QUESTION, work):
             questions = question_evidence(self.runner, asked)
         evidence = [Evidence()] * len(moves)
         for i, (question, by_layer) in zip(asking, questions, strict=True):
@@ -368,7 +368,7 @@ class FusionPass:
                 chunks_of[i], moves[i].fusion, evidence[i]
             )
             probes.append(_deviation_probe(moves[i], named))
-        with self.pricing.watch(Phase.DEVIATION, _sum(map(self._deviation_work, probes))):
+        with self.pricing.timed(Phase.DEVIATION, _sum(map(self._deviation_work, probes))):
             deviations = deviation_evidence(self.runner, probes)
         for i, deviation in zip(deviating, deviations, strict=True):
             evidence[i] = replace(evidence[i], deviation=deviation)
@@ -417,7 +417,7 @@ class FusionPass:
             return
         sequences = [_sequence(move, positions) for move, positions in work]
         with (
-            self.pricing.watch(
+            self.pricing.timed(
                 Phase.RECOMPUTE,
                 _sum(through(1, len(positions), move.plan.end) for move, positions in work),
             ),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from radix_ext import Span
-    from sglang_chunkcache.scheduler.pricing import Watch
+    from sglang_chunkcache.scheduler.pricing import Timer
     from sglang_chunkcache.wire.spans import RequestSpans
 
 
@@ -48,7 +48,7 @@ class Move:
     outward: Any = None
     """What the chunks among its gaps attended to while they were computed (outward.py).
     None: not measured."""
-    filling: Watch | None = None
+    filling: Timer | None = None
     """What filling it took, on the device.
     None: it was filled with others, or is not filled yet."""
 

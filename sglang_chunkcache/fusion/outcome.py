@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from radix_ext.moved_plan import ReusePlan
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.scheduler.node import state
-from sglang_chunkcache.scheduler.pricing import Watch
+from sglang_chunkcache.scheduler.pricing import Timer
 from sglang_chunkcache.wire.report import Fallback, Source
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Outcome:
     move: Move | None = None
     declined: list[Fallback] = field(default_factory=list)
     lookup_s: float = 0.0
-    extends: list[Watch] = field(default_factory=list)
+    extends: list[Timer] = field(default_factory=list)
     """The forwards of its prompt's pieces."""
     is_alone: bool = True
     """In all of them."""

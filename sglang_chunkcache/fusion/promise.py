@@ -28,8 +28,8 @@ from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext import ChunkId, FusionRequest, IntegrityError, text_before
 from radix_ext.cfo import Scored
-from radix_ext.costs import TRIED_EVERY
-from radix_ext.invest import exact_gaps
+from radix_ext.costs import EXPLORATION_PERIOD
+from radix_ext.exact_growth import exact_gaps
 from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan
 from radix_ext.sources import ChunkSources, DeviceCopy
 from radix_ext.variants import Identity, Variant, VariantIndex
@@ -119,7 +119,7 @@ class Fuser:
         self.gate: dict[str, Any] = {}
         self.fallbacks: Counter[Fallback] = Counter()
         self._pending: list[_Pending] = []
-        self._num_unpaid = 0
+        self._num_skipped = 0
         self._was_put_off = False
 
     # SGLang's calls, in a request's order
@@ -289,7 +289,7 @@ class Fuser:
         if not batch.forward_mode.is_extend():
             yield
             return
-        with self.outward.watch(batch), self.pricing.watch_extend(batch) as extend:
+        with self.outward.watch(batch), self.pricing.time_extend(batch) as extend:
             yield
         for req in batch.reqs:
             if state(req).promise is not None:
@@ -331,7 +331,7 @@ class Fuser:
             *outcome.declined,
             *(move.fallbacks if move else ()),
         )
-        if (asked := state(req).loads) is not None and asked.is_unpaid:
+        if (asked := state(req).loads) is not None and asked.is_skipped:
             fallbacks = (*fallbacks, Fallback.STORAGE_SLOW)
         if move and outcome.is_uncalibrated:
             fallbacks = (*fallbacks, Fallback.UNCALIBRATED)
@@ -361,7 +361,7 @@ class Fuser:
         assert spans is not None
         assert spans.fusion is not None
         costs = self.pricing.costs
-        is_unpaid = self.tier is not None and self.tier.is_unpaid(
+        is_skipped = self.tier is not None and self.tier.is_skipped(
             req, spans, spans.fusion, self.sources, costs
         )
         is_kept, must_wait = (
@@ -372,7 +372,7 @@ class Fuser:
             outcome.fused_hit,
             plan.end if plan.pieces else cached,
             sources_of(plan),
-            (*reasons_of(plan), *([Fallback.STORAGE_SLOW] if is_unpaid else [])),
+            (*reasons_of(plan), *([Fallback.STORAGE_SLOW] if is_skipped else [])),
             in_ms(plan),
             selector_of(req, plan),
             is_kept=is_kept,
@@ -532,8 +532,8 @@ class Fuser:
             return False
         if plan.estimate.planned > TRIED_UP_TO * plan.estimate.computed:
             return False
-        self._num_unpaid += 1
-        return self._num_unpaid % TRIED_EVERY == 0
+        self._num_skipped += 1
+        return self._num_skipped % EXPLORATION_PERIOD == 0
 
     def _exact_gaps(self, key: ChunkKey, spans: RequestSpans, start: int) -> frozenset[int]:
         """What the prompt's exact chain grows by, from `start` on."""

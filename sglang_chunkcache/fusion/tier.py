@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from radix_ext import ChunkId, FusionRequest, text_before
 from radix_ext.cfo import Prefix, Scored
-from radix_ext.costs import TRIED_EVERY, Costs, Phase, extend_work
+from radix_ext.costs import EXPLORATION_PERIOD, Costs, Phase, extend_work
 from radix_ext.loading import worth_loading
 from radix_ext.moved_plan import ReusePlan
 from radix_ext.sources import ChunkSources
@@ -43,7 +43,7 @@ MAX_LOADED_VARIANTS = 2
 """Of one chunk, for one request."""
 
 
-class _Wish(NamedTuple):
+class _Missing(NamedTuple):
     """A chunk of a request that neither device nor store has behind this head."""
 
     identity: ChunkIdentity
@@ -118,14 +118,14 @@ class StorageTier:
         with self.storage.guard("nothing is loaded, the prompt is computed"):
             self.storage.poll()
             if not (self.storage.is_off or self.storage.loader.is_paused):
-                wishes = list(self._wishes(req, spans, fusion, sources, costs))
-                asked.computed_s = sum(wish.computed_s or 0.0 for wish in wishes)
+                missing_chunks = list(self._missing_chunks(req, spans, fusion, sources, costs))
+                asked.computed_s = sum(missing.computed_s or 0.0 for missing in missing_chunks)
                 left = {
-                    self._chunk(wish.identity): wish
-                    for wish in wishes
-                    if not self._load_for(wish, asked)
+                    self._chunk(missing.identity): missing
+                    for missing in missing_chunks
+                    if not self._load_for(missing, asked)
                 }
-                numbers = {chunk: wish.num_tokens for chunk, wish in left.items()}
+                numbers = {chunk: missing.num_tokens for chunk, missing in left.items()}
                 self.storage.look_up(
                     numbers, partial(self._found_of_others, list(left.values()), asked), asked
                 )
@@ -148,9 +148,9 @@ class StorageTier:
         if self.storage.is_off or self.storage.loader.is_paused:
             return False
         return any(
-            self._is_wanted(wish.identity, variant, wish.num_tokens)
-            for wish in self._wishes(req, spans, fusion, sources, None)
-            for variant in self._found(wish)
+            self._is_wanted(missing.identity, variant, missing.num_tokens)
+            for missing in self._missing_chunks(req, spans, fusion, sources, None)
+            for variant in self._found(missing)
         )
 
     def reserve(self, identity: ChunkIdentity, head: str, prefix: Prefix, num_tokens: int) -> bool:
@@ -159,7 +159,7 @@ class StorageTier:
             self._chunk(identity), head, prefix, num_tokens * self._layout.token_bytes
         )
 
-    def is_unpaid(
+    def is_skipped(
         self,
         req: Req,
         spans: RequestSpans,
@@ -168,11 +168,13 @@ class StorageTier:
         costs: Costs | None,
     ) -> bool:
         """Whether `ask` would leave something that it knows of. Asks nobody."""
-        wishes = () if self.storage.is_off else self._wishes(req, spans, fusion, sources, costs)
+        missing_chunks = (
+            () if self.storage.is_off else self._missing_chunks(req, spans, fusion, sources, costs)
+        )
         return any(
-            not self._is_faster(wish, variant.blob.row)
-            for wish in wishes
-            for variant in self._found(wish)
+            not self._is_faster(missing, variant.blob.row)
+            for missing in missing_chunks
+            for variant in self._found(missing)
         )
 
     def count_asked(self, chunks: Iterable[tuple[ChunkIdentity, str, Prefix]]) -> None:
@@ -217,14 +219,14 @@ class StorageTier:
         if not self.storage.write(row, entry_of(variant, heads), told, self._layout):
             told()
 
-    def _wishes(
+    def _missing_chunks(
         self,
         req: Req,
         spans: RequestSpans,
         fusion: FusionRequest,
         sources: ChunkSources,
         costs: Costs | None,
-    ) -> Iterator[_Wish]:
+    ) -> Iterator[_Missing]:
         heads = text_before(spans.namespace, spans.spans, req.origin_input_ids)
         before = [span.chunk for span in spans.spans]
         line = None if costs is None or fusion.always or fusion.plain else costs[Phase.EXTEND]
@@ -243,7 +245,7 @@ class StorageTier:
                 if line is None
                 else line.seconds(extend_work(span.start, span.end)._replace(calls=0))
             )
-            yield _Wish(
+            yield _Missing(
                 identity,
                 head,
                 before[:index],
@@ -253,40 +255,40 @@ class StorageTier:
                 computed_s,
             )
 
-    def _found(self, wish: _Wish) -> list[Variant]:
+    def _found(self, missing: _Missing) -> list[Variant]:
         """What the index has for it, best first."""
         found = worth_loading(
-            self.storage.index.find(self._chunk(wish.identity)),
-            wish.before,
-            wish.head,
+            self.storage.index.find(self._chunk(missing.identity)),
+            missing.before,
+            missing.head,
             max_variants=MAX_LOADED_VARIANTS,
-            alone=wish.is_plain,
+            alone=missing.is_plain,
         )
-        return [] if wish.is_elsewhere and found and found[0].head != wish.head else found
+        return [] if missing.is_elsewhere and found and found[0].head != missing.head else found
 
-    def _load_for(self, wish: _Wish, asked: Asked) -> bool:
+    def _load_for(self, missing: _Missing, asked: Asked) -> bool:
         """Load what the index has, where that pays. Whether it has anything behind this head."""
-        found = self._found(wish)
+        found = self._found(missing)
         for variant in found:
-            if not self._is_faster(wish, variant.blob.row):
-                asked.is_unpaid = True
-                if self.storage.left_out() % TRIED_EVERY:
+            if not self._is_faster(missing, variant.blob.row):
+                asked.is_skipped = True
+                if self.storage.left_out() % EXPLORATION_PERIOD:
                     continue
             else:
                 self.storage.pays = True
-            self._load(wish.identity, variant, wish.num_tokens, asked)
-        return bool(found) and found[0].head == wish.head
+            self._load(missing.identity, variant, missing.num_tokens, asked)
+        return bool(found) and found[0].head == missing.head
 
-    def _is_faster(self, wish: _Wish, row: Row) -> bool:
+    def _is_faster(self, missing: _Missing, row: Row) -> bool:
         """Whether loading it is estimated to take no longer than computing it.
         What was never tried is taken to be."""
         expected = self.storage.seconds(row.num_bytes)
-        return wish.computed_s is None or expected is None or expected <= wish.computed_s
+        return missing.computed_s is None or expected is None or expected <= missing.computed_s
 
-    def _found_of_others(self, wishes: Sequence[_Wish], asked: Asked) -> None:
+    def _found_of_others(self, missing_chunks: Sequence[_Missing], asked: Asked) -> None:
         """Load what the index knows by now."""
-        for wish in wishes:
-            self._load_for(wish, asked)
+        for missing in missing_chunks:
+            self._load_for(missing, asked)
         if asked.is_planned:
             self.storage.planned(asked)
 

@@ -41,7 +41,7 @@ from sglang.srt.mem_cache.radix_cache import TreeNode
 from torch import Tensor
 
 from radix_ext import Aging, ChainId, ChunkId
-from radix_ext.costs import TRIED_EVERY, Costs, Phase, Work, extend_work
+from radix_ext.costs import EXPLORATION_PERIOD, Costs, Phase, Work, extend_work
 from radix_ext.eviction import NEW_ON_HOST
 from radix_ext.offloading import worth_offloading
 from sglang_chunkcache.rank_metrics import RankMetrics
@@ -126,7 +126,7 @@ class Clock(LoadClock, Protocol):
 
     @property
     def agreed(self) -> Costs: ...
-    def watch_extend(self, batch: ScheduleBatch) -> AbstractContextManager[Any]: ...
+    def time_extend(self, batch: ScheduleBatch) -> AbstractContextManager[Any]: ...
     def refresh(self) -> None: ...
 
 
@@ -138,9 +138,9 @@ class HostCounts:
     loaded_tokens: int = 0
     evicted_tokens: int = 0
     loads: int = 0
-    unpaid: int = 0
+    skipped: int = 0
     """Loads that were estimated to take longer than computing, and not made,
-    but for one in `TRIED_EVERY`."""
+    but for one in `EXPLORATION_PERIOD`."""
     no_room: int = 0
     """Loads that were cut short, or not made, because the device had no room."""
     missed: int = 0
@@ -298,7 +298,7 @@ class HostChains:
         if not batch.forward_mode.is_extend():
             yield
             return
-        with self.pricing.watch_extend(batch):
+        with self.pricing.time_extend(batch):
             yield
         self.pricing.refresh()
 
@@ -507,8 +507,8 @@ class HostChains:
             or load.seconds(Work(1, end - start)) <= extend.seconds(work)
         ):
             return True
-        self.counts.unpaid += 1
-        return self.counts.unpaid % TRIED_EVERY == 0
+        self.counts.skipped += 1
+        return self.counts.skipped % EXPLORATION_PERIOD == 0
 
     def _num_ahead(self, num_tokens: int, batch: ScheduleBatch) -> int:
         """Layers to copy before the forward: all of them where nothing would wait for the

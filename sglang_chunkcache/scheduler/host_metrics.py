@@ -26,7 +26,7 @@ COUNTERS = {
         ("evicted_tokens", "tokens evicted from host memory"),
         ("loads", "loads from host memory"),
         (
-            "unpaid",
+            "skipped",
             (
                 "loads left out because computing was estimated to be faster, but for those that"
                 " were tried"

@@ -32,7 +32,7 @@ import torch
 from radix_ext import IntegrityError
 from radix_ext.costs import Phase, Work
 from radix_ext.preloading import layers_ahead
-from sglang_chunkcache.scheduler.pricing import Stretch, Watch
+from sglang_chunkcache.scheduler.pricing import Interval, Timer
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,9 @@ Stall = Callable[[], AbstractContextManager[None]]
 class Clock(Protocol):
     """What `Pricing` does."""
 
-    def watch(self, phase: Phase | None, work: Work) -> AbstractContextManager[Watch]: ...
-    def beside(self, watch: Watch) -> Stretch: ...
-    def stall(self, watch: Watch) -> AbstractContextManager[None]: ...
+    def timed(self, phase: Phase | None, work: Work) -> AbstractContextManager[Timer]: ...
+    def overlapped(self, timer: Timer) -> Interval: ...
+    def stall(self, timer: Timer) -> AbstractContextManager[None]: ...
 
 
 class _Pass(Protocol):
@@ -76,7 +76,7 @@ class LayerLoads:
         self.num_layers, self.is_cuda = num_layers, is_cuda
         self._stall: Stall = nullcontext
         self._stream: Any = None
-        self._beside: _Pass | None = None
+        self._overlapped: _Pass | None = None
         self._unread: set[int] = set()
         """Layers that were copied beside this forward and not waited for yet."""
         self._has_failed = False
@@ -87,26 +87,26 @@ class LayerLoads:
 
         What raises here is raised, and nothing is copied afterwards.
         """
-        num_ahead = num_ahead if self._beside is None else self.num_layers
-        with clock.watch(phase, work) as watch:
+        num_ahead = num_ahead if self._overlapped is None else self.num_layers
+        with clock.timed(phase, work) as timer:
             if num_ahead:
                 copy(range(num_ahead))
             rest = range(num_ahead, self.num_layers)
             if rest and self.is_cuda:
                 self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-                self._beside = _OnStream(copy, rest, self._stream, clock.beside(watch))
+                self._overlapped = _OnStream(copy, rest, self._stream, clock.overlapped(timer))
             elif rest:
-                self._beside = _OnThread(copy, rest, watch, clock.beside(watch))
+                self._overlapped = _OnThread(copy, rest, timer, clock.overlapped(timer))
             if rest:
-                self._stall, self._unread = partial(clock.stall, watch), set(rest)
+                self._stall, self._unread = partial(clock.stall, timer), set(rest)
         return num_ahead
 
     def wait_until(self, layer: int) -> None:
         """SGLang's call, by the pool's getters: what the current stream, or this thread,
         does next finds layers `[0, layer]`."""
-        if self._beside is not None:
+        if self._overlapped is not None:
             self._unread.discard(layer)
-            self._has_failed |= self._beside.wait(layer, self._stall)
+            self._has_failed |= self._overlapped.wait(layer, self._stall)
 
     def finish(self) -> bool:
         """The forward is over: what comes next finds all layers. Whether copies have failed, and
@@ -127,13 +127,13 @@ class LayerLoads:
     def settle(self) -> bool:
         """Nothing is copied any more, read or not, whatever it raises.
         Whether copies have failed, and were made again."""
-        if self._beside is None:
+        if self._overlapped is None:
             return False
         try:
             self.wait_until(self.num_layers - 1)
             return self._has_failed
         finally:
-            self._has_failed, self._beside, self._stall = False, None, nullcontext
+            self._has_failed, self._overlapped, self._stall = False, None, nullcontext
             self._unread.clear()
 
 
@@ -151,8 +151,8 @@ class _OnThread:
     """Host memory to host memory. What fails is copied again by the reader:
     what fails twice is raised there."""
 
-    def __init__(self, copy: Copy, layers: range, watch: Watch, stretch: Stretch) -> None:
-        self._copy, self._layers, self._watch, self._stretch = copy, layers, watch, stretch
+    def __init__(self, copy: Copy, layers: range, timer: Timer, interval: Interval) -> None:
+        self._copy, self._layers, self._timer, self._interval = copy, layers, timer, interval
         self._is_there = {layer: Event() for layer in layers}
         self._failed_from: int | None = None
         Thread(target=self._run, name="chunkcache-layers", daemon=True).start()
@@ -173,7 +173,7 @@ class _OnThread:
     # as the forward's thread: a pool made in this mode can be written in no other
     @torch.inference_mode()
     def _run(self) -> None:
-        self._stretch.mark()
+        self._interval.mark()
         for layer in self._layers:
             try:
                 self._copy(range(layer, layer + 1))
@@ -183,11 +183,11 @@ class _OnThread:
                     layer,
                     exc_info=True,
                 )
-                self._watch.phase = None  # the time of half a load is none of a load's
+                self._timer.phase = None  # the time of half a load is none of a load's
                 self._failed_from = layer
                 break
             self._is_there[layer].set()
-        self._stretch.mark()
+        self._interval.mark()
         for event in self._is_there.values():
             event.set()
 
@@ -196,7 +196,7 @@ class _OnStream:
     """All is queued at once: behind what the current stream has queued,
     so that slots have their last reader behind them."""
 
-    def __init__(self, copy: Copy, layers: range, stream: Any, stretch: Stretch) -> None:
+    def __init__(self, copy: Copy, layers: range, stream: Any, interval: Interval) -> None:
         # its tensors belong to the current stream, which waits before they are freed
         self._copy = copy
         self._stalls: set[int] = set()
@@ -204,13 +204,13 @@ class _OnStream:
         stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(stream):
-                stretch.mark()
+                interval.mark()
                 for layer in layers:
                     copy(range(layer, layer + 1))
                     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     event.record()
                     self._is_there[layer] = event
-                stretch.mark()
+                interval.mark()
         except Exception:  # what was queued is done before anything else writes there
             torch.cuda.current_stream().wait_stream(stream)
             raise

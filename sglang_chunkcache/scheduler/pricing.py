@@ -25,7 +25,7 @@ REFRESH = 8
 """Prefills between two fits: a fit takes a third of a millisecond."""
 
 
-class Stretch:
+class Interval:
     """Time between two marks on the current stream; without CUDA, on this thread."""
 
     def __init__(self, *, is_cuda: bool) -> None:
@@ -52,21 +52,21 @@ class Stretch:
 
 
 @dataclass(eq=False)
-class Watch:
-    """Work under way, or done: in stretches, less those in which it waited for other work."""
+class Timer:
+    """Work under way, or done: in intervals, less those in which it waited for other work."""
 
     phase: Phase | None
     """None: several phases, of which none is told apart, or nothing to learn from."""
     work: Work
-    stretches: list[Stretch]
-    stalls: list[Stretch] = field(default_factory=list)
-    around: tuple[Watch, ...] = ()
+    intervals: list[Interval]
+    stalls: list[Interval] = field(default_factory=list)
+    around: tuple[Timer, ...] = ()
     """Those that were open when it began: it is a part of them."""
 
     @property
     def seconds(self) -> float | None:
         """None: not known yet. Does not wait."""
-        took, waited = ([each.seconds for each in part] for part in (self.stretches, self.stalls))
+        took, waited = ([each.seconds for each in part] for part in (self.intervals, self.stalls))
         if None in took or None in waited:
             return None
         return sum(filter(None, took)) - sum(filter(None, waited))
@@ -85,8 +85,8 @@ class Pricing:
         self.agreed: Costs = NOMINAL
         """As at the last refresh, whether plans go by them or not."""
         self._group, self._is_cuda = runner.tp_group, torch.device(runner.device).type == "cuda"
-        self._running: deque[Watch] = deque()
-        self._open: list[Watch] = []
+        self._running: deque[Timer] = deque()
+        self._open: list[Timer] = []
         self._num_prefills = 0
         self._plan_errors: deque[float] = deque(maxlen=256)
 
@@ -95,52 +95,52 @@ class Pricing:
         self.costs = self._agree()
 
     @contextmanager
-    def watch(self, phase: Phase | None, work: Work) -> Iterator[Watch]:
+    def timed(self, phase: Phase | None, work: Work) -> Iterator[Timer]:
         """Observe what the block takes, unless it raises or does nothing. Queues two events on CUDA
         and waits for none.
 
         `poll` learns from the seconds, once they are known; without a phase nothing is.
         """
-        stretch = self._stretch()
-        watch = Watch(phase, work, [stretch], around=tuple(self._open))
-        stretch.mark()
-        self._open.append(watch)
+        interval = self._interval()
+        timer = Timer(phase, work, [interval], around=tuple(self._open))
+        interval.mark()
+        self._open.append(timer)
         try:
-            yield watch
+            yield timer
         finally:
-            self._open.remove(watch)
+            self._open.remove(timer)
         if work.calls:
-            stretch.mark()
-            self._running.append(watch)
+            interval.mark()
+            self._running.append(timer)
 
-    def beside(self, watch: Watch) -> Stretch:
+    def overlapped(self, timer: Timer) -> Interval:
         """More of what is watched, on another stream or thread:
         it marks where that begins and ends, which may be later."""
-        watch.stretches.append(self._stretch())
-        return watch.stretches[-1]
+        timer.intervals.append(self._interval())
+        return timer.intervals[-1]
 
     @contextmanager
-    def stall(self, load: Watch) -> Iterator[None]:
+    def stall(self, load: Timer) -> Iterator[None]:
         """In the block the current stream, or this thread, waits for a load: that is no part of
         what is watched around it, but of what the load is a part of."""
-        stretch = self._stretch()
-        stretch.mark()
+        interval = self._interval()
+        interval.mark()
         yield
-        stretch.mark()
-        for watch in self._open:
-            if watch not in load.around:
-                watch.stalls.append(stretch)
+        interval.mark()
+        for timer in self._open:
+            if timer not in load.around:
+                timer.stalls.append(interval)
 
-    def watch_extend(self, batch: ScheduleBatch) -> AbstractContextManager[Watch]:
-        """`watch` of a batch's prefill."""
-        return self.watch(Phase.EXTEND, prefill_work(batch))
+    def time_extend(self, batch: ScheduleBatch) -> AbstractContextManager[Timer]:
+        """`timed` of a batch's prefill."""
+        return self.timed(Phase.EXTEND, prefill_work(batch))
 
     def poll(self) -> None:
         """Learn from what is done. Waits for nothing."""
         while self._running and (seconds := self._running[0].seconds) is not None:
-            watch = self._running.popleft()
-            if watch.phase is not None:
-                self.model.observe(watch.phase, watch.work, max(seconds, 1e-9))
+            timer = self._running.popleft()
+            if timer.phase is not None:
+                self.model.observe(timer.phase, timer.work, max(seconds, 1e-9))
 
     def refresh(self) -> None:
         """A prefill is over. All ranks call it for the same ones."""
@@ -164,8 +164,8 @@ class Pricing:
             "plan": {"observed": len(self._plan_errors), **spread(self._plan_errors)},
         }
 
-    def _stretch(self) -> Stretch:
-        return Stretch(is_cuda=self._is_cuda)
+    def _interval(self) -> Interval:
+        return Interval(is_cuda=self._is_cuda)
 
     def _agree(self) -> Costs:
         self.agreed = self.model.fit()

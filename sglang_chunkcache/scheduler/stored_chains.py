@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from radix_ext import ChunkId
-from radix_ext.costs import TRIED_EVERY, Phase, Work, extend_work
+from radix_ext.costs import EXPLORATION_PERIOD, Phase, Work, extend_work
 from radix_ext.variants import MIN_COUNTED_CFO, Variant
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
@@ -259,7 +259,7 @@ class StoredChains:
         if not missing:
             return
         self.storage.pays = self._is_faster(missing, start)
-        is_tried = self.storage.pays or self.storage.left_out() % TRIED_EVERY == 0
+        is_tried = self.storage.pays or self.storage.left_out() % EXPLORATION_PERIOD == 0
         if is_tried and not all(self._claim(link, key, asked) for link in missing):
             asked.goes_on = partial(self._load, links, key, asked)
         if asked.is_planned:

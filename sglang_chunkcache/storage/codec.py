@@ -244,9 +244,9 @@ def _packed(levels: Tensor, bits: int) -> Tensor:
     planes, left = [], bits
     for width in _widths(bits):
         left -= width
-        stretches = ((levels >> left) & (2**width - 1)).chunk(8 // width, -1)
-        plane = stretches[0].clone()
-        for number, each in enumerate(stretches[1:], 1):
+        intervals = ((levels >> left) & (2**width - 1)).chunk(8 // width, -1)
+        plane = intervals[0].clone()
+        for number, each in enumerate(intervals[1:], 1):
             plane |= each << (number * width)
         planes.append(plane)
     return torch.cat(planes, -1)

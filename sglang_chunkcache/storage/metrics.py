@@ -35,7 +35,7 @@ COUNTERS = {
     "late": ("late", "loads that came after their request was planned"),
     "waits": ("waits", "requests that waited for their loads"),
     "waits_in_vain": ("waits_in_vain", "of these, those whose loads were not there in the time"),
-    "unpaid": ("unpaid", "loads left out because computing was estimated to be faster"),
+    "skipped": ("skipped", "loads left out because computing was estimated to be faster"),
     "problems": ("problems", "loads and writes that came to nothing, by reason"),
 }
 

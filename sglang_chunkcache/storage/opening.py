@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from radix_ext.loading import Patience
+from radix_ext.loading import WaitPolicy
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.storage.backend import Backend, create_backend, folder_of, room_in
@@ -87,7 +87,7 @@ def create_storage(ctx: Any, config: ChunkCacheConfig) -> Storage | None:
         window=config.window_requests,
         layout=layout,
         model_of=partial(opened.names.model, runner.model_config.hf_config.to_dict(), layout),
-        patience=Patience(config.storage_wait),
+        wait_policy=WaitPolicy(config.storage_wait),
         rows=opened.rows,
         metrics=StorageMetrics("network" if opened.loader.is_shared else "disk") if shows else None,
         ranks=ranks,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from radix_ext import ChunkId
 from radix_ext.cfo import Prefix
-from radix_ext.loading import LoadTimes, Patience
+from radix_ext.loading import LoadTimes, WaitPolicy
 from radix_ext.prefetches import Prefetches
 from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.rank_metrics import RankMetrics
@@ -74,7 +74,7 @@ class Asked:
     """What comes from now on is late."""
     goes_on: Callable[[], None] | None = None
     """Loads what found no room, when something of it has come. None: all did."""
-    is_unpaid: bool = False
+    is_skipped: bool = False
     """Something was not loaded, since computing it is faster."""
     is_prefetch: bool = False
     """The request may come. False: it is here."""
@@ -134,7 +134,7 @@ class Storage:
         window: int,
         layout: Layout,
         model_of: Callable[..., str],
-        patience: Patience | None = None,
+        wait_policy: WaitPolicy | None = None,
         rows: Iterable[Row] = (),
         metrics: RankMetrics | None = None,
         ranks: Ranks | None = None,
@@ -155,13 +155,13 @@ class Storage:
         """Nobody knows the weights, so nothing can be named: nothing is written or loaded."""
         self.pays = True
         """The last load that was thought of."""
-        self.num_late = self.num_unpaid = self.num_found = 0
+        self.num_late = self.num_skipped = self.num_found = 0
         self._tenant: tuple[tuple[str | None, str | None], str] = (
             (None, None),
             names.tenant(None, None),
         )
         """The last one, and its name."""
-        self._patience = patience or Patience(0.0)
+        self._wait_policy = wait_policy or WaitPolicy(0.0)
         self._under_way: dict[str, Load | None] = {}
         """Names that are being loaded or, None, written."""
         self._looked_up: dict[StoredChunk, float] = {}
@@ -389,8 +389,8 @@ class Storage:
     def left_out(self) -> int:
         """A load is estimated to take longer than computing. Returns how many there were."""
         self.pays = False
-        self.num_unpaid += 1
-        return self.num_unpaid
+        self.num_skipped += 1
+        return self.num_skipped
 
     def awaits(self, *asked: Asked | None) -> bool:
         """Whether a request, which could be admitted, waits for what was asked for it. If not, it
@@ -404,7 +404,7 @@ class Storage:
         if first.until is not None:
             is_waiting = is_coming and now < first.until
             if not is_waiting:
-                self._patience.ended(in_vain=is_coming)
+                self._wait_policy.ended(in_vain=is_coming)
             return is_waiting
         if not is_coming:
             return False
@@ -414,7 +414,7 @@ class Storage:
             if job is not None
         ]
         load_s = None if None in loads else sum(filter(None, loads))
-        wait_s = self._patience.seconds(load_s, max(each.computed_s for each in parts))
+        wait_s = self._wait_policy.seconds(load_s, max(each.computed_s for each in parts))
         first.until = now + wait_s
         return wait_s > 0
 
@@ -487,9 +487,9 @@ class Storage:
             "max_entries": self.index.max_entries,
             "num_evicted": held.num_evicted,
             "late": self.num_late,
-            "waits": self._patience.num_waits,
-            "waits_in_vain": self._patience.num_in_vain,
-            "unpaid": self.num_unpaid,
+            "waits": self._wait_policy.num_waits,
+            "waits_in_vain": self._wait_policy.num_in_vain,
+            "skipped": self.num_skipped,
             "pays": self.pays,
             "load_ms_per_mib": None
             if (taken := self._times.seconds(1 << 20)) is None

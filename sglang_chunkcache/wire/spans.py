@@ -50,7 +50,7 @@ class RequestSpans(Record, frozen=True):
 
     exact_gaps: Annotated[int, Meta(ge=0)] = 0
     """Promoted chunks after the exact prefix that are computed although they could be moved,
-    at most (radix_ext/invest.py)."""
+    at most (radix_ext/exact_growth.py)."""
 
     @property
     def area_len(self) -> int:

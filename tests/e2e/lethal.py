@@ -12,7 +12,7 @@ class Lethal(NamedTuple):
     id: str
     field: str
     body: dict[str, Any]
-    beside: dict[str, Any] | None = None
+    overlapped: dict[str, Any] | None = None
     """A good request that must run at the same time."""
     before: tuple[tuple[str, dict[str, Any]], ...] = ()
     """Good requests, with their endpoints, that must have run."""
@@ -22,12 +22,12 @@ TEXT = "Which city does the company Lumum serve?"
 
 
 def sampling(
-    id: str, *, beside: dict[str, Any] | None = None, stream: bool = False, **params: Any
+    id: str, *, overlapped: dict[str, Any] | None = None, stream: bool = False, **params: Any
 ) -> Lethal:
     """A case in `sampling_params`; the first parameter is the lethal one."""
     field = f"sampling_params.{next(iter(params))}"
     body = {"text": TEXT, "stream": stream, "sampling_params": {"max_new_tokens": 4} | params}
-    return Lethal(id, field, body, beside)
+    return Lethal(id, field, body, overlapped)
 
 
 def request(id: str, **fields: Any) -> Lethal:
@@ -78,7 +78,7 @@ LETHAL = [
     sampling("stop_token_ids behind a null", stop_token_ids=[None, 5000], min_new_tokens=2),
     sampling(
         "stop_token_ids beside min_new_tokens",
-        beside={
+        overlapped={
             "text": TEXT,
             "sampling_params": {"max_new_tokens": 2000, "min_new_tokens": 2000, "temperature": 1},
         },

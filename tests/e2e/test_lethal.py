@@ -39,8 +39,8 @@ def test_stock_server_ends(case: Lethal, tmp_path: Path) -> None:
     with Server(flags, log=tmp_path / "stock.log", env=env) as server:
         for path, body in (("/generate", GOOD), *case.before):
             assert send(server.url + path, body)[0] == 200
-        if case.beside:
-            background(server, case.beside)
+        if case.overlapped:
+            background(server, case.overlapped)
             wait_until(lambda: "Decode batch" in server.log.read_text(errors="replace"))
         request = background(server, case.body)
         wait_until(lambda: has_ended(server) or not request.is_alive())

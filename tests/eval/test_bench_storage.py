@@ -9,7 +9,7 @@ import pytest
 from eval.bench.storage import STATES, main, summarize
 from eval.run import Sample
 
-COUNTS = ("loaded", "written", "late", "unpaid", "queue", "full", "pauses", "num_entries")
+COUNTS = ("loaded", "written", "late", "skipped", "queue", "full", "pauses", "num_entries")
 IDLE: dict[str, Any] = dict.fromkeys(COUNTS, 0) | {
     "pays": True,
     "load_ms_per_mib": None,

@@ -14,7 +14,7 @@ import torch
 
 from eval.errors import CommandError
 from eval.joint.kv import Cached, ModelKv
-from eval.joint.prompts import Fused, Wish, fuse
+from eval.joint.prompts import Fused, Target, fuse
 from eval.quality.greedy import FULL_PREFILL
 from eval.quality.joint_curves import JOINT, JointCurves, fused_of
 from eval.quality.mode import add_quality_options
@@ -71,7 +71,7 @@ def rows_of(*argv: str) -> list[tuple[str, dict[str, Any]]]:
 def test_whole_blocks_of_units_change_alone(over: str) -> None:
     prompts = [prompt(0)] if over == "chunks" else [prompt(0), prompt(1)]
     before = [[each.clone() for each in tensors(one)] for one in prompts]
-    fused = fuse(prompts, Wish(4, threshold=ALL), over)
+    fused = fuse(prompts, Target(4, threshold=ALL), over)
     for one, kept in zip(prompts, before, strict=True):
         assert all(map(torch.equal, tensors(one), kept))
     num_blocks = 0
@@ -90,15 +90,15 @@ def test_whole_blocks_of_units_change_alone(over: str) -> None:
 
 def test_what_is_not_fused_stays_bit_by_bit() -> None:
     """At a threshold of 1, and where there is one unit alone."""
-    none = Wish(4, threshold=NONE), Wish(4, ratio=2)
-    for wish, over in zip(none, ("chunks", "batch"), strict=True):
-        fused: Fused = fuse([prompt(0)], wish, over)
+    none = Target(4, threshold=NONE), Target(4, ratio=2)
+    for target, over in zip(none, ("chunks", "batch"), strict=True):
+        fused: Fused = fuse([prompt(0)], target, over)
         assert fused.shared == [fused.blocks] * 4
         assert not any(any(changed(fused.prompts[0], prompt(0), layer)) for layer in range(4))
 
 
 def test_a_ratio_is_reached() -> None:
-    fused = fuse([prompt(0), prompt(1), prompt(2)], Wish(4, ratio=1.5), "batch")
+    fused = fuse([prompt(0), prompt(1), prompt(2)], Target(4, ratio=1.5), "batch")
     assert 4 * fused.blocks / sum(fused.shared) == pytest.approx(1.5, rel=0.06)
 
 

@@ -120,14 +120,16 @@ class Server(HostScheduler):
         self,
         disk: ChainDisk,
         *,
-        beside: str = "",
+        overlapped: str = "",
         storage_bytes: int = 100_000,
         ranks: Ranks | None = None,
         **knobs: Any,
     ) -> None:
         super().__init__(**knobs)
         self.disk, self.weights = disk, disk.weights
-        self.cache.storage = self.storage = disk.opened(storage_bytes, beside=beside, ranks=ranks)
+        self.cache.storage = self.storage = disk.opened(
+            storage_bytes, overlapped=overlapped, ranks=ranks
+        )
         self.cache.stored = StoredChains(
             self.cache.host, self.storage, how=("exact",), fingerprint=lambda: self.weights
         )
@@ -139,7 +141,7 @@ class Server(HostScheduler):
         self.cache.arrived(req)
         if settles:
             self.settle()
-        while self.disk.patience.share and self.is_put_off(req):
+        while self.disk.wait_policy.share and self.is_put_off(req):
             self.disk.now += 1.0
         found = self.serve(req)
         self.idle()

@@ -16,7 +16,7 @@ from radix_ext import ChainId, extend_chain, root_chain
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front.answer import answer
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
-from sglang_chunkcache.front.conversation import told_hashes
+from sglang_chunkcache.front.conversation import claimed_history
 from sglang_chunkcache.front.drafter import Drafter, conversation_key
 from sglang_chunkcache.front.planner import Planner
 from sglang_chunkcache.front.prompt import PromptAssembler, begun_answer, turn_start
@@ -131,12 +131,12 @@ class Bench:
         options = {} if template is None else {"template": template}
         self.config = ChunkCacheConfig(secret=SECRET, **knobs)
         self.assembler = PromptAssembler(self.tokenizer, separator=";", **options)
-        self.books = Bookkeeper(
+        self.bookkeeper = Bookkeeper(
             self.config, num_ranks=num_ranks, prometheus=False, clock=lambda: self.now
         )
-        self.observe = partial(self.books.observe, incremental=False)
+        self.observe = partial(self.bookkeeper.observe, incremental=False)
         self.drafter = Drafter(self.config, self.assembler, context_len=context_len)
-        self.planner = Planner(self.config, self.books, context_len=context_len)
+        self.planner = Planner(self.config, self.bookkeeper, context_len=context_len)
         self.ranks = [Rank() for _ in range(num_ranks)]
         self._open: dict[int, AbstractContextManager[Any]] = {}
 
@@ -162,8 +162,8 @@ class Bench:
         own = earlier.pop(turn_start(messages), passages or None)
         conversation = None
         if to:
-            key, told = conversation_key(who, to), told_hashes(messages, tools, template_kwargs)
-            conversation = self.books.conversation(key, told, start=turn_start(messages))
+            key, told = conversation_key(who, to), claimed_history(messages, tools, template_kwargs)
+            conversation = self.bookkeeper.conversation(key, told, start=turn_start(messages))
         draft = self.drafter.chat(
             messages,
             own,
@@ -189,7 +189,7 @@ class Bench:
 
     def begin(self, planned: Planned) -> Asked:
         request = Asked(planned)
-        self._open[id(request)] = self.books.begin(request)
+        self._open[id(request)] = self.bookkeeper.begin(request)
         self._open[id(request)].__enter__()
         return request
 
@@ -216,7 +216,9 @@ class Bench:
         entry = self.ranks[rank].serve(request.custom_params, request.input_ids, report)
         self.observe(request, make_output(ids, cached, reason, rank, entry, matched=matched))
         self.end(request)
-        self.books.finish(request, self.books.closed(request, text if content == "" else content))
+        self.bookkeeper.finish(
+            request, self.bookkeeper.closed(request, text if content == "" else content)
+        )
         return request
 
     def run(self, messages: Any, *passages: Passage, **options: Any) -> Asked:
@@ -227,7 +229,10 @@ class Bench:
         )
 
     def is_idle(self) -> bool:
-        return not any(self.books.router.in_flight) and self.books.tree.stats.num_open_plans == 0
+        return (
+            not any(self.bookkeeper.router.in_flight)
+            and self.bookkeeper.tree.stats.num_open_plans == 0
+        )
 
 
 def user(text: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from radix_ext import ChunkId, chunk_id
-from radix_ext.loading import Patience
+from radix_ext.loading import WaitPolicy
 from radix_ext.variants import Variant, VariantIndex
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
@@ -152,13 +152,15 @@ class Disk:
         self.tiers: list[StorageTier] = []
         self.layout = Layout(1, 1, 1, 1, "float32")
         self.now = 0.0
-        self.patience = Patience(0.0)
+        self.wait_policy = WaitPolicy(0.0)
 
-    def server(self, *, storage_bytes: int = 100_000, beside: str = "", **knobs: Any) -> Rank:
+    def server(self, *, storage_bytes: int = 100_000, overlapped: str = "", **knobs: Any) -> Rank:
         """A server that has just started: `stop` the one before.
         `beside`: its name, if it shares the storage with others."""
         window = knobs.get("window_requests", 1000)
-        rank = Rank(storage=self.opened(storage_bytes, beside=beside, window=window), **knobs)
+        rank = Rank(
+            storage=self.opened(storage_bytes, overlapped=overlapped, window=window), **knobs
+        )
         assert rank.fuser.tier is not None
         self.tiers.append(rank.fuser.tier)
         return rank
@@ -174,13 +176,13 @@ class Disk:
         self,
         storage_bytes: int,
         *,
-        beside: str = "",
+        overlapped: str = "",
         window: int = 1000,
         ranks: Ranks | None = None,
     ) -> Storage:
-        manifest, backend = Manifest(self.folder / beside), Backend(self.storage)
+        manifest, backend = Manifest(self.folder / overlapped), Backend(self.storage)
         names = Names(b"", ranks.shard if ranks else "")
-        pointers = Pointers(backend, names, secret=b"") if beside else None
+        pointers = Pointers(backend, names, secret=b"") if overlapped else None
         common: dict[str, Any] = {"ranks": ranks, "clock": lambda: self.now}
         return Storage(
             VariantIndex(max_bytes=storage_bytes, max_chunks=1000, max_variants=5, window=window),
@@ -190,7 +192,7 @@ class Disk:
             layout=self.layout,
             model_of=lambda *how: " ".join(map(str, how)),
             rows=ranks.common(manifest.rows())[0] if ranks else manifest.rows(),
-            patience=self.patience,
+            wait_policy=self.wait_policy,
             **common,
         )
 

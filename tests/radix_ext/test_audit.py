@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from radix_ext.audit import OWN_TERMS, TOLD_TERMS, Audit, AuditState, Change, Terms, Whose
+from radix_ext.audit import OWN_TERMS, TOLD_TERMS, Audit, AuditDecision, AuditState, Change, Whose
 from radix_ext.fusion_request import FusionRequest
 
 QUERY = FusionRequest("query", 0.15)
@@ -29,7 +29,7 @@ def sample(
     audit: Audit, *, is_below: bool, fusion: FusionRequest = QUERY, tenant: str = "me"
 ) -> Change | None:
     """One audited request, from its plan to the comparison of its answer."""
-    terms = audit.terms(fusion, tenant)
+    terms = audit.decide(fusion, tenant)
     assert terms.is_sampled
     begun = audit.begin(terms)
     assert begun is None
@@ -41,7 +41,7 @@ def bring_to(
 ) -> None:
     """By answers below the target, and by waiting for the end of a pause."""
     for _ in range(100):
-        terms = audit.terms(fusion, tenant)
+        terms = audit.decide(fusion, tenant)
         if terms.state is state:
             return
         audit.begin(terms)
@@ -89,7 +89,7 @@ def test_share_is_sampled(share: float, fusion: FusionRequest) -> None:
     def drawn(seed: str, num_requests: int) -> list[bool]:
         audit, found = make_audit(share=share, seed=seed), []
         for _ in range(num_requests):
-            terms = audit.terms(fusion, "me")
+            terms = audit.decide(fusion, "me")
             assert terms.is_moved
             audit.begin(terms)
             found.append(terms.is_sampled)
@@ -106,10 +106,10 @@ def test_terms_hold_until_a_request_begins() -> None:
     audit = make_audit(share=0.5)
     for fusion in (QUERY, FusionRequest("first", 0.3)):
         for _ in range(50):
-            terms = audit.terms(fusion, "me")
-            assert audit.terms(fusion, "me") == terms
+            terms = audit.decide(fusion, "me")
+            assert audit.decide(fusion, "me") == terms
             audit.begin(terms)
-    audit.terms(FusionRequest("first", 0.4), "me")
+    audit.decide(FusionRequest("first", 0.4), "me")
     assert len(audit.stats()["own"]) == 1
 
 
@@ -141,10 +141,10 @@ def test_pause_ends_after_its_requests() -> None:
     audit = make_audit(pause=5)
     bring_to(audit, PAUSED)
     for _ in range(4):
-        terms = audit.terms(QUERY, "me")
+        terms = audit.decide(QUERY, "me")
         assert (terms.is_moved, terms.is_sampled) == (False, False)
         assert audit.begin(terms) is None
-    change = audit.begin(audit.terms(QUERY, "me"))
+    change = audit.begin(audit.decide(QUERY, "me"))
     assert change == Change(SERVERS, PAUSED, PROBATION, 0, 0)
 
 
@@ -153,7 +153,7 @@ def test_probation_moves_a_tenth_and_audits_it() -> None:
     audit._enter(SERVERS, audit._standing, PROBATION)
     seen = []
     for _ in range(5000):
-        seen.append(audit.terms(QUERY, "me"))
+        seen.append(audit.decide(QUERY, "me"))
         audit.begin(seen[-1])
     assert all(terms.is_moved == terms.is_sampled for terms in seen)
     assert 400 <= sum(terms.is_moved for terms in seen) <= 600
@@ -161,7 +161,7 @@ def test_probation_moves_a_tenth_and_audits_it() -> None:
 
 def test_answer_of_an_earlier_period_is_not_counted() -> None:
     audit = make_audit()
-    late = audit.terms(QUERY, "me")
+    late = audit.decide(QUERY, "me")
     bring_to(audit, PROBATION)
     for _ in range(20):
         assert audit.observe(late, 0.0) is None
@@ -187,29 +187,29 @@ def test_answer_of_an_earlier_period_is_not_counted() -> None:
 )
 def test_whose_answers_count_together(fields: dict[str, Any], whose: Whose) -> None:
     """Another selector, ratio or option is no sign of what others get."""
-    assert make_audit().terms(replace(QUERY, **fields), "me").whose == whose
+    assert make_audit().decide(replace(QUERY, **fields), "me").whose == whose
 
 
 def test_ratio_that_nobody_reads_is_no_term() -> None:
     none = FusionRequest("none", 0.15)
     audit = Audit(share=1.0, target=0.9, pause=5, seed="s", server=none, max_tenants=1)
-    assert audit.terms(replace(none, ratio=0.4), "me").whose == Whose(None, "none", None)
+    assert audit.decide(replace(none, ratio=0.4), "me").whose == Whose(None, "none", None)
 
 
 def served(
     *, others: FusionRequest | None, mine: FusionRequest, my_rate: float, others_rate: float
-) -> list[Terms]:
+) -> list[AuditDecision]:
     """What 4,000 requests on terms of `mine` get whose moved answers fail by `my_rate`,
     every second request being another's."""
     audit, found = make_audit(share=0.2, pause=50), []
     mine_drawn, others_drawn = random.Random(1), random.Random(2)
     for _ in range(4000):
         if others is not None:
-            terms = audit.terms(others, "other")
+            terms = audit.decide(others, "other")
             audit.begin(terms)
             if terms.is_sampled:
                 audit.observe(terms, 0.0 if others_drawn.random() < others_rate else 1.0)
-        found.append(audit.terms(mine, "me"))
+        found.append(audit.decide(mine, "me"))
         audit.begin(found[-1])
         if found[-1].is_sampled:
             audit.observe(found[-1], 0.0 if mine_drawn.random() < my_rate else 1.0)
@@ -224,10 +224,10 @@ def test_half_of_the_traffic_at_another_ratio_changes_nothing(
 ) -> None:
     """Bad answers at ratio 0 pause nobody else, good ones at ratio 1 hide nothing."""
     alone = served(others=None, mine=QUERY, my_rate=my_rate, others_rate=others_rate)
-    beside = served(
+    overlapped = served(
         others=replace(others, ratio=ratio), mine=QUERY, my_rate=my_rate, others_rate=others_rate
     )
-    assert beside == alone
+    assert overlapped == alone
     assert any(terms.state is PAUSED for terms in alone) == (my_rate == 0.7)
 
 
@@ -235,7 +235,7 @@ def test_tenants_own_terms_are_paused_apart_and_return() -> None:
     audit, fusion = make_audit(), FusionRequest("first", 0.15)
     bring_to(audit, PAUSED, fusion, "me")
     others = ((fusion, "you"), (replace(fusion, ratio=0.3), "me"), (QUERY, "me"))
-    assert [audit.terms(*each).state for each in others] == [ASKED] * 3
+    assert [audit.decide(*each).state for each in others] == [ASKED] * 3
     assert audit.state is ASKED
     assert audit.own_states == {ASKED: 0, PAUSED: 1, PROBATION: 0}
     bring_to(audit, PROBATION, fusion)
@@ -248,17 +248,17 @@ def test_tenants_own_terms_are_paused_apart_and_return() -> None:
 
 
 def ask(audit: Audit, ratio: float, tenant: str) -> None:
-    audit.begin(audit.terms(FusionRequest("first", ratio), tenant))
+    audit.begin(audit.decide(FusionRequest("first", ratio), tenant))
 
 
 def test_inventing_ratios_costs_the_inventor() -> None:
     """Only a tenant's own least recently used terms go; a late answer on them changes nothing."""
     audit, fusion = make_audit(), FusionRequest("first", 0.15)
     bring_to(audit, PAUSED, fusion, "me")
-    forgotten = audit.terms(FusionRequest("first", 0.0), "you")
+    forgotten = audit.decide(FusionRequest("first", 0.0), "you")
     for number in range(10 * OWN_TERMS):
         ask(audit, number / (10 * OWN_TERMS), "you")
-    assert audit.terms(fusion, "me").state is PAUSED
+    assert audit.decide(fusion, "me").state is PAUSED
     assert audit.own_states == {ASKED: OWN_TERMS, PAUSED: 1, PROBATION: 0}
     for _ in range(10):
         assert audit.observe(forgotten, 0.0) is None
@@ -273,7 +273,7 @@ def test_tenants_are_bounded() -> None:
     ask(audit, 0.15, "me")
     for tenant in ("a", "b"):
         ask(audit, 0.15, tenant)
-    assert [audit.terms(fusion, tenant).state for tenant in ("me", "you")] == [PAUSED, ASKED]
+    assert [audit.decide(fusion, tenant).state for tenant in ("me", "you")] == [PAUSED, ASKED]
     assert audit.own_states == {ASKED: 2, PAUSED: 1, PROBATION: 0}
 
 

@@ -7,8 +7,8 @@ from functools import cmp_to_key
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix_ext.costs import TRIED_EVERY
-from radix_ext.loading import Patience, worth_loading
+from radix_ext.costs import EXPLORATION_PERIOD
+from radix_ext.loading import WaitPolicy, worth_loading
 from radix_ext.variants import Variant
 from tests.reference.sources import ids
 
@@ -64,25 +64,30 @@ def test_order_is_that_of_comparing_every_two(
 
 def test_wait_is_a_share_of_computing() -> None:
     """Only where the load is estimated to be there by then. What was never tried is tried."""
-    patience = Patience(0.1)
-    assert [patience.seconds(load, 2.0) for load in (None, 0.0, 0.2, 0.21)] == [0.2, 0.2, 0.2, 0.0]
-    assert patience.seconds(None, 0.0) == Patience(0.0).seconds(None, 2.0) == 0.0
-    assert patience.num_waits == 3
+    wait_policy = WaitPolicy(0.1)
+    assert [wait_policy.seconds(load, 2.0) for load in (None, 0.0, 0.2, 0.21)] == [
+        0.2,
+        0.2,
+        0.2,
+        0.0,
+    ]
+    assert wait_policy.seconds(None, 0.0) == WaitPolicy(0.0).seconds(None, 2.0) == 0.0
+    assert wait_policy.num_waits == 3
 
 
 def test_after_a_wait_in_vain_few_wait() -> None:
     """Until one of those has its loads in time."""
-    patience = Patience(0.1)
+    wait_policy = WaitPolicy(0.1)
 
     def num_waits(num_requests: int) -> int:
-        return sum(patience.seconds(0.01, 1.0) > 0 for _ in range(num_requests))
+        return sum(wait_policy.seconds(0.01, 1.0) > 0 for _ in range(num_requests))
 
     assert num_waits(3) == 3
-    patience.ended(in_vain=True)
-    assert num_waits(TRIED_EVERY - 1) == 0
+    wait_policy.ended(in_vain=True)
+    assert num_waits(EXPLORATION_PERIOD - 1) == 0
     assert num_waits(1) == 1
-    patience.ended(in_vain=True)
-    assert num_waits(TRIED_EVERY) == 1
-    patience.ended(in_vain=False)
+    wait_policy.ended(in_vain=True)
+    assert num_waits(EXPLORATION_PERIOD) == 1
+    wait_policy.ended(in_vain=False)
     assert num_waits(3) == 3
-    assert patience.num_in_vain == 2
+    assert wait_policy.num_in_vain == 2

@@ -33,7 +33,7 @@ from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts, state
-from sglang_chunkcache.scheduler.pricing import Pricing, Watch
+from sglang_chunkcache.scheduler.pricing import Pricing, Timer
 from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.report import Fallback
@@ -137,7 +137,7 @@ class FakePass:
                 move.fallbacks.append(Fallback.PASS_FAILED)
             self.fails = False
             return
-        watch = Watch(None, Work(1), [cast(Any, SimpleNamespace(seconds=FILLING_S))])
+        watch = Timer(None, Work(1), [cast(Any, SimpleNamespace(seconds=FILLING_S))])
         for move, uncached in zip(moves, gaps, strict=True):
             moved = positions(move.moved)
             ratio = 0.0 if move.fusion.selector == "none" else move.fusion.ratio

@@ -80,7 +80,7 @@ class MemoryHost:
         assert not self._under_way, "the load before it has not ended"
         self.num_ahead = num_ahead
         self._under_way = list(zip(slots.tolist(), device_slots.tolist(), strict=True))
-        with clock.watch(Phase.LOAD, Work(1, len(slots))):
+        with clock.timed(Phase.LOAD, Work(1, len(slots))):
             self._copy()
 
     def finish(self) -> bool:
@@ -102,18 +102,18 @@ class FixedCosts:
         self.agreed: Costs = costs
         self.watched: list[tuple[Phase | None, Work]] = []
 
-    def watch(self, phase: Phase | None, work: Work) -> Any:
+    def timed(self, phase: Phase | None, work: Work) -> Any:
         self.watched.append((phase, work))
         return nullcontext(SimpleNamespace(seconds=1.0))
 
-    def beside(self, watch: Any) -> Any:
+    def overlapped(self, watch: Any) -> Any:
         return SimpleNamespace(mark=lambda: None)
 
     def stall(self, load: Any) -> Any:
         return nullcontext()
 
-    def watch_extend(self, batch: Any) -> Any:
-        return self.watch(Phase.EXTEND, Work())
+    def time_extend(self, batch: Any) -> Any:
+        return self.timed(Phase.EXTEND, Work())
 
     def refresh(self) -> None:
         """Nothing to learn."""

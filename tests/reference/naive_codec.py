@@ -52,9 +52,9 @@ def _pack(levels: list[int], bits: int) -> list[int]:
             continue
         below -= width
         per_byte = 8 // width
-        stretch = len(levels) // per_byte
-        for i in range(stretch):
-            parts = [levels[i + n * stretch] >> below & (2**width - 1) for n in range(per_byte)]
+        interval = len(levels) // per_byte
+        for i in range(interval):
+            parts = [levels[i + n * interval] >> below & (2**width - 1) for n in range(per_byte)]
             packed.append(sum(part << n * width for n, part in enumerate(parts)))
     return packed
 
@@ -68,10 +68,10 @@ def _unpack(packed: list[int], bits: int) -> list[int]:
         if not bits & width:
             continue
         per_byte = 8 // width
-        stretch = dim // per_byte
-        for i in range(stretch):
+        interval = dim // per_byte
+        for i in range(interval):
             for n in range(per_byte):
-                at = i + n * stretch
+                at = i + n * interval
                 levels[at] = levels[at] << width | packed[start + i] >> n * width & (2**width - 1)
-        start += stretch
+        start += interval
     return levels

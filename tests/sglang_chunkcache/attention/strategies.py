@@ -116,14 +116,14 @@ def _positions(
 ) -> NDArray[np.int64]:
     """Ascending positions in [first, end)."""
     count = end - first
-    stretch = np.cumsum(generator.random(count) < 0.1)
+    interval = np.cumsum(generator.random(count) < 0.1)
     chosen = {
         "empty": np.arange(0),
         "one": generator.integers(count, size=1),
         "first": np.arange(1),
         "last": np.arange(count - 1, count),
         "all": np.arange(count),
-        "clustered": np.flatnonzero((generator.random(count + 1) < 0.5)[stretch]),
+        "clustered": np.flatnonzero((generator.random(count + 1) < 0.5)[interval]),
         "scattered": np.flatnonzero(generator.random(count) < generator.uniform(0.05, 0.6)),
     }
     return first + chosen[kind]

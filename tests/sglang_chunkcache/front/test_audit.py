@@ -69,7 +69,7 @@ class Bed:
     def __init__(self, *, share: float = 1.0, **knobs: Any) -> None:
         self.bench = Bench(reuse="fused", selector="query", audit_share=share, **knobs)
         self.ranks, self.now = Ranks(), 0.0
-        self.auditor = Auditor(self.bench.books, self.ranks, clock=lambda: self.now)
+        self.auditor = Auditor(self.bench.bookkeeper, self.ranks, clock=lambda: self.now)
 
     def ask(self, *, fusion: FusionRequest = FUSION) -> Asked:
         return self.bench.ask("q", A, B, fusion=fusion)
@@ -111,7 +111,7 @@ class Bed:
 
     @property
     def skips(self) -> dict[str, int]:
-        return self.bench.books.metrics.totals()["audit_skips"]
+        return self.bench.bookkeeper.metrics.totals()["audit_skips"]
 
     @property
     def figures(self) -> list[dict[str, Any]]:
@@ -334,7 +334,7 @@ def test_check_is_dropped_after_a_minute_or_a_flush() -> None:
     waiting(bed, 2)
     bed.now = 30.0
     waiting(bed, 1)
-    mirror = bed.bench.books.mirrors[0]
+    mirror = bed.bench.bookkeeper.mirrors[0]
     mirror.restart(mirror.acknowledgement.epoch + 1)
     waiting(bed, 1)
     bed.now = 60.5
@@ -409,7 +409,7 @@ def test_broken_terms_of_the_server_are_paused_loudly(caplog: pytest.LogCaptureF
     (pause,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     wanted = "selector query at ratio 0.15 (the server's terms) is paused (was asked): of 5 audited"
     assert wanted in pause.getMessage()
-    assert bed.bench.books.metrics.totals()["fallbacks"] == {"audit_paused": 1, "evicted": 1}
+    assert bed.bench.bookkeeper.metrics.totals()["fallbacks"] == {"audit_paused": 1, "evicted": 1}
     (figures,) = bed.figures
     assert [figures[name] for name in ("ratio", "samples", "below_target")] == [0.15, 5, 5]
 
@@ -435,8 +435,8 @@ def test_explained_plan_takes_nothing() -> None:
     bed.serve_badly()
     for _ in range(10):
         assert bed.bench.plan("q", A, B, fusion=FUSION).fallbacks == (Fallback.AUDIT_PAUSED,)
-    assert bed.bench.books.audit is not None
-    assert bed.bench.books.audit.state is AuditState.PAUSED
+    assert bed.bench.bookkeeper.audit is not None
+    assert bed.bench.bookkeeper.audit.state is AuditState.PAUSED
     assert bed.serve(fusion=FusionRequest("first", 0.15)).planned.fusion is not None
 
 
@@ -459,9 +459,9 @@ def test_terms_of_requests_as_clients_write_them(named: Any) -> None:
 def test_switched_off(knobs: dict[str, Any]) -> None:
     """No share, or nothing that moves: no terms, no state."""
     bench = Bench(**knobs)
-    assert bench.books.audit is None
+    assert bench.bookkeeper.audit is None
     fusion = FUSION if knobs["reuse"] == "fused" else None
     assert bench.plan("q", A, fusion=fusion).terms is None
-    stats = Auditor(bench.books, Ranks()).stats()
+    stats = Auditor(bench.bookkeeper, Ranks()).stats()
     assert (stats["share"], stats["target"], stats["waiting"]) == (0.0, None, 0)
     assert (stats["terms"], stats["figures"]) == ({}, [])

@@ -88,7 +88,7 @@ def test_repeated_answer_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         bench.observe(request, output)
         assert ANSWER_KEY not in output["meta_info"]
     assert reads == entry[:1]
-    assert len(bench.books.tree) == 1
+    assert len(bench.bookkeeper.tree) == 1
 
 
 def test_answer_that_cannot_be_read_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -98,7 +98,7 @@ def test_answer_that_cannot_be_read_is_logged_and_counted(caplog: pytest.LogCapt
         bench.observe(request, make_output([65], 5, "stop", 0, ["[999, {}]"]))
     assert "the answer of rank 0 cannot be read" in caplog.text
     assert (request.answer()["fates"]["exact"], request.fallbacks) == (5, [Fallback.PLAIN_TEXT])
-    assert bench.books.mirrors[0].acknowledgement.seq == 0
+    assert bench.bookkeeper.mirrors[0].acknowledgement.seq == 0
 
 
 @pytest.mark.parametrize(
@@ -109,14 +109,14 @@ def test_any_way_out_gives_plan_and_load_back(error: type[BaseException]) -> Non
     bench = Bench()
 
     def fail() -> None:
-        with bench.books.begin(Asked(bench.plan("q", A))):
+        with bench.bookkeeper.begin(Asked(bench.plan("q", A))):
             assert not bench.is_idle()
             raise error
 
     with pytest.raises(error):
         fail()
     assert bench.is_idle()
-    assert bench.books.metrics.totals()["requests"] == {"aborted": 1}
+    assert bench.bookkeeper.metrics.totals()["requests"] == {"aborted": 1}
 
 
 def test_refused_request_leaves_nothing() -> None:
@@ -124,7 +124,7 @@ def test_refused_request_leaves_nothing() -> None:
     with pytest.raises(RequestError):
         bench.ask("q", A, Passage("big", "x" * 300))
     assert bench.is_idle()
-    assert (len(bench.books.tree), bench.books.tables.num_entries) == (0, 0)
+    assert (len(bench.bookkeeper.tree), bench.bookkeeper.tables.num_entries) == (0, 0)
 
 
 def test_answer_is_booked_where_it_was_served() -> None:
@@ -134,7 +134,7 @@ def test_answer_is_booked_where_it_was_served() -> None:
     bench.reply(request, by=other)
     assert request.answer()["dp_rank"] == other
     assert bench.is_idle()
-    assert [bench.books.tree.digest(rank)[0] for rank in (other, request.rank)] == [2, 0]
+    assert [bench.bookkeeper.tree.digest(rank)[0] for rank in (other, request.rank)] == [2, 0]
 
 
 @pytest.mark.parametrize(("reason", "content"), [("abort", ""), ("stop", None)])
@@ -277,11 +277,11 @@ def test_report_becomes_the_answer() -> None:
         "estimated_ms": report.estimated_ms,
         "sampled": False,
     }
-    totals = bench.books.metrics.totals()
+    totals = bench.bookkeeper.metrics.totals()
     assert (totals["prompt_tokens"], totals["sources"]) == (fates, {"host": 1, "gap": 1})
     assert totals["fallbacks"] == {"no_room": 1}
     seconds = {"lookup": 0.001, "relocate": 0.002, "select": 0.0005, "recompute": 0.004}
-    assert bench.books.stats()["reuse_seconds"] == seconds
+    assert bench.bookkeeper.stats()["reuse_seconds"] == seconds
 
 
 AUTO = {"selector": "critical", "ratio": "auto", "quality": 0.9}
@@ -309,7 +309,7 @@ def test_missing_report_is_said() -> None:
     answer = bench.reply(request, cached=request.spans[0].end).answer()
     assert (answer["fates"], answer["chunks_hit"]) == (None, None)
     assert answer["fallbacks"] == ["no_report"]
-    assert bench.books.metrics.totals()["prompt_tokens"] == {}
+    assert bench.bookkeeper.metrics.totals()["prompt_tokens"] == {}
     assert bench.is_idle()
 
 
@@ -326,7 +326,7 @@ def test_parallel_answers_tell_no_fates() -> None:
     answer = bench.reply(request, report=make_report(request)).answer()
     assert (answer["fates"], answer["chunks_hit"]) == (None, None)
     assert answer["fallbacks"] == ["parallel_sampling"]
-    assert bench.books.metrics.totals()["sources"] == {}
+    assert bench.bookkeeper.metrics.totals()["sources"] == {}
 
 
 # Plans that are not begun
@@ -337,11 +337,11 @@ def test_plan_alone_leaves_nothing(routing: str) -> None:
     """It is what the request would get, and the next request sees no trace of it."""
     bench = Bench(num_ranks=2, routing=routing, **FUSED)
     bench.reply(bench.ask("one", A, B))
-    before = bench.books.stats()
+    before = bench.bookkeeper.stats()
     options: dict[str, Any] = {"fusion": fused(bench), "to": "c"}
     plans = [bench.plan("two", C, B, A, **options) for _ in range(2)]
-    told_alone = bench.books.told(plans[0])
-    assert bench.books.stats() == before
+    told_alone = bench.bookkeeper.spans_of(plans[0])
+    assert bench.bookkeeper.stats() == before
     assert bench.is_idle()
     real = bench.ask("two", C, B, A, **options)
     for plan in plans:
@@ -402,8 +402,8 @@ def test_preprocessing_counts_as_no_access() -> None:
     request = preprocess(bench, B, A)
     report = make_report(request, exact=request.spans[0].end, relocated=0, recomputed=0)
     bench.reply(request, report=report)
-    assert bench.books.tables.num_entries == 0
-    totals = bench.books.metrics.totals()
+    assert bench.bookkeeper.tables.num_entries == 0
+    totals = bench.bookkeeper.metrics.totals()
     assert totals["chunks"] == {}
     assert sum(totals["prompt_tokens"].values()) == len(request.input_ids)
     assert bench.is_idle()

@@ -35,7 +35,7 @@ from tests.kit.front_bench import A, Asked, Bench, make_output
 def make_chat(bench: Bench, respond: Any) -> RagServingChat:
     """Serving whose `handle_request` is `respond(raw_request)`; nothing of SGLang is started."""
     chat = RagServingChat.__new__(RagServingChat)
-    chat._books = bench.books
+    chat._bookkeeper = bench.bookkeeper
 
     async def handle_request(request: Any, raw_request: Any) -> Any:
         return respond(raw_request)
@@ -61,8 +61,8 @@ def test_request_that_never_reaches_the_engine_is_counted(status: int, outcome: 
     request, raw_request = SimpleNamespace(input_ids=None), SimpleNamespace(state=SimpleNamespace())
     response = asyncio.run(chat.serve(request, bench.plan("q", A), raw_request))  # type: ignore[arg-type]
     assert response.status_code == status
-    assert bench.books.metrics.totals()["requests"] == {outcome: 1}
-    assert bench.books.tables.num_entries == 0
+    assert bench.bookkeeper.metrics.totals()["requests"] == {outcome: 1}
+    assert bench.bookkeeper.tables.num_entries == 0
     assert bench.is_idle()
 
 
@@ -111,7 +111,7 @@ def test_stream_left_early_is_released(num_events: int, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(OpenAIServingChat, "_generate_chat_stream", stream)
     chat: Any = make_chat(bench, None)
-    chat.tokenizer_manager = Engine(Manager(), bench.books)
+    chat.tokenizer_manager = Engine(Manager(), bench.bookkeeper)
     obj = SimpleNamespace(stream=True, sampling_params={})
 
     async def leave() -> None:

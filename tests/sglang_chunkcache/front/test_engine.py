@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from radix_ext import ChunkId, FusionRequest
-from radix_ext.audit import AuditState, Terms, Whose
+from radix_ext.audit import AuditDecision, AuditState, Whose
 from sglang_chunkcache.front.audit import Check
 from sglang_chunkcache.front.engine import Engine, hand_over, handed_over
 from sglang_chunkcache.scheduler.event_log import EventLog
@@ -67,7 +67,7 @@ def output(*ids: int, reason: str | None = None, index: int = 0) -> dict[str, An
 
 
 def run(manager: Manager, bench: Bench, request: Any, *, stream: bool = True) -> list[Any]:
-    outputs = Engine(manager, bench.books).generate_request(make_obj(stream=stream), request)
+    outputs = Engine(manager, bench.bookkeeper).generate_request(make_obj(stream=stream), request)
 
     async def collect() -> list[Any]:
         return [one async for one in outputs]
@@ -79,13 +79,13 @@ def test_outputs_pass_and_are_observed() -> None:
     """Single outputs, which in a stream say which answer they are of, and lists of all n,
     which do not."""
     bench = Bench()
-    assert Engine(Manager(), bench.books).name == "manager"
+    assert Engine(Manager(), bench.bookkeeper).name == "manager"
     rag = Asked(bench.plan("q", A))
     whole = [{key: value for key, value in output(i).items() if key != "index"} for i in (66, 67)]
     sent = [output(65, index=1), whole, output(68, reason="stop")]
     assert run(Manager(*sent), bench, make_request(rag)) == sent
     assert (rag.output_ids, rag.finish_reason) == ([66, 68], "stop")
-    assert bench.books.metrics.totals()["requests"] == {"finished": 1}
+    assert bench.bookkeeper.metrics.totals()["requests"] == {"finished": 1}
     assert bench.is_idle()
 
 
@@ -93,7 +93,7 @@ def test_whole_answer_is_released_before_it_is_handed_out() -> None:
     """SGLang takes the first output and drops the generator."""
     bench = Bench()
     request = make_request(Asked(bench.plan("q", A)))
-    engine = Engine(Manager(output(65)), bench.books)
+    engine = Engine(Manager(output(65)), bench.bookkeeper)
 
     async def first() -> None:
         await anext(engine.generate_request(make_obj(stream=False), request))
@@ -137,7 +137,7 @@ class Ranks:
 
 def test_what_is_asked_while_ranks_answer_is_asked_together() -> None:
     bench, ranks = Bench(num_ranks=2), Ranks()
-    engine = Engine(ranks, bench.books)
+    engine = Engine(ranks, bench.bookkeeper)
     plans = [replace(bench.plan("q" * number, A), rank=number % 2) for number in range(1, 6)]
 
     async def ask() -> list[Any]:
@@ -161,7 +161,7 @@ def test_what_is_asked_while_ranks_answer_is_asked_together() -> None:
 
 def test_ranks_that_fail_fail_all_who_have_asked() -> None:
     bench, ranks = Bench(), Ranks()
-    engine, ranks.error = Engine(ranks, bench.books), RuntimeError("lost")
+    engine, ranks.error = Engine(ranks, bench.bookkeeper), RuntimeError("lost")
     ranks.gate.set()
     plan = bench.plan("q", A)
 
@@ -181,7 +181,7 @@ def test_requests_of_others_pass_unobserved() -> None:
     for request in (None, make_request()):
         assert handed_over(request) is None
         assert run(Manager(1), bench, request) == [1]
-    assert bench.books.metrics.totals()["requests"] == {}
+    assert bench.bookkeeper.metrics.totals()["requests"] == {}
 
 
 def test_stream_that_is_never_read_on_is_released() -> None:
@@ -189,7 +189,7 @@ def test_stream_that_is_never_read_on_is_released() -> None:
     body, so closing the engine's stream must be enough."""
     bench = Bench()
     request = make_request(Asked(bench.plan("q", A)))
-    engine = Engine(Manager(output(65), output(66)), bench.books)
+    engine = Engine(Manager(output(65), output(66)), bench.bookkeeper)
 
     async def abandon() -> None:
         outputs: Any = engine.generate_request(make_obj(), request)
@@ -199,7 +199,7 @@ def test_stream_that_is_never_read_on_is_released() -> None:
         assert bench.is_idle()
 
     asyncio.run(abandon())
-    assert bench.books.metrics.totals()["requests"] == {"aborted": 1}
+    assert bench.bookkeeper.metrics.totals()["requests"] == {"aborted": 1}
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_failed_request_is_counted_and_released(
     request = make_request(Asked(bench.plan("q", A)), is_gone=is_gone)
     with pytest.raises(type(error)):
         run(Manager(*outputs, error=error), bench, request, stream=stream)
-    assert bench.books.metrics.totals()["requests"] == {outcome: 1}
+    assert bench.bookkeeper.metrics.totals()["requests"] == {outcome: 1}
     assert bench.is_idle()
 
 
@@ -295,8 +295,8 @@ async def asked_and_read_on(engine: Engine, rag: Asked) -> None:
 def test_what_answers_do_not_bring_is_asked_for(num_events: int) -> None:
     bench = Bench()
     manager = TellingManager(bench, num_events=num_events)
-    asyncio.run(asked_and_read_on(Engine(manager, bench.books), Asked(bench.plan("q", A))))
-    assert bench.books.tree.digest(0) == (num_events, manager.log.digest)
+    asyncio.run(asked_and_read_on(Engine(manager, bench.bookkeeper), Asked(bench.plan("q", A))))
+    assert bench.bookkeeper.tree.digest(0) == (num_events, manager.log.digest)
     assert manager.num_asked == (num_events - 1) // 10  # the answer had ten
 
 
@@ -306,7 +306,7 @@ def test_a_rank_that_tells_nothing_is_not_asked_for_ever(caplog: pytest.LogCaptu
     manager = TellingManager(bench, num_events=35)
     manager.is_deaf = True
     rag = Asked(bench.plan("q", A))
-    asyncio.run(asked_and_read_on(Engine(manager, bench.books), rag))
+    asyncio.run(asked_and_read_on(Engine(manager, bench.bookkeeper), rag))
     assert rag.output_ids == [65, 66]
     assert manager.num_asked == 1
     assert ["does not keep up" in record.message for record in caplog.records] == [True]
@@ -322,7 +322,7 @@ def audited_obj(*, stream: bool) -> Any:
 def moved(rag: Asked, bench: Bench) -> Any:
     """The output of a request whose rank has moved 5 tokens."""
     report = Report(2, 5, 1, 0, 0, (), None, (), {})
-    with bench.books.begin(Asked(rag.planned)) as begun:
+    with bench.bookkeeper.begin(Asked(rag.planned)) as begun:
         entry = bench.ranks[0].serve(begun.custom_params, begun.planned.input_ids, report)
     return make_output([65, 66], 0, "stop", 0, entry)
 
@@ -334,7 +334,7 @@ def test_drawn_request_is_audited_and_the_client_sees_no_logprobs(stream: bool) 
     bench = Bench(reuse="fused", audit_share=1.0)
     rag = Asked(bench.plan("q", A, fusion=FusionRequest("first", 0.15)))
     manager = AuditedManager(moved(rag, bench), waiting=1)
-    engine, obj = Engine(manager, bench.books), audited_obj(stream=stream)
+    engine, obj = Engine(manager, bench.bookkeeper), audited_obj(stream=stream)
 
     async def ask() -> Any:
         outputs: Any = engine.generate_request(obj, make_request(rag))
@@ -361,7 +361,7 @@ def test_room_for_a_check(
 ) -> None:
     """The load report first, which costs nothing."""
     manager = AuditedManager(waiting=waiting, told=told, free=free)
-    engine = Engine(manager, Bench().books)
+    engine = Engine(manager, Bench().bookkeeper)
     assert asyncio.run(engine.has_room(0, 100)) is has_room
     assert manager.num_asked == num_asked
     manager.gracefully_exit = True
@@ -373,11 +373,11 @@ def test_check_is_an_exact_prefill_of_prompt_and_answer() -> None:
     in the tenant's namespace."""
     bench, manager = Bench(), AuditedManager(output(65))
     planned = bench.plan("q", A)
-    terms = Terms(Whose(None, "query", 0.15), AuditState.ASKED, 0, True, True)
+    terms = AuditDecision(Whose(None, "query", 0.15), AuditState.ASKED, 0, True, True)
     ids, head = [*planned.input_ids, 70, 71], (planned.spans, planned.namespace)
     rows: list[Any] = [[(-0.1, 70)], [(-0.1, 71)]]
     check = Check(ids, *head, rows, 1.0, terms, "query", 0.15, "t", "x", "salt", 0, 0, 0.0)
-    asyncio.run(Engine(manager, bench.books).prefill(check, top=20))
+    asyncio.run(Engine(manager, bench.bookkeeper).prefill(check, top=20))
     (obj,) = manager.asked
     assert (obj.input_ids, obj.logprob_start_len) == (ids, len(planned.input_ids) - 1)
     assert (obj.extra_key, obj.cache_salt, obj.routed_dp_rank) == ("x", "salt", None)

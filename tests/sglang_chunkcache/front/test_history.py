@@ -67,7 +67,7 @@ DIFFER: dict[str, Change] = {
     "an edited answer": lambda talk: talk.messages[2].update(content="edited"),
 }
 LOST: dict[str, Change] = {
-    "forgotten": lambda talk: talk.bench.books.forget(),
+    "forgotten": lambda talk: talk.bench.bookkeeper.forget(),
     "idle": lambda talk: setattr(talk.bench, "now", 10_000),
 }
 
@@ -109,7 +109,7 @@ def test_lost_turn_is_told(change: Change) -> None:
     assert shown_in(request) == []
     shown = request.answer()
     assert (shown["turns_unknown"], shown["turns_reused"]) == (1, 0)
-    assert talk.bench.books.metrics.totals()["fallbacks"]["unknown_history"] == 1
+    assert talk.bench.bookkeeper.metrics.totals()["fallbacks"]["unknown_history"] == 1
 
 
 @pytest.mark.parametrize("name", [*AGREE, *DIFFER, *LOST])
@@ -239,7 +239,7 @@ def test_two_questions_of_one_turn_have_their_own_chunks() -> None:
     changed = Talk(bench, with_chunks(user("one"), D), user("two"), assistant("ok")).ask("three")
     assert (changed.num_turns, told(changed)) == (0, [CHANGED])
     assert "d" in shown_in(changed)
-    bench.books.forget()
+    bench.bookkeeper.forget()
     assert said.ask("three").input_ids == later.input_ids
 
 
@@ -260,7 +260,7 @@ def test_chunks_leave_with_their_turns(is_cold: bool) -> None:
     """What stays keeps its chunks, what has left may be shown again."""
     said = long_talk(40)
     if is_cold:
-        said.bench.books.forget()
+        said.bench.bookkeeper.forget()
     request = said.ask("again?", Passage("n0", "<0>" * 30), A)
     text = text_of(request)
     stayed = [i for i in range(40) if f"and {i}?" in text]
@@ -340,7 +340,7 @@ def test_cold_replica_shares_what_is_cached(mode: Mode) -> None:
     turns: Sequence[Sequence[Passage]] = ([A, B], [C], [D], [])
     for i, chunks in enumerate(turns):
         if i == 1:
-            said.bench.books.forget()
+            said.bench.bookkeeper.forget()
         requests.append(thought(said, f"question {i}", mode, *chunks))
         said.messages[-2] = with_chunks(said.messages[-2], *chunks)
     opened = said.bench.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
@@ -372,7 +372,7 @@ def test_messages_that_nobody_has_answered_stay_at_overflow(
     said.messages += between
     said.turn("then", answer="so")
     if is_cold:
-        said.bench.books.forget()
+        said.bench.bookkeeper.forget()
     request = said.ask("final" * 10, max_new_tokens=10)
     text = text_of(request)
     assert request.num_turns + request.num_rendered == 1

@@ -37,13 +37,13 @@ def make_popular(bench: Bench) -> None:
 
 def keep_busy(bench: Bench, rank: int, num_tokens: int = 1) -> None:
     """By others."""
-    bench.books.router.begin(rank, num_tokens)
+    bench.bookkeeper.router.begin(rank, num_tokens)
 
 
 def flush(bench: Bench, rank: int) -> None:
     bench.ranks[rank].log.restart()
     bench.ranks[rank].held.clear()
-    read(bench.ranks[rank].log, bench.books.mirrors[rank])
+    read(bench.ranks[rank].log, bench.bookkeeper.mirrors[rank])
 
 
 def converse(talk: Talk, num_turns: int, *first: Passage) -> list[Asked]:
@@ -61,7 +61,7 @@ def test_no_later_turn_goes_to_a_rank_without_the_history(first: Any, is_popular
         make_popular(bench)
     turns = converse(Talk(bench), 10, *first)
     assert len({turn.rank for turn in turns}) == 1
-    assert "other_rank" not in bench.books.stats()["fallbacks"]
+    assert "other_rank" not in bench.bookkeeper.stats()["fallbacks"]
 
 
 def stopped(bench: Bench, messages: list[Any], *passages: Passage) -> Asked:
@@ -110,10 +110,10 @@ def test_a_turn_leaves_a_rank_that_is_over_the_bound_and_says_so() -> None:
     assert away.rank != home
     assert is_away(away)
     assert away.planned.fallbacks == ("other_rank",)  # explained alike
-    talk.bench.books.router.end(home, 100_000)
+    talk.bench.bookkeeper.router.end(home, 100_000)
     back = talk.turn("?")
     assert (back.rank, is_away(back)) == (away.rank, False)
-    assert talk.bench.books.stats()["fallbacks"]["other_rank"] == 1
+    assert talk.bench.bookkeeper.stats()["fallbacks"]["other_rank"] == 1
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
@@ -126,7 +126,7 @@ def test_answer_that_left_nothing_names_no_home(is_plain: bool) -> None:
     if not is_plain:
         flush(bench, asked.rank)
     bench.end(asked)
-    bench.books.finish(asked, bench.books.closed(asked, "ok"))
+    bench.bookkeeper.finish(asked, bench.bookkeeper.closed(asked, "ok"))
     keep_busy(bench, asked.rank)
     assert Talk(bench, user("one"), assistant("ok")).ask("two").rank != asked.rank
 
@@ -148,7 +148,7 @@ def test_64_conversations_on_4_ranks(num_answers: int) -> None:
     mean of the tokens in flight."""
     rng = random.Random(num_answers)
     bench = make_bench(4)
-    assert isinstance(bench.books.router, KvAware)
+    assert isinstance(bench.bookkeeper.router, KvAware)
     popular = [Passage(f"p{i}", f"popular {i} " * 20) for i in range(8)]
     talks = [Talk(bench, to=f"c{i}") for i in range(64)]
     last: dict[Talk, int] = {}
@@ -163,7 +163,7 @@ def test_64_conversations_on_4_ranks(num_answers: int) -> None:
             ]
             passages = fresh[: rng.randint(0, 3)] if turn else rng.sample(popular, 2)
             asked[talk] = talk.ask(f"and {turn}, {talk.to}?", *passages, num_answers=num_answers)
-        loads = bench.books.router.in_flight
+        loads = bench.bookkeeper.router.in_flight
         ratios.append(max(loads) * 4 / sum(loads))
         for talk, request in asked.items():
             text = "x" * rng.randint(50, 500)

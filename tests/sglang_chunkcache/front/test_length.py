@@ -157,7 +157,7 @@ def test_texts_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     departed = 0
     for i in range(12):
         if i == 10:
-            bench.books.forget()
+            bench.bookkeeper.forget()
         seen.clear()
         own = Passage(f"p{i}", f"<{i}>" + "x" * 30)
         request = talk.turn(f"question {i}", own, max_new_tokens=10)

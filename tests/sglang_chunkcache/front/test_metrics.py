@@ -78,7 +78,7 @@ def test_audits_are_shown_by_selector_ratio_and_tenant(exported: Metrics) -> Non
     audit = Audit(share=1, target=0.9, pause=9, seed="", server=server, max_tenants=9)
     exported.show_audit(audit)
     for fusion in [server] * 5 + [FusionRequest("first", n / 10) for n in range(3)]:
-        terms = audit.terms(fusion, "t")
+        terms = audit.decide(fusion, "t")
         audit.begin(terms)
         audit.observe(terms, 0.0)
     exported.show_audit(audit)

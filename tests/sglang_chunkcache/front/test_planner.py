@@ -70,7 +70,7 @@ def test_repeated_text_is_sent_once() -> None:
     bench = Bench()
     request = bench.ask("q", A, B, Passage("again", A.text), Passage("a", "other"))
     assert (request.order, request.repeated) == (["a", "b", "a"], ("again",))
-    assert bench.books.metrics.totals()["chunks"]["repeated"] == 1
+    assert bench.bookkeeper.metrics.totals()["chunks"]["repeated"] == 1
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\n"], ids=repr)
@@ -81,7 +81,7 @@ def test_empty_chunk_is_dropped_and_told(text: str) -> None:
     of_parts = bench.parts([[Passage("e", text), A], "m", [Passage("f", text)]])
     assert (asked.order, asked.empty) == (["a"], ("e",))
     assert (of_parts.order, of_parts.empty) == (["a"], ("e", "f"))
-    assert bench.books.metrics.totals()["chunks"]["empty"] == 3
+    assert bench.bookkeeper.metrics.totals()["chunks"]["empty"] == 3
 
 
 # Limits
@@ -264,11 +264,11 @@ def test_kv_aware_counts_what_a_load_saves(worth: float, is_home: bool) -> None:
     """Two chunks in one rank's host memory against one of them on the other's device."""
     bench = Bench(num_ranks=2)
     first = bench.reply(bench.ask("one", A, B))
-    tree, chain = bench.books.tree, first.chain
+    tree, chain = bench.bookkeeper.tree, first.chain
     tree.insert(first.namespace, chain[:1], rank=1 - first.rank, tier=Tier.DEVICE, promoted_len=0)
     for node in tree.match(first.namespace, [chunk.id for chunk in chain], rank=first.rank):
         tree.move(node.chain, rank=first.rank, tier=Tier.HOST)
-    bench.books.mirrors[first.rank].host_worth = worth
+    bench.bookkeeper.mirrors[first.rank].host_worth = worth
     assert (bench.ask("two", A, B).rank == first.rank) is is_home
 
 

@@ -96,7 +96,7 @@ def test_each_mistake_has_its_reason(mistake: str) -> None:
     assert {tuple(answer["fallbacks"]) for answer in answers} == {(reason,) if reason else ()}
     assert sum(answer["chunks_hit"] for answer in answers) == (28 if reason is None else 0)
     missed = [(each["reason"], each["chunks"]) for answer in answers for each in answer["missed"]]
-    shares = bench.books.stats()["reasons"]
+    shares = bench.bookkeeper.stats()["reasons"]
     if reason in (None, "no_chunks"):
         assert missed == []
     else:
@@ -177,14 +177,14 @@ def test_later_turns_follow_a_history() -> None:
     bench = Bench()
     bench.run("q", C)
     Talk(bench).turn("one", A)
-    counted = bench.books.metrics.totals()["chunks_by_reason"]
+    counted = bench.bookkeeper.metrics.totals()["chunks_by_reason"]
     second = second_turn(bench, C, B, more=5)
     of_new, of_head = sorted(second.answer()["missed"], key=lambda each: each["reason"])
     assert (of_new["reason"], of_new["chunks"], of_head["chunks"]) == ("new_chunk", ["b"], ["c"])
     assert (of_head["reason"], of_head["field"]) == ("other_head", "history")
     assert of_head["token"] == second.area[-1].end
     now = {**counted, "new_chunk": counted["new_chunk"] + 1, "other_head": 1}
-    assert bench.books.metrics.totals()["chunks_by_reason"] == now
+    assert bench.bookkeeper.metrics.totals()["chunks_by_reason"] == now
 
 
 def test_history_that_left_the_cache_is_told() -> None:
@@ -310,7 +310,7 @@ def test_explain_tells_the_same_reasons() -> None:
         ("new_chunk", ["c"]),
     ]
     assert [each["chunks"] for each in first["missed"]] == [["c"]]
-    assert bench.books.metrics.totals()["fallbacks"] == {"new_chunk": 1}
+    assert bench.bookkeeper.metrics.totals()["fallbacks"] == {"new_chunk": 1}
 
 
 # What operators are told
@@ -328,13 +328,13 @@ def test_heads_that_never_recur_are_logged_once(caplog: pytest.LogCaptureFixture
     (record,) = caplog.records
     assert "each behind another text" in record.getMessage()
     assert "messages.0, at token" in record.getMessage()
-    (row,) = bench.books.reasons.hints()["heads"]
+    (row,) = bench.bookkeeper.reasons.hints()["heads"]
     assert (row["requests"], row["field"]) == (reasons.HEADS_IN_A_ROW + 9, "messages.0")
     bench.now += hint_log.EVERY_S
     behind(bench, "200", *ALL)
     assert len(caplog.records) == 2
     behind(bench, "200", *ALL)
-    assert bench.books.reasons.hints()["heads"] == []
+    assert bench.bookkeeper.reasons.hints()["heads"] == []
 
 
 def test_heads_without_a_hint(caplog: pytest.LogCaptureFixture) -> None:
@@ -347,8 +347,8 @@ def test_heads_without_a_hint(caplog: pytest.LogCaptureFixture) -> None:
         behind(small, f"prompt {number % 30}", A, B)
         if number >= 30:
             small.ranks[0].evict_all()
-            small.books.mirrors[0].apply(small.ranks[0].log.unread())
-    assert [bench.books.reasons.hints()["heads"] for bench in (new, small)] == [[], []]
+            small.bookkeeper.mirrors[0].apply(small.ranks[0].log.unread())
+    assert [bench.bookkeeper.reasons.hints()["heads"] for bench in (new, small)] == [[], []]
 
 
 def test_salts_that_never_recur_are_logged(
@@ -364,10 +364,18 @@ def test_salts_that_never_recur_are_logged(
     bench.run("q", A, who=Identity(cache_salt="0"))
     (record,) = caplog.records
     assert "of the last 20 requests with a cache_salt or extra_key, 19" in record.getMessage()
-    assert bench.books.reasons.hints()["salts"] == {"requests": 20, "new": 19, "never_recur": True}
+    assert bench.bookkeeper.reasons.hints()["salts"] == {
+        "requests": 20,
+        "new": 19,
+        "never_recur": True,
+    }
     for _ in range(2):
         bench.run("q", A, who=Identity(cache_salt="0"))
-    assert bench.books.reasons.hints()["salts"] == {"requests": 20, "new": 17, "never_recur": False}
+    assert bench.bookkeeper.reasons.hints()["salts"] == {
+        "requests": 20,
+        "new": 17,
+        "never_recur": False,
+    }
 
 
 # `/v1`
@@ -425,7 +433,7 @@ def test_a_place_in_a_flushed_cache_is_gone(at: int) -> None:
     talk = Talk(bench)
     talk.turn("one", A)
     talk.turn("two", B)
-    for rank, mirror in zip(bench.ranks, bench.books.mirrors, strict=True):
+    for rank, mirror in zip(bench.ranks, bench.bookkeeper.mirrors, strict=True):
         rank.log.restart()
         rank.held.clear()
         mirror.apply(rank.log.unread())
@@ -446,4 +454,4 @@ def test_tenants_beyond_the_table_are_not_new() -> None:
     bench = Bench(max_tenants=5)
     for number in range(reasons.SALTS + 100):
         bench.reply(bench.ask("q", A, who=Identity("me", cache_salt=str(number % 20))))
-    assert not bench.books.reasons.hints()["salts"]["never_recur"]
+    assert not bench.bookkeeper.reasons.hints()["salts"]["never_recur"]

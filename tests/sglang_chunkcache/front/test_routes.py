@@ -128,7 +128,7 @@ def call() -> Iterator[MakeServer]:
 
     def make(retriever: FakeRetriever | None = None, **knobs: Any) -> tuple[Bench, Manager, Send]:
         bench = Bench(**knobs, retrieve_refresh_s=0.0)
-        search = RagSearch(retriever, bench.config, bench.books.metrics) if retriever else None  # type: ignore[arg-type]
+        search = RagSearch(retriever, bench.config, bench.bookkeeper.metrics) if retriever else None  # type: ignore[arg-type]
         searches.extend([search] if search else [])
         manager = Manager(bench)
         serving = SimpleNamespace(
@@ -141,9 +141,9 @@ def call() -> Iterator[MakeServer]:
             serve=served,
         )
         parts = Parts(bench.config)
-        engine = Engine(manager, bench.books)
+        engine = Engine(manager, bench.bookkeeper)
         sampling = SamplingCheck(CharTokenizer(), Limits(1101, None))
-        made = {"books": bench.books, "drafter": bench.drafter, "planner": bench.planner}
+        made = {"bookkeeper": bench.bookkeeper, "drafter": bench.drafter, "planner": bench.planner}
         vars(parts).update(made, search=search, chat=serving, engine=engine, sampling=sampling)
         routes = Routes(parts)
 
@@ -219,7 +219,7 @@ def test_explain_asks_the_rank_and_runs_nothing(call: Any) -> None:
     """The scheduler gets what a request would bring."""
     bench, manager, send = call(reuse="fused", num_ranks=2)
     bench.reply(bench.ask("one", A, B))  # rank 0 holds the chunks
-    before = bench.books.stats()
+    before = bench.bookkeeper.stats()
     found = Explanation(27, 0, 27, (Source(3, 15, 0, "device"),))
     manager.states = [state_of(1, Explanation(0, 0, 27)), state_of(0, found)]
     body = {"messages": MESSAGES, "chunks": CHUNKS[::-1], "reuse": "fused"}
@@ -235,7 +235,7 @@ def test_explain_asks_the_rank_and_runs_nothing(call: Any) -> None:
     assert asked.spans.fusion.recipe == plan["reuse"]["recipe"]
     status, answer = send(explain, {**body, "reuse": "no such"})
     assert (status, answer["param"], len(manager.sent)) == (400, "reuse", 2)
-    assert bench.books.stats() == before
+    assert bench.bookkeeper.stats() == before
 
 
 # Prefetch
@@ -255,9 +255,9 @@ def test_hint_sends_its_rank_what_a_request_would(call: Any, body: Any) -> None:
     """All up to the question. It answers nothing, runs nothing and counts nothing."""
     bench, manager, send = call(num_ranks=2, **STORED)
     manager.states = [state_of(0, Explanation(0, 0, 0)), state_of(1)]
-    before = bench.books.stats()
+    before = bench.bookkeeper.stats()
     assert send(prefetch, body) == (202, {})
-    assert bench.books.stats() == before
+    assert bench.bookkeeper.stats() == before
     (asked,) = manager.sent
     send(explain, {"messages": MESSAGES, "chunks": CHUNKS})
     request = manager.sent[1]
@@ -390,7 +390,7 @@ def test_failing_search_is_no_400(call: Any) -> None:
         assert (status, answer["code"], answer["param"]) == (500, 500, None)
         assert answer["type"] == "InternalServerError"
         assert "secret" not in answer["message"]
-    assert bench.books.metrics.totals()["requests"] == {"unsearched": 1}
+    assert bench.bookkeeper.metrics.totals()["requests"] == {"unsearched": 1}
     assert bench.is_idle()
 
 
@@ -418,7 +418,7 @@ def test_preprocess_runs_on_every_rank(call: Any) -> None:
         text = "".join(map(chr, obj.input_ids))
         assert text.startswith(f"\x02\x01ssys\x03\x01u{B.text};{A.text};")
     assert bench.is_idle()
-    assert bench.books.metrics.totals()["requests"] == {"finished": 2}
+    assert bench.bookkeeper.metrics.totals()["requests"] == {"finished": 2}
 
 
 def test_clear_store_asks_every_rank(call: Any) -> None:
@@ -606,7 +606,7 @@ def test_complaint_of_sglangs_is_behind_the_field_it_is_about(
         body = {"parts": ["x"], **wish, "sampling_params": params, "stream": stream}
         status, answer = send(generate, body)
         assert (status, answer["param"]) == (400, field)
-    assert bench.books.metrics.totals()["requests"] == {"refused": 2}
+    assert bench.bookkeeper.metrics.totals()["requests"] == {"refused": 2}
     assert bench.is_idle()
 
 
@@ -629,7 +629,7 @@ def test_generate_refuses_parameters_by_name(call: Any) -> None:
     for name in ("n", "no_such"):
         status, answer = send(generate, {"parts": ["x"], "sampling_params": {name: 2}})
         assert (status, answer["param"], manager.sent) == (400, f"sampling_params.{name}", [])
-    assert bench.books.metrics.totals()["requests"] == {"refused": 2}
+    assert bench.bookkeeper.metrics.totals()["requests"] == {"refused": 2}
 
 
 # Chunks of earlier messages
@@ -709,7 +709,7 @@ def test_null_chunks_of_a_message_are_not_said(call: MakeServer) -> None:
     messages = [{**question(), "chunks": None}, REPLY, question(DOC)]
     status, answer = send(chat, {"messages": messages, "history": "required", "stream": True})
     assert (status, answer["code"], answer["param"]) == (422, 422, "messages.0.chunks")
-    assert (manager.sent, bench.books.metrics.totals()["requests"]) == ([], {"refused": 1})
+    assert (manager.sent, bench.bookkeeper.metrics.totals()["requests"]) == ([], {"refused": 1})
 
 
 def test_search_goes_with_earlier_chunks_alone(call: MakeServer) -> None:

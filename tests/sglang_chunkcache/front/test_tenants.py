@@ -48,7 +48,7 @@ class Server(Bench):
         assert req.customized_info is not None
         self.observe(request, make_output(ids, cached, "stop", 0, req.customized_info[ANSWER_KEY]))
         self.end(request)
-        self.books.finish(request, self.books.closed(request, "k"))
+        self.bookkeeper.finish(request, self.bookkeeper.closed(request, "k"))
         spans = told(request)
         return {**request.answer(), "promoted_len": spans.promoted_len, "keep": spans.keep}
 
@@ -102,7 +102,7 @@ def answers_of(
         answers.append(client.ask())
     rank = server.rank.cache.rank_state(0)
     assert rank.counts["evicted_chunks"] == 0
-    assert server.books.tree.digest(0) == (rank.events.num_nodes, rank.events.digest)
+    assert server.bookkeeper.tree.digest(0) == (rank.events.num_nodes, rank.events.digest)
     return answers
 
 

@@ -31,7 +31,7 @@ class Late:
         self, fused: FusionPass, monkeypatch: pytest.MonkeyPatch, *, num_ahead: int, fails: str = ""
     ) -> None:
         loads = fused.loads
-        self.beside: list[int] = []
+        self.overlapped: list[int] = []
         self._has_begun = False  # moves within the device ask before
         self._asked = [Event() for _ in range(loads.num_layers)]
         start, wait = loads.start, loads.wait_until
@@ -41,7 +41,7 @@ class Late:
                 is_beside = current_thread() is not main_thread()
                 if is_beside:
                     assert self._asked[layers[0]].wait(DEADLINE_S)
-                    self.beside += layers
+                    self.overlapped += layers
                 if fails == "always" or (fails == "beside" and is_beside):
                     raise RuntimeError("broken")
                 copy(layers)
@@ -72,7 +72,7 @@ def test_beside_the_passes_as_before_them(
     assert bool(expected.isfinite().all())
     late = Late(fused, monkeypatch, num_ahead=num_ahead)
     again = scene.run(reuse, fused)
-    assert late.beside == list(range(num_ahead, fused.loads.num_layers))
+    assert late.overlapped == list(range(num_ahead, fused.loads.num_layers))
     assert again.fallbacks == []
     assert torch.equal(scene.kv(again.slots), expected)
 
@@ -85,7 +85,7 @@ def test_what_nobody_reads_is_there_afterwards(
     late = Late(fused, monkeypatch, num_ahead=0)
     monkeypatch.setattr(fused, "_compute", lambda *_: None)
     move = scene.run(asked("none", 0.0), fused)
-    assert late.beside == list(range(fused.loads.num_layers))
+    assert late.overlapped == list(range(fused.loads.num_layers))
     held = torch.cat([torch.arange(piece.start, piece.end) for piece in move.moved])
     assert bool(scene.kv(move.slots[held]).isfinite().all())
 

@@ -56,10 +56,10 @@ class Served:
 
     def check(self) -> None:
         """Trees and mirrors are sound and agree."""
-        self.bench.books.tree.check_integrity()
+        self.bench.bookkeeper.tree.check_integrity()
         for number, rank in enumerate(self.ranks):
             rank.check()
-            mirror = self.bench.books.mirrors[number]
+            mirror = self.bench.bookkeeper.mirrors[number]
             assert mirror.compared(rank.cache.rank_state(number))["agrees"] is not False
 
 
@@ -112,10 +112,10 @@ def test_hits_and_marks_are_those_of_exact_chunks() -> None:
     for _ in range(3):
         request = served.ask(X, A, B)
     assert (request.hit_len, request.planned_len, fused_hit(request)) == (1, 1, tokens(A, B))
-    books = served.bench.books
-    assert books.metrics.totals()["chunks"]["hit"] == 3
+    bookkeeper = served.bench.bookkeeper
+    assert bookkeeper.metrics.totals()["chunks"]["hit"] == 3
     recipe, (exact, *moved) = request.fusion.recipe, (span.chunk for span in request.area)
-    nodes = books.tree.match(
+    nodes = bookkeeper.tree.match(
         request.namespace, [exact, *(fused_chunk(recipe, chunk) for chunk in moved)], rank=0
     )
     assert [(node.hits, node.promoted) for node in nodes] == [(3, True), (0, False), (0, False)]

@@ -51,7 +51,7 @@ def asked(disk: Disk, server: Rank, *chunks: list[int]) -> FakeReq:
 def figures(disk: Disk) -> tuple[int, int, bool]:
     """Loads, loads that were not made since they do not pay, and whether they would."""
     found = disk.settle()
-    return found["loaded"], found["unpaid"], found["pays"]
+    return found["loaded"], found["skipped"], found["pays"]
 
 
 @pytest.mark.parametrize(("seconds", "pays"), [(0.9 * len(A), True), (1.1 * len(A), False)])
@@ -90,7 +90,7 @@ def test_storage_that_does_not_pay_says_so(disk: Disk, server: Rank) -> None:
 def test_slow_storage_is_tried_now_and_then(
     disk: Disk, server: Rank, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    monkeypatch.setattr(module, "TRIED_EVERY", every)
+    monkeypatch.setattr(module, "EXPLORATION_PERIOD", every)
     take(disk, 100.0)
     asked(disk, server, A)
     for number in range(1, 7):

@@ -73,9 +73,9 @@ class Server:
         bench = Bench(reuse="fused", recompute_attention="masked", **SCORED)
         room = {"store_bytes": store_bytes, "prefill_budget": 256}
         self.scheduler = ModelScheduler(runner, pool, bench.config, **room)
-        parts, engine = Parts(bench.config), Engine(Manager(self.scheduler), bench.books)
+        parts, engine = Parts(bench.config), Engine(Manager(self.scheduler), bench.bookkeeper)
         chat = SimpleNamespace(default_chat_template_kwargs={})
-        known = {name: getattr(bench, name) for name in ("books", "drafter", "planner")}
+        known = {name: getattr(bench, name) for name in ("bookkeeper", "drafter", "planner")}
         vars(parts).update(chat=chat, engine=engine, **known)
         self._routes = Routes(parts)
         self.put: list[tuple[Any, Variant]] = []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from radix_ext import FusionRequest
-from radix_ext.costs import TRIED_EVERY, Line, Phase
+from radix_ext.costs import EXPLORATION_PERIOD, Line, Phase
 from radix_ext.fusion_request import QUESTION as QUESTION_NAME
 from sglang_chunkcache.wire.report import Fallback
 from tests.kit.fused import Rank
@@ -117,9 +117,9 @@ def test_a_quality_of_which_nothing_is_known_is_said(deviation: Line) -> None:
 def test_what_does_not_pay_is_tried_now_and_then() -> None:
     """Else a machine that was slow while it measured itself would never learn that it is not."""
     rank = make_priced(capacity=3000, recompute=Line(fixed=7.0, each=1.0))
-    reqs = [fused(B, A, fusion=ASKING, head=[200 + i, 91]) for i in range(2 * TRIED_EVERY)]
+    reqs = [fused(B, A, fusion=ASKING, head=[200 + i, 91]) for i in range(2 * EXPLORATION_PERIOD)]
     moved = [rank.ask(req).relocated > 0 for req in reqs]
-    assert (sum(moved), moved[TRIED_EVERY - 1]) == (2, True)
+    assert (sum(moved), moved[EXPLORATION_PERIOD - 1]) == (2, True)
 
 
 def test_plan_is_compared_with_what_filling_and_extend_took() -> None:

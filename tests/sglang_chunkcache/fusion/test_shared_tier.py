@@ -23,7 +23,7 @@ class Pair:
 
     def __init__(self, disk: Disk) -> None:
         self.disk, self.storage = disk, disk.storage
-        self.first, self.second = (disk.server(beside=name) for name in ("first", "second"))
+        self.first, self.second = (disk.server(overlapped=name) for name in ("first", "second"))
         self.tiers = disk.tiers[-2:]
 
     def settle(self) -> list[dict[str, Any]]:

@@ -42,10 +42,10 @@ class Life(RuleBasedStateMachine):
         self.servers: list[Rank] = []
         self.tiers: list[StorageTier] = []
 
-    def _start(self, number: int = 0, beside: str = "") -> None:
+    def _start(self, number: int = 0, overlapped: str = "") -> None:
         """In place of the one of this number."""
         server = self.disk.server(
-            beside=beside, storage_bytes=self.storage_bytes, store_bytes=200, capacity=120
+            overlapped=overlapped, storage_bytes=self.storage_bytes, store_bytes=200, capacity=120
         )
         self.servers[number : number + 1] = [server]
         self.tiers[number : number + 1] = [self.disk.tier]

@@ -108,7 +108,7 @@ def test_computed_again_is_linked_again(scheduler: HostScheduler) -> None:
     offloaded(scheduler, A, B)
     scheduler.price(Line(each=1.0), Line(each=0.5))
     assert scheduler.serve(rag(A, B)) == 0
-    assert scheduler.cache.host.stats()["unpaid"] == 1
+    assert scheduler.cache.host.stats()["skipped"] == 1
     scheduler.check()
     scheduler.evict(CAPACITY)
     scheduler.check()
@@ -116,7 +116,7 @@ def test_computed_again_is_linked_again(scheduler: HostScheduler) -> None:
 
 
 def test_load_that_does_not_pay_is_tried_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_chains, "TRIED_EVERY", 3)
+    monkeypatch.setattr(host_chains, "EXPLORATION_PERIOD", 3)
     scheduler = HostScheduler()
     known(scheduler, A)
     scheduler.price(Line(fixed=9.0), Line(fixed=9.0, each=1.0))

@@ -146,7 +146,7 @@ def test_thread_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch
     clock, copies, loads = make_pricing(), Copies(), LayerLoads(NUM_LAYERS, is_cuda=False)
     with monkeypatch.context() as patched:
         patched.setattr(Thread, "start", refuse)
-        with clock.watch(None, Work(1)) as around, pytest.raises(RuntimeError, match="new thread"):
+        with clock.timed(None, Work(1)) as around, pytest.raises(RuntimeError, match="new thread"):
             loads.start(copies, Phase.LOAD, WORK, num_ahead=1, clock=clock)
     assert not loads.finish()
     assert around.seconds is not None
@@ -173,7 +173,7 @@ def test_waiting_is_not_computing() -> None:
     clock, copies = make_pricing(), Copies(held=4)
     opener = Thread(target=copies.open_later)
     loads = started(copies, 1, clock)
-    with clock.watch(Phase.EXTEND, Work(1, 10, 100)) as extend:
+    with clock.timed(Phase.EXTEND, Work(1, 10, 100)) as extend:
         opener.start()
         forward(loads)
     loads.finish()

@@ -41,13 +41,13 @@ class Event:
 def test_what_raises_or_does_nothing_is_not_learnt() -> None:
     """Else an error halfway through would make the phase look cheap."""
     pricing = make_pricing()
-    with pytest.raises(KeyError), pricing.watch(Phase.HOST, Work(1, 5)):
+    with pytest.raises(KeyError), pricing.timed(Phase.HOST, Work(1, 5)):
         raise KeyError
-    with pricing.watch(Phase.HOST, Work()):
+    with pricing.timed(Phase.HOST, Work()):
         pass
     pricing.poll()
     assert pricing.model.num_observed[Phase.HOST] == 0
-    with pricing.watch(Phase.HOST, Work(1, 5)) as watch:
+    with pricing.timed(Phase.HOST, Work(1, 5)) as watch:
         pass
     pricing.poll()
     assert pricing.model.num_observed[Phase.HOST] == 1
@@ -58,7 +58,7 @@ def test_work_on_a_gpu_is_learnt_when_it_is_done(monkeypatch: pytest.MonkeyPatch
     """In order, and nothing waits for it."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     pricing = make_pricing(device="cuda")
-    with pricing.watch(Phase.EXTEND, Work(1, 100, 100)) as watch:
+    with pricing.timed(Phase.EXTEND, Work(1, 100, 100)) as watch:
         Event.now += 0.5
     pricing.poll()
     assert watch.seconds is None
@@ -72,13 +72,13 @@ def test_more_of_it_beside_counts_when_it_is_over() -> None:
     """A load goes on beside the forward, on another thread."""
     pricing = make_pricing()
     began = time.perf_counter()
-    with pricing.watch(Phase.LOAD, Work(1, 5)) as watch:
-        beside = pricing.beside(watch)
-    beside.mark()
+    with pricing.timed(Phase.LOAD, Work(1, 5)) as watch:
+        overlapped = pricing.overlapped(watch)
+    overlapped.mark()
     pricing.poll()
     assert watch.seconds is None
     time.sleep(0.01)
-    beside.mark()
+    overlapped.mark()
     pricing.poll()
     assert watch.seconds is not None
     assert 0.01 <= watch.seconds <= time.perf_counter() - began
@@ -89,14 +89,14 @@ def test_waiting_for_other_work_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch
     """Else it would look like computing, and less would be copied ahead for it."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     pricing = make_pricing(device="cuda")
-    with pricing.watch(Phase.LOAD, Work(1, 5)) as load:
+    with pricing.timed(Phase.LOAD, Work(1, 5)) as load:
         pass
-    with pricing.watch(None, Work(1)) as around:
-        with pricing.watch(Phase.EXTEND, Work(1, 100, 100)) as extend:
+    with pricing.timed(None, Work(1)) as around:
+        with pricing.timed(Phase.EXTEND, Work(1, 100, 100)) as extend:
             Event.now += 0.5
             with pricing.stall(load):
                 Event.now += 2.0
-        with pricing.watch(Phase.HOST, Work(1, 5)) as later:
+        with pricing.timed(Phase.HOST, Work(1, 5)) as later:
             Event.now += 0.25
     monkeypatch.setattr(Event, "is_done", True)
     pricing.poll()
@@ -107,10 +107,10 @@ def test_waiting_for_a_part_of_it_is_part_of_it(monkeypatch: pytest.MonkeyPatch)
     """Of all that filling a prompt's slots takes, whose loads come beside its passes."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     pricing = make_pricing(device="cuda")
-    with pricing.watch(None, Work(1)) as filling:
-        with pricing.watch(Phase.HOST, Work(1, 5)) as load:
+    with pricing.timed(None, Work(1)) as filling:
+        with pricing.timed(Phase.HOST, Work(1, 5)) as load:
             Event.now += 1.0
-        with pricing.watch(Phase.RECOMPUTE, Work(1, 5)) as recompute:
+        with pricing.timed(Phase.RECOMPUTE, Work(1, 5)) as recompute:
             Event.now += 0.5
             with pricing.stall(load):
                 Event.now += 2.0

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from radix_ext import Tier
 from radix_ext.costs import Line
-from radix_ext.loading import Patience
+from radix_ext.loading import WaitPolicy
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.storage import loader
@@ -125,7 +125,7 @@ def test_explain_says_what_the_storage_has_behind_the_other_tiers(server: Server
     told = server.cache.explain(unsent(rag(A, B, C)))
     assert (told.stored, told.fallbacks) == (len(B), (Fallback.STORAGE_SLOW,))
     assert server.cache.explain(unsent(rag(C))).stored == 0
-    assert server.settle()["unpaid"] == 0
+    assert server.settle()["skipped"] == 0
     server.storage.stop()
     assert server.cache.explain(unsent(rag(A, B))).stored == 0
 
@@ -268,7 +268,7 @@ def test_what_comes_too_late_serves_the_next_request(disk: ChainDisk, server: Se
 
 def patient(disk: ChainDisk, **knobs: Any) -> Server:
     """A server whose requests wait half of what computing takes. What is stored hangs."""
-    disk.patience = Patience(0.5)
+    disk.wait_policy = WaitPolicy(0.5)
     server = costly(Server(disk, **knobs))
     disk.storage.gate.clear()
     return server
@@ -481,7 +481,7 @@ def test_load_that_does_not_pay_is_left_out(server: Server) -> None:
     costly(server)
     assert server.ask(rag(A, B)) == 0
     counts = server.settle()
-    assert (counts["loaded"], counts["unpaid"], counts["pays"]) == (0, 1, False)
+    assert (counts["loaded"], counts["skipped"], counts["pays"]) == (0, 1, False)
 
 
 def test_what_fails_here_ends_no_scheduler(
@@ -504,11 +504,11 @@ def test_cleared_storage_has_nothing(disk: ChainDisk, server: Server) -> None:
 def test_request_waits_for_what_others_have(disk: ChainDisk, is_there: bool) -> None:
     """Until they are asked, and if they have something, until that has come."""
     if is_there:
-        first = Server(disk, beside="first")
+        first = Server(disk, overlapped="first")
         for _ in range(3):
             first.ask(rag(A, B))
         first.settle()
-    second = patient(disk, beside="second")
+    second = patient(disk, overlapped="second")
     req = waiting(second)
     come(second, disk)
     assert second.serve(req) == (len(HEAD + A + B) if is_there else 0)
@@ -543,7 +543,7 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
     """Whatever is loaded has the contents of its place; nothing leaks, the front agrees."""
     with tempfile.TemporaryDirectory() as folder:
         disk = ChainDisk(Path(folder))
-        disk.patience = Patience(0.5)
+        disk.wait_policy = WaitPolicy(0.5)
         server = costly(Server(disk, host_slots=slots, storage_bytes=4000))
         for kind, *told in steps:
             if kind == "ask":

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from radix_ext import AccessTable, Chunk, ChunkId, Growth, Span
-from radix_ext.invest import exact_gaps
+from radix_ext import AccessTable, Chunk, ChunkId, ExactGrowth, Span
+from radix_ext.exact_growth import exact_gaps
 
 
 def table_of(*requests: str) -> AccessTable:
@@ -19,7 +19,7 @@ def table_of(*requests: str) -> AccessTable:
 
 def tail(names: str, table: AccessTable, num_chunks: int, threshold: int = 2) -> str:
     chunks = [Chunk(ChunkId(name), 4) for name in names]
-    return "".join(chunk.id for chunk in Growth(num_chunks, threshold).tail(chunks, table))
+    return "".join(chunk.id for chunk in ExactGrowth(num_chunks, threshold).tail(chunks, table))
 
 
 @pytest.mark.parametrize(

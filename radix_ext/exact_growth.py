@@ -5,11 +5,10 @@ exactly.
                                                 cached elsewhere
 
 Moved KV ends the exact chain for everybody. So a fused request lets its chain grow before it moves
-the rest: by I, at most `Growth.num_chunks` a request, and by U, which it has to compute anyway and
-which therefore stands before M. A request of ten known chunks is thus exact after ten repetitions
-and not at once, as LZ78 lets its phrases grow by one symbol each time. What is given up is known: a
-chunk of n tokens costs n instead of ratio x n through the model, once.
-"""
+the rest: by I, at most `ExactGrowth.num_chunks` a request, and by U, which it has to compute anyway
+and which therefore stands before M. A request of ten known chunks is thus exact after ten
+repetitions and not at once, as LZ78 lets its phrases grow by one symbol each time. What is given up
+is known: a chunk of n tokens costs n instead of ratio x n through the model, once."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from radix_ext.access_table import AccessTable
 from radix_ext.chunk import Chunk, ChunkId, Span, leading_area
 
 
-class Growth(NamedTuple):
+class ExactGrowth(NamedTuple):
     """How the exact chains of fused requests grow."""
 
     num_chunks: int
