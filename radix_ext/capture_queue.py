@@ -55,7 +55,7 @@ class CaptureQueue:
         self._scored = scored
         self._max_waiting, self._max_tokens = max_waiting, max_tokens
         self._queue: deque[Waiting] = deque()
-        self.num_dropped = 0
+        self.num_dropped = self.num_without_room = 0
 
     def add(
         self,
@@ -89,7 +89,10 @@ class CaptureQueue:
             entry = Waiting(
                 node, is_preprocessing and bool(self._copies.facts_of(node).prefix), scored
             )
-            if self._copies.facts_of(node).is_waiting or not self._is_wanted(entry):
+            if self._copies.facts_of(node).is_waiting:
+                continue
+            if not self._is_wanted(entry):
+                self.num_without_room += entry.preprocessed and not self._is_stored(entry)
                 continue
             if len(self._queue) >= self._max_waiting:
                 self.num_dropped += 1
@@ -139,8 +142,17 @@ class CaptureQueue:
         self._queue.clear()
 
     def stats(self) -> dict[str, int]:
-        """Chunks that wait now, and those dropped since the start."""
-        return {"pending": len(self._queue), "dropped": self.num_dropped}
+        """Chunks that wait now; since the start those dropped, and preprocessed ones that the
+        store has no room for."""
+        return {
+            "pending": len(self._queue),
+            "dropped": self.num_dropped,
+            "no_room": self.num_without_room,
+        }
+
+    def _is_stored(self, entry: Waiting) -> bool:
+        facts, identity = self._copies.facts_of(entry.node), self._copies.identity_of(entry.node)
+        return self._store.get(identity, facts.head, facts.prefix) is not None
 
     def _is_wanted(self, entry: Waiting) -> bool:
         identity = self._copies.identity_of(entry.node)

@@ -66,6 +66,18 @@ class Aging:
         age = self._ages[max(0, index)] if index < len(self._ages) else self._age
         return age + self._new + log2(1 + hits)
 
+    def now(self, hits: int) -> float:
+        """The priority of what is used now, for a tier that keeps it until the next use."""
+        return self._age + self._new + log2(1 + hits)
+
+    def resume(self, priority: float, hits: int) -> None:
+        """An earlier tier has kept this: this one is at least as old as it was at its last use."""
+        self._age = max(self._age, priority - self._new - log2(1 + hits))
+
+    def left(self, priority: float) -> None:
+        """What has kept this priority since its last use has left."""
+        self._age = max(self._age, priority)
+
     def evicted(self, priority: float, now: int) -> None:
         """A node of that priority has left during request `now`. All that the request uses counts
         from before that. O(1), amortised."""
@@ -76,7 +88,7 @@ class Aging:
                 del self._ages[:-_MAX_AGES]
             self._ages.extend([self._age] * min(missing, _MAX_AGES))
             self._first = now + 1 - len(self._ages)
-        self._age = max(self._age, priority)
+        self.left(priority)
 
 
 class EvictionQueue:

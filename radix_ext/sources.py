@@ -50,8 +50,6 @@ class ChunkCopies:
         credit: Callable[[Any], None],
     ) -> None:
         self.identity_of, self.facts_of, self._credit = identity_of, facts_of, credit
-        self.watch: Callable[[Identity | None, bool], None] = lambda identity, is_here: None
-        """Told when a chunk's first copy has come or its last one has left."""
         self._num = 0
         # by chunk, then head, latest last
         self._nodes: dict[Identity | None, dict[str, dict[Any, None]]] = {}
@@ -75,10 +73,7 @@ class ChunkCopies:
     def add(self, node: Any) -> None:
         """A filled chunk node."""
         identity = self.identity_of(node)
-        if identity not in self._nodes:
-            self._nodes[identity] = {}
-            self.watch(identity, True)
-        nodes = self._nodes[identity].setdefault(self.facts_of(node).head, {})
+        nodes = self._nodes.setdefault(identity, {}).setdefault(self.facts_of(node).head, {})
         self._num += node not in nodes
         nodes[node] = None
 
@@ -99,7 +94,6 @@ class ChunkCopies:
                 del self._nodes[identity][head]
             if not self._nodes[identity]:
                 del self._nodes[identity]
-                self.watch(identity, False)
 
     def forget_scores(self) -> None:
         """As `VariantIndex.forget_scores`."""
@@ -109,9 +103,7 @@ class ChunkCopies:
 
     def clear(self) -> None:
         """Forget all, as the tree does."""
-        nodes, self._nodes, self._num = self._nodes, {}, 0
-        for identity in nodes:
-            self.watch(identity, False)
+        self._nodes, self._num = {}, 0
 
     def __len__(self) -> int:
         return self._num
@@ -185,7 +177,6 @@ class ChunkSources:
 
     def __init__(self, copies: ChunkCopies, store: VariantIndex, *, max_copies: int) -> None:
         self._copies, self._store, self._max_copies = copies, store, max_copies
-        copies.watch = store.set_on_device
 
     def candidates(
         self, identity: Identity, head: str = "", *, alone: bool = False
@@ -211,13 +202,12 @@ class ChunkSources:
             source = piece.source
             if source is None:
                 continue
-            assert piece.cfo is not None
             if isinstance(source, HostCopy):
-                self._store.use(source.variant, piece.cfo)
+                self._store.use(source.variant)
             elif isinstance(source, DeviceCopy):
                 self._copies.use(source.node)
                 twin = self._store.get(
                     self._copies.identity_of(source.node), source.head, source.prefix
                 )
                 if twin is not None:
-                    self._store.use(twin, piece.cfo)
+                    self._store.use(twin)

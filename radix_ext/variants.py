@@ -1,20 +1,20 @@
 """Which variants of which chunks a store keeps: KV keyed by content, several variants a chunk
 (Cache-Craft 3.3).
 
-    identity ──► (head, ()) ────────► Variant: blob, scores, f_r
+    identity ──► (head, ()) ────────► Variant: blob, scores, uses
                  (head, (c7, c2)) ──► Variant: ...   at most `max_chunks` * `max_variants` in all
 
-f_r sums 1/CFO over a variant's uses and halves with each window of requests. Where a variant is not
-scored its CFO is the estimate of `fix_overhead`, on the same scale.
-
-    leaves first   the lowest f_r, among equals the least recently used one. Chunks that are on the
-                   device leave before others: there they are found in any case. Preprocessed
-                   variants never used so far leave for preprocessed ones only, unless a slower tier
-                   has them.
-    enters         a chunk that is asked for at least half as often as that of the variant that
+    leaves first   the lowest priority by `Aging`: least frequently used, and what nobody has used
+                   for some turnovers of the store before all else. Among equals the least recently
+                   used one. Preprocessed variants that are reserved leave for reserved ones only.
+    enters         a chunk that is asked for at least a quarter as often as that of the variant that
                    would leave. A chunk that has `max_variants` gets another only for a prefix that
                    is asked for more often than that of its lowest one, in whose place it comes
                    where the store is full.
+    is reserved    a preprocessed variant until its first use, for `RESERVED_WINDOWS` windows at
+                   most, as long as all of them take `RESERVED_SHARE` of the store at most, and
+                   unless a slower tier has it. What finds no such place comes only where there is
+                   room.
 
 "Recently" and "often" count requests and never the clock: tensor-parallel ranks decide alike.
 
@@ -25,8 +25,8 @@ Invariant: bytes and variants are within their limits whenever a method returns.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple, TypeAlias
@@ -34,29 +34,25 @@ from typing import Any, NamedTuple, TypeAlias
 from radix_ext.access_table import AccessTable
 from radix_ext.cfo import Attention, Prefix, Scored
 from radix_ext.errors import IntegrityError, check_at_least
+from radix_ext.eviction import NEW_ON_HOST, Aging
 
 Identity = Hashable
 """Of a chunk, for one tenant."""
 
-MIN_COUNTED_CFO = 0.05
-"""A use counts 1/CFO, at most 20. Eq.
-12 knows no bound, and a CFO of one token would count a chunk's length."""
+ADMITTED_SHARE = 0.25
+"""Of the requests for the chunk of the variant that would leave. The smaller, the sooner a store
+follows its traffic, and the more it copies (eval/LOG.md)."""
 
-ADMITTED_SHARE = 0.5
-"""Of the requests for the chunk of the variant that would leave. On RAGPulse, all requests fused, a
-store of a tenth of the chunks: 0 captures four times as often for two more points of the tokens, 1
-no longer follows the traffic (eval/LOG.md)."""
+RESERVED_WINDOWS = 10
+"""Of requests: what nobody has asked for by then is as good as any other chunk."""
+RESERVED_SHARE = 0.5
+"""Of the store, so that live traffic has the rest."""
 
 _Place: TypeAlias = tuple[str, Prefix]
 """Head and prefix."""
 
-MAX_SCALE = 2.0**256
-"""A power of two multiplies an f_r exactly.
-This one is far from the largest float, and 256 windows away."""
-
-_Entry: TypeAlias = tuple[bool, bool, float, int, int]
-"""Is reserved, is not on the device, f_r in a unit that halves with each window, last used,
-serial."""
+_Entry: TypeAlias = tuple[bool, float, int, int]
+"""Is reserved, priority, last used, serial."""
 
 
 @dataclass(eq=False)
@@ -75,11 +71,13 @@ class Variant:
     """Names the text before it that is no chunk: `text_before`."""
     outward: Any = None
     """Per token: attention beyond the chunk in the calibrated heads. None: not known."""
-    reuse: float = 0.0
-    """f_r. Written by the store alone, like the fields below."""
+    priority: float = 0.0
+    """As of its last use. Written by the store alone, like the fields below."""
     num_uses: int = 0
     is_below: bool = False
     """A slower tier has it."""
+    is_reserved: bool = field(default=False, init=False)
+    """Ordinary variants leave it alone."""
     last_used: int = 0
     serial: int = field(default=0, init=False)
     """New each time it enters a store; stays when it leaves."""
@@ -93,12 +91,6 @@ class Variant:
     def scored(self) -> Scored:
         """How much of it is measured."""
         return self.scores.scored if self.scores else Scored.NOTHING
-
-    @property
-    def is_reserved(self) -> bool:
-        """Whether ordinary variants leave it alone:
-        preprocessed, yet to be used, and nowhere else."""
-        return self.preprocessed and not (self.num_uses or self.is_below)
 
 
 def _nbytes(*parts: Any) -> int:
@@ -127,7 +119,7 @@ class VariantIndex:
         max_chunks: Cache-Craft's N.
         max_variants: Cache-Craft's M. The limit is N * M in all: a chunk may have more than M while
             others have fewer.
-        window: requests in which prefixes are counted, and f_r halves.
+        window: requests in which prefixes are counted.
     Raises:
         LimitError: a limit below 1.
     """
@@ -146,12 +138,13 @@ class VariantIndex:
         self._chunks: dict[Identity, dict[_Place, Variant]] = {}
         # serial -> ..., bytes when it came
         self._held: dict[int, tuple[Identity, Variant, int]] = {}
-        self._on_device: set[Identity] = set()
-        self._scale = 1.0
-        """By which f_r is multiplied in `_order`."""
+        self._aging = Aging(NEW_ON_HOST)
+        self._reserved: deque[tuple[int, int]] = deque()
+        """(request with which it ends, serial)"""
         self._order: list[_Entry] = []
         """Heap. An entry may be outdated: where its variant has risen since, it is corrected when
-        it surfaces. Where it has fallen, a second one has been pushed. Serials, not variants: an
+        it surfaces. Where it has fallen, which no longer being reserved does, a second one has been
+        pushed. Serials, not variants: an
         outdated entry keeps no KV in memory."""
         self.watch: Callable[[Identity, Variant, bool], None] = lambda identity, variant, is_here: (
             None
@@ -195,17 +188,14 @@ class VariantIndex:
         return self._chunks.get(identity, {}).get((head, prefix))
 
     def ask(self, chunks: Iterable[tuple[Identity, str, Prefix]]) -> None:
-        """Count one request: its distinct chunks, each with head and prefix.
-        O(chunks), and O(variants) once a window."""
+        """Count one request: its distinct chunks, each with head and prefix. O(chunks)."""
         places = list(chunks)
         self._asked.observe([*places, *(identity for identity, _, _ in places)])
         self._num_asked += 1
-        if self._num_asked % self._asked.window == 0:
-            for _, variant, _ in self._held.values():
-                variant.reuse /= 2
-            self._scale *= 2  # all have fallen alike, and the order stays
-            if self._scale > MAX_SCALE:
-                self._sort()
+        while self._reserved and self._reserved[0][0] <= self._num_asked:
+            _, serial = self._reserved.popleft()
+            if serial in self._held:
+                self._release(self._held[serial][1])
 
     def wants(
         self,
@@ -228,7 +218,9 @@ class VariantIndex:
                 return False
         if not preprocessed and self._reserved_bytes + nbytes > self._max_bytes:
             return False
-        if preprocessed or old is not None:
+        if preprocessed:
+            return self._fits(nbytes) or self._may_reserve(nbytes)
+        if old is not None:
             return True
         if self._num_reserved >= self._max_in_all:
             return False
@@ -252,8 +244,8 @@ class VariantIndex:
 
         With the same identity, head and prefix it replaces the old one if it is preprocessed and
         the old one is not, or, where they agree in that, if more of it is scored, or its outward
-        attention is known and the old one's is not. It takes over f_r and what was measured of the
-        old one alone.
+        attention is known and the old one's is not. It takes over the old one's priority and
+        uses, and what was measured of it alone.
 
         Returns:
             False: nothing changed. It is not wanted, is in the store already, or is larger than the
@@ -279,16 +271,19 @@ class VariantIndex:
             return False
         variant.scores, variant.outward = scores, outward
         if old is not None:
-            variant.reuse = max(variant.reuse, old.reuse)
             self.drop(old)
+            variant.num_uses = max(variant.num_uses, old.num_uses)
+            variant.priority = max(variant.priority, old.priority)
             self._num_replaced += 1
+        reserves = self._reserves(variant, nbytes)
         self._make_room(identity, variant, nbytes)
-        self._add(identity, variant, nbytes)
+        variant.priority = max(variant.priority, self._aging.now(variant.num_uses))
+        self._add(identity, variant, nbytes, reserves=reserves)
         return True
 
     def restore(self, identity: Identity, variant: Variant) -> bool:
-        """Add what an earlier store has kept, with its f_r and uses: nobody has asked this one for
-        it yet. Nothing leaves for it.
+        """Add what an earlier store has kept, with its priority and uses: nobody has asked this one
+        for it yet. Nothing leaves for it.
 
         Returns:
             False: nothing changed. There is no room, or its place is taken.
@@ -296,41 +291,37 @@ class VariantIndex:
         nbytes = variant.nbytes
         if not self._fits(nbytes) or self.get(identity, variant.head, variant.prefix) is not None:
             return False
-        self._add(identity, variant, nbytes)
+        self._add(identity, variant, nbytes, reserves=self._reserves(variant, nbytes))
         return True
 
     def restore_all(self, kept: Iterable[tuple[Identity, Variant]]) -> list[Variant]:
-        """`restore` each, what is to leave last first. Returns those that were not added."""
+        """`restore` each, what is to leave last first; what was used when the earlier store was
+        this old is as old here. Returns those that were not added."""
         left, added = list[Variant](), list[Variant]()
         for identity, variant in kept:
             (added if self.restore(identity, variant) else left).append(variant)
+            self._aging.resume(variant.priority, variant.num_uses)
         for variant in reversed(added):
             self._clock += 1
             variant.last_used = self._clock
         self._sort()
         return left
 
-    def use(self, variant: Variant, cfo: float) -> None:
-        """Count one use: f_r += 1/CFO (Cache-Craft 3.3). No effect if it has left.
-
-        Raises:
-            ValueError: `cfo` is not in (0, 1].
-        """
-        if not 0 < cfo <= 1:
-            raise ValueError(f"cfo must be over 0 and at most 1 but got {cfo}")
+    def use(self, variant: Variant) -> None:
+        """Count one use. No effect if it has left."""
         if self._holds(variant):
             self._clock += 1
             self._num_uses += 1
-            with self._changing(variant):
-                variant.reuse += 1 / max(cfo, MIN_COUNTED_CFO)
-                variant.num_uses += 1
-                variant.last_used = self._clock
+            variant.num_uses += 1
+            variant.last_used = self._clock
+            variant.priority = self._aging.now(variant.num_uses)
+            self._release(variant)
 
     def set_below(self, variant: Variant) -> None:
         """A slower tier has it. No effect if it has left."""
         if self._holds(variant):
-            with self._changing(variant):
-                variant.is_below = True
+            variant.is_below = True
+            self._release(variant)
 
     def drop(self, variant: Variant) -> None:
         """Take it out, which counts as no eviction. No effect if it has left."""
@@ -343,16 +334,6 @@ class VariantIndex:
             del self._chunks[identity]
         self._count(variant, nbytes, -1)
         self.watch(identity, variant, False)
-
-    def set_on_device(self, identity: Identity, is_there: bool) -> None:
-        """A first copy of the chunk has come to the device, or the last one has left."""
-        if is_there:
-            self._on_device.add(identity)
-        else:
-            self._on_device.discard(identity)
-        for variant in self.find(identity):
-            heappush(self._order, self._entry(variant))
-        self._bound_order()
 
     def clear(self, *, keep_preprocessed: bool = False) -> None:
         """Forget every variant, or all that were not preprocessed; the counts stay.
@@ -384,14 +365,14 @@ class VariantIndex:
         )
 
     def profile(self) -> dict[str, float]:
-        """Variants, chunks, the most variants of one chunk, the mean f_r,
+        """Variants, chunks, the most variants of one chunk, the mean number of uses,
         and the share of variants never used. O(variants)."""
         variants = [variant for _, variant, _ in self._held.values()]
         return {
             "variants": len(variants),
             "chunks": len(self._chunks),
             "most_variants": max(map(len, self._chunks.values()), default=0),
-            "mean_reuse": round(sum(v.reuse for v in variants) / max(1, len(variants)), 3),
+            "mean_uses": round(sum(v.num_uses for v in variants) / max(1, len(variants)), 3),
             "unused": round(sum(not v.num_uses for v in variants) / max(1, len(variants)), 3),
         }
 
@@ -405,24 +386,40 @@ class VariantIndex:
         if violations:
             raise IntegrityError(violations)
 
-    def _add(self, identity: Identity, variant: Variant, nbytes: int) -> None:
+    def _may_reserve(self, nbytes: int) -> bool:
+        return self._reserved_bytes + nbytes <= RESERVED_SHARE * self._max_bytes and (
+            self._num_reserved < RESERVED_SHARE * self._max_in_all
+        )
+
+    def _reserves(self, variant: Variant, nbytes: int) -> bool:
+        is_new = variant.preprocessed and not (variant.num_uses or variant.is_below)
+        return is_new and self._may_reserve(nbytes)
+
+    def _add(
+        self, identity: Identity, variant: Variant, nbytes: int, *, reserves: bool = False
+    ) -> None:
         self._clock += 1
         variant.last_used = variant.serial = self._clock
         self._chunks.setdefault(identity, {})[variant.head, variant.prefix] = variant
         self._held[variant.serial] = identity, variant, nbytes
+        variant.is_reserved = reserves
+        if reserves:
+            self._reserved.append(
+                (self._num_asked + RESERVED_WINDOWS * self._asked.window, variant.serial)
+            )
         self._count(variant, nbytes, 1)
         self._num_added += 1
         heappush(self._order, self._entry(variant))
         self._bound_order()
         self.watch(identity, variant, True)
 
-    @contextmanager
-    def _changing(self, variant: Variant) -> Iterator[None]:
-        was_reserved, nbytes = variant.is_reserved, self._held[variant.serial][2]
-        self._count(variant, nbytes, -1)
-        yield
-        self._count(variant, nbytes, 1)
-        if was_reserved and not variant.is_reserved:  # it falls in the order
+    def _release(self, variant: Variant) -> None:
+        """Ordinary variants may take its place."""
+        if variant.is_reserved:
+            nbytes = self._held[variant.serial][2]
+            self._count(variant, nbytes, -1)
+            variant.is_reserved = False
+            self._count(variant, nbytes, 1)
             heappush(self._order, self._entry(variant))
             self._bound_order()
 
@@ -462,6 +459,7 @@ class VariantIndex:
         return self._asked.count(self._held[self._lowest().serial][0])
 
     def _evict(self, variant: Variant) -> None:
+        self._aging.left(variant.priority)
         self.drop(variant)
         self._num_evicted += 1
 
@@ -472,21 +470,13 @@ class VariantIndex:
             self._num_reserved += sign
 
     def _entry(self, variant: Variant) -> _Entry:
-        is_free = self._held[variant.serial][0] not in self._on_device
-        return (
-            variant.is_reserved,
-            is_free,
-            self._scale * variant.reuse,
-            variant.last_used,
-            variant.serial,
-        )
+        return variant.is_reserved, variant.priority, variant.last_used, variant.serial
 
     def _bound_order(self) -> None:
         if len(self._order) > 2 * len(self._held) + 16:  # mostly outdated entries
             self._sort()
 
     def _sort(self) -> None:
-        self._scale = 1.0
         self._order = [self._entry(variant) for _, variant, _ in self._held.values()]
         heapify(self._order)
 

@@ -17,8 +17,8 @@ Stderr tells first what all needs of the room that the storage has, or the store
 one, then the progress; the last line of stdout is one JSON object. Exit codes:
 
     0   every chunk is there
-    1   chunks were refused, left the KV pool before they were stored, or were evicted from that
-        room; more neighbours than --max-missing were missing; or the storage has failed
+    1   chunks were refused, left the KV pool before they were stored, found no room, or were
+        evicted; more neighbours than --max-missing were missing; or the storage has failed
     2   a mistake in files or flags, or a server that does not answer
 """
 
@@ -38,6 +38,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from radix_ext.variants import RESERVED_SHARE
 from sglang_chunkcache.chunk_files import read_corpus, read_neighbors
 from sglang_chunkcache.client import Client, RefusedError, ServerError, settle
 from sglang_chunkcache.removed import add_removed_flags
@@ -231,6 +232,7 @@ def _counts(ranks: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     storages = [rank["storage"] for rank in ranks if "storage" in rank]
     return {
         "lost": sum(rank["store"]["dropped"] for rank in ranks),
+        "no_room": sum(rank["store"]["no_room"] for rank in ranks),
         "evicted": sum(_held(rank)["num_evicted"] for rank in ranks),
         "unwritten": sum(
             each["unwritten"] + sum(each["problems"].get(name, 0) for name in PROBLEMS)
@@ -252,7 +254,7 @@ def _size(
     near: Iterable[str],
 ) -> str:
     """What all chunks would take, by the tokens of the first ones,
-    of the room of the smallest rank."""
+    of what the smallest rank reserves for them."""
     num_tokens = num_read = 0
     for text in islice(texts.values(), NUM_SAMPLED):
         body = {"messages": [{"role": "user", "content": "?"}], "chunks": [{"text": text}]}
@@ -268,14 +270,15 @@ def _size(
     max_bytes, max_entries = (
         min(_held(rank)[name] for rank in ranks) for name in ("max_bytes", "max_entries")
     )
+    left, reserved = (1 - RESERVED_SHARE) * max_bytes / 2**20, RESERVED_SHARE * max_bytes
     needs = (
-        f"needs about {num_bytes / 2**20:.1f} of {max_bytes / 2**20:.1f} MiB and {num_entries} of"
-        f" {max_entries} entries"
+        f"needs about {num_bytes / 2**20:.1f} of {reserved / 2**20:.1f} MiB ({left:.1f} are left to"
+        f" live traffic) and {num_entries} of {RESERVED_SHARE * max_entries:.0f} entries"
     )
-    if num_bytes <= max_bytes and num_entries <= max_entries:
+    if num_bytes <= reserved and num_entries <= RESERVED_SHARE * max_entries:
         return needs
     return (
-        f"{needs}: too much, some will be evicted; raise {FLAGS['storage' in ranks[0]]} or"
+        f"{needs}: too much, some will not stay; raise {FLAGS['storage' in ranks[0]]} or"
         " --chunkcache-store-chunks"
     )
 
@@ -313,6 +316,11 @@ def _troubles(result: Mapping[str, Any], max_missing: float) -> Iterator[str]:
         yield (
             f"{lost} chunks did not get into a store: they left the KV pool before; start the"
             " command again"
+        )
+    if no_room := result["no_room"]:
+        yield (
+            f"{no_room} chunks found no room, {RESERVED_SHARE:.0%} of which is for preprocessed"
+            f" ones: raise {FLAGS[bool(result['storages'])]} or --chunkcache-store-chunks"
         )
     if evicted := result["evicted"]:
         yield (

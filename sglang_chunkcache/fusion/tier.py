@@ -73,8 +73,8 @@ class StorageTier:
         storage.keeps("variants", self._how, self._layout)
 
     def load_most_used(self, seconds: float = START_S) -> int:
-        """Fill the store with the entries of highest f_r, before there are requests: the one method
-        that waits, so long at most.
+        """Fill the store with the entries that are to leave last, before there are requests: the
+        one method that waits, so long at most.
 
         Entries of tenants are loaded when they ask: no file says who they are.
 
@@ -88,7 +88,7 @@ class StorageTier:
             for variant in self.storage.index.variants()
             if variant.blob.row.place[:2] == mine
         ]
-        found.sort(key=lambda v: (v.is_reserved, v.reuse, v.last_used), reverse=True)
+        found.sort(key=lambda v: (v.is_reserved, v.priority, v.last_used), reverse=True)
         room = self._store.max_bytes - before.num_bytes
 
         def load(variant: Variant) -> bool:
@@ -185,7 +185,7 @@ class StorageTier:
         """As `ChunkSources.count_uses`: a source's twin in the storage is used with it.
         One that is not there is written."""
         for piece in plan.pieces:
-            if piece.source is None or piece.chunk is None or piece.cfo is None:
+            if piece.source is None or piece.chunk is None:
                 continue
             identity, place = (
                 ChunkIdentity(piece.chunk, extra_key, cache_salt),
@@ -193,7 +193,7 @@ class StorageTier:
             )
             twin = self.storage.index.get(self._chunk(identity), *place)
             if twin is not None:
-                self.storage.use(twin, piece.cfo)
+                self.storage.use(twin)
             elif (variant := self._store.get(identity, *place)) is not None:
                 self.write(identity, variant)
 
@@ -337,7 +337,7 @@ def entry_of(variant: Variant, heads: tuple[Head, ...]) -> Callable[[], Entry]:
 
 
 def variant_of(entry: Entry, stored: Variant, heads: tuple[Head, ...]) -> Variant:
-    """As it was written, with its f_r, and with what was measured if that was in these heads."""
+    """As it was written, with its uses, and with what was measured if that was in these heads."""
     scores, outward = None, None
     if entry.heads in ((), heads):
         outward = entry.outward
@@ -360,7 +360,6 @@ def variant_of(entry: Entry, stored: Variant, heads: tuple[Head, ...]) -> Varian
         stored.preprocessed,
         stored.head,
         outward,
-        stored.reuse,
-        stored.num_uses,
+        num_uses=stored.num_uses,
         is_below=True,
     )

@@ -5,7 +5,7 @@ storage, and comes back to it.
         if the queue is full
     an arriving request's chain goes on in the storage ──► loads ──► host memory ──► device,
         at the request's admission
-    a start ──► the chains of highest f_r ──► host memory, and the front knows them
+    a start ──► the chains that are to leave last ──► host memory, and the front knows them
 
 KV goes back to the place that it comes from, so it is named by all that it depends on: model and
 weights, tenant, all tokens up to its end, and what has computed it (`how`). A node is claimed in
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from radix_ext import ChunkId
 from radix_ext.costs import EXPLORATION_PERIOD, Phase, Work, extend_work
-from radix_ext.variants import MIN_COUNTED_CFO, Variant
+from radix_ext.variants import Variant
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains, Slots, below, root
@@ -141,8 +141,8 @@ class StoredChains:
         self.storage.planned(state(req).chain)
 
     def load_most_used(self, seconds: float = START_S) -> int:
-        """Fill host memory with the chains of highest f_r, before there are requests: waits, so
-        long at most.
+        """Fill host memory with the chains that are to leave last, before there are requests:
+        waits, so long at most.
 
         Chains of tenants are loaded when they ask: no file says who they are.
 
@@ -151,7 +151,7 @@ class StoredChains:
         """
         mine = self.storage.chunk(self._how, None, None, ChunkId(""))[:2]
         found = [each for each in self.storage.index.variants() if each.blob.row.place[:2] == mine]
-        found.sort(key=lambda variant: (variant.reuse, variant.last_used), reverse=True)
+        found.sort(key=lambda variant: (variant.priority, variant.last_used), reverse=True)
         before = self.storage.loader.num_loaded
 
         def load(link: _Link) -> bool:
@@ -215,7 +215,7 @@ class StoredChains:
         found = list(takewhile(lambda link: link.is_empty or self._find(link) is not None, links))
         for variant in map(self._find, reversed(found)):
             if variant is not None:
-                self.storage.use(variant, MIN_COUNTED_CFO)
+                self.storage.use(variant)
         for link in links[len(found) :]:
             if not self._write(link):
                 break

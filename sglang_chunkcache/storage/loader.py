@@ -133,10 +133,6 @@ class Loader:
         """Note what was used."""
         self._do(lambda: self._manifest.use(uses))
 
-    def halve(self) -> None:
-        """Every f_r."""
-        self._do(self._manifest.halve)
-
     def poll(self, *, is_round: bool = False) -> Iterator[Job]:
         """What is done since the last time. Of several ranks: what all have done, and only with
         `is_round`, which all say at once."""

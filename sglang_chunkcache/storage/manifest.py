@@ -21,15 +21,15 @@ from sglang_chunkcache.storage.key import Place
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 1
-"""Of the table. A manifest with another one is put aside."""
+SCHEMA = 2
+"""Of the table. A manifest with a later one is put aside."""
 
 _TABLE = """CREATE TABLE IF NOT EXISTS entries (
     name TEXT PRIMARY KEY, model TEXT NOT NULL, tenant TEXT NOT NULL, chunk TEXT NOT NULL,
     head TEXT NOT NULL, prefix TEXT NOT NULL, preprocessed INTEGER NOT NULL,
     num_tokens INTEGER NOT NULL, num_bytes INTEGER NOT NULL, scored INTEGER NOT NULL,
-    outward INTEGER NOT NULL, heads TEXT NOT NULL, reuse REAL NOT NULL, num_uses INTEGER NOT NULL,
-    last_used INTEGER NOT NULL
+    outward INTEGER NOT NULL, heads TEXT NOT NULL, priority REAL NOT NULL,
+    num_uses INTEGER NOT NULL, last_used INTEGER NOT NULL
 ) WITHOUT ROWID"""
 
 
@@ -45,8 +45,8 @@ class Row(NamedTuple):
     has_outward: bool
     heads: tuple[tuple[int, int], ...] = ()
     """Those that scores and `outward` were measured with."""
-    reuse: float = 0.0
-    """f_r."""
+    priority: float = 0.0
+    """In the order of eviction, as of its last use."""
     num_uses: int = 0
 
 
@@ -54,7 +54,7 @@ class Use(NamedTuple):
     """An entry was used: what it has now."""
 
     name: str
-    reuse: float
+    priority: float
     num_uses: int
 
 
@@ -94,7 +94,7 @@ class Manifest:
     def rows(self) -> list[Row]:
         """All, the most used first; of those that were used together what precedes the others."""
         found = self._database.execute(
-            "SELECT * FROM entries ORDER BY reuse DESC, last_used DESC, length(prefix), name"
+            "SELECT * FROM entries ORDER BY priority DESC, last_used DESC, length(prefix), name"
         )
         return [_row(*each) for each in found]
 
@@ -110,7 +110,7 @@ class Manifest:
         of_entry = row.num_tokens, row.num_bytes, row.scored, row.has_outward, heads
         self._execute(
             f"INSERT OR REPLACE INTO entries VALUES ({', '.join('?' * 15)})",
-            [(row.name, *of_place, *of_entry, row.reuse, row.num_uses, self._clock)],
+            [(row.name, *of_place, *of_entry, row.priority, row.num_uses, self._clock)],
         )
 
     def drop(self, names: Iterable[str]) -> None:
@@ -120,14 +120,10 @@ class Manifest:
     def use(self, uses: Iterable[Use]) -> None:
         """Entries that are not there are left out."""
         self._clock += 1
-        told = [(use.reuse, use.num_uses, self._clock, use.name) for use in uses]
+        told = [(use.priority, use.num_uses, self._clock, use.name) for use in uses]
         self._execute(
-            "UPDATE entries SET reuse = ?, num_uses = ?, last_used = ? WHERE name = ?", told
+            "UPDATE entries SET priority = ?, num_uses = ?, last_used = ? WHERE name = ?", told
         )
-
-    def halve(self) -> None:
-        """Every f_r, as with each window of requests."""
-        self._execute("UPDATE entries SET reuse = reuse / 2", [()])
 
     def close(self) -> None:
         """The folder is free. No effect the second time."""
@@ -165,9 +161,12 @@ def _opened(file: Path) -> sqlite3.Connection:
         # after a power cut bytes may be torn, too: reading finds out
         database.execute("PRAGMA synchronous = NORMAL")
         (schema,) = database.execute("PRAGMA user_version").fetchone()
-        if schema not in (0, SCHEMA):
+        if schema > SCHEMA:
             raise sqlite3.DatabaseError(f"schema {schema}, not {SCHEMA}")
         with database:
+            if schema == 1:  # its f_r is no priority: all are as old as an empty storage
+                database.execute("ALTER TABLE entries RENAME COLUMN reuse TO priority")
+                database.execute("UPDATE entries SET priority = 0")
             database.execute(_TABLE)
             database.execute(f"PRAGMA user_version = {SCHEMA}")
             database.execute("SELECT count(*) FROM entries").fetchone()
@@ -190,7 +189,7 @@ def _row(
     scored: int,
     outward: int,
     heads: str,
-    reuse: float,
+    priority: float,
     num_uses: int,
     last_used: int,
 ) -> Row:
@@ -200,4 +199,4 @@ def _row(
     told = tuple(
         (int(layer), int(number)) for layer, number in (each.split(".") for each in heads.split())
     )
-    return Row(name, place, num_tokens, num_bytes, scored, bool(outward), told, reuse, num_uses)
+    return Row(name, place, num_tokens, num_bytes, scored, bool(outward), told, priority, num_uses)

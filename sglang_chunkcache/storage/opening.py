@@ -84,7 +84,6 @@ def create_storage(ctx: Any, config: ChunkCacheConfig) -> Storage | None:
         create_index(config, opened.max_bytes),
         opened.loader,
         opened.names,
-        window=config.window_requests,
         layout=layout,
         model_of=partial(opened.names.model, runner.model_config.hf_config.to_dict(), layout),
         wait_policy=WaitPolicy(config.storage_wait),

@@ -59,15 +59,17 @@ class Ranks:
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
     def common(self, rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-        """(the rows that every rank has, in the first rank's order and with its f_r,
+        """(the rows that every rank has, in the first rank's order and with its priority,
         the others)."""
-        facts = [(self._shared_name(row), row.num_bytes, row.reuse, row.num_uses) for row in rows]
+        facts = [
+            (self._shared_name(row), row.num_bytes, row.priority, row.num_uses) for row in rows
+        ]
         first, *others = self.of_all(facts)
         there = set.intersection(*({fact[:2] for fact in each} for each in (first, *others)))
         mine = {self._shared_name(row): row for row in rows}
         kept = [
-            mine.pop(name)._replace(reuse=reuse, num_uses=num_uses)
-            for name, size, reuse, num_uses in first
+            mine.pop(name)._replace(priority=priority, num_uses=num_uses)
+            for name, size, priority, num_uses in first
             if (name, size) in there
         ]
         return kept, list(mine.values())

@@ -5,8 +5,8 @@
                                                                ──► loader.py: the thread
 
 The index knows every entry of the manifest and what was found of others', and none of their KV. By
-f_r others leave it for what comes. Who has written an entry deletes it for its budget, others only
-forget it. Nothing raises; a start and the end alone wait.
+priority others leave it for what comes. Who has written an entry deletes it for its budget, others
+only forget it. Nothing raises; a start and the end alone wait.
 """
 
 from __future__ import annotations
@@ -117,7 +117,6 @@ class Storage:
         index: empty.
         patience: how long a request waits. None: not at all.
         model_of: names model, weights (by their fingerprint) and what else KV depends on.
-        window: requests after which every f_r halves, as the index's.
         rows: what the manifest has, the most used first.
         metrics: told what `stats` says, with it and when it is due while there are requests. None:
             nobody is.
@@ -131,7 +130,6 @@ class Storage:
         loader: Loader,
         names: Names,
         *,
-        window: int,
         layout: Layout,
         model_of: Callable[..., str],
         wait_policy: WaitPolicy | None = None,
@@ -141,13 +139,7 @@ class Storage:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ranks, self.prefetches = ranks, Prefetches(MAX_PREFETCH_BYTES)
-        self.index, self.loader, self.names, self.layout, self._window = (
-            index,
-            loader,
-            names,
-            layout,
-            window,
-        )
+        self.index, self.loader, self.names, self.layout = index, loader, names, layout
         self._model_of, self._weights, self._models = model_of, 0, dict[tuple[str, ...], str]()
         self.heads: tuple[tuple[int, int], ...] = ()
         """What was measured in others is not used."""
@@ -173,14 +165,14 @@ class Storage:
         """Not counted yet."""
         self._writing_bytes = 0
         self._reserved: dict[tuple[StoredChunk, str, Prefix], _Reserved] = {}
-        self._num_asked = self._era = self._num_cleared = 0
+        self._era = self._num_cleared = 0
         self._kinds: dict[str, tuple[tuple[str, ...], int]] = {}
         """What KV depends on, and bytes saved of each token."""
         self._num_bytes, self._num_tokens = Counter[str](), Counter[str]()
         """Of own entries, by model."""
         index.watch = self._index_changed
         left = index.restore_all(
-            (row.place.stored_chunk, _variant(row, row.reuse, row.num_uses)) for row in rows
+            (row.place.stored_chunk, _variant(row, row.priority, row.num_uses)) for row in rows
         )
         if left:  # the limit is lower than it was
             loader.delete([variant.blob.row for variant in left])
@@ -441,14 +433,10 @@ class Storage:
             self.prefetches.asked(chunk)
         self.prefetches.next_request()
         self._asked.clear()
-        self._num_asked += 1
-        if self._num_asked % self._window == 0:
-            self._tell_uses()  # as they were before the index has halved them
-            self.loader.halve()
 
-    def use(self, variant: Variant, cfo: float) -> None:
+    def use(self, variant: Variant) -> None:
         """As `VariantIndex.use`, kept in the manifest too."""
-        self.index.use(variant, cfo)
+        self.index.use(variant)
         self._note(variant)
 
     def poll(self, *, is_round: bool = False) -> None:
@@ -575,7 +563,7 @@ class Storage:
             self._delete_own(job)
             return
         stored = _variant(
-            row, old.reuse if old else 0.0, old.num_uses if old else 0, is_own=job.is_own
+            row, old.priority if old else 0.0, old.num_uses if old else 0, is_own=job.is_own
         )
         if old is not None:
             self.index.drop(old)
@@ -640,7 +628,7 @@ class Storage:
     def _note(self, variant: Variant) -> None:
         if variant.blob.is_own:  # others have no row
             self._used[variant.blob.row.name] = Use(
-                variant.blob.row.name, variant.reuse, variant.num_uses
+                variant.blob.row.name, variant.priority, variant.num_uses
             )
 
     def _tell_uses(self) -> None:
@@ -655,13 +643,13 @@ def _known(row: Row) -> Known:
     return Known(row.place.preprocessed, row.scored, row.has_outward)
 
 
-def _variant(row: Row, reuse: float, num_uses: int, *, is_own: bool = True) -> Variant:
+def _variant(row: Row, priority: float, num_uses: int, *, is_own: bool = True) -> Variant:
     place = row.place
     return Variant(
         place.prefix,
         Stored(row, is_own),
         preprocessed=place.preprocessed,
         head=place.head,
-        reuse=reuse,
+        priority=priority,
         num_uses=num_uses,
     )

@@ -101,12 +101,12 @@ class Pair:
 
 
 def stored(store: VariantIndex) -> dict[ChunkId, list[tuple[Any, ...]]]:
-    """Per chunk its variants: prefix, f_r, and when each was used last."""
+    """Per chunk its variants: prefix, priority, and when each was used last."""
     found = {}
     for chunk in CHUNKS:
         variants = store.find(chunk.id) or store.find((chunk.id, None, None))
         found[chunk.id] = [
-            (each.prefix, pytest.approx(each.reuse), each.last_used) for each in variants
+            (each.prefix, pytest.approx(each.priority), each.last_used) for each in variants
         ]
     return found
 

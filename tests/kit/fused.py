@@ -188,7 +188,6 @@ class Disk:
             VariantIndex(max_bytes=storage_bytes, max_chunks=1000, max_variants=5, window=window),
             Loader(backend, manifest, secret=b"", pointers=pointers, **common),
             names,
-            window=window,
             layout=self.layout,
             model_of=lambda *how: " ".join(map(str, how)),
             rows=ranks.common(manifest.rows())[0] if ranks else manifest.rows(),

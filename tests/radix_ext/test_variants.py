@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from radix_ext import IntegrityError
 from radix_ext.cfo import Scored
-from radix_ext.variants import Variant, VariantIndex
+from radix_ext.variants import RESERVED_SHARE, RESERVED_WINDOWS, Variant, VariantIndex
 from tests.examples import examples
 from tests.reference.naive_store import NaiveStore, NaiveVariant, num_bytes
 from tests.reference.sources import Sums, ids
@@ -71,16 +71,6 @@ def ask(store: VariantIndex, names: str, before: str = "") -> None:
         store.ask([(chunk(name), "", ids(before))])
 
 
-@pytest.mark.parametrize("cfo", [0.0, -1.0, 1.5, float("nan")])
-def test_use_refuses_what_is_no_share(cfo: float) -> None:
-    """1/CFO of such a number would spoil the order for good."""
-    store, variant = make_store(), make_variant()
-    store.put(chunk("a"), variant)
-    with pytest.raises(ValueError, match="cfo"):
-        store.use(variant, cfo)
-    assert variant.reuse == 0
-
-
 def test_a_chunk_with_all_its_variants_gets_another_one_for_a_prefix_asked_for_more_often() -> None:
     """At M it takes the place of the chunk's own lowest where the store is full;
     other chunks are left alone."""
@@ -88,7 +78,7 @@ def test_a_chunk_with_all_its_variants_gets_another_one_for_a_prefix_asked_for_m
     other, x, y = make_variant(), make_variant("x"), make_variant("y")
     for name, variant in (("b", other), ("a", x), ("a", y)):
         store.put(chunk(name), variant)
-    store.use(x, 1.0)
+    store.use(x)
     ask(store, "a", "y")
     ask(store, "a", "z")
     assert not store.wants(chunk("a"), "", ids("z"))
@@ -99,33 +89,49 @@ def test_a_chunk_with_all_its_variants_gets_another_one_for_a_prefix_asked_for_m
     assert store.find(chunk("b")) == (other,)
 
 
-def test_order_outlasts_many_windows() -> None:
-    """Also those after which f_r is scaled anew: the one used least lately leaves."""
-    store = make_store(tokens=3, window=1)
-    made = {name: make_variant() for name in "abc"}
-    for name, variant in made.items():
-        store.put(chunk(name), variant)
-    for number in range(700):
-        store.use(made["abc"[number % 3]], 1.0)
-        if number < 3:
-            store.set_on_device(chunk("abc"[number % 3]), False)  # its entry is renewed
-        ask(store, "d")
-        store.check_integrity()
-    store.put(chunk("d"), make_variant())
-    assert store.find(chunk("abc"[700 % 3])) == ()
+def test_what_was_popular_leaves_once_the_store_has_turned_over() -> None:
+    """However often it was used: nobody asks for it any more."""
+    store = make_store(tokens=4)
+    popular = make_variant()
+    store.put(chunk("a"), popular)
+    for _ in range(30):
+        store.use(popular)
+    left = next(
+        n
+        for n in range(1000)
+        if not store.find(chunk("a")) or not store.put((n, ""), make_variant())
+    )
+    assert 4 * 10 < left < 4 * 30
+
+
+def test_an_uncommon_corpus_leaves_room_for_live_traffic() -> None:
+    """A preprocessed corpus of four times the store: half of it is reserved, until its windows are
+    over."""
+    store = make_store(tokens=20, window=3)
+    taken = [store.put((n, ""), make_variant(preprocessed=True)) for n in range(80)]
+    assert sum(taken) == 20, "what is not reserved comes as long as there is room"
+    assert store._num_reserved == 20 * RESERVED_SHARE
+    assert all(store.put((n, "live"), make_variant()) for n in range(60))
+    held = [bool(store.find((n, ""))) for n in range(80)]
+    assert (sum(held), store.stats().num_variants) == (10, 20)
+    ask(store, "x" * (RESERVED_WINDOWS * 3))
+    assert store._num_reserved == 0
+    assert all(store.put((n, "later"), make_variant()) for n in range(20))
+    assert not any(store.find((n, "")) for n in range(80))
+    store.check_integrity()
 
 
 def test_restored_variant_goes_on_as_it_was() -> None:
-    """With its f_r and its uses, though nobody has asked for its chunk yet;
+    """With its priority and its uses, though nobody has asked for its chunk yet;
     nothing leaves for it."""
     store = make_store(tokens=2, variants=1)
-    kept = replace(make_variant("x", preprocessed=True), reuse=3.5, num_uses=2)
+    kept = replace(make_variant("x", preprocessed=True), priority=3.5, num_uses=2)
     assert store.restore(chunk("a"), kept)
     assert not store.restore(chunk("a"), make_variant("x"))
     assert store.restore(chunk("a"), make_variant("y"))
     assert not store.restore(chunk("b"), make_variant())
     assert store.find(chunk("a"))[0] is kept
-    assert (kept.reuse, kept.num_uses, kept.is_reserved) == (3.5, 2, False)
+    assert (kept.priority, kept.num_uses, kept.is_reserved) == (3.5, 2, False)
     store.check_integrity()
 
 
@@ -192,12 +198,10 @@ def test_what_has_left_is_freed() -> None:
 
 
 def test_eviction_order_does_not_grow_with_replacement() -> None:
-    """A store of one variant leaves an entry at each put, and each time its chunk comes and
-    goes."""
+    """A store of one variant leaves an entry at each put."""
     store = make_store(tokens=1)
     for index in range(1000):
         store.put(chunk("a"), make_variant(f"{index}"))
-        store.set_on_device(chunk("a"), index % 2 == 0)
     assert len(store._order) < 50
     store.check_integrity()
 
@@ -206,14 +210,14 @@ def test_clear_keeps_the_counts() -> None:
     """Metrics are counters."""
     store, variant = make_store(), make_variant()
     store.put(chunk("a"), variant)
-    store.use(variant, 1.0)
+    store.use(variant)
     store.clear()
     assert store.find(chunk("a")) == ()
     stats = store.stats()
     assert (stats.num_chunks, stats.num_variants, stats.num_bytes) == (0, 0, 0)
     assert (stats.num_added, stats.num_uses, stats.num_evicted) == (1, 1, 0)
-    store.use(variant, 1.0)
-    assert variant.reuse == 1
+    store.use(variant)
+    assert variant.num_uses == 1
     assert store.put(chunk("a"), variant)
     store.check_integrity()
 
@@ -226,7 +230,7 @@ HARMS: list[tuple[str, Callable[[VariantIndex, Variant], object]]] = [
     ("0 variants listed by chunk but 1 held", lambda store, held: store._chunks.clear()),
     ("is not where", lambda store, held: setattr(held, "prefix", ids("z"))),
     ("came with", lambda store, held: setattr(held, "scores", make_scores("", 1, Scored.ALL))),
-    ("in the eviction order", lambda store, held: setattr(held, "reuse", -1)),
+    ("in the eviction order", lambda store, held: setattr(held, "priority", -1)),
     ("in the eviction order", lambda store, held: store._order.clear()),
 ]
 
@@ -300,17 +304,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.ask(places)
         self.naive.ask(places)
 
-    @rule(name=names, is_there=st.booleans())
-    def come_and_go(self, name: str, is_there: bool) -> None:
-        self.store.set_on_device(chunk(name), is_there)
-        (self.naive.on_device.add if is_there else self.naive.on_device.discard)(chunk(name))
-
-    @rule(data=st.data(), cfo=st.sampled_from([1.0, 0.5, 0.25, 0.01]))
-    def use(self, data: st.DataObject, cfo: float) -> None:
+    @rule(data=st.data())
+    def use(self, data: st.DataObject) -> None:
         if self.naive.variants:
             chosen = data.draw(st.sampled_from(self.naive.variants))
-            self.naive.use(chosen, cfo)
-            self.store.use(next(variant for variant, naive in self.pairs if naive is chosen), cfo)
+            self.naive.use(chosen)
+            self.store.use(next(variant for variant, naive in self.pairs if naive is chosen))
 
     @rule(data=st.data())
     def keep_below(self, data: st.DataObject) -> None:
@@ -323,7 +322,7 @@ class StoreMachine(RuleBasedStateMachine):
     def use_what_has_left(self) -> None:
         for variant, naive in self.pairs:
             if naive not in self.naive.variants:
-                self.store.use(variant, 1.0)
+                self.store.use(variant)
                 self.store.set_below(variant)
 
     @invariant()
@@ -334,11 +333,13 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.stats().num_evicted == len(self.naive.evicted)
         for name in "abc":
             expected = [
-                (v.prefix, v.head, v.reuse)
+                (v.prefix, v.head, v.priority)
                 for v in self.naive.variants
                 if v.identity == chunk(name)
             ]
-            assert [(v.prefix, v.head, v.reuse) for v in self.store.find(chunk(name))] == expected
+            assert [
+                (v.prefix, v.head, v.priority) for v in self.store.find(chunk(name))
+            ] == expected
 
 
 TestStoreMachine: Any = StoreMachine.TestCase

@@ -272,7 +272,6 @@ class FusedScheduler(Scheduler):
             assert stats["saved_bytes"][kind] == sum(blob.saved_bytes for blob in blobs)
         measured = sum(each.nbytes - each.blob.nbytes for each in self.store.variants())
         assert sum(stats["bytes"].values()) + measured == stats["num_bytes"]
-        assert self.store._on_device == set(self.cache.copies._nodes), "what is on the device"
         self._check_locks(reqs)
         loads = self._loads()
         assert not loads.keys() & self.contents.slots.keys(), "a slot that is loaded holds KV"

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
+from math import log2
 
 from radix_ext import ChunkId
-from radix_ext.variants import ADMITTED_SHARE, MIN_COUNTED_CFO
+from radix_ext.eviction import NEW_ON_HOST
+from radix_ext.variants import ADMITTED_SHARE, RESERVED_SHARE, RESERVED_WINDOWS
 
 
 @dataclass
@@ -21,10 +23,12 @@ class NaiveVariant:
     score_bytes: int = 0
     outward_bytes: int = 0
     """0: not known."""
-    reuse: float = 0
+    priority: float = 0
     num_uses: int = 0
     is_below: bool = False
     last_used: int = 0
+    reserved_until: int = 0
+    """Number of the request with which that ends."""
 
     @property
     def nbytes(self) -> int:
@@ -33,10 +37,6 @@ class NaiveVariant:
     @property
     def place(self) -> tuple[Hashable, str, tuple[ChunkId, ...]]:
         return self.identity, self.head, self.prefix
-
-    @property
-    def is_reserved(self) -> bool:
-        return self.preprocessed and self.num_uses == 0 and not self.is_below
 
 
 def num_bytes(variants: Collection[NaiveVariant]) -> int:
@@ -51,16 +51,26 @@ class NaiveStore:
         self.max_bytes, self.max_chunks, self.max_variants = max_bytes, max_chunks, max_variants
         self.window = window
         self.asked: list[list[tuple[Hashable, str, tuple[ChunkId, ...]]]] = []
-        self.on_device: set[Hashable] = set()
         self.variants: list[NaiveVariant] = []
         self.evicted: list[NaiveVariant] = []
-        self.clock = 0
+        self.clock, self.age = 0, 0.0
 
     def ask(self, chunks: Sequence[tuple[Hashable, str, tuple[ChunkId, ...]]]) -> None:
         self.asked.append(list(chunks))
-        if len(self.asked) % self.window == 0:
-            for variant in self.variants:
-                variant.reuse /= 2
+
+    def is_reserved(self, variant: NaiveVariant) -> bool:
+        is_new = variant.num_uses == 0 and not variant.is_below
+        return is_new and len(self.asked) < variant.reserved_until
+
+    @property
+    def reserved(self) -> list[NaiveVariant]:
+        return [v for v in self.variants if self.is_reserved(v)]
+
+    def may_reserve(self, nbytes: int) -> bool:
+        return (
+            num_bytes(self.reserved) + nbytes <= RESERVED_SHARE * self.max_bytes
+            and len(self.reserved) < RESERVED_SHARE * self.max_chunks * self.max_variants
+        )
 
     def put(self, new: NaiveVariant) -> bool:
         joined = replace(new)
@@ -77,7 +87,9 @@ class NaiveStore:
         )
         for old in [v for v in self.variants if v.place == new.place]:
             self.variants.remove(old)
-            new.reuse = old.reuse
+            new.num_uses, new.priority = old.num_uses, old.priority
+        if new.preprocessed and not new.num_uses and self.may_reserve(new.nbytes):
+            new.reserved_until = len(self.asked) + RESERVED_WINDOWS * self.window
         siblings = self.leaving(new.identity)
         is_full_house = (
             len([v for v in self.variants if v.identity == new.identity]) >= self.max_variants
@@ -88,6 +100,7 @@ class NaiveStore:
             self.evict(self.leaving()[0])
         self.clock += 1
         new.last_used = self.clock
+        new.priority = max(new.priority, self.age + NEW_ON_HOST + log2(1 + new.num_uses))
         self.variants.append(new)
         return True
 
@@ -96,12 +109,13 @@ class NaiveStore:
             adds = new.scored > old.scored or bool(new.outward_bytes and not old.outward_bytes)
             if (new.preprocessed, adds) <= (old.preprocessed, False):
                 return False
-        reserved = [v for v in self.variants if v.is_reserved]
-        if not new.preprocessed and num_bytes([*reserved, joined]) > self.max_bytes:
+        if not new.preprocessed and num_bytes([*self.reserved, joined]) > self.max_bytes:
             return False
-        if new.preprocessed or any(v.place == new.place for v in self.variants):
+        if new.preprocessed:
+            return self.fits(joined) or self.may_reserve(joined.nbytes)
+        if any(v.place == new.place for v in self.variants):
             return True
-        if len(reserved) == self.max_chunks * self.max_variants:
+        if len(self.reserved) == self.max_chunks * self.max_variants:
             return False
         recent = [place for places in self.asked[-self.window :] for place in places]
         by_chunk, by_place = Counter(identity for identity, _, _ in recent), Counter(recent)
@@ -112,10 +126,10 @@ class NaiveStore:
             return bool(lowest) and asked > by_place[lowest[0].place]
         return self.fits(joined) or asked >= ADMITTED_SHARE * by_chunk[self.leaving()[0].identity]
 
-    def use(self, variant: NaiveVariant, cfo: float) -> None:
+    def use(self, variant: NaiveVariant) -> None:
         self.clock += 1
-        variant.reuse += 1 / max(cfo, MIN_COUNTED_CFO)
         variant.num_uses += 1
+        variant.priority = self.age + NEW_ON_HOST + log2(1 + variant.num_uses)
         variant.last_used = self.clock
 
     def fits(self, new: NaiveVariant) -> bool:
@@ -127,13 +141,14 @@ class NaiveStore:
         among = [
             v
             for v in self.variants
-            if identity is None or (v.identity == identity and not v.is_reserved)
+            if identity is None or (v.identity == identity and not self.is_reserved(v))
         ]
         return sorted(
             among,
-            key=lambda v: (v.is_reserved, v.identity not in self.on_device, v.reuse, v.last_used),
+            key=lambda v: (self.is_reserved(v), v.priority, v.last_used),
         )
 
     def evict(self, variant: NaiveVariant) -> None:
+        self.age = max(self.age, variant.priority)
         self.variants.remove(variant)
         self.evicted.append(variant)

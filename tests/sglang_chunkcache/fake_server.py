@@ -57,8 +57,9 @@ class FakeServer(JsonServer):
     """Every chunk is taken, unless it is in `refused`; `reply` overrides what GET answers."""
 
     reuse, delay_s = "fused", 0.0
-    num_lost = num_evicted = 0
-    """Captures that are dropped, and a store's variants that are evicted, once a chunk was sent."""
+    num_lost = num_evicted = num_without_room = 0
+    """Captures that are dropped, a store's variants that are evicted, and chunks that it has no
+    room for, once a chunk was sent."""
     pending = 0
     """Captures that wait; every other request does one."""
     neighbors: Mapping[str, int] = {"moved": 2, "computed": 1, "missing": 0}
@@ -91,9 +92,10 @@ class FakeServer(JsonServer):
 
     def _ranks(self) -> list[dict[str, Any]]:
         is_sent = any(path == "/chunkcache/preprocess" for path, _ in self.posts)
-        room = {"max_bytes": 1 << 20, "max_entries": 50, "num_evicted": 0}
+        room = {"max_bytes": 2 << 20, "max_entries": 100, "num_evicted": 0}
         store = room | {"num_evicted": is_sent * self.num_evicted, "token_bytes": 1024}
         store |= {"dropped": is_sent * self.num_lost, "num_variants": 7}
+        store |= {"no_room": is_sent * self.num_without_room}
         ranks: list[dict[str, Any]] = [
             {"store": {"pending": n, **store}} for n in (self.pending, 0)
         ]

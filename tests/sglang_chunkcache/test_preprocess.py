@@ -97,7 +97,7 @@ def test_every_chunk_alone_then_behind_its_neighbors(
     ]
     assert [store["num_variants"] for store in result.pop("stores")] == [7, 7]
     asked = {"url": server.url, "top_n": 1, "batch": 1, "storages": []}
-    assert result == {**asked, "lost": 0, "evicted": 0, "unwritten": 0}
+    assert result == {**asked, "lost": 0, "no_room": 0, "evicted": 0, "unwritten": 0}
 
 
 @pytest.mark.parametrize("batch", [1, 5])
@@ -170,6 +170,7 @@ FAILED = [{"problems": {"failed": 1}}, {"problems": {"failed": 3, "paused": 1}}]
         (MISSING, ["--max-missing", "0.25"], None),
         ({}, ["--max-missing", "0"], None),
         ({"num_lost": 3}, [], "6 chunks did not get into a store"),
+        ({"num_without_room": 1}, [], "ones: raise --chunkcache-store-mib or"),
         ({"num_evicted": 2}, [], "4 entries were evicted: raise --chunkcache-store-mib"),
         ({"storage": FAILED}, [], "an entry, 3 times; start the command again"),
         ({"storage": [{"unwritten": 1}, {"unwritten": 3}]}, [], "an entry, 2 times"),
@@ -211,9 +212,9 @@ def test_progress_is_shown(
 @pytest.mark.parametrize(
     ("num_chars", "rooms", "told"),
     [
-        (100, {}, "needs about 0.5 of 1.0 MiB and 5 of 50 entries"),
-        (300, {}, "1.5 of 1.0 MiB and 5 of 50 entries: too much, .* --chunkcache-store-mib or"),
-        (1, {"max_entries": 4}, "5 of 4 entries: too much, .* --chunkcache-storage-mib or"),
+        (100, {}, "about 0.5 of 1.0 MiB .1.0 are left to live traffic. and 5 of 50 entries"),
+        (300, {}, "1.5 of 1.0 MiB .* and 5 of 50 entries: too much, .* --chunkcache-store-mib or"),
+        (1, {"max_entries": 4}, "5 of 2 entries: too much, .* --chunkcache-storage-mib or"),
     ],
 )
 def test_size_is_told_before_anything_is_sent(

@@ -185,7 +185,7 @@ def test_neighbors_are_plain_though_the_store_holds_few(runner: Any) -> None:
     _, told = roomy.fill()
     assert told["neighbors"] == {"moved": 16, "computed": 0, "missing": 0}
     found = tight.fill()[1]["neighbors"]
-    assert tight.scheduler.store.stats().num_evicted > 6
+    assert tight.scheduler.store.stats().num_evicted >= 6
     assert (sum(found.values()), found["missing"]) == (16, 0)
     expected = {(identity, variant.prefix): variant for identity, variant in roomy.put}
     for identity, variant in tight.put:

@@ -11,6 +11,7 @@ import torch
 
 from radix_ext import FusionRequest, chunk_id
 from radix_ext.cfo import Scored
+from radix_ext.eviction import NEW_ON_HOST
 from radix_ext.variants import Variant
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
@@ -46,7 +47,7 @@ def test_stored_chunks_survive_the_server(disk: Disk) -> None:
     assert disk.tier.load_most_used() == 2
     (found,) = second.stored(B)
     assert (found.prefix, found.head) == ((chunk_id(A),), str(HEAD))
-    assert (found.reuse, found.num_uses) == (before.reuse, 1)
+    assert (found.priority, found.num_uses) == (before.priority, 1)
     assert found.blob.read()[0].flatten().tolist() == B
     assert wheres(second.ask(fused(D, B))) == ["gap", "host"]
 
@@ -72,22 +73,24 @@ def test_coded_chunks_survive_a_server_of_their_codec_alone(disk: Disk) -> None:
     assert len(disk.storage.held) == 4, "what the storage had was written again"
 
 
-def test_f_r_halves_on_the_storage_too(disk: Disk) -> None:
-    """With every window, also of what nobody uses any more."""
-    rank = disk.server(window_requests=2)
+def test_storage_ages_across_a_restart(disk: Disk) -> None:
+    """What was used when it was old is as old afterwards: it does not outlive what comes anew."""
+    rank = disk.server()
     rank.store_chunks(A)
     disk.settle()
+    disk.tier.storage.index._aging.left(5.0)
     rank.serve(fused(B, A), answer=[50])
     disk.settle()
-    (stored,) = disk.tier.storage.index.variants()
-    reuse = stored.reuse
-    assert reuse > 0
-    for _ in range(2):
-        rank.serve(rag(D), answer=[50])
-    disk.stop()
-    assert stored.reuse == reuse / 2
-    (row,) = Manifest(disk.folder).rows()
-    assert (row.reuse, row.num_uses) == (reuse / 2, 1)
+    (stored,) = disk.tier.storage.index.find(disk.tier._chunk(identity(A)))
+    assert stored.priority == 5 + NEW_ON_HOST + 1
+    disk.restarted()
+    index = disk.tier.storage.index
+    (again,) = index.find(disk.tier._chunk(identity(A)))
+    assert (again.priority, again.num_uses, index._aging.now(0)) == (
+        stored.priority,
+        1,
+        5 + NEW_ON_HOST,
+    )
 
 
 def test_entries_of_a_codec_that_was_removed_are_others(disk: Disk) -> None:

@@ -132,11 +132,11 @@ def test_explain_says_what_the_storage_has_behind_the_other_tiers(server: Server
 
 def test_what_is_prefetched_is_there_when_it_comes(server: Server) -> None:
     """It is no request: counted is that it was loaded, and used by the request."""
-    before = [variant.reuse for variant in server.storage.index.variants()]
+    before = [variant.priority for variant in server.storage.index.variants()]
     prefetch(server, rag(A, B, C))
     counts = server.settle()
     assert counts["prefetch"] == {"requested": 3, "loaded": 3, "used": 0}
-    assert [variant.reuse for variant in server.storage.index.variants()] == before
+    assert [variant.priority for variant in server.storage.index.variants()] == before
     server.check()
     assert server.serve(rag(A, B, C)) == len(HEAD + A + B)
     server.cache.arrived(rag(A, B))

@@ -204,12 +204,11 @@ def test_deleted_entry_loses_its_row_first(rig: Rig) -> None:
 
 
 def test_uses_are_kept(rig: Rig) -> None:
-    """f_r outlives the process."""
+    """The order of eviction outlives the process."""
     rig.written()
     rig.loader.use([Use("n", 3.0, 2)])
-    rig.loader.halve()
     rig.done()
-    assert [(row.reuse, row.num_uses) for row in rig.manifest.rows()] == [(1.5, 2)]
+    assert [(row.priority, row.num_uses) for row in rig.manifest.rows()] == [(3.0, 2)]
 
 
 def test_end_writes_what_waits(tmp_path: Path) -> None:

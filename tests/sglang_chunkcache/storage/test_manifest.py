@@ -95,16 +95,11 @@ class ManifestModel(RuleBasedStateMachine):
         for name in names:
             self.rows.pop(name, None)
 
-    @rule(name=names, reuse=st.floats(0, 100), num_uses=st.integers(1, 9))
-    def use(self, name: str, reuse: float, num_uses: int) -> None:
-        self.manifest.use([Use(name, reuse, num_uses)])
+    @rule(name=names, priority=st.floats(0, 100), num_uses=st.integers(1, 9))
+    def use(self, name: str, priority: float, num_uses: int) -> None:
+        self.manifest.use([Use(name, priority, num_uses)])
         if name in self.rows:
-            self.rows[name] = self.rows[name]._replace(reuse=reuse, num_uses=num_uses)
-
-    @rule()
-    def halve(self) -> None:
-        self.manifest.halve()
-        self.rows = {name: row._replace(reuse=row.reuse / 2) for name, row in self.rows.items()}
+            self.rows[name] = self.rows[name]._replace(priority=priority, num_uses=num_uses)
 
     @rule()
     def restart(self) -> None:
@@ -115,7 +110,9 @@ class ManifestModel(RuleBasedStateMachine):
     def agrees(self) -> None:
         found = self.manifest.rows()
         assert {row.name: row for row in found} == self.rows
-        assert [row.reuse for row in found] == sorted((row.reuse for row in found), reverse=True)
+        assert [row.priority for row in found] == sorted(
+            (row.priority for row in found), reverse=True
+        )
 
     def teardown(self) -> None:
         self.manifest.close()
