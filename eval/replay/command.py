@@ -6,6 +6,7 @@ and eviction policy.
     ... --order frequency --window 10 100 1000        every combination
     ... --ranks 4                                     of a server with --dp-size 4 (ranks.py)
     ... --reuse fused                                 also with each request's KV moved (fused.py)
+    ... --days documents --eviction lru reused        three days, each with new documents (days.py)
     python -m eval replay --generate 1000000 ...      no data at hand
 
 Needs Python alone, no model and no server. The trace format is in eval/replay/trace.py and in
@@ -24,7 +25,7 @@ from typing import Any
 
 from eval.errors import CommandError
 from eval.progress import progress
-from eval.replay import generated
+from eval.replay import days, generated
 from eval.replay import trace as trace_format
 from eval.replay.cells import ReplayCell, TraceCell, measure
 from eval.replay.fused_cell import FusedCell, add_options, server_config
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     prints a table and a verdict, or with --json one JSON object."""
     options = _parser().parse_args(argv)
     try:
-        trace = _trace(options)
+        trace = _of_days(options, _trace(options))
         facts = scan(_with_bar(trace))
         measured = _measured(options, facts)
         if options.warm_up >= facts.num_counted:
@@ -129,6 +130,11 @@ def _parser() -> argparse.ArgumentParser:
     text = f"use only the first N requests; default: all, of task world {WORLD_REQUESTS}"
     add("--max-requests", type=_at_least(1), help=text)
     add("--seed", type=int, default=0, help="of --generate and --fusionrag; default: %(default)s")
+    text = (
+        "three days of the trace, each with other documents, or another system prompt; topics: half"
+        " of those of --generate are replaced each day"
+    )
+    add("--days", choices=days.CHANGES, help=text)
     _add_axes(parser)
     add_options(parser)
     text = "data-parallel ranks, each with a cache of its own; default: %(default)s"
@@ -223,6 +229,18 @@ def _trace(options: argparse.Namespace) -> Trace:
             num_requests = min(number, options.max_requests or number)
             return make(num_requests, k=max(options.k or [generated.K]), seed=options.seed)
     return _task_requests(options)
+
+
+def _of_days(options: argparse.Namespace, trace: Trace) -> Trace:
+    if options.days is None:
+        return trace
+    if options.days != "topics":
+        return days.Days(trace, options.days)
+    if options.generate is None:
+        raise CommandError("--days topics requires --generate")
+    drift = max(1, options.generate // (generated.TOPICS // 2))
+    num_requests, k = days.NUM_DAYS * options.generate, max(options.k or [generated.K])
+    return GeneratedTrace(num_requests, k=k, seed=options.seed, drift=drift)
 
 
 def _task_requests(options: argparse.Namespace) -> list[TraceRequest]:

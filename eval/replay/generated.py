@@ -54,16 +54,18 @@ class GeneratedTrace:
     """`num_requests` requests of `k` distinct chunks. Each iteration generates them anew; equal ids
     are one `Chunk` object.
 
+    Args:
+        drift: as `DRIFT`.
     Raises:
         CommandError: a topic has fewer than k chunks.
     """
 
-    def __init__(self, num_requests: int, *, k: int = K, seed: int = 0) -> None:
+    def __init__(self, num_requests: int, *, k: int = K, seed: int = 0, drift: int = DRIFT) -> None:
         if k > CHUNKS_PER_TOPIC:
             raise CommandError(
                 f"a generated request has at most {CHUNKS_PER_TOPIC} chunks but --k is {k}"
             )
-        self._num_requests, self._k, self._seed = num_requests, k, seed
+        self._num_requests, self._k, self._seed, self._drift = num_requests, k, seed, drift
         self._chunks: dict[int, Chunk] = {}
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -73,7 +75,7 @@ class GeneratedTrace:
         within = [*accumulate(rank**-CHUNK_ZIPF for rank in range(1, CHUNKS_PER_TOPIC + 1))]
         topics, next_topic, now = [*range(TOPICS)], TOPICS, 0.0
         for number in range(self._num_requests):
-            if number % DRIFT == DRIFT - 1:
+            if number % self._drift == self._drift - 1:
                 del topics[int(draw() * TOPICS)]
                 topics.insert(int(draw() * TOPICS), next_topic)
                 next_topic += 1

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from eval.replay import days
 from eval.replay.bootstrap import moving_block_share
 from eval.replay.cells import CHUNK_COUNTS, HOST_COUNTS, TOKEN_COUNTS
 from eval.replay.fused_cell import fused_entry, fused_table
@@ -67,6 +68,10 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
         results["tables"].append(ranks_table(ranked, _settings(results["cells"])))
     if fused:
         results |= {"fused": fused, "tables": [*results["tables"], fused_table(fused)]}
+    if spec.get("days") and cells:
+        measured = [sample for sample in samples if "cell" in sample or "fused" in sample]
+        results["days"] = days.windows(measured, share)
+        results["tables"].append(days.table(results["days"], _settings(results["cells"])))
     return results | {"verdict": verdict(results, worth=spec["worth"])}
 
 
