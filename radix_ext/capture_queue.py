@@ -124,7 +124,15 @@ class CaptureQueue:
         assert identity is not None
         self._store.put(
             identity,
-            Variant(facts.prefix, blob, scores, entry.preprocessed, facts.head, facts.outward),
+            Variant(
+                facts.prefix,
+                blob,
+                scores,
+                entry.preprocessed,
+                facts.head,
+                facts.start,
+                facts.outward,
+            ),
         )
 
     def give_up(self, batch: Iterable[Waiting]) -> None:

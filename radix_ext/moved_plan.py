@@ -46,8 +46,8 @@ class Candidate(Protocol):
         ...
 
     @property
-    def start(self) -> int | None:
-        """The position of its first token there; None: un-rotated, at no position."""
+    def start(self) -> int:
+        """The position of its first token there."""
         ...
 
     @property

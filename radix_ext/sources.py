@@ -145,7 +145,10 @@ class HostCopy:
 
     variant: Variant
     where: str = "host"
-    start: None = None
+
+    @property
+    def start(self) -> int:
+        return self.variant.start
 
     @property
     def head(self) -> str:

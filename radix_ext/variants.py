@@ -69,6 +69,8 @@ class Variant:
     """Computed ahead of requests, after similar chunks (FusionRAG 3.1)."""
     head: str = ""
     """Names the text before it that is no chunk: `text_before`."""
+    start: int = 0
+    """Position of the first token."""
     outward: Any = None
     """Per token: attention beyond the chunk in the calibrated heads. None: not known."""
     priority: float = 0.0

@@ -95,7 +95,14 @@ class Bench:
         return read_blob(self.pool, self.table, *self._from.values(), use_kernel=use_kernel)
 
     def write(self, *, use_kernel: bool, blob: tuple[Tensor, Tensor] | None = None) -> None:
-        write_blob(self.pool, self.table, *(blob or self.blob), **self._to, use_kernel=use_kernel)
+        write_blob(
+            self.pool,
+            self.table,
+            *(blob or self.blob),
+            source_positions=self._from["source_positions"],
+            **self._to,
+            use_kernel=use_kernel,
+        )
 
     def arms(self) -> dict[str, Arm]:
         """The arms by name; without CUDA those of torch only."""

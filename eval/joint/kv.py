@@ -75,13 +75,21 @@ class ModelKv:
     def stored(self, cached: Cached, span: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Keys, un-rotated, and values of a piece:
         [num_layers, num_tokens, num_kv_heads, head_dim]."""
-        return read_blob(cached.pool, self._table, torch.arange(*span), torch.arange(*span))
+        at = torch.arange(*span)
+        return read_blob(cached.pool, self._table, at, at, target_positions=torch.zeros_like(at))
 
     @torch.inference_mode()
     def restore(self, cached: Cached, span: tuple[int, int], kv: tuple[Tensor, Tensor]) -> None:
         """Write what `stored` gave, or what has become of it, into the pool at a piece's place."""
         at = torch.arange(*span)
-        write_blob(cached.pool, self._table, *kv, target_slots=at, target_positions=at)
+        write_blob(
+            cached.pool,
+            self._table,
+            *kv,
+            source_positions=torch.zeros_like(at),
+            target_slots=at,
+            target_positions=at,
+        )
 
     @torch.inference_mode()
     def log_probs(self, cached: Cached, token_ids: Sequence[int]) -> Tensor:
@@ -136,5 +144,13 @@ class ModelKv:
         at = torch.arange(len(queries[0]))
         stacked = torch.stack(queries)
         pool = Pool(list(torch.empty_like(stacked)), list(torch.empty_like(stacked)))
-        write_blob(pool, self._table, stacked, stacked, target_slots=at, target_positions=at)
+        write_blob(
+            pool,
+            self._table,
+            stacked,
+            stacked,
+            source_positions=torch.zeros_like(at),
+            target_slots=at,
+            target_positions=at,
+        )
         return pool.k_buffer

@@ -233,7 +233,7 @@ class FusionPass:
 
     def _move(self, moves: Sequence[Move]) -> None:
         copies: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        blobs: list[tuple[HostBlob, Tensor, Tensor]] = []
+        blobs: list[tuple[HostBlob, Tensor, Tensor, Tensor]] = []
         for move in moves:
             self.num_tokens["moved_other_head"] += sum(
                 each.end - each.start for each in move.moved if each.other_head
@@ -241,17 +241,15 @@ class FusionPass:
             for piece in move.moved:
                 source = piece.source
                 target = move.slots[piece.start : piece.end]
-                positions = torch.arange(piece.start, piece.end, device=target.device)
+                assert isinstance(source, DeviceCopy | HostCopy)
+                positions, origin = (
+                    torch.arange(start, start + len(target), device=target.device)
+                    for start in (piece.start, source.start)
+                )
                 if isinstance(source, DeviceCopy):
-                    start = source.start
-                    origin = torch.arange(
-                        start, start + piece.end - piece.start, device=target.device
-                    )
                     copies.append((source.node.value, origin, target, positions))
-                elif isinstance(source, HostCopy):
-                    blobs.append((source.variant.blob, target, positions))
                 else:
-                    raise TypeError(f"no way to move from {source!r}")
+                    blobs.append((source.variant.blob, origin, target, positions))
                 self.num_tokens[f"moved_{source.where}"] += piece.end - piece.start
         if copies:  # all layers at once: what is loaded beside this pass has to be there
             self.pool.get_kv_buffer(self.pool.layer_num - 1)
@@ -274,12 +272,12 @@ class FusionPass:
             self._load(moves, blobs)
 
     def _load(
-        self, moves: Sequence[Move], blobs: Sequence[tuple[HostBlob, Tensor, Tensor]]
+        self, moves: Sequence[Move], blobs: Sequence[tuple[HostBlob, Tensor, Tensor, Tensor]]
     ) -> None:
         """From host memory to slots and positions, in layers, of which some come beside the passes
         (Cache-Craft 3.4.2)."""
         targets = [(blob, BlobTarget(self.pool, self.table, *place)) for blob, *place in blobs]
-        work = Work(len(blobs), sum(len(slots) for _, slots, _ in blobs))
+        work = Work(len(blobs), sum(len(slots) for _, _, slots, _ in blobs))
 
         def copy(layers: range) -> None:
             for blob, target in targets:

@@ -342,7 +342,13 @@ class Trial:
         )
         slots = self._moved.slots[self._b]
         write_blob(
-            self._pool, self._table, keys, values, target_slots=slots, target_positions=self._b
+            self._pool,
+            self._table,
+            keys,
+            values,
+            source_positions=self._b_elsewhere,
+            target_slots=slots,
+            target_positions=self._b,
         )
         return self._ulps(self._moved)
 

@@ -208,7 +208,9 @@ class _Trial:
         """Layer by layer, as beside a pass."""
         slots = self._other.slots[:num_tokens]
         positions = torch.arange(num_tokens, device=slots.device)
-        target = BlobTarget(self._runner.token_to_kv_pool, self._table, slots, positions)
+        target = BlobTarget(
+            self._runner.token_to_kv_pool, self._table, positions, slots, positions + 1
+        )
         for layer in range(self._runner.token_to_kv_pool.layer_num):
             layers = range(layer, layer + 1)
             target.write(*self._blobs[num_tokens].read(slots.device, layers), layers)

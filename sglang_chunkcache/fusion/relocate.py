@@ -10,16 +10,16 @@ sin`, so a key moves from p to q by
 The division removes YaRN's `mscale`, which SGLang multiplies into its table and which the key
 already contains. Everything is computed in float32, the turn once a call for all layers, so a move
 costs one rounding and a move by 0 none. Compared with a key that the model itself stores at q, the
-result is off by at most 1 ulp of its pair's length in bfloat16 and float16, by 2 through a blob,
-whose un-rotated keys are rounded as well (test_relocate.py). This file is in torch, one layer after
-the other: for pools on the CPU, and as the reference of relocate_kernel.py, which moves all layers
-in one launch where the pool is on CUDA. Knows slots and positions, no chunks, trees or requests.
+result is off by at most 1 ulp of its pair's length in bfloat16 and float16 (test_relocate.py). This
+file is in torch, one layer after the other: for pools on the CPU, and as the reference of
+relocate_kernel.py, which moves all layers in one launch where the pool is on CUDA. Knows slots and
+positions, no chunks, trees or requests.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,9 +99,9 @@ class RotaryTable:
         the caller guarantees it."""
         return self.cos.shape[0]
 
-    def _turn(self, old: Tensor | None, new: Tensor | None) -> _Turn:
-        """From `old` to `new`; None is the origin."""
-        (old_cos, old_sin), (new_cos, new_sin) = self._at(old), self._at(new)
+    def _turn(self, old: Tensor, new: Tensor) -> _Turn:
+        """From `old` to `new`."""
+        old_cos, old_sin, new_cos, new_sin = *self._at(old), *self._at(new)
         # NOTE: not as complex numbers: their product may be fused, and a turn from p to p would not
         # be exactly 1 + 0i.
         cos = new_cos * old_cos + new_sin * old_sin
@@ -111,9 +111,7 @@ class RotaryTable:
         stays = (cos == 1) & (sin == 0)
         return _Turn(cos, sin, None if cos.device.type == "cpu" and not stays.any() else stays)
 
-    def _at(self, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        if positions is None:
-            return self.cos.new_ones((1, 1)), self.cos.new_zeros((1, 1))
+    def _at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.cos[positions], self.sin[positions]
 
     def _apply_(self, keys: Tensor, turn: _Turn) -> Tensor:
@@ -199,15 +197,16 @@ def write_blob(
     keys: Tensor,
     values: Tensor,
     *,
+    source_positions: Tensor,
     target_slots: Tensor,
     target_positions: Tensor,
     use_kernel: bool | None = None,
 ) -> None:
-    """Write stored KV into slots of the pool, keys rotated to their positions:
+    """Write stored KV into slots of the pool, keys turned to their new positions:
     all layers of `BlobTarget.write`."""
-    BlobTarget(pool, table, target_slots, target_positions, use_kernel=use_kernel).write(
-        keys, values, range(len(pool.k_buffer))
-    )
+    BlobTarget(
+        pool, table, source_positions, target_slots, target_positions, use_kernel=use_kernel
+    ).write(keys, values, range(len(pool.k_buffer)))
 
 
 class BlobTarget:
@@ -216,6 +215,8 @@ class BlobTarget:
     Args:
         pool: Written at `slots`; as in `copy_moved`.
         table: The model's, on the pool's device.
+        source_positions: [num_tokens] int64, where the model stored these keys; on the pool's
+            device.
         slots: [num_tokens] int64, on the pool's device, each slot once.
         positions: [num_tokens] int64, on the pool's device.
         use_kernel: As in `copy_moved`.
@@ -227,6 +228,7 @@ class BlobTarget:
         self,
         pool: MHATokenToKVPool,
         table: RotaryTable,
+        source_positions: Tensor,
         slots: Tensor,
         positions: Tensor,
         *,
@@ -235,9 +237,11 @@ class BlobTarget:
         self._num_tokens = _check_pool(
             pool, table, "target_slots", slots, "target_positions", positions
         )
+        _check_index("source_positions", source_positions, self._num_tokens, slots.device)
+        table._check_positions("source_positions", source_positions, self._num_tokens)
         self._pool, self._table, self._slots = pool, table, slots
         self._turn, self._takes_kernel = (
-            table._turn(None, positions),
+            table._turn(source_positions, positions),
             _takes_kernel(pool, use_kernel),
         )
 
@@ -247,7 +251,7 @@ class BlobTarget:
         return self._slots.device
 
     def write(self, keys: Tensor, values: Tensor, layers: range) -> None:
-        """KV of these layers, keys rotated to their positions.
+        """KV of these layers, keys turned to their new positions.
 
         KV on another device is first copied to the pool's, keys and values with one copy each. From
         pinned memory, as the store has it on CUDA, the copy is queued like the rest. From pageable
@@ -256,7 +260,7 @@ class BlobTarget:
 
         Args:
             keys: [num_layers, num_tokens, num_kv_heads, head_dim], of these layers, the pool's
-                dtype, un-rotated, as `read_blob` gives them; on any device, only read.
+                dtype, as `read_blob` gives them; on any device, only read.
             values: [num_layers, num_tokens, num_kv_heads, v_head_dim], otherwise like `keys`.
             layers: of the pool.
         Raises:
@@ -290,15 +294,18 @@ def read_blob(
     slots: Tensor,
     positions: Tensor,
     *,
+    target_positions: Tensor | None = None,
     use_kernel: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The KV of tokens, keys un-rotated. Queued on the current stream, no sync.
+    """The KV of tokens, bit by bit, or with keys turned to other positions. Queued on the current
+    stream, no sync.
 
     Args:
         pool: Only read; as in `copy_moved`.
         table: The model's, on the pool's device.
         slots: [num_tokens] int64, on the pool's device.
         positions: [num_tokens] int64, where the model stored these keys; on the pool's device.
+        target_positions: Like `positions`; all 0: un-rotated. None: keys stay as they are.
         use_kernel: As in `copy_moved`.
     Returns:
         Keys [num_layers, num_tokens, num_kv_heads, head_dim] and values [.., v_head_dim]: in the
@@ -307,7 +314,7 @@ def read_blob(
         ValueError: as `copy_moved`.
     """
     _check_pool(pool, table, "slots", slots, "positions", positions)
-    turn = table._turn(positions, None)
+    turn = table._turn(positions, positions if target_positions is None else target_positions)
     keys, values = (
         torch.empty(
             (len(buffers), len(slots), *buffers[0].shape[1:]), dtype=pool.dtype, device=slots.device
@@ -323,29 +330,6 @@ def read_blob(
         keys[layer] = table._apply_(key_buffer[slots], turn)
         values[layer] = value_buffer[slots]
     return keys, values
-
-
-def placed(
-    table: RotaryTable,
-    read: Callable[[int], tuple[Tensor, Tensor]],
-    old: Tensor | None,
-    new: Tensor,
-) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """The KV of tokens in a layer, as it would be at other positions. Writes nothing.
-
-    Args:
-        read: layer to keys and values, [num_tokens, num_kv_heads, head_dim], on the table's device;
-            only read.
-        old: [num_tokens] int64, where the model stored these keys. None: they are un-rotated.
-        new: [num_tokens] int64.
-    """
-    turn = table._turn(old, new)
-
-    def layer_kv(layer: int) -> tuple[Tensor, Tensor]:
-        keys, values = read(layer)
-        return table._apply_(keys.clone(), turn), values
-
-    return layer_kv
 
 
 def _takes_kernel(pool: MHATokenToKVPool, use_kernel: bool | None) -> bool:

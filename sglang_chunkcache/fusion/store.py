@@ -1,5 +1,5 @@
 """The tensors in host memory of radix_ext/variants.py's index, which decides what stays:
-a chunk's KV, un-rotated, and scores."""
+a chunk's KV, at the position where it was computed, and scores."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ChunkScores(Attention):
 
 
 class HostBlob:
-    """One chunk's KV as a codec keeps it, keys un-rotated.
+    """One chunk's KV as a codec keeps it.
 
     Args:
         parts: CPU tensors that own their memory, as `codec` has encoded them.

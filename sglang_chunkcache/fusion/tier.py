@@ -69,7 +69,7 @@ class StorageTier:
     def __init__(self, store: VariantIndex, storage: Storage, codec: str = NONE.name) -> None:
         self.storage, self._store = storage, store
         self._layout = replace(storage.layout, codec=CODECS[codec].name)
-        self._how = ("unrotated",) if codec == NONE.name else ("unrotated", codec)
+        self._how = ("positioned",) if codec == NONE.name else ("positioned", codec)
         storage.keeps("variants", self._how, self._layout)
 
     def load_most_used(self, seconds: float = START_S) -> int:
@@ -212,9 +212,8 @@ class StorageTier:
         )
         place = Place(*self._chunk(identity), variant.head, variant.prefix, variant.preprocessed)
         measured = variant.scored, variant.outward is not None, heads
-        row = Row(
-            self.storage.names.entry(place, *measured), place, variant.blob.num_tokens, 0, *measured
-        )
+        name, num_tokens = self.storage.names.entry(place, *measured), variant.blob.num_tokens
+        row = Row(name, place, num_tokens, 0, *measured, start=variant.start)
         told = partial(self._tell_store, place, variant)
         if not self.storage.write(row, entry_of(variant, heads), told, self._layout):
             told()
@@ -359,6 +358,7 @@ def variant_of(entry: Entry, stored: Variant, heads: tuple[Head, ...]) -> Varian
         scores,
         stored.preprocessed,
         stored.head,
+        stored.start,
         outward,
         num_uses=stored.num_uses,
         is_below=True,

@@ -109,7 +109,7 @@ class Entry:
     """One variant. Tensors are contiguous and on the CPU."""
 
     kv: tuple[Tensor, ...]
-    """Keys, un-rotated, and values, as the codec keeps them."""
+    """Keys, at their own positions, and values, as the codec keeps them."""
     masses: Masses | None = None
     """None: not scored."""
     context: Tensor | None = None

@@ -28,9 +28,14 @@ _TABLE = """CREATE TABLE IF NOT EXISTS entries (
     name TEXT PRIMARY KEY, model TEXT NOT NULL, tenant TEXT NOT NULL, chunk TEXT NOT NULL,
     head TEXT NOT NULL, prefix TEXT NOT NULL, preprocessed INTEGER NOT NULL,
     num_tokens INTEGER NOT NULL, num_bytes INTEGER NOT NULL, scored INTEGER NOT NULL,
-    outward INTEGER NOT NULL, heads TEXT NOT NULL, priority REAL NOT NULL,
+    outward INTEGER NOT NULL, heads TEXT NOT NULL, start INTEGER NOT NULL, priority REAL NOT NULL,
     num_uses INTEGER NOT NULL, last_used INTEGER NOT NULL
 ) WITHOUT ROWID"""
+
+_OLD_COLUMNS = (
+    "name, model, tenant, chunk, head, prefix, preprocessed, num_tokens, num_bytes, scored,"
+    " outward, heads"
+)
 
 
 class Row(NamedTuple):
@@ -45,6 +50,8 @@ class Row(NamedTuple):
     has_outward: bool
     heads: tuple[tuple[int, int], ...] = ()
     """Those that scores and `outward` were measured with."""
+    start: int = 0
+    """Position of the first token."""
     priority: float = 0.0
     """In the order of eviction, as of its last use."""
     num_uses: int = 0
@@ -107,9 +114,9 @@ class Manifest:
             " ".join(f"{layer}.{head}" for layer, head in row.heads),
         )
         of_place = place.model, place.tenant, place.chunk, place.head, prefix, place.preprocessed
-        of_entry = row.num_tokens, row.num_bytes, row.scored, row.has_outward, heads
+        of_entry = row.num_tokens, row.num_bytes, row.scored, row.has_outward, heads, row.start
         self._execute(
-            f"INSERT OR REPLACE INTO entries VALUES ({', '.join('?' * 15)})",
+            f"INSERT OR REPLACE INTO entries VALUES ({', '.join('?' * 16)})",
             [(row.name, *of_place, *of_entry, row.priority, row.num_uses, self._clock)],
         )
 
@@ -164,9 +171,14 @@ def _opened(file: Path) -> sqlite3.Connection:
         if schema > SCHEMA:
             raise sqlite3.DatabaseError(f"schema {schema}, not {SCHEMA}")
         with database:
-            if schema == 1:  # its f_r is no priority: all are as old as an empty storage
-                database.execute("ALTER TABLE entries RENAME COLUMN reuse TO priority")
-                database.execute("UPDATE entries SET priority = 0")
+            if schema == 1:  # no entry says where it stood, and none has a priority
+                database.execute("ALTER TABLE entries RENAME TO earlier")
+                database.execute(_TABLE)
+                database.execute(
+                    f"INSERT INTO entries SELECT {_OLD_COLUMNS}, 0, 0, num_uses, last_used"
+                    " FROM earlier"
+                )
+                database.execute("DROP TABLE earlier")
             database.execute(_TABLE)
             database.execute(f"PRAGMA user_version = {SCHEMA}")
             database.execute("SELECT count(*) FROM entries").fetchone()
@@ -189,6 +201,7 @@ def _row(
     scored: int,
     outward: int,
     heads: str,
+    start: int,
     priority: float,
     num_uses: int,
     last_used: int,
@@ -199,4 +212,6 @@ def _row(
     told = tuple(
         (int(layer), int(number)) for layer, number in (each.split(".") for each in heads.split())
     )
-    return Row(name, place, num_tokens, num_bytes, scored, bool(outward), told, priority, num_uses)
+    return Row(
+        name, place, num_tokens, num_bytes, scored, bool(outward), told, start, priority, num_uses
+    )

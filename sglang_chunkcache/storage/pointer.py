@@ -47,6 +47,7 @@ class _Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scored: int
     has_outward: bool
     heads: tuple[tuple[int, int], ...]
+    start: int = 0
 
 
 class Pointers:
@@ -121,9 +122,8 @@ class Pointers:
             raise RefusedEntryError(Refusal.OTHER_ENTRY, f"these are the bytes of {told.of}")
         place = Place(*chunk, told.head, tuple(map(ChunkId, told.prefix)), told.preprocessed)
         name = self._names.entry(place, told.scored, told.has_outward, told.heads)
-        return Row(
-            name, place, told.num_tokens, told.num_bytes, told.scored, told.has_outward, told.heads
-        )
+        measured = told.scored, told.has_outward, told.heads
+        return Row(name, place, told.num_tokens, told.num_bytes, *measured, start=told.start)
 
     def _bytes(self, row: Row) -> Tensor | None:
         """None: it does not fit."""
@@ -139,6 +139,7 @@ class Pointers:
                 int(row.scored),
                 row.has_outward,
                 row.heads,
+                row.start,
             )
         )
         room = POINTER_BYTES - len(framed(_MAGIC, header, (), secret=self._secret))

@@ -650,6 +650,7 @@ def _variant(row: Row, priority: float, num_uses: int, *, is_own: bool = True) -
         Stored(row, is_own),
         preprocessed=place.preprocessed,
         head=place.head,
+        start=row.start,
         priority=priority,
         num_uses=num_uses,
     )

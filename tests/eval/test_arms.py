@@ -132,7 +132,7 @@ def test_share_that_is_chosen_is_the_label(name: str) -> None:
 def test_cacheblend_is_not_cut_at_the_pass_budget(name: str) -> None:
     """KV deviation is measured over the whole region, which may be as long as the context."""
     settings = settings_of(ARMS[name])
-    cached: Any = SimpleNamespace(where="host", start=None, head="", prefix=(), scores=None)
+    cached: Any = SimpleNamespace(where="host", start=0, head="", prefix=(), scores=None)
     cached.outward, cached.preprocessed = None, False
     found = {}
     for max_pass_tokens in (8192, settings.max_pass_tokens):

@@ -361,7 +361,8 @@ class Scene:
             self.sources[name] = DeviceCopy(node, facts(node))
         stored = self.fusion_pass.capture([self.capture(name) for name in "BE"])
         for name, each in zip("BE", stored, strict=True):
-            self.sources[name] = HostCopy(Variant(self.prefix_there(name), *each.read()))
+            there: Any = {"start": THERE[name][0]}
+            self.sources[name] = HostCopy(Variant(self.prefix_there(name), *each.read(), **there))
 
     def prefix_there(self, name: str) -> tuple[ChunkId, ...]:
         return tuple(ChunkId(each) for each in ELSEWHERE[1 : ELSEWHERE.index(name)])

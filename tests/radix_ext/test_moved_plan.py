@@ -31,7 +31,7 @@ class Copy:
     where: str = "device"
     scores: Attention | None = None
     preprocessed: bool = False
-    start: int | None = None
+    start: int = -1
     head: str = ""
     outward: object | None = None
 

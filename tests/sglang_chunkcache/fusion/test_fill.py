@@ -327,7 +327,8 @@ def test_what_a_codec_keeps_is_what_is_moved(
     for mine, exact in zip(blob.read(), plain.read(), strict=True):
         off = (mine.double() - exact.double()).abs() / exact.double().abs().amax(-1, keepdim=True)
         assert 0 < float(off.max()) <= told["max_error"] * (1 + 1e-5)
-    stored = HostCopy(Variant(scene.sources["E"].prefix, blob))
+    known = scene.sources["E"]
+    stored = HostCopy(Variant(known.prefix, blob, start=known.start))
     monkeypatch.setitem(scene.sources, "E", stored)
     scene.run(asked("none", 0.0), coding)
     assert torch.equal(scene.kv(TARGET[slice(*HERE["E"])])[1], blob.read()[1])

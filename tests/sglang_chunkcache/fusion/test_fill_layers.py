@@ -148,7 +148,7 @@ def test_while_exact_chains_come_all_is_copied_before(
 def test_chunks_of_other_lengths_are_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     known = scene.sources["B"]
     longer = [torch.ones(3, 21, *each.shape[2:]) for each in known.variant.blob.parts]
-    wrong = HostCopy(Variant(known.prefix, HostBlob(*longer)))
+    wrong = HostCopy(Variant(known.prefix, HostBlob(*longer), start=known.start))
     monkeypatch.setitem(scene.sources, "B", wrong)
     assert scene.run(asked("none", 0.0), scene.with_config()).fallbacks == ["pass_failed"]
 

@@ -144,11 +144,11 @@ def do(kind: str, shape: Shape, device: str, num_tokens: int, *, use_kernel: boo
     if kind == "move":
         move(pool, table, (source, old), (target, new), use_kernel=use_kernel)
     elif kind == "read":
-        blob = read_blob(pool, table, source, old, use_kernel=use_kernel)
+        blob = read_blob(pool, table, source, old, target_positions=new, use_kernel=use_kernel)
     else:
         other, at = make_pool(shape, device), {"target_slots": target, "target_positions": new}
         sides = (torch.stack([b[source] for b in s]) for s in (other.k_buffer, other.v_buffer))
-        write_blob(pool, table, *sides, **at, use_kernel=use_kernel)
+        write_blob(pool, table, *sides, source_positions=old, **at, use_kernel=use_kernel)
     return [*pool.k_buffer, *pool.v_buffer, *blob]
 
 

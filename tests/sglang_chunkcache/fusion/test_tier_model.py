@@ -161,7 +161,7 @@ class StorageLife(Life):
         own, storage = self._own(0), self.tier.storage
         variants = list(storage.index.variants())
         assert len(own) == len(variants)
-        mine = f"{storage._weights} unrotated"
+        mine = f"{storage._weights} positioned"
         num_bytes = sum(v.blob.nbytes for v in variants if v.blob.row.place.model == mine)
         stats, total = storage.stats(), sum(own.values())
         assert stats["bytes"] == {"variants": num_bytes, "other": total - num_bytes}
