@@ -21,6 +21,7 @@ define_torchvision_ops()  # must run before transformers is imported
 from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM  # noqa: E402
 
 
+# Comparing tensors gives tensors, so a generated `__eq__` would raise.
 @dataclass(frozen=True, eq=False)
 class Cached:
     """A prompt's KV in the KV pool, with the queries that read it."""
@@ -52,6 +53,7 @@ class ModelKv:
         self._table = RotaryTable(angles.cos(), angles.sin(), is_neox=True)
         self._queries: list[Tensor] = []
         for layer in self._model.model.layers:
+            # transformers returns keys and values, but no queries; here they are not rotated yet.
             layer.self_attn.q_proj.register_forward_hook(self._keep)
 
     @torch.inference_mode()
@@ -66,6 +68,7 @@ class ModelKv:
             [getattr(each, side)[0].transpose(0, 1).contiguous() for each in layers]
             for side in ("keys", "values")
         )
+        # There is one start more than there are ends, hence `strict=False`.
         spans, last = (
             list(zip([0, *ends], ends, strict=False)),
             found.logits[0, -1].float().log_softmax(-1),
@@ -87,6 +90,7 @@ class ModelKv:
     def log_probs(self, cached: Cached, token_ids: Sequence[int]) -> Tensor:
         """[len(token_ids), vocab_size] float32: of the token after each of these,
         which follow the prompt."""
+        # A new one for each call, since the model's forward appends its own tokens to it.
         past = DynamicCache()
         for layer, kv in enumerate(zip(cached.pool.k_buffer, cached.pool.v_buffer, strict=True)):
             past.update(*(each.transpose(0, 1).unsqueeze(0) for each in kv), layer)
@@ -96,6 +100,7 @@ class ModelKv:
             .float()
             .log_softmax(-1)
         )
+        # The hook runs here as well: the list would grow with every call.
         self._queries = []
         return found
 
@@ -104,6 +109,7 @@ class ModelKv:
         by the largest probability)."""
         asked = self._tokenizer.encode(tail, add_special_tokens=False)
         answered: list[int] = []
+        # Every step computes the answer anew: it is short, and `log_probs` keeps no state.
         while len(answered) < max_tokens and answered[-1:] != [self._tokenizer.eos_token_id]:
             answered.append(int(self.log_probs(cached, [*asked, *answered])[-1].argmax()))
         return asked, answered
@@ -136,5 +142,6 @@ class ModelKv:
         at = torch.arange(len(queries[0]))
         stacked = torch.stack(queries)
         pool = Pool(list(torch.empty_like(stacked)), list(torch.empty_like(stacked)))
+        # `write_blob` rotates keys, so queries pass as keys; what it writes as values is not read.
         write_blob(pool, self._table, stacked, stacked, target_slots=at, target_positions=at)
         return pool.k_buffer
