@@ -68,7 +68,6 @@ class ModelKv:
             [getattr(each, side)[0].transpose(0, 1).contiguous() for each in layers]
             for side in ("keys", "values")
         )
-        # There is one start more than there are ends, hence `strict=False`.
         spans, last = (
             list(zip([0, *ends], ends, strict=False)),
             found.logits[0, -1].float().log_softmax(-1),
@@ -109,7 +108,6 @@ class ModelKv:
         by the largest probability)."""
         asked = self._tokenizer.encode(tail, add_special_tokens=False)
         answered: list[int] = []
-        # Every step computes the answer anew: it is short, and `log_probs` keeps no state.
         while len(answered) < max_tokens and answered[-1:] != [self._tokenizer.eos_token_id]:
             answered.append(int(self.log_probs(cached, [*asked, *answered])[-1].argmax()))
         return asked, answered
