@@ -159,7 +159,7 @@ def answer_all(run: Run, mode: Mode, servers: ServerPool, clients: int) -> None:
         if not missing:
             continue
         keys = {arm.name: Key(arm.name, ()) for arm in arms}
-        # Servers of the stage before would take memory and cores; those needed again keep running.
+        # Servers of the stage before would keep their memory; those needed again keep running.
         servers.keep(list(keys.values()))
         limits, found = (mode.args.max_new_tokens, mode.args.top_logprobs), {}
         for arm in arms:
