@@ -80,6 +80,7 @@ class Setting(NamedTuple):
             again = sum(map(_bytes_again, (keys, values))) if self.name == "dedup" else 0
             return keys.nbytes + values.nbytes - again, lambda: (keys, values)
         codec = Quantized(int(self.name.removeprefix("int")))
+        # A codec takes each token of a layer by itself, so variants can be further layers.
         parts = codec.encode(keys.flatten(0, 1), values.flatten(0, 1))
 
         def decoded() -> tuple[Tensor, Tensor]:
@@ -104,10 +105,12 @@ def taken(setting: Setting, keys: Tensor, values: Tensor) -> Row:
     plain = keys.nbytes + values.nbytes
     metrics = {"bytes": num_bytes / plain}
     if setting in STORED:
+        # A replay's chunks differ in their number of variants, so `_stored` needs these apart.
         alone, first = plain / len(keys), setting.kept(keys[:1], values[:1])[0]
         metrics |= {"first": first / alone, "further": (num_bytes - first) / (plain - alone)}
     for name, before, after in zip(("key", "value"), (keys, values), decoded(), strict=True):
         norm = torch.linalg.vector_norm
+        # `vector_norm` returns its input's dtype, and bfloat16 has less than three digits.
         errors = norm(after.float() - before.float(), dim=-1) / norm(before.float(), dim=-1)
         metrics |= {
             f"{name} {layer}": float(errors[:, layer].mean()) for layer in range(errors.shape[1])
@@ -137,6 +140,7 @@ def asked(model: ModelKv, rng: random.Random, num_passages: int, num_variants: i
     question, passages, _ = KINDS["linked"].draw(world, num_passages, rng)
     orders = [_other_order(num_passages, rng) for _ in range(num_variants - 1)]
     found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in passages]
+    # The given order comes last: `prompt` and each chunk's last variant are the question's.
     for order in [*orders, list(range(num_passages))]:
         head, pieces, tail = turn_pieces(
             [passages[i].text for i in order], question.question, opens=True
@@ -145,6 +149,7 @@ def asked(model: ModelKv, rng: random.Random, num_passages: int, num_variants: i
         for place, i in enumerate(order):
             found[i].append(model.stored(prompt, prompt.spans[1 + place]))
     ids, answer = model.answer(prompt, tail, max_tokens=MAX_ANSWER)
+    # A row is of the token after it: the tail's last one tells the answer's first token.
     log_probs = model.log_probs(prompt, [*ids, *answer])[len(ids) - 1 : -1]
     chunks = [
         (torch.stack(keys), torch.stack(values))
@@ -157,10 +162,12 @@ def answered(model: ModelKv, setting: Setting, of: Asked) -> Row:
     """What becomes of the answer where the prompt's chunks have gone through a codec."""
     for span, kv in zip(of.prompt.spans[1:], of.chunks, strict=True):
         keys, values = setting.kept(*kv)[1]()
+        # Overwrites the prompt's own KV, which `of.chunks` still has for the next setting.
         model.restore(of.prompt, span, (keys[-1].contiguous(), values[-1].contiguous()))
     found = model.log_probs(of.prompt, [*of.tail, *of.answer])[len(of.tail) - 1 : -1]
     kl = (of.log_probs.exp() * (of.log_probs - found)).sum(-1).mean()
     equal = found.argmax(-1).tolist() == of.answer
+    # Rounding can make the KL of equal distributions slightly negative.
     return {"equal": float(equal), "kl": float(f"{max(0.0, float(kl)):.4g}")}
 
 
@@ -180,6 +187,7 @@ def timed(
     keys, values = (base + 0.2 * torch.randn(shape, generator=generator)).to(torch.bfloat16)
     for setting in settings:
         decoded = setting.kept(keys, values)[1]
+        # Both are called before the loop goes on, so the lambda sees this round's setting.
         found = {"encode": _best(lambda: setting.kept(keys, values)), "decode": _best(decoded)}  # noqa: B023
         yield setting, {name: round(each / copies[name], 2) for name, each in found.items()}
 
@@ -200,6 +208,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
                     if key in means
                 }
                 row |= {side: _short(mean(_layers(means, side))) for side in ("key", "value")}
+                # `dedup` keeps every bit, so it has no errors to tell.
                 if ones[0]["cell"] in [each.cell for each in PLAIN]:
                     errors[name] = {
                         **ones[0]["cell"],
@@ -264,6 +273,7 @@ def main(argv: Sequence[str]) -> int:
 
         for number in tracked("variants of chunks", range(args.draws)):
             if settings := missing("kept", SETTINGS, number):
+                # A generator for each number: a continued run draws the same.
                 drawn = variants(model, random.Random(f"{args.seed} {number}"), sizes)
                 keys, values = (
                     torch.stack(each.chunk(args.variants, 1)) for each in (drawn.keys, drawn.values)
@@ -280,6 +290,7 @@ def main(argv: Sequence[str]) -> int:
                 keep("answers", number, ((each, answered(model, each, of)) for each in settings))
         if settings := missing("times", PLAIN if args.timed_tokens else (), 0):
             keep("times", 0, timed(settings, args.variants, args.timed_tokens))
+        # `add_all` refuses a key that is there, as after an interrupted run.
         by_key = {f"stores/{one['cell']['store']}": one for one in stores}
         run.add_all((key, one) for key, one in by_key.items() if key not in run)
     tell(run)
@@ -317,6 +328,7 @@ def _other_order(num: int, rng: random.Random) -> list[int]:
     """In which nothing follows what it follows in 0, 1, 2, ..."""
     while True:
         order = rng.sample(range(num), num)
+        # -1 is the head: what comes first in the question's prompt comes first in no other.
         if all(after != before + 1 for before, after in pairwise([-1, *order])):
             return order
 
@@ -327,10 +339,12 @@ def _best(work: Callable[[], object]) -> float:
         began = time.perf_counter()
         work()
         found.append(time.perf_counter() - began)
+    # Other processes only add time, so the shortest one is nearest to the work's own.
     return min(found)
 
 
 def _layers(metrics: Mapping[str, float], side: str, suffix: str = "") -> list[float]:
+    # Each layer has several metrics, so there are fewer layers than metrics.
     names = [f"{side} {layer}{suffix}" for layer in range(len(metrics))]
     return [metrics[name] for name in names if name in metrics]
 
@@ -351,6 +365,7 @@ def _by_layer(ones: Sequence[Sample], side: str) -> str:
 
 def _stored(store: Sample, rows: Mapping[str, Row]) -> Row:
     """A replay's store by each codec."""
+    # JSON has made the numbers of variants strings.
     variants = [(int(num), chunks, mib) for num, (chunks, mib) in store["variants"].items()]
     plain = sum(num * mib for num, _, mib in variants)
     counts = {

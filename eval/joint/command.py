@@ -90,6 +90,7 @@ class Blocks(NamedTuple):
     def keys(self, layer: int) -> Tensor:
         """[num_blocks, size] of a layer, without tails."""
         parts = torch.split(self.units.keys[layer], self.units.lens)
+        # `encode` cuts tails off likewise: predictions are of the blocks that it compares.
         whole = [
             part[: length * self.block_size] for part, length in zip(parts, self.lens, strict=True)
         ]
@@ -111,8 +112,10 @@ class Predictor:
 
     def __init__(self, drawn: Sequence[Blocks], layer: int) -> None:
         found = torch.cat([unit_similarities(each.keys(layer), each.lens) for each in drawn])
+        # The similarities come draw by draw: the first `SAMPLED` would be those of the first draws.
         order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))
         self.similarities = found[order[:SAMPLED]]
+        # Equal similarities have a bandwidth of 0, by which a kernel would divide.
         self._bandwidth = max(normal_bandwidth(self.similarities), 1e-6)
 
     def exceedance(self, method: str, threshold: float) -> float:
@@ -121,9 +124,11 @@ class Predictor:
         if method in ("counted", "corollary"):
             return float((similarities > threshold).double().mean())
         if method == "gaussian":
+            # `gaussian_rate` divides by it, and of equal similarities it is 0.
             std = max(float(similarities.double().std(correction=0)), 1e-9)
             return gaussian_rate(threshold, float(similarities.double().mean()), std, num) / num
         rate = kernel_rate if method == "kernel" else extreme_rate
+        # Eq. 2 overflows to infinity, and infinity times a unit without blocks would be NaN.
         return min(rate(threshold, similarities, self._bandwidth) / num, 1e9)
 
     def quantiles(self) -> Row:
@@ -143,6 +148,7 @@ def measured(drawn: Blocks, threshold: float) -> Row:
         kept += found.nbytes
         errors = relative_errors(found, drawn.units.keys[layer], drawn.units.values[layer])
         keys += errors[0][is_fused].tolist()
+        # Blocks with zero keys never fuse, but their values may be zeros, whose error is NaN.
         values += errors[1][is_fused].nan_to_num().tolist()
         # bfloat16 rounds by up to .004
         below += (errors[0][is_fused] > distance(threshold) + 0.01).tolist()
@@ -171,6 +177,7 @@ def similar_in_all_layers(drawn: Blocks) -> Tensor:
     for layer in range(len(drawn.units.keys)):
         keys = normalize(drawn.keys(layer))
         least = torch.minimum(least, cosine(keys, keys))
+    # Blocks of one unit are never compared, so their similarity saves nothing.
     return least.masked_fill(unit[:, None] == unit, -1.0).amax(1)
 
 
@@ -203,6 +210,7 @@ def drifts(drawn: Blocks, threshold: float) -> Iterator[Row]:
             before, after = (
                 logits(request.queries[layer][-LAST:], each) for each in (keys, decoded)
             )
+            # Later tokens have -inf in both, and the difference of these is NaN.
             moved.append(float((after - before)[before > -torch.inf].abs().max()))
             drift.append(float((after.softmax(-1) - before.softmax(-1)).abs().sum(-1).max()))
         block_norms = torch.linalg.vector_norm(drawn.keys(layer).float(), dim=1)
@@ -269,6 +277,7 @@ def main(argv: Sequence[str]) -> int:
     with open_run("joint", args, summarize) as run:
         for (of, keys), draw in DRAWN.items():
             cells = [{"of": of, "keys": keys, "block": size} for size in args.blocks]
+            # `_take` keeps all samples of a cell in one write, so its first key stands for all.
             if missing := [cell for cell in cells if _key("similarity", cell, 0, 0) not in run]:
                 rngs = [random.Random(f"{args.seed} {number}") for number in range(2 * args.draws)]
                 drawn = [draw(model, rng, sizes) for rng in tracked(f"{of}, {keys}", rngs)]
@@ -303,12 +312,14 @@ def _compression(cell: Row, taken: Sequence[Sample]) -> Row:
         method: _ratio(total["blocks"], sum(sum(one["predicted"][method]) for one in taken))
         for method in METHODS
     }
+    # Corollary 5.2 gives this share of layers as exp(-rate), which the next column has.
     none = [
         each * len(by_layer) == one["metrics"]["blocks"] for one in taken for each in one["shared"]
     ]
     row |= {"nothing fused": round(mean(none), 3)}
     row |= {"predicted": round(mean(each for one in taken for each in one["no_fusion"]), 3)}
     for name in ("key_error", "value_error", "below"):
+        # Weighted by fused blocks, or a draw with one would count like a draw with hundreds.
         found = sum(one["metrics"].get(name, 0) * one["metrics"]["fused"] for one in taken)
         row[name.replace("_", " ")] = round(found / total["fused"], 3) if total["fused"] else None
     return row
@@ -390,6 +401,7 @@ def _take(
 
     for layer, each in enumerate(predictors):
         keep("similarity", {"layer": layer}, 0, layer, {"metrics": each.quantiles()})
+    # `product` reads `enumerate` to its end first, so each threshold has all draws.
     for threshold, (number, blocks) in product(thresholds, enumerate(fresh)):
         found = measured(blocks, threshold) | {
             "predicted": predicted(predictors, blocks.lens, threshold)
@@ -398,10 +410,12 @@ def _take(
         found["no_fusion"] = [
             round(no_fusion(pairs * one.exceedance("counted", threshold)), 4) for one in predictors
         ]
+        # Only `cached_requests` draws whole prompts, with the queries that read them.
         found["drift"] = list(drifts(blocks, threshold)) if blocks.units.requests else []
         keep("fused", {"threshold": threshold}, number, threshold, found)
     layers = _statistics(known, predictors)
     for ratio, (number, blocks) in product(RATIOS, enumerate(fresh)):
+        # A drift of 2 is all that two distributions can differ by: no bound.
         by_layer = ThresholdController(layers, blocks.lens, ratio=ratio, drift=2).thresholds
         shared = [
             len(blocks.encoded(layer, threshold).keys) for layer, threshold in enumerate(by_layer)

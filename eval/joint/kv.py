@@ -21,6 +21,7 @@ define_torchvision_ops()  # must run before transformers is imported
 from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM  # noqa: E402
 
 
+# Comparing tensors gives tensors, so a generated `__eq__` would raise.
 @dataclass(frozen=True, eq=False)
 class Cached:
     """A prompt's KV in the KV pool, with the queries that read it."""
@@ -52,6 +53,7 @@ class ModelKv:
         self._table = RotaryTable(angles.cos(), angles.sin(), is_neox=True)
         self._queries: list[Tensor] = []
         for layer in self._model.model.layers:
+            # transformers returns keys and values, but no queries; here they are not rotated yet.
             layer.self_attn.q_proj.register_forward_hook(self._keep)
 
     @torch.inference_mode()
@@ -95,6 +97,7 @@ class ModelKv:
     def log_probs(self, cached: Cached, token_ids: Sequence[int]) -> Tensor:
         """[len(token_ids), vocab_size] float32: of the token after each of these,
         which follow the prompt."""
+        # A new one for each call, since the model's forward appends its own tokens to it.
         past = DynamicCache()
         for layer, kv in enumerate(zip(cached.pool.k_buffer, cached.pool.v_buffer, strict=True)):
             past.update(*(each.transpose(0, 1).unsqueeze(0) for each in kv), layer)
@@ -104,6 +107,7 @@ class ModelKv:
             .float()
             .log_softmax(-1)
         )
+        # The hook runs here as well: the list would grow with every call.
         self._queries = []
         return found
 
@@ -144,6 +148,7 @@ class ModelKv:
         at = torch.arange(len(queries[0]))
         stacked = torch.stack(queries)
         pool = Pool(list(torch.empty_like(stacked)), list(torch.empty_like(stacked)))
+        # `write_blob` rotates keys, so queries pass as keys; what it writes as values is not read.
         write_blob(
             pool,
             self._table,

@@ -56,10 +56,12 @@ def fuse(prompts: Sequence[Cached], target: Target, over: str) -> Fused:
     """Encode the prompts' blocks together, or those of the one prompt's chunks.
     The prompts stay as they are."""
     started = time.perf_counter()
+    # Every cell encodes the same prompts, so what was computed must stay.
     made = [replace(each, pool=_copied(each.pool)) for each in prompts]
     units = _units(made, target.block, over)
     layers = range(len(made[0].pool.k_buffer))
     shared = [sum(_num_blocks(units, target.block))] * len(layers)
+    # Blocks of one unit are never compared, and `thresholds_for_ratio` needs two units.
     if len(units) > 1:
         shared = [
             _fuse_layer(units, layer, target, u)
@@ -84,6 +86,7 @@ def _units(prompts: Sequence[Cached], block: int, over: str) -> list[Unit]:
     """Those with a block, by length (remark 4.1)."""
     found: list[Unit] = []
     for each in prompts:
+        # The first piece is the head and the last one the question: neither is a chunk.
         for start, end in [(0, each.num_tokens)] if over == "batch" else each.spans[1:-1]:
             found.append((each, slice(start, end - (end - start) % block)))
     return sorted(
@@ -114,6 +117,7 @@ def _thresholds(units: Sequence[Unit], target: Target) -> list[float]:
 
 def _fuse_layer(units: Sequence[Unit], layer: int, target: Target, threshold: float) -> int:
     """Write what the blocks become. Returns how many are left."""
+    # Nothing fuses: `encode` and `decode` would only copy the layer to and fro.
     if threshold >= NEVER:
         return sum(_num_blocks(units, target.block))
     lens = [part.stop - part.start for _, part in units]

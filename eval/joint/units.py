@@ -54,6 +54,7 @@ class Units:
         """The largest norm of a head's query in each layer."""
         return [
             max(
+                # Proposition 5.3 bounds a logit's drift by the longest query that reads it.
                 float(torch.linalg.vector_norm(each.queries[layer].float(), dim=-1).max())
                 for each in self.requests
             )
@@ -71,6 +72,7 @@ def variants(model: ModelKv, rng: random.Random, sizes: Sizes) -> Units:
         before = rng.sample(others, (sizes.chunks - 1) * sizes.passages)
         head, pieces, _ = turn_pieces([*before, *chunk], "", opens=True)
         cached = model.cached([head, *pieces])
+        # The prompt ends with the chunk, which is several passages, so several pieces.
         found.append(model.stored(cached, (cached.spans[-sizes.passages][0], cached.num_tokens)))
     return _joined(found)
 
@@ -99,13 +101,16 @@ def neighbors(model: ModelKv, rng: random.Random, sizes: Sizes) -> Units:
     rng.shuffle(passages)
     chunks = [
         passages[i : i + sizes.passages]
+        # A rest of fewer passages would be a shorter chunk.
         for i in range(0, len(passages) - sizes.passages + 1, sizes.passages)
     ]
     corpus = [TextChunk(str(number), " ".join(chunk)) for number, chunk in enumerate(chunks)]
     found = []
+    # The chunk itself is the first of these: nothing shares more words with it.
     for near in ranker(corpus)(corpus[0].text, sizes.chunks):
         head, pieces, _ = turn_pieces(chunks[int(near.id)], "", opens=True)
         cached = model.cached([head, *pieces])
+        # Without the head, which is the same before each chunk and would fuse with itself.
         found.append(model.stored(cached, (cached.spans[1][0], cached.num_tokens)))
     return _joined(found)
 

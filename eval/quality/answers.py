@@ -47,7 +47,9 @@ class Answers(Mode):
         arms = parse_arms(args.arms)
         requests = load_requests(args)
         url = args.reference and parse_arm(f"{REFERENCE.name}={args.reference}").url
+        # Of `--reference` the address alone counts: its route stays that of ours.
         self._reference = replace(REFERENCE, url=url)
+        # The threads of a stage share it without a lock: their jobs are of different requests.
         self._full = FullPrefill()
         self._histories = fixed_histories(requests)
         super().__init__(args, [self._reference, *arms], requests)
@@ -87,6 +89,7 @@ class Answers(Mode):
 
         Their text is the same, but other tokens: answers may then differ without any reuse.
         """
+        # A failed request has neither order nor tokens.
         having = [row for row in samples if "order" in row]
         lengths = {
             row["request"]: row["prompt_tokens"] for row in having if row["arm"] == REFERENCE.name
@@ -104,6 +107,7 @@ class Answers(Mode):
         if reorderer is None:
             return [request.chunks for request in self.requests]
         try:
+            # All of them, also in a continued run: ContextPilot orders by the requests before.
             return [reorderer.order(request) for request in self.requests]
         finally:
             reorderer.close()
@@ -152,6 +156,7 @@ def fixed_histories(requests: Sequence[Request]) -> dict[str, list[Message]]:
     histories = {}
     for request in requests:
         before = turns.setdefault(request.conversation, []) if request.conversation else []
+        # A copy, since later turns of the conversation extend `before`.
         histories[request.id] = list(before)
         if reply := request.reply or next(iter(request.answers), ""):
             before += [

@@ -70,11 +70,13 @@ class BertScore:
         """[num_tokens, dim] float32 of length 1 each, without special tokens."""
         import torch
 
+        # Threads share the dict without a lock: at worst a text is encoded twice.
         if text not in self._embedded:
             limits = {"truncation": True, "max_length": self._max_tokens}
             inputs = self._tokenizer(
                 text, return_special_tokens_mask=True, return_tensors="pt", **limits
             )
+            # Taken out, as the model's forward has no such argument.
             kept = ~inputs.pop("special_tokens_mask")[0].bool()
             with torch.inference_mode():
                 states = self._model(**inputs).last_hidden_state[0, kept]

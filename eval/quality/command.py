@@ -43,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
         add_quality_options(chosen)
         mode.add_options(chosen)
         chosen.set_defaults(run=partial(measure, mode))
+    # argparse would take the servers' flags after -- for the mode's own.
     options, server_flags = split_flags(argv)
     args = parser.parse_args(options)
     args.server_flags = server_flags

@@ -67,6 +67,7 @@ class Dedup(Mode):
         yield (
             self.arms,
             [
+                # `_one` goes through arms, then turns, so this is the key of its last sample.
                 Job(self.key(last, turns[-1]), partial(self._one, turns))
                 for turns in self.conversations
             ],
@@ -75,6 +76,7 @@ class Dedup(Mode):
     def figures(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Cells and contrasts over all turns, and over the turns in which a policy left a chunk
         out."""
+        # In all arms, since a contrast pairs the answers to one request.
         touched = {row["request"] for row in samples if row.get("num_dropped")}
         repeated = [row for row in samples if row["request"] in touched]
         return summarize_arms(samples, against=self.arms[0].name) | {
@@ -84,6 +86,7 @@ class Dedup(Mode):
         }
 
     def _one(self, turns: Sequence[Request], servers: Servers) -> Iterator[tuple[str, Sample]]:
+        # One job for all policies, as each answer is compared with the first policy's.
         answers = [converse(endpoint, turns) for endpoint in servers.values()]
         for endpoint, given in zip(servers.values(), answers, strict=True):
             for request, answer, first in zip(turns, given, answers[0], strict=True):
@@ -96,6 +99,7 @@ class Dedup(Mode):
                         "num_dropped": len(answer.info.get("dropped") or ()),
                     }
                     more["prompt_tokens"] = answer.num_prompt
+                    # The first policy would agree with itself.
                     if isinstance(first, Greedy) and first is not answer:
                         metrics |= self.scorer.agreement(answer, first, "policy")
                 yield self.sample(endpoint.arm.name, request, answer, metrics, **more)
@@ -132,6 +136,7 @@ def converse(endpoint: Endpoint, turns: Sequence[Request]) -> list[Greedy | Comm
                 conversation_id=f"{salt}-{request.conversation}",
             )
         except CommandError as error:
+            # Further turns would lack this one's answer in their history.
             return [*found, *[error] * (len(turns) - len(found))]
         history += [
             {"role": "user", "content": request.question},
@@ -159,6 +164,7 @@ def world_conversations(args: argparse.Namespace) -> list[Request]:
     requests: list[Request] = []
     for number in range(-(-args.requests // TURNS)):
         rng = random.Random(f"{args.seed} conversation {number}")
+        # Passages of one kind tell the same relations, so each is a distractor for any question.
         world = World(rng.getrandbits(60), PASSAGES, num_kinds=1)
         for turn, question in enumerate(
             rng.sample([one for one in world.questions if one.hop == 1], TURNS)

@@ -76,6 +76,7 @@ def ask(
     url, arm = endpoint.url, endpoint.arm
     limit = request.max_new_tokens or endpoint.max_new_tokens
     body = request_json(arm, request, chunks, history, max_new_tokens=limit)
+    # Nothing is timed here, so the answer comes whole.
     del body["stream"], body["stream_options"]
     body["model"] = endpoint.model
     if endpoint.top_logprobs:
@@ -84,6 +85,7 @@ def ask(
     try:
         choice, usage, info = reply["choices"][0], reply["usage"], reply.get("chunkcache") or {}
         content = (choice.get("logprobs") or {}).get("content") or []
+        # The likeliest candidate comes first, so of those with one text it is the one kept.
         steps = [
             {each["token"]: float(each["logprob"]) for each in reversed(step["top_logprobs"])}
             for step in content
@@ -122,14 +124,18 @@ class FullPrefill:
         Raises:
             CommandError: as `ask`, or cached KV was found: the server ignores `cache_salt`.
         """
+        # A server may tokenise chunks and text differently, so the route is part of the key.
         key = f"{endpoint.arm.route} {endpoint.url}", request.id, tuple(order)
         if key not in self._found:
             by_id = {chunk.id: chunk for chunk in request.chunks}
+            # Ours would reorder, and an arm's body may ask it to move KV.
             order_kept = (
                 {"order": "retriever", "reuse": "exact"} if endpoint.arm.route == "rag" else {}
             )
+            # Random: a running server may still have the KV of an interrupted run's salts.
             chunks, salt = [by_id[chunk_id] for chunk_id in order], secrets.token_hex(16)
             answer = ask(endpoint, request, chunks, history, **order_kept, cache_salt=salt)
+            # Without --enable-cache-report no cached tokens are told; ours always tells fates.
             if answer.num_cached or (answer.fates or {}).get("exact"):
                 raise CommandError(
                     f"{request.id}: full prefill found cached KV under a unique cache_salt"

@@ -65,6 +65,7 @@ class JointCurves(Mode):
         if not self.cases:
             raise CommandError(f"--task {args.task}: no request has {args.k or 2} chunks")
         self.cells = make_cells(args.over, args.blocks, args.thresholds, args.ratios, args.batch)
+        # The hooks of `ModelKv` append to one list: two threads would mix their queries.
         self._lock = Lock()
         self._model: ModelKv | None = None
         super().__init__(
@@ -94,15 +95,18 @@ class JointCurves(Mode):
         parser.add_argument(
             "--worlds", type=int, default=1, metavar="N", help="that of --seed and the next ones"
         )
+        # `make_case` draws neighbours for every case; nothing here uses them.
         parser.set_defaults(neighbors=[1])
 
     def stages(self) -> Iterator[tuple[Sequence[Arm], Sequence[Job]]]:
         """A job per largest batch of cases. None needs a server."""
         size, label = max(self.args.batch), label_of(self.cells[-1])
+        # Smaller batches are parts of the largest one, so each prompt is computed once.
         batches = [self.cases[at : at + size] for at in range(0, len(self.cases), size)]
         yield (
             (),
             [
+                # `take` ends with this case in the last cell.
                 Job(self.key(JOINT, one[-1].request, *label), partial(self.take, one))
                 for one in batches
             ],
@@ -130,6 +134,7 @@ class JointCurves(Mode):
                         "blocks": fused.blocks,
                         "shared": fused.shared,
                     }
+                    # The batch's prompts end first: `cases` and `full` go on to the next batch.
                     for case, prompt, given in zip(
                         cases[at:], fused.prompts, full[at:], strict=False
                     ):
@@ -160,7 +165,9 @@ class JointCurves(Mode):
     def _answer(self, model: ModelKv, case: Case, prompt: Cached) -> Greedy:
         limit, num = case.request.max_new_tokens or self.args.max_new_tokens, self.args.top_logprobs
         ids, log_probs = model.continued(prompt, max_tokens=limit)
+        # `topk` refuses more candidates than the vocabulary has.
         tops = [each.topk(min(num, len(each))) for each in log_probs] if num else []
+        # As in `greedy.ask`: of tokens with one text the likeliest is kept.
         steps = [
             {
                 model.token(i): p
@@ -189,6 +196,7 @@ class JointCurves(Mode):
             cell |= fused_of([row["encoded"] for row in rows if "encoded" in row])
             if found := of_full(rows, by_request):
                 cell["metrics"]["em_of_full"] = found
+            # `contrast_arms` pairs samples within a cell, and full prefill's have no setting.
             like = [
                 {**by_request[row["request"]], "cell": row["cell"]}
                 for row in rows
@@ -229,12 +237,10 @@ def label_of(setting: Mapping[str, Any]) -> list[str]:
 
 
 def fused_of(encoded: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of all answers of a cell: compression and milliseconds, means.
-
-    The answers of one batch have its figures each.
-    """
+    """Of all answers of a cell: compression and milliseconds, means."""
     if not encoded:
         return {}
+    # The answers of one batch have its figures each, so each counts for its share of them.
     before = sum(len(each["shared"]) * each["blocks"] / each["requests"] for each in encoded)
     after = sum(sum(each["shared"]) / each["requests"] for each in encoded)
     return {

@@ -57,6 +57,7 @@ class Judge:
         self._model, self._wait_s = model, wait_s
         self._headers: dict[str, str] = {}
         if key_env is not None:
+            # An empty key would be refused with every answer.
             if not os.environ.get(key_env):
                 raise CommandError(
                     f"--judge-key-env: the environment variable {key_env} is not set"
@@ -80,6 +81,7 @@ class Judge:
             try:
                 reply = post(self._url, body | {"max_tokens": MAX_TOKENS}, headers=self._headers)
                 return supported_share(str(reply["choices"][0]["message"]["content"]))
+            # Whatever a judge writes or its server does, it must not end the run.
             except (CommandError, OSError, ValueError, KeyError, IndexError, TypeError):
                 continue
         self.num_failures += 1
@@ -99,6 +101,7 @@ def supported_share(text: str) -> float | None:
         supported = [claim["supported"] for claim in parsed["claims"]]
     except (KeyError, TypeError) as error:
         raise ValueError(f"no list of claims: {error!r}") from None
+    # A text such as "false" would count as supported.
     if not all(isinstance(each, bool) for each in supported):
         raise ValueError("a claim without true or false")
     return sum(supported) / len(supported) if supported else None

@@ -125,12 +125,15 @@ def measure(mode: type[Mode], args: argparse.Namespace) -> int:
     check_options(args)
     asked = mode(args)  # type: ignore[call-arg]  # subclasses make arms and requests of the options
     folder = args.out or new_folder(f"quality-{mode.name}")
+    # Servers of an interrupted run are described there alone.
     asked.facts |= load_facts(folder)
 
     def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
         return asked.figures(samples) | asked.scorer.spec() | asked.facts
 
+    # Clients change no answer, so a run may be continued with another number of them.
     spec = {key: value for key, value in vars(args).items() if key not in ("run", "clients")}
+    # A running server's weights are unknown; `joint`, whose arm has no address, loads the model.
     starts = any(arm.url is None for arm in asked.arms)
     spec["model_sha256"] = model_sha256(args.model_path) if starts else None
     spec["requests_sha256"] = requests_sha256(asked.requests)
@@ -156,6 +159,7 @@ def answer_all(run: Run, mode: Mode, servers: ServerPool, clients: int) -> None:
         if not missing:
             continue
         keys = {arm.name: Key(arm.name, ()) for arm in arms}
+        # Servers of the stage before would keep their memory; those needed again keep running.
         servers.keep(list(keys.values()))
         limits, found = (mode.args.max_new_tokens, mode.args.top_logprobs), {}
         for arm in arms:
@@ -166,10 +170,13 @@ def answer_all(run: Run, mode: Mode, servers: ServerPool, clients: int) -> None:
             len(jobs) - len(missing),
         )
         with _workers(clients) as pool, progress(name, len(jobs), initial=done) as bar:
+            # `take` is a generator: `list` makes it run in the worker instead of this thread.
             for rows in pool.map(lambda job, found=found: list(job.take(found)), missing):
+                # A refusal is a sample; with a server gone all further samples would be errors.
                 if any(row.get("error") for _, row in rows):
                     for name, endpoint in found.items():
                         servers.check(keys[name], endpoint.url)
+                # A write that was cut off may have left some of a job's samples.
                 run.add_all([(key, row) for key, row in rows if key not in run])
                 bar.update()
 
@@ -233,6 +240,7 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise CommandError for values out of range; set the pool size for the bundled model."""
+    # Before `measure` takes the settings, so that the record has the size.
     if args.model_path == "bundled" and args.max_total_tokens is None:
         args.max_total_tokens = BUNDLED_POOL
     for name, least in (("max_new_tokens", 1), ("top_logprobs", 0), ("clients", 1), ("threads", 1)):
@@ -248,10 +256,12 @@ def make_scorer(args: argparse.Namespace, arms: Sequence[Arm]) -> Scorer:
     # each may be refused
     known = {knows_answers(model, args.task, args.weights) for model in models}
     bert = BertScore(args.bert_encoder) if args.bert_encoder else None
+    # Only `answers` has these options.
     judge_url = getattr(args, "judge_url", None)
     if judge_url and not args.judge_model:
         raise CommandError("--judge-url needs --judge-model")
     judge = Judge(judge_url, args.judge_model, key_env=args.judge_key_env) if judge_url else None
+    # One scorer serves all arms, so every model must know the answers.
     return Scorer(has_gold=known == {True}, bert=bert, judge=judge)
 
 
@@ -265,6 +275,7 @@ def _workers(count: int) -> Iterator[ThreadPoolExecutor]:
     pool = ThreadPoolExecutor(count)
     try:
         yield pool
+    # Ctrl-C too, which would else wait for all pending answers.
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise

@@ -91,11 +91,13 @@ class Permutation(Mode):
         """
         names = [*dict.fromkeys(name for row in samples for name in row["metrics"])]
         values = [{"request": row["request"], **row["cell"], **row["metrics"]} for row in samples]
+        # Columns by name, since `figures` is also called without samples.
         frame = pd.DataFrame(values, columns=["request", "order", *names]).set_index("request")
         given, drawn = (
             frame[frame["order"] == order][names].groupby(level=0, sort=False)
             for order in (RETRIEVER, RANDOM)
         )
+        # With `--orders 1` the deviation of a sample (`ddof=1`) would be NaN.
         spread = {"baseline": given.mean(), "mean": drawn.mean(), "sd": drawn.std(ddof=0)}
         found = {
             name: row.dropna().groupby(level=1, sort=False)
@@ -109,6 +111,7 @@ class Permutation(Mode):
             order: [row for row in samples if row["cell"]["order"] == order]
             for order in (RETRIEVER, RANDOM)
         }
+        # `contrast_arms` pairs within a cell, and each order is a cell of its own.
         pooled = ([{**row, "cell": {}} for row in taken] for taken in rows.values())
         contrasts = contrast_arms(*pooled, a="the retriever's order", b="a random order")
         means = zip(rows.values(), (spread["baseline"], spread["mean"]), strict=True)
@@ -138,6 +141,7 @@ class Permutation(Mode):
                 answers[order] = error
         given = answers[orders[0]]
         for number, order in enumerate(orders):
+            # Without the given order's answer there is nothing to compare with: all orders fail.
             answer = given if isinstance(given, CommandError) else answers[order]
             metrics: dict[str, float] = {}
             if isinstance(answer, Greedy) and isinstance(given, Greedy):

@@ -105,6 +105,7 @@ def make_case(
     """The case with strangers and neighbours from `corpus`.
     Raises CommandError if the corpus has too few."""
     chunks = request.chunks
+    # By text: to a server equal texts are one chunk, whatever ids a data set gives them.
     shown = {chunk.text for chunk in chunks}
     others = [chunk for chunk in corpus if chunk.text not in shown]
     if len(others) < max(len(chunks), num_neighbors):
@@ -132,6 +133,7 @@ def ranker(corpus: Sequence[TextChunk]) -> Callable[[str, int], list[TextChunk]]
 
     def nearest(text: str, n: int) -> list[TextChunk]:
         words = set(text.lower().split())
+        # Sorted: sums of floats depend on the order, which for sets of strings differs by process.
         scores = [sum(sorted(weight[word] for word in words & bag)) for bag in bags]
         return [corpus[i] for i in sorted(range(len(corpus)), key=lambda i: -scores[i])[:n]]
 

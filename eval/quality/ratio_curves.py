@@ -200,16 +200,19 @@ class RatioCurves(Mode):
         kind = {"questions": case.questions} if case.questions else {}
         full = FullPrefill().ask(endpoint, request, [chunk.id for chunk in request.chunks])
         gold = self.scorer.gold(full.text, request)
+        # Without fates, since a cell's shares are of moved KV.
         yield self.sample(
             FULL_PREFILL, request, full, gold, cell=kind, num_chunks=num_chunks, fates=None
         )
         for capture in self.captures:
             salt = secrets.token_hex(16)
+            # The same seed each time: the first rounds of `live` are alike, however many follow.
             behind = bring_in(
                 endpoint, capture, case, salt, random.Random(f"{self.args.seed} {request.id}")
             )
             if self.args.from_store:
                 fill_pool(endpoint, long_request(request, full.num_prompt))
+            # Neither moved KV nor what is computed after it is a source: no cell changes the next.
             for way in self.cells:
                 answer = ask(
                     endpoint,
@@ -251,6 +254,7 @@ class RatioCurves(Mode):
                 cell["metrics"]["em_of_full"] = found
         by_arm: dict[str, list[Sample]] = defaultdict(list)
         for row in samples:
+            # With an alpha the ratio is that of chunks without scores only.
             if row["cell"].get("ratio") in PAIRED_RATIOS and "alpha" not in row["cell"]:
                 by_arm[row["arm"]].append(row)
         contrasts = [
@@ -294,6 +298,7 @@ def make_cells(selectors: Sequence[str], ratios: Sequence[float]) -> list[Cell]:
             for quality in QUALITIES
         ]
     if 1 in ratios:
+        # At ratio 1 every selector takes all tokens; this one needs no scores.
         cells.append(Cell(ALL, {"ratio": 1.0}, _reuse("first", 1.0)))
     if {"context", "context-all"} & set(selectors):
         found: list[tuple[str, float, dict[str, Any]]] = [
@@ -321,11 +326,13 @@ def bring_in(
     chunks = case.request.chunks
     if capture["capture"] == "live":
         behind: dict[str, set[int]] = defaultdict(set)
+        # The prefill alone captures.
         request = replace(case.request, max_new_tokens=1)
         places: dict[str, int] = {}
         for number in range(capture.get("rounds", 1)):
             shuffled = rng.sample(chunks, len(chunks))
             halves = shuffled[::2], shuffled[1::2]
+            # Of the first round, for all: then no chunk has the same stranger in two rounds.
             places = places or {chunk.id: place for place, chunk in enumerate(chain(*halves))}
             for half in halves:
                 # Each time behind another stranger, so that no two variants have the same prefix.
@@ -350,6 +357,7 @@ def bring_in(
 
 def fill_pool(endpoint: Endpoint, request: Request) -> None:
     """Fill the KV pool with other tenants' KV, by this long request."""
+    # A salt each, or the second request would find the first one's KV and fill nothing.
     for _ in range(STORE_POOL // LONG + 1):
         ask(endpoint, request, request.chunks, reuse="exact", cache_salt=secrets.token_hex(16))
 
@@ -361,8 +369,10 @@ def check_sources(
     selectors would not move the same KV."""
     if from_store and answer.info["fallbacks"]:
         raise CommandError(f"not moved from the store: {answer.info['fallbacks']}")
+    # Gaps are tokens between moved chunks, computed in the pass: they have no source.
     for source in (one for one in answer.info["reuse"]["sources"] if one["from"] != "gap"):
         is_known = source["variant_prefix"] in behind.get(source["chunk"], ())
+        # What the device still has did not go through the store's codec.
         if not is_known or (from_store and source["from"] == "device"):
             raise CommandError(
                 f"{source['chunk']} was moved from another source than its capture: {source}"
@@ -374,6 +384,7 @@ def by_rounds(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     live = [row for row in samples if row["cell"].get("capture") == "live"]
     rounds: dict[tuple[str, int], list[Sample]] = defaultdict(list)
     for row in live:
+        # `contrast_arms` pairs within a cell, which must then not tell the rounds apart.
         cell = {name: value for name, value in row["cell"].items() if name != "rounds"}
         rounds[row["arm"], row["cell"].get("rounds", 1)].append({**row, "cell": cell})
     most = max((number for _, number in rounds), default=1)
@@ -438,6 +449,7 @@ def tables_by_ratio(
             cell for cell in cells if "ratio" in cell["cell"] and "alpha" not in cell["cell"]
         ):
             variant = {key: value for key, value in cell["cell"].items() if key != "ratio"}
+            # Ratios 0 and 1 are arms of their own and belong to each selector's row.
             for arm in (arm for arm, ends in curves.items() if cell["arm"] in (arm, *ends)):
                 row = rows.setdefault(
                     (*map(str, variant.values()), arm), {**variant, "selector": arm}

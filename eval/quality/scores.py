@@ -73,6 +73,7 @@ class Scorer:
     def gold(self, answer: str, request: Request) -> dict[str, float]:
         """Scores against the request's right answers;
         {} if there are none or the model cannot know them."""
+        # An empty right answer would make every empty answer right.
         right = tuple(text for text in request.answers if text)
         if not self.has_gold or not right:
             return {}
@@ -96,6 +97,7 @@ class Scorer:
             kl = math.fsum(kls) / len(kls)
             values |= {
                 "kl": kl,
+                # `max` hides a NaN that is not the first, `fsum` keeps it.
                 "kl_max": max(kls) if math.isfinite(kl) else kl,
                 "kl_first": kls[0],
             }
@@ -140,6 +142,7 @@ def summarize_arms(samples: Sequence[Mapping[str, Any]], *, against: str) -> dic
     arms: dict[str, list[Mapping[str, Any]]] = {}
     for sample in samples:
         arms.setdefault(sample["arm"], []).append(sample)
+    # Results are also made while the reference has not answered.
     others = [name for name in arms if name != against] if against in arms else []
     contrasts = [
         each
@@ -167,6 +170,7 @@ def cells_of(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _cell(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     good = [sample for sample in samples if not sample.get("error")]
+    # Of all samples: KL or right answers may be there for some of them only.
     names = list(dict.fromkeys(name for sample in good for name in sample["metrics"]))
     fates = [sample["fates"] for sample in good if sample.get("fates")]
     return {
@@ -199,6 +203,7 @@ def _add_normalized_f1(cells: Sequence[dict[str, Any]]) -> None:
         # Preprocessing is one of the parts that FusionRAG's fig. 18 adds, so 0 is full reuse
         # without preprocessing.
         capture = {"preprocessed": "alone"}.get(capture, capture)
+        # Full prefill has neither capture nor rounds, only a kind of question.
         reused, prefilled = (FULL_REUSE, capture, *others), (FULL_PREFILL, None, others[0], None)
         if {reused, prefilled} <= means.keys():
             ends = {"full_reuse": means[reused], "full_prefill": means[prefilled]}

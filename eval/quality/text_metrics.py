@@ -88,14 +88,17 @@ def kl_divergence(p: Mapping[Token, float], q: Mapping[Token, float]) -> float:
         ValueError: probabilities add up to more than 1.
     """
     for name, each in (("p", p), ("q", q)):
+        # A thousandth over 1 is the rounding of many float32 numbers.
         if (total := math.fsum(map(math.exp, each.values()))) > 1 + 1e-3:
             raise ValueError(f"{name} must add up to at most 1 but adds up to {total}")
         if math.isnan(total):
             return math.nan  # comparisons below would make it 0: no difference at all
     shared = p.keys() & q.keys()
+    # A token that p excludes adds nothing; 0 times -inf would be NaN.
     kl = math.fsum(math.exp(p[t]) * (p[t] - q[t]) for t in shared if p[t] > -math.inf)
     rest = 1 - math.fsum(math.exp(p[t]) for t in shared)
     if rest > ROUNDING:
+        # By rounding alone q may have nothing left, which would make KL infinite.
         rest_q = max(ROUNDING, 1 - math.fsum(math.exp(q[t]) for t in shared))
         kl += rest * math.log(rest / rest_q)
     return max(0.0, kl)

@@ -45,6 +45,7 @@ def moving_block_share(
 def _run_sums(numbers: Sequence[float], length: int) -> list[float]:
     """For each position, the sum of the `length` numbers from there on,
     wrapping around at the end."""
+    # Sums of all beginnings: a draw then adds a number for each run, not for each element.
     sums = [0.0, *accumulate(chain(numbers, numbers[: length - 1]))]
     return [after - before for before, after in zip(sums, sums[length:], strict=False)]
 
@@ -55,4 +56,5 @@ def _starts(n: int, num_runs: int, draws: int, seed: int) -> list[array[int]]:
     Cached: all shares of a trace use the same, and drawing takes most time."""
     rng = random.Random(seed)
     positions = range(n)
+    # Four bytes a position; a list would take eight and an object besides.
     return [array("I", rng.choices(positions, k=num_runs)) for _ in range(draws)]

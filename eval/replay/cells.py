@@ -57,6 +57,7 @@ class Bins:
             for column, count in zip(self._columns.values(), counts, strict=True):
                 column[-1] += count
         else:
+            # MAX_BINS is even, so pairs leave no bin over, and a new one begins afterwards, too.
             if self._num_bins == MAX_BINS:
                 self._join_pairs()
             for column, count in zip(self._columns.values(), counts, strict=True):
@@ -71,6 +72,7 @@ class Bins:
 
     def _join_pairs(self) -> None:
         for column in self._columns.values():
+            # In place, since `_columns` has the list itself.
             column[:] = map(add, column[::2], column[1::2])
         self._size, self._num_bins = 2 * self._size, self._num_bins // 2
 
@@ -80,6 +82,7 @@ class TraceCell:
 
     def __init__(self, k: int | None, facts: TraceFacts, *, warm_up: int) -> None:
         self._k, self._facts = k, facts
+        # `Overlap` spreads its windows over the trace, so it must know the length beforehand.
         self._overlap, self._seen = Overlap(facts.num_counted, window=OVERLAP_WINDOW), Seen()
         self._bins = Bins(("chunks", "seen_chunks", "tokens", "seen_tokens"), warm_up=warm_up)
 
@@ -133,6 +136,7 @@ class ReplayCell:
     ) -> None:
         self._cell, self._facts = cell, facts
         self._replay = Replay(cell.settings) if replay is None else replay
+        # A copy, since every cell counts down from the same facts.
         self._turns_left = dict(facts.num_turns)
         self._bins = Bins(counts, warm_up=warm_up)
 
@@ -150,6 +154,7 @@ class ReplayCell:
             is_last_turn=is_last_turn,
             head=request.head,
         )
+        # A turn without chunks is in no bin; serving it ends its conversation when it is the last.
         if count.num_chunks:
             self._bins.add(count)
 
@@ -164,6 +169,7 @@ class ReplayCell:
         replay, bins = self._replay, self._bins.sample
         stats = replay.host_stats
         names = bins.keys() if stats else bins.keys() - HOST_COUNTS.values()
+        # Chunks without a length have one token each, so these would count chunks again.
         unknown = () if self._facts.has_lengths else (*TOKEN_COUNTS, HOST_COUNTS["tokens"])
         return {
             "cell": self._cell.label,

@@ -71,15 +71,18 @@ class GeneratedTrace:
     def __iter__(self) -> Iterator[TraceRequest]:
         rng = random.Random(self._seed)
         draw = rng.random
+        # Running sums, in which `bisect` finds a draw's rank in O(log n).
         by_rank = [*accumulate(rank**-TOPIC_ZIPF for rank in range(1, TOPICS + 1))]
         within = [*accumulate(rank**-CHUNK_ZIPF for rank in range(1, CHUNKS_PER_TOPIC + 1))]
         topics, next_topic, now = [*range(TOPICS)], TOPICS, 0.0
         for number in range(self._num_requests):
             if number % self._drift == self._drift - 1:
                 del topics[int(draw() * TOPICS)]
+                # The ranks between both places move by one, so popularity changes step by step.
                 topics.insert(int(draw() * TOPICS), next_topic)
                 next_topic += 1
             topic = topics[bisect(by_rank, draw() * by_rank[-1])]
+            # A set would not keep the order drawn, which stands for the retriever's.
             drawn: dict[int, None] = {}
             while len(drawn) < self._k:
                 source = topic if draw() >= NOISE else topics[int(draw() * TOPICS)]
@@ -96,6 +99,7 @@ class GeneratedTrace:
     def _chunk(self, number: int) -> Chunk:
         chunk = self._chunks.get(number)
         if chunk is None:
+            # By the number, not by `rng`: an id has its length whatever was drawn before.
             length = _between(CHUNK_TOKENS, number * GOLDEN % 1)
             topic, index = divmod(number, CHUNKS_PER_TOPIC)
             chunk = self._chunks[number] = Chunk(ChunkId(f"t{topic}-{index}"), length)
@@ -127,7 +131,9 @@ class PooledTrace:
             drawn: dict[Chunk, None] = {}
             for kind in rng.choices([*POOL_SHARES], [*POOL_SHARES.values()], k=self._k):
                 num_drawn = len(drawn)
+                # The request may have the chunk already: then another of its kind is drawn.
                 while len(drawn) == num_drawn:
+                    # Unique ones are numbered along the trace, so none comes twice.
                     pool = by_rank.get(kind)
                     which = (
                         bisect(pool, rng.random() * pool[-1])

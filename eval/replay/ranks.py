@@ -45,10 +45,12 @@ class RanksReplay:
         head: str | None = None,
     ) -> RequestCount:
         """Route one request, and have its rank serve it."""
+        # Requests without a conversation need a name that equals no other.
         name: object = object() if conversation is None else conversation
         self._end(name)
         homes = self._homes.pop(conversation, {}) if conversation is not None else {}
         cached = {
+            # Of a later turn `worth` knows the first turn's chunks, `homes` the whole history.
             rank: max(replay.worth(request, conversation, head=head), homes.get(rank, 0))
             for rank, replay in enumerate(self.ranks)
         }
@@ -59,6 +61,7 @@ class RanksReplay:
         prompt_len = count.num_tokens - count.num_dropped_tokens
         if conversation is not None:
             prompt_len += self._prompt_lens.pop(conversation, 0)
+            # Popped above and not put back: conversations that have ended take no memory.
             if not is_last_turn:
                 self._prompt_lens[conversation], self._homes[conversation] = (
                     prompt_len,
@@ -97,6 +100,7 @@ class RanksReplay:
         same at each moment when `in_flight` requests are under way."""
         mean = sum(self._loads) / len(self._loads)
         columns = ("requests", "chunks", "hits", "tokens_in_flight")
+        # A trace shorter than `in_flight` has no moment with so many under way.
         moments = max(1, self._num_loads)
         return {
             "by_rank": [
@@ -114,11 +118,13 @@ class RanksReplay:
     def _begin(self, name: object, rank: int, num_tokens: int) -> None:
         self._under_way[name] = rank, num_tokens
         self._router.begin(rank, num_tokens)
+        # While the ranks fill up, their loads say nothing of a busy server.
         if len(self._under_way) < self._in_flight:
             return
         loads = self._router.in_flight
         self._loads = [a + b for a, b in zip(self._loads, loads, strict=True)]
         self._num_loads += 1
+        # Requests without chunks have no tokens, so all loads may be 0.
         self._sum_ratios += max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
         self._end(next(iter(self._under_way)))
 

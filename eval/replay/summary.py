@@ -86,6 +86,7 @@ def _table(results: Mapping[str, Any]) -> dict[str, Any]:
         for unit in ("chunk", "token"):
             if share := one[f"{unit}_hit_rate"]:
                 row[f"{unit}s found"] = f"{share['value']:.1%}"
+                # Columns are keys, so the second interval needs a name that only looks the same.
                 row["95%" if unit == "chunk" else "95% "] = (
                     f"{100 * share['low']:.1f}-{100 * share['high']:.1f}"
                 )
@@ -113,6 +114,7 @@ def _settings(cells: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]
         for name in cells[0]["cell"]
         if len({cell["cell"][name] for cell in cells} - {None}) > 1
     ]
+    # `capacity_name` tells either capacity in one column.
     shown = [name for name in differs if not name.startswith("capacity")]
     return lambda cell: {
         "capacity": capacity_name(cell),
@@ -131,6 +133,7 @@ def _overlap_note(overlap: Mapping[str, Any]) -> str:
 
 def _cell(sample: Sample, share: Share) -> dict[str, Any]:
     """An entry of `results["cells"]`."""
+    # Tokens are None unless every request has lengths.
     saved = {unit: _saved(sample, unit) for unit in METRICS if sample[unit]}
     figures: dict[str, Any] = {
         "cell": sample["cell"],
@@ -174,6 +177,7 @@ def _contrasts(baseline: Sample, other: Sample, share: Share) -> Iterator[dict[s
     of tokens."""
     for unit, metric in METRICS.items():
         if other[unit]:
+            # Both have replayed the same requests, so a bin's difference is drawn as one.
             differences = [
                 b - a for a, b in zip(_saved(baseline, unit), _saved(other, unit), strict=True)
             ]
@@ -185,6 +189,7 @@ def _contrasts(baseline: Sample, other: Sample, share: Share) -> Iterator[dict[s
                 "statistic": "difference of shares",
                 **share(other, differences, unit),
                 "n": other["num_requests"],
+                # The bootstrap of runs gives an interval and no test.
                 "p": None,
             }
 
@@ -198,6 +203,7 @@ def _overlap(sample: Sample, share: Share) -> dict[str, Any]:
 
 
 def _share(block: int, sample: Sample, parts: Sequence[float], unit: str) -> dict[str, float]:
+    # `block` counts requests, while an element is a bin of several.
     value, low, high = moving_block_share(parts, sample[unit], block=max(1, block // sample["bin"]))
     return {"value": value, "low": low, "high": high}
 

@@ -97,6 +97,7 @@ def scan(trace: Iterable[TraceRequest]) -> TraceFacts:
         lengths = [chunk.num_tokens for chunk in request.chunks]
         key = "\0".join([chunk.id for chunk in request.chunks])
         head = "" if request.head is None else f"\0{request.head}"
+        # JSON may have half a surrogate pair, which UTF-8 refuses.
         digest.update(
             f"{key}\0\0{request.conversation}\0{lengths}{head}\n".encode("utf-8", "surrogatepass")
         )
@@ -114,7 +115,9 @@ def scan(trace: Iterable[TraceRequest]) -> TraceFacts:
             ids.update(chunk.id for chunk in request.chunks)
             if request.head is not None:
                 facts.num_headed += 1
+                # Hashes take less memory: with a time in it each request has a head of its own.
                 heads.add(hash(request.head))
+    # A single turn is served like a request without a conversation; counting it takes memory.
     facts.num_turns = {name: turns for name, turns in num_turns.items() if turns > 1}
     facts.num_heads = len(heads)
     facts.distinct_chunks, facts.sha256 = len(ids), digest.hexdigest()[:16]
@@ -149,6 +152,7 @@ class TraceFile:
         num_requests = num_counted = 0
         latest = float("-inf")
         for where, row in read_rows(self._path):
+            # Before the row is checked, so that an invalid one beyond the limit ends no replay.
             if num_requests == self._max_requests:
                 break
             request = self._request(row, where)
@@ -158,6 +162,7 @@ class TraceFile:
                         f"{where}: timestamp is before {latest:g} of a line above it"
                     )
                 latest = request.timestamp
+            # A turn without chunks may be the last one, after which the conversation is forgotten.
             if request.chunks or request.conversation is not None:
                 num_requests += 1
                 num_counted += bool(request.chunks)
@@ -193,10 +198,12 @@ class TraceFile:
             )
         known = self._known[lengths is not None]
         for name, length in zip(names, lengths or [1] * len(names), strict=True):
+            # `isinstance` would take `true` for a length of 1.
             if type(length) is not int or not 1 <= length <= MAX_COUNT:
                 raise CommandError(
                     f"{where}: the length of {name!r} must be an integer from 1 to {MAX_COUNT:,}"
                 )
+            # `setdefault` alone would make a `Chunk` at every mention.
             chunk = known.get(name) or known.setdefault(name, Chunk(ChunkId(name), length))
             if chunk.num_tokens != length:
                 raise CommandError(

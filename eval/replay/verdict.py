@@ -68,6 +68,7 @@ def verdict(results: Results, *, worth: float) -> list[str]:
 def answer(contrast: Mapping[str, Any], *, worth: float) -> str:
     """worth it | not worth it | cannot be told from this trace."""
     if contrast["n"] >= MIN_REQUESTS:
+        # With `--worth 0` an interval that begins at 0 is no gain.
         if contrast["low"] >= worth and contrast["low"] > 0:
             return "worth it"
         if contrast["high"] < worth or contrast["high"] <= 0:
@@ -92,13 +93,17 @@ class _Verdict:
         )
         metric = "token_saved_share" if self._unit == "tokens" else "saved_share"
         contrasts = [one for one in results["contrasts"] if one["metric"] == metric]
+        # `policy_name` ends in "host" for a cell with a host tier.
         self._of_host = [one for one in contrasts if one["b"] == f"{one['a']} host"]
         contrasts = [one for one in contrasts if one not in self._of_host]
+        # The name may go on with deduplication and host.
         self._to_craft = [one for one in contrasts if one["a"].split()[0] == "frequency"]
         self._ours = [
             one for one in contrasts if one["cell"]["order"] == "tree" and one not in self._to_craft
         ]
+        # The retriever's order is compared with itself without deduplication.
         self._dropping = [one for one in contrasts if one["cell"]["order"] == "retriever"]
+        # None is no value: the setting has no effect in that cell.
         self._varied = [
             name
             for name in _POLICIES
@@ -108,6 +113,7 @@ class _Verdict:
     def sentences(self) -> list[str]:
         if not self._ours:
             return [*map(self._hosted, self._of_host)]
+        # `baseline_of` falls back on stock with another deduplication.
         judged = [
             one
             for one in self._ours
@@ -118,8 +124,10 @@ class _Verdict:
             *map(self._found, self._ours),
             *map(self._hosted, self._of_host),
             *map(self._at_most, self._overlaps),
+            # A trace has conversations for all its cells, or for none.
             *([_CONVERSATIONS] if "reduction" in self._cells[0] else []),
             *(
+                # Halves of a short trace differ by chance.
                 [_TREND]
                 if self._ours[0]["n"] >= SHORT_TRACE and any(map(_has_trend, self._cells))
                 else []
@@ -214,6 +222,7 @@ class _Verdict:
 
     def _stock(self, cell: Results) -> Results:
         stock = baseline_of(cell, self._cells)
+        # Cells of contrasts have a baseline.
         assert stock is not None
         return stock
 

@@ -83,6 +83,7 @@ class BundledModel:
                 for piece in (head, *pieces, tail)
             ]
             prompts.append({"input_ids": [*chain.from_iterable(encoded)]})
+        # `generate` goes on from the last column, so that must be each prompt's end.
         batch = self._tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
         out = self._model.generate(**batch, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
         answers = self._tokenizer.batch_decode(
@@ -150,6 +151,7 @@ def main(argv: Sequence[str]) -> int:
             for kind in (*HOPS, *LINKED):
                 if kind in KINDS and num_chunks < KINDS[kind].min_passages:
                     continue
+                # `add_all` keeps a cell's samples in one write, so the first key stands for all.
                 if (name := f"{num_chunks}/{kind}") + "/0" not in run:
                     about = {
                         "arm": "bundled-model",

@@ -54,6 +54,7 @@ def _linked(world: World, num_passages: int, rng: random.Random) -> Asked:
     passages = world.linked_context(num_passages, rng)
     linked = linked_questions(passages)
     asked = rng.choice(
+        # Two or three passages have one linked fact alone, and so no rival.
         [question for question in linked if _num_rivals(question, linked) > 1] or linked
     )
     return Asked(asked, passages, _num_rivals(asked, linked))
@@ -75,6 +76,7 @@ def _linked_at(world: World, num_passages: int, rng: random.Random, *, distance:
 def _num_rivals(asked: Question, linked: list[Question]) -> int:
     """Linked questions about the same kind of entity, itself included;
     each kind has one relation."""
+    # An answer begins "The company" like a passage, so its second word is the kind.
     kinds = [question.answers[0].split()[1] for question in linked]
     return kinds.count(asked.answers[0].split()[1])
 
@@ -109,6 +111,7 @@ def _contradicted(world: World, num_passages: int, rng: random.Random) -> Asked:
     )
     sentence, value = asked.answers
     names = next(names for names in NAMES.values() if value in names)
+    # None that the passage tells already: the later value must be new.
     other = rng.choice([name for name in names if f" {name}" not in told.text])
     fact = " ".join(sentence.split()[2:])  # "Lumex serves Marton."
     new = told._replace(

@@ -50,6 +50,7 @@ def train_tokenizer(
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
+    # All 256 bytes, or text other than the world's could not be encoded.
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -72,6 +73,7 @@ def create_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         additional_special_tokens=[SYSTEM, USER, ASSISTANT],
         chat_template=CHAT_TEMPLATE,
+        # Otherwise `decode` drops spaces before punctuation.
         clean_up_tokenization_spaces=False,
         model_max_length=MAX_POSITIONS,
     )

@@ -106,6 +106,7 @@ LINKS = {
 }
 """What is told without a name, by the kind of the one it is about: one relation a kind, so the verb
 tells nothing more, and none that the kind has in its own passages."""
+# Lower case: a passage begins with "The company", which is no link.
 _LINK = re.compile(r"\bthe (company|engineer|city) \w+ (\w+)\.")
 _OPENERS = {"did": ("Later", "Once", "At first"), "does": ("Today", "Still", "By now")}
 _ORDER_WORDS = ("passage", "comes", "first", "last", "after", "is", "about")
@@ -187,6 +188,7 @@ class World:
             Passage(self._id_of[name], name, self._tell(name)) for name in self._kind_of
         ]
         if links:
+            # A generator of their own, so that all else is as without links.
             self._rng = random.Random(f"links of {seed}")
             self.passages = [self._add_link(passage) for passage in self.passages]
         self._by_id = {passage.id: passage for passage in self.passages}
@@ -196,6 +198,7 @@ class World:
         """Every one-hop and two-hop question this world can answer, one-hop first."""
         facts = list(chain.from_iterable(self._facts.values()))
         drafts = [(fact.question, (fact.sentence, fact.value), [fact.subject]) for fact in facts]
+        # Products and names from outside are no entities here, so they have no facts to chain.
         for first, second in (
             (one, two) for one in facts for two in self._facts.get(one.value, ())
         ):
@@ -231,6 +234,7 @@ class World:
         gold = [self.passage(passage_id) for passage_id in question.gold_passage_ids]
         chosen = list(gold)
         while len(chosen) < num_passages:
+            # In turn, so that each gold passage gets as many rivals as the others.
             kind = self._kind_of[gold[len(chosen) % len(gold)].title]
             rivals = [
                 p for p in self.passages if self._kind_of[p.title] == kind and p not in chosen
@@ -251,6 +255,7 @@ class World:
         The questions of `linked_questions` that passages of the second kind answer have
         `num_passages // 2 - 1` rivals with the same wording each. The world must have links.
         """
+        # Sorted, since a set of strings has another order in every process.
         kind, other = rng.sample(sorted(set(self._kind_of.values())), 2)
         named = [passage for passage in self.passages if self._kind_of[passage.title] == kind]
         telling = [
@@ -273,6 +278,7 @@ class World:
     def _draw_entities(self, num_passages: int, num_kinds: int) -> dict[str, str]:
         kinds = self._rng.sample(ENTITY_KINDS, num_kinds)
         pools = {kind: self._rng.sample(NAMES[kind], len(NAMES[kind])) for kind in kinds}
+        # Two of each kind first: with one alone its kind would tell the answer.
         drawn = [(pools[kind].pop(), kind) for kind in kinds for _ in range(2)]
         rest = [(name, kind) for kind in kinds for name in pools[kind]]
         drawn += self._rng.sample(rest, num_passages - len(drawn))
@@ -292,6 +298,7 @@ class World:
         return facts
 
     def _tell(self, name: str) -> str:
+        # The first sentence alone names the kind, where `linked_questions` looks for it.
         sentences = [self._facts[name][0].sentence]
         for fact in self._facts[name][1:]:
             openers = ("", *_OPENERS[fact.relation.auxiliary])
@@ -309,11 +316,13 @@ class World:
         )
         relation = LINKS[kind]
         value = self._rng.choice(NAMES[relation.object_kind])
+        # Never without an opener: it would begin with "The company", as a passage does.
         opener = self._rng.choice((*_OPENERS[relation.auxiliary], f"In {self._rng.choice(_YEARS)}"))
         sentences = passage.text.split(". ")
         sentences.insert(
             self._rng.randint(1, len(sentences)), f"{opener} the {kind} {relation.verb} {value}"
         )
+        # The split has left the last sentence its full stop.
         text = ". ".join(sentence.removesuffix(".") for sentence in sentences) + "."
         return passage._replace(text=text)
 
@@ -344,6 +353,7 @@ def linked_questions(passages: Sequence[Passage]) -> list[Question]:
     last: dict[str, Passage] = {}
     for passage in passages:
         match = _LINK.search(passage.text)
+        # Before the first passage of the kind nobody can know who is meant.
         if match and match[1] in last:
             about = last[match[1]]
             fact = Fact(about.title, LINKS[match[1]], match[2])
@@ -367,9 +377,11 @@ def sample_conversation(
     `share_linked` of the conversations the passages have links: they are all shown at once, and
     most turns ask about those while they can.
     """
+    # Links need two kinds, and each kind has two passages at least.
     if num_passages >= 4 and rng.random() < share_linked:
         return _sample_linked_conversation(rng, num_passages, num_turns)
     num_kinds = rng.randint(1, min(len(ENTITY_KINDS), num_passages // 2))
+    # Below 2^48: evaluations whose seeds have the bit `1 << 60` draw none of these worlds.
     world = World(rng.getrandbits(48), num_passages, num_kinds)
     passages = rng.sample(world.passages, num_passages)
     later_turn = (
@@ -390,6 +402,8 @@ def sample_conversation(
             else []
         )
         shown += new
+        # Without order questions (0) the model does not notice wrong positions; with 40% of them it
+        # notices forgotten relocation less (bundled_model/README.md).
         hop = rng.choice((0, 1, 1, 2))
         question = (
             _pop_answerable(open_questions, {passage.id for passage in shown}, hop) if hop else None
@@ -409,6 +423,7 @@ def _sample_linked_conversation(
 ) -> list[Turn]:
     num_kinds = rng.randint(2, min(len(ENTITY_KINDS), num_passages // 2))
     world = World(rng.getrandbits(48), num_passages, num_kinds, links=True)
+    # In many orders a link comes before all passages of its kind and cannot be asked about.
     orders = [rng.sample(world.passages, num_passages) for _ in range(3)]
     passages = max(orders, key=lambda order: len(linked_questions(order)))
     linked = linked_questions(passages)
@@ -420,6 +435,7 @@ def _sample_linked_conversation(
         if linked and draw < 0.6:
             question = linked.pop()
         elif draw < 0.7:
+            # First and last: what comes after another was not learned (bundled_model/README.md).
             question = rng.choice(order_questions(passages)[:2])
         else:
             question = (
@@ -473,6 +489,7 @@ def words() -> Sequence[str]:
     names = {name for pool in NAMES.values() for name in pool}
     openers = {word for pool in _OPENERS.values() for opener in pool for word in opener.split()}
     years = {str(year) for year in _YEARS}
+    # Sorted: the tokenizer trained on them must be the same every time.
     return sorted(
         forms | names | openers | years | set(NAMES) | set(_ORDER_WORDS) | set(_PLAIN_WORDS)
     )
