@@ -117,12 +117,12 @@ class CaptureQueue:
             num_tokens += self._len_of(node)
         return batch
 
-    def put(self, entry: Waiting, blob: Any, scores: Attention | None) -> None:
-        """The chunk is copied: into the store with it."""
+    def put(self, entry: Waiting, blob: Any, scores: Attention | None) -> bool:
+        """The chunk is copied: into the store with it. Whether it is there."""
         facts, identity = self._copies.facts_of(entry.node), self._copies.identity_of(entry.node)
         facts.is_waiting, facts.scores = False, scores
         assert identity is not None
-        self._store.put(
+        return self._store.put(
             identity,
             Variant(
                 facts.prefix,

@@ -192,10 +192,12 @@ class ChunkSources:
         ]
 
     def are_there(self, plan: ReusePlan) -> bool:
-        """Whether the tree still holds the plan's device copies."""
-        sources = (piece.source for piece in plan.pieces)
+        """Whether the tree still holds the plan's device copies, and the store its variants."""
+        sources = [piece.source for piece in plan.pieces]
         return all(
             self._copies.holds(source.node) for source in sources if isinstance(source, DeviceCopy)
+        ) and all(
+            self._store.holds(source.variant) for source in sources if isinstance(source, HostCopy)
         )
 
     def count_uses(self, plan: ReusePlan) -> None:

@@ -28,7 +28,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
 from typing import Any, NamedTuple, TypeAlias
 
 from radix_ext.access_table import AccessTable
@@ -78,6 +79,8 @@ class Variant:
     num_uses: int = 0
     is_below: bool = False
     """A slower tier has it."""
+    is_exact: bool = False
+    """What an ordinary prefill computes there, bit by bit."""
     is_reserved: bool = field(default=False, init=False)
     """Ordinary variants leave it alone."""
     last_used: int = 0
@@ -126,7 +129,14 @@ class VariantIndex:
         LimitError: a limit below 1.
     """
 
-    def __init__(self, *, max_bytes: int, max_chunks: int, max_variants: int, window: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_bytes: int,
+        max_chunks: int,
+        max_variants: int,
+        window: int,
+    ) -> None:
         check_at_least("max_bytes", max_bytes, 1)
         check_at_least("max_chunks", max_chunks, 1)
         check_at_least("max_variants", max_variants, 1)
@@ -148,15 +158,18 @@ class VariantIndex:
         it surfaces. Where it has fallen, which no longer being reserved does, a second one has been
         pushed. Serials, not variants: an
         outdated entry keeps no KV in memory."""
-        self.watch: Callable[[Identity, Variant, bool], None] = lambda identity, variant, is_here: (
-            None
-        )
+        self._stays: Callable[[Variant], bool] = lambda variant: False
+        self.watchers: list[Callable[[Identity, Variant, bool], None]] = []
         """Told when a variant has come or has left, for whatever reason."""
         self._clock = 0
         self._num_bytes = self._num_reserved = self._reserved_bytes = 0
         self._num_added = self._num_replaced = self._num_refused = self._num_evicted = (
             self._num_uses
         ) = 0
+
+    def stay_if(self, stays: Callable[[Variant], bool]) -> None:
+        """What must not leave for others as long as that holds."""
+        self._stays = stays
 
     @property
     def max_bytes(self) -> int:
@@ -214,9 +227,9 @@ class VariantIndex:
         if nbytes > self._max_bytes:
             return False
         old = self.get(identity, head, prefix)
-        if old is not None and preprocessed <= old.preprocessed:
+        if old is not None and (preprocessed <= old.preprocessed or old.is_exact):
             knows_more = scored > old.scored or (has_outward and old.outward is None)
-            if preprocessed < old.preprocessed or not knows_more:
+            if preprocessed != old.preprocessed or not knows_more:
                 return False
         if not preprocessed and self._reserved_bytes + nbytes > self._max_bytes:
             return False
@@ -247,7 +260,8 @@ class VariantIndex:
         With the same identity, head and prefix it replaces the old one if it is preprocessed and
         the old one is not, or, where they agree in that, if more of it is scored, or its outward
         attention is known and the old one's is not. It takes over the old one's priority and
-        uses, and what was measured of it alone.
+        uses, and what was measured of it alone. An exact one stays, and takes over what was
+        measured.
 
         Returns:
             False: nothing changed. It is not wanted, is in the store already, or is larger than the
@@ -268,19 +282,33 @@ class VariantIndex:
             preprocessed=variant.preprocessed,
             nbytes=nbytes,
         )
-        if not wanted or self._holds(variant):
+        if not wanted or self.holds(variant):
             self._num_refused += 1
             return False
+        if old is not None and old.is_exact and not variant.is_exact:
+            self._learn(old, scores, outward)
+            return False
         variant.scores, variant.outward = scores, outward
-        if old is not None:
-            self.drop(old)
-            variant.num_uses = max(variant.num_uses, old.num_uses)
-            variant.priority = max(variant.priority, old.priority)
-            self._num_replaced += 1
-        reserves = self._reserves(variant, nbytes)
-        self._make_room(identity, variant, nbytes)
-        variant.priority = max(variant.priority, self._aging.now(variant.num_uses))
-        self._add(identity, variant, nbytes, reserves=reserves)
+        return self._insert(identity, variant, nbytes, old)
+
+    def insert(self, identity: Identity, variant: Variant) -> bool:
+        """`put` what its caller has decided to keep. An exact one replaces what is not, but for
+        preprocessed ones.
+
+        Returns:
+            False: nothing changed. It is in the store already, or there is no room.
+        """
+        old = self.get(identity, variant.head, variant.prefix)
+        if old is not None and (old.is_exact or old.preprocessed):
+            return False
+        return self._insert(identity, variant, variant.nbytes, old)
+
+    def evict(self) -> bool:
+        """What is to leave next leaves. False: nothing does."""
+        lowest = self._lowest()
+        if lowest is None or lowest.is_reserved:
+            return False
+        self._evict(lowest)
         return True
 
     def restore(self, identity: Identity, variant: Variant) -> bool:
@@ -311,7 +339,7 @@ class VariantIndex:
 
     def use(self, variant: Variant) -> None:
         """Count one use. No effect if it has left."""
-        if self._holds(variant):
+        if self.holds(variant):
             self._clock += 1
             self._num_uses += 1
             variant.num_uses += 1
@@ -319,15 +347,27 @@ class VariantIndex:
             variant.priority = self._aging.now(variant.num_uses)
             self._release(variant)
 
+    def touch(self, variant: Variant) -> None:
+        """It was used, which counts for nothing but its age. No effect if it has left."""
+        if self.holds(variant):
+            self._clock += 1
+            variant.last_used = self._clock
+            variant.priority = max(variant.priority, self._aging.now(variant.num_uses))
+
+    def learn(self, variant: Variant, scores: Attention | None, outward: Any) -> None:
+        """What is measured of it, if there is room for that. No effect if it has left."""
+        if self.holds(variant):
+            self._learn(variant, scores, outward)
+
     def set_below(self, variant: Variant) -> None:
         """A slower tier has it. No effect if it has left."""
-        if self._holds(variant):
+        if self.holds(variant):
             variant.is_below = True
             self._release(variant)
 
     def drop(self, variant: Variant) -> None:
         """Take it out, which counts as no eviction. No effect if it has left."""
-        if not self._holds(variant):
+        if not self.holds(variant):
             return
         identity, _, nbytes = self._held.pop(variant.serial)
         siblings = self._chunks[identity]
@@ -335,23 +375,19 @@ class VariantIndex:
         if not siblings:
             del self._chunks[identity]
         self._count(variant, nbytes, -1)
-        self.watch(identity, variant, False)
+        self._tell(identity, variant, is_here=False)
 
-    def clear(self, *, keep_preprocessed: bool = False) -> None:
-        """Forget every variant, or all that were not preprocessed; the counts stay.
-        Not counted as eviction."""
+    def clear(self, *, keep: Callable[[Variant], bool] = lambda variant: False) -> None:
+        """Forget every variant but those to keep; the counts stay. Not counted as eviction."""
         for _, variant, _ in list(self._held.values()):
-            if not (keep_preprocessed and variant.preprocessed):
+            if not keep(variant):
                 self.drop(variant)
         self._sort()
 
     def forget_scores(self) -> None:
         """Another calibration makes them stale: every variant counts as not scored."""
-        for serial, (identity, variant, nbytes) in self._held.items():
-            self._count(variant, nbytes, -1)
-            variant.scores = variant.outward = None
-            self._held[serial] = identity, variant, variant.nbytes
-            self._count(variant, variant.nbytes, 1)
+        for _, variant, _ in list(self._held.values()):
+            self._learn(variant, None, None)
 
     def stats(self) -> StoreStats:
         """Sizes and counts, O(1)."""
@@ -388,6 +424,31 @@ class VariantIndex:
         if violations:
             raise IntegrityError(violations)
 
+    def _learn(self, variant: Variant, scores: Attention | None, outward: Any) -> None:
+        identity, _, nbytes = self._held[variant.serial]
+        self._count(variant, nbytes, -1)
+        variant.scores, variant.outward = scores, outward
+        if self._num_bytes + variant.nbytes > self._max_bytes:
+            variant.scores = variant.outward = None
+        self._held[variant.serial] = identity, variant, variant.nbytes
+        self._count(variant, variant.nbytes, 1)
+
+    def _insert(
+        self, identity: Identity, variant: Variant, nbytes: int, old: Variant | None
+    ) -> bool:
+        if old is not None:
+            self.drop(old)
+            variant.num_uses = max(variant.num_uses, old.num_uses)
+            variant.priority = max(variant.priority, old.priority)
+            self._num_replaced += 1
+        reserves = self._reserves(variant, nbytes)
+        if not self._make_room(identity, variant, nbytes):
+            self._num_refused += 1
+            return False
+        variant.priority = max(variant.priority, self._aging.now(variant.num_uses))
+        self._add(identity, variant, nbytes, reserves=reserves)
+        return True
+
     def _may_reserve(self, nbytes: int) -> bool:
         return self._reserved_bytes + nbytes <= RESERVED_SHARE * self._max_bytes and (
             self._num_reserved < RESERVED_SHARE * self._max_in_all
@@ -413,7 +474,11 @@ class VariantIndex:
         self._num_added += 1
         heappush(self._order, self._entry(variant))
         self._bound_order()
-        self.watch(identity, variant, True)
+        self._tell(identity, variant, is_here=True)
+
+    def _tell(self, identity: Identity, variant: Variant, *, is_here: bool) -> None:
+        for watcher in self.watchers:
+            watcher(identity, variant, is_here)
 
     def _release(self, variant: Variant) -> None:
         """Ordinary variants may take its place."""
@@ -425,11 +490,12 @@ class VariantIndex:
             heappush(self._order, self._entry(variant))
             self._bound_order()
 
-    def _holds(self, variant: Variant) -> bool:
+    def holds(self, variant: Variant) -> bool:
+        """Whether it is in the store."""
         held = self._held.get(variant.serial)
         return held is not None and held[1] is variant
 
-    def _make_room(self, identity: Identity, variant: Variant, nbytes: int) -> None:
+    def _make_room(self, identity: Identity, variant: Variant, nbytes: int) -> bool:
         siblings = self.find(identity)
         is_full = not self._fits(nbytes)
         if is_full and not variant.preprocessed and len(siblings) >= self._max_variants:
@@ -437,28 +503,41 @@ class VariantIndex:
             if lowest is not None:
                 self._evict(lowest)
         while not self._fits(nbytes):
-            self._evict(self._lowest())
+            lowest = self._lowest()
+            if lowest is None:
+                return False
+            self._evict(lowest)
+        return True
 
     def _fits(self, nbytes: int) -> bool:
         return self._num_bytes + nbytes <= self._max_bytes and len(self._held) < self._max_in_all
 
     def _lowest_of(self, siblings: Iterable[Variant]) -> Variant | None:
-        return min((v for v in siblings if not v.is_reserved), key=self._entry, default=None)
+        free = (v for v in siblings if not (v.is_reserved or self._stays(v)))
+        return min(free, key=self._entry, default=None)
 
-    def _lowest(self) -> Variant:
-        """What leaves next; it stays at the top of the heap."""
-        while True:
-            serial = self._order[0][-1]
-            if serial in self._held:
-                variant = self._held[serial][1]
-                if self._entry(variant) == self._order[0]:
-                    return variant
-                heappush(self._order, self._entry(variant))
-            heappop(self._order)
+    def _lowest(self) -> Variant | None:
+        """What leaves next; it stays in the heap. None: nothing may leave."""
+        staying, found = list[_Entry](), None
+        while self._order and found is None:
+            entry = self._order[0]
+            held = self._held.get(entry[-1])
+            if held is None:
+                heappop(self._order)
+            elif self._entry(held[1]) != entry:
+                heapreplace(self._order, self._entry(held[1]))
+            elif self._stays(held[1]):
+                staying.append(heappop(self._order))
+            else:
+                found = held[1]
+        for entry in staying:
+            heappush(self._order, entry)
+        return found
 
-    def _asked_for_lowest(self) -> int:
-        """Requests for the chunk of what leaves next."""
-        return self._asked.count(self._held[self._lowest().serial][0])
+    def _asked_for_lowest(self) -> float:
+        """Requests for the chunk of what leaves next. Infinite: nothing may leave."""
+        lowest = self._lowest()
+        return inf if lowest is None else self._asked.count(self._held[lowest.serial][0])
 
     def _evict(self, variant: Variant) -> None:
         self._aging.left(variant.priority)

@@ -22,9 +22,10 @@ from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
-from sglang_chunkcache.scheduler.host_memory import STORE, machine_bytes
+from sglang_chunkcache.scheduler.host_pool import keeps_chains, store_bytes
 from sglang_chunkcache.scheduler.pricing import Pricing
-from sglang_chunkcache.storage.codec import CODECS
+from sglang_chunkcache.storage.chain_entries import ChainEntries
+from sglang_chunkcache.storage.codec import CODECS, NONE
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.opening import create_index
 
@@ -32,9 +33,14 @@ logger = logging.getLogger(__name__)
 
 
 def create_fuser(
-    cache: ChunkRadixCache, ctx: Any, config: ChunkCacheConfig, pricing: Pricing
+    cache: ChunkRadixCache,
+    ctx: Any,
+    config: ChunkCacheConfig,
+    pricing: Pricing,
+    chain_entries: ChainEntries | None = None,
 ) -> Fuser:
     """Fused reuse, checked on the model it will serve. `ctx` is SGLang's TreeCacheBuildContext.
+    `chain_entries`: of the cache's storage, if it has one.
 
     Raises:
         ValueError: the model or a flag does not suit it, or the gate found it wrong; names what,
@@ -100,17 +106,16 @@ def create_fuser(
                 for phase, line in (pricing.costs or {}).items()
             },
         )
-    store_bytes = (config.store_mib or 0) << 20 or machine_bytes(
-        STORE, ctx, taken=(config.host_mib or 0) << 20
-    )
-    store = create_index(config, store_bytes)
+    host = cache.host if codec is NONE else None
+    store = host.index if host is not None else create_index(config, store_bytes(ctx, config))
     logger.info(
-        "chunk cache: store of chunks that are moved, in host memory: %.0f MiB",
-        store_bytes / (1 << 20),
+        "chunk cache: chunks that are moved in host memory: %.0f MiB, %s",
+        store.max_bytes / (1 << 20),
+        f"in codec {codec.name}" if host is None else "exact chains included",
     )
     fuser = Fuser(
         cache,
-        FusionPass(runner, table, config, (sparse, attention), pricing),
+        FusionPass(runner, table, config, (sparse, attention), pricing, host),
         store,
         limits,
         extend_reserve=prefill_budget,
@@ -122,7 +127,7 @@ def create_fuser(
             Means(runner, table, ctx.params, sparse, limits.question_window, pricing),
             config.recompute_ratio or 0.15,
         ),
-        tier=StorageTier(store, cache.storage, config.store_codec)
+        tier=StorageTier(store, cache.storage, config.store_codec, host, chain_entries)
         if cache.storage is not None
         else None,
         metrics=StoreMetrics() if args.enable_metrics else None,
@@ -130,7 +135,9 @@ def create_fuser(
     fuser.gate = figures.as_dict()
     if fuser.tier is not None:
         started = time.perf_counter()
-        num_loaded = fuser.tier.load_most_used()
+        # what is in no chain leaves half of the pool to what is
+        share = 0.5 if host is not None and keeps_chains(ctx, config) else 1.0
+        num_loaded = fuser.tier.load_most_used(share=share)
         logger.info(
             "chunk cache: %d chunks loaded from the storage into the store in %.1f s",
             num_loaded,

@@ -15,8 +15,10 @@ from radix_ext.capture_queue import CaptureQueue, Waiting
 from radix_ext.sources import ChunkCopies
 from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_WAITING_CAPTURES, ChunkCacheConfig
-from sglang_chunkcache.fusion.fill import Capture, Captured, FusionPass
+from sglang_chunkcache.fusion.fill import Capture, Captured, FusionPass, Saved
+from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.own_selectors import own_needs
+from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.node import facts, joined
 
 if TYPE_CHECKING:
@@ -77,7 +79,10 @@ class Captures(CaptureQueue):
 
     def clear(self) -> None:
         super().clear()
-        self.give_up(entry for entry, _ in self._under_way)
+        for entry, captured in self._under_way:
+            self.give_up([entry])
+            if isinstance(captured, Saved) and captured.blob is not None:
+                captured.blob.give_back()
         self._under_way.clear()
 
     def stats(self) -> dict[str, int]:
@@ -90,7 +95,13 @@ class Captures(CaptureQueue):
         while self._under_way and self._under_way[0][1].is_done():
             entry, captured = self._under_way.popleft()
             with self._guard([entry]):
-                self.put(entry, *captured.read())
+                found: tuple[HostBlob | HostSlots | None, ChunkScores | None] = captured.read()
+                blob, scores = found
+                if blob is None:
+                    self.num_dropped += 1
+                    self.give_up([entry])
+                elif not self.put(entry, blob, scores) and isinstance(blob, HostSlots):
+                    blob.give_back()
 
     # Private, in order of use
 

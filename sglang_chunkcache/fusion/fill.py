@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,7 +53,9 @@ from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, copy_move
 from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selector
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob, Offload
-from sglang_chunkcache.scheduler.layer_loads import LayerLoads, copied_ahead
+from sglang_chunkcache.scheduler.host_chains import Slots
+from sglang_chunkcache.scheduler.host_slots import HostSlots
+from sglang_chunkcache.scheduler.layer_loads import Copy, LayerLoads, copied_ahead
 from sglang_chunkcache.scheduler.node import joined
 from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.storage.codec import CODECS, NONE, Codec, Sizes
@@ -128,12 +130,46 @@ class Captured:
         return HostBlob(*parts, codec=self._codec), scores
 
 
+class Saved(Captured):
+    """A chunk's KV in the host pool, and scores on their way.
+
+    Args:
+        blob: holds the KV for what reads it on this stream. None: there was no room.
+        scores, measured: as of `Captured`.
+    """
+
+    def __init__(
+        self,
+        blob: HostSlots | None,
+        scores: ChunkScores | None,
+        measured: tuple[ScoreProbe, Tensor] | None = None,
+    ) -> None:
+        self.blob, self._scores, self._probe = blob, scores, measured and measured[0]
+        self._num_parts = 0
+        self._offload = Offload([torch.empty(0)] if measured is None else [measured[1]])
+
+    def read(self) -> tuple[HostSlots | None, ChunkScores | None]:  # type: ignore[override]
+        """What has arrived."""
+        if self._probe is None:
+            return self.blob, self._scores
+        return self.blob, scores_of(self._probe, *self._offload.read())
+
+
+class Host(Protocol):
+    """What `HostChains` does for captures."""
+
+    @property
+    def pool(self) -> Slots: ...
+    def room(self, num_tokens: int) -> HostSlots | None: ...
+
+
 class FusionPass:
     """The tensor side of one rank.
 
     Args:
         attention: as `choice.create` returns it, which is asked where it is None.
         pricing: learns what the phases take.
+        host: has the store's KV. None: each variant has tensors of its own.
     """
 
     def __init__(
@@ -143,8 +179,9 @@ class FusionPass:
         config: ChunkCacheConfig,
         attention: tuple[SparseAttention | None, dict[str, Any]] | None = None,
         pricing: Pricing | None = None,
+        host: Host | None = None,
     ) -> None:
-        self.runner, self.table, self.config = runner, table, config
+        self.runner, self.table, self.config, self._host = runner, table, config, host
         self.sparse, self.attention = attention or choice.create(runner, config.recompute_attention)
         self.pricing = pricing or Pricing(runner)
         self.calibration = Calibration()
@@ -197,10 +234,16 @@ class FusionPass:
                 sums = score_chunks(self.runner, list(probes.values()))
             measured = {i: (probes[i], each) for i, each in zip(probes, sums, strict=True)}
             self.num_tokens["scored"] += sum(len(probe.token_ids) for probe in probes.values())
-        captured = []
+        captured = list[Captured]()
         with self._timed("capture"):
             for index, capture in enumerate(captures):
                 slots = capture.slots[capture.start :]
+                if self._host is not None:
+                    blob = self._host.room(len(slots))
+                    if blob is not None:
+                        self._host.pool.save(slots, blob.slots)
+                    captured.append(Saved(blob, capture.scores, measured.get(index)))
+                    continue
                 positions = torch.arange(capture.start, len(capture.slots), device=slots.device)
                 kv = read_blob(self.pool, self.table, slots, positions)
                 captured.append(Captured(kv, capture.scores, measured.get(index), self.codec))
@@ -209,6 +252,8 @@ class FusionPass:
     @property
     def stored_token_bytes(self) -> int:
         """Bytes of one token in the store."""
+        if self._host is not None:
+            return self._host.pool.token_bytes
         keys, values = self.pool.k_buffer, self.pool.v_buffer
         _, heads, key_dim = keys[0].shape
         return self.codec.nbytes(
@@ -233,7 +278,7 @@ class FusionPass:
 
     def _move(self, moves: Sequence[Move]) -> None:
         copies: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        blobs: list[tuple[HostBlob, Tensor, Tensor, Tensor]] = []
+        blobs: list[tuple[HostBlob | HostSlots, Tensor, Tensor, Tensor]] = []
         for move in moves:
             self.num_tokens["moved_other_head"] += sum(
                 each.end - each.start for each in move.moved if each.other_head
@@ -272,22 +317,44 @@ class FusionPass:
             self._load(moves, blobs)
 
     def _load(
-        self, moves: Sequence[Move], blobs: Sequence[tuple[HostBlob, Tensor, Tensor, Tensor]]
+        self,
+        moves: Sequence[Move],
+        blobs: Sequence[tuple[HostBlob | HostSlots, Tensor, Tensor, Tensor]],
     ) -> None:
         """From host memory to slots and positions, in layers, of which some come beside the passes
         (Cache-Craft 3.4.2)."""
-        targets = [(blob, BlobTarget(self.pool, self.table, *place)) for blob, *place in blobs]
         work = Work(len(blobs), sum(len(slots) for _, _, slots, _ in blobs))
-
-        def copy(layers: range) -> None:
-            for blob, target in targets:
-                target.write(*blob.read(target.device, layers), layers)
+        copy = self._from_blobs(blobs) if self._host is None else self._from_pool(blobs, self._host)
 
         num_ahead = self._num_ahead(moves, work)
         self.layers_ahead = self.loads.start(
             copy, Phase.HOST, work, num_ahead=num_ahead, clock=self.pricing
         )
         self._is_overlapped = self.layers_ahead < self.loads.num_layers
+
+    def _from_blobs(self, blobs: Sequence[tuple[Any, Tensor, Tensor, Tensor]]) -> Copy:
+        targets = [(blob, BlobTarget(self.pool, self.table, *place)) for blob, *place in blobs]
+
+        def copy(layers: range) -> None:
+            for blob, target in targets:
+                keys, values = blob.read(target.device, layers)
+                target.write(keys, values, layers)
+
+        return copy
+
+    def _from_pool(self, blobs: Sequence[tuple[Any, Tensor, Tensor, Tensor]], host: Host) -> Copy:
+        """One launch for all chunks of a layer, and another one that turns their keys in place."""
+        held = host.pool.prepare(torch.cat([blob.slots for blob, *_ in blobs]))
+        origins, slots, positions = (
+            joined(column) for column in zip(*(place for _, *place in blobs), strict=True)
+        )
+        target = BlobTarget(self.pool, self.table, origins, slots, positions)
+
+        def copy(layers: range) -> None:
+            host.pool.copy(held, slots, layers)
+            target.turn(layers)
+
+        return copy
 
     def _settle(self) -> None:
         """All that was loaded for these moves is there."""

@@ -31,7 +31,7 @@ from radix_ext.cfo import Scored
 from radix_ext.costs import EXPLORATION_PERIOD
 from radix_ext.exact_growth import exact_gaps
 from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan
-from radix_ext.sources import ChunkSources, DeviceCopy
+from radix_ext.sources import ChunkSources, DeviceCopy, HostCopy
 from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.config import MAX_COPIES
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
@@ -49,6 +49,7 @@ from sglang_chunkcache.fusion.outcome import (
 )
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
+from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, identity_of, state
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report
 from sglang_chunkcache.wire.spans import RequestSpans
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+KINDS = ("captured", "preprocessed", "exact")
+"""Of KV in the store."""
 TRIED_UP_TO = 1.5
 """Unless it is estimated to take longer than this multiple of computing."""
 
@@ -73,7 +76,9 @@ class _Pending:
     last: TreeNode
     """The last of its nodes. All nodes above are filled with it."""
     taken: ExitStack
-    """Locks of sources, until the move is filled."""
+    """Locks of sources in the tree, until the move is filled."""
+    held: ExitStack
+    """Those in the host pool."""
 
 
 class Fuser:
@@ -112,8 +117,8 @@ class Fuser:
         if calibrator is not None:
             fusion_pass.calibration = calibrator.kept(self._weights)
         self.tier, self._metrics = tier, metrics
-        self._kv_bytes, self._saved_bytes = ({"captured": 0, "preprocessed": 0} for _ in range(2))
-        store.watch = self._store_changed
+        self._kv_bytes, self._saved_bytes = (dict.fromkeys(KINDS, 0) for _ in range(2))
+        store.watchers.append(self._store_changed)
         if tier is not None:
             tier.storage.start(self._weights, fusion_pass.calibration.heads)
         self.gate: dict[str, Any] = {}
@@ -210,7 +215,10 @@ class Fuser:
         if not self.sources.are_there(plan):
             return self._decline(outcome, Fallback.SOURCE_GONE, node)
         num_after = len(req.origin_input_ids) + len(req.output_ids) - plan.end
-        with self._locked(node), ExitStack() as taken:
+        with self._locked(node), ExitStack() as taken, ExitStack() as held:
+            for blob in slots_of(plan):
+                blob.hold()
+                held.callback(blob.let_go)
             for source in sources:
                 self.cache.inc_lock_ref(source)
                 taken.callback(self.cache.dec_lock_ref, source)
@@ -221,7 +229,7 @@ class Fuser:
             move = move_of(req, plan, spans, row)
             last = self._insert(key, row, plan, spans.namespace, req.priority or 0)
             outcome.move = move
-            self._pending.append(_Pending(req, move, last, taken.pop_all()))
+            self._pending.append(_Pending(req, move, last, taken.pop_all(), held.pop_all()))
         state(req).fused = key.fused
         if not spans.is_preprocessing:  # else neighbours would outlive what they are moved for
             self.sources.count_uses(plan)
@@ -243,6 +251,7 @@ class Fuser:
         for each in pending:
             state(each.req).outward = each.move.outward
             each.taken.close()
+            each.held.close()
             node = each.last
             # by the path: others may have split its token nodes since
             while node is not self.cache.root_node:
@@ -407,11 +416,14 @@ class Fuser:
         was preprocessed with these very weights. SGLang resets for `/flush_cache` and after weight
         updates alike, and does not say which. The storage keeps all it has: what other weights have
         computed has other names."""
+        for each in self._pending:
+            each.held.close()
         self._pending.clear()  # not closed: the locks went with the tree
         self.captures.clear()
         before, self._weights = self._weights, self._fingerprint()
         is_sure = self._weights is not None and (self.tier is None or not self.tier.storage.is_off)
-        self.store.clear(keep_preprocessed=self._weights == before and is_sure)
+        keeps = self._weights == before and is_sure
+        self.store.clear(keep=lambda variant: variant.preprocessed and keeps)
         if self._weights != before and self.calibrator is not None:
             self.fusion_pass.calibration = self.calibrator.kept(self._weights)
             if not self.fusion_pass.calibration.figures:
@@ -423,11 +435,17 @@ class Fuser:
             self.tier.storage.start(self._weights, self.fusion_pass.calibration.heads)
 
     def clear_store(self) -> Cleared:
-        """Empty the store, preprocessed chunks and those that wait for it included."""
+        """Empty the store, preprocessed chunks and those that wait for it included. Exact chains
+        stay."""
         self.captures.clear()
         before = self.store.stats()
-        self.store.clear()
-        return Cleared(before.num_chunks, before.num_variants, before.num_bytes)
+        self.store.clear(keep=lambda variant: variant.is_exact)
+        after = self.store.stats()
+        return Cleared(
+            before.num_chunks - after.num_chunks,
+            before.num_variants - after.num_variants,
+            before.num_bytes - after.num_bytes,
+        )
 
     def stats(self) -> dict[str, Any]:
         """For `/chunkcache/stats`."""
@@ -445,11 +463,11 @@ class Fuser:
     # Private, in order of use
 
     def _store_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
-        kind = "preprocessed" if variant.preprocessed else "captured"
+        kind = kind_of(variant)
         sign = 1 if is_here else -1
         self._kv_bytes[kind] += sign * variant.blob.nbytes
         self._saved_bytes[kind] += sign * variant.blob.saved_bytes
-        if self.tier is not None:
+        if self.tier is not None and not variant.is_exact:
             self.tier.store_changed(identity, variant, is_here)
 
     def _store_stats(self) -> dict[str, Any]:
@@ -490,7 +508,10 @@ class Fuser:
             if self.tier is not None and self.tier.has(identity, heads[index], prefix, scored):
                 continue
             variant = self.store.get(identity, heads[index], prefix)
-            if variant is None or variant.preprocessed != bool(prefix) or variant.scored < scored:
+            is_kept = variant is not None and (
+                variant.is_exact or variant.preprocessed == bool(prefix)
+            )
+            if variant is None or not is_kept or variant.scored < scored:
                 is_coming = self.tier is not None and self.tier.fetch(
                     req, spans, spans.fusion, self.sources
                 )
@@ -498,7 +519,7 @@ class Fuser:
                     return False, is_coming
                 num_tokens = spans.spans[index].end - spans.spans[index].start
                 return False, not self.tier.reserve(identity, heads[index], prefix, num_tokens)
-            if self.tier is not None:
+            if self.tier is not None and not variant.is_exact:
                 self.tier.write(identity, variant)
                 must_wait |= is_behind
         return True, must_wait
@@ -624,3 +645,17 @@ class Fuser:
             if piece.span is not None:
                 facts(chunks[piece.span]).is_moved = piece.source is not None
         return path[-1]
+
+
+def kind_of(variant: Variant) -> str:
+    """Of `KINDS`."""
+    if variant.is_exact:
+        return "exact"
+    return "preprocessed" if variant.preprocessed else "captured"
+
+
+def slots_of(plan: ReusePlan) -> Iterator[HostSlots]:
+    """What the plan reads in the host pool."""
+    for piece in plan.pieces:
+        if isinstance(piece.source, HostCopy) and isinstance(piece.source.variant.blob, HostSlots):
+            yield piece.source.variant.blob

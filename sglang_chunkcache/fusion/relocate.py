@@ -250,6 +250,18 @@ class BlobTarget:
         """The pool's."""
         return self._slots.device
 
+    def turn(self, layers: range) -> None:
+        """The slots hold KV of these layers as the model stored it: turn its keys in place."""
+        keys, values = (
+            buffers[layers.start : layers.stop]
+            for buffers in (self._pool.k_buffer, self._pool.v_buffer)
+        )
+        if self._takes_kernel:
+            _launch(keys, values, self._table, self._turn, self._slots, self._slots)
+            return
+        for each in keys:
+            each[self._slots] = self._table._apply_(each[self._slots], self._turn)
+
     def write(self, keys: Tensor, values: Tensor, layers: range) -> None:
         """KV of these layers, keys turned to their new positions.
 

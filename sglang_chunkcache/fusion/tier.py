@@ -25,9 +25,12 @@ from radix_ext.loading import worth_loading
 from radix_ext.moved_plan import ReusePlan
 from radix_ext.sources import ChunkSources
 from radix_ext.variants import Identity, Variant, VariantIndex
+from sglang_chunkcache.fusion.fill import Host
 from sglang_chunkcache.fusion.measure import Head
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
+from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.node import ChunkIdentity, state
+from sglang_chunkcache.storage.chain_entries import ChainEntries, Found
 from sglang_chunkcache.storage.codec import CODECS, NONE
 from sglang_chunkcache.storage.entry import Entry, Masses
 from sglang_chunkcache.storage.key import Place, StoredChunk
@@ -64,17 +67,28 @@ class StorageTier:
     Args:
         store: in host memory. Its `watch` tells `store_changed`.
         codec: a name of `CODECS`. Entries of another one are others, and are not found.
+        host: has the store's KV. None: each variant has tensors of its own.
+        chains: entries of exact chains, which are moved, too, if there is a host.
     """
 
-    def __init__(self, store: VariantIndex, storage: Storage, codec: str = NONE.name) -> None:
-        self.storage, self._store = storage, store
+    def __init__(
+        self,
+        store: VariantIndex,
+        storage: Storage,
+        codec: str = NONE.name,
+        host: Host | None = None,
+        chains: ChainEntries | None = None,
+    ) -> None:
+        self.storage, self._store, self._host = storage, store, host
+        # in a codec they would be other bytes
+        self._chains = chains if host is not None else None
         self._layout = replace(storage.layout, codec=CODECS[codec].name)
         self._how = ("positioned",) if codec == NONE.name else ("positioned", codec)
         storage.keeps("variants", self._how, self._layout)
 
-    def load_most_used(self, seconds: float = START_S) -> int:
+    def load_most_used(self, seconds: float = START_S, *, share: float = 1.0) -> int:
         """Fill the store with the entries that are to leave last, before there are requests: the
-        one method that waits, so long at most.
+        one method that waits, so long at most. `share`: of the store, which they fill at most.
 
         Entries of tenants are loaded when they ask: no file says who they are.
 
@@ -89,14 +103,15 @@ class StorageTier:
             if variant.blob.row.place[:2] == mine
         ]
         found.sort(key=lambda v: (v.is_reserved, v.priority, v.last_used), reverse=True)
-        room = self._store.max_bytes - before.num_bytes
+        room = share * self._store.max_bytes - before.num_bytes
 
         def load(variant: Variant) -> bool:
             nonlocal room
             row: Row = variant.blob.row
             room -= row.num_tokens * self._layout.token_bytes
             if room >= 0:
-                self._load(ChunkIdentity(row.place.chunk, None, None), variant, row.num_tokens)
+                found = Found(variant, variant)
+                self._load(ChunkIdentity(row.place.chunk, None, None), found, row.num_tokens)
             return room >= 0
 
         self.storage.fill((partial(load, variant) for variant in found), seconds)
@@ -148,9 +163,9 @@ class StorageTier:
         if self.storage.is_off or self.storage.loader.is_paused:
             return False
         return any(
-            self._is_wanted(missing.identity, variant, missing.num_tokens)
+            self._is_wanted(missing.identity, found.variant, missing.num_tokens)
             for missing in self._missing_chunks(req, spans, fusion, sources, None)
-            for variant in self._found(missing)
+            for found in self._found(missing)
         )
 
     def reserve(self, identity: ChunkIdentity, head: str, prefix: Prefix, num_tokens: int) -> bool:
@@ -172,9 +187,9 @@ class StorageTier:
             () if self.storage.is_off else self._missing_chunks(req, spans, fusion, sources, costs)
         )
         return any(
-            not self._is_faster(missing, variant.blob.row)
+            not self._is_faster(missing, found.stored.blob.row)
             for missing in missing_chunks
-            for variant in self._found(missing)
+            for found in self._found(missing)
         )
 
     def count_asked(self, chunks: Iterable[tuple[ChunkIdentity, str, Prefix]]) -> None:
@@ -191,15 +206,22 @@ class StorageTier:
                 ChunkIdentity(piece.chunk, extra_key, cache_salt),
                 (piece.source.head, piece.source.prefix),
             )
-            twin = self.storage.index.get(self._chunk(identity), *place)
+            twin = self.storage.index.get(self._chunk(identity), *place) or next(
+                (
+                    found.stored
+                    for found in self._chains_of(identity)
+                    if (found.variant.head, found.variant.prefix) == place
+                ),
+                None,
+            )
             if twin is not None:
                 self.storage.use(twin)
-            elif (variant := self._store.get(identity, *place)) is not None:
+            elif (variant := self._store.get(identity, *place)) and not variant.is_exact:
                 self.write(identity, variant)
 
     def store_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
         """As `VariantIndex.watch`."""
-        if is_here:
+        if is_here and not variant.is_below:
             assert isinstance(identity, ChunkIdentity)
             self.write(identity, variant)
 
@@ -215,6 +237,8 @@ class StorageTier:
         name, num_tokens = self.storage.names.entry(place, *measured), variant.blob.num_tokens
         row = Row(name, place, num_tokens, 0, *measured, start=variant.start)
         told = partial(self._tell_store, place, variant)
+        if isinstance(variant.blob, HostSlots):
+            variant.blob.hold()
         if not self.storage.write(row, entry_of(variant, heads), told, self._layout):
             told()
 
@@ -254,29 +278,42 @@ class StorageTier:
                 computed_s,
             )
 
-    def _found(self, missing: _Missing) -> list[Variant]:
+    def _found(self, missing: _Missing) -> list[Found]:
         """What the index has for it, best first."""
-        found = worth_loading(
-            self.storage.index.find(self._chunk(missing.identity)),
-            missing.before,
-            missing.head,
-            max_variants=MAX_LOADED_VARIANTS,
-            alone=missing.is_plain,
-        )
-        return [] if missing.is_elsewhere and found and found[0].head != missing.head else found
+        entries = [
+            Found(variant, variant)
+            for variant in self.storage.index.find(self._chunk(missing.identity))
+        ]
+        entries += self._chains_of(missing.identity)
+        of = {id(each.variant): each for each in entries}
+        found = [
+            of[id(variant)]
+            for variant in worth_loading(
+                [each.variant for each in entries],
+                missing.before,
+                missing.head,
+                max_variants=MAX_LOADED_VARIANTS,
+                alone=missing.is_plain,
+            )
+        ]
+        is_nearer = bool(found) and found[0].variant.head == missing.head
+        return found if is_nearer or not missing.is_elsewhere else []
+
+    def _chains_of(self, identity: ChunkIdentity) -> list[Found]:
+        return [] if self._chains is None else self._chains.find(*identity)
 
     def _load_for(self, missing: _Missing, asked: Asked) -> bool:
         """Load what the index has, where that pays. Whether it has anything behind this head."""
         found = self._found(missing)
-        for variant in found:
-            if not self._is_faster(missing, variant.blob.row):
+        for each in found:
+            if not self._is_faster(missing, each.stored.blob.row):
                 asked.is_skipped = True
                 if self.storage.left_out() % EXPLORATION_PERIOD:
                     continue
             else:
                 self.storage.pays = True
-            self._load(missing.identity, variant, missing.num_tokens, asked)
-        return bool(found) and found[0].head == missing.head
+            self._load(missing.identity, each, missing.num_tokens, asked)
+        return bool(found) and found[0].variant.head == missing.head
 
     def _is_faster(self, missing: _Missing, row: Row) -> bool:
         """Whether loading it is estimated to take no longer than computing it.
@@ -292,23 +329,41 @@ class StorageTier:
             self.storage.planned(asked)
 
     def _tell_store(self, place: Place, variant: Variant) -> None:
-        """If it is kept, others may take its place."""
+        """Its bytes are read. If it is kept, others may take its place."""
+        if isinstance(variant.blob, HostSlots):
+            variant.blob.let_go()
         stored = self.storage.index.get(place.stored_chunk, place.head, place.prefix)
         if stored is not None and stored.preprocessed == variant.preprocessed:
             self._store.set_below(variant)
 
     def _load(
-        self, identity: ChunkIdentity, variant: Variant, num_tokens: int, asked: Asked | None = None
+        self, identity: ChunkIdentity, found: Found, num_tokens: int, asked: Asked | None = None
     ) -> None:
         """Unless it is under way, or the store would not have it, or too much is."""
+        variant = found.variant
         if not self._is_wanted(identity, variant, num_tokens):
             return
 
-        def done(entry: Entry | None) -> None:
-            if entry is not None:
-                self._store.put(identity, variant_of(entry, variant, self.storage.heads))
+        blob = None if self._host is None else self._host.room(num_tokens)
+        if self._host is not None and blob is None:
+            return
 
-        self.storage.load(variant, num_tokens, done, asked=asked, layout=self._layout)
+        def done(entry: Entry | None) -> None:
+            is_kept = entry is not None and self._store.put(
+                identity, variant_of(entry, variant, self.storage.heads, blob)
+            )
+            if blob is not None:
+                blob.let_go()
+                if not is_kept:
+                    blob.give_back()
+
+        into = None if blob is None else blob.writer()
+        if blob is not None:
+            blob.hold()
+        is_begun = self.storage.load(found.stored, num_tokens, done, into, asked, self._layout)
+        if blob is not None and not is_begun:
+            blob.give_back()
+            blob.let_go()
 
     def _is_wanted(self, identity: ChunkIdentity, variant: Variant, num_tokens: int) -> bool:
         """Whether the store would have it."""
@@ -324,7 +379,7 @@ class StorageTier:
 
 def entry_of(variant: Variant, heads: tuple[Head, ...]) -> Callable[[], Entry]:
     """Makes the entry, with what is measured by now."""
-    blob: HostBlob = variant.blob
+    blob: HostBlob | HostSlots = variant.blob
     scores: ChunkScores | None = variant.scores  # type: ignore[assignment]
     measured = {"outward": variant.outward, "heads": heads, "codec": blob.codec}
     if scores is not None:
@@ -332,10 +387,15 @@ def entry_of(variant: Variant, heads: tuple[Head, ...]) -> Callable[[], Entry]:
             scores.inter, scores.prefix_lens, scores.intra, scores.head, scores.head_len
         )
         measured |= {"masses": masses, "context": scores.context, "received": scores.received}
+    if isinstance(blob, HostSlots):
+        read = blob.reader()
+        return lambda: Entry(read(), **measured)
     return lambda: Entry(blob.parts, **measured)
 
 
-def variant_of(entry: Entry, stored: Variant, heads: tuple[Head, ...]) -> Variant:
+def variant_of(
+    entry: Entry, stored: Variant, heads: tuple[Head, ...], blob: HostSlots | None = None
+) -> Variant:
     """As it was written, with its uses, and with what was measured if that was in these heads."""
     scores, outward = None, None
     if entry.heads in ((), heads):
@@ -354,7 +414,7 @@ def variant_of(entry: Entry, stored: Variant, heads: tuple[Head, ...]) -> Varian
             )
     return Variant(
         stored.prefix,
-        HostBlob(*entry.kv, codec=entry.codec),
+        blob or HostBlob(*entry.kv, codec=entry.codec),
         scores,
         stored.preprocessed,
         stored.head,

@@ -311,12 +311,14 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             start += len(node.key)
         return found
 
-    def back_on_device(self, node: TreeNode, host: HostNode, namespace: str) -> None:
+    def back_on_device(
+        self, node: TreeNode, host: HostNode, namespace: str, *, promoted: bool
+    ) -> None:
         """The node has a place in the global tree, and is in host memory."""
         known, parent = facts(node), facts(node.parent).chain
         known.host, known.chain, known.hits, host.node = host, host.chain, host.hits, node
+        known.scores, known.outward, known.promoted = host.scores, host.outward, promoted
         assert known.chunk is not None
-        known.promoted = host.promoted
         self._num_promoted += known.promoted
         self._num_chunk_tokens += len(node.key)
         self.log.append(Inserted(known.chunk, len(node.key), parent, namespace, known.promoted))
@@ -645,8 +647,7 @@ class ChunkRadixCache(RadixCache):  # type: ignore[misc]
             promoted = fused is None and index < spans.promoted_len
             assert known.chunk is not None
             if known.chain is None and index < len(copies):
-                copies[index].promoted = promoted
-                self.back_on_device(node, copies[index], spans.namespace)
+                self.back_on_device(node, copies[index], spans.namespace, promoted=promoted)
             elif known.chain is None:
                 chunk = known.chunk if fused is None else fused_chunk(fused.recipe, known.chunk)
                 inserted = Inserted(chunk, len(node.key), parent, spans.namespace, promoted)

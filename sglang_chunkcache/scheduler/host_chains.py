@@ -11,20 +11,22 @@ it (layer_loads.py). SGLang sees a longer prefix: no promise, no lock. The two t
 by `ChunkFacts.host` and `HostNode.node`. Decisions follow from requests, counts and costs that the
 ranks agree on, never from clocks.
 
+The nodes are variants of `index`, in which a moved chunk finds its KV, whatever precedes it. Other
+variants of the index, which are in no chain, are captured (fusion/capture.py) into the same pool.
+
 Invariants:
 - A node's parent is here, too.
-- A node that is busy, since another thread reads or writes its slots, or that is being loaded,
-  stays, and its slots are given to nobody else.
+- What is held, since somebody reads or writes its slots, stays, and its slots are given to nobody
+  else.
 - `_loads` has the nodes of the tree whose slots hold nothing yet, and only between an admission and
   the next forward.
-- `place` names all tokens up to the node's end, with extra_key and cache_salt, by hashes of the
+- `chain_key` names all tokens up to the node's end, with extra_key and cache_salt, by hashes of the
   tokens themselves.
 - A node with a chain is known to the front as long as it is here or on the device.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 from array import array
@@ -40,15 +42,17 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 from torch import Tensor
 
-from radix_ext import Aging, ChainId, ChunkId
+from radix_ext import ChainId, ChunkId
+from radix_ext.cfo import Prefix
 from radix_ext.costs import EXPLORATION_PERIOD, Costs, Phase, Work, extend_work
-from radix_ext.eviction import NEW_ON_HOST
 from radix_ext.offloading import worth_offloading
+from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
+from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.layer_loads import Clock as LoadClock
 from sglang_chunkcache.scheduler.layer_loads import copied_ahead
-from sglang_chunkcache.scheduler.node import HostNode, facts, joined
+from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode, facts, joined
 from sglang_chunkcache.scheduler.pricing import prefill_work
 from sglang_chunkcache.wire.spans import RequestSpans
 
@@ -57,8 +61,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PLACE_BYTES = 16
-"""Nobody finds two of one name."""
+KEY_BYTES = 16
+"""Nobody finds two chains of one key."""
 MAX_SAVED_TOKENS = 512
 """After one forward: the answers under way wait for them."""
 MAX_WAITING = 1024
@@ -89,7 +93,9 @@ class Tree(Protocol):
     ) -> tuple[int, list[TreeNode]]: ...
     def path(self, key: ChunkKey) -> list[TreeNode]: ...
     def fill(self, node: TreeNode) -> None: ...
-    def back_on_device(self, node: TreeNode, host: HostNode, namespace: str) -> None: ...
+    def back_on_device(
+        self, node: TreeNode, host: HostNode, namespace: str, *, promoted: bool
+    ) -> None: ...
     def on_host(
         self, chunk: ChunkId, num_tokens: int, parent: ChainId | None, namespace: str
     ) -> ChainId: ...
@@ -117,6 +123,7 @@ class Slots(Protocol):
     def load(
         self, slots: Tensor, device_slots: Tensor, *, num_ahead: int, clock: LoadClock
     ) -> None: ...
+    def copy(self, slots: Tensor, device_slots: Tensor, layers: range) -> None: ...
     def finish(self) -> bool: ...
     def close(self) -> None: ...
 
@@ -155,6 +162,8 @@ class HostChains:
     """Of one rank's `cache`.
 
     Args:
+        index: empty, as large as the pool.
+        keeps: False: no chain is kept here, and the pool is for captured variants alone.
         num_ranks: of a tensor-parallel group. More than one: a copy that fails is raised, since the
             others' may not have.
         metrics: told what `stats` says, with it and when it is due while there are requests. None:
@@ -166,26 +175,28 @@ class HostChains:
         cache: Tree,
         pool: Slots,
         pricing: Clock,
+        index: VariantIndex,
         *,
+        keeps: bool = True,
         num_ranks: int = 1,
         metrics: RankMetrics | None = None,
     ) -> None:
-        self.cache, self.pool, self.pricing, self._aging = cache, pool, pricing, Aging(NEW_ON_HOST)
-        self._num_ranks, self._metrics = num_ranks, metrics
+        self.cache, self.pool, self.pricing, self.index = cache, pool, pricing, index
+        self._keeps, self._num_ranks, self._metrics = keeps, num_ranks, metrics
         self.counts = HostCounts()
         self._nodes: dict[bytes, HostNode] = {}
-        self._leaves: list[tuple[tuple[float, int], int, HostNode]] = []
-        """A heap of leaves, and of entries that are outdated."""
-        self._numbers = itertools.count()
+        self._num_below = Counter[bytes]()
+        self._out: set[HostSlots] = set()
+        """All slots that the pool has given out."""
+        index.stay_if(self._stays)
+        index.watchers.append(self._changed)
         self._waiting: OrderedDict[TreeNode, None] = OrderedDict()
         self._was_put_off = False
-        self._gone: set[HostNode] = set()
-        """Not here any more, and busy or being loaded."""
         self._loads: dict[TreeNode, Tensor] = {}
         """Node of the device -> the slots that its KV is copied from with the next forward,
         as `Slots.prepare` gives them."""
-        self._being_loaded: set[HostNode] = set()
-        """Until that forward is queued."""
+        self._being_loaded: list[HostSlots] = []
+        """Held until that forward is queued."""
         self.saved: Callable[[HostNode, TreeNode], None] = lambda host, node: None
         """Told of each chunk that was copied here, with all above it here, too."""
 
@@ -231,12 +242,15 @@ class HostChains:
         for node, part in zip(path[-len(found) :], parts, strict=True):
             cache.fill(node)  # what is above may be promised to another request, and not filled yet
             self._loads[node] = part
-        self._being_loaded.update(host for host, _ in found)
+        for host, _ in found:
+            host.blob.hold()
+            self._being_loaded.append(host.blob)
         chunks = [node for node in path if facts(node).chunk is not None]
         for index, (host, node) in enumerate(zip(self.of(chunks), chunks, strict=True)):
             if facts(node).chain is None:  # the new ones, and what is above and not filled yet
-                host.promoted = index < spans.promoted_len
-                cache.back_on_device(node, host, spans.namespace)
+                cache.back_on_device(
+                    node, host, spans.namespace, promoted=index < spans.promoted_len
+                )
         self.counts.loads += 1
         self.counts.loaded_tokens += num_tokens
         return result._replace(
@@ -259,6 +273,7 @@ class HostChains:
     def loaded(self) -> None:
         """The forward is queued: what comes behind it finds all that was loaded."""
         self.counts.failed += self.pool.finish()
+        self.pool.follow()
         self._let_go()
 
     def num_loadable(self, key: ChunkKey, spans: RequestSpans, start: int) -> int:
@@ -271,7 +286,7 @@ class HostChains:
         host = self._nodes.get(self._head(chunks[0])[0]) if self._nodes and chunks else None
         for node in chunks:
             host = (
-                self._nodes.get(below(host.place, facts(node).chunk))
+                self._nodes.get(below(host.chain_key, facts(node).chunk))
                 if host and node.key.fused is None
                 else None
             )
@@ -282,7 +297,15 @@ class HostChains:
 
     def offer(self, chunks: Sequence[TreeNode]) -> None:
         """A request has used these nodes, from its first chunk on:
-        note those that are worth keeping."""
+        note those that are worth keeping.
+
+        The end first: of nodes that were used alike the index loses the one that was used least
+        recently."""
+        for node in reversed(chunks):
+            if (host := facts(node).host) is not None:
+                self._count_hits(host, facts(node).hits)
+        if not self._keeps:
+            return
         for node in chunks:
             known = facts(node)
             is_worth_it = worth_offloading("either", hits=known.hits, promoted=known.promoted)
@@ -305,7 +328,6 @@ class HostChains:
     def after(self, *, first_tokens_wait: bool) -> None:
         """Save some of what waits: after decoding, and after a prefill only if the forward before
         was one, too."""
-        self.pool.follow()
         self._was_put_off = first_tokens_wait and not self._was_put_off
         num_saved = 0
         while not self._was_put_off and self._waiting and num_saved < MAX_SAVED_TOKENS:
@@ -324,80 +346,97 @@ class HostChains:
 
     def off_device(self, node: TreeNode, host: HostNode) -> None:
         """The node leaves the device, and is here."""
-        known = facts(node)
-        host.node, host.hits, host.used = None, known.hits, known.used
+        host.node = None
 
     def reset(self) -> None:
-        """Empty, as the tree is."""
+        """No chain is here, as none is in the tree. Captured variants stay."""
         self._loads.clear()
         self._let_go()
-        self._gone |= {host for host in self._nodes.values() if host.is_busy}
-        if free := [host.slots for host in self._nodes.values() if not host.is_busy]:
-            self.pool.free(torch.cat(free))
-        for each in (self._nodes, self._leaves, self._waiting):
-            each.clear()
+        self._waiting.clear()
+        nodes, self._nodes = list(self._nodes.values()), {}
+        self._num_below.clear()
+        for host in nodes:
+            host.node = host.chain = None  # the front drops all by itself
+            self._remove(host)
+
+    def room(self, num_tokens: int) -> HostSlots | None:
+        """Slots that hold nothing yet; what is to leave next leaves for them. None: there are not
+        so many."""
+        if num_tokens > self.pool.num_slots:
+            return None
+        while self.pool.num_free < num_tokens:
+            before = self.pool.num_free
+            if not self.index.evict():
+                return None
+            self.counts.evicted_tokens += self.pool.num_free - before
+        slots = self.pool.alloc(num_tokens)
+        if slots is None:
+            return None
+        blob = HostSlots(self.pool, slots, self._out.remove)
+        self._out.add(blob)
+        return blob
 
     # The storage's, below
 
-    def get(self, place: bytes) -> HostNode | None:
-        """The node of that place, or what is to become it."""
-        return self._nodes.get(place)
+    def get(self, chain_key: bytes) -> HostNode | None:
+        """The node of that key, or what is to become it."""
+        return self._nodes.get(chain_key)
 
-    def claim(self, place: bytes, above: bytes | None, num_tokens: int) -> HostNode | None:
-        """A node that `came` or `drop` will be told of. Without tokens it is here at once. None: it
-        does not fit, or what is above it is not here."""
+    def claim(
+        self,
+        chain_key: bytes,
+        above: bytes | None,
+        num_tokens: int,
+        identity: ChunkIdentity,
+        head: str,
+        prefix: Prefix,
+    ) -> HostNode | None:
+        """A node whose slots are held, of which `came` or `drop` will be told. Without tokens it is
+        here at once. None: it does not fit, or what is above it is not here."""
         parent = None if above is None else self._nodes.get(above)
         if above is not None and parent is None:
             return None
-        host = self._new(place, parent, num_tokens)
-        if host is not None and num_tokens:
+        host = self._new(chain_key, parent, num_tokens, identity, head, prefix)
+        if host is None:
+            return None
+        if num_tokens:
             host.is_here = False
-        elif host is not None:
-            self._push(host)
+            host.blob.hold()
+        elif not self._keep(host):
+            return None
         return host
 
-    def came(
-        self, host: HostNode, prefix: tuple[ChunkId, ...], namespace: str, node: TreeNode | None
-    ) -> None:
-        """It holds the KV of the last of these chunks; none: of what precedes the first.
-        `node` is the same on the device."""
-        host.is_here, host.hits = True, 1
-        if prefix and node is not None and facts(node).chain is not None:
+    def came(self, host: HostNode, namespace: str, node: TreeNode | None) -> bool:
+        """It holds its KV. `node` is the same on the device. False: there is no room for it."""
+        host.is_here, host.hits, host.num_uses = True, 1, 1
+        if not self._keep(host):
+            return False
+        if not host.identity.chunk:
+            return True
+        if node is not None and facts(node).chain is not None:
             facts(node).host, host.chain, host.node = host, facts(node).chain, node
-        elif prefix:
+            self.index.learn(host, facts(node).scores, facts(node).outward)
+        else:
             above = host.parent.chain if host.parent is not None else None
-            host.chain = self.cache.on_host(prefix[-1], len(host.slots), above, namespace)
-        if not host.num_below:
-            self._push(host)
+            host.chain = self.cache.on_host(
+                host.identity.chunk, host.blob.num_tokens, above, namespace
+            )
+        return True
 
     def released(self, host: HostNode) -> bool:
         """No other thread reads or writes its slots any more. Whether it is still here."""
-        host.is_busy = False
-        is_here = self._nodes.get(host.place) is host
-        if not is_here and not self._is_held(host):
-            self._gone.remove(host)
-            self.pool.free(host.slots)
-        elif is_here and not host.num_below:
-            self._push(host)
-        return is_here
+        host.blob.let_go()
+        return self._nodes.get(host.chain_key) is host
 
     def drop(self, host: HostNode) -> None:
         """Take it out, with all that is below it."""
         for below_it in (
-            [each for each in self._nodes.values() if each.parent is host] if host.num_below else []
+            [each for each in self._nodes.values() if each.parent is host]
+            if self._num_below[host.chain_key]
+            else []
         ):
             self.drop(below_it)
-        del self._nodes[host.place]
-        if self._is_held(host):
-            self._gone.add(host)
-        else:
-            self.pool.free(host.slots)
-        if host.parent is not None:
-            self._lost_child(host.parent)
-        if host.node is not None:
-            facts(host.node).host = None
-        elif host.chain is not None:
-            self.cache.off_host(host.chain)
+        self._remove(host)
 
     # Operators
 
@@ -433,36 +472,37 @@ class HostChains:
     def violations(self) -> Iterator[str]:
         """What is wrong, for tests and idle moments. Walks all nodes."""
         below = Counter(
-            host.parent.place for host in self._nodes.values() if host.parent is not None
+            host.parent.chain_key for host in self._nodes.values() if host.parent is not None
         )
-        num_held = sum(len(host.slots) for host in (*self._nodes.values(), *self._gone))
-        for place, host in self._nodes.items():
-            if host.place != place or (
-                host.parent is not None and self._nodes.get(host.parent.place) is not host.parent
+        if +self._num_below != below:
+            yield "host nodes have other children than were booked"
+        for key, host in self._nodes.items():
+            if host.chain_key != key or (
+                host.parent is not None
+                and self._nodes.get(host.parent.chain_key) is not host.parent
             ):
-                yield f"host node {place.hex()} has another place, or no parent"
-            if host.num_below != below[place]:
-                yield (
-                    f"host node {place.hex()} has {below[place]} below but {host.num_below} were"
-                    " booked"
-                )
+                yield f"host node {key.hex()} has another chain key, or no parent"
             if host.chain is not None and not host.is_here:
-                yield f"host node {place.hex()} is known before it is here"
+                yield f"host node {key.hex()} is known before it is here"
             if host.node is not None and facts(host.node).host is not host:
-                yield f"host node {place.hex()} and its node on the device do not know each other"
-        if not all(self._is_held(host) for host in self._gone):
+                yield f"host node {key.hex()} and its node on the device do not know each other"
+            if (self.index.get(host.identity, host.head, host.prefix) is host) != host.is_here:
+                yield f"host node {key.hex()} is in the index although it is not here, or not"
+        blobs = {each.blob for each in self.index.variants()}
+        blobs |= {host.blob for host in self._nodes.values()}
+        if not blobs <= self._out or any(blob.is_given_back for blob in blobs):
+            yield "slots on the host are read that were given back"
+        if not all(blob.is_held for blob in self._out if blob.is_given_back):
             yield "slots on the host are kept for nobody"
+        num_held = sum(blob.num_tokens for blob in self._out)
         for node, part in self._loads.items():
             if (
                 len(part) != len(node.value)
                 or node.parent.children.get(node.key.child_key()) is not node
             ):
                 yield f"node {node.id} is to be loaded into other slots than its own"
-        if num_held != self.pool.num_slots - self.pool.num_free:
-            yield (
-                f"{num_held} slots are held on the host, {self.pool.num_slots - self.pool.num_free}"
-                " are given out"
-            )
+        if num_held != (num_out := self.pool.num_slots - self.pool.num_free):
+            yield f"{num_held} slots are held on the host, {num_out} are given out"
 
     @property
     def chains_not_on_device(self) -> list[ChainId]:
@@ -488,13 +528,13 @@ class HostChains:
         if host is None or not host.is_here:
             return
         if start < head_len:
-            yield host, host.slots[start:]
+            yield host, host.blob.slots[start:]
         for span in area:
-            host = self._nodes.get(below(host.place, span.chunk))
+            host = self._nodes.get(below(host.chain_key, span.chunk))
             if host is None or not host.is_here:
                 return
             if span.start >= start:
-                yield host, host.slots
+                yield host, host.blob.slots
 
     def _pays(self, start: int, end: int) -> bool:
         """Whether a load is estimated to take no longer than computing.
@@ -521,16 +561,11 @@ class HostChains:
         compute = self.pricing.agreed[Phase.EXTEND].seconds(prefill_work(batch))
         return copied_ahead(self.pool.num_layers, load=load, compute=compute)
 
-    def _is_held(self, host: HostNode) -> bool:
-        return host.is_busy or host in self._being_loaded
-
     def _let_go(self) -> None:
         """Nothing is being loaded any more."""
-        loaded, self._being_loaded = self._being_loaded, set()
-        for host in loaded & self._gone:
-            if not host.is_busy:
-                self._gone.remove(host)
-                self.pool.free(host.slots)
+        loaded, self._being_loaded = self._being_loaded, []
+        for blob in loaded:
+            blob.let_go()
 
     def _save(self, node: TreeNode) -> int:
         """How many tokens were copied."""
@@ -542,15 +577,20 @@ class HostChains:
             self._parent(node) if node.parent.children.get(node.key.child_key()) is node else None
         )
         if parent is not None:
-            place = below(parent.place, known.chunk)
-            host = self._nodes.get(place) or self._add(place, parent, node.value)
+            assert known.chunk is not None
+            key = below(parent.chain_key, known.chunk)
+            identity = ChunkIdentity(known.chunk, node.key.extra_key, node.key.cache_salt)
+            host = self._nodes.get(key) or self._add(
+                key, parent, node.value, identity, known.head, known.prefix
+            )
             known.host = host if host is not None and host.is_here else None
-        if known.host is None:
+        if (host := known.host) is None:
             self.counts.missed += 1
         else:
-            known.host.chain, known.host.node = known.chain, node
-            self._push(known.host)  # as old as its node's last use, not as its copy
-            self.saved(known.host, node)
+            host.chain, host.node = known.chain, node
+            self._count_hits(host, known.hits)
+            self.index.learn(host, known.scores, known.outward)
+            self.saved(host, node)
         return self.counts.saved_tokens - before
 
     def _parent(self, node: TreeNode) -> HostNode | None:
@@ -558,15 +598,17 @@ class HostChains:
         be."""
         if facts(node.parent).chunk is not None:
             return facts(node.parent).host
-        place, above = self._head(node)
+        chain_key, above = self._head(node)
         nothing = torch.empty((0,), dtype=torch.int64, device=self.cache.device)
-        host = self._nodes.get(place) or self._add(
-            place, None, joined([nothing, *(each.value for each in above)])
+        slots = joined([nothing, *(each.value for each in above)])
+        identity = ChunkIdentity(ChunkId(""), node.key.extra_key, node.key.cache_salt)
+        host = self._nodes.get(chain_key) or self._add(
+            chain_key, None, slots, identity, chain_key.hex(), ()
         )
         return host if host is not None and host.is_here else None
 
     def _head(self, node: TreeNode) -> tuple[bytes, list[TreeNode]]:
-        """(place, nodes on the device) of the tokens before a first chunk."""
+        """(chain key, nodes on the device) of the tokens before a first chunk."""
         above: list[TreeNode] = []
         key, node = node.key, node.parent
         while node is not self.cache.root_node:
@@ -575,40 +617,100 @@ class HostChains:
         token_ids = array("q", itertools.chain.from_iterable(each.key.token_ids for each in above))
         return root(token_ids, key.extra_key, key.cache_salt), above
 
-    def _add(self, place: bytes, parent: HostNode | None, device_slots: Tensor) -> HostNode | None:
+    def _add(
+        self,
+        chain_key: bytes,
+        parent: HostNode | None,
+        device_slots: Tensor,
+        identity: ChunkIdentity,
+        head: str,
+        prefix: Prefix,
+    ) -> HostNode | None:
         """A new node with a copy of the slots' KV. None: it does not fit, or the copy failed."""
-        host = self._new(place, parent, len(device_slots))
+        host = self._new(chain_key, parent, len(device_slots), identity, head, prefix)
         if host is None:
             return None
         try:
-            self.pool.save(device_slots, host.slots)
+            self.pool.save(device_slots, host.blob.slots)
         except Exception as error:
             self.drop(host)
             self._copy_failed(error)
             return None
-        self.counts.saved_tokens += len(host.slots)
-        self._push(host)
+        if not self._keep(host):
+            return None
+        self.counts.saved_tokens += host.blob.num_tokens
         return host
 
-    def _new(self, place: bytes, parent: HostNode | None, num_tokens: int) -> HostNode | None:
-        """With slots that hold nothing yet. None: it does not fit."""
-        num_needed = num_tokens
-        above = parent
-        while above is not None:
-            num_needed, above = num_needed + len(above.slots), above.parent
-        if num_needed > self.pool.num_slots:
-            return None
+    def _new(
+        self,
+        chain_key: bytes,
+        parent: HostNode | None,
+        num_tokens: int,
+        identity: ChunkIdentity,
+        head: str,
+        prefix: Prefix,
+    ) -> HostNode | None:
+        """With slots that hold nothing yet, in no index. None: it does not fit."""
         if parent is not None:
-            parent.num_below += 1  # it does not leave for its child
-        while self.pool.num_free < num_tokens and self._evict_one():
-            pass
-        slots = self.pool.alloc(num_tokens)
-        if slots is None:
+            self._num_below[parent.chain_key] += 1  # it does not leave for its child
+        blob = self.room(num_tokens)
+        if blob is None:
             if parent is not None:
-                self._lost_child(parent)
+                self._num_below[parent.chain_key] -= 1
             return None
-        host = self._nodes[place] = HostNode(place, parent, slots, used=self.cache.clock)
+        start = 0 if parent is None else parent.start + parent.blob.num_tokens
+        host = self._nodes[chain_key] = HostNode(
+            prefix=prefix,
+            blob=blob,
+            head=head,
+            start=start,
+            identity=identity,
+            chain_key=chain_key,
+            parent=parent,
+        )
         return host
+
+    def _keep(self, host: HostNode) -> bool:
+        """It holds its KV. False: there is no room for it, and it is dropped."""
+        is_kept = self.index.insert(host.identity, host)
+        if not is_kept:
+            self.drop(host)
+        return is_kept
+
+    def _count_hits(self, host: HostNode, hits: int) -> None:
+        """It was used on the device: so many requests have found it."""
+        host.num_uses += max(0, hits - host.hits)
+        host.hits = hits
+        self.index.touch(host)
+
+    def _remove(self, host: HostNode) -> None:
+        """A node without any below it."""
+        if self.index.get(host.identity, host.head, host.prefix) is host:
+            self.index.drop(host)
+        else:
+            self._left(host)
+            host.blob.give_back()
+
+    def _stays(self, variant: Variant) -> bool:
+        is_inner = isinstance(variant, HostNode) and self._num_below[variant.chain_key] > 0
+        is_held: bool = variant.blob.is_held
+        return is_held or is_inner
+
+    def _changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
+        """As `VariantIndex.watchers`."""
+        if not is_here:
+            if isinstance(variant, HostNode):
+                self._left(variant)
+            variant.blob.give_back()
+
+    def _left(self, host: HostNode) -> None:
+        self._nodes.pop(host.chain_key, None)
+        if host.parent is not None and self._num_below[host.parent.chain_key]:
+            self._num_below[host.parent.chain_key] -= 1
+        if host.node is not None:
+            facts(host.node).host = None
+        elif host.chain is not None:
+            self.cache.off_host(host.chain)
 
     def _copy_failed(self, error: Exception) -> None:
         if self._num_ranks > 1:
@@ -621,62 +723,21 @@ class HostChains:
             )
         self.counts.failed += 1
 
-    def _evict_one(self) -> bool:
-        """The leaf of lowest priority leaves. False: there is none."""
-        being_loaded: list[HostNode] = []
-        victim = None
-        while self._leaves and victim is None:
-            stored, _, host = heapq.heappop(self._leaves)
-            if self._nodes.get(host.place) is not host or host.num_below or host.is_busy:
-                continue
-            if host in being_loaded:
-                continue
-            if host in self._being_loaded:
-                being_loaded.append(host)
-            elif self._priority(host) > stored:  # it was used since
-                self._push(host)
-            else:
-                victim = host
-        for each in being_loaded:
-            self._push(each)
-        if victim is None:
-            return False
-        self._aging.evicted(self._priority(victim)[0], self.cache.clock)
-        self.counts.evicted_tokens += len(victim.slots)
-        self.drop(victim)
-        return True
-
-    def _lost_child(self, host: HostNode) -> None:
-        host.num_below -= 1
-        if not host.num_below:
-            self._push(host)
-
-    def _push(self, host: HostNode) -> None:
-        if len(self._leaves) > 4 * len(self._nodes) + 64:  # mostly outdated entries
-            leaves = [each for each in self._nodes.values() if not each.num_below]
-            self._leaves = [(self._priority(each), next(self._numbers), each) for each in leaves]
-            heapq.heapify(self._leaves)
-        heapq.heappush(self._leaves, (self._priority(host), next(self._numbers), host))
-
-    def _priority(self, host: HostNode) -> tuple[float, int]:
-        known = host if host.node is None else facts(host.node)
-        return self._aging.priority(hits=known.hits, last_access=known.used), known.used
-
 
 def _num_tokens(found: Sequence[tuple[HostNode, Tensor]]) -> int:
     return sum(len(slots) for _, slots in found)
 
 
 def root(token_ids: array[int], extra_key: str | None, cache_salt: str | None) -> bytes:
-    """The place of the tokens before a first chunk. They may be none."""
+    """The chain key of the tokens before a first chunk. They may be none."""
     tenant = "".join(
         "-" if each is None else f"{len(each)}:{each}" for each in (extra_key, cache_salt)
     )
     data = tenant.encode("utf-8", "surrogatepass") + b"\0" + token_ids.tobytes()
-    return blake2b(data, digest_size=PLACE_BYTES, person=b"head").digest()
+    return blake2b(data, digest_size=KEY_BYTES, person=b"head").digest()
 
 
-def below(place: bytes, chunk: ChunkId | None) -> bytes:
-    """The place of a chunk that follows `place`."""
+def below(chain_key: bytes, chunk: ChunkId | None) -> bytes:
+    """The chain key of a chunk that follows `chain_key`."""
     assert chunk is not None
-    return blake2b(place + chunk.encode(), digest_size=PLACE_BYTES, person=b"chunk").digest()
+    return blake2b(chain_key + chunk.encode(), digest_size=KEY_BYTES, person=b"chunk").digest()

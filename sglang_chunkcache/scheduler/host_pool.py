@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,14 @@ from torch import Tensor
 from radix_ext.costs import Phase, Work
 from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
-from sglang_chunkcache.scheduler.host_memory import EXACT_CHAINS, has_own_memory, machine_bytes
+from sglang_chunkcache.scheduler.host_memory import (
+    EXACT_CHAINS,
+    STORE,
+    has_own_memory,
+    machine_bytes,
+)
 from sglang_chunkcache.scheduler.layer_loads import Clock, LayerLoads
+from sglang_chunkcache.storage.codec import NONE
 
 logger = logging.getLogger(__name__)
 
@@ -133,20 +140,23 @@ class HostPool:
         `num_ahead` layers at once, the rest beside it until `finish`. Whoever reads a layer by the
         device pool's getters waits for it."""
 
-        def copy(layers: range) -> None:
-            for layer in layers:
-                if self._is_cuda:
-                    self._pool.load_to_device_per_layer(
-                        self._device_pool, slots, device_slots, layer, "kernel"
-                    )
-                    continue
-                sides = (self._device_pool.k_buffer[layer], self._device_pool.v_buffer[layer])
-                for held, side in zip(self._bytes, sides, strict=True):
-                    side.view(torch.uint8).numpy()[device_slots.numpy()] = held[layer].take(
-                        slots.numpy(), axis=0
-                    )
+        copy, work = partial(self.copy, slots, device_slots), Work(1, len(slots))
+        self.loads.start(copy, Phase.LOAD, work, num_ahead=num_ahead, clock=clock)
 
-        self.loads.start(copy, Phase.LOAD, Work(1, len(slots)), num_ahead=num_ahead, clock=clock)
+    def copy(self, slots: Tensor, device_slots: Tensor, layers: range) -> None:
+        """Copy these layers of KV to the device, on the current stream. `slots` as `prepare` gives
+        them."""
+        for layer in layers:
+            if self._is_cuda:
+                self._pool.load_to_device_per_layer(
+                    self._device_pool, slots, device_slots, layer, "kernel"
+                )
+                continue
+            sides = (self._device_pool.k_buffer[layer], self._device_pool.v_buffer[layer])
+            for held, side in zip(self._bytes, sides, strict=True):
+                side.view(torch.uint8).numpy()[device_slots.numpy()] = held[layer].take(
+                    slots.numpy(), axis=0
+                )
 
     def finish(self) -> bool:
         """The forward is queued: what comes next, on its stream, finds all that was loaded. Whether
@@ -159,17 +169,16 @@ class HostPool:
 
 
 def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
-    """The pool of one rank, of one size on all ranks of a tensor-parallel group. `ctx` is SGLang's
-    TreeCacheBuildContext.
+    """The pool of one rank, of one size on all ranks of a tensor-parallel group, for exact chains
+    and chunks that are moved. `ctx` is SGLang's TreeCacheBuildContext.
 
     None: not wanted, or by default not possible, which is logged.
 
     Raises:
         ValueError: as much as was asked for cannot be had; names the flag.
     """
-    is_needed = config.storage_backend is not None and config.reuse == "exact"
-    has_use = is_needed or has_own_memory(ctx.params.token_to_kv_pool_allocator)
-    if config.host_mib == 0 or (config.host_mib is None and not has_use):
+    has_moved = config.reuse == "fused" and config.store_codec == NONE.name
+    if not (keeps_chains(ctx, config) or has_moved):
         return None
     device_pool, group = (
         ctx.params.token_to_kv_pool_allocator.get_kvcache(),
@@ -178,7 +187,11 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
     pool, problem = None, refusal(device_pool, ctx.server_args)
     try:
         if problem is None:
-            size = (config.host_mib or 0) << 20 or machine_bytes(EXACT_CHAINS, ctx)
+            size = 0
+            if keeps_chains(ctx, config):
+                size = (config.host_mib or 0) << 20 or machine_bytes(EXACT_CHAINS, ctx)
+            if has_moved:
+                size += store_bytes(ctx, config)
             # A graph of whole prefills replays attention without asking for layers.
             is_replayed = check_cuda_graph_backend(GraphPhase.PREFILL, Backend.FULL)
             is_layered = not is_replayed and _attends_in_all(
@@ -194,13 +207,24 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
             pool.close()
         if config.host_mib:
             raise ValueError(f"{flag_name('host_mib')} {config.host_mib}: {problem}")
-        logger.warning("chunk cache: no exact chains in host memory: %s", problem)
+        logger.warning("chunk cache: no KV pool in host memory: %s", problem)
         return None
     mib = pool.num_slots * pool.token_bytes / (1 << 20)
-    logger.info(
-        "chunk cache: exact chains in host memory: %.0f MiB, %d tokens", mib, pool.num_slots
-    )
+    logger.info("chunk cache: KV pool in host memory: %.0f MiB, %d tokens", mib, pool.num_slots)
     return pool
+
+
+def keeps_chains(ctx: Any, config: ChunkCacheConfig) -> bool:
+    """Whether exact chains that leave the device stay in host memory."""
+    is_needed = config.storage_backend is not None and config.reuse == "exact"
+    has_use = is_needed or has_own_memory(ctx.params.token_to_kv_pool_allocator)
+    return config.host_mib != 0 and (config.host_mib is not None or has_use)
+
+
+def store_bytes(ctx: Any, config: ChunkCacheConfig) -> int:
+    """Host memory of one rank for chunks that are moved."""
+    given = (config.store_mib or 0) << 20
+    return given or machine_bytes(STORE, ctx, taken=(config.host_mib or 0) << 20)
 
 
 def refusal(device_pool: Any, args: Any) -> str | None:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from radix_ext import ChainId, ChunkId
 from radix_ext.sources import CopyFacts
+from radix_ext.variants import Variant
+from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.wire.spans import RequestSpans
 
 if TYPE_CHECKING:
@@ -34,27 +36,23 @@ class ChunkIdentity(NamedTuple):
     cache_salt: str | None
 
 
-@dataclass(eq=False, slots=True)
-class HostNode:
+@dataclass(eq=False, kw_only=True)
+class HostNode(Variant):
     """One chunk after one particular chain, or the tokens before the first chunk."""
 
-    place: bytes
+    blob: HostSlots
+    identity: ChunkIdentity
+    chain_key: bytes
     parent: HostNode | None
-    slots: Tensor
-    """[num_tokens] int64, CPU: of the host pool."""
     chain: ChainId | None = None
     """None: no chunk."""
     node: TreeNode | None = None
     """The chunk's on the device, where it is."""
-    promoted: bool = False
     hits: int = 0
-    used: int = 0
-    """As `ChunkFacts`, when the chunk left the device."""
-    num_below: int = 0
+    """As `ChunkFacts`; `num_uses` has its moves, too."""
     is_here: bool = True
     """False: its KV is on its way from the storage."""
-    is_busy: bool = False
-    """Another thread reads or writes its slots."""
+    is_exact: bool = True
 
 
 @dataclass(slots=True)

@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import sglang
 import torch
-from torch import Tensor
 
 from radix_ext import ChunkId
 from radix_ext.costs import EXPLORATION_PERIOD, Phase, Work, extend_work
 from radix_ext.variants import Variant
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
-from sglang_chunkcache.scheduler.host_chains import HostChains, Slots, below, root
-from sglang_chunkcache.scheduler.node import HostNode, facts, state
+from sglang_chunkcache.scheduler.host_chains import HostChains, below, root
+from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode, facts, state
+from sglang_chunkcache.storage.chain_entries import ChainEntries
 from sglang_chunkcache.storage.entry import Entry
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.key import Place, StoredChunk
@@ -50,15 +50,17 @@ logger = logging.getLogger(__name__)
 class _Link(NamedTuple):
     """A chain up to one of its nodes."""
 
-    place: bytes
+    chain_key: bytes
     """The node's, in host memory."""
     parent: bytes | None
-    """The place before it."""
+    """The chain key before it."""
     stored: StoredChunk
     head: str
-    """The chain's first place, and its namespace."""
+    """The chain's first key, and its namespace."""
     prefix: tuple[ChunkId, ...]
     """All chunks, the node's own included. None: it is the tokens before the first one."""
+    tenant: tuple[str | None, str | None]
+    """extra_key and cache_salt."""
     is_empty: bool
     """The prompt begins with a chunk, and this is what precedes it."""
     num_tokens: int = 0
@@ -71,7 +73,7 @@ class StoredChains:
     """Of one rank.
 
     Args:
-        how: what KV depends on beside model, weights and tokens.
+        entries: what a moved chunk finds of them.
         fingerprint: of the model's weights, as they are when it is called. None: somebody else
             starts the storage.
     """
@@ -81,12 +83,13 @@ class StoredChains:
         host: HostChains,
         storage: Storage,
         *,
-        how: tuple[str, ...],
+        entries: ChainEntries,
         fingerprint: Callable[[], int] | None,
     ) -> None:
-        self.host, self.storage, self._how, self._fingerprint = host, storage, how, fingerprint
+        self.host, self.storage, self._how = host, storage, entries.how
+        self._fingerprint = fingerprint
         host.saved = self._saved
-        storage.keeps("chains", how)
+        storage.keeps("chains", self._how)
         self._is_starting = False
         self.reset()
 
@@ -119,7 +122,7 @@ class StoredChains:
             unknown = {
                 each.stored: each.num_tokens
                 for each in asked_for
-                if self.host.get(each.place) is None and self._find(each) is None
+                if self.host.get(each.chain_key) is None and self._find(each) is None
             }
             self._load(links, key, asked)
             self.storage.look_up(unknown, partial(self._load, links, key, asked), asked)
@@ -186,25 +189,21 @@ class StoredChains:
 
     def _chain(
         self,
-        place: bytes,
+        key: bytes,
         namespace: str,
         chunks: Sequence[ChunkId],
         extra_key: str | None,
         cache_salt: str | None,
     ) -> Iterator[_Link]:
         """From the tokens before the first chunk on."""
-        head, parent, is_empty = (
-            f"{place.hex()} {namespace}",
-            None,
-            place == root(array("q"), extra_key, cache_salt),
-        )
+        head, parent, tenant = f"{key.hex()} {namespace}", None, (extra_key, cache_salt)
+        is_empty = key == root(array("q"), *tenant)
         for number in range(len(chunks) + 1):
             if number:
-                place, parent = below(place, chunks[number - 1]), place
-            stored = self.storage.chunk(self._how, extra_key, cache_salt, ChunkId(place.hex()))
-            yield _Link(
-                place, parent, stored, head, tuple(chunks[:number]), is_empty and not number
-            )
+                key, parent = below(key, chunks[number - 1]), key
+            stored = self.storage.chunk(self._how, *tenant, ChunkId(key.hex()))
+            prefix = tuple(chunks[:number])
+            yield _Link(key, parent, stored, head, prefix, tenant, is_empty and not number)
 
     def _use(self, links: Sequence[_Link]) -> None:
         """Count a use of what the storage has without a gap, and write what goes on from there in
@@ -228,25 +227,27 @@ class StoredChains:
         assert known.chunk is not None
         chunks, tenant = (*known.prefix, known.chunk), (node.key.extra_key, node.key.cache_salt)
         with self.storage.guard("a chain is not written to the storage"):
-            for link in self._chain(first.place, known.head, chunks, *tenant):
+            for link in self._chain(first.chain_key, known.head, chunks, *tenant):
                 if not (link.is_empty or self._find(link) or self._write(link)):
                     break
 
     def _write(self, link: _Link) -> bool:
         """Whether it is being written: what would leave for it is asked for less often, or chains
         would replace each other without end."""
-        host = self.host.get(link.place)
-        if host is None or not host.is_here or host.is_busy:
+        host = self.host.get(link.chain_key)
+        if host is None or not host.is_here or host.blob.is_held:
             return host is not None and host.is_here
         place = Place(*link.stored, link.head, link.prefix, False)
-        row = Row(
-            self.storage.names.entry(place, 0, False, ()), place, len(host.slots), 0, 0, False
-        )
-        if not self.storage.gains(link.stored, len(host.slots)):
+        name = self.storage.names.entry(place, 0, False, ())
+        row = Row(name, place, host.blob.num_tokens, 0, 0, False, start=host.start)
+        if not self.storage.gains(link.stored, host.blob.num_tokens):
             return False
-        entry = partial(_read, self.host.pool, host.slots, self.host.pool.fence())
-        host.is_busy = self.storage.write(row, entry, partial(self.host.released, host))
-        return host.is_busy
+        read = host.blob.reader()
+        host.blob.hold()
+        is_written = self.storage.write(row, lambda: Entry(read()), host.blob.let_go)
+        if not is_written:
+            host.blob.let_go()
+        return is_written
 
     def _find(self, link: _Link) -> Variant | None:
         return self.storage.index.get(link.stored, link.head, link.prefix)
@@ -269,7 +270,7 @@ class StoredChains:
         """(what follows the last node in host memory, as far as the storage has it without a gap,
         unless the device has it; how many tokens precede what would be computed of it). What is on
         its way is missing, too."""
-        found = [self.host.get(link.place) for link in links]
+        found = [self.host.get(link.chain_key) for link in links]
         num_here = sum(host is not None and host.is_here for host in found)
         num_found = num_here
         while num_found < len(links) and (
@@ -309,7 +310,7 @@ class StoredChains:
         """Begin to load a node, unless it is here.
         False: no room, too much is under way, or what is above is not here."""
         variant = self._find(link)
-        if self.host.get(link.place) is not None:
+        if self.host.get(link.chain_key) is not None:
             if variant is not None:
                 self.storage.join(variant, asked)
             return True
@@ -318,16 +319,24 @@ class StoredChains:
         if variant is not None and not self.storage.takes(variant, asked):
             return False
         num_tokens = variant.blob.row.num_tokens if variant is not None else 0
-        host = self.host.claim(link.place, link.parent, num_tokens)
+        chunk, namespace = ChunkId("".join(link.prefix[-1:])), link.head.partition(" ")[2]
+        host = self.host.claim(
+            link.chain_key,
+            link.parent,
+            num_tokens,
+            ChunkIdentity(chunk, *link.tenant),
+            namespace if chunk else link.chain_key.hex(),
+            link.prefix[:-1],
+        )
         if host is None or variant is None:
             return host is not None
-        into = partial(_fill, self.host.pool, host.slots, self.host.pool.fence())
+        into = host.blob.writer()
         if not self.storage.load(
             variant, num_tokens, partial(self._came, link, host, key, asked), into, asked
         ):
             self.host.drop(host)
+            self.host.released(host)
             return False
-        host.is_busy = True
         return True
 
     def _came(
@@ -348,9 +357,7 @@ class StoredChains:
             return
         path = self.host.cache.path(key[: link.end]) if key is not None else []
         is_on_device = bool(path) and sum(len(node.key) for node in path) == link.end
-        self.host.came(
-            host, link.prefix, link.head.partition(" ")[2], path[-1] if is_on_device else None
-        )
+        self.host.came(host, link.head.partition(" ")[2], path[-1] if is_on_device else None)
         if asked is not None and asked.goes_on is not None:
             asked.goes_on()
 
@@ -361,11 +368,9 @@ class StoredChains:
         return self._chain(bytes.fromhex(first), namespace, place.prefix, None, None)
 
 
-def create_stored_chains(
-    host: HostChains, storage: Storage, ctx: Any, config: ChunkCacheConfig
-) -> StoredChains:
-    """Of one rank, with host memory filled. `ctx` is SGLang's TreeCacheBuildContext."""
-    args, device = ctx.server_args, torch.device(host.cache.device)
+def create_chain_entries(storage: Storage, ctx: Any) -> ChainEntries:
+    """Of one rank. `ctx` is SGLang's TreeCacheBuildContext."""
+    args, device = ctx.server_args, torch.device(ctx.tp_worker.model_runner.device)
     chip = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -384,10 +389,18 @@ def create_stored_chains(
         torch.__version__,
         *map(str, kernels),
     )
+    return ChainEntries(storage, how)
+
+
+def create_stored_chains(
+    host: HostChains, storage: Storage, entries: ChainEntries, ctx: Any, config: ChunkCacheConfig
+) -> StoredChains:
+    """Of one rank, with host memory filled. `ctx` is SGLang's TreeCacheBuildContext."""
     model = ctx.tp_worker.model_runner.model
     # else the promiser starts the storage
     weights = partial(fingerprint, model) if config.reuse == "exact" else None
-    stored, started = StoredChains(host, storage, how=how, fingerprint=weights), time.perf_counter()
+    started = time.perf_counter()
+    stored = StoredChains(host, storage, entries=entries, fingerprint=weights)
     num_loaded = stored.load_most_used()
     logger.info(
         "chunk cache: %d nodes of exact chains loaded in %.1f s",
@@ -395,15 +408,3 @@ def create_stored_chains(
         time.perf_counter() - started,
     )
     return stored
-
-
-def _read(pool: Slots, slots: Tensor, fence: Callable[[], None]) -> Entry:
-    """On the loader's thread."""
-    fence()
-    return Entry(pool.read(slots))
-
-
-def _fill(pool: Slots, slots: Tensor, fence: Callable[[], None], entry: Entry) -> None:
-    """On the loader's thread."""
-    fence()
-    pool.write(slots, *entry.kv)

@@ -21,6 +21,8 @@ from sglang_chunkcache.storage.key import Place
 
 logger = logging.getLogger(__name__)
 
+UNKNOWN = -1
+"""Where an entry of an earlier version stood."""
 SCHEMA = 2
 """Of the table. A manifest with a later one is put aside."""
 
@@ -50,7 +52,7 @@ class Row(NamedTuple):
     has_outward: bool
     heads: tuple[tuple[int, int], ...] = ()
     """Those that scores and `outward` were measured with."""
-    start: int = 0
+    start: int = UNKNOWN
     """Position of the first token."""
     priority: float = 0.0
     """In the order of eviction, as of its last use."""
@@ -175,7 +177,7 @@ def _opened(file: Path) -> sqlite3.Connection:
                 database.execute("ALTER TABLE entries RENAME TO earlier")
                 database.execute(_TABLE)
                 database.execute(
-                    f"INSERT INTO entries SELECT {_OLD_COLUMNS}, 0, 0, num_uses, last_used"
+                    f"INSERT INTO entries SELECT {_OLD_COLUMNS}, {UNKNOWN}, 0, num_uses, last_used"
                     " FROM earlier"
                 )
                 database.execute("DROP TABLE earlier")

@@ -24,7 +24,7 @@ from radix_ext import ChunkId
 from sglang_chunkcache.storage.backend import Backend
 from sglang_chunkcache.storage.entry import Refusal, RefusedEntryError, framed, header_of
 from sglang_chunkcache.storage.key import Names, Place, StoredChunk
-from sglang_chunkcache.storage.manifest import Row
+from sglang_chunkcache.storage.manifest import UNKNOWN, Row
 
 MAX_POINTERS = 8
 """Of one chunk. Further entries are found by their writer alone."""
@@ -47,7 +47,7 @@ class _Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scored: int
     has_outward: bool
     heads: tuple[tuple[int, int], ...]
-    start: int = 0
+    start: int = UNKNOWN
 
 
 class Pointers:

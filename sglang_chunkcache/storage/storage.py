@@ -170,7 +170,8 @@ class Storage:
         """What KV depends on, and bytes saved of each token."""
         self._num_bytes, self._num_tokens = Counter[str](), Counter[str]()
         """Of own entries, by model."""
-        index.watch = self._index_changed
+        self._is_clearing = False
+        index.watchers.append(self._index_changed)
         left = index.restore_all(
             (row.place.stored_chunk, _variant(row, row.priority, row.num_uses)) for row in rows
         )
@@ -454,9 +455,9 @@ class Storage:
         self._era += 1
         self._num_cleared += 1
         rows = [variant.blob.row for variant in self.index.variants()]
-        self.index.watch = lambda identity, variant, is_here: None
+        self._is_clearing = True
         self.index.clear()
-        self.index.watch = self._index_changed
+        self._is_clearing = False
         self._num_bytes.clear()
         self._num_tokens.clear()
         self._used.clear()
@@ -527,6 +528,8 @@ class Storage:
         return {"bytes": {**found, "other": num_bytes - sum(found.values())}, "saved_bytes": saved}
 
     def _index_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
+        if self._is_clearing:
+            return
         if variant.blob.is_own:
             row: Row = variant.blob.row
             self._num_bytes[row.place.model] += row.num_bytes if is_here else -row.num_bytes

@@ -12,6 +12,7 @@ from radix_ext.costs import Line, Phase
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
+from sglang_chunkcache.storage.chain_entries import ChainEntries
 from sglang_chunkcache.storage.ranks import Ranks
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.spans import unpack
@@ -131,7 +132,10 @@ class Server(HostScheduler):
             storage_bytes, overlapped=overlapped, ranks=ranks
         )
         self.cache.stored = StoredChains(
-            self.cache.host, self.storage, how=("exact",), fingerprint=lambda: self.weights
+            self.cache.host,
+            self.storage,
+            entries=ChainEntries(self.storage, ("exact",)),
+            fingerprint=lambda: self.weights,
         )
         disk.opened_ones.append(self.storage)
 

@@ -149,7 +149,7 @@ def test_what_is_restored_first_leaves_last() -> None:
 def test_whoever_watches_is_told_of_all_that_comes_and_leaves() -> None:
     """By whatever way: put, replaced, evicted, dropped, restored, cleared."""
     store, told = make_store(tokens=2), list[tuple[Any, bool]]()
-    store.watch = lambda identity, variant, is_here: told.append((variant, is_here))
+    store.watchers.append(lambda identity, variant, is_here: told.append((variant, is_here)))
     a, better, b, c = (
         make_variant(),
         make_variant(preprocessed=True),

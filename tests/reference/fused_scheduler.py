@@ -22,19 +22,23 @@ from radix_ext.cfo import Scored
 from radix_ext.costs import Work
 from radix_ext.moved_plan import Limits, Piece
 from radix_ext.sources import DeviceCopy, HostCopy
-from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.calibration import Calibration
-from sglang_chunkcache.fusion.fill import Capture, Captured
+from sglang_chunkcache.fusion.fill import Capture, Captured, Saved
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.outward import OutwardWatch
-from sglang_chunkcache.fusion.promise import Fuser
+from sglang_chunkcache.fusion.promise import KINDS, Fuser, kind_of
 from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
+from sglang_chunkcache.scheduler.host_chains import HostChains
+from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.scheduler.pricing import Pricing, Timer
+from sglang_chunkcache.scheduler.stored_chains import StoredChains
+from sglang_chunkcache.storage.chain_entries import ChainEntries
 from sglang_chunkcache.storage.codec import CODECS
+from sglang_chunkcache.storage.opening import create_index
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.report import Fallback
 from tests.reference.scheduler import FakeReq, Scheduler, walk
@@ -106,7 +110,16 @@ class FakePass:
 
     stored_token_bytes = 10
 
-    def __init__(self, contents: Contents, rows: Any, config: ChunkCacheConfig) -> None:
+    def __init__(
+        self,
+        contents: Contents,
+        rows: Any,
+        config: ChunkCacheConfig,
+        host: HostChains | None = None,
+    ) -> None:
+        self.host = host
+        if host is not None:
+            self.stored_token_bytes = host.pool.token_bytes
         self.contents, self.rows, self.config = contents, rows, config
         self.pricing = Pricing(
             SimpleNamespace(device="cpu", tp_group=SimpleNamespace(world_size=1))
@@ -147,23 +160,33 @@ class FakePass:
             move.filling = watch if len(moves) == 1 else None
 
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
-        captured = []
+        captured = list[Captured]()
         for capture in captures:
+            scores = self._scores_of(capture)
             self.contents.exact_len(capture.slots.tolist(), capture.token_ids)
             codec = CODECS[self.config.store_codec]
             ids = capture.token_ids[capture.start :]
+            if self.host is not None:
+                blob = self.host.room(len(ids))
+                if blob is not None:
+                    self.host.pool.save(capture.slots[capture.start :], blob.slots)
+                captured.append(Saved(blob, scores))
+                continue
             tokens = torch.tensor(ids, dtype=torch.float32).reshape(1, -1, 1, 1)
             if codec.name == "int4":  # heads of whole bytes
                 tokens = tokens.expand(2, -1, 1, 4).contiguous()
-            scores = capture.scores
-            if capture.is_to_be_scored:
-                lens, zeros = tuple(e - s for s, e in capture.prefix), torch.zeros(len(ids))
-                received = zeros if capture.scored is Scored.ALL else None
-                scores = ChunkScores((1.0,) * len(lens), lens, 1.0, zeros, received)
-                self.num_scored += 1
             captured.append(Captured((tokens, tokens.clone()), scores, codec=codec))
         self.num_captured += len(captures)
         return captured
+
+    def _scores_of(self, capture: Capture) -> ChunkScores | None:
+        if not capture.is_to_be_scored:
+            return capture.scores
+        lens = tuple(e - s for s, e in capture.prefix)
+        zeros = torch.zeros(len(capture.token_ids) - capture.start)
+        received = zeros if capture.scored is Scored.ALL else None
+        self.num_scored += 1
+        return ChunkScores((1.0,) * len(lens), lens, 1.0, zeros, received)
 
     def stats(self) -> dict[str, Any]:
         return {"captured": self.num_captured}
@@ -181,8 +204,17 @@ class FakePass:
                 self.contents.read(slot, token, source.start + offset)
         else:
             assert isinstance(source, HostCopy)
-            for part in source.variant.blob.read():
-                assert part[-1, :, 0, 0].round().tolist() == tokens
+            blob = source.variant.blob
+            if isinstance(blob, HostSlots):
+                assert self.host is not None
+                assert blob.is_held, "its slots may be given to others"
+                held = [self.host.pool.contents[slot] for slot in blob.slots.tolist()]  # type: ignore[attr-defined]
+                first = source.start
+                wanted = list(zip(tokens, range(first, first + len(tokens)), strict=True))
+                assert [kv[:2] for kv in held] == wanted
+            else:
+                for part in blob.read():
+                    assert part[-1, :, 0, 0].round().tolist() == tokens
         for position, token in zip(positions, tokens, strict=True):
             slot = int(move.slots[position])
             assert slot not in self.contents.slots, f"slot {slot} is filled twice"
@@ -212,16 +244,13 @@ class FusedScheduler(Scheduler):
         how: dict[str, Any] = {"is_chunked": is_chunked, "host_slots": host_slots}
         super().__init__(capacity, config, prefill_budget=prefill_budget, **how)
         self.contents = Contents(self.allocator.contents)
-        self.fusion_pass = FakePass(self.contents, self.rows, config)
-        self.store = VariantIndex(
-            max_bytes=store_bytes,
-            max_chunks=config.store_chunks,
-            max_variants=config.store_variants,
-            window=config.window_requests,
-        )
+        host = self.cache.host if config.store_codec == "none" else None
+        self.fusion_pass = FakePass(self.contents, self.rows, config, host)
+        self.store = create_index(config, store_bytes) if host is None else host.index
         self.cache.storage = storage
         self.weights = 0
         """Their fingerprint."""
+        entries = ChainEntries(storage, ("exact",)) if storage and host else None
         self.fuser = Fuser(
             self.cache,
             self.fusion_pass,  # type: ignore[arg-type]
@@ -229,9 +258,15 @@ class FusedScheduler(Scheduler):
             limits,
             extend_reserve=prefill_budget,
             fingerprint=lambda: self.weights,
-            tier=StorageTier(self.store, storage, config.store_codec) if storage else None,
+            tier=StorageTier(self.store, storage, config.store_codec, host, entries)
+            if storage
+            else None,
         )
         self.cache.promiser = self.fuser
+        if entries is not None and storage is not None:
+            self.cache.stored = StoredChains(
+                self.cache.host, storage, entries=entries, fingerprint=None
+            )
         self.evicted_before_load_back = 0
         """Tokens that leave between a match and the promise:
         SGLang has no reason to, but its calls allow for it."""
@@ -266,8 +301,8 @@ class FusedScheduler(Scheduler):
         super().check(reqs)
         self.store.check_integrity()
         stats = self.fuser.stats()["store"]
-        for kind, is_ahead in (("captured", False), ("preprocessed", True)):
-            blobs = [each.blob for each in self.store.variants() if each.preprocessed == is_ahead]
+        for kind in KINDS:
+            blobs = [each.blob for each in self.store.variants() if kind_of(each) == kind]
             assert stats["bytes"][kind] == sum(blob.nbytes for blob in blobs)
             assert stats["saved_bytes"][kind] == sum(blob.saved_bytes for blob in blobs)
         measured = sum(each.nbytes - each.blob.nbytes for each in self.store.variants())

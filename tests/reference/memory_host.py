@@ -83,6 +83,10 @@ class MemoryHost:
         with clock.timed(Phase.LOAD, Work(1, len(slots))):
             self._copy()
 
+    def copy(self, slots: Tensor, device_slots: Tensor, layers: range) -> None:
+        for slot, target in zip(slots.tolist(), device_slots.tolist(), strict=True):
+            self._device()[target] = self.contents[slot]
+
     def finish(self) -> bool:
         """A layer may be copied as late as this:
         by now nobody else may have written either slot."""

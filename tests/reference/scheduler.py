@@ -41,6 +41,7 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.storage.opening import create_index
 from sglang_chunkcache.wire.events import NOTHING_READ, Acknowledgement
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer
@@ -171,7 +172,8 @@ class Scheduler:
         self.cache: Any = RadixCache(params) if config is None else ChunkRadixCache(params, config)
         if host_slots and config is not None:
             pool = MemoryHost(lambda: self.allocator.contents, host_slots)
-            self.cache.host = HostChains(self.cache, pool, FixedCosts())
+            index = create_index(config, host_slots * pool.token_bytes)
+            self.cache.host = HostChains(self.cache, pool, FixedCosts(), index)
 
     def queue(self, req: FakeReq) -> None:
         """As `SchedulePolicy` finds a waiting request's place."""

@@ -111,7 +111,8 @@ def test_without_a_storage(create: Create, reuse: str) -> None:
         assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
         assert isinstance(cache.promiser, Fuser)
         assert cache.promiser.cache is cache
-        assert cache.promiser.store.max_bytes == 1 << 20
+        assert cache.promiser.store is cache.host.index
+        assert 2 << 20 <= cache.promiser.store.max_bytes < 2.01 * (1 << 20)
         assert cache.promiser.tier is None
         assert cache.promiser.pricing is cache.host.pricing
 
@@ -164,11 +165,12 @@ def test_storage_counts_a_request_once(create: Create, tmp_path: Path, reuse: st
 
 
 def test_without_host_memory(create: Create, tmp_path: Path) -> None:
-    """Moved KV has a store of its own; exact chains have nowhere to go."""
+    """Moved KV has a pool of its own; exact chains have nowhere to go."""
     cache = create(reuse="exact", host_mib=0)
     assert cache.host is cache.storage is cache.stored is cache.promiser is None
     cache = create(reuse="fused", host_mib=0, **file_in(tmp_path / "kv"))
-    assert cache.host is cache.stored is None
+    assert cache.stored is None
+    assert cache.promiser.store is cache.host.index
     assert cache.promiser.tier.storage is cache.storage
     cache.storage.close()
     with pytest.raises(ValueError, match="--chunkcache-storage-backend: exact chains"):

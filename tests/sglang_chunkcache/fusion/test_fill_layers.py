@@ -16,6 +16,8 @@ from radix_ext.sources import HostCopy
 from radix_ext.variants import Variant
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.store import HostBlob
+from sglang_chunkcache.scheduler.host_pool import HostPool
+from sglang_chunkcache.scheduler.host_slots import HostSlots
 from tests.kit.tensors import LENS, Scene, asked, make_scene, scene
 from tests.polling import DEADLINE_S
 
@@ -172,3 +174,55 @@ def test_layers_ahead(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
         fused.pricing.agreed = {**fused.pricing.agreed, **lines}
         monkeypatch.setattr(torch, "get_num_threads", lambda num=num_threads: num)
         assert fused._num_ahead([move], Work(1, LENS["B"])) == expected
+
+
+class PoolHost:
+    """A host pool of its own."""
+
+    def __init__(self, runner: Any) -> None:
+        self.pool = HostPool(runner.token_to_kv_pool, 1 << 20)
+
+    def room(self, num_tokens: int) -> HostSlots | None:
+        slots = self.pool.alloc(num_tokens)
+        return None if slots is None else HostSlots(self.pool, slots)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 99])
+def test_chunks_of_the_host_pool_are_moved_as_those_with_tensors_of_their_own(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, num_ahead: int
+) -> None:
+    """Bit by bit, at once or beside the passes; a chunk's own bytes in the pool stay."""
+    host = PoolHost(scene.runner)
+    hosted = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host=host)
+    expected = scene.run(asked("first", 0.3))
+    wanted = scene.kv(expected.slots)
+    blobs = {}
+    for name, captured in zip("BE", hosted.capture(list(map(scene.capture, "BE"))), strict=True):
+        blob: Any = captured.read()[0]
+        known, blobs[name] = scene.sources[name], blob
+        for mine, theirs in zip(host.pool.read(blob.slots), known.variant.blob.read(), strict=True):
+            assert torch.equal(mine, theirs)
+        moved = HostCopy(Variant(known.prefix, blob, known.scores, start=known.start))
+        monkeypatch.setitem(scene.sources, name, moved)
+    before = {name: host.pool.read(blob.slots) for name, blob in blobs.items()}
+    num_layers = hosted.loads.num_layers
+    Late(hosted, monkeypatch, num_ahead=min(num_ahead, num_layers))
+    found = scene.run(asked("first", 0.3), hosted)
+    assert (found.fallbacks, hosted.num_copied_again) == ([], 0)
+    assert torch.equal(scene.kv(found.slots), wanted)
+    for name, blob in blobs.items():
+        assert all(map(torch.equal, host.pool.read(blob.slots), before[name]))
+    assert hosted.stored_token_bytes == blobs["B"].nbytes // LENS["B"]
+    host.pool.close()
+
+
+def test_chunk_without_room_in_the_pool_is_not_captured(scene: Scene) -> None:
+    host = PoolHost(scene.runner)
+    hosted = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host=host)
+    taken = host.room(host.pool.num_free)
+    assert taken is not None
+    (captured,) = hosted.capture([scene.capture("B")])
+    assert captured.is_done()
+    assert captured.read()[0] is None
+    taken.give_back()
+    host.pool.close()

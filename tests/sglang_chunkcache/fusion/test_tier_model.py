@@ -34,6 +34,7 @@ SERVERS = st.integers(0, 1)
 
 class Life(RuleBasedStateMachine):
     storage_bytes: ClassVar[int]
+    host_slots: ClassVar[int] = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +46,11 @@ class Life(RuleBasedStateMachine):
     def _start(self, number: int = 0, overlapped: str = "") -> None:
         """In place of the one of this number."""
         server = self.disk.server(
-            overlapped=overlapped, storage_bytes=self.storage_bytes, store_bytes=200, capacity=120
+            overlapped=overlapped,
+            storage_bytes=self.storage_bytes,
+            store_bytes=200,
+            capacity=120,
+            host_slots=self.host_slots,
         )
         self.servers[number : number + 1] = [server]
         self.tiers[number : number + 1] = [self.disk.tier]
@@ -161,10 +166,17 @@ class StorageLife(Life):
         own, storage = self._own(0), self.tier.storage
         variants = list(storage.index.variants())
         assert len(own) == len(variants)
-        mine = f"{storage._weights} positioned"
-        num_bytes = sum(v.blob.nbytes for v in variants if v.blob.row.place.model == mine)
+        kinds = {"variants": "positioned"} | ({"chains": "exact"} if self.host_slots else {})
+        num_bytes = {
+            kind: sum(
+                v.blob.nbytes
+                for v in variants
+                if v.blob.row.place.model == f"{storage._weights} {how}"
+            )
+            for kind, how in kinds.items()
+        }
         stats, total = storage.stats(), sum(own.values())
-        assert stats["bytes"] == {"variants": num_bytes, "other": total - num_bytes}
+        assert stats["bytes"] == {**num_bytes, "other": total - sum(num_bytes.values())}
         assert stats["num_bytes"] == total
         held = self.disk.storage.held
         assert {name: len(held[name]) for name in own} == own
@@ -248,6 +260,14 @@ class SharedLife(Life):
             assert len(held) == 2 * len(entries), "and one pointer"
 
 
+class HostedLife(StorageLife):
+    """Chains and variants in one pool, and both in the storage."""
+
+    host_slots = 25
+
+
+TestHostedLife = HostedLife.TestCase
+TestHostedLife.settings = settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
 TestStorageLife = StorageLife.TestCase
 TestStorageLife.settings = settings(
     max_examples=examples(50), stateful_step_count=30, deadline=None

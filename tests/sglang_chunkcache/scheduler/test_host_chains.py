@@ -18,12 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from radix_ext import ChunkPrefixTree, IntegrityError
+from radix_ext import ChunkPrefixTree, IntegrityError, chunk_id
 from radix_ext.costs import Line, Phase
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler import host_chains, host_metrics
 from sglang_chunkcache.scheduler.host_chains import HostChains
-from sglang_chunkcache.scheduler.node import facts, state
+from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, state
+from sglang_chunkcache.storage.opening import create_index
 from sglang_chunkcache.wire.spans import checked
 from sglang_chunkcache.wire.state import ExplainRequest
 from tests.examples import examples
@@ -41,7 +42,7 @@ from tests.kit.chains import (
     rag,
 )
 from tests.reference.memory_host import FixedCosts
-from tests.reference.scheduler import FakeReq, answer_of, walk
+from tests.reference.scheduler import FakeReq, answer_of, config, walk
 
 
 def test_second_hit_is_saved_and_loaded(scheduler: HostScheduler) -> None:
@@ -197,10 +198,11 @@ def test_slots_of_the_host_are_kept_until_they_are_copied() -> None:
     offloaded(scheduler, A)
     matched_only(scheduler, rag(A))
     host = scheduler.cache.host
-    assert host.claim(b"another", None, 1) is None
+    another = (b"another", None, 1, ChunkIdentity(chunk_id(B), None, None), "", ())
+    assert host.claim(*another) is None
     assert scheduler.on_host() == {chain(A)}
     scheduler.serve(rag(A))
-    assert host.claim(b"another", None, 1) is not None
+    assert host.claim(*another) is not None
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
@@ -213,7 +215,8 @@ def test_chain_that_is_dropped_while_it_is_loaded_is_given_back_afterwards(
     scheduler.add(req, 100)
     host = scheduler.cache.host
     (chunk,) = (each for each in host._nodes.values() if each.chain is not None)
-    chunk.is_busy = is_busy
+    if is_busy:
+        chunk.blob.hold()
     host.drop(chunk)
     scheduler.check([req])
     assert host.stats()["tokens"] == len(HEAD + A)
@@ -344,8 +347,8 @@ def test_failure_in_a_group_of_ranks_is_raised(
     scheduler: HostScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that computes what the others have loaded would wait for them forever."""
-    pool = scheduler.cache.host.pool
-    scheduler.cache.host = HostChains(scheduler.cache, pool, FixedCosts(), num_ranks=2)
+    pool, index = scheduler.cache.host.pool, create_index(config(), 200)
+    scheduler.cache.host = HostChains(scheduler.cache, pool, FixedCosts(), index, num_ranks=2)
     offloaded(scheduler, A)
     monkeypatch.setattr(pool, "prepare", lambda slots: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -394,7 +397,7 @@ def test_uses_on_the_device_count_when_host_memory_is_full(
 def test_integrity_names_what_is_wrong(scheduler: HostScheduler) -> None:
     known(scheduler, A, B)
     (host,) = (host for host in scheduler.cache.host._nodes.values() if host.chain == chain(A))
-    host.num_below += 1
+    scheduler.cache.host._num_below[host.chain_key] += 1
     host.node = None
     with pytest.raises(IntegrityError, match="were booked") as raised:
         scheduler.cache.check_integrity()
@@ -481,8 +484,8 @@ def test_costs_that_are_not_known_are_tried(
 def test_prometheus_is_told_when_it_is_due(scheduler: HostScheduler) -> None:
     """After a forward, and with the stats; every figure of theirs but the costs."""
     shown: Any = mock.Mock(is_due=False)
-    pool = scheduler.cache.host.pool
-    host = HostChains(scheduler.cache, pool, FixedCosts(), metrics=shown)
+    pool, index = scheduler.cache.host.pool, create_index(config(), 200)
+    host = HostChains(scheduler.cache, pool, FixedCosts(), index, metrics=shown)
     scheduler.cache.host = host
     known(scheduler, A)
     shown.show.reset_mock()

@@ -21,6 +21,7 @@ from radix_ext.loading import WaitPolicy
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.storage import loader
+from sglang_chunkcache.storage.chain_entries import ChainEntries
 from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
@@ -577,7 +578,7 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
         server.check()
         assert not server.storage._under_way
         server.storage.index.check_integrity()
-        assert not server.cache.host._gone
+        assert not any(blob.is_held for blob in server.cache.host._out)
         server.storage.close()
 
 
@@ -585,7 +586,9 @@ def test_request_counts_once_where_its_chunks_may_be_moved(disk: ChainDisk) -> N
     """Half of f_r is forgotten once a window."""
     server = disk.server(host_slots=200)
     storage = server.cache.storage
-    server.cache.stored = StoredChains(server.cache.host, storage, how=("exact",), fingerprint=None)
+    server.cache.stored = StoredChains(
+        server.cache.host, storage, entries=ChainEntries(storage, ("exact",)), fingerprint=None
+    )
     asked: list[int] = []
     with mock.patch.object(storage.index, "ask", lambda chunks: asked.append(len(chunks))):
         for _ in range(2):

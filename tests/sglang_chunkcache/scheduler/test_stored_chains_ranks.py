@@ -70,7 +70,7 @@ class Life:
         """What the other rank must have, too."""
         host, storage = self.server.cache.host, self.server.storage
         nodes = sorted(
-            (place, each.is_here, each.is_busy, each.num_below)
+            (place, each.is_here, each.blob.is_held, host._num_below[place])
             for place, each in host._nodes.items()
         )
         held = sorted(

@@ -1,0 +1,97 @@
+"""KV in the host pool, and who still needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from sglang_chunkcache.storage.codec import NONE
+from sglang_chunkcache.storage.entry import Entry
+
+
+class Pool(Protocol):
+    """What `HostPool` does."""
+
+    token_bytes: int
+
+    def free(self, slots: Tensor) -> None: ...
+    def fence(self) -> Callable[[], None]: ...
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]: ...
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None: ...
+
+
+class HostSlots:
+    """One chunk's KV in the host pool. The pool gets the slots back once the KV is not wanted any
+    more and nobody reads or writes it.
+
+    Args:
+        slots: [num_tokens] int64, CPU.
+        freed: told when the pool has them back.
+    """
+
+    codec, saved_bytes = NONE, 0
+
+    def __init__(
+        self, pool: Pool, slots: Tensor, freed: Callable[[HostSlots], None] = lambda blob: None
+    ) -> None:
+        self.slots, self._freed = slots, freed
+        self._pool, self._num_holds, self._is_given_back = pool, 0, False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory of these slots."""
+        return len(self.slots) * self._pool.token_bytes
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody reads or writes them."""
+        return self._num_holds > 0
+
+    @property
+    def is_given_back(self) -> bool:
+        """Whether the pool gets them once nobody holds them."""
+        return self._is_given_back
+
+    def hold(self) -> None:
+        """Somebody reads or writes the slots until `let_go`."""
+        self._num_holds += 1
+
+    def let_go(self) -> None:
+        self._num_holds -= 1
+        self._free_unneeded()
+
+    def give_back(self) -> None:
+        """Nobody finds the KV any more."""
+        self._is_given_back = True
+        self._free_unneeded()
+
+    def reader(self) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Gives the KV on another thread, as all copies that are queued by now have left it."""
+        return partial(_read, self._pool, self.slots, self._pool.fence())
+
+    def writer(self) -> Callable[[Entry], None]:
+        """Takes KV on another thread, once all copies that are queued by now are done."""
+        return partial(_write, self._pool, self.slots, self._pool.fence())
+
+    def _free_unneeded(self) -> None:
+        if self._is_given_back and not self._num_holds:
+            self._pool.free(self.slots)
+            self._freed(self)
+
+
+def _read(pool: Pool, slots: Tensor, fence: Callable[[], None]) -> tuple[Tensor, Tensor]:
+    fence()
+    return pool.read(slots)
+
+
+def _write(pool: Pool, slots: Tensor, fence: Callable[[], None], entry: Entry) -> None:
+    fence()
+    keys, values = entry.kv
+    pool.write(slots, keys, values)

@@ -1,0 +1,252 @@
+"""One pool in host memory for exact chains and for chunks that are moved: what is there once serves
+both, and only what is exact serves exact requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from radix_ext import chunk_id
+from radix_ext.variants import Variant
+from sglang_chunkcache.fusion.promise import slots_of
+from sglang_chunkcache.scheduler.node import HostNode, state
+from tests.kit.fused import Disk, Rank, disk, identity, sources, wheres
+from tests.kit.requests import HEAD, OTHER_HEAD, A, B, C, D, E, asks, fused, rag
+
+__all__ = ["disk"]  # the fixture
+
+
+def hosted(*chunks: list[int], host_slots: int = 100, **knobs: Any) -> Rank:
+    """Host memory alone has these chunks, as an exact chain."""
+    rank = Rank(host_slots=host_slots, capacity=80, **knobs)
+    for _ in range(2):
+        rank.serve(rag(*chunks))
+    rank.idle()
+    rank.forward()
+    rank.evict(80)
+    return rank
+
+
+def exact(rank: Rank, chunk: list[int]) -> list[bool]:
+    return [variant.is_exact for variant in rank.stored(chunk)]
+
+
+def test_exact_chain_in_host_memory_is_a_source() -> None:
+    """At another position, behind other chunks, from its own place, as a copy on the device is."""
+    rank = hosted(A, B)
+    told = rank.ask(fused(C, B))
+    assert wheres(told) == ["gap", "host"]
+    assert sources(told)[-1][2:4] == (1, 0), "computed after A, which is not before it now"
+    assert wheres(rank.ask(fused(A, head=OTHER_HEAD))) == ["host"]
+    (a,) = rank.stored(A)
+    assert isinstance(a, HostNode)
+    assert (a.start, a.prefix, a.head) == (len(HEAD), (), str(HEAD))
+
+
+def test_nothing_is_held_twice() -> None:
+    """Chunks that have earned a place as sources are there as parts of their chain."""
+    rank = Rank(host_slots=100, capacity=80)
+    for _ in range(3):
+        rank.serve(rag(A, B, keep=[0, 1]))
+        rank.serve(fused(A, B, keep=[0, 1]))
+    rank.idle()
+    rank.forward()
+    assert (exact(rank, A), exact(rank, B)) == ([True], [True])
+    stats = rank.fuser.stats()["store"]
+    assert stats["bytes"]["captured"] == 0
+    assert stats["bytes"]["exact"] == rank.cache.host.stats()["bytes"] == len(HEAD + A + B)
+
+
+def test_what_was_captured_gives_way_to_what_is_exact() -> None:
+    """B is captured alone while its chain is not worth keeping; later the chain is."""
+    rank = Rank(host_slots=100, capacity=80)
+    rank.serve(rag(A, B, keep=[1]))
+    rank.idle()
+    assert exact(rank, B) == [False]
+    before = rank.cache.host.stats()["tokens"]
+    rank.serve(rag(A, B))
+    rank.idle()
+    rank.forward()
+    assert exact(rank, B) == [True]
+    assert (before, rank.cache.host.stats()["tokens"]) == (len(B), len(HEAD + A + B))
+    rank.evict(80)
+    assert rank.serve(rag(A, B)) == len(HEAD + A + B)
+
+
+def test_what_is_computed_behind_moved_chunks_serves_no_exact_request() -> None:
+    """C is computed after A, which was moved: a source for others, and no part of a chain."""
+    rank = hosted(A, B)
+    rank.serve(fused(D, A, C, keep=[2]), answer=[50])
+    rank.idle()
+    (found,) = rank.stored(C)
+    assert (found.is_exact, found.prefix) == (False, (chunk_id(D), chunk_id(A)))
+    rank.evict(80)
+    assert rank.serve(rag(D, A, C)) == len(HEAD)
+    rank.evict(80)
+    assert wheres(rank.ask(fused(E, C))) == ["gap", "host"]
+
+
+def test_source_is_held_until_it_is_copied() -> None:
+    """Its slots would be given to others: the storage's thread writes at once."""
+    rank = hosted(A, B, host_slots=len(HEAD + A + B) + 1)
+    req = fused(C, B)
+    rank.start(req)
+    (blob,) = slots_of(state(req).promise.plan)
+    host = rank.cache.host
+    assert blob.is_held
+    assert host.room(len(A + B)) is None
+    rank.fuser.store.clear()
+    assert not rank.stored(B)
+    rank.check([req])
+    taken = host.room(len(A) + 1)  # all but B, and the head that is loaded
+    assert taken is not None
+    assert host.room(1) is None
+    taken.give_back()
+    rank.finish(req)
+    assert not blob.is_held
+    assert host.room(len(HEAD + A + B)) is not None
+
+
+def test_source_that_has_left_is_computed() -> None:
+    """Between match and promise: SGLang has no reason to, but its calls allow for it."""
+    rank = hosted(A, B)
+    req = fused(C, B)
+    rank.match(req)
+    rank.fuser.store.clear()
+    empty, _ = rank.cache.promiser.commit(req, req.best_match_node)
+    assert len(empty) == 0
+    assert state(req).promise.declined == ["source_gone"]
+
+
+def test_flush_gives_back_what_is_promised() -> None:
+    """All that is in the pool is free: no lock of a tree that is gone keeps any."""
+    rank = hosted(A, B)
+    req = fused(C, B)
+    rank.start(req)
+    rank.batch.clear()
+    rank.flush()
+    host = rank.cache.host
+    assert host.pool.num_free == host.pool.num_slots
+    rank.check()
+
+
+def test_clearing_the_store_leaves_exact_chains() -> None:
+    rank = hosted(A, B)
+    rank.serve(rag(D, C, keep=[1]))
+    rank.idle()
+    rank.evict(80)
+    cleared = rank.fuser.clear_store()
+    assert (cleared.chunks, cleared.variants) == (1, 1)
+    assert rank.stored(C) == []
+    assert rank.serve(rag(A, B)) == len(HEAD + A + B)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_without_chains_the_pool_is_for_moved_chunks_alone(keeps: bool) -> None:
+    rank = Rank(host_slots=100, capacity=80)
+    rank.cache.host._keeps = keeps
+    for _ in range(2):
+        rank.serve(rag(A, B, keep=[1]))
+    rank.idle()
+    rank.forward()
+    assert exact(rank, B) == [keeps]
+    rank.evict(80)
+    assert rank.serve(rag(A, B)) == keeps * len(HEAD + A + B)
+
+
+def test_scores_of_a_chain_are_kept_with_it() -> None:
+    """What was measured on the device is known in host memory and when the chain is back."""
+    rank = Rank(host_slots=1000, capacity=80)
+    req = rag(A, B, keep=[0, 1], fusion=asks("context", 0.5, recipe="c"))
+    for _ in range(2):
+        rank.serve(req)
+        req = rag(A, B, keep=[0, 1], fusion=asks("context", 0.5, recipe="c"))
+    rank.idle()
+    rank.forward()
+    (b,) = rank.stored(B)
+    assert b.is_exact
+    assert b.scores is not None
+    num_scored = rank.fusion_pass.num_scored
+    rank.evict(80)
+    rank.serve(rag(A, B))
+    rank.serve(rag(A, B, keep=[0, 1], fusion=asks("context", 0.5, recipe="c")))
+    rank.idle()
+    assert rank.fusion_pass.num_scored == num_scored
+
+
+# With a storage
+
+
+def test_chain_of_the_storage_is_moved(disk: Disk) -> None:
+    """Of its entries one is loaded for a request that wants it elsewhere; it is there once."""
+    rank = disk.server(host_slots=100, capacity=80)
+    for _ in range(2):
+        rank.serve(rag(A, B))
+    rank.idle()
+    rank.forward()
+    told = disk.settle()
+    assert told["num_entries"] == 3  # the head, A, B
+    rank = disk.restarted(host_slots=100, capacity=80)
+    req = fused(C, B)
+    rank.cache.arrived(req)
+    disk.settle()
+    assert exact(rank, B) == [False]
+    (found,) = rank.stored(B)
+    assert (found.start, found.prefix, found.head) == (len(HEAD + A), (chunk_id(A),), str(HEAD))
+    assert wheres(rank.ask(req)) == ["gap", "host"]
+    assert disk.settle()["num_entries"] == 3, "nothing is written twice"
+    (stored,) = rank.fuser.tier._chains_of(identity(B))  # type: ignore[union-attr]
+    assert stored.stored.num_uses == 1, "as the request that found it has counted"
+
+
+def test_exact_chain_replaces_what_was_loaded_to_be_moved(disk: Disk) -> None:
+    rank = disk.server(host_slots=100, capacity=80)
+    for _ in range(2):
+        rank.serve(rag(A, B))
+    rank.idle()
+    rank.forward()
+    rank = disk.restarted(host_slots=100, capacity=80)
+    rank.cache.arrived(fused(C, B))
+    disk.settle()
+    req = rag(A, B)
+    rank.cache.arrived(req)
+    disk.settle()
+    assert (exact(rank, A), exact(rank, B)) == ([True], [True])
+    assert rank.serve(req) == len(HEAD + A + B)
+    assert rank.cache.host.stats()["tokens"] == len(HEAD + A + B)
+
+
+def test_captured_variants_survive_the_server(disk: Disk) -> None:
+    """In slots here, in bytes there."""
+    disk.server(host_slots=100, capacity=80).store_chunks(A, B)
+    assert disk.settle()["written"] == 2
+    rank = disk.restarted(host_slots=100, capacity=80)
+    assert rank.fuser.tier is not None
+    assert rank.fuser.tier.load_most_used(share=0.35) == 1, "of a share of the pool no more"
+    assert rank.fuser.tier.load_most_used() >= 1
+    assert wheres(rank.ask(fused(D, B))) == ["gap", "host"]
+    (found,) = rank.stored(B)
+    assert isinstance(found, Variant)
+    assert found.start == len(HEAD + A)
+
+
+@pytest.mark.parametrize("problem", ["gone", "damaged", "failing"])
+def test_slots_of_a_load_that_fails_are_given_back(disk: Disk, problem: str) -> None:
+    disk.server(host_slots=100, capacity=80).store_chunks(A)
+    disk.settle()
+    rank = disk.restarted(host_slots=100, capacity=80)
+    if problem == "gone":
+        disk.storage.held.clear()
+    elif problem == "damaged":
+        for data in disk.storage.held.values():
+            data[-1] ^= 1
+    else:
+        disk.storage.fails = True
+    rank.cache.arrived(fused(A, head=OTHER_HEAD))
+    disk.storage.fails = problem == "failing"
+    disk.settle()
+    disk.storage.fails = False
+    host = rank.cache.host
+    assert host.pool.num_free == host.pool.num_slots
+    assert wheres(rank.ask(fused(A, head=OTHER_HEAD))) == []
