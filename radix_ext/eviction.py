@@ -79,7 +79,7 @@ class Aging:
                 del self._ages[:-_MAX_AGES]
             self._ages.extend([self._age] * min(missing, _MAX_AGES))
             self._first = now + 1 - len(self._ages)
-        self._age = max(self._age, priority)  # `serves_one` leaves with -inf
+        self._age = max(self._age, priority)
 
 
 class EvictionQueue:
@@ -154,7 +154,7 @@ class EvictionQueue:
         if self._policy != "reused":
             priority = float(self._policy == "promoted" and node.promoted)
         elif self._serves_one(node):
-            priority = -inf
+            priority = -inf  # the age is a maximum, which this does not lower
         else:
             priority = self._aging.priority(hits=node.hits, last_access=node.last_access)
         # The chain breaks ties: it is the same in each run, and nodes do not compare.
