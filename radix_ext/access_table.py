@@ -29,6 +29,7 @@ class AccessTable:
         self.window = window
         self._counts: dict[int, int] = {}
         self._requests: deque[array[int]] = deque()
+        # Counted along: `TenantTables` asks for `num_entries` twice a request.
         self._num_ids = 0
 
     def observe(self, ids: Iterable[Hashable]) -> None:
@@ -76,6 +77,7 @@ class AccessTable:
     def _forget(self, request: "array[int]") -> None:
         self._num_ids -= len(request)
         for key in request:
+            # A count of 0 would keep an entry of every chunk that was ever retrieved.
             if self._counts[key] == 1:
                 del self._counts[key]
             else:

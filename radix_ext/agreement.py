@@ -103,7 +103,9 @@ class _Listed(NamedTuple):
 
 
 def _listed(row: Row) -> _Listed:
+    # A listed probability of 0 would become `least` in `_bins`, and leave 0 to all unlisted tokens.
     tokens = {token: math.exp(logprob) for logprob, token in row if math.isfinite(logprob)}
+    # Probabilities rounded to float32 may sum to more than 1.
     return _Listed(tokens, max(0.0, 1.0 - math.fsum(tokens.values())))
 
 
@@ -121,8 +123,10 @@ def _sharpened(listed: _Listed, temperature: float) -> _Listed:
 
 def _divergence(exact: _Listed, moved: _Listed) -> float:
     best = sorted(exact.tokens, key=exact.tokens.__getitem__, reverse=True)
+    # A token that both sides list is one bin.
     tokens = [*dict.fromkeys([*moved.tokens, *best[: len(moved.tokens)]])]
     pairs = zip(_bins(exact, moved, tokens), _bins(moved, exact, tokens), strict=True)
+    # 0 log 0 is 0. Rounding may leave the sum a little below 0, which KL never is.
     return max(0.0, math.fsum(p * math.log(p / max(q, FLOOR)) for p, q in pairs if p > 0))
 
 
@@ -139,6 +143,7 @@ def _bins(mine: _Listed, theirs: _Listed, tokens: Sequence[int]) -> list[float]:
     )
     # What is over `least` goes to those that follow.
     for token in sorted(unlisted, key=unlisted.__getitem__, reverse=True):
+        # At the last token rounding may leave a `weight` of 0 or less.
         found[token] = min(least, left * unlisted[token] / max(weight, FLOOR))
         left, weight = max(0.0, left - found[token]), weight - unlisted[token]
     return [*(found[token] for token in tokens), left]

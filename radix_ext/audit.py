@@ -136,11 +136,13 @@ class Audit:
     _own: OrderedDict[str, OrderedDict[Whose, _Standing]] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
+        # As requests are: what says nothing of an answer's quality is on neither side.
         self.server = _policy(self.server)
         self._servers, self._standing = (
             Whose(None, self.server.selector, self.server.asked_ratio),
             _Standing(),
         )
+        # Counted along: the metrics show it with each answer that is compared.
         self._own_states = Counter[AuditState]()
 
     def decide(self, fusion: FusionRequest, tenant: str) -> AuditDecision:
@@ -148,6 +150,7 @@ class Audit:
         Takes nothing: until one begins, the terms stay the same."""
         is_servers = _policy(fusion) == self.server
         whose = self._servers if is_servers else Whose(tenant, fusion.selector, fusion.asked_ratio)
+        # No entry is made: a request that is only explained must not push other terms out.
         known = self._find(whose) or _Standing()
         is_trial = known.state is AuditState.PROBATION
         share = max(LEAST_PROBATION, PROBATION_FACTOR * self.share) if is_trial else self.share
@@ -159,6 +162,7 @@ class Audit:
         """A request on these terms was sent."""
         known = self._used(terms.whose)
         known.number += 1
+        # Only requests that were planned within the pause shorten it.
         if terms.period != known.period or known.state is not AuditState.PAUSED:
             return None
         known.left -= 1
@@ -168,6 +172,7 @@ class Audit:
         """The answer to a sampled request was compared;
         `agreement` is the share of its tokens that agree."""
         known, is_below = self._find(terms.whose), agreement < self.target
+        # None: the terms, or all of the tenant's, were forgotten while the answer was checked.
         if known is None or terms.period != known.period:
             return None
         known.samples += 1
@@ -178,6 +183,7 @@ class Audit:
             known.evidence = max(0.0, known.evidence)
         if known.evidence >= (TO_PAUSE if is_asked else ON_PROBATION):
             return self._enter(terms.whose, known, AuditState.PAUSED)
+        # Only on probation: under `asked` evidence is never below 0, and a pause has no audits.
         if known.evidence <= -ON_PROBATION:
             return self._enter(terms.whose, known, AuditState.ASKED)
         return None
@@ -216,6 +222,7 @@ class Audit:
     def _drawn(self, whose: Whose, number: int) -> float:
         """From 0 to 1, below 1."""
         data = repr((self.seed, *whose, number)).encode("utf-8", "surrogatepass")
+        # A float holds 48 bits exactly; with 64 a draw could round up to 1 and miss a share of 1.
         return int.from_bytes(blake2b(data, digest_size=6).digest(), "little") / (1 << 48)
 
     def _used(self, whose: Whose) -> _Standing:
@@ -229,6 +236,7 @@ class Audit:
             own[whose] = _Standing()
             self._own_states[AuditState.ASKED] += 1
         own.move_to_end(whose)
+        # After both moves to the end, so that what is used now never goes.
         if len(own) > OWN_TERMS:
             self._own_states[own.popitem(last=False)[1].state] -= 1
         if len(self._own) > self.max_tenants:
@@ -243,6 +251,7 @@ class Audit:
             self._own_states[known.state] -= 1
             self._own_states[state] += 1
         known.state, known.period = state, known.period + 1
+        # `number` goes on: from 0 each period would repeat the draws of the one before.
         known.evidence, known.samples, known.below = 0.0, 0, 0
         known.left = self.pause if state is AuditState.PAUSED else 0
         known.pauses += state is AuditState.PAUSED

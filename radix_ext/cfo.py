@@ -106,6 +106,7 @@ def order_penalty(prefix_old: Prefix, prefix_new: Prefix) -> float:
     0 where fewer than two chunks are shared; a repeated chunk counts at its first place. O(m log m)
     compares.
     """
+    # Reversed, so that the first place of a repeated chunk is written last.
     rank_new = {chunk: rank for rank, chunk in reversed(list(enumerate(prefix_new)))}
     ranks = [rank_new[chunk] for chunk in dict.fromkeys(prefix_old) if chunk in rank_new]
     if len(ranks) < 2:
@@ -148,7 +149,7 @@ def context_impact(scores: Attention, *, other_head: bool = False) -> float:
     a, b = inter_density(scores, other_head=other_head), intra_density(scores)
     if b <= 0:
         return 1.0 if a > 0 else 0.5
-    return 1 / (1 + exp(-a / b))
+    return 1 / (1 + exp(-a / b))  # never of a positive number, so it cannot overflow
 
 
 def fix_overhead(
@@ -178,6 +179,7 @@ def fix_overhead(
 def cfo(alpha: float, overhead: float, num_tokens: int) -> float:
     """CFO (eq. 12): alpha * overhead, kept within [1 / num_tokens, 1].
     Infinite `alpha` means 1, also where overhead is 0."""
+    # `inf * 0` is NaN.
     return 1.0 if alpha == inf else min(1.0, max(1 / num_tokens, alpha * overhead))
 
 
@@ -197,6 +199,7 @@ def solve_alpha(overheads: Sequence[float], lens: Sequence[int], ratio: float) -
         Where chunks with overhead 0 keep the mean below `ratio`: the least alpha that raises all
             others to 1.
     """
+    # No finite alpha raises a CFO whose overhead is 0 to 1.
     if ratio >= 1:
         return inf
 
@@ -211,12 +214,14 @@ def solve_alpha(overheads: Sequence[float], lens: Sequence[int], ratio: float) -
             for x, n in zip(overheads, lens, strict=True)
             if x > 0
             for at in (1 / n, 1.0)
-            if at / x < inf
+            if at / x < inf  # a subnormal overhead makes it overflow
         }
     )
+    # `total` never falls with alpha, so that a search over k chunks takes O(k log k), not O(k^2).
     above = bisect_left(corners, target, key=total)
     if above == 0 or above == len(corners):
         return corners[min(above, len(corners) - 1)]
+    # total(low) < target <= total(high), and between corners it is a straight line.
     low, high = corners[above - 1], corners[above]
     return low + (high - low) * (target - total(low)) / (total(high) - total(low))
 

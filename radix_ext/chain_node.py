@@ -60,7 +60,7 @@ class ChainNode:
         self.promoted = False
         self.tiers = 0
         self.plans = 0
-        self.newer = self.older = self
+        self.newer = self.older = self  # so that `_touch` unlinks a new node like any other
 
     def child(self, chunk: ChunkId) -> "ChainNode | None":
         """The child for this chunk, held or planned."""
@@ -93,7 +93,7 @@ class ChainNode:
 
     def held_by(self) -> Iterator[tuple[int, Tier]]:
         """(rank, tier) of every rank that holds the node."""
-        rank, packed = 0, self.tiers
+        rank, packed = 0, self.tiers  # read once: callers change tiers between ranks
         while packed:
             if packed & 3:
                 yield rank, Tier(packed & 3)
@@ -101,6 +101,7 @@ class ChainNode:
 
     def path(self) -> tuple["ChainNode", ...]:
         """The chain: nodes from below the root down to this one."""
+        # A loop: chains of thousands of chunks exceed Python's limit of recursion.
         nodes, node = [], self
         while node.parent is not None:
             nodes.append(node)
@@ -110,7 +111,7 @@ class ChainNode:
 
 def held_mask(rank: int | None) -> int:
     """Bits of `ChainNode.tiers` that say this rank (None: any) holds the node."""
-    return -1 if rank is None else 3 << 2 * rank
+    return -1 if rank is None else 3 << 2 * rank  # every bit, of integers of any length
 
 
 def planned_mask(rank: int | None) -> int:
@@ -140,6 +141,7 @@ def node_violations(node: ChainNode, parent: ChainNode) -> Iterator[str]:
         yield f"{name} has the chain id of another path"
     if not node.tiers and not node.plans:
         yield f"{name} is neither held nor planned"
+    # A root is neither held, planned nor used; what follows compares a node with its parent.
     if parent.parent is None:
         return
     if node.last_access > parent.last_access:

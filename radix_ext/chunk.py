@@ -54,7 +54,7 @@ def chunk_id(token_ids: Sequence[int]) -> ChunkId:
     Raises:
         ChunkError: no tokens, or something that is no 32-bit integer.
     """
-    if not len(token_ids):
+    if not len(token_ids):  # `not token_ids` is an error for numpy arrays
         raise ChunkError("a chunk must have at least 1 token but got 0")
     try:
         ids = (
@@ -65,8 +65,9 @@ def chunk_id(token_ids: Sequence[int]) -> ChunkId:
     except (TypeError, OverflowError) as error:
         raise ChunkError(f"token ids must be 32-bit integers: {error}") from None
     if sys.byteorder == "big":
-        ids = ids[:]
+        ids = ids[:]  # swapping the caller's own array would change its ids
         ids.byteswap()
+    # Tree, spans and places name a chunk many times over; interned, they share one string.
     return ChunkId(sys.intern(blake2b(ids, digest_size=16).hexdigest()))
 
 
@@ -87,6 +88,7 @@ def text_before(head: str, spans: Sequence[Span], token_ids: Sequence[int]) -> t
     Args:
         head: names the tokens before the first span.
     """
+    # From the first span on: what is before it has the name `head` already.
     names, end = [], spans[0].start if spans else 0
     for span in spans:
         if span.start > end:
@@ -107,6 +109,7 @@ def root_chain(namespace: str) -> ChainId:
 
 def extend_chain(chain: ChainId, chunk: ChunkId) -> ChainId:
     """Chain id of the path that goes on from `chain` with one more chunk."""
+    # `person` keeps the hashes of roots and of longer chains apart, whatever their bytes are.
     data = chain.to_bytes(8, "little") + chunk.encode("utf-8", "surrogatepass")
     return _chain(blake2b(data, digest_size=8, person=b"chain"))
 
@@ -139,6 +142,7 @@ def check_spans(spans: Sequence[Span], num_tokens: int) -> None:
         previous_end = span.end
 
 
+# A request names each of its chunks under one recipe.
 @lru_cache(maxsize=64)
 def _named(recipe: str) -> str:
     return blake2b(recipe.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

@@ -199,6 +199,7 @@ class ConversationMap:
         Of turns with equal messages and different chunks the last to finish is found. Of a
         conversation's heads the last four to be used keep their turns.
         """
+        # A larger one would push out every other conversation, and then itself.
         if sum(each.cost for each in (*base_turns, turn)) <= self.max_tokens:
             conversation = self._found.get(key)
             turns = conversation.by_head.get(head, {}) if conversation else {}
@@ -274,6 +275,7 @@ class ConversationMap:
             stored = stored.before
 
     def _keep_bounds(self, now: float) -> None:
+        # What was just stored is the most recent, and fits by itself, so it stays.
         while len(self._found) > self.max_conversations or self._num_tokens > self.max_tokens:
             self._forget(next(iter(self._by_use)))
         self._forget_idle(now)
@@ -284,7 +286,7 @@ class ConversationMap:
         name = stored.turn.messages_hash
         places = [(conversation.found_by, name) for name in stored.turn.found_by]
         for turns, place in [*places, *((turns, name) for turns in conversation.by_head.values())]:
-            if turns.get(place) is stored:
+            if turns.get(place) is stored:  # another turn may be found there by now
                 del turns[place]
                 self._release(stored)
         for head in [head for head, turns in conversation.by_head.items() if not turns]:
@@ -325,6 +327,7 @@ def running_hashes(messages: Sequence[Mapping[str, object]], *, after: str = "")
             name: value for name, value in message.items() if value not in (None, "", [], {}, ())
         }
         try:
+            # Clients send fields in any order. `dumps` escapes lone surrogates, which UTF-8 lacks.
             text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:
             raise MessageError(f"message {index} cannot be written as JSON: {error}") from None

@@ -79,6 +79,7 @@ def extend_work(start: int, end: int, *, piece: int | None = None) -> Work:
     """SGLang's prefill of positions `[start, end)` over all before them, `piece` tokens a call;
     None: all in one."""
     num_tokens = end - start
+    # Token p, counted from 0, attends to p + 1 keys.
     calls = -(-num_tokens // piece) if piece else num_tokens > 0
     return Work(calls, num_tokens, (end * (end + 1) - start * (start + 1)) / 2)
 
@@ -118,6 +119,7 @@ class _Sums:
     weight: float = 0.0
 
     def add(self, work: Work, seconds: float) -> None:
+        # Over `seconds`, for a relative error: else long forwards alone would decide the line.
         row = [part / seconds for part in work]
         for i, x in enumerate(row):
             self.right[i] += x
@@ -161,12 +163,13 @@ class CostModel:
         """What a phase took in service. `seconds` over 0."""
         estimate = self._costs[phase].seconds(work)
         if estimate > 0:
+            # Before `seconds` is bounded, since the stats say how far estimates really are off.
             self._errors[phase].append(abs(estimate - seconds) / seconds)
             seconds = min(max(seconds, estimate / MAX_SURPRISE), MAX_SURPRISE * estimate)
         if phase is Phase.EXTEND:
             parts = zip(self._mean_work, work, strict=True)
             self._mean_work = Work(*(old + (new - old) / MEMORY for old, new in parts))
-        self._observed[phase].scale(1 - 1 / MEMORY)
+        self._observed[phase].scale(1 - 1 / MEMORY)  # so weights sum up to `MEMORY` at most
         self._observed[phase].add(work, seconds)
         self.num_observed[phase] += 1
 
@@ -192,6 +195,7 @@ class CostModel:
         measured, observed = (
             _solve(sums[Phase.EXTEND]) for sums in (self._measured, self._observed)
         )
+        # For the same work: the two lines were fitted to different lengths, and may cross.
         work = self._mean_work
         before, now = measured.seconds(work), observed.seconds(work)
         return now / before if before > 0 and now > 0 else 1.0
@@ -216,6 +220,7 @@ def _solve(sums: _Sums) -> Line:
         Line(),
         0.0,
     )  # all zero: an error of 1 each, from which the others are told apart by what they take away
+    # Least squares over all coefficients, with negative ones set to 0, is not the best such line.
     for size in (1, 2, 3):
         for chosen in combinations(range(3), size):
             found = _gauss(
@@ -224,7 +229,7 @@ def _solve(sums: _Sums) -> Line:
             if found is None or min(found) < 0:
                 continue
             gained = sum(x * sums.right[i] for x, i in zip(found, chosen, strict=True))
-            if gained > least * (1 + 1e-9):
+            if gained > least * (1 + 1e-9):  # rounding alone chooses no larger subset
                 line = dict(zip(chosen, found, strict=True))
                 best, least = Line(*(line.get(i, 0.0) for i in range(3))), gained
     return best
@@ -233,6 +238,7 @@ def _solve(sums: _Sums) -> Line:
 def _gauss(matrix: list[list[float]], right: Sequence[float]) -> list[float] | None:
     """The solution of a small symmetric system. None: it has none, within rounding."""
     size = len(right)
+    # To a diagonal of 1, which makes the bound on pivots relative: pairs exceed calls by far.
     scale = [matrix[i][i] ** 0.5 for i in range(size)]
     if min(scale) == 0:
         return None

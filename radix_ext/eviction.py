@@ -63,6 +63,7 @@ class Aging:
             last_access: number of the request that used it last.
         """
         index = last_access - self._first
+        # Ages are written by evictions: without one since that request the age is the same.
         age = self._ages[max(0, index)] if index < len(self._ages) else self._age
         return age + self._new + log2(1 + hits)
 
@@ -81,9 +82,11 @@ class Aging:
     def evicted(self, priority: float, now: int) -> None:
         """A node of that priority has left during request `now`. All that the request uses counts
         from before that. O(1), amortised."""
+        # Written before the age rises, so that what `now` uses is no younger by its own evictions.
         if (missing := now + 1 - self._first - len(self._ages)) > 0:
             if missing >= _MAX_AGES:
                 del self._ages[:]
+            # Cut at twice the length: a cut for each eviction would move all ages each time.
             elif missing + len(self._ages) > 2 * _MAX_AGES:
                 del self._ages[:-_MAX_AGES]
             self._ages.extend([self._age] * min(missing, _MAX_AGES))
@@ -133,8 +136,10 @@ class EvictionQueue:
         if self._is_leaf(node):
             heappush(self._heap, self._entry(node))
         if len(self._heap) > self._max_len:
+            # Entries must have quadrupled before a rebuild, which makes it O(1) a push, amortised.
             self._max_len = 4 * len(self._tree) + 64
             if len(self._heap) > self._max_len:
+                # A set, since a leaf that is pushed twice unchanged has two current entries.
                 found = ((entry, self._tree.find(entry[2])) for entry in set(self._heap))
                 self._heap = [
                     entry for entry, node in found if node and self._is_current(entry, node)
@@ -161,9 +166,10 @@ class EvictionQueue:
         if self._policy != "reused":
             priority = float(self._policy == "promoted" and node.promoted)
         elif self._serves_one(node):
-            priority = -inf
+            priority = -inf  # the age is a maximum, which this does not lower
         else:
             priority = self._aging.priority(hits=node.hits, last_access=node.last_access)
+        # The chain breaks ties: it is the same in each run, and nodes do not compare.
         return priority, node.last_access, node.chain, node.hits, node.promoted
 
     def _is_current(self, entry: _Entry, node: ChainNode) -> bool:

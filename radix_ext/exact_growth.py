@@ -36,10 +36,12 @@ class ExactGrowth(NamedTuple):
             chunks: in retriever order, which each part keeps.
             table: before it counts this request.
         """
+        # One more for this request, which is counted once its order is decided.
         promoted = [chunk for chunk in chunks if table.count(chunk.id) + 1 >= self.threshold]
         leading = promoted[: self.num_chunks]
         taken = {chunk.id for chunk in leading}
         rest = [chunk for chunk in chunks if chunk.id not in taken]
+        # Stable: both parts keep their order.
         return [*leading, *sorted(rest, key=lambda chunk: table.count(chunk.id) > 0)]
 
 
@@ -67,6 +69,7 @@ def exact_gaps(
     """
     run, num_grown = list[int](), 0
     for index, span in enumerate(leading_area(spans) if num_chunks else ()):
+        # Within the prefix; `index` counts it, as `promoted_len` does.
         if span.start < start:
             continue
         if span.end > limit:

@@ -112,7 +112,7 @@ class FusionRequest:
     @property
     def is_choice(self) -> bool:
         """Whether there is something to choose: neither nothing nor everything is asked for."""
-        return self.alpha is not None or 0 < self.ratio < 1
+        return self.alpha is not None or 0 < self.ratio < 1  # alpha decides without the ratio
 
     @property
     def expected_ratio(self) -> float:
@@ -144,8 +144,10 @@ class FusionRequest:
             or not (self.asks_the_question or self.compares_kv)
         ):
             return None
+        # `context` measures stored chunks, not the request: without focus it needs no question.
         selector = {"context": "context", "critical": "query"}.get(self.selector, "first")
         recipe = f"{self.recipe}/by={selector}"
+        # The new selector is one of ours, whose needs `NEEDS` has.
         return replace(self, selector=selector, own_needs=frozenset(), focus="off", recipe=recipe)
 
     @property

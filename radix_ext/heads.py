@@ -70,6 +70,7 @@ class Heads:
         self._num_bytes += head.nbytes
         if len(heads) > self.max_heads:
             self._num_bytes -= heads.popitem(last=False)[1].nbytes
+        # Never the last tenant: it would lose the head that was just noted.
         while self._num_bytes > self.max_bytes and len(self._tenants) > 1:
             _, forgotten = self._tenants.popitem(last=False)
             self._num_bytes -= sum(each.nbytes for each in forgotten.values())
@@ -95,6 +96,7 @@ class Heads:
         lens = [_common_len(mine.ids, other.ids) for other in others]
         nearest = max(range(len(others)), key=lambda index: lens[index])
         other, token = others[nearest], lens[nearest]
+        # Equal up to a cut tells nothing of the rest; at a whole head's end they do part.
         is_known = all(token < len(head.ids) for head in (mine, other)) or any(
             head.is_whole and token == len(head.ids) for head in (mine, other)
         )
@@ -110,6 +112,7 @@ class Heads:
         return len(self._tenants)
 
     def _head(self, ids: Sequence[int], outline: Outline) -> _Head:
+        # Values are only compared, and tools and system prompts are long: a hash takes 8 bytes.
         kept = ids[: self.max_tokens]
         parts = tuple(
             (name, hash(json.dumps(value, sort_keys=True, default=str))) for name, value in outline

@@ -31,6 +31,7 @@ def held_history(
         num_tokens += turn.num_tokens
         if (
             home is not None
+            # Its KV stands at other positions there, where the prompt had other turns in front.
             and home.start == start
             and epochs[home.rank] == home.epoch
             and turn.tag in ("", recipe)

@@ -180,6 +180,7 @@ def has_room(num_idle: int, num_tokens: int, *, reserve: int, num_after: int) ->
         reserve: what one batch's extends may take.
         num_after: the rest of the prompt, which is extended next.
     """
+    # Without chunked prefill the rest of one prompt may take more than a batch's reserve.
     return num_idle >= num_tokens + max(reserve, num_after)
 
 
@@ -218,6 +219,7 @@ def make_plan(
         spans, start, limit, candidates, fusion, heads or ("",) * len(spans), exact, price
     )
     if not chosen:
+        # Where the prefix and the exact gaps have all chunks none lacks a source.
         is_left = any(
             s.start >= start and s.end <= limit and i not in exact for i, s in enumerate(spans)
         )
@@ -235,11 +237,13 @@ def make_plan(
     )
     if costs is None:
         cuts, fallbacks = walk.cuts(fusion)
+        # No cost says that an earlier end is better.
         return walk.plan(cuts[-1], fallbacks) if cuts else ReusePlan((), fallbacks)
     computed = price[Phase.EXTEND].seconds(
         extend_work(start, walk.num_tokens, piece=limits.prefill_tokens)
     )
     estimate, is_dear = Estimate(computed, computed), False
+    # Second only: what was asked for is kept wherever it pays.
     for choice in filter(None, (fusion, fusion.cheaper if may_be_cheaper else None)):
         cuts, fallbacks = walk.cuts(choice)
         best = min(cuts, key=lambda cut: seconds(price, cut.works), default=None)
@@ -252,6 +256,8 @@ def make_plan(
                 best, fallbacks if is_all else (*fallbacks, NotMoved.NOT_WORTH_IT), estimate
             )
         is_dear = True
+    # Where each chunk was refused by itself there is no cut, and the price is the reason all the
+    # same.
     is_dear = is_dear or walk.num_refused > 0
     return ReusePlan(
         (), (*fallbacks, NotMoved.NOT_WORTH_IT) if is_dear else fallbacks, estimate=estimate
@@ -295,6 +301,7 @@ class _Walk:
         for index, span in enumerate(self.spans):
             if span.start < self.start or span.end > self.limit:
                 continue
+            # Text between chunks is computed as gaps are: behind a hole no later hit could stand.
             if position < span.start:
                 waiting.append(Piece(position, span.start, None, None))
             position = span.end
@@ -309,20 +316,25 @@ class _Walk:
             assert piece.source is not None
             tier = _tier(piece.source)
             moves[tier] = Work(*map(add, moves[tier], _move_of(piece.source, span)))
+            # However many chunks come from the device, one launch moves them.
             moves[Phase.DEVICE] = moves[Phase.DEVICE]._replace(calls=moves[Phase.DEVICE].tokens > 0)
             moved_len += span.end - span.start
             by_alpha += _num_by_alpha(piece, fusion)
             compared += num_compared(piece, fusion)
+            # All up to this hit that is not moved, exact gaps included.
             gap_len = span.end - self.start - moved_len
+            # Budgets hold for what may be recomputed, estimates go by what is expected to be.
             recomputed = expected = by_alpha
             if not _goes_by_alpha(fusion):
                 recomputed, expected = (
                     math.ceil(share * moved_len) if fusion.recomputes else 0
                     for share in (fusion.ratio, fusion.expected_ratio)
                 )
+            # Where tokens are compared the gaps run along, since later tokens attend to them.
             measured, works = self._works(
                 span.end, expected + gap_len, compared and compared + gap_len, fusion
             )
+            # Neither sum shrinks from here on, so no later hit fits either.
             if gap_len - exact_len > self.limits.max_gap_tokens:
                 return found, (NotMoved.GAP_TOO_LONG,)
             if gap_len + recomputed + measured > self.limits.max_pass_tokens:
@@ -338,7 +350,7 @@ class _Walk:
     ) -> ReusePlan:
         """The plan of the last walk that ends there."""
         return ReusePlan(
-            tuple(self.pieces[: cut.num_pieces]),
+            tuple(self.pieces[: cut.num_pieces]),  # a copy for each cut is quadratic
             fallbacks,
             *cut[2:4],
             cut.fusion,
@@ -368,6 +380,7 @@ class _Walk:
         pass."""
         assert piece.source is not None
         num_tokens = piece.end - piece.start
+        # No call of its own: either way the chunk's tokens join a pass of all chunks.
         computed = self.price[Phase.RECOMPUTE].seconds(Work(0, num_tokens, num_tokens * piece.end))
         share = (
             _num_by_alpha(piece, fusion) / num_tokens
@@ -387,6 +400,7 @@ def num_compared(piece: Piece, fusion: FusionRequest) -> int:
         and piece.source is not None
         and piece.source.outward is not None
     )
+    # The two proposals may overlap, so that their sum is the most.
     share = min(1.0, sum(proposed_share(fusion))) if is_proposed else 1.0
     return math.ceil(share * (piece.end - piece.start))
 
@@ -499,6 +513,7 @@ def _best(
         option = options[index]
         seen = len(known.intersection(option.prefix)) / max(1, len(known))
         move = price[_tier(option)].seconds(_move_of(option, span))
+        # Of equals the one that has seen least of what is not here.
         return option.preprocessed, computed * seen - move, -len(option.prefix)
 
     return max(range(len(options)), key=score)

@@ -198,6 +198,7 @@ def longest_chain(
     held, planned = held_mask(rank), planned_mask(rank)
     names = (*ids, *fused_ids)
     rank_of = {name: position for position, name in enumerate(names)}
+    # A chunk and its fused name share a bit: no chain may have both.
     bits = [1 << position for position in range(len(ids))] * 2
     # An exact token is worth more than all fused ones.
     worths = [_EXACT_WORTH if fused_ids else 1] * len(ids) + [1] * len(fused_ids)
@@ -209,6 +210,7 @@ def longest_chain(
     level = [(root, 0, 0)]
     depth, visits_left = 0, max_visits
     while level and depth < len(ids):
+        # A visit is kept for each level to come, so that some chain is followed to its end.
         width = max(1, (visits_left - (len(ids) - depth)) // _LEVEL_SHARE)
         if len(level) > width:
             level = _most_hit(level, width)
@@ -221,8 +223,10 @@ def longest_chain(
                     continue
                 parts = host_parts if child.tiers & held == in_host else _WORTH_PARTS
                 child_worth = worth + child.num_tokens * worths[position] * parts
+                # A leaf may be the best end, and takes no place on the next level.
                 if child.children is not None:
                     below.append((child, used | bits[position], child_worth))
+                # Strictly more: of equal chains the retriever's order finds its own first.
                 if child_worth > best_worth or (child_worth == best_worth and depth > best_len):
                     best, best_worth, best_len = child, child_worth, depth
         level = below
@@ -239,9 +243,10 @@ def _children_among(
     if isinstance(children, ChainNode):
         position = rank_of.get(children.chunk_id)
         return [] if position is None else [(position, children)]
+    # Over the smaller one: a popular head has thousands of children, a request a dozen chunks.
     if len(children) < len(names):
         among = [(rank_of[chunk], child) for chunk, child in children.items() if chunk in rank_of]
-        among.sort(key=_position)
+        among.sort(key=_position)  # by position alone: nodes do not compare
         return among
     return [
         (position, children[chunk]) for position, chunk in enumerate(names) if chunk in children
@@ -288,7 +293,7 @@ def _usable_path(
     path = _usable_run(root, [chunk.id for chunk in chunks], rank)
     if not fused_ids:
         return path
-    num_held = sum(node.is_held(rank) for node in path)
+    num_held = sum(node.is_held(rank) for node in path)  # what is above a held node is held
     ends = (len(path), num_held)
     return max(
         (

@@ -131,6 +131,7 @@ def _most_shared(bit_sets: Sequence[int]) -> int:
         if carry:
             columns.append(carry)
     most, candidates = 0, -1
+    # From the highest digit down: requests whose sum lacks a digit that others have cannot win.
     for n in reversed(range(len(columns))):
         if candidates & columns[n]:
             candidates &= columns[n]

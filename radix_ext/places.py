@@ -47,6 +47,7 @@ class Places:
     def note(self, tenant: str, text: str, chunk: ChunkId, place: Place) -> None:
         """The tenant's chunk is cached there."""
         _put(self._places, hash((text, chunk)), place, limit=self.max_places)
+        # `text` names the tenant.
         _put(self._texts, hash((tenant, chunk)), text, limit=self.max_places)
 
     def behind(self, text: str, chunk: ChunkId) -> Place | None:

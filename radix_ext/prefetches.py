@@ -34,12 +34,14 @@ class Prefetches:
         """A load of so many bytes has started, of which `end` tells."""
         self._num_requested += 1
         self._under_way[tenant] += num_bytes
+        # Keeps its place: the first is the oldest.
         self._unused.setdefault(chunk, self._num_requests)
 
     def end(self, tenant: Hashable, num_bytes: int, chunk: Hashable, *, has_come: bool) -> None:
         """It is over."""
         self._num_loaded += has_come
         self._under_way[tenant] -= num_bytes
+        # Clients may invent tenants without end; those with nothing under way keep no entry.
         if not self._under_way[tenant]:
             del self._under_way[tenant]
         if not has_come:
@@ -52,6 +54,7 @@ class Prefetches:
 
     def asked(self, chunk: Hashable) -> None:
         """A request asks for the chunk, which may still be under way."""
+        # Gone, so that a second request counts no use.
         self._num_used += self._unused.pop(chunk, None) is not None
 
     def next_request(self) -> None:

@@ -199,6 +199,7 @@ class ChunkPrefixTree:
         path = self._reach(namespace, chunks)
         for node in path:
             node.plans += 1 << PLAN_BITS * rank
+        # Only now may the tree be trimmed: planned nodes stay, these among them.
         self._num_open_plans += 1
         self._trim()
         return Plan(rank, path[-1] if path else None)
@@ -217,11 +218,13 @@ class ChunkPrefixTree:
             path = plan.node.path()
             for node in path:
                 node.plans -= 1 << PLAN_BITS * plan.rank
+            # Planned nodes may exceed the bound; of these, what a rank holds now counts against it.
             self._drop_unused(path)
             self._trim()
 
     def count_hits(self, plan: Plan, num_chunks: int) -> None:
         """The request found its first `num_chunks` cached: they count a hit each."""
+        # The path is whole: what is planned is not trimmed.
         path = plan.node.path()[:num_chunks] if plan.node is not None else ()
         for node in path:
             node.hits += 1
@@ -260,6 +263,7 @@ class ChunkPrefixTree:
         """`rank` lost everything (flush, restart, missed notices) but its plans.
         Returns the number of nodes it lost."""
         self._check_rank(rank)
+        # Parents before children, as `_drop_unused` needs them: a parent was used no earlier.
         lost = [node for node in self._newest_first() if node.is_held(rank)]
         for node in lost:
             self._set_tier(node, rank, 0)
@@ -346,6 +350,7 @@ class ChunkPrefixTree:
         if root is None:
             root = ChainNode(root_chain(namespace), ChunkId(namespace), 0, None)
         path = self._descend(root, chunks)
+        # A root goes with its last child, so one without any would stay for ever.
         if path:
             self._roots[namespace] = root
         self._touch(path)
@@ -363,6 +368,7 @@ class ChunkPrefixTree:
 
     def _create(self, parent: ChainNode, chunk: Chunk) -> ChainNode | None:
         chain = extend_chain(parent.chain, chunk.id)
+        # Another path's node has the id: without its entry it could be neither found nor trimmed.
         if chain in self._nodes:
             self._num_collisions += 1
             return None
@@ -386,6 +392,7 @@ class ChunkPrefixTree:
                 node.hits += 1
                 self._num_hits += 1
             self._set_tier(node, rank, tier)
+            # Taken back as well: the window may have forgotten what had promoted the node.
             self._mark(node, index < promoted_len)
 
     def _mark(self, node: ChainNode, promoted: bool) -> None:
@@ -400,6 +407,7 @@ class ChunkPrefixTree:
             return
         node.tiers += (tier - old) << 2 * rank
         if not old or not tier:
+            # Exclusive or undoes itself and knows no order, so a digest costs O(1) a change.
             self._digests[rank] = self._digests.get(rank, 0) ^ node.chain
         if old:
             self._count_held((rank, old), -1, -node.num_tokens)
@@ -431,13 +439,13 @@ class ChunkPrefixTree:
         newer, with what is above it.
         """
         if below is None:
-            self._clock += is_request
+            self._clock += is_request  # a copied source is as recent as the request, and is none
         newer = self._ends if below is None else below
         for node in path:
             node.last_access = self._clock
             node.older.newer, node.newer.older = node.newer, node.older
             node.older, node.newer = newer.older, newer
-            newer.older.newer = newer.older = node
+            newer.older.newer = newer.older = node  # from left to right: the old neighbour first
             newer = node
         self._newest = path[-1] if path else None
 
@@ -446,7 +454,7 @@ class ChunkPrefixTree:
         each is a leaf when its turn comes."""
         node = self._ends.newer
         while len(self._nodes) > self.max_nodes and node is not self._ends:
-            newer = node.newer
+            newer = node.newer  # read before `_remove` unlinks the node
             if not node.plans:
                 for rank, _ in tuple(node.held_by()):
                     self._set_tier(node, rank, 0)
@@ -474,6 +482,7 @@ class ChunkPrefixTree:
         siblings = parent.children
         if isinstance(siblings, dict):
             del siblings[node.chunk_id]
+            # Back to the short form: else each node that ever had two children would keep a dict.
             if len(siblings) == 1:
                 parent.children = next(iter(siblings.values()))
         else:

@@ -23,4 +23,5 @@ def layers_ahead(num_layers: int, *, load: float, compute: float) -> int:
     """
     if load <= compute:
         return 1
+    # Rounded up in layers ahead: with one less than needed the last layer waits.
     return num_layers - int((num_layers - 1) * compute // load)

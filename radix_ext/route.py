@@ -28,6 +28,7 @@ class Router(ABC):
         check_at_least("num_ranks", num_ranks, 1)
         self.num_ranks = num_ranks
         self._in_flight = [0] * num_ranks
+        # Below any that began, and ascending: ranks without a request come first, in rank order.
         self._last_begun = [*range(-num_ranks, 0)]
 
     @abstractmethod
@@ -51,6 +52,7 @@ class Router(ABC):
         """That prompt is answered, failed or was aborted.
         Raises LimitError if more ends than began."""
         self._check(rank, num_tokens)
+        # A request that ended twice would make its rank look idle for as long as the front runs.
         if num_tokens > self._in_flight[rank]:
             raise LimitError(
                 f"rank {rank} has {self._in_flight[rank]} tokens in flight but {num_tokens} ended"
@@ -74,6 +76,7 @@ class RoundRobin(Router):
     def choose(
         self, cached_tokens: Mapping[int, int], history_tokens: Mapping[int, int] = NOTHING
     ) -> int:
+        # By what was begun: a request that is only explained takes no turn.
         return (self._last_begun.index(max(self._last_begun)) + 1) % self.num_ranks
 
 

@@ -44,6 +44,7 @@ class TenantTables:
     def of(self, tenant: str) -> AccessTable:
         """The tenant's table, to be read; an empty one if it is not known. Changes nothing."""
         table = self._tables.get(tenant)
+        # Not kept: a look pushes nobody out.
         return AccessTable(self.window) if table is None else table
 
     @property

@@ -68,6 +68,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         args.run(args)
+    # Before OSError, of which it is one. Else Python's flush at exit would fail once more.
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -83,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except KeyboardInterrupt:
         print(f"retrieval {args.command}: stopped; run it again to continue", file=sys.stderr)
-        return 130
+        return 130  # 128 + SIGINT, as a shell tells it
     return 0
 
 
@@ -139,6 +140,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
 def _build(args: argparse.Namespace) -> None:
     """Make an index of documents. Run it again to continue after an interruption, or to add more or
     changed documents; a server that has the index open switches to the new generation by itself."""
+    # Commands import what they use: --help starts at once, and without the extra.
     from retrieval.build import Pruning, build_index
     from retrieval.corpus import Corpus
     from retrieval.model_path import BUNDLED
@@ -221,6 +223,7 @@ def _show_gone(args: argparse.Namespace, corpus: Corpus, pruning: Pruning | None
         for fault in corpus.reading.unreadable:
             print(f"skipped, and its documents stay: {fault}")
         print(f"{args.out}: {len(gone.documents)} documents would go")
+    # Last: what would go is shown where a build would refuse, too.
     if gone.refusal:
         raise RetrievalError(gone.refusal)
 
@@ -246,6 +249,7 @@ def _encoder(
         )
         return spec, load_encoder(there.encoder, **place, override=moved, batch_size=DEVICE_BATCH)
     if is_embedded:
+        # `fit_default` would refuse it too, but only when all documents have been read.
         if wanted.dim < 2:
             raise RetrievalError("--dim must be at least 2")
         return {"kind": "hashed", "dim": wanted.dim}, None
@@ -276,6 +280,7 @@ def _search(args: argparse.Namespace) -> None:
     """Find the best passages for a question."""
     from retrieval.retriever import Retriever
 
+    # Not verified: checksums would read every file for one question.
     retriever = Retriever.open(
         args.index, encoder=args.encoder, device=args.device, verify=False, threads=None
     )
@@ -349,6 +354,7 @@ def _inspect(args: argparse.Namespace) -> None:
 
     index = Index.open(args.index, verify=args.verify)
     if args.passage is not None:
+        # The store may also have rows of a build that has not published them.
         rows = [row for row in index.store.rows_of(_text(args.passage)) if row < index.num_rows]
         if not rows:
             raise RetrievalError(

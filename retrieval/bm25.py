@@ -160,10 +160,11 @@ class Bm25Index:
             words = list(dict.fromkeys(self._analyzer.analyze(self._cut(query))))
             if len(words) > MAX_QUERY_TERMS:
                 frequency = {word: searcher.doc_freq("content", word) for word in words}
+                # A word that no passage has would take a clause and find nothing.
                 words = sorted(
                     (word for word in words if frequency[word]), key=frequency.__getitem__
                 )[:MAX_QUERY_TERMS]
-            limit = min(k, searcher.num_docs)
+            limit = min(k, searcher.num_docs)  # tantivy panics at a limit of 0
             if not words or not limit:
                 return np.empty(0, np.float32), np.empty(0, np.int64)
             terms = [
@@ -233,9 +234,11 @@ def _load(folder: Path, language: str, analyzer: tantivy.TextAnalyzer, version: 
     # The schema contains the analyzer's name, and tantivy refuses an index whose schema differs.
     name = f"words-{language}" if version == 1 else f"words{version}-{language}"
     builder = tantivy.SchemaBuilder().add_integer_field("row", indexed=True, fast=True)
+    # Frequencies without positions: no phrase is searched.
     schema = builder.add_text_field("content", tokenizer_name=name, index_option="freq").build()
     index = tantivy.Index(schema, str(folder))
     index.register_tokenizer(name, analyzer)
+    # A reader that reloads by itself would change the snapshot under its searches.
     index.config_reader("manual")
     return Bm25Index(index, analyzer, schema, version)
 
@@ -250,6 +253,7 @@ def create_analyzer(language: str) -> tantivy.TextAnalyzer:
     builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple()).filter(
         tantivy.Filter.remove_long(MAX_WORD_BYTES)
     )
+    # Stemmers expect lower case.
     builder = builder.filter(tantivy.Filter.lowercase()).filter(tantivy.Filter.ascii_fold())
     try:
         return (

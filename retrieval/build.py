@@ -142,6 +142,7 @@ def build_index(
         with _opened(folder, settings) as (store, vectors):
             _settle_settings(folder, settings, has_rows=store.num_rows > 0)
             _check_served(folder, store, vectors)
+            # Rows are on disk before their vectors, so that no interruption leaves more vectors.
             if vectors.num_rows > store.num_rows:
                 raise CorruptIndexError(
                     f"{store.path}: holds {store.num_rows} of {vectors.num_rows} passages"
@@ -151,6 +152,7 @@ def build_index(
             if not store.num_rows:
                 raise RetrievalError("these documents contain no text")
             encoder = encoder or _embedded(folder, settings, store, options, progress)
+            # Before the first new vector: what two encoders wrote to one file cannot be told apart.
             if vectors.num_rows:
                 check_encoder(store, vectors, encoder)
             report.encoded = _encode(store, vectors, encoder, options, progress)
@@ -207,6 +209,7 @@ def remove_passages(
                 raise RetrievalError(f"{folder}: no passage and no document has the id {name!r}")
             rows.update(found)
         store.remove(sorted(rows))
+        # Before the commit: if the model cannot be loaded, nothing is removed.
         encoder = load() if store.num_rows > vectors.num_rows else None
         store.commit()
         if encoder:
@@ -289,6 +292,7 @@ def _read(
     num_served: int,
 ) -> BuildReport:
     report, run, removed_before = BuildReport(), store.begin_run(), len(store.removed_rows())
+    # Reading removes rows of changed documents.
     before = store.num_in(num_served) if pruning else (0, 0)
     num_chars = 0
     store.begin()
@@ -332,6 +336,7 @@ def _gone(
         (name, number) for name, file, number in unseen if not _is_unread(file, pruning.unread)
     ]
     going = sum(number > 0 for _, number in documents), sum(number for _, number in documents)
+    # By documents and by passages, since a few documents may have most of the passages.
     if pruning.even_most or all(
         2 * some <= every for some, every in zip(going, before, strict=True)
     ):
@@ -368,6 +373,7 @@ def _embedded(
         rows = sample_rows(store.num_rows, options.fit_passages, options.seed)
         contents = [p.content for part in _batches(rows.tolist(), 1000) for p in store.get(part)]
         encoder = fit_default(contents, dim=settings.dim, seed=options.seed)
+        # A state that is there is whole: the vectors of all later builds depend on it.
         draft = path.with_name("draft-" + path.name)
         encoder.save(draft)
         sync(draft)

@@ -151,6 +151,7 @@ class Corpus:
             return
 
         def name_of(path: str | Path) -> str:
+            # Bytes of a name that are not UTF-8 come as lone surrogates, which SQLite refuses.
             return clean(Path(path).relative_to(source).as_posix())
 
         def refuse(error: OSError) -> None:
@@ -161,10 +162,12 @@ class Corpus:
             source, onerror=refuse if source.exists() else None, followlinks=True
         ):
             status = os.stat(folder)
+            # A link to a parent folder would never end.
             if (status.st_dev, status.st_ino) in seen:
                 subfolders.clear()
                 continue
             seen.add((status.st_dev, status.st_ino))
+            # In place: `os.walk` enters what this list has.
             subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
             for name in sorted(name for name in files if not name.startswith(".")):
                 path = Path(folder, name)
@@ -173,8 +176,11 @@ class Corpus:
                 except PermissionError as error:  # of a folder that can be listed and not entered
                     refuse(error)
                 except OSError:
+                    # A link that leads nowhere, perhaps to a disk that is away: pruning must spare
+                    # its documents.
                     self.reading.unread.add(name_of(path))
                 else:
+                    # To open a named pipe would be to wait for its writer.
                     if _is_corpus_file(name) and S_ISREG(mode):
                         yield path, name_of(path)
                     else:
@@ -287,6 +293,7 @@ def _lines(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | str]]:
             if encoding == "utf-8"
             else io.TextIOWrapper(file, encoding=encoding, newline="\n") as lines
         ):
+            # Only "\n" ends a row, in every encoding: a text may hold "\r" or U+2028.
             for number in count(1):
                 if not (line := lines.readline(MAX_DOCUMENT_BYTES + 1)):
                     return
@@ -337,6 +344,7 @@ def _document(row: dict[str, Any], place: str, default_id: str, file: str) -> Do
                 f"{place}: the {name} must be a string, got {type(row[name]).__name__}"
             )
     row_id = row.get("id")
+    # A bool is an int in Python.
     if row_id == "" or isinstance(row_id, bool) or not isinstance(row_id, str | int | None):
         raise RetrievalError(
             f"{place}: the id must be an integer or a non-empty string, got {row_id!r}"

@@ -51,6 +51,7 @@ def check_factory(factory: str, dim: int) -> Any:
         raise RetrievalError(
             f"factory {factory!r} for {dim} dimensions: {_reason(error)}"
         ) from None
+    # Refuses what cannot be searched before anything is trained.
     search_parameters(index, k=1, nprobe=1, selector=None)
     return index
 
@@ -105,6 +106,7 @@ def search_parameters(index: Any, *, k: int, nprobe: int, selector: Any) -> Any:
     Raises:
         RetrievalError: this kind of index is not supported.
     """
+    # The index within a wrapper has the type of FAISS' base class.
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexPreTransform):
         inner = search_parameters(index.index, k=k, nprobe=nprobe, selector=selector)
@@ -154,6 +156,7 @@ def create_segment(index: Any, first_row: int, removed: NDArray[np.int64]) -> Se
         return Segment(first_row, num_rows, index, None)
     is_live = np.ones(num_rows, dtype=bool)
     is_live[hidden] = False
+    # FAISS' bitmap counts a byte's bits from the lowest.
     return Segment(first_row, num_rows, index, np.packbits(is_live, bitorder="little"))
 
 
@@ -202,7 +205,7 @@ def _search(
     selector = None if live is None else faiss.IDSelectorBitmap(live)
     parameters = search_parameters(segment.index, k=k, nprobe=nprobe, selector=selector)
     scores, rows = segment.index.search(queries, k, params=parameters)
-    missing = rows < 0
+    missing = rows < 0  # with float32's lowest number as the score
     return np.where(missing, np.float32(-np.inf), scores), np.where(
         missing, -1, rows + segment.first_row
     )
@@ -212,7 +215,7 @@ def _num_lists(index: Any) -> int:
     try:
         return int(faiss.extract_index_ivf(index).nlist)
     except RuntimeError:
-        return 1
+        return 1  # no IVF index in it
 
 
 def _reason(error: RuntimeError) -> str:

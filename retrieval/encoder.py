@@ -72,6 +72,7 @@ def load_encoder(
             )
         else:
             raise CorruptIndexError(f"unknown kind of encoder {spec['kind']!r}")
+        # By now another model may lie at the path.
         if encoder.dim != spec["dim"]:
             raise CorruptIndexError(
                 f"the encoder gives {encoder.dim} dimensions, the index has {spec['dim']}"

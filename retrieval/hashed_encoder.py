@@ -137,7 +137,7 @@ class HashedEncoder:
             CorruptIndexError: the file is missing, damaged, or of another version.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with np.load(path, allow_pickle=False) as file:  # a pickle may run code
                 state = {name: file[name] for name in file.files}
             version = int(state.pop("version"))
             if version == STATE_VERSION:
@@ -161,6 +161,7 @@ class HashedEncoder:
                 weigh(_count(texts[first : first + BATCH])) @ self.projection
             )
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        # A text without a word stays 0, not NaN.
         np.divide(vectors, lengths, out=vectors, where=lengths > 0)
         return vectors
 
@@ -194,6 +195,7 @@ def fit_default(sample: Sequence[str], *, dim: int, seed: int) -> HashedEncoder:
         diags_array(1 / np.sqrt(passages.multiply(passages).sum(axis=1)).astype(np.float32))
         @ passages
     )
+    # Buckets that the sample does not fill have no part in its singular vectors.
     passages, wanted = passages[:, used], max(1, int(dim * SINGULAR_SHARE))
     _, values, leading = randomized_svd(
         passages,
@@ -225,7 +227,7 @@ def _count(texts: Sequence[str]) -> Any:
     vectorizer = HashingVectorizer(
         token_pattern=STEM_PATTERN,
         n_features=NUM_BUCKETS,
-        alternate_sign=False,
+        alternate_sign=False,  # with signs counts could cancel, or be negative under saturation
         norm=None,
         dtype=np.float32,
     )
@@ -273,5 +275,6 @@ def _projection(
     projection[used, :rank] = leading
     projection[:, rank:] = 2 * signs.astype(np.float32) - 1
     projection[used, rank:] -= leading @ (leading.T @ projection[used, rank:])
+    # A row of n signs has length sqrt(n).
     projection[:, rank:] *= RANDOM_SCALE / np.sqrt(dim - rank)
     return projection

@@ -78,10 +78,12 @@ class Index:
                 format.
         """
         for _ in range(_OPEN_TRIES - 1):
+            # The state first: what changes between the two looks new at the next refresh.
             state, manifest = state_of(folder), read_manifest(folder)
             try:
                 return cls._open(folder, manifest, state, verify=verify, earlier=earlier)
             except CorruptIndexError:
+                # No build has replaced the generation meanwhile, so it is damage.
                 if read_manifest(folder) == manifest:
                     raise
         return cls._open(
@@ -139,6 +141,8 @@ class Index:
 
     def _rescored(self, queries: NDArray[np.float32], *, k: int, nprobe: int) -> Found:
         _, rows = search_segments(self.segments, queries, k=PROPOSALS * k, nprobe=nprobe)
+        # Where nothing was found, -1, row 0 stands in until scores are masked. Each vector is read
+        # once.
         distinct, places = np.unique(np.maximum(rows, 0), return_inverse=True)
         stored = self.vector_file.read_rows(distinct)
         scores = np.einsum("nd,nkd->nk", queries, stored[places.reshape(rows.shape)])
@@ -170,7 +174,9 @@ class Index:
                     f"{folder / segment.file}: does not hold {segment.num_rows} vectors"
                 )
         vectors = VectorFile(folder / VECTORS, dim=settings.dim)
+        # Rows never change, so it serves all generations.
         store = earlier.store if earlier else PassageStore(folder / PASSAGES, writable=False)
+        # Once: it reads the whole file, of which later generations have most.
         if verify and not known:
             store.check()
         check_rows(store, vectors, manifest)
@@ -187,6 +193,7 @@ class Index:
             # a folder that is being deleted opens as empty
             if bm25.num_docs != manifest.num_rows - len(removed):
                 raise CorruptIndexError(f"{folder / manifest.bm25}: holds {bm25.num_docs} passages")
+        # Now, while the file is this index's: a map outlives a file that is replaced later.
         vectors.map()
         segments = tuple(
             create_segment(indexes[part.file], part.first_row, removed)
@@ -223,6 +230,7 @@ def check_encoder(store: PassageStore, vectors: VectorFile, encoder: Encoder) ->
             f" {encoder.dim}"
         )
     then = vectors.read(0, min(PROBE_ROWS, vectors.num_rows))
+    # A text without a word has the zero vector by any embedded encoder.
     row = int(then.any(axis=1).argmax())
     now = encoder.encode_passages([store.get([row])[0].content])[0]
     lengths = float(np.linalg.norm(then[row]) * np.linalg.norm(now))

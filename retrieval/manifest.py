@@ -212,7 +212,7 @@ def write_atomically(path: Path, text: str) -> None:
     draft.write_text(text, encoding="utf-8")
     sync(draft)
     draft.replace(path)
-    sync(path.parent)
+    sync(path.parent)  # the rename itself is an entry of the folder
 
 
 def sync(path: Path) -> None:
@@ -240,4 +240,5 @@ def writer_lock(folder: Path) -> Iterator[None]:
 
 
 def _digest(fields: Mapping[str, Any]) -> str:
+    # Tuples become lists in JSON, so it is the same before writing and after reading.
     return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True).encode())

@@ -47,6 +47,7 @@ def nearest(index: Index, first: int, last: int, *, n: int, nprobe: int) -> dict
     rows = rows[is_live]
     if not len(rows):
         return {}
+    # One more, since each finds itself.
     _, found = index.search_dense(index.vectors(first, last)[is_live], k=n + 1, nprobe=nprobe)
     # With equal vectors the passage itself may not come first, or not be among the n + 1 at all.
     return {
@@ -68,6 +69,7 @@ def write_neighbors(index: Index, path: Path, *, n: int, nprobe: int, progress: 
         for first in range(0, index.num_rows, BATCH_ROWS):
             last = min(first + BATCH_ROWS, index.num_rows)
             near = nearest(index, first, last, n=n, nprobe=nprobe)
+            # One query a batch: the same passages are neighbours of many.
             names = index.store.ids(
                 sorted({*near, *(row for others in near.values() for row in others)})
             )
@@ -107,7 +109,7 @@ def _write(path: Path, rows: Iterable[dict[str, Any]]) -> int:
         )
     partial, num_lines = path.with_name(f".{path.name}.partial"), 0
     try:
-        with partial.open("w", encoding="ascii") as file:
+        with partial.open("w", encoding="ascii") as file:  # `dumps` escapes all else
             for row in rows:
                 file.write(json.dumps(row) + "\n")
                 num_lines += 1

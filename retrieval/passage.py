@@ -52,6 +52,7 @@ class Passage:
     def content(self) -> str:
         """The text for encoder, BM25 and model: title as a line of its own (CRAFT section 5) unless
         it is the first, and text."""
+        # A Markdown file's title is one of its headings, so often its first line.
         first_line = self.text.partition("\n")[0].lstrip("#").strip()
         return self.text if self.title in ("", first_line) else f"{self.title}\n{self.text}"
 

@@ -183,6 +183,7 @@ class Retriever:
             raise RetrievalError(f"mode {mode!r}: this index has {', '.join(self.modes)}")
         if self._damage:
             raise CorruptIndexError(self._damage)
+        # Read once: `refresh` may replace it during the search.
         serving, ms = self._serving, dict[str, float]()
         index, encoder = serving.index, serving.encoder
         if not queries:
@@ -236,6 +237,7 @@ class Retriever:
                     # otherwise it would grow with every call
                     raise self._refused.with_traceback(None)
                 return False
+            # Before opening: what is refused is not opened again until a file changes.
             self._seen, self._refused = state, None
             if state == self.index.state and not self._damage:
                 return False  # put back as it was
@@ -246,6 +248,7 @@ class Retriever:
                 if _is_written_over(self.index.state, state):
                     self._damage = str(error)
                 raise
+            # Of the files that were opened, which may be newer than `state`.
             self._seen, self._damage = self.index.state, None
             return True
 
@@ -268,6 +271,7 @@ class Retriever:
 
     def _open_again(self, state: Mapping[str, FileState]) -> _Serving:
         was, encoder = self.index, self._serving.encoder
+        # All files that both have are the same ones: the same index, with rows added or removed.
         extends = all(
             state[name] == was.state[name] for name in state.keys() & was.state.keys() - {MANIFEST}
         )
@@ -286,6 +290,7 @@ class Retriever:
         if self._threads is not None:
             # applies to the calling thread only, so set each time
             faiss.omp_set_num_threads(self._threads)
+        # FAISS allocates k places a query, however few rows there are.
         scores, rows = index.search_dense(vectors, k=min(k, max(1, index.num_rows)), nprobe=nprobe)
         # The embedded encoder maps a query without words to the zero vector, to which all rows are
         # equally similar.
@@ -336,6 +341,7 @@ def _merged(lists: Sequence[list[list[_Found]]], k: int) -> list[list[_Found]]:
 
 
 def _read(index: Index, ranked: Sequence[Sequence[_Found]]) -> list[list[Hit]]:
+    # Queries of a batch share passages, each of which is read once.
     rows = sorted({row for found in ranked for row, *_ in found})
     passages = dict(zip(rows, index.store.get(rows), strict=True))
     return [[Hit(passages[row], score, mode) for row, score, mode in found] for found in ranked]

@@ -37,7 +37,7 @@ _PUNCTUATION = (
 
 
 def _members(ranges: str) -> list[str]:
-    every = map(chr, range(0x0E00, 0x3100))
+    every = map(chr, range(0x0E00, 0x3100))  # all marks and punctuation above lie there
     return [char for char in every if re.match(f"[{ranges}]", char)]
 
 
@@ -62,6 +62,8 @@ def is_unspaced(text: str) -> bool:
 
 
 def _pairs(run: re.Match[str]) -> str:
+    # Composed first: a kana's voicing mark, which makes another letter, would be left out by
+    # itself.
     parts = unicodedata.normalize("NFC", run[0]).translate(_FOLDED).split()
     pairs = [part[at : at + 2] for part in parts for at in range(max(1, len(part) - 1))]
     return f" {' '.join(pairs)} "

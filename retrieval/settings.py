@@ -78,7 +78,7 @@ class IndexSettings:
         metavar="N",
     )
     encoder: Mapping[str, Any] = field(
-        default_factory=lambda: {"kind": "hashed", "dim": EncoderFlags.dim}
+        default_factory=lambda: {"kind": "hashed", "dim": EncoderFlags.dim}  # defined below
     )
     factory: str = _flag(
         "auto",
@@ -102,6 +102,7 @@ class IndexSettings:
     def differences(self, other: IndexSettings) -> list[str]:
         """Names of the settings that differ. Paths may differ: tokenizers are compared by
         fingerprint, and models by `check_encoder`."""
+        # After "@" is the fingerprint, which alone counts.
         mine, theirs = (
             {**asdict(s), "tokens_name": s.tokens_name.rpartition("@")[2]} for s in (self, other)
         )
@@ -163,6 +164,8 @@ def add_flags(add: Callable[..., Any], *kinds: type[Any]) -> None:
         add(
             one.metadata["flag"],
             dest=one.name,
+            # A default would look like a wish, and contradict an index that was built with another
+            # value.
             default=argparse.SUPPRESS,
             help=one.metadata["help"],
             **one.metadata["rest"],
@@ -183,10 +186,11 @@ def read_settings(folder: Path) -> IndexSettings:
     path = folder / SETTINGS
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
+        # Defaults must not stand in for what a file of another version lacks.
         if missing := [one.name for one in fields(IndexSettings) if one.name not in stored]:
             raise KeyError(missing[0])
         settings = IndexSettings(**stored)
-        int(settings.dim)
+        int(settings.dim)  # else a spec without it would fail in the middle of a search
         return settings
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CorruptIndexError(f"{path}: not settings that this version reads: {error}") from None

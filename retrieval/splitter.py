@@ -144,7 +144,7 @@ class _Block:
                         " tokens"
                     )
                     raise RetrievalError(f"document {document_id!r}: {much}")
-                start = fresh
+                start = fresh  # without the overlap
                 continue
             end, size = passage
             yield start, end, size, header
@@ -191,6 +191,7 @@ class _Block:
             size = len(self._tokens.offsets(header + self.text[start:end]))
             if size <= self._max_tokens:
                 return end, size
+            # Not even one more character fits.
             if end == fresh + 1:
                 return None
             # one or two tokens more at the borders: try again with fewer
@@ -204,6 +205,7 @@ class _Block:
             self.token_starts[max(after, 0)] if after < len(self.token_starts) else len(self.text)
         )
         end = _last_in(self._sentence_ends, fresh, limit)
+        # The last border is the end of the text.
         if end == self._sentence_ends[-1]:
             return end
         paragraph = _last_in(self._paragraph_ends, fresh, limit)
@@ -232,7 +234,9 @@ class _Block:
         allowed = self.tokens_until(end) - self._overlap_tokens
         if self._overlap_tokens == 0 or fresh >= len(self.text):
             return fresh
+        # Past the last passage's start: one shorter than the overlap is not repeated whole.
         earliest = max(start + 1, self._token_ends[allowed - 1] if allowed > 0 else 0)
+        # Always found: the last border starts at the text's length.
         sentence = self._sentence_starts[bisect_left(self._sentence_starts, earliest)]
         if sentence >= fresh and not self._begins_sentence(fresh):
             if self._table_of(fresh):
@@ -258,6 +262,7 @@ def _blocks(text: str) -> Iterator[tuple[int, int]]:
     sentence, word, anywhere."""
     first = 0
     while len(text) - first > BLOCK_CHARS:
+        # In its second half, so that no block ends after a few characters.
         late, last = first + BLOCK_CHARS // 2, first + BLOCK_CHARS
         found = (text.rfind(mark, late, last) for mark in ("\n\n", "\n", ". ", " "))
         cut = next((place + 1 for place in found if place >= 0), last)

@@ -16,9 +16,10 @@ from typing import NamedTuple
 HEADING = re.compile(r"#{1,6}[ \t]+\S")
 """At a line's start; it is no row, whatever bars it has."""
 
+# Possessive: where a letter follows, a line of dashes is not given back one by one.
 _DELIMITER_LINE = re.compile(r"^[ \t:|-]++$", re.MULTILINE)
 _CELL = re.compile(r"[ \t]*:?-+:?[ \t]*")
-_BAR = re.compile(r"(?<!\\)\|")
+_BAR = re.compile(r"(?<!\\)\|")  # an escaped bar is a cell's text
 
 
 class Table(NamedTuple):
@@ -50,6 +51,7 @@ def find_tables(text: str, header: str = "") -> list[Table]:
         tables.append(Table(header, rows[0], rows[0], *rows[1:]))
     for delimiter in _DELIMITER_LINE.finditer(text):
         first = text.rfind("\n", 0, max(0, delimiter.start() - 1)) + 1
+        # In the rows of a table a line of dashes is one of them.
         if delimiter.start() == 0 or (tables and first < tables[-1].end):
             continue
         above = text[first : delimiter.start() - 1]

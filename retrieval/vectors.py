@@ -27,7 +27,7 @@ class VectorFile:
     def __init__(self, path: Path, *, dim: int) -> None:
         self.path, self.dim = path, dim
         size = path.stat().st_size if path.exists() else 0
-        self.num_rows = size // (dim * _DTYPE.itemsize)
+        self.num_rows = size // (dim * _DTYPE.itemsize)  # a killed writer may leave a part of a row
         self._mapped: NDArray[np.float16] | None = None
 
     def append(self, vectors: NDArray[np.float32]) -> None:
@@ -38,7 +38,7 @@ class VectorFile:
         """
         if vectors.ndim != 2 or vectors.shape[1] != self.dim:
             raise RetrievalError(f"vectors must be [n, {self.dim}], got {list(vectors.shape)}")
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore"):  # what overflows is refused below
             rows = np.ascontiguousarray(vectors, dtype=_DTYPE)
         if not np.isfinite(rows).all():
             raise RetrievalError("vectors must be finite and within float16's range")
@@ -88,6 +88,7 @@ class VectorFile:
                 f"{self.path}: holds {self.num_rows} vectors, not {int(rows.max()) + 1}"
             )
         mapped = self.map()
+        # A slice converts one stretch of the file; an index array first copies it row by row.
         is_run = int(rows[-1]) - int(rows[0]) + 1 == len(rows) and bool((np.diff(rows) == 1).all())
         taken = mapped[int(rows[0]) : int(rows[-1]) + 1] if is_run else mapped[rows]
         return np.asarray(taken, dtype=np.float32)
