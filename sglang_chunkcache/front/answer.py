@@ -20,6 +20,7 @@ def answer(rag: RagRequest) -> dict[str, Any]:
         "empty": planned.draft.empty,
         "fates": rag.fates(),
         "loaded": rag.decoded.loaded if rag.decoded else 0,
+        # hit_len starts at 0, which would say that nothing was found where nobody has told it
         "chunks_hit": rag.hit_len if rag.known else None,
         "chunks_planned": planned.planned_len,
         "head_tokens": planned.area[0].start if planned.area else 0,
@@ -37,6 +38,7 @@ def explained(planned: Planned, found: Explanation) -> dict[str, Any]:
     """A plan, for people: what the front would send, and `found`,
     what the rank would do with it."""
     labels = planned.labels
+    # what is loaded back or read from the storage counts as exact, so it is not missed
     unfound = missed(planned, found.exact + found.loaded + found.stored)
     return {
         "order": planned.order,
@@ -140,6 +142,7 @@ def _asked(planned: Planned) -> dict[str, Any] | None:
 def _taken(report: Report | None) -> float | None:
     """The share of the tokens moved for this request that was recomputed.
     None: nothing was moved for it."""
+    # A fused hit counts as relocated, but an earlier request has moved it.
     moved = report.relocated + report.recomputed - report.fused_hit if report else 0
     return round(report.recomputed / moved, 4) if report and moved else None
 

@@ -156,6 +156,8 @@ class Listener:
         """Have SGLang's request `obj` return what is needed."""
         asked = (obj.top_logprobs_num or 0) if obj.return_logprob else None
         if asked is None:
+            # Of the answer alone: `logprob_start_len` stays -1. No texts: decoding five tokens a
+            # position would be for nothing.
             obj.return_logprob, obj.return_text_in_logprobs = True, False
         obj.top_logprobs_num = max(ANSWER_BEST, asked or 0)
         return cls(asked, temperature)
@@ -163,6 +165,8 @@ class Listener:
     def hear(self, meta: dict[str, Any], *, incremental: bool) -> None:
         """Read one output's `meta_info`, and take out of it what the client did not ask for."""
         listed = meta.get("output_top_logprobs") or []
+        # Without increments SGLang lists all positions in every output: read anew each time, an
+        # answer's work would grow with the square of its length.
         new = listed if incremental else listed[len(self.rows) :]
         self.rows += [[(one[0], one[1]) for one in row or ()] for row in new]
         if self.asked_top is None:
@@ -175,6 +179,7 @@ class Listener:
             shown = _cut(new, self.asked_top)
             self.shown += shown
             if "output_top_logprobs" in meta:
+                # a list of its own: SGLang's own one is that of all outputs, and still grows
                 meta["output_top_logprobs"] = shown if incremental else list(self.shown)
             if "input_top_logprobs" in meta:
                 meta["input_top_logprobs"] = _cut(meta["input_top_logprobs"], self.asked_top)
@@ -222,6 +227,7 @@ class Auditor:
     def finish(self, rag: RagRequest, listener: Listener) -> None:
         """The request is over, or was given up.
         A complete answer over moved KV waits for its check."""
+        # The engine says so at the finish reason, and again when its generator closes.
         if listener.is_over:
             return
         listener.is_over = True
@@ -251,6 +257,7 @@ class Auditor:
                     terms=terms,
                     selected_by=(rag.report.selector if rag.report else None)
                     or terms.whose.selector,
+                    # a label of a metric, and a client may send any number
                     ratio=round(ratio, 3) if isinstance(ratio, float) else ratio,
                     tenant=identity.tenant,
                     extra_key=identity.extra_key,
@@ -260,6 +267,7 @@ class Auditor:
                     since=self._clock(),
                 )
             )
+            # a worker ends when nothing waits, so an idle server polls no rank
             if self._worker is None or self._worker.done():
                 self._worker = asyncio.get_running_loop().create_task(self._work())
 
@@ -297,10 +305,12 @@ class Auditor:
     async def _work(self) -> None:
         """Send what waits, until nothing does."""
         while self._waiting:
+            # In order of `since`: if the first is not late, none is.
             if self._clock() - self._waiting[0].since > MAX_WAIT_S:
                 self._waiting.popleft()
                 self._skip(Skip.LATE)
                 continue
+            # dropped where asking for room fails, else this would ask again for ever
             check = self._waiting[0]
             try:
                 found = await self._first_with_room()
@@ -315,12 +325,15 @@ class Auditor:
                     self._skip(Skip.FLUSHED)
             except Exception as error:  # an audit harms no request
                 self._fail(error)
+            # Only now: a check under way counts in MAX_WAITING. By identity (eq=False), else checks
+            # would be compared token by token.
             self._waiting.remove(check)
 
     async def _first_with_room(self) -> Check | None:
         """The oldest check of a rank where nothing waits."""
         oldest = dict[int, Check]()
         for check in self._waiting:
+            # A rank that is busy holds up the checks of no other.
             oldest.setdefault(check.rank, check)
         for rank, check in oldest.items():
             if await self._engine.has_room(rank, len(check.input_ids)):
@@ -347,6 +360,7 @@ class Auditor:
 
     def _count(self, check: Check, found: Agreement, is_below: bool) -> tuple[str, AskedRatio, str]:
         key = (check.selected_by, check.ratio, check.tenant)
+        # The metrics have a series for each key, and clients choose ratio and tenant.
         if key not in self._tallies and len(self._tallies) >= MAX_TALLIES:
             key = (check.selected_by, None, OTHERS)
         self._tallies.setdefault(key, Tally()).add(found, is_below=is_below)
@@ -385,6 +399,7 @@ def _exact_rows(output: Mapping[str, Any], num_rows: int) -> list[Row]:
     """Of the answer's tokens: SGLang lists what was expected at each token from `logprob_start_len`
     on, nothing for the first."""
     meta = output["meta_info"]
+    # SGLang answers an aborted request as well, and its rows are not the whole answer's.
     if (meta.get("finish_reason") or {}).get("type") not in ("stop", "length"):
         raise RuntimeError(f"the prefill ended with {meta.get('finish_reason')}")
     rows: list[Row] = [[(one[0], one[1]) for one in row] for row in meta["input_top_logprobs"][1:]]

@@ -48,6 +48,7 @@ Name = Annotated[StrictStr, AfterValidator(bounded)]
 class ChunkIn(BaseModel):
     """A retrieved chunk. `id` is only shown back."""
 
+    # passages of /rag/v1/retrieve may be sent as they are, with score and title
     model_config = ConfigDict(extra="ignore")
     text: str
     id: Name | StrictInt | None = None
@@ -59,6 +60,7 @@ class ReuseIn(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     mode: Literal["exact", "fused"]
     selector: str | None = None
+    # strict, here and below: true would be 1, and "0.5" a number
     ratio: Annotated[float, Field(ge=0, le=1, strict=True)] | Literal["auto"] | None = None
     quality: float | None = Field(default=None, ge=0, le=1, strict=True)
     alpha: float | None = Field(default=None, ge=0, le=MAX_ALPHA, strict=True)
@@ -76,6 +78,7 @@ class ReuseIn(BaseModel):
     def to_request(self, config: ChunkCacheConfig) -> FusionRequest | None:
         """None for exact reuse. Raises RequestError where the server does not move KV,
         or has no such selector."""
+        # For exact reuse as well: a misspelt selector is told, whatever the mode.
         needs_of(config, self.selector)
         if self.mode == "exact":
             return None
@@ -144,6 +147,7 @@ class MessageFields(BaseModel):
 class Messages(BaseModel):
     """The user messages that bring chunks, by index."""
 
+    # A mapping, so that an error names the message by its index in the client's list.
     messages: dict[int, MessageFields]
 
 
@@ -157,6 +161,7 @@ class ChunkArea(BaseModel):
 class GenerateIn(ReuseFields):
     """Body of `/rag/v1/generate`."""
 
+    # SGLang's /generate has more fields: one that is ignored would be missed without a word.
     model_config = ConfigDict(extra="forbid")
     parts: list[str | ChunkArea] = Field(min_length=1, max_length=10_000)
     sampling_params: dict[str, Any] = {}

@@ -81,6 +81,7 @@ class Bookkeeper:
                 share=config.audit_share,
                 target=config.audit_agreement,
                 pause=config.audit_pause,
+                # a secret, so that no client can tell which of its requests are audited
                 seed=config.secret,
                 server=fused_request(config),
                 max_tenants=config.max_tenants,
@@ -115,6 +116,7 @@ class Bookkeeper:
             (i, name) for i, names in claimed.questions.items() if i <= start for name in names
         ]
         turns = self.conversations.found(key, [name for _, name in names], now)
+        # A name with the answers comes after the one with the questions alone, and replaces it.
         asked = {i: turn for (i, _), turn in zip(names, turns, strict=True) if turn is not None}
         return Conversation(
             key, claimed, self.conversations.agree(key, claimed.up_to(start), now), asked
@@ -124,11 +126,13 @@ class Bookkeeper:
     def begin(self, rag: RagRequest) -> Iterator[RagRequest]:
         """Count the request, take what it takes, and give that back at the end of the block."""
         planned = rag.planned
+        # First: the counts that spans_of reads are to include this request.
         self._count_request(planned)
         spans = self.spans_of(planned)
         rag.custom_params = self.packed(spans)
         with ExitStack() as taken:
             rag.plan = self.tree.plan(planned.namespace, planned.chain, rank=planned.rank)
+            # Registered one by one: an error in between gives back what was taken, and no more.
             taken.callback(self.tree.cancel, rag.plan)
             ids = (span.chunk for span in planned.area)
             self.tree.mark_promoted(planned.namespace, ids, promoted_len=spans.promoted_len)
@@ -139,6 +143,7 @@ class Bookkeeper:
             for reason in planned.fallbacks:
                 self._fall_back(rag, reason)
             if self.audit is not None and planned.terms is not None:
+                # here, not when the decision is made: explain plans requests that never run
                 self._tell(self.audit.begin(planned.terms))
             yield rag
 
@@ -149,6 +154,7 @@ class Bookkeeper:
         table = self.tables.of(planned.draft.identity.tenant)
         often = spans_to_keep(self._config, table, planned.spans)
         area = (span.chunk for span in planned.area)
+        # uncounted, each chunk is one access short of what its request would see
         threshold = self._config.promotion_threshold - (not is_counted)
         return RequestSpans(
             spans=planned.spans,
@@ -172,6 +178,7 @@ class Bookkeeper:
         """Take what is ours out of one output of SGLang's, and learn from it.
         `index`: which of the n answers it is of."""
         meta = output["meta_info"]
+        # a list: SGLang's `customized_info` has a value per token, the rank sends one in all
         entry = meta.pop(ANSWER_KEY, None)
         if rag.served_by is None:
             rag.served_by = meta.get("dp_rank") or 0
@@ -187,6 +194,7 @@ class Bookkeeper:
             rag.output_ids = [*rag.output_ids, *ids] if incremental else ids
             if meta.get("finish_reason"):
                 rag.finish_reason = meta["finish_reason"]["type"]
+                # `matched`: an int is a stop token, a str a stop string, which SGLang cuts off
                 rag.is_cut = isinstance(meta["finish_reason"].get("matched"), str)
 
     def closed(self, rag: RagRequest, content: str | None) -> Turn | None:
@@ -196,6 +204,7 @@ class Bookkeeper:
         planned, turn = rag.planned, rag.planned.draft.turn
         if turn is None or content is None or rag.is_cut or not rag.is_complete:
             return None
+        # Without chunks nothing was moved, so later turns have no recipe to keep.
         tag = planned.fusion.recipe if planned.fusion and planned.spans else ""
         return turn.closed(
             planned.input_ids, planned.spans, rag.output_ids, content=content, tag=tag
@@ -265,6 +274,7 @@ class Bookkeeper:
     def _count_request(self, planned: Planned) -> None:
         draft = planned.draft
         self.metrics.observe_order(planned.order_seconds)
+        # nobody has asked for these chunks: counted, they would be promoted
         if draft.is_preprocessing:
             return
         self.reasons.count(draft.identity)
@@ -330,9 +340,11 @@ class Bookkeeper:
         if text is None:
             return None
         if text != rag.heard:
+            # noted before it is decoded, so that an unreadable one is logged once, not per output
             rag.heard, rag.decoded = text, None
             try:
                 rag.decoded = decode(text, Answer)
+            # A mirror that lacks events costs hits, never an answer.
             except ValueError as error:
                 logger.warning(
                     "chunk cache: the answer of rank %s cannot be read: %s", rag.served_by, error
@@ -361,6 +373,7 @@ class Bookkeeper:
             self._fall_back(rag, Fallback.PLAIN_TEXT)
         elif has_tokens and fusion and rag.report is None:
             self._fall_back(rag, Fallback.NO_REPORT)
+        # SGLang fills the cache with a request of its own first, which all n answers then find.
         if rag.planned.draft.options.num_answers > 1:
             self._fall_back(rag, Fallback.PARALLEL_SAMPLING)
             self.reasons.learn(rag)
@@ -373,6 +386,7 @@ class Bookkeeper:
             }
             self._book_report(rag, rag.report)
         elif fusion is None or is_plain:  # else what SGLang counts as cached may be moved KV
+            # of a retracted request SGLang may count tokens of the answer as cached, too
             cached = min(int(meta.get("cached_tokens", 0)), len(rag.planned.input_ids))
             rag.known = {"exact": cached, "relocated": 0, "recomputed": 0}
         self._book_fates(rag)
@@ -396,12 +410,14 @@ class Bookkeeper:
             assert rag.plan is not None
             exact = rag.known["exact"]
             rag.hit_len = sum(1 for span in rag.planned.area if span.end <= exact)
+            # from fused_from on the plan's chain has fused nodes, which exact KV does not hit
             self.tree.count_hits(rag.plan, min(rag.hit_len, rag.planned.fused_from))
             self.metrics.count("chunks", "hit", rag.hit_len)
 
     def _book_missed(self, rag: RagRequest, found: tuple[Missed, ...] | None) -> None:
         rag.missed = found
         for reason in fallbacks(rag.planned, found):
+            # those of the plan were counted when the request began
             if reason not in rag.fallbacks:
                 self._fall_back(rag, reason)
         if found is not None:

@@ -26,6 +26,7 @@ async def calibrate(parts: Parts, body: CalibrateIn) -> dict[str, Any]:
         CalibrationExample.model_validate(json.loads(line))
         for line in CANNED.read_text(encoding="utf-8").splitlines()
     ]
+    # Tokenised off the event loop: a body may have 64 examples of 64 chunks.
     prompts = await asyncio.to_thread(lambda: [_prompt(parts, example) for example in examples])
     return {"ranks": await parts.engine.calibrate(prompts)}
 

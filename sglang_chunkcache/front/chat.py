@@ -35,6 +35,8 @@ PROBLEMS = {
 }
 """Words of SGLang's complaints about a request, and the field that each is about."""
 
+# Names of `apply_chat_template`'s own: each would replace what is rendered here, or raise
+# TypeError.
 UNSUPPORTED_TEMPLATE_KWARGS = (
     "chat_template",
     "documents",
@@ -66,6 +68,7 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
         if problem := self._validate_request(request):
             words = problem.lower()
             field = next((field for word, field in PROBLEMS.items() if word in words), "messages")
+            # SGLang calls the field by its newer name, the client has sent the older one.
             if field == "max_completion_tokens" and request.max_completion_tokens is None:
                 field = "max_tokens"
             raise RequestError(f"{field}: {problem}")
@@ -80,9 +83,11 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
             RequestError: names the field.
         """
         try:
+            # SGLang makes the grammar here: a schema may be missing, or nested too deep for it.
             params = request.to_sampling_params([], self.default_sampling_params)
         except (AttributeError, TypeError, ValueError, RecursionError):
             raise RequestError("response_format: is not what its type asks for") from None
+        # The stops are an argument above, for which SGLang later passes the request's own.
         return {**params, "stop": request.stop}
 
     def template_kwargs(self, request: ChatCompletionRequest) -> dict[str, Any] | None:
@@ -93,6 +98,7 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
             **(request.chat_template_kwargs or {}),
         }
         if request.reasoning_effort is not None:
+            # a kwarg of the template's wins over the field, as in SGLang's `_apply_jinja_template`
             kwargs.setdefault("reasoning_effort", request.reasoning_effort)
         return kwargs or None
 
@@ -102,8 +108,10 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
         """SGLang's response, with the `chunkcache` object in its answer."""
         rag = RagRequest(planned)
         hand_over(raw_request, rag)
+        # with ids SGLang's `_process_messages` renders nothing; tools make the grammar alone
         request.input_ids = planned.input_ids
         response = await self.handle_request(request, raw_request)
+        # Refused before it began: the bookkeeper counts all others, however they end.
         if (
             isinstance(response, ORJSONResponse)
             and response.status_code >= 400
@@ -130,6 +138,7 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
             return response
         rag = _of(raw_request)
         message = response.choices[0].message
+        # Calls are no text, and their results are to come: a later request closes the turn.
         await self._finish(rag, message.content if not message.tool_calls else None)
         body = response.model_dump()
         _report_cached(body, rag)
@@ -143,6 +152,8 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
         rag = _of(raw_request)
         content, plain = "", True
         held = list[tuple[str, dict[str, Any]]]()
+        # A client that leaves closes this generator: the inner one would keep plan and load till
+        # it is collected.
         async with aclosing(
             super()._generate_chat_stream(adapted_request, request, raw_request)
         ) as events:
@@ -154,6 +165,7 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
                 if _report_cached(chunk, rag):
                     event = _sse(chunk)
                 if event == DONE:
+                    # before the last events: a client may send its next turn once it has them
                     await self._finish(rag, content if plain else None)
                     for ending in _ended(held, answer(rag)):
                         yield ending

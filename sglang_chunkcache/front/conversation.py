@@ -196,6 +196,7 @@ class OpenTurn:
         content = self.prefill + content
         answer = _counted({"role": "assistant", "content": content})
         (whole_hash,) = running_hashes([answer], after=self.claimed.hashes[-1])
+        # Without the outro, which comes with the answer: later turns may show both otherwise.
         end = len(input_ids) - len(self.outro)
         body = array("i", [*input_ids[start:end], *self.later(output_ids, content)])
         lead = array("i", self.lead)
@@ -232,6 +233,7 @@ def claimed_history(
     """Running hashes of all that shapes a history: its settings, then each message. Answers count
     without their reasoning and without white space around them: clients send back more or less than
     the server wrote. Raises RequestError."""
+    # at most all but one: the last message is the question, even if it is a system message
     start = min(num_opening(messages), max(0, len(messages) - 1))
     questions, question = dict[int, tuple[str, ...]](), 0
     asked = said = ""
@@ -241,6 +243,7 @@ def claimed_history(
             for i, message in enumerate(messages)
         ]
         head = {
+            # no message has this role, so none hashes like a head
             "role": "\0head",
             "tools": tools,
             "kwargs": template_kwargs,
@@ -253,6 +256,7 @@ def claimed_history(
                 (asked,) = running_hashes([{"content": _stripped(message["content"])}], after=asked)
                 questions[question := i] = (asked,)
             elif message.get("role") == "assistant" and questions:
+                # the last answer's hash alone: those before it are steps of a tool loop
                 questions[question] = (*questions[question][:1], said)
     except MessageError as error:
         raise RequestError(f"messages: {error}") from None
@@ -304,6 +308,7 @@ class TurnFitter:
         if fitted.num_tokens <= room:
             return fitted
         # What stays may have to show chunks that have left with others.
+        # By bisection: each try renders the prompt, and a history may have very many turns.
         fewer = bisect_right(range(most), room, key=lambda num_turns: kept(num_turns).num_tokens)
         return kept(max(0, fewer - 1))
 
@@ -327,6 +332,7 @@ class TurnFitter:
         is_paper = self._dedup == "paper"
         shown_chunks = set(shown(past.turns, "paper") if is_paper else shown(turns, "kept"))
         seen, unshown = frozenset(shown_chunks), dict[int, tuple[TokenizedChunk, ...]]()
+        # In the order of the messages: a chunk is shown with the first of them that has it.
         for i, each in sorted({**(past.chunks or {}), place: tuple(chunks)}.items()):
             ids = {item.chunk.id for item in each}
             if i >= bounds[skipped]:
@@ -336,6 +342,7 @@ class TurnFitter:
                     if self._dedup == "off" or item.chunk.id not in shown_chunks
                 )
                 shown_chunks |= ids
+            # chunks of departed turns count as shown, as in the paper
             elif is_paper:
                 shown_chunks |= ids
                 seen |= ids
@@ -357,6 +364,7 @@ class TurnFitter:
             tools=context.tools,
             template_kwargs=context.template_kwargs,
         )
+        # without an exchange `bounds[-1]` is 0, and the opening would be there twice
         own = [*opening, *messages[max(bounds[-1], len(opening)) :]]
         stay = [one.moved(num_cut) for one in (exchanges if num_cut else exchanges[skipped:])]
         return _Laid(
@@ -420,6 +428,7 @@ class TurnFitter:
             ):
                 return given
             shown_later = (*ending, *context.encode(one.answer))
+            # No less is shown later, so the template leaves no reasoning out.
             if self._num_visible(shown_later) >= self._num_visible((*laid.outro, *ids)):
                 return given
             laid_out, _ = self._shown_later(laid, {**answer, "reasoning_content": _PROBE})
@@ -518,6 +527,7 @@ class _Laid:
                     claimed.questions[question],
                     self._past.asked.get(question),
                 )
+                # Its KV is of this very history; a turn is kept without its answer.
                 if kept is not None and kept.messages_hash == claimed.after(n - 1):
                     home = kept.home
             turns.append(
@@ -582,6 +592,7 @@ def history_of(
     ends = exchange_ends(messages, 0) if turns else []
     for n, turn in enumerate(turns):
         question = turn_start(messages[: turn.num_messages])
+        # A history may begin in mid-conversation: its first turn then follows an exchange.
         start = first or max((end for end in ends if end <= question), default=0)
         earlier.update(*(sent_ids[i] for i in range(first, start) if i in sent_ids))
         users = [i for i in range(start, turn.num_messages) if messages[i].get("role") == "user"]
@@ -590,6 +601,7 @@ def history_of(
         if any(i in sent for i in users) and not is_shown(
             turn, ids if is_whole else ids | turn.chunks
         ):
+            # the turns after it are cached behind what it had shown
             turns, is_changed = turns[:n], True
             break
         earlier |= turn.chunks | ids

@@ -56,28 +56,33 @@ class DraftQueue:
         is_over = threading.Event()
         if num_chars <= SHORT_CHARS:
             return make(is_over)
+        # kept, since the event loop itself holds tasks by weak references only
         self._worker = self._worker or asyncio.create_task(self._work())
         made: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         try:
+            # The number decides between equal lengths: functions do not compare.
             self._waiting.put_nowait((num_chars, next(self._number), lambda: make(is_over), made))
         except asyncio.QueueFull:
             raise BusyError(f"{MAX_WAITING} long requests wait already; try again later") from None
         try:
             return await unless_gone(made, is_gone)
         finally:
+            # a draft that is being made ends before its next text
             is_over.set()
 
     async def _work(self) -> None:
         while True:
             _, _, make, made = await self._waiting.get()
-            if made.cancelled():
+            if made.cancelled():  # its client has gone
                 continue
             try:
                 result = await asyncio.to_thread(make)
             except Exception as error:
+                # setting it would raise InvalidStateError, and end the worker for all others
                 if not made.done():
                     made.set_exception(error)
             else:
                 if not made.done():
                     made.set_result(result)
+            # else the last draft's texts, up to a whole body, stay until the next one comes
             del make, made

@@ -111,6 +111,7 @@ class Drafter:
                 f"messages: more than {self._context_len} tokens, which is the context"
             )
         is_conversation = conversation is not None
+        # a text sent twice is encoded once, so it counts once
         texts = {each.text for area in (passages or (), *(earlier or {}).values()) for each in area}
         limit = self._context_len * (MAX_CHUNK_CONTEXTS if is_conversation else 1)
         if encode.tokenizer.least_len(sum(map(len, texts))) > limit:
@@ -123,6 +124,7 @@ class Drafter:
         )
         if passages is None and conversation and start in conversation.asked:
             items = chunks_of(conversation.asked[start])
+            # labels are not kept with turns, so they are the hash's beginning
             chunks = chunks._replace(
                 items=items, labels={item.chunk.id: item.chunk.id[:8] for item in items}
             )
@@ -133,6 +135,7 @@ class Drafter:
             for i, each in (earlier or {}).items()
         }
         is_said = passages is not None or (conversation is not None and start in conversation.asked)
+        # With an answer or a tool's step behind it the question was shown chunks that nobody sends.
         is_begun = bool(prefill) or any(
             message.get("role") == "assistant" for message in messages[start:]
         )
@@ -163,6 +166,7 @@ class Drafter:
             num_unknown=len(past.unknown),
             is_changed=past.is_changed,
             num_departed=fitted.num_departed,
+            # recipe_of keeps the last fused turn's, else its history's fused KV would not be found
             earlier_recipe=next((turn.tag for turn in reversed(fitted.turns) if turn.tag), ""),
             turn=OpenTurn(
                 conversation.key,
@@ -178,6 +182,7 @@ class Drafter:
             )
             if conversation
             else None,
+            # in this order the first part that differs is told (`other_head`)
             outline=(
                 ("model", identity.lora),
                 ("tools", tools),
@@ -201,6 +206,7 @@ class Drafter:
             RequestError: a chunk longer than the context.
         """
         encode = self._encoder("parts", is_over)
+        # An empty area has nothing to order, so a later one may be the first.
         first = next(
             (i for i, part in enumerate(parts) if part and not isinstance(part, str)), len(parts)
         )
@@ -274,6 +280,7 @@ class Drafter:
             template_kwargs=template_kwargs,
             encode=encode,
         )
+        # The chunk alone is computed: what is stored is its KV after neighbours moved as they are.
         fusion = FusionRequest("none", 0.0, fresh=frozenset({len(chunks) - 1}), plain=True)
         return Draft(
             array("i", (*pieces.lead, *pieces.intro)),
@@ -282,6 +289,7 @@ class Drafter:
             ((pieces.outro, None),),
             {**before.labels, **own.labels},
             identity,
+            # in the caller's order: after others, or in another order, it is another KV
             Options(max_new_tokens=1, order="retriever", fusion=fusion, rank=rank),
             repeated=tuple(before.repeated),
             empty=tuple(before.empty),
@@ -327,6 +335,7 @@ class Drafter:
                     f"{field}: {passage.label!r} has more than {self._context_len} tokens, which is"
                     " the context"
                 )
+            # Only ids tell a repetition: different texts may have the same tokens.
             item = self._assembler.chunk(passage.text, tenant)
             if item.chunk.num_tokens >= self._context_len:
                 raise RequestError(

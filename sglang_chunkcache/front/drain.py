@@ -83,6 +83,7 @@ class Drain:
             try:
                 await self._app(scope, receive, send)
             finally:
+                # The server has ended by itself: nothing is left to abort or kill.
                 if self._leaving is not None:
                     self._leaving.cancel()
         elif scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
@@ -102,11 +103,13 @@ class Drain:
         if path == READY:
             objection = self._readiness.objection()
             return PlainTextResponse(objection or "ready", 503 if objection else 200)
+        # SGLang's /health says 503 only once gracefully_exit is set, which is after the lame duck.
         if path in HEALTH and self._readiness.is_leaving:
             return PlainTextResponse("shutting down", 503)
         if scope["method"] in READING or path == ABORT or not self._manager().gracefully_exit:
             return None
         refusal = error_response(BusyError("the server is shutting down"))
+        # a client that keeps its connection would send its next try here as well
         refusal.headers.update({"Retry-After": str(RETRY_AFTER_S), "Connection": "close"})
         return refusal
 
@@ -119,14 +122,17 @@ class Drain:
             _kill()
 
     async def _leave(self) -> None:
+        # asked before is_leaving is set, which is an objection itself
         manager, is_ready = self._manager(), self._readiness.objection() is None
         self._readiness.is_leaving = True
+        # No balancer sends requests to a server that is not ready, so nobody needs the time.
         if is_ready and self._lame_duck_s:
             logger.info(
                 "chunk cache: SIGTERM: not ready any more, requests are served for %g s",
                 self._lame_duck_s,
             )
             await asyncio.sleep(self._lame_duck_s)
+        # SGLang's sigterm_watchdog ends the process when no request is left, amid a sleep below.
         manager.gracefully_exit = True
         logger.info(
             "chunk cache: SIGTERM: new requests are refused, running ones have %g s", self._limit_s
@@ -146,5 +152,6 @@ class Drain:
 def _kill() -> None:
     from sglang.srt.utils import kill_process_tree
 
+    # With the parent it calls sys.exit(0): a killed server would pass for one that has ended.
     kill_process_tree(os.getpid(), include_parent=False)
     os._exit(128 + signal.SIGTERM)

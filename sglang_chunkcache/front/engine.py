@@ -89,6 +89,7 @@ class Engine:
                             rag, one, index=one.get("index", i), incremental=incremental
                         )
                     self.keep_up()
+                    # At once: a client may close the stream with the last output in hand.
                     if listener is not None and rag.finish_reason:
                         self.auditor.finish(rag, listener)
                     if obj.stream:
@@ -96,6 +97,7 @@ class Engine:
                     else:
                         whole.append(output)
             except (ValueError, TypeError):  # SGLang's parameters raise both
+                # SGLang raises ValueError as well where the client has gone.
                 rag.is_refused = not rag.is_answered and not await raw_request.is_disconnected()
                 raise
         for output in whole:
@@ -121,6 +123,7 @@ class Engine:
     @property
     def max_prompt_len(self) -> int:
         """Tokens that a prompt may have."""
+        # one less: SGLang refuses a prompt that is as long as either limit
         return int(min(self._manager.model_config.context_len, self._manager.max_req_input_len)) - 1
 
     async def has_room(self, rank: int, num_tokens: int) -> bool:
@@ -163,11 +166,13 @@ class Engine:
                 "custom_params": self._bookkeeper.packed(spans),
             },
             return_logprob=True,
+            # SGLang matches no cached token from here on, so all of the answer is computed.
             logprob_start_len=check.prompt_len - 1,
             top_logprobs_num=top,
             extra_key=check.extra_key,
             cache_salt=check.cache_salt,
             routed_dp_rank=check.rank if len(self._bookkeeper.mirrors) > 1 else None,
+            # else its latency would count as a request's
             log_metrics=False,
         )
         async for output in self._manager.generate_request(obj, None):
@@ -233,6 +238,7 @@ class Engine:
         try:
             while any(mirror.is_behind for mirror in mirrors):
                 read = tuple(mirror.reading for mirror in mirrors)
+                # else a rank that tells nothing more would be asked without end
                 if read == before:
                     raise ChunkCacheError(f"a rank does not tell what comes next: {read}")
                 for state in await self._ask(Asked(read=read)):
@@ -248,6 +254,7 @@ class Engine:
 
     async def _explain_all(self) -> None:
         while self._unexplained:
+            # What is asked during the await is in the new list, for the next round.
             waiting, self._unexplained = self._unexplained, []
             try:
                 states = {
@@ -256,8 +263,10 @@ class Engine:
                         Asked(explain=tuple(asked for asked, _ in waiting))
                     )
                 }
+                # A rank explains in the order in which it is asked, so each has one iterator.
                 answers = {rank: iter(state.explanations) for rank, state in states.items()}
                 told = [next(answers.get(asked.dp_rank, iter(())), None) for asked, _ in waiting]
+            # also when cancelled: those who wait would wait for ever
             except BaseException as error:
                 for _, explained in waiting:
                     if not explained.done():

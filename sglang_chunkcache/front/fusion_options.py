@@ -103,6 +103,7 @@ def fused_request(
         selector=selector,
         ratio=share,
         quality=(DEFAULT_QUALITY if quality is None else quality) if is_auto else None,
+        # floats, since the recipe has their repr: 1 and 1.0 must share KV
         alpha=None if alpha is None else float(alpha),
         focus=focus or ("spare" if selector == "context" else "off"),
         depth=_number(depth or ("calibrated" if is_auto else 2)),
@@ -142,6 +143,7 @@ def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "")
         # What a neighbour without plain KV becomes is not known beforehand, so nothing else may
         # find what this prompt leaves.
         return f"{policy}{QUESTION}{secrets.token_hex(8)}"
+    # With QUESTION behind it, since one policy may begin like another.
     if earlier == policy or earlier.startswith(policy + QUESTION):
         return earlier
     if not fusion.asks_the_question:

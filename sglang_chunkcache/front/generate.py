@@ -50,6 +50,8 @@ async def generate(parts: Parts, body: GenerateIn, planned: Planned, raw_request
     )
     outputs = parts.engine.run(rag, obj, raw_request)
     try:
+        # SGLang checks a request when its first output is asked for; once a stream has begun, its
+        # status would be 200.
         first = await anext(outputs)
     except (ValueError, TypeError) as error:  # SGLang's parameters raise both
         raise EngineRefusedError(f"{_field(str(error), body)}: {error}") from None
@@ -58,6 +60,7 @@ async def generate(parts: Parts, body: GenerateIn, planned: Planned, raw_request
     return StreamingResponse(
         _events(first, outputs, rag),
         media_type="text/event-stream",
+        # as SGLang's /generate: what outlives its stream by 2 s is aborted
         background=parts.engine.create_abort_task(obj),
     )
 
@@ -82,7 +85,7 @@ async def _events(first: dict[str, Any], outputs: Any, rag: RagRequest) -> Async
         try:
             async for output in outputs:
                 yield _event(_told(output, rag))
-        except ValueError as error:
+        except ValueError as error:  # the status has been sent
             yield _event({"error": {"message": str(error)}})
             return
         yield b"data: [DONE]\n\n"

@@ -20,6 +20,7 @@ class HintLog:
     def warn(self, kind: str, message: str, *args: object) -> None:
         """Log the message, unless one of its kind was within the last `EVERY_S`."""
         now = self._clock()
+        # A clock that starts at 0 must not keep the first one back.
         if now - self._last.get(kind, -EVERY_S) >= EVERY_S:
             self._last[kind] = now
             logger.warning(message, *args)
