@@ -44,12 +44,14 @@ SGLang kills a process whose scheduler fails."""
 
 def main(argv: Sequence[str]) -> int:
     """Run the check or the calibration that the flags ask for; returns the exit code."""
+    # The child has SGLang's flags only: without this it would start a child of its own.
     if out := os.environ.get(_CHILD):
         Path(out).write_text(json.dumps(_load_and_measure(argv)))
         return 0
     parser = _parser()
     args, flags = parser.parse_known_args(argv)
     calibrates = args.calibrate_selection is not None
+    # `--model-path=M` is one word of the command line.
     if args.url is None and (calibrates or "--model-path" not in " ".join(flags)):
         parser.error("give --model-path, or --url of a running server (calibration needs one)")
     if args.url is not None and flags:
@@ -148,14 +150,18 @@ def _measure(flags: Sequence[str]) -> dict[str, Any]:
                     env=environ,
                     stdout=stream,
                     stderr=subprocess.STDOUT,
+                    # SGLang may kill a failing scheduler's process group
+                    # (SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION), which would be this process's.
                     start_new_session=True,
                     timeout=START_TIMEOUT_S,
                     check=False,
                 )
             except subprocess.TimeoutExpired:
                 raise ServerError(f"the model did not load within {START_TIMEOUT_S} s") from None
+        # Only the file counts: where a scheduler fails, SGLang kills the child.
         if not out.exists():
             lines = log.read_text(errors="replace").strip().splitlines()
+            # Backwards: a traceback has its error in its last line.
             reason = next(
                 (line for line in reversed(lines) if "Error" in line or "error:" in line), ""
             )
@@ -176,6 +182,7 @@ def _load_and_measure(flags: Sequence[str]) -> Mapping[str, Any]:
     parser = argparse.ArgumentParser(prog="python -m sglang_chunkcache.check", allow_abbrev=False)
     config.add_flags(parser)
     args, rest = parser.parse_known_args(flags)
+    # With `gate="refuse"` a failed gate would end the child before it has told its figures.
     settings = dataclasses.replace(config.from_flags(args), reuse="fused", gate="report")
     os.environ.update(settings.to_env())
     try:

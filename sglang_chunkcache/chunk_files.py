@@ -30,6 +30,7 @@ def read_corpus(path: Path) -> dict[str, str]:
 def read_neighbors(path: Path, known: Iterable[str]) -> dict[str, list[str]]:
     """Ids of the neighbours, nearest first, by id; the strings are those `known`.
     Raises ServerError naming file and line."""
+    # json.loads makes a new string of each id. Lists of these share the corpus's strings.
     names = {name: name for name in known}
     neighbors: dict[str, list[str]] = {}
     for where, row in _rows(path):
@@ -40,9 +41,11 @@ def read_neighbors(path: Path, known: Iterable[str]) -> dict[str, list[str]]:
             raise ServerError(f"{where}: id {name!r} occurs twice")
         if not isinstance(listed, list) or not all(_is_id(item) for item in listed):
             raise ServerError(f"{where}: neighbors must be a list of ids")
+        # An id may be a number in one file and a text in the other.
         ids = [str(item) for item in listed]
         if unknown := next((item for item in ids if item not in names), None):
             raise ServerError(f"{where}: neighbor {unknown!r} is not in the corpus")
+        # A search by a chunk's own text finds the chunk itself first.
         neighbors[names[name]] = [names[item] for item in dict.fromkeys(ids) if item != name]
     return neighbors
 
@@ -60,11 +63,13 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 where = f"{path}:{number}"
                 try:
                     row = json.loads(line)
+                # json.loads raises RecursionError for brackets nested too deeply.
                 except (ValueError, RecursionError) as error:
                     raise ServerError(f"{where}: not JSON: {error}") from None
                 if not isinstance(row, dict):
                     raise ServerError(f"{where}: must be a JSON object")
                 yield where, row
+    # gzip raises EOFError where a file was cut off, which is no OSError.
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ServerError(f"{path}: {error}") from None
 
@@ -76,4 +81,5 @@ def _id_of(row: Mapping[str, Any], where: str) -> str:
 
 
 def _is_id(value: object) -> bool:
+    # True is an int to Python, and no id.
     return isinstance(value, str | int) and not isinstance(value, bool) and value != ""

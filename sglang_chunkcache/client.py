@@ -28,6 +28,7 @@ class Client:
     def __init__(self, url: str, api_key: str | None, *, max_connections: int = 1) -> None:
         self.url = url.rstrip("/")
         self._session = requests.Session()
+        # By default the adapter keeps ten connections and drops, with a warning, what is over.
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=max_connections))
         self._session.trust_env = False  # no proxy between a command and its server
@@ -45,6 +46,7 @@ class Client:
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         try:
             answer = self._session.request(method, self.url + path, json=body, timeout=600)
+            # Before raise_for_status: who sends many requests goes on behind a refused one.
             if answer.status_code == 400:
                 raise RefusedError(_message(answer))
             answer.raise_for_status()
@@ -87,4 +89,5 @@ def _message(answer: requests.Response) -> str:
     try:
         return str(answer.json()["message"])
     except (ValueError, LookupError, TypeError):
+        # A proxy's error has no JSON.
         return answer.text[:200]

@@ -95,6 +95,7 @@ def knob(
         kind: the value's type where the default is None, which is in no range.
         has_flag: False: a limit that nobody had to change; tests make it small.
     """
+    # argparse converts by the type: without `kind`, numbers whose default is None stay text.
     kind = type(default) if default is not None else kind or str
     return field(
         default=default,
@@ -604,6 +605,7 @@ class ChunkCacheConfig:
                 )
             if value is None and f.default is None:
                 continue
+            # A bool is an int to Python; `not >=` also refuses NaN, which float() reads.
             if low is not None and (
                 isinstance(value, bool) or not isinstance(value, int | float) or not value >= low
             ):
@@ -611,6 +613,7 @@ class ChunkCacheConfig:
             if high is not None and not value <= high:
                 raise ValueError(f"{flag} must be at most {high}, got {value!r}")
 
+        # Else every request that names no k is refused for the server's own default.
         if self.index is not None and self.retrieve_k > self.max_chunks:
             raise ValueError(
                 f"{flag_name('retrieve_k')} must be at most {flag_name('max_chunks')}"
@@ -645,19 +648,23 @@ def flag_name(field_name: str) -> str:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags, in groups, each with the reason for its default;
     refuse those that earlier versions had."""
+    # parse_known_args would leave a removed flag to SGLang, whose error knows no advice.
     add_removed_flags(parser)
     group: argparse._ActionsContainer = parser
     for f in flag_fields():
         if f.name in GROUPS:
             group = parser.add_argument_group(GROUPS[f.name])
         help, why, choices, kind = (f.metadata[key] for key in ("help", "why", "choices", "kind"))
+        # Without argparse's `choices`, which would refuse a removed value without the advice, too.
         group.add_argument(
             flag_name(f.name),
             *([SHORT_FLAGS[f.name]] if f.name in SHORT_FLAGS else []),
+            # Else argparse names the value by the long flag, and `from_flags` looks for the field.
             dest=f.name,
             type=kind,
             default=f.default,
             metavar="|".join(choices) if choices else None,
+            # argparse formats help texts with `%`.
             help=f"{help} (default: {f.default!r}). {why}".replace("%", "%%"),
         )
 

@@ -38,6 +38,7 @@ def read_examples(path: Path) -> list[Example]:
             raise ServerError(
                 f"{path}:{number}: needs question, chunks and answers: {error!r}"
             ) from None
+        # tuple() takes a text apart into letters, which are texts that are not empty.
         if not isinstance(row["chunks"], list) or not isinstance(row["answers"], list):
             raise ServerError(f"{path}:{number}: chunks and answers must be lists")
         texts = (example.question, *example.chunks, *example.answers)
@@ -50,6 +51,7 @@ def read_examples(path: Path) -> list[Example]:
                 f"{path}:{number}: question, chunks and answers must be texts that are not empty"
             )
         examples.append(example)
+    # The server would calibrate on made-up questions instead, without a word.
     if not examples:
         raise ServerError(f"{path}: no examples")
     return examples

@@ -97,14 +97,16 @@ def _add_stats(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         # `rid` is the only field of a state request that carries text. SGLang leaves it empty.
         text = args[0].rid if args else None
         asked = decode(text, Asked) if text else NOTHING
-        # SGLang collects the ranks in the order of their replies, so each state names its rank.
+        # A request between two chunks of its prefill is in no queue of SGLang's.
         num_waiting = len(scheduler.waiting_queue) + (scheduler.chunked_req is not None)
+        # SGLang collects the ranks in the order of their replies, so each state names its rank.
         state = cache.rank_state(get_parallel().dp_rank or 0, asked, num_waiting=num_waiting)
         result.internal_state[STATE_KEY] = encode(state)
     return result
 
 
 def _fill_first(forward: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    # SGLang may pass a ForwardBatch of its own making instead, which has no tree.
     cache = _ours(None if batch is None else batch.tree_cache)
     if cache is None:
         return forward(worker, batch, *args, **kwargs)
@@ -129,6 +131,7 @@ def _wait_for_loads(add: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -
     if not adder.can_run_list and (adder.running_batch is None or adder.running_batch.is_empty()):
         # SGLang asks again at once, and would keep the loader's thread from Python
         time.sleep(POLL_S)
+    # Not NO_TOKEN, for which SGLang takes the running batch for full.
     return AddReqResult.OTHER
 
 
@@ -156,6 +159,7 @@ def _watched(misplaced: Misplaced, guard: Guard | None) -> Any:
 
 
 def _asks_for_several(obj: Any) -> bool:
+    # A batch's first prompt answers for all: SGLang refuses different `n` in one batch.
     params = obj.sampling_params
     one = params[0] if params and isinstance(params, list) else params
     return isinstance(one, dict) and one.get("n", 1) != 1
@@ -172,6 +176,7 @@ async def _forgotten(
         for rid in obj.rid:
             manager.rid_to_state.pop(rid, None)
 
+    # Who leaves early closes this generator: SGLang's is closed with it, not by the collector.
     async with aclosing(outputs):
         async for output in outputs:
             if not obj.stream:

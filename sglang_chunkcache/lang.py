@@ -182,6 +182,7 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
         if not _has_areas(prefix_str):
             super().cache_prefix(prefix_str)
             return
+        # max_new_tokens 0 is SGLang's way to prefill without an answer.
         self._post(prefix_str, {"max_new_tokens": 0})
 
     def commit_lazy_operations(self, s: StreamExecutor) -> None:
@@ -210,6 +211,7 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
         num_sent = 0
         with response:
             for line in response.iter_lines():
+                # The stream ends with `[DONE]`, which is no JSON.
                 if not line.startswith(b"data: {"):
                     continue
                 event = json.loads(line[len(b"data: ") :])
@@ -218,6 +220,7 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
                 meta_info = event["meta_info"]
                 if "chunkcache" in event:
                     meta_info["chunkcache"] = event["chunkcache"]
+                # Each event has the whole text so far, as SGLang's own streams.
                 new_text = event["text"][num_sent:]
                 num_sent += len(new_text)
                 yield new_text, meta_info
@@ -234,6 +237,7 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
         if not self._is_ours(s):
             return super().select(s, choices, temperature, choices_method)
         assert temperature <= 1e-5
+        # The prompt by itself first: every choice then finds it cached.
         prompt = self._post(s.text_, {"max_new_tokens": 0}).json()
         scored = []
         for choice in choices:
@@ -279,6 +283,7 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
         return response
 
     def _request_fields(self, sampling_params: SglSamplingParams) -> dict[str, Any]:
+        # It writes a regex into the parameters for SGLang's `dtype`, so they are read behind it.
         self._handle_dtype_to_regex(sampling_params)
         names = (
             "return_logprob",
@@ -307,9 +312,11 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
             "input_ids": [[entry[1] for entry in entries] for entries in input_logprobs],
             "sampling_params": {"max_new_tokens": 0},
             "return_logprob": True,
+            # By default SGLang gives no probabilities of a prompt's tokens.
             "logprob_start_len": 0,
         }
         answers = self._generate_http_request(s, body)
+        # The first token follows nothing, so it has no probability.
         return [answer["meta_info"]["input_token_logprobs"][1:] for answer in answers]
 
 
@@ -317,6 +324,7 @@ def _join(left: str, right: str) -> AreaText:
     if not isinstance(left, str) or not isinstance(right, str):
         return NotImplemented
     areas = (*_areas(left), *_shifted(_areas(right), len(left)))
+    # `left + right` would come back to `AreaText.__add__`.
     return AreaText("".join((left, right)), areas)
 
 
@@ -342,4 +350,5 @@ def _chunk_in(passage: str | Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(
             f"a passage must be a text or an object with one under 'text', got {passage!r:.80}"
         )
+    # Search results bring scores and more, which the endpoint would only throw away.
     return {name: fields[name] for name in ("text", "id") if fields.get(name) is not None}

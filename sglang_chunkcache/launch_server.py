@@ -79,6 +79,7 @@ def main(argv: list[str]) -> None:
     except ValueError as error:
         parser.error(str(error))
     if args.stock:
+        # Inherited from a server of ours, it would turn the hooks on in a stock one.
         os.environ.pop(config.ENV_VAR, None)
         retriever = None
     else:
@@ -119,10 +120,12 @@ def found_models(rest: list[str]) -> list[str]:
     flags = list[str]()
     for flag in rest:
         name, equals, value = flag.partition("=")
+        # `--model=NAME` in two words, so that the name is found at one place.
         flags += [name, value] if equals and name in MODEL_FLAGS else [flag]
     for index in range(1, len(flags)):
         if flags[index - 1] in MODEL_FLAGS:
             flags[index] = find_model(flags[index], file="config.json")
+    # The file of SGLang's --config may name the model.
     if not {"--model-path", "--model", "--config"} & {flag.split("=", 1)[0] for flag in flags}:
         raise ValueError(
             "--model-path is missing: a model's folder, its name on the Hugging Face hub, or"
@@ -214,6 +217,7 @@ def _check_storage(settings: config.ChunkCacheConfig) -> None:
     from sglang_chunkcache.storage.backend import extra_config
     from sglang_chunkcache.storage.key import secret_of
 
+    # Their errors come here in a moment, in a rank only when the model is loaded.
     extra_config(settings)
     secret_of(os.environ)
 
@@ -257,6 +261,7 @@ def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str],
                 launch_callback=lambda: check_ranks(server_args, retriever, started=started),
             )
     finally:
+        # As SGLang's launcher: after a failed start children would hold the device's memory.
         kill_process_tree(os.getpid(), include_parent=False)
 
 
@@ -276,9 +281,11 @@ def _check_hooks(fail: Callable[[str], NoReturn]) -> None:
 
 def _bind_cpu_ranks(num_ranks: int) -> None:
     """Give every rank cores of its own: on one NUMA node SGLang fails at the start without it."""
+    # Not cpu_count: a container may have fewer cores than the machine.
     cores = sorted(os.sched_getaffinity(0))
     if num_ranks > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
         share = max(1, len(cores) // num_ranks)
+        # Ranks beyond the cores share some: SGLang refuses fewer entries than ranks.
         groups = [cores[i * share % len(cores) :][:share] for i in range(num_ranks)]
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
             ",".join(map(str, group)) for group in groups

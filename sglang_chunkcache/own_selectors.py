@@ -31,6 +31,7 @@ def own_selectors(module: str | None) -> Mapping[str, Any]:
             or is taken.
     """
     if module is None:
+        # Read-only: all callers of a process get one object from the cache.
         return MappingProxyType({})
     flag = f"{flag_name('selectors')} {module}"
     try:
@@ -44,6 +45,7 @@ def own_selectors(module: str | None) -> Mapping[str, Any]:
     own: dict[str, Any] = {}
     for selector in selectors:
         try:
+            # `select` is only looked up: that it is missing would else show in a forward.
             name, needs, _ = selector.name, selector.needs, selector.select
         except AttributeError as error:
             raise ValueError(f"{flag}: {selector!r} is no selector: {error}") from None
@@ -53,6 +55,7 @@ def own_selectors(module: str | None) -> Mapping[str, Any]:
             )
         if not isinstance(needs, frozenset) or not needs <= frozenset(Need):
             raise ValueError(f"{flag}: the needs of {name} must be a frozenset of radix_ext.Need")
+        # Recipes and metrics know a selector by its name alone.
         if name in SELECTORS or name in own:
             raise ValueError(f"{flag}: the name {name} is taken")
         own[name] = selector

@@ -26,6 +26,7 @@ SGLang's default is another."""
 
 def register() -> None:
     """Register cache and hooks; in the main process of our launcher also the HTTP endpoints."""
+    # Not at the top: launch_server reads `BACKEND` before SGLang may be imported.
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
@@ -34,10 +35,12 @@ def register() -> None:
 
     register_radix_cache_backend(BACKEND, create_cache)
     register_radix_cache_backend(PYTHON_TREE, create_python_tree)
+    # With a GPU the name belongs to SGLang's own backend.
     if activate() is not None:
         register_attention_backend("torch_native")(create_cpu_attention)
     settings = config.from_env()
     misplaced = guard = None
+    # Schedulers and the detokenizer are spawned, and serve no HTTP.
     if settings is not None and multiprocessing.parent_process() is None:
         from sglang_chunkcache.front.app import install
 
@@ -76,6 +79,7 @@ def create_cache(ctx: Any) -> Any:
             f"--radix-cache-backend {BACKEND} needs `python -m sglang_chunkcache.launch_server`,"
             " which sets it"
         )
+    # Each process patches SGLang for itself: the launcher's check says nothing of this one.
     if missing := missing_hooks(settings, is_main=False):
         raise RuntimeError(f"SGLang did not apply our hooks {missing}; the log above has the cause")
     allocator = type(ctx.params.token_to_kv_pool_allocator).__name__
@@ -85,6 +89,7 @@ def create_cache(ctx: Any) -> Any:
         )
     cache = ChunkRadixCache(ctx.params, settings)
     pricing = Pricing(ctx.tp_worker.model_runner)
+    # Before the fuser, whose store is made with the storage.
     cache.storage = create_storage(ctx, settings)
     if (pool := create_host_pool(ctx, settings)) is not None:
         # Ranks of one tensor-parallel group do the same, and Prometheus would add them up.

@@ -130,6 +130,7 @@ def preprocess(
     print(_size(client, stats["ranks"], texts, near), file=sys.stderr)
 
     def post(chunk: str, before: Sequence[str]) -> dict[str, Any] | RefusedError:
+        # The server refuses a chunk among its neighbors, so also a copy under another id.
         others = [
             {"id": item, "text": texts[item]} for item in before if texts[item] != texts[chunk]
         ]
@@ -160,6 +161,7 @@ def preprocess(
                         if found["refused"] <= MAX_NAMED:
                             bar.write(f"{name}: {chunk!r} is refused: {answer}", file=sys.stderr)
                     elif num > 1 and answer["neighbors"].get("missing"):
+                        # Asked again alone: others in flight may have kept its neighbors out.
                         again.append(chunk)
                         continue
                     else:
@@ -170,6 +172,7 @@ def preprocess(
                         )
                         fates.update(answer["neighbors"])
                     bar.update()
+                    # A bar is drawn over itself, which a log file cannot show.
                     if not has_bar and (now := time.monotonic()) - told > PROGRESS_S:
                         told, done = now, found["chunks"] + found["kept"] + found["refused"]
                         left = bar.format_interval((now - started) * (len(work) / done - 1))
@@ -178,6 +181,7 @@ def preprocess(
                             f" {left} left",
                             file=sys.stderr,
                         )
+            # Taken before `settle`, whose waiting is no part of the rate.
             seconds = time.monotonic() - started
             settle(client)
         rate = round(found["chunks"] / seconds, 3) if found["chunks"] else None
@@ -191,6 +195,7 @@ def preprocess(
         "batch": batch,
         "alone": alone,
         "behind_neighbors": behind,
+        # The server counts from its start, so what was lost before is subtracted.
         **{name: count - counts[name] for name, count in _counts(after).items()},
         "stores": [rank["store"] for rank in after],
         "storages": [rank["storage"] for rank in after if "storage" in rank],
@@ -266,7 +271,9 @@ def _size(
             )
     num_chars = sum(map(len, texts.values())) + sum(len(texts[chunk]) for chunk in near)
     num_bytes = num_chars * num_tokens / max(1, num_read) * ranks[0]["store"]["token_bytes"]
+    # Every chunk is stored alone, those with neighbors once more behind them.
     num_entries = len(texts) + len({*near})
+    # Every rank stores every chunk, so the smallest one is full first.
     max_bytes, max_entries = (
         min(_held(rank)[name] for rank in ranks) for name in ("max_bytes", "max_entries")
     )
@@ -285,6 +292,7 @@ def _size(
 
 def _answers(post: Callable[[str], T], chunks: Iterable[str], num: int) -> Iterator[tuple[str, T]]:
     """(chunk, answer) as they come, `num` in flight."""
+    # Threads, not processes: they wait for the server, and share the session's connections.
     with ThreadPool(num) as pool:
         yield from pool.imap_unordered(lambda chunk: (chunk, post(chunk)), chunks)
 
@@ -298,6 +306,7 @@ def _table(result: Mapping[str, Any]) -> Iterator[str]:
                 f"{name.replace('_', ' '):17} {one['chunks']:7} chunks {rate:18} {one['kept']:7}"
                 " kept"
             )
+    # The first pass has no neighbors.
     found = result["behind_neighbors"]["neighbors"]
     yield "neighbors         " + ", ".join(f"{number} {kind}" for kind, number in found.items())
 
@@ -306,6 +315,7 @@ def _troubles(result: Mapping[str, Any], max_missing: float) -> Iterator[str]:
     """What makes the command fail, beside refused chunks."""
     found = result["behind_neighbors"]["neighbors"]
     if found["missing"] > max_missing * sum(found.values()):
+        # Not 0: `missing` is over a share of it.
         share = found["missing"] / sum(found.values())
         yield (
             f"{share:.1%} of the neighbors were missing, more than --max-missing {max_missing:.1%}:"

@@ -141,4 +141,5 @@ def _mute_interpreters_end() -> None:
     Registered early, so it runs after the exit handlers of SGLang: no code of its is left that
     could report an error.
     """
+    # By the descriptor: C++ writes there whatever sys.stderr is.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -56,16 +56,19 @@ class RankMetrics:
 
     def show(self, stats: Mapping[str, Any]) -> None:
         """What the tier's stats say now. Never raises."""
+        # Also once they are off: callers gather the stats whenever figures are due.
         self._shown_at = self._clock() + SHOWN_S
         if self._is_off:
             return
         try:
             self._show(stats)
         except Exception:
+            # For good: the same error every second would fill the log.
             self._is_off = True
             logger.exception("chunk cache: %s* are shown no more", self._prefix)
 
     def _show(self, stats: Mapping[str, Any]) -> None:
+        # Not in __init__: which label the stats bring is only known with the first ones.
         if not self._exported:
             self._create(stats)
         for name, (key, _, _) in self._gauges.items():
@@ -95,10 +98,12 @@ class RankMetrics:
 
     def _raise(self, number: int, name: str, *reason: str) -> None:
         """A counter to its number."""
+        # A Counter takes what is added, and the stats have totals.
         before = self._told.get((name, *reason), 0)
         self._of(name, *reason).inc(number - before)
         self._told[name, *reason] = number
 
     def _of(self, name: str, *last: str) -> Any:
         exported, labels = self._exported[name], (*self._labels.values(), *last)
+        # prometheus_client refuses `labels()` where a metric was made without any.
         return exported.labels(*labels) if labels else exported

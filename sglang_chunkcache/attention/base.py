@@ -76,6 +76,7 @@ class SparseRequest:
                     f"{name}: expected [n] int64 on the CPU, got {list(tensor.shape)}"
                     f" {tensor.dtype}"
                 )
+            # The sign of the first is enough where they ascend.
             if tensor.numel() and (int(tensor[0]) < 0 or not _ascends(tensor)):
                 raise ValueError(
                     f"{name}: expected strictly ascending from 0 or above, got"
@@ -103,11 +104,13 @@ class SparseRequest:
         """[n] int64: how many keys each query sees; always the first ones.
         Raises ValueError where a query sees none."""
         if self.kv_positions is None:
+            # Keys end where the cached ones do: a query behind them sees all.
             seen = (self.positions + 1).clamp(max=self.num_keys)
         else:  # 3x torch's speed
             seen = torch.from_numpy(
                 np.searchsorted(self.kv_positions.numpy(), self.positions.numpy(), side="right")
             )
+        # The first query sees the fewest keys, so no other one can see none where it sees some.
         if len(seen) and not int(seen[0]):
             raise ValueError(f"position {int(self.positions[0])} has nothing to attend to")
         return seen
@@ -158,6 +161,7 @@ class PassSequence:
                     f" {tensor.dtype}"
                 )
         has_key = self.request.has_key()
+        # A pool key at the position of a fresh one would count twice in the softmax.
         if self.sees_fresh and bool(has_key.any()):
             raise ValueError(
                 f"position {int(positions[has_key][0])} is in kv_positions and would be seen twice"
@@ -166,6 +170,7 @@ class PassSequence:
             raise ValueError(
                 f"position {int(positions[~has_key][0])} is written but is not in kv_positions"
             )
+        # For its error: a query without a key is NaN in every kernel.
         if not self.sees_fresh:
             self.request.visible()
 

@@ -111,6 +111,7 @@ def choose(
     timer = timer or _cuda_ms
     ms: dict[str, float] = {}
     failed: dict[str, str] = {}
+    # On the CPU and seeded, so that every machine checks the same numbers.
     generator = torch.Generator().manual_seed(0)
     small = _make_pass(shape, CHECKED_KEYS, CHECKED_RUN, page_size, generator, device)
     large = _make_pass(shape, TIMED_KEYS, 0, page_size, generator, device)
@@ -157,6 +158,7 @@ def _fastest(runner: Any) -> tuple[SparseAttention | None, dict[str, Any]]:
     left_out = [f"{kernel} left out: {why}" for kernel, why in choice.failed.items()]
     if choice.kernel is None:
         return None, described("masked", "; ".join(left_out), ms=choice.ms)
+    # Made anew: the instances that were tried, and their workspaces, are gone with `choose`.
     attention = FlashInferSparse(shape, device=device, scale=scale, kernel=choice.kernel)
     return attention, described(
         "sparse", "; ".join(["the fastest here", *left_out]), choice.kernel, choice.ms
@@ -192,7 +194,9 @@ def _make_pass(
 ) -> _Pass:
     """One request: `SHARE` of all positions and a run of `run` of them; pages in no order."""
     chosen = torch.rand(num_keys, generator=generator) < SHARE
+    # A run among the scattered rows, so that the causal launch is checked as well.
     chosen[num_keys // 4 :][:run] = True
+    # In no order, as a request's slots are once the pool has seen evictions.
     pages = torch.randperm(-(-num_keys // page_size), generator=generator)
     request = SparseRequest(chosen.nonzero().flatten(), pages.to(device), num_keys)
     sizes = (len(pages), page_size, shape.num_kv_heads, shape.head_dim)
@@ -212,6 +216,7 @@ def _error(attention: FlashInferSparse, small: _Pass, page_size: int, scale: flo
     expected, _ = attend(
         small.queries, small.keys, small.values, [small.request], page_size=page_size, scale=scale
     )
+    # Absolute near 0, where terms have cancelled: the sum has their error.
     off = (got - expected[rows]).abs() / (1 + expected[rows].abs())
     allowed = 2 * torch.finfo(small.queries.dtype).eps
     return (
@@ -233,4 +238,5 @@ def _cuda_ms(run: Callable[[], object]) -> float:
         for _ in range(LAYERS):
             run()
 
+    # The median: what else runs on the GPU delays single calls.
     return float(do_bench(layers, return_mode="median")) / LAYERS

@@ -108,9 +108,11 @@ class FlashInferSparse:
     def warm_up(self) -> None:
         """Compile and load every module that a pass may need, by running one launch of each kind.
         Minutes, the first time."""
+        # From the third page on, so that tiles have whole pages before them: "full" runs, too.
         positions = torch.arange(self.tile_rows + 2) + 2 * self._page_size
         positions[-2:] += torch.tensor([1, 2])  # a run, then two scattered rows
         num_keys = int(positions[-1]) + 1
+        # One page serves as all of them: what is computed does not matter here.
         pages = torch.zeros(-(-num_keys // self._page_size), dtype=torch.int64, device=self._device)
         self.plan([SparseRequest(positions, pages, num_keys)])
         heads = (self._shape.num_kv_heads, self._shape.head_dim)
@@ -122,6 +124,7 @@ class FlashInferSparse:
 
     def plan(self, requests: Sequence[SparseRequest]) -> Tensor | None:
         """Lay out the pass and upload it; see `SparseAttention.plan`."""
+        # A plan that raises an error leaves nothing that `run` could take for this pass.
         self._layout = None
         if self._copied is not None:
             self._copied.synchronize()
@@ -132,6 +135,7 @@ class FlashInferSparse:
             two_part=self._kernel == "fa3_two_part",
         )
         num_pages = [request.kv_pages.numel() for request in requests]
+        # The kernels take page indices of int32.
         pages = [upload(request.kv_pages, self._device).int() for request in requests]
         starts = torch.tensor([0, *num_pages]).cumsum(0)
         whole = (
@@ -153,6 +157,7 @@ class FlashInferSparse:
                 f"queries: expected {self._layout.num_rows} rows as planned, got {len(queries)}"
             )
         if self._page_size == 1 and keys.ndim == 3:
+            # FlashInfer wants the page dimension, which SGLang's pool has not.
             keys, values = keys[:, None], values[:, None]
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         parts: dict[Kind, tuple[Tensor, Tensor]] = {}
@@ -162,6 +167,7 @@ class FlashInferSparse:
             if step.kind == "causal" or not two_parts:
                 step.wrapper.run(query, (keys, values), *step.extra, out=target)
             else:
+                # "limited" writes the same rows of `out`, so "full" needs memory of its own.
                 target = torch.empty_like(target) if step.kind == "full" else target
                 parts[step.kind] = step.wrapper.run(
                     query, (keys, values), *step.extra, out=target, return_lse=True
@@ -201,6 +207,7 @@ class FlashInferSparse:
             causal=launch.kind == "causal",
             sm_scale=self._scale,
             q_data_type=shape.dtype,
+            # Else FlashInfer takes Python's `max` of a tensor, an operation for every entry.
             max_token_per_sequence=int(qo_indptr.diff().max()),
         )
         if launch.kind != "limited":
@@ -240,6 +247,7 @@ class FlashInferSparse:
             if device.type == "cuda"
             else 1
         )
+        # FA2 starts two blocks a multiprocessor, spread over the KV heads.
         num_blocks = max(1, 2 * num_sms // shape.num_kv_heads)
         needs_it = self._kernel != "fa3"
         return (1 << 20) + needs_it * num_blocks * BLOCK_ROWS * shape.num_qo_heads * (

@@ -34,6 +34,7 @@ def log_sum_exp(queries: Tensor, keys: Tensor, *, scale: float, is_causal: bool 
         ValueError: no keys; causal, and not as many keys as queries.
     """
     _check(queries, keys, is_causal)
+    # torch's public scaled_dot_product_attention returns no log-sum-exp.
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     if keys.is_cuda:
         dim = keys.shape[-1]

@@ -104,6 +104,7 @@ class MaskedAttention(AttentionBackend):  # type: ignore[misc]
         num_entries = sum(
             (b.end - b.start) * b.num_keys for s in layout.sequences for b in s.blocks if b.masked
         )
+        # 2 bytes a number, as nearly all models; float32 takes twice the limit.
         self._masks: dict[tuple[int, int], Tensor] | None = (
             {} if 2 * num_entries <= MASK_BYTES else None
         )
@@ -127,6 +128,7 @@ class MaskedAttention(AttentionBackend):  # type: ignore[misc]
         self._write(layer, keys, values)
         if self._watch is not None:
             self._watch(layer, queries)
+        # Not like `q`: heads of values may have another size.
         out = q.new_empty(queries.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         for index, sequence in enumerate(self._layout.sequences):
             seen_keys, seen_values = self._gather(layer.layer_id, sequence, keys, values)
@@ -166,8 +168,10 @@ class MaskedAttention(AttentionBackend):  # type: ignore[misc]
             (self.token_to_kv_pool.get_key_buffer(layer_id), keys),
             (self.token_to_kv_pool.get_value_buffer(layer_id), values),
         ):
+            # The pool may keep another dtype than the model computes in.
             seen = buffer[sequence.kv_slots].to(fresh.dtype)
             if sequence.own:
+                # From the layer's tensors: what has no slots is nowhere in the pool.
                 seen = torch.cat([seen, fresh[sequence.rows]])
             gathered.append(seen if sequence.key_order is None else seen[sequence.key_order])
         return gathered[0], gathered[1]
@@ -226,6 +230,7 @@ def checked_heads(
         raise ValueError(
             f"layer {layer.layer_id}: the pass does not support K/V shared with another layer"
         )
+    # Ignored, each of them would give wrong KV without a word.
     reasons = {
         "cross attention": layer.is_cross_attention,
         "attention that is not causal": layer.attn_type != AttentionType.DECODER,

@@ -85,6 +85,7 @@ def plan(
         for s, layout in zip(sequences, layouts, strict=True)
         if s.out_slots is not None
     ]
+    # By sequence, not joined on the host: slots may be on the device already.
     slots = [upload(out_slots, device) for out_slots, _ in written]
     all_written = len(written) == len(sequences)
     rows = [torch.arange(rows.start, rows.stop) for _, rows in written]
@@ -105,6 +106,7 @@ def _lay_out(
     request, order = sequence.request, None
     positions, key_positions = request.positions, request.key_positions()
     if sequence.sees_fresh:
+        # The common case, fresh tokens behind all cached ones: no layer has to reorder its keys.
         in_order = not len(key_positions) or int(key_positions[-1]) < int(positions[0])
         key_positions, order = torch.cat([key_positions, positions]).sort()
         order = None if in_order else order
@@ -112,6 +114,7 @@ def _lay_out(
     else:
         visible = request.visible().tolist()
     blocks = [
+        # Without a mask scaled_dot_product_attention may take its fast kernels.
         Block(start, end, visible[end - 1], visible[start] < visible[end - 1])
         for start, end in (
             (i, min(i + block_rows, len(visible))) for i in range(0, len(visible), block_rows)
@@ -120,6 +123,7 @@ def _lay_out(
     return SequenceLayout(
         rows=rows,
         positions=upload(positions, device),
+        # Indexing the pool wants int64, a kernel's page table is int32.
         kv_slots=upload(request.kv_pages, device).to(torch.int64),
         own=sequence.sees_fresh,
         key_order=None if order is None else upload(order, device),

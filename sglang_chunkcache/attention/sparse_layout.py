@@ -134,24 +134,29 @@ def plan_sparse(
         request.check_pages(page_size)
     counts = np.array([request.positions.numel() for request in requests], dtype=np.int64)
     visible = np.concatenate(
+        # np.concatenate refuses an empty list, which no requests would be.
         [np.empty(0, np.int64), *(request.visible().numpy() for request in requests)]
     )
     runs = _find_runs(visible, counts, tile_rows)
     run_rows = runs.rows()
     rows = np.delete(np.arange(len(visible)), run_rows)
+    # A causal entry reads what its last row sees.
     run_indices = int(_ceil_div(visible[runs.start + runs.size - 1], page_size).sum())
     scattered = counts - _sum_by_request(runs.size, runs.request, len(counts))
     budget = max(max_indices - run_indices, max_indices // 2)
     tiles = _cut_tiles(visible[rows], scattered, tile_rows, page_size, budget)
     cuts = np.zeros_like(tiles.start)
     if two_part:
+        # Pages before the one with the first row's last key: every row of the tile sees them whole.
         cuts = (visible[rows[tiles.start]] - 1) // page_size
+        # Stable: among themselves tiles keep their order, in which positions ascend.
         by_part = np.argsort(cuts > 0, kind="stable")
         tiles, cuts = tiles.take(by_part), cuts[by_part]
         rows = rows[tiles.rows()]
     order = np.concatenate([run_rows, rows])
     launches = _launches(runs, tiles, cuts, visible[order], page_size)
     return SparseLayout(
+        # None spares every layer a copy of queries and output.
         order=None if bool((np.diff(order) == 1).all()) else torch.from_numpy(order),
         num_rows=len(order),
         launches=launches,
@@ -174,7 +179,9 @@ def page_indices(launch: Launch, pages: Tensor, page_starts: Tensor) -> Tensor:
     """
     total = int(launch.kv_indptr[-1])
     shift = page_starts[launch.request] + launch.first_page - launch.kv_indptr[:-1]
+    # One upload for both, each of which is a copy of its own.
     entries = upload(torch.stack([shift.int(), launch.kv_indptr.diff()]), pages.device)
+    # Without the size, repeat_interleave waits for the device to know it.
     index = entries[0].repeat_interleave(entries[1], output_size=total)
     index += torch.arange(total, dtype=torch.int32, device=pages.device)
     return pages.int().index_select(0, index)
@@ -189,15 +196,18 @@ def _find_runs(visible: Ints, counts: Ints, tile_rows: int) -> Pieces:
     """
     ends = np.cumsum(counts)
     begins = np.diff(visible, prepend=-1) != 1
+    # Two requests' rows may continue each other's numbers by chance.
     begins[(ends - counts)[counts > 0]] = True
     start = np.flatnonzero(begins)
     size = np.diff(start, append=len(visible))
     start, size = start[size >= tile_rows], size[size >= tile_rows]
+    # "right": a request without rows ends where the one before it does.
     request = np.searchsorted(ends, start, side="right")
     beyond = size % tile_rows
     alone = _sum_by_request(beyond > 0, request, len(counts))
     scattered = counts - _sum_by_request(size, request, len(counts))
     joining = scattered + _sum_by_request(beyond, request, len(counts))
+    # A run with a remainder costs a tile of its own, which scattered rows may have room for.
     saves = _ceil_div(joining, tile_rows) < _ceil_div(scattered, tile_rows) + alone
     beyond *= saves[request]
     return Pieces(request, start + beyond, size - beyond)
@@ -209,10 +219,12 @@ def _cut_tiles(
     """Tiles of scattered rows, doubled while that costs little or the page indices are too many."""
     tiles, needed = _tiles_of(tile_rows, counts), int(visible.sum())
     while tile_rows < counts.max(initial=0):
+        # A tile reads what its last row sees, once for all its rows.
         num_indices = int(_ceil_div(visible[tiles.start + tiles.size - 1], page_size).sum())
         tile_rows *= 2
         larger = _tiles_of(tile_rows, counts)
         wasted = int((larger.size * visible[larger.start + larger.size - 1]).sum()) - needed
+        # Too many indices outweigh waste: their memory is limited, time is not.
         if wasted > WASTE * needed and num_indices <= max_indices:
             break
         tiles = larger
@@ -243,6 +255,7 @@ def _launches(
     last_seen = visible[np.cumsum(np.concatenate([runs.size, tiles.size])) - 1]
     run_keys, tile_keys = last_seen[: len(runs.size)], last_seen[len(runs.size) :]
     cut_keys, num_run_rows = cuts * page_size, int(runs.size.sum())
+    # Counted from the entry's first key, which is behind the pages that "full" has read.
     limits = visible[num_run_rows:] - np.repeat(cut_keys, tiles.size)
     first_whole = len(visible) - int(whole.size.sum())
     launches = (

@@ -73,21 +73,26 @@ class UnpaddedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         lens = (req_pool_indices.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist())
         for row, prefix_len, extend_len in zip(*lens, strict=True):
             slots = req_to_token[row, : prefix_len + extend_len]
+            # scaled_dot_product_attention wants one dtype, and the pool may keep another.
             keys, values = (
                 cache[slots].to(query.dtype).transpose(0, 1)[None] for cache in (k_cache, v_cache)
             )
+            # Without a prefix no mask is built, so nothing has to be bounded.
             step = BLOCK_ROWS if prefix_len else max(1, extend_len)
             for first in range(0, extend_len, step):
                 last = min(first + step, extend_len)
+                # Keys behind the block's last query are left out, not masked.
                 num_keys = prefix_len + last
                 rows = slice(start + first, start + last)
                 attended = scaled_dot_product_attention(
                     query[rows].transpose(0, 1)[None],
                     keys[:, :, :num_keys],
                     values[:, :, :num_keys],
+                    # A single query sees all keys: no mask.
                     attn_mask=_mask(last - first, num_keys, query.dtype)
                     if prefix_len and last - first > 1
                     else None,
+                    # torch's causal mask begins at the top left: it would hide a prefix.
                     is_causal=not prefix_len,
                     scale=scaling,
                     enable_gqa=enable_gqa,

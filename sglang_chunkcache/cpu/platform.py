@@ -14,6 +14,7 @@ import torch
 
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
+# Before SGLang: it imports transformers, which imports torchvision.
 define_torchvision_ops()
 
 from sglang.srt.platforms.cpu import CpuSRTPlatform  # noqa: E402
@@ -28,6 +29,7 @@ def activate() -> str | None:
 class CpuNativePlatform(CpuSRTPlatform):  # type: ignore[misc]
     """SGLang's CPU platform with kernels from torch alone."""
 
+    # SGLang asks for pool and allocator classes only of a platform that is out of its tree.
     _enum = PlatformEnum.OOT
 
     def get_default_attention_backend(self) -> str:

@@ -17,6 +17,7 @@ _library: Any = None
 def define_torchvision_ops() -> None:
     """Define the two operators. Safe to call twice; does nothing with a CUDA build of torch."""
     global _library
+    # torch refuses a schema's second definition.
     if (
         _library is not None
         or torch.version.cuda

@@ -24,6 +24,7 @@ import math
 def distance(similarity: float) -> float:
     """|K' - K| / |K| of two blocks of one norm: sqrt(2 (1 - u)).
     What `encoding.relative_errors` measures."""
+    # A similarity of rounded unit vectors may exceed 1.
     return math.sqrt(2 * max(0.0, 1 - similarity))
 
 
@@ -35,6 +36,7 @@ def logit_scale(block_norm: float, query_norm: float, head_dim: int) -> float:
 
 def drift_bound(logit_drift: float) -> float:
     """Proposition 5.3: |s' - s|_1 at most, before its Taylor expansion 2 epsilon + O(epsilon^2)."""
+    # expm1 keeps the digits of a small drift, which exp(x) - 1 would cancel.
     return math.expm1(2 * logit_drift)
 
 
@@ -51,4 +53,5 @@ def logit_drift_within(drift: float) -> float:
 def similarity_within(logit_drift: float, scale: float) -> float:
     """The least similarity at which a layer with this `logit_scale` has no larger logit drift;
     0 if any has."""
+    # A layer of zeros has no logit to move.
     return max(0.0, 1 - (logit_drift / scale) ** 2 / 2) if scale else 0.0

@@ -182,4 +182,5 @@ def _share(
         turned, (directions * kept.unsqueeze(1)).to(blocks.dtype), blocks[fused.leaders]
     )
     scales = norms / kept[fused.table]
+    # Not norm over norm for a block of its own: that is NaN where it is not finite.
     return shared, torch.where(is_shared[fused.table, 0], scales, 1.0)

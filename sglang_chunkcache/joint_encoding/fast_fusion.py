@@ -110,6 +110,7 @@ def fast_fusion(
     if fixed.shape != (num_blocks,):
         raise ValueError(f"fixed: expected [{num_blocks}], got {list(fixed.shape)}")
     key_units, value_units = normalize(keys), normalize(values)
+    # Keys decide, so what is wrong with a value has to show in them.
     key_units[~value_units.isfinite().all(1)] = torch.nan
     owner = torch.arange(num_blocks, device=keys.device)
     fused_at = torch.full((num_blocks,), torch.nan, device=keys.device)
@@ -119,16 +120,20 @@ def fast_fusion(
         (left_ids, is_left), (right_ids, is_right) = _padded(alive, left), _padded(alive, right)
         if not left_ids.numel() or not right_ids.numel():
             continue
+        # `max` returns a NaN wherever there is one, and would hide the similarities beside it.
         similarity = cosine(key_units[left_ids], key_units[right_ids]).nan_to_num(nan=-torch.inf)
         best, row = similarity.masked_fill(~is_left.unsqueeze(2), -torch.inf).max(1)
         joins = is_right & (best > threshold) & ~fixed[right_ids]
         joined, into = right_ids[joins], left_ids.gather(1, row)[joins]
         turns = ~fixed[into]
+        # Several may join one: it is normalised once, when all of them are added.
         touched = torch.unique(into[turns])
         for units in (key_units, value_units):
+            # `units[into] += ...` would keep only one of several that join the same block.
             units.index_add_(0, into[turns], units[joined[turns]])
             units[touched] = normalize(units[touched])
         owner[joined], fused_at[joined] = into, best[joins]
+        # Ascending, as `_padded` and the table's search need it.
         alive = (owner == torch.arange(num_blocks, device=keys.device)).nonzero()[:, 0]
     for _ in lens:  # an owner may have joined another at each later level
         if torch.equal(owner, owner[owner]):
@@ -166,6 +171,7 @@ def _levels(lens: Sequence[int], size: int) -> Iterator[list[tuple[int, int, int
         part, left, right = list[tuple[int, int, int]](), 0, 0
         for a, middle, b in level:
             left, right = max(left, middle - a), max(right, b - middle)
+            # The blocks of both sides, and the similarities between them.
             if part and (len(part) + 1) * ((left + right) * size + left * right) > MAX_PADDED:
                 yield part
                 part, left, right = [], middle - a, b - middle
@@ -179,4 +185,5 @@ def _padded(alive: Tensor, ranges: Sequence[tuple[int, int]]) -> tuple[Tensor, T
     bounds = torch.searchsorted(alive, torch.tensor(ranges, device=alive.device))
     first, end = bounds[:, :1], bounds[:, 1:]
     at = first + torch.arange(int((end - first).max()), device=alive.device)
+    # What pads a range must be some block's number; it is masked by its caller.
     return alive[at.clamp_max(len(alive) - 1)], at < end

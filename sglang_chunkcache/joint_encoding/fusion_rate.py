@@ -43,6 +43,7 @@ def unit_similarities(blocks: Tensor, lens: Sequence[int]) -> Tensor:
     """
     units = torch.arange(len(lens)).repeat_interleave(torch.tensor(lens)).to(blocks.device)
     directions = normalize(blocks)
+    # Each pair once, and none within a unit, which the tree never compares.
     return cosine(directions, directions)[units.unsqueeze(1) < units]
 
 
@@ -55,11 +56,13 @@ def normal_bandwidth(similarities: Tensor) -> float:
     """The kernel's standard deviation that is best if the sample is Gaussian: (4 / 3n)^(1/5) of the
     sample's own (the paper names none). Of one similarity it is 0, which is no bandwidth."""
     num = len(similarities)
+    # correction=0: else a single similarity gives NaN.
     return float((4 / (3 * num)) ** 0.2 * similarities.double().std(correction=0))
 
 
 def density(at: Tensor, similarities: Tensor, bandwidth: float) -> Tensor:
     """f_h: the kernel density estimate at the points `at` [k], [k] float64."""
+    # Point by point: all at once would be [k, n] numbers.
     terms = (((x - similarities.double()) / bandwidth).square() / -2 for x in at.double())
     return torch.stack([each.exp().mean() for each in terms]) / (bandwidth * math.sqrt(2 * math.pi))
 
@@ -74,6 +77,7 @@ def distribution(at: Tensor, similarities: Tensor, bandwidth: float) -> Tensor:
 def kernel_rate(threshold: float, similarities: Tensor, bandwidth: float) -> float:
     """n (1 - F_h): similarities over the threshold that are expected of n like the sample's.
     Bandwidth above 0."""
+    # 1 - Phi(x) as Phi(-x), which does not cancel in the tail.
     return float(torch.special.ndtr((similarities.double() - threshold) / bandwidth).sum())
 
 
@@ -88,6 +92,7 @@ def extreme_rate(threshold: float, similarities: Tensor, bandwidth: float) -> fl
     num = len(similarities)
     a = (2 * math.log(num)) ** -0.5
     b = 1 / a - a / 2 * (math.log(math.log(num)) + math.log(4 * math.pi))
+    # torch's exp: math.exp raises OverflowError, and the term may be infinite.
     return float(
         torch.exp(-(threshold - (bandwidth * b + similarities.double())) / (bandwidth * a)).mean()
     )
@@ -125,6 +130,7 @@ def most_joins(rate: float, num_right: float) -> float:
 def expected_joins(rate: float, num_right: float) -> float:
     """Right blocks with a pair over the threshold, if the pairs fall on them at random;
     at most `num_right`."""
+    # expm1: 1 - exp(-x) cancels where few pairs are over the threshold.
     return num_right * -math.expm1(-rate / num_right) if num_right else 0.0
 
 
@@ -145,4 +151,5 @@ def expected_blocks(lens: Sequence[int], exceedance: float, joins: Joins = expec
 
 
 def _upper_tail(z: float) -> float:
+    # erfc, since 1 - erf has no digits left where few pairs are over the threshold.
     return math.erfc(z / math.sqrt(2)) / 2

@@ -38,12 +38,14 @@ def thresholds_for_ratio(
         ValueError: a ratio of 1 or below.
     """
     statistics = [_statistics(each, lens, head_dim) for each in layers]
+    # 2 is no limit on the drift: the ratio alone is asked for.
     controller = ThresholdController(statistics, lens, ratio=ratio, drift=2)
     num_blocks, nearest, best = len(layers) * sum(lens), math.inf, list[float]()
     for _ in range(MAX_ROUNDS):
         thresholds = controller.thresholds
         num_shared = sum(_num_shared(*each, lens) for each in zip(layers, thresholds, strict=True))
         controller.observe(num_blocks, num_shared)
+        # By the logarithm: half the ratio is as far off as twice the ratio.
         off = abs(math.log(num_blocks / num_shared / ratio))
         if off < nearest:
             nearest, best = off, thresholds
@@ -58,6 +60,7 @@ def thresholds_for_ratio(
 def _statistics(blocks: Tensor, lens: Sequence[int], head_dim: int) -> LayerStatistics:
     """NOTE: queries are not there, so all layers' count as equally long."""
     similarities = unit_similarities(blocks, lens)
+    # At equal distances: the first ones are the pairs of the first unit alone.
     similarities = similarities[:: -(-len(similarities) // MAX_PAIRS)]
     norm = float(torch.linalg.vector_norm(blocks.float(), dim=1).max())
     return LayerStatistics(similarities, logit_scale(norm, 1.0, head_dim))
@@ -67,5 +70,6 @@ def _num_shared(blocks: Tensor, threshold: float, lens: Sequence[int]) -> int:
     return (
         sum(lens)
         if threshold >= NEVER
+        # Keys as values: values decide nothing, and only the number of blocks is read.
         else len(fast_fusion(blocks, blocks, lens, threshold).leaders)
     )

@@ -125,11 +125,13 @@ class ThresholdController:
         factor = _FASTER if direction == self._direction else _SLOWER
         self._step = min(max(self._step * factor, _STEPS[0]), _STEPS[1])
         self._direction = direction
+        # In the logarithm: the ratio may need a drift that is orders away.
         self._logit_drift = min(self._logit_drift * math.exp(direction * self._step), self._limit)
 
     def _predicted(self) -> float:
         """The least logit drift that is expected to give the ratio, or the limit."""
         low, high = 0.0, self._limit
+        # Bisection: the predicted ratio is no smooth function, but grows with the drift.
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             enough = (
@@ -147,6 +149,7 @@ def _thresholds(layers: Sequence[LayerStatistics], logit_drift: float) -> list[f
 def _skipping(
     layers: Sequence[LayerStatistics], lens: Sequence[int], thresholds: Sequence[float]
 ) -> list[float]:
+    # Of so many pairs one is likely over the threshold even where their share is small.
     pairs = num_pairs(lens)
     return [
         NEVER if no_fusion(pairs * layer.exceedance(u)) >= SKIPPED_FROM else u

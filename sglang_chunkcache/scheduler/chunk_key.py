@@ -79,6 +79,7 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
     @property
     def spans(self) -> tuple[Span, ...]:
         """The chunks' spans, relative to the key."""
+        # Only when they are read: most slices of a match are compared by their first chunk alone.
         if self._end - self._first < len(self._spans) or self._offset:
             seen = self._spans[self._first : self._end]
             self._spans = tuple(Span(s - self._offset, e - self._offset, c) for s, e, c in seen)
@@ -100,6 +101,7 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         chunk starts."""
         end = cut_at_chunk(spans, min(up_to, len(token_ids)))
         kept = tuple(span for span in spans if span.end <= end)
+        # What is left is exact, and eviction takes a key with a recipe for approximate.
         if fused is not None and fused.start >= end:
             fused = None
         return cls(token_ids[:end], kept, extra_key=extra_key, cache_salt=cache_salt, fused=fused)
@@ -140,6 +142,7 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
             fused = Fused(max(0, fused.start - start), fused.recipe) if fused.start < stop else None
         key = ChunkKey(
             self.token_ids[start:stop],
+            # Uncut, see `__slots__`: cutting them at each step is quadratic in a prompt's chunks.
             self._spans,
             extra_key=self.extra_key,
             cache_salt=self.cache_salt,
@@ -151,6 +154,7 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
     def child_key(self, page_size: int = 1) -> Any:
         head = self._leading_chunk()
         exact = (_TAG, self.extra_key, self.cache_salt, self.token_ids[0] if head is None else head)
+        # Where the recipe begins later, the first segment is exact, and shared with exact requests.
         return (
             exact
             if self.fused is None or self.fused.start
@@ -160,12 +164,15 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
     def match(self, other: RadixKey, page_size: int = 1) -> int:
         """Tokens of this node's key that lead `other`:
         all or none of a chunk, token by token elsewhere."""
+        # Raises an error, as SGLang's match: child keys have the namespace, so it is a bug.
         self._check_compatible(other)
         if not isinstance(other, ChunkKey):
             return 0
         mine, theirs = self._leading_chunk(), other._leading_chunk()
         if mine is not None or theirs is not None:
+            # A node's key is one segment, so this is all of the chunk.
             return len(self) if mine == theirs else 0
+        # A match must end where either key's first chunk starts, even if the tokens go on alike.
         limit = min(self._leading_tokens_len(), other._leading_tokens_len())
         return min(limit, int(super().match(other)))
 
@@ -173,8 +180,10 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         """Of `_spans[first:end]` those that lie whole in this key,
         which begins at `offset` among them."""
         spans, stop = self._spans, offset + len(self)
+        # A tuple that is shorter sorts first: the first span that starts at `offset` or behind it.
         first = bisect_left(spans, (offset,), first, end)
         end = bisect_left(spans, (stop,), first, end)
+        # Spans are sorted and disjoint, so only the last one can reach over the end.
         if first < end and spans[end - 1].end > stop:
             end -= 1
         self._first, self._end, self._offset = first, end, offset

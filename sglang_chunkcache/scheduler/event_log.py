@@ -51,6 +51,7 @@ class EventLog:
 
     def restart(self) -> None:
         """A new epoch, later than those before: the tree is empty."""
+        # A restarted rank remembers no epoch, but the clock is later. It may have been set back.
         self.epoch = max(self.epoch + 1, time.time_ns())
         self.seq = 0
         """Number of the next event."""
@@ -78,17 +79,21 @@ class EventLog:
                 node.num_alike += 1
                 return
             if node.num_alike > 1:
+                # Others of its chain are still held, so to the front nothing has left.
                 node.num_alike -= 1
                 return
         self._follow(event)
         self._events.append(event)
+        # Last: `_follow` takes the event's number for the birth of a new node.
         self.seq += 1
         if len(self._events) > self.max_events:
             self._events.popleft()
 
     def acknowledge(self, ack: Acknowledgement) -> None:
         """Forget what `ack` covers."""
+        # Of another epoch: its numbers are of events that are gone.
         if ack.epoch == self.epoch:
+            # At most what there is: an acknowledgement may be nonsense. Below 0, range is empty.
             for _ in range(min(ack.seq, self.seq) - (self.seq - len(self._events))):
                 self._events.popleft()
 
@@ -104,8 +109,10 @@ class EventLog:
         """What is held now, from birth `first` on and no more than a message should carry."""
         told: list[Event] = []
         at = bisect_left(self._by_birth, first, key=lambda node: node.birth)
+        # One less: a node takes two events where it has moved.
         while at < len(self._by_birth) and len(told) < self.max_told - 1:
             node = self._by_birth[at]
+            # A chain that left and came back has a second entry, later than this one.
             if self._held.get(node.chain) is node:
                 told.append(node.event)
                 if node.tier is not Tier.DEVICE:
@@ -124,6 +131,7 @@ class EventLog:
             if node is None:
                 self._held[chain] = node = _Node(self.seq, chain, event)
                 self._by_birth.append(node)
+                # XOR takes a chain out as it put it in, in any order.
                 self.digest ^= chain
             node.tier = Tier.DEVICE  # it may come back from host memory
         elif node is None:
@@ -133,6 +141,7 @@ class EventLog:
         else:
             del self._held[chain]
             self.digest ^= chain
+            # Not at every eviction: taking one out of a list moves all behind it.
             if len(self._by_birth) > 2 * len(self._held) + self.max_told:
                 self._by_birth = [
                     each for each in self._by_birth if self._held.get(each.chain) is each

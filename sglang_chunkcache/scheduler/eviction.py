@@ -28,6 +28,7 @@ class ReusedLonger(EvictionStrategy):  # type: ignore[misc]
         self.base, self._aging = base, Aging(NEW)
 
     def get_priority(self, node: TreeNode) -> tuple[float, Any]:
+        # `base` second: ties are common, since all nodes of one request are as old.
         return self._priority(node), self.base.get_priority(node)
 
     def evicted(self, node: TreeNode, now: int) -> None:
@@ -36,6 +37,7 @@ class ReusedLonger(EvictionStrategy):  # type: ignore[misc]
 
     def _priority(self, node: TreeNode) -> float:
         known, fused = facts(node), node.key.fused if isinstance(node.key, ChunkKey) else None
+        # Evicted while it waits, it would never get into the store.
         if fused is not None and fused.serves_one and not known.is_waiting:
             return -inf
         return self._aging.priority(hits=known.hits, last_access=known.used)
@@ -58,6 +60,7 @@ class PromotedFirst(EvictionStrategy):  # type: ignore[misc]
 def is_promoted(node: TreeNode | None) -> bool:
     """The mark of a node, inherited from the nearest chunk node of the first chunk area;
     fused nodes have none."""
+    # Asked first: else it would inherit the mark of the exact chunk above it.
     if node is not None and isinstance(node.key, ChunkKey) and node.key.fused is not None:
         return False
     while node is not None:

@@ -66,6 +66,7 @@ class LayerLoads:
     @classmethod
     def of(cls, pool: Any) -> LayerLoads:
         """The pool's own: its getters wait for loads from now on."""
+        # Host memory and moved KV share one pool's loads: whoever comes first registers them.
         if not isinstance(pool.layer_transfer_counter, cls):
             is_cuda = torch.device(pool.device).type == "cuda"
             pool.register_layer_transfer_counter(cls(pool.layer_num, is_cuda=is_cuda))
@@ -130,9 +131,11 @@ class LayerLoads:
         if self._overlapped is None:
             return False
         try:
+            # Layers are copied in ascending order, so the last one's wait is for all.
             self.wait_until(self.num_layers - 1)
             return self._has_failed
         finally:
+            # Also where the copy raises: the next forward would wait for a pass that is over.
             self._has_failed, self._overlapped, self._stall = False, None, nullcontext
             self._unread.clear()
 
@@ -164,8 +167,10 @@ class _OnThread:
         if not event.is_set():
             with stall():
                 event.wait()
+        # Read behind the event, which the thread sets after it: no lock.
         if self._failed_from is None or self._failed_from > layer:
             return False
+        # All that the thread has left out: it ends with its first failure.
         self._copy(range(self._failed_from, self._layers.stop))
         self._failed_from = None
         return True
@@ -188,6 +193,7 @@ class _OnThread:
                 break
             self._is_there[layer].set()
         self._interval.mark()
+        # Also behind a failure: readers of the layers that are missing would wait for ever.
         for event in self._is_there.values():
             event.set()
 

@@ -111,6 +111,7 @@ class RequestState:
 
 def facts(node: TreeNode) -> ChunkFacts:
     """The node's record."""
+    # On the object, not in a subclass: SGLang makes nodes itself, as in `_split_node`.
     found: ChunkFacts | None = getattr(node, "chunkcache", None)
     if found is None:
         found = node.chunkcache = ChunkFacts()
@@ -128,6 +129,7 @@ def state(req: Req) -> RequestState:
 def identity_of(node: TreeNode) -> ChunkIdentity | None:
     """Which chunk the node holds. None: a token node."""
     chunk = facts(node).chunk
+    # From the node's key: a chunk's id says nothing of its tenant.
     return None if chunk is None else ChunkIdentity(chunk, node.key.extra_key, node.key.cache_salt)
 
 

@@ -44,6 +44,7 @@ class Interval:
     @property
     def seconds(self) -> float | None:
         """None: not over yet. Does not wait."""
+        # Asked of the end only: the stream reaches the beginning before it.
         if len(self._marks) < 2 or (self._is_cuda and not self._marks[1].query()):
             return None
         begin, end = self._marks
@@ -102,6 +103,7 @@ class Pricing:
         `poll` learns from the seconds, once they are known; without a phase nothing is.
         """
         interval = self._interval()
+        # A copy: what opens or closes later is none of its surroundings.
         timer = Timer(phase, work, [interval], around=tuple(self._open))
         interval.mark()
         self._open.append(timer)
@@ -140,12 +142,14 @@ class Pricing:
         while self._running and (seconds := self._running[0].seconds) is not None:
             timer = self._running.popleft()
             if timer.phase is not None:
+                # Less its stalls, a phase may have taken nothing, by which the model would divide.
                 self.model.observe(timer.phase, timer.work, max(seconds, 1e-9))
 
     def refresh(self) -> None:
         """A prefill is over. All ranks call it for the same ones."""
         self.poll()
         self._num_prefills += 1
+        # By number, not by time: `_agree` is collective, so ranks must come to it together.
         if self._num_prefills % REFRESH == 0:
             self._agree()
             self.costs = self.agreed if self.costs is not None else None
