@@ -50,16 +50,19 @@ def create_fuser(
     if reasons := unsupported(runner, args):
         raise ValueError(f"--reuse fused is not supported with {', '.join(reasons)}")
     pool, codec = runner.token_to_kv_pool, CODECS[config.store_codec]
+    # Here, since a head that fills no whole bytes would otherwise fail with each capture.
     codec.check_heads(pool.k_buffer[0], pool.v_buffer[0])
+    # One table for all layers: `unsupported` has refused models with several.
     table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
-    # cuDNN compiles a plan for each shape it meets, and keeps it. A masked pass has another shape
-    # in nearly every request.
+    # cuDNN compiles a plan for each shape it meets, in 40 ms, and keeps it. A masked pass has
+    # another shape in nearly every request.
     torch.backends.cuda.enable_cudnn_sdp(False)
     sparse, attention, figures = gated_attention(
         runner, table, ctx.params, config.recompute_attention
     )
     logger.info("chunk cache: attention of the recompute pass: %s", attention)
     _judge(figures, attention["kind"], config.gate)
+    # Without chunked prefill (-1) a batch is bounded by `max_prefill_tokens` alone.
     prefill_budget = (
         args.chunked_prefill_size
         if (args.chunked_prefill_size or 0) > 0
@@ -73,6 +76,7 @@ def create_fuser(
             prefill_budget,
         )
     limits = Limits(
+        # The memory that SGLang leaves free is for the activations of one budget.
         max_pass_tokens=config.max_pass_tokens or prefill_budget,
         max_gap_tokens=config.max_gap_tokens,
         prefill_tokens=args.chunked_prefill_size if (args.chunked_prefill_size or 0) > 0 else None,
@@ -125,7 +129,7 @@ def create_fuser(
         else partial(fingerprint, runner.model),
         calibrator=Calibrator(
             Means(runner, table, ctx.params, sparse, limits.question_window, pricing),
-            config.recompute_ratio or 0.15,
+            config.recompute_ratio or 0.15,  # at 0 there would be nothing to try choices with
         ),
         tier=StorageTier(store, cache.storage, config.store_codec, host, chain_entries)
         if cache.storage is not None
@@ -133,6 +137,7 @@ def create_fuser(
         metrics=StoreMetrics() if args.enable_metrics else None,
     )
     fuser.gate = figures.as_dict()
+    # `Fuser` has told the storage which weights these are: before that it names no entry.
     if fuser.tier is not None:
         started = time.perf_counter()
         # what is in no chain leaves half of the pool to what is

@@ -65,6 +65,7 @@ class Calibration:
         """The request with the layers that it leaves to calibration, which its recipe then names:
         another calibration makes other fused KV. So the front, which knows no calibration, does not
         aim its order at such chains."""
+        # `critical` reads heads, too, which the calibration alone knows.
         if fusion.selector != "critical" and fusion.depth is not None and fusion.layer is not None:
             return fusion
         depth = self.depth if fusion.depth is None else fusion.depth
@@ -79,11 +80,13 @@ class Calibration:
         )
         if fusion.quality is None or not self.steps:
             return fusion
+        # Steps go from few tokens to many, so the first that gains enough takes the fewest.
         enough = fusion.quality * max(step.gain for step in self.steps)
         sufficed = next(step for step in self.steps if step.gain >= enough)
         step = next(
             (step for step in self.steps if step.share >= MARGIN * sufficed.share), self.steps[-1]
         )
+        # In full: limits that print alike must not share fused nodes.
         recipe = f"{fusion.recipe}/above={step.above!r}"
         return replace(fusion, ratio=MAX_AUTO, above=step.above, expected=step.share, recipe=recipe)
 
@@ -119,6 +122,7 @@ def load(path: Path) -> Calibration | None:
         )
     except FileNotFoundError:
         return None
+    # json allows Infinity, which int() refuses as an ArithmeticError, and nests without a limit.
     except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
         logger.warning("chunk cache: %s is no calibration: %r", path, error)
         return None
@@ -126,6 +130,7 @@ def load(path: Path) -> Calibration | None:
 
 def save(path: Path, calibration: Calibration) -> None:
     """Keep it; a warning where that cannot be done."""
+    # Another server may read the file meanwhile, or write its own: it is there whole or not.
     part = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -100,6 +100,7 @@ class Trial:
 
     def agreement(self) -> Agreement:
         """Of the answer behind the moved row with that behind full prefill."""
+        # The answer is given, not decoded anew: each token follows what full prefill has said.
         hidden = self.prefill(self.moved, [*self.ids, *self.answer[:-1]], self.end)
         got = logits_of(self.means.runner, hidden[-len(self.answer) :]).log_softmax(-1)
         kl = (self.expected.exp() * (self.expected - got)).sum(-1)
@@ -116,6 +117,7 @@ class Trial:
             if len(answer) == MAX_ANSWER or answer[-1] in ends:
                 return answer, torch.stack(expected)
             ids = [*self.ids, *answer]
+            # One token a pass, over the row's KV of all before it.
             hidden = self.prefill(self.full, ids, len(ids) - 1)
 
     def prefill(self, row: Row, ids: Sequence[int], start: int = 0) -> Tensor:
@@ -131,6 +133,7 @@ class Place:
     def __init__(self, trial: Trial, slots: Tensor, groups: Sequence[Sequence[int]]) -> None:
         self.trial, self._means, self._slots = trial, trial.means, slots
         self._outward: list[Tensor] = [torch.empty(0)] * len(trial.spans)
+        # All places have the head's KV of full prefill: the chunks alone are moved.
         self._copy(trial.full.slots, range(trial.start), slots, range(trial.start))
         for group in groups:
             self._compute(group)
@@ -192,13 +195,14 @@ class Place:
         self._restore()
         if positions:
             at = torch.tensor(positions)
+            # `_positions` ascend: nothing that runs sees beyond the last one.
             end = positions[-1] + 1
             request = SparseRequest(at, trial.moved.slots[:end], end)
             out = trial.moved.slots[at.to(trial.moved.slots.device)]
             run_pass(
                 self._means.runner,
                 [PassSequence(torch.tensor(trial.ids)[at], request, out)],
-                sparse=self._means.sparse,
+                sparse=self._means.sparse,  # as in service, so its errors count, too
             )
         return trial.agreement()
 
@@ -212,6 +216,7 @@ class Place:
         for index in group:
             starts[index] = len(ids)
             ids += trial.prompt.chunks[index]
+        # SGLang's attention shows no weights: `run_pass` runs the chunks over this KV once more.
         trial.prefill(trial.apart, ids)
         observer = _Outward(
             [
@@ -225,6 +230,7 @@ class Place:
             end = start + len(trial.prompt.chunks[index])
             request = SparseRequest(torch.arange(start, end), trial.apart.slots[:end], end)
             sequences.append(PassSequence(torch.tensor(ids[start:end]), request, own=False))
+            # Turned here, once: `_restore` then copies between equal positions, bit by bit.
             self._copy(
                 trial.apart.slots, range(start, end), self._slots, range(*trial.spans[index])
             )
@@ -244,6 +250,7 @@ class Place:
         )
 
     def _restore(self) -> None:
+        # What was tried before has recomputed some of the moved row.
         region = range(self.trial.end)
         self._copy(self._slots, region, self.trial.moved.slots, region)
 
@@ -256,6 +263,7 @@ class Place:
                 else None
             )
             chunks.append(
+                # `critical` reads neither prefixes nor scores.
                 MovedChunk(ChunkId(str(index)), start, end - start, (), (), None, outward=outward)
             )
         return chunks

@@ -137,7 +137,9 @@ def calibrate(means: Means, prompts: Sequence[CalibrationPrompt], ratio: float) 
         own = [parts[i : i + NUM_PLACES] for i in range(0, len(parts), NUM_PLACES)]
         places: list[Place] = []
         for prompt, part in zip(prompts, own, strict=True):
+            # Prompts share rows: then a trial uses `moved` alone, which is filled each time.
             places += Trial(means, prompt, rows).places(part)
+            # A third of the time is for prompts, the rest for choices (`_Search`).
             if time.perf_counter() - started > MAX_SECONDS / 3:
                 break
         found = _Search(means, places, ratio).run()
@@ -161,6 +163,7 @@ class _Search:
             started = time.perf_counter()
             agreement = place.agreement([])
             expected += 3 * num_choices * (time.perf_counter() - started)
+            # Both places of the first prompt are tried, however long they take.
             if len(moved) >= NUM_PLACES and expected > MAX_SECONDS * 2 / 3:
                 break
             moved.append(agreement)
@@ -170,6 +173,7 @@ class _Search:
         if self._moved.kl < MIN_KL:
             return Calibration(figures=self._figures())
         depths = self._try(
+            # Layer 1 cannot tell: its KV depends on its token alone.
             range(2, self._num_layers + 1),
             lambda place, depth: place.deviation(depth),
             self._deviating,
@@ -182,6 +186,7 @@ class _Search:
             _best(layers, otherwise=Calibration.layer),
         )
         heads, recall = self._heads(depth)
+        # Without heads `critical` compares all tokens.
         whole = some = self._measured(depth, layer, ())
         gain_of_all = gain = self._gain(each.choose(self._ratio) for each in whole)
         if heads:
@@ -211,9 +216,10 @@ class _Search:
         num_tokens = sum(chunk.num_tokens for each in measured for chunk in each.chunks)
         steps = []
         for share in SHARES:
+            # Only proposed tokens were compared: of a larger share no limit is known.
             if (k := num_critical(share, num_tokens)) >= len(compared):
                 break
-            above = float(compared[k])
+            above = float(compared[k])  # k tokens deviate more
             gain = self._gain(each.choose(MAX_AUTO, above) for each in measured)
             steps.append(Step(above, gain.kl, share))
         return tuple(steps) if any(step.gain >= MIN_GAIN for step in steps) else ()
@@ -249,6 +255,7 @@ class _Search:
         """Of what is recomputed in each place."""
         pairs = zip(self._places, chosen, strict=True)
         left = Agreement.mean(place.agreement(positions) for place, positions in pairs)
+        # No division by 0: where moved KV answers alike, `run` has returned.
         return Agreement(
             *(round(1 - part / whole, 4) for part, whole in zip(left, self._moved, strict=True))
         )
@@ -262,14 +269,16 @@ class _Search:
         while len(chosen) < MAX_HEADS:
             found = torch.zeros(num_layers, num_heads)
             for outward, wanted in looks:
+                # Together with the heads chosen before: `critical` reads their mean.
                 sums = outward + sum((outward[at] for at in chosen), torch.zeros(()))
                 k = num_critical(BY_CONTEXT, sums.shape[-1])
+                # Stable, as `top_k.highest`: ties go to the earlier token.
                 ranks = sums.flatten(0, 1).sort(dim=-1, descending=True, stable=True).indices[:, :k]
                 found += (
                     wanted[ranks].sum(-1).reshape(num_layers, num_heads) / wanted.sum() / len(looks)
                 )
             for at in chosen:
-                found[at] = -1
+                found[at] = -1  # not chosen twice
             best = int(found.argmax())
             if float(found.max()) < recall + MIN_RECALL:
                 break
@@ -285,6 +294,7 @@ class _Search:
 
     def _seconds(self, compared: float, asked: float) -> float:
         """What the trials' prompts take on average once their chunks are moved."""
+        # Nominal costs take measuring for free: every depth would seem equally fast.
         costs = self._means.pricing.costs or {
             **NOMINAL,
             Phase.QUESTION: NOMINAL[Phase.EXTEND],

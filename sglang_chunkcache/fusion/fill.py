@@ -108,6 +108,7 @@ class Captured:
         self._scores, self._probe = scores, measured and measured[0]
         self._codec, parts = codec, codec.encode(*kv)
         self._num_parts = len(parts)
+        # Scores travel with the KV: one event tells that both have arrived.
         self._offload = Offload(parts if measured is None else (*parts, measured[1]))
 
     def is_done(self) -> bool:
@@ -198,6 +199,7 @@ class FusionPass:
     def run(self, moves: Sequence[Move]) -> None:
         """Fill the slots of every move. Work is queued on the current stream."""
         before = dict(self.seconds)
+        # No phase: its parts teach the costs, and the whole is compared with the plan's estimate.
         with self.pricing.timed(None, Work(1)) as filling:
             try:
                 with self._timed("relocate"):
@@ -206,6 +208,7 @@ class FusionPass:
                     critical = self._choose(moves)
                 with self._timed("recompute"):
                     self._compute(moves, critical)
+                    # A pass that stops early, or runs nothing, has not waited for the last layers.
                     self._settle()
             except Exception:
                 logger.exception(
@@ -217,6 +220,7 @@ class FusionPass:
                     self._settle()
                 self._compute_all(moves)
         for move in moves:
+            # A batch's time says nothing of one plan's estimate.
             move.filling = filling if len(moves) == 1 else None
             move.ms = {
                 phase: 1000 * (self.seconds[phase] - before.get(phase, 0.0))
@@ -245,6 +249,7 @@ class FusionPass:
                     captured.append(Saved(blob, capture.scores, measured.get(index)))
                     continue
                 positions = torch.arange(capture.start, len(capture.slots), device=slots.device)
+                # Keys stay as they are: turned where they are moved to, they are rounded once.
                 kv = read_blob(self.pool, self.table, slots, positions)
                 captured.append(Captured(kv, capture.scores, measured.get(index), self.codec))
         return captured
@@ -298,10 +303,12 @@ class FusionPass:
                 self.num_tokens[f"moved_{source.where}"] += piece.end - piece.start
         if copies:  # all layers at once: what is loaded beside this pass has to be there
             self.pool.get_kv_buffer(self.pool.layer_num - 1)
+        # Without a call `timed` learns nothing: the block is empty where all comes from the host.
         with self.pricing.timed(
             Phase.DEVICE, Work(bool(copies), sum(len(target) for _, _, target, _ in copies))
         ):
             if copies:
+                # All requests' pieces in one launch, and the turn once for all of them.
                 slots, origins, targets, positions = (
                     joined(column) for column in zip(*copies, strict=True)
                 )
@@ -324,12 +331,14 @@ class FusionPass:
         """From host memory to slots and positions, in layers, of which some come beside the passes
         (Cache-Craft 3.4.2)."""
         work = Work(len(blobs), sum(len(slots) for _, _, slots, _ in blobs))
+        # `LayerLoads` calls it again after a failure: it only overwrites slots of these moves.
         copy = self._from_blobs(blobs) if self._host is None else self._from_pool(blobs, self._host)
 
         num_ahead = self._num_ahead(moves, work)
         self.layers_ahead = self.loads.start(
             copy, Phase.HOST, work, num_ahead=num_ahead, clock=self.pricing
         )
+        # Loads that others have begun, as of exact chains, end after their own forward.
         self._is_overlapped = self.layers_ahead < self.loads.num_layers
 
     def _from_blobs(self, blobs: Sequence[tuple[Any, Tensor, Tensor, Tensor]]) -> Copy:
@@ -381,13 +390,14 @@ class FusionPass:
         needs = [set(chooser.needs) for chooser in choosers]
         for move, need in zip(moves, needs, strict=True):
             if move.fusion.focus != "off" and move.fusion.is_choice:
-                need.add(Need.QUESTION)
+                need.add(Need.QUESTION)  # focus reads the question whatever the selector reads
         chunks_of = [[_chunk_of(piece) for piece in move.moved] for move in moves]
         evidence = self._measure(moves, needs, chunks_of)
         critical = []
         for move, chooser, seen, chunks in zip(moves, choosers, evidence, chunks_of, strict=True):
             selection = chooser.select(chunks, move.fusion, seen)
             if move.fusion.focus != "off" and seen.question_by_layer is not None:
+                # In fewer layers than the window no split settles, and all chunks would be focused.
                 window = min(focus.WINDOW, len(seen.question_by_layer))
                 focused, _ = focus.focused_chunks(seen.question_by_layer, window=window)
                 selection = focus.spare_unfocused(selection, focused)
@@ -402,6 +412,7 @@ class FusionPass:
             for piece in move.plan.pieces:
                 if piece.source is None:
                     positions += range(piece.start, piece.end)
+            # Gaps lie between chosen tokens, and `SparseRequest` takes ascending positions alone.
             critical.append(sorted(positions))
         return critical
 
@@ -412,6 +423,7 @@ class FusionPass:
         chunks_of: Sequence[Sequence[MovedChunk]],
     ) -> list[Evidence]:
         """The question's evidence first: a selector may name by it what is compared."""
+        # A prompt that ends with its last chunk has no question, and its evidence stays None.
         asking = [
             i for i, need in enumerate(needs) if Need.QUESTION in need and moves[i].question_ids
         ]
@@ -446,6 +458,7 @@ class FusionPass:
         return selectors.get(name, self.config.selectors)
 
     def _deviation_work(self, probe: DeviationProbe) -> Work:
+        # Gaps run beside the candidates: tokens after them attend to their KV.
         num_gaps = len(probe.token_ids) - sum(end - start for start, end in probe.chunks)
         num_tokens = (
             len(probe.token_ids) if probe.candidates is None else num_gaps + len(probe.candidates)
@@ -460,6 +473,7 @@ class FusionPass:
         )
         ids = torch.tensor(move.question_ids[-num_tokens:], dtype=torch.int64)
         start = move.question_start + len(move.question_ids) - num_tokens
+        # Slots of gaps still hold what their last owner left there.
         visible = _filled(move).nonzero().flatten()
         return QuestionProbe(
             token_ids=ids,
@@ -496,6 +510,7 @@ class FusionPass:
                         "chunk cache: no plan for sparse attention, masked in its place",
                         exc_info=True,
                     )
+                # Nothing is written yet, so the same pass can run again.
                 self.num_unplanned += 1
                 run_pass(self.runner, sequences, watch=watch)
 
@@ -504,13 +519,14 @@ class FusionPass:
         since memory may have been short."""
         for move in moves:
             start, end = move.plan.start, move.plan.end
+            # No slot keeps moved KV, whatever the selector had chosen.
             move.recomputed_len = move.plan.moved_len
             run_virtual(
                 self.runner,
                 req_pool_index=move.row_index(),
                 runs=[(at, min(at + RESCUE_PIECE, end)) for at in range(start, end, RESCUE_PIECE)],
                 token_ids=move.token_ids,
-                max_sequences=1,
+                max_sequences=1,  # one piece at a time bounds the activations
             )
             move.fallbacks.append(Fallback.PASS_FAILED)
 
@@ -542,6 +558,7 @@ def _ids(token_ids: array[int]) -> Tensor:
 
 def _sequence(move: Move, critical: Sequence[int]) -> PassSequence:
     positions = torch.tensor(critical, dtype=torch.int64)
+    # No token that runs sees beyond the last one of them.
     end = critical[-1] + 1
     return PassSequence(
         token_ids=_ids(move.token_ids)[positions],

@@ -75,6 +75,7 @@ QUANTILE = 0.75
 """Of the tokens' differences: a few tokens may take another way through a mixture of experts,
 in one prefill or the other."""
 
+# From 1: the token at 0 sees one key, and with one less it has nothing to attend to.
 SCATTERED = [
     [i for i in range(1, PROMPT_LEN) if i % 16 in chosen] for chosen in ((0, 1, 2, 3), (7, 10, 13))
 ]
@@ -195,6 +196,7 @@ def gated_attention(
         RuntimeError: as `run_gate` does.
     """
     sparse, attention = choice.create(runner, option)
+    # Asked for by name, a kernel is not replaced: the start is refused with its figures.
     if sparse is not None and option == "auto":
         try:
             figures = run_gate(runner, table, params, sparse=sparse)
@@ -274,10 +276,12 @@ class Trial:
         alone = [*prompt[:HEAD_LEN], *prompt[START:END]]
         _prefill(runner, self._elsewhere, alone, [0, len(alone)])
         self._noise = self._measure_noise(pieces)
+        # After the noise, in multiples of which the second one is measured.
         self._mistakes = self._unrecomputed(), self._off_by_one()
 
     def measure(self, sparse: SparseAttention | None) -> GateFigures:
         """The figures of the pass with this attention; None: the mask."""
+        # In this order: `_move` leaves head, A and B in the row, which `_recompute` attends to.
         stored_ulps, moved_ulps = self._store(), self._move()
         kv_error, logit_error = self._recompute(sparse)
         return GateFigures(
@@ -288,6 +292,7 @@ class Trial:
             logit_error=logit_error,
             logit_noise=self._noise.logits,
             logit_error_unrecomputed=self._mistakes[0],
+            # After `_recompute`: by now the row is right
             scattered_error=self._run_scattered(sparse),
             scattered_error_off_by_one=self._mistakes[1],
             dtype=_name(self._pool.dtype),
@@ -303,6 +308,7 @@ class Trial:
             found.append((self._ulps(pieces), kv, self._logit_error(hidden)))
         ulps, kvs, logits = zip(*found, strict=True)
         num_layers, dtype = len(self._kv) // 2, self._pool.dtype
+        # Kernels that add in one order for any piece show no noise: a rounding would fail the gate.
         least = torch.tensor(
             [_rounding(dtype, layer) for layer in range(num_layers) for _ in ("keys", "values")]
         )
@@ -323,6 +329,7 @@ class Trial:
     def _off_by_one(self) -> float:
         """Scattered tokens of the row that is right, by the mask, each without its own key."""
         ids, slots = torch.tensor(self._prompt), self._full.slots
+        # A sequence each: it sees all its keys at or before its position, so its own is not listed.
         one_less = [
             PassSequence(ids[i : i + 1], SparseRequest(torch.tensor([i]), slots[:i], i), own=False)
             for request in SCATTERED
@@ -389,6 +396,7 @@ class Trial:
     # Differences
 
     def _scattered_multiple(self, got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+        # By request: what one alone gets wrong could pass below the quartile of both.
         parts = torch.split(_errors(got, expected), [len(request) for request in SCATTERED], dim=1)
         return float(torch.stack([_quartile(part) / self._noise.kv for part in parts]).max())
 
@@ -457,6 +465,7 @@ def _kv(pool: Any, slots: Tensor) -> list[Tensor]:
 
 def _errors(got: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:
     """[len(got), n]: relative difference of each token's."""
+    # KV that is 0 in both is equal, and 0 / 0 would fail the gate as NaN.
     tiny = torch.finfo(torch.float32).tiny
     pairs = zip(got, expected, strict=True)
     return torch.stack(

@@ -147,6 +147,7 @@ def question_evidence(
         observer=observer,
     )
     asked = [index for index, request in enumerate(requests) if request.in_all_layers]
+    # One reduction and one copy to the CPU, for which the host waits, whatever the batch.
     sums = _sum_over_ranks(runner, observer.read + [observer.by_layer[i] for i in asked], "cpu")
     by_layer = dict(zip(asked, sums[len(requests) :], strict=True))
     return [(sums[index], by_layer.get(index)) for index in range(len(requests))]
@@ -198,7 +199,7 @@ def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[Tensor]:
         PassSequence(
             c.token_ids,
             SparseRequest(torch.arange(c.start, len(c.slots)), c.slots, len(c.slots)),
-            own=False,
+            own=False,  # their KV is in the pool, as of this very context
         )
         for c in chunks
     ]
@@ -216,6 +217,7 @@ def scores_of(chunk: ScoreProbe, sums: Tensor) -> ChunkScores:
         prefix_lens=tuple(end - start for start, end in chunk.prefix),
         intra=float(sums[:, -2].sum()),
         context=on_prefix.sum(1),
+        # a view would keep all columns in memory
         received=sums[:, -1].clone() if chunk.received else None,
         head=float(sums[:, 0].sum()),
         head_len=chunk.start - sum(end - start for start, end in chunk.prefix),
@@ -235,6 +237,7 @@ class _QuestionObserver(Observer):
         self._in_all_layers = [request.in_all_layers for request in requests]
         last = range(self._last_layer, self._last_layer + 1)
         self._layers = [request.layers or last for request in requests]
+        # The pass is over after the last layer that any of its requests reads.
         self._stop = max(
             self._last_layer if r.in_all_layers else layers[-1]
             for r, layers in zip(requests, self._layers, strict=True)
@@ -250,10 +253,12 @@ class _QuestionObserver(Observer):
             inside, owners = self._inside[sequence], self._owners[sequence]
             mass = torch.zeros(len(inside), device=inside.device)
             for _, _, weights in attention.weights():
+                # Keys ascend, so the question's own come after those of the region.
                 mass += weights.sum((0, 1))[: len(inside)]
             self.by_layer[sequence][layer_id] = mass @ owners
             if is_read:
                 self.read[sequence][inside] += mass * owners.sum(1)
+        # Sequences attend one after the other: the last one ends the layer for all.
         if layer_id == self._stop and sequence == len(self.read) - 1:
             raise StopPass
 
@@ -272,9 +277,12 @@ def _measure_piece(
     moved = is_compared[start:end].nonzero().flatten() + start
     if not len(moved):
         return
+    # Gaps before the piece run with it once more: a pass that writes nothing
+    # has left no KV for them.
     is_run = ~is_moved
     is_run[: request.start] = False
     is_run[moved] = True
+    # Attention is causal, so what is behind the piece is neither run nor seen.
     run, seen = (part[:end].nonzero().flatten() for part in (is_run, ~is_run))
     seen_slots, moved_slots = (
         request.slots[upload(part, request.slots.device)] for part in (seen, moved)
@@ -306,6 +314,7 @@ class _DeviationObserver(Observer):
         ):
             difference = fresh[self._rows].float() - cached[self._slots].float()
             self.deviation += difference.square().sum((1, 2))
+        # The layer's own attention is not needed: its KV is projected from the layer before.
         raise StopPass
 
 
@@ -314,6 +323,7 @@ class _ScoreObserver(Observer):
         self._last_layer = runner.token_to_kv_pool.layer_num - 1
         self._num_ranks = runner.tp_group.world_size
         self._chunks = chunks
+        # The head, and text between chunks.
         rest = [_owners(c.prefix, c.start).sum(1) == 0 for c in chunks]
         self._rest = [upload(each.nonzero()[:, 0], runner.device) for each in rest]
         self.sums = [
@@ -324,6 +334,7 @@ class _ScoreObserver(Observer):
         chunk, rest, sums = self._chunks[sequence], self._rest[sequence], self.sums[sequence]
         queries, keys, scale = attention.queries, attention.keys, attention.scale
         own = keys[chunk.start :]
+        # Weights in float32 take heads * n * m numbers, log-sum-exps heads * n for each part.
         parts = [log_sum_exp(queries, keys[start:end], scale=scale) for start, end in chunk.prefix]
         parts.append(log_sum_exp(queries, own, scale=scale, is_causal=True))
         head = (
@@ -335,7 +346,10 @@ class _ScoreObserver(Observer):
         total = lse.logsumexp(0)
         masses = (lse - total).exp()  # [parts, num_heads, n]
         on_own = masses[-1].clone()
+        # A chunk's attention to itself is that to earlier tokens: a token's own key is taken out,
+        # and rounding may leave less than 0.
         masses[-1] = (on_own - (_own_logits(queries, own, scale) - total).exp()).clamp_min(0)
+        # Over the heads of all ranks, since `_sum_over_ranks` adds theirs up.
         num_weights = queries.shape[1] * self._num_ranks * (self._last_layer + 1)
         sums[:, :-1] += masses.sum(1).T / num_weights
         if chunk.received:
@@ -343,8 +357,9 @@ class _ScoreObserver(Observer):
                 attention, keys=own, key_positions=attention.key_positions[chunk.start :]
             )
             for first, last, weights in inside.weights():
+                # Softmax within the chunk, times the chunk's share, is softmax over all keys.
                 received = (weights * on_own[:, first:last, None]).sum(0) / num_weights
-                received.diagonal(first).zero_()
+                received.diagonal(first).zero_()  # received from later tokens alone
                 sums[:, -1] += received.sum(0)
         if layer_id == self._last_layer and sequence == len(self._chunks) - 1:
             raise StopPass
@@ -375,6 +390,7 @@ def _sum_over_ranks(runner: Any, sums: list[Tensor], device: torch.device | str)
         # An all-reduce may round differently on different ranks, and a tie broken differently stops
         # the server.
         flat = group.broadcast(group.all_reduce(flat), src=0)
+    # Moved as one tensor: each copy to the CPU would wait on its own.
     parts = torch.split(flat.to(device), [part.numel() for part in sums])
     return [part.reshape(shaped.shape) for part, shaped in zip(parts, sums, strict=True)]
 

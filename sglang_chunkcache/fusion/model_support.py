@@ -93,6 +93,7 @@ def _runner(runner: Any) -> Iterator[str]:
 
 
 def _pool(pool: Any) -> Iterator[str]:
+    # By its exact name: SGLang's subclasses keep KV in other layouts or dtypes (NPU, FP4, MXFP8).
     if type(pool).__name__ != POOL_CLASS:
         yield f"KV pool {type(pool).__name__}, not {POOL_CLASS}"
         return
@@ -102,6 +103,7 @@ def _pool(pool: Any) -> Iterator[str]:
         yield f"quantised KV ({pool.quant_method.name})"
     if pool.kv_cache_layout != "nhd":
         yield f"KV layout {pool.kv_cache_layout}, not nhd"
+    # A pool has one counter: `LayerLoads` would take another's place.
     if not isinstance(pool.layer_transfer_counter, LayerLoads | None):
         yield "KV loaded layer by layer by others"
 
@@ -124,7 +126,7 @@ def _model(runner: Any) -> Iterator[str]:
     for index, modules in enumerate(parts):
         first_rotary = parts[0].get("self_attn.rotary_emb")
         for reason in (*_rotary(modules, first_rotary), *_attention(modules, index)):
-            first_at.setdefault(reason, index)
+            first_at.setdefault(reason, index)  # once, not in each of the layers
     yield from (f"{reason} (layer {index})" for reason, index in first_at.items())
 
 
@@ -135,6 +137,7 @@ def _rotary(modules: Mapping[str, nn.Module], first: nn.Module | None) -> Iterat
         yield "no self_attn.rotary_emb"
     elif type(rotary).__name__ not in ROTARY_CLASSES:
         yield f"rotary embedding {type(rotary).__name__}"
+    # SGLang's `get_rope` gives layers with equal parameters one module.
     elif rotary is not first and first is not None:
         yield "another rotary embedding than layer 0"
     elif type(radix).__name__ == ATTENTION_CLASS and rotary.head_size != radix.head_dim:
@@ -163,5 +166,6 @@ def _attention(modules: Mapping[str, nn.Module], index: int) -> Iterator[str]:
         yield f"attention temperature by length ({radix.xai_temperature_len})"
     if any(scale not in (None, 1.0) for scale in (radix.k_scale_float, radix.v_scale_float)):
         yield f"scaled KV (k {radix.k_scale_float}, v {radix.v_scale_float})"
+    # Sinks are arguments of the layer's `forward`; only a parameter's name tells of them here.
     if sinks := [name for name, _ in modules["self_attn"].named_parameters() if "sink" in name]:
         yield f"attention sinks ({sinks[0]})"

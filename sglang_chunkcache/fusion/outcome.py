@@ -53,10 +53,12 @@ def selector_of(req: Req, plan: ReusePlan | None) -> str | None:
     if spans is None or spans.fusion is None:
         return None
     asked = spans.fusion
+    # A plan that recomputes nothing has chosen nothing.
     if plan is not None and plan.fusion is not None and plan.recomputed_len:
         chosen = plan.fusion
     elif fused is not None:
         cheaper = asked.cheaper
+        # By its end: the front's `asked` lacks the calibration, which `fused` names before that.
         by_cheaper = cheaper is not None and fused.recipe.endswith(
             cheaper.recipe.removeprefix(asked.recipe)
         )

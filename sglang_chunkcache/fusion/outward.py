@@ -71,6 +71,7 @@ class OutwardRows:
         """[end - start] float32, CPU, own memory.
         None: not all of it was computed, or has arrived."""
         parts, at = [], start
+        # A prefill in pieces computes a chunk in several forwards, in order of position.
         for first, offload in self.pieces:
             if first <= at < end and offload.is_done():
                 part = offload.read()[0][at - first : end - first]
@@ -136,9 +137,11 @@ class OutwardWatch:
             def forward_extend(
                 q: Tensor, k: Tensor, v: Tensor, layer: Any, *args: Any, **kwargs: Any
             ) -> Any:
+                # `k` as it comes: FlashInfer's ragged path writes it into the pool after attention.
                 measure(layer, q, k)
                 return forward(q, k, v, layer, *args, **kwargs)
 
+            # An attribute of the instance, which hides the class's method until it is deleted.
             backend.forward_extend = forward_extend
             try:
                 yield
@@ -182,6 +185,7 @@ class OutwardWatch:
                 self._measure(jobs, layer, q, k)
                 layers.discard(layer.layer_id)
             except Exception:
+                # For good: answers are right without it, and each batch would log a traceback.
                 self._has_failed = True
                 jobs.clear()
                 logger.exception("chunk cache: what chunks attend to is not measured any more")
@@ -206,8 +210,10 @@ class OutwardWatch:
             # an audit leaves no nodes
             chunks = () if spans is None or spans.is_audit else spans.spans
             if any(span.start < start + length and start < span.end for span in chunks):
+                # Calibrated between two pieces of a prompt: masses of other heads do not go on.
                 if state(req).outward is None or state(req).outward.heads != self._heads:
                     state(req).outward = OutwardRows(self._heads)
+                # Up to `start` the keys are in the pool; the forward's own come as `k`.
                 slots = self._pass.runner.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
                 yield self._job(
                     state(req).outward, chunks, start, row, length, slots[:start].long()
@@ -223,6 +229,7 @@ class OutwardWatch:
             move.outward = OutwardRows(self._heads) if gaps else None
             for start, end in gaps:
                 assert move.outward is not None
+                # All tokens of a gap run, so they are adjacent rows of the pass.
                 first = row + bisect_left(positions, start)
                 yield self._job(
                     move.outward, move.spans, start, first, end - start, move.slots[:end]
@@ -255,6 +262,7 @@ class OutwardWatch:
             return
         queries = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         fresh = None if k is None else k.view(-1, layer.tp_k_head_num, layer.head_dim)
+        # By the getter, which waits for the layer's loads beside the forward.
         pool = self._pass.runner.token_to_kv_pool.get_key_buffer(layer.layer_id)
         for job in jobs:
             for head in heads:
@@ -262,6 +270,7 @@ class OutwardWatch:
                 seen = pool[job.cached, kv_head]
                 if fresh is not None:
                     seen = torch.cat([seen, fresh[job.part, kv_head]])
+                # The mean over heads, as the calibration has ranked tokens by (`Place._chunks`).
                 job.masses += _masses(job, queries[job.part, head], seen, layer.scaling) / len(
                     self._heads
                 )
@@ -299,6 +308,7 @@ def _blocks(
     lengths = torch.tensor([last - first for first, last, _ in here])
     places = (counted[start:end] > 0).nonzero()[:, 0]
     starts = torch.tensor([first for _, _, first in here]).repeat_interleave(lengths)
+    # The first chunk's tokens count all keys before them, so they are in blocks of their own.
     num_first = int(lengths[0]) if here[0][2] == spans[0][0] else 0
     at, before, seen = upload(places, device), upload(starts, device), upload(counted, device)
     blocks = []
@@ -331,6 +341,7 @@ def _masses(job: _Job, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
             queries[block.at, None], keys[:num_keys, None], block.positions, seen, scale
         )
         for start, end, weights in attention.weights():
+            # Keys before `common` precede the chunks of all these tokens: there is nothing to hide.
             weights[0, :, common:].masked_fill_(seen[common:] >= block.before[start:end, None], 0)
             found[block.at[start:end]] = weights[0] @ block.counted
     return found

@@ -60,6 +60,8 @@ def measure_costs(
     """
     pool = params.token_to_kv_pool_allocator
     at_most = min(max(max_tokens, MIN_TOKENS), MAX_TOKENS)
+    # Two rows. One position less than the context: `_copy` turns keys to the one after theirs,
+    # which the rotary table must have.
     room: int = min(pool.available_size() // 2, runner.model_config.context_len - 1, at_most)
     if room < MIN_TOKENS:
         return 0
@@ -99,6 +101,7 @@ class _Trial:
         """All phases."""
         quarter = longest // 4
         tail = longest - quarter
+        # Tokens and keys vary apart: else a fit cannot tell `each` from `attended`.
         extends = (
             (longest - 8, longest),
             (0, quarter),
@@ -106,6 +109,7 @@ class _Trial:
             (tail, longest),
             (0, longest),
         )
+        # First: it fills the slots that the other phases read.
         self._time(Phase.EXTEND, self._extend, extends, extend_work)
         computed = (
             (8, longest),
@@ -122,10 +126,12 @@ class _Trial:
             Phase.DEVIATION,
             self._deviate,
             regions,
+            # A model of one layer is compared in that one.
             partial(through, DEPTH / max(DEPTH, num_layers)),
         )
         lengths = [(1, n) for n in (quarter // 4, quarter, longest)]
         self._time(Phase.DEVICE, self._copy, lengths, Work)
+        # Beforehand: the time is that of the way to the device alone.
         self._blobs = {n: self._read(n) for _, n in lengths}
         self._time(Phase.HOST, self._write, lengths, Work)
 
@@ -148,6 +154,7 @@ class _Trial:
         is_cuda = torch.device(self._runner.device).type == "cuda"
         if is_cuda:
             torch.cuda.synchronize()
+        # Kernels are only queued: the clock waits for what came before, and for the run itself.
         started = time.perf_counter()
         run()
         if is_cuda:

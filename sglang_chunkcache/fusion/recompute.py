@@ -91,6 +91,7 @@ class SparseBackend(AttentionBackend):  # type: ignore[misc]
         # It waits for the layer's loads, which may be into slots that are written here.
         pool.get_key_buffer(layer.layer_id)
         pool.set_kv_buffer(layer, self._write_loc, keys, values)
+        # Only now: the watch reads the pass's own keys from the pool, gaps included.
         if self._watch is not None:
             self._watch(layer, queries)
         out = self._attention.run(
@@ -130,6 +131,8 @@ def run_pass(
     Equals `run_virtual`, and ordinary prefill where every token is run, within the model dtype's
     rounding.
     """
+    # Kernels find all keys in the pool, a token's own included, and show no observer their weights:
+    # what writes nothing, or is observed, is left to the mask.
     if (
         sparse is not None
         and observer is None
@@ -180,9 +183,6 @@ def run_virtual(
         [total, hidden_size], one run after the other.
     Raises:
         ValueError: runs empty, out of order or beyond `token_ids`.
-
-    FlashInfer's default path writes K/V after attention, so a run would read another's old K/V: its
-    paged path is switched on for the pass [read in SGLang 0.5.21, `flashinfer_backend.py`].
     """
     _check_runs(runs, len(token_ids))
     cap = min(max_sequences or runner.req_to_token_pool.size, runner.req_to_token_pool.size)
@@ -202,12 +202,15 @@ def _run_virtual(
         runner,
         token_ids=upload(torch.tensor([t for a, b in runs for t in token_ids[a:b]]), runner.device),
         positions=torch.cat([torch.arange(a, b, device=runner.device) for a, b in runs]),
+        # `req_to_token` is int32, and slots that are written are int64.
         out_slots=torch.cat([row[a:b] for a, b in runs]).long(),
         rows=[req_pool_index] * len(runs),
         prefix_lens=[a for a, _ in runs],
         extend_lens=[b - a for a, b in runs],
     )
     backend = runner.attn_backend
+    # FlashInfer's ragged path writes K/V after attention, so a run would read another's old K/V
+    # (SGLang 0.5.21, `flashinfer_backend.py`).
     with _paged(backend), forward_context(ForwardContext(attn_backend=backend)):
         backend.init_forward_metadata(batch)
         return runner.model.model(batch.input_ids, batch.positions, batch)  # type: ignore[no-any-return]
@@ -222,6 +225,7 @@ class _RaggedByDefault(Protocol):
 
 @contextmanager
 def _paged(backend: Any) -> Iterator[None]:
+    # Other backends, as torch_native and Triton, write K/V before they attend.
     if not isinstance(backend, _RaggedByDefault):
         yield
         return
@@ -254,6 +258,7 @@ def _run_sparse(
         token_ids, positions = token_ids[order.to(token_ids.device)], positions[order]
         order = upload(order, device)
         out_slots = out_slots[order]
+        # The watch counts rows as the requests come, whatever order the plan has.
         watch = watch and partial(_watch_in_order, watch, order.argsort())
     batch = _pass_batch(
         runner,
@@ -266,6 +271,7 @@ def _run_sparse(
         ForwardContext(attn_backend=SparseBackend(runner, sparse, out_slots, watch))
     ):
         hidden: Tensor = runner.model.model(batch.input_ids, batch.positions, batch)
+    # Callers read the rows by sequence.
     return hidden if order is None else torch.empty_like(hidden).index_copy_(0, order, hidden)
 
 

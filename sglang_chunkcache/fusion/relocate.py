@@ -179,6 +179,7 @@ def copy_moved(
     _check_pool(
         pool, table, "target_slots", target_slots, "target_positions", target_positions, num_tokens
     )
+    # On a GPU reading the comparison would synchronise: there the caller guarantees it.
     if source_slots.device.type == "cpu":
         _check_apart(source_slots, target_slots)
     turn = table._turn(source_positions, target_positions)
@@ -296,6 +297,7 @@ class BlobTarget:
         for layer, (key_buffer, value_buffer) in enumerate(
             zip(key_buffers, value_buffers, strict=True)
         ):
+            # A copy: the keys may be the store's, and `_apply_` writes in place.
             key_buffer[self._slots] = self._table._apply_(keys[layer].clone(), self._turn)
             value_buffer[self._slots] = values[layer]
 
@@ -326,6 +328,7 @@ def read_blob(
         ValueError: as `copy_moved`.
     """
     _check_pool(pool, table, "slots", slots, "positions", positions)
+    # A turn by 0 is exactly 1, so keys that stay keep every bit.
     turn = table._turn(positions, positions if target_positions is None else target_positions)
     keys, values = (
         torch.empty(
@@ -363,6 +366,7 @@ def _launch(
 
 
 def _check_apart(source_slots: Tensor, target_slots: Tensor) -> None:
+    # A token may keep its slot.
     elsewhere = source_slots[source_slots != target_slots]
     common = elsewhere[torch.isin(elsewhere, target_slots)]
     if len(common):
@@ -373,24 +377,22 @@ def _check_apart(source_slots: Tensor, target_slots: Tensor) -> None:
 
 def _float32_table(rotary_emb: Any) -> Tensor:
     """[num_positions, rotary_dim] float32: the table that the model rotates by, or the same before
-    it was rounded.
-
-    On CUDA SGLang's table is float32 and is used as it is: computed again, angles at far positions
-    could differ by a CPU's `pow`. Elsewhere it has the model's dtype, which is too coarse for
-    moves.
-    """
+    it was rounded."""
     own: Tensor = rotary_emb.cos_sin_cache
+    # On CUDA SGLang's table is float32 and is used as it is: computed again, angles at far
+    # positions could differ by a CPU's `pow`.
     if own.dtype == torch.float32:
         return own
+    # Elsewhere it has the model's dtype, which is too coarse for moves.
     table = rotary_emb._compute_cos_sin_cache().to(own.device, torch.float32)
     if len(table) < len(own):
         # SGLang has grown its table to the context length, each class by its own rule: let a copy
         # grow likewise.
         grown = copy.copy(rotary_emb)
-        grown._buffers = {**rotary_emb._buffers, "cos_sin_cache": table}
+        grown._buffers = {**rotary_emb._buffers, "cos_sin_cache": table}  # the model keeps its own
         grown._ensure_cos_sin_cache_length(len(own) - 1)
         table = grown.cos_sin_cache
-    result: Tensor = table[: len(own)]
+    result: Tensor = table[: len(own)]  # growth is in steps of SGLANG_ROPE_CACHE_ALIGN
     return result
 
 

@@ -127,6 +127,7 @@ def launch_arguments(
         "V_ROW": v_row,
         "NUM_PAIRS": num_pairs,
         "IS_NEOX": is_neox,
+        # Triton's `arange` takes powers of two alone: what is too much is masked.
         "HEADS_WIDTH": _power_of_two(num_heads),
         "PAIRS_WIDTH": _power_of_two(num_pairs),
         "REST_WIDTH": _power_of_two(head_dim - 2 * num_pairs),
@@ -187,7 +188,9 @@ def _relocate(
     part = tl.program_id(0) % (2 * NUM_LAYERS)
     tokens = (tl.program_id(0) // (2 * NUM_LAYERS)) * TOKENS + tl.arange(0, TOKENS)
     live = tokens < num_tokens
+    # In int64: elements of a blob can be more than 2^31.
     in_blob = (part % NUM_LAYERS).to(tl.int64) * num_tokens + tokens
+    # Of addresses out of memory Triton knows no alignment, and would load narrowly.
     pool = tl.multiple_of(tl.load(addresses + part).to(tl.pointer_type(ELEMENT)), ALIGNMENT)
     if part < NUM_LAYERS:
         from_rows = _rows(pool, blob_keys, source_slots, tokens, in_blob, live, K_ROW)
@@ -275,6 +278,7 @@ def _turn_heads(
     turn_at = tokens[:, None] * NUM_PAIRS + pair[None, :]
     if IS_NEOX:  # i is paired with i + NUM_PAIRS
         at = (head * HEAD_DIM + pair)[None, :]
+        # Both halves are read before one is written: a token may keep its slot.
         first = tl.load(from_rows + at, mask=mask)
         second = tl.load(from_rows + at + NUM_PAIRS, mask=mask)
         first, second = _turn(first, second, cos + turn_at, sin + turn_at, mask, ELEMENT)

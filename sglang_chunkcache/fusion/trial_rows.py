@@ -55,9 +55,11 @@ def rows_of(params: Any, lens: Sequence[int]) -> Iterator[list[Row]]:
                 for i, part in zip(indices, torch.split(slots, list(lens)), strict=True)
             ]
             for row in rows:
+                # `req_to_token` is int32, the allocator's slots are int64.
                 pool.write((row.number, slice(0, len(row.slots))), row.slots.to(torch.int32))
             yield rows
         finally:
+            # SGLang's `ReqToTokenPool.free` wants a request, and these rows have none.
             pool.free_slots.extend(indices)
 
 

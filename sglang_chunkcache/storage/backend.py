@@ -61,10 +61,12 @@ class Backend:
         """
         target = torch.empty(num_bytes, dtype=torch.uint8)
         found: Tensor | None = self._storage.get(name, target)
+        # None may also be a failed read: the index forgets what is gone, and this is not.
         if found is None:
             if self._storage.exists(name):
                 raise OSError(f"{name} is there and cannot be read")
             return None
+        # A backend may give a tensor of its own, of another size.
         if found.numel() * found.element_size() != num_bytes:
             raise RefusedEntryError(
                 Refusal.TRUNCATED, f"{found.numel() * found.element_size()} of {num_bytes} bytes"
@@ -77,6 +79,7 @@ class Backend:
         Raises:
             OSError: not kept. Whatever else the backend raises.
         """
+        # Some backends report success and keep nothing, and a row must have its bytes.
         if not self._storage.set(name, data) or not self._storage.exists(name):
             raise OSError(f"the backend did not keep {name}")
 
@@ -115,6 +118,8 @@ class FileBackend(Backend):
 
     def get(self, name: str, num_bytes: int) -> Tensor | None:
         try:
+            # `HiCacheFile.get` logs a warning for each miss, and reads the first bytes of a longer
+            # file without a word.
             size = self._path(name).stat().st_size
         except FileNotFoundError:
             return None
@@ -123,13 +128,14 @@ class FileBackend(Backend):
         return super().get(name, num_bytes)
 
     def delete(self, name: str) -> bool:
-        self._path(name).unlink(missing_ok=True)
+        self._path(name).unlink(missing_ok=True)  # `HiCacheFile` deletes nothing by name
         return True
 
     def sizes(self) -> dict[str, int] | None:
         suffix, found = self._path("").name, dict[str, int]()
         with os.scandir(self._folder) as files:
             for file in files:
+                # Killed between write and rename; nobody writes now, as one process has the folder.
                 if file.name.endswith(".tmp") and _LEFT_OVER.fullmatch(file.name):
                     os.unlink(file)
                 elif file.name.endswith(suffix) and _LEFT_OVER.fullmatch(file.name):
@@ -190,6 +196,7 @@ def create_backend(config: ChunkCacheConfig, folder: Path, *, model_name: str) -
     if name == "file":
         entries.mkdir(parents=True, exist_ok=True)
         model_name = ""  # the names of entries tell models apart
+    # HiCache's factory passes `HiCacheFile` no folder, so only this variable names it.
     with envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.override(str(entries)):
         try:
             storage = StorageBackendFactory.create_backend(
@@ -212,6 +219,7 @@ def _storage_config(extra: Mapping[str, Any], model_name: str) -> Any:
     """HiCache's, by its own field names: releases have different ones."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
+    # Rank 0 of 1: our names and folders tell ranks apart, so HiCache's suffix stays the same.
     known = {
         "tp_size": 1,
         "pp_size": 1,

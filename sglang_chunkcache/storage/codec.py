@@ -65,7 +65,7 @@ class Codec(ABC):
     def check_heads(self, keys: Tensor, values: Tensor) -> None:
         """Raise ValueError where heads do not fit a part;
         of a pool's buffers, [num_slots, num_kv_heads, head_dim]."""
-        self.encode(keys[:0].unsqueeze(0), values[:0].unsqueeze(0))
+        self.encode(keys[:0].unsqueeze(0), values[:0].unsqueeze(0))  # no tokens, all checks
 
     def nbytes(self, sizes: Sizes) -> int:
         """Of all parts."""
@@ -171,6 +171,7 @@ class Quantized(Codec):
 
     def check(self, parts: Sequence[Tensor]) -> None:
         super().check(parts)
+        # Scales alone: whatever bits the levels have, they are numbers.
         if not all(each.isfinite().all() for each in parts[2:]):
             raise ValueError(f"{self.name} keeps no KV that is not finite")
 
@@ -189,10 +190,14 @@ class Quantized(Codec):
         largest = rows.abs().amax(-1)
         scales = (
             (largest.float() / self._most)
+            # Rounded up, the scale of the largest numbers times `_most` would not be finite.
             .clamp(max=_largest_scale(rows.dtype, self._most))
             .to(rows.dtype)
         )
+        # By the scale as it is kept, since that is what decoding multiplies by; rows of zeros by 1,
+        # else 0 / 0 would be NaN, which no uint8 is.
         steps = scales.float().masked_fill(scales == 0, 1).unsqueeze(-1)
+        # A subnormal scale can be far off after its rounding, and give levels beyond the last one.
         levels = (rows.float() / steps).round_().clamp_(-self._most, self._most).add_(self._most)
         return _packed(levels.to(torch.uint8), self.bits), torch.where(
             largest.isfinite(), scales, torch.nan
@@ -201,7 +206,7 @@ class Quantized(Codec):
     def _decoded(self, data: Tensor, scales: Tensor) -> Tensor:
         rows = scales.new_empty((*scales.shape, data.shape[-1] * 8 // self.bits))
         for part in _parts(data):
-            levels = rows[part]
+            levels = rows[part]  # in place: numbers up to 254 are exact in bfloat16, too
             levels.copy_(_unpacked(data[part], self.bits)).sub_(self._most).mul_(
                 scales[part].unsqueeze(-1)
             )
@@ -228,7 +233,7 @@ def _largest_scale(dtype: torch.dtype, most: int) -> float:
     """The largest of the dtype that times `most` is finite."""
     info = torch.finfo(dtype)
     scale = torch.tensor(info.max / most, dtype=dtype)
-    if float(scale) * most > info.max:
+    if float(scale) * most > info.max:  # rounded up: the next one below it
         scale = (scale.double() * (1 - info.eps)).to(dtype)
     return float(scale)
 

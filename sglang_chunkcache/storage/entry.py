@@ -7,8 +7,7 @@
 
 The checksum covers all other bytes, keyed by the secret if there is one: with a secret only who
 knows it can make an entry. It knows no chunk, no store and no backend. `pointer.py` frames its
-bytes likewise, with a magic of its own. NOTE: bytes are copied by numpy, on one core and without
-the interpreter's lock: torch would take all cores from a forward.
+bytes likewise, with a magic of its own.
 """
 
 from __future__ import annotations
@@ -201,11 +200,13 @@ def read(
         tokens if header.has_outward else None,
     ]
     sizes = [prod(shape) * kind.itemsize for shape, kind in filter(None, wanted)]
+    # Else `torch.split` raises, which counts as FAILED: the row would stay, and be asked again.
     if start + sum(sizes) != len(data):
         raise RefusedEntryError(
             Refusal.FORMAT, f"the header tells of {start + sum(sizes)} bytes, there are {len(data)}"
         )
     bytes_of = iter(torch.split(data[start:], sizes))
+    # KV goes on to the device, so it may want pinned memory; measurements stay on the host.
     made = [
         None
         if each is None
@@ -235,6 +236,8 @@ def framed(magic: bytes, header: bytes, parts: Sequence[Any], *, secret: bytes) 
     _FIXED.pack_into(view, 0, magic, VERSION, len(data), _tag(secret), bytes(32))
     _HEADER_LEN.pack_into(view, _FIXED.size, len(header))
     view[start - len(header) : start] = header
+    # By numpy, on one core and without the interpreter's lock: torch would take all cores from a
+    # forward.
     for part in parts:
         data.numpy()[start : start + len(part)] = part
         start += len(part)
@@ -256,8 +259,10 @@ def header_of(data: Tensor, magic: bytes, kind: type[T], *, secret: bytes) -> tu
         raise RefusedEntryError(Refusal.FORMAT, f"it begins with {found!r}, version {version}")
     if num_bytes != len(view):
         raise RefusedEntryError(Refusal.TRUNCATED, f"{len(view)} of {num_bytes} bytes")
+    # Before the checksum, which differs under another secret, too: that is no damage.
     if tag != _tag(secret):
         raise RefusedEntryError(Refusal.SECRET, "it was written with another secret")
+    # Before the header is parsed: what is not ours is not decoded.
     if checksum != _checksum(view, secret):
         raise RefusedEntryError(Refusal.DAMAGED, "the checksum is another one")
     (header_len,) = _HEADER_LEN.unpack_from(view, _FIXED.size)

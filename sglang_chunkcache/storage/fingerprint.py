@@ -42,11 +42,12 @@ def fingerprint(model: nn.Module) -> int:
             multipliers[device] = _mixed(torch.arange(PIECE_WORDS, device=device))
             totals[device] = torch.zeros((), dtype=torch.int64, device=device)
         pieces = torch.split(_words(tensor), PIECE_WORDS)
+        # int64 wraps, which is the modulo. All pieces share multipliers, 8 MiB of them.
         sums = torch.stack([(piece * multipliers[device][: len(piece)]).sum() for piece in pieces])
         places = torch.arange(num_pieces, num_pieces + len(pieces), device=device)
         num_pieces += len(pieces)
         totals[device] += (sums * _mixed(~places)).sum()  # ~: no multiplier of a place in a piece
-    return sum(int(total) for total in totals.values()) % 2**64
+    return sum(int(total) for total in totals.values()) % 2**64  # one wait for each device
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -54,6 +55,7 @@ def _words(tensor: Tensor) -> Tensor:
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     if missing := -len(data) % 4:
         data = torch.cat([data, data.new_zeros(missing)])
+    # `view` refuses an offset that is no multiple of 4, as a part of another tensor may have.
     if data.storage_offset() % 4:
         data = data.clone()
     return data.view(torch.int32)

@@ -70,6 +70,7 @@ class Names:
         `how`: what else KV depends on."""
         told = {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL}
         text = json.dumps(told, sort_keys=True, default=str)
+        # Not the codec: chains have none, and variants name theirs in `how`.
         sizes = (
             layout.num_layers,
             layout.num_kv_heads,
@@ -90,6 +91,7 @@ class Names:
     ) -> str:
         """A file's name, too. Entries with more measured are other entries:
         a backend overwrites none."""
+        # Heads matter where something was measured in them: plain KV has one name under all.
         measured = f"{int(scored)} {has_outward} {sorted(heads) if scored or has_outward else ()}"
         told = self._hash("entry", *place[:4], str(place.preprocessed), measured, *place.prefix)
         return f"cc1-{told}{self._shard}"
@@ -102,6 +104,7 @@ class Names:
         """No two lists of parts are hashed alike."""
         data = b"".join(
             b"%d:%b" % (len(each), each)
+            # A salt may have lone surrogates, which JSON allows and plain UTF-8 refuses.
             for each in (part.encode("utf-8", "surrogatepass") for part in parts)
         )
         return blake2b(data, key=self._secret, digest_size=20).hexdigest()
@@ -118,9 +121,11 @@ def secret_of(environ: Mapping[str, str] = os.environ) -> bytes:
         raise ValueError(f"{SECRET_VAR} and {SECRET_FILE_VAR} are both set")
     if file:
         try:
+            # Editors end a file with a newline, which is no part of the secret.
             text = Path(file).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
             raise ValueError(f"{SECRET_FILE_VAR}: {error}") from None
         if not text:
             raise ValueError(f"{SECRET_FILE_VAR}: {file} is empty")
+    # Hashed, since a key of blake2b has 64 bytes at most.
     return blake2b(text.encode(), digest_size=32).digest() if text else b""

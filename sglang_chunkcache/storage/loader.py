@@ -88,6 +88,7 @@ class Loader:
             empty,
             clock,
         )
+        # No locks: `append` and `popleft` of a deque are atomic, and a queue has one reader.
         self._loads: deque[Load | Lookup] = deque()
         self._others: deque[Write | Callable[[], None]] = deque()
         """Writes, and changes of what is kept, in their order."""
@@ -103,6 +104,7 @@ class Loader:
         """Loads and writes that came to nothing, by reason. Written by the thread."""
         self.num_loaded = self.num_written = self.num_full = self.num_pauses = self.num_unshared = 0
         self.num_unwritten = 0
+        # A daemon: a backend that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="chunkcache-storage", daemon=True)
         self._thread.start()
 
@@ -271,6 +273,7 @@ class Loader:
     def _run(self) -> None:
         torch.set_num_threads(1)  # this thread's alone: a codec takes no cores from a forward
         while self._wake.get():  # once a job, so all are done before the end
+            # Before the job leaves its queue, else `is_idle` could see neither.
             self._is_at_work = True
             self._do_next()
             self._is_at_work = False
@@ -327,6 +330,7 @@ class Loader:
                 self.num_loaded += 1
                 job.seconds = self._clock() - began
         except RefusedEntryError as error:
+            # The scheduler reads it in between (`is_refused`): one operation on a dict is atomic.
             self._refused[job.name] = error.reason.value
             if len(self._refused) > MAX_REFUSED:
                 del self._refused[next(iter(self._refused))]
@@ -348,14 +352,17 @@ class Loader:
         try:
             with self._attempt():
                 others = self._of_another(job.row)
+                # Written again it would count in two budgets: `set` keeps the bytes that are there.
                 if others is not None:
                     job.row, job.is_own = others, False
                 else:
+                    # Bytes, row, pointer: a kill in between leaves no name of what is not there.
                     data = write(job.entry(), job.row.name, secret=self._secret)
                     self._backend.set(job.row.name, data)
                     job.row = job.row._replace(num_bytes=len(data))
                     self._manifest.put(job.row)
                     self.num_written += 1
+                # Even if its pointer fails: others do not find the entry, this server does.
                 job.is_confirmed = True
                 if self._pointers is not None and job.is_own:
                     self.num_unshared += not self._pointers.add(job.row)
@@ -375,6 +382,7 @@ class Loader:
         return found[0] if found and self._backend.exists(row.name) else None
 
     def _delete(self, rows: Sequence[Row]) -> None:
+        # Rows first: after a failure below there are bytes without a row, and never the reverse.
         self._manifest.drop([row.name for row in rows])
         for row in rows:
             with self._attempt():

@@ -93,9 +93,11 @@ class Manifest:
             logger.warning(
                 "chunk cache: %s is damaged, the storage starts empty: %s", self._file, error
             )
+            # With its -wal and -shm, which SQLite would replay into the new one.
             for each in folder.glob(f"{self._file.name}*"):
                 each.replace(each.with_name(each.name.replace("manifest", "damaged")))
             self._database = _opened(self._file)
+        # `last_used` counts calls, so that no clock that was set back changes the order.
         (self._clock,) = self._database.execute(
             "SELECT coalesce(max(last_used), 0) FROM entries"
         ).fetchone()
@@ -137,12 +139,12 @@ class Manifest:
     def close(self) -> None:
         """The folder is free. No effect the second time."""
         self._database.close()
-        if self._lock >= 0:
+        if self._lock >= 0:  # after the database: the lock says that nobody has it open
             os.close(self._lock)
             self._lock = -1
 
     def _execute(self, statement: str, values: Sequence[tuple[object, ...]]) -> None:
-        with self._database:
+        with self._database:  # one transaction, all rows or none
             self._database.executemany(statement, values)
 
 
@@ -158,12 +160,13 @@ def _locked(file: Path) -> int:
         holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "?"
         os.close(lock)
         raise InUseError(f"{file.parent} is used by another server (process {holder})") from None
-    os.truncate(lock, 0)
+    os.truncate(lock, 0)  # a shorter number would keep digits of the last one
     os.pwrite(lock, str(os.getpid()).encode(), 0)
     return lock
 
 
 def _opened(file: Path) -> sqlite3.Connection:
+    # Opened by the thread of the start, used by the loader's.
     database = sqlite3.connect(file, timeout=1.0, check_same_thread=False)
     try:
         database.execute("PRAGMA journal_mode = WAL")
@@ -183,6 +186,7 @@ def _opened(file: Path) -> sqlite3.Connection:
                 database.execute("DROP TABLE earlier")
             database.execute(_TABLE)
             database.execute(f"PRAGMA user_version = {SCHEMA}")
+            # Reads every page, so that damage shows now, while the start can still begin anew.
             database.execute("SELECT count(*) FROM entries").fetchone()
     except sqlite3.Error:
         database.close()

@@ -70,6 +70,7 @@ def create_storage(ctx: Any, config: ChunkCacheConfig) -> Storage | None:
         )
     _, num_heads, key_dim = pool.k_buffer[0].shape
     layout = Layout(len(pool.k_buffer), num_heads, key_dim, pool.v_buffer[0].shape[-1], dtype)
+    # Loaded KV goes on to the device: from pageable memory that makes the host wait.
     empty = partial(torch.empty, pin_memory=torch.device(runner.device).type == "cuda")
     ranks = Ranks(runner.tp_group) if args.tp_size > 1 else None
     rank = f"rank{get_parallel().dp_rank or 0}{ranks.shard if ranks else ''}"
@@ -120,17 +121,20 @@ def open_storage(
         OSError: the folder cannot be written.
     """
     folder, secret = folder_of(config, rank), secret_of()
+    # First, as it locks the folder: `confirmed` deletes what another server may be writing.
     manifest = Manifest(folder)
     try:
         backend = create_backend(config, folder, model_name=model_name)
         rows, num_gone = confirmed(manifest, backend)
         room = room_in(folder, sum(row.num_bytes for row in rows))
         others = list[Row]()
+        # Ranks with different rows would ask for different loads, and hang in the reduction.
         if ranks is not None:
             rows, others = ranks.common(rows)
         num_bytes = sum(row.num_bytes for row in rows)
+        # The least of all ranks' room: with different budgets they would evict differently.
         max_bytes = config.storage_mib << 20 or min(ranks.of_all(room) if ranks else [room])
-    except BaseException:
+    except BaseException:  # else the lock stays in this process, and a second try fails
         manifest.close()
         raise
     names = Names(secret, ranks.shard if ranks else "")
@@ -138,6 +142,7 @@ def open_storage(
         Pointers(backend, names, secret=secret) if backend.is_shared and ranks is None else None
     )
     loader = Loader(backend, manifest, secret=secret, pointers=pointers, ranks=ranks, empty=empty)
+    # What some ranks lack, as after a kill between their writes, no request can use.
     loader.delete(others)
     if num_gone:
         loader.problems[GONE] += num_gone
@@ -165,6 +170,7 @@ def confirmed(manifest: Manifest, backend: Backend) -> tuple[list[Row], int]:
     there = [row for row in rows if sizes.get(row.name) == row.num_bytes]
     kept = {row.name for row in there}
     manifest.drop([row.name for row in rows if row.name not in kept])
+    # Written and never told, or of another size than the row's.
     for name in sizes.keys() - kept:
         backend.delete(name)
     return there, len(rows) - len(there)

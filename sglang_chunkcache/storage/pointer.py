@@ -68,9 +68,11 @@ class Pointers:
             return False
         for _ in range(MAX_POINTERS + 1):
             there = self._all(chunk)
+            # Set by the last turn of this loop, or by another server.
             if any(each is not None and each.name == row.name for each in there):
                 return True
             number = len(there)
+            # What is no pointer of this chunk helps nobody: its place is free once it is deleted.
             if None in there and self._backend.delete(
                 self._names.pointer(chunk, there.index(None))
             ):
@@ -93,6 +95,8 @@ class Pointers:
             if not self._backend.delete(self._names.pointer(chunk, number)):
                 return
             last = there.pop()
+            # Places have no gaps, so the last pointer comes here, behind the delete: `set`
+            # overwrites nothing.
             if number < len(there):  # what is behind has been looked at, so it stays
                 assert last is not None
                 data = self._bytes(last)
@@ -121,6 +125,7 @@ class Pointers:
         if told.of != self._names.pointer(chunk, 0):
             raise RefusedEntryError(Refusal.OTHER_ENTRY, f"these are the bytes of {told.of}")
         place = Place(*chunk, told.head, tuple(map(ChunkId, told.prefix)), told.preprocessed)
+        # Computed, not told: no pointer leads to another chunk's or tenant's entry.
         name = self._names.entry(place, told.scored, told.has_outward, told.heads)
         measured = told.scored, told.has_outward, told.heads
         return Row(name, place, told.num_tokens, told.num_bytes, *measured, start=told.start)
@@ -142,6 +147,7 @@ class Pointers:
                 row.start,
             )
         )
+        # Filled up: all pointers have one size, which `get` must know.
         room = POINTER_BYTES - len(framed(_MAGIC, header, (), secret=self._secret))
         if room < 0:
             return None

@@ -81,12 +81,15 @@ class Ranks:
     ) -> Iterator[Job]:
         """What all ranks have done of so many that are asked for,
         each as it went where it went worst. Empties `done`."""
+        # Kept until all ranks have done it: threads go in order, so the first ones are the same.
         while done:
             job = done.popleft()
             self._finished[type(job)].append(job)
+        # All ranks have asked for the same, and paused by one reduction: all return here, or none.
         if not (num_loads or num_writes or self.is_paused):
             return
         loads, writes = self._finished[Load], self._finished[Write]
+        # One tensor of one size, whatever each rank has done: float64 holds counts and seconds.
         told = torch.zeros(3 + 2 * MAX_WAITING, dtype=torch.float64)
         told[:3] = torch.tensor([len(loads), len(writes), not is_paused])
         told[3 : 3 + len(loads)] = torch.tensor(
@@ -95,6 +98,7 @@ class Ranks:
         told[3 + MAX_WAITING :][: len(writes)] = torch.tensor(
             [job.is_confirmed for job in writes], dtype=torch.float64
         )
+        # Between CPUs: a reduction on the device would wait for the forward that is queued.
         self._group.cpu_group.allreduce([told], torch.distributed.ReduceOp.MIN).wait()
         num_loads, num_writes, runs = map(int, told[:3])
         self.is_paused = not runs
@@ -129,6 +133,7 @@ def _went(job: Load, outcome: float) -> Load:
         job.entry = None
         if outcome > _GONE:
             job.problem = FAILED
+        # It is gone on another rank, so the indices of all drop it.
         elif job.problem in ("", FAILED, PAUSED):
             job.problem = GONE
     return job

@@ -48,7 +48,7 @@ class ContextGuided(Selector):
             alpha = solve_alpha(overheads, [chunk.num_tokens for chunk in scored], request.ratio)
         # the clamp of CFO would choose one token of each chunk
         nothing = request.alpha is None and request.ratio == 0
-        shares = iter(overheads)
+        shares = iter(overheads)  # of the scored chunks, in their order
         offsets: list[Tensor] = []
         cfos: list[float | None] = []
         for chunk in chunks:

@@ -59,11 +59,13 @@ def _outward(chunks: Sequence[MovedChunk], share: float) -> tuple[Tensor, ...]:
     over all scored chunks together."""
     outward = [chunk.outward for chunk in chunks]
     known = [each for each in outward if each is not None]
+    # One share of all: a chunk that looked back more is compared more.
     chosen = torch.zeros(sum(map(len, known)), dtype=torch.bool)
     if known:
         chosen[highest(torch.cat(known), num_critical(share, len(chosen)))] = True
     parts = iter(torch.split(chosen, [len(each) for each in known]))
     return tuple(
+        # Computed before the calibration, or by a captured graph: all its tokens are compared.
         torch.arange(chunk.num_tokens) if each is None else next(parts).nonzero()[:, 0]
         for chunk, each in zip(chunks, outward, strict=True)
     )

@@ -62,10 +62,12 @@ def jointly_highest(
         raise ValueError(f"evidence must be [{end}] or longer but is {tuple(scores.shape)}")
     if not chunks:
         return ()
+    # Chunk after chunk, so that ties go to the chunk named first.
     moved = torch.cat([scores[chunk.start : chunk.start + chunk.num_tokens] for chunk in chunks])
     lens = [chunk.num_tokens for chunk in chunks]
     k = num_critical(ratio, len(moved))
     if above is not None:
+        # Not `moved > above`: NaN counts as above it.
         k = min(k, max(num_critical(MIN_AUTO, len(moved)), int((~(moved <= above)).sum())))
     chosen = torch.zeros(len(moved), dtype=torch.bool)
     chosen[highest(moved, k)] = True
