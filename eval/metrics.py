@@ -94,7 +94,7 @@ def label(metric: str) -> str:
 def is_time(metric: str) -> bool:
     """Times are told by their median and compared by ratios,
     other metrics by the mean and by differences."""
-    # By name, since modes and benches measure times that METRICS does not list.
+    # By name, since benches measure times that METRICS does not list.
     return metric.endswith("_s") and not metric.endswith("_per_s")
 
 

@@ -346,7 +346,7 @@ def _search(
         encoder=encoder.spec() if encoder else {"kind": "hashed", "dim": DIM},
     )
     some = next(iter(asked.values()))
-    # Queries leave different turns out: the union of all asks for every domain's index once.
+    # Kinds of query leave out different turns: of their union each domain is indexed once.
     requests = tuple(
         {request.id: request for data in asked.values() for request in data.requests}.values()
     )
