@@ -62,6 +62,7 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         # Otherwise Python reports the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # A shell's code for an end by SIGPIPE: 128 + 13.
         return 141
     except KeyboardInterrupt:
         print(f"eval {name}: interrupted", file=sys.stderr)

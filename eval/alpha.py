@@ -78,15 +78,19 @@ def calibrate(client: Client, examples: Sequence[Example], *, target: float) -> 
     Raises:
         ServerError: the server refuses a request, or moves no KV.
     """
+    # Else an earlier run's KV, stored after other chunks, would be found for these examples.
     salt = f"calibrate-{time.time_ns()}"
     reads_scores = {
         "reuse": {"mode": "fused", "selector": "context"}
     }  # all is found as it stands, and scored when stored
     for fields in ({}, reads_scores):  # the store takes a chunk at its second use
         for example in examples:
+            # In this order it caches no prefix of the later requests, whose chunks are then moved.
             turned = [*example.chunks[1:], example.chunks[0]]
             _ask(client, example, turned, cache_salt=salt, max_tokens=1, **fields)
+    # Captures wait for a rank's next forward: the first steps would find a store half full.
     settle(client)
+    # Another salt shares no KV with the requests above, and without `reuse` nothing is moved.
     full_f1 = _mean(
         [_f1(_ask(client, e, e.chunks, cache_salt=f"{salt}-full")[0], e) for e in examples]
     )
@@ -108,6 +112,7 @@ def calibrate(client: Client, examples: Sequence[Example], *, target: float) -> 
         steps.append({"alpha": alpha, "mean_cfo": num_recomputed / num_moved, "f1": _mean(scores)})
         return steps[-1]["f1"] >= target * full_f1
 
+    # Bisecting the whole grid could miss a low alpha that suffices, as quality may fall in between.
     enough = next((i for i, alpha in enumerate(GRID) if suffices(alpha)), None)
     best = None if enough is None else GRID[enough]
     if enough:

@@ -60,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(argv)
     a, b = read_recorded(options.a), options.b and read_recorded(options.b)
+    # Within one run the choices are tried one after another, until two arms share a cell.
     choices = [pairs_between(a, b, options.against)] if b else pairs_within(a, options.against)
     found = next(
         filter(None, (_contrasts(a, b or a, pairs, options.metric) for pairs in choices)), []
@@ -87,6 +88,7 @@ def main(argv: Sequence[str]) -> int:
     if differs:
         print("\n  ".join(["The runs differ in:", *differs]))
     print(json.dumps({"contrasts": found, "verdict": verdict, "differs": differs}))
+    # Other requests may be harder ones: that is no fault of B for which CI should fail.
     worse = any(direction(one) == "worse" for one in found)
     return int(options.fail_if_worse and worse and not others)
 
@@ -117,6 +119,7 @@ def other_requests(a: Recorded, b: Recorded) -> list[str]:
     """The settings by which the requests of two runs differ:
     their digest, or its substitutes in old records."""
     left, right = a.record["spec"], b.record["spec"]
+    # Equal digests are equal requests, from whatever folder or hub they were read.
     digests = [name for name in DIGESTS if left.get(name) and right.get(name)]
     return [name for name in digests or SOURCES if left.get(name) != right.get(name)]
 
@@ -134,6 +137,7 @@ def differences(a: Recorded, b: Recorded) -> list[str]:
 def _contrasts(
     a: Recorded, b: Recorded, pairs: Pairs, metrics: Sequence[str] | None
 ) -> list[Contrast]:
+    # The same arm on both sides would be "ours is faster than ours" in a sentence.
     sides = ("", "") if a is b else (" in A", " in B")
     found: list[Contrast] = []
     for left, right in pairs:

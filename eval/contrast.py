@@ -64,6 +64,7 @@ def contrast_arms(
                 f"asked_{name}": len(samples),
                 f"failed_{name}": sum(bool(one.get("error")) for one in samples),
             }
+        # `serve` sends whole blocks to every arm, so a request's block is the same on both sides.
         block_of = {sample["request"]: sample.get("block") for sample in sides[0]}
         names = {name for sample in sides[0] for name in sample["metrics"]}
         for metric in ranked(names & set(names if metrics is None else metrics)):
@@ -74,6 +75,7 @@ def contrast_arms(
                 if request in others
             }
             blocks = [block_of[request] for request in pairs]
+            # One value without a block: dependence is unknown, and single values are resampled.
             known = None if None in blocks else blocks
             for statistic in (RATIOS if is_time(metric) else OTHERS) if pairs else ():
                 measured = contrast([*pairs.values()], statistic=statistic, blocks=known)
@@ -109,6 +111,7 @@ def direction(contrast: Mapping[str, Any]) -> Literal["better", "worse"] | None:
     is_ratio = contrast["statistic"] in RATIOS
     if low is None or not has_enough(contrast) or fails_more(contrast) is not None:
         return None
+    # `is_ratio` is also the value of "no difference": 1 of a ratio, 0 of a difference.
     if (
         low <= is_ratio <= high
         or (contrast.get("p") or 0) >= 0.05
@@ -123,6 +126,7 @@ def direction(contrast: Mapping[str, Any]) -> Literal["better", "worse"] | None:
 def sentences(contrasts: Sequence[Contrast]) -> list[str]:
     """Every verdict once, or one sentence that there is none;
     then the limits of the comparisons."""
+    # Failures are of a cell, so each metric of the cell has the same sentence on them.
     said = list(dict.fromkeys(text for text in map(verdict, contrasts) if text))
     judged = [one for one in contrasts if has_enough(one) and fails_more(one) is None]
     if judged and not any(map(direction, judged)):
@@ -150,6 +154,7 @@ def limits(contrasts: Sequence[Contrast]) -> list[str]:
             f"No verdict in {len(few)} of {len(contrasts)} comparisons: too few {what}: {count}; "
             f"give --requests >= {needed} and the warm-up's."
         )
+    # From here on at least one 95% interval is expected to exclude no difference by chance.
     if len(contrasts) >= 20:
         chance = round(0.05 * len(contrasts))
         said.append(
@@ -182,6 +187,7 @@ def verdict(contrast: Contrast) -> str | None:
             f"{label(name)}: {b} is {told} {change} than {a} on average [{low:.3g}, {high:.3g}],"
             f" which is {way}{end}"
         )
+    # Turned over, so that the sentence has a factor above 1: "1.30 times slower".
     if low < 1:
         value, low, high = 1 / value, 1 / high, 1 / low
     at = {"mean ratio": "on average", "ratio of medians": "at the median"}.get(
@@ -201,4 +207,5 @@ def _by_request(samples: Iterable[Sample], metric: str) -> dict[str, float]:
         value = sample["metrics"].get(metric)
         if not sample.get("error") and value is not None and math.isfinite(value):
             values.setdefault(sample["request"], []).append(float(value))
+    # `fsum` does not depend on the order, so equal repetitions of two arms have equal means.
     return {request: math.fsum(taken) / len(taken) for request, taken in values.items()}

@@ -45,6 +45,7 @@ from eval.world.world import World
 
 SEED = 7
 NUM_CHUNKS = 4
+# At most NUM_CHUNKS: every turn asks about another chunk of the conversation's topic.
 NUM_TURNS = 4
 MIN_RIGHT = 0.8
 """Below this share of right answers the bundled model cannot have read the right chunks."""
@@ -162,6 +163,7 @@ def tell(told: Mapping[str, Sequence[Row]], *, any_answer: bool) -> int:
     print(NOTES.format(saved=1 - total["computed"] / max(1, total["plain_computed"]), **total))
     print(*(row["shown"] for row in every[:: max(1, len(every) // NUM_SHOWN)]), sep="\n")
     failures = [] if total["chunks_hit"] else ["no chunk was found cached"]
+    # Reuse alone proves little: KV at a wrong position counts as reused, too.
     if not any_answer and total["right"] < MIN_RIGHT * len(every):
         failures.append(
             f"{total['right']} of {len(every)} answers are right, at least {MIN_RIGHT:.0%} were"
@@ -176,6 +178,7 @@ def plain_computed(seen: list[list[int]], prompt: list[int], answer: list[int]) 
     adds prompt and answer."""
     cached = max((_common_len(prompt, other) for other in seen), default=0)
     seen.append(prompt + answer)
+    # The first new token needs the logits of the prompt's last one, which the cache does not hold.
     return len(prompt) - min(cached, len(prompt) - 1)
 
 
@@ -213,8 +216,10 @@ async def _ask_all(
                     )
                 chunks = tuple(TextChunk(name, texts[name]) for name in names)
             theirs.append(client.user_message(ARMS["stock-lpm"], request, chunks))
+            # These block the event loop, in which nothing else runs; `got` has its times already.
             prompt, answer = (
                 _tokens(url, messages=theirs),
+                # The answer continues the prompt: a BOS would end later turns' prefix there.
                 _tokens(url, prompt=got.text, add_special_tokens=False),
             )
             reply = {"role": "assistant", "content": got.text}

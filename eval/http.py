@@ -22,6 +22,7 @@ def post(
 ) -> dict[str, Any]:
     """POST JSON, or nothing; get JSON.
     Raises CommandError with status and body if there is no answer or it is not OK."""
+    # urllib sends a GET where data is None.
     data = b"" if body is None else json.dumps(body).encode()
     request = urllib.request.Request(
         url, data, {"Content-Type": "application/json", **(headers or {})}
@@ -49,5 +50,6 @@ def _open(request: urllib.request.Request, timeout_s: float) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
     except ValueError:
+        # SGLang answers `/flush_cache` in plain text and `/health` with nothing.
         return {"text": text.decode(errors="replace")}
     return parsed if isinstance(parsed, dict) else {"value": parsed}

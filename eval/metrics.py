@@ -49,6 +49,7 @@ def agreement(score: str, reference: str) -> str:
     )
 
 
+# The order is that of tables and of a report's charts (`ranked`).
 METRICS = {
     "ttft_s": Metric("time to first token", "s", "lower"),
     "itl_s": Metric("time between output tokens, mean of an answer", "s", "lower"),
@@ -76,6 +77,7 @@ METRICS = {
     "requests_per_s": Metric("requests per second", "1/s", "higher"),
     "output_tokens_per_s": Metric("output tokens per second", "1/s", "higher"),
     **{
+        # Of these scores the divergences alone have a unit.
         agreement(score, reference): Metric(label.format(text), unit, "lower" if unit else "higher")
         for reference, text in REFERENCES.items()
         for score, (label, unit) in AGREEMENT.items()
@@ -92,6 +94,7 @@ def label(metric: str) -> str:
 def is_time(metric: str) -> bool:
     """Times are told by their median and compared by ratios,
     other metrics by the mean and by differences."""
+    # By name, since benches measure times that METRICS does not list.
     return metric.endswith("_s") and not metric.endswith("_per_s")
 
 

@@ -32,6 +32,7 @@ def open_run(
 ) -> Run:
     """The run of a bench. Its settings are the options, apart from those that change no figure
     (`without`)."""
+    # A run continues only with equal settings: a moved folder must not make it another run.
     spec = {key: value for key, value in vars(options).items() if key not in ("out", *without)}
     folder = options.out or new_folder(f"bench-{name}")
     return Run(folder, kind="bench", spec={"bench": name, **spec}, summarize=summarize)

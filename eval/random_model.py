@@ -38,6 +38,7 @@ SHAPES = {
 
 def write_random_model(out: Path, shape: Shape, texts: Iterable[str], *, seed: int = 0) -> Path:
     """Write model, tokenizer and chat template; returns `out`."""
+    # Before transformers, which imports torchvision: without the operators its wheel fails.
     define_torchvision_ops()
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -57,6 +58,7 @@ def write_random_model(out: Path, shape: Shape, texts: Iterable[str], *, seed: i
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         max_position_embeddings=shape.max_positions,
+        # `train_tokenizer` gives the special tokens the first ids, in their order.
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=2,

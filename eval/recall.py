@@ -91,6 +91,7 @@ def read_set(folder: Path, queries: Sequence[str], *, limit: int | None) -> dict
     """
     if not (path := folder / "conversations.jsonl.gz").exists():
         single = read_questions(folder, folder.name)
+        # In the files questions about one passage follow each other: a limit takes a sample.
         requests = random.Random(SEED).sample(single.requests, len(single.requests))
         found = {"last": replace(single, requests=tuple(requests))}
     else:
@@ -149,6 +150,7 @@ def overlap(
 
     Prefix is max_{j<i} LCP(R_i, R_j) / k, total is max_{j<i} |R_i ∩ R_j| / k (CRAFT 3.1).
     """
+    # Comparing with all earlier lists would take time quadratic in the number of lists.
     trie: dict[str, Any] = {}
     lists_with: defaultdict[str, list[int]] = defaultdict(list)
     shown: dict[str, set[str]] = {}
@@ -166,6 +168,7 @@ def overlap(
             row["hit"] = sum(bool(lists_with[one]) for one in ids) / len(ids)
             if conversation in shown:
                 row["repeated"] = sum(one in shown[conversation] for one in ids) / len(ids)
+        # Only now: a list is compared with earlier ones, not with itself.
         for one in set(ids):
             lists_with[one].append(number)
         if conversation is not None:
@@ -178,6 +181,7 @@ def summarize(taken: Sequence[Sample]) -> dict[str, Any]:
     """Means of each cell, tables of them, and which arms find more than BM25."""
     import pandas as pd
 
+    # `Run` writes a record before the first search.
     if not taken:
         return {"cells": [], "tables": [], "verdict": []}
     frame = pd.DataFrame(
@@ -223,6 +227,7 @@ def neighbor_shares(lists: Sequence[Sequence[Sequence[int]]]) -> dict[str, dict[
     """
     if not lists:
         return {}
+    # Lists without a pair count at place max(NEIGHBORS), which is beyond the top n of every n.
     first = Counter(
         min((place for places in one for place in places), default=max(NEIGHBORS)) for one in lists
     )
@@ -290,6 +295,7 @@ def _measure(run: Run, args: argparse.Namespace) -> None:
             for query in asked
             for mode in args.modes
         }
+        # A cell's samples are added in one write, so its first question tells of all.
         missing = [
             cell
             for cell, key in keys.items()
@@ -300,6 +306,7 @@ def _measure(run: Run, args: argparse.Namespace) -> None:
         ranked, nearest = _search(asked, missing, encoder, args)
         for query, mode in missing:
             whole = [ranked[query, mode, request.id] for request in asked[query].requests]
+            # Neighbours are of vectors, which BM25 has not.
             wants = mode != "bm25" and query == "last"
             rows = samples(asked[query], whole, nearest if wants else {}, k=args.k)
             place = {"arm": _arm(mode, encoder), "cell": {"data": name, "query": query}}
@@ -339,6 +346,7 @@ def _search(
         encoder=encoder.spec() if encoder else {"kind": "hashed", "dim": DIM},
     )
     some = next(iter(asked.values()))
+    # Kinds of query leave out different turns: of their union each domain is indexed once.
     requests = tuple(
         {request.id: request for data in asked.values() for request in data.requests}.values()
     )
@@ -348,6 +356,7 @@ def _search(
     for passages, inside in replace(some, requests=requests, domains=domains).by_domain():
         names = {request.id for request in inside}
         with TemporaryDirectory(prefix="eval-recall-") as folder:
+            # One index for all queries and modes: a model needs minutes to encode the passages.
             retriever = open_index(passages, Path(folder), settings, encoder=encoder, seed=SEED)
             for query, mode in cells:
                 chosen = [request for request in asked[query].requests if request.id in names]
@@ -409,9 +418,12 @@ def _tables(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     frame, tables = pd.DataFrame(rows), list[dict[str, Any]]()
     for metric in sorted(frame.columns.drop(["set", "arm"]), key=lambda name: "@" not in name):
         wide = frame.pivot_table(index="set", columns="arm", values=metric, sort=False)
+        # Other queries than the last question are asked of conversations only: a mean with
+        # them would weigh conversations more than the other sets.
         sets = wide[[", " not in name for name in wide.index]]
         if len(sets) > 1:
             wide.loc["mean of sets"] = sets.mean()
+        # NaN is no JSON; a column of floats would turn None into it again.
         told = wide.round(4).astype(object).where(wide.notna(), None).reset_index()
         tables.append(table(metric, _records(told), NOTES.get(metric)))
     if near:
@@ -447,6 +459,7 @@ def _verdict(frame: Any) -> list[str]:
     for arm in (name for name in dict.fromkeys(frame["arm"]) if name != "bm25" and name in table):
         differences = (100 * (table[arm] - table["bm25"])).dropna().groupby("data")
         mean = differences.mean().mean()
+        # Each set weighs the same, whatever its size: the variances of the sets' means add up.
         half = (
             1.96
             * (differences.var() / differences.count()).sum() ** 0.5

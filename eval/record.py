@@ -32,6 +32,7 @@ PACKAGES = (
 
 def origin() -> dict[str, Any]:
     """`command`, `date`, `versions` and `machine` of this process."""
+    # With `-m` sys.argv[0] is a path of this machine; the module's name is in __spec__ alone.
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     args = ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]] if spec else sys.argv
     gpu = _output(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
@@ -47,6 +48,7 @@ def origin() -> dict[str, Any]:
 def portable(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as JSON that does not depend on the machine:
     only the last part of paths, and no output folder."""
+    # Without the folders of output, which may move: a run continues only with equal settings.
     kept = {key: value for key, value in spec.items() if key not in ("logs", "out")}
     return dict(
         json.loads(
@@ -57,6 +59,7 @@ def portable(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def git_state() -> dict[str, Any]:
     """The commit that is checked out, and whether files other than records differ from it."""
+    # A record just written would otherwise make the next run of the same code dirty.
     changed = _output(["git", "status", "--porcelain", "--", ":/", ":(top,exclude)eval/results"])
     return {"sha": _output(["git", "rev-parse", "HEAD"]), "dirty": bool(changed)}
 
@@ -85,6 +88,7 @@ def _output(command: Sequence[str]) -> str:
             text=True,
             timeout=20,
             check=True,
+            # The commit is that of this code, whatever folder the command is run in.
             cwd=Path(__file__).parent,
         )
     except (OSError, subprocess.SubprocessError):
@@ -95,6 +99,7 @@ def _output(command: Sequence[str]) -> str:
 def _without_folder(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_folder(item) for item in value]
+    # `@` begins a path in --chunkcache-storage-backend-extra-config.
     is_path = isinstance(value, Path) or (
         isinstance(value, str) and value.startswith(("/", "./", "../", "~", "@"))
     )

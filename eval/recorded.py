@@ -92,6 +92,7 @@ def read_recorded(path: Path) -> Recorded:
     folder = (path.parent if path.name == "record.json" else path).resolve()
     record = read_record(folder)
     try:
+        # A record of schema 1 has its samples in samples.jsonl alone.
         values = record.pop("values", None) or pack_samples(
             read_samples(folder), record["spec"].get("block")
         )
@@ -144,6 +145,7 @@ def middle(metric: str, found: Mapping[str, Any] | None) -> tuple[float, ...]:
     value = found.get("value", found.get("p50" if is_time(metric) else "mean"))
     if value is None or not math.isfinite(value):
         return ()
+    # Without an interval both ends are the value: a chart then draws a point.
     return float(value), *(
         value if found.get(end) is None else found[end] for end in ("low", "high")
     )
@@ -151,6 +153,7 @@ def middle(metric: str, found: Mapping[str, Any] | None) -> tuple[float, ...]:
 
 def grouped(rows: Iterable[T], key: Callable[[T], Any]) -> list[tuple[Any, list[T]]]:
     """The rows by a JSON key, in order of appearance."""
+    # Keys such as cells are objects, which are not hashable.
     groups: dict[str, list[T]] = {}
     for row in rows:
         groups.setdefault(json.dumps(key(row), sort_keys=True), []).append(row)
@@ -229,6 +232,7 @@ def _requests(row: Cell) -> list[Sample]:
         if row.get(total)
     }
     return [
+        # By its number a bin is paired with the same bin of other policies.
         {"arm": row["arm"], "cell": row["cell"], "request": str(i), "block": i // length}
         | {"metrics": dict(zip(shares, map(float, values), strict=True))}
         for i, values in enumerate(zip(*shares.values(), strict=True))

@@ -63,6 +63,7 @@ class Run:
     ) -> None:
         self.folder = folder
         self.samples: list[Sample] = []
+        # Through JSON, where tuples are lists: else a run's spec would differ from its record's.
         self._kind, self._spec, self._summarize, self._baseline = (
             kind,
             portable(spec),
@@ -76,10 +77,12 @@ class Run:
         for name, value in self._spec.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise CommandError(f"{name}: expected a finite number, got {value}")
+        # Only here: hours later another commit may be checked out, while the old code still runs.
         self._git = git_state()
         try:
             self._resume()
             self.folder.mkdir(parents=True, exist_ok=True)
+            # A run that is killed leaves this record, without which `_resume` refuses its samples.
             self._write(complete=False)
         except OSError as error:
             told = (
@@ -118,6 +121,7 @@ class Run:
             if key in self._keys or key in rows:
                 raise ValueError(f"sample {key!r} is there already")
             rows[key] = {"key": key, **sample}
+        # Before the file is opened: a number that JSON lacks raises here, with nothing written.
         text = "".join(map(_line, rows.values()))
         with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as lines:
             lines.write(text)
@@ -145,10 +149,12 @@ class Run:
                 )
             return
         record = read_record(self.folder)
+        # Records are added, never edited.
         if record["complete"]:
             raise CommandError(f"{self.folder} holds a complete run: name another folder")
         self.samples = read_samples(self.folder)
         self._keys = {sample["key"] for sample in self.samples}
+        # With none the settings may change: a mistyped first command needs no other folder.
         if self.samples:
             begun = {"the command": record["kind"], **record["spec"]}
             now = {"the command": self._kind, **self._spec}
@@ -241,4 +247,5 @@ def _replace(path: Path, text: str) -> None:
     """Replace a file atomically."""
     temporary = path.with_name(path.name + ".new")
     temporary.write_text(text, encoding="utf-8")
+    # Killed before this line, the run still has its old file whole.
     temporary.replace(path)

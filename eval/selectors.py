@@ -74,6 +74,7 @@ def _draw(chunk: MovedChunk, request: FusionRequest) -> Tensor:
     drawn = random.Random(seed).sample(
         range(chunk.num_tokens), num_critical(request.ratio, chunk.num_tokens)
     )
+    # `Selection.offsets` are ascending; `sample` returns them as drawn.
     return torch.tensor(sorted(drawn), dtype=torch.int64)
 
 

@@ -63,6 +63,7 @@ class Server:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=self._env,
+                # `killpg` then reaches its schedulers, and not this process.
                 start_new_session=True,
             )
         deadline = time.monotonic() + self._timeout_s
@@ -81,6 +82,8 @@ class Server:
     def __exit__(self, *_: object) -> None:
         if self._process is None:
             return
+        # Our server drains after a SIGTERM and ends at a second one; two within `drain.SAME_S`
+        # are one signal.
         for sign, patience_s in (
             (signal.SIGTERM, 1.0),
             (signal.SIGTERM, 20.0),
@@ -88,6 +91,7 @@ class Server:
         ):
             try:
                 os.killpg(self._process.pid, sign)
+                # At once if it has ended: children that outlive it get the next signal.
                 self._process.wait(patience_s)
             except ProcessLookupError:
                 break

@@ -103,12 +103,14 @@ def contrast(
         statistic == "mean ratio",
     )
     if is_mean_ratio:
+        # The logarithm of 0 is infinite: the contrast then has no value.
         with np.errstate(divide="ignore", invalid="ignore"):
             values = np.log(values)
     whole = _figures(values, units, np.ones((1, units.max() + 1)), q)
     spread = [_distance(_figures(values, units, counts, q), q) for counts in _draw(units, draws)]
     found = [float(_distance(whole, q)[0]), *_ends(spread)]
     if is_mean_ratio:  # of logarithms, b - a; rounded, since equal arms must have a ratio of 1
+        # The sign turns b - a into a / b, so the ends change places.
         whole, found = np.exp(whole), [round(math.exp(-found[at]), 12) for at in (0, 2, 1)]
     value, low, high = found if all(map(math.isfinite, found)) else (None, None, None)
     return {
@@ -170,9 +172,11 @@ def _draw(units: Ints, draws: int) -> Iterator[Floats]:
     in batches that fit in memory with a number for each value."""
     batch = max(1, BATCH // len(units))
     for start in range(0, draws, batch):
+        # Seeded by its start: with one seed every batch would have the same draws.
         yield _counts(int(units.max()) + 1, min(batch, draws - start), start)
 
 
+# Shared by all figures of as many units: nobody may write to the array.
 @lru_cache(maxsize=8)
 def _counts(num_units: int, draws: int, seed: int) -> Floats:
     rng = np.random.default_rng(seed)
@@ -186,6 +190,7 @@ def _figures(values: Floats, units: Ints, counts: Floats, q: float | None) -> Fl
     values: [num_values, num_arms]; counts: [draws, num_units]."""
     if q is not None:
         return np.stack([_quantiles(arm, counts[:, units], q) for arm in values.T])
+    # A block is drawn whole, so its sum is enough: no array of [draws, num_values].
     sums = np.stack([np.bincount(units, weights=arm) for arm in values.T])
     return np.asarray(sums @ counts.T / (counts @ np.bincount(units)))
 
@@ -197,6 +202,7 @@ def _quantiles(values: Floats, weights: Floats, q: float) -> Floats:
     ordered, upto = values[order], np.cumsum(weights[:, order], axis=1)
     position = q * (upto[:, -1] - 1)
     below = np.floor(position)
+    # Where one value was drawn in all, rank `below + 1` is beyond the last one.
     at = [
         ordered[(upto <= np.minimum(rank, upto[:, -1] - 1)[:, None]).sum(axis=1)]
         for rank in (below, below + 1)
@@ -220,4 +226,5 @@ def _ends(batches: Sequence[Floats]) -> tuple[float, float]:
 def _p_value(values: Floats, units: Ints) -> float | None:
     sizes = np.bincount(units)
     a, b = (np.bincount(units, weights=values[:, arm]) / sizes for arm in (0, 1))
+    # Equal differences have no variance: `ttest_rel` warns, and gives 0 or NaN.
     return None if np.ptp(b - a) <= 1e-12 else float(stats.ttest_rel(b, a).pvalue)

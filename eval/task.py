@@ -96,6 +96,7 @@ class TaskData:
         asked: dict[str, list[Request]] = {}
         for request in self.requests:
             asked.setdefault(self.domains.get(request.id, ""), []).append(request)
+        # A domain that no request searches gets no index.
         for domain, requests in asked.items():
             if domain not in passages:
                 raise CommandError(
@@ -195,6 +196,7 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
     hub = (
         "read the task from the Hugging Face hub, or a copy of it; without NAME: the published one"
     )
+    # `--hub` alone is "", which is not None: the published set.
     add("--hub", nargs="?", const="", metavar="NAME[:CONFIG[:SPLIT]]", help=hub)
     add(
         "--corpus",
@@ -271,6 +273,7 @@ def requests_of(
             raise CommandError(
                 f"task {source.task} lists no chunks here: use --retriever bm25, dense or fusion"
             )
+        # A request without chunks tells nothing about reuse and does not count for --requests.
         requests = [request for request in requests if request.chunks or request.conversation][
             : source.requests
         ]
@@ -286,6 +289,7 @@ def requests_of(
             raise CommandError(
                 f"task {source.task} has no passages to search: use --retriever given, or --corpus"
             )
+        # Cut before the search: a set may have thousands of questions that are not sent.
         requests = _searched(data, requests[: source.requests], source, retriever)
     return [_cut(request, source.k, source.scale) for request in requests]
 
@@ -307,15 +311,18 @@ def _searched(
         found |= zip((request.id for request in asked), ids, strict=True)
     chunks = {passage.id: passage for passage in data.passages}
     chosen = [replace(r, chunks=tuple(chunks[name] for name in found[r.id])) for r in requests]
+    # A turn that finds nothing stays: its reply is in the history of the later turns.
     return [request for request in chosen if request.chunks or request.conversation]
 
 
 def _cut(request: Request, k: int | None, scale: int) -> Request:
     chunks = tuple(TextChunk(chunk.id, _head(chunk.text, scale)) for chunk in request.chunks[:k])
+    # Replies are in the prompts of later turns; questions stay whole.
     return replace(request, chunks=chunks, reply=request.reply and _head(request.reply, scale))
 
 
 def _head(text: str, scale: int) -> str:
     """The first 1/scale of a text's words, at least one."""
+    # At spaces alone: line breaks stay, such as that between title and text.
     words = text.split(" ")
     return " ".join(words[: max(1, len(words) // scale)])

@@ -28,6 +28,7 @@ def parse_hub(text: str, published: HubName) -> HubName:
         return HubName(
             published.name, config or published.config, split or published.split, published.file
         )
+    # A copy's files have names of their own, which `datasets` finds.
     return HubName(name, config or None, split or published.split)
 
 

@@ -51,6 +51,7 @@ def read_conversations(path: Path, task: str, *, field: str = "question") -> Tas
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise CommandError(f"{where}: turns must be a list of objects")
         for number, turn in enumerate(turns, 1):
+            # Numbered before turns are left out: a turn's id does not depend on `field`.
             inside, name = f"{where}, turn {number}", f"{conversation}:{number}"
             if field != "question" and turn.get(field) is None:
                 continue
@@ -87,6 +88,7 @@ def chunks_of(
     row: Row, field: str, where: str, passages: Mapping[str, TextChunk]
 ) -> tuple[TextChunk, ...]:
     """The passages that a field names. Raises CommandError for an unknown one."""
+    # A passage that a list names twice is one chunk of the prompt.
     names = dict.fromkeys(names_of(row, field, where))
     if unknown := next((name for name in names if name not in passages), None):
         raise CommandError(f"{where}: {field} names {unknown!r}, which is not among the passages")
@@ -95,12 +97,14 @@ def chunks_of(
 
 def content(title: str, text: str) -> str:
     """The text of a passage that the model reads, in the same format as `retrieval`'s."""
+    # A text that begins with its title, as a Markdown heading or plain, needs no second one.
     first_line = text.partition("\n")[0].lstrip("#").strip()
     return text if title in ("", first_line) else f"{title}\n{text}"
 
 
 def text_chunk(task: str, title: str, text: str) -> TextChunk:
     """A passage whose id is made of its text, so that equal ones are one chunk."""
+    # 48 bits of the digest: among a million passages two share an id with a chance of 0.2%.
     content_text = content(title.strip(), text.strip())
     return TextChunk(f"{task}-{hashlib.sha1(content_text.encode()).hexdigest()[:12]}", content_text)
 

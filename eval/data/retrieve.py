@@ -37,7 +37,9 @@ def retrieve(
         from retrieval.settings import NPROBE, IndexSettings
 
         try:
+            # Without words no tantivy is needed.
             language = None if mode == "dense" else "english"
+            # Not split: hits must be the passages that the data set's own lists and gold ids name.
             settings = IndexSettings(is_split=False, factory="Flat", bm25_language=language)
             retriever = open_index(passages, Path(folder), settings, encoder=None, seed=seed)
         except RetrievalError as error:
@@ -81,6 +83,7 @@ def open_index(
             options=options,
             progress=report,
         )
+    # The embedded encoder is fitted by `build_index`; its state is in the folder.
     if encoder is None:
         return Retriever.open(folder, encoder=None, device=None, verify=False, threads=None)
     return Retriever(Index.open(folder, verify=False), encoder, verify=False, threads=None)

@@ -35,6 +35,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
             for number, line in enumerate(json.load(file) if path.suffix == ".json" else file, 1):
                 if isinstance(line, str) and line.isspace():
                     continue
+                # With its line break a cut line's error would be in column 1 of the next one.
                 row = json.loads(line.rstrip()) if isinstance(line, str) else line
                 if not isinstance(row, dict):
                     raise CommandError(f"{path}, line {number}: must be a JSON object")
@@ -43,6 +44,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
         raise CommandError(f"{path} does not exist") from None
     except json.JSONDecodeError as error:
         raise CommandError(
+            # `number` is 0 while `json.load` reads a whole list, and its lines are the error's.
             f"{path}, line {number or error.lineno}, column {error.colno}: {error.msg}"
         ) from None
     except (OSError, EOFError, UnicodeDecodeError, ZlibError, RecursionError) as error:
@@ -61,6 +63,7 @@ def name_of(row: Row, name: str, where: str) -> str:
     """A field that is an id: a non-blank string, or an integer, which becomes a string.
     Raises CommandError."""
     value = row.get(name)
+    # `isinstance` would take true, a bool, for an integer.
     return str(value) if type(value) is int else text_of(row, name, where)
 
 

@@ -135,7 +135,9 @@ def _others(one: Cell, setting: str) -> dict[str, Any]:
 def _verdict(run: Recorded) -> list[str]:
     """The record's sentences, those about the best-known arms first.
     An interruption of the run is named before them."""
+    # Older records have contrasts and no sentences.
     said = run.results.get("verdict") or sentences(run.contrasts)
+    # A record's sentences are plain texts: telling a contrast again finds the one that is its.
     rank = {verdict(one): (*charts.KNOWN_ARMS, one["b"]).index(one["b"]) for one in run.contrasts}
     return [
         *_resumed(run),
@@ -185,6 +187,7 @@ def _caveats(run: Recorded) -> list[str]:
     )
     if errors := sum(bool(sample.get("error")) for sample in run.samples):
         caveats.append(f"{errors} requests failed; they are in no figure but the count of errors.")
+    # `sentences` ends with the limits, which are then in the verdict already.
     caveats += [text for text in limits(run.contrasts) if text not in _verdict(run)]
     caveats += [
         f"Not run: {arm}: {plain(why)}" for arm, why in (results.get("skipped") or {}).items()

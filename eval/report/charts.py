@@ -81,6 +81,7 @@ def lines_of(arms: Iterable[str]) -> Lines:
 
 def embedded(make: Callable[[], Figure]) -> str:
     """The figure as an address that holds all of it, for an image of the page."""
+    # An image of its own, since matplotlib's SVGs share ids, such as figure_1, within a page.
     buffer = io.BytesIO()
     with matplotlib.rc_context(STYLE):
         make().savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -93,6 +94,7 @@ def ttft_cdf(samples: Rows, lines: Lines) -> Figure:
     cells = grouped(samples, lambda sample: sample["cell"])
     figure, panels = _panels(len(cells))
     times = [sample["metrics"]["ttft_s"] for sample in samples]
+    # There are at most MAX_PANELS panels: further cells are in the tables only.
     for ax, (cell, rows) in zip(panels, cells, strict=False):
         for arm, line in lines.items():
             if values := [sample["metrics"]["ttft_s"] for sample in rows if sample["arm"] == arm]:
@@ -147,6 +149,7 @@ def curves(cells: Rows, lines: Lines, *, setting: str, metrics: Sequence[str]) -
 
 
 def _line(row: int, column: int) -> dict[str, Any]:
+    # Shifted by the row, so that arms of one colour differ in their markers, too.
     marker = MARKERS[(column + row) % len(MARKERS)]
     look = {"color": COLOURS[column], "linestyle": DASHES[row % len(DASHES)], "marker": marker}
     return look | {"linewidth": 1.8, "markersize": 4.5}
@@ -155,6 +158,7 @@ def _line(row: int, column: int) -> dict[str, Any]:
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
     shown, columns = min(count, MAX_PANELS), min(count, 2)
     rows = math.ceil(shown / columns)
+    # Not pyplot's, which keeps every figure until it is closed.
     figure = Figure(figsize=(WIDTH, 2.9 * rows + 0.3), layout="constrained")
     if count > shown:
         figure.supxlabel(
@@ -171,6 +175,7 @@ def _place(setting: str, value: Any) -> float:
 
 
 def _short(text: str, limit: int) -> str:
+    # An arm's name may hold line breaks, which would add lines to legend and titles.
     text = "".join(char if char.isprintable() else " " for char in text)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -185,6 +190,7 @@ def _with_legend(figure: Figure, rows: Rows, lines: Lines) -> Figure:
     arms = [arm for arm in lines if arm in {row["arm"] for row in rows}]
     names = [_short(arm, 44) for arm in arms]
     columns = max(1, min(len(names), 88 // (max(map(len, names)) + 8)))
+    # The legend's rows are added: the constrained layout would take them from the panels.
     figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(names) / columns))
     figure.legend(
         [Line2D([], [], **lines[arm]) for arm in arms],

@@ -45,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
         (read_recorded(path) for path in options.records), key=lambda run: KINDS.index(run.kind)
     )
     try:
+        # An older report may be replaced, but a user's folder must not be filled.
         if not page.exists() and page.parent.exists() and any(page.parent.iterdir()):
             raise CommandError(
                 f"{page.parent} is not the folder of a report: name one that is new or empty"

@@ -50,6 +50,7 @@ class Table:
             tabulate(
                 self.frame.to_dict("list"),
                 headers="keys",
+                # The figures are texts: tabulate would print 0.500 as 0.5.
                 disable_numparse=True,
                 maxheadercolwidths=16,
             )
@@ -61,6 +62,7 @@ def create_table(title: str, rows: Iterable[Mapping[str, Any]], note: str = "") 
     kept = (
         {name: value for name, value in flat(row).items() if not _is_rows(value)} for row in rows
     )
+    # Integers beside a missing value are floats in pandas: `figure` prints them as integers.
     frame = pd.DataFrame(kept).dropna(axis=1, how="all").astype(object).map(figure)
     # A figure begins with a number, such as one with its interval.
     numbers = [
@@ -120,6 +122,7 @@ def quantiles_table(run: Recorded) -> Table:
         }
         | {"median": found["p50"], "p90": found["p90"], "p99": found["p99"]}
         for name in metric_names(run.cells)
+        # `packed` keeps no quantiles of other metrics.
         if is_time(name)
         for one in run.cells
         if (found := one["metrics"].get(name))
@@ -142,6 +145,7 @@ def contrast_table(contrasts: Sequence[Mapping[str, Any]]) -> Table:
         figures = {"of a": one.get("a_value"), "of b": one.get("b_value")}
         figures |= {key: one.get(key) for key in ("value", "low", "high", "n", "p")}
         figures |= {
+            # None for 0: without failures `create_table` leaves the column out.
             f"{what} {side}": one.get(f"{what}_{side}") or None
             for what in ("asked", "failed")
             for side in "ab"
@@ -208,6 +212,7 @@ def with_unit(metric: str) -> str:
 def interval(metric: str, found: Mapping[str, Any]) -> str:
     """The median of times, else the mean, with its interval: "0.5 [0.4, 0.6]"."""
     value, *ends = map(figure, middle(metric, found) or [None])
+    # `middle` gives the value for missing ends.
     return f"{value} [{', '.join(ends)}]" if ends and found.get("low") is not None else value
 
 

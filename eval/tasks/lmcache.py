@@ -90,6 +90,7 @@ def _documents(row: Row, where: str) -> Iterator[tuple[str, str]]:
         if not isinstance(title, str) or not isinstance(text, str):
             raise CommandError(f"{where}: title and text in {name} must be strings")
         yield title, text
+    # HotpotQA's own files have pairs, the hub has two columns.
     context = row.get("context") or []
     if isinstance(context, dict):
         columns = [
@@ -135,7 +136,9 @@ def _permuted(source: Source) -> TaskData:
         TextChunk(f"doc{i}", random_text(f"{source.seed} doc{i}", sizes["ldp_context_length"]))
         for i in range(num_contexts)
     ]
+    # Chunks are scaled by `requests_of`, as those of all tasks.
     length = sizes["ldp_system_prompt_length"] // source.scale
+    # `random_text` has one word at least, but a configuration may have no system prompt.
     system = random_text(f"{source.seed} system", length) if length else ""
     orders = _orders(num_contexts, min(sizes["ldp_num_permutations"], source.requests), source.seed)
     template = Request("", "", system=system, max_new_tokens=MAX_NEW_TOKENS)
@@ -166,6 +169,7 @@ def _configured(source: Source) -> dict[str, int]:
             f"{source.data} must be a JSON object with one or more of {', '.join(PERMUTATOR)}"
         )
     for name, value in found.items():
+        # By type, since isinstance(True, int).
         if type(value) is not int or value < (0 if name == "ldp_system_prompt_length" else 1):
             raise CommandError(f"{source.data}: {name} must be a positive integer, got {value!r}")
     return found
@@ -176,6 +180,7 @@ def _orders(num: int, count: int, seed: int) -> list[tuple[int, ...]]:
     all, the first, or drawn from more than ten times as many."""
     if factorial(num) <= 10 * count:
         return list(islice(permutations(range(num)), count))
+    # Drawn until all differ: at most every tenth draw repeats one, and n! orders are not listed.
     rng, drawn = random.Random(seed), set[tuple[int, ...]]()
     while len(drawn) < count:
         drawn.add(tuple(rng.sample(range(num), num)))

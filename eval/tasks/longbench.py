@@ -42,7 +42,9 @@ def load(source: Source) -> TaskData:
     requests: list[Request] = []
     for file in files:
         for number, (where, row) in enumerate(read_rows(file)):
+            # A heading has the passage's number in this question: with it no chunk would recur.
             before, *texts = _HEADING.split(text_of(row, "context", where))
+            # LongBench's other sets are single documents.
             if before.strip() or not texts:
                 raise CommandError(
                     f'{where}: context must begin with "Passage 1:" on a line of its own'

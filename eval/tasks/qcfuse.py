@@ -29,6 +29,7 @@ def load(source: Source) -> TaskData:
     files = [path / f"{name}.jsonl" for name in SETS] if path.is_dir() else [path]
     passages: dict[str, TextChunk] = {}
     requests: list[Request] = []
+    # A folder may hold some of the sets; a file that is named and missing is an error.
     for file in (file for file in files if file.exists() or not path.is_dir()):
         name = file.name.partition(".")[0]
         for number, (where, row) in enumerate(read_rows(file)):

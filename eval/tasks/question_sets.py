@@ -153,6 +153,7 @@ def nq(row: Row) -> Example | None:
     )
     if not answers:
         return None
+    # An annotator without a long answer has (-1, -1), which is no candidate.
     chosen = {
         (span["start_token"], span["end_token"]) for span in row["annotations"]["long_answer"]
     }
@@ -165,6 +166,7 @@ def nq(row: Row) -> Example | None:
             " ".join(token for token, is_html in pairs if not is_html),
             (start, end) in chosen,
         )
+        # Nested candidates repeat their parents' text, but a long answer may be one of them.
         if text and (is_gold or (is_top and len(text.split()) >= MIN_WORDS)):
             passages.append(Found(row["document"]["title"], text, is_gold))
     return Example(
@@ -218,6 +220,7 @@ def _supported(row: Row, joined: Callable[[list[str]], str]) -> Example:
     passages = tuple(
         Found(title, joined(sentences), title in gold)
         for title, sentences in zip(context["title"], context["sentences"], strict=True)
+        # A paragraph without text would be a chunk of its title alone.
         if "".join(sentences).strip()
     )
     return Example(

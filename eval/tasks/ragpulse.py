@@ -43,12 +43,14 @@ def load(source: Source) -> TaskData:
         if unknown := next((key for key in (*listed, *others) if key not in lengths), None):
             raise CommandError(f"{where}: {' '.join(unknown)} is not among the components")
         for _, name in listed:
+            # At full length: `requests_of` scales chunks, here they would be cut twice.
             if name not in passages:
                 passages[name] = TextChunk(
                     name, random_text(f"passage {name}", lengths["passage", name])
                 )
         texts = [random_text(" ".join(key), lengths[key] // source.scale) for key in others]
         arrival_s = number_of(row, "timestamp", where)
+        # Requests without passages are not sent, so the first one sent is at 0 s.
         start_s = arrival_s if start_s is None else start_s
         name = new_name(row, where, requests, "ragpulse:")
         requests[name] = Request(

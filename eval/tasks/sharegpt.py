@@ -50,6 +50,7 @@ def load(source: Source) -> TaskData:
         if asked and talk not in talks:
             talks.add(talk)
             requests += asked
+        # The last conversation may go beyond: `requests_of` cuts the list.
         if len(requests) >= source.requests:
             break
     if num_rows > len(talks):
@@ -75,6 +76,7 @@ def _requests(row: Row, talk: str) -> list[Request]:
         return []
     if not all(isinstance(text, str) and text.strip() for text in (*texts, system or "none")):
         return []
+    # For a last question without reply; a conversation that ends with a reply leaves it unused.
     replies = [*texts[1::2], None]
     pairs = enumerate(zip(texts[::2], replies, strict=False), 1)
     return [

@@ -47,6 +47,7 @@ def load(source: Source) -> TaskData:
             random_text(f"{source.seed} question {number}", question_tokens // source.scale),
             tuple(passages[chunk.id] for chunk in request.chunks),
             conversation=request.conversation,
+            # `random_text` has one word at least, so it is not asked without a system prompt.
             system=random_text("system", request.system_tokens // source.scale)
             if request.system_tokens
             else "",

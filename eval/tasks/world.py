@@ -46,10 +46,12 @@ def world_requests(
             by_gold.setdefault(question.gold_passage_ids[0], []).append(question)
     subjects = sorted(by_gold)
     rng.shuffle(subjects)
+    # Zipf's law: some passages recur in many requests, most in few.
     weights = [1 / (rank + 1) for rank in range(len(subjects))]
     requests = []
     for number, subject in enumerate(rng.choices(subjects, weights, k=limit)):
         question = rng.choice(by_gold[subject])
+        # Two draws of distractors a subject: the same chunks recur together, in other orders.
         context = world.context(
             question, num_chunks, random.Random(f"{seed} {subject} {rng.randrange(2)}")
         )
