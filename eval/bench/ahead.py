@@ -92,6 +92,7 @@ class Lane:
                     one = {"chunk": chunk, "neighbors": [{"id": "", "text": "Behind."}]}
                     post(self._url + "/chunkcache/preprocess", one)
                 continue
+            # what the second request finds cached is written back while it decodes
             for num_tokens in (1, COPIED + 2 * tokens // 500):
                 self._ask(name, "first", num_tokens, retrieves=part == "search_ms")
                 self._settle()
@@ -105,6 +106,7 @@ class Lane:
             get(self._url + "/flush_cache?timeout=60")
         prompt = f"{'found' if is_search else 'sent'}{number}"
         if arm != "computed":
+            # a prompt comes again only when others have evicted it from the KV pool
             self._turn += 1
             prompt = f"kept{self._turn % KEPT}"
         before = self._stats()
@@ -170,6 +172,8 @@ class Lane:
             self._url + "/rag/v1/chat/completions", {**body, **(found if retrieves else sent)}
         )["chunkcache"]
         seconds = time.perf_counter() - started
+        # a hint finds a chain in its own order only: in the order of the prompt's texts it found
+        # nothing (LOG 2026-11-23, waiting for loads)
         self._texts[prompt] = [self._passages[name] for name in answer["order"]]
         return seconds, answer
 
@@ -178,6 +182,7 @@ class Lane:
         return found
 
     def _settle(self) -> Mapping[str, Any]:
+        # without a storage there is no queue to wait for
         while (found := self._stats()).get("storage", {"queue": 0})["queue"]:
             time.sleep(POLL_S)
         return found
@@ -253,6 +258,7 @@ def marker(prompt: str) -> str:
 
 def switch(path: Path, **values: Any) -> None:
     """What the server does from now on (tests/e2e/slow_server.py)."""
+    # replaced whole: the server reads it during copies and searches
     part = path.with_suffix(".part")
     part.write_text(json.dumps(values), encoding="utf-8")
     part.replace(path)
@@ -283,6 +289,7 @@ def _row(
     sooner = [
         (late["metrics"]["ttft_s"] - soon["metrics"]["ttft_s"]) / unit(soon)
         for late, soon in zip(arms[base], taken, strict=True)
+        # a load that the server skipped has no time to be hidden
         if arm not in ("computed", base) and soon["loaded"]
     ]
     prefetch = {name: sum(one["prefetch"][name] for one in taken) for name in PREFETCH}
@@ -383,6 +390,7 @@ def _prompts(tokens: int, args: argparse.Namespace) -> dict[str, list[str]]:
             random_text(f"{name}.{n}", args.chunk_tokens).split()
             for n in range(tokens // args.chunk_tokens)
         ]
+        # the query is the marker alone, and dense search weighs it by its share of a passage
         for words in texts:
             words[::25] = [marker(name)] * len(words[::25])
         found[name] = [" ".join(words) for words in texts]
@@ -411,8 +419,10 @@ def _index(folder: Path, prompts: Mapping[str, Sequence[str]]) -> Path:
         str(source),
         "--out",
         str(folder),
+        # a passage must stay one chunk, else the ids of `_passages` are not those of the index
         "--no-split",
     ]
+    # every request searches by `dense`: BM25 would only lengthen the build
     command += ["--factory", f"IVF{NUM_LISTS},Flat", "--bm25", "off", "--device", "cpu"]
     subprocess.run(command, check=True, capture_output=True)
     return folder
@@ -460,6 +470,7 @@ def _server(
             "--chunkcache-storage-mib",
             "4096",
         ]
+        # the default bounds a request at 256 chunks, whatever `--tokens` and `--chunk-tokens` are
         flags += ["--index", str(index), "--chunkcache-max-chunks", "1000"]
     env = {"SLOW_SERVER_SWITCH": str(folder / "switch.json")}
     env |= {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
