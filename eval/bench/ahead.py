@@ -106,7 +106,6 @@ class Lane:
             get(self._url + "/flush_cache?timeout=60")
         prompt = f"{'found' if is_search else 'sent'}{number}"
         if arm != "computed":
-            # a prompt comes again only when others have evicted it from the KV pool
             self._turn += 1
             prompt = f"kept{self._turn % KEPT}"
         before = self._stats()
@@ -172,8 +171,7 @@ class Lane:
             self._url + "/rag/v1/chat/completions", {**body, **(found if retrieves else sent)}
         )["chunkcache"]
         seconds = time.perf_counter() - started
-        # a hint finds a chain in its own order only: in the order of the prompt's texts it found
-        # nothing (LOG 2026-11-23, waiting for loads)
+        # a hint finds a chain in that chain's order only, and the index ranks chunks by itself
         self._texts[prompt] = [self._passages[name] for name in answer["order"]]
         return seconds, answer
 
@@ -390,7 +388,6 @@ def _prompts(tokens: int, args: argparse.Namespace) -> dict[str, list[str]]:
             random_text(f"{name}.{n}", args.chunk_tokens).split()
             for n in range(tokens // args.chunk_tokens)
         ]
-        # the query is the marker alone, and dense search weighs it by its share of a passage
         for words in texts:
             words[::25] = [marker(name)] * len(words[::25])
         found[name] = [" ".join(words) for words in texts]

@@ -88,7 +88,7 @@ def _row(arm: str, arms: Mapping[str, Sequence[Sample]]) -> Row:
     }
     for base in ("full", "stock"):
         if base in arms:
-            # the arm stands for the base: a share is the arm's median over that of `base`
+            # the arm is passed as the base: a share is its median over that of `base`
             row[f"share of {base}"] = told_ratio(samples, arms[base], "ttft_s")
             row[f"{base} / arm"] = round(median(_times(arms[base])) / median(times), 2)
     if "lookup_s" in samples[0]["metrics"]:

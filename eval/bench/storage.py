@@ -149,7 +149,7 @@ def _row(state: str, off: Sequence[Sample], on: Sequence[Sample]) -> Row:
         name: [one["metrics"]["ttft_s"] for one in taken]
         for name, taken in (("off", off), ("on", on))
     }
-    # a ratio of medians of the same samples has three times as wide an interval
+    # a ratio of medians of the same samples has nearly three times as wide an interval
     # (2026-11-23T1707-storage-states)
     pairs = summary([b / a for a, b in zip(times["off"], times["on"], strict=True)], of_median=True)
     p99 = quantile(times["on"], 0.99) / quantile(times["off"], 0.99)
