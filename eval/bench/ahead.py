@@ -271,6 +271,7 @@ def _prefetched(stats: Mapping[str, Any], name: str) -> int:
 
 
 def _load_s(cell: Mapping[str, Any], sample: Sample) -> float:
+    # a cell has one part only; unpacking fails where it has two
     (us_per_token,) = (cell[name] for name in PARTS if name in cell)
     return float(us_per_token * 1e-6 * sample["loaded"])
 

@@ -272,7 +272,7 @@ class Bench:
             moved, recomputed = (answer.fates[fate] for fate in ("relocated", "recomputed"))
             metrics["recomputed_share"] = recomputed / max(1, moved + recomputed)
         if report.get("estimated_ms"):
-            # what the server estimates begins behind the lookup
+            # the server's estimate is of filling and extend, not of the lookup
             passed = sum(report["ms"].get(phase, 0) for phase in (*PHASES[1:], "extend"))
             estimated = report["estimated_ms"]["planned" if moved + recomputed else "computed"]
             metrics |= {"estimated_s": estimated / 1000, "passed_s": passed / 1000}

@@ -60,6 +60,7 @@ def by_cell(samples: Sequence[Sample]) -> Iterator[tuple[Row, dict[str, list[Sam
     for cell, taken in grouped(
         [one for one in samples if not one.get("warm_up")], itemgetter("cell")
     ):
+        # a cell's rounds are written in order, so samples of two arms pair by their places
         yield cell, dict(grouped(taken, itemgetter("arm")))
 
 

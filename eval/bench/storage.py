@@ -107,6 +107,7 @@ class Bench:
         answer = self._runner.run(once())
         if answer.error or answer.ttft_s is None:
             raise CommandError(f"{arm}: {answer.error or 'no token'}")
+        # kept with the sample: they say why a request moved less than its pair
         fallbacks = (answer.chunkcache or {}).get("fallbacks", [])
         return {"metrics": {"ttft_s": answer.ttft_s}, "fates": answer.fates, "fallbacks": fallbacks}
 

@@ -173,6 +173,7 @@ ARMS = {
         _fused(
             "fused-unstored",
             "the same with nothing stored",
+            # more accesses than any run has
             "--chunkcache-store-threshold",
             "1000000",
         ),
@@ -215,7 +216,7 @@ def parse_arms(texts: Sequence[str]) -> list[Arm]:
     """The arms of `--arms`. Raises CommandError as `parse_arm`, and for a name given twice."""
     arms = [parse_arm(text) for text in texts]
     names = [arm.name for arm in arms]
-    # samples are named by their arm: those of a second one would be taken for repeated ones
+    # an arm's name is in its samples' keys, and `Run.add` refuses a key that is there already
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise CommandError(
             f"--arms: {', '.join(twice)} given twice; a second server needs another name: NAME=URL"
@@ -231,6 +232,7 @@ def parse_arm(text: str) -> Arm:
         choices = f"choose from {', '.join(ARMS)}, or NAME=http://HOST:PORT[,chat|rag]"
         raise CommandError(f"--arms: no arm {text!r}; {choices}")
     name, url, route = found.groups()
+    # `chat`, which every OpenAI-compatible server has
     known = ARMS.get(name, Arm(name, "a running server", route="chat"))
     return replace(known, url=url, route=cast(Route, route or known.route))
 

@@ -132,7 +132,7 @@ class FlashInferPrefill:
             ]
         _, num_rows, num_keys = torch.tensor(entries).unbind(1)
         size = 4 * int(num_keys.sum())
-        # refused before `torch.cat` makes them: the device has the KV in its memory, too
+        # checked before `torch.cat` makes them
         if size > MAX_INDEX_BYTES:
             raise ValueError(f"slot indices of {len(entries)} entries take {size / 2**30:.1f} GiB")
         self.figures = {"index_mib": size / 2**20}

@@ -48,7 +48,6 @@ def cells_of(
         Cell(pattern if ratio < 1 else "all", context, batch, ratio)
         for context, batch, pattern, ratio in grid
     )
-    # of ratio 1 the grid has a cell for each pattern, all alike
     return list(dict.fromkeys(cells))
 
 
