@@ -92,6 +92,7 @@ class Lane:
                     one = {"chunk": chunk, "neighbors": [{"id": "", "text": "Behind."}]}
                     post(self._url + "/chunkcache/preprocess", one)
                 continue
+            # what the second request finds cached is written back while it decodes
             for num_tokens in (1, COPIED + 2 * tokens // 500):
                 self._ask(name, "first", num_tokens, retrieves=part == "search_ms")
                 self._settle()
@@ -170,6 +171,7 @@ class Lane:
             self._url + "/rag/v1/chat/completions", {**body, **(found if retrieves else sent)}
         )["chunkcache"]
         seconds = time.perf_counter() - started
+        # a hint finds a chain in that chain's order only, and the index ranks chunks by itself
         self._texts[prompt] = [self._passages[name] for name in answer["order"]]
         return seconds, answer
 
@@ -178,6 +180,7 @@ class Lane:
         return found
 
     def _settle(self) -> Mapping[str, Any]:
+        # without a storage there is no queue to wait for
         while (found := self._stats()).get("storage", {"queue": 0})["queue"]:
             time.sleep(POLL_S)
         return found
@@ -253,6 +256,7 @@ def marker(prompt: str) -> str:
 
 def switch(path: Path, **values: Any) -> None:
     """What the server does from now on (tests/e2e/slow_server.py)."""
+    # replaced whole: the server reads it during copies and searches
     part = path.with_suffix(".part")
     part.write_text(json.dumps(values), encoding="utf-8")
     part.replace(path)
@@ -267,6 +271,7 @@ def _prefetched(stats: Mapping[str, Any], name: str) -> int:
 
 
 def _load_s(cell: Mapping[str, Any], sample: Sample) -> float:
+    # a cell has one part only; unpacking fails where it has two
     (us_per_token,) = (cell[name] for name in PARTS if name in cell)
     return float(us_per_token * 1e-6 * sample["loaded"])
 
@@ -283,6 +288,7 @@ def _row(
     sooner = [
         (late["metrics"]["ttft_s"] - soon["metrics"]["ttft_s"]) / unit(soon)
         for late, soon in zip(arms[base], taken, strict=True)
+        # a load that the server skipped has no time to be hidden
         if arm not in ("computed", base) and soon["loaded"]
     ]
     prefetch = {name: sum(one["prefetch"][name] for one in taken) for name in PREFETCH}
@@ -411,8 +417,10 @@ def _index(folder: Path, prompts: Mapping[str, Sequence[str]]) -> Path:
         str(source),
         "--out",
         str(folder),
+        # a passage must stay one chunk, else the ids of `_passages` are not those of the index
         "--no-split",
     ]
+    # every request searches by `dense`: BM25 would only lengthen the build
     command += ["--factory", f"IVF{NUM_LISTS},Flat", "--bm25", "off", "--device", "cpu"]
     subprocess.run(command, check=True, capture_output=True)
     return folder
@@ -460,6 +468,7 @@ def _server(
             "--chunkcache-storage-mib",
             "4096",
         ]
+        # the default bounds a request at 256 chunks, whatever `--tokens` and `--chunk-tokens` are
         flags += ["--index", str(index), "--chunkcache-max-chunks", "1000"]
     env = {"SLOW_SERVER_SWITCH": str(folder / "switch.json")}
     env |= {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}

@@ -72,6 +72,7 @@ class Mixture:
         the same for the same seed."""
         rng = np.random.default_rng(seed)
         num_clusters, dim = self._centers.shape
+        # a vector of `dim` such numbers is about `spread` long
         vectors = rng.standard_normal((count, dim), dtype=np.float32) * np.float32(
             self._spread / np.sqrt(dim)
         )
@@ -92,6 +93,7 @@ def build(factory: str, vectors: VectorFile, path: Path) -> dict[str, Any]:
 
     def sample(size: int) -> Vectors:
         rng = np.random.default_rng(SEED)
+        # sorted: rows of the file are read in the order in which they lie there
         return vectors.read_rows(np.sort(rng.choice(vectors.num_rows, size, replace=False)))
 
     try:
@@ -114,11 +116,13 @@ class Searches:
 
     def __init__(self, indexes: dict[str, Any], queries: Vectors) -> None:
         self._indexes, self._queries = indexes, queries
+        # once a round and not once an arm: exact search is the slowest
         self._exact = cache(lambda number: self._found(EXACT, 1, self._batch(number)))
 
     def take(self, factory: str, nprobe: int, number: int) -> Sample:
         """The sample of an arm in round `number`."""
         batch, single, found = self._batch(number), list[float](), self._exact(number)
+        # thread time is a search's CPU time, since FAISS has one thread
         for query in batch:
             start = time.thread_time()
             self._found(factory, nprobe, query[None])
@@ -139,6 +143,7 @@ class Searches:
 
     def _found(self, factory: str, nprobe: int, queries: Vectors) -> list[list[int]]:
         segment = create_segment(self._indexes[factory], first_row=0, removed=np.zeros(0, np.int64))
+        # through the function that the retriever calls, so that its overhead counts as well
         rows: list[list[int]] = search_segments((segment,), queries, k=K, nprobe=nprobe)[1].tolist()
         return rows
 
@@ -207,6 +212,7 @@ def _measure(run: Run, options: argparse.Namespace, work: Path) -> None:
     )
     for first in range(0, options.vectors, ADD_ROWS):
         vectors.append(mixture.draw(min(ADD_ROWS, options.vectors - first), seed=SEED + 1 + first))
+    # files are temporary: a run that goes on builds again, and keeps the first build's figures
     indexes = {}
     for number, factory in enumerate(dict.fromkeys([EXACT, *options.factories])):
         built = build(factory, vectors, work / f"{number}.faiss")
@@ -217,6 +223,7 @@ def _measure(run: Run, options: argparse.Namespace, work: Path) -> None:
                 f"build/{factory}",
                 {"arm": "build", "cell": {"index": factory}, "request": "0", "metrics": built},
             )
+    # SEED + 2 seeds no batch of vectors (these are ADD_ROWS apart): no query is a copy
     searches = Searches(indexes, mixture.draw((options.rounds + 1) * BATCH, seed=SEED + 2))
     arms = {EXACT: partial(searches.take, EXACT, 1)}
     for factory, nprobe in product(list(indexes)[1:], options.nprobe):

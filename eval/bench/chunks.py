@@ -67,6 +67,7 @@ class Bench:
 
         async def once() -> Any:
             async with open_session() as session:
+                # the salt keeps arms and rounds from finding each other's chunks
                 body = {"order": "retriever", "cache_salt": f"{seed} {arm}", "ignore_eos": True}
                 return await send(
                     session, self._server.url, RAG, request, (), max_new_tokens=1, body=body
@@ -151,6 +152,8 @@ def _cpu_s(group: int) -> float | None:
     ticks = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
+            # from the last bracket on, since a process's name may have spaces and brackets;
+            # 2 is the group, `Server`'s own session, 11 and 12 are user and system ticks
             told = path.read_text(encoding="utf-8").rpartition(")")[2].split()
             ticks += [int(told[11]) + int(told[12])] if int(told[2]) == group else []
     return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else None

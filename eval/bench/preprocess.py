@@ -63,6 +63,7 @@ class Blocks:
         result = _output(command)
         if any(result[name]["chunks"] != self._args.chunks for name in PASSES):
             raise CommandError(f"preprocess: not every chunk was computed: {result}")
+        # before `_empty`: the second time everything must be found
         again = _output(command)
         self._empty()
         metrics = {
@@ -74,6 +75,7 @@ class Blocks:
             "metrics": {**metrics, "chunk_s": sum(metrics.values())},
             "chunk_tokens": result["alone"]["chunk_tokens"] / result["alone"]["chunks"],
             "neighbors": result["behind_neighbors"]["neighbors"],
+            # the store in memory may have evicted what a storage below it still holds
             "entries": sum([rank["num_entries"] for rank in result["storages"]] or stored),
             "again": {
                 name: sum(again[each][name] for each in PASSES)
@@ -90,6 +92,7 @@ class Blocks:
         rows: dict[str, Iterator[dict[str, Any]]] = {
             "corpus": ({"id": name, "text": random_text(name, self._num_words)} for name in names),
             "neighbors": (
+                # one more is drawn than needed, since the chunk itself may be among them
                 {"id": name, "neighbors": [each for each in drawn if each != name][:num_neighbors]}
                 for name, drawn in ((name, rng.sample(names, num_neighbors + 1)) for name in names)
             ),

@@ -68,6 +68,7 @@ class Bench:
 
     def __init__(self, shape: str, num_tokens: int, slots: str, device: torch.device) -> None:
         num_layers, *head = SHAPES[shape]
+        # slot 0 is SGLang's own, and no source slot is a target
         sizes = (2, num_layers, 1 + 2 * num_tokens, *head)
         keys, values = (
             list(side) for side in torch.randn(sizes, dtype=torch.bfloat16, device=device)
@@ -78,11 +79,13 @@ class Bench:
         self.table = RotaryTable(angles.cos(), angles.sin(), is_neox=True)
         order = torch.arange(2 * num_tokens)
         if slots == "scattered":
+            # drawn on the CPU, so that every device moves the same slots
             order = torch.randperm(2 * num_tokens, generator=torch.Generator().manual_seed(SEED))
         self.source, self.target = (1 + order).to(device).chunk(2)
         old, new = torch.arange(2 * num_tokens, device=device).chunk(2)
         self._from = {"source_slots": self.source, "source_positions": old}
         self._to = {"target_slots": self.target, "target_positions": new}
+        # by torch, which runs on every device
         self.blob = self.read(use_kernel=False)
         plain = torch.stack(self.blob)
         self.plain = torch.empty_like(plain), plain
@@ -113,6 +116,8 @@ class Bench:
                 arms[f"{name}/{path}"] = Arm(partial(work, use_kernel=path == "kernel"), "copy")
         if not is_cuda:
             return arms
+        # a load is compared with an upload from the same memory: pageable is 8 GB/s, pinned 55
+        # (2026-11-26T0407-relocate-h200)
         pageable = self.blob[0].cpu(), self.blob[1].cpu()
         for memory, blob in (
             ("pageable", pageable),
@@ -136,12 +141,14 @@ class Bench:
         return found
 
     def _outcome(self, work: Callable[[], tuple[Tensor, Tensor] | None]) -> Sequence[Tensor]:
+        # else an operation that writes nothing would agree with the one before
         for buffer in self.buffers:
             buffer[self.target] = 0
         return work() or [buffer[self.target] for buffer in self.buffers]
 
     def _upload(self, blob: tuple[Tensor, Tensor]) -> None:
         for part, host in zip(self.plain[0], blob, strict=True):
+            # as the store's own loads; from pageable memory CUDA waits all the same
             part.copy_(host, non_blocking=True)
 
 
@@ -200,6 +207,7 @@ def main(argv: Sequence[str]) -> int:
                 "wrong": bench.wrong() if device.type == "cuda" else [],
             }
 
+            # bound as a default: the loop gives `about` another value
             def take(number: int, arm: Arm, about: Sample = about) -> Sample:
                 return {**about, "against": arm.against, "metrics": {"moved_s": timed(arm.work)}}
 

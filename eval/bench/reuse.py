@@ -241,6 +241,7 @@ class Bench:
             question = " ".join(self._rng.choices(WORDS, k=QUESTION_WORDS))
             return Request(str(self._num_sent), question, tuple(chunks), system=system)
 
+        # with a chunk: what is before the first chunk is a head, and cached up to there
         none = TextChunk("none", f"none {self._num_sent}")
         self._send(request([none]), {"mode": "exact"}, server)
         return request(self._rng.sample(self._chunks[source], self._num_chunks))
@@ -271,6 +272,7 @@ class Bench:
             moved, recomputed = (answer.fates[fate] for fate in ("relocated", "recomputed"))
             metrics["recomputed_share"] = recomputed / max(1, moved + recomputed)
         if report.get("estimated_ms"):
+            # the server's estimate is of filling and extend, not of the lookup
             passed = sum(report["ms"].get(phase, 0) for phase in (*PHASES[1:], "extend"))
             estimated = report["estimated_ms"]["planned" if moved + recomputed else "computed"]
             metrics |= {"estimated_s": estimated / 1000, "passed_s": passed / 1000}
@@ -294,6 +296,7 @@ def wrong_fates(arm: Arm, sample: Mapping[str, Any], area: int, num_chunks: int)
         is_alone = sample["cached_tokens"] <= sample["prompt_tokens"] - area
         return [] if is_alone else [f"{sample['cached_tokens']} tokens cached"]
     fates, head, is_fused = sample["fates"], sample["head_tokens"], arm.kind == "fused"
+    # 1e-6: a product such as .07 * 100 ends just above the whole number that it stands for
     asked = math.ceil(arm.ratio * area - 1e-6)
     # The ratio of `context` follows from the scores and the focus.
     chosen = {"none": (0, 0), "context": (0, area)}.get(

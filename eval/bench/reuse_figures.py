@@ -88,10 +88,12 @@ def _row(arm: str, arms: Mapping[str, Sequence[Sample]]) -> Row:
     }
     for base in ("full", "stock"):
         if base in arms:
+            # the arm is passed as the base: a share is its median over that of `base`
             row[f"share of {base}"] = told_ratio(samples, arms[base], "ttft_s")
             row[f"{base} / arm"] = round(median(_times(arms[base])) / median(times), 2)
     if "lookup_s" in samples[0]["metrics"]:
         phases = {phase: [one["metrics"][f"{phase}_s"] for one in samples] for phase in PHASES}
+        # HTTP, and SGLang's extend of the question, which is no phase of moving
         phases["rest"] = [
             took - sum(parts) for took, *parts in zip(times, *phases.values(), strict=True)
         ]
@@ -146,6 +148,7 @@ def _crossovers(arms: Mapping[str, Sequence[Sample]]) -> list[Row]:
     full, rows = np.array(_times(arms["full"])), []
     # The first draw is the rounds themselves.
     drawn = np.random.default_rng(0).integers(0, len(full), (DRAWS, len(full)))
+    # all ratios and `full` share the drawn rounds, since a round's noise is common to them
     drawn = np.vstack([np.arange(len(full)), drawn])
     for sweep, found in sweeps.items():
         if len(found) > 1:
@@ -154,6 +157,7 @@ def _crossovers(arms: Mapping[str, Sequence[Sample]]) -> list[Row]:
             value, *crossed = (
                 crossover(list(zip(sorted(found), column, strict=True))) for column in shares.T
             )
+            # not `np.quantile`, which interpolates infinities (no crossover) to NaN
             crossed.sort()
             ends = value, crossed[DRAWS // 40], crossed[-1 - DRAWS // 40]
             rows.append(

@@ -33,6 +33,7 @@ def take_rounds(
     """Take the rounds of a cell that the run lacks, each written at once;
     round 0 is a warm-up, `num_rounds` follow."""
     name = "/".join(map(str, cell.values()))
+    # `add_all` writes a round's samples at once, so the key of its first arm tells of them all
     missing = [
         number
         for number in range(num_rounds + 1)
@@ -40,6 +41,7 @@ def take_rounds(
     ]
     for number in tracked(name, missing):
         taken = {arm: arms[arm](number) for arm in turned(list(arms), number)}
+        # `request` pairs the arms of a round: machine noise that lasts longer hits all of them
         about = {"cell": dict(cell), "request": str(number), "warm_up": not number}
         run.add_all((f"{name}/{number}/{arm}", {"arm": arm, **about, **taken[arm]}) for arm in arms)
 
@@ -58,6 +60,7 @@ def by_cell(samples: Sequence[Sample]) -> Iterator[tuple[Row, dict[str, list[Sam
     for cell, taken in grouped(
         [one for one in samples if not one.get("warm_up")], itemgetter("cell")
     ):
+        # a cell's rounds are written in order, so samples of two arms pair by their places
         yield cell, dict(grouped(taken, itemgetter("arm")))
 
 
@@ -93,6 +96,7 @@ def create_timer(device: torch.device) -> Timer:
     from triton.testing import do_bench
 
     return lambda work: (
+        # `do_bench` counts in milliseconds
         float(do_bench(work, warmup=WARM_UP_MS, rep=REP_MS, return_mode="median")) / 1000
     )
 

@@ -93,6 +93,7 @@ class Bench:
 
     def _send(self, arm: str, seed: str, num_chunks: int) -> Sample:
         rng = random.Random(seed)
+        # drawn by the request's seed: both servers get the same question and chunks
         question = " ".join(rng.choices(WORDS, k=24))
         request = Request(seed, question, tuple(rng.sample(self._pool, num_chunks)), system=SYSTEM)
 
@@ -106,6 +107,7 @@ class Bench:
         answer = self._runner.run(once())
         if answer.error or answer.ttft_s is None:
             raise CommandError(f"{arm}: {answer.error or 'no token'}")
+        # kept with the sample: they say why a request moved less than its pair
         fallbacks = (answer.chunkcache or {}).get("fallbacks", [])
         return {"metrics": {"ttft_s": answer.ttft_s}, "fates": answer.fates, "fallbacks": fallbacks}
 
@@ -122,6 +124,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
         f"kept: the interval ends at or below {MEDIAN_AT_MOST}, the ratio of p99 is at most"
         f" {P99_AT_MOST}"
     )
+    # counters only grow, so a state's last sample has them all
     counted = [
         {"storage": cell["storage"], **_counts(arms["on"][-1])} for cell, arms in by_cell(samples)
     ]
@@ -147,6 +150,8 @@ def _row(state: str, off: Sequence[Sample], on: Sequence[Sample]) -> Row:
         name: [one["metrics"]["ttft_s"] for one in taken]
         for name, taken in (("off", off), ("on", on))
     }
+    # a ratio of medians of the same samples has nearly three times as wide an interval
+    # (2026-11-23T1707-storage-states)
     pairs = summary([b / a for a, b in zip(times["off"], times["on"], strict=True)], of_median=True)
     p99 = quantile(times["on"], 0.99) / quantile(times["off"], 0.99)
     moved = {name: round(_moved(taken)) for name, taken in (("off", off), ("on", on))}

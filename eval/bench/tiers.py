@@ -74,8 +74,10 @@ class Lane:
             for prompt in range(args.rounds + 1)
         ]
         for tier, each in urls.items():
+            # `compute` must not have seen a prompt before it is measured
             for chunks in self._chunks if tier != "compute" else ():
                 self._sent(each, "computed", chunks)
+                # a forward writes back up to 512 tokens of what a request has found cached:
                 # about as many are copied after each
                 self._sent(each, "found", chunks, num_tokens=4 + tokens // 500)
                 while (get(each + "/chunkcache/stats")["ranks"][0].get("storage") or {"queue": 0})[
@@ -93,6 +95,7 @@ class Lane:
                     "texts": [chunk.text for chunk in chunks],
                 }
                 post(url + "/chunkcache/prefetch", {**hint, "order": "retriever"})
+            # all arms wait, so that each is measured on a server that was idle as long
             time.sleep(self._ahead_s)
         answer = self._sent(
             url, str(number), chunks, before=f"{number} {place}" if place == "behind" else ""
@@ -119,6 +122,7 @@ class Lane:
         async def both() -> Answer:
             async with open_session() as session:
                 requests = [Request(seed, f"{seed} {WORDS[0]}", tuple(chunks), system=SYSTEM)]
+                # each is put in front, so `first` is sent first
                 for name in (f"{before} second", f"{before} first") if before else ():
                     short = TextChunk(name, random_text(name, self._before))
                     requests.insert(0, Request(name, name, (short,), system=name))
@@ -129,6 +133,7 @@ class Lane:
                         session, url, RAG, request, (), max_new_tokens=num_tokens, body=body
                     )
                     under_way.append(asyncio.create_task(asking))
+                    # else requests, each on its own connection, could overtake each other
                     await asyncio.sleep(HEAD_START_S)
                 answers = await asyncio.gather(*under_way)
                 for each in answers:
@@ -185,6 +190,7 @@ def main(argv: Sequence[str]) -> int:
 
 def mib_of(args: argparse.Namespace, tokens: int) -> float:
     """KV of so many tokens."""
+    # the 2 below: keys and values
     shape, num_bytes = SHAPES[args.params], {"bfloat16": 2, "float32": 4}[args.dtype]
     return (
         2
@@ -269,6 +275,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _flags(args: argparse.Namespace, tokens: int, folder: Path) -> dict[str, list[str]]:
     """Tier -> what its server adds."""
     mib = mib_of(args, tokens)
+    # room for two more prompts than there are: none may leave host memory
     one, every = (str(max(10, round(number * mib))) for number in (PROMPTS, args.rounds + 3))
     flag = "--chunkcache-storage"
     kept = ["--chunkcache-host-mib", one, f"{flag}-mib", "4096", f"{flag}-backend"]
@@ -302,6 +309,7 @@ def _flags(args: argparse.Namespace, tokens: int, folder: Path) -> dict[str, lis
 def _server(
     args: argparse.Namespace, name: str, tokens: int, model: str, flags: Sequence[str]
 ) -> Server:
+    # 200 for the head, the question and the answer of a prompt
     pool = round(PROMPTS * tokens) + 200
     shared = [
         *(

@@ -41,6 +41,7 @@ def topics(seed: int, k: int) -> Requests:
         topic = rng.choices(range(2000), cum_weights=shares)[0]
         near = rng.sample(range(20 * topic, 20 * topic + 20), k)
         picked = [rng.randrange(40_000) if rng.random() < 0.15 else chunk for chunk in near]
+        # `order_chunks` refuses a chunk that a request has twice
         yield [_chunk(number) for number in dict.fromkeys(picked)]
 
 
@@ -69,6 +70,7 @@ def grow(requests: Requests, num_nodes: int) -> tuple[ChunkPrefixTree, AccessTab
             "tree", "seen", tree, accesses, _NAMESPACE, request, rank=0, max_visits=8
         ).chunks
         ids = [chunk.id for chunk in ordered]
+        # behind the order, for which all chunks of the request would count as seen
         accesses.observe(ids)
         tree.insert(
             _NAMESPACE,
@@ -97,9 +99,11 @@ def decision_us(
     build: Build, load: Load, k: int, num_nodes: int, num_decisions: int
 ) -> dict[str, float]:
     """CPU time of order decisions, microseconds, and the mean chain found, in chunks."""
+    # another seed: requests that the tree has not been built from
     grown, requests = build(load(0, k), num_nodes), load(1, k)
     times, found = [], 0
     for request in islice(requests, num_decisions):
+        # CPU time of this thread: other processes of the machine do not count
         start = thread_time()
         ordering = order_chunks(
             "tree", "seen", *grown, _NAMESPACE, request, rank=0, max_visits=_MAX_VISITS
@@ -119,6 +123,7 @@ def traced_bytes(build: Callable[[], object]) -> int:
     """Bytes of the built object and of everything that it references."""
     gc.collect()
     tracemalloc.start()
+    # held until the size is read, else it would be freed before
     built = build()
     gc.collect()
     size = tracemalloc.get_traced_memory()[0]
@@ -198,4 +203,5 @@ def main(argv: Sequence[str]) -> int:
 
 def _chunk(number: int) -> Chunk:
     """A chunk with an id string of its own, as if a tokenizer had hashed it for a new request."""
+    # 7919 and 385 have no common factor: lengths from 128 to 512 are equally frequent
     return Chunk(ChunkId(f"{number:032x}"), 128 + number * 7919 % 385)

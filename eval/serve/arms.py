@@ -82,6 +82,7 @@ def _fused(name: str, summary: str, *flags: str, **body: Any) -> Arm:
 def _paper(name: str, summary: str, *flags: str, order: str = "retriever", **reuse: Any) -> Arm:
     """What can be moved is moved, as in the papers, whatever it costs and whatever becomes of the
     answers."""
+    # no exact gaps: no paper computes a chunk that could be moved for the sake of later chains
     always = "--chunkcache-move", "always", "--chunkcache-exact-gaps", "0"
     return _fused(
         name, summary, *always, *UNAUDITED, *flags, order=order, reuse={"mode": "fused", **reuse}
@@ -111,6 +112,7 @@ ARMS = {
     arm.name: arm
     for arm in (
         Arm(
+            # without a tree SGLang serves by `fcfs` in any case (`_validate_and_adjust_policy`)
             "no-cache",
             "stock SGLang without prefix caching",
             (*STOCK_FCFS, "--disable-radix-cache"),
@@ -165,11 +167,13 @@ ARMS = {
             "the same with everything scored",
             *SCORED,
             *("--chunkcache-calibrate", "on"),
+            # SCORED makes `h2o` the server's own selector, so the request names the default
             reuse={"mode": "fused", "selector": "critical"},
         ),
         _fused(
             "fused-unstored",
             "the same with nothing stored",
+            # more accesses than any run has
             "--chunkcache-store-threshold",
             "1000000",
         ),
@@ -181,6 +185,7 @@ ARMS = {
             "craft+cacheblend",
             "continuing its fused chains (fig. 16)",
             *NO_PASS_LIMIT,
+            # `frequency` finds less in fused chains: .295 instead of .377 (eval/LOG.md, 2026-11-22)
             order="tree",
             **CACHEBLEND,
         ),
@@ -211,6 +216,7 @@ def parse_arms(texts: Sequence[str]) -> list[Arm]:
     """The arms of `--arms`. Raises CommandError as `parse_arm`, and for a name given twice."""
     arms = [parse_arm(text) for text in texts]
     names = [arm.name for arm in arms]
+    # an arm's name is in its samples' keys, and `Run.add` refuses a key that is there already
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise CommandError(
             f"--arms: {', '.join(twice)} given twice; a second server needs another name: NAME=URL"
@@ -226,6 +232,7 @@ def parse_arm(text: str) -> Arm:
         choices = f"choose from {', '.join(ARMS)}, or NAME=http://HOST:PORT[,chat|rag]"
         raise CommandError(f"--arms: no arm {text!r}; {choices}")
     name, url, route = found.groups()
+    # `chat`, which every OpenAI-compatible server has
     known = ARMS.get(name, Arm(name, "a running server", route="chat"))
     return replace(known, url=url, route=cast(Route, route or known.route))
 
@@ -234,11 +241,13 @@ def request_body(arm: Arm, extra: Mapping[str, Any], reuse: Mapping[str, Any]) -
     """The fields added to each request: the arm's body and `extra`;
     `reuse` changes that of arms that move KV only."""
     body = {**arm.body, **extra}
+    # merged, not replaced: a swept ratio leaves the arm's selector
     return body | {"reuse": {**body["reuse"], **reuse}} if arm.is_fused else body
 
 
 def skip_reason(arm: Arm, *, contextpilot_python: Path | None = None) -> str | None:
     """Why this arm cannot run here, or None. Looks for packages and a GPU; starts no server."""
+    # before the url: the client reorders, whoever serves
     if arm.adapter == "contextpilot":
         return contextpilot_missing(contextpilot_python)
     if arm.url is not None or arm.name not in ("stock-hicache", "lmcache"):

@@ -72,7 +72,9 @@ def open_session(*, timeout_s: float = 600.0) -> aiohttp.ClientSession:
     """A client without a limit on connections. A request fails after `timeout_s` without any data.
     Needs a running loop."""
     return aiohttp.ClientSession(
+        # aiohttp's 100 connections would close an open loop whose queue is longer
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        # its 300 s in all would end a long answer that still streams
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=timeout_s),
         read_bufsize=1 << 22,  # an event is a line, and lines are read whole
     )
@@ -114,6 +116,7 @@ async def send(
                 answer.error = f"HTTP {response.status}: {_reason(await response.text())}"
             else:
                 await _read(answer, response, start)
+    # AttributeError, TypeError, KeyError: an event that is JSON and has another form
     except (aiohttp.ClientError, OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         answer.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     answer.e2e_s = time.perf_counter() - start
@@ -153,12 +156,14 @@ async def events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, An
     """The JSON objects of a stream of server-sent events, as they come.
     Raises ValueError if it breaks off or tells an error."""
     async for line in response.content:
+        # comments, which keep a connection open, and the empty line after an event
         if not line.startswith(b"data:"):
             continue
         data = line.removeprefix(b"data:").strip().decode()
         if data == "[DONE]":
             return
         event = json.loads(data)
+        # SGLang has sent status 200 by then, so an error comes as an event
         if event.get("error"):
             raise ValueError(_reason(data))
         yield event
@@ -173,6 +178,7 @@ async def _read(answer: Answer, response: aiohttp.ClientResponse, start: float) 
     Raises ValueError if it is incomplete, empty, or does not consist of JSON events."""
     async for event in events(response):
         now = time.perf_counter() - start
+        # empty in the event of the usage, which is no token
         for choice in event.get("choices") or ():
             answer.ttft_s = now if answer.ttft_s is None else answer.ttft_s
             if text := (choice.get("delta") or {}).get("content"):

@@ -84,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
     folder = args.out or new_folder("serve")
+    # one dict for plan and summary: what `measure` fills in is in the results
     facts = load_facts(folder)
     plan = make_plan(args, arms, min(map(len, requests.values())), facts=facts)
     made = cells(args, requests)
@@ -94,6 +95,7 @@ def main(argv: Sequence[str]) -> int:
         arrivals(cell.load, [request.arrival_s for request in cell.requests], seed=plan.seed)
         key_of(arm, cell)
     starts = any(arm.url is None for arm in arms)
+    # else a run could go on with a data set or a model that has changed under its name
     spec = vars(args) | {"requests_sha256": requests_sha256(everything)}
     spec["model_sha256"] = model_sha256(args.model_path) if starts else None
     figures = partial(summarize, facts=facts, against=args.against)
@@ -116,6 +118,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Arm]]:
     """The checked options and arms; `server_flags` holds the flags after `--`.
     Raises CommandError."""
+    # taken off first: the parser has no positional arguments and would refuse them
     argv, flags = split_flags(argv)
     args = _parser().parse_args(argv)
     args.server_flags = flags
@@ -128,6 +131,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Arm]]:
             )
         if len(set(values)) < len(values):
             raise CommandError(f"--{name}: a value is given twice: {' '.join(map(str, values))}")
+    # an option that does nothing is refused, else its value would stand in the record
     for kind, name in LOADS.items():
         if args.load != kind and getattr(args, name) is not None:
             raise CommandError(f"--{name} needs --load {kind}")
@@ -159,6 +163,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Arm]]:
         raise CommandError("--restart needs --warm-up N: the requests that fill the storage")
     if args.ratios and not any(arm.is_fused for arm in arms):
         raise CommandError("--ratios needs an arm that moves KV, such as fused, among --arms")
+    # as `with_storage` names the arm on an empty storage
     names = [f"{arms[0].name}-cold"] if args.restart else [arm.name for arm in arms]
     args.against = args.against or ("stock-lpm" if "stock-lpm" in names else names[0])
     if args.against not in names:
@@ -180,6 +185,7 @@ def make_plan(
         _default_block(args, max(1, measured // MIN_BLOCKS)) if args.block is None else args.block
     )
     blocks = -(-measured // block) if block else 1
+    # told before the load, which may take an hour and could end without a verdict
     if blocks < MIN_BLOCKS and len(arms) > 1:
         enough = (
             f"--requests >= {args.warm_up + MIN_BLOCKS * block}" if block else "another --block"
@@ -188,6 +194,7 @@ def make_plan(
             f"eval: too few blocks for a verdict: {blocks}, less than {MIN_BLOCKS}; give {enough}",
             file=sys.stderr,
         )
+    # options that the plan takes have its fields' names
     given = {
         field.name: getattr(args, field.name) for field in fields(Plan) if hasattr(args, field.name)
     }
@@ -210,6 +217,7 @@ def cells(args: argparse.Namespace, requests: Mapping[int | None, Sequence[Reque
         args.ratios or [None],
         servers,
     ):
+        # one value is no label: runs without a sweep can be compared whatever their load
         swept = {option: value if len(values) > 1 else None, "k": k if args.ks else None}
         swept |= {"window": window, "threshold": threshold, "ratio": ratio, SERVER: server}
         knobs = {
@@ -362,6 +370,7 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
 def _requests(args: argparse.Namespace, k: int | None) -> list[Request]:
     requests = load_requests(argparse.Namespace(**{**vars(args), "k": k}))
     requests = fresh(requests) if args.fresh else requests
+    # a trace's order is that of its times
     if args.load == "trace":
         return requests
     return interleave(requests, max(args.clients or [1]) if args.load == "closed" else AT_ONCE)
@@ -371,6 +380,8 @@ def _default_block(args: argparse.Namespace, eighth: int) -> int:
     """A block short enough for 8 blocks, but long enough for rate,
     queue and concurrency to build up within it."""
     if args.load != "closed":
+        # 20, though blocks are fewer then: a queue begins anew in each block
         return max(20, eighth)
+    # with one client nothing builds up, so a block may be one request
     clients = max(args.clients or [1])
     return max(min(10, eighth), 4 * clients if clients > 1 else 1)

@@ -38,6 +38,7 @@ class ContextPilotReorderer:
             [python or sys.executable, WORKER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # nobody reads it: a full pipe would block the child
             stderr=subprocess.DEVNULL,
             text=True,
         )
@@ -51,6 +52,7 @@ class ContextPilotReorderer:
         Raises:
             CommandError: the child has ended.
         """
+        # reversed, so that the first of equal ids stays
         first = {chunk.id: chunk for chunk in reversed(request.chunks)}
         ids = list(dict.fromkeys(chunk.id for chunk in request.chunks))
         assert self._child.stdin
@@ -61,6 +63,7 @@ class ContextPilotReorderer:
                 file=self._child.stdin,
                 flush=True,
             )
+            # a child that has ended gives an empty line, which is no JSON
             ordered = json.loads(self._child.stdout.readline())
         except (BrokenPipeError, ValueError):
             raise CommandError(f"ContextPilot's process ended with {self._child.wait()}") from None
@@ -76,6 +79,7 @@ class ContextPilotReorderer:
 
     def close(self) -> None:
         """End the child."""
+        # closes stdin, at whose end the worker's loop ends
         self._child.communicate()
 
 

@@ -53,6 +53,7 @@ class Lane:
         -1 for a single request or the first turn."""
         last: dict[str, int] = {}
         for number, request in enumerate(cell.requests):
+            # \0: an id that no conversation has
             talk = request.conversation or f"\0{number}"
             self._before.append(last.get(talk, -1))
             last[talk] = number
@@ -72,8 +73,10 @@ class Lane:
         async with bystanders(self._plan.bystanders, self.url) as gaps:
             start = time.perf_counter()
             taken = await self._send_all(numbers, self.cell.load, self._offsets)
+            # before the streams are aborted, which is no load
             loaded_s = time.perf_counter() - start
         samples = [self._sample(number, *taken[number], start) for number in numbers]
+        # filled when the streams have ended
         if gaps:
             p50, p99 = (quantile(gaps, q) for q in (0.5, 0.99))
             row = self._row(f"bystanders:{numbers[0]}", numbers[0])
@@ -91,6 +94,7 @@ class Lane:
     async def replay(self, numbers: Sequence[int]) -> None:
         """Send earlier requests again, several at a time, to restore the server's cache and the
         histories."""
+        # a closed loop whatever the load: cache and histories depend on the order alone
         await self._send_all(numbers, Load(clients=max(self.cell.load.clients, 4)), None)
 
     # Private, in order of use
@@ -105,14 +109,17 @@ class Lane:
 
             async def one(number: int, planned: float) -> None:
                 due = planned
+                # else a first turn, or one whose predecessor's block has ended
                 if (before := self._before[number]) in done:
                     await done[before].wait()
                     due = max(planned, taken[before][2] + taken[before][3].e2e_s)
                 sent = time.perf_counter()
                 taken[number] = (planned, due, sent, await self._send(session, number))
+                # also after a failure, which `send` returns: else later turns would wait for ever
                 done[number].set()
 
             async def client() -> None:
+                # a turn waits for one that was taken before it, so one client is always at work
                 for number in waiting:
                     await one(number, time.perf_counter())
 
@@ -121,6 +128,7 @@ class Lane:
                 for _ in range(load.clients):
                     tasks.create_task(client())
             else:
+                # the first is due at once: other arms' blocks lie between it and the one before
                 start = time.perf_counter() - offsets[numbers[0]]
                 for number in numbers:
                     await asyncio.sleep(max(0.0, start + offsets[number] - time.perf_counter()))
@@ -151,6 +159,7 @@ class Lane:
             self.num_answers, self.ttft_s = self.num_answers + 1, self.ttft_s + answer.ttft_s
         if self._reports_cache and answer.prompt_tokens is not None:
             answer.cached_tokens = answer.cached_tokens or 0
+        # a failed turn is not shown: the user has seen no answer
         if answer.error is None:
             history += [answer.message, {"role": "assistant", "content": answer.text}]
         return answer
@@ -230,6 +239,7 @@ def _shares(answer: Answer, *, is_alone: bool) -> dict[str, float]:
     if is_alone and order and hit is not None:
         shares["hit_share"] = hit / len(order)
     if planned and hit is not None:
+        # finding more than was planned makes up for no other miss
         shares["planned_missed"] = max(0, planned - hit) / planned
     if moved := moved_tokens(answer.fates, (cache.get("reuse") or {}).get("fused_hit")):
         assert answer.fates is not None

@@ -90,6 +90,7 @@ def throughput(samples: Sequence[Sample]) -> dict[str, float | None]:
     }
     loaded = loaded_s(samples)
     return {
+        # one answer without a count would make the sum too low
         name: sum(each) / loaded if each and None not in each else None
         for name, each in amounts.items()
     }
@@ -97,6 +98,7 @@ def throughput(samples: Sequence[Sample]) -> dict[str, float | None]:
 
 def loaded_s(samples: Sequence[Sample]) -> float:
     """Seconds under load: over the blocks of the arm's servers, first due to last done."""
+    # blocks of two servers of an arm have the same numbers and other clocks
     blocks = _grouped(samples, lambda sample: (sample.get(SERVER), sample["block"])).values()
     return float(
         sum(max(s["done_s"] for s in block) - min(s["due_s"] for s in block) for block in blocks)
@@ -172,6 +174,7 @@ def _references(by_arm: Mapping[str, Sequence[Sample]], arm: str, against: str) 
     moving = {
         name
         for name, samples in by_arm.items()
+        # 0: who follows a chain that others have moved answers from moved KV as well
         if any(moved_tokens(s.get("fates"), 0) for s in samples)
     }
     still = [
@@ -194,6 +197,7 @@ def _contrasts(
     )
     blocks = ([sample for sample in side if "gaps_s" in sample] for side in (left, right))
     of_bystanders = contrast_arms(*blocks, a=a, b=b, metrics=BYSTANDERS)
+    # values are quantiles of blocks already: a p90 over blocks would be a quantile of quantiles
     return of_requests + [row for row in of_bystanders if row["statistic"] == "ratio of medians"]
 
 
@@ -201,6 +205,7 @@ def _row(group: Sequence[Sample]) -> Row:
     asked = _requests(group)
     errors = sum("error" in sample for sample in asked)
     told = [sample["chunkcache"] for sample in asked if sample.get("chunkcache")]
+    # a plan of no chunks can miss none
     hits = [
         (c["chunks_planned"], c["chunks_hit"])
         for c in told
@@ -209,6 +214,7 @@ def _row(group: Sequence[Sample]) -> Row:
     moved = sum(
         moved_tokens(s["fates"], (s.get("chunkcache") or {}).get("fused_hit")) for s in asked
     )
+    # a server that counts nothing has no share, which is not a share of 0
     pairs = [(cached_tokens(s["fates"], s["cached_tokens"]), s["prompt_tokens"]) for s in asked]
     known = [(cached, tokens) for cached, tokens in pairs if cached is not None and tokens]
     loaded = [cache["loaded"] for cache in told if "loaded" in cache]
@@ -234,6 +240,7 @@ def _row(group: Sequence[Sample]) -> Row:
         if loaded and known
         else None,
         "recomputed_share": fates["recomputed"] / moved if fates and moved else None,
+        # as in `lane._shares`: finding more makes up for no other miss
         "planned_missed": sum(max(0, p - hit) for p, hit in hits) / sum(p for p, _ in hits)
         if hits
         else None,

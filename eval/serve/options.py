@@ -31,11 +31,13 @@ def model_flags(
     with tempfile.TemporaryDirectory(prefix="eval-model-") as folder:
         path, pool = args.model_path, args.max_total_tokens
         if path == "random":
+            # each text once, however many requests retrieve it
             chunks = {chunk.id: chunk.text for request in requests for chunk in request.chunks}
             texts = [*chunks.values(), *(request.question for request in requests)]
             path = write_random_model(
                 Path(folder) / f"random-{args.params}m", SHAPES[args.params], texts
             )
+            # else SGLang takes what memory is free, which KV of so small a model never fills
             pool = pool or 40_000
         size = ["--max-total-tokens", str(pool)] if pool else []
         yield ["--model-path", str(path), *size, *flags]

@@ -35,12 +35,14 @@ def measure_restart(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
         replace(cell, requests=part)
         for part in (cell.requests[: plan.warm_up], cell.requests[plan.warm_up :])
     )
+    # the warm-up requests fill the storage: all others are measured
     plan = replace(plan, warm_up=0, keeps_start=True)
     with TemporaryDirectory(prefix="storage-", dir=run.folder) as name:
         cold, filled = (with_storage(arm, each, Path(name)) for each in ("cold", "filled"))
         with Run(
             Path(name) / "filling", kind="serve", spec={}, summarize=lambda samples: {}
         ) as unmeasured:
+            # facts of its own, since the record describes the measured servers
             measure(unmeasured, replace(plan, arms=[filled], facts={}), [before])
         measure(run, replace(plan, arms=[cold, filled]), [after])
 

@@ -73,12 +73,14 @@ def measure(run: Run, plan: Plan, cells: Sequence[Cell]) -> None:
     ):
         try:
             for together in side_by_side(cells, arms):
+                # a group that has all its samples starts no server
                 pairs = [(arm, cell) for cell in together for arm in arms]
                 if missing := [
                     pair for pair in pairs if any(key not in run for key in _keys(*pair))
                 ]:
                     _take(run, plan, servers, loop, bar, missing)
         finally:
+            # also after Ctrl-C: the run that goes on reads what this part has learned
             (run.folder / FACTS).write_text(
                 json.dumps(plan.facts, indent=1) + "\n", encoding="utf-8"
             )
@@ -90,6 +92,7 @@ def load_facts(folder: Path) -> dict[str, Any]:
     try:
         return (
             dict(json.loads((folder / FACTS).read_text(encoding="utf-8")))
+            # facts without samples are of a run that begins anew
             if read_samples(folder)
             else {}
         )
@@ -104,6 +107,7 @@ def side_by_side(cells: Sequence[Cell], arms: Sequence[Arm]) -> Iterator[list[Ce
     keys: set[Key] = set()
     for cell in cells:
         needed = {key_of(arm, cell) for arm in arms}
+        # a shared server would let one cell find what another has filled
         if together and (keys & needed or len(keys | needed) > MAX_SERVERS):
             yield together
             together, keys = [], set()
@@ -160,6 +164,7 @@ def _take(
 ) -> None:
     """Take the missing samples of these arms in their cells, side by side;
     the servers of others are stopped."""
+    # before others start: idle servers hold memory
     servers.keep({key_of(arm, cell) for arm, cell in pairs})
     with ExitStack() as stack:
         lanes, before = [], []
@@ -168,12 +173,14 @@ def _take(
             if lane.reorderer:
                 stack.callback(lane.reorderer.close)
             servers.flush(lane.server, lane.url)
+            # before the replay, whose answers the lane counts as well
             before.append(servers.seconds(lane.server, lane.url))
         for lane in lanes:
             _restore(run, loop, lane)
         blocks = [_blocks(lane.cell, plan) for lane in lanes]
         for number in range(max(map(len, blocks))):
             for lane, own in turned(list(zip(lanes, blocks, strict=True)), number):
+                # blocks are complete or dropped, so the first key tells
                 if number < len(own) and _keys(lane.arm, lane.cell)[own[number][0]] not in run:
                     _take_block(run, servers, loop, lane, own[number], number)
                     bar.update(len(own[number]))
@@ -200,6 +207,7 @@ def _restore(run: Run, loop: asyncio.Runner, lane: Lane) -> None:
     served = [number for number, key in enumerate(_keys(lane.arm, lane.cell)) if key in run]
     if served:
         label = dict(lane.cell.label)
+        # else the new blocks would lie at the times of the earlier ones
         lane.clock_s = max(
             s["done_s"] for s in run.samples if s["arm"] == lane.arm.name and s["cell"] == label
         )
@@ -222,6 +230,7 @@ def _take_block(
     other failures are kept."""
     samples = loop.run(lane.run(numbers))
     if errors := [sample["error"] for sample in samples if "error" in sample]:
+        # raises before the block is kept: what a dead server failed is measured again
         servers.check(lane.server, lane.url)
         told = f"{len(errors)} of {len(samples)} requests failed: {errors[0]}"
         print(f"eval: {lane.arm.name}: {told}", file=sys.stderr)

@@ -71,6 +71,7 @@ def key_of(arm: Arm, cell: Cell) -> Key:
     Raises CommandError for flags of a running server."""
     if arm.url is not None and arm.route == "rag" and cell.flags:
         raise CommandError(f"{arm.name}: a running server cannot be given {' '.join(cell.flags)}")
+    # stock ignores our flags, so one server of it serves the cells of all of them
     return Key(arm.name, cell.flags if arm.is_ours else (), cell.label.get(SERVER))
 
 
@@ -94,6 +95,7 @@ class ServerPool:
 
     def __enter__(self) -> ServerPool:
         self._stack.enter_context(_interrupted_by_signals())
+        # pushed last, so run first: signals are still caught while servers stop
         self._stack.callback(self.keep, ())
         return self
 
@@ -124,6 +126,7 @@ class ServerPool:
                 flags, log=log, env={"OMP_NUM_THREADS": str(self._plan.threads)}, timeout_s=900.0
             )
             print(f"eval: starting {key}", file=sys.stderr)
+            # `pop_all` only after the start: a failed one has ended its process itself
             with ExitStack() as stack:
                 self._running[key] = stack.enter_context(server), stack.pop_all()
         url = arm.url or self._running[key][0].url
@@ -154,6 +157,7 @@ class ServerPool:
             post(f"{url}/flush_cache?timeout={FLUSH_S}", timeout_s=FLUSH_S + 30)
             facts.setdefault("flushed", True)
         except CommandError as error:
+            # told once; False stays, since one cell that began with a filled cache taints the run
             if facts.get("flushed") is not False:
                 print(f"eval: {key}: its cache is not empty: {error}", file=sys.stderr)
             facts["flushed"] = False
@@ -178,6 +182,7 @@ class ServerPool:
             )
             told = [{"host": rank.get("host"), "storage": rank.get("storage")} for rank in ranks]
             found = [{tier: stats for tier, stats in rank.items() if stats} for rank in told]
+            # a storage that hangs never empties its queue
             if time.monotonic() > deadline or not any(
                 rank.get("storage", {}).get("queue") for rank in found
             ):
@@ -258,6 +263,7 @@ def _model_of(key: Key, url: str) -> str:
 
 def _ask(url: str) -> dict[str, Any]:
     """What a GET brings; {} if it fails."""
+    # stock has no `/chunkcache/stats`, other servers no `/server_info`
     with suppress(CommandError):
         return get(url, timeout_s=60)
     return {}

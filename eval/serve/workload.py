@@ -59,6 +59,7 @@ def arrivals(load: Load, times: Sequence[float | None], *, seed: int) -> list[fl
         if known != sorted(known):
             raise CommandError("--load trace: arrival times decrease; sort the trace by them")
         return [(time - known[0]) / load.speed for time in known]
+    # a word with the seed: no other generator of the same seed draws the same numbers
     rng = random.Random(f"arrivals {seed}")
     return list(accumulate((rng.expovariate(load.rate) for _ in times[1:]), initial=0.0))
 
@@ -69,6 +70,7 @@ def cut(count: int, *, warm_up: int, block: int) -> list[range]:
     block, warm_up = block or max(1, count), min(warm_up, count)
     return [
         range(a, b)
+        # `range(warm_up, ...)` begins at `warm_up`, so a block ends there
         for a, b in pairwise([*range(0, warm_up, block), *range(warm_up, count, block), count])
     ]
 
@@ -82,6 +84,7 @@ def interleave(requests: Sequence[Request], at_once: int) -> list[Request]:
     """
     conversations: dict[str, deque[Request]] = {}
     for request in requests:
+        # \0: no conversation of a data set has such an id
         conversations.setdefault(request.conversation or f"\0{request.id}", deque()).append(request)
     waiting = list(conversations.values())
     active, waiting = deque(waiting[:at_once]), waiting[at_once:]
@@ -98,6 +101,7 @@ def interleave(requests: Sequence[Request], at_once: int) -> list[Request]:
 def fresh(requests: Sequence[Request]) -> list[Request]:
     """The requests with chunks of their own, so that none occurs twice and nothing can be reused:
     what reuse costs then."""
+    # in front: a text that differs at its end only would share its first tokens
     return [
         replace(
             request,

@@ -73,6 +73,7 @@ def arms_of(shape: HeadShape, device: torch.device) -> dict[str, Arm]:
             for backend in ("fa2", "fa3")
         },
         **{f"virtual_{backend}": Arm(partial(prefill, backend)) for backend in ("fa2", "fa3")},
+        # FlashInfer's FA3 takes no custom mask (`is_fa3_backend_supported`)
         "custom_mask": Arm(partial(prefill, "fa2", masked=True)),
         "sdpa": Arm(sdpa, contiguous=True),
     }
@@ -92,6 +93,7 @@ def runs_of(requests: Sequence[SparseRequest]) -> list[Entry]:
     runs = []
     for number, request in enumerate(requests):
         visible = request.visible()
+        # a run ends where the next query sees more than one key more
         ends = torch.cat(
             [(visible.diff() != 1).nonzero()[:, 0] + 1, torch.tensor([visible.numel()])]
         )
@@ -130,11 +132,13 @@ class FlashInferPrefill:
             ]
         _, num_rows, num_keys = torch.tensor(entries).unbind(1)
         size = 4 * int(num_keys.sum())
+        # checked before `torch.cat` makes them
         if size > MAX_INDEX_BYTES:
             raise ValueError(f"slot indices of {len(entries)} entries take {size / 2**30:.1f} GiB")
         self.figures = {"index_mib": size / 2**20}
         slots = [request.kv_pages.to(self.device, torch.int32) for request in requests]
         self._wrapper.plan(
+            # on the host, where FlashInfer plans: from the device it would wait for a copy
             _indptr(num_rows),
             _indptr(num_keys),
             torch.cat([slots[entry.request][: entry.num_keys] for entry in entries]),
@@ -191,6 +195,7 @@ class MaskedSDPA:
         for first, visible in self._requests:
             for part in torch.split(visible, BLOCK_ROWS):
                 rows, seen = slice(start, start + len(part)), slice(first, first + int(part[-1]))
+                # kept over the runs, so that only the untimed check builds masks
                 if start not in self._masks:
                     self._masks[start] = _additive_mask(part, queries)
                 out[rows] = _sdpa(

@@ -59,6 +59,7 @@ def positions_of(pattern: str, context: int, ratio: float, seed: int) -> Tensor:
         return torch.arange(context)[:count]
     if pattern == "scattered":
         return torch.randperm(context, generator=generator)[:count].sort().values
+    # at most one run more than there are tokens to part them
     lengths = list(_run_lengths(count, context - count + 1, generator))
     # Between two runs there is at least one token that is not recomputed; the others may lie
     # anywhere.
@@ -100,6 +101,7 @@ def layouts_of(requests: Sequence[SparseRequest], shape: HeadShape) -> dict[str,
     for kernel in KERNELS:
         rows, times = tile_rows(shape, kernel), []
         for _ in range(LAYOUT_REPEATS):
+            # the layout runs on this thread: other work of the machine does not count
             start = time.thread_time()
             layout = plan_sparse(
                 requests, page_size=1, tile_rows=rows, two_part=kernel == "fa3_two_part"

@@ -69,6 +69,7 @@ class Prepared:
         self._shape, self._attention = shape, arm.make()
         self._requests = make_requests(cell, whole=arm.whole, contiguous=arm.contiguous)
         times = []
+        # the first plan may compile and allocate: the median leaves it out
         for _ in range(PLAN_REPEATS):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -92,6 +93,7 @@ class Prepared:
             torch.arange(num_queries, device=device) if order is None else order.to(device)
         )
         self._check()
+        # once, not in each run: `run` gets its queries in the plan's order
         self._queries = self._queries[self._order]
 
     def run(self) -> Tensor:
@@ -100,10 +102,12 @@ class Prepared:
 
     def _check(self) -> None:
         out = self._attention.run(self._queries[self._order], self._keys, self._values)
+        # back in the requests' order, which the reference has
         out = torch.empty_like(out).index_copy_(0, self._order, out)
         start, chosen, asked = 0, [], []
         for request in self._requests:
             count = request.positions.numel()
+            # counted from the end: the last query, which sees most keys, is among them
             step = torch.arange(count - 1, -1, -max(1, count // CHECKED_ROWS)).flip(0)
             chosen.append(start + step)
             asked.append(SparseRequest(request.positions[step], request.kv_pages, request.num_keys))
@@ -135,6 +139,7 @@ def measure_cell(
     for name, arm in arms.items():
         try:
             takes[name] = partial(_take, Prepared(arm, cell, shape, device), timed)
+        # whatever a library raises costs its arm this cell, not the others
         except Exception as error:
             text = str(error).strip() or type(error).__name__
             failed[name] = (
@@ -179,6 +184,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure what is missing and print."""
     options = _parse(argv)
     shape, device = QUICK_SHAPE if options.quick else SHAPE, torch.device(options.device)
+    # raises without CUDA, before a folder is made
     create_timer(device)
     arms = arms_of(shape, device)
     if options.arms is not None:
@@ -194,6 +200,7 @@ def main(argv: Sequence[str]) -> int:
             for cell in cells_of(options.contexts, options.batches, options.ratios):
                 if f"{cell}/work" not in run:
                     if time.monotonic() - started > limit_s:
+                        # raised inside the run: its record is then not complete, and it can go on
                         raise _LimitReached
                     measure_cell(run, cell, arms, options.repetitions, shape, device)
     except _LimitReached:

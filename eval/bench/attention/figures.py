@@ -35,6 +35,7 @@ Arms = Mapping[str, Sequence[Sample]]
 def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     """Layouts, times with rates and speedups, what failed, and each kernel of ours against dense
     FA3 at the aim."""
+    # `work` is added behind a cell's rounds: without it the cell is not finished
     cells = [(cell, arms) for cell, arms in by_cell(samples) if "work" in arms]
     layouts = [row for cell, arms in cells for row in _layout_rows(cell, arms)]
     failed = [
@@ -71,6 +72,7 @@ def _layout_rows(cell: Row, arms: Arms) -> Iterator[Row]:
     """Our layouts, and what planning took on the host, with FlashInfer's part,
     of the arms that were timed."""
     for arm in dict.fromkeys([*KERNELS, *_timed(arms)]):
+        # an arm that is not ours has a plan and no layout; with `--arms` alone it is the other way
         layout, plan = (
             taken[0]["metrics"] if taken else {}
             for taken in (arms.get(f"layout {arm}"), arms.get(arm))
@@ -124,6 +126,7 @@ def _against_dense(kernel: str, cells: Sequence[tuple[Row, Arms]]) -> Iterator[s
     found = []
     for cell, arms in cells:
         timed, work = _timed(arms), arms["work"][0]["metrics"]
+        # both patterns and all batches of the aim: the worst of them counts
         if AIM.items() <= cell.items() and kernel in timed and "dense_fa3" in timed:
             faster = ratio(timed["dense_fa3"], timed[kernel], "layer_s")
             found.append(
