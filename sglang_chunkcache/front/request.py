@@ -229,7 +229,7 @@ class Planned:
         if self.fusion is None:
             return chunks
         fused = (
-            # under the recipe's name, or exact requests would be ordered for KV that they cannot use
+            # by the recipe's name, or exact requests would be ordered for KV that they cannot use
             replace(chunk, id=fused_chunk(self.fusion.recipe, chunk.id))
             for chunk in chunks[self.fused_from :]
         )

@@ -182,7 +182,7 @@ class SearchQueue:
             taken: list[_Waiting] = []
             while self._waiting and len(taken) < self._max_batch:
                 item = self._waiting.popleft()
-                # one that is cancelled from here on is searched for in vain; `_settle` leaves it out
+                # one that is cancelled after this is searched for in vain; `_settle` leaves it out
                 if not item.future.cancelled():
                     taken.append(item)
             return taken
