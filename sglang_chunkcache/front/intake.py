@@ -84,6 +84,7 @@ class Intake:
                 "body: this server loads nothing ahead (--chunkcache-storage-backend)"
             )
         body = await json_object(raw_request, self._config)
+        # `_chat` checks names, too, but does not know `texts`: one misspelt would pass there
         ours = (*RagFields.model_fields, "texts")
         refuse_misspelt(body, ours=ours, theirs=ChatCompletionRequest.model_fields)
         texts, messages = body.pop("texts", None), body.get("messages") or []
@@ -99,9 +100,11 @@ class Intake:
             body["chunks"] = [{"text": text} for text in texts]
         if (
             isinstance(messages, list)
+            # with `retrieve` the index would be searched for the question mark
             and body.get("retrieve") is None
             and _lacks_question(body, messages)
         ):
+            # else the chunks would stand in front of a question that is answered already
             body["messages"] = [*messages, UNKNOWN]
         return (await self._chat(body, raw_request))[1]
 
@@ -136,6 +139,7 @@ class Intake:
         }
         passages = earlier.pop(start, None)
         tools, template_kwargs = _tools(request), self._parts.chat.template_kwargs(request)
+        # read here, on the event loop: a thread may make the draft, and the bookkeeper has no lock
         conversation = None
         if fields.conversation_id:
             key, claimed = (
@@ -146,6 +150,7 @@ class Intake:
         num_earlier = sum(map(len, earlier.values()))
 
         async def plan(passages: list[Passage] | None, found: Retrieval | None = None) -> Planned:
+            # what was sent is counted by now; a search adds what it finds
             self._check_num_chunks(num_earlier + len(passages or ()), "chunks")
             options = Options(
                 max_new_tokens=request.max_completion_tokens or request.max_tokens,
@@ -196,6 +201,7 @@ class Intake:
     async def generate(self, raw_request: Request) -> tuple[GenerateIn, Planned]:
         """A prompt of `parts`."""
         raw = await json_object(raw_request, self._config)
+        # `parse` would call `messages` no field here, and not say where the chunks belong
         for i in _taken_chunks(raw):
             raise RequestError(f"messages.{i}.chunks: this endpoint has parts, not messages")
         body = parse(GenerateIn, raw)
@@ -216,6 +222,7 @@ class Intake:
             length_field="sampling_params.max_new_tokens",
             order=body.order,
             fusion=body.fusion_request(self._config),
+            # SGLang's -1 asks for no logprobs of the prompt, so all of it may come from the cache
             logprob_start=body.logprob_start_len
             if body.return_logprob and body.logprob_start_len >= 0
             else None,
@@ -226,6 +233,7 @@ class Intake:
             len(part) if isinstance(part, str) else _num_passage_chars(part) for part in parts
         )
         planned = await self._plan(draft, num_chars, raw_request.is_disconnected)
+        # SGLang says so only when the request runs, in a stream behind a status of 200
         if body.return_logprob and body.logprob_start_len > len(planned.input_ids):
             raise RequestError(
                 f"logprob_start_len: must be at most {len(planned.input_ids)}, the prompt's tokens,"
@@ -296,6 +304,7 @@ class Intake:
         return self._parts.planner.plan(made)
 
     def _openai_request(self, body: dict[str, Any]) -> ChatCompletionRequest:
+        # `serve` puts the planned prompt there, and a client's would be overwritten
         if body.get("input_ids"):
             raise RequestError("input_ids: not supported here; use /v1/chat/completions")
         if not isinstance(body.get("rid"), str | None):  # a list is for a batch
@@ -367,6 +376,7 @@ def _taken_chunks(body: dict[str, Any]) -> dict[int, list[ChunkIn]]:
             continue
         if message.get("role") != "user":
             raise RequestError(f"messages.{i}.chunks: only a user's message has chunks")
+        # parsed under the client's own path, so that errors say messages.3.chunks.0.text
         brought[i] = {"chunks": chunks}
     return {
         i: fields.chunks for i, fields in parse(Messages, {"messages": brought}).messages.items()
@@ -381,6 +391,7 @@ def _check_content(message: Mapping[str, Any], field: str) -> None:
     content = message.get("content")
     for i, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
+        # clients send answers back as they came, and SGLang leaves these parts out
         if kind in REASONING_PARTS and message.get("role") == "assistant":
             continue
         if kind != "text":
@@ -409,6 +420,7 @@ def _check_ids(brought: Mapping[int, Sequence[ChunkIn]]) -> None:
 def _lacks_question(body: Mapping[str, Any], messages: Sequence[Any]) -> bool:
     """Whether a user's message is still to come: none has, or the last one was answered."""
     roles = [message.get("role") for message in messages if isinstance(message, dict)]
+    # after a tool's result the model goes on with the same question
     return len(roles) == len(messages) and not (
         body.get("continue_final_message") or roles[-1:] in (["user"], ["tool"], ["function"])
     )
@@ -447,6 +459,7 @@ def _adapter(request: ChatCompletionRequest) -> str | None:
 
 def _messages(request: ChatCompletionRequest) -> list[dict[str, Any]]:
     """As SGLang gives them to the chat template: the arguments of tool calls are objects there."""
+    # SGLang drops fields without a value as well: a template may ask whether one is there
     messages = [message.model_dump(exclude_none=True) for message in request.messages]
     for i, message in enumerate(messages):
         try:

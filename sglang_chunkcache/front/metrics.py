@@ -52,6 +52,7 @@ COUNTERS = {
 """Name -> (label, help). Every count is a number of requests, tokens, chunks or searches,
 as its name says."""
 
+# orders are decided on the event loop, which serves nobody meanwhile: 10 ms would be felt
 ORDER_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
 REUSE_BUCKETS_S = (
     1e-4,
@@ -111,6 +112,7 @@ class Metrics:
 
     def count(self, name: str, label: str, amount: int = 1) -> None:
         """Add to one counter."""
+        # a label with 0 would become a series of something that never happened
         if not amount:
             return
         self._totals[name][label] += amount
@@ -157,6 +159,7 @@ class Metrics:
         if self._prometheus:
             labels = (
                 selector,
+                # the caller bounds how many ratios and tenants have series of their own
                 f"{ratio:g}" if isinstance(ratio, float) else ratio or "none",
                 tenant,
             )
@@ -167,6 +170,7 @@ class Metrics:
     def show_audit(self, audit: Audit) -> None:
         """Which state holds for the server's terms, and for how many of tenants' own each does."""
         if self._prometheus:
+            # all states, so that the one that was left goes back to 0
             for state, number in audit.own_states.items():
                 self._export("audit_state").labels(audit.server.selector, state.value).set(
                     state is audit.state
@@ -181,6 +185,7 @@ class Metrics:
         """Of each of these counters, the share that each label has. Empty before any count."""
         totals = {name: self._totals[name] for name in names}
         return {
+            # `count` keeps no zeros, so a counter that has a label has a total
             name: {label: count / counter.total() for label, count in counter.items()}
             for name, counter in totals.items()
         }
@@ -219,6 +224,7 @@ class Metrics:
                     "share of an audited answer's positions whose best token is that of an exact"
                     " prefill"
                 )
+                # sum and count give the mean; buckets would multiply with tenants and ratios
                 self._exported[name] = Summary(f"chunkcache:{name}", text, AUDIT_LABELS)
             elif name == "audit_kl":
                 text = "KL(exact || moved) of an audited answer in nats, mean of its positions"
@@ -228,6 +234,7 @@ class Metrics:
                     "1 for the state of the server's terms: asked, paused, probation; 0 for the"
                     " others"
                 )
+                # the default mode has a series for each process id; only the front sets ours
                 labels = ["selector", "state"]
                 self._exported[name] = Gauge(
                     f"chunkcache:{name}", text, labels, multiprocess_mode="mostrecent"

@@ -42,6 +42,7 @@ def chunks_field(raw_request: Any) -> str | None:
     """Where a request to `/v1` has chunks, at least one:
     `chunks`, `messages.chunks`, or nowhere."""
     body = getattr(raw_request, "_json", None)  # what Starlette keeps of `Request.json`
+    # our own endpoints read the body as a stream, which leaves no `_json`
     if not isinstance(body, dict) or not raw_request.scope["path"].startswith("/v1/"):
         return None
     if body.get("chunks"):

@@ -24,7 +24,9 @@ Model = TypeVar("Model", bound=BaseModel)
 MAX_VALUES = 50_000
 """JSON values in a body, besides its chunks'."""
 VALUES_PER_CHUNK = 4
+# one for each value in an object or array: in front of it, or in front of its name
 MARKS = (b"{", b"[", b",")
+# possessive: a string without an end makes no backtracking
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 MAX_ERRORS = 5
@@ -74,6 +76,7 @@ def parse(model: type[Model], body: dict[str, Any]) -> Model:
         for item in error.errors():
             place, branch = _place(item, body)
             reasons.setdefault(place, {})[
+                # a field or value of an earlier version: what became of it helps more than a type
                 refusal(place) or refusal(place, item["input"]) or _reason(item)
             ] = None
             branches.setdefault(place, set()).add(branch)
@@ -90,6 +93,7 @@ def parse(model: type[Model], body: dict[str, Any]) -> Model:
 def refuse_misspelt(body: Iterable[str], ours: Iterable[str], theirs: Iterable[str]) -> None:
     """Raise RequestError for a name that was ours, or that is neither `ours` nor `theirs` and looks
     like one. Others pass."""
+    # `conversationId` and `re_use` differ from ours in other signs only
     by_letters = {_letters(name): name for name in ours}
     known = {*by_letters.values(), *theirs}
     others = (name for name in body if name not in known and len(name) <= MAX_NAME_CHARS)
@@ -111,6 +115,7 @@ def named_in(complaint: str, fields: Collection[str]) -> str | None:
 
 async def _bounded_body(raw_request: Request, max_bytes: int) -> bytes:
     too_large = BodyTooLargeError(f"body: more than {max_bytes} bytes")
+    # a chunked body tells no length, so what comes is counted below
     if int(raw_request.headers.get("content-length", 0)) > max_bytes:
         raise too_large
     body = bytearray()
@@ -130,6 +135,7 @@ def _num_values(raw: bytes) -> int:
     brackets."""
     if sum(map(raw.count, MARKS)) <= MAX_VALUES:  # in strings or not
         return 0
+    # a backslash that ends a string counts as an escaped quote: too few strings, never too many
     num_strings = (raw.count(b'"') - raw.count(b'\\"')) // 2
     return max(
         num_strings, sum(map(STRING.sub(b"", raw).count, MARKS)) if num_strings <= MAX_VALUES else 0
@@ -148,6 +154,7 @@ def _place(item: Mapping[str, Any], body: Any) -> tuple[str, str]:
         )
         if is_place:
             node = node[part]
+        # what is missing is not in the body, and still what the client must name
         if is_place or (item["type"] == "missing" and part == item["loc"][-1]):
             path.append(str(part))
         else:

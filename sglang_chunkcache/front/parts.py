@@ -49,6 +49,7 @@ class Parts:
     def bookkeeper(self) -> Bookkeeper:
         """The front's state."""
         args = self.manager.server_args
+        # one mirror for the TP ranks of a DP rank: they decide alike
         return Bookkeeper(self.config, num_ranks=args.dp_size, prometheus=args.enable_metrics)
 
     @cached_property
@@ -56,6 +57,7 @@ class Parts:
         """Raises ValueError for a chat template, a RAG template or a tokenizer that cannot be
         served."""
         templates = http_server.get_global_state().template_manager
+        # SGLang renders these by `generate_chat_conv`; `apply_chat_template` knows none of them
         if name := templates.chat_template_name:
             raise ValueError(
                 f"--chat-template {name}: SGLang's built-in templates are not supported; give a"
@@ -152,10 +154,12 @@ class Parts:
                 "seq": state.events.seq,
                 "chunk_nodes": state.events.num_nodes,
                 **state.counts,
+                # takes the state's events first: what is shown is how far the mirror is now
                 "mirror": self.bookkeeper.mirrors[state.dp_rank].compared(state),
             }
             for state in states
         ]
+        # what was heard may show that a mirror lacks something; nobody waits for it here
         self.engine.keep_up()
         retrieval = self.search.stats() if self.search else None
         front = {

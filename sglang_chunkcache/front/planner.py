@@ -46,6 +46,7 @@ class Planner:
         Raises:
             RequestError: an empty prompt, or one longer than the context; names the field.
         """
+        # first: whether KV is moved decides the order, the recipe and the reasons
         draft, terms = self._on_terms(draft)
         identity = draft.identity
         namespace = namespace_of(draft.head, identity.extra_key, identity.cache_salt, identity.lora)
@@ -64,6 +65,7 @@ class Planner:
         num_exact = ordering.held_len + ordering.planned_len - ordering.num_fused
         expected = None
         if draft.options.fusion is None:
+            # reasons of exact reuse; with moved KV the rank's report has its own
             epochs = self._epochs()
             expected = self._bookkeeper.reasons.expect(
                 draft,
@@ -121,12 +123,14 @@ class Planner:
         ranks = (
             [rank]
             if rank is not None
+            # turns depend on nothing that is cached, so one rank's order is enough
             else [router.choose({})]
             if by_turns
             else range(router.num_ranks)
         )
         worths = {mirror.rank: mirror.host_worth for mirror in self._bookkeeper.mirrors}
         orderings = order_per_rank(
+            # the history's chunks stay where they are: its area is only weighed
             "retriever" if draft.history else policy,
             "seen",
             self._bookkeeper.tree,
@@ -143,6 +147,7 @@ class Planner:
         )
         history = self._held_history(draft)
         cached = {
+            # not their sum: the history begins with the area that was ordered
             rank: max(ordering.worth(worths.get(rank, 1.0)), history.get(rank, 0))
             for rank, ordering in orderings.items()
         }
@@ -161,6 +166,7 @@ class Planner:
         epochs = self._epochs()
         fusion = draft.options.fusion
         recipe = recipe_of(fusion, (), draft.earlier_recipe) if fusion is not None else ""
+        # a tool loop's last step stands behind the turns and has a home of its own
         step = draft.turn.step
         return held_history((*draft.turn.history, *([step] if step else ())), epochs, recipe=recipe)
 
@@ -188,6 +194,7 @@ class Planner:
         answer_len = max(1, options.max_new_tokens or 1)
         if prompt_len + answer_len > self._context_len:
             field = (
+                # a shorter answer would not help where the prompt alone is too long
                 options.prompt_field if prompt_len >= self._context_len else options.length_field
             )
             raise RequestError(
@@ -206,6 +213,7 @@ def _shared_recipe(draft: Draft) -> str | None:
     """The recipe by which the request may find what others have fused.
     None where that depends on the question."""
     fusion = draft.options.fusion
+    # `plain` prompts preprocess: each has a recipe of its own, which nothing else finds
     if fusion is None or fusion.asks_the_question or fusion.plain:
         return None
     return recipe_of(fusion, (), draft.earlier_recipe)

@@ -52,6 +52,7 @@ async def preprocess(
         await intake.preprocessing(body, raw_request, rank=rank)
         for rank in range(len(parts.bookkeeper.mirrors))
     ]
+    # else `gather` would return with the first error while other ranks still compute
     done = await asyncio.gather(
         *(_on_rank(parts, each, raw_request) for each in planned), return_exceptions=True
     )
@@ -85,6 +86,8 @@ async def _on_rank(
     if told.is_kept:
         return None
     computed = set[int]()
+    # Each neighbour is computed once at most: a pool too small for all of them may have evicted
+    # it again, and would keep this going for ever.
     while (absent := _absent(planned, told, computed)) is not None:
         await _run(parts, parts.planner.plan(_alone(planned.draft, absent)), raw_request)
         computed.add(absent)
@@ -92,6 +95,7 @@ async def _on_rank(
     rag = await _run(parts, planned, raw_request)
     found = (
         _found(planned, rag.report)
+        # a region whose pass has failed is computed in context, whatever was planned
         if rag.report and Fallback.PASS_FAILED not in rag.fallbacks
         else ()
     )
@@ -138,6 +142,7 @@ async def _run(parts: Parts, planned: Planned, raw_request: Request) -> RagReque
     rag, identity = RagRequest(planned), planned.draft.identity
     obj = GenerateReqInput(
         input_ids=planned.input_ids,
+        # SGLang drops the rank's report of an answer without a token
         sampling_params={"max_new_tokens": 1, "temperature": 0},
         extra_key=identity.extra_key,
         cache_salt=identity.cache_salt,

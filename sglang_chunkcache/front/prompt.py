@@ -194,6 +194,7 @@ class PromptAssembler:
         )
         encode = encode or self.tokenizer.encode
         (area,) = exchange.areas
+        # apart, as SGLang's `_append_assistant_prefix_to_prompt_ids` does
         outro = (*encode(area.ending), *(encode(prefill) if prefill else ()))
         return TurnPieces(encode(exchange.lead), encode(area.intro), outro)
 
@@ -222,6 +223,7 @@ class PromptAssembler:
         if not isinstance(text_of(messages[place], place), str):
             raise RequestError(f"messages.{place}.content: must be text")
         shaped = self._shaped(messages)
+        # as SGLang's `_handle_last_assistant_message`, which leaves a list of parts alone
         if shaped[-1]["role"] == "assistant" and isinstance(shaped[-1]["content"], str):
             shaped[-1] = {"role": "user", "content": shaped[-1]["content"]}
         ends = exchange_ends(messages, num_agreed) if is_split else []
@@ -230,7 +232,10 @@ class PromptAssembler:
             if kind == "s":
                 self._mark_area(shaped[i], i, has_chunks=i in with_chunks)
         if num_agreed:
+            # its tokens are in store, so what the template leaves of it is not asked
             shaped[num_agreed - 1]["content"] = self._mark("a", num_agreed - 1)
+        # Rendered twice. Marks in the place of answers tell what stands around these; then the
+        # answers themselves tell what the template leaves of them.
         hidden = {end - 1: {**shaped[end - 1], "content": self._mark("a", end - 1)} for end in ends}
         blank = [hidden.get(i, message) for i, message in enumerate(shaped)]
         texts = self._cut(self._render(blank, tools, template_kwargs), marks)
@@ -250,6 +255,7 @@ class PromptAssembler:
         for k, answer in enumerate(answers):
             end = found[k].num_messages - 1
             found[k] = found[k]._replace(
+                # where the text around an answer depends on the answer, the client's words count
                 answer=text_of(messages[end], end) if answer is None else answer
             )
         return found
@@ -272,6 +278,7 @@ class PromptAssembler:
 
     def _mark_area(self, message: dict[str, Any], index: int, *, has_chunks: bool) -> None:
         intro, before, after = (
+            # without chunks words such as "You may use:" would mislead the model
             (self._intro, self._before_question, self._after_question)
             if has_chunks
             else ("", "", "")
@@ -299,9 +306,11 @@ class PromptAssembler:
             if self._reads_parts and isinstance(content, list) and message.get("role") != "tool":
                 shaped.append({**message, "content": [_part(text) for text in _texts(content, i)]})
             else:
+                # as SGLang does: a template would print the null of a tool call as None
                 shaped.append({**message, "content": text_of(message, i) or ""})
         return shaped
 
+    # `_tenant` is there for the key of `_remembered_chunk`
     def _tokenize_chunk(self, text: str, _tenant: str) -> TokenizedChunk:
         if self._is_separator_control:  # the operator's, so it may
             plain, separator = (
@@ -328,6 +337,7 @@ class PromptAssembler:
                     tools=tools,
                     tokenize=False,
                     add_generation_prompt=True,
+                    # none of the names above: `RagServingChat.check` refuses them
                     **(kwargs or {}),
                 )
             )
@@ -364,6 +374,7 @@ def exchange_ends(messages: Sequence[Mapping[str, Any]], start: int) -> list[int
     ends, has_question = [], False
     for i in range(start, turn_start(messages)):
         message = messages[i]
+        # an assistant's words before any question, a greeting, end no exchange
         has_question = has_question or message.get("role") == "user"
         is_answer = (
             message.get("role") == "assistant"
@@ -423,6 +434,7 @@ def _around(content: Any, before: str, after: str) -> Any:
     """Of parts the first begins with what comes before, the last ends with what comes after."""
     if isinstance(content, str):
         return before + content + after
+    # a content without parts needs one, or the marks would be lost
     texts = [part["text"] for part in content] or [""]
     texts[0] = before + texts[0]
     texts[-1] += after
@@ -485,5 +497,6 @@ def _read(
 
 def _between(text: str, start: str, end: str) -> str | None:
     """What of the text stands between these two. None: it does not begin and end so."""
+    # by the length, too: in a short text the two may overlap
     is_so = text.startswith(start) and text.endswith(end) and len(text) >= len(start) + len(end)
     return text[len(start) : len(text) - len(end)] if is_so else None

@@ -61,11 +61,13 @@ class RankMirror:
         if batch.epoch > self._epoch:
             self.restart(batch.epoch)
         self._rank_seq = max(self._rank_seq, batch.seq)
+        # what was evicted between is not known, so nothing of the rank is believed any more
         if batch.start > self._seq:
             self._tree.drop_rank(self.rank)
             self._seq = batch.start
             self._begin_parts()
             self.num_gaps += 1
+        # a batch repeats what no request had acknowledged when it was made
         for event in batch.events[self._seq - batch.start :]:
             self._apply_one(event)
             self._seq += 1
@@ -79,6 +81,7 @@ class RankMirror:
         told theirs: they are applied once more."""
         self.apply(state.events)
         part, num_later = state.part, self._seq - state.events.seq
+        # an answer to an earlier question, or of a cache that was emptied since
         if part is None or part.first != self._part or self._epoch != state.events.epoch:
             return
         if not 0 <= num_later <= len(self._since):
@@ -131,6 +134,7 @@ class RankMirror:
         ):
             return
         room = self._tree.max_nodes - (len(self._tree) - held[0])
+        # a tree that is too small for all gets at least twice what it has
         is_of_use = batch.num_nodes <= room or 2 * held[0] < room
         if is_of_use and (
             self._resynced_at is None or self._seq - self._resynced_at >= batch.num_nodes
@@ -160,6 +164,7 @@ class RankMirror:
             self._tree.insert(
                 event.namespace, chunks, rank=self.rank, tier=Tier.DEVICE, promoted_len=promoted_len
             )
+        # else its parent is yet to be told, and it comes in a part behind that
         elif self._part is None or self._holds(event.parent):
             self._tree.extend(
                 event.parent, chunks, rank=self.rank, tier=Tier.DEVICE, promoted_len=promoted_len

@@ -41,6 +41,7 @@ class Readiness:
         """Why no requests should come; None: they may.
         Waits for nothing: the ranks are asked for the next time."""
         manager = self._manager()
+        # SGLang's own mark is set only at the end of the lame duck
         if self.is_leaving or manager.gracefully_exit:
             return "shutting down"
         if not self.is_started:
@@ -58,6 +59,7 @@ class Readiness:
         is_answered = (
             asking is not None and is_over and not asking.cancelled() and asking.exception() is None
         )
+        # one question at a time: a rank that hangs would gather a task for each probe
         if asking is None or (is_over and now - self._asked >= ASK_S):
             self._asked, self._asking = now, asyncio.ensure_future(manager.get_internal_state())
         has_failed = manager.server_status is ServerStatus.UnHealthy

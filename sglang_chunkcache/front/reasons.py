@@ -117,10 +117,12 @@ class Reasons:
         tenant = draft.identity.tenant
         texts = _texts(namespace, spans, ids, area_len)
         prefixes = () if area_len == len(spans) else tuple(_prefixes(spans))
+        # SGLang matches no further: it needs the last token's logits, and those of asked logprobs
         must_from = min(
             len(ids) - 1,
             len(ids) if draft.options.logprob_start is None else draft.options.logprob_start,
         )
+        # who names no tenant shares with all who name none, and is nobody new
         is_new = draft.identity.is_named and tenant not in self._tables
         new = OF[Fallback.NEW_TENANT if is_new else Fallback.NEW_CHUNK]
         reasons = [
@@ -132,6 +134,7 @@ class Reasons:
             chunk = spans[index].chunk
             if (place := self._places.behind(texts[index], chunk)) is not None:
                 is_first = index < area_len
+                # The tree ends with the first area. Of chunks behind it only their place is known.
                 if is_first:
                     other = self._elsewhere(place, rank, spans[: index + 1])
                 else:
@@ -144,6 +147,7 @@ class Reasons:
                 others[index] = seen
         for index, reason in self._other_heads(draft, namespace, spans, area_len, others):
             reasons[index] = reason
+        # in this order: one look-up in the tree, but one for each chunk in the places
         is_new_head = self._tree.root(namespace) is None and not any(
             self._places.behind(namespace, span.chunk) is not None for span in spans[:area_len]
         )
@@ -157,6 +161,7 @@ class Reasons:
         is_new = (
             identity.tenant not in self._tables and len(self._tables) < self._tables.max_tenants
         )
+        # the append below drops the oldest, so it is no longer counted
         self._num_new_salts += is_new - (self._salts[0] if len(self._salts) == SALTS else 0)
         self._salts.append(is_new)
         if self._do_salts_vary():
@@ -176,6 +181,7 @@ class Reasons:
             return
         tenant, rank = draft.identity.tenant, rag.served_by or 0
         epoch = rag.decoded.events.epoch if rag.decoded else 0
+        # from `fused_from` on KV is moved: no place of exact KV
         path = rag.plan.node.path()[: planned.fused_from] if rag.plan.node is not None else ()
         for node in path:
             self._places.note(
@@ -199,6 +205,8 @@ class Reasons:
                     self._places.note(
                         tenant, planned.expected.texts[i], span.chunk, Place(prefix, rank, epoch)
                     )
+        # A later turn has its conversation's head. Counted, it would end the row of an application
+        # that puts the time into every conversation's system prompt.
         if not draft.history:
             self._count_heads(tenant, planned.expected)
 
@@ -236,6 +244,7 @@ class Reasons:
         others: dict[int, str],
     ) -> Iterator[tuple[int, Reason]]:
         """Index and reason of chunks that were seen behind these other texts."""
+        # texts that go on after an area are no heads, and none of them is kept
         heads = {text for text in others.values() if not text.startswith(HISTORY)} - {namespace}
         parting = None
         if heads:
@@ -256,6 +265,7 @@ class Reasons:
         if not expected.is_new_head:
             self._rows.pop(tenant, None)
         elif of_head is not None:
+            # taken out and put back at the end: the tenant unseen for longest leaves first
             number = self._rows.pop(tenant, (0, None))[0] + 1
             self._rows[tenant] = number, of_head.parting
             if len(self._rows) > MAX_ROWS:
@@ -309,6 +319,7 @@ def counts(planned: Planned, missed: Sequence[Missed]) -> tuple[Counter[str], Co
     """Chunks, and their tokens, by reason or `found`:
     those sent with the request, and those of its history that it missed."""
     chunks, tokens = Counter[str](), Counter[str]()
+    # the history's chunks are hits by construction, so they count only where they are missed
     own = planned.spans[len(planned.spans) - len(planned.order) :]
     chunks["found"], tokens["found"] = len(own), sum(span.end - span.start for span in own)
     first = len(planned.spans) - len(own)
@@ -325,6 +336,7 @@ def _texts(
     namespace: str, spans: Sequence[Span], ids: Sequence[int], area_len: int
 ) -> tuple[str, ...]:
     """Names the text before each chunk."""
+    # no hash of a text where no chunk stands behind one
     if area_len == len(spans):
         return (namespace,) * area_len
     later = text_before(namespace, spans, ids)[area_len:]
@@ -335,14 +347,17 @@ def _prefixes(spans: Sequence[Span]) -> Iterator[int]:
     """Names the chunks up to and with each."""
     prefix = 0
     for span in spans:
+        # Python's hash stays in this process; should two be equal, a reason is wrong and no answer
         prefix = hash((prefix, span.chunk))
         yield prefix
 
 
 def _elsewhere(place: Place, prefix: int, rank: int, epochs: Sequence[int]) -> Fallback | None:
     """Of a chunk behind the first area, of which the tree knows nothing. None: gone."""
+    # nobody tells of evictions there; the epoch tells that the cache was emptied
     if place.epoch != epochs[place.rank]:
         return None
     if place.chain != prefix:
         return Fallback.OTHER_ORDER
+    # on this rank, in this place, and yet not found: evicted
     return None if place.rank == rank else Fallback.OTHER_RANK

@@ -50,6 +50,7 @@ class Identity:
     cache_salt: str | None = None
     extra_key: str | None = None
     lora: str | None = None
+    # it follows from the others, so comparing them is enough
     tenant: str = field(init=False, compare=False)
     """Names those who share KV, whatever the adapter. A digest: clients may send long salts."""
 
@@ -217,6 +218,7 @@ class Planned:
     def labels(self) -> list[str]:
         """One per span. Those of earlier turns are not kept:
         such chunks are named by the first characters of their hash."""
+        # `order` has this turn's labels, whose chunks are the last spans
         earlier = self.spans[: len(self.spans) - len(self.order)]
         return [*(span.chunk[:8] for span in earlier), *self.order]
 
@@ -227,6 +229,7 @@ class Planned:
         if self.fusion is None:
             return chunks
         fused = (
+            # by the recipe's name, or exact requests would be ordered for KV that they cannot use
             replace(chunk, id=fused_chunk(self.fusion.recipe, chunk.id))
             for chunk in chunks[self.fused_from :]
         )
@@ -282,6 +285,7 @@ class RagRequest:
     @property
     def is_complete(self) -> bool:
         """The answer ended by itself or at its length limit."""
+        # SGLang's third type, `abort`, leaves an answer that no client takes for whole
         return self.finish_reason in ("stop", "length")
 
     def params_with(self, theirs: Mapping[str, Any] | None) -> dict[str, Any]:

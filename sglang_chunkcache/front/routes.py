@@ -59,6 +59,7 @@ class Routes:
             ("POST", "/rag/v1/retrieve", self.rag_retrieve),
             ("POST", "/rag/v1/generate", self.rag_generate),
             ("GET", "/rag/v1/models", http_server.available_models),
+            # a path, since hub names have a slash
             ("GET", "/rag/v1/models/{model:path}", http_server.retrieve_model),
             *(
                 ("POST", f"/rag/v1/{name}", elsewhere)
@@ -89,6 +90,7 @@ class Routes:
             body, found = await self._intake.retrieval(raw_request)
         except ChunkCacheError as error:
             return error_response(error)
+        # no prompt, so `requests` does not count it; `searches` does
         return ORJSONResponse(found.listed(with_text=body.text))
 
     async def rag_generate(self, raw_request: Request) -> Any:
@@ -181,6 +183,7 @@ class Routes:
             return error_response(error)
 
     def _refuse(self, error: ChunkCacheError) -> ORJSONResponse:
+        # that one had begun, so the bookkeeper has counted it
         if not isinstance(error, EngineRefusedError):
             outcome = "unsearched" if isinstance(error, SearchFailedError) else "refused"
             self._parts.bookkeeper.metrics.count("requests", outcome)
@@ -219,6 +222,7 @@ def error_response(error: ChunkCacheError) -> ORJSONResponse:
         500: "InternalServerError",
         503: "ServiceUnavailableError",
     }
+    # only a client's mistake begins with a field
     param = message.split(":")[0] if status < 500 else None
     body = {
         "object": "error",

@@ -115,6 +115,7 @@ class RagSearch:
             query, k=k, mode=mode, nprobe=options.nprobe or config.retrieve_nprobe
         )
         try:
+            # the client may go meanwhile: a search that still waits is dropped then
             return Retrieval(query, mode, k, await unless_gone(search, is_gone))
         except RequestError:
             raise
@@ -123,6 +124,7 @@ class RagSearch:
         except Exception as error:
             if is_clients_fault(error):
                 raise RequestError(f"{field}query: {error}") from None
+            # the queue has logged it; its words may name files of the server
             raise SearchFailedError("the search failed; the server's log says why", 500) from None
 
     def stats(self) -> dict[str, Any]:
@@ -181,6 +183,7 @@ def query_of(
         text = text_of(messages[index], index)
         if not isinstance(text, str):
             raise RequestError(f"messages.{index}.content: must be text")
+        # the last message alone always fits: its beginning is cut off below
         if texts and len(text) + sum(len(later) + 1 for later in texts) > max_chars:
             break
         texts.insert(0, text)
@@ -213,6 +216,7 @@ async def unless_gone(result: Awaitable[T], is_gone: Callable[[], Awaitable[bool
     the framework does not do that."""
     task = asyncio.ensure_future(result)
     try:
+        # not `wait_for`, which would cancel the work at the first timeout
         while not (await asyncio.wait({task}, timeout=GONE_POLL_S))[0]:
             if await is_gone():
                 raise RequestError("body: the client has disconnected")

@@ -182,6 +182,7 @@ class SearchQueue:
             taken: list[_Waiting] = []
             while self._waiting and len(taken) < self._max_batch:
                 item = self._waiting.popleft()
+                # one that is cancelled after this is searched for in vain; `_settle` leaves it out
                 if not item.future.cancelled():
                     taken.append(item)
             return taken
@@ -219,6 +220,7 @@ class SearchQueue:
         for item in items:
             self._metrics.observe_search("queued", start - item.since)
         if isinstance(outcome, Exception):
+            # an error is of one query: `_search` has tried each of a batch alone
             if not items[0].future.done():
                 self._metrics.count(
                     "searches", "refused" if is_clients_fault(outcome) else "failed"
@@ -235,6 +237,7 @@ class SearchQueue:
             item.future.set_result(Found(hits, {**queued, **outcome.ms}, len(items)))
 
     def _refresh(self) -> None:
+        # a sleep that `close` ends
         while not self._closed.wait(self._refresh_s):
             try:
                 if self._retriever.refresh():
@@ -251,7 +254,9 @@ class SearchQueue:
 
     def _note(self) -> None:
         """Derive the state; a change is logged and exported."""
+        # both threads derive it: without the lock a state could replace a newer one
         with self._noting:
+            # damage first: it lasts, while the last failure may have been of one query
             if reason := self._retriever.damage or self._failure:
                 name = "down"
             elif reason := self._refusal:

@@ -113,14 +113,14 @@ class ServedTokenizer:
     def is_longer(self, text: str, num_tokens: int) -> bool:
         """Whether the text surely has more tokens than that, found without encoding all of it: a
         text that `least_len` lets pass although no language is that dense is counted in pieces, up
-        to where it is too long. A cut makes a token's characters into tokens of their own, at
-        worst."""
+        to where it is too long."""
         if self.least_len(len(text)) > num_tokens:
             return True
         if len(text) <= WIDE_CHARS * num_tokens:
             return False
         left = num_tokens
         for start in range(0, len(text), COUNT_CHARS):
+            # a cut makes a token's characters into tokens of their own, at worst
             left += self._longest - len(self.encode(text[start : start + COUNT_CHARS]))
             if left < 0:
                 return True
@@ -142,6 +142,7 @@ class ServedTokenizer:
         """Text to tokenise in front of a piece and take off again: "" for byte-level tokenizers, a
         newline for those that put a space in front of whatever they are given."""
         for guard in ("", "\n", "\n\n"):
+            # `encode` reads it
             self._guard = guard
             try:
                 if self._joined(self.encode, WORDS) == "".join(WORDS):
@@ -164,6 +165,7 @@ class ServedTokenizer:
                 ids = self.encode_plain(text)
             except TypeError:  # an `encode` without the option
                 ids = self.encode(text)
+            # SentencePiece's put a space in front of what they are given
             if not control.isdisjoint(ids) or self.decode(ids).removeprefix(
                 " "
             ) != text.removeprefix(" "):
@@ -188,6 +190,7 @@ def _copied(tokenizer: Any) -> Tokenizer | None:
     if not isinstance(backend, Tokenizer):
         return None
     own = Tokenizer.from_str(backend.to_str())
+    # SGLang's calls switch both on in its object, and the copy begins as that stands
     own.no_truncation()
     own.no_padding()
     texts = (*WORDS, *(f"a{token.content} b" for token in tokenizer.added_tokens_decoder.values()))
@@ -215,10 +218,12 @@ def _without(tokenizer: Tokenizer, tokens: Iterable[str]) -> Tokenizer:
         for token in state["added_tokens"]
         if token["content"] != model.get("unk_token")  # the model looks it up by name
     ]
+    # renamed and not left out: in a Unigram vocabulary the place is the id
     if isinstance(model["vocab"], dict):
         model["vocab"] = {hidden.get(token, token): id for token, id in model["vocab"].items()}
     else:
         model["vocab"] = [[hidden.get(token, token), score] for token, score in model["vocab"]]
+    # `from_str` refuses a merge of or into what the vocabulary does not have
     if "merges" in model:
         model["merges"] = [
             pair for pair in model["merges"] if hidden.keys().isdisjoint((*pair, "".join(pair)))
@@ -253,6 +258,7 @@ class RequestEncoder:
 
     def is_longer(self, text: str, limit: int) -> bool:
         """Whether the text surely has more tokens."""
+        # a thread cannot be cancelled: it looks before each text whether anybody still waits
         if self._is_over.is_set():
             raise RequestError("body: the client has disconnected")
         return self.tokenizer.is_longer(text, limit)

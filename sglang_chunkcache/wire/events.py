@@ -28,10 +28,12 @@ class Acknowledgement(Record, frozen=True):
     seq: int
 
 
+# epochs are times in nanoseconds, so no cache has this one
 NOTHING_READ = Acknowledgement(0, 0)
 """Of a front that has heard nothing, or does not say."""
 
 
+# As lists, without the names of fields: an answer may carry 2,048 events.
 class Inserted(Record, frozen=True, array_like=True, tag="+"):
     """A chunk node is in the rank's tree, new or back from host memory. It follows `parent` or, if
     that is None, is first in its namespace.

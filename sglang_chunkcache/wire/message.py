@@ -33,6 +33,7 @@ def decode(text: str, kind: type[R]) -> R:
     Raises:
         ValueError: another version, a field that is missing, unknown or of another type; names it.
     """
+    # raw until the version is known: another one's message would fail by a field, not by version
     version, message = msgspec.json.decode(text, type=tuple[int, msgspec.Raw])
     if version != VERSION:
         raise ValueError(f"message of version {version}, this is version {VERSION}")

@@ -31,6 +31,8 @@ class Fallback(StrEnum):
     """What an operator can do, one sentence."""
 
     def __new__(cls, name: str, meaning: str, remedy: str) -> Self:
+        # The name alone is the value: it travels, and the other side looks it up. `str`, since some
+        # names are members of NotMoved.
         reason = str.__new__(cls, name)
         reason._value_, reason.meaning, reason.remedy = str(name), meaning, remedy
         return reason
@@ -186,6 +188,7 @@ class Fallback(StrEnum):
         ),
     )
     NO_SOURCE = (
+        # named by radix_ext, which decides it
         NotMoved.NO_SOURCE,
         (
             "None of the chunks after the exact prefix is cached anywhere, in the tree or in the"

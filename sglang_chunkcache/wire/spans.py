@@ -66,6 +66,7 @@ def namespace_of(head_ids: Sequence[int], *identity: str | None) -> str:
     """
     named = chunk_id(head_ids) if len(head_ids) else ""
     return blake2b(
+        # with lengths: text moved from one field to the next makes another namespace
         "\0".join((named, *(f"{len(x)}:{x}" if x is not None else "" for x in identity))).encode(),
         digest_size=12,
     ).hexdigest()
@@ -87,8 +88,11 @@ def unpack(params: object, token_ids: array[int], *, secret: str) -> RequestSpan
     """
     # `params` may be anything a client put there: SGLang does not check it.
     mark = params.get(MARK_KEY) if isinstance(params, Mapping) else None
+    # without a secret an empty mark would be right
     if not isinstance(params, Mapping) or not isinstance(mark, str) or not secret:
         return None
+    # In constant time, so that tries do not tell the mark. A client's string may hold lone
+    # surrogates, which `encode` alone would raise for.
     if not hmac.compare_digest(mark.encode("utf-8", "surrogatepass"), secret.encode()):
         return None
     text = params.get(SPANS_KEY)

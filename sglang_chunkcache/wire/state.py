@@ -36,6 +36,7 @@ class CalibrationPrompt(Record, frozen=True):
         return len(self.head) + sum(map(len, self.chunks)) + len(self.question)
 
 
+# SGLang sends a state request to every rank, so one message has what is meant for each.
 class Asked(Record, frozen=True):
     """What the front asks of a rank, beside its state."""
 

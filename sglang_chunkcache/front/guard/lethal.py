@@ -22,6 +22,7 @@ from sglang_chunkcache.front.metrics import Metrics
 INT32_END = 2**31
 FLOAT32_MAX = 3.4e38
 LARGE_LOGIT = 1000.0
+# SGLang's `_SAMPLING_EPS`
 GREEDY = 1e-6
 JSON = (str, int, float, list, dict)
 """What a client can send. SGLang's own endpoints put objects of its own in some fields."""
@@ -89,6 +90,7 @@ def problem(fields: Mapping[str, Any], limits: Limits) -> Rule | None:
     if found := _broken(REQUEST_RULES, fields, limits):
         return found
     params = fields["sampling_params"]
+    # the hook sees a batch before SGLang splits it
     several = params if isinstance(params, list) else [params]
     return next(
         filter(None, (sampling_problem(one, limits) for one in several if isinstance(one, dict))),
@@ -122,6 +124,7 @@ def _has_unusable_ids(ids: Any, fields: Mapping[str, Any], limits: Limits) -> bo
         return False  # placeholders of images are no tokens
     if not isinstance(ids, list):
         return False  # an object of one of SGLang's endpoints
+    # a single prompt may be empty: in a session it adds nothing to what is there
     prompts = ids if ids and isinstance(ids[0], list) else [ids] if ids else []
     return any(
         not prompt or min(prompt) < 0 or max(prompt) >= limits.vocab_size for prompt in prompts
@@ -130,6 +133,7 @@ def _has_unusable_ids(ids: Any, fields: Mapping[str, Any], limits: Limits) -> bo
 
 def _starts_before_the_prompt(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
     starts = (start for start in _each(value) if start is not None)
+    # without logprobs SGLang does not read it
     return any(_each(fields["return_logprob"])) and any(
         not isinstance(start, int) or start < -1 for start in starts
     )
@@ -150,6 +154,7 @@ def _breaks_its_session(value: Any, fields: Mapping[str, Any], limits: Limits) -
 
 def _is_single(fields: Mapping[str, Any]) -> bool:
     ids = fields["input_ids"]
+    # with a list of prompts SGLang hands each its own item, with one the list as it is
     return isinstance(fields["text"], str) or bool(ids and isinstance(ids[0], int))
 
 
@@ -168,11 +173,14 @@ def _reads_unknown_places(value: Any, fields: Mapping[str, Any], limits: Limits)
         or any(start != 0 for start in starts)
     ):
         return True
+    # a list too short raises in `GenerateReqInput.__getitem__`, for this request alone
     several = zip(value, ids, strict=False) if isinstance(ids[0], list) else [(value, ids)]
     return any(not 0 <= place < len(prompt) for places, prompt in several for place in places)
 
 
 def _bans_no_token(ids: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    # The vocabulary's size itself is a column of SGLang's table, by which it pads rows
+    # (`BatchedMinNewTokensPenalizer`).
     return any(not 0 <= token <= limits.vocab_size for token in _integers(ids))
 
 

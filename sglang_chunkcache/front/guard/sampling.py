@@ -74,13 +74,16 @@ class SamplingCheck:
             if name not in Declared.__struct_fields__:
                 raise RequestError(f"{called(name)}: is no field here")
         try:
+            # types first, since all that follows computes with them; keys of JSON are strings
             msgspec.convert(params, Declared, str_keys=True)
+            # before `normalize`, which tokenises every stop string
             _check_bounds(params)
             if rule := sampling_problem(params, self._limits):
                 raise ValueError(f"{rule.name} must {rule.must}")
             checked = SamplingParams(**params)
             checked.normalize(self._tokenizer)
             checked.verify(self._limits.vocab_size)
+        # `normalize` reads the patterns with Python's own parser, and catches none of its errors
         except (re.error, OverflowError, RecursionError) as error:
             raise RequestError(f"{called('stop_regex')}: {error}") from None
         except ValueError as error:
@@ -103,8 +106,10 @@ def _named(
     error: ValueError, params: Mapping[str, Any], called: Callable[[str], str]
 ) -> RequestError:
     """The error behind the first parameter that it speaks of, of those given."""
+    # msgspec's form: Expected `int`, got `str` - at `$.top_k`
     reason, _, place = str(error).partition(" - at `$.")
     given = {name for name, value in params.items() if value is not None}
+    # the only complaint of SGLang's without a name is about a key of custom_params
     name = named_in(place or reason, given) or "custom_params"
     return RequestError(
         f"{called(name)}: {reason.removeprefix(name).replace('Expected', 'must be').strip()}"

@@ -24,6 +24,7 @@ MOST_ALIKE = 3
 the work grows with that power of the text's length."""
 
 REPEATS = (sre.MAX_REPEAT, sre.MIN_REPEAT)
+# two letters stand for those beyond ASCII, which the classes of `re` match alike
 ALPHABET = frozenset(map(chr, range(128))) | {"é", "中"}
 CATEGORIES = {
     sre.CATEGORY_DIGIT: r"\d",
@@ -68,6 +69,8 @@ def _nodes(pattern: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _inside(kind: Any, value: Any) -> list[Any]:
+    # Possessive ones and atomic groups give nothing back, so they are no repeats of ours; within
+    # them `re` tries as often as anywhere.
     if kind in REPEATS or kind == sre.POSSESSIVE_REPEAT:
         return [value[2]]
     if kind == sre.SUBPATTERN:
@@ -97,6 +100,7 @@ def _is_ambiguous(body: Any) -> bool:
 def _begin_alike(branches: Any) -> bool:
     first = [next(iter(branch), None) for branch in branches]
     sets = [_one(*node) if node else frozenset[str]() for node in first]
+    # what a branch begins with, a group for one, may not be known: then it may be anything
     return not all(sets) or len(frozenset().union(*sets)) < sum(map(len, sets))
 
 
@@ -105,6 +109,7 @@ def _musts(body: Any) -> Iterator[frozenset[str]]:
     for kind, value in body:
         if kind == sre.SUBPATTERN:
             yield from _musts(value[3])
+        # what may come a varying number of times separates no rounds
         elif kind in REPEATS and value[0] > 0 and not _varies(kind, value):
             yield from _musts(value[2])
         elif chars := _one(kind, value):
@@ -131,6 +136,7 @@ def _one(kind: Any, value: Any) -> frozenset[str]:
         if item == sre.LITERAL:
             found.add(chr(of))
         elif item == sre.RANGE:
+            # the first character stands for a range outside the alphabet
             found |= {char for char in ALPHABET if of[0] <= ord(char) <= of[1]} | {chr(of[0])}
         elif item == sre.CATEGORY:
             found |= {char for char in ALPHABET if re.match(CATEGORIES[of], char)}
