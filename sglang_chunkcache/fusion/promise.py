@@ -111,6 +111,8 @@ class Fuser:
         self.extend_reserve = extend_reserve
         self.sources = ChunkSources(cache.copies, store, max_copies=MAX_COPIES)
         self.captures = Captures(cache.copies, fusion_pass, store)
+        self.shares_pool = cache.host is not None and cache.host.index is store
+        """Whether exact chains in host memory are variants of the store, too."""
         self.pricing, self.outward = fusion_pass.pricing, fusion_pass.outward
         self._fingerprint, self._weights = fingerprint, fingerprint()
         self.calibrator = calibrator
@@ -288,9 +290,12 @@ class Fuser:
             if not moved.issuperset(range(1, len(spans.spans) - 1)):
                 return
         scored = spans.fusion.scored if spans.fusion else Scored.NOTHING
-        self.captures.add(
-            chunks, spans.keep, is_preprocessing=spans.is_preprocessing, scored=scored
-        )
+        keep: Collection[int] = spans.keep
+        host = self.cache.host
+        if self.shares_pool and host is not None and not self.captures.at_least(scored):
+            # else it would be copied and written twice, as a chunk and as a part of its chain
+            keep = [i for i in keep if i < len(chunks) and not host.takes(chunks[i])]
+        self.captures.add(chunks, keep, is_preprocessing=spans.is_preprocessing, scored=scored)
 
     @contextmanager
     def watch(self, batch: ScheduleBatch) -> Iterator[None]:

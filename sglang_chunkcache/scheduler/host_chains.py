@@ -314,6 +314,10 @@ class HostChains:
             if known.host is None and len(self._waiting) < MAX_WAITING:
                 self._waiting[node] = None
 
+    def takes(self, node: TreeNode) -> bool:
+        """Whether the node is here with its chain, or is about to be."""
+        return facts(node).host is not None or node in self._waiting
+
     @contextmanager
     def watch(self, batch: ScheduleBatch) -> Iterator[None]:
         """Learn what the batch's extend takes, where nobody else does."""

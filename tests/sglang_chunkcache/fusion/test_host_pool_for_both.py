@@ -47,6 +47,7 @@ def test_exact_chain_in_host_memory_is_a_source() -> None:
 def test_nothing_is_held_twice() -> None:
     """Chunks that have earned a place as sources are there as parts of their chain."""
     rank = Rank(host_slots=100, capacity=80)
+    rank.serve(rag(A, B))
     for _ in range(3):
         rank.serve(rag(A, B, keep=[0, 1]))
         rank.serve(fused(A, B, keep=[0, 1]))
@@ -56,6 +57,19 @@ def test_nothing_is_held_twice() -> None:
     stats = rank.fuser.stats()["store"]
     assert stats["bytes"]["captured"] == 0
     assert stats["bytes"]["exact"] == rank.cache.host.stats()["bytes"] == len(HEAD + A + B)
+    assert rank.fusion_pass.num_captured == 0
+
+
+def test_nothing_is_written_twice(disk: Disk) -> None:
+    rank = disk.server(host_slots=100, capacity=80)
+    rank.serve(rag(A, B))
+    for _ in range(3):
+        rank.serve(rag(A, B, keep=[0, 1]))
+    rank.idle()
+    rank.forward()
+    told = disk.settle()
+    assert told["num_entries"] == 3  # the head, A, B
+    assert told["bytes"]["variants"] == 0
 
 
 def test_what_was_captured_gives_way_to_what_is_exact() -> None:
