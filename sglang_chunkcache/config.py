@@ -330,8 +330,8 @@ class ChunkCacheConfig:
     )
     store_mib: int | None = knob(
         None,
-        "host memory of each rank for the KV of chunks that are moved, in MiB; not given: from the"
-        " machine",
+        "host memory of each rank for the KV of chunks that are moved, in MiB, in one pool with "
+        "exact chains; not given: from the machine",
         "Default: the device's pool, without a GPU 1 GiB; at least 1 GiB and at most an eighth of "
         "the memory that is available. The start prints it. A Llama-3-8B chunk of 500 tokens "
         "takes 62 MiB in bfloat16.",
