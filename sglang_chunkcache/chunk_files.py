@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,8 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 if not isinstance(row, dict):
                     raise ServerError(f"{where}: must be a JSON object")
                 yield where, row
-    # gzip raises EOFError where a file was cut off, which is no OSError.
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    # gzip raises EOFError where a file was cut off, zlib.error where it is damaged: no OSErrors.
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ServerError(f"{path}: {error}") from None
 
 

@@ -25,7 +25,7 @@ def read_examples(path: Path) -> list[Example]:
     """Examples of a file. Raises ServerError naming file and line."""
     examples = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ServerError(f"{path}: {error}") from None
     for number, line in enumerate(lines, 1):
@@ -34,7 +34,7 @@ def read_examples(path: Path) -> list[Example]:
         try:
             row = json.loads(line)
             example = Example(row["question"], tuple(row["chunks"]), tuple(row["answers"]))
-        except (ValueError, TypeError, LookupError) as error:
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise ServerError(
                 f"{path}:{number}: needs question, chunks and answers: {error!r}"
             ) from None

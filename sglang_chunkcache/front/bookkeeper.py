@@ -191,7 +191,10 @@ class Bookkeeper:
             self._book_answer(rag, answer, meta, was_heard=text is not None)
         if index == 0:
             ids = output.get("output_ids") or []
-            rag.output_ids = [*rag.output_ids, *ids] if incremental else ids
+            if incremental:  # in place: a long answer has an output a token
+                rag.output_ids.extend(ids)
+            else:
+                rag.output_ids = ids
             if meta.get("finish_reason"):
                 rag.finish_reason = meta["finish_reason"]["type"]
                 # `matched`: an int is a stop token, a str a stop string, which SGLang cuts off

@@ -453,7 +453,9 @@ def _identity(
 
 
 def _adapter(request: ChatCompletionRequest) -> str | None:
-    adapter = request.lora_path or request.model.partition(":")[2]
+    # the model's comes first, as in SGLang's `_resolve_lora_path`: another order would file what
+    # one adapter computes under the other's name
+    adapter = request.model.partition(":")[2].strip() or request.lora_path
     return str(adapter) if adapter else None
 
 

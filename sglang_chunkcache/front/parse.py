@@ -55,7 +55,7 @@ async def json_object(raw_request: Request, config: ChunkCacheConfig) -> dict[st
             end.
     """
     raw = await _bounded_body(raw_request, config.max_body_bytes)
-    if _num_values(raw) > MAX_VALUES + VALUES_PER_CHUNK * config.max_chunks:
+    if _has_more_values(raw, MAX_VALUES + VALUES_PER_CHUNK * config.max_chunks):
         raise RequestError("body: too many values")
     try:
         body = orjson.loads(raw)
@@ -129,17 +129,15 @@ async def _bounded_body(raw_request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _num_values(raw: bytes) -> int:
-    """About how many values a JSON text holds, strings aside; never more than it holds where that
-    is many. A parser would make an object of each, which takes a second for a few MiB of
-    brackets."""
-    if sum(map(raw.count, MARKS)) <= MAX_VALUES:  # in strings or not
-        return 0
+def _has_more_values(raw: bytes, most: int) -> bool:
+    """Whether a JSON text holds more values than that, about. A parser would make an object of
+    each, which takes a second for a few MiB of brackets."""
+    if sum(map(raw.count, MARKS)) <= most:  # in strings or not
+        return False
     # a backslash that ends a string counts as an escaped quote: too few strings, never too many
     num_strings = (raw.count(b'"') - raw.count(b'\\"')) // 2
-    return max(
-        num_strings, sum(map(STRING.sub(b"", raw).count, MARKS)) if num_strings <= MAX_VALUES else 0
-    )
+    # the strings are cut out of few only: each match costs as much as a value
+    return num_strings > most or sum(map(STRING.sub(b"", raw).count, MARKS)) > most
 
 
 def _place(item: Mapping[str, Any], body: Any) -> tuple[str, str]:

@@ -16,10 +16,15 @@ ROW = {"question": "q", "chunks": ["a", "b"], "answers": ["x"], "id": 7}
 
 
 def test_examples_are_read(tmp_path: Path) -> None:
-    """Empty lines and further fields do no harm."""
+    """Empty lines and further fields do no harm, nor does a separator of lines in a text."""
     path = tmp_path / "examples.jsonl"
-    path.write_text(f"{json.dumps(ROW)}\n\n")
-    assert read_examples(path) == [Example("q", ("a", "b"), ("x",))]
+    other = json.dumps({**ROW, "question": "q\u2028r"}, ensure_ascii=False)
+    path.write_text(f"{json.dumps(ROW)}\n\n{other}\n", encoding="utf-8")
+    chunks, answers = ("a", "b"), ("x",)
+    assert read_examples(path) == [
+        Example("q", chunks, answers),
+        Example("q\u2028r", chunks, answers),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +35,7 @@ def test_examples_are_read(tmp_path: Path) -> None:
         (b"", "no examples"),
         *(
             (text, "1: needs question, chunks and answers")
-            for text in (b"not json", b'["q"]', b"7")
+            for text in (b"not json", b'["q"]', b"7", b"[" * 100_000)
         ),
         (b'\n{"question": "q", "chunks": ["a"]}', "2: needs question, chunks and answers"),
         ({"chunks": 7}, "1: needs question, chunks and answers"),

@@ -239,6 +239,11 @@ def test_files_may_be_gzipped_and_have_empty_lines(tmp_path: Path) -> None:
     with gzip.open(path, "wt", encoding="utf-8") as file:
         file.write("\n".join([json.dumps(row) for row in CORPUS] + ["", " "]))
     assert read_corpus(path) == TEXTS
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 255
+    path.write_bytes(data)
+    with pytest.raises(ServerError, match=r"corpus\.jsonl\.gz: "):
+        read_corpus(path)
 
 
 BAD_CORPUS = [

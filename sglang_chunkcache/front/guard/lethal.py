@@ -208,7 +208,7 @@ def _overflows(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
     return (
         isinstance(value, int | float)
         and value > 0
-        and not _fits(LARGE_LOGIT / max(value, 1e-300), fields)
+        and not _fits(LARGE_LOGIT / min(value, FLOAT32_MAX), fields)
     )
 
 
@@ -217,7 +217,8 @@ def _fits(logit: float, fields: Mapping[str, Any]) -> bool:
     below `GREEDY` SGLang does not divide."""
     temperature = fields.get("temperature")
     divisor = temperature if isinstance(temperature, int | float) and temperature >= GREEDY else 1.0
-    return abs(logit) / divisor <= FLOAT32_MAX
+    # not divided: JSON has integers that are no float, and Python compares them
+    return abs(logit) <= FLOAT32_MAX * min(divisor, FLOAT32_MAX)
 
 
 def _is_fraction(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:

@@ -84,6 +84,7 @@ BOMBS = {
     "lists": b"[" + b"[]," * N + b"1]",
     "nested": b"[" * N,
     "numbers": b"[" + b"1," * N + b"1]",
+    "brackets behind strings": b"[" + b'"",' * 50_500 + b"[]," * N + b"0]",
     "strings": b"[" + b'"a",' * N + b'"a"]',
     "escapes": b"[" + b'"\\\\",' * N + b'"a"]',
     "keys": b"{" + b'"a":1,' * N + b'"a":1}',
