@@ -500,20 +500,21 @@ def _best(
     other_head: bool,
     price: Costs,
 ) -> int:
-    """Index of the source to move. Cache-Craft takes the lowest CFO. Otherwise preprocessed sources
-    come first, as FusionRAG wants them used, then what is worth most: the computation of the
-    chunk's share that has seen what it sees here, counted in chunks, less the move."""
+    """Index of the source to move. Cache-Craft takes the lowest CFO. Otherwise what saves most: the
+    computation of the chunk's share that has seen what it sees here, counted in chunks, less the
+    move. So a source more makes no plan dearer. Among equals preprocessed ones come first, as
+    FusionRAG wants them used."""
     if fusion.selector == "context":
         variants = [(option.prefix, option.scores) for option in options]
         return best_variant(variants, before, other_head=other_head)
     num_tokens = span.end - span.start
     computed = price[Phase.RECOMPUTE].seconds(Work(0, num_tokens, num_tokens * span.end))
 
-    def score(index: int) -> tuple[bool, float, int]:
+    def score(index: int) -> tuple[float, bool, int]:
         option = options[index]
         seen = len(known.intersection(option.prefix)) / max(1, len(known))
         move = price[_tier(option)].seconds(_move_of(option, span))
         # Of equals the one that has seen least of what is not here.
-        return option.preprocessed, computed * seen - move, -len(option.prefix)
+        return computed * seen - move, option.preprocessed, -len(option.prefix)
 
     return max(range(len(options)), key=score)

@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 
 from radix_ext import ChunkId, FusionRequest, Span
 from radix_ext.cfo import Attention
-from radix_ext.costs import Line, Phase
-from radix_ext.moved_plan import MIN_GAIN, Candidate, Limits, NotMoved, ReusePlan, make_plan
+from radix_ext.costs import Line, Phase, Work
+from radix_ext.moved_plan import (
+    MIN_GAIN,
+    Candidate,
+    Limits,
+    NotMoved,
+    Piece,
+    ReusePlan,
+    make_plan,
+)
 from tests.examples import examples
 from tests.reference.sources import ids, make_request, make_sums
 
@@ -502,15 +510,52 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
                 assert _merit(piece.source, piece.prefix) == max(merits)
 
 
-def _merit(copy: Candidate, before: Sequence[ChunkId]) -> tuple[bool, bool, int, bool, int]:
-    """The same head, preprocessed, chunks it has seen, in the pool, little else seen."""
+def _merit(copy: Candidate, before: Sequence[ChunkId]) -> tuple[bool, int, bool, bool, int]:
+    """The same head, chunks it has seen, in the pool, preprocessed, little else seen."""
     return (
         copy.head == "",
-        copy.preprocessed,
         len(set(copy.prefix) & set(before)),
         copy.where == "device",
+        copy.preprocessed,
         -len(copy.prefix),
     )
+
+
+@settings(max_examples=examples(300))
+@given(st.data(), layouts(), st.lists(st.floats(0, 3), min_size=18, max_size=18))
+def test_a_source_more_makes_no_plan_dearer(
+    data: st.DataObject, layout: str, coefficients: list[float]
+) -> None:
+    """Wherever it is, whatever it has seen, and whether it was preprocessed. Moving pays."""
+    costs = {phase: Line(*coefficients[3 * i : 3 * i + 3]) for i, phase in enumerate(Phase)}
+    costs[Phase.EXTEND] = Line(each=1e6)
+    copies = st.builds(
+        Copy,
+        prefix=st.sampled_from(["", "A", "AB", "XY"]).map(ids),
+        where=st.sampled_from(["device", "host"]),
+        preprocessed=st.booleans(),
+    )
+    sources = {letter: data.draw(st.lists(copies, max_size=3)) for letter in "ABCD"}
+    fusion = make_request(data.draw(st.sampled_from(["none", "first"])), 0.5)
+    before = plan_of(layout, sources, fusion=fusion, costs=costs)
+    letter, more = data.draw(st.sampled_from("ABCD")), data.draw(copies)
+    assume(sources[letter])
+    known = {**sources, letter: [*sources[letter], more]}
+    after = plan_of(layout, known, fusion=fusion, costs=costs)
+    for each in (piece for piece in before.pieces if piece.span is not None and piece.source):
+        (now,) = (piece for piece in after.pieces if piece.span == each.span)
+        assert now.source is not None
+        assert _saved(now, costs) >= _saved(each, costs)
+
+
+def _saved(piece: Piece, costs: Mapping[Phase, Line]) -> float:
+    """Of computing the share of the chunk that has seen what it sees here, less the move."""
+    num_tokens = piece.end - piece.start
+    computed = costs[Phase.RECOMPUTE].seconds(Work(0, num_tokens, num_tokens * piece.end))
+    assert piece.source is not None
+    tier = Phase.DEVICE if piece.source.where == "device" else Phase.HOST
+    move = costs[tier].seconds(Work(tier is Phase.HOST, num_tokens))
+    return computed * piece.overlap / max(1, len(set(piece.prefix))) - move
 
 
 @settings(max_examples=examples(500))
