@@ -45,17 +45,19 @@ loaded() is not called        scheduler/chunk_cache.py     scheduler/test_host_c
 chains count requests, too    scheduler/stored_chains.py   scheduler/test_stored_chains.py
     is_request = self._fingerprint is not None => is_request = True
 hits lost                     scheduler/host_chains.py     scheduler/test_host_chains.py
-    host.used = None, known.hits, known.used => host.used = None, 0, known.used
+    host.num_uses += max(0, hits - host.hits) => pass
 age lost                      scheduler/host_chains.py     scheduler/test_host_chains.py
-    host.used = None, known.hits, known.used => host.used = None, known.hits, 0
+    self._count_hits(host, facts(node).hits) => pass
 hits lost on the way back     scheduler/chunk_cache.py     scheduler/test_host_chains.py
     host.chain, host.hits, node => host.chain, 0, node
 lock while evicting           scheduler/host_chains.py     scheduler/test_host_chains.py
     cache.inc_lock_ref(last) => cache.inc_lock_ref(last := cache.root_node)
 busy host nodes leave         scheduler/host_chains.py     scheduler/test_stored_chains.py
-    or host.num_below or host.is_busy: => or host.num_below:
-slots of busy host nodes      scheduler/host_chains.py     scheduler/test_stored_chains.py
-    return host.is_busy or host in self._being_loaded => return host in self._being_loaded
+    return is_held or is_inner => return is_inner
+slots of busy host nodes      scheduler/host_slots.py      scheduler/test_stored_chains.py
+    self._is_given_back and not self._num_holds => self._is_given_back
+slots of moved KV's sources   fusion/promise.py            fusion/test_host_pool_for_both.py
+    for blob in slots_of(plan): => for blob in ():
 era                           storage/storage.py           fusion/test_tier.py
     done(job.entry if era == self._era else None) => done(job.entry)
 old recipe                    scheduler/chunk_cache.py     fusion/test_promise.py
@@ -67,7 +69,7 @@ extend reserve                fusion/promise.py            fusion/test_promise.p
 failed pass beside            fusion/fill.py               fusion/test_fill_layers.py
     with suppress(Exception): => if False:
 two passes beside             scheduler/layer_loads.py     fusion/test_fill_layers.py
-    num_ahead = num_ahead if self._beside is None else self.num_layers => pass
+    num_ahead = num_ahead if self._overlapped is None else self.num_layers => pass
 split of what is loaded       scheduler/chunk_cache.py     scheduler/test_host_chains.py
     self.host.split(node, child) => pass
 split of what is not filled   scheduler/chunk_cache.py     fusion/test_promise.py

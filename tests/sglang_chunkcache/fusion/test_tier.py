@@ -73,6 +73,19 @@ def test_coded_chunks_survive_a_server_of_their_codec_alone(disk: Disk) -> None:
     assert len(disk.storage.held) == 4, "what the storage had was written again"
 
 
+def test_storage_keeps_what_is_asked_for(disk: Disk) -> None:
+    """A chunk that comes only once takes no place of one that is asked for again and again."""
+    rank = disk.server(storage_bytes=600, window_requests=100)
+    rank.store_chunks(A)
+    disk.settle()
+    for _ in range(9):
+        rank.serve(rag(A), answer=[50])
+    rank.store_chunks(B)
+    told = disk.settle()
+    assert told["num_entries"] == 1
+    assert disk.tier.storage.index.find(disk.tier._chunk(identity(A)))
+
+
 def test_storage_ages_across_a_restart(disk: Disk) -> None:
     """What was used when it was old is as old afterwards: it does not outlive what comes anew."""
     rank = disk.server()

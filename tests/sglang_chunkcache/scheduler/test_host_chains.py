@@ -394,6 +394,21 @@ def test_uses_on_the_device_count_when_host_memory_is_full(
     scheduler.check()
 
 
+def test_what_comes_back_has_its_hits(scheduler: HostScheduler) -> None:
+    """The pool would evict it as it evicts what nobody has found yet."""
+
+    def hits() -> list[int]:
+        return [facts(node).hits for _, node in walk(scheduler.cache) if facts(node).chunk]
+
+    for _ in range(4):
+        scheduler.serve(rag(A))
+    scheduler.idle()
+    assert hits() == [3]
+    scheduler.evict(CAPACITY)
+    scheduler.serve(rag(A))
+    assert hits() == [4]
+
+
 def test_integrity_names_what_is_wrong(scheduler: HostScheduler) -> None:
     known(scheduler, A, B)
     (host,) = (host for host in scheduler.cache.host._nodes.values() if host.chain == chain(A))
