@@ -81,8 +81,8 @@ class Captures(CaptureQueue):
         super().clear()
         for entry, captured in self._under_way:
             self.give_up([entry])
-            if isinstance(captured, Saved) and captured.blob is not None:
-                captured.blob.give_back()
+            if isinstance(captured, Saved):
+                captured.give_back()
         self._under_way.clear()
 
     def stats(self) -> dict[str, int]:
@@ -94,14 +94,17 @@ class Captures(CaptureQueue):
         """Store what has arrived, in order. Waits for nothing."""
         while self._under_way and self._under_way[0][1].is_done():
             entry, captured = self._under_way.popleft()
+            is_kept = False
             with self._guard([entry]):
                 found: tuple[HostBlob | HostSlots | None, ChunkScores | None] = captured.read()
                 blob, scores = found
                 if blob is None:
                     self.num_dropped += 1
                     self.give_up([entry])
-                elif not self.put(entry, blob, scores) and isinstance(blob, HostSlots):
-                    blob.give_back()
+                else:
+                    is_kept = self.put(entry, blob, scores)
+            if isinstance(captured, Saved) and not is_kept:
+                captured.give_back()
 
     # Private, in order of use
 

@@ -17,8 +17,8 @@ import logging
 import time
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -155,6 +155,11 @@ class Saved(Captured):
             return self.blob, self._scores
         return self.blob, scores_of(self._probe, *self._offload.read())
 
+    def give_back(self) -> None:
+        """It comes into no store."""
+        if self.blob is not None:
+            self.blob.give_back()
+
 
 class Host(Protocol):
     """What `HostChains` does for captures."""
@@ -238,16 +243,12 @@ class FusionPass:
                 sums = score_chunks(self.runner, list(probes.values()))
             measured = {i: (probes[i], each) for i, each in zip(probes, sums, strict=True)}
             self.num_tokens["scored"] += sum(len(probe.token_ids) for probe in probes.values())
+        if self._host is not None:
+            return self._save(captures, measured, self._host)
         captured = list[Captured]()
         with self._timed("capture"):
             for index, capture in enumerate(captures):
                 slots = capture.slots[capture.start :]
-                if self._host is not None:
-                    blob = self._host.room(len(slots))
-                    if blob is not None:
-                        self._host.pool.save(slots, blob.slots)
-                    captured.append(Saved(blob, capture.scores, measured.get(index)))
-                    continue
                 positions = torch.arange(capture.start, len(capture.slots), device=slots.device)
                 # Keys stay as they are: turned where they are moved to, they are rounded once.
                 kv = read_blob(self.pool, self.table, slots, positions)
@@ -280,6 +281,24 @@ class FusionPass:
         }
 
     # Private, in order of use
+
+    def _save(
+        self,
+        captures: Sequence[Capture],
+        measured: Mapping[int, tuple[ScoreProbe, Tensor]],
+        host: Host,
+    ) -> list[Captured]:
+        saved = list[Captured]()
+        with self._timed("capture"), ExitStack() as taken:
+            for index, capture in enumerate(captures):
+                slots = capture.slots[capture.start :]
+                each = Saved(host.room(len(slots)), capture.scores, measured.get(index))
+                taken.callback(each.give_back)
+                if each.blob is not None:
+                    host.pool.save(slots, each.blob.slots)
+                saved.append(each)
+            taken.pop_all()  # nothing has failed
+        return saved
 
     def _move(self, moves: Sequence[Move]) -> None:
         copies: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []

@@ -216,6 +216,26 @@ def test_chunks_of_the_host_pool_are_moved_as_those_with_tensors_of_their_own(
     host.pool.close()
 
 
+def test_what_fails_to_be_saved_gives_all_slots_back(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = PoolHost(scene.runner)
+    hosted = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host=host)
+    save, calls = host.pool.save, []
+
+    def fail_the_second(*slots: torch.Tensor) -> None:
+        calls.append(slots)
+        if len(calls) == 2:
+            raise RuntimeError("broken")
+        save(*slots)
+
+    monkeypatch.setattr(host.pool, "save", fail_the_second)
+    with pytest.raises(RuntimeError, match="broken"):
+        hosted.capture([scene.capture(name) for name in "BE"])
+    assert host.pool.num_free == host.pool.num_slots
+    host.pool.close()
+
+
 def test_chunk_without_room_in_the_pool_is_not_captured(scene: Scene) -> None:
     host = PoolHost(scene.runner)
     hosted = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host=host)
