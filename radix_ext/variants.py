@@ -6,7 +6,7 @@
 
     leaves first   the lowest priority by `Aging`: least frequently used, and what nobody has used
                    for some turnovers of the store before all else. Among equals the least recently
-                   used one. Preprocessed variants that are reserved leave for reserved ones only.
+                   used one. Preprocessed variants that are reserved leave for nothing.
     enters         a chunk that is asked for at least a quarter as often as that of the variant that
                    would leave. A chunk that has `max_variants` gets another only for a prefix that
                    is asked for more often than that of its lowest one, in whose place it comes
@@ -129,14 +129,7 @@ class VariantIndex:
         LimitError: a limit below 1.
     """
 
-    def __init__(
-        self,
-        *,
-        max_bytes: int,
-        max_chunks: int,
-        max_variants: int,
-        window: int,
-    ) -> None:
+    def __init__(self, *, max_bytes: int, max_chunks: int, max_variants: int, window: int) -> None:
         check_at_least("max_bytes", max_bytes, 1)
         check_at_least("max_chunks", max_chunks, 1)
         check_at_least("max_variants", max_variants, 1)
@@ -156,8 +149,7 @@ class VariantIndex:
         self._order: list[_Entry] = []
         """Heap. An entry may be outdated: where its variant has risen since, it is corrected when
         it surfaces. Where it has fallen, which no longer being reserved does, a second one has been
-        pushed. Serials, not variants: an
-        outdated entry keeps no KV in memory."""
+        pushed. Serials, not variants: an outdated entry keeps no KV in memory."""
         self._stays: Callable[[Variant], bool] = lambda variant: False
         self.watchers: list[Callable[[Identity, Variant, bool], None]] = []
         """Told when a variant has come or has left, for whatever reason."""
@@ -175,6 +167,11 @@ class VariantIndex:
     def max_bytes(self) -> int:
         """Of KV and scores together."""
         return self._max_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of what ordinary variants leave alone."""
+        return self._reserved_bytes
 
     @property
     def max_variants(self) -> int:
@@ -264,8 +261,8 @@ class VariantIndex:
         measured.
 
         Returns:
-            False: nothing changed. It is not wanted, is in the store already, or is larger than the
-                whole store.
+            False: it is not wanted, is in the store already, is larger than the whole store, or, as
+                the last of which others have left, too little may leave for it.
         """
         old = self.get(identity, variant.head, variant.prefix)
         scores, outward = variant.scores, variant.outward
@@ -292,14 +289,13 @@ class VariantIndex:
         return self._insert(identity, variant, nbytes, old)
 
     def insert(self, identity: Identity, variant: Variant) -> bool:
-        """`put` what its caller has decided to keep. An exact one replaces what is not, but for
-        preprocessed ones.
+        """`put` what its caller has decided to keep: an exact one, which replaces any other.
 
         Returns:
-            False: nothing changed. It is in the store already, or there is no room.
+            False: an exact one is in the store already, or too little may leave for it.
         """
         old = self.get(identity, variant.head, variant.prefix)
-        if old is not None and (old.is_exact or old.preprocessed):
+        if old is not None and old.is_exact:
             return False
         return self._insert(identity, variant, variant.nbytes, old)
 
@@ -503,10 +499,8 @@ class VariantIndex:
             if lowest is not None:
                 self._evict(lowest)
         while not self._fits(nbytes):
-            lowest = self._lowest()
-            if lowest is None:
+            if not self.evict():
                 return False
-            self._evict(lowest)
         return True
 
     def _fits(self, nbytes: int) -> bool:
@@ -537,7 +531,9 @@ class VariantIndex:
     def _asked_for_lowest(self) -> float:
         """Requests for the chunk of what leaves next. Infinite: nothing may leave."""
         lowest = self._lowest()
-        return inf if lowest is None else self._asked.count(self._held[lowest.serial][0])
+        if lowest is None or lowest.is_reserved:
+            return inf
+        return self._asked.count(self._held[lowest.serial][0])
 
     def _evict(self, variant: Variant) -> None:
         self._aging.left(variant.priority)

@@ -206,14 +206,9 @@ class StorageTier:
                 ChunkIdentity(piece.chunk, extra_key, cache_salt),
                 (piece.source.head, piece.source.prefix),
             )
-            twin = self.storage.index.get(self._chunk(identity), *place) or next(
-                (
-                    found.stored
-                    for found in self._chains_of(identity)
-                    if (found.variant.head, found.variant.prefix) == place
-                ),
-                None,
-            )
+            twin = self.storage.index.get(self._chunk(identity), *place)
+            if twin is None and self._chains is not None:
+                twin = self._chains.twin(piece.chunk, (extra_key, cache_salt), *place)
             if twin is not None:
                 self.storage.use(twin)
             elif (variant := self._store.get(identity, *place)) and not variant.is_exact:
@@ -343,19 +338,24 @@ class StorageTier:
         variant = found.variant
         if not self._is_wanted(identity, variant, num_tokens):
             return
-
+        if not self.storage.takes(found.stored, asked):
+            self.storage.join(found.stored, asked)
+            return
         blob = None if self._host is None else self._host.room(num_tokens)
         if self._host is not None and blob is None:
             return
 
         def done(entry: Entry | None) -> None:
-            is_kept = entry is not None and self._store.put(
-                identity, variant_of(entry, variant, self.storage.heads, blob)
-            )
-            if blob is not None:
-                blob.let_go()
-                if not is_kept:
+            is_kept = False
+            try:
+                is_kept = entry is not None and self._store.put(
+                    identity, variant_of(entry, variant, self.storage.heads, blob)
+                )
+            finally:
+                if blob is not None and not is_kept:
                     blob.give_back()
+                if blob is not None:
+                    blob.let_go()
 
         into = None if blob is None else blob.writer()
         if blob is not None:

@@ -49,7 +49,7 @@ from radix_ext.offloading import worth_offloading
 from radix_ext.variants import Identity, Variant, VariantIndex
 from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
-from sglang_chunkcache.scheduler.host_slots import HostSlots
+from sglang_chunkcache.scheduler.host_slots import HostSlots, SlotBook
 from sglang_chunkcache.scheduler.layer_loads import Clock as LoadClock
 from sglang_chunkcache.scheduler.layer_loads import copied_ahead
 from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode, facts, joined
@@ -186,8 +186,7 @@ class HostChains:
         self.counts = HostCounts()
         self._nodes: dict[bytes, HostNode] = {}
         self._num_below = Counter[bytes]()
-        self._out: set[HostSlots] = set()
-        """All slots that the pool has given out."""
+        self._slots = SlotBook()
         index.stay_if(self._stays)
         index.watchers.append(self._changed)
         self._waiting: OrderedDict[TreeNode, None] = OrderedDict()
@@ -365,8 +364,10 @@ class HostChains:
 
     def room(self, num_tokens: int) -> HostSlots | None:
         """Slots that hold nothing yet; what is to leave next leaves for them. None: there are not
-        so many."""
-        if num_tokens > self.pool.num_slots:
+        so many, beside what is held or reserved."""
+        num_kept = self._slots.num_held + self.index.reserved_bytes // self.pool.token_bytes
+        # else all others would leave in vain
+        if self.pool.num_free < num_tokens > self.pool.num_slots - num_kept:
             return None
         while self.pool.num_free < num_tokens:
             before = self.pool.num_free
@@ -376,9 +377,7 @@ class HostChains:
         slots = self.pool.alloc(num_tokens)
         if slots is None:
             return None
-        blob = HostSlots(self.pool, slots, self._out.remove)
-        self._out.add(blob)
-        return blob
+        return HostSlots(self.pool, slots, self._slots)
 
     # The storage's, below
 
@@ -478,7 +477,7 @@ class HostChains:
         below = Counter(
             host.parent.chain_key for host in self._nodes.values() if host.parent is not None
         )
-        if +self._num_below != below:
+        if self._num_below != below:
             yield "host nodes have other children than were booked"
         for key, host in self._nodes.items():
             if host.chain_key != key or (
@@ -494,19 +493,22 @@ class HostChains:
                 yield f"host node {key.hex()} is in the index although it is not here, or not"
         blobs = {each.blob for each in self.index.variants()}
         blobs |= {host.blob for host in self._nodes.values()}
-        if not blobs <= self._out or any(blob.is_given_back for blob in blobs):
+        if not blobs <= self._slots.out or any(blob.is_given_back for blob in blobs):
             yield "slots on the host are read that were given back"
-        if not all(blob.is_held for blob in self._out if blob.is_given_back):
+        if not all(blob.is_held for blob in self._slots.out if blob.is_given_back):
             yield "slots on the host are kept for nobody"
-        num_held = sum(blob.num_tokens for blob in self._out)
+        num_booked = sum(blob.num_tokens for blob in self._slots.out)
+        num_held = sum(blob.num_tokens for blob in self._slots.out if blob.is_held)
+        if num_held != self._slots.num_held:
+            yield f"{num_held} slots on the host are held, {self._slots.num_held} were counted"
         for node, part in self._loads.items():
             if (
                 len(part) != len(node.value)
                 or node.parent.children.get(node.key.child_key()) is not node
             ):
                 yield f"node {node.id} is to be loaded into other slots than its own"
-        if num_held != (num_out := self.pool.num_slots - self.pool.num_free):
-            yield f"{num_held} slots are held on the host, {num_out} are given out"
+        if num_booked != (num_out := self.pool.num_slots - self.pool.num_free):
+            yield f"{num_booked} slots on the host are booked, {num_out} are given out"
 
     @property
     def chains_not_on_device(self) -> list[ChainId]:
@@ -603,12 +605,12 @@ class HostChains:
         if facts(node.parent).chunk is not None:
             return facts(node.parent).host
         chain_key, above = self._head(node)
-        nothing = torch.empty((0,), dtype=torch.int64, device=self.cache.device)
-        slots = joined([nothing, *(each.value for each in above)])
-        identity = ChunkIdentity(ChunkId(""), node.key.extra_key, node.key.cache_salt)
-        host = self._nodes.get(chain_key) or self._add(
-            chain_key, None, slots, identity, chain_key.hex(), ()
-        )
+        host = self._nodes.get(chain_key)
+        if host is None:
+            nothing = torch.empty((0,), dtype=torch.int64, device=self.cache.device)
+            slots = joined([nothing, *(each.value for each in above)])
+            identity = ChunkIdentity(ChunkId(""), node.key.extra_key, node.key.cache_salt)
+            host = self._add(chain_key, None, slots, identity, chain_key.hex(), ())
         return host if host is not None and host.is_here else None
 
     def _head(self, node: TreeNode) -> tuple[bytes, list[TreeNode]]:
@@ -654,13 +656,16 @@ class HostChains:
         head: str,
         prefix: Prefix,
     ) -> HostNode | None:
-        """With slots that hold nothing yet, in no index. None: it does not fit."""
+        """With slots that hold nothing yet, in no index. None: it does not fit, or another chain of
+        the same name is here."""
+        old = self.index.get(identity, head, prefix)
+        if old is not None and old.is_exact:
+            return None
         if parent is not None:
             self._num_below[parent.chain_key] += 1  # it does not leave for its child
         blob = self.room(num_tokens)
         if blob is None:
-            if parent is not None:
-                self._num_below[parent.chain_key] -= 1
+            self._lost_child(parent)
             return None
         start = 0 if parent is None else parent.start + parent.blob.num_tokens
         host = self._nodes[chain_key] = HostNode(
@@ -686,6 +691,10 @@ class HostChains:
         host.num_uses += max(0, hits - host.hits)
         host.hits = hits
         self.index.touch(host)
+        # No request hits the tokens before a first chunk, which have been used as often.
+        if host.parent is not None and not host.parent.identity.chunk:
+            host.parent.num_uses = max(host.parent.num_uses, host.num_uses)
+            self.index.touch(host.parent)
 
     def _remove(self, host: HostNode) -> None:
         """A node without any below it."""
@@ -709,12 +718,18 @@ class HostChains:
 
     def _left(self, host: HostNode) -> None:
         self._nodes.pop(host.chain_key, None)
-        if host.parent is not None and self._num_below[host.parent.chain_key]:
-            self._num_below[host.parent.chain_key] -= 1
+        self._lost_child(host.parent)
         if host.node is not None:
             facts(host.node).host = None
         elif host.chain is not None:
             self.cache.off_host(host.chain)
+
+    def _lost_child(self, parent: HostNode | None) -> None:
+        if parent is None or not self._num_below[parent.chain_key]:
+            return
+        self._num_below[parent.chain_key] -= 1
+        if not self._num_below[parent.chain_key]:
+            del self._num_below[parent.chain_key]
 
     def _copy_failed(self, error: Exception) -> None:
         if self._num_ranks > 1:

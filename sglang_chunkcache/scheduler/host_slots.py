@@ -23,22 +23,29 @@ class Pool(Protocol):
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None: ...
 
 
+class SlotBook:
+    """All slots that a pool has given out, and how many of them are held."""
+
+    def __init__(self) -> None:
+        self.out = set[HostSlots]()
+        self.num_held = 0
+
+
 class HostSlots:
     """One chunk's KV in the host pool. The pool gets the slots back once the KV is not wanted any
     more and nobody reads or writes it.
 
     Args:
         slots: [num_tokens] int64, CPU.
-        freed: told when the pool has them back.
+        book: has them from now on, until the pool has them back.
     """
 
     codec, saved_bytes = NONE, 0
 
-    def __init__(
-        self, pool: Pool, slots: Tensor, freed: Callable[[HostSlots], None] = lambda blob: None
-    ) -> None:
-        self.slots, self._freed = slots, freed
+    def __init__(self, pool: Pool, slots: Tensor, book: SlotBook) -> None:
+        self.slots, self._book = slots, book
         self._pool, self._num_holds, self._is_given_back = pool, 0, False
+        book.out.add(self)
 
     @property
     def num_tokens(self) -> int:
@@ -61,16 +68,21 @@ class HostSlots:
 
     def hold(self) -> None:
         """Somebody reads or writes the slots until `let_go`."""
+        if not self._num_holds:
+            self._book.num_held += len(self.slots)
         self._num_holds += 1
 
     def let_go(self) -> None:
         self._num_holds -= 1
-        self._free_unneeded()
+        if not self._num_holds:
+            self._book.num_held -= len(self.slots)
+            self._free_unneeded()
 
     def give_back(self) -> None:
-        """Nobody finds the KV any more."""
-        self._is_given_back = True
-        self._free_unneeded()
+        """Nobody finds the KV any more. No effect the second time."""
+        if not self._is_given_back:
+            self._is_given_back = True
+            self._free_unneeded()
 
     def reader(self) -> Callable[[], tuple[Tensor, Tensor]]:
         """Gives the KV on another thread, as all copies that are queued by now have left it."""
@@ -83,7 +95,7 @@ class HostSlots:
     def _free_unneeded(self) -> None:
         if self._is_given_back and not self._num_holds:
             self._pool.free(self.slots)
-            self._freed(self)
+            self._book.out.remove(self)
 
 
 def _read(pool: Pool, slots: Tensor, fence: Callable[[], None]) -> tuple[Tensor, Tensor]:

@@ -235,11 +235,13 @@ class StoredChains:
         """Whether it is being written: what would leave for it is asked for less often, or chains
         would replace each other without end."""
         host = self.host.get(link.chain_key)
-        if host is None or not host.is_here or host.blob.is_held:
-            return host is not None and host.is_here
+        if host is None or not host.is_here:
+            return False
         place = Place(*link.stored, link.head, link.prefix, False)
         name = self.storage.names.entry(place, 0, False, ())
         row = Row(name, place, host.blob.num_tokens, 0, 0, False, start=host.start)
+        if self.storage.is_under_way(name):
+            return True
         if not self.storage.gains(link.stored, host.blob.num_tokens):
             return False
         read = host.blob.reader()

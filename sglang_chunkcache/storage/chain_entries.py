@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from radix_ext import ChunkId
+from radix_ext.cfo import Prefix
 from radix_ext.variants import Identity, Variant
 from sglang_chunkcache.storage.key import StoredChunk
 from sglang_chunkcache.storage.manifest import UNKNOWN, Row
@@ -48,6 +49,23 @@ class ChainEntries:
             )
             for stored in self._entries.get(key, {}).values()
         ]
+
+    def twin(
+        self, chunk: ChunkId, tenant: tuple[str | None, str | None], head: str, prefix: Prefix
+    ) -> Variant | None:
+        """The index's, of the chunk after just these."""
+        if self._storage.is_off:
+            return None
+        entries = self._entries.get(self._storage.chunk(self.how, *tenant, chunk), {})
+        whole = (*prefix, chunk)
+        return next(
+            (
+                stored
+                for stored in entries.values()
+                if stored.prefix == whole and stored.head.partition(" ")[2] == head
+            ),
+            None,
+        )
 
     def _changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
         """As `VariantIndex.watchers`. Other entries are of other models, and are not asked for."""

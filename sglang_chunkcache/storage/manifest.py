@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 UNKNOWN = -1
 """Where an entry of an earlier version stood."""
-SCHEMA = 2
-"""Of the table. A manifest with a later one is put aside."""
+SCHEMA = 3
+"""Of the table. A manifest of 1 is read, with another one it is put aside."""
 
 _TABLE = """CREATE TABLE IF NOT EXISTS entries (
     name TEXT PRIMARY KEY, model TEXT NOT NULL, tenant TEXT NOT NULL, chunk TEXT NOT NULL,
@@ -173,7 +173,7 @@ def _opened(file: Path) -> sqlite3.Connection:
         # after a power cut bytes may be torn, too: reading finds out
         database.execute("PRAGMA synchronous = NORMAL")
         (schema,) = database.execute("PRAGMA user_version").fetchone()
-        if schema > SCHEMA:
+        if schema not in (0, 1, SCHEMA):
             raise sqlite3.DatabaseError(f"schema {schema}, not {SCHEMA}")
         with database:
             if schema == 1:  # no entry says where it stood, and none has a priority

@@ -115,7 +115,7 @@ class Storage:
 
     Args:
         index: empty.
-        patience: how long a request waits. None: not at all.
+        wait_policy: how long a request waits. None: not at all.
         model_of: names model, weights (by their fingerprint) and what else KV depends on.
         rows: what the manifest has, the most used first.
         metrics: told what `stats` says, with it and when it is due while there are requests. None:
@@ -300,6 +300,10 @@ class Storage:
         self._under_way[row.name] = None
         self._writing_bytes += num_bytes
         return True
+
+    def is_under_way(self, name: str) -> bool:
+        """Whether the entry is being written or loaded."""
+        return name in self._under_way
 
     def gains(self, chunk: StoredChunk, num_tokens: int) -> bool:
         """Whether there is room beside what is being written, or it is asked for more often than

@@ -121,6 +121,19 @@ def test_an_uncommon_corpus_leaves_room_for_live_traffic() -> None:
     store.check_integrity()
 
 
+def test_what_is_reserved_leaves_for_no_ordinary_variant() -> None:
+    """Though all else stays: what is read, or has others behind it."""
+    store = make_store(tokens=10)
+    big, ahead = make_variant(num_tokens=6), make_variant("n", num_tokens=4, preprocessed=True)
+    store.put(chunk("a"), big)
+    store.put(chunk("p"), ahead)
+    store.stay_if(lambda variant: variant is big)
+    ask(store, "xxx")
+    assert not store.put(chunk("x"), make_variant(num_tokens=3))
+    assert store.find(chunk("p")) == (ahead,)
+    store.check_integrity()
+
+
 def test_restored_variant_goes_on_as_it_was() -> None:
     """With its priority and its uses, though nobody has asked for its chunk yet;
     nothing leaves for it."""

@@ -17,7 +17,7 @@ from radix_ext.variants import Variant
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.store import HostBlob
 from sglang_chunkcache.scheduler.host_pool import HostPool
-from sglang_chunkcache.scheduler.host_slots import HostSlots
+from sglang_chunkcache.scheduler.host_slots import HostSlots, SlotBook
 from tests.kit.tensors import LENS, Scene, asked, make_scene, scene
 from tests.polling import DEADLINE_S
 
@@ -180,11 +180,11 @@ class PoolHost:
     """A host pool of its own."""
 
     def __init__(self, runner: Any) -> None:
-        self.pool = HostPool(runner.token_to_kv_pool, 1 << 20)
+        self.pool, self._book = HostPool(runner.token_to_kv_pool, 1 << 20), SlotBook()
 
     def room(self, num_tokens: int) -> HostSlots | None:
         slots = self.pool.alloc(num_tokens)
-        return None if slots is None else HostSlots(self.pool, slots)
+        return None if slots is None else HostSlots(self.pool, slots, self._book)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 99])

@@ -4,15 +4,17 @@ both, and only what is exact serves exact requests."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from radix_ext import chunk_id
 from radix_ext.variants import Variant
+from sglang_chunkcache.fusion import tier
 from sglang_chunkcache.fusion.promise import slots_of
 from sglang_chunkcache.scheduler.node import HostNode, state
 from tests.kit.fused import Disk, Rank, disk, identity, sources, wheres
-from tests.kit.requests import HEAD, OTHER_HEAD, A, B, C, D, E, asks, fused, rag
+from tests.kit.requests import HEAD, OTHER_HEAD, A, B, C, D, E, ahead, asks, fused, rag
 
 __all__ = ["disk"]  # the fixture
 
@@ -189,6 +191,63 @@ def test_scores_of_a_chain_are_kept_with_it() -> None:
     assert rank.fusion_pass.num_scored == num_scored
 
 
+def test_exact_chain_takes_the_place_of_a_preprocessed_variant() -> None:
+    """It is what a prefill computes there. Otherwise each request would evict others in vain, and
+    what follows in the chain would be kept nowhere."""
+    rank = Rank(host_slots=len(HEAD + A + B + B + D + E) + 4, capacity=80)
+    for _ in range(2):
+        rank.serve(rag(A))
+    rank.idle()
+    rank.forward()
+    rank.serve(ahead(A, B), answer=[50])
+    rank.idle()
+    for _ in range(2):
+        rank.serve(rag(E))
+    rank.idle()
+    rank.forward()
+    assert exact(rank, B) == [False]
+    for _ in range(3):
+        rank.serve(rag(A, B, D, keep=[0, 1, 2]))
+        rank.idle()
+        rank.forward()
+    assert [exact(rank, chunk) for chunk in (A, B, D, E)] == [[True]] * 4
+    counts = rank.cache.host.counts
+    assert (counts.missed, counts.evicted_tokens) == (0, 0)
+
+
+def test_nothing_leaves_for_what_finds_no_room() -> None:
+    rank = Rank(host_slots=40, capacity=80)
+    for chunk in (A, E, D):
+        for _ in range(2):
+            rank.serve(rag(chunk))
+    rank.idle()
+    rank.forward()
+    rank.evict(80)
+    host = rank.cache.host
+    rank.start(fused(A, head=OTHER_HEAD))
+    before = host.stats()["tokens"]
+    assert host.room(38) is None
+    assert host.stats()["tokens"] == before
+    assert host.room(30) is not None
+
+
+def test_heads_do_not_lie_in_front_of_what_is_to_leave() -> None:
+    """They stay for what is behind them, so that every eviction would pass all of them."""
+    rank = Rank(host_slots=1000, capacity=80)
+    for number in range(9):
+        for _ in range(2):
+            rank.serve(rag(A, head=[100 + number]))
+    rank.idle()
+    rank.forward()
+    assert rank.store._lowest() is not None  # which brings the order up to date
+    stays = mock.Mock(wraps=rank.store._stays)
+    rank.store.stay_if(stays)
+    lowest = rank.store._lowest()
+    assert isinstance(lowest, HostNode)
+    assert lowest.identity.chunk == chunk_id(A)
+    stays.assert_called_once_with(lowest)
+
+
 # With a storage
 
 
@@ -264,3 +323,38 @@ def test_slots_of_a_load_that_fails_are_given_back(disk: Disk, problem: str) -> 
     host = rank.cache.host
     assert host.pool.num_free == host.pool.num_slots
     assert wheres(rank.ask(fused(A, head=OTHER_HEAD))) == []
+
+
+def test_what_raises_at_a_loads_end_gives_its_slots_back(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.server(host_slots=100, capacity=80).store_chunks(A)
+    disk.settle()
+    rank = disk.restarted(host_slots=100, capacity=80)
+    monkeypatch.setattr(tier, "variant_of", lambda *args: 1 / 0)
+    rank.cache.arrived(fused(A, head=OTHER_HEAD))
+    disk.settle()
+    assert rank.cache.host.pool.num_free == rank.cache.host.pool.num_slots
+
+
+def test_chain_whose_parent_is_read_is_written_without_a_gap(disk: Disk) -> None:
+    """A pending move holds A, which nobody writes; B behind it is new."""
+    rank = disk.server(host_slots=100, capacity=80)
+    for _ in range(2):
+        rank.serve(rag(A))
+    rank.idle()
+    rank.forward()
+    disk.settle()
+    rank.cache.storage.clear()
+    disk.settle()
+    (a,) = rank.stored(A)
+    rank.serve(rag(A, B))
+    a.blob.hold()
+    rank.serve(rag(A, B))
+    rank.idle()
+    rank.forward()
+    disk.settle()
+    a.blob.let_go()
+    assert rank.fuser.tier is not None
+    entries = rank.fuser.tier.storage.index.variants()
+    assert sorted(len(each.prefix) for each in entries) == [0, 1, 2]

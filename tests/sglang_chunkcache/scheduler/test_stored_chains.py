@@ -578,7 +578,7 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
         server.check()
         assert not server.storage._under_way
         server.storage.index.check_integrity()
-        assert not any(blob.is_held for blob in server.cache.host._out)
+        assert not any(blob.is_held for blob in server.cache.host._slots.out)
         server.storage.close()
 
 
