@@ -8,10 +8,10 @@
 # logs, and step<n>.txt, whose last line is JSON. The same command goes on with a step that was cut off.
 # Machine: one NVIDIA GPU of 80 GB or more, nothing else on it. As many servers side by side as leave each a KV pool of 13 GiB or
 #   more (100,000 tokens; a request in flight takes 3,700): two on 80 GB, four on 140 GB. Each step is stock-lpm and the next arms.
-# Minutes (estimated): 3 to start a step's servers, and for the three rates 2.5 an arm: 8 a step on 80 GB, 13 on 140 GB. Where a
-#   command may run ten minutes only: one of STEPS a command, on the larger machine also one of RATES (an OUT for each).
+# Minutes (H200): 1.5 to start each server, one after the other, then a second for three requests of an arm. Where a command may
+#   run ten minutes only: STEPS=1 ARMS="ours fused" SERVERS=3 RATES=6 REQUESTS=180, and the rest by the same command on one machine.
 #   --cpu-smoke: the first step with tiny sizes on any CPU, 3.
-# Expected: ours below stock-lpm, the more the higher the rate. No figure is known yet.
+# Expected: at 6 requests a second ours 1.1 (median) to 1.3 times (mean) as fast as stock-lpm (eval/LOG.md).
 #
 # Environment:
 #   PYTHON    interpreter with SGLang, FlashInfer and this package's dependencies (default: .venv by launch/setup.sh)
