@@ -92,6 +92,8 @@ def missing_hooks(settings: ChunkCacheConfig, *, is_main: bool) -> list[str]:
 
 
 def _add_stats(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang_chunkcache.scheduler.reporting import rank_state
+
     cache = _ours(scheduler.tree_cache)
     if cache is not None:
         # `rid` is the only field of a state request that carries text. SGLang leaves it empty.
@@ -100,7 +102,7 @@ def _add_stats(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         # A request between two chunks of its prefill is in no queue of SGLang's.
         num_waiting = len(scheduler.waiting_queue) + (scheduler.chunked_req is not None)
         # SGLang collects the ranks in the order of their replies, so each state names its rank.
-        state = cache.rank_state(get_parallel().dp_rank or 0, asked, num_waiting=num_waiting)
+        state = rank_state(cache, get_parallel().dp_rank or 0, asked, num_waiting=num_waiting)
         result.internal_state[STATE_KEY] = encode(state)
     return result
 

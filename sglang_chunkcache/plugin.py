@@ -64,14 +64,9 @@ def create_cache(ctx: Any) -> Any:
             Stops the start.
         ValueError: the model or a flag is not supported; names it.
     """
+    from sglang_chunkcache.build import create_tiers
     from sglang_chunkcache.hooks import missing_hooks
     from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
-    from sglang_chunkcache.scheduler.host_chains import HostChains
-    from sglang_chunkcache.scheduler.host_metrics import HostMetrics
-    from sglang_chunkcache.scheduler.host_pool import create_host_pool, keeps_chains
-    from sglang_chunkcache.scheduler.pricing import Pricing
-    from sglang_chunkcache.scheduler.stored_chains import create_chain_entries, create_stored_chains
-    from sglang_chunkcache.storage.opening import create_index, create_storage
 
     settings = config.from_env()
     if settings is None:
@@ -87,36 +82,7 @@ def create_cache(ctx: Any) -> Any:
         raise ValueError(
             f"sliding-window and hybrid models are not supported (KV allocator {allocator})"
         )
-    cache = ChunkRadixCache(ctx.params, settings)
-    pricing = Pricing(ctx.tp_worker.model_runner)
-    # Before the fuser, whose store is made with the storage.
-    cache.storage = create_storage(ctx, settings)
-    if (pool := create_host_pool(ctx, settings)) is not None:
-        # Ranks of one tensor-parallel group do the same, and Prometheus would add them up.
-        metrics = HostMetrics() if ctx.server_args.enable_metrics and ctx.tp_rank == 0 else None
-        cache.host = HostChains(
-            cache,
-            pool,
-            pricing,
-            create_index(settings, pool.num_slots * pool.token_bytes),
-            keeps=keeps_chains(ctx, settings),
-            num_ranks=ctx.tp_worker.model_runner.tp_group.world_size,
-            metrics=metrics,
-        )
-    entries = None if cache.storage is None else create_chain_entries(cache.storage, ctx)
-    if settings.reuse == "fused":
-        from sglang_chunkcache.fusion.build import create_fuser
-
-        cache.promiser = create_fuser(cache, ctx, settings, pricing, entries)
-    if cache.host is not None and cache.storage is not None and keeps_chains(ctx, settings):
-        assert entries is not None
-        cache.stored = create_stored_chains(cache.host, cache.storage, entries, ctx, settings)
-    elif cache.storage is not None and settings.reuse == "exact":
-        raise ValueError(
-            f"{config.flag_name('storage_backend')}: exact chains are loaded into host memory, and"
-            " there is none"
-        )
-    return cache
+    return ChunkRadixCache(ctx.params, settings, lambda tree: create_tiers(tree, ctx, settings))
 
 
 def create_python_tree(ctx: Any) -> Any:

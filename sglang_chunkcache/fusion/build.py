@@ -21,26 +21,30 @@ from sglang_chunkcache.fusion.price_trial import measure_costs
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.fusion.tier import StorageTier
-from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
+from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
+from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_pool import keeps_chains, store_bytes
 from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.storage.chain_entries import ChainEntries
 from sglang_chunkcache.storage.codec import CODECS, NONE
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.opening import create_index
+from sglang_chunkcache.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
 
 
 def create_fuser(
-    cache: ChunkRadixCache,
+    tree: ChunkTree,
     ctx: Any,
     config: ChunkCacheConfig,
     pricing: Pricing,
-    chain_entries: ChainEntries | None = None,
+    host_chains: HostChains,
+    storage: Storage | None,
+    chain_entries: ChainEntries | None,
 ) -> Fuser:
     """Fused reuse, checked on the model it will serve. `ctx` is SGLang's TreeCacheBuildContext.
-    `chain_entries`: of the cache's storage, if it has one.
+    `chain_entries`: of the storage, if there is one.
 
     Raises:
         ValueError: the model or a flag does not suit it, or the gate found it wrong; names what,
@@ -110,16 +114,17 @@ def create_fuser(
                 for phase, line in (pricing.costs or {}).items()
             },
         )
-    host = cache.host if codec is NONE else None
+    host = host_chains if codec is NONE and host_chains.pool.num_slots else None
     store = host.index if host is not None else create_index(config, store_bytes(ctx, config))
+    nodes = None if host is None else host.nodes
     logger.info(
         "chunk cache: chunks that are moved in host memory: %.0f MiB, %s",
         store.max_bytes / (1 << 20),
         f"in codec {codec.name}" if host is None else "exact chains included",
     )
     fuser = Fuser(
-        cache,
-        FusionPass(runner, table, config, (sparse, attention), pricing, host),
+        tree,
+        FusionPass(runner, table, config, (sparse, attention), pricing, nodes),
         store,
         limits,
         extend_reserve=prefill_budget,
@@ -131,9 +136,10 @@ def create_fuser(
             Means(runner, table, ctx.params, sparse, limits.question_window, pricing),
             config.recompute_ratio or 0.15,  # at 0 there would be nothing to try choices with
         ),
-        tier=StorageTier(store, cache.storage, config.store_codec, host, chain_entries)
-        if cache.storage is not None
+        tier=StorageTier(store, storage, config.store_codec, nodes, chain_entries)
+        if storage is not None
         else None,
+        in_host_memory=None if host is None else host.write_back.takes,
         metrics=StoreMetrics() if args.enable_metrics else None,
     )
     fuser.gate = figures.as_dict()

@@ -53,8 +53,7 @@ from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, copy_move
 from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selector
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob, Offload
-from sglang_chunkcache.scheduler.host_chains import Slots
-from sglang_chunkcache.scheduler.host_slots import HostSlots
+from sglang_chunkcache.scheduler.host_slots import HostSlots, Slots
 from sglang_chunkcache.scheduler.layer_loads import Copy, LayerLoads, copied_ahead
 from sglang_chunkcache.scheduler.node import joined
 from sglang_chunkcache.scheduler.pricing import Pricing
@@ -162,7 +161,7 @@ class Saved(Captured):
 
 
 class Host(Protocol):
-    """What `HostChains` does for captures."""
+    """What `HostNodes` does for captures."""
 
     @property
     def pool(self) -> Slots: ...

@@ -51,6 +51,7 @@ from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, identity_of, state
+from sglang_chunkcache.scheduler.promiser import Promiser
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report
 from sglang_chunkcache.wire.spans import RequestSpans
 from sglang_chunkcache.wire.state import CalibrationPrompt, Cleared
@@ -58,7 +59,7 @@ from sglang_chunkcache.wire.state import CalibrationPrompt, Cleared
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
-    from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
+    from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +82,8 @@ class _Pending:
     """Those in the host pool."""
 
 
-class Fuser:
-    """The promise side of one rank, a `scheduler.promiser.Promiser`.
+class Fuser(Promiser):
+    """The promise side of one rank.
 
     Args:
         extend_reserve: tokens that SGLang may take for the extends of one batch. They stay free or
@@ -92,11 +93,13 @@ class Fuser:
         store: its `watch` is taken.
         tier: below the store. None: what leaves the store is gone.
         metrics: told what `stats` says of the store. None: Prometheus is told nothing.
+        in_host_memory: whether the store has, or is about to have, a node of the tree as a part of
+            its exact chain. None: exact chains are not in the store.
     """
 
     def __init__(
         self,
-        cache: ChunkRadixCache,
+        tree: ChunkTree,
         fusion_pass: FusionPass,
         store: VariantIndex,
         limits: Limits,
@@ -106,13 +109,13 @@ class Fuser:
         calibrator: Calibrator | None = None,
         tier: StorageTier | None = None,
         metrics: StoreMetrics | None = None,
+        in_host_memory: Callable[[TreeNode], bool] | None = None,
     ) -> None:
-        self.cache, self.fusion_pass, self.store, self.limits = cache, fusion_pass, store, limits
+        self.tree, self.fusion_pass, self.store, self.limits = tree, fusion_pass, store, limits
         self.extend_reserve = extend_reserve
-        self.sources = ChunkSources(cache.copies, store, max_copies=MAX_COPIES)
-        self.captures = Captures(cache.copies, fusion_pass, store)
-        self.shares_pool = cache.host is not None and cache.host.index is store
-        """Whether exact chains in host memory are variants of the store, too."""
+        self.sources = ChunkSources(tree.copies, store, max_copies=MAX_COPIES)
+        self.captures = Captures(tree.copies, fusion_pass, store)
+        self._in_host_memory = in_host_memory or (lambda node: False)
         self.pricing, self.outward = fusion_pass.pricing, fusion_pass.outward
         self._fingerprint, self._weights = fingerprint, fingerprint()
         self.calibrator = calibrator
@@ -152,14 +155,14 @@ class Fuser:
             self.tier.storage.planned(state(req).loads)
         node, found = result.last_device_node, [result.device_indices]
         if fusion.plain and len(found[0]):  # chunks of an exact chain were computed after others
-            found, node = self.cache._match_prefix_helper(
-                self.cache.root_node, key[: spans.spans[0].end]
+            found, node = self.tree._match_prefix_helper(
+                self.tree.root_node, key[: spans.spans[0].end]
             )
         exact = sum(map(len, found))
         if any(span.start == exact for span in key.spans):
             cheaper = None if fusion.always else fusion.cheaper
             for choice in filter(None, (fusion, cheaper)):
-                values, last = self.cache._match_prefix_helper(
+                values, last = self.tree._match_prefix_helper(
                     node, key[exact:].fused_by(choice.recipe)
                 )
                 if values:
@@ -222,8 +225,8 @@ class Fuser:
                 blob.hold()
                 held.callback(blob.let_go)
             for source in sources:
-                self.cache.inc_lock_ref(source)
-                taken.callback(self.cache.dec_lock_ref, source)
+                self.tree.inc_lock_ref(source)
+                taken.callback(self.tree.dec_lock_ref, source)
             slots = self._allocate(plan.end - plan.start, num_after, taken)
             if slots is None:
                 return self._decline(outcome, Fallback.NO_ROOM, node)
@@ -256,9 +259,9 @@ class Fuser:
             each.held.close()
             node = each.last
             # by the path: others may have split its token nodes since
-            while node is not self.cache.root_node:
+            while node is not self.tree.root_node:
                 if not facts(node).is_filled:
-                    self.cache.fill(node)
+                    self.tree.fill(node)
                 node = node.parent
 
     def keep(self, req: Req, path: Sequence[TreeNode]) -> None:
@@ -291,10 +294,9 @@ class Fuser:
                 return
         scored = spans.fusion.scored if spans.fusion else Scored.NOTHING
         keep: Collection[int] = spans.keep
-        host = self.cache.host
-        if self.shares_pool and host is not None and not self.captures.at_least(scored):
+        if not self.captures.at_least(scored):
             # else it would be copied and written twice, as a chunk and as a part of its chain
-            keep = [i for i in keep if i < len(chunks) and not host.takes(chunks[i])]
+            keep = [i for i in keep if i < len(chunks) and not self._in_host_memory(chunks[i])]
         self.captures.add(chunks, keep, is_preprocessing=spans.is_preprocessing, scored=scored)
 
     @contextmanager
@@ -405,14 +407,14 @@ class Fuser:
             raise ValueError("nothing to calibrate with")
         if self._fingerprint() != self._weights:
             raise ValueError("the weights have changed since the cache was emptied: flush it first")
-        free = self.cache.token_to_kv_pool_allocator.available_size()
-        needed = self.calibrator.num_slots(prompts, free + self.cache.evictable_size())
+        free = self.tree.token_to_kv_pool_allocator.available_size()
+        needed = self.calibrator.num_slots(prompts, free + self.tree.evictable_size())
         if needed > free:
-            self.cache.evict(EvictParams(num_tokens=needed - free))
+            self.tree.evict(EvictParams(num_tokens=needed - free))
         self.fusion_pass.calibration = self.calibrator.measure(prompts, self._weights)
         self.captures.put_arrived()
         self.store.forget_scores()
-        self.cache.copies.forget_scores()
+        self.tree.copies.forget_scores()
         if self.tier is not None:
             self.tier.storage.heads = self.fusion_pass.calibration.heads
 
@@ -456,13 +458,13 @@ class Fuser:
         """For `/chunkcache/stats`."""
         return {
             "store": self._store_stats(),
-            "sources": len(self.cache.copies),
+            "sources": len(self.tree.copies),
             "moves": self.fusion_pass.stats(),
             "costs": self.pricing.stats(),
             "gate": self.gate,
             "calibration": self.fusion_pass.calibration.as_dict(),
             "watched_tokens": self.outward.num_measured,
-            "fallbacks": {**self.cache.fallbacks, **self.fallbacks},
+            "fallbacks": dict(self.fallbacks),
         }
 
     # Private, in order of use
@@ -611,15 +613,15 @@ class Fuser:
         self, outcome: Outcome, reason: Fallback, node: TreeNode
     ) -> tuple[torch.Tensor, TreeNode]:
         outcome.declined.append(reason)
-        return torch.empty((0,), dtype=torch.int64, device=self.cache.device), node
+        return torch.empty((0,), dtype=torch.int64, device=self.tree.device), node
 
     @contextmanager
     def _locked(self, node: TreeNode) -> Iterator[None]:
-        self.cache.inc_lock_ref(node)
+        self.tree.inc_lock_ref(node)
         try:
             yield
         finally:
-            self.cache.dec_lock_ref(node)
+            self.tree.dec_lock_ref(node)
 
     def _allocate(self, num_tokens: int, num_after: int, taken: ExitStack) -> torch.Tensor | None:
         """Slots, evicting if need be; an exception on the way out of `taken` frees them.
@@ -628,12 +630,12 @@ class Fuser:
         of the request's own are left to prefill: without chunked prefill that may be more than the
         reserve.
         """
-        allocator = self.cache.token_to_kv_pool_allocator
-        capacity = allocator.available_size() + self.cache.evictable_size()
+        allocator = self.tree.token_to_kv_pool_allocator
+        capacity = allocator.available_size() + self.tree.evictable_size()
         if not has_room(capacity, num_tokens, reserve=self.extend_reserve, num_after=num_after):
             return None
         if (missing := num_tokens - allocator.available_size()) > 0:
-            self.cache.evict(EvictParams(num_tokens=missing))
+            self.tree.evict(EvictParams(num_tokens=missing))
         slots: torch.Tensor | None = allocator.alloc(num_tokens)
         if slots is not None:
             taken.push(lambda error, *_: allocator.free(slots) if error else None)
@@ -644,7 +646,7 @@ class Fuser:
     ) -> TreeNode:
         """The last of the region's nodes, which are yet to be filled."""
         # As chunked: the request has not used these nodes yet, so nothing is a hit.
-        _, path = self.cache.insert_segments(key, row, head, priority, True, are_filled=False)
+        _, path = self.tree.insert_segments(key, row, head, priority, True, are_filled=False)
         chunks = [node for node in path if facts(node).chunk is not None]
         for piece in plan.pieces:
             if piece.span is not None:

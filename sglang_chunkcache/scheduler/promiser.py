@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.wire.report import Explanation, Report
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
 
-class Promiser(Protocol):
-    """Calls come in this order for one request."""
+class Promiser:
+    """Promises nothing. Calls come in this order for one request."""
 
     def arrived(self, req: Req, spans: RequestSpans) -> None:
         """It waits from now on: what it will need of slower tiers may be loaded."""
@@ -30,21 +30,25 @@ class Promiser(Protocol):
     ) -> MatchResult:
         """Extend an exact match, at a request's admission, by what can be had otherwise.
         Idempotent: takes nothing."""
+        return result
 
     def commit(self, req: Req, node: TreeNode) -> tuple[torch.Tensor, TreeNode]:
         """Slots for all that was promised, or an empty tensor: declined, to be computed."""
+        raise AssertionError("nothing was promised")
 
     def before(self, batch: ScheduleBatch) -> None:
         """Fill the slots that this batch's requests were promised; before its forward."""
 
     def watch(self, batch: ScheduleBatch) -> AbstractContextManager[Any]:
         """Around the batch's forward, to learn what it takes."""
+        return nullcontext()
 
     def keep(self, req: Req, path: Sequence[TreeNode]) -> None:
         """The request's nodes are in the tree: note what is worth storing. Once a request."""
 
-    def report(self, req: Req) -> Report:
+    def report(self, req: Req) -> Report | None:
         """What became of the request."""
+        return None
 
     def after(self, *, first_tokens_wait: bool = False, is_ahead: bool = False) -> None:
         """Store some of what was noted; after a forward, whose result is told next. `is_ahead`: all
@@ -52,6 +56,7 @@ class Promiser(Protocol):
 
     def explain(self, req: Req) -> Explanation | None:
         """What was planned for a request that was only matched. None: nothing was."""
+        return None
 
     def reset(self) -> None:
         """The tree is empty, and the weights may have changed."""
@@ -60,8 +65,10 @@ class Promiser(Protocol):
         """Measure where the model keeps the evidence by which tokens are selected.
         Raises ValueError or RuntimeError: cannot."""
 
-    def clear_store(self) -> Cleared:
-        """Empty the store, the chunks that wait for it included."""
+    def clear_store(self) -> Cleared | None:
+        """Empty the store, the chunks that wait for it included. None: there is none."""
+        return None
 
     def stats(self) -> dict[str, Any]:
         """Counts for `/chunkcache/stats`."""
+        return {}

@@ -30,7 +30,8 @@ from radix_ext.costs import EXPLORATION_PERIOD, Phase, Work, extend_work
 from radix_ext.variants import Variant
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
-from sglang_chunkcache.scheduler.host_chains import HostChains, below, root
+from sglang_chunkcache.scheduler.host_chains import HostChains
+from sglang_chunkcache.scheduler.host_nodes import below, root
 from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode, facts, state
 from sglang_chunkcache.storage.chain_entries import ChainEntries
 from sglang_chunkcache.storage.entry import Entry
@@ -86,9 +87,8 @@ class StoredChains:
         entries: ChainEntries,
         fingerprint: Callable[[], int] | None,
     ) -> None:
-        self.host, self.storage, self._how = host, storage, entries.how
-        self._fingerprint = fingerprint
-        host.saved = self._saved
+        self._nodes, self._tree, self._pricing = host.nodes, host.tree, host.pricing
+        self.storage, self._how, self._fingerprint = storage, entries.how, fingerprint
         storage.keeps("chains", self._how)
         self._is_starting = False
         self.reset()
@@ -122,7 +122,7 @@ class StoredChains:
             unknown = {
                 each.stored: each.num_tokens
                 for each in asked_for
-                if self.host.get(each.chain_key) is None and self._find(each) is None
+                if self._nodes.get(each.chain_key) is None and self._find(each) is None
             }
             self._load(links, key, asked)
             self.storage.look_up(unknown, partial(self._load, links, key, asked), asked)
@@ -143,6 +143,19 @@ class StoredChains:
         self.storage.poll()
         self.storage.planned(state(req).chain)
 
+    def saved(self, host: HostNode, node: TreeNode) -> None:
+        """The node was copied to host memory, with all above it there: write it, behind what
+        precedes it."""
+        first, known = host, facts(node)
+        while first.parent is not None:
+            first = first.parent
+        assert known.chunk is not None
+        chunks, tenant = (*known.prefix, known.chunk), (node.key.extra_key, node.key.cache_salt)
+        with self.storage.guard("a chain is not written to the storage"):
+            for link in self._chain(first.chain_key, known.head, chunks, *tenant):
+                if not (link.is_empty or self._find(link) or self._write(link)):
+                    break
+
     def load_most_used(self, seconds: float = START_S) -> int:
         """Fill host memory with the chains that are to leave last, before there are requests:
         waits, so long at most.
@@ -159,7 +172,7 @@ class StoredChains:
 
         def load(link: _Link) -> bool:
             variant = self._find(link)
-            if variant is not None and variant.blob.row.num_tokens > self.host.pool.num_free:
+            if variant is not None and variant.blob.row.num_tokens > self._nodes.pool.num_free:
                 return False
             self._claim(link, None)
             return True
@@ -219,22 +232,10 @@ class StoredChains:
             if not self._write(link):
                 break
 
-    def _saved(self, host: HostNode, node: TreeNode) -> None:
-        """Write it, behind what precedes it."""
-        first, known = host, facts(node)
-        while first.parent is not None:
-            first = first.parent
-        assert known.chunk is not None
-        chunks, tenant = (*known.prefix, known.chunk), (node.key.extra_key, node.key.cache_salt)
-        with self.storage.guard("a chain is not written to the storage"):
-            for link in self._chain(first.chain_key, known.head, chunks, *tenant):
-                if not (link.is_empty or self._find(link) or self._write(link)):
-                    break
-
     def _write(self, link: _Link) -> bool:
         """Whether it is being written: what would leave for it is asked for less often, or chains
         would replace each other without end."""
-        host = self.host.get(link.chain_key)
+        host = self._nodes.get(link.chain_key)
         if host is None or not host.is_here:
             return False
         place = Place(*link.stored, link.head, link.prefix, False)
@@ -272,7 +273,7 @@ class StoredChains:
         """(what follows the last node in host memory, as far as the storage has it without a gap,
         unless the device has it; how many tokens precede what would be computed of it). What is on
         its way is missing, too."""
-        found = [self.host.get(link.chain_key) for link in links]
+        found = [self._nodes.get(link.chain_key) for link in links]
         num_here = sum(host is not None and host.is_here for host in found)
         num_found = num_here
         while num_found < len(links) and (
@@ -287,7 +288,7 @@ class StoredChains:
 
     def _is_faster(self, links: Sequence[_Link], start: int) -> bool:
         """Whether loading them is estimated to take no longer than computing from `start` on."""
-        costs, end = self.host.pricing.agreed, links[-1].end
+        costs, end = self._pricing.agreed, links[-1].end
         variants = [variant for variant in map(self._find, links) if variant is not None]
         loaded = sum(
             self.storage.seconds(variant.blob.row.num_bytes) or 0.0 for variant in variants
@@ -301,18 +302,16 @@ class StoredChains:
 
     def _num_cached(self, key: ChunkKey) -> int:
         """Tokens that the device has of it."""
-        return sum(len(node.key) for node in self.host.cache.path(key))
+        return sum(len(node.key) for node in self._tree.path(key))
 
     def _computed_s(self, start: int, end: int) -> float:
-        return self.host.pricing.agreed[Phase.EXTEND].seconds(
-            extend_work(start, end)._replace(calls=0)
-        )
+        return self._pricing.agreed[Phase.EXTEND].seconds(extend_work(start, end)._replace(calls=0))
 
     def _claim(self, link: _Link, key: ChunkKey | None, asked: Asked | None = None) -> bool:
         """Begin to load a node, unless it is here.
         False: no room, too much is under way, or what is above is not here."""
         variant = self._find(link)
-        if self.host.get(link.chain_key) is not None:
+        if self._nodes.get(link.chain_key) is not None:
             if variant is not None:
                 self.storage.join(variant, asked)
             return True
@@ -322,7 +321,7 @@ class StoredChains:
             return False
         num_tokens = variant.blob.row.num_tokens if variant is not None else 0
         chunk, namespace = ChunkId("".join(link.prefix[-1:])), link.head.partition(" ")[2]
-        host = self.host.claim(
+        host = self._nodes.claim(
             link.chain_key,
             link.parent,
             num_tokens,
@@ -336,8 +335,8 @@ class StoredChains:
         if not self.storage.load(
             variant, num_tokens, partial(self._came, link, host, key, asked), into, asked
         ):
-            self.host.drop(host)
-            self.host.released(host)
+            self._nodes.drop(host)
+            self._nodes.released(host)
             return False
         return True
 
@@ -350,16 +349,16 @@ class StoredChains:
         entry: Entry | None,
     ) -> None:
         """The node's KV is in host memory, or is not to be had."""
-        if not self.host.released(host):
+        if not self._nodes.released(host):
             return
         if entry is None or (
             key is None and not self._is_starting
         ):  # the device may have it by now, and nobody knows where
-            self.host.drop(host)
+            self._nodes.drop(host)
             return
-        path = self.host.cache.path(key[: link.end]) if key is not None else []
+        path = self._tree.path(key[: link.end]) if key is not None else []
         is_on_device = bool(path) and sum(len(node.key) for node in path) == link.end
-        self.host.came(host, link.head.partition(" ")[2], path[-1] if is_on_device else None)
+        self._nodes.came(host, link.head.partition(" ")[2], path[-1] if is_on_device else None)
         if asked is not None and asked.goes_on is not None:
             asked.goes_on()
 

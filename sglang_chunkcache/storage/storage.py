@@ -32,6 +32,7 @@ from sglang_chunkcache.storage.key import Names, StoredChunk
 from sglang_chunkcache.storage.loader import Loader
 from sglang_chunkcache.storage.manifest import Row, Use
 from sglang_chunkcache.storage.ranks import Ranks
+from sglang_chunkcache.wire.state import Cleared
 
 logger = logging.getLogger(__name__)
 
@@ -453,9 +454,10 @@ class Storage:
 
     # Operators
 
-    def clear(self) -> None:
+    def clear(self) -> Cleared:
         """Delete every entry that this server knows, of whatever model, those under way and those
         of others included. What others have written and this one never asked for stays."""
+        held = self.index.stats()
         self._era += 1
         self._num_cleared += 1
         rows = [variant.blob.row for variant in self.index.variants()]
@@ -467,6 +469,7 @@ class Storage:
         self._used.clear()
         self._looked_up.clear()
         self.loader.delete(rows)
+        return Cleared(held.num_chunks, held.num_variants, held.num_bytes)
 
     def stats(self) -> dict[str, Any]:
         """What it holds, counts since the start, and what waits."""

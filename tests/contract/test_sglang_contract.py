@@ -58,6 +58,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level, decide_request_auth
 import sglang_chunkcache
 from sglang_chunkcache import hooks
 from sglang_chunkcache.front.drain import HEALTH, READY
+from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.state import STATE_KEY, RankState
 from tests.kit.contract import fields, has_in_order, other_signatures, parameters, source
@@ -369,4 +370,5 @@ def test_add_stats_writes_into_the_internal_state(monkeypatch: pytest.MonkeyPatc
     cache = OurScheduler(8, config()).cache
     asked = SimpleNamespace(tree_cache=cache, waiting_queue=["a", "b"], chunked_req="c")
     hooks._add_stats(result, asked)
-    assert decode(result.internal_state[STATE_KEY], RankState) == cache.rank_state(1, num_waiting=3)
+    told = decode(result.internal_state[STATE_KEY], RankState)
+    assert told == rank_state(cache, 1, num_waiting=3)

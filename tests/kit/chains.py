@@ -3,15 +3,18 @@ depends on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from radix_ext import ChainId, ChunkPrefixTree, Tier, chunk_id
 from radix_ext.costs import Line, Phase
 from sglang_chunkcache.front.rank_mirror import RankMirror
+from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.node import facts, state
+from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
+from sglang_chunkcache.scheduler.tiers import Tiers
 from sglang_chunkcache.storage.chain_entries import ChainEntries
 from sglang_chunkcache.storage.ranks import Ranks
 from sglang_chunkcache.storage.storage import Storage
@@ -29,14 +32,22 @@ CAPACITY = 40
 class HostScheduler(Scheduler):
     """Each slot holds all tokens up to its own, with the tenant's: what its KV depends on."""
 
-    def __init__(self, capacity: int = CAPACITY, host_slots: int = 1000, **knobs: Any) -> None:
-        super().__init__(capacity, config(**knobs), host_slots=host_slots)
+    def __init__(
+        self,
+        capacity: int = CAPACITY,
+        host_slots: int = 1000,
+        create_tiers: Callable[[HostChains], Tiers] = Tiers,
+        **knobs: Any,
+    ) -> None:
+        super().__init__(
+            capacity, config(**knobs), host_slots=host_slots, create_tiers=create_tiers
+        )
         self.tree = ChunkPrefixTree(max_nodes=10_000)
         self.mirror = RankMirror(self.tree, 0)
 
     def check(self, reqs: Sequence[FakeReq] = ()) -> None:
         super().check(reqs)
-        rank = self.cache.rank_state(0)  # which takes in what has come
+        rank = rank_state(self.cache, 0)  # which takes in what has come
         self.mirror.apply(self.cache.log.unread())
         assert self.tree.digest(0) == (rank.events.num_nodes, rank.events.digest)
         self.tree.check_integrity()
@@ -48,11 +59,12 @@ class HostScheduler(Scheduler):
             assert node.tier(0) == (Tier.DEVICE if chain in on_device else Tier.HOST)
 
     def on_host(self) -> set[ChainId]:
-        return {host.chain for host in self.cache.host._nodes.values() if host.chain is not None}
+        nodes = self.cache.tiers.host.nodes._nodes.values()
+        return {host.chain for host in nodes if host.chain is not None}
 
     def idle(self) -> None:
         """Forwards of others, until nothing waits to be saved."""
-        while self.cache.host.stats()["waiting"]:
+        while self.cache.tiers.host.stats()["waiting"]:
             self.forward()
 
     def flush(self) -> None:
@@ -60,7 +72,7 @@ class HostScheduler(Scheduler):
         self.allocator.clear()
 
     def price(self, load: Line, extend: Line) -> None:
-        self.cache.host.pricing.agreed = {Phase.LOAD: load, Phase.EXTEND: extend}
+        self.cache.tiers.host.pricing.agreed = {Phase.LOAD: load, Phase.EXTEND: extend}
 
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
         for req, start, end in batch:
@@ -126,18 +138,17 @@ class Server(HostScheduler):
         ranks: Ranks | None = None,
         **knobs: Any,
     ) -> None:
-        super().__init__(**knobs)
         self.disk, self.weights = disk, disk.weights
-        self.cache.storage = self.storage = disk.opened(
-            storage_bytes, overlapped=overlapped, ranks=ranks
-        )
-        self.cache.stored = StoredChains(
-            self.cache.host,
-            self.storage,
-            entries=ChainEntries(self.storage, ("exact",)),
-            fingerprint=lambda: self.weights,
-        )
-        disk.opened_ones.append(self.storage)
+        storage = disk.opened(storage_bytes, overlapped=overlapped, ranks=ranks)
+        self.storage = storage
+
+        def create_tiers(host: HostChains) -> Tiers:
+            entries = ChainEntries(storage, ("exact",))
+            stored = StoredChains(host, storage, entries=entries, fingerprint=lambda: self.weights)
+            return Tiers(host, storage=storage, stored=stored)
+
+        super().__init__(create_tiers=create_tiers, **knobs)
+        disk.opened_ones.append(storage)
 
     def ask(self, req: FakeReq, *, settles: bool = True) -> int:
         """It waits until its loads have come, or as long as it may, and is served.
@@ -158,7 +169,7 @@ class Server(HostScheduler):
 
     def check(self, reqs: Sequence[FakeReq] = ()) -> None:
         super().check(reqs)
-        assert self.cache.host.counts.failed == 0, "slots that hold nothing were read"
+        assert self.cache.tiers.host.counts.failed == 0, "slots that hold nothing were read"
 
     def settle(self) -> dict[str, Any]:
         for _ in range(3):  # what is polled may ask for more
@@ -178,4 +189,4 @@ def unsent(req: FakeReq, rank: int = 0) -> ExplainRequest:
 
 
 def prefetch(server: Server, req: FakeReq, *, rank: int = 0) -> None:
-    server.cache.rank_state(0, Asked(prefetch=unsent(req, rank)))
+    rank_state(server.cache, 0, Asked(prefetch=unsent(req, rank)))

@@ -14,6 +14,7 @@ from radix_ext.variants import Variant, VariantIndex
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import ChunkIdentity
+from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.storage.backend import Backend
 from sglang_chunkcache.storage.entry import Layout
 from sglang_chunkcache.storage.key import Names
@@ -110,7 +111,7 @@ class Rank(FusedScheduler):
         spans = self.cache._spans_of(req)
         ids = list(req.origin_input_ids)
         asked = ExplainRequest(ids, spans, req.extra_key, req.cache_salt)
-        (told,) = self.cache.rank_state(0, Asked((asked,))).explanations
+        (told,) = rank_state(self.cache, 0, Asked((asked,))).explanations
         assert isinstance(told, Explanation)
         return told
 

@@ -32,10 +32,12 @@ from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains
+from sglang_chunkcache.scheduler.host_nodes import HostNodes
 from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.scheduler.pricing import Pricing, Timer
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
+from sglang_chunkcache.scheduler.tiers import Tiers
 from sglang_chunkcache.storage.chain_entries import ChainEntries
 from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.storage.opening import create_index
@@ -115,7 +117,7 @@ class FakePass:
         contents: Contents,
         rows: Any,
         config: ChunkCacheConfig,
-        host: HostChains | None = None,
+        host: HostNodes | None = None,
     ) -> None:
         self.host = host
         if host is not None:
@@ -241,32 +243,36 @@ class FusedScheduler(Scheduler):
         storage: Storage | None = None,
         host_slots: int = 0,
     ) -> None:
-        how: dict[str, Any] = {"is_chunked": is_chunked, "host_slots": host_slots}
-        super().__init__(capacity, config, prefill_budget=prefill_budget, **how)
-        self.contents = Contents(self.allocator.contents)
-        host = self.cache.host if config.store_codec == "none" else None
-        self.fusion_pass = FakePass(self.contents, self.rows, config, host)
-        self.store = create_index(config, store_bytes) if host is None else host.index
-        self.cache.storage = storage
+        how: dict[str, Any] = {"is_chunked": is_chunked}
         self.weights = 0
         """Their fingerprint."""
-        entries = ChainEntries(storage, ("exact",)) if storage and host else None
-        self.fuser = Fuser(
-            self.cache,
-            self.fusion_pass,  # type: ignore[arg-type]
-            self.store,
-            limits,
-            extend_reserve=prefill_budget,
-            fingerprint=lambda: self.weights,
-            tier=StorageTier(self.store, storage, config.store_codec, host, entries)
-            if storage
-            else None,
-        )
-        self.cache.promiser = self.fuser
-        if entries is not None and storage is not None:
-            self.cache.stored = StoredChains(
-                self.cache.host, storage, entries=entries, fingerprint=None
+
+        def create_tiers(host: HostChains) -> Tiers:
+            self.contents = Contents(self.allocator.contents)
+            is_shared = host_slots > 0 and config.store_codec == "none"
+            self.store = host.index if is_shared else create_index(config, store_bytes)
+            nodes = host.nodes if is_shared else None
+            self.fusion_pass = FakePass(self.contents, self.rows, config, nodes)
+            entries = ChainEntries(storage, ("exact",)) if storage and is_shared else None
+            self.fuser = Fuser(
+                host.tree,
+                self.fusion_pass,  # type: ignore[arg-type]
+                self.store,
+                limits,
+                extend_reserve=prefill_budget,
+                fingerprint=lambda: self.weights,
+                tier=StorageTier(self.store, storage, config.store_codec, nodes, entries)
+                if storage
+                else None,
+                in_host_memory=host.write_back.takes if is_shared else None,
             )
+            stored = None
+            if entries is not None and storage is not None:
+                stored = StoredChains(host, storage, entries=entries, fingerprint=None)
+            return Tiers(host, storage=storage, stored=stored, promiser=self.fuser)
+
+        how |= {"host_slots": host_slots, "create_tiers": create_tiers}
+        super().__init__(capacity, config, prefill_budget=prefill_budget, **how)
         self.evicted_before_load_back = 0
         """Tokens that leave between a match and the promise:
         SGLang has no reason to, but its calls allow for it."""
@@ -333,8 +339,8 @@ class FusedScheduler(Scheduler):
 
     def _loads(self) -> dict[int, KV]:
         """What comes from host memory with the next forward."""
-        host, found = self.cache.host, {}
-        for node, part in host._loads.items() if host is not None else ():
+        host, found = self.cache.tiers.host, {}
+        for node, part in host.load_back._loads.items() if host is not None else ():
             for slot, source in zip(node.value.tolist(), part.tolist(), strict=True):
                 found[slot] = host.pool.contents[source]
         return found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +15,18 @@ from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.recompute import run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable
+from sglang_chunkcache.scheduler.host_chains import HostChains
+from sglang_chunkcache.scheduler.tiers import Tiers
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from tests.reference.scheduler import FakeReq, Scheduler
+
+
+class Unwatched(Fuser):
+    """Its requests run one after another, so each is watched alone."""
+
+    @contextmanager
+    def watch(self, batch: Any) -> Iterator[None]:
+        yield
 
 
 class ModelScheduler(Scheduler):
@@ -32,7 +42,6 @@ class ModelScheduler(Scheduler):
         prefill_budget: int,
     ) -> None:
         rows = runner.req_to_token_pool
-        super().__init__(capacity, config, prefill_budget=prefill_budget, rows=rows)
         self._runner = runner
         table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
         self.store = VariantIndex(
@@ -41,17 +50,21 @@ class ModelScheduler(Scheduler):
             max_variants=config.store_variants,
             window=config.window_requests,
         )
-        self.fuser = Fuser(
-            self.cache,
-            FusionPass(runner, table, config),
-            self.store,
-            Limits(prefill_budget, config.max_gap_tokens),
-            extend_reserve=prefill_budget,
-            fingerprint=partial(fingerprint, runner.model),
+
+        def create_tiers(host: HostChains) -> Tiers:
+            self.fuser = Unwatched(
+                host.tree,
+                FusionPass(runner, table, config),
+                self.store,
+                Limits(prefill_budget, config.max_gap_tokens),
+                extend_reserve=prefill_budget,
+                fingerprint=partial(fingerprint, runner.model),
+            )
+            return Tiers(host, promiser=self.fuser)
+
+        super().__init__(
+            capacity, config, prefill_budget=prefill_budget, rows=rows, create_tiers=create_tiers
         )
-        # Requests run one after another, so each is watched alone.
-        self.fuser.watch = lambda batch: nullcontext()  # type: ignore[method-assign, assignment, return-value]
-        self.cache.promiser = self.fuser
 
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
         for req, start, end in batch:

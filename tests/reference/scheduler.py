@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -37,10 +37,14 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from radix_ext import ChunkId, Span, chunk_id
+from radix_ext.variants import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
+from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.host_chains import HostChains
+from sglang_chunkcache.scheduler.host_slots import NoSlots, Slots
 from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.scheduler.tiers import Tiers
 from sglang_chunkcache.storage.opening import create_index
 from sglang_chunkcache.wire.events import NOTHING_READ, Acknowledgement
 from sglang_chunkcache.wire.message import decode
@@ -154,6 +158,7 @@ class Scheduler:
         is_chunked: bool = True,
         rows: Any = None,
         host_slots: int = 0,
+        create_tiers: Callable[[HostChains], Tiers] = Tiers,
     ) -> None:
         """`config` None: SGLang's own RadixCache.
 
@@ -169,11 +174,20 @@ class Scheduler:
         self.allocator = CountingAllocator(capacity, torch.float32, "cpu", None, False)
         self.rows = rows or ReqToTokenPool(MAX_REQS, MAX_CONTEXT, "cpu", False)
         params = CacheInitParams(False, self.rows, self.allocator, 1)
-        self.cache: Any = RadixCache(params) if config is None else ChunkRadixCache(params, config)
-        if host_slots and config is not None:
-            pool = MemoryHost(lambda: self.allocator.contents, host_slots)
-            index = create_index(config, host_slots * pool.token_bytes)
-            self.cache.host = HostChains(self.cache, pool, FixedCosts(), index)
+        self.cache: Any
+        if config is None:
+            self.cache = RadixCache(params)
+            return
+        pool = MemoryHost(lambda: self.allocator.contents, host_slots) if host_slots else NoSlots()
+        index = create_index(config, max(1, host_slots * pool.token_bytes))
+        self.cache = ChunkRadixCache(
+            params,
+            config,
+            lambda tree: create_tiers(self._create_host(tree, pool, index)),
+        )
+
+    def _create_host(self, tree: ChunkTree, pool: Slots, index: VariantIndex) -> HostChains:
+        return HostChains(tree, pool, FixedCosts(), index)
 
     def queue(self, req: FakeReq) -> None:
         """As `SchedulePolicy` finds a waiting request's place."""

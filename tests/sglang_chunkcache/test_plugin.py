@@ -22,7 +22,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_chunkcache import hooks
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.plugin import create_cache
-from sglang_chunkcache.scheduler.host_chains import HostChains
+from sglang_chunkcache.scheduler.tiers import NoStorage, NoStoredChains
 from sglang_chunkcache.storage.storage import Storage
 from tests import models
 from tests.polling import DEADLINE_S
@@ -87,8 +87,7 @@ def create(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Create]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     yield create
     for cache in made:
-        if cache.storage is not None:
-            cache.storage.close()
+        cache.tiers.storage.close()
     runner.token_to_kv_pool.register_layer_transfer_counter(None)
 
 
@@ -102,19 +101,19 @@ def file_in(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("reuse", ["exact", "fused"])
 def test_without_a_storage(create: Create, reuse: str) -> None:
     cache = create(reuse=reuse)
-    assert cache.host.cache is cache
-    assert isinstance(cache.host, HostChains)
-    assert cache.storage is cache.stored is None
-    assert (cache.promiser is None) == (reuse == "exact")
+    tiers = cache.tiers
+    assert tiers.host.tree is cache
+    assert isinstance(tiers.storage, NoStorage)
+    assert isinstance(tiers.stored, NoStoredChains)
+    assert isinstance(tiers.promiser, Fuser) == (reuse == "fused")
     if reuse == "fused":
         # cuDNN compiles a plan for each shape of a masked pass.
         assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-        assert isinstance(cache.promiser, Fuser)
-        assert cache.promiser.cache is cache
-        assert cache.promiser.store is cache.host.index
-        assert 2 << 20 <= cache.promiser.store.max_bytes < 2.01 * (1 << 20)
-        assert cache.promiser.tier is None
-        assert cache.promiser.pricing is cache.host.pricing
+        assert tiers.promiser.tree is cache
+        assert tiers.promiser.store is tiers.host.index
+        assert 2 << 20 <= tiers.promiser.store.max_bytes < 2.01 * (1 << 20)
+        assert tiers.promiser.tier is None
+        assert tiers.promiser.pricing is tiers.host.pricing
 
 
 @pytest.mark.parametrize("reuse", ["exact", "fused"])
@@ -122,23 +121,21 @@ def test_restart_loads_chains_from_the_storage(create: Create, tmp_path: Path, r
     """The storage is started before the chains are loaded, which would find it off."""
     knobs = {"reuse": reuse, **file_in(tmp_path / "kv")}
     cache = create(**knobs)
-    assert isinstance(cache.storage, Storage)
-    assert not cache.storage.is_off
-    assert cache.stored.host is cache.host
-    assert cache.stored.storage is cache.storage
-    assert cache.host.saved == cache.stored._saved
+    assert isinstance(cache.tiers.storage, Storage)
+    assert not cache.tiers.storage.is_off
+    assert cache.tiers.stored.storage is cache.tiers.storage
     if reuse == "fused":
-        assert cache.promiser.tier.storage is cache.storage
+        assert cache.tiers.promiser.tier.storage is cache.tiers.storage
     scheduler, req = Served(cache), request()
     scheduler.serve(req)
     scheduler.forward()  # of others, after which the chain is saved
-    assert cache.host.stats()["tokens"] == len(HEAD + CHUNK)
-    assert cache.storage.loader.drain(DEADLINE_S)
+    assert cache.tiers.host.stats()["tokens"] == len(HEAD + CHUNK)
+    assert cache.tiers.storage.loader.drain(DEADLINE_S)
     cache.release_host_resources()
 
     cache = create(**knobs)
-    assert cache.host.stats()["tokens"] == len(HEAD + CHUNK)
-    assert len(cache.host.chains_not_on_device) == 1
+    assert cache.tiers.host.stats()["tokens"] == len(HEAD + CHUNK)
+    assert len(cache.tiers.host.chains_not_on_device) == 1
     pool = cache.token_to_kv_pool_allocator.get_kvcache()
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer.zero_()
@@ -157,7 +154,7 @@ def test_restart_loads_chains_from_the_storage(create: Create, tmp_path: Path, r
 def test_storage_counts_a_request_once(create: Create, tmp_path: Path, reuse: str) -> None:
     """By the promiser, if there is one, else by the chains."""
     cache = create(reuse=reuse, **file_in(tmp_path / "kv"))
-    with mock.patch.object(cache.storage.index, "ask") as ask:
+    with mock.patch.object(cache.tiers.storage.index, "ask") as ask:
         req = request()
         cache.arrived(req)
         Served(cache).serve(req, answer=[50])
@@ -167,12 +164,13 @@ def test_storage_counts_a_request_once(create: Create, tmp_path: Path, reuse: st
 def test_without_host_memory(create: Create, tmp_path: Path) -> None:
     """Moved KV has a pool of its own; exact chains have nowhere to go."""
     cache = create(reuse="exact", host_mib=0)
-    assert cache.host is cache.storage is cache.stored is cache.promiser is None
+    assert cache.tiers.host.pool.num_slots == 0
+    assert "host" not in cache.stats()
     cache = create(reuse="fused", host_mib=0, **file_in(tmp_path / "kv"))
-    assert cache.stored is None
-    assert cache.promiser.store is cache.host.index
-    assert cache.promiser.tier.storage is cache.storage
-    cache.storage.close()
+    assert isinstance(cache.tiers.stored, NoStoredChains)
+    assert cache.tiers.promiser.store is cache.tiers.host.index
+    assert cache.tiers.promiser.tier.storage is cache.tiers.storage
+    cache.tiers.storage.close()
     with pytest.raises(ValueError, match="--chunkcache-storage-backend: exact chains"):
         create(reuse="exact", host_mib=0, **file_in(tmp_path / "other"))
 

@@ -38,21 +38,21 @@ TESTS_FAILED = 1
 """Its exit status; of any higher one nothing has run."""
 
 TABLE = """\
-order before a forward        scheduler/chunk_cache.py     fusion/test_promise.py
-    host.before(batch) => promiser and self.promiser.before(batch), self.host.before(batch)
-loaded() is not called        scheduler/chunk_cache.py     scheduler/test_host_chains.py
-    self.host.loaded() => pass
+order before a forward        scheduler/tiers.py           fusion/test_promise.py
+    host.load_back.before(batch) => promiser.before(batch), self.host.load_back.before(batch)
+queued() is not called        scheduler/tiers.py           scheduler/test_host_chains.py
+    self.host.load_back.queued() => pass
 chains count requests, too    scheduler/stored_chains.py   scheduler/test_stored_chains.py
     is_request = self._fingerprint is not None => is_request = True
-hits lost                     scheduler/host_chains.py     scheduler/test_host_chains.py
+hits lost                     scheduler/host_nodes.py      scheduler/test_host_chains.py
     host.num_uses += max(0, hits - host.hits) => pass
-age lost                      scheduler/host_chains.py     scheduler/test_host_chains.py
-    self._count_hits(host, facts(node).hits) => pass
-hits lost on the way back     scheduler/chunk_cache.py     scheduler/test_host_chains.py
+age lost                      scheduler/write_back.py      scheduler/test_host_chains.py
+    self._nodes.count_hits(host, facts(node).hits) => pass
+hits lost on the way back     scheduler/chunk_tree.py      scheduler/test_host_chains.py
     host.chain, host.hits, node => host.chain, 0, node
-lock while evicting           scheduler/host_chains.py     scheduler/test_host_chains.py
-    cache.inc_lock_ref(last) => cache.inc_lock_ref(last := cache.root_node)
-busy host nodes leave         scheduler/host_chains.py     scheduler/test_stored_chains.py
+lock while evicting           scheduler/load_back.py       scheduler/test_host_chains.py
+    tree.inc_lock_ref(last) => tree.inc_lock_ref(last := tree.root_node)
+busy host nodes leave         scheduler/host_nodes.py      scheduler/test_stored_chains.py
     return is_held or is_inner => return is_inner
 slots of busy host nodes      scheduler/host_slots.py      scheduler/test_stored_chains.py
     self._is_given_back and not self._num_holds => self._is_given_back
@@ -71,8 +71,8 @@ failed pass beside            fusion/fill.py               fusion/test_fill_laye
 two passes beside             scheduler/layer_loads.py     fusion/test_fill_layers.py
     num_ahead = num_ahead if self._overlapped is None else self.num_layers => pass
 split of what is loaded       scheduler/chunk_cache.py     scheduler/test_host_chains.py
-    self.host.split(node, child) => pass
-split of what is not filled   scheduler/chunk_cache.py     fusion/test_promise.py
+    self.tiers.host.load_back.split(node, child) => pass
+split of what is not filled   scheduler/chunk_tree.py      fusion/test_promise.py
     upper.is_filled = lower.is_filled => pass
 counted asks of chunks        radix_ext/variants.py        ../radix_ext/test_variants.py
     [*places, *(identity for identity, _, _ in places)] => places
@@ -81,12 +81,12 @@ counted asks of a rank        fusion/promise.py            fusion/test_promise_s
 counted asks of a storage     fusion/promise.py            fusion/test_tier.py
     self.tier.count_asked(asked) => pass
 kept twice                    scheduler/chunk_cache.py     scheduler/test_stored_chains.py
-    and not chunked and not known.is_kept: => and not chunked:
+    if not chunked and not known.is_kept: => if not chunked:
 source locks                  fusion/promise.py            fusion/test_promise.py
     for source in sources: => for source in ():
 filled marks                  fusion/promise.py            fusion/test_promise.py
     priority, True, are_filled=False) => priority, True)
-waiting for what is here      scheduler/chunk_cache.py     scheduler/test_stored_chains.py
+waiting for what is here      scheduler/tiers.py           scheduler/test_stored_chains.py
     None if is_here else known.chain => known.chain
 """
 """Name, file and what catches it; then the text before and after, the former once in that file."""

@@ -20,6 +20,7 @@ pytest.importorskip("sglang")
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
 from sglang_chunkcache.front.request import Identity, Passage
+from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.wire.report import ANSWER_KEY
 from tests.kit.front_bench import Bench, make_output, told, user
 from tests.reference import scheduler
@@ -100,7 +101,7 @@ def answers_of(
             if draw.random() < 0.5:
                 stranger.ask()
         answers.append(client.ask())
-    rank = server.rank.cache.rank_state(0)
+    rank = rank_state(server.rank.cache, 0)
     assert rank.counts["evicted_chunks"] == 0
     assert server.bookkeeper.tree.digest(0) == (rank.events.num_nodes, rank.events.digest)
     return answers

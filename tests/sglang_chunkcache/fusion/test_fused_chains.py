@@ -11,6 +11,7 @@ from radix_ext import fused_chunk
 from sglang_chunkcache.front.fusion_options import fused_request
 from sglang_chunkcache.front.request import Identity, Passage
 from sglang_chunkcache.scheduler.node import facts
+from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.wire.report import ANSWER_KEY
 from tests.kit.front_bench import ME, Asked, Bench, make_output
 from tests.reference.fused_scheduler import FusedScheduler
@@ -60,7 +61,7 @@ class Served:
         for number, rank in enumerate(self.ranks):
             rank.check()
             mirror = self.bench.bookkeeper.mirrors[number]
-            assert mirror.compared(rank.cache.rank_state(number))["agrees"] is not False
+            assert mirror.compared(rank_state(rank.cache, number))["agrees"] is not False
 
 
 def fused_hit(request: Asked) -> int:

@@ -58,7 +58,7 @@ def test_nothing_is_held_twice() -> None:
     assert (exact(rank, A), exact(rank, B)) == ([True], [True])
     stats = rank.fuser.stats()["store"]
     assert stats["bytes"]["captured"] == 0
-    assert stats["bytes"]["exact"] == rank.cache.host.stats()["bytes"] == len(HEAD + A + B)
+    assert stats["bytes"]["exact"] == rank.cache.tiers.host.stats()["bytes"] == len(HEAD + A + B)
     assert rank.fusion_pass.num_captured == 0
 
 
@@ -80,12 +80,12 @@ def test_what_was_captured_gives_way_to_what_is_exact() -> None:
     rank.serve(rag(A, B, keep=[1]))
     rank.idle()
     assert exact(rank, B) == [False]
-    before = rank.cache.host.stats()["tokens"]
+    before = rank.cache.tiers.host.stats()["tokens"]
     rank.serve(rag(A, B))
     rank.idle()
     rank.forward()
     assert exact(rank, B) == [True]
-    assert (before, rank.cache.host.stats()["tokens"]) == (len(B), len(HEAD + A + B))
+    assert (before, rank.cache.tiers.host.stats()["tokens"]) == (len(B), len(HEAD + A + B))
     rank.evict(80)
     assert rank.serve(rag(A, B)) == len(HEAD + A + B)
 
@@ -109,19 +109,19 @@ def test_source_is_held_until_it_is_copied() -> None:
     req = fused(C, B)
     rank.start(req)
     (blob,) = slots_of(state(req).promise.plan)
-    host = rank.cache.host
+    host = rank.cache.tiers.host
     assert blob.is_held
-    assert host.room(len(A + B)) is None
+    assert host.nodes.room(len(A + B)) is None
     rank.fuser.store.clear()
     assert not rank.stored(B)
     rank.check([req])
-    taken = host.room(len(A) + 1)  # all but B, and the head that is loaded
+    taken = host.nodes.room(len(A) + 1)  # all but B, and the head that is loaded
     assert taken is not None
-    assert host.room(1) is None
+    assert host.nodes.room(1) is None
     taken.give_back()
     rank.finish(req)
     assert not blob.is_held
-    assert host.room(len(HEAD + A + B)) is not None
+    assert host.nodes.room(len(HEAD + A + B)) is not None
 
 
 def test_source_that_has_left_is_computed() -> None:
@@ -130,7 +130,7 @@ def test_source_that_has_left_is_computed() -> None:
     req = fused(C, B)
     rank.match(req)
     rank.fuser.store.clear()
-    empty, _ = rank.cache.promiser.commit(req, req.best_match_node)
+    empty, _ = rank.cache.tiers.promiser.commit(req, req.best_match_node)
     assert len(empty) == 0
     assert state(req).promise.declined == ["source_gone"]
 
@@ -142,7 +142,7 @@ def test_flush_gives_back_what_is_promised() -> None:
     rank.start(req)
     rank.batch.clear()
     rank.flush()
-    host = rank.cache.host
+    host = rank.cache.tiers.host
     assert host.pool.num_free == host.pool.num_slots
     rank.check()
 
@@ -161,7 +161,7 @@ def test_clearing_the_store_leaves_exact_chains() -> None:
 @pytest.mark.parametrize("keeps", [True, False])
 def test_without_chains_the_pool_is_for_moved_chunks_alone(keeps: bool) -> None:
     rank = Rank(host_slots=100, capacity=80)
-    rank.cache.host._keeps = keeps
+    rank.cache.tiers.host.write_back._keeps = keeps
     for _ in range(2):
         rank.serve(rag(A, B, keep=[1]))
     rank.idle()
@@ -211,7 +211,7 @@ def test_exact_chain_takes_the_place_of_a_preprocessed_variant() -> None:
         rank.idle()
         rank.forward()
     assert [exact(rank, chunk) for chunk in (A, B, D, E)] == [[True]] * 4
-    counts = rank.cache.host.counts
+    counts = rank.cache.tiers.host.counts
     assert (counts.missed, counts.evicted_tokens) == (0, 0)
 
 
@@ -223,12 +223,12 @@ def test_nothing_leaves_for_what_finds_no_room() -> None:
     rank.idle()
     rank.forward()
     rank.evict(80)
-    host = rank.cache.host
+    host = rank.cache.tiers.host
     rank.start(fused(A, head=OTHER_HEAD))
     before = host.stats()["tokens"]
-    assert host.room(38) is None
+    assert host.nodes.room(38) is None
     assert host.stats()["tokens"] == before
-    assert host.room(30) is not None
+    assert host.nodes.room(30) is not None
 
 
 def test_heads_do_not_lie_in_front_of_what_is_to_leave() -> None:
@@ -287,7 +287,7 @@ def test_exact_chain_replaces_what_was_loaded_to_be_moved(disk: Disk) -> None:
     disk.settle()
     assert (exact(rank, A), exact(rank, B)) == ([True], [True])
     assert rank.serve(req) == len(HEAD + A + B)
-    assert rank.cache.host.stats()["tokens"] == len(HEAD + A + B)
+    assert rank.cache.tiers.host.stats()["tokens"] == len(HEAD + A + B)
 
 
 def test_captured_variants_survive_the_server(disk: Disk) -> None:
@@ -320,7 +320,7 @@ def test_slots_of_a_load_that_fails_are_given_back(disk: Disk, problem: str) -> 
     disk.storage.fails = problem == "failing"
     disk.settle()
     disk.storage.fails = False
-    host = rank.cache.host
+    host = rank.cache.tiers.host
     assert host.pool.num_free == host.pool.num_slots
     assert wheres(rank.ask(fused(A, head=OTHER_HEAD))) == []
 
@@ -334,7 +334,7 @@ def test_what_raises_at_a_loads_end_gives_its_slots_back(
     monkeypatch.setattr(tier, "variant_of", lambda *args: 1 / 0)
     rank.cache.arrived(fused(A, head=OTHER_HEAD))
     disk.settle()
-    assert rank.cache.host.pool.num_free == rank.cache.host.pool.num_slots
+    assert rank.cache.tiers.host.pool.num_free == rank.cache.tiers.host.pool.num_slots
 
 
 def test_chain_whose_parent_is_read_is_written_without_a_gap(disk: Disk) -> None:
@@ -345,7 +345,7 @@ def test_chain_whose_parent_is_read_is_written_without_a_gap(disk: Disk) -> None
     rank.idle()
     rank.forward()
     disk.settle()
-    rank.cache.storage.clear()
+    rank.cache.tiers.storage.clear()
     disk.settle()
     (a,) = rank.stored(A)
     rank.serve(rag(A, B))

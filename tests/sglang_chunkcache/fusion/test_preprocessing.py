@@ -23,6 +23,7 @@ from sglang_chunkcache.front.routes import Routes
 from sglang_chunkcache.fusion import fill as fill_module
 from sglang_chunkcache.fusion.relocate import copy_moved
 from sglang_chunkcache.preprocess import preprocess
+from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import ANSWER_KEY
 from sglang_chunkcache.wire.state import STATE_KEY, Asked
@@ -54,7 +55,7 @@ class Manager:
         pass
 
     async def get_internal_state_communicator(self, message: Any) -> list[Any]:
-        state = self.scheduler.cache.rank_state(0, decode(message.rid, Asked))
+        state = rank_state(self.scheduler.cache, 0, decode(message.rid, Asked))
         return [SimpleNamespace(internal_state={STATE_KEY: encode(state)})]
 
     async def generate_request(self, obj: Any, raw_request: Any) -> AsyncIterator[Any]:

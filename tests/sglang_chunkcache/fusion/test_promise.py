@@ -14,6 +14,7 @@ from radix_ext.costs import Line, Phase
 from radix_ext.moved_plan import make_plan
 from sglang_chunkcache.fusion import promise
 from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.state import Asked, Cleared
 from tests.kit.fused import Rank, report, sources, wheres
@@ -195,7 +196,7 @@ def test_load_of_the_same_batch(
     """From host memory: by the second request (`loaded`), else by the first. A is on the device."""
     hosted = [rag(*chunks, head=head) for _ in range(2)]
     rank = Rank(*hosted, capacity=80, prefill_budget=40, host_slots=200)
-    host = rank.cache.host
+    host = rank.cache.tiers.host
     while host.stats()["waiting"]:
         rank.forward()
     rank.evict(80)
@@ -273,14 +274,14 @@ def test_cleared_store_is_empty_and_the_tree_is_not() -> None:
     assert rank.serve(rag(D, keep=[0]), answer=[50]) == 0
     assert rank.start(req) == [5]
     num_bytes = rank.store.stats().num_bytes
-    cleared = rank.cache.rank_state(0, Asked(clear_store=True)).cleared
+    cleared = rank_state(rank.cache, 0, Asked(clear_store=True)).cleared
     assert cleared == Cleared(2, 2, num_bytes)
     stats = rank.cache.stats()["store"]
     assert (stats["num_variants"], stats["num_bytes"], stats["pending"]) == (0, 0, 0)
     rank.finish(req)
     assert report(req).relocated == 3
     assert rank.serve(fused(D)) == 2 + 4 + 2
-    assert rank.cache.rank_state(0).cleared is None
+    assert rank_state(rank.cache, 0).cleared is None
 
 
 def test_a_chunk_may_be_preprocessed_without_head_and_question() -> None:

@@ -22,6 +22,7 @@ from radix_ext.moved_plan import Limits
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts
+from sglang_chunkcache.scheduler.reporting import rank_state
 from tests.examples import examples
 from tests.reference.chains import chain_of
 from tests.reference.fused_scheduler import ROOMY, FusedScheduler
@@ -119,7 +120,7 @@ class FuserMachine(RuleBasedStateMachine):
         self.scheduler = FusedScheduler(config=knobs, store_bytes=store_bytes, **server)
         if server["host_slots"]:  # a load is worth it for more tokens than that
             costs = {Phase.LOAD: Line(fixed=load_s), Phase.EXTEND: Line(each=1.0)}
-            self.scheduler.cache.host.pricing.agreed = costs
+            self.scheduler.cache.tiers.host.pricing.agreed = costs
         self.live: list[Live] = []
 
     # A request's life
@@ -286,7 +287,7 @@ class FuserMachine(RuleBasedStateMachine):
             self.mirror = RankMirror(self.tree, 0)
         cache = self.scheduler.cache
         self.mirror.apply(cache.log.unread())
-        rank = cache.rank_state(0)
+        rank = rank_state(cache, 0)
         assert self.tree.digest(0) == (rank.events.num_nodes, rank.events.digest)
         assert self.tree.stats.num_unknown_notices == 0
         for keys, node in walk(cache):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_chunkcache.fusion.tier import entry_of
+from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.storage import storage as module
 from sglang_chunkcache.storage.jobs import Write
 from sglang_chunkcache.wire.state import Asked
@@ -117,7 +118,7 @@ def test_lookup_that_is_overtaken_is_not_taken(pair: Pair, step: str) -> None:
     if step == "flush":
         pair.second.flush()
     else:
-        pair.second.cache.rank_state(0, Asked(clear_store=True))
+        rank_state(pair.second.cache, 0, Asked(clear_store=True))
     pair.storage.become("healthy")
     counts = pair.settle()[1]
     assert (counts["found"], counts["loaded"], counts["num_entries"]) == (0, 0, 0)

@@ -16,6 +16,7 @@ from radix_ext.variants import Variant
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.storage.entry import Layout
 from sglang_chunkcache.storage.manifest import Manifest
 from sglang_chunkcache.storage.storage import Known
@@ -325,7 +326,7 @@ def test_flush_leaves_the_storage_alone(disk: Disk) -> None:
     rank.cache.arrived(fused(A))
     disk.settle()
     assert len(rank.held(A)) == 1
-    rank.cache.rank_state(0, Asked(clear_store=True))
+    rank_state(rank.cache, 0, Asked(clear_store=True))
     assert (disk.settle()["num_entries"], disk.storage.held) == (0, {})
     assert disk.restarted().cache.stats()["storage"]["num_entries"] == 0
 
@@ -335,7 +336,7 @@ def test_what_is_being_written_is_cleared_too(disk: Disk) -> None:
     rank = disk.server()
     disk.storage.gate.clear()
     rank.store_chunks(A, B)
-    rank.cache.rank_state(0, Asked(clear_store=True))
+    rank_state(rank.cache, 0, Asked(clear_store=True))
     disk.storage.gate.set()
     counts = disk.settle()
     assert (counts["written"], counts["num_entries"], disk.storage.held) == (2, 0, {})

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from sglang_chunkcache.fusion.tier import StorageTier
+from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.storage.storage import LOOKED_UP_S
 from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
@@ -135,7 +136,7 @@ class StorageLife(Life):
 
     @rule()
     def clear(self) -> None:
-        self.server.cache.rank_state(0, Asked(clear_store=True))
+        rank_state(self.server.cache, 0, Asked(clear_store=True))
 
     @rule(at=st.integers(1, 40), head=HEADS)
     def damage(self, at: int, head: list[int]) -> None:
@@ -223,7 +224,7 @@ class SharedLife(Life):
         self._settle()
         others = [v.blob for v in self.tiers[at].storage.index.variants() if not v.blob.is_own]
         self.lost |= {blob.row.name for blob in others}
-        self.servers[at].cache.rank_state(0, Asked(clear_store=True))
+        rank_state(self.servers[at].cache, 0, Asked(clear_store=True))
         self._settle()
 
     @rule(which=st.integers(0, 30), is_damaged=st.booleans())

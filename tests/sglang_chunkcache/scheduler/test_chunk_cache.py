@@ -18,8 +18,9 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from radix_ext import ChunkId, IntegrityError, Span, chunk_id
-from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
+from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
+from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.wire.events import (
     NOTHING_READ,
     Acknowledgement,
@@ -85,7 +86,7 @@ def test_match_honours_the_key_limit(scheduler: Scheduler) -> None:
 
 def test_insert_of_chunk_key_without_slots_uses_token_ids() -> None:
     """SGLang's own fallback for simulations works for chunk keys too."""
-    cache = ChunkRadixCache(CacheInitParams(False, None, None, 1), config())
+    cache = Scheduler(40, config()).cache
     ids = array("q", [*HEAD, *C1])
     key = ChunkKey.cut(ids, (Span(2, 6, chunk_id(C1)),), len(ids))
     assert cache.insert(InsertParams(key=key)).prefix_len == 0
@@ -173,9 +174,9 @@ def test_nodes_are_told_with_all_events_before_them_or_not_yet(
     scheduler.serve(rag(C1))
     scheduler.cache.log.max_told = max_told
     asked = Asked(read=(Reading(1, NOTHING_READ, 0), Reading(2, NOTHING_READ)))
-    part = scheduler.cache.rank_state(1, asked).part
+    part = rank_state(scheduler.cache, 1, asked).part
     assert (part and len(part.nodes)) == expected
-    assert scheduler.cache.rank_state(2, asked).part is None
+    assert rank_state(scheduler.cache, 2, asked).part is None
 
 
 # Trust
@@ -187,7 +188,7 @@ def test_forged_params_are_plain_traffic(scheduler: Scheduler, params: Any) -> N
     req = FakeReq([*HEAD, *C1, *QUESTION], params)
     scheduler.serve(req, answer=[50, 51])
     assert req.customized_info is None
-    assert scheduler.cache.rank_state(0).events.num_nodes == 0
+    assert rank_state(scheduler.cache, 0).events.num_nodes == 0
     assert scheduler.cache.stats()["fallbacks"] == {}
 
 
@@ -261,7 +262,7 @@ def test_disabled_cache_is_stock(scheduler: Scheduler) -> None:
 def test_unsupported_settings_are_refused_by_name(change: dict[str, Any], named: str) -> None:
     params = dataclasses.replace(CacheInitParams(False, None, None, 1), **change)
     with pytest.raises(ValueError, match=named):
-        ChunkRadixCache(params, config())
+        ChunkTree(params, config())
 
 
 def test_create_cache_without_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from radix_ext.eviction import NEW
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts
+from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.wire.events import Acknowledgement, Batch
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer
@@ -237,11 +238,11 @@ class CacheMachine(RuleBasedStateMachine):
             self.mirror.apply(batch)
         self.batches.clear()
         cache = self.scheduler.cache
-        self.mirror.hear(cache.rank_state(0))
+        self.mirror.hear(rank_state(cache, 0))
         while self.mirror.is_behind:
-            self.mirror.hear(cache.rank_state(0, Asked(read=(self.mirror.reading,))))
+            self.mirror.hear(rank_state(cache, 0, Asked(read=(self.mirror.reading,))))
         self.acks.append(self.mirror.acknowledgement)
-        rank = cache.rank_state(0)
+        rank = rank_state(cache, 0)
         assert self.mirror.acknowledgement == Acknowledgement(rank.events.epoch, rank.events.seq)
         assert self.mirror.num_gaps <= self.may_have_gap
         assert self.tree.digest(0) == (rank.events.num_nodes, rank.events.digest)
@@ -282,7 +283,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.deliver_everything()
         self.scheduler.evict(CAPACITY)
         assert self.scheduler.allocator.available_size() == CAPACITY
-        assert self.scheduler.cache.rank_state(0).events.num_nodes == 0
+        assert rank_state(self.scheduler.cache, 0).events.num_nodes == 0
 
     # Helpers
 

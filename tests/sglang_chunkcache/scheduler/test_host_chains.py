@@ -21,10 +21,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from radix_ext import ChunkPrefixTree, IntegrityError, chunk_id
 from radix_ext.costs import Line, Phase
 from sglang_chunkcache.front.rank_mirror import RankMirror
-from sglang_chunkcache.scheduler import host_chains, host_metrics
-from sglang_chunkcache.scheduler.host_chains import HostChains
+from sglang_chunkcache.scheduler import host_metrics, load_back
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, state
-from sglang_chunkcache.storage.opening import create_index
+from sglang_chunkcache.scheduler.reporting import explain
 from sglang_chunkcache.wire.spans import checked
 from sglang_chunkcache.wire.state import ExplainRequest
 from tests.examples import examples
@@ -41,8 +40,7 @@ from tests.kit.chains import (
     offloaded,
     rag,
 )
-from tests.reference.memory_host import FixedCosts
-from tests.reference.scheduler import FakeReq, answer_of, config, walk
+from tests.reference.scheduler import FakeReq, answer_of, walk
 
 
 def test_second_hit_is_saved_and_loaded(scheduler: HostScheduler) -> None:
@@ -86,7 +84,7 @@ def test_least_reused_leaf_leaves_the_host() -> None:
     assert scheduler.on_host() == {chain(A), chain(C), chain((50, 51, 52))}
     scheduler.check()
     known(scheduler, tuple(range(60, 75)))  # does not fit at all
-    assert scheduler.cache.host.stats()["missed"] == 1
+    assert scheduler.cache.tiers.host.stats()["missed"] == 1
     scheduler.check()
 
 
@@ -109,7 +107,7 @@ def test_computed_again_is_linked_again(scheduler: HostScheduler) -> None:
     offloaded(scheduler, A, B)
     scheduler.price(Line(each=1.0), Line(each=0.5))
     assert scheduler.serve(rag(A, B)) == 0
-    assert scheduler.cache.host.stats()["skipped"] == 1
+    assert scheduler.cache.tiers.host.stats()["skipped"] == 1
     scheduler.check()
     scheduler.evict(CAPACITY)
     scheduler.check()
@@ -117,7 +115,7 @@ def test_computed_again_is_linked_again(scheduler: HostScheduler) -> None:
 
 
 def test_load_that_does_not_pay_is_tried_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_chains, "EXPLORATION_PERIOD", 3)
+    monkeypatch.setattr(load_back, "EXPLORATION_PERIOD", 3)
     scheduler = HostScheduler()
     known(scheduler, A)
     scheduler.price(Line(fixed=9.0), Line(fixed=9.0, each=1.0))
@@ -130,7 +128,7 @@ def test_load_that_does_not_pay_is_tried_now_and_then(monkeypatch: pytest.Monkey
 
 def test_decoding_says_nothing_of_prefill() -> None:
     """A decoding batch still has the lengths of its prefill, and takes a hundredth of its time."""
-    host = HostScheduler().cache.host
+    host = HostScheduler().cache.tiers.host
     for mode in (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED):
         with host.watch(SimpleNamespace(forward_mode=mode, prefix_lens=[0], extend_lens=[100])):
             pass
@@ -144,15 +142,15 @@ def test_worth_is_what_a_load_saves(scheduler: HostScheduler) -> None:
     scheduler.serve(req, answer=[1])
     assert answer_of(req).host_worth == pytest.approx(0.75)
     scheduler.price(Line(each=2.0), Line(each=1.0))
-    assert scheduler.cache.host.worth == 0
+    assert scheduler.cache.tiers.host.worth == 0
     scheduler.price(Line(), Line())
-    assert scheduler.cache.host.worth == 1
+    assert scheduler.cache.tiers.host.worth == 1
 
 
 def matched_only(scheduler: HostScheduler, req: FakeReq) -> int:
     """At an admission for which SGLang has no room after all."""
     matched = scheduler.match(req)
-    assert scheduler.cache.host._loads
+    assert scheduler.cache.tiers.host.load_back._loads
     return matched
 
 
@@ -186,7 +184,7 @@ def test_head_that_is_split_before_the_forward_is_loaded_in_both_halves(
     scheduler.check()
     if is_evicted:
         scheduler.evict(len(HEAD + A) - 1)
-        assert sum(map(len, scheduler.cache.host._loads.values())) == 1
+        assert sum(map(len, scheduler.cache.tiers.host.load_back._loads.values())) == 1
     scheduler.serve(rag(C, head=(90, 92)))
     assert scheduler.serve(rag(A)) == len(HEAD + A)
     scheduler.check()
@@ -197,12 +195,12 @@ def test_slots_of_the_host_are_kept_until_they_are_copied() -> None:
     scheduler = HostScheduler(host_slots=len(HEAD + A))
     offloaded(scheduler, A)
     matched_only(scheduler, rag(A))
-    host = scheduler.cache.host
+    host = scheduler.cache.tiers.host
     another = (b"another", None, 1, ChunkIdentity(chunk_id(B), None, None), "", ())
-    assert host.claim(*another) is None
+    assert host.nodes.claim(*another) is None
     assert scheduler.on_host() == {chain(A)}
     scheduler.serve(rag(A))
-    assert host.claim(*another) is not None
+    assert host.nodes.claim(*another) is not None
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
@@ -213,17 +211,17 @@ def test_chain_that_is_dropped_while_it_is_loaded_is_given_back_afterwards(
     offloaded(scheduler, A)
     req = rag(A)
     scheduler.add(req, 100)
-    host = scheduler.cache.host
-    (chunk,) = (each for each in host._nodes.values() if each.chain is not None)
+    host = scheduler.cache.tiers.host
+    (chunk,) = (each for each in host.nodes._nodes.values() if each.chain is not None)
     if is_busy:
         chunk.blob.hold()
-    host.drop(chunk)
+    host.nodes.drop(chunk)
     scheduler.check([req])
     assert host.stats()["tokens"] == len(HEAD + A)
     scheduler.forward()
     assert host.stats()["tokens"] == len(HEAD) + is_busy * len(A)
     if is_busy:
-        host.released(chunk)
+        host.nodes.released(chunk)
     assert host.stats()["tokens"] == len(HEAD)
     scheduler.check([req])
 
@@ -232,7 +230,7 @@ def test_what_is_to_be_loaded_is_forgotten_with_the_tree(scheduler: HostSchedule
     offloaded(scheduler, A)
     matched_only(scheduler, rag(A))
     scheduler.flush()
-    assert scheduler.cache.host.stats()["tokens"] == 0
+    assert scheduler.cache.tiers.host.stats()["tokens"] == 0
     assert scheduler.serve(rag(A)) == 0
     scheduler.check()
 
@@ -253,12 +251,12 @@ def test_layers_are_copied_ahead_as_far_as_the_prefill_is_too_short(
     """And all of them where nothing would wait: in decoding, and without a prefix."""
     offloaded(scheduler, A)
     matched_only(scheduler, rag(A))
-    host = scheduler.cache.host
+    host = scheduler.cache.tiers.host
     host.pool.is_layered = is_layered
     # 3 s, and 1.5 s of computing
     scheduler.price(Line(each=0.5), Line(each=1.0))
     batch = SimpleNamespace(forward_mode=mode, prefix_lens=[prefix_len], extend_lens=[1.5])
-    host.before(batch)
+    host.load_back.before(batch)
     assert host.pool.num_ahead == host.stats()["layers_ahead"] == expected
 
 
@@ -270,7 +268,7 @@ def test_load_does_not_evict_what_it_goes_on_behind() -> None:
     other = FakeReq(range(60, 64))
     scheduler.admit(other, 100)
     assert scheduler.match(rag(A, B)) == len(HEAD + A)
-    assert scheduler.cache.host.stats()["no_room"] == 1
+    assert scheduler.cache.tiers.host.stats()["no_room"] == 1
     scheduler.check([other])
 
 
@@ -278,31 +276,32 @@ def test_explain_loads_nothing(scheduler: HostScheduler) -> None:
     offloaded(scheduler, A, B)
     req = rag(A, B)
     spans = checked(scheduler.cache._spans_of(req), req.origin_input_ids)
-    told = scheduler.cache.explain(ExplainRequest(list(req.origin_input_ids), spans, None, None))
+    told = explain(scheduler.cache, ExplainRequest(list(req.origin_input_ids), spans, None, None))
     assert (told.exact, told.loaded) == (0, len(HEAD + A + B))
-    assert scheduler.cache.host.stats()["loads"] == 0
+    assert scheduler.cache.tiers.host.stats()["loads"] == 0
 
 
 def test_what_left_before_it_was_saved_is_missed(scheduler: HostScheduler) -> None:
     scheduler.serve(rag(A))
     scheduler.serve(rag(A))
-    scheduler.cache.host._waiting.clear()
-    scheduler.cache.host.offer([node for _, node in walk(scheduler.cache) if facts(node).chunk])
+    scheduler.cache.tiers.host.write_back._waiting.clear()
+    chunks = [node for _, node in walk(scheduler.cache) if facts(node).chunk]
+    scheduler.cache.tiers.host.write_back.offer(chunks)
     scheduler.evict(CAPACITY)
     scheduler.idle()
-    assert scheduler.cache.host.stats()["missed"] == 1
+    assert scheduler.cache.tiers.host.stats()["missed"] == 1
     assert not scheduler.on_host()
 
 
 def failing(scheduler: HostScheduler, copy: str) -> Any:
     """Copies of one direction, after what they do."""
-    does = getattr(scheduler.cache.host.pool, copy)
+    does = getattr(scheduler.cache.tiers.host.pool, copy)
 
     def fail(*slots: Any) -> None:
         does(*slots)
         raise RuntimeError("out of memory")
 
-    return mock.patch.object(scheduler.cache.host.pool, copy, fail)
+    return mock.patch.object(scheduler.cache.tiers.host.pool, copy, fail)
 
 
 def test_load_that_fails_is_computed(
@@ -315,7 +314,7 @@ def test_load_that_fails_is_computed(
             scheduler.evict(CAPACITY)
             assert scheduler.serve(rag(A, B)) == 0
             scheduler.check()
-    stats = scheduler.cache.host.stats()
+    stats = scheduler.cache.tiers.host.stats()
     assert (stats["failed"], stats["loads"], stats["loaded_tokens"]) == (2, 0, 0)
     (told,) = caplog.records
     assert told.levelno == logging.WARNING
@@ -334,7 +333,7 @@ def test_copy_to_the_host_that_fails_is_missed(
         known(scheduler, A, B)
         known(scheduler, C, A)
     assert scheduler.on_host() == {chain(A)}
-    stats = scheduler.cache.host.stats()
+    stats = scheduler.cache.tiers.host.stats()
     assert (stats["failed"], stats["missed"], stats["tokens"]) == (2, 3, len(HEAD + A))
     assert len(caplog.records) == 1
     scheduler.check()
@@ -347,21 +346,20 @@ def test_failure_in_a_group_of_ranks_is_raised(
     scheduler: HostScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that computes what the others have loaded would wait for them forever."""
-    pool, index = scheduler.cache.host.pool, create_index(config(), 200)
-    scheduler.cache.host = HostChains(scheduler.cache, pool, FixedCosts(), index, num_ranks=2)
+    scheduler.cache.tiers.host._num_ranks = 2
     offloaded(scheduler, A)
-    monkeypatch.setattr(pool, "prepare", lambda slots: 1 / 0)
+    monkeypatch.setattr(scheduler.cache.tiers.host.pool, "prepare", lambda slots: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         scheduler.match(rag(A))
 
 
 def test_a_prefill_is_not_kept_waiting_twice(scheduler: HostScheduler) -> None:
     """Saving is put off while first tokens wait, but for every second prefill."""
-    host = scheduler.cache.host
+    host = scheduler.cache.tiers.host
     scheduler.serve(rag(A, promoted_len=0))
     known_nodes = [node for _, node in walk(scheduler.cache) if facts(node).chunk]
     facts(known_nodes[0]).hits = 1
-    host.offer(known_nodes)
+    host.write_back.offer(known_nodes)
     host.after(first_tokens_wait=True)
     assert host.stats()["waiting"] == 1
     host.after(first_tokens_wait=True)
@@ -411,8 +409,9 @@ def test_what_comes_back_has_its_hits(scheduler: HostScheduler) -> None:
 
 def test_integrity_names_what_is_wrong(scheduler: HostScheduler) -> None:
     known(scheduler, A, B)
-    (host,) = (host for host in scheduler.cache.host._nodes.values() if host.chain == chain(A))
-    scheduler.cache.host._num_below[host.chain_key] += 1
+    nodes = scheduler.cache.tiers.host.nodes
+    (host,) = (host for host in nodes._nodes.values() if host.chain == chain(A))
+    nodes._num_below[host.chain_key] += 1
     host.node = None
     with pytest.raises(IntegrityError, match="were booked") as raised:
         scheduler.cache.check_integrity()
@@ -443,13 +442,13 @@ def test_random_traffic_finds_all_that_is_held(seed: int, capacity: int, host_sl
             scheduler.evict(rng.randint(1, capacity))
         else:
             expected = longest(scheduler, req)
-            refused = scheduler.cache.host.counts.no_room
+            refused = scheduler.cache.tiers.host.counts.no_room
             is_admitted = step > 0.5
             matched = (
                 scheduler.add(req, rng.choice([3, 100])) if is_admitted else scheduler.match(req)
             )
             if matched is not None:
-                assert matched == expected or scheduler.cache.host.counts.no_room > refused
+                assert matched == expected or scheduler.cache.tiers.host.counts.no_room > refused
             if matched is not None and is_admitted:
                 live.append(req)
             if rng.random() < 0.6:
@@ -466,9 +465,9 @@ def test_random_traffic_finds_all_that_is_held(seed: int, capacity: int, host_sl
 def longest(scheduler: HostScheduler, req: FakeReq) -> int:
     """How many of the request's tokens the device holds, or will with the next forward, and behind
     them, whole, its head and chunks that are on the host."""
-    host = scheduler.cache.host
+    host = scheduler.cache.tiers.host
     on_device = {scheduler.allocator.contents.get(slot) for slot in scheduler.tree_slots()}
-    for part in host._loads.values():
+    for part in host.load_back._loads.values():
         on_device |= {host.pool.contents[slot] for slot in part.tolist()}
     spans, limit = scheduler.cache._spans_of(req).spans, len(req.all_ids) - 1
     whole = [spans[0].start, *(span.end for span in spans)]
@@ -490,18 +489,17 @@ def test_costs_that_are_not_known_are_tried(
 ) -> None:
     """Of prefills of one length nothing is known by the token."""
     offloaded(scheduler, A)
-    scheduler.cache.host.pricing = FixedCosts({Phase.LOAD: load, Phase.EXTEND: extend})
+    scheduler.price(load, extend)
     assert scheduler.serve(rag(A)) == len(HEAD + A)
-    watched = [phase for phase, _ in scheduler.cache.host.pricing.watched]
+    watched = [phase for phase, _ in scheduler.cache.tiers.host.pricing.watched][-2:]
     assert watched == [Phase.LOAD, Phase.EXTEND]
 
 
 def test_prometheus_is_told_when_it_is_due(scheduler: HostScheduler) -> None:
     """After a forward, and with the stats; every figure of theirs but the costs."""
     shown: Any = mock.Mock(is_due=False)
-    pool, index = scheduler.cache.host.pool, create_index(config(), 200)
-    host = HostChains(scheduler.cache, pool, FixedCosts(), index, metrics=shown)
-    scheduler.cache.host = host
+    host = scheduler.cache.tiers.host
+    host._metrics = shown
     known(scheduler, A)
     shown.show.reset_mock()
     host.after(first_tokens_wait=False)

@@ -19,9 +19,8 @@ from radix_ext import Tier
 from radix_ext.costs import Line
 from radix_ext.loading import WaitPolicy
 from sglang_chunkcache.scheduler.node import state
-from sglang_chunkcache.scheduler.stored_chains import StoredChains
+from sglang_chunkcache.scheduler.reporting import explain, rank_state
 from sglang_chunkcache.storage import loader
-from sglang_chunkcache.storage.chain_entries import ChainEntries
 from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
@@ -115,20 +114,20 @@ def test_arriving_request_has_its_chain_loaded(server: Server) -> None:
 
 def test_explain_says_what_the_storage_has_behind_the_other_tiers(server: Server) -> None:
     """And whether it would be loaded. It loads nothing."""
-    told = server.cache.explain(unsent(rag(A, B, C)))
+    told = explain(server.cache, unsent(rag(A, B, C)))
     assert (told.exact, told.loaded, told.stored, told.fallbacks) == (0, 0, len(HEAD + A + B), ())
     server.ask(rag(A))
-    told = server.cache.explain(unsent(rag(A, B, C)))
+    told = explain(server.cache, unsent(rag(A, B, C)))
     assert (told.exact, told.stored) == (len(HEAD + A), len(B))
     for _ in range(8):
         server.storage._times.observe(1, 100.0)
     costly(server)
-    told = server.cache.explain(unsent(rag(A, B, C)))
+    told = explain(server.cache, unsent(rag(A, B, C)))
     assert (told.stored, told.fallbacks) == (len(B), (Fallback.STORAGE_SLOW,))
-    assert server.cache.explain(unsent(rag(C))).stored == 0
+    assert explain(server.cache, unsent(rag(C))).stored == 0
     assert server.settle()["skipped"] == 0
     server.storage.stop()
-    assert server.cache.explain(unsent(rag(A, B))).stored == 0
+    assert explain(server.cache, unsent(rag(A, B))).stored == 0
 
 
 def test_what_is_prefetched_is_there_when_it_comes(server: Server) -> None:
@@ -174,7 +173,7 @@ def test_start_fills_host_memory_and_tells_the_front(
     """As far as there is room."""
     stored(disk, A, B)
     server = Server(disk, host_slots=host_slots)
-    assert server.cache.stored.load_most_used() == 1 + len(chains)
+    assert server.cache.tiers.stored.load_most_used() == 1 + len(chains)
     server.check()
     nodes = [server.tree.find(chain(*chunks)) for chunks in chains]
     assert all(node is not None and node.tier(0) is Tier.HOST for node in nodes)
@@ -185,7 +184,7 @@ def test_start_fills_host_memory_and_tells_the_front(
 def test_load_of_the_start_that_comes_too_late_is_dropped(disk: ChainDisk, server: Server) -> None:
     """A request may have computed the chain meanwhile."""
     disk.storage.become("hanging")
-    assert server.cache.stored.load_most_used(0.05) == 0
+    assert server.cache.tiers.stored.load_most_used(0.05) == 0
     known(server, A, B)
     disk.storage.become("healthy")
     server.settle()
@@ -206,7 +205,7 @@ def test_chain_longer_than_the_storage_is_kept_from_its_beginning(
     for _ in range(3):
         server.ask(rag(*links))
     num_bytes = server.settle()["num_bytes"]
-    server.cache.rank_state(0, Asked(clear_store=True))
+    rank_state(server.cache, 0, Asked(clear_store=True))
     server.stop()
     for number in range(2):
         server = Server(disk, storage_bytes=num_bytes * room // 100)
@@ -220,7 +219,7 @@ def test_chain_longer_than_the_storage_is_kept_from_its_beginning(
         server.stop()
     server = Server(disk, storage_bytes=num_bytes * room // 200)
     assert prefixes(server) == list(range(len(prefixes(server))))
-    assert server.cache.stored.load_most_used() == len(prefixes(server)) > 0
+    assert server.cache.tiers.stored.load_most_used() == len(prefixes(server)) > 0
     server.check()
 
 
@@ -244,9 +243,9 @@ def test_chain_without_its_beginning_is_not_loaded(server: Server) -> None:
     for variant in list(server.storage.index.variants()):
         if not variant.prefix:
             server.storage.index.drop(variant)
-    assert server.cache.stored.load_most_used() == 0
+    assert server.cache.tiers.stored.load_most_used() == 0
     assert server.ask(rag(A, B)) == 0
-    assert server.cache.host.stats()["nodes"] == 0
+    assert server.cache.tiers.host.stats()["nodes"] == 0
     server.check()
 
 
@@ -428,7 +427,7 @@ def test_flush_while_a_load_and_a_write_are_under_way(disk: ChainDisk) -> None:
     server.cache.arrived(rag(A, B))
     server.cache.arrived(rag(C))
     server.flush()
-    assert server.cache.host.pool.num_free == 20 - len(HEAD + A + B)
+    assert server.cache.tiers.host.pool.num_free == 20 - len(HEAD + A + B)
     known(server, (50, 51, 52))
     server.check()
     disk.storage.gate.set()
@@ -453,7 +452,7 @@ def test_tenants_chain_comes_with_its_request(disk: ChainDisk, fields: dict[str,
     """Not with the start, nor with the request of another."""
     stored(disk, A, B, cache_salt="pepper")
     server = Server(disk)
-    assert server.cache.stored.load_most_used() == 0
+    assert server.cache.tiers.stored.load_most_used() == 0
     assert server.ask(rag(A, B, **fields)) == 0
     assert server.settle()["loaded"] == 0
     server.flush()
@@ -465,7 +464,7 @@ def test_other_weights_find_nothing(disk: ChainDisk) -> None:
     stored(disk, A, B)
     disk.weights = 1
     server = Server(disk)
-    assert server.cache.stored.load_most_used() == 0
+    assert server.cache.tiers.stored.load_most_used() == 0
     assert server.ask(rag(A, B)) == 0
     server.weights = 0
     server.cache.doubt_weights()
@@ -488,13 +487,14 @@ def test_load_that_does_not_pay_is_left_out(server: Server) -> None:
 def test_what_fails_here_ends_no_scheduler(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(server.cache.stored, "_came", lambda *args: 1 / 0)
+    monkeypatch.setattr(server.cache.tiers.stored, "_came", lambda *args: 1 / 0)
     assert server.ask(rag(A, B)) == 0
     assert "what the storage has done is lost" in caplog.text
 
 
 def test_cleared_storage_has_nothing(disk: ChainDisk, server: Server) -> None:
-    cleared = server.cache.rank_state(0, Asked(clear_store=True)).cleared
+    cleared = rank_state(server.cache, 0, Asked(clear_store=True)).cleared
+    assert cleared is not None
     assert (cleared.chunks, cleared.variants) == (3, 3)
     assert server.ask(rag(A, B)) == 0
     server.settle()
@@ -571,24 +571,22 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
                 server.stop()
                 server = costly(Server(disk, host_slots=slots, storage_bytes=4000))
                 if told[0]:
-                    server.cache.stored.load_most_used(5)
+                    server.cache.tiers.stored.load_most_used(5)
             server.check()
         disk.storage.become("healthy")
         server.settle()
         server.check()
         assert not server.storage._under_way
         server.storage.index.check_integrity()
-        assert not any(blob.is_held for blob in server.cache.host._slots.out)
+        assert not any(blob.is_held for blob in server.cache.tiers.host.nodes._slots.out)
         server.storage.close()
 
 
 def test_request_counts_once_where_its_chunks_may_be_moved(disk: ChainDisk) -> None:
     """Half of f_r is forgotten once a window."""
     server = disk.server(host_slots=200)
-    storage = server.cache.storage
-    server.cache.stored = StoredChains(
-        server.cache.host, storage, entries=ChainEntries(storage, ("exact",)), fingerprint=None
-    )
+    assert server.fuser.tier is not None
+    storage = server.fuser.tier.storage
     asked: list[int] = []
     with mock.patch.object(storage.index, "ask", lambda chunks: asked.append(len(chunks))):
         for _ in range(2):

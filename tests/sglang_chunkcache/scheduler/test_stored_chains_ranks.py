@@ -60,7 +60,7 @@ class Life:
         self.ranks = Ranks(self.ranks._group)
         self.server = Server(self.disk, ranks=self.ranks, **self.knobs)
         if fills:
-            self.server.cache.stored.load_most_used(5)
+            self.server.cache.tiers.stored.load_most_used(5)
 
     def become(self, state: str) -> None:
         self.disk.storage.become(state)
@@ -68,10 +68,10 @@ class Life:
 
     def seen(self) -> dict[str, Any]:
         """What the other rank must have, too."""
-        host, storage = self.server.cache.host, self.server.storage
+        host, storage = self.server.cache.tiers.host, self.server.storage
         nodes = sorted(
-            (place, each.is_here, each.blob.is_held, host._num_below[place])
-            for place, each in host._nodes.items()
+            (place, each.is_here, each.blob.is_held, host.nodes._num_below[place])
+            for place, each in host.nodes._nodes.items()
         )
         held = sorted(
             (each.blob.row.place, each.nbytes, each.priority) for each in storage.index.variants()

@@ -1,0 +1,57 @@
+"""The tiers of one rank, from its configuration and the loaded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_chunkcache.config import ChunkCacheConfig, flag_name
+from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
+from sglang_chunkcache.scheduler.host_chains import HostChains
+from sglang_chunkcache.scheduler.host_metrics import HostMetrics
+from sglang_chunkcache.scheduler.host_pool import create_host_pool, keeps_chains
+from sglang_chunkcache.scheduler.host_slots import NoSlots
+from sglang_chunkcache.scheduler.pricing import Pricing
+from sglang_chunkcache.scheduler.stored_chains import create_chain_entries, create_stored_chains
+from sglang_chunkcache.scheduler.tiers import Tiers
+from sglang_chunkcache.storage.opening import create_index, create_storage
+
+
+def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
+    """What is behind the tree. `ctx` is SGLang's TreeCacheBuildContext.
+
+    Raises:
+        ValueError: the model or a flag is not supported, or a storage has no host memory to load
+            into; names it.
+    """
+    runner = ctx.tp_worker.model_runner
+    pricing, storage = Pricing(runner), create_storage(ctx, config)
+    pool = create_host_pool(ctx, config) or NoSlots()
+    keeps = pool.num_slots > 0 and keeps_chains(ctx, config)
+    if storage is not None and not keeps and config.reuse == "exact":
+        raise ValueError(
+            f"{flag_name('storage_backend')}: exact chains are loaded into host memory, and there"
+            " is none"
+        )
+    # Ranks of one tensor-parallel group do the same, and Prometheus would add them up.
+    is_shown = pool.num_slots > 0 and ctx.server_args.enable_metrics and ctx.tp_rank == 0
+    host = HostChains(
+        tree,
+        pool,
+        pricing,
+        create_index(config, max(1, pool.num_slots * pool.token_bytes)),
+        keeps=keeps,
+        num_ranks=runner.tp_group.world_size,
+        metrics=HostMetrics() if is_shown else None,
+    )
+    entries = None if storage is None else create_chain_entries(storage, ctx)
+    promiser = None
+    if config.reuse == "fused":
+        from sglang_chunkcache.fusion.build import create_fuser
+
+        promiser = create_fuser(tree, ctx, config, pricing, host, storage, entries)
+    stored = None
+    if storage is not None and keeps:
+        assert entries is not None
+        # behind the fuser, which starts the storage
+        stored = create_stored_chains(host, storage, entries, ctx, config)
+    return Tiers(host, storage=storage, stored=stored, promiser=promiser)

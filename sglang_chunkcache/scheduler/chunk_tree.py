@@ -1,0 +1,338 @@
+"""SGLang's `RadixCache` with one node per chunk, and what the front knows of it. It owns KV slots,
+decides no order, and knows no slower tier.
+
+    root ── head tokens ── C1 ── C2 ── question ── answer   chunk nodes: `chunk`, `chain`,
+                                                            `promoted`
+                            └─── C3 ── question             token nodes: as in SGLang
+
+Invariants in addition to SGLang's own:
+- A node of ours is one segment of its key: a chunk, or tokens between chunks.
+- No inserted key ends inside a chunk. Otherwise two chunks that begin alike would give one slot two
+  owners.
+- What is booked is what the tree holds: chains in `log`, sources in `copies`, the counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import xor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
+from sglang.srt.mem_cache.evict_policy import EvictionStrategy
+from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
+
+from radix_ext import ChainId, ChunkId, Tier, fused_chunk, text_before
+from radix_ext.sources import ChunkCopies
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.scheduler.chunk_key import ChunkKey
+from sglang_chunkcache.scheduler.event_log import EventLog
+from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
+from sglang_chunkcache.scheduler.node import HostNode, facts, identity_of
+from sglang_chunkcache.wire.events import Evicted, Inserted, Moved
+from sglang_chunkcache.wire.spans import RequestSpans
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+MAX_UNREAD_EVENTS = 65_536
+"""Events kept for the front; of a rank that is not asked for longer all nodes are told again.
+About 150 bytes each."""
+
+
+class ChunkTree(RadixCache):  # type: ignore[misc]
+    """CRAFT 4.1's GPU-local chunk-prefix tree."""
+
+    def __init__(self, params: CacheInitParams, config: ChunkCacheConfig) -> None:
+        """Build the tree of one rank.
+
+        Raises:
+            ValueError: page size above 1, or speculative decoding, named in the message.
+        """
+        if params.page_size != 1:
+            raise ValueError(f"the chunk cache needs --page-size 1, got {params.page_size}")
+        if params.is_eagle:
+            raise ValueError(
+                "the chunk cache does not support speculative decoding (--speculative-algorithm)"
+            )
+        self.log = EventLog(MAX_UNREAD_EVENTS)
+        self.copies: ChunkCopies = ChunkCopies(identity_of, facts, self._credit)
+        """Chunks whose computed KV may be moved to another place."""
+        self.clock = 0
+        """The number of requests so far."""
+        self.num_inserted_chunks = self.num_evicted_chunks = 0
+        self.num_chunk_tokens = self.num_promoted = 0
+        super().__init__(params)
+        self.eviction_strategy: EvictionStrategy
+        if config.eviction == "promoted":
+            self.eviction_strategy = PromotedFirst(self.eviction_strategy)
+        elif config.eviction == "reused":
+            self.eviction_strategy = ReusedLonger(self.eviction_strategy)
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """As SGLang's; a `ChunkKey` is inserted segment by segment,
+        so that one node is one chunk."""
+        if self.disable or not isinstance(params.key, ChunkKey):
+            result = super().insert(params)
+            self.touch(result.last_device_node)
+            return result
+        value = (
+            params.value
+            if params.value is not None
+            else torch.tensor(params.key.token_ids, dtype=torch.int64)
+        )
+        matched, path = self.insert_segments(params.key, value, "", params.priority, params.chunked)
+        return InsertResult(
+            prefix_len=matched, last_device_node=path[-1] if path else self.root_node
+        )
+
+    def insert_segments(
+        self,
+        key: ChunkKey,
+        values: torch.Tensor,
+        head: str,
+        priority: int | None,
+        chunked: bool,
+        borders: tuple[int, ...] = (),
+        *,
+        are_filled: bool = True,
+    ) -> tuple[int, list[TreeNode]]:
+        """Insert `key`, one node per segment; returns (tokens already there, the last node of every
+        segment).
+
+        `head` names the tokens before the first chunk. `are_filled` False: the slots of new nodes
+        are yet to be written, so they are no source for others.
+        """
+        node, matched, path = self.root_node, 0, []
+        before: list[ChunkId] = []
+        heads = iter(text_before(head, key.spans, key.token_ids))
+        for start, end, chunk in key.segments(*borders):
+            found, node = self._insert_helper(
+                node, key[start:end], values[start:end], priority, chunked
+            )
+            if matched == start:
+                matched += found
+            known, text = facts(node), "" if chunk is None else next(heads)
+            if found < end - start:  # a new node
+                known.chunk, known.start, known.is_filled = chunk, start, False
+                known.head, known.prefix = text, tuple(before)
+            if are_filled and not known.is_filled:
+                self.fill(node)
+            if chunk is not None:
+                before.append(chunk)
+            path.append(node)
+        self.touch(node)
+        return matched, path
+
+    def fill(self, node: TreeNode) -> None:
+        """The node's slots hold its KV.
+        A chunk's computed KV (not moved) may serve as a source from now on."""
+        facts(node).is_filled = True
+        if _is_copy(node):
+            self.copies.add(node)
+
+    def path(self, key: ChunkKey) -> list[TreeNode]:
+        """The nodes that the key goes through, as far as it has them whole. A look, no use."""
+        node, found, start = self.root_node, list[TreeNode](), 0
+        while start < len(key):
+            rest = key[start:]
+            node = node.children.get(rest.child_key())
+            if node is None or node.key.match(rest) < len(node.key):
+                break
+            found.append(node)
+            start += len(node.key)
+        return found
+
+    def touch(self, node: TreeNode | None) -> None:
+        """This node and all above it were used by the request of this moment."""
+        while node is not None:
+            facts(node).used = self.clock
+            node = node.parent
+
+    def reset(self) -> None:
+        """Empty tree, new epoch: the front drops this rank's mirror with the next answer."""
+        super().reset()
+        self.log.restart()
+        self.num_chunk_tokens = self.num_promoted = 0
+        self.copies.clear()
+
+    # What the front knows: its global tree
+
+    def mark(
+        self,
+        area: Sequence[TreeNode],
+        spans: RequestSpans,
+        copies: Sequence[HostNode],
+        *,
+        counts_hits: bool,
+    ) -> None:
+        """Give the chunk nodes of a prompt's first chunk area their place in the global tree and
+        this request's promotion marks.
+
+        Fused chunks have theirs below the exact chain they hang on, named by their recipe. They are
+        not promoted and count no hits, or they would push exact chains out of the pool
+        (eval/LOG.md).
+
+        Args:
+            copies: of the first of them, in host memory.
+            counts_hits: every exact chunk that was there before counts one.
+        """
+        parent = None
+        for index, node in enumerate(area):
+            known, fused = facts(node), node.key.fused
+            promoted = fused is None and index < spans.promoted_len
+            assert known.chunk is not None
+            if known.chain is None and index < len(copies):
+                self.back_on_device(node, copies[index], spans.namespace, promoted=promoted)
+            elif known.chain is None:
+                chunk = known.chunk if fused is None else fused_chunk(fused.recipe, known.chunk)
+                inserted = Inserted(chunk, len(node.key), parent, spans.namespace, promoted)
+                known.chain = inserted.chain
+                self.num_chunk_tokens += len(node.key)
+                self.num_inserted_chunks += 1
+                self.log.append(inserted)
+            elif counts_hits and fused is None:
+                known.hits += 1
+            self.num_promoted += promoted - known.promoted
+            known.promoted, parent = promoted, known.chain
+
+    def back_on_device(
+        self, node: TreeNode, host: HostNode, namespace: str, *, promoted: bool
+    ) -> None:
+        """The node has a place in the global tree, and is in host memory."""
+        known, parent = facts(node), facts(node.parent).chain
+        known.host, known.chain, known.hits, host.node = host, host.chain, host.hits, node
+        known.scores, known.outward, known.promoted = host.scores, host.outward, promoted
+        assert known.chunk is not None
+        self.num_promoted += known.promoted
+        self.num_chunk_tokens += len(node.key)
+        self.log.append(Inserted(known.chunk, len(node.key), parent, namespace, known.promoted))
+
+    def on_host(
+        self, chunk: ChunkId, num_tokens: int, parent: ChainId | None, namespace: str
+    ) -> ChainId:
+        """The chain has come to host memory, and is not on the device."""
+        inserted = Inserted(chunk, num_tokens, parent, namespace, promoted=False)
+        self.log.append(inserted)
+        self.log.append(Moved(inserted.chain, Tier.HOST))
+        return inserted.chain
+
+    def off_host(self, chain: ChainId) -> None:
+        """The chain has left host memory, and is not on the device."""
+        self.log.append(Evicted(chain))
+
+    # Overridden internals of SGLang's cache (pinned by tests/contract)
+
+    def _split_node(self, key: Any, child: TreeNode, split_len: int) -> TreeNode:
+        node = super()._split_node(key, child, split_len)
+        upper, lower = facts(node), facts(child)
+        upper.is_filled = lower.is_filled
+        # SGLang splits a node that is being used, and counts both halves as used
+        upper.used = lower.used = self.clock
+        return node
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        if isinstance(self.eviction_strategy, ReusedLonger):
+            self.eviction_strategy.evicted(node, self.clock)
+        super()._delete_leaf(node)
+        self.copies.drop(node)
+        known = facts(node)
+        if known.chain is None:
+            return
+        self.num_chunk_tokens -= len(node.key)
+        self.num_promoted -= known.promoted
+        self.num_evicted_chunks += 1
+        if known.host is not None:
+            known.host.node = None
+            self.log.append(Moved(known.chain, Tier.HOST))
+        else:
+            self.log.append(Evicted(known.chain))
+
+    # For tests and idle moments
+
+    def violations(self, elsewhere: Sequence[ChainId] = ()) -> list[str]:
+        """Of the invariants. Walks all nodes. `elsewhere`: chains that the front knows and the
+        device has not."""
+        nodes = list(self._nodes())
+        found = self._slot_violations(nodes)
+        chains = list(elsewhere)
+        tokens = promoted = 0
+        for node in nodes:
+            if len(node.key) != len(node.value):
+                found.append(f"node {node.id}: {len(node.key)} tokens but {len(node.value)} slots")
+            if isinstance(node.key, ChunkKey) and len(list(node.key.segments())) != 1:
+                found.append(f"node {node.id}: more than one segment: {list(node.key.segments())}")
+            known = facts(node)
+            if (chain := known.chain) is not None:
+                chains.append(chain)
+                tokens, promoted = tokens + len(node.key), promoted + known.promoted
+                if facts(node.parent).chunk is not None and facts(node.parent).chain is None:
+                    found.append(
+                        f"node {node.id} has a place in the global tree but the chunk above has"
+                        " none"
+                    )
+            if known.host is not None and known.host.node is not node:
+                found.append(f"node {node.id} and its copy in host memory do not know each other")
+            if self.copies.holds(node) != _is_copy(node):
+                found.append(f"node {node.id}: findable as a source is {self.copies.holds(node)}")
+        if len(self.copies) != sum(map(_is_copy, nodes)):
+            found.append(f"{len(self.copies)} sources are booked, the tree has another number")
+        counted = (len(chains), reduce(xor, {*chains}, 0), tokens, promoted)
+        booked = (self.log.num_alike, self.log.digest, self.num_chunk_tokens, self.num_promoted)
+        if counted != booked:
+            found.append(
+                f"chunk nodes, digest, tokens, promoted are {counted} but were booked as {booked}"
+            )
+        return found
+
+    # Private, in order of use
+
+    def _credit(self, node: TreeNode) -> None:
+        """The node was used as a source just now.
+        No hit: counted as such, sources push exact chains out (eval/LOG.md)."""
+        self.touch(node)
+        above, now = node, time.monotonic()
+        while above is not None:
+            above.last_access_time, above = now, above.parent
+
+    def _slot_violations(self, nodes: Sequence[TreeNode]) -> list[str]:
+        owners, protected = Counter[int](), set[int]()
+        for node in nodes:
+            owners.update(slots := node.value.tolist())
+            if node.lock_ref > 0:
+                protected.update(slots)
+        found = []
+        if twice := [slot for slot, num_owners in owners.items() if num_owners > 1]:
+            found.append(f"slots with two owners: {twice[:8]}")
+        counted = len(owners) - len(protected), len(protected)
+        booked = self.evictable_size(), self.protected_size()
+        if counted != booked:
+            found.append(f"evictable, protected are booked as {booked}, the tree has {counted}")
+        return found
+
+    def _nodes(self) -> Iterator[TreeNode]:
+        stack = list(self.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+
+def area_of(path: Sequence[TreeNode], area_len: int) -> list[TreeNode]:
+    """The chunk nodes of a prompt's first chunk area. What is fused for one question is not among
+    them: no other request asks for it."""
+    shared = itertools.takewhile(
+        lambda node: node.key.fused is None or not node.key.fused.serves_one, path
+    )
+    return [node for node in shared if facts(node).chunk is not None][:area_len]
+
+
+def _is_copy(node: TreeNode) -> bool:
+    """Whether the node is a chunk whose KV was computed for its own place."""
+    known = facts(node)
+    return known.chunk is not None and known.is_filled and not known.is_moved

@@ -1,0 +1,206 @@
+"""Exact chains that come back from host memory (CRAFT 4.2, Cache-Craft 3.5): the same tokens after
+the same tokens at the same position are a byte copy.
+
+Where a request's prefix on the device ends and goes on in host memory, the rest is in the tree from
+its admission on, as nodes like any others, and is copied with the next forward, layer by layer
+beside it (layer_loads.py). SGLang sees a longer prefix: no promise, no lock.
+
+Invariant: `_loads` has the nodes of the tree whose slots hold nothing yet, and only between an
+admission and the next forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
+
+from radix_ext.costs import EXPLORATION_PERIOD, Costs, Phase, Work, extend_work
+from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
+from sglang_chunkcache.scheduler.layer_loads import Clock, copied_ahead
+from sglang_chunkcache.scheduler.node import HostNode, facts, joined
+from sglang_chunkcache.scheduler.pricing import prefill_work
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from torch import Tensor
+
+    from sglang_chunkcache.scheduler.chunk_key import ChunkKey
+    from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
+    from sglang_chunkcache.scheduler.host_slots import HostSlots
+    from sglang_chunkcache.wire.spans import RequestSpans
+
+
+class Prices(Clock, Protocol):
+    """What `Pricing` does."""
+
+    @property
+    def agreed(self) -> Costs: ...
+    def time_extend(self, batch: ScheduleBatch) -> AbstractContextManager[Any]: ...
+    def refresh(self) -> None: ...
+
+
+class LoadBack:
+    """Of one rank.
+
+    Args:
+        copy_failed: called with what a copy raised.
+    """
+
+    def __init__(
+        self,
+        tree: ChunkTree,
+        nodes: HostNodes,
+        pricing: Prices,
+        counts: HostCounts,
+        copy_failed: Callable[[Exception], None],
+    ) -> None:
+        self._tree, self._nodes, self._pool = tree, nodes, nodes.pool
+        self._pricing, self._counts, self._copy_failed = pricing, counts, copy_failed
+        self._loads: dict[TreeNode, Tensor] = {}
+        """Node of the device -> the slots that its KV is copied from with the next forward,
+        as `Slots.prepare` gives them."""
+        self._being_loaded: list[HostSlots] = []
+        """Held until that forward is queued."""
+
+    def load(
+        self, key: ChunkKey, spans: RequestSpans, result: MatchResult, priority: int
+    ) -> MatchResult:
+        """Extend an exact match, at a request's admission, by what is in host memory and not on the
+        device. The new nodes are in the tree, unlocked, and their KV is there for whoever reads it
+        by the pool's getters in the next forward."""
+        tree, allocator = self._tree, self._tree.token_to_kv_pool_allocator
+        start, last = len(result.device_indices), result.last_device_node
+        found = list(self._nodes.after(key, spans.area_len, start))
+        if not found or not self._pays(start, start + _num_tokens(found)):
+            return result
+        num_asked = len(found)
+        tree.inc_lock_ref(last)
+        try:
+            room = allocator.available_size() + tree.evictable_size()
+            while _num_tokens(found) > room:
+                found.pop()
+            self._counts.no_room += len(found) < num_asked
+            num_tokens = _num_tokens(found)
+            if (missing := num_tokens - allocator.available_size()) > 0:
+                tree.evict(EvictParams(num_tokens=missing))
+            device_slots = allocator.alloc(num_tokens) if found else None
+        finally:
+            tree.dec_lock_ref(last)
+        if device_slots is None:
+            return result
+        try:
+            sources = self._pool.prepare(torch.cat([slots for _, slots in found]))
+        except Exception as error:
+            allocator.free(device_slots)
+            self._copy_failed(error)
+            return result
+        row = torch.cat([result.device_indices, device_slots])
+        _, path = tree.insert_segments(
+            key[: len(row)], row, spans.namespace, priority, True, are_filled=False
+        )
+        parts = torch.split(sources, [len(slots) for _, slots in found])
+        for node, part in zip(path[-len(found) :], parts, strict=True):
+            tree.fill(node)  # what is above may be promised to another request, and not filled yet
+            self._loads[node] = part
+        for host, _ in found:
+            host.blob.hold()
+            self._being_loaded.append(host.blob)
+        chunks = [node for node in path if facts(node).chunk is not None]
+        for index, (host, node) in enumerate(zip(self._nodes.of(chunks), chunks, strict=True)):
+            if facts(node).chain is None:  # the new ones, and what is above and not filled yet
+                tree.back_on_device(
+                    node, host, spans.namespace, promoted=index < spans.promoted_len
+                )
+        self._counts.loads += 1
+        self._counts.loaded_tokens += num_tokens
+        return result._replace(
+            device_indices=row,
+            last_device_node=path[-1],
+            last_host_node=path[-1],
+            best_match_node=path[-1],
+        )
+
+    def num_loadable(self, key: ChunkKey, spans: RequestSpans, start: int) -> int:
+        """Tokens that `load` would find behind `start`."""
+        return _num_tokens(list(self._nodes.after(key, spans.area_len, start)))
+
+    def before(self, batch: ScheduleBatch) -> None:
+        """A forward comes next: copy what it may read, as much of it beside as costs no wait
+        (Cache-Craft, eq. 16)."""
+        loads, self._loads = self._loads, {}
+        if not loads:
+            return
+        slots, device_slots = joined(list(loads.values())), joined([node.value for node in loads])
+        self._counts.layers_ahead = self._num_ahead(len(slots), batch)
+        self._pool.load(
+            slots, device_slots, num_ahead=self._counts.layers_ahead, clock=self._pricing
+        )
+
+    def queued(self) -> None:
+        """The forward is queued: what comes behind it finds all that was loaded."""
+        self._counts.failed += self._pool.finish()
+        self._pool.follow()
+        self._let_go()
+
+    def cancel(self, node: TreeNode) -> None:
+        """The node leaves the device: its slots may be given to others before the next forward."""
+        self._loads.pop(node, None)
+
+    def split(self, upper: TreeNode, lower: TreeNode) -> None:
+        """What was `lower` begins with `upper` now."""
+        if (part := self._loads.get(lower)) is not None:
+            self._loads[upper], self._loads[lower] = part[: len(upper.key)], part[len(upper.key) :]
+
+    def reset(self) -> None:
+        """The tree is empty."""
+        self._loads.clear()
+        self._let_go()
+
+    def violations(self) -> Iterator[str]:
+        for node, part in self._loads.items():
+            if (
+                len(part) != len(node.value)
+                or node.parent.children.get(node.key.child_key()) is not node
+            ):
+                yield f"node {node.id} is to be loaded into other slots than its own"
+
+    # Private, in order of use
+
+    def _pays(self, start: int, end: int) -> bool:
+        """Whether a load is estimated to take no longer than computing.
+        What was never observed is tried."""
+        load, extend = self._pricing.agreed[Phase.LOAD], self._pricing.agreed[Phase.EXTEND]
+        work = extend_work(start, end)._replace(calls=0)  # there is an extend either way
+        if (
+            not any(load)
+            or not (extend.each or extend.attended)
+            or load.seconds(Work(1, end - start)) <= extend.seconds(work)
+        ):
+            return True
+        self._counts.skipped += 1
+        return self._counts.skipped % EXPLORATION_PERIOD == 0
+
+    def _num_ahead(self, num_tokens: int, batch: ScheduleBatch) -> int:
+        """Layers to copy before the forward: all of them where nothing would wait for the
+        others."""
+        # else attention may leave the cache alone
+        is_asked = batch.forward_mode.is_extend() and any(batch.prefix_lens)
+        if not (is_asked and self._pool.is_layered):
+            return self._pool.num_layers
+        load = self._pricing.agreed[Phase.LOAD].seconds(Work(1, num_tokens))
+        compute = self._pricing.agreed[Phase.EXTEND].seconds(prefill_work(batch))
+        return copied_ahead(self._pool.num_layers, load=load, compute=compute)
+
+    def _let_go(self) -> None:
+        loaded, self._being_loaded = self._being_loaded, []
+        for blob in loaded:
+            blob.let_go()
+
+
+def _num_tokens(found: Sequence[tuple[HostNode, Tensor]]) -> int:
+    return sum(len(slots) for _, slots in found)

@@ -1,0 +1,100 @@
+"""What the front asks of a rank beside its requests: events, counts, explanations, hints
+(wire/state.py)."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+from msgspec import structs
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache, key_of
+from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.wire.report import Explanation, Fallback
+from sglang_chunkcache.wire.spans import checked
+from sglang_chunkcache.wire.state import NOTHING, Asked, ExplainRequest, RankState
+
+logger = logging.getLogger(__name__)
+
+
+def rank_state(
+    cache: ChunkRadixCache, dp_rank: int, asked: Asked = NOTHING, *, num_waiting: int = 0
+) -> RankState:
+    """What the front asks of this rank. The counts are those after the store was cleared.
+    `num_waiting`: requests whose prefill has not begun or not ended."""
+    tiers = cache.tiers
+    tiers.storage.poll(is_round=True)  # all ranks of a group are asked at once
+    cleared = None
+    if asked.clear_store:
+        of_storage = tiers.storage.clear()
+        cleared = tiers.promiser.clear_store() or of_storage
+    if asked.prefetch is not None and asked.prefetch.dp_rank == dp_rank:
+        prefetch(cache, asked.prefetch)
+    refusal = None
+    if asked.calibrate is not None:
+        try:
+            tiers.promiser.calibrate(asked.calibrate)
+        except Exception as error:  # the server serves without
+            unexpected = not isinstance(error, ValueError)
+            logger.warning("chunk cache: not calibrated: %s", error, exc_info=unexpected)
+            refusal = f"{type(error).__name__}: {error}"
+    reading = next((each for each in asked.read if each.dp_rank == dp_rank), None)
+    if reading is not None:
+        cache.log.acknowledge(reading.ack)
+    events, part = cache.log.unread(), None
+    if (
+        reading is not None
+        and reading.part is not None
+        and events.start + len(events.events) == events.seq
+    ):
+        part = cache.log.part(reading.part)
+    return RankState(
+        dp_rank=dp_rank,
+        events=events,
+        counts=cache.stats(),
+        part=part,
+        num_waiting=num_waiting,
+        explanations=tuple(
+            explain(cache, each) for each in asked.explain if each.dp_rank == dp_rank
+        ),
+        cleared=cleared,
+        refusal=refusal,
+    )
+
+
+def prefetch(cache: ChunkRadixCache, asked: ExplainRequest) -> None:
+    """A request is likely to come: load what it needs of the storage, as if it waited."""
+    req = _made(asked)
+    state(req).is_prefetch = True
+    cache.arrived(req)
+
+
+def explain(cache: ChunkRadixCache, asked: ExplainRequest) -> Explanation:
+    """What a request would find, without running it."""
+    req = _made(asked)
+    ids = req.origin_input_ids
+    state(req).is_asked_only = True
+    key = RadixKey(ids, req.extra_key, limit=max(0, len(ids) - 1), cache_salt=req.cache_salt)
+    exact = len(cache.match_prefix(MatchPrefixParams(key=key, req=req)).device_indices)
+    loaded, spans = state(req).loaded, state(req).spans
+    found = cache.tiers.promiser.explain(req) or Explanation(exact, 0, exact)
+    found = structs.replace(found, loaded=loaded)
+    if spans is None:
+        return found
+    stored, pays = cache.tiers.stored.stored(key_of(req, ids, spans, len(ids)), spans)
+    slow = () if pays or Fallback.STORAGE_SLOW in found.fallbacks else (Fallback.STORAGE_SLOW,)
+    return structs.replace(found, stored=stored, fallbacks=(*found.fallbacks, *slow))
+
+
+def _made(asked: ExplainRequest) -> Any:
+    """As much of a request as is looked at before it is admitted."""
+    ids = array("q", asked.input_ids)
+    req: Any = SimpleNamespace(
+        origin_input_ids=ids, extra_key=asked.extra_key, cache_salt=asked.cache_salt
+    )
+    state(req).is_read, state(req).spans = True, checked(asked.spans, ids)
+    return req
