@@ -3,8 +3,11 @@ whatever happens to one of them, both keep the same chains."""
 
 from __future__ import annotations
 
+import random
 import shutil
 import tempfile
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +22,23 @@ from sglang_chunkcache.storage.ranks import Ranks
 from tests.examples import examples
 from tests.kit.chains import CAPACITY, HEAD, A, B, C, ChainDisk, Server, prefetch, rag
 from tests.polling import DEADLINE_S
+from tests.reference.memory_storage import MemoryStorage
 from tests.reference.rank_group import RankGroup, on_ranks
 
 
 class Life:
     """Of one rank. What `steps` say of `self.rank` alone the others do not know."""
 
-    def __init__(self, group: RankGroup, folder: Path, **knobs: Any) -> None:
+    def __init__(
+        self, group: RankGroup, folder: Path, storage: MemoryStorage | None = None, **knobs: Any
+    ) -> None:
         self.rank, self.disk, self.ranks, self.knobs = (
             group.rank_in_group,
             ChainDisk(folder),
             Ranks(group),
             knobs,
         )
+        self.disk.storage = storage or self.disk.storage
         self.server = Server(self.disk, ranks=self.ranks, **knobs)
 
     def round(self) -> None:
@@ -202,3 +209,78 @@ OTHERS = st.one_of(
 def test_random_lives_are_alike(steps: list[tuple[Any, ...]], slots: int) -> None:
     first, second = lives(steps, host_slots=slots, storage_bytes=4000)
     assert first == second
+
+
+class UnsteadyStorage(MemoryStorage):
+    """Each call takes up to 2 ms, one in 50 up to 40 ms. After one in 50 up to ten fail."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._chance, self._num_failing = random.Random(seed), 0
+
+    def _called(self, what: str, key: str) -> None:
+        super()._called(what, key)
+        time.sleep(self._chance.random() * (0.04 if self._chance.random() < 0.02 else 0.002))
+        if self._num_failing:
+            self._num_failing -= 1
+            raise ConnectionError("by chance")
+        if self._chance.random() < 0.02:
+            self._num_failing = self._chance.randint(1, 10)
+
+
+def decisions(group: RankGroup, folder: Path, num_requests: int, seed: int) -> list[Any]:
+    """What a rank decides with each of the same requests. Nothing waits for its storage."""
+    storage = UnsteadyStorage(seed=group.rank_in_group)
+    life = Life(group, folder, storage, host_slots=24, storage_bytes=5_000)
+    server = life.server
+    chance, log = random.Random(seed), list[Any]()
+    chunks = [tuple(range(start, start + chance.randint(2, 5))) for start in range(100, 400, 10)]
+    topic = chunks[:8]
+    try:
+        for number in range(num_requests):
+            if number % 50 == 49:
+                server.cache.check_integrity()
+                topic = chance.sample(chunks, 8)
+            req = rag(*chance.sample(topic, chance.randint(1, 4)))
+            server.cache.arrived(req)
+            found = server.serve(req)
+            life.disk.now += 0.1
+            host, loader = server.cache.tiers.host, server.storage.loader
+            held = [each.blob.row.place for each in server.storage.index.variants()]
+            log.append(
+                (
+                    found,
+                    asdict(host.counts),
+                    host.pool.num_free,
+                    sorted(map(hash, host.nodes._nodes)),
+                    sorted(map(hash, held)),
+                    server.storage.num_skipped,
+                    loader.is_paused,
+                )
+            )
+    finally:
+        life.end()
+    return log
+
+
+def alike(num_requests: int, seed: int) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = on_ranks(
+            lambda group: decisions(
+                group, Path(folder) / str(group.rank_in_group), num_requests, seed
+            )
+        )
+    assert first == second
+    return first
+
+
+def test_slow_and_failing_storages_make_no_difference_between_ranks() -> None:
+    log = alike(150, seed=0)
+    counts = log[-1][1]
+    assert min(counts["saved_tokens"], counts["loaded_tokens"], counts["evicted_tokens"]) > 0
+
+
+@pytest.mark.nightly
+def test_ranks_log_5000_equal_decisions() -> None:
+    log = alike(5000, seed=1)
+    assert len({each[-1] for each in log}) == 2, "a storage paused, and went on"
