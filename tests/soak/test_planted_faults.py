@@ -52,7 +52,7 @@ hits lost on the way back     scheduler/chunk_tree.py      scheduler/test_host_c
     host.chain, host.hits, node => host.chain, 0, node
 lock while evicting           scheduler/load_back.py       scheduler/test_host_chains.py
     tree.inc_lock_ref(last) => tree.inc_lock_ref(last := tree.root_node)
-busy host nodes leave         scheduler/host_nodes.py      scheduler/test_stored_chains.py
+busy host nodes leave         scheduler/host_nodes.py      scheduler/test_host_chains.py
     return is_held or is_inner => return is_inner
 slots of busy host nodes      scheduler/host_slots.py      scheduler/test_stored_chains.py
     self._is_given_back and not self._num_holds => self._is_given_back

@@ -342,6 +342,19 @@ def test_copy_to_the_host_that_fails_is_missed(
     scheduler.check()
 
 
+def test_node_that_is_read_does_not_leave(scheduler: HostScheduler) -> None:
+    """Its slots would be free no sooner, and what is above would leave with it."""
+    offloaded(scheduler, C)
+    offloaded(scheduler, A, B)
+    nodes = scheduler.cache.tiers.host.nodes
+    (host,) = (host for host in nodes._nodes.values() if host.chain == chain(A, B))
+    host.blob.hold()
+    assert nodes.room(nodes.pool.num_slots - len(B)) is None
+    assert scheduler.on_host() == {chain(A), chain(A, B)}
+    host.blob.let_go()
+    scheduler.check()
+
+
 def test_failure_in_a_group_of_ranks_is_raised(
     scheduler: HostScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
