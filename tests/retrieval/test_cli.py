@@ -144,7 +144,9 @@ def test_as_a_process(index: Path, tmp_path: Path) -> None:
     assert bad.stderr.startswith(b"retrieval search: %s: no index there" % bytes(tmp_path))
 
 
-@pytest.mark.parametrize("limit_kib", [16, 64, 256])
+@pytest.mark.parametrize(
+    "limit_kib", [64, *(pytest.param(kib, marks=pytest.mark.nightly) for kib in (16, 256))]
+)
 def test_first_build_on_a_full_disk_is_named_and_resumed(tmp_path: Path, limit_kib: int) -> None:
     """A limit on the size of files stands for the disk."""
     documents = tmp_path / "documents.jsonl"
