@@ -140,9 +140,9 @@ def create_fuser(
         if storage is not None
         else None,
         in_host_memory=None if host is None else host.write_back.takes,
+        gate=figures.as_dict(),
         metrics=StoreMetrics() if args.enable_metrics else None,
     )
-    fuser.gate = figures.as_dict()
     # `Fuser` has told the storage which weights these are: before that it names no entry.
     if fuser.tier is not None:
         started = time.perf_counter()

@@ -25,9 +25,10 @@ from radix_ext.sources import DeviceCopy, HostCopy
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.fill import Capture, Captured, Saved
+from sglang_chunkcache.fusion.keeping import KINDS, kind_of
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.outward import OutwardWatch
-from sglang_chunkcache.fusion.promise import KINDS, Fuser, kind_of
+from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
@@ -351,7 +352,9 @@ class FusedScheduler(Scheduler):
 
     def _check_locks(self, reqs: Sequence[FakeReq]) -> None:
         holders = [req.last_node for req in reqs]
-        pieces = [piece for pending in self.fuser._pending for piece in pending.move.plan.pieces]
+        pieces = [
+            piece for pending in self.fuser.promises._pending for piece in pending.move.plan.pieces
+        ]
         holders += [piece.source.node for piece in pieces if isinstance(piece.source, DeviceCopy)]
         expected: Counter[Any] = Counter()
         for node in holders:

@@ -56,16 +56,16 @@ busy host nodes leave         scheduler/host_nodes.py      scheduler/test_host_c
     return is_held or is_inner => return is_inner
 slots of busy host nodes      scheduler/host_slots.py      scheduler/test_stored_chains.py
     self._is_given_back and not self._num_holds => self._is_given_back
-slots of moved KV's sources   fusion/promise.py            fusion/test_host_pool_for_both.py
+slots of moved KV's sources   fusion/promises.py           fusion/test_host_pool_for_both.py
     for blob in slots_of(plan): => for blob in ():
 era                           storage/storage.py           fusion/test_tier.py
     done(job.entry if era == self._era else None) => done(job.entry)
 old recipe                    scheduler/chunk_cache.py     fusion/test_promise.py
     known.fused = None => pass
-half a commit                 fusion/promise.py            fusion/test_promise.py
+half a commit                 fusion/promises.py           fusion/test_promise.py
     taken.push(lambda error, *_: allocator.free(slots) if error else None) => pass
-extend reserve                fusion/promise.py            fusion/test_promise.py
-    reserve=self.extend_reserve => reserve=0
+extend reserve                fusion/promises.py           fusion/test_promise.py
+    reserve=self._extend_reserve => reserve=0
 failed pass beside            fusion/fill.py               fusion/test_fill_layers.py
     with suppress(Exception): => if False:
 two passes beside             scheduler/layer_loads.py     fusion/test_fill_layers.py
@@ -76,15 +76,15 @@ split of what is not filled   scheduler/chunk_tree.py      fusion/test_promise.p
     upper.is_filled = lower.is_filled => pass
 counted asks of chunks        radix_ext/variants.py        ../radix_ext/test_variants.py
     [*places, *(identity for identity, _, _ in places)] => places
-counted asks of a rank        fusion/promise.py            fusion/test_promise_store.py
-    self.store.ask(asked) => pass
-counted asks of a storage     fusion/promise.py            fusion/test_tier.py
-    self.tier.count_asked(asked) => pass
+counted asks of a rank        fusion/keeping.py            fusion/test_promise_store.py
+    self._store.ask(asked) => pass
+counted asks of a storage     fusion/keeping.py            fusion/test_tier.py
+    self._tier.count_asked(asked) => pass
 kept twice                    scheduler/chunk_cache.py     scheduler/test_stored_chains.py
     if not chunked and not known.is_kept: => if not chunked:
-source locks                  fusion/promise.py            fusion/test_promise.py
+source locks                  fusion/promises.py           fusion/test_promise.py
     for source in sources: => for source in ():
-filled marks                  fusion/promise.py            fusion/test_promise.py
+filled marks                  fusion/promises.py           fusion/test_promise.py
     priority, True, are_filled=False) => priority, True)
 waiting for what is here      scheduler/tiers.py           scheduler/test_stored_chains.py
     None if is_here else known.chain => known.chain

@@ -57,8 +57,8 @@ def test_what_requests_have_left_is_not_what_preprocessing_makes() -> None:
 def test_chunk_without_the_scores_that_are_wanted_is_not_kept() -> None:
     rank = Rank(capacity=100)
     preprocess(rank, A)
-    rank.fuser.captures._scored = Scored.ALL
-    assert rank.fuser.captures.at_least(Scored.NOTHING) == Scored.ALL
+    rank.fuser.keeper.captures._scored = Scored.ALL
+    assert rank.fuser.keeper.captures.at_least(Scored.NOTHING) == Scored.ALL
     assert found(rank, A) == NOT_YET
     preprocess(rank, A)
     assert found(rank, A) == HERE
@@ -151,7 +151,7 @@ def test_forward_of_nothing_but_preprocessing_leaves_no_capture_waiting(
 ) -> None:
     """Else its many chunks would fill the queue. Where a request waits for its token they wait."""
     rank = Rank(capacity=100)
-    rank.fuser.captures._max_tokens = 1
+    rank.fuser.keeper.captures._max_tokens = 1
     for chunk in (A, B):
         rank.serve(ahead(chunk), answer=[50])
     rank.serve(rag(C, keep=[0]), answer=[50])

@@ -11,7 +11,7 @@ import pytest
 from radix_ext import chunk_id
 from radix_ext.variants import Variant
 from sglang_chunkcache.fusion import tier
-from sglang_chunkcache.fusion.promise import slots_of
+from sglang_chunkcache.fusion.promises import slots_of
 from sglang_chunkcache.scheduler.node import HostNode, state
 from tests.kit.fused import Disk, Rank, disk, identity, sources, wheres
 from tests.kit.requests import HEAD, OTHER_HEAD, A, B, C, D, E, ahead, asks, fused, rag

@@ -84,7 +84,8 @@ def test_request_behind_what_the_batch_fills_reads_it_filled(make: Make) -> None
 def test_request_that_a_full_pass_leaves_out_is_a_prefill(make: Make) -> None:
     scheduler = make()
     scheduler.serve(rag(A, B, C))
-    scheduler.fuser.limits = replace(scheduler.fuser.limits, max_pass_tokens=50)
+    promises = scheduler.fuser.promises
+    promises._limits = replace(promises._limits, max_pass_tokens=50)
     one, two = rag(B, fusion=FUSION), rag(C, B, fusion=replace(FUSION, recipe="s"))
     _, got = kv_of_batch(scheduler, one, two)
     assert (report(one).fallbacks, report(two).fallbacks) == ((), (Fallback.PASS_FULL,))

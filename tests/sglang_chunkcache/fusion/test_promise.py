@@ -12,7 +12,7 @@ import pytest
 from radix_ext import IntegrityError
 from radix_ext.costs import Line, Phase
 from radix_ext.moved_plan import make_plan
-from sglang_chunkcache.fusion import promise
+from sglang_chunkcache.fusion import planning, promises
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.wire.report import Fallback
@@ -100,7 +100,7 @@ def test_queue_is_ordered_by_what_is_exact(monkeypatch: pytest.MonkeyPatch) -> N
     """Of 128 waiting requests a round one or two are admitted: only these are planned."""
     rank = Rank(rag(A, B), fused(B))
     plan = mock.Mock(side_effect=make_plan)
-    monkeypatch.setattr(promise, "make_plan", plan)
+    monkeypatch.setattr(planning, "make_plan", plan)
     waiting = [fused(B, A), fused(B, C), fused(A, C), rag(A, C)]
     for req in waiting * 3:
         rank.queue(req)
@@ -147,7 +147,7 @@ def test_promise_leaves_room_for_the_batchs_extends(
 def test_error_amid_a_commit_takes_nothing(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     rank = Rank(rag(A, B))
     before = sorted(rank.tree_slots()), rank.allocator.available_size()
-    owner = rank.fuser if step == "_insert" else promise
+    owner = rank.fuser.promises if step == "_insert" else promises
     monkeypatch.setattr(owner, step, mock.Mock(side_effect=RuntimeError("planted")))
     with pytest.raises(RuntimeError, match="planted"):
         rank.admit(fused(D, B, fusion=asks("query", 0.5)), 100)

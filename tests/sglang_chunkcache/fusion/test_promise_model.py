@@ -336,7 +336,7 @@ class FuserMachine(RuleBasedStateMachine):
             self.scheduler.match(live.req)
         self.scheduler.queue(live.req)
         batch = list(self.scheduler.batch)
-        is_promised = bool(self.scheduler.fuser._pending)
+        is_promised = bool(self.scheduler.fuser.promises._pending)
         matched = self.scheduler.add(live.req, piece)
         if matched is not None:
             self.live.append(live)

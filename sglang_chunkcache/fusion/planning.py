@@ -1,0 +1,159 @@
+"""What a request that asks for moved KV finds at its admission: an exact prefix, then fused nodes
+of its recipe, then a plan for what follows (radix_ext/moved_plan.py). Nothing is taken."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+
+from radix_ext import ChunkId, FusionRequest, text_before
+from radix_ext.costs import EXPLORATION_PERIOD
+from radix_ext.exact_growth import exact_gaps
+from radix_ext.moved_plan import Limits, ReusePlan, make_plan
+from radix_ext.sources import ChunkSources
+from sglang_chunkcache.fusion.fill import FusionPass
+from sglang_chunkcache.fusion.outcome import outcome_of
+from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
+from sglang_chunkcache.scheduler.node import ChunkIdentity, state
+from sglang_chunkcache.wire.report import Fallback
+from sglang_chunkcache.wire.spans import RequestSpans
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
+
+logger = logging.getLogger(__name__)
+
+TRIED_UP_TO = 1.5
+"""A plan that is estimated to take longer than this multiple of computing is never tried."""
+
+
+class Planner:
+    """Of one rank.
+
+    Args:
+        fusion_pass: has the calibration and the prices.
+    """
+
+    def __init__(
+        self, tree: ChunkTree, sources: ChunkSources, fusion_pass: FusionPass, limits: Limits
+    ) -> None:
+        self._tree, self._sources = tree, sources
+        self._fusion_pass, self._limits = fusion_pass, limits
+        self._num_skipped = 0
+
+    def match(
+        self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult
+    ) -> MatchResult:
+        """Extend an exact match by fused nodes of the request's recipe and by what can be moved.
+        Takes nothing."""
+        assert spans.fusion is not None
+        fusion = self._fusion_pass.calibration.resolve(spans.fusion)
+        started = time.perf_counter()
+        node, found = result.last_device_node, [result.device_indices]
+        if fusion.plain and len(found[0]):  # chunks of an exact chain were computed after others
+            found, node = self._tree._match_prefix_helper(
+                self._tree.root_node, key[: spans.spans[0].end]
+            )
+        exact = sum(map(len, found))
+        if any(span.start == exact for span in key.spans):
+            cheaper = None if fusion.always else fusion.cheaper
+            for choice in filter(None, (fusion, cheaper)):
+                values, last = self._tree._match_prefix_helper(
+                    node, key[exact:].fused_by(choice.recipe)
+                )
+                if values:
+                    node, found = last, [*found, *values]
+                    state(req).fused = Fused(exact, choice.recipe)
+                    fusion = choice  # what follows is keyed by the same recipe
+                    break
+        indices = (
+            torch.cat(found) if len(found) > 1 else found[0] if found else result.device_indices[:0]
+        )
+        try:
+            gaps = self._exact_gaps(key, spans, exact) if len(indices) == exact else frozenset()
+            plan = self._plan(req, key, fusion, len(indices), gaps)
+            if not state(req).is_asked_only and self._is_tried(plan, fusion):
+                plan = self._plan(req, key, replace(fusion, always=True), len(indices), gaps)
+        except Exception:  # nothing is taken yet, and the scheduler must not die of a plan
+            logger.exception("chunk cache: no plan, the prompt is computed")
+            plan = ReusePlan((), (Fallback.PLAN_FAILED,))
+        outcome = state(req).promise = outcome_of(req)
+        outcome.exact, outcome.fused_hit, outcome.plan, outcome.move = (
+            exact,
+            len(indices) - exact,
+            plan,
+            None,
+        )
+        outcome.declined.clear()
+        outcome.extends.clear()
+        outcome.is_alone = True
+        outcome.is_uncalibrated = fusion.quality is not None and fusion.above is None
+        outcome.lookup_s += time.perf_counter() - started
+        return result._replace(
+            device_indices=indices,
+            last_device_node=node,
+            last_host_node=node,
+            best_match_node=node,
+            host_hit_length=plan.end - plan.start if plan.pieces else 0,
+        )
+
+    # Private, in order of use
+
+    def _exact_gaps(self, key: ChunkKey, spans: RequestSpans, start: int) -> frozenset[int]:
+        """What the prompt's exact chain grows by, from `start` on."""
+
+        def can_move(chunk: ChunkId) -> bool:
+            return bool(
+                self._sources.candidates(
+                    ChunkIdentity(chunk, key.extra_key, key.cache_salt), spans.namespace
+                )
+            )
+
+        return exact_gaps(
+            spans.spans,
+            start=start,
+            limit=len(key),
+            promoted_len=spans.promoted_len,
+            num_chunks=spans.exact_gaps,
+            can_move=can_move,
+        )
+
+    def _plan(
+        self, req: Req, key: ChunkKey, fusion: FusionRequest, start: int, exact: Collection[int]
+    ) -> ReusePlan:
+        """The plan of what follows the cached prefix `[0, start)`."""
+        spans = state(req).spans
+        assert spans is not None
+        return make_plan(
+            spans.spans,
+            start=start,
+            limit=len(key),
+            candidates=lambda chunk, head: self._sources.candidates(
+                ChunkIdentity(chunk, key.extra_key, key.cache_salt), head, alone=fusion.plain
+            ),
+            fusion=fusion,
+            limits=self._limits,
+            heads=text_before(spans.namespace, spans.spans, req.origin_input_ids),
+            exact=exact,
+            num_tokens=len(req.origin_input_ids),
+            costs=self._fusion_pass.pricing.costs,
+            may_be_cheaper=state(req).fused is None,
+        )
+
+    def _is_tried(self, plan: ReusePlan, fusion: FusionRequest) -> bool:
+        """Whether this plan's first choice, which is estimated not to pay,
+        is carried out all the same."""
+        if plan.estimate is None or (plan.pieces and plan.fusion is fusion):
+            return False
+        if plan.estimate.planned > TRIED_UP_TO * plan.estimate.computed:
+            return False
+        self._num_skipped += 1
+        return self._num_skipped % EXPLORATION_PERIOD == 0
