@@ -133,7 +133,7 @@ class Bookkeeper:
         with ExitStack() as taken:
             rag.plan = self.tree.plan(planned.namespace, planned.chain, rank=planned.rank)
             # Registered one by one: an error in between gives back what was taken, and no more.
-            taken.callback(self.tree.cancel, rag.plan)
+            taken.callback(self.tree.release, rag.plan)
             ids = (span.chunk for span in planned.area)
             self.tree.mark_promoted(planned.namespace, ids, promoted_len=spans.promoted_len)
             self.router.begin(planned.rank, len(planned.input_ids))

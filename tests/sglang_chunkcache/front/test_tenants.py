@@ -102,7 +102,7 @@ def answers_of(
         answers.append(client.ask())
     rank = server.rank.cache.rank_state(0)
     assert rank.counts["evicted_chunks"] == 0
-    assert server.bookkeeper.tree.digest(0) == (rank.events.num_nodes, rank.events.digest)
+    assert server.bookkeeper.tree.holdings.digest(0) == (rank.events.num_nodes, rank.events.digest)
     return answers
 
 

@@ -287,7 +287,7 @@ class FuserMachine(RuleBasedStateMachine):
         cache = self.scheduler.cache
         self.mirror.apply(cache.log.unread())
         rank = cache.rank_state(0)
-        assert self.tree.digest(0) == (rank.events.num_nodes, rank.events.digest)
+        assert self.tree.holdings.digest(0) == (rank.events.num_nodes, rank.events.digest)
         assert self.tree.stats.num_unknown_notices == 0
         for keys, node in walk(cache):
             if facts(node).chain is None:

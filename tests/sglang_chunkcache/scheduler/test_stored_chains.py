@@ -176,7 +176,7 @@ def test_start_fills_host_memory_and_tells_the_front(
     server = Server(disk, host_slots=host_slots)
     assert server.cache.stored.load_most_used() == 1 + len(chains)
     server.check()
-    nodes = [server.tree.find(chain(*chunks)) for chunks in chains]
+    nodes = [server.tree.nodes.find(chain(*chunks)) for chunks in chains]
     assert all(node is not None and node.tier(0) is Tier.HOST for node in nodes)
     assert server.serve(rag(A, B)) == len(HEAD + sum(chains[-1], ()))
     server.check()
