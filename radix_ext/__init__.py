@@ -63,7 +63,7 @@ from radix_ext.order import (
 )
 from radix_ext.overlap import Overlap, Seen
 from radix_ext.places import Place, Places
-from radix_ext.prefix_tree import ChunkPrefixTree, Plan, TreeStats, snapshot
+from radix_ext.prefix_tree import ChunkPrefixTree, Plan, snapshot
 from radix_ext.replay import (
     ADMISSION_POLICIES,
     DEDUP_POLICIES,
@@ -135,7 +135,6 @@ __all__ = [
     "TailPolicy",
     "TenantTables",
     "Tier",
-    "TreeStats",
     "Turn",
     "check_spans",
     "chunk_id",

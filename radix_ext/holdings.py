@@ -1,6 +1,7 @@
 """What each rank holds of a tree's nodes, and in which tier: counts, and a digest to compare with
 the rank's own."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from radix_ext.chain_node import ChainNode
@@ -12,7 +13,7 @@ class Holdings:
 
     def __init__(self) -> None:
         # (rank, tier) -> [nodes, tokens]
-        self._held: dict[tuple[int, int], list[int]] = {}
+        self._held = defaultdict[tuple[int, int], list[int]](lambda: [0, 0])
         self._digests: dict[int, int] = {}
 
     def set_tier(self, node: ChainNode, rank: int, tier: int) -> None:
@@ -25,9 +26,13 @@ class Holdings:
             # Exclusive or undoes itself and knows no order, so a digest costs O(1) a change.
             self._digests[rank] = self._digests.get(rank, 0) ^ node.chain
         if old:
-            self._count((rank, old), -1, -node.num_tokens)
+            held = self._held[rank, old]
+            held[0] -= 1
+            held[1] -= node.num_tokens
         if tier:
-            self._count((rank, tier), 1, node.num_tokens)
+            held = self._held[rank, tier]
+            held[0] += 1
+            held[1] += node.num_tokens
 
     def held(self, rank: int, tier: int) -> tuple[int, int]:
         """(nodes, tokens) that this rank holds in this tier. O(1)."""
@@ -47,24 +52,16 @@ class Holdings:
 
     def violations(self, nodes: Sequence[ChainNode]) -> Iterator[str]:
         """Where the counts are not those of `nodes`, which are all of the tree's."""
-        tallies: dict[tuple[int, int], list[int]] = {}
+        tallies = defaultdict[tuple[int, int], list[int]](lambda: [0, 0])
         digests: dict[int, int] = {}
         for node in nodes:
             for rank, tier in node.held_by():
-                tally = tallies.setdefault((rank, tier), [0, 0])
-                tally[0] += 1
-                tally[1] += node.num_tokens
+                tallies[rank, tier][0] += 1
+                tallies[rank, tier][1] += node.num_tokens
                 digests[rank] = digests.get(rank, 0) ^ node.chain
         counted = {key: held for key, held in self._held.items() if held[0] or held[1]}
         if tallies != counted:
-            yield f"held nodes and tokens are {tallies} but were counted as {counted}"
+            yield f"held nodes and tokens are {dict(tallies)} but were counted as {counted}"
         for rank, digest in self._digests.items():
             if (found := digests.get(rank, 0)) != digest:
                 yield f"the digest of rank {rank} is {found} but was counted as {digest}"
-
-    def _count(self, key: tuple[int, int], num_nodes: int, num_tokens: int) -> None:
-        held = self._held.get(key)
-        if held is None:
-            held = self._held[key] = [0, 0]
-        held[0] += num_nodes
-        held[1] += num_tokens

@@ -20,8 +20,7 @@ a chain whose chunks so far were all retrieved often of late (`AccessTable.promo
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from radix_ext.chain_node import PLAN_BITS, ChainNode, Tier, held_mask, node_as_json
@@ -44,21 +43,6 @@ class Plan:
         self.is_open = True
 
 
-@dataclass(frozen=True, slots=True)
-class TreeStats:
-    """A tree at one moment; `num_hits` and what follows are counters that run since the tree was
-    made."""
-
-    num_nodes: int
-    num_promoted: int
-    num_namespaces: int
-    num_open_plans: int
-    num_hits: int
-    num_trimmed: int
-    num_unknown_notices: int
-    num_collisions: int
-
-
 class ChunkPrefixTree:
     """The mirror: at most `max_nodes` nodes besides planned ones, the least recently used leaves
     are forgotten first. Others read `nodes` and `holdings`, the tree changes them.
@@ -78,8 +62,8 @@ class ChunkPrefixTree:
         self.clock = 0
         """Number of the last request."""
         self.nodes, self.holdings, self._lru = ChunkTrie(), Holdings(), LruList()
-        self._num_promoted = self._num_open_plans = 0
-        self._num_hits = self._num_trimmed = self._num_unknown_notices = 0
+        self.num_promoted = self.num_open_plans = 0
+        self.num_hits = self.num_trimmed = self.num_unknown_notices = 0  # since the tree was made
 
     def match(
         self, namespace: str, ids: Iterable[ChunkId], *, rank: int | None = None
@@ -163,7 +147,7 @@ class ChunkPrefixTree:
         for node in path:
             node.plans += 1 << PLAN_BITS * rank
         # Only now may the tree be trimmed: planned nodes stay, these among them.
-        self._num_open_plans += 1
+        self.num_open_plans += 1
         self._trim()
         return Plan(rank, path[-1] if path else None)
 
@@ -176,7 +160,7 @@ class ChunkPrefixTree:
         if not plan.is_open:
             return
         plan.is_open = False
-        self._num_open_plans -= 1
+        self.num_open_plans -= 1
         if plan.node is not None:
             path = plan.node.path()
             for node in path:
@@ -191,7 +175,7 @@ class ChunkPrefixTree:
         path = plan.node.path()[:num_chunks] if plan.node is not None else ()
         for node in path:
             node.hits += 1
-        self._num_hits += len(path)
+        self.num_hits += len(path)
 
     def touch(self, node: ChainNode) -> None:
         """The node's KV was read for a prompt that has the chunk elsewhere: its chain is the most
@@ -233,27 +217,28 @@ class ChunkPrefixTree:
         self._drop_unused(lost)
         return len(lost)
 
-    @property
-    def stats(self) -> TreeStats:
-        """Sizes and counters, O(ranks)."""
-        return TreeStats(
-            num_nodes=len(self.nodes),
-            num_promoted=self._num_promoted,
-            num_namespaces=len(self.nodes.roots),
-            num_open_plans=self._num_open_plans,
-            num_hits=self._num_hits,
-            num_trimmed=self._num_trimmed,
-            num_unknown_notices=self._num_unknown_notices,
-            num_collisions=self.nodes.num_collisions,
-        )
-
     def check_integrity(self) -> None:
         """Check every invariant and counter; O(nodes), for tests and idle moments.
 
         Raises:
             IntegrityError: with all violations.
         """
-        violations = list(self._violations())
+        nodes = tuple(self.nodes.by_chain.values())
+        violations = [
+            *self.nodes.violations(),
+            *self._lru.violations(nodes),
+            *self.holdings.violations(nodes),
+        ]
+        num_promoted = sum(node.promoted for node in nodes)
+        if num_promoted != self.num_promoted:
+            violations.append(
+                f"{num_promoted} nodes are promoted but {self.num_promoted} were counted"
+            )
+        num_unplanned = sum(not node.plans for node in nodes)
+        if len(nodes) > self.max_nodes and num_unplanned:
+            violations.append(
+                f"{len(nodes)} nodes exceed {self.max_nodes} and {num_unplanned} of them could go"
+            )
         if violations:
             raise IntegrityError(violations)
 
@@ -271,21 +256,21 @@ class ChunkPrefixTree:
         for index, node in enumerate(path):
             if index < hit_len and node.tiers & mask:
                 node.hits += 1
-                self._num_hits += 1
+                self.num_hits += 1
             set_tier(node, rank, tier)
             # Taken back as well: the window may have forgotten what had promoted the node.
             self._mark(node, index < promoted_len)
 
     def _mark(self, node: ChainNode, promoted: bool) -> None:
         if promoted is not node.promoted:
-            self._num_promoted += promoted - node.promoted
+            self.num_promoted += promoted - node.promoted
             node.promoted = promoted
 
     def _held_node(self, chain: ChainId, rank: int) -> ChainNode | None:
         check_at_least("rank", rank, 0)
         node = self.nodes.by_chain.get(chain)
         if node is None or not node.is_held(rank):
-            self._num_unknown_notices += 1
+            self.num_unknown_notices += 1
             return None
         return node
 
@@ -299,7 +284,7 @@ class ChunkPrefixTree:
                 for rank, _ in node.held_by():
                     self.holdings.set_tier(node, rank, 0)
                 self._remove(node)
-                self._num_trimmed += 1
+                self.num_trimmed += 1
                 if len(self.nodes.by_chain) <= self.max_nodes:
                     return
 
@@ -316,20 +301,6 @@ class ChunkPrefixTree:
             self._mark(node, False)
         self._lru.remove(node)
         self.nodes.remove(node)
-
-    def _violations(self) -> Iterator[str]:
-        nodes = tuple(self.nodes.by_chain.values())
-        yield from self.nodes.violations()
-        yield from self._lru.violations(nodes)
-        yield from self.holdings.violations(nodes)
-        num_promoted = sum(node.promoted for node in nodes)
-        if num_promoted != self._num_promoted:
-            yield f"{num_promoted} nodes are promoted but {self._num_promoted} were counted"
-        num_unplanned = sum(not node.plans for node in nodes)
-        if len(nodes) > self.max_nodes and num_unplanned:
-            yield (
-                f"{len(nodes)} nodes exceed {self.max_nodes} and {num_unplanned} of them could go"
-            )
 
 
 def snapshot(tree: ChunkPrefixTree, *, depth: int, max_nodes: int) -> dict[str, object]:

@@ -50,7 +50,7 @@ from radix_ext.cfo import Attention, Scored
 from radix_ext.exact_growth import exact_gaps
 from radix_ext.moved_plan import Limits, NotMoved, ReusePlan, has_room, make_plan
 from radix_ext.sources import ChunkCopies, ChunkSources, CopyFacts, DeviceCopy
-from radix_ext.variants import VariantIndex
+from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache import ChunkCacheConfig
 from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_COPIES, MAX_WAITING_CAPTURES
 

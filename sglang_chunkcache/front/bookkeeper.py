@@ -232,13 +232,13 @@ class Bookkeeper:
 
     def stats(self) -> dict[str, Any]:
         """The front's part of `/chunkcache/stats`."""
-        tree = self.tree.stats
+        tree = self.tree
         orders = self.metrics.num_orders
         return {
             "tree": {
-                "nodes": tree.num_nodes,
+                "nodes": len(tree.nodes),
                 "promoted": tree.num_promoted,
-                "namespaces": tree.num_namespaces,
+                "namespaces": len(tree.nodes.roots),
                 "open_plans": tree.num_open_plans,
                 "trimmed": tree.num_trimmed,
                 "unknown_notices": tree.num_unknown_notices,

@@ -114,7 +114,7 @@ def create_fuser(
     store = host.index if host is not None else create_index(config, store_bytes(ctx, config))
     logger.info(
         "chunk cache: chunks that are moved in host memory: %.0f MiB, %s",
-        store.max_bytes / (1 << 20),
+        store.held.max_bytes / (1 << 20),
         f"in codec {codec.name}" if host is None else "exact chains included",
     )
     fuser = Fuser(

@@ -32,7 +32,8 @@ from radix_ext.costs import EXPLORATION_PERIOD
 from radix_ext.exact_growth import exact_gaps
 from radix_ext.moved_plan import Limits, ReusePlan, has_room, make_plan
 from radix_ext.sources import ChunkSources, DeviceCopy, HostCopy
-from radix_ext.variants import Identity, Variant, VariantIndex
+from radix_ext.variant_index import VariantIndex
+from radix_ext.variants import Identity, Variant
 from sglang_chunkcache.config import MAX_COPIES
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.capture import Captures
@@ -411,7 +412,7 @@ class Fuser:
             self.cache.evict(EvictParams(num_tokens=needed - free))
         self.fusion_pass.calibration = self.calibrator.measure(prompts, self._weights)
         self.captures.put_arrived()
-        self.store.forget_scores()
+        self.store.held.forget_scores()
         self.cache.copies.forget_scores()
         if self.tier is not None:
             self.tier.storage.heads = self.fusion_pass.calibration.heads
@@ -480,8 +481,8 @@ class Fuser:
             **self.store.stats()._asdict(),
             "bytes": dict(self._kv_bytes),
             "saved_bytes": dict(self._saved_bytes),
-            "max_bytes": self.store.max_bytes,
-            "max_entries": self.store.max_entries,
+            "max_bytes": self.store.held.max_bytes,
+            "max_entries": self.store.held.max_entries,
             "max_variants": self.store.max_variants,
             "token_bytes": self.fusion_pass.stored_token_bytes,
             **self.captures.stats(),

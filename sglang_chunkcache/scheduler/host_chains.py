@@ -46,7 +46,8 @@ from radix_ext import ChainId, ChunkId
 from radix_ext.cfo import Prefix
 from radix_ext.costs import EXPLORATION_PERIOD, Costs, Phase, Work, extend_work
 from radix_ext.offloading import worth_offloading
-from radix_ext.variants import Identity, Variant, VariantIndex
+from radix_ext.variant_index import VariantIndex
+from radix_ext.variants import Identity, Variant
 from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_slots import HostSlots, SlotBook
@@ -187,7 +188,7 @@ class HostChains:
         self._nodes: dict[bytes, HostNode] = {}
         self._num_below = Counter[bytes]()
         self._slots = SlotBook()
-        index.stay_if(self._stays)
+        index.held.stay_if(self._stays)
         index.watchers.append(self._changed)
         self._waiting: OrderedDict[TreeNode, None] = OrderedDict()
         self._was_put_off = False
@@ -365,7 +366,7 @@ class HostChains:
     def room(self, num_tokens: int) -> HostSlots | None:
         """Slots that hold nothing yet; what is to leave next leaves for them. None: there are not
         so many, beside what is held or reserved."""
-        num_kept = self._slots.num_held + self.index.reserved_bytes // self.pool.token_bytes
+        num_kept = self._slots.num_held + self.index.held.reserved_bytes // self.pool.token_bytes
         # else all others would leave in vain
         if self.pool.num_free < num_tokens > self.pool.num_slots - num_kept:
             return None
@@ -418,7 +419,7 @@ class HostChains:
             return True
         if node is not None and facts(node).chain is not None:
             facts(node).host, host.chain, host.node = host, facts(node).chain, node
-            self.index.learn(host, facts(node).scores, facts(node).outward)
+            self.index.held.learn(host, facts(node).scores, facts(node).outward)
         else:
             above = host.parent.chain if host.parent is not None else None
             host.chain = self.cache.on_host(
@@ -491,7 +492,7 @@ class HostChains:
                 yield f"host node {key.hex()} and its node on the device do not know each other"
             if (self.index.get(host.identity, host.head, host.prefix) is host) != host.is_here:
                 yield f"host node {key.hex()} is in the index although it is not here, or not"
-        blobs = {each.blob for each in self.index.variants()}
+        blobs = {each.blob for each in self.index.held}
         blobs |= {host.blob for host in self._nodes.values()}
         if not blobs <= self._slots.out or any(blob.is_given_back for blob in blobs):
             yield "slots on the host are read that were given back"
@@ -595,7 +596,7 @@ class HostChains:
         else:
             host.chain, host.node = known.chain, node
             self._count_hits(host, known.hits)
-            self.index.learn(host, known.scores, known.outward)
+            self.index.held.learn(host, known.scores, known.outward)
             self.saved(host, node)
         return self.counts.saved_tokens - before
 
@@ -690,11 +691,11 @@ class HostChains:
         """It was used on the device: so many requests have found it."""
         host.num_uses += max(0, hits - host.hits)
         host.hits = hits
-        self.index.touch(host)
+        self.index.held.touch(host)
         # No request hits the tokens before a first chunk, which have been used as often.
         if host.parent is not None and not host.parent.identity.chunk:
             host.parent.num_uses = max(host.parent.num_uses, host.num_uses)
-            self.index.touch(host.parent)
+            self.index.held.touch(host.parent)
 
     def _remove(self, host: HostNode) -> None:
         """A node without any below it."""

@@ -41,7 +41,7 @@ def test_chain_grows_by_promoted_chunks() -> None:
     # C1 and C2 reach the threshold, C5 does not
     assert example.serve(C1, C2, C5) == (0, [2, 2, 1])
     assert example.chain(C1, C2) == [Tier.DEVICE] * 2
-    assert (len(example.tree.nodes), example.tree.stats.num_promoted) == (2, 2)
+    assert (len(example.tree.nodes), example.tree.num_promoted) == (2, 2)
     assert example.serve(C1, C2, C6) == (2, [3, 3, 1])
     assert len(example.tree.nodes) == 2
     assert example.serve(C1, C2, C6) == (2, [4, 4, 2])

@@ -53,7 +53,7 @@ def test_bound_forgets_the_least_recently_used_leaves() -> None:
     hold(tree, "a")
     hold(tree, "de")
     assert [match_len(tree, names) for names in ("ab", "c", "de")] == [1, 1, 2]
-    assert tree.stats.num_trimmed == 1
+    assert tree.num_trimmed == 1
     hold(tree, "fgh")
     assert [match_len(tree, names) for names in ("ab", "c", "de", "fgh")] == [0, 0, 1, 3]
 
@@ -91,7 +91,7 @@ def test_notices_about_unknown_chains_are_counted() -> None:
     tree.evict(chain("a"), rank=3)
     tree.move(chain("zz"), rank=0, tier=Tier.HOST)
     tree.extend(chain("b"), make_chunks("c"), rank=0, tier=Tier.DEVICE, promoted_len=0)
-    assert (tree.stats.num_unknown_notices, len(tree.nodes)) == (4, 2)
+    assert (tree.num_unknown_notices, len(tree.nodes)) == (4, 2)
 
 
 def test_colliding_chain_ids_cut_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_colliding_chain_ids_cut_the_chain(monkeypatch: pytest.MonkeyPatch) -> N
     tree.insert("", make_chunks("c"), rank=0, tier=Tier.DEVICE, promoted_len=0)
     tree.check_integrity()
     assert [match_len(tree, names) for names in ("ab", "c")] == [1, 0]
-    assert tree.stats.num_collisions == 2
+    assert tree.nodes.num_collisions == 2
 
 
 def test_snapshot_shows_levels_as_json() -> None:
@@ -147,6 +147,15 @@ def test_integrity_error_names_every_violation() -> None:
     assert "1 nodes are promoted but 0 were counted" in str(error.value)
 
 
+def test_integrity_compares_the_parts() -> None:
+    """A node that leaves the order of use, or the trie, without the other."""
+    for part, message in (("_lru", "2 nodes are indexed but 1 are"), ("nodes", "1 nodes .* but 2")):
+        tree = make_tree("ab")
+        getattr(tree, part).remove(tree.nodes.find(chain("ab")))
+        with pytest.raises(IntegrityError, match=message):
+            tree.check_integrity()
+
+
 def test_negative_rank_is_refused() -> None:
     """It would shift bits the wrong way."""
     tree = make_tree()
@@ -158,6 +167,8 @@ def test_negative_rank_is_refused() -> None:
     ):
         with pytest.raises(LimitError, match="rank must be at least 0"):
             call()
+    with pytest.raises(ValueError, match="negative"):
+        tree.match("", [], rank=-1)
     assert len(tree.nodes) == 0
 
 
@@ -221,4 +232,4 @@ def test_use_makes_a_chain_the_newest_and_is_no_hit() -> None:
     tree.touch(node)
     tree.check_integrity()
     assert "".join(each.chunk_id for each in tree._lru.newest_first()) == "abxy"
-    assert tree.stats.num_hits == 0
+    assert tree.num_hits == 0

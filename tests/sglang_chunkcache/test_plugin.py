@@ -112,7 +112,7 @@ def test_without_a_storage(create: Create, reuse: str) -> None:
         assert isinstance(cache.promiser, Fuser)
         assert cache.promiser.cache is cache
         assert cache.promiser.store is cache.host.index
-        assert 2 << 20 <= cache.promiser.store.max_bytes < 2.01 * (1 << 20)
+        assert 2 << 20 <= cache.promiser.store.held.max_bytes < 2.01 * (1 << 20)
         assert cache.promiser.tier is None
         assert cache.promiser.pricing is cache.host.pricing
 

@@ -58,7 +58,7 @@ def test_apply_follows_a_chain_to_the_host_and_back() -> None:
         seen.append((node.tier(0), node.promoted, node.hits))
     # the front's own mark may be newer
     assert seen == [(tier, True, 0) for tier in (Tier.DEVICE, Tier.HOST, Tier.DEVICE)]
-    assert tree.stats.num_hits == 0
+    assert tree.num_hits == 0
 
 
 def test_mirror_is_compared_with_the_ranks_state() -> None:
@@ -98,7 +98,7 @@ def test_unknown_parent_is_counted_not_raised() -> None:
     """The tree is bounded: a chain it has forgotten is no error."""
     tree, mirror = make_mirror()
     mirror.apply(Batch(1, 0, (inserted("a", "b"), Evicted(chain("x"))), 2, 0, 0))
-    assert tree.stats.num_unknown_notices == 2
+    assert tree.num_unknown_notices == 2
     assert mirror.acknowledgement == Acknowledgement(1, 2)
 
 
@@ -169,7 +169,7 @@ def test_the_mirror_heals_without_requests(backlog: int) -> None:
     print(f"{backlog} events: asked {num_asked} times, {mirror.num_gaps} gaps")
     assert known == [chunk.id for chunk in ordered] == ["A", "B"]
     assert tree.holdings.digest(0) == (log.num_nodes, log.digest) == (backlog + 2, log.digest)
-    assert tree.stats.num_unknown_notices == 0
+    assert tree.num_unknown_notices == 0
     assert (mirror.num_gaps, mirror.num_resyncs) == ((1, 1) if backlog > log.max_events else (0, 0))
     # One round for each full message. What comes back to the front while nodes are told are not the
     # same events again.
@@ -206,7 +206,7 @@ def test_what_happens_between_two_parts_is_told_once() -> None:
     keep_up(log, mirror)
     assert names_known(tree) == "bd"
     assert tree.nodes.find(chain("d", "x")) is not None
-    assert tree.stats.num_unknown_notices == 0
+    assert tree.num_unknown_notices == 0
 
 
 def test_a_rank_that_answers_while_others_are_asked_is_told_again() -> None:

@@ -74,7 +74,7 @@ class Life:
             for place, each in host._nodes.items()
         )
         held = sorted(
-            (each.blob.row.place, each.nbytes, each.priority) for each in storage.index.variants()
+            (each.blob.row.place, each.nbytes, each.priority) for each in storage.index.held
         )
         waiting = {kind.__name__: tuple(each) for kind, each in storage.loader._waiting.items()}
         return {
