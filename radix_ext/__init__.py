@@ -63,7 +63,7 @@ from radix_ext.order import (
 )
 from radix_ext.overlap import Overlap, Seen
 from radix_ext.places import Place, Places
-from radix_ext.prefix_tree import ChunkPrefixTree, HeldStats, Plan, TreeStats
+from radix_ext.prefix_tree import ChunkPrefixTree, Plan, snapshot
 from radix_ext.replay import (
     ADMISSION_POLICIES,
     DEDUP_POLICIES,
@@ -105,7 +105,6 @@ __all__ = [
     "ExactGrowth",
     "FusionRequest",
     "Heads",
-    "HeldStats",
     "Home",
     "HostAdmission",
     "HostStats",
@@ -136,7 +135,6 @@ __all__ = [
     "TailPolicy",
     "TenantTables",
     "Tier",
-    "TreeStats",
     "Turn",
     "check_spans",
     "chunk_id",
@@ -153,6 +151,7 @@ __all__ = [
     "root_chain",
     "running_hashes",
     "shown",
+    "snapshot",
     "text_before",
     "worth_offloading",
 ]

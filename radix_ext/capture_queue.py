@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from radix_ext.cfo import Attention, Scored
 from radix_ext.sources import ChunkCopies
-from radix_ext.variants import Variant, VariantIndex
+from radix_ext.variant_index import VariantIndex
+from radix_ext.variants import Variant
 
 
 class Waiting(NamedTuple):

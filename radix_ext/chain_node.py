@@ -1,7 +1,8 @@
 """One node of the global tree: one chunk after one particular chain, and which ranks hold its KV in
 which tier.
 
-Any code may read a node, only `ChunkPrefixTree` writes it. Packed fields keep a node at 128 bytes.
+Any code may read a node, only `ChunkPrefixTree` and its parts write it. Packed fields keep a node
+at 128 bytes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -60,7 +61,7 @@ class ChainNode:
         self.promoted = False
         self.tiers = 0
         self.plans = 0
-        self.newer = self.older = self  # so that `_touch` unlinks a new node like any other
+        self.newer = self.older = self  # so that `LruList` unlinks a new node like any other
 
     def child(self, chunk: ChunkId) -> "ChainNode | None":
         """The child for this chunk, held or planned."""

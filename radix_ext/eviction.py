@@ -137,10 +137,10 @@ class EvictionQueue:
             heappush(self._heap, self._entry(node))
         if len(self._heap) > self._max_len:
             # Entries must have quadrupled before a rebuild, which makes it O(1) a push, amortised.
-            self._max_len = 4 * len(self._tree) + 64
+            self._max_len = 4 * len(self._tree.nodes) + 64
             if len(self._heap) > self._max_len:
                 # A set, since a leaf that is pushed twice unchanged has two current entries.
-                found = ((entry, self._tree.find(entry[2])) for entry in set(self._heap))
+                found = ((entry, self._tree.nodes.find(entry[2])) for entry in set(self._heap))
                 self._heap = [
                     entry for entry, node in found if node and self._is_current(entry, node)
                 ]
@@ -151,7 +151,7 @@ class EvictionQueue:
         The caller evicts it, with `evicted` before, and pushes its parent."""
         while self._heap:
             entry = heappop(self._heap)
-            node = self._tree.find(entry[2])
+            node = self._tree.nodes.find(entry[2])
             if node is not None and self._is_current(entry, node):
                 return node
         return None

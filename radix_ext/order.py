@@ -192,7 +192,7 @@ def longest_chain(
         LimitError: max_visits < 1.
     """
     check_at_least("max_visits", max_visits, 1)
-    root = tree.root(namespace)
+    root = tree.nodes.root(namespace)
     if root is None:
         return ()
     held, planned = held_mask(rank), planned_mask(rank)
@@ -289,7 +289,7 @@ def _usable_path(
 ) -> list[ChainNode]:
     """Leading run of this very order that is held or planned:
     exact chunks, then fused ones from where exact ones end."""
-    root = tree.root(namespace)
+    root = tree.nodes.root(namespace)
     path = _usable_run(root, [chunk.id for chunk in chunks], rank)
     if not fused_ids:
         return path

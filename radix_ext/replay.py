@@ -278,7 +278,7 @@ class Replay:
             self._offload(self._host, leaf)
         if self._is_limited:
             self._make_room(leaf)
-        self.peak_nodes = max(self.peak_nodes, self._tree.held(_RANK, Tier.DEVICE)[0])
+        self.peak_nodes = max(self.peak_nodes, self._tree.holdings.held(_RANK, Tier.DEVICE)[0])
         return count
 
     def order_us(self, q: float) -> float:
@@ -304,7 +304,7 @@ class Replay:
         """
         self._tree.check_integrity()
         violations = [*self._host.violations()] if self._host is not None else []
-        pending = [node for root in self._tree.roots for node in root.child_nodes()]
+        pending = [node for root in self._tree.nodes.roots for node in root.child_nodes()]
         for node in pending:  # grows meanwhile
             pending += node.child_nodes()
             on_device, parent = node.tier(_RANK) is Tier.DEVICE, node.parent
@@ -447,7 +447,7 @@ class Replay:
 
     def _is_over(self) -> bool:
         max_nodes, max_tokens = self._settings.capacity, self._settings.capacity_tokens
-        num_nodes, num_tokens = self._tree.held(_RANK, Tier.DEVICE)
+        num_nodes, num_tokens = self._tree.holdings.held(_RANK, Tier.DEVICE)
         return (max_nodes is not None and num_nodes > max_nodes) or (
             max_tokens is not None and num_tokens > max_tokens
         )

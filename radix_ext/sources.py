@@ -13,7 +13,8 @@ from typing import Any
 
 from radix_ext.cfo import Prefix
 from radix_ext.moved_plan import Candidate, ReusePlan
-from radix_ext.variants import Identity, Variant, VariantIndex
+from radix_ext.variant_index import VariantIndex
+from radix_ext.variants import Identity, Variant
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ class ChunkCopies:
                 del self._nodes[identity]
 
     def forget_scores(self) -> None:
-        """As `VariantIndex.forget_scores`."""
+        """As `HeldVariants.forget_scores`."""
         for nodes in self._nodes.values():
             for node in chain.from_iterable(nodes.values()):
                 self.facts_of(node).scores = self.facts_of(node).outward = None
@@ -197,7 +198,7 @@ class ChunkSources:
         return all(
             self._copies.holds(source.node) for source in sources if isinstance(source, DeviceCopy)
         ) and all(
-            self._store.holds(source.variant) for source in sources if isinstance(source, HostCopy)
+            source.variant in self._store.held for source in sources if isinstance(source, HostCopy)
         )
 
     def count_uses(self, plan: ReusePlan) -> None:
@@ -208,11 +209,11 @@ class ChunkSources:
             if source is None:
                 continue
             if isinstance(source, HostCopy):
-                self._store.use(source.variant)
+                self._store.held.use(source.variant)
             elif isinstance(source, DeviceCopy):
                 self._copies.use(source.node)
                 twin = self._store.get(
                     self._copies.identity_of(source.node), source.head, source.prefix
                 )
                 if twin is not None:
-                    self._store.use(twin)
+                    self._store.held.use(twin)

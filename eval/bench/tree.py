@@ -64,7 +64,7 @@ def chains(seed: int, k: int) -> Requests:
 def grow(requests: Requests, num_nodes: int) -> tuple[ChunkPrefixTree, AccessTable]:
     """Serve requests as the front would, until the tree has `num_nodes` nodes."""
     tree, accesses = ChunkPrefixTree(max_nodes=num_nodes), AccessTable(_WINDOW)
-    while len(tree) < num_nodes:
+    while len(tree.nodes) < num_nodes:
         request = next(requests)
         ordered = order_chunks(
             "tree", "seen", tree, accesses, _NAMESPACE, request, rank=0, max_visits=8
@@ -90,7 +90,7 @@ def scatter(requests: Requests, num_nodes: int) -> tuple[ChunkPrefixTree, Access
         # Truncated to alternating lengths: chains of all chunks would let the search stop early.
         cut = request[: 3 + number % (len(request) - 3)]
         tree.insert(_NAMESPACE, cut, rank=0, tier=Tier.DEVICE, promoted_len=0)
-        if len(tree) >= num_nodes:
+        if len(tree.nodes) >= num_nodes:
             break
     return tree, accesses
 

@@ -50,7 +50,7 @@ from radix_ext.cfo import Attention, Scored
 from radix_ext.exact_growth import exact_gaps
 from radix_ext.moved_plan import Limits, NotMoved, ReusePlan, has_room, make_plan
 from radix_ext.sources import ChunkCopies, ChunkSources, CopyFacts, DeviceCopy
-from radix_ext.variants import VariantIndex
+from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache import ChunkCacheConfig
 from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_COPIES, MAX_WAITING_CAPTURES
 
@@ -349,7 +349,7 @@ class FusedReplay:
         return self._fusion.asks_the_question and is_fused_chunk(node.chunk_id)
 
     def _credit(self, node: ChainNode) -> None:
-        self._tree.count_use(node)
+        self._tree.touch(node)
         self._queue.push(node)
 
     def _make_room(self, chunks: Sequence[Chunk], locked: Collection[ChainNode]) -> None:
@@ -359,7 +359,7 @@ class FusedReplay:
         nodes = sys.maxsize if settings.capacity is None else settings.capacity - len(chunks)
         tokens = sys.maxsize if settings.capacity_tokens is None else settings.capacity_tokens
         tokens -= sum(chunk.num_tokens for chunk in chunks)
-        while len(self._tree) > nodes or self._tree.num_held_tokens > tokens:
+        while len(self._tree.nodes) > nodes or self._tree.holdings.num_tokens > tokens:
             victim = self._queue.pop()
             if victim is None:
                 break
@@ -393,7 +393,7 @@ class FusedReplay:
             start += node.num_tokens
         if leaf is not None:
             self._queue.push(leaf)
-        self.peak_nodes = max(self.peak_nodes, len(self._tree))
+        self.peak_nodes = max(self.peak_nodes, len(self._tree.nodes))
         return nodes
 
     def _capture(self) -> None:

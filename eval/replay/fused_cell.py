@@ -147,8 +147,17 @@ class FusedCell(ReplayCell):
             request = request._replace(chunks=chunks)
         super().step(request)
         if self._fused.num_requests % self._stride == 0:
+            store = self._fused.store
+            uses = [variant.num_uses for variant in store.held]
             self._over_time.append(
-                {"requests": self._fused.num_requests, **self._fused.store.profile()}
+                {
+                    "requests": self._fused.num_requests,
+                    "variants": len(uses),
+                    "chunks": store.stats().num_chunks,
+                    "most_variants": max(map(len, store.chunks()), default=0),
+                    "mean_uses": round(sum(uses) / max(1, len(uses)), 3),
+                    "unused": round(uses.count(0) / max(1, len(uses)), 3),
+                }
             )
 
     @property

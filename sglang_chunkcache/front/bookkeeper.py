@@ -133,7 +133,7 @@ class Bookkeeper:
         with ExitStack() as taken:
             rag.plan = self.tree.plan(planned.namespace, planned.chain, rank=planned.rank)
             # Registered one by one: an error in between gives back what was taken, and no more.
-            taken.callback(self.tree.cancel, rag.plan)
+            taken.callback(self.tree.release, rag.plan)
             ids = (span.chunk for span in planned.area)
             self.tree.mark_promoted(planned.namespace, ids, promoted_len=spans.promoted_len)
             self.router.begin(planned.rank, len(planned.input_ids))
@@ -232,13 +232,13 @@ class Bookkeeper:
 
     def stats(self) -> dict[str, Any]:
         """The front's part of `/chunkcache/stats`."""
-        tree = self.tree.stats
+        tree = self.tree
         orders = self.metrics.num_orders
         return {
             "tree": {
-                "nodes": tree.num_nodes,
+                "nodes": len(tree.nodes),
                 "promoted": tree.num_promoted,
-                "namespaces": tree.num_namespaces,
+                "namespaces": len(tree.nodes.roots),
                 "open_plans": tree.num_open_plans,
                 "trimmed": tree.num_trimmed,
                 "unknown_notices": tree.num_unknown_notices,

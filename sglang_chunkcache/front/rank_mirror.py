@@ -107,7 +107,7 @@ class RankMirror:
         """How far the mirror is from what the rank says of itself,
         once it has the events that come with it."""
         self.hear(state)
-        nodes, digest = self._tree.digest(self.rank)
+        nodes, digest = self._tree.holdings.digest(self.rank)
         behind = state.events.seq - self._seq
         return {
             "chunk_nodes": nodes,
@@ -126,14 +126,14 @@ class RankMirror:
         """Have the rank's nodes told again if the mirror has others. Not where it would have them
         no better: a tree that is full forgets as many as it learns. And not again before there were
         as many events as nodes, whatever the reason is."""
-        held = self._tree.digest(self.rank)
+        held = self._tree.holdings.digest(self.rank)
         if (
             self._part is not None
             or self._seq != batch.seq
             or held == (batch.num_nodes, batch.digest)
         ):
             return
-        room = self._tree.max_nodes - (len(self._tree) - held[0])
+        room = self._tree.max_nodes - (len(self._tree.nodes) - held[0])
         # a tree that is too small for all gets at least twice what it has
         is_of_use = batch.num_nodes <= room or 2 * held[0] < room
         if is_of_use and (
@@ -171,5 +171,5 @@ class RankMirror:
             )
 
     def _holds(self, chain: ChainId) -> bool:
-        node = self._tree.find(chain)
+        node = self._tree.nodes.find(chain)
         return node is not None and node.is_held(self.rank)

@@ -148,7 +148,7 @@ class Reasons:
         for index, reason in self._other_heads(draft, namespace, spans, area_len, others):
             reasons[index] = reason
         # in this order: one look-up in the tree, but one for each chunk in the places
-        is_new_head = self._tree.root(namespace) is None and not any(
+        is_new_head = self._tree.nodes.root(namespace) is None and not any(
             self._places.behind(namespace, span.chunk) is not None for span in spans[:area_len]
         )
         return Expected(tuple(reasons), texts, is_new_head)
@@ -229,7 +229,7 @@ class Reasons:
 
     def _elsewhere(self, place: Place, rank: int, chain: Sequence[Span]) -> Fallback | None:
         """Of the last chunk of `chain`, in the first area, which the tree knows. None: gone."""
-        node = self._tree.find(place.chain)  # type: ignore[arg-type]
+        node = self._tree.nodes.find(place.chain)  # type: ignore[arg-type]
         if node is None or not node.is_held():
             return None
         is_here = [each.chunk_id for each in node.path()] == [span.chunk for span in chain]

@@ -32,6 +32,7 @@ from msgspec.structs import asdict
 from sglang.srt.entrypoints import http_server
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from radix_ext import snapshot
 from sglang_chunkcache.errors import ChunkCacheError, EngineRefusedError, SearchFailedError
 from sglang_chunkcache.front.answer import explained
 from sglang_chunkcache.front.bodies import CalibrateIn, PreprocessIn
@@ -125,7 +126,7 @@ class Routes:
     ) -> Any:
         """The first levels of the global tree."""
         return ORJSONResponse(
-            self._parts.bookkeeper.tree.snapshot(depth=depth, max_nodes=max_nodes)
+            snapshot(self._parts.bookkeeper.tree, depth=depth, max_nodes=max_nodes)
         )
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]

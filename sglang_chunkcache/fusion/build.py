@@ -119,7 +119,7 @@ def create_fuser(
     nodes = None if host is None else host.nodes
     logger.info(
         "chunk cache: chunks that are moved in host memory: %.0f MiB, %s",
-        store.max_bytes / (1 << 20),
+        store.held.max_bytes / (1 << 20),
         f"in codec {codec.name}" if host is None else "exact chains included",
     )
     fuser = Fuser(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from radix_ext import FusionRequest
 from radix_ext.capture_queue import CaptureQueue, Waiting
 from radix_ext.sources import ChunkCopies
-from radix_ext.variants import VariantIndex
+from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_WAITING_CAPTURES, ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import Capture, Captured, FusionPass, Saved
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob

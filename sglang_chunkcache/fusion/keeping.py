@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from radix_ext import text_before
 from radix_ext.cfo import Scored
 from radix_ext.sources import ChunkSources
-from radix_ext.variants import Identity, Variant, VariantIndex
+from radix_ext.variant_index import VariantIndex
+from radix_ext.variants import Identity, Variant
 from sglang_chunkcache.fusion.capture import Captures
 from sglang_chunkcache.fusion.metrics import StoreMetrics
 from sglang_chunkcache.fusion.outcome import outcome_of
@@ -166,8 +167,8 @@ class StoreKeeper:
             **self._store.stats()._asdict(),
             "bytes": dict(self._kv_bytes),
             "saved_bytes": dict(self._saved_bytes),
-            "max_bytes": self._store.max_bytes,
-            "max_entries": self._store.max_entries,
+            "max_bytes": self._store.held.max_bytes,
+            "max_entries": self._store.held.max_entries,
             "max_variants": self._store.max_variants,
             "token_bytes": self._token_bytes,
             **self.captures.stats(),

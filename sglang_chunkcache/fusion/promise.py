@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext.moved_plan import Limits
 from radix_ext.sources import ChunkSources
-from radix_ext.variants import VariantIndex
+from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache.config import MAX_COPIES
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.capture import Captures
@@ -248,7 +248,7 @@ class Fuser(Promiser):
             self.tree.evict(EvictParams(num_tokens=needed - free))
         self.fusion_pass.calibration = self.calibrator.measure(prompts, self._weights)
         self.keeper.captures.put_arrived()
-        self.store.forget_scores()
+        self.store.held.forget_scores()
         self.tree.copies.forget_scores()
         if self.tier is not None:
             self.tier.storage.heads = self.fusion_pass.calibration.heads

@@ -1,4 +1,4 @@
-"""The tensors in host memory of radix_ext/variants.py's index, which decides what stays:
+"""The tensors in host memory of radix_ext/variant_index.py, which decides what stays:
 a chunk's KV, at the position where it was computed, and scores."""
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from radix_ext.costs import EXPLORATION_PERIOD, Costs, Phase, extend_work
 from radix_ext.loading import worth_loading
 from radix_ext.moved_plan import ReusePlan
 from radix_ext.sources import ChunkSources
-from radix_ext.variants import Identity, Variant, VariantIndex
+from radix_ext.variant_index import VariantIndex
+from radix_ext.variants import Identity, Variant
 from sglang_chunkcache.fusion.fill import Host
 from sglang_chunkcache.fusion.measure import Head
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
@@ -98,12 +99,10 @@ class StorageTier:
         before = self._store.stats()
         mine = self._chunk(ChunkIdentity(ChunkId(""), None, None))[:2]
         found = [
-            variant
-            for variant in self.storage.index.variants()
-            if variant.blob.row.place[:2] == mine
+            variant for variant in self.storage.index.held if variant.blob.row.place[:2] == mine
         ]
         found.sort(key=lambda v: (v.is_reserved, v.priority, v.last_used), reverse=True)
-        room = share * self._store.max_bytes - before.num_bytes
+        room = share * self._store.held.max_bytes - before.num_bytes
 
         def load(variant: Variant) -> bool:
             nonlocal room
@@ -215,7 +214,7 @@ class StorageTier:
                 self.write(identity, variant)
 
     def store_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
-        """As `VariantIndex.watch`."""
+        """As `VariantIndex.watchers`."""
         if is_here and not variant.is_below:
             assert isinstance(identity, ChunkIdentity)
             self.write(identity, variant)
@@ -329,7 +328,7 @@ class StorageTier:
             variant.blob.let_go()
         stored = self.storage.index.get(place.stored_chunk, place.head, place.prefix)
         if stored is not None and stored.preprocessed == variant.preprocessed:
-            self._store.set_below(variant)
+            self._store.held.set_below(variant)
 
     def _load(
         self, identity: ChunkIdentity, found: Found, num_tokens: int, asked: Asked | None = None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from radix_ext import ChainId
 from radix_ext.costs import Phase, Work
-from radix_ext.variants import VariantIndex
+from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
 from sglang_chunkcache.scheduler.host_slots import Slots

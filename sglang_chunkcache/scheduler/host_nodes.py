@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 
 from radix_ext import ChainId, ChunkId
 from radix_ext.cfo import Prefix
-from radix_ext.variants import Identity, Variant, VariantIndex
+from radix_ext.variant_index import VariantIndex
+from radix_ext.variants import Identity, Variant
 from sglang_chunkcache.scheduler.host_slots import HostSlots, SlotBook, Slots
 from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode, facts
 
@@ -79,7 +80,7 @@ class HostNodes:
         self._num_below = Counter[bytes]()
         """Children of each chain key."""
         self._slots = SlotBook()
-        index.stay_if(self._stays)
+        index.held.stay_if(self._stays)
         index.watchers.append(self._changed)
 
     def __len__(self) -> int:
@@ -140,7 +141,7 @@ class HostNodes:
     def room(self, num_tokens: int) -> HostSlots | None:
         """Slots that hold nothing yet, for which the variants that the index evicts first leave.
         None, and nothing leaves: there are not so many beside those that are held or reserved."""
-        num_kept = self._slots.num_held + self.index.reserved_bytes // self.pool.token_bytes
+        num_kept = self._slots.num_held + self.index.held.reserved_bytes // self.pool.token_bytes
         # else all others would leave in vain
         if self.pool.num_free < num_tokens > self.pool.num_slots - num_kept:
             return None
@@ -202,11 +203,11 @@ class HostNodes:
         """So many requests have found the node's copy on the device."""
         host.num_uses += max(0, hits - host.hits)
         host.hits = hits
-        self.index.touch(host)
+        self.index.held.touch(host)
         # No request hits the tokens before a first chunk, which have been used as often.
         if host.parent is not None and not host.parent.identity.chunk:
             host.parent.num_uses = max(host.parent.num_uses, host.num_uses)
-            self.index.touch(host.parent)
+            self.index.held.touch(host.parent)
 
     def reset(self) -> None:
         """The tree on the device is empty: no chain is kept. Captured variants stay."""
@@ -256,7 +257,7 @@ class HostNodes:
             return True
         if node is not None and facts(node).chain is not None:
             facts(node).host, host.chain, host.node = host, facts(node).chain, node
-            self.index.learn(host, facts(node).scores, facts(node).outward)
+            self.index.held.learn(host, facts(node).scores, facts(node).outward)
         else:
             above = host.parent.chain if host.parent is not None else None
             host.chain = self._tree.on_host(
@@ -285,7 +286,7 @@ class HostNodes:
                 yield f"host node {key.hex()} and its node on the device do not know each other"
             if (self.index.get(host.identity, host.head, host.prefix) is host) != host.is_here:
                 yield f"host node {key.hex()} is in the index although it is not here, or not"
-        blobs = {each.blob for each in self.index.variants()}
+        blobs = {each.blob for each in self.index.held}
         blobs |= {host.blob for host in self._nodes.values()}
         if not blobs <= self._slots.out or any(blob.is_given_back for blob in blobs):
             yield "slots on the host are read that were given back"

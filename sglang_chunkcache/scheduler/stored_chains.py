@@ -166,7 +166,7 @@ class StoredChains:
             How many nodes have come.
         """
         mine = self.storage.chunk(self._how, None, None, ChunkId(""))[:2]
-        found = [each for each in self.storage.index.variants() if each.blob.row.place[:2] == mine]
+        found = [each for each in self.storage.index.held if each.blob.row.place[:2] == mine]
         found.sort(key=lambda variant: (variant.priority, variant.last_used), reverse=True)
         before = self.storage.loader.num_loaded
 

@@ -117,7 +117,7 @@ class WriteBack:
             return None
         host.chain, host.node = known.chain, node
         self._nodes.count_hits(host, known.hits)
-        self._nodes.index.learn(host, known.scores, known.outward)
+        self._nodes.index.held.learn(host, known.scores, known.outward)
         return host
 
     def _parent(self, node: TreeNode) -> HostNode | None:

@@ -33,7 +33,7 @@ class ChainEntries:
     def __init__(self, storage: Storage, how: tuple[str, ...]) -> None:
         self.how, self._storage = how, storage
         self._entries: dict[StoredChunk, dict[str, Variant]] = {}
-        for variant in storage.index.variants():
+        for variant in storage.index.held:
             self._changed(None, variant, is_here=True)
         storage.index.watchers.append(self._changed)
 

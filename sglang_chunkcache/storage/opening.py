@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from radix_ext.loading import WaitPolicy
-from radix_ext.variants import VariantIndex
+from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.storage.backend import Backend, create_backend, folder_of, room_in
 from sglang_chunkcache.storage.entry import DTYPES, Layout

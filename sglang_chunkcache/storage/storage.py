@@ -24,7 +24,8 @@ from radix_ext import ChunkId
 from radix_ext.cfo import Prefix
 from radix_ext.loading import LoadTimes, WaitPolicy
 from radix_ext.prefetches import Prefetches
-from radix_ext.variants import Identity, Variant, VariantIndex
+from radix_ext.variant_index import VariantIndex
+from radix_ext.variants import Identity, Variant
 from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.storage.entry import OVERHEAD_BYTES, Entry, Layout
 from sglang_chunkcache.storage.jobs import FAILED, PAUSED, Load, Lookup, Write
@@ -441,8 +442,8 @@ class Storage:
         self._asked.clear()
 
     def use(self, variant: Variant) -> None:
-        """As `VariantIndex.use`, kept in the manifest too."""
-        self.index.use(variant)
+        """As `HeldVariants.use`, kept in the manifest too."""
+        self.index.held.use(variant)
         self._note(variant)
 
     def poll(self, *, is_round: bool = False) -> None:
@@ -460,7 +461,7 @@ class Storage:
         held = self.index.stats()
         self._era += 1
         self._num_cleared += 1
-        rows = [variant.blob.row for variant in self.index.variants()]
+        rows = [variant.blob.row for variant in self.index.held]
         self._is_clearing = True
         self.index.clear()
         self._is_clearing = False
@@ -479,8 +480,8 @@ class Storage:
             "num_entries": held.num_variants,
             "num_bytes": held.num_bytes,
             **self._bytes_by_kind(held.num_bytes),
-            "max_bytes": self.index.max_bytes,
-            "max_entries": self.index.max_entries,
+            "max_bytes": self.index.held.max_bytes,
+            "max_entries": self.index.held.max_entries,
             "num_evicted": held.num_evicted,
             "late": self.num_late,
             "waits": self._wait_policy.num_waits,

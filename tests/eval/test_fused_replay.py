@@ -139,8 +139,8 @@ def test_limits_hold_on_any_trace(seed: int) -> None:
         fates(replay, names, rng.choice([None, None, "x", "y"]) if rng.random() < 0.3 else None)
         if rng.random() < 0.2:
             replay._histories.clear()
-        assert replay._tree.num_held_tokens <= 150
-        assert len(replay._known) == len(replay._tree) >= len(replay._copies)
+        assert replay._tree.holdings.num_tokens <= 150
+        assert len(replay._known) == len(replay._tree.nodes) >= len(replay._copies)
         replay.store.check_integrity()
     replay._tree.check_integrity()
     assert replay.num_evicted > 0

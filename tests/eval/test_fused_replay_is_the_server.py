@@ -16,7 +16,7 @@ from eval.replay import fused
 from eval.replay.fused import EvenAttention, FusedCount, FusedReplay
 from radix_ext import Chunk, ChunkId, FusionRequest, OrderPolicy, ReplaySettings, chunk_id
 from radix_ext.moved_plan import Limits
-from radix_ext.variants import VariantIndex
+from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.wire.report import Report
 from tests.reference.fused_scheduler import FusedScheduler

@@ -49,12 +49,12 @@ class HostScheduler(Scheduler):
         super().check(reqs)
         rank = rank_state(self.cache, 0)  # which takes in what has come
         self.mirror.apply(self.cache.log.unread())
-        assert self.tree.digest(0) == (rank.events.num_nodes, rank.events.digest)
+        assert self.tree.holdings.digest(0) == (rank.events.num_nodes, rank.events.digest)
         self.tree.check_integrity()
         chains = (facts(node).chain for _, node in walk(self.cache))
         on_device = {chain for chain in chains if chain is not None}
         for chain in on_device | self.on_host():
-            node = self.tree.find(chain)
+            node = self.tree.nodes.find(chain)
             assert node is not None
             assert node.tier(0) == (Tier.DEVICE if chain in on_device else Tier.HOST)
 

@@ -230,8 +230,7 @@ class Bench:
 
     def is_idle(self) -> bool:
         return (
-            not any(self.bookkeeper.router.in_flight)
-            and self.bookkeeper.tree.stats.num_open_plans == 0
+            not any(self.bookkeeper.router.in_flight) and self.bookkeeper.tree.num_open_plans == 0
         )
 
 

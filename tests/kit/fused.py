@@ -10,7 +10,8 @@ import pytest
 
 from radix_ext import ChunkId, chunk_id
 from radix_ext.loading import WaitPolicy
-from radix_ext.variants import Variant, VariantIndex
+from radix_ext.variant_index import VariantIndex
+from radix_ext.variants import Variant
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import ChunkIdentity

@@ -57,9 +57,12 @@ def test_short_lists_never_give_more(
 
 
 @given(WEIGHTS, st.sampled_from([1.0, 0.7, 0.25]))
+@example([0.9999999999999999, 1.0, 1.0, 1.0, 1.0, 0.5], 0.7)
 def test_same_distribution_has_no_divergence(p: list[float], temperature: float) -> None:
     """At temperature 1 whatever is listed; below, the rest of a short list is a bound."""
     length = 3 if temperature == 1 else 6
+    # Weights that differ by one bit may tie at another temperature, with another best token.
+    p = [round(weight, 9) for weight in p]
     found = compare(
         [row_of(normed(p), length)], [row_of(hot(p, temperature), length)], temperature=temperature
     )

@@ -19,7 +19,7 @@ from radix_ext import (
     RoundRobin,
     TenantTables,
 )
-from radix_ext.variants import VariantIndex
+from radix_ext.variant_index import VariantIndex
 
 BOUNDED: list[tuple[Callable[..., Any], dict[str, float]]] = [
     (AccessTable, {"window": 0}),

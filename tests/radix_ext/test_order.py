@@ -108,7 +108,7 @@ def test_planned_nodes_guide_but_do_not_count_as_held() -> None:
     assert names_of(ordering) == "bca"
     assert (ordering.held_len, ordering.planned_len) == (1, 2)
     assert (ordering.held_tokens, ordering.planned_tokens, ordering.cached_tokens) == (4, 13, 17)
-    tree.cancel(plan)
+    tree.release(plan)
     assert names_of(order("abc", tree)) == "bac"
 
 

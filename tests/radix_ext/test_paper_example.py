@@ -31,7 +31,7 @@ class Example:
 
     def chain(self, *chunks: Chunk) -> list[Tier | None]:
         """Where GPU 1 keeps each node along a chain that must exist to its end."""
-        node = self.tree.find(chain_of("", [chunk.id for chunk in chunks]))
+        node = self.tree.nodes.find(chain_of("", [chunk.id for chunk in chunks]))
         assert node is not None
         return [step.tier(GPU_1) for step in node.path()]
 
@@ -41,9 +41,9 @@ def test_chain_grows_by_promoted_chunks() -> None:
     # C1 and C2 reach the threshold, C5 does not
     assert example.serve(C1, C2, C5) == (0, [2, 2, 1])
     assert example.chain(C1, C2) == [Tier.DEVICE] * 2
-    assert (len(example.tree), example.tree.stats.num_promoted) == (2, 2)
+    assert (len(example.tree.nodes), example.tree.num_promoted) == (2, 2)
     assert example.serve(C1, C2, C6) == (2, [3, 3, 1])
-    assert len(example.tree) == 2
+    assert len(example.tree.nodes) == 2
     assert example.serve(C1, C2, C6) == (2, [4, 4, 2])
     assert example.chain(C1, C2, C6) == [Tier.DEVICE] * 3
     assert example.serve(C1, C2, C6)[0] == 3
@@ -59,5 +59,5 @@ def test_migration_and_removal_change_the_location() -> None:
     assert example.chain(C1, C2) == [Tier.HOST, Tier.HOST]
     assert example.serve(C1, C2, C6)[0] == 2
     assert example.tree.evict(chain_of("", [C1.id]), rank=GPU_1) == 2
-    assert example.tree.root("") is None
+    assert example.tree.nodes.root("") is None
     assert example.serve(C1, C2, C6)[0] == 0

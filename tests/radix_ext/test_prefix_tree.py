@@ -8,7 +8,16 @@ import tracemalloc
 
 import pytest
 
-from radix_ext import ChainId, Chunk, ChunkId, ChunkPrefixTree, IntegrityError, LimitError, Tier
+from radix_ext import (
+    ChainId,
+    Chunk,
+    ChunkId,
+    ChunkPrefixTree,
+    IntegrityError,
+    LimitError,
+    Tier,
+    snapshot,
+)
 from radix_ext.chain_node import ChainNode
 from tests.reference.chains import chain_of
 
@@ -44,7 +53,7 @@ def test_bound_forgets_the_least_recently_used_leaves() -> None:
     hold(tree, "a")
     hold(tree, "de")
     assert [match_len(tree, names) for names in ("ab", "c", "de")] == [1, 1, 2]
-    assert tree.stats.num_trimmed == 1
+    assert tree.num_trimmed == 1
     hold(tree, "fgh")
     assert [match_len(tree, names) for names in ("ab", "c", "de", "fgh")] == [0, 0, 1, 3]
 
@@ -54,10 +63,10 @@ def test_bound_spares_planned_nodes() -> None:
     tree = make_tree(max_nodes=2)
     plan = tree.plan("", make_chunks("ab"), rank=0)
     hold(tree, "cd")
-    assert len(tree) == 2
-    assert tree.find(chain("ab")) is not None
+    assert len(tree.nodes) == 2
+    assert tree.nodes.find(chain("ab")) is not None
     hold(tree, "ab")
-    tree.cancel(plan)
+    tree.release(plan)
     tree.check_integrity()
     assert match_len(tree, "ab") == 2
 
@@ -67,10 +76,10 @@ def test_bound_holds_again_once_a_large_plan_is_given_back(served: bool) -> None
     """Planned nodes may exceed the bound, but only as long as they are planned."""
     tree = make_tree("xy", max_nodes=2)
     plan = tree.plan("", make_chunks("abcd"), rank=0)
-    assert len(tree) == 4
+    assert len(tree.nodes) == 4
     if served:
         hold(tree, "abcd")
-    tree.cancel(plan)
+    tree.release(plan)
     tree.check_integrity()
     assert match_len(tree, "abcd") == (2 if served else 0)
 
@@ -82,19 +91,19 @@ def test_notices_about_unknown_chains_are_counted() -> None:
     tree.evict(chain("a"), rank=3)
     tree.move(chain("zz"), rank=0, tier=Tier.HOST)
     tree.extend(chain("b"), make_chunks("c"), rank=0, tier=Tier.DEVICE, promoted_len=0)
-    assert (tree.stats.num_unknown_notices, len(tree)) == (4, 2)
+    assert (tree.num_unknown_notices, len(tree.nodes)) == (4, 2)
 
 
 def test_colliding_chain_ids_cut_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two paths with one id: the second is not mirrored beyond that point, and counted."""
-    for module in ("prefix_tree", "chain_node"):
+    for module in ("chunk_trie", "chain_node"):
         monkeypatch.setattr(f"radix_ext.{module}.extend_chain", lambda parent, chunk: ChainId(7))
     tree = ChunkPrefixTree(max_nodes=10)
     tree.insert("", make_chunks("ab"), rank=0, tier=Tier.DEVICE, promoted_len=0)
     tree.insert("", make_chunks("c"), rank=0, tier=Tier.DEVICE, promoted_len=0)
     tree.check_integrity()
     assert [match_len(tree, names) for names in ("ab", "c")] == [1, 0]
-    assert tree.stats.num_collisions == 2
+    assert tree.nodes.num_collisions == 2
 
 
 def test_snapshot_shows_levels_as_json() -> None:
@@ -102,10 +111,10 @@ def test_snapshot_shows_levels_as_json() -> None:
     tree = make_tree()
     hold(tree, "ab", promoted_len=1)
     tree.plan("", make_chunks("ac"), rank=1)
-    snapshot = json.loads(json.dumps(tree.snapshot(depth=1, max_nodes=10)))
+    shown = json.loads(json.dumps(snapshot(tree, depth=1, max_nodes=10)))
     node = {"chunk": "a", "tokens": 4, "hits": 0, "promoted": True, "planned": True}
     node |= {"num_children": 2, "ranks": {"0": "device"}, "children": []}
-    assert snapshot == {
+    assert shown == {
         "num_nodes": 3,
         "num_namespaces": 1,
         "num_shown": 1,
@@ -119,7 +128,7 @@ def test_deep_chains_are_served_without_recursion() -> None:
     deep = [Chunk(ChunkId(f"{number}"), 1) for number in range(3000)]
     tree.insert("", deep, rank=0, tier=Tier.DEVICE, promoted_len=0)
     for depth, num_shown in ((3000, 100), (2, 2), (0, 0)):
-        assert tree.snapshot(depth=depth, max_nodes=100)["num_shown"] == num_shown
+        assert snapshot(tree, depth=depth, max_nodes=100)["num_shown"] == num_shown
     tree.check_integrity()
     assert tree.evict(chain_of("", [ChunkId("0")]), rank=0) == 3000
 
@@ -127,7 +136,7 @@ def test_deep_chains_are_served_without_recursion() -> None:
 def test_integrity_error_names_every_violation() -> None:
     """All contradictions in one message, with their numbers."""
     tree = make_tree("ab")
-    node = tree.find(chain("ab"))
+    node = tree.nodes.find(chain("ab"))
     assert node is not None
     node.tiers = 3 << 8
     node.promoted = True
@@ -136,6 +145,15 @@ def test_integrity_error_names_every_violation() -> None:
     assert len(error.value.violations) == 4
     assert "(b) is held by rank 4 but its parent is not" in str(error.value)
     assert "1 nodes are promoted but 0 were counted" in str(error.value)
+
+
+def test_integrity_compares_the_parts() -> None:
+    """A node that leaves the order of use, or the trie, without the other."""
+    for part, message in (("_lru", "2 nodes are indexed but 1 are"), ("nodes", "1 nodes .* but 2")):
+        tree = make_tree("ab")
+        getattr(tree, part).remove(tree.nodes.find(chain("ab")))
+        with pytest.raises(IntegrityError, match=message):
+            tree.check_integrity()
 
 
 def test_negative_rank_is_refused() -> None:
@@ -149,7 +167,9 @@ def test_negative_rank_is_refused() -> None:
     ):
         with pytest.raises(LimitError, match="rank must be at least 0"):
             call()
-    assert len(tree) == 0
+    with pytest.raises(ValueError, match="negative"):
+        tree.match("", [], rank=-1)
+    assert len(tree.nodes) == 0
 
 
 @pytest.mark.parametrize(("num_chunks", "limit"), [(3000, 260), (10**9, 260 + 81 + 28)])
@@ -165,7 +185,7 @@ def test_bytes_of_a_node(num_chunks: int, limit: int) -> None:
     chunks: dict[int, Chunk] = {}
     tracemalloc.start()
     tree = ChunkPrefixTree(max_nodes=100_000)
-    while len(tree) < 21_900:
+    while len(tree.nodes) < 21_900:
         names = dict.fromkeys(int(num_chunks * rng.random() ** 2) for _ in range(10))
         request = [
             chunks.get(name) or Chunk(ChunkId(f"{name:032x}"), 300 + name % 200) for name in names
@@ -176,7 +196,7 @@ def test_bytes_of_a_node(num_chunks: int, limit: int) -> None:
     size = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     shared = len(chunks) * (81 + 28 + 48) + sys.getsizeof(chunks)
-    assert (size - shared) / len(tree) < limit
+    assert (size - shared) / len(tree.nodes) < limit
 
 
 def test_chain_told_node_by_node_costs_by_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,18 +218,18 @@ def test_chain_told_node_by_node_costs_by_its_length(monkeypatch: pytest.MonkeyP
         node = tree.extend(node.chain, [chunk], rank=0, tier=Tier.DEVICE, promoted_len=0)
     assert sum(walked) == 0
     tree.check_integrity()
-    assert [each.chunk_id for each in tree._newest_first()] == [chunk.id for chunk in chunks]
+    assert [each.chunk_id for each in tree._lru.newest_first()] == [chunk.id for chunk in chunks]
 
 
 def test_use_makes_a_chain_the_newest_and_is_no_hit() -> None:
-    """Its KV was read for a prompt that has the chunk elsewhere. A plan is cancelled once."""
+    """Its KV was read for a prompt that has the chunk elsewhere. A plan is released once."""
     tree = make_tree("ab", "xy")
-    node = tree.find(chain("ab"))
+    node = tree.nodes.find(chain("ab"))
     assert node is not None
     plan = tree.plan("", make_chunks("xy"), rank=0)
     for _ in range(2):
-        tree.cancel(plan)
-    tree.count_use(node)
+        tree.release(plan)
+    tree.touch(node)
     tree.check_integrity()
-    assert "".join(each.chunk_id for each in tree._newest_first()) == "abxy"
-    assert tree.stats.num_hits == 0
+    assert "".join(each.chunk_id for each in tree._lru.newest_first()) == "abxy"
+    assert tree.num_hits == 0

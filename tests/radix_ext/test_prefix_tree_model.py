@@ -56,7 +56,7 @@ class TreeMachine(RuleBasedStateMachine):
     ) -> None:
         node = self.tree.insert(namespace, chunks, rank=rank, tier=tier, promoted_len=promoted_len)
         self.naive.insert(namespace, chunks, rank, tier, promoted_len)
-        assert node is self.tree.find(chain_of(namespace, ids_of(chunks)))
+        assert node is self.tree.nodes.find(chain_of(namespace, ids_of(chunks)))
 
     @rule(
         namespace=namespaces,
@@ -76,11 +76,11 @@ class TreeMachine(RuleBasedStateMachine):
         run: int,
     ) -> None:
         chain = chain_of(namespace, ids_of(base))
-        used = [node.chain for node in self.tree._newest_first()]
+        used = [node.chain for node in self.tree._lru.newest_first()]
         node = self.tree.extend(chain, chunks, rank=rank, tier=tier, promoted_len=run)
         path = [] if node is None else [each.chain for each in node.path()]
         wanted = [*path, *(each for each in used if each not in path)]
-        assert [each.chain for each in self.tree._newest_first()] == wanted
+        assert [each.chain for each in self.tree._lru.newest_first()] == wanted
         known = self.naive.nodes.get((namespace, tuple(ids_of(base))))
         assert (node is not None) == (known is not None and rank in known.tiers)
         if node is not None:
@@ -105,12 +105,12 @@ class TreeMachine(RuleBasedStateMachine):
         return namespace, chunks, rank, self.tree.plan(namespace, chunks, rank=rank)
 
     @rule(open_plan=consumes(plans), twice=st.booleans())
-    def cancel(self, open_plan: OpenPlan, twice: bool) -> None:
+    def release(self, open_plan: OpenPlan, twice: bool) -> None:
         namespace, chunks, rank, plan = open_plan
-        self.tree.cancel(plan)
+        self.tree.release(plan)
         if twice:
-            self.tree.cancel(plan)
-        self.naive.cancel(namespace, chunks, rank)
+            self.tree.release(plan)
+        self.naive.release(namespace, chunks, rank)
         self.num_open_plans -= 1
 
     @rule(open_plan=plans, num_chunks=st.integers(0, 5))
@@ -154,9 +154,9 @@ class TreeMachine(RuleBasedStateMachine):
     @invariant()
     def same_nodes(self) -> None:
         self.tree.check_integrity()
-        assert len(self.tree) == len(self.naive.nodes)
+        assert len(self.tree.nodes) == len(self.naive.nodes)
         for (namespace, path), naive in self.naive.nodes.items():
-            node = self.tree.find(chain_of(namespace, [ChunkId(chunk) for chunk in path]))
+            node = self.tree.nodes.find(chain_of(namespace, [ChunkId(chunk) for chunk in path]))
             assert node is not None
             assert tuple(step.chunk_id for step in node.path()) == path
             assert dict(node.held_by()) == naive.tiers
@@ -170,14 +170,16 @@ class TreeMachine(RuleBasedStateMachine):
             )
 
     @invariant()
-    def same_stats(self) -> None:
-        stats = self.tree.stats
+    def same_counts(self) -> None:
         assert {
-            (h.rank, h.tier): (h.num_nodes, h.num_tokens) for h in stats.held
+            (rank, tier.name.lower()): held
+            for rank in range(2)
+            for tier in Tier
+            if (held := self.tree.holdings.held(rank, tier))[0]
         } == self.naive.held()
-        assert stats.num_promoted == sum(naive.promoted for naive in self.naive.nodes.values())
-        assert stats.num_namespaces == len({namespace for namespace, _ in self.naive.nodes})
-        assert stats.num_open_plans == self.num_open_plans
+        assert self.tree.num_promoted == sum(naive.promoted for naive in self.naive.nodes.values())
+        assert len(self.tree.nodes.roots) == len({namespace for namespace, _ in self.naive.nodes})
+        assert self.tree.num_open_plans == self.num_open_plans
 
 
 TestTreeMachine: Any = TreeMachine.TestCase

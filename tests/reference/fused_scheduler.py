@@ -309,10 +309,10 @@ class FusedScheduler(Scheduler):
         self.store.check_integrity()
         stats = self.fuser.stats()["store"]
         for kind in KINDS:
-            blobs = [each.blob for each in self.store.variants() if kind_of(each) == kind]
+            blobs = [each.blob for each in self.store.held if kind_of(each) == kind]
             assert stats["bytes"][kind] == sum(blob.nbytes for blob in blobs)
             assert stats["saved_bytes"][kind] == sum(blob.saved_bytes for blob in blobs)
-        measured = sum(each.nbytes - each.blob.nbytes for each in self.store.variants())
+        measured = sum(each.nbytes - each.blob.nbytes for each in self.store.held)
         assert sum(stats["bytes"].values()) + measured == stats["num_bytes"]
         self._check_locks(reqs)
         loads = self._loads()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from radix_ext.moved_plan import Limits
-from radix_ext.variants import VariantIndex
+from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.promise import Fuser

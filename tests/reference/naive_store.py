@@ -9,7 +9,8 @@ from math import log2
 
 from radix_ext import ChunkId
 from radix_ext.eviction import NEW_ON_HOST
-from radix_ext.variants import ADMITTED_SHARE, RESERVED_SHARE, RESERVED_WINDOWS
+from radix_ext.variant_index import ADMITTED_SHARE
+from radix_ext.variants import RESERVED_SHARE, RESERVED_WINDOWS
 
 
 @dataclass

@@ -58,7 +58,7 @@ class NaiveTree:
         for node in self._reach(namespace, chunks):
             node.plans.append(rank)
 
-    def cancel(self, namespace: str, chunks: Sequence[Chunk], rank: int) -> None:
+    def release(self, namespace: str, chunks: Sequence[Chunk], rank: int) -> None:
         for node in self._reach(namespace, chunks):
             node.plans.remove(rank)
         self._clean()

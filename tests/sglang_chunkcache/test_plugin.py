@@ -111,7 +111,7 @@ def test_without_a_storage(create: Create, reuse: str) -> None:
         assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
         assert tiers.promiser.tree is cache
         assert tiers.promiser.store is tiers.host.index
-        assert 2 << 20 <= tiers.promiser.store.max_bytes < 2.01 * (1 << 20)
+        assert 2 << 20 <= tiers.promiser.store.held.max_bytes < 2.01 * (1 << 20)
         assert tiers.promiser.tier is None
         assert tiers.promiser.pricing is tiers.host.pricing
 

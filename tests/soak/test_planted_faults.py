@@ -74,7 +74,7 @@ split of what is loaded       scheduler/chunk_cache.py     scheduler/test_host_c
     self.tiers.host.load_back.split(node, child) => pass
 split of what is not filled   scheduler/chunk_tree.py      fusion/test_promise.py
     upper.is_filled = lower.is_filled => pass
-counted asks of chunks        radix_ext/variants.py        ../radix_ext/test_variants.py
+counted asks of chunks        radix_ext/variant_index.py   ../radix_ext/test_variant_index.py
     [*places, *(identity for identity, _, _ in places)] => places
 counted asks of a rank        fusion/keeping.py            fusion/test_promise_store.py
     self._store.ask(asked) => pass

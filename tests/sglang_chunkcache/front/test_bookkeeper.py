@@ -88,7 +88,7 @@ def test_repeated_answer_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         bench.observe(request, output)
         assert ANSWER_KEY not in output["meta_info"]
     assert reads == entry[:1]
-    assert len(bench.bookkeeper.tree) == 1
+    assert len(bench.bookkeeper.tree.nodes) == 1
 
 
 def test_answer_that_cannot_be_read_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -124,7 +124,7 @@ def test_refused_request_leaves_nothing() -> None:
     with pytest.raises(RequestError):
         bench.ask("q", A, Passage("big", "x" * 300))
     assert bench.is_idle()
-    assert (len(bench.bookkeeper.tree), bench.bookkeeper.tables.num_entries) == (0, 0)
+    assert (len(bench.bookkeeper.tree.nodes), bench.bookkeeper.tables.num_entries) == (0, 0)
 
 
 def test_answer_is_booked_where_it_was_served() -> None:
@@ -134,7 +134,10 @@ def test_answer_is_booked_where_it_was_served() -> None:
     bench.reply(request, by=other)
     assert request.answer()["dp_rank"] == other
     assert bench.is_idle()
-    assert [bench.bookkeeper.tree.digest(rank)[0] for rank in (other, request.rank)] == [2, 0]
+    assert [bench.bookkeeper.tree.holdings.digest(rank)[0] for rank in (other, request.rank)] == [
+        2,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(("reason", "content"), [("abort", ""), ("stop", None)])

@@ -44,7 +44,7 @@ def test_mirror_holds_what_the_rank_holds() -> None:
     assert not held(tree, "a", "b")
     nodes = tree.match("n", [ChunkId("a"), ChunkId("c")], rank=0)
     assert [node.promoted for node in nodes] == [True, False]
-    assert tree.digest(0) == (2, chain("a") ^ chain("a", "c"))
+    assert tree.holdings.digest(0) == (2, chain("a") ^ chain("a", "c"))
 
 
 def test_apply_follows_a_chain_to_the_host_and_back() -> None:
@@ -53,12 +53,12 @@ def test_apply_follows_a_chain_to_the_host_and_back() -> None:
     for event in (inserted("a", promoted=True), Moved(chain("a"), Tier.HOST), inserted("a")):
         log.append(event)
         read(log, mirror)
-        node = tree.find(chain("a"))
+        node = tree.nodes.find(chain("a"))
         assert node is not None
         seen.append((node.tier(0), node.promoted, node.hits))
     # the front's own mark may be newer
     assert seen == [(tier, True, 0) for tier in (Tier.DEVICE, Tier.HOST, Tier.DEVICE)]
-    assert tree.stats.num_hits == 0
+    assert tree.num_hits == 0
 
 
 def test_mirror_is_compared_with_the_ranks_state() -> None:
@@ -98,7 +98,7 @@ def test_unknown_parent_is_counted_not_raised() -> None:
     """The tree is bounded: a chain it has forgotten is no error."""
     tree, mirror = make_mirror()
     mirror.apply(Batch(1, 0, (inserted("a", "b"), Evicted(chain("x"))), 2, 0, 0))
-    assert tree.stats.num_unknown_notices == 2
+    assert tree.num_unknown_notices == 2
     assert mirror.acknowledgement == Acknowledgement(1, 2)
 
 
@@ -146,7 +146,7 @@ def test_the_mirror_is_at_most_one_answer_behind(num_under_way: int) -> None:
         mirror.apply(batch)
     print(f"{num_under_way} under way: at most {behind} events behind, {num_bytes} bytes an answer")
     assert behind <= 20
-    assert all(tree.find(chain) is not None for chain in rank.held)
+    assert all(tree.nodes.find(chain) is not None for chain in rank.held)
     assert (mirror.num_gaps, mirror.is_behind) == (0, False)
     assert num_bytes < 400_000
 
@@ -168,8 +168,8 @@ def test_the_mirror_heals_without_requests(backlog: int) -> None:
     ).chunks
     print(f"{backlog} events: asked {num_asked} times, {mirror.num_gaps} gaps")
     assert known == [chunk.id for chunk in ordered] == ["A", "B"]
-    assert tree.digest(0) == (log.num_nodes, log.digest) == (backlog + 2, log.digest)
-    assert tree.stats.num_unknown_notices == 0
+    assert tree.holdings.digest(0) == (log.num_nodes, log.digest) == (backlog + 2, log.digest)
+    assert tree.num_unknown_notices == 0
     assert (mirror.num_gaps, mirror.num_resyncs) == ((1, 1) if backlog > log.max_events else (0, 0))
     # One round for each full message. What comes back to the front while nodes are told are not the
     # same events again.
@@ -205,8 +205,8 @@ def test_what_happens_between_two_parts_is_told_once() -> None:
     add(log, "dx")
     keep_up(log, mirror)
     assert names_known(tree) == "bd"
-    assert tree.find(chain("d", "x")) is not None
-    assert tree.stats.num_unknown_notices == 0
+    assert tree.nodes.find(chain("d", "x")) is not None
+    assert tree.num_unknown_notices == 0
 
 
 def test_a_rank_that_answers_while_others_are_asked_is_told_again() -> None:
@@ -223,7 +223,7 @@ def test_a_rank_that_answers_while_others_are_asked_is_told_again() -> None:
         mirror.apply(log.unread())
         mirror.hear(state)
     assert num_asked < 20
-    assert tree.digest(0) == (log.num_nodes, log.digest)
+    assert tree.holdings.digest(0) == (log.num_nodes, log.digest)
     assert mirror.num_resyncs == 1
 
 
@@ -386,8 +386,8 @@ class MirrorMachine(RuleBasedStateMachine):
         self.acks.append(self.mirror.acknowledgement)
         assert self.mirror.acknowledgement == Acknowledgement(self.log.epoch, self.log.seq)
         if len(self.held) < self.tree.max_nodes:
-            assert self.tree.digest(0) == (len(self.held), self.log.digest)
-            nodes = {path: self.tree.find(chain(*path)) for path in self.held}
+            assert self.tree.holdings.digest(0) == (len(self.held), self.log.digest)
+            nodes = {path: self.tree.nodes.find(chain(*path)) for path in self.held}
             assert {path: node and node.tier(0) for path, node in nodes.items()} == self.held
 
     @invariant()

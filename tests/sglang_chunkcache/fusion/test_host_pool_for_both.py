@@ -239,10 +239,10 @@ def test_heads_do_not_lie_in_front_of_what_is_to_leave() -> None:
             rank.serve(rag(A, head=[100 + number]))
     rank.idle()
     rank.forward()
-    assert rank.store._lowest() is not None  # which brings the order up to date
-    stays = mock.Mock(wraps=rank.store._stays)
-    rank.store.stay_if(stays)
-    lowest = rank.store._lowest()
+    assert rank.store.held.lowest() is not None  # which brings the order up to date
+    stays = mock.Mock(wraps=rank.store.held._stays)
+    rank.store.held.stay_if(stays)
+    lowest = rank.store.held.lowest()
     assert isinstance(lowest, HostNode)
     assert lowest.identity.chunk == chunk_id(A)
     stays.assert_called_once_with(lowest)
@@ -356,5 +356,5 @@ def test_chain_whose_parent_is_read_is_written_without_a_gap(disk: Disk) -> None
     disk.settle()
     a.blob.let_go()
     assert rank.fuser.tier is not None
-    entries = rank.fuser.tier.storage.index.variants()
+    entries = rank.fuser.tier.storage.index.held
     assert sorted(len(each.prefix) for each in entries) == [0, 1, 2]

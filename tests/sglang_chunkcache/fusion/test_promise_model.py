@@ -258,10 +258,10 @@ class FuserMachine(RuleBasedStateMachine):
     @rule(is_updated=st.booleans())
     def flush(self, is_updated: bool) -> None:
         self.scheduler.weights += is_updated
-        before = list(self.scheduler.store.variants())
+        before = list(self.scheduler.store.held)
         self.scheduler.flush()
         kept = [each for each in before if each.preprocessed and not is_updated]
-        assert list(self.scheduler.store.variants()) == kept
+        assert list(self.scheduler.store.held) == kept
 
     @precondition(lambda self: self.scheduler.store.stats().num_variants)
     @rule()
@@ -288,8 +288,8 @@ class FuserMachine(RuleBasedStateMachine):
         cache = self.scheduler.cache
         self.mirror.apply(cache.log.unread())
         rank = rank_state(cache, 0)
-        assert self.tree.digest(0) == (rank.events.num_nodes, rank.events.digest)
-        assert self.tree.stats.num_unknown_notices == 0
+        assert self.tree.holdings.digest(0) == (rank.events.num_nodes, rank.events.digest)
+        assert self.tree.num_unknown_notices == 0
         for keys, node in walk(cache):
             if facts(node).chain is None:
                 continue

@@ -331,7 +331,7 @@ def calibrate(rank: Rank, num_slots: int = 1) -> None:
 
 
 def are_scored(rank: Rank) -> list[bool]:
-    return [variant.scores is not None for variant in rank.store.variants()]
+    return [variant.scores is not None for variant in rank.store.held]
 
 
 def test_calibration_makes_scores_and_fused_kv_of_before_stale() -> None:

@@ -159,7 +159,7 @@ def test_entry_of_another_that_nobody_can_use_is_deleted(pair: Pair, problem: st
 def test_entry_that_two_write_at_once_is_of_both(pair: Pair) -> None:
     """What the second has a row of is in its budget, though it has learnt of the first's."""
     pair.written(pair.first, A)
-    (stored,) = pair.tiers[0].storage.index.variants()
+    (stored,) = pair.tiers[0].storage.index.held
     (variant,) = pair.first.stored(A)
     row, second = stored.blob.row, pair.tiers[1].storage
     second._take_over(row, len(A))
@@ -174,7 +174,7 @@ def test_entry_that_two_write_at_once_is_of_both(pair: Pair) -> None:
 def test_pointer_that_lies_about_sizes_is_not_followed(pair: Pair) -> None:
     """It must not make a server ask for memory that is not there."""
     pair.written(pair.first, A)
-    (stored,) = pair.tiers[0].storage.index.variants()
+    (stored,) = pair.tiers[0].storage.index.held
     row = stored.blob.row
     for told, num_taken in (
         (row._replace(num_bytes=1 << 60), 0),

@@ -92,7 +92,7 @@ def test_storage_ages_across_a_restart(disk: Disk) -> None:
     rank = disk.server()
     rank.store_chunks(A)
     disk.settle()
-    disk.tier.storage.index._aging.left(5.0)
+    disk.tier.storage.index.held.aging.left(5.0)
     rank.serve(fused(B, A), answer=[50])
     disk.settle()
     (stored,) = disk.tier.storage.index.find(disk.tier._chunk(identity(A)))
@@ -100,7 +100,7 @@ def test_storage_ages_across_a_restart(disk: Disk) -> None:
     disk.restarted()
     index = disk.tier.storage.index
     (again,) = index.find(disk.tier._chunk(identity(A)))
-    assert (again.priority, again.num_uses, index._aging.now(0)) == (
+    assert (again.priority, again.num_uses, index.held.aging.now(0)) == (
         stored.priority,
         1,
         5 + NEW_ON_HOST,
@@ -372,7 +372,7 @@ def test_update_without_a_flush_stops_the_storage(disk: Disk) -> None:
 def test_entry_of_no_use_is_computed_and_written_anew(disk: Disk, problem: str) -> None:
     disk.server().store_chunks(A, B)
     disk.settle()
-    (name,) = [v.blob.row.name for v in disk.tier.storage.index.variants() if v.prefix]
+    (name,) = [v.blob.row.name for v in disk.tier.storage.index.held if v.prefix]
     good = disk.storage.held[name].clone()
     disk.storage.held[name][-1] ^= 1
     if problem == "gone":

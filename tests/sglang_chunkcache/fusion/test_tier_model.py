@@ -65,9 +65,7 @@ class Life(RuleBasedStateMachine):
         self.servers[number].check()
         storage = self.tiers[number].storage
         storage.index.check_integrity()
-        own = {
-            v.blob.row.name: v.blob.row.num_bytes for v in storage.index.variants() if v.blob.is_own
-        }
+        own = {v.blob.row.name: v.blob.row.num_bytes for v in storage.index.held if v.blob.is_own}
         assert {row.name: row.num_bytes for row in storage.loader._manifest.rows()} == own
         assert sum(own.values()) <= self.storage_bytes
         assert not storage._under_way
@@ -165,7 +163,7 @@ class StorageLife(Life):
     def agree(self) -> None:
         self._settle()
         own, storage = self._own(0), self.tier.storage
-        variants = list(storage.index.variants())
+        variants = list(storage.index.held)
         assert len(own) == len(variants)
         kinds = {"variants": "positioned"} | ({"chains": "exact"} if self.host_slots else {})
         num_bytes = {
@@ -222,7 +220,7 @@ class SharedLife(Life):
     @rule(at=SERVERS)
     def clear(self, at: int) -> None:
         self._settle()
-        others = [v.blob for v in self.tiers[at].storage.index.variants() if not v.blob.is_own]
+        others = [v.blob for v in self.tiers[at].storage.index.held if not v.blob.is_own]
         self.lost |= {blob.row.name for blob in others}
         rank_state(self.servers[at].cache, 0, Asked(clear_store=True))
         self._settle()

@@ -223,7 +223,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.mirror.apply(batch)
             self.acks.append(self.mirror.acknowledgement)
 
-    @precondition(lambda self: len(self.tree) > 0)
+    @precondition(lambda self: len(self.tree.nodes) > 0)
     @rule()
     def forget(self) -> None:
         """As a front that was replaced: it has heard nothing, and what the log has forgotten is a
@@ -245,7 +245,7 @@ class CacheMachine(RuleBasedStateMachine):
         rank = rank_state(cache, 0)
         assert self.mirror.acknowledgement == Acknowledgement(rank.events.epoch, rank.events.seq)
         assert self.mirror.num_gaps <= self.may_have_gap
-        assert self.tree.digest(0) == (rank.events.num_nodes, rank.events.digest)
+        assert self.tree.holdings.digest(0) == (rank.events.num_nodes, rank.events.digest)
         self.tree.check_integrity()
 
     # After every step

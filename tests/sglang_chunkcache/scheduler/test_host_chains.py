@@ -97,7 +97,7 @@ def test_front_that_lost_events_hears_of_what_comes_back(scheduler: HostSchedule
     scheduler.mirror = RankMirror(scheduler.tree, 0)
     scheduler.serve(rag(A, B, promoted_len=1))
     scheduler.check()
-    nodes = [scheduler.tree.find(each) for each in (chain(A), chain(A, B))]
+    nodes = [scheduler.tree.nodes.find(each) for each in (chain(A), chain(A, B))]
     assert [node.promoted for node in nodes if node is not None] == [True, False]
     assert scheduler.mirror.num_gaps == 1
 
@@ -111,7 +111,7 @@ def test_computed_again_is_linked_again(scheduler: HostScheduler) -> None:
     scheduler.check()
     scheduler.evict(CAPACITY)
     scheduler.check()
-    assert scheduler.tree.find(chain(A, B)) is not None
+    assert scheduler.tree.nodes.find(chain(A, B)) is not None
 
 
 def test_load_that_does_not_pay_is_tried_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def server(disk: ChainDisk) -> Server:
 
 def prefixes(server: Server, head: str | None = None) -> list[int]:
     """How much is before each entry, of that head."""
-    found = server.storage.index.variants()
+    found = server.storage.index.held
     return sorted(len(each.prefix) for each in found if head in (None, each.head))
 
 
@@ -132,11 +132,11 @@ def test_explain_says_what_the_storage_has_behind_the_other_tiers(server: Server
 
 def test_what_is_prefetched_is_there_when_it_comes(server: Server) -> None:
     """It is no request: counted is that it was loaded, and used by the request."""
-    before = [variant.priority for variant in server.storage.index.variants()]
+    before = [variant.priority for variant in server.storage.index.held]
     prefetch(server, rag(A, B, C))
     counts = server.settle()
     assert counts["prefetch"] == {"requested": 3, "loaded": 3, "used": 0}
-    assert [variant.priority for variant in server.storage.index.variants()] == before
+    assert [variant.priority for variant in server.storage.index.held] == before
     server.check()
     assert server.serve(rag(A, B, C)) == len(HEAD + A + B)
     server.cache.arrived(rag(A, B))
@@ -152,7 +152,7 @@ def test_other_rank_prefetches_nothing(server: Server) -> None:
 def test_tenant_may_have_so_much_under_way(disk: ChainDisk, server: Server) -> None:
     """Ahead of its requests, which are loaded for."""
     server.storage.prefetches.max_bytes = max(
-        variant.nbytes for variant in server.storage.index.variants()
+        variant.nbytes for variant in server.storage.index.held
     )
     disk.storage.become("hanging")
     prefetch(server, rag(A, B))
@@ -175,7 +175,7 @@ def test_start_fills_host_memory_and_tells_the_front(
     server = Server(disk, host_slots=host_slots)
     assert server.cache.tiers.stored.load_most_used() == 1 + len(chains)
     server.check()
-    nodes = [server.tree.find(chain(*chunks)) for chunks in chains]
+    nodes = [server.tree.nodes.find(chain(*chunks)) for chunks in chains]
     assert all(node is not None and node.tier(0) is Tier.HOST for node in nodes)
     assert server.serve(rag(A, B)) == len(HEAD + sum(chains[-1], ()))
     server.check()
@@ -227,7 +227,7 @@ def test_end_of_a_chain_leaves_first_after_a_restart(disk: ChainDisk) -> None:
     """Its nodes were used alike. A chain without its beginning is of no use."""
     stored(disk, A, B, C)
     server = Server(disk, storage_bytes=disk.opened_ones[-1].stats()["num_bytes"])
-    (place,) = {variant.head for variant in server.storage.index.variants()}
+    (place,) = {variant.head for variant in server.storage.index.held}
     others = [(number,) * 4 for number in (91, 92)]
     for _ in range(4):
         server.ask(rag(*others, head=(90,)))
@@ -240,7 +240,7 @@ def test_end_of_a_chain_leaves_first_after_a_restart(disk: ChainDisk) -> None:
 
 def test_chain_without_its_beginning_is_not_loaded(server: Server) -> None:
     """Nor is one in whose place there would be another's KV."""
-    for variant in list(server.storage.index.variants()):
+    for variant in list(server.storage.index.held):
         if not variant.prefix:
             server.storage.index.drop(variant)
     assert server.cache.tiers.stored.load_most_used() == 0
@@ -438,7 +438,7 @@ def test_flush_while_a_load_and_a_write_are_under_way(disk: ChainDisk) -> None:
 
 
 def test_failed_load_takes_what_follows_with_it(disk: ChainDisk, server: Server) -> None:
-    (row,) = (v.blob.row for v in server.storage.index.variants() if len(v.prefix) == 1)
+    (row,) = (v.blob.row for v in server.storage.index.held if len(v.prefix) == 1)
     disk.storage.held[row.name][-3] ^= 64
     assert server.ask(rag(A, B)) == len(HEAD)
     assert server.settle()["problems"] == {"damaged": 1}

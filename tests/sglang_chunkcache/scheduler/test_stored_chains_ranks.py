@@ -81,7 +81,7 @@ class Life:
             for place, each in host.nodes._nodes.items()
         )
         held = sorted(
-            (each.blob.row.place, each.nbytes, each.priority) for each in storage.index.variants()
+            (each.blob.row.place, each.nbytes, each.priority) for each in storage.index.held
         )
         waiting = {kind.__name__: tuple(each) for kind, each in storage.loader._waiting.items()}
         return {
@@ -246,7 +246,7 @@ def decisions(group: RankGroup, folder: Path, num_requests: int, seed: int) -> l
             found = server.serve(req)
             life.disk.now += 0.1
             host, loader = server.cache.tiers.host, server.storage.loader
-            held = [each.blob.row.place for each in server.storage.index.variants()]
+            held = [each.blob.row.place for each in server.storage.index.held]
             log.append(
                 (
                     found,

@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from radix_ext import IntegrityError
 from radix_ext.cfo import Scored
-from radix_ext.variants import RESERVED_SHARE, RESERVED_WINDOWS, Variant, VariantIndex
+from radix_ext.variant_index import VariantIndex
+from radix_ext.variants import RESERVED_SHARE, RESERVED_WINDOWS, Variant
 from tests.examples import examples
 from tests.reference.naive_store import NaiveStore, NaiveVariant, num_bytes
 from tests.reference.sources import Sums, ids
@@ -78,7 +79,7 @@ def test_a_chunk_with_all_its_variants_gets_another_one_for_a_prefix_asked_for_m
     other, x, y = make_variant(), make_variant("x"), make_variant("y")
     for name, variant in (("b", other), ("a", x), ("a", y)):
         store.put(chunk(name), variant)
-    store.use(x)
+    store.held.use(x)
     ask(store, "a", "y")
     ask(store, "a", "z")
     assert not store.wants(chunk("a"), "", ids("z"))
@@ -95,7 +96,7 @@ def test_what_was_popular_leaves_once_the_store_has_turned_over() -> None:
     popular = make_variant()
     store.put(chunk("a"), popular)
     for _ in range(30):
-        store.use(popular)
+        store.held.use(popular)
     left = next(
         n
         for n in range(1000)
@@ -110,12 +111,12 @@ def test_an_uncommon_corpus_leaves_room_for_live_traffic() -> None:
     store = make_store(tokens=20, window=3)
     taken = [store.put((n, ""), make_variant(preprocessed=True)) for n in range(80)]
     assert sum(taken) == 20, "what is not reserved comes as long as there is room"
-    assert store._num_reserved == 20 * RESERVED_SHARE
+    assert store.held.num_reserved == 20 * RESERVED_SHARE
     assert all(store.put((n, "live"), make_variant()) for n in range(60))
     held = [bool(store.find((n, ""))) for n in range(80)]
     assert (sum(held), store.stats().num_variants) == (10, 20)
     ask(store, "x" * (RESERVED_WINDOWS * 3))
-    assert store._num_reserved == 0
+    assert store.held.num_reserved == 0
     assert all(store.put((n, "later"), make_variant()) for n in range(20))
     assert not any(store.find((n, "")) for n in range(80))
     store.check_integrity()
@@ -127,7 +128,7 @@ def test_what_is_reserved_leaves_for_no_ordinary_variant() -> None:
     big, ahead = make_variant(num_tokens=6), make_variant("n", num_tokens=4, preprocessed=True)
     store.put(chunk("a"), big)
     store.put(chunk("p"), ahead)
-    store.stay_if(lambda variant: variant is big)
+    store.held.stay_if(lambda variant: variant is big)
     ask(store, "xxx")
     assert not store.put(chunk("x"), make_variant(num_tokens=3))
     assert store.find(chunk("p")) == (ahead,)
@@ -187,7 +188,7 @@ def test_whoever_watches_is_told_of_all_that_comes_and_leaves() -> None:
         (c, False),
     ]
     assert store.stats().num_evicted == 1
-    assert list(store.variants()) == []
+    assert list(store.held) == []
 
 
 def test_a_variant_is_in_one_place_only() -> None:
@@ -215,7 +216,7 @@ def test_eviction_order_does_not_grow_with_replacement() -> None:
     store = make_store(tokens=1)
     for index in range(1000):
         store.put(chunk("a"), make_variant(f"{index}"))
-    assert len(store._order) < 50
+    assert len(store.held._order) < 50
     store.check_integrity()
 
 
@@ -223,28 +224,29 @@ def test_clear_keeps_the_counts() -> None:
     """Metrics are counters."""
     store, variant = make_store(), make_variant()
     store.put(chunk("a"), variant)
-    store.use(variant)
+    store.held.use(variant)
     store.clear()
     assert store.find(chunk("a")) == ()
     stats = store.stats()
     assert (stats.num_chunks, stats.num_variants, stats.num_bytes) == (0, 0, 0)
     assert (stats.num_added, stats.num_uses, stats.num_evicted) == (1, 1, 0)
-    store.use(variant)
+    store.held.use(variant)
     assert variant.num_uses == 1
     assert store.put(chunk("a"), variant)
     store.check_integrity()
 
 
 HARMS: list[tuple[str, Callable[[VariantIndex, Variant], object]]] = [
-    ("the variants count", lambda store, held: setattr(store, "_num_bytes", 1)),
-    ("over max_bytes", lambda store, held: setattr(store, "_max_bytes", 1)),
-    ("1 variants over 0", lambda store, held: setattr(store, "_max_in_all", 0)),
-    ("0 variants are reserved but 1", lambda store, held: setattr(store, "_num_reserved", 1)),
+    ("the variants count", lambda store, held: setattr(store.held, "num_bytes", 1)),
+    ("over max_bytes", lambda store, held: setattr(store.held, "max_bytes", 1)),
+    ("1 variants over 0", lambda store, held: setattr(store.held, "max_entries", 0)),
+    ("0 variants are reserved but 1", lambda store, held: setattr(store.held, "num_reserved", 1)),
     ("0 variants listed by chunk but 1 held", lambda store, held: store._chunks.clear()),
     ("is not where", lambda store, held: setattr(held, "prefix", ids("z"))),
+    ("is not where", lambda store, held: setattr(held, "serial", 7)),
     ("came with", lambda store, held: setattr(held, "scores", make_scores("", 1, Scored.ALL))),
     ("in the eviction order", lambda store, held: setattr(held, "priority", -1)),
-    ("in the eviction order", lambda store, held: store._order.clear()),
+    ("in the eviction order", lambda store, held: store.held._order.clear()),
 ]
 
 
@@ -322,21 +324,23 @@ class StoreMachine(RuleBasedStateMachine):
         if self.naive.variants:
             chosen = data.draw(st.sampled_from(self.naive.variants))
             self.naive.use(chosen)
-            self.store.use(next(variant for variant, naive in self.pairs if naive is chosen))
+            self.store.held.use(next(variant for variant, naive in self.pairs if naive is chosen))
 
     @rule(data=st.data())
     def keep_below(self, data: st.DataObject) -> None:
         if self.naive.variants:
             chosen = data.draw(st.sampled_from(self.naive.variants))
             chosen.is_below = True
-            self.store.set_below(next(variant for variant, naive in self.pairs if naive is chosen))
+            self.store.held.set_below(
+                next(variant for variant, naive in self.pairs if naive is chosen)
+            )
 
     @rule()
     def use_what_has_left(self) -> None:
         for variant, naive in self.pairs:
             if naive not in self.naive.variants:
-                self.store.use(variant)
-                self.store.set_below(variant)
+                self.store.held.use(variant)
+                self.store.held.set_below(variant)
 
     @invariant()
     def same(self) -> None:
