@@ -177,7 +177,8 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
                 yield event
 
     async def _finish(self, rag: RagRequest, content: str | None) -> None:
-        self._bookkeeper.finish(rag, await asyncio.to_thread(self._bookkeeper.closed, rag, content))
+        closed = await asyncio.to_thread(rag.closed_turn, content)
+        self._bookkeeper.conversations.finish(rag, closed)
 
 
 def _of(raw_request: Request) -> RagRequest:
