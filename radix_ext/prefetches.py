@@ -21,6 +21,10 @@ class Prefetches:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._under_way: Counter[Hashable] = Counter()
+        self._coming: Counter[Hashable] = Counter()
+        """Chunk -> its loads under way."""
+        self._awaited: set[Hashable] = set()
+        """Of these chunks, those that a request has asked for."""
         self._unused: dict[Hashable, int] = {}
         """Chunk -> requests before its load began. The oldest first."""
         self._num_requests = self._num_requested = self._num_loaded = self._num_used = 0
@@ -34,6 +38,7 @@ class Prefetches:
         """A load of so many bytes has started, of which `end` tells."""
         self._num_requested += 1
         self._under_way[tenant] += num_bytes
+        self._coming[chunk] += 1
         # Keeps its place: the first is the oldest.
         self._unused.setdefault(chunk, self._num_requests)
 
@@ -44,8 +49,15 @@ class Prefetches:
         # Clients may invent tenants without end; those with nothing under way keep no entry.
         if not self._under_way[tenant]:
             del self._under_way[tenant]
-        if not has_come:
-            self._unused.pop(chunk, None)
+        self._coming[chunk] -= 1
+        if has_come and chunk in self._awaited:
+            self._awaited.remove(chunk)
+            self._num_used += 1
+        if not self._coming[chunk]:
+            del self._coming[chunk]
+            self._awaited.discard(chunk)
+            if not has_come:
+                self._unused.pop(chunk, None)
 
     @property
     def num_bytes(self) -> int:
@@ -53,9 +65,14 @@ class Prefetches:
         return self._under_way.total()
 
     def asked(self, chunk: Hashable) -> None:
-        """A request asks for the chunk, which may still be under way."""
+        """A request asks for the chunk. One that is still under way is used when it has come."""
         # Gone, so that a second request counts no use.
-        self._num_used += self._unused.pop(chunk, None) is not None
+        if self._unused.pop(chunk, None) is None:
+            return
+        if chunk in self._coming:
+            self._awaited.add(chunk)
+        else:
+            self._num_used += 1
 
     def next_request(self) -> None:
         """A request was counted."""

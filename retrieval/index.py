@@ -77,18 +77,16 @@ class Index:
             CorruptIndexError: the folder is not an index directory, is damaged, or has another
                 format.
         """
-        for _ in range(_OPEN_TRIES - 1):
+        for num_left in reversed(range(_OPEN_TRIES)):
             # The state first: what changes between the two looks new at the next refresh.
             state, manifest = state_of(folder), read_manifest(folder)
             try:
                 return cls._open(folder, manifest, state, verify=verify, earlier=earlier)
             except CorruptIndexError:
-                # No build has replaced the generation meanwhile, so it is damage.
-                if read_manifest(folder) == manifest:
+                # If no build has replaced the generation meanwhile, it is damage.
+                if not num_left or read_manifest(folder) == manifest:
                     raise
-        return cls._open(
-            folder, read_manifest(folder), state_of(folder), verify=verify, earlier=earlier
-        )
+        raise AssertionError  # the last try returns or raises
 
     @property
     def generation(self) -> int:

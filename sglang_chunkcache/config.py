@@ -1,5 +1,5 @@
 """Every knob of the project: default, unit, range and reason. Command line flags and `--help` come
-from here.
+from here, a group of flags from each of the dataclasses that `ChunkCacheConfig` is made of.
 
 SGLang starts fresh processes and calls `plugin.register()` without arguments, so `launch_server`
 hands the configuration over as JSON in one environment variable that only this file reads.
@@ -28,19 +28,6 @@ SHORT_FLAGS = {
     "recompute_attention": "--recompute-attention",
 }
 """Short names of frequent flags, in addition to the long ones."""
-
-GROUPS = {
-    "order": "chunk cache: order, eviction, ranks",
-    "dedup": "chunk cache: conversations",
-    "max_body_bytes": "chunk cache: requests",
-    "reuse": "chunk cache: moved KV",
-    "host_mib": "chunk cache: host memory and disk",
-    "max_pass_tokens": "chunk cache: what moving may cost",
-    "audit_share": "chunk cache: audit and gate",
-    "index": "chunk cache: retrieval",
-    "log": "chunk cache: server",
-}
-"""`--help` begins a group with this flag."""
 
 SELECTORS = ("none", "first", "deviation", "query", "critical", "context")
 """Names of our selectors; tests check that each has its file in `fusion/selectors/`."""
@@ -97,31 +84,17 @@ def knob(
     """
     # argparse converts by the type: without `kind`, numbers whose default is None stay text.
     kind = type(default) if default is not None else kind or str
-    return field(
-        default=default,
-        metadata={
-            "help": help,
-            "why": why,
-            "low": low,
-            "high": high,
-            "choices": choices,
-            "kind": kind,
-            "has_flag": has_flag,
-        },
-    )
+    known = {"help": help, "why": why, "low": low, "high": high, "choices": choices, "kind": kind}
+    return field(default=default, metadata={**known, "has_flag": has_flag})
 
 
 @dataclass(frozen=True)
-class ChunkCacheConfig:
-    """Configuration of one server. Raises ValueError naming the flag, its value and its range."""
-
+class OrderConfig:
     order: str = knob(
         "tree",
         "how a request's chunks are ordered",
-        (
-            "`tree` puts the deepest cached chain first, then chunks that the window has seen; "
-            "`frequency` is CRAFT's order, `retriever` leaves the order alone."
-        ),
+        "`tree` puts the deepest cached chain first, then chunks that the window has seen; "
+        "`frequency` is CRAFT's order, `retriever` leaves the order alone.",
         choices=("retriever", "frequency", "tree"),
     )
     eviction: str = knob(
@@ -142,10 +115,8 @@ class ChunkCacheConfig:
     max_tenants: int = knob(
         10_000,
         "tenants whose accesses are counted",
-        (
-            "A tenant takes about 1 kB. The least recently counted one is forgotten first, which "
-            "costs it an order, never an answer."
-        ),
+        "A tenant takes about 1 kB. The least recently counted one is forgotten first, which "
+        "costs it an order, never an answer.",
         low=1,
         high=100_000_000,
         has_flag=False,
@@ -195,6 +166,10 @@ class ChunkCacheConfig:
         "Load is prompt tokens in flight.",
         low=1.0,
     )
+
+
+@dataclass(frozen=True)
+class ConversationConfig:
     dedup: str = knob(
         "shown",
         "what a conversation drops as already seen",
@@ -230,6 +205,10 @@ class ChunkCacheConfig:
         "model, so that each turn is a prefix of the next.",
         choices=("template", "kept"),
     )
+
+
+@dataclass(frozen=True)
+class RequestConfig:
     max_body_bytes: int = knob(
         4 * 2**20,
         "bytes in the body of one request",
@@ -261,10 +240,8 @@ class ChunkCacheConfig:
     chunk_tokens: str = knob(
         "text",
         "what control tokens in a chunk's text become",
-        (
-            "`text`: plain text, since a retrieved text is not trusted, so `<|end|>` in it ends "
-            "nothing. `control`: what they are in a message."
-        ),
+        "`text`: plain text, since a retrieved text is not trusted, so `<|end|>` in it ends "
+        "nothing. `control`: what they are in a message.",
         choices=("text", "control"),
     )
     answer_reserve_tokens: int = knob(
@@ -284,6 +261,10 @@ class ChunkCacheConfig:
         "text after every chunk; part of the chunk's span",
         "A span includes its separator, so that the chunk area is contiguous.",
     )
+
+
+@dataclass(frozen=True)
+class MovedConfig:
     reuse: str = knob(
         "exact",
         "what the server may reuse (also --reuse)",
@@ -309,15 +290,27 @@ class ChunkCacheConfig:
         low=0.0,
         high=1.0,
     )
+    question_window: int = knob(
+        32,
+        "last tokens of a question that choose what is recomputed; all of a shorter one",
+        "They run through the model once more, before the answer does. 32 hold a question, take a "
+        "third to a half of the time of recomputing what they select, and choose better than 256 "
+        "where instructions precede the question (eval/LOG.md).",
+        low=1,
+        high=4096,
+        has_flag=False,
+    )
     calibrate: str = knob(
         "auto",
         "measure at the start which layers and heads tell what to recompute",
-        (
-            "Once for a model and its weights; kept under `XDG_CACHE_HOME`. `auto`: where the "
-            "server's selector is `critical`."
-        ),
+        "Once for a model and its weights; kept under `XDG_CACHE_HOME`. `auto`: where the "
+        "server's selector is `critical`.",
         choices=("auto", "on", "off"),
     )
+
+
+@dataclass(frozen=True)
+class HostConfig:
     host_mib: int | None = knob(
         None,
         "host memory of each rank for exact chains that leave the device, in MiB; 0: none; not "
@@ -399,16 +392,10 @@ class ChunkCacheConfig:
         low=0.0,
         high=1.0,
     )
-    question_window: int = knob(
-        32,
-        "last tokens of a question that choose what is recomputed; all of a shorter one",
-        "They run through the model once more, before the answer does. 32 hold a question, take a "
-        "third to a half of the time of recomputing what they select, and choose better than 256 "
-        "where instructions precede the question (eval/LOG.md).",
-        low=1,
-        high=4096,
-        has_flag=False,
-    )
+
+
+@dataclass(frozen=True)
+class CostConfig:
     max_pass_tokens: int = knob(
         0,
         "tokens recomputed before one batch; 0: SGLang's prefill budget",
@@ -447,6 +434,10 @@ class ChunkCacheConfig:
         "the server does not start. `auto`: `sparse` where it can run, else `masked`.",
         choices=("auto", "masked", "sparse"),
     )
+
+
+@dataclass(frozen=True)
+class AuditConfig:
     audit_share: float = knob(
         0.01,
         "share of requests with moved KV whose answer is compared with an exact prefill",
@@ -476,6 +467,10 @@ class ChunkCacheConfig:
         "`report` starts all the same, for `sglang_chunkcache.check`.",
         choices=("refuse", "report"),
     )
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
     index: str | None = knob(
         None,
         "directory of a retrieval index to search for requests (also --index)",
@@ -494,11 +489,7 @@ class ChunkCacheConfig:
         choices=("on", "off"),
     )
     retrieve_k: int = knob(
-        5,
-        "passages retrieved by default",
-        "CRAFT section 5: top-5.",
-        low=1,
-        high=100_000,
+        5, "passages retrieved by default", "CRAFT section 5: top-5.", low=1, high=100_000
     )
     retrieve_mode: str = knob(
         "auto",
@@ -558,6 +549,10 @@ class ChunkCacheConfig:
         high=10_000_000,
         has_flag=False,
     )
+
+
+@dataclass(frozen=True)
+class ServerConfig:
     log: str = knob(
         "brief",
         "what the server prints: brief leaves out known lines that no user needs",
@@ -586,6 +581,37 @@ class ChunkCacheConfig:
         " as it comes.",
         choices=("on", "off"),
     )
+
+
+GROUPS = {
+    "chunk cache: order, eviction, ranks": OrderConfig,
+    "chunk cache: conversations": ConversationConfig,
+    "chunk cache: requests": RequestConfig,
+    "chunk cache: moved KV": MovedConfig,
+    "chunk cache: host memory and disk": HostConfig,
+    "chunk cache: what moving may cost": CostConfig,
+    "chunk cache: audit and gate": AuditConfig,
+    "chunk cache: retrieval": RetrievalConfig,
+    "chunk cache: server": ServerConfig,
+}
+"""Of `--help`."""
+
+
+@dataclass(frozen=True)
+class ChunkCacheConfig(
+    # the last one's fields are the first, so this is the order of GROUPS from its end
+    ServerConfig,
+    RetrievalConfig,
+    AuditConfig,
+    CostConfig,
+    HostConfig,
+    MovedConfig,
+    RequestConfig,
+    ConversationConfig,
+    OrderConfig,
+):
+    """Configuration of one server. Raises ValueError naming the flag, its value and its range."""
+
     secret: str = field(default="", metadata={"has_flag": False})
     """Marks the front's own requests in `custom_params`;
     drawn at the start, so no client can forge it."""
@@ -650,28 +676,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     refuse those that earlier versions had."""
     # parse_known_args would leave a removed flag to SGLang, whose error knows no advice.
     add_removed_flags(parser)
-    group: argparse._ActionsContainer = parser
-    for f in flag_fields():
-        if f.name in GROUPS:
-            group = parser.add_argument_group(GROUPS[f.name])
-        help, why, choices, kind = (f.metadata[key] for key in ("help", "why", "choices", "kind"))
-        # Without argparse's `choices`, which would refuse a removed value without the advice, too.
-        group.add_argument(
-            flag_name(f.name),
-            *([SHORT_FLAGS[f.name]] if f.name in SHORT_FLAGS else []),
-            # Else argparse names the value by the long flag, and `from_flags` looks for the field.
-            dest=f.name,
-            type=kind,
-            default=f.default,
-            metavar="|".join(choices) if choices else None,
-            # argparse formats help texts with `%`.
-            help=f"{help} (default: {f.default!r}). {why}".replace("%", "%%"),
-        )
+    for title, group in GROUPS.items():
+        section = parser.add_argument_group(title)
+        for f in flag_fields(group):
+            help, why, choices, kind = (f.metadata[k] for k in ("help", "why", "choices", "kind"))
+            # Without argparse's `choices`, which would refuse a removed value without the advice.
+            section.add_argument(
+                flag_name(f.name),
+                *([SHORT_FLAGS[f.name]] if f.name in SHORT_FLAGS else []),
+                # Else argparse names the value by the long flag, where `from_flags` has the field.
+                dest=f.name,
+                type=kind,
+                default=f.default,
+                metavar="|".join(choices) if choices else None,
+                # argparse formats help texts with `%`.
+                help=f"{help} (default: {f.default!r}). {why}".replace("%", "%%"),
+            )
 
 
-def flag_fields() -> list[dataclasses.Field[Any]]:
-    """Those that users set."""
-    return [f for f in dataclasses.fields(ChunkCacheConfig) if f.metadata["has_flag"]]
+def flag_fields(group: type[Any] = ChunkCacheConfig) -> list[dataclasses.Field[Any]]:
+    """Those that users set, in the order of `--help`."""
+    return [f for f in dataclasses.fields(group) if f.metadata["has_flag"]]
 
 
 def from_flags(args: argparse.Namespace) -> ChunkCacheConfig:

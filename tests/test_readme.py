@@ -37,14 +37,6 @@ def flag_rows() -> list[str]:
     return rows
 
 
-def fallback_rows() -> list[str]:
-    """A table with a row per reason."""
-    rows = ["| reason | what it means | what to do |", "|---|---|---|"]
-    return rows + [
-        f"| `{reason.value}` | {reason.meaning} | {reason.remedy} |" for reason in Fallback
-    ]
-
-
 def guard_rows() -> list[str]:
     """A table with a row per rule."""
     rows = ["| field | must | what ends otherwise | SGLang |", "|---|---|---|---|"]
@@ -57,7 +49,6 @@ def guard_rows() -> list[str]:
 TABLES = {
     "guard": (ROOT / "sglang_chunkcache" / "front" / "README.md", guard_rows),
     "flags": (ROOT / "sglang_chunkcache" / "front" / "README.md", flag_rows),
-    "fallbacks": (ROOT / "sglang_chunkcache" / "front" / "README.md", fallback_rows),
 }
 """Name in the markers -> the page and what is generated into it."""
 
@@ -79,6 +70,18 @@ def test_generated_table_is_that_of_the_code(name: str) -> None:
     page, rows = TABLES[name]
     text = page.read_text(encoding="utf-8")
     assert text == generated(text, name, rows()), "python tests/test_readme.py writes it anew"
+
+
+def test_every_fallback_is_explained() -> None:
+    """Each has a row, in the order of the code: what it means and what to do, in sentences."""
+    page = (ROOT / "sglang_chunkcache" / "front" / "README.md").read_text(encoding="utf-8")
+    table = page.split("<!-- fallbacks:")[1].split("<!-- end of fallbacks -->")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[3:]]
+    assert [name for name, _, _ in rows] == [f"`{reason.value}`" for reason in Fallback]
+    for _, *texts in rows:
+        for text in texts:
+            assert text[0].isupper(), text
+            assert text.endswith((".", ").")), text
 
 
 def headings(page: Path) -> set[str]:

@@ -103,7 +103,8 @@ class Lane:
         sleeps = {name.removeprefix("moved_"): slow[name] for name in PARTS if name in slow}
         switch(self._switch, **sleeps, in_line=arm == "in line")
         if is_moved:  # nothing is left on the device
-            get(self._url + "/flush_cache?timeout=60")
+            # longer than the server waits, so that it says itself why it could not
+            get(self._url + "/flush_cache?timeout=60", timeout_s=90)
         prompt = f"{'found' if is_search else 'sent'}{number}"
         if arm != "computed":
             self._turn += 1
@@ -288,8 +289,8 @@ def _row(
     sooner = [
         (late["metrics"]["ttft_s"] - soon["metrics"]["ttft_s"]) / unit(soon)
         for late, soon in zip(arms[base], taken, strict=True)
-        # a load that the server skipped has no time to be hidden
-        if arm not in ("computed", base) and soon["loaded"]
+        # what the server did not load, or loaded without a sleep, has no time to be hidden
+        if arm not in ("computed", base) and soon["loaded"] and unit(soon)
     ]
     prefetch = {name: sum(one["prefetch"][name] for one in taken) for name in PREFETCH}
     return {

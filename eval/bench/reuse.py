@@ -187,7 +187,8 @@ class Bench:
         as the `exact` prompt."""
         ours = self._urls["ours"]
         for url in self._urls.values():
-            get(url + "/flush_cache?timeout=60")
+            # longer than the server waits, so that it says itself why it could not
+            get(url + "/flush_cache?timeout=60", timeout_s=90)
         post(ours + "/chunkcache/clear_store")
         for chunk in self._chunks["host"]:
             post(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from eval.errors import CommandError
 from eval.outcome import Row, interval
 from eval.progress import tracked
-from eval.recorded import grouped
+from eval.recorded import cell_name, grouped
 from eval.run import Run, Sample
 from eval.stats import contrast
 
@@ -31,19 +31,16 @@ def take_rounds(
     run: Run, cell: Mapping[str, Any], arms: Mapping[str, Take], num_rounds: int
 ) -> None:
     """Take the rounds of a cell that the run lacks, each written at once;
-    round 0 is a warm-up, `num_rounds` follow."""
-    name = "/".join(map(str, cell.values()))
-    # `add_all` writes a round's samples at once, so the key of its first arm tells of them all
-    missing = [
-        number
-        for number in range(num_rounds + 1)
-        if f"{name}/{number}/{next(iter(arms))}" not in run
-    ]
+    round 0 is a warm-up, `num_rounds` follow. A round that lacks one of the arms is taken anew."""
+    name = cell_name(cell)
+    keys = [{arm: f"{name}/{n}/{arm}" for arm in arms} for n in range(num_rounds + 1)]
+    missing = [n for n, of in enumerate(keys) if not all(key in run for key in of.values())]
+    run.drop([key for n in missing for key in keys[n].values()])
     for number in tracked(name, missing):
         taken = {arm: arms[arm](number) for arm in turned(list(arms), number)}
         # `request` pairs the arms of a round: machine noise that lasts longer hits all of them
         about = {"cell": dict(cell), "request": str(number), "warm_up": not number}
-        run.add_all((f"{name}/{number}/{arm}", {"arm": arm, **about, **taken[arm]}) for arm in arms)
+        run.add_all((key, {"arm": arm, **about, **taken[arm]}) for arm, key in keys[number].items())
 
 
 def turned(arms: Sequence[str], number: int) -> list[str]:

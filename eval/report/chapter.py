@@ -173,9 +173,13 @@ def _facts(run: Recorded) -> dict[str, str]:
 
 
 def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{key} {plain(value)}" for key, value in values.items() if value not in (None, [], False)
+    # not `in`, to which 0 is False
+    told = (
+        f"{key} {plain(value)}"
+        for key, value in values.items()
+        if value is not None and value is not False and value != []
     )
+    return ", ".join(told)
 
 
 def _caveats(run: Recorded) -> list[str]:

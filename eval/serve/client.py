@@ -113,7 +113,7 @@ async def send(
         )
         async with session.post(url + ROUTES[arm.route], json=sent) as response:
             if response.status != 200:
-                answer.error = f"HTTP {response.status}: {_reason(await response.text())}"
+                answer.error = await _refusal(response)
             else:
                 await _read(answer, response, start)
     # AttributeError, TypeError, KeyError: an event that is JSON and has another form
@@ -194,6 +194,13 @@ async def _read(answer: Answer, response: aiohttp.ClientResponse, start: float) 
         answer.chunkcache = event.get("chunkcache") or answer.chunkcache
     if answer.ttft_s is None:
         raise ValueError("the stream ended without a token")
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> str:
+    """Status and message, the status alone if the body cannot be read."""
+    with suppress(aiohttp.ClientError, OSError):
+        return f"HTTP {response.status}: {_reason(await response.text(errors='replace'))}"
+    return f"HTTP {response.status}"
 
 
 def _reason(text: str) -> str:

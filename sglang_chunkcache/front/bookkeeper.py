@@ -5,7 +5,6 @@
               whatever happened
     observe   the answer's first token: the rank's events go to its mirror, its report or
               `cached_tokens` become fates
-    finish    the conversation gets its turn
 
 Holds no KV and no HTTP. One event loop, so nothing here is locked; nothing here waits.
 """
@@ -16,23 +15,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 from radix_ext import (
     ChunkPrefixTree,
-    ConversationKey,
-    ConversationMap,
-    Home,
     KvAware,
     RoundRobin,
     Router,
     TenantTables,
-    Turn,
 )
 from radix_ext.audit import Audit, AuditDecision, AuditState, Change
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.front.conversation import ClaimedHistory, Conversation
+from sglang_chunkcache.front.conversations import Conversations
 from sglang_chunkcache.front.fusion_options import fused_request, spans_to_keep
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.rank_mirror import RankMirror
@@ -100,27 +94,7 @@ class Bookkeeper:
             max_entries=self._config.max_access_entries,
         )
         self.reasons = Reasons(self._config, self.tree, self.tables, clock=self._clock)
-        self.conversations = ConversationMap(
-            max_conversations=self._config.max_conversations,
-            max_tokens=self._config.max_conversation_tokens,
-            idle_s=self._config.conversation_idle_s,
-        )
-
-    def conversation(
-        self, key: ConversationKey, claimed: ClaimedHistory, *, start: int
-    ) -> Conversation:
-        """What is in store of a conversation: up to message `start` as far as `claimed` agrees, and
-        what its questions up to that message have shown."""
-        now = self._clock()
-        names = [
-            (i, name) for i, names in claimed.questions.items() if i <= start for name in names
-        ]
-        turns = self.conversations.found(key, [name for _, name in names], now)
-        # A name with the answers comes after the one with the questions alone, and replaces it.
-        asked = {i: turn for (i, _), turn in zip(names, turns, strict=True) if turn is not None}
-        return Conversation(
-            key, claimed, self.conversations.agree(key, claimed.up_to(start), now), asked
-        )
+        self.conversations = Conversations(self._config, clock=self._clock)
 
     @contextmanager
     def begin(self, rag: RagRequest) -> Iterator[RagRequest]:
@@ -139,7 +113,7 @@ class Bookkeeper:
             self.router.begin(planned.rank, len(planned.input_ids))
             taken.callback(self.router.end, planned.rank, len(planned.input_ids))
             taken.callback(self._count_outcome, rag)
-            self._keep_turn(planned)
+            self.conversations.keep(rag)
             for reason in planned.fallbacks:
                 self._fall_back(rag, reason)
             if self.audit is not None and planned.terms is not None:
@@ -200,30 +174,6 @@ class Bookkeeper:
                 # `matched`: an int is a stop token, a str a stop string, which SGLang cuts off
                 rag.is_cut = isinstance(meta["finish_reason"].get("matched"), str)
 
-    def closed(self, rag: RagRequest, content: str | None) -> Turn | None:
-        """The turn of a complete answer, None where it is none of a conversation's. `content` is
-        the message the client got, None where it is not plain text. Reads the request alone; a
-        thread does it, since a long answer may be tokenised again."""
-        planned, turn = rag.planned, rag.planned.draft.turn
-        if turn is None or content is None or rag.is_cut or not rag.is_complete:
-            return None
-        # Without chunks nothing was moved, so later turns have no recipe to keep.
-        tag = planned.fusion.recipe if planned.fusion and planned.spans else ""
-        return turn.closed(
-            planned.input_ids, planned.spans, rag.output_ids, content=content, tag=tag
-        )
-
-    def finish(self, rag: RagRequest, closed: Turn | None) -> None:
-        """The answer is complete: what `closed` has made of it is the conversation's."""
-        if closed is not None:
-            turn = rag.planned.draft.turn
-            assert turn is not None
-            start = sum(each.num_tokens for each in turn.history)
-            closed = replace(closed, home=self._home(rag, start))
-            self.conversations.finish(
-                turn.key, turn.claimed.hashes[0], turn.history, closed, self._clock()
-            )
-
     def audited(self, terms: AuditDecision, agreement: float) -> None:
         """An answer was compared with an exact prefill."""
         assert self.audit is not None
@@ -233,7 +183,6 @@ class Bookkeeper:
     def stats(self) -> dict[str, Any]:
         """The front's part of `/chunkcache/stats`."""
         tree = self.tree
-        orders = self.metrics.num_orders
         return {
             "tree": {
                 "nodes": len(tree.nodes),
@@ -244,35 +193,13 @@ class Bookkeeper:
                 "unknown_notices": tree.num_unknown_notices,
             },
             "tables": {"tenants": len(self.tables), "entries": self.tables.num_entries},
-            "conversations": {
-                "count": len(self.conversations),
-                "tokens": self.conversations.num_tokens,
-            },
+            "conversations": self.conversations.stats(),
             "prompt_tokens_in_flight": list(self.router.in_flight),
-            "hit_rates": self._hit_rates(),
-            "reasons": self.metrics.shares("chunks_by_reason", "tokens_by_reason"),
-            "order_us_mean": round(1e6 * self.metrics.order_seconds / orders, 1)
-            if orders
-            else None,
             "reuse": self._config.reuse,
-            "reuse_seconds": {
-                phase: round(total, 6) for phase, total in self.metrics.phase_seconds.items()
-            },
-            **self.metrics.totals(),
+            **self.metrics.stats(),
         }
 
     # Private, in order of use
-
-    def _hit_rates(self) -> dict[str, float | None]:
-        """Shares since the start: prompt tokens found cached, chunks found cached of those
-        retrieved, None before any."""
-        totals = self.metrics.totals()
-        tokens, chunks = totals["prompt_tokens"], totals["chunks"]
-        num_tokens, num_chunks = sum(tokens.values()), chunks.get("retrieved", 0)
-        return {
-            "tokens": tokens.get("exact", 0) / num_tokens if num_tokens else None,
-            "chunks": chunks.get("hit", 0) / num_chunks if num_chunks else None,
-        }
 
     def _count_request(self, planned: Planned) -> None:
         draft = planned.draft
@@ -290,21 +217,6 @@ class Bookkeeper:
             ("planned", planned.planned_len),
         ):
             self.metrics.count("chunks", kind, amount)
-
-    def _keep_turn(self, planned: Planned, home: Home | None = None) -> None:
-        """Its chunks, however it ends: the next turn may come before the end of this one.
-        A whole answer stores more."""
-        turn = planned.draft.turn
-        if turn is not None:
-            kept = replace(turn.kept(planned.input_ids, planned.spans), home=home)
-            self.conversations.keep(turn.key, kept, self._clock())
-
-    def _home(self, rag: RagRequest, start: int) -> Home | None:
-        """Who has the turn's KV. None: nobody keeps it, or no rank has said that it read the
-        request."""
-        if rag.decoded is None:
-            return None
-        return Home(rag.served_by or 0, rag.decoded.events.epoch, start)
 
     def _tell(self, change: Change | None) -> None:
         """Log a new state, loudly where nothing is moved any more on the server's own terms."""
@@ -362,11 +274,8 @@ class Bookkeeper:
         self, rag: RagRequest, answer: Answer | None, meta: dict[str, Any], *, was_heard: bool
     ) -> None:
         """At the first token. Without a token SGLang drops the rank's answer, which is no fault."""
-        turn = rag.planned.draft.turn
-        if turn is not None and (
-            home := self._home(rag, sum(each.num_tokens for each in turn.history))
-        ):
-            self._keep_turn(rag.planned, home)
+        if rag.decoded is not None:  # else nobody is known to have the turn's KV
+            self.conversations.keep(rag)
         fusion, has_tokens = rag.planned.fusion, meta.get("completion_tokens", 0) > 0
         # the rank could not read our spans; its log says why
         is_plain = has_tokens and not was_heard

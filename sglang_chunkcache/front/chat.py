@@ -17,6 +17,7 @@ from fastapi import Request
 from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sglang.srt.parser.hunyuan_reasoning import normalize_hunyuan_reasoning_effort
 
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.answer import answer
@@ -91,15 +92,29 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
         return {**params, "stop": request.stop}
 
     def template_kwargs(self, request: ChatCompletionRequest) -> dict[str, Any] | None:
-        """What the chat template gets besides the messages:
-        the server's defaults, then the request's own, as in SGLang."""
-        kwargs = {
-            **(self.default_chat_template_kwargs or {}),
-            **(request.chat_template_kwargs or {}),
-        }
-        if request.reasoning_effort is not None:
-            # a kwarg of the template's wins over the field, as in SGLang's `_apply_jinja_template`
-            kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+        """What the chat template gets besides the messages: the server's defaults, then the
+        request's own, as in SGLang's `_process_messages` and `_apply_jinja_template`.
+
+        Raises:
+            RequestError: an effort that the model does not have.
+        """
+        own, config = request.chat_template_kwargs or {}, self.template_manager.reasoning_config
+        kwargs = {**(self.default_chat_template_kwargs or {}), **own}
+        # the request's before the server's
+        name, field = "reasoning_effort", request.reasoning_effort
+        efforts = [one for one in (own.get(name), field, kwargs.get(name)) if one is not None]
+        asked = request.model_copy(update={"chat_template_kwargs": kwargs})
+        try:
+            # moves the effort from `kwargs` to the field
+            normalize_hunyuan_reasoning_effort(asked, self.reasoning_parser, config)
+        except ValueError as error:
+            raise RequestError(f"{name}: {error}") from None
+        if asked.reasoning_effort is not None:
+            # a kwarg of the template's wins over the field
+            kwargs.setdefault(name, asked.reasoning_effort)
+        # templates with a switch in place of efforts
+        if config is not None and config.effort_kwarg is not None and efforts[:1] == ["low"]:
+            kwargs.setdefault(config.effort_kwarg, True)
         return kwargs or None
 
     async def serve(
@@ -177,7 +192,8 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
                 yield event
 
     async def _finish(self, rag: RagRequest, content: str | None) -> None:
-        self._bookkeeper.finish(rag, await asyncio.to_thread(self._bookkeeper.closed, rag, content))
+        closed = await asyncio.to_thread(rag.closed_turn, content)
+        self._bookkeeper.conversations.finish(rag, closed)
 
 
 def _of(raw_request: Request) -> RagRequest:

@@ -179,6 +179,11 @@ class OpenTurn:
     """This turn as it was kept at an earlier step, of a tool loop or before a question that nobody
     has answered. None: it has none."""
 
+    @property
+    def start(self) -> int:
+        """Of the turn in its prompt, in tokens: behind the earlier ones."""
+        return sum(turn.num_tokens for turn in self.history)
+
     def closed(
         self,
         input_ids: Sequence[int],
@@ -219,7 +224,7 @@ class OpenTurn:
 
     def _own(self, spans: Sequence[Span]) -> tuple[int, tuple[Span, ...]]:
         """Where its body starts in the prompt, and its chunks in that."""
-        start = sum(turn.num_tokens for turn in self.history) + len(self.lead)
+        start = self.start + len(self.lead)
         return start, tuple(
             Span(s - start, e - start, chunk) for s, e, chunk in spans if s >= start
         )

@@ -58,9 +58,9 @@ class Engine:
         self._unexplained: list[tuple[ExplainRequest, asyncio.Future[Explanation]]] = []
         self._explaining: asyncio.Task[None] | None = None
         self.auditor = Auditor(bookkeeper, self)
-        self._prefetching: set[asyncio.Future[list[RankState]]] = set()
+        self._prefetching: set[asyncio.Future[None]] = set()
         self._reading: asyncio.Future[None] | None = None
-        self._has_lost_touch = False
+        self._has_lost_touch = self._has_lost_prefetch = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -194,11 +194,10 @@ class Engine:
         return await explained
 
     def prefetch(self, planned: Planned) -> None:
-        """Have its rank load what the request would need of the storage.
-        Waits for nothing, nobody is told what comes of it."""
+        """Have its rank load what the request would need of the storage. Waits for nothing."""
         if len(self._prefetching) >= MAX_PREFETCHES:
             return
-        task = asyncio.ensure_future(self._ask(Asked(prefetch=self._unsent(planned))))
+        task = asyncio.ensure_future(self._prefetch(self._unsent(planned)))
         self._prefetching.add(task)
         task.add_done_callback(self._prefetching.discard)
 
@@ -251,6 +250,14 @@ class Engine:
                     error,
                 )
             self._has_lost_touch = True
+
+    async def _prefetch(self, asked: ExplainRequest) -> None:
+        try:
+            await self._ask(Asked(prefetch=asked))
+        except Exception as error:  # the request itself loads what it needs
+            if not self._has_lost_prefetch:
+                logger.warning("chunk cache: a prefetch failed (further ones may): %s", error)
+            self._has_lost_prefetch = True
 
     async def _explain_all(self) -> None:
         while self._unexplained:

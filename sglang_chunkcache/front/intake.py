@@ -146,7 +146,7 @@ class Intake:
                 conversation_key(identity, fields.conversation_id),
                 claimed_history(messages, tools, template_kwargs),
             )
-            conversation = self._parts.bookkeeper.conversation(key, claimed, start=start)
+            conversation = self._parts.bookkeeper.conversations.of(key, claimed, start=start)
         num_earlier = sum(map(len, earlier.values()))
 
         async def plan(passages: list[Passage] | None, found: Retrieval | None = None) -> Planned:

@@ -177,18 +177,32 @@ class Metrics:
                 )
                 self._export("audit_own_terms").labels(state.value).set(number)
 
+    def stats(self) -> dict[str, Any]:
+        """The counts' part of `/chunkcache/stats`. Hit rates are shares since the start: prompt
+        tokens found cached, and chunks found cached of those retrieved; None before any."""
+        tokens, chunks = self._totals["prompt_tokens"], self._totals["chunks"]
+        order_s = _share(self.order_seconds, self.num_orders)
+        return {
+            "hit_rates": {
+                "tokens": _share(tokens["exact"], tokens.total()),
+                "chunks": _share(chunks["hit"], chunks["retrieved"]),
+            },
+            "reasons": {
+                # `count` keeps no zeros, so a counter that has a label has a total
+                name: {label: n / self._totals[name].total() for label, n in counts.items()}
+                for name, counts in self._totals.items()
+                if name in ("chunks_by_reason", "tokens_by_reason")
+            },
+            "order_us_mean": None if order_s is None else round(1e6 * order_s, 1),
+            "reuse_seconds": {
+                phase: round(total, 6) for phase, total in self.phase_seconds.items()
+            },
+            **self.totals(),
+        }
+
     def totals(self) -> dict[str, dict[str, int]]:
         """All counts since the start."""
         return {name: dict(counter) for name, counter in self._totals.items()}
-
-    def shares(self, *names: str) -> dict[str, dict[str, float]]:
-        """Of each of these counters, the share that each label has. Empty before any count."""
-        totals = {name: self._totals[name] for name in names}
-        return {
-            # `count` keeps no zeros, so a counter that has a label has a total
-            name: {label: count / counter.total() for label, count in counter.items()}
-            for name, counter in totals.items()
-        }
 
     def _export(self, name: str) -> Any:
         if name not in self._exported:
@@ -261,3 +275,7 @@ class Metrics:
                     f"chunkcache:{name}", text, buckets=ORDER_BUCKETS_S
                 )
         return self._exported[name]
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

@@ -24,6 +24,7 @@ from radix_ext import (
     Parting,
     Plan,
     Span,
+    Turn,
     fused_chunk,
 )
 from radix_ext.audit import AuditDecision
@@ -287,6 +288,19 @@ class RagRequest:
         """The answer ended by itself or at its length limit."""
         # SGLang's third type, `abort`, leaves an answer that no client takes for whole
         return self.finish_reason in ("stop", "length")
+
+    def closed_turn(self, content: str | None) -> Turn | None:
+        """The turn of a complete answer, None where it is none of a conversation's. `content` is
+        the message the client got, None where it is not plain text. May run in a thread, since a
+        long answer may be tokenised again."""
+        planned, turn = self.planned, self.planned.draft.turn
+        if turn is None or content is None or self.is_cut or not self.is_complete:
+            return None
+        # Without chunks nothing was moved, so later turns have no recipe to keep.
+        tag = planned.fusion.recipe if planned.fusion and planned.spans else ""
+        return turn.closed(
+            planned.input_ids, planned.spans, self.output_ids, content=content, tag=tag
+        )
 
     def params_with(self, theirs: Mapping[str, Any] | None) -> dict[str, Any]:
         """The engine's `custom_params`: the client's and ours. Ours come with the server's secret

@@ -18,7 +18,10 @@ from eval.server import free_port
 from tests.polling import DEADLINE_S
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-MISHAPS = ("refused", "broken", "dropped", "unfinished", "empty", "garbage", "complaint", "mute")
+MISHAPS = (
+    *("refused", "broken", "cut off", "dropped", "unfinished"),
+    *("empty", "garbage", "complaint", "mute"),
+)
 
 
 @dataclass
@@ -62,6 +65,8 @@ class FakeEndpoint:
             return web.json_response({"error": {"message": "too\nlong"}}, status=400)
         if mishap == "broken":
             return web.Response(text="no JSON", status=500)
+        if mishap == "cut off":
+            return await _cut_off(http)
         self.num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         try:
@@ -179,6 +184,15 @@ class FakeEndpoint:
 async def _opened(http: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(http)
+    return response
+
+
+async def _cut_off(http: web.Request) -> web.StreamResponse:
+    """An error whose body ends before it is whole."""
+    response = web.StreamResponse(status=503, headers={"Content-Length": "100"})
+    await response.prepare(http)
+    await response.write(b"busy")
+    _hang_up(http)
     return response
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
+from eval.bench import ahead
 from eval.bench.ahead import _parse, _prompts, marker, summarize
+from eval.errors import CommandError
 
 
 def samples(cell: Mapping[str, Any], loaded: int = 1000, **seconds: float) -> list[dict[str, Any]]:
@@ -54,6 +57,27 @@ def test_what_was_not_loaded_hides_nothing() -> None:
     """A server leaves a copy that is slower than computing."""
     found = summarize(samples({"us_per_token": 500}, 0, computed=4.0, in_line=1.5, beside=1.2))
     assert found["tables"][0]["rows"][2]["hidden"] is None
+
+
+def test_copy_that_does_not_sleep_hides_nothing() -> None:
+    """`--us-per-token 0` is a machine's own speed."""
+    found = summarize(samples({"us_per_token": 0}, computed=4.0, in_line=1.5, beside=1.2))
+    assert found["tables"][0]["rows"][2]["hidden"] is None
+
+
+def test_server_that_cannot_flush_says_so_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits as long as the URL has it before it says why."""
+
+    def get(url: str, *, timeout_s: float = 60.0) -> NoReturn:
+        assert timeout_s > int(url.split("timeout=")[1])
+        raise CommandError("not flushed")
+
+    monkeypatch.setattr(ahead, "get", get)
+    lane = ahead.Lane("", tmp_path / "switch", {}, _parse([]))
+    with pytest.raises(CommandError, match="not flushed"):
+        lane.sample("beside", {"moved_us_per_token": 25, "selector": "first"}, 1)
 
 
 def test_prompts_are_told_apart_by_a_word() -> None:

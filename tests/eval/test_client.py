@@ -119,6 +119,7 @@ def test_odd_answers_are_errors(event: dict[str, Any]) -> None:
     [
         ("refused", "HTTP 400: too long"),
         ("broken", "HTTP 500: no JSON"),
+        ("cut off", "HTTP 503"),
         ("dropped", "Client"),
         ("unfinished", "broke off before [DONE]"),
         ("empty", "without a token"),

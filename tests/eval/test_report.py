@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -162,6 +163,15 @@ def test_tables_of_a_record_are_shown_as_they_are(tmp_path: Path, kind: str, tit
     assert table.frame.to_dict("list") == shown
     assert table.numbers == shown.keys()
     assert (table.note, chapter.verdict, chapter.kind) == ("CPU time.", told["verdict"], title)
+
+
+def test_settings_of_zero_are_told(tmp_path: Path) -> None:
+    """`seed 0` is a seed; what is off or not given is none."""
+    folder = write_served(tmp_path / "run", make_served(BOTH), against="stock-lpm")
+    run = read_recorded(folder)
+    spec = {"seed": 0, "rate": 0.0, "arms": [], "shared": False, "url": None}
+    run = replace(run, record={**run.record, "spec": spec})
+    assert Chapter(run).facts["settings"] == "seed 0, rate 0.0"
 
 
 def test_interruptions_stand_where_a_reader_looks_first(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ class Bench:
         conversation = None
         if to:
             key, told = conversation_key(who, to), claimed_history(messages, tools, template_kwargs)
-            conversation = self.bookkeeper.conversation(key, told, start=turn_start(messages))
+            conversation = self.bookkeeper.conversations.of(key, told, start=turn_start(messages))
         draft = self.drafter.chat(
             messages,
             own,
@@ -216,9 +216,8 @@ class Bench:
         entry = self.ranks[rank].serve(request.custom_params, request.input_ids, report)
         self.observe(request, make_output(ids, cached, reason, rank, entry, matched=matched))
         self.end(request)
-        self.bookkeeper.finish(
-            request, self.bookkeeper.closed(request, text if content == "" else content)
-        )
+        closed = request.closed_turn(text if content == "" else content)
+        self.bookkeeper.conversations.finish(request, closed)
         return request
 
     def run(self, messages: Any, *passages: Passage, **options: Any) -> Asked:

@@ -33,11 +33,12 @@ def test_chunk_that_is_asked_for_while_it_comes_is_used() -> None:
     prefetches = Prefetches(10)
     for chunk in ("comes", "fails"):
         prefetches.begin("t", 1, chunk)
-    prefetches.asked("comes")
+        prefetches.asked(chunk)
     prefetches.next_request()
     prefetches.end("t", 1, "comes", has_come=True)
     prefetches.end("t", 1, "fails", has_come=False)
-    prefetches.asked("fails")
+    for chunk in ("comes", "fails"):
+        prefetches.asked(chunk)
     assert prefetches.stats() == {"requested": 2, "loaded": 1, "used": 1}
 
 

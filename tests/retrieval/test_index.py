@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from retrieval.manifest import (
     MANIFEST,
     PASSAGES,
     VECTORS,
+    FileState,
     Manifest,
     read_manifest,
     write_atomically,
@@ -179,6 +180,35 @@ def test_a_generation_that_goes_while_it_is_opened(
     monkeypatch.setattr(np, "load", build_meanwhile)
     index = Index.open(folder, verify=False)
     assert (index.generation, index.removed.tolist()) == (4, [3, 4])
+
+
+def test_state_is_older_than_the_manifest_at_every_try(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what a build changes between the two looks would never be opened: at a refresh the files
+    would look as those that are served."""
+    looks, manifest = list[str](), read_manifest(folder)
+
+    def look_at_state(folder: Path) -> dict[str, FileState]:
+        looks.append("state")
+        return {}
+
+    def look_at_manifest(folder: Path) -> Manifest:
+        looks.append("manifest")
+        return replace(manifest, generation=len(looks))
+
+    def is_gone(*args: Any, **kwargs: Any) -> NoReturn:
+        looks.append("open")
+        raise CorruptIndexError("gone")
+
+    monkeypatch.setattr("retrieval.index.state_of", look_at_state)
+    monkeypatch.setattr("retrieval.index.read_manifest", look_at_manifest)
+    monkeypatch.setattr(Index, "_open", is_gone)
+    with pytest.raises(CorruptIndexError, match="gone"):
+        Index.open(folder, verify=False)
+    assert looks.count("open") == 5
+    tries = " ".join(looks).split("open")[:-1]
+    assert all(one.split()[-2:] == ["state", "manifest"] for one in tries)
 
 
 def test_compressed_vectors_only_propose(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ pytest.importorskip("sglang")
 from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sglang.srt.parser.template_detection import ReasoningToggleConfig
 
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.chat import (
@@ -66,6 +67,7 @@ def test_request_that_never_reaches_the_engine_is_counted(status: int, outcome: 
     assert bench.is_idle()
 
 
+MESSAGES = [{"role": "user", "content": "x"}]
 TOO_LARGE = "max_completion_tokens is too large: 9.This model supports at most 5."
 
 
@@ -85,12 +87,56 @@ def test_complaint_of_sglangs_is_behind_the_field_that_was_sent(
     """By words that SGLang's own check has."""
     chat = make_chat(Bench(), None)
     chat._validate_request = lambda request: complaint
-    body = {"messages": [{"role": "user", "content": "x"}], "model": "m", sent: 1}
+    body = {"messages": MESSAGES, "model": "m", sent: 1}
     with pytest.raises(RequestError, match=f"^{field}: {re.escape(complaint)}"):
         chat.check(ChatCompletionRequest(**body))
     source = inspect.getsource(OpenAIServingChat._validate_request)
     words = [word for word in PROBLEMS if word != "tool"]
     assert all(re.search(f'"(Request-supplied chat_)?{word}', source) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "sent", "kwargs"),
+    [
+        ({}, {}, {}),
+        ({}, {"reasoning_effort": "low"}, {"reasoning_effort": "low", "low_effort": True}),
+        ({}, {"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        ({"reasoning_effort": "low"}, {}, {"reasoning_effort": "low", "low_effort": True}),
+        ({"low_effort": False}, {"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+    ],
+)
+def test_low_effort_is_the_templates_own_switch(defaults: Any, sent: Any, kwargs: Any) -> None:
+    """Some templates know no `reasoning_effort`, but a keyword that SGLang has found in them."""
+    chat: Any = make_chat(Bench(), None)
+    chat.default_chat_template_kwargs, chat.reasoning_parser = defaults, None
+    chat.template_manager = SimpleNamespace(
+        reasoning_config=ReasoningToggleConfig(effort_kwarg="low_effort")
+    )
+    request = ChatCompletionRequest(messages=MESSAGES, model="m", **sent)
+    found = chat.template_kwargs(request) or {}
+    # those that SGLang's own validation adds to a request with an effort
+    assert {**found, "thinking": 1, "enable_thinking": 1} == {
+        **defaults,
+        **kwargs,
+        "thinking": 1,
+        "enable_thinking": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("effort", "shown"), [(None, "high"), ("none", "no_think"), ("minimal", "low"), ("max", "high")]
+)
+def test_hunyuans_efforts_are_those_of_its_template(effort: str | None, shown: str) -> None:
+    """SGLang translates them before it renders, and refuses others."""
+    chat: Any = make_chat(Bench(), None)
+    chat.default_chat_template_kwargs, chat.reasoning_parser = None, "hunyuan"
+    config = ReasoningToggleConfig(special_case="hunyuan_effort")
+    chat.template_manager = SimpleNamespace(reasoning_config=config)
+    request = ChatCompletionRequest(messages=MESSAGES, model="m", reasoning_effort=effort)
+    assert chat.template_kwargs(request)["reasoning_effort"] == shown
+    request = ChatCompletionRequest(messages=MESSAGES, model="m", reasoning_effort=0.5)
+    with pytest.raises(RequestError, match=r"^reasoning_effort: "):
+        chat.template_kwargs(request)
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 2])

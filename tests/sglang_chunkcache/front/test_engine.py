@@ -4,6 +4,7 @@ and that every way out gives plan and load back."""
 from __future__ import annotations
 
 import asyncio
+import gc
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ pytest.importorskip("sglang")
 from radix_ext import ChunkId, FusionRequest
 from radix_ext.audit import AuditDecision, AuditState, Whose
 from sglang_chunkcache.front.audit import Check
-from sglang_chunkcache.front.engine import Engine, hand_over, handed_over
+from sglang_chunkcache.front.engine import MAX_PREFETCHES, Engine, hand_over, handed_over
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.wire.events import Batch, Inserted
 from sglang_chunkcache.wire.message import decode, encode
@@ -122,7 +123,7 @@ class Ranks:
     def auto_create_handle_loop(self) -> None: ...
 
     async def get_internal_state_communicator(self, message: Any) -> list[Any]:
-        asked = decode(message.rid, AskedOfRanks).explain
+        asked = decode(message.rid, AskedOfRanks).explain or ()
         self.messages.append(len(asked))
         await self.gate.wait()
         if self.error is not None:
@@ -174,6 +175,24 @@ def test_ranks_that_fail_fail_all_who_have_asked() -> None:
     *failed, told = asyncio.run(ask())
     assert [str(error) for error in failed] == ["lost", "lost"]
     assert told.exact == len(plan.input_ids)
+
+
+def test_failed_prefetch_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody waits for it, so asyncio would report each of them as an exception never retrieved."""
+    bench, ranks = Bench(), Ranks()
+    engine, ranks.error = Engine(ranks, bench.bookkeeper), RuntimeError("lost")
+    ranks.gate.set()
+
+    async def hint() -> None:
+        for _ in range(2 * MAX_PREFETCHES):
+            engine.prefetch(bench.plan("q", A))
+            await asyncio.sleep(0.001)
+
+    asyncio.run(hint())
+    gc.collect()
+    assert len(ranks.messages) == 2 * MAX_PREFETCHES
+    (line,) = caplog.messages
+    assert "lost" in line
 
 
 def test_requests_of_others_pass_unobserved() -> None:

@@ -126,7 +126,7 @@ def test_answer_that_left_nothing_names_no_home(is_plain: bool) -> None:
     if not is_plain:
         flush(bench, asked.rank)
     bench.end(asked)
-    bench.bookkeeper.finish(asked, bench.bookkeeper.closed(asked, "ok"))
+    bench.bookkeeper.conversations.finish(asked, asked.closed_turn("ok"))
     keep_busy(bench, asked.rank)
     assert Talk(bench, user("one"), assistant("ok")).ask("two").rank != asked.rank
 

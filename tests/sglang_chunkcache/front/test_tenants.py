@@ -49,7 +49,7 @@ class Server(Bench):
         assert req.customized_info is not None
         self.observe(request, make_output(ids, cached, "stop", 0, req.customized_info[ANSWER_KEY]))
         self.end(request)
-        self.bookkeeper.finish(request, self.bookkeeper.closed(request, "k"))
+        self.bookkeeper.conversations.finish(request, request.closed_turn("k"))
         spans = told(request)
         return {**request.answer(), "promoted_len": spans.promoted_len, "keep": spans.keep}
 
