@@ -110,6 +110,11 @@ machine that stood still says nothing of the next pass, and a clock that did wou
 free."""
 
 
+def explores(num_refused: int) -> bool:
+    """Whether the `num_refused`-th of what is estimated not to pay is done all the same."""
+    return num_refused % EXPLORATION_PERIOD == 0
+
+
 @dataclass(slots=True)
 class _Sums:
     """The normal equations of a fit: `gram` x = `right`, weighted."""

@@ -9,7 +9,7 @@ from itertools import combinations
 from statistics import median
 
 from radix_ext.chunk import ChunkId
-from radix_ext.costs import EXPLORATION_PERIOD
+from radix_ext.costs import explores
 from radix_ext.variants import Variant
 
 MEMORY = 8
@@ -48,6 +48,12 @@ def worth_loading(
         return variant.preprocessed, seen, -len(variant.prefix), variant.last_used
 
     return sorted(found, key=score, reverse=True)[:max_variants]
+
+
+def loading_pays(load_s: float | None, compute_s: float | None) -> bool:
+    """Whether loading is estimated to take no longer than computing. What is not known, None or 0,
+    is taken to pay: so it becomes known."""
+    return not load_s or not compute_s or load_s <= compute_s
 
 
 class LoadTimes:
@@ -101,7 +107,7 @@ class WaitPolicy:
             return 0.0
         if self._left_out is not None:
             self._left_out += 1
-            if self._left_out % EXPLORATION_PERIOD:
+            if not explores(self._left_out):
                 return 0.0
         self.num_waits += 1
         return most

@@ -216,7 +216,7 @@ def make_plan(
         costs = None
     price = costs or NOMINAL
     chosen = _choose(
-        spans, start, limit, candidates, fusion, heads or ("",) * len(spans), exact, price
+        spans, start, limit, candidates, fusion, heads or ("",) * len(spans), exact, costs
     )
     if not chosen:
         # Where the prefix and the exact gaps have all chunks none lacks a source.
@@ -434,7 +434,7 @@ def _choose(
     fusion: FusionRequest,
     heads: Sequence[str],
     exact: Collection[int],
-    price: Costs,
+    costs: Costs | None,
 ) -> dict[int, Piece]:
     """Span index -> the piece that moves it from its best source,
     one computed after another head only if there is no other."""
@@ -460,7 +460,7 @@ def _choose(
         options = _after(heads[index], options) or options
         other_head = options[0].head != heads[index]
         known = frozenset(before)
-        best = options[_best(options, span, before, known, fusion, other_head, price)]
+        best = options[_best(options, span, before, known, fusion, other_head, costs)]
         overhead = fix_overhead(best.prefix, best.scores, before, other_head=other_head)
         chosen[index] = Piece(
             span.start,
@@ -498,23 +498,25 @@ def _best(
     known: frozenset[ChunkId],
     fusion: FusionRequest,
     other_head: bool,
-    price: Costs,
+    costs: Costs | None,
 ) -> int:
-    """Index of the source to move. Cache-Craft takes the lowest CFO. Otherwise what saves most: the
-    computation of the chunk's share that has seen what it sees here, counted in chunks, less the
-    move. So a source more makes no plan dearer. Among equals preprocessed ones come first, as
-    FusionRAG wants them used."""
+    """Index of the source to move. Cache-Craft takes the lowest CFO. Otherwise, of those that pay,
+    what saves most: the computation of the chunk's share that has seen what it sees here, counted
+    in chunks, less the move. So a source more makes no plan dearer. Among equals preprocessed ones
+    come first, as FusionRAG wants them used."""
     if fusion.selector == "context":
         variants = [(option.prefix, option.scores) for option in options]
         return best_variant(variants, before, other_head=other_head)
-    num_tokens = span.end - span.start
+    num_tokens, price = span.end - span.start, costs or NOMINAL
     computed = price[Phase.RECOMPUTE].seconds(Work(0, num_tokens, num_tokens * span.end))
+    saved = computed * (1 - fusion.expected_ratio if fusion.recomputes else 1)
 
-    def score(index: int) -> tuple[float, bool, int]:
+    def score(index: int) -> tuple[bool, float, bool, int]:
         option = options[index]
         seen = len(known.intersection(option.prefix)) / max(1, len(known))
         move = price[_tier(option)].seconds(_move_of(option, span))
+        pays = costs is None or move < saved
         # Of equals the one that has seen least of what is not here.
-        return computed * seen - move, option.preprocessed, -len(option.prefix)
+        return pays, computed * seen - move, option.preprocessed, -len(option.prefix)
 
     return max(range(len(options)), key=score)

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
 from radix_ext import ChunkId, FusionRequest, text_before
-from radix_ext.costs import EXPLORATION_PERIOD
+from radix_ext.costs import explores
 from radix_ext.exact_growth import exact_gaps
 from radix_ext.moved_plan import Limits, ReusePlan, make_plan
 from radix_ext.sources import ChunkSources
@@ -156,4 +156,4 @@ class Planner:
         if plan.estimate.planned > TRIED_UP_TO * plan.estimate.computed:
             return False
         self._num_skipped += 1
-        return self._num_skipped % EXPLORATION_PERIOD == 0
+        return explores(self._num_skipped)

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from radix_ext import ChunkId, FusionRequest, text_before
 from radix_ext.cfo import Prefix, Scored
-from radix_ext.costs import EXPLORATION_PERIOD, Costs, Phase, extend_work
-from radix_ext.loading import worth_loading
+from radix_ext.costs import Costs, Phase, explores, extend_work
+from radix_ext.loading import loading_pays, worth_loading
 from radix_ext.moved_plan import ReusePlan
 from radix_ext.sources import ChunkSources
 from radix_ext.variant_index import VariantIndex
@@ -302,7 +302,7 @@ class StorageTier:
         for each in found:
             if not self._is_faster(missing, each.stored.blob.row):
                 asked.is_skipped = True
-                if self.storage.left_out() % EXPLORATION_PERIOD:
+                if not explores(self.storage.left_out()):
                     continue
             else:
                 self.storage.pays = True
@@ -310,10 +310,8 @@ class StorageTier:
         return bool(found) and found[0].variant.head == missing.head
 
     def _is_faster(self, missing: _Missing, row: Row) -> bool:
-        """Whether loading it is estimated to take no longer than computing it.
-        What was never tried is taken to be."""
-        expected = self.storage.seconds(row.num_bytes)
-        return missing.computed_s is None or expected is None or expected <= missing.computed_s
+        """Whether loading it is estimated to take no longer than computing it."""
+        return loading_pays(self.storage.seconds(row.num_bytes), missing.computed_s)
 
     def _found_of_others(self, missing_chunks: Sequence[_Missing], asked: Asked) -> None:
         """Load what the index knows by now."""

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 
-from radix_ext.costs import EXPLORATION_PERIOD, Costs, Phase, Work, extend_work
+from radix_ext.costs import Costs, Phase, Work, explores, extend_work
+from radix_ext.loading import loading_pays
 from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
 from sglang_chunkcache.scheduler.layer_loads import Clock, copied_ahead
 from sglang_chunkcache.scheduler.node import HostNode, facts, joined
@@ -172,18 +173,15 @@ class LoadBack:
     # Private, in order of use
 
     def _pays(self, start: int, end: int) -> bool:
-        """Whether a load is estimated to take no longer than computing.
-        What was never observed is tried."""
-        load, extend = self._pricing.agreed[Phase.LOAD], self._pricing.agreed[Phase.EXTEND]
+        """Whether to load: it is estimated to take no longer than computing, or is tried."""
+        costs, num_tokens = self._pricing.agreed, end - start
         work = extend_work(start, end)._replace(calls=0)  # there is an extend either way
-        if (
-            not any(load)
-            or not (extend.each or extend.attended)
-            or load.seconds(Work(1, end - start)) <= extend.seconds(work)
+        if loading_pays(
+            costs[Phase.LOAD].seconds(Work(1, num_tokens)), costs[Phase.EXTEND].seconds(work)
         ):
             return True
         self._counts.skipped += 1
-        return self._counts.skipped % EXPLORATION_PERIOD == 0
+        return explores(self._counts.skipped)
 
     def _num_ahead(self, num_tokens: int, batch: ScheduleBatch) -> int:
         """Layers to copy before the forward: all of them where nothing would wait for the

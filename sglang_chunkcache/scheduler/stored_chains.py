@@ -26,7 +26,8 @@ import sglang
 import torch
 
 from radix_ext import ChunkId
-from radix_ext.costs import EXPLORATION_PERIOD, Phase, Work, extend_work
+from radix_ext.costs import Phase, Work, explores, extend_work
+from radix_ext.loading import loading_pays
 from radix_ext.variants import Variant
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
@@ -263,7 +264,7 @@ class StoredChains:
         if not missing:
             return
         self.storage.pays = self._is_faster(missing, start)
-        is_tried = self.storage.pays or self.storage.left_out() % EXPLORATION_PERIOD == 0
+        is_tried = self.storage.pays or explores(self.storage.left_out())
         if is_tried and not all(self._claim(link, key, asked) for link in missing):
             asked.goes_on = partial(self._load, links, key, asked)
         if asked.is_planned:
@@ -293,12 +294,8 @@ class StoredChains:
         loaded = sum(
             self.storage.seconds(variant.blob.row.num_bytes) or 0.0 for variant in variants
         )
-        computed = self._computed_s(start, end)
-        return (
-            not loaded
-            or not computed
-            or loaded + costs[Phase.LOAD].seconds(Work(1, end - start)) <= computed
-        )
+        copied = costs[Phase.LOAD].seconds(Work(1, end - start))
+        return loading_pays(loaded and loaded + copied, self._computed_s(start, end))
 
     def _num_cached(self, key: ChunkKey) -> int:
         """Tokens that the device has of it."""

@@ -548,6 +548,16 @@ def test_a_source_more_makes_no_plan_dearer(
         assert _saved(now, costs) >= _saved(each, costs)
 
 
+def test_source_that_pays_comes_before_one_that_has_seen_more() -> None:
+    costs = dict.fromkeys(Phase, Line())
+    costs |= {Phase.DEVICE: Line(each=0.6), Phase.HOST: Line(each=0.1)}
+    costs |= {Phase.RECOMPUTE: Line(each=1.0), Phase.EXTEND: Line(each=1e6)}
+    far, near = Copy(prefix=(), where="host"), Copy(prefix=ids("A"), where="device")
+    for sources in ([far], [far, near]):
+        plan = plan_of("AC", {"C": sources}, fusion=make_request("first", 0.5), costs=costs)
+        assert [piece.source for piece in plan.pieces if piece.source] == [far]
+
+
 def _saved(piece: Piece, costs: Mapping[Phase, Line]) -> float:
     """Of computing the share of the chunk that has seen what it sees here, less the move."""
     num_tokens = piece.end - piece.start

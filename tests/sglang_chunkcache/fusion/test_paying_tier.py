@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from radix_ext import costs
 from radix_ext.costs import NOMINAL, Line, Phase, extend_work
-from sglang_chunkcache.fusion import tier as module
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.report import Fallback
 from tests.kit.fused import Disk, Rank, disk
@@ -90,7 +90,7 @@ def test_storage_that_does_not_pay_says_so(disk: Disk, server: Rank) -> None:
 def test_slow_storage_is_tried_now_and_then(
     disk: Disk, server: Rank, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    monkeypatch.setattr(module, "EXPLORATION_PERIOD", every)
+    monkeypatch.setattr(costs, "EXPLORATION_PERIOD", every)
     take(disk, 100.0)
     asked(disk, server, A)
     for number in range(1, 7):

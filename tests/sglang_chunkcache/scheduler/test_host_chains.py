@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from radix_ext import ChunkPrefixTree, IntegrityError, chunk_id
+from radix_ext import ChunkPrefixTree, IntegrityError, chunk_id, costs
 from radix_ext.costs import Line, Phase
 from sglang_chunkcache.front.rank_mirror import RankMirror
-from sglang_chunkcache.scheduler import host_metrics, load_back
+from sglang_chunkcache.scheduler import host_metrics
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, state
 from sglang_chunkcache.scheduler.reporting import explain
 from sglang_chunkcache.wire.spans import checked
@@ -115,7 +115,7 @@ def test_computed_again_is_linked_again(scheduler: HostScheduler) -> None:
 
 
 def test_load_that_does_not_pay_is_tried_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_back, "EXPLORATION_PERIOD", 3)
+    monkeypatch.setattr(costs, "EXPLORATION_PERIOD", 3)
     scheduler = HostScheduler()
     known(scheduler, A)
     scheduler.price(Line(fixed=9.0), Line(fixed=9.0, each=1.0))
