@@ -123,7 +123,7 @@ class StoreKeeper:
             tuple(span.chunk for span in spans.spans),
             self.captures.at_least(spans.fusion.scored),
         )
-        is_behind = self._tier is not None and self._tier.storage.is_behind
+        is_behind = self._tier is not None and self._tier.storage.writes.is_behind
         must_wait = False
         for index in spans.keep:
             identity, prefix = (

@@ -126,7 +126,7 @@ class Fuser(Promiser):
         if self.tier is not None and not state(req).is_asked_only:
             self.arrived(req, spans)
             self.tier.storage.poll()
-            self.tier.storage.planned(state(req).loads)
+            self.tier.storage.waits.planned(state(req).loads)
         return self.planner.match(req, key, spans, result)
 
     def commit(self, req: Req, node: TreeNode) -> tuple[torch.Tensor, TreeNode]:
@@ -251,7 +251,7 @@ class Fuser(Promiser):
         self.store.held.forget_scores()
         self.tree.copies.forget_scores()
         if self.tier is not None:
-            self.tier.storage.heads = self.fusion_pass.calibration.heads
+            self.tier.storage.naming.measure_in(self.fusion_pass.calibration.heads)
 
     def reset(self) -> None:
         """The tree is gone: so are pending promises, waiting captures and the store, but for what

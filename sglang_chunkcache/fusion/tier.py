@@ -36,7 +36,8 @@ from sglang_chunkcache.storage.codec import CODECS, NONE
 from sglang_chunkcache.storage.entry import Entry, Masses
 from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.manifest import Row
-from sglang_chunkcache.storage.storage import START_S, Asked, Storage
+from sglang_chunkcache.storage.storage import START_S, Storage
+from sglang_chunkcache.storage.waits import Asked
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -85,7 +86,7 @@ class StorageTier:
         self._chains = chains if host is not None else None
         self._layout = replace(storage.layout, codec=CODECS[codec].name)
         self._how = ("positioned",) if codec == NONE.name else ("positioned", codec)
-        storage.keeps("variants", self._how, self._layout)
+        storage.naming.keeps("variants", self._how, self._layout)
 
     def load_most_used(self, seconds: float = START_S, *, share: float = 1.0) -> int:
         """Fill the store with the entries that are to leave last, before there are requests: the
@@ -140,7 +141,7 @@ class StorageTier:
                     if not self._load_for(missing, asked)
                 }
                 numbers = {chunk: missing.num_tokens for chunk, missing in left.items()}
-                self.storage.look_up(
+                self.storage.others.look_up(
                     numbers, partial(self._found_of_others, list(left.values()), asked), asked
                 )
         return asked
@@ -151,7 +152,7 @@ class StorageTier:
         stored = self.storage.index.get(self._chunk(identity), head, prefix)
         if stored is None or self.storage.is_off:
             return False
-        known = self.storage.known(stored)
+        known = self.storage.writes.known(stored)
         return known.preprocessed == bool(prefix) and known.scored >= scored
 
     def fetch(
@@ -169,7 +170,7 @@ class StorageTier:
 
     def reserve(self, identity: ChunkIdentity, head: str, prefix: Prefix, num_tokens: int) -> bool:
         """As `Storage.reserve`, for what a request will preprocess."""
-        return self.storage.reserve(
+        return self.storage.writes.reserve(
             self._chunk(identity), head, prefix, num_tokens * self._layout.token_bytes
         )
 
@@ -224,7 +225,9 @@ class StorageTier:
         if self.storage.is_off:
             return
         heads = (
-            self.storage.heads if variant.scores is not None or variant.outward is not None else ()
+            self.storage.naming.heads
+            if variant.scores is not None or variant.outward is not None
+            else ()
         )
         place = Place(*self._chunk(identity), variant.head, variant.prefix, variant.preprocessed)
         measured = variant.scored, variant.outward is not None, heads
@@ -233,7 +236,7 @@ class StorageTier:
         told = partial(self._tell_store, place, variant)
         if isinstance(variant.blob, HostSlots):
             variant.blob.hold()
-        if not self.storage.write(row, entry_of(variant, heads), told, self._layout):
+        if not self.storage.writes.write(row, entry_of(variant, heads), told, self._layout):
             told()
 
     def _missing_chunks(
@@ -311,14 +314,14 @@ class StorageTier:
 
     def _is_faster(self, missing: _Missing, row: Row) -> bool:
         """Whether loading it is estimated to take no longer than computing it."""
-        return loading_pays(self.storage.seconds(row.num_bytes), missing.computed_s)
+        return loading_pays(self.storage.waits.times.seconds(row.num_bytes), missing.computed_s)
 
     def _found_of_others(self, missing_chunks: Sequence[_Missing], asked: Asked) -> None:
         """Load what the index knows by now."""
         for missing in missing_chunks:
             self._load_for(missing, asked)
         if asked.is_planned:
-            self.storage.planned(asked)
+            self.storage.waits.planned(asked)
 
     def _tell_store(self, place: Place, variant: Variant) -> None:
         """Its bytes are read. If it is kept, others may take its place."""
@@ -346,7 +349,7 @@ class StorageTier:
             is_kept = False
             try:
                 is_kept = entry is not None and self._store.put(
-                    identity, variant_of(entry, variant, self.storage.heads, blob)
+                    identity, variant_of(entry, variant, self.storage.naming.heads, blob)
                 )
             finally:
                 if blob is not None and not is_kept:
@@ -369,7 +372,7 @@ class StorageTier:
         return self._store.wants(identity, *place, preprocessed=variant.preprocessed, nbytes=nbytes)
 
     def _chunk(self, identity: ChunkIdentity) -> StoredChunk:
-        return self.storage.chunk(
+        return self.storage.naming.chunk(
             self._how, identity.extra_key, identity.cache_salt, identity.chunk
         )
 

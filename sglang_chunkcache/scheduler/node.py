@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
     from sglang_chunkcache.scheduler.chunk_key import Fused
-    from sglang_chunkcache.storage.storage import Asked
+    from sglang_chunkcache.storage.waits import Asked
 
 
 class ChunkIdentity(NamedTuple):

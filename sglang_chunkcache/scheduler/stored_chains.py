@@ -39,7 +39,8 @@ from sglang_chunkcache.storage.entry import Entry
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.manifest import Row
-from sglang_chunkcache.storage.storage import START_S, Asked, Storage
+from sglang_chunkcache.storage.storage import START_S, Storage
+from sglang_chunkcache.storage.waits import Asked
 from sglang_chunkcache.wire.spans import RequestSpans
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class StoredChains:
     ) -> None:
         self._nodes, self._tree, self._pricing = host.nodes, host.tree, host.pricing
         self.storage, self._how, self._fingerprint = storage, entries.how, fingerprint
-        storage.keeps("chains", self._how)
+        storage.naming.keeps("chains", self._how)
         self._is_starting = False
         self.reset()
 
@@ -126,7 +127,7 @@ class StoredChains:
                 if self._nodes.get(each.chain_key) is None and self._find(each) is None
             }
             self._load(links, key, asked)
-            self.storage.look_up(unknown, partial(self._load, links, key, asked), asked)
+            self.storage.others.look_up(unknown, partial(self._load, links, key, asked), asked)
             if asked.loads or asked.lookup is not None:
                 asked.end = links[-1].end
                 asked.computed_s = self._computed_s(self._num_cached(key[: asked.end]), asked.end)
@@ -142,7 +143,7 @@ class StoredChains:
     def planned(self, req: Req) -> None:
         """The request is admitted: what has not come by now is computed."""
         self.storage.poll()
-        self.storage.planned(state(req).chain)
+        self.storage.waits.planned(state(req).chain)
 
     def saved(self, host: HostNode, node: TreeNode) -> None:
         """The node was copied to host memory, with all above it there: write it, behind what
@@ -166,7 +167,7 @@ class StoredChains:
         Returns:
             How many nodes have come.
         """
-        mine = self.storage.chunk(self._how, None, None, ChunkId(""))[:2]
+        mine = self.storage.naming.chunk(self._how, None, None, ChunkId(""))[:2]
         found = [each for each in self.storage.index.held if each.blob.row.place[:2] == mine]
         found.sort(key=lambda variant: (variant.priority, variant.last_used), reverse=True)
         before = self.storage.loader.num_loaded
@@ -215,7 +216,7 @@ class StoredChains:
         for number in range(len(chunks) + 1):
             if number:
                 key, parent = below(key, chunks[number - 1]), key
-            stored = self.storage.chunk(self._how, *tenant, ChunkId(key.hex()))
+            stored = self.storage.naming.chunk(self._how, *tenant, ChunkId(key.hex()))
             prefix = tuple(chunks[:number])
             yield _Link(key, parent, stored, head, prefix, tenant, is_empty and not number)
 
@@ -244,11 +245,11 @@ class StoredChains:
         row = Row(name, place, host.blob.num_tokens, 0, 0, False, start=host.start)
         if self.storage.is_under_way(name):
             return True
-        if not self.storage.gains(link.stored, host.blob.num_tokens):
+        if not self.storage.writes.gains(link.stored, host.blob.num_tokens):
             return False
         read = host.blob.reader()
         host.blob.hold()
-        is_written = self.storage.write(row, lambda: Entry(read()), host.blob.let_go)
+        is_written = self.storage.writes.write(row, lambda: Entry(read()), host.blob.let_go)
         if not is_written:
             host.blob.let_go()
         return is_written
@@ -268,7 +269,7 @@ class StoredChains:
         if is_tried and not all(self._claim(link, key, asked) for link in missing):
             asked.goes_on = partial(self._load, links, key, asked)
         if asked.is_planned:
-            self.storage.planned(asked)
+            self.storage.waits.planned(asked)
 
     def _missing(self, links: Sequence[_Link], key: ChunkKey) -> tuple[Sequence[_Link], int]:
         """(what follows the last node in host memory, as far as the storage has it without a gap,
@@ -292,7 +293,8 @@ class StoredChains:
         costs, end = self._pricing.agreed, links[-1].end
         variants = [variant for variant in map(self._find, links) if variant is not None]
         loaded = sum(
-            self.storage.seconds(variant.blob.row.num_bytes) or 0.0 for variant in variants
+            self.storage.waits.times.seconds(variant.blob.row.num_bytes) or 0.0
+            for variant in variants
         )
         copied = costs[Phase.LOAD].seconds(Work(1, end - start))
         return loading_pays(loaded and loaded + copied, self._computed_s(start, end))

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
     from sglang_chunkcache.scheduler.stored_chains import StoredChains
-    from sglang_chunkcache.storage.storage import Asked, Storage
+    from sglang_chunkcache.storage.storage import Storage
+from sglang_chunkcache.storage.waits import Asked
 
 
 class NoStorage:

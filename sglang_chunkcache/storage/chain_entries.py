@@ -41,7 +41,7 @@ class ChainEntries:
         """Those of the chunk, after whatever chain."""
         if self._storage.is_off:
             return []
-        key = self._storage.chunk(self.how, extra_key, cache_salt, chunk)
+        key = self._storage.naming.chunk(self.how, extra_key, cache_salt, chunk)
         return [
             Found(
                 replace(stored, prefix=stored.prefix[:-1], head=stored.head.partition(" ")[2]),
@@ -56,7 +56,7 @@ class ChainEntries:
         """The index's, of the chunk after just these."""
         if self._storage.is_off:
             return None
-        entries = self._entries.get(self._storage.chunk(self.how, *tenant, chunk), {})
+        entries = self._entries.get(self._storage.naming.chunk(self.how, *tenant, chunk), {})
         whole = (*prefix, chunk)
         return next(
             (

@@ -59,7 +59,7 @@ slots of busy host nodes      scheduler/host_slots.py      scheduler/test_stored
 slots of moved KV's sources   fusion/promises.py           fusion/test_host_pool_for_both.py
     for blob in slots_of(plan): => for blob in ():
 era                           storage/storage.py           fusion/test_tier.py
-    done(job.entry if era == self._era else None) => done(job.entry)
+    done(job.entry if era == self.naming.era else None) => done(job.entry)
 old recipe                    scheduler/chunk_cache.py     fusion/test_promise.py
     known.fused = None => pass
 half a commit                 fusion/promises.py           fusion/test_promise.py

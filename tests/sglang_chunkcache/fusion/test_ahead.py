@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from radix_ext.cfo import Scored
 from sglang_chunkcache.scheduler.node import state
-from sglang_chunkcache.storage import loader, storage
+from sglang_chunkcache.storage import loader, writes
 from tests.kit.fused import Disk, Rank, disk, identity, wheres
 from tests.kit.requests import OTHER_HEAD, A, B, C, D, ahead, rag
 
@@ -131,7 +131,7 @@ def test_chunks_that_come_together_find_a_place_in_the_queue(
     assert disk.settle()["unwritten"] == 0
     assert [found(rank, chunk) for chunk in (C, D)] == [NOT_YET, NOT_YET]
     assert found(rank, A, B, C) == COMING
-    disk.now += storage.RESERVED_S
+    disk.now += writes.RESERVED_S
     assert found(rank, A, B, C) == NOT_YET
 
 

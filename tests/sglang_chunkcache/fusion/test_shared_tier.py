@@ -10,7 +10,7 @@ import pytest
 
 from sglang_chunkcache.fusion.tier import entry_of
 from sglang_chunkcache.scheduler.reporting import rank_state
-from sglang_chunkcache.storage import storage as module
+from sglang_chunkcache.storage import others as module
 from sglang_chunkcache.storage.jobs import Write
 from sglang_chunkcache.wire.state import Asked
 from tests.kit.fused import Disk, Rank, disk, identity, wheres
@@ -96,7 +96,7 @@ def test_known_lookups_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "MAX_LOOKED_UP", 2)
     for chunk in (A, B, C):
         pair.asked(chunk)
-    known = [chunk.chunk for chunk in pair.tiers[1].storage._looked_up]
+    known = [chunk.chunk for chunk in pair.tiers[1].storage.others._looked_up]
     assert known == [identity(B).chunk, identity(C).chunk]
 
 
@@ -162,10 +162,10 @@ def test_entry_that_two_write_at_once_is_of_both(pair: Pair) -> None:
     (stored,) = pair.tiers[0].storage.index.held
     (variant,) = pair.first.stored(A)
     row, second = stored.blob.row, pair.tiers[1].storage
-    second._take_over(row, len(A))
+    second.others._take_over(row, len(A))
     assert pair.settle()[1]["num_bytes"] == 0
     for _ in range(2):
-        second._written(0, print, Write(row, entry_of(variant, ()), 0, is_confirmed=True))
+        second.writes._written(0, print, Write(row, entry_of(variant, ()), 0, is_confirmed=True))
         counts = pair.settle()[1]
         assert (counts["num_entries"], counts["num_bytes"]) == (1, row.num_bytes)
     assert len(pair.storage.held) == 2, "nothing is deleted"
@@ -181,7 +181,7 @@ def test_pointer_that_lies_about_sizes_is_not_followed(pair: Pair) -> None:
         (row._replace(num_tokens=row.num_tokens + 1), 0),
         (row, 1),
     ):
-        pair.tiers[1].storage._take_over(told, row.num_tokens)
+        pair.tiers[1].storage.others._take_over(told, row.num_tokens)
         assert pair.settle()[1]["num_entries"] == num_taken
 
 

@@ -18,8 +18,8 @@ from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.storage.entry import Layout
+from sglang_chunkcache.storage.held import Known
 from sglang_chunkcache.storage.manifest import Manifest
-from sglang_chunkcache.storage.storage import Known
 from sglang_chunkcache.wire.state import Asked
 from tests.kit.fused import Disk, disk, identity, wheres
 from tests.kit.requests import HEAD, OTHER_HEAD, A, B, C, D, asks, fused, rag
@@ -112,7 +112,7 @@ def test_entries_of_a_codec_that_was_removed_are_others(disk: Disk) -> None:
     disk.layout = Layout(2, 1, 4, 4, "float32")
     earlier = disk.server(store_codec="int4")
     disk.tier._how = ("positioned", "joint")
-    disk.tier.storage.keeps("variants", disk.tier._how, disk.tier._layout)
+    disk.tier.storage.naming.keeps("variants", disk.tier._how, disk.tier._layout)
     earlier.store_chunks(A, B)
     written = disk.settle()["bytes"]["variants"]
     later = disk.restarted(store_codec="int4")
@@ -163,7 +163,7 @@ def test_scores_of_other_heads_are_left_out(disk: Disk) -> None:
     rank.store_chunks(A, fusion=asks("h2o", 0.5))
     rank = disk.restarted()
     rank.fusion_pass.calibration = Calibration(heads=((0, 1),))
-    disk.tier.storage.heads = ((0, 1),)
+    disk.tier.storage.naming.heads = ((0, 1),)
     disk.tier.load_most_used()
     assert rank.stored(A)[0].scored is Scored.ALL, "measured without heads, it holds with any"
     outward = torch.arange(4.0)

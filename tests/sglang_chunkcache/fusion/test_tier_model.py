@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.reporting import rank_state
-from sglang_chunkcache.storage.storage import LOOKED_UP_S
+from sglang_chunkcache.storage.others import LOOKED_UP_S
 from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
 from tests.kit.fused import Disk, Rank
@@ -170,7 +170,7 @@ class StorageLife(Life):
             kind: sum(
                 v.blob.nbytes
                 for v in variants
-                if v.blob.row.place.model == f"{storage._weights} {how}"
+                if v.blob.row.place.model == f"{storage.naming._weights} {how}"
             )
             for kind, how in kinds.items()
         }
@@ -287,5 +287,5 @@ def test_long_life(seed: int) -> None:
         else:
             life.move(at, chunks, salt, waits=True, forgets=rng.random() < 0.5)
         life.agree()
-    assert sum(tier.storage.num_found for tier in life.tiers) > 0
+    assert sum(tier.storage.others.num_found for tier in life.tiers) > 0
     life.teardown()

@@ -120,7 +120,7 @@ def test_explain_says_what_the_storage_has_behind_the_other_tiers(server: Server
     told = explain(server.cache, unsent(rag(A, B, C)))
     assert (told.exact, told.stored) == (len(HEAD + A), len(B))
     for _ in range(8):
-        server.storage._times.observe(1, 100.0)
+        server.storage.waits.times.observe(1, 100.0)
     costly(server)
     told = explain(server.cache, unsent(rag(A, B, C)))
     assert (told.stored, told.fallbacks) == (len(B), (Fallback.STORAGE_SLOW,))
@@ -372,7 +372,9 @@ def test_request_does_not_wait_where_nothing_comes(
     server = patient(disk)
     assert server.ask(rag(A, extra_key="other"), settles=False) == 0
     # more than half for both, less than all
-    monkeypatch.setattr(server.storage._times, "seconds", lambda num_bytes: 0.3 * len(HEAD + A))
+    monkeypatch.setattr(
+        server.storage.waits.times, "seconds", lambda num_bytes: 0.3 * len(HEAD + A)
+    )
     assert server.ask(rag(A), settles=False) == 0
     assert (server.storage.stats()["waits"], server.storage.stats()["late"]) == (0, 2)
     come(server, disk)
@@ -477,7 +479,7 @@ def test_other_weights_find_nothing(disk: ChainDisk) -> None:
 
 
 def test_load_that_does_not_pay_is_left_out(server: Server) -> None:
-    server.storage._times.observe(1, 100.0)
+    server.storage.waits.times.observe(1, 100.0)
     costly(server)
     assert server.ask(rag(A, B)) == 0
     counts = server.settle()

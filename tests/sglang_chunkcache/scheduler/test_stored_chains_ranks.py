@@ -90,7 +90,7 @@ class Life:
             "free": host.pool.num_free,
             "held": held,
             "waiting": waiting,
-            "writing": storage._writing_bytes,
+            "writing": storage.writes._num_bytes,
             "is_paused": storage.loader.is_paused,
         }
 

@@ -1,0 +1,107 @@
+"""Entries that other servers have written to a shared storage: asked for by chunk, told by pointers
+(pointer.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from radix_ext.variant_index import VariantIndex
+from sglang_chunkcache.storage.entry import Layout
+from sglang_chunkcache.storage.held import known_of, variant_of_row
+from sglang_chunkcache.storage.jobs import Lookup
+from sglang_chunkcache.storage.key import StoredChunk
+from sglang_chunkcache.storage.loader import Loader
+from sglang_chunkcache.storage.manifest import Row
+from sglang_chunkcache.storage.naming import Naming
+from sglang_chunkcache.storage.waits import Asked
+
+LOOKED_UP_S = 10.0
+"""How long what was looked up counts as known: a miss costs one question."""
+MAX_LOOKED_UP = 10_000
+"""Chunks of which that is remembered, about three megabytes."""
+MAX_OVERHEAD_BYTES = 1 << 20
+"""What an entry may have beside twice its KV, if another server tells of it."""
+
+
+class Others:
+    """Of one rank.
+
+    Args:
+        layout: of the pool's KV.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        index: VariantIndex,
+        loader: Loader,
+        naming: Naming,
+        layout: Layout,
+        clock: Callable[[], float],
+    ) -> None:
+        self._index, self._loader, self._naming = index, loader, naming
+        self._layout, self._clock = layout, clock
+        self._looked_up: dict[StoredChunk, float] = {}
+        """When that is asked again. The oldest first."""
+        self.num_found = 0
+
+    def look_up(
+        self, chunks: Mapping[StoredChunk, int], then: Callable[[], None], asked: Asked
+    ) -> None:
+        """Ask what others have of these chunks of so many tokens, unless that is known or being
+        asked. `then` is called when the index knows it."""
+        if not self._loader.is_shared:
+            return
+        now = self._clock()
+        unknown = {
+            chunk: number
+            for chunk, number in chunks.items()
+            if now >= self._looked_up.get(chunk, now)
+        }
+        job = Lookup(list(unknown), partial(self._found, self._naming.era, unknown, then))
+        if not unknown or not self._loader.look_up(job):
+            return
+        asked.lookup = job
+        for chunk in unknown:
+            self._looked_up.pop(chunk, None)
+            self._looked_up[chunk] = now + LOOKED_UP_S
+        while len(self._looked_up) > MAX_LOOKED_UP:
+            del self._looked_up[next(iter(self._looked_up))]
+
+    def clear(self) -> None:
+        """Nothing counts as known."""
+        self._looked_up.clear()
+
+    def _found(
+        self, era: int, chunks: Mapping[StoredChunk, int], then: Callable[[], None], job: Lookup
+    ) -> None:
+        for chunk in job.chunks:
+            if era != self._naming.era or chunk not in job.found:  # the storage has failed
+                self._looked_up.pop(chunk, None)
+        if era != self._naming.era:
+            return
+        for chunk, rows in job.found.items():
+            for row in rows:
+                self._take_over(row, chunks[chunk])
+        then()
+
+    def _take_over(self, row: Row, num_tokens: int) -> None:
+        """Another server tells of this entry: the index has it, if it has nothing as good there.
+        Nothing leaves for it."""
+        room = 2 * num_tokens * self._layout.token_bytes + MAX_OVERHEAD_BYTES
+        if (
+            row.num_tokens != num_tokens
+            or row.num_bytes > room
+            or self._loader.is_refused(row.name)
+        ):
+            return
+        old = self._index.get(row.place.stored_chunk, row.place.head, row.place.prefix)
+        if old is not None:
+            here = known_of(self._naming.in_these_heads(old.blob.row))
+            if not known_of(self._naming.in_these_heads(row)).replaces(here):
+                return
+            self._index.drop(old)
+        self.num_found += self._index.restore(
+            row.place.stored_chunk, variant_of_row(row, 0.0, 0, is_own=False)
+        )

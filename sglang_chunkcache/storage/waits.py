@@ -1,0 +1,78 @@
+"""What was asked of the storage for a request, and how long the request waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from radix_ext.loading import LoadTimes, WaitPolicy
+from sglang_chunkcache.storage.jobs import Load, Lookup
+
+
+@dataclass(eq=False)
+class Asked:
+    """What was asked of the storage for one request."""
+
+    loads: list[Load] = field(default_factory=list)
+    lookup: Lookup | None = None
+    is_planned: bool = False
+    """What comes from now on is late."""
+    goes_on: Callable[[], None] | None = None
+    """Loads what found no room, when something of it has come. None: all did."""
+    is_skipped: bool = False
+    """Something was not loaded, since computing it is faster."""
+    is_prefetch: bool = False
+    """The request may come. False: it is here."""
+    tenant: tuple[str | None, ...] = ()
+    """Whose it is: extra_key and cache_salt."""
+    computed_s: float = 0.0
+    """What computing is estimated to take, if nothing comes."""
+    end: int | None = None
+    """Of what was asked for, in the prompt. None: it is not one stretch."""
+    until: float | None = None
+    """When its request waits no longer. None: it did not wait yet."""
+
+
+class Waits:
+    """Of one rank.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, policy: WaitPolicy, clock: Callable[[], float]) -> None:
+        self.policy, self.times, self._clock = policy, LoadTimes(), clock
+        self.num_late = 0
+
+    def awaits(self, asked: Iterable[Asked], under_way: Iterable[Load]) -> bool:
+        """Whether a request, which could be admitted, waits for what was asked for it. If not, it
+        is `planned` next. `under_way`: all loads that it would wait behind."""
+        parts = [each for each in asked if not each.is_planned]
+        if not parts:
+            return False
+        jobs = [job for each in parts for job in (each.lookup, *each.loads) if job is not None]
+        is_coming = not all(job.is_done for job in jobs)
+        now, first = self._clock(), parts[0]
+        if first.until is not None:
+            is_waiting = is_coming and now < first.until
+            if not is_waiting:
+                self.policy.ended(in_vain=is_coming)
+            return is_waiting
+        if not is_coming:
+            return False
+        loads = [self.times.seconds(job.num_bytes) for job in under_way]
+        load_s = None if None in loads else sum(filter(None, loads))
+        wait_s = self.policy.seconds(load_s, max(each.computed_s for each in parts))
+        first.until = now + wait_s
+        return wait_s > 0
+
+    def planned(self, asked: Asked | None) -> None:
+        """The request is planned with what has come:
+        what is under way for it serves the next one."""
+        if asked is None:
+            return
+        asked.is_planned = True
+        for load in asked.loads:
+            if not load.is_done and not load.is_late:
+                load.is_late = True
+                self.num_late += 1
