@@ -170,7 +170,7 @@ class StoredChains:
         mine = self.storage.naming.chunk(self._how, None, None, ChunkId(""))[:2]
         found = [each for each in self.storage.index.held if each.blob.row.place[:2] == mine]
         found.sort(key=lambda variant: (variant.priority, variant.last_used), reverse=True)
-        before = self.storage.loader.num_loaded
+        before = self.storage.loader.worker.num_loaded
 
         def load(link: _Link) -> bool:
             variant = self._find(link)
@@ -184,7 +184,7 @@ class StoredChains:
             (partial(load, link) for each in found for link in self._links_of(each)), seconds
         )
         self._is_starting = False
-        return self.storage.loader.num_loaded - before
+        return self.storage.loader.worker.num_loaded - before
 
     # Private, in order of use
 

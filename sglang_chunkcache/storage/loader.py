@@ -4,9 +4,9 @@ after the other.
     scheduler   look_up, load, write, ...  ──► bounded queues ──► thread: backend, checks, manifest
                                            ──► poll ──► scheduler
 
-The scheduler gives and polls, and never waits. Whatever the backend raises is counted here. After
-`PAUSE_AFTER` failures in a row the storage pauses: jobs fail at once, and after `PAUSE_S` the next
-one tries again. A backend that hangs stops the thread, and so all that waits, but nobody else.
+The scheduler gives and polls, and never waits. Whatever the backend raises is counted (worker.py).
+After failures in a row the storage pauses (breaker.py). A backend that hangs stops the thread, and
+so all that waits, but nobody else.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -25,12 +24,9 @@ import torch
 from torch import Tensor
 
 from sglang_chunkcache.storage.backend import Backend
-from sglang_chunkcache.storage.entry import RefusedEntryError, read, write
+from sglang_chunkcache.storage.breaker import Breaker
 from sglang_chunkcache.storage.jobs import (
-    FAILED,
-    GONE,
     MAX_WAITING,
-    PAUSED,
     Job,
     Load,
     Lookup,
@@ -39,19 +35,13 @@ from sglang_chunkcache.storage.jobs import (
 from sglang_chunkcache.storage.manifest import Manifest, Row, Use
 from sglang_chunkcache.storage.pointer import Pointers
 from sglang_chunkcache.storage.ranks import Ranks
+from sglang_chunkcache.storage.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 512 << 20
 """Of loads, and likewise of writes: they hold memory beside the store's.
 One is taken whatever its size."""
-PAUSE_AFTER = 4
-"""Failures in a row."""
-PAUSE_S = 30.0
-"""A backend that restarts takes about as long."""
-MAX_REFUSED = 10_000
-"""Names of refused bytes that could not be deleted: about a megabyte.
-The oldest is asked for again."""
 DELETED_AT_ONCE = 64
 """Entries: a load that has come meanwhile waits for no more."""
 CLOSE_S = 5.0
@@ -80,14 +70,7 @@ class Loader:
         empty: Callable[..., Tensor] = torch.empty,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pointers, self._ranks = pointers, ranks
-        self._backend, self._manifest, self._secret, self._empty, self._clock = (
-            backend,
-            manifest,
-            secret,
-            empty,
-            clock,
-        )
+        self._pointers, self._ranks, self._manifest = pointers, ranks, manifest
         # No locks: `append` and `popleft` of a deque are atomic, and a queue has one reader.
         self._loads: deque[Load | Lookup] = deque()
         self._others: deque[Write | Callable[[], None]] = deque()
@@ -96,14 +79,19 @@ class Loader:
         # number, bytes; the scheduler thread's alone
         self._waiting = {Load: [0, 0], Write: [0, 0], Lookup: [0, 0]}
         self._wake: SimpleQueue[bool] = SimpleQueue()
-        self._refused: dict[str, str] = {}  # name -> why
-        self._in_a_row = 0
-        self._paused_until: float | None = None
         self._is_open, self._is_at_work = True, False
-        self.problems: Counter[str] = Counter()
-        """Loads and writes that came to nothing, by reason. Written by the thread."""
-        self.num_loaded = self.num_written = self.num_full = self.num_pauses = self.num_unshared = 0
-        self.num_unwritten = 0
+        self.num_full = self.num_unwritten = 0
+        self.breaker = Breaker(clock)
+        self.worker = Worker(
+            backend,
+            manifest,
+            self.breaker,
+            self._done,
+            secret=secret,
+            pointers=pointers,
+            empty=empty,
+            clock=clock,
+        )
         # A daemon: a backend that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="chunkcache-storage", daemon=True)
         self._thread.start()
@@ -129,7 +117,7 @@ class Loader:
         """Of entries that are not wanted any more the rows, then what points to them,
         then the bytes."""
         for start in range(0, len(rows), DELETED_AT_ONCE):
-            self._do(partial(self._delete, rows[start : start + DELETED_AT_ONCE]))
+            self._do(partial(self.worker.delete, rows[start : start + DELETED_AT_ONCE]))
 
     def use(self, uses: Sequence[Use]) -> None:
         """Note what was used."""
@@ -158,12 +146,12 @@ class Loader:
 
     def is_refused(self, name: str) -> bool:
         """Whether there are bytes under this name that nobody can use or delete."""
-        return name in self._refused
+        return name in self.worker.refused
 
     @property
     def is_paused(self) -> bool:
         """Whether jobs fail at once, on any rank."""
-        return self._fails_at_once if self._ranks is None else self._ranks.is_paused
+        return self.breaker.is_open if self._ranks is None else self._ranks.is_paused
 
     @property
     def is_full(self) -> bool:
@@ -198,19 +186,19 @@ class Loader:
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and what waits now: to be done, or to be polled."""
         return {
-            "loaded": self.num_loaded,
-            "written": self.num_written,
-            "problems": dict(self.problems),
+            "loaded": self.worker.num_loaded,
+            "written": self.worker.num_written,
+            "problems": dict(self.worker.problems),
             "full": self.num_full,
             "unwritten": self.num_unwritten,
-            **({"unshared": self.num_unshared} if self.is_shared else {}),
+            **({"unshared": self.worker.num_unshared} if self.is_shared else {}),
             # Nothing waits only when the scheduler knows what has become of it: a load that was
             # refused is written anew, a lookup
             # is followed by loads.
             "queue": max(
                 len(self._loads) + len(self._others), sum(num for num, _ in self._waiting.values())
             ),
-            "pauses": self.num_pauses,
+            "pauses": self.breaker.num_pauses,
             "paused": self.is_paused,
         }
 
@@ -238,7 +226,7 @@ class Loader:
                 self._done,
                 num_loads=num_loads,
                 num_writes=num_writes,
-                is_paused=self._fails_at_once,
+                is_paused=self.breaker.is_open,
             )
 
     def _ask(self, job: Load | Lookup) -> bool:
@@ -263,11 +251,6 @@ class Loader:
         self._others.append(job)
         self._wake.put(True)
 
-    @property
-    def _fails_at_once(self) -> bool:
-        until = self._paused_until
-        return until is not None and self._clock() < until
-
     # Private: the thread's
 
     def _run(self) -> None:
@@ -277,158 +260,15 @@ class Loader:
             self._is_at_work = True
             self._do_next()
             self._is_at_work = False
-        for part in (self._backend, self._manifest):
-            try:
-                part.close()
-            except Exception:
-                logger.exception("chunk cache: the storage did not close")
+        self.worker.close()
 
     def _do_next(self) -> None:
         job = self._loads.popleft() if self._loads else self._others.popleft()
         if isinstance(job, Load):
-            self._load(job)
+            self.worker.load(job)
         elif isinstance(job, Lookup):
-            self._look_up(job)
+            self.worker.look_up(job)
         elif isinstance(job, Write):
-            self._write(job)
+            self.worker.write(job)
         else:
-            try:
-                job()
-            except Exception as error:
-                self._tell(FAILED, "the storage failed: %r", error)
-
-    def _look_up(self, job: Lookup) -> None:
-        assert self._pointers is not None
-        try:
-            for chunk in job.chunks:
-                with self._attempt():
-                    job.found[chunk] = self._pointers.find(chunk)
-        except _PausedError:
-            self._tell(PAUSED, "what others have written was not asked for, the storage pauses")
-        except Exception as error:
-            self._tell(FAILED, "what others have written is not known: %r", error)
-        self._done.append(job)
-
-    def _load(self, job: Load) -> None:
-        began = self._clock()
-        try:
-            with self._attempt():
-                data = self._backend.get(job.name, job.num_bytes)
-            if data is None:
-                job.problem = self._tell(GONE, "%s is gone from the storage", job.name)
-            else:
-                job.entry = read(
-                    data,
-                    job.name,
-                    layout=job.layout,
-                    num_tokens=job.num_tokens,
-                    secret=self._secret,
-                    empty=self._empty,
-                )
-                if job.into is not None:
-                    job.into(job.entry)
-                self.num_loaded += 1
-                job.seconds = self._clock() - began
-        except RefusedEntryError as error:
-            # The scheduler reads it in between (`is_refused`): one operation on a dict is atomic.
-            self._refused[job.name] = error.reason.value
-            if len(self._refused) > MAX_REFUSED:
-                del self._refused[next(iter(self._refused))]
-            job.problem = self._tell(error.reason.value, "%s is not used: %s", job.name, error)
-        except _PausedError:
-            job.problem = self._tell(PAUSED, "%s was not read, the storage pauses", job.name)
-        except Exception as error:
-            job.entry, job.problem = (
-                None,
-                self._tell(FAILED, "%s was not read: %r", job.name, error),
-            )
-        self._done.append(job)
-
-    def _write(self, job: Write) -> None:
-        if job.row.name in self._refused:  # what is there stays
-            job.problem = self._refused[job.row.name]
-            self._done.append(job)
-            return
-        try:
-            with self._attempt():
-                others = self._of_another(job.row)
-                # Written again it would count in two budgets: `set` keeps the bytes that are there.
-                if others is not None:
-                    job.row, job.is_own = others, False
-                else:
-                    # Bytes, row, pointer: a kill in between leaves no name of what is not there.
-                    data = write(job.entry(), job.row.name, secret=self._secret)
-                    self._backend.set(job.row.name, data)
-                    job.row = job.row._replace(num_bytes=len(data))
-                    self._manifest.put(job.row)
-                    self.num_written += 1
-                # Even if its pointer fails: others do not find the entry, this server does.
-                job.is_confirmed = True
-                if self._pointers is not None and job.is_own:
-                    self.num_unshared += not self._pointers.add(job.row)
-        except _PausedError:
-            job.problem = self._tell(PAUSED, "%s was not written, the storage pauses", job.row.name)
-        except Exception as error:
-            job.problem = self._tell(FAILED, "%s was not written: %r", job.row.name, error)
-        self._done.append(job)
-
-    def _of_another(self, row: Row) -> Row | None:
-        """The very entry, where another server has written it."""
-        if self._pointers is None:
-            return None
-        found = [
-            each for each in self._pointers.find(row.place.stored_chunk) if each.name == row.name
-        ]
-        return found[0] if found and self._backend.exists(row.name) else None
-
-    def _delete(self, rows: Sequence[Row]) -> None:
-        # Rows first: after a failure below there are bytes without a row, and never the reverse.
-        self._manifest.drop([row.name for row in rows])
-        for row in rows:
-            with self._attempt():
-                if self._pointers is not None:
-                    self._pointers.remove(row)
-                if self._backend.delete(row.name):
-                    self._refused.pop(row.name, None)
-
-    @contextmanager
-    def _attempt(self) -> Iterator[None]:
-        """Asks the backend, unless the storage pauses."""
-        if self._fails_at_once:
-            raise _PausedError
-        try:
-            yield
-        except RefusedEntryError:  # the backend is well
-            self._succeeded()
-            raise
-        except Exception:
-            self._in_a_row += 1
-            if self._in_a_row >= PAUSE_AFTER:
-                if self._paused_until is None:
-                    logger.warning(
-                        "chunk cache: the storage pauses after %d failures, and is tried again"
-                        " every %g s",
-                        self._in_a_row,
-                        PAUSE_S,
-                    )
-                    self.num_pauses += 1
-                self._paused_until = self._clock() + PAUSE_S
-            raise
-        self._succeeded()
-
-    def _succeeded(self) -> None:
-        self._in_a_row = 0
-        if self._paused_until is not None:
-            self._paused_until = None
-            logger.warning("chunk cache: the storage answers again")
-
-    def _tell(self, problem: str, message: str, *args: object) -> str:
-        """Counts all, logs the first of each."""
-        self.problems[problem] += 1
-        if self.problems[problem] == 1:
-            logger.warning(f"chunk cache: {message} (further ones are counted)", *args)
-        return problem
-
-
-class _PausedError(Exception):
-    """Nobody was asked."""
+            self.worker.do(job)

@@ -145,7 +145,7 @@ def open_storage(
     # What some ranks lack, as after a kill between their writes, no request can use.
     loader.delete(others)
     if num_gone:
-        loader.problems[GONE] += num_gone
+        loader.worker.problems[GONE] += num_gone
     logger.info(
         "chunk cache: storage %s in %s: %d entries, %.1f of %.1f MiB%s",
         config.storage_backend,

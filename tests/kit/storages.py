@@ -130,4 +130,4 @@ def check_that_second_loads_what_first_writes(first: Opened, second: Opened) -> 
     assert (again.is_confirmed, again.is_own, again.row.num_bytes) == (True, False, found.num_bytes)
     for each in (second, first):
         each.loader.close()
-        assert each.loader.problems == {}
+        assert each.loader.worker.problems == {}

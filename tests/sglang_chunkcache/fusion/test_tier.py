@@ -399,7 +399,7 @@ def test_storage_that_fails_harms_no_request(disk: Disk) -> None:
     assert (counts["paused"], counts["num_entries"]) == (True, 0)
     assert counts["problems"] == {"failed": 4}, "while it pauses nothing is given to it"
     disk.storage.fails = False
-    disk.tier.storage.loader._paused_until = 0.0  # it is over
+    disk.tier.storage.loader.breaker._paused_until = 0.0  # it is over
     rank.evict(100)
     assert wheres(rank.ask(fused(B))) == ["host"]
     assert disk.settle()["num_entries"] == 1

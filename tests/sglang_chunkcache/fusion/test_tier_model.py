@@ -151,7 +151,7 @@ class StorageLife(Life):
     def fail(self, fails: bool) -> None:
         self._settle()
         self.disk.storage.fails = fails
-        self.tier.storage.loader._paused_until = None
+        self.tier.storage.loader.breaker.close()
 
     @rule()
     def restart(self) -> None:

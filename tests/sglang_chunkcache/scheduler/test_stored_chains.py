@@ -92,7 +92,8 @@ def test_what_could_not_be_written_is_with_the_next_request(disk: ChainDisk) -> 
     disk.storage.fails = True
     known(server, A)
     assert server.settle()["written"] == 0
-    disk.storage.fails, server.storage.loader._paused_until = False, None
+    disk.storage.fails = False
+    server.storage.loader.breaker.close()
     server.ask(rag(A))
     assert server.settle()["written"] == 2
     server.check()
@@ -330,7 +331,7 @@ def test_what_found_no_room_is_loaded_when_there_is(
         come(server, disk)
         if not is_admitted:
             server.match(req)
-    assert server.storage.loader.num_loaded == (1 if is_admitted else 4)
+    assert server.storage.loader.worker.num_loaded == (1 if is_admitted else 4)
     if not is_admitted:
         assert server.serve(req) == len(HEAD + A + B + C)
     server.check()
@@ -564,7 +565,7 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
                 disk.storage.become("healthy" if told[0] else "hanging")
             elif kind == "fail":
                 disk.storage.fails = told[0]
-                server.storage.loader._paused_until = None
+                server.storage.loader.breaker.close()
             elif kind == "damage":
                 for held in list(disk.storage.held.values()):
                     held[-told[0]] ^= 64

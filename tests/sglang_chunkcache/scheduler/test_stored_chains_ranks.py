@@ -71,7 +71,7 @@ class Life:
 
     def become(self, state: str) -> None:
         self.disk.storage.become(state)
-        self.server.storage.loader._paused_until = None
+        self.server.storage.loader.breaker.close()
 
     def seen(self) -> dict[str, Any]:
         """What the other rank must have, too."""

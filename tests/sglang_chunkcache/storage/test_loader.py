@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -14,9 +15,10 @@ pytest.importorskip("sglang")
 
 from sglang_chunkcache.storage import loader as module  # noqa: E402
 from sglang_chunkcache.storage.backend import Backend  # noqa: E402
+from sglang_chunkcache.storage.breaker import PAUSE_AFTER, PAUSE_S  # noqa: E402
 from sglang_chunkcache.storage.jobs import MAX_WAITING, Load, Write  # noqa: E402
 from sglang_chunkcache.storage.key import Names  # noqa: E402
-from sglang_chunkcache.storage.loader import PAUSE_AFTER, PAUSE_S, Loader  # noqa: E402
+from sglang_chunkcache.storage.loader import Loader  # noqa: E402
 from sglang_chunkcache.storage.manifest import Manifest, Use  # noqa: E402
 from sglang_chunkcache.storage.pointer import Pointers  # noqa: E402
 from tests.kit.storages import LAYOUT, NUM_TOKENS, keeping, make_entry, make_row, same_bits  # noqa: E402
@@ -143,7 +145,7 @@ def test_row_follows_the_bytes(rig: Rig) -> None:
     rig.storage.forgets, rig.storage.fails = False, True
     assert not rig.written("b").is_confirmed
     assert rig.names() == []
-    assert rig.loader.problems == {"failed": 2}
+    assert rig.loader.worker.problems == {"failed": 2}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_bad_entry_is_told_by_its_reason(rig: Rig, harm: Any, problem: str) -> N
     load = Load("n", size, NUM_TOKENS, LAYOUT)
     rig.loader.load(load)
     rig.done()
-    assert (load.entry, load.problem, rig.loader.problems) == (None, problem, {problem: 1})
+    assert (load.entry, load.problem, rig.loader.worker.problems) == (None, problem, {problem: 1})
 
 
 def test_storage_pauses_and_is_tried_again(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
@@ -190,6 +192,17 @@ def test_failures_with_successes_between_are_no_pause(rig: Rig) -> None:
         rig.written(f"n{i}")
     rig.storage.fails = False
     assert not rig.loader.is_paused
+
+
+def test_entry_that_cannot_be_made_is_no_failure_of_the_backend(rig: Rig) -> None:
+    for i in range(PAUSE_AFTER + 1):
+        job = writing(f"n{i}")
+        job.entry = mock.Mock(side_effect=ValueError("no entry"))
+        assert rig.loader.write(job)
+        rig.done()
+        assert job.problem == "failed"
+    assert not rig.loader.is_paused
+    assert rig.written().is_confirmed
 
 
 def test_deleted_entry_loses_its_row_first(rig: Rig) -> None:
@@ -244,7 +257,7 @@ def test_bytes_that_are_refused_and_stay_are_not_written_over(rig: Rig) -> None:
     assert rig.loader.is_refused("n")
     job = rig.written()
     assert (job.is_confirmed, job.problem) == (False, "damaged")
-    assert rig.loader.problems == {"damaged": 1}
+    assert rig.loader.worker.problems == {"damaged": 1}
     rig.loader.delete([make_row("n")])
     rig.done()
     assert not rig.loader.is_refused("n")
@@ -282,5 +295,5 @@ def test_entry_without_a_pointer_is_its_writers_all_the_same(tmp_path: Path) -> 
     assert job.is_confirmed
     assert job.is_own
     assert [row.name for row in manifest.rows()] == ["n"]
-    assert loader.problems == {"failed": 1}
+    assert loader.worker.problems == {"failed": 1}
     loader.close()

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
+from sglang_chunkcache.storage.breaker import PAUSE_AFTER
 from sglang_chunkcache.storage.jobs import Load
-from sglang_chunkcache.storage.loader import PAUSE_AFTER
 from sglang_chunkcache.storage.opening import Opened
 from tests.kit.storages import (
     LAYOUT,
@@ -84,9 +84,9 @@ def test_redis_that_is_lost_and_back(redis: Redis, tmp_path: Path) -> None:
         storage.loader.write(keeping(make_row(f"n{number}", num_tokens=NUM_TOKENS), make_entry()))
     storage.loader.drain(DEADLINE_S)
     assert storage.loader.is_paused
-    assert storage.loader.problems == {"failed": PAUSE_AFTER}
+    assert storage.loader.worker.problems == {"failed": PAUSE_AFTER}
     redis.start()
-    storage.loader._paused_until = 0.0  # the pause is over
+    storage.loader.breaker._paused_until = 0.0  # the pause is over
     again = keeping(make_row("again", num_tokens=NUM_TOKENS), make_entry())
     storage.loader.write(again)
     lost = Load("n", 463, NUM_TOKENS, LAYOUT)

@@ -1,0 +1,79 @@
+"""A circuit breaker: after failures in a row nobody is asked for a while."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from sglang_chunkcache.storage.entry import RefusedEntryError
+
+logger = logging.getLogger(__name__)
+
+PAUSE_AFTER = 4
+"""Failures in a row."""
+PAUSE_S = 30.0
+"""A backend that restarts takes about as long."""
+
+
+class PausedError(Exception):
+    """Nobody was asked."""
+
+
+class Breaker:
+    """Before a storage's backend. Written by one thread, read by others.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._in_a_row = 0
+        self._paused_until: float | None = None
+        self.num_pauses = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether attempts fail at once."""
+        until = self._paused_until
+        return until is not None and self._clock() < until
+
+    def check(self) -> None:
+        """Raise PausedError while it `is_open`."""
+        if self.is_open:
+            raise PausedError
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Around what asks the backend. Raises as `check`."""
+        self.check()
+        try:
+            yield
+        except RefusedEntryError:  # the backend is well
+            self._succeeded()
+            raise
+        except Exception:
+            self._in_a_row += 1
+            if self._in_a_row >= PAUSE_AFTER:
+                if self._paused_until is None:
+                    logger.warning(
+                        "chunk cache: the storage pauses after %d failures, and is tried again"
+                        " every %g s",
+                        self._in_a_row,
+                        PAUSE_S,
+                    )
+                    self.num_pauses += 1
+                self._paused_until = self._clock() + PAUSE_S
+            raise
+        self._succeeded()
+
+    def close(self) -> None:
+        """The next attempt is made."""
+        self._paused_until = None
+
+    def _succeeded(self) -> None:
+        self._in_a_row = 0
+        if self._paused_until is not None:
+            self._paused_until = None
+            logger.warning("chunk cache: the storage answers again")
