@@ -129,6 +129,10 @@ class FileBackend(Backend):
 
     def delete(self, name: str) -> bool:
         self._path(name).unlink(missing_ok=True)  # `HiCacheFile` deletes nothing by name
+        key = self._storage._get_suffixed_key(name)
+        self._storage._evictor.abort(key)  # which counts its bytes
+        if self._storage.metadata_cache is not None:  # else `set` would find it there
+            self._storage.metadata_cache.remove(key)
         return True
 
     def sizes(self) -> dict[str, int] | None:
@@ -204,9 +208,7 @@ def create_backend(config: ChunkCacheConfig, folder: Path, *, model_name: str) -
             )
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            storage = None
-    if storage is None:
-        raise ValueError(f"{flag_name('storage_backend')} {name}: {reason}")
+            raise ValueError(f"{flag_name('storage_backend')} {name}: {reason}") from None
     return FileBackend(storage) if name == "file" else Backend(storage)
 
 

@@ -62,6 +62,18 @@ def test_bytes_come_back(backend: Backend) -> None:
     assert backend.get(NAME, 3) is None
 
 
+def test_deleted_bytes_are_gone_for_hicache_too(tmp_path: Path) -> None:
+    """It has a cache of what is there, and counts the bytes that files may take."""
+    extra = {"enable_metadata_cache": True, "metadata_ttl": 3600, "max_size": 1 << 20}
+    backend = create_backend(config(extra=extra), tmp_path, model_name="")
+    for _ in range(2):
+        backend.set(NAME, data(1, 2, 3))
+        assert backend.sizes() == {NAME: 3}
+        backend.delete(NAME)
+        assert not backend.exists(NAME)
+    assert cast(Any, backend)._storage._evictor._total_bytes == 0
+
+
 def test_files_are_listed_and_left_over_ones_removed(tmp_path: Path) -> None:
     """What a killed process was writing, but nothing that is not ours."""
     backend = create_backend(config(), tmp_path, model_name="")
