@@ -26,8 +26,8 @@ from radix_ext.moved_plan import ReusePlan
 from radix_ext.sources import ChunkSources
 from radix_ext.variant_index import VariantIndex
 from radix_ext.variants import Identity, Variant
-from sglang_chunkcache.fusion.fill import Host
 from sglang_chunkcache.fusion.measure import Head
+from sglang_chunkcache.fusion.moving import Host
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.node import ChunkIdentity, state
@@ -133,7 +133,7 @@ class StorageTier:
         with self.storage.guard("nothing is loaded, the prompt is computed"):
             self.storage.poll()
             if not (self.storage.is_off or self.storage.loader.is_paused):
-                missing_chunks = list(self._missing_chunks(req, spans, fusion, sources, costs))
+                missing_chunks = list(_missing_chunks(req, spans, fusion, sources, costs))
                 asked.computed_s = sum(missing.computed_s or 0.0 for missing in missing_chunks)
                 left = {
                     self._chunk(missing.identity): missing
@@ -164,7 +164,7 @@ class StorageTier:
             return False
         return any(
             self._is_wanted(missing.identity, found.variant, missing.num_tokens)
-            for missing in self._missing_chunks(req, spans, fusion, sources, None)
+            for missing in _missing_chunks(req, spans, fusion, sources, None)
             for found in self._found(missing)
         )
 
@@ -184,7 +184,7 @@ class StorageTier:
     ) -> bool:
         """Whether `ask` would leave something that it knows of. Asks nobody."""
         missing_chunks = (
-            () if self.storage.is_off else self._missing_chunks(req, spans, fusion, sources, costs)
+            () if self.storage.is_off else _missing_chunks(req, spans, fusion, sources, costs)
         )
         return any(
             not self._is_faster(missing, found.stored.blob.row)
@@ -238,42 +238,6 @@ class StorageTier:
             variant.blob.hold()
         if not self.storage.writes.write(row, entry_of(variant, heads), told, self._layout):
             told()
-
-    def _missing_chunks(
-        self,
-        req: Req,
-        spans: RequestSpans,
-        fusion: FusionRequest,
-        sources: ChunkSources,
-        costs: Costs | None,
-    ) -> Iterator[_Missing]:
-        heads = text_before(spans.namespace, spans.spans, req.origin_input_ids)
-        before = [span.chunk for span in spans.spans]
-        line = None if costs is None or fusion.always or fusion.plain else costs[Phase.EXTEND]
-        for index, (span, head) in enumerate(zip(spans.spans, heads, strict=True)):
-            if index in fusion.fresh:
-                continue
-            identity = ChunkIdentity(span.chunk, req.extra_key, req.cache_salt)
-            there = sources.candidates(identity, head, alone=fusion.plain)
-            if fusion.plain:
-                there = [each for each in there if not (each.prefix or each.preprocessed)]
-            if any(each.head == head for each in there):
-                continue
-            # Its tokens in a prefill that runs in any case.
-            computed_s = (
-                None
-                if line is None
-                else line.seconds(extend_work(span.start, span.end)._replace(calls=0))
-            )
-            yield _Missing(
-                identity,
-                head,
-                before[:index],
-                span.end - span.start,
-                fusion.plain,
-                bool(there),
-                computed_s,
-            )
 
     def _found(self, missing: _Missing) -> list[Found]:
         """What the index has for it, best first."""
@@ -374,6 +338,43 @@ class StorageTier:
     def _chunk(self, identity: ChunkIdentity) -> StoredChunk:
         return self.storage.naming.chunk(
             self._how, identity.extra_key, identity.cache_salt, identity.chunk
+        )
+
+
+def _missing_chunks(
+    req: Req,
+    spans: RequestSpans,
+    fusion: FusionRequest,
+    sources: ChunkSources,
+    costs: Costs | None,
+) -> Iterator[_Missing]:
+    """The request's chunks that neither device nor store has behind the same head."""
+    heads = text_before(spans.namespace, spans.spans, req.origin_input_ids)
+    before = [span.chunk for span in spans.spans]
+    line = None if costs is None or fusion.always or fusion.plain else costs[Phase.EXTEND]
+    for index, (span, head) in enumerate(zip(spans.spans, heads, strict=True)):
+        if index in fusion.fresh:
+            continue
+        identity = ChunkIdentity(span.chunk, req.extra_key, req.cache_salt)
+        there = sources.candidates(identity, head, alone=fusion.plain)
+        if fusion.plain:
+            there = [each for each in there if not (each.prefix or each.preprocessed)]
+        if any(each.head == head for each in there):
+            continue
+        # Its tokens in a prefill that runs in any case.
+        computed_s = (
+            None
+            if line is None
+            else line.seconds(extend_work(span.start, span.end)._replace(calls=0))
+        )
+        yield _Missing(
+            identity,
+            head,
+            before[:index],
+            span.end - span.start,
+            fusion.plain,
+            bool(there),
+            computed_s,
         )
 
 

@@ -23,8 +23,8 @@ from radix_ext.fusion_request import Focus, question_tokens
 from radix_ext.sources import HostCopy
 from radix_ext.variants import Variant
 from sglang_chunkcache import config
+from sglang_chunkcache.fusion import choosing, moving, selectors
 from sglang_chunkcache.fusion import fill as fusion_pass
-from sglang_chunkcache.fusion import selectors
 from sglang_chunkcache.fusion.measure import question_evidence
 from sglang_chunkcache.fusion.relocate import copy_moved
 from sglang_chunkcache.fusion.selectors import focus
@@ -179,7 +179,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.extend(requests)
         return question_evidence(runner, requests)
 
-    monkeypatch.setattr(fusion_pass, "question_evidence", spy)
+    monkeypatch.setattr(choosing, "question_evidence", spy)
     return found
 
 
@@ -222,7 +222,7 @@ def test_nothing_is_measured_where_nothing_is_chosen(
 ) -> None:
     measured = mock.Mock(return_value=[])
     for name in ("question_evidence", "deviation_evidence"):
-        monkeypatch.setattr(fusion_pass, name, measured)
+        monkeypatch.setattr(choosing, name, measured)
     moves = [scene.move(asked(name, ratio), row=1 + i) for i, name in enumerate(SELECTORS[3:5])]
     scene.fusion_pass.run(moves)
     assert measured.call_count == 2
@@ -235,9 +235,9 @@ def test_nothing_is_measured_where_nothing_is_chosen(
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (fusion_pass, "copy_moved"),
-        (fusion_pass, "BlobTarget"),
-        (fusion_pass, "question_evidence"),
+        (moving, "copy_moved"),
+        (moving, "BlobTarget"),
+        (choosing, "question_evidence"),
         (fusion_pass, "run_pass"),
         (selectors, "get"),
     ],
@@ -372,8 +372,8 @@ def test_moves_within_the_device_wait_for_all_that_is_being_loaded(
         moves(*args, **kwargs)
 
     monkeypatch.setattr(pool, "layer_transfer_counter", SimpleNamespace(wait_until=loaded.append))
-    monkeypatch.setattr(fusion_pass, "copy_moved", checked)
-    scene.fusion_pass._move([scene.move(asked("none", 0.0))])
+    monkeypatch.setattr(moving, "copy_moved", checked)
+    scene.fusion_pass.mover.move([scene.move(asked("none", 0.0))])
     assert loaded
 
 

@@ -32,7 +32,7 @@ class Late:
     def __init__(
         self, fused: FusionPass, monkeypatch: pytest.MonkeyPatch, *, num_ahead: int, fails: str = ""
     ) -> None:
-        loads = fused.loads
+        loads = fused.mover._loads
         self.overlapped: list[int] = []
         self._has_begun = False  # moves within the device ask before
         self._asked = [Event() for _ in range(loads.num_layers)]
@@ -58,7 +58,7 @@ class Late:
 
         monkeypatch.setattr(loads, "start", late)
         monkeypatch.setattr(loads, "wait_until", ask)
-        monkeypatch.setattr(fused, "_num_ahead", lambda moves, work: num_ahead)
+        monkeypatch.setattr(fused.mover, "_num_ahead", lambda moves, work: num_ahead)
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1])
@@ -74,7 +74,7 @@ def test_beside_the_passes_as_before_them(
     assert bool(expected.isfinite().all())
     late = Late(fused, monkeypatch, num_ahead=num_ahead)
     again = scene.run(reuse, fused)
-    assert late.overlapped == list(range(num_ahead, fused.loads.num_layers))
+    assert late.overlapped == list(range(num_ahead, fused.mover._loads.num_layers))
     assert again.fallbacks == []
     assert torch.equal(scene.kv(again.slots), expected)
 
@@ -87,7 +87,7 @@ def test_what_nobody_reads_is_there_afterwards(
     late = Late(fused, monkeypatch, num_ahead=0)
     monkeypatch.setattr(fused, "_compute", lambda *_: None)
     move = scene.run(asked("none", 0.0), fused)
-    assert late.overlapped == list(range(fused.loads.num_layers))
+    assert late.overlapped == list(range(fused.mover._loads.num_layers))
     held = torch.cat([torch.arange(piece.start, piece.end) for piece in move.moved])
     assert bool(scene.kv(move.slots[held]).isfinite().all())
 
@@ -110,24 +110,24 @@ def test_what_fails_is_computed(scene: Scene, monkeypatch: pytest.MonkeyPatch, f
     fused = scene.with_config()
     Late(fused, monkeypatch, num_ahead=0, fails="always" if fails == "the copies" else "")
     if fails == "the choice":
-        monkeypatch.setattr(fused, "_choose", lambda *_: 1 / 0)
+        monkeypatch.setattr(fused._chooser, "choose", lambda *_: 1 / 0)
     move = scene.run(asked("query", 0.3), fused)
     assert move.fallbacks == ["pass_failed"]
     scene.assert_prefilled(move)
-    assert not fused.loads.settle()
+    assert not fused.mover._loads.settle()
 
 
 def test_a_load_that_cannot_begin_is_computed(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fused = scene.with_config()
-    monkeypatch.setattr(fused, "_num_ahead", lambda moves, work: 1)
+    monkeypatch.setattr(fused.mover, "_num_ahead", lambda moves, work: 1)
     with monkeypatch.context() as patched:
         patched.setattr(Thread, "start", lambda thread: 1 / 0)
         move = scene.run(asked("first", 0.3), fused)
     assert move.fallbacks == ["pass_failed"]
     scene.assert_prefilled(move)
-    assert not fused.loads.finish()
+    assert not fused.mover._loads.finish()
     scene.run(asked("first", 0.3), fused)
     fused.pricing.poll()
     assert fused.pricing.model.num_observed[Phase.HOST] == 1
@@ -137,8 +137,8 @@ def test_while_exact_chains_come_all_is_copied_before(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fused = scene.with_config()
-    monkeypatch.setattr(fused, "_num_ahead", lambda moves, work: 1)
-    loads, exact = fused.loads, list[int]()
+    monkeypatch.setattr(fused.mover, "_num_ahead", lambda moves, work: 1)
+    loads, exact = fused.mover._loads, list[int]()
     assert loads.start(exact.extend, Phase.LOAD, Work(1, 1), num_ahead=1, clock=fused.pricing) == 1
     move = scene.run(asked("first", 1.0), fused)
     assert fused.stats()["layers_ahead"] == loads.num_layers
@@ -173,7 +173,7 @@ def test_layers_ahead(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
         lines = {Phase.HOST: Line(fixed=each_s), Phase.RECOMPUTE: Line(fixed=compute_s)}
         fused.pricing.agreed = {**fused.pricing.agreed, **lines}
         monkeypatch.setattr(torch, "get_num_threads", lambda num=num_threads: num)
-        assert fused._num_ahead([move], Work(1, LENS["B"])) == expected
+        assert fused.mover._num_ahead([move], Work(1, LENS["B"])) == expected
 
 
 class PoolHost:
@@ -205,10 +205,10 @@ def test_chunks_of_the_host_pool_are_moved_as_those_with_tensors_of_their_own(
         moved = HostCopy(Variant(known.prefix, blob, known.scores, start=known.start))
         monkeypatch.setitem(scene.sources, name, moved)
     before = {name: host.pool.read(blob.slots) for name, blob in blobs.items()}
-    num_layers = hosted.loads.num_layers
+    num_layers = hosted.mover._loads.num_layers
     Late(hosted, monkeypatch, num_ahead=min(num_ahead, num_layers))
     found = scene.run(asked("first", 0.3), hosted)
-    assert (found.fallbacks, hosted.num_copied_again) == ([], 0)
+    assert (found.fallbacks, hosted.mover.num_copied_again) == ([], 0)
     assert torch.equal(scene.kv(found.slots), wanted)
     for name, blob in blobs.items():
         assert all(map(torch.equal, host.pool.read(blob.slots), before[name]))

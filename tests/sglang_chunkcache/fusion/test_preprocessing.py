@@ -20,7 +20,7 @@ from radix_ext.variants import Variant
 from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.routes import Routes
-from sglang_chunkcache.fusion import fill as fill_module
+from sglang_chunkcache.fusion import moving
 from sglang_chunkcache.fusion.relocate import copy_moved
 from sglang_chunkcache.preprocess import preprocess
 from sglang_chunkcache.scheduler.reporting import rank_state
@@ -204,7 +204,7 @@ def test_failed_chunk_is_not_stored(runner: Any, monkeypatch: pytest.MonkeyPatch
             raise RuntimeError("once")
         copy_moved(*args, **options)
 
-    monkeypatch.setattr(fill_module, "copy_moved", failing)
+    monkeypatch.setattr(moving, "copy_moved", failing)
     assert server.fill()[1]["neighbors"]["missing"] > 0
     assert server.fill()[1]["chunks"] == 1
     assert_all_same(server, clean)

@@ -1,0 +1,202 @@
+"""Which tokens of moved chunks are computed: read-only passes measure what a selector needs
+(measure.py), then the selector decides."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from radix_ext import FusionRequest, Need
+from radix_ext.costs import Phase, Work, through
+from radix_ext.fusion_request import asked_layers, question_tokens
+from radix_ext.moved_plan import Piece
+from radix_ext.sources import DeviceCopy, HostCopy
+from sglang_chunkcache.attention.upload import upload
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.fusion import selectors
+from sglang_chunkcache.fusion.measure import (
+    DeviationProbe,
+    QuestionProbe,
+    deviation_evidence,
+    question_evidence,
+)
+from sglang_chunkcache.fusion.move import Move
+from sglang_chunkcache.fusion.selectors import focus
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selector
+from sglang_chunkcache.scheduler.pricing import Pricing
+
+
+class Chooser:
+    """Of one rank."""
+
+    def __init__(self, runner: Any, config: ChunkCacheConfig, pricing: Pricing) -> None:
+        self._runner, self._config, self._pricing = runner, config, pricing
+        self._pool = runner.token_to_kv_pool
+
+    def choose(self, moves: Sequence[Move]) -> list[list[int]]:
+        """Positions to compute, per move: the selector's critical tokens and all of the gaps."""
+        choosers = [self._selector_of(move.fusion) for move in moves]
+        needs = [set(chooser.needs) for chooser in choosers]
+        for move, need in zip(moves, needs, strict=True):
+            if move.fusion.focus != "off" and move.fusion.is_choice:
+                need.add(Need.QUESTION)  # focus reads the question whatever the selector reads
+        chunks_of = [[_chunk_of(piece) for piece in move.moved] for move in moves]
+        evidence = self._measure(moves, needs, chunks_of)
+        critical = []
+        for move, chooser, seen, chunks in zip(moves, choosers, evidence, chunks_of, strict=True):
+            selection = chooser.select(chunks, move.fusion, seen)
+            if move.fusion.focus != "off" and seen.question_by_layer is not None:
+                # In fewer layers than the window no split settles, and all chunks would be focused.
+                window = min(focus.WINDOW, len(seen.question_by_layer))
+                focused, _ = focus.focused_chunks(seen.question_by_layer, window=window)
+                selection = focus.spare_unfocused(selection, focused)
+                move.focused = [int(move.moved[i].span or 0) for i in sorted(focused)]
+            move.fallbacks += selection.fallbacks
+            positions = [
+                chunk.start + int(i)
+                for chunk, o in zip(chunks, selection.offsets, strict=True)
+                for i in o
+            ]
+            move.recomputed_len = len(positions)
+            for piece in move.plan.pieces:
+                if piece.source is None:
+                    positions += range(piece.start, piece.end)
+            # Gaps lie between chosen tokens, and `SparseRequest` takes ascending positions alone.
+            critical.append(sorted(positions))
+        return critical
+
+    # Private, in order of use
+
+    def _measure(
+        self,
+        moves: Sequence[Move],
+        needs: Sequence[set[Need]],
+        chunks_of: Sequence[Sequence[MovedChunk]],
+    ) -> list[Evidence]:
+        """The question's evidence first: a selector may name by it what is compared."""
+        # A prompt that ends with its last chunk has no question, and its evidence stays None.
+        asking = [
+            i for i, need in enumerate(needs) if Need.QUESTION in need and moves[i].question_ids
+        ]
+        asked = [self._question_probe(moves[i]) for i in asking]
+        layers = self._pool.layer_num
+        shares = [asked_layers(moves[i].fusion, layers) / layers for i in asking]
+        work = one_call(
+            through(share, len(p.token_ids), p.end) for share, p in zip(shares, asked, strict=True)
+        )
+        with self._pricing.timed(Phase.QUESTION, work):
+            questions = question_evidence(self._runner, asked)
+        evidence = [Evidence()] * len(moves)
+        for i, (question, by_layer) in zip(asking, questions, strict=True):
+            evidence[i] = Evidence(question, by_layer)
+        deviating = [i for i, need in enumerate(needs) if Need.DEVIATION in need]
+        probes = []
+        for i in deviating:
+            named = self._selector_of(moves[i].fusion).candidates(
+                chunks_of[i], moves[i].fusion, evidence[i]
+            )
+            probes.append(_deviation_probe(moves[i], named))
+        with self._pricing.timed(Phase.DEVIATION, one_call(map(self._deviation_work, probes))):
+            deviations = deviation_evidence(self._runner, probes)
+        for i, deviation in zip(deviating, deviations, strict=True):
+            evidence[i] = replace(evidence[i], deviation=deviation)
+        return evidence
+
+    def _selector_of(self, fusion: FusionRequest) -> Selector:
+        """The selector asked for; `first` in its place where nothing or everything is taken,
+        which needs no measuring."""
+        name = fusion.selector if fusion.is_choice or not fusion.recomputes else "first"
+        return selectors.get(name, self._config.selectors)
+
+    def _deviation_work(self, probe: DeviationProbe) -> Work:
+        # Gaps run beside the candidates: tokens after them attend to their KV.
+        num_gaps = len(probe.token_ids) - sum(end - start for start, end in probe.chunks)
+        num_tokens = (
+            len(probe.token_ids) if probe.candidates is None else num_gaps + len(probe.candidates)
+        )
+        return through(
+            min(probe.depth, self._pool.layer_num) / self._pool.layer_num, num_tokens, probe.end
+        )
+
+    def _question_probe(self, move: Move) -> QuestionProbe:
+        num_tokens = question_tokens(
+            move.fusion, len(move.question_ids), window=self._config.question_window
+        )
+        ids = torch.tensor(move.question_ids[-num_tokens:], dtype=torch.int64)
+        start = move.question_start + len(move.question_ids) - num_tokens
+        # Slots of gaps still hold what their last owner left there.
+        visible = _filled(move).nonzero().flatten()
+        return QuestionProbe(
+            token_ids=ids,
+            positions=torch.arange(start, start + num_tokens),
+            kv_slots=move.slots[upload(visible, move.slots.device)],
+            kv_positions=visible,
+            chunks=_spans(move),
+            end=move.plan.end,
+            layers=_layers_read(move.fusion, self._pool.layer_num),
+            in_all_layers=move.fusion.focus != "off",
+        )
+
+
+def _layers_read(fusion: FusionRequest, num_layers: int) -> range:
+    """Layers, from 0, whose attention from the question counts."""
+    last = min(fusion.layer or num_layers, num_layers)
+    return range(num_layers) if Need.ALL_LAYERS in fusion.needs else range(last - 1, last)
+
+
+def one_call(works: Iterable[Work]) -> Work:
+    """One call for all of them."""
+    calls, tokens, pairs = map(sum, zip(Work(), *works, strict=True))
+    return Work(calls > 0, tokens, pairs)
+
+
+def ids_of(token_ids: array[int]) -> Tensor:
+    """[n] int64, without a copy: of 32,000 numbers one takes milliseconds."""
+    return torch.frombuffer(token_ids, dtype=torch.int64)
+
+
+def _filled(move: Move) -> Tensor:
+    """[plan.end] bool, CPU: positions that hold KV before the pass, that is, all but the gaps."""
+    filled = torch.ones(move.plan.end, dtype=torch.bool)
+    for piece in move.plan.pieces:
+        if piece.source is None:
+            filled[piece.start : piece.end] = False
+    return filled
+
+
+def _chunk_of(piece: Piece) -> MovedChunk:
+    source = piece.source
+    assert isinstance(source, DeviceCopy | HostCopy)
+    assert piece.chunk is not None
+    return MovedChunk(
+        chunk=piece.chunk,
+        start=piece.start,
+        num_tokens=piece.end - piece.start,
+        prefix_old=source.prefix,
+        prefix_new=piece.prefix,
+        scores=source.scores,
+        other_head=piece.other_head,
+        outward=source.outward,
+    )
+
+
+def _spans(move: Move) -> tuple[tuple[int, int], ...]:
+    return tuple((piece.start, piece.end) for piece in move.moved)
+
+
+def _deviation_probe(move: Move, named: Sequence[Tensor] | None) -> DeviationProbe:
+    """named: offsets per moved chunk; None: all."""
+    spans, candidates = _spans(move), None
+    if named is not None:
+        candidates = torch.cat(
+            [offsets + start for offsets, (start, _) in zip(named, spans, strict=True)]
+        )
+    assert move.fusion.depth is not None, "resolved by the calibration"
+    return DeviationProbe(
+        ids_of(move.token_ids)[move.plan.start :], move.slots, spans, move.fusion.depth, candidates
+    )

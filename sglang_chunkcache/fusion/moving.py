@@ -1,0 +1,163 @@
+"""KV of moved chunks into promised slots: gathered, its keys turned to their new positions,
+scattered. What comes from host memory does so layer by layer, beside the passes that follow
+(Cache-Craft 3.4.2, scheduler/layer_loads.py)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from radix_ext.costs import Phase, Work, seconds
+from radix_ext.sources import DeviceCopy, HostCopy
+from sglang_chunkcache.fusion.move import Move
+from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, copy_moved
+from sglang_chunkcache.fusion.store import HostBlob
+from sglang_chunkcache.scheduler.host_slots import HostSlots, Slots
+from sglang_chunkcache.scheduler.layer_loads import Copy, LayerLoads, copied_ahead
+from sglang_chunkcache.scheduler.node import joined
+from sglang_chunkcache.scheduler.pricing import Pricing
+
+
+class Host(Protocol):
+    """What `HostNodes` does for captures."""
+
+    @property
+    def pool(self) -> Slots: ...
+    def room(self, num_tokens: int) -> HostSlots | None: ...
+
+
+class Mover:
+    """Of one rank.
+
+    Args:
+        pool: SGLang's.
+        host: has the store's KV. None: each variant has tensors of its own.
+        num_tokens: by source, counted here.
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        table: RotaryTable,
+        pricing: Pricing,
+        host: Host | None,
+        num_tokens: Counter[str],
+    ) -> None:
+        self._pool, self._table, self._pricing, self._host = pool, table, pricing, host
+        self._loads, self.num_tokens = LayerLoads.of(pool), num_tokens
+        self._is_overlapped = False
+        self.layers_ahead = 0
+        """Layers of the last load that were copied before the passes."""
+        self.num_copied_again = 0
+        """Loads whose copies failed beside the passes, and were made again."""
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copy the KV of every moved piece into its slots; what comes from host memory may go on
+        beside what is queued next, until `settle`."""
+        copies: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        blobs: list[tuple[HostBlob | HostSlots, Tensor, Tensor, Tensor]] = []
+        for move in moves:
+            self.num_tokens["moved_other_head"] += sum(
+                each.end - each.start for each in move.moved if each.other_head
+            )
+            for piece in move.moved:
+                source = piece.source
+                target = move.slots[piece.start : piece.end]
+                assert isinstance(source, DeviceCopy | HostCopy)
+                positions, origin = (
+                    torch.arange(start, start + len(target), device=target.device)
+                    for start in (piece.start, source.start)
+                )
+                if isinstance(source, DeviceCopy):
+                    copies.append((source.node.value, origin, target, positions))
+                else:
+                    blobs.append((source.variant.blob, origin, target, positions))
+                self.num_tokens[f"moved_{source.where}"] += piece.end - piece.start
+        if copies:  # all layers at once: what is loaded beside this pass has to be there
+            self._pool.get_kv_buffer(self._pool.layer_num - 1)
+        # Without a call `timed` learns nothing: the block is empty where all comes from the host.
+        with self._pricing.timed(
+            Phase.DEVICE, Work(bool(copies), sum(len(target) for _, _, target, _ in copies))
+        ):
+            if copies:
+                # All requests' pieces in one launch, and the turn once for all of them.
+                slots, origins, targets, positions = (
+                    joined(column) for column in zip(*copies, strict=True)
+                )
+                copy_moved(
+                    self._pool,
+                    self._table,
+                    source_slots=slots,
+                    source_positions=origins,
+                    target_slots=targets,
+                    target_positions=positions,
+                )
+        if blobs:
+            self._load(moves, blobs)
+
+    def settle(self) -> None:
+        """All that was loaded for these moves is there."""
+        if self._is_overlapped:
+            self._is_overlapped = False
+            self.num_copied_again += self._loads.settle()
+
+    # Private, in order of use
+
+    def _load(
+        self,
+        moves: Sequence[Move],
+        blobs: Sequence[tuple[HostBlob | HostSlots, Tensor, Tensor, Tensor]],
+    ) -> None:
+        """From host memory to slots and positions, in layers, of which some come beside the passes
+        (Cache-Craft 3.4.2)."""
+        work = Work(len(blobs), sum(len(slots) for _, _, slots, _ in blobs))
+        # `LayerLoads` calls it again after a failure: it only overwrites slots of these moves.
+        copy = self._from_blobs(blobs) if self._host is None else self._from_pool(blobs, self._host)
+
+        num_ahead = self._num_ahead(moves, work)
+        self.layers_ahead = self._loads.start(
+            copy, Phase.HOST, work, num_ahead=num_ahead, clock=self._pricing
+        )
+        # Loads that others have begun, as of exact chains, end after their own forward.
+        self._is_overlapped = self.layers_ahead < self._loads.num_layers
+
+    def _from_blobs(self, blobs: Sequence[tuple[Any, Tensor, Tensor, Tensor]]) -> Copy:
+        targets = [(blob, BlobTarget(self._pool, self._table, *place)) for blob, *place in blobs]
+
+        def copy(layers: range) -> None:
+            for blob, target in targets:
+                keys, values = blob.read(target.device, layers)
+                target.write(keys, values, layers)
+
+        return copy
+
+    def _from_pool(self, blobs: Sequence[tuple[Any, Tensor, Tensor, Tensor]], host: Host) -> Copy:
+        """One launch for all chunks of a layer, and another one that turns their keys in place."""
+        held = host.pool.prepare(torch.cat([blob.slots for blob, *_ in blobs]))
+        origins, slots, positions = (
+            joined(column) for column in zip(*(place for _, *place in blobs), strict=True)
+        )
+        target = BlobTarget(self._pool, self._table, origins, slots, positions)
+
+        def copy(layers: range) -> None:
+            host.pool.copy(held, slots, layers)
+            target.turn(layers)
+
+        return copy
+
+    def _num_ahead(self, moves: Sequence[Move], work: Work) -> int:
+        """By equation 16, as if the passes were one; all where none follows, or a thread beside it
+        would take a second team of torch's threads."""
+        costs, num_layers = self._pricing.agreed, self._loads.num_layers
+        passes = (Phase.QUESTION, Phase.DEVIATION, Phase.RECOMPUTE)
+        compute: float = sum(
+            seconds(costs, {phase: move.plan.works.get(phase, Work()) for phase in passes})
+            for move in moves
+        )
+        if not compute or (not self._loads.is_cuda and torch.get_num_threads() > 1):
+            return num_layers
+        return copied_ahead(num_layers, load=costs[Phase.HOST].seconds(work), compute=compute)
