@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from sglang_chunkcache.scheduler.stored_chains import StoredChains
     from sglang_chunkcache.storage.storage import Storage
-from sglang_chunkcache.storage.waits import Asked
+    from sglang_chunkcache.storage.waits import Asked
 
 
 class NoStorage:
