@@ -58,14 +58,15 @@ def install() -> None:
 
 
 def _install_sabotage(switch: Path) -> None:
-    from sglang_chunkcache.fusion import fill as fusion_pass
+    from sglang_chunkcache.fusion import moving
     from sglang_chunkcache.fusion.relocate import copy_moved
 
     def copy_unless_sabotaged(*args: Any, **kwargs: Any) -> None:
         if not switch.exists():
             copy_moved(*args, **kwargs)
 
-    vars(fusion_pass)["copy_moved"] = copy_unless_sabotaged
+    assert vars(moving)["copy_moved"] is copy_moved
+    vars(moving)["copy_moved"] = copy_unless_sabotaged
 
 
 def _calibrate_on_all_prompts() -> None:
