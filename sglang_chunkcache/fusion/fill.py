@@ -178,6 +178,10 @@ class FusionPass:
         self.mover = Mover(self.pool, table, self.pricing, host, self.num_tokens)
         self._chooser = Chooser(runner, config, self.pricing)
 
+    def calibrated(self, calibration: Calibration) -> None:
+        """Selectors read what it names from now on."""
+        self.calibration = calibration
+
     @torch.no_grad()
     def run(self, moves: Sequence[Move]) -> None:
         """Fill the slots of every move. Work is queued on the current stream."""

@@ -105,7 +105,7 @@ class Fuser(Promiser):
         self._fingerprint, self._weights = fingerprint, fingerprint()
         self.calibrator, self._gate = calibrator, gate or {}
         if calibrator is not None:
-            fusion_pass.calibration = calibrator.kept(self._weights)
+            fusion_pass.calibrated(calibrator.kept(self._weights))
         if tier is not None:
             tier.storage.start(self._weights, fusion_pass.calibration.heads)
         self.fallbacks: Counter[Fallback] = Counter()
@@ -246,7 +246,7 @@ class Fuser(Promiser):
         needed = self.calibrator.num_slots(prompts, free + self.tree.evictable_size())
         if needed > free:
             self.tree.evict(EvictParams(num_tokens=needed - free))
-        self.fusion_pass.calibration = self.calibrator.measure(prompts, self._weights)
+        self.fusion_pass.calibrated(self.calibrator.measure(prompts, self._weights))
         self.keeper.captures.put_arrived()
         self.store.held.forget_scores()
         self.tree.copies.forget_scores()
@@ -265,7 +265,7 @@ class Fuser(Promiser):
         keeps = self._weights == before and is_sure
         self.store.clear(keep=lambda variant: variant.preprocessed and keeps)
         if self._weights != before and self.calibrator is not None:
-            self.fusion_pass.calibration = self.calibrator.kept(self._weights)
+            self.fusion_pass.calibrated(self.calibrator.kept(self._weights))
             if not self.fusion_pass.calibration.figures:
                 logger.warning(
                     "chunk cache: no calibration is known for these weights, selection reads the"

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from radix_ext import ChunkId, FusionRequest, text_before
 from radix_ext.cfo import Prefix, Scored
-from radix_ext.costs import Costs, Phase, explores, extend_work
+from radix_ext.costs import Costs, Phase, extend_work
 from radix_ext.loading import loading_pays, worth_loading
 from radix_ext.moved_plan import ReusePlan
 from radix_ext.sources import ChunkSources
@@ -267,13 +267,10 @@ class StorageTier:
         """Load what the index has, where that pays. Whether it has anything behind this head."""
         found = self._found(missing)
         for each in found:
-            if not self._is_faster(missing, each.stored.blob.row):
-                asked.is_skipped = True
-                if not explores(self.storage.left_out()):
-                    continue
-            else:
-                self.storage.pays = True
-            self._load(missing.identity, each, missing.num_tokens, asked)
+            pays = self._is_faster(missing, each.stored.blob.row)
+            asked.is_skipped |= not pays
+            if self.storage.tries(pays=pays):
+                self._load(missing.identity, each, missing.num_tokens, asked)
         return bool(found) and found[0].variant.head == missing.head
 
     def _is_faster(self, missing: _Missing, row: Row) -> bool:

@@ -26,7 +26,7 @@ import sglang
 import torch
 
 from radix_ext import ChunkId
-from radix_ext.costs import Phase, Work, explores, extend_work
+from radix_ext.costs import Phase, Work, extend_work
 from radix_ext.loading import loading_pays
 from radix_ext.variants import Variant
 from sglang_chunkcache.config import ChunkCacheConfig
@@ -264,8 +264,7 @@ class StoredChains:
         missing, start = self._missing(links, key)
         if not missing:
             return
-        self.storage.pays = self._is_faster(missing, start)
-        is_tried = self.storage.pays or explores(self.storage.left_out())
+        is_tried = self.storage.tries(pays=self._is_faster(missing, start))
         if is_tried and not all(self._claim(link, key, asked) for link in missing):
             asked.goes_on = partial(self._load, links, key, asked)
         if asked.is_planned:

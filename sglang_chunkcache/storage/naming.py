@@ -81,7 +81,8 @@ class Naming:
         self._num_tokens[row.place.model] += sign * row.num_tokens
 
     def clear(self) -> None:
-        """No entry is left."""
+        """No entry is left, and what is under way is not used."""
+        self.era += 1
         self._num_bytes.clear()
         self._num_tokens.clear()
 

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from radix_ext.cfo import Prefix
+from radix_ext.costs import explores
 from radix_ext.loading import WaitPolicy
 from radix_ext.prefetches import Prefetches
 from radix_ext.variant_index import VariantIndex
@@ -190,11 +191,13 @@ class Storage:
         """Whether the entry is being written or loaded."""
         return name in self._under_way
 
-    def left_out(self) -> int:
-        """A load is estimated to take longer than computing. Returns how many there were."""
-        self.pays = False
+    def tries(self, *, pays: bool) -> bool:
+        """Whether to make a load that was thought of: it pays, or is tried all the same."""
+        self.pays = pays
+        if pays:
+            return True
         self.num_skipped += 1
-        return self.num_skipped
+        return explores(self.num_skipped)
 
     def awaits(self, *asked: Asked | None) -> bool:
         """As `Waits.awaits`. Those of a group of ranks do not wait, whose clocks differ."""
@@ -232,13 +235,12 @@ class Storage:
         """Delete every entry that this server knows, of whatever model, those under way and those
         of others included. What others have written and this one never asked for stays."""
         held = self.index.stats()
-        self.naming.era += 1
+        self.naming.clear()
         self.writes.clear()
         rows = [variant.blob.row for variant in self.index.held]
         self._is_clearing = True
         self.index.clear()
         self._is_clearing = False
-        self.naming.clear()
         self._used.clear()
         self.others.clear()
         self.loader.delete(rows)

@@ -162,6 +162,9 @@ class FakePass:
             self._compute(move, sorted([*uncached, *critical]))
             move.filling = watch if len(moves) == 1 else None
 
+    def calibrated(self, calibration: Calibration) -> None:
+        self.calibration = calibration
+
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
         captured = list[Captured]()
         for capture in captures:
