@@ -37,7 +37,7 @@ from sglang_chunkcache.storage.entry import Entry, Masses
 from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.manifest import Row
 from sglang_chunkcache.storage.storage import START_S, Storage
-from sglang_chunkcache.storage.waits import Asked
+from sglang_chunkcache.storage.waits import PendingLoads
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -126,10 +126,12 @@ class StorageTier:
         fusion: FusionRequest,
         sources: ChunkSources,
         costs: Costs | None,
-    ) -> Asked:
+    ) -> PendingLoads:
         """Load what the storage has of the request's chunks, where neither device nor store has any
         behind the same head."""
-        asked = Asked(is_prefetch=state(req).is_prefetch, tenant=(req.extra_key, req.cache_salt))
+        asked = PendingLoads(
+            is_prefetch=state(req).is_prefetch, tenant=(req.extra_key, req.cache_salt)
+        )
         with self.storage.guard("nothing is loaded, the prompt is computed"):
             self.storage.poll()
             if not (self.storage.is_off or self.storage.loader.is_paused):
@@ -263,7 +265,7 @@ class StorageTier:
     def _chains_of(self, identity: ChunkIdentity) -> list[Found]:
         return [] if self._chains is None else self._chains.find(*identity)
 
-    def _load_for(self, missing: _Missing, asked: Asked) -> bool:
+    def _load_for(self, missing: _Missing, asked: PendingLoads) -> bool:
         """Load what the index has, where that pays. Whether it has anything behind this head."""
         found = self._found(missing)
         for each in found:
@@ -277,7 +279,7 @@ class StorageTier:
         """Whether loading it is estimated to take no longer than computing it."""
         return loading_pays(self.storage.waits.times.seconds(row.num_bytes), missing.computed_s)
 
-    def _found_of_others(self, missing_chunks: Sequence[_Missing], asked: Asked) -> None:
+    def _found_of_others(self, missing_chunks: Sequence[_Missing], asked: PendingLoads) -> None:
         """Load what the index knows by now."""
         for missing in missing_chunks:
             self._load_for(missing, asked)
@@ -293,7 +295,11 @@ class StorageTier:
             self._store.held.set_below(variant)
 
     def _load(
-        self, identity: ChunkIdentity, found: Found, num_tokens: int, asked: Asked | None = None
+        self,
+        identity: ChunkIdentity,
+        found: Found,
+        num_tokens: int,
+        asked: PendingLoads | None = None,
     ) -> None:
         """Unless it is under way, or the store would not have it, or too much is."""
         variant = found.variant

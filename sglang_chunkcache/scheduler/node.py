@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
     from sglang_chunkcache.scheduler.chunk_key import Fused
-    from sglang_chunkcache.storage.waits import Asked
+    from sglang_chunkcache.storage.waits import PendingLoads
 
 
 class ChunkIdentity(NamedTuple):
@@ -100,10 +100,10 @@ class RequestState:
     """The promiser's own record."""
     is_prefetch: bool = False
     """It may come. False: it is here, or only explained."""
-    loads: Asked | None = None
+    loads: PendingLoads | None = None
     """What was asked of the storage for its moved chunks (fusion/tier.py).
     None: nothing was yet."""
-    chain: Asked | None = None
+    chain: PendingLoads | None = None
     """And for its exact chain."""
     waits: bool = False
     """It could be admitted, and waits for these."""

@@ -40,7 +40,7 @@ from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.manifest import Row
 from sglang_chunkcache.storage.storage import START_S, Storage
-from sglang_chunkcache.storage.waits import Asked
+from sglang_chunkcache.storage.waits import PendingLoads
 from sglang_chunkcache.wire.spans import RequestSpans
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class StoredChains:
         if state(req).chain is not None or spans.is_preprocessing or spans.is_audit:
             return
         is_prefetch = state(req).is_prefetch
-        asked = state(req).chain = Asked(
+        asked = state(req).chain = PendingLoads(
             is_prefetch=is_prefetch, tenant=(req.extra_key, req.cache_salt)
         )
         with self.storage.guard("nothing is loaded, the prompt is computed"):
@@ -257,7 +257,7 @@ class StoredChains:
     def _find(self, link: _Link) -> Variant | None:
         return self.storage.index.get(link.stored, link.head, link.prefix)
 
-    def _load(self, links: Sequence[_Link], key: ChunkKey, asked: Asked) -> None:
+    def _load(self, links: Sequence[_Link], key: ChunkKey, asked: PendingLoads) -> None:
         """Load what follows the last node in host memory, where that pays.
         What was never tried is."""
         asked.goes_on = None
@@ -305,7 +305,7 @@ class StoredChains:
     def _computed_s(self, start: int, end: int) -> float:
         return self._pricing.agreed[Phase.EXTEND].seconds(extend_work(start, end)._replace(calls=0))
 
-    def _claim(self, link: _Link, key: ChunkKey | None, asked: Asked | None = None) -> bool:
+    def _claim(self, link: _Link, key: ChunkKey | None, asked: PendingLoads | None = None) -> bool:
         """Begin to load a node, unless it is here.
         False: no room, too much is under way, or what is above is not here."""
         variant = self._find(link)
@@ -343,7 +343,7 @@ class StoredChains:
         link: _Link,
         host: HostNode,
         key: ChunkKey | None,
-        asked: Asked | None,
+        asked: PendingLoads | None,
         entry: Entry | None,
     ) -> None:
         """The node's KV is in host memory, or is not to be had."""

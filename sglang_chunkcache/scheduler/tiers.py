@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
     from sglang_chunkcache.scheduler.stored_chains import StoredChains
     from sglang_chunkcache.storage.storage import Storage
-    from sglang_chunkcache.storage.waits import Asked
+    from sglang_chunkcache.storage.waits import PendingLoads
 
 
 class NoStorage:
     """In place of a `Storage`."""
 
     def poll(self, *, is_round: bool = False) -> None: ...
-    def awaits(self, *asked: Asked | None) -> bool:
+    def awaits(self, *asked: PendingLoads | None) -> bool:
         return False
 
     def stop(self) -> None: ...

@@ -14,7 +14,7 @@ from sglang_chunkcache.storage.key import StoredChunk
 from sglang_chunkcache.storage.loader import Loader
 from sglang_chunkcache.storage.manifest import Row
 from sglang_chunkcache.storage.naming import Naming
-from sglang_chunkcache.storage.waits import Asked
+from sglang_chunkcache.storage.waits import PendingLoads
 
 LOOKED_UP_S = 10.0
 """How long what was looked up counts as known: a miss costs one question."""
@@ -47,7 +47,7 @@ class Others:
         self.num_found = 0
 
     def look_up(
-        self, chunks: Mapping[StoredChunk, int], then: Callable[[], None], asked: Asked
+        self, chunks: Mapping[StoredChunk, int], then: Callable[[], None], asked: PendingLoads
     ) -> None:
         """Ask what others have of these chunks of so many tokens, unless that is known or being
         asked. `then` is called when the index knows it."""

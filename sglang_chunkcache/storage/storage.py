@@ -34,7 +34,7 @@ from sglang_chunkcache.storage.manifest import Row, Use
 from sglang_chunkcache.storage.naming import Naming
 from sglang_chunkcache.storage.others import Others
 from sglang_chunkcache.storage.ranks import Ranks
-from sglang_chunkcache.storage.waits import Asked, Waits
+from sglang_chunkcache.storage.waits import PendingLoads, Waits
 from sglang_chunkcache.storage.writes import Writes
 from sglang_chunkcache.wire.state import Cleared
 
@@ -149,7 +149,7 @@ class Storage:
         num_tokens: int,
         done: Callable[[Entry | None], None],
         into: Callable[[Entry], None] | None = None,
-        asked: Asked | None = None,
+        asked: PendingLoads | None = None,
         layout: Layout | None = None,
     ) -> bool:
         """Load one of the index's, for what was asked for. The thread calls `into` where there is
@@ -171,13 +171,13 @@ class Storage:
             asked.loads.append(job)
         return True
 
-    def join(self, variant: Variant, asked: Asked | None) -> None:
+    def join(self, variant: Variant, asked: PendingLoads | None) -> None:
         """If it is on its way for another request, this one waits for it, too."""
         job = self._under_way.get(variant.blob.row.name)
         if job is not None and asked is not None and job not in asked.loads:
             asked.loads.append(job)
 
-    def takes(self, variant: Variant, asked: Asked | None) -> bool:
+    def takes(self, variant: Variant, asked: PendingLoads | None) -> bool:
         """Whether it may be loaded: not if it is under way, or ahead if loads wait or the tenant
         has too much under way."""
         row: Row = variant.blob.row
@@ -199,7 +199,7 @@ class Storage:
         self.num_skipped += 1
         return explores(self.num_skipped)
 
-    def awaits(self, *asked: Asked | None) -> bool:
+    def awaits(self, *asked: PendingLoads | None) -> bool:
         """As `Waits.awaits`. Those of a group of ranks do not wait, whose clocks differ."""
         under_way = (job for job in self._under_way.values() if job is not None)
         return self.ranks is None and self.waits.awaits(filter(None, asked), under_way)

@@ -10,8 +10,8 @@ from sglang_chunkcache.storage.jobs import Load, Lookup
 
 
 @dataclass(eq=False)
-class Asked:
-    """What was asked of the storage for one request."""
+class PendingLoads:
+    """What is loaded and looked up for one request."""
 
     loads: list[Load] = field(default_factory=list)
     lookup: Lookup | None = None
@@ -44,7 +44,7 @@ class Waits:
         self.policy, self.times, self._clock = policy, LoadTimes(), clock
         self.num_late = 0
 
-    def awaits(self, asked: Iterable[Asked], under_way: Iterable[Load]) -> bool:
+    def awaits(self, asked: Iterable[PendingLoads], under_way: Iterable[Load]) -> bool:
         """Whether a request, which could be admitted, waits for what was asked for it. If not, it
         is `planned` next. `under_way`: all loads that it would wait behind."""
         parts = [each for each in asked if not each.is_planned]
@@ -66,7 +66,7 @@ class Waits:
         first.until = now + wait_s
         return wait_s > 0
 
-    def planned(self, asked: Asked | None) -> None:
+    def planned(self, asked: PendingLoads | None) -> None:
         """The request is planned with what has come:
         what is under way for it serves the next one."""
         if asked is None:
