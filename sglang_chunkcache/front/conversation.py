@@ -29,10 +29,12 @@ from radix_ext import (
 )
 from sglang_chunkcache.errors import RequestError, TooLongError
 from sglang_chunkcache.front.prompt import (
+    NO_SETTINGS,
     Area,
     Exchange,
     Piece,
     PromptAssembler,
+    TemplateSettings,
     TokenizedChunk,
     exchange_ends,
     joined,
@@ -57,8 +59,7 @@ class PromptContext:
     `may_shorten` says whether old turns may be left out, which only a conversation has asked for;
     `encode` is the request's. `prefill` begins the answer."""
 
-    tools: Sequence[Mapping[str, Any]] | None
-    template_kwargs: Mapping[str, Any] | None
+    settings: TemplateSettings
     reserve: int
     may_shorten: bool
     encode: RequestEncoder
@@ -163,18 +164,11 @@ class OpenTurn:
 
     key: ConversationKey
     claimed: ClaimedHistory
-    history: tuple[Turn, ...]
-    """The earlier turns in its prompt."""
-    lead: tuple[int, ...]
-    outro: tuple[int, ...]
-    """The end of its prompt, after its chunks."""
+    fitted: Fitted
     num_messages: int
     """The answer comes after that many."""
-    seen: frozenset[ChunkId] | None
-    """As fitted."""
     prefill: str
     """The client's beginning of the answer; the client sends the whole back."""
-    later: Later
     step: Turn | None
     """This turn as it was kept at an earlier step, of a tool loop or before a question that nobody
     has answered. None: it has none."""
@@ -182,7 +176,7 @@ class OpenTurn:
     @property
     def start(self) -> int:
         """Of the turn in its prompt, in tokens: behind the earlier ones."""
-        return sum(turn.num_tokens for turn in self.history)
+        return sum(turn.num_tokens for turn in self.fitted.turns)
 
     def closed(
         self,
@@ -194,46 +188,39 @@ class OpenTurn:
         tag: str,
     ) -> Turn:
         """The turn with its answer, under the hash of all messages, the answer included."""
-        start, own = self._own(spans)
-        seen = (
-            frozenset[ChunkId]() if self.seen is None else self.seen | {span.chunk for span in own}
-        )
-        content = self.prefill + content
+        seen, content = self.fitted.seen, self.prefill + content
         answer = _counted({"role": "assistant", "content": content})
         (whole_hash,) = running_hashes([answer], after=self.claimed.hashes[-1])
         # Without the outro, which comes with the answer: later turns may show both otherwise.
-        end = len(input_ids) - len(self.outro)
-        body = array("i", [*input_ids[start:end], *self.later(output_ids, content)])
-        lead = array("i", self.lead)
-        names = (*self.claimed.asked, *running_hashes([answer], after=self.claimed.said))
-        return Turn(self.num_messages + 1, whole_hash, lead, body, own, seen, tag, names)
+        shown = self.kept(input_ids[: len(input_ids) - len(self.fitted.outro)], spans)
+        return replace(
+            shown,
+            num_messages=self.num_messages + 1,
+            messages_hash=whole_hash,
+            body_ids=shown.body_ids + array("i", self.fitted.later(output_ids, content)),
+            seen=frozenset() if seen is None else seen | shown.chunks,
+            tag=tag,
+            found_by=(*shown.found_by, *running_hashes([answer], after=self.claimed.said)),
+        )
 
     def kept(self, input_ids: Sequence[int], spans: Sequence[Span]) -> Turn:
         """What the turn has shown, whatever becomes of its answer: its prompt."""
-        start, own = self._own(spans)
-        lead, body = array("i", self.lead), array("i", input_ids[start:])
+        lead = array("i", self.fitted.lead)
+        start = self.start + len(lead)
+        own = tuple(Span(s - start, e - start, chunk) for s, e, chunk in spans if s >= start)
         return Turn(
             self.num_messages,
             self.claimed.hashes[-1],
             lead,
-            body,
+            array("i", input_ids[start:]),
             own,
             frozenset(),
             found_by=self.claimed.asked,
         )
 
-    def _own(self, spans: Sequence[Span]) -> tuple[int, tuple[Span, ...]]:
-        """Where its body starts in the prompt, and its chunks in that."""
-        start = self.start + len(self.lead)
-        return start, tuple(
-            Span(s - start, e - start, chunk) for s, e, chunk in spans if s >= start
-        )
-
 
 def claimed_history(
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    messages: Sequence[Mapping[str, Any]], settings: TemplateSettings = NO_SETTINGS
 ) -> ClaimedHistory:
     """Running hashes of all that shapes a history: its settings, then each message. Answers count
     without their reasoning and without white space around them: clients send back more or less than
@@ -250,8 +237,8 @@ def claimed_history(
         head = {
             # no message has this role, so none hashes like a head
             "role": "\0head",
-            "tools": tools,
-            "kwargs": template_kwargs,
+            "tools": settings.tools,
+            "kwargs": settings.kwargs,
             "messages": counted[:start],
         }
         hashes = running_hashes([head, *counted[start:]])
@@ -291,11 +278,14 @@ class TurnFitter:
         breaks once and not every turn; CRAFT 4.3 says why that is safe. What leaves takes its
         chunks with it, which count as not shown then.
         """
-        room = self._context_len - context.reserve
-        laid = self._laid(messages, past, chunks, context, num_departed=0)
+        room, lay = (
+            self._context_len - context.reserve,
+            partial(self._laid, messages, past, chunks, context),
+        )
+        laid = lay(num_departed=0)
         if not context.may_shorten or laid.num_fitting(room, with_lead=True) == laid.num_turns:
             return self._fitted(laid)
-        head_len = len(context.encode(self._head(messages, context)))
+        head_len = len(context.encode(self._assembler.head(messages, context.settings)))
         # What departs may have to be sent again.
         budget = min(
             self._context_len // 2 + laid.own_len,
@@ -304,10 +294,7 @@ class TurnFitter:
         most = max(0, laid.num_fitting(budget - head_len))
 
         def kept(num_turns: int) -> Fitted:
-            num_departed = laid.num_turns - num_turns
-            return self._fitted(
-                self._laid(messages, past, chunks, context, num_departed=num_departed)
-            )
+            return self._fitted(lay(num_departed=laid.num_turns - num_turns))
 
         fitted = kept(most)
         if fitted.num_tokens <= room:
@@ -366,19 +353,13 @@ class TurnFitter:
             num_agreed=num_agreed,
             with_chunks={i - num_cut for i, each in unshown.items() if each},
             is_split=past.chunks is not None,
-            tools=context.tools,
-            template_kwargs=context.template_kwargs,
+            settings=context.settings,
         )
         # without an exchange `bounds[-1]` is 0, and the opening would be there twice
         own = [*opening, *messages[max(bounds[-1], len(opening)) :]]
         stay = [one.moved(num_cut) for one in (exchanges if num_cut else exchanges[skipped:])]
         return _Laid(
             turns, stay, unshown, past, seen if is_paper else None, own, num_departed, context
-        )
-
-    def _head(self, messages: Sequence[Mapping[str, Any]], context: PromptContext) -> str:
-        return self._assembler.head(
-            messages, tools=context.tools, template_kwargs=context.template_kwargs
         )
 
     def _first_lead(
@@ -391,19 +372,14 @@ class TurnFitter:
         if not between or str(text_of(between[-1], 0)) not in self._assembler.tokenizer.decode(
             turn.lead_ids
         ):
-            return context.encode(self._head(messages, context))
+            return context.encode(self._assembler.head(messages, context.settings))
         asked = [*messages[: num_opening(messages)], *between, messages[question]]
-        (one,) = self._assembler.exchanges(
-            asked, tools=context.tools, template_kwargs=context.template_kwargs
-        )
+        (one,) = self._assembler.exchanges(asked, settings=context.settings)
         return context.encode(one.lead)
 
     def _fitted(self, laid: _Laid) -> Fitted:
         turns, lead = laid.joined()
         seen = None if laid.seen is None else turns[-1].seen if turns else laid.seen
-        later = (
-            partial(self._later, laid) if self._drops_reasoning else partial(_as_given, laid.outro)
-        )
         return Fitted(
             turns,
             lead,
@@ -413,15 +389,16 @@ class TurnFitter:
             laid.num_departed,
             len(laid.turns),
             seen,
-            later,
+            partial(self._later, laid),
         )
 
     def _later(self, laid: _Laid, output_ids: Sequence[int], content: str) -> Sequence[int]:
         """Question and answer as the chat template shows them in later turns, where that is less
         than what was generated: it leaves out reasoning. Elsewhere what was generated."""
-        given = _as_given(laid.outro, output_ids, content)
+        given = (*laid.outro, *output_ids)
         context, answer = laid.context, {"role": "assistant", "content": content}
-        if laid.messages[-1].get("role") == "assistant":  # it was shown as a user's
+        # an answer that comes last was shown as a user's
+        if not self._drops_reasoning or laid.messages[-1].get("role") == "assistant":
             return given
         try:
             one, after = self._shown_later(laid, answer)
@@ -449,8 +426,7 @@ class TurnFitter:
             [*laid.messages, answer, {"role": "user", "content": "?"}],
             with_chunks={turn_start(laid.messages)} if laid.own else (),
             is_split=True,
-            tools=laid.context.tools,
-            template_kwargs=laid.context.template_kwargs,
+            settings=laid.context.settings,
         )
 
     def _num_visible(self, ids: Sequence[int]) -> int:
@@ -655,10 +631,6 @@ def _counted(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _stripped(content: Any) -> Any:
     return content.strip() if isinstance(content, str) else content
-
-
-def _as_given(outro: Sequence[int], output_ids: Sequence[int], content: str) -> Sequence[int]:
-    return (*outro, *output_ids)
 
 
 def _num_tokens(chunks: Sequence[TokenizedChunk]) -> int:

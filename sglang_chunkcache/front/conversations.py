@@ -56,7 +56,7 @@ class Conversations:
         if closed is not None and turn is not None:
             closed = replace(closed, home=_home(rag, turn))
             first_hash = turn.claimed.hashes[0]
-            self._turns.finish(turn.key, first_hash, turn.history, closed, self._clock())
+            self._turns.finish(turn.key, first_hash, turn.fitted.turns, closed, self._clock())
 
     def stats(self) -> dict[str, int]:
         """How many there are, and the tokens of their turns."""

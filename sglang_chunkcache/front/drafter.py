@@ -27,8 +27,10 @@ from sglang_chunkcache.front.conversation import (
 )
 from sglang_chunkcache.front.fusion_options import check_fused
 from sglang_chunkcache.front.prompt import (
+    NO_SETTINGS,
     Piece,
     PromptAssembler,
+    TemplateSettings,
     TokenizedChunk,
     joined,
     text_of,
@@ -84,8 +86,7 @@ class Drafter:
         options: Options,
         earlier: Mapping[int, Sequence[Passage]] | None = None,
         conversation: Conversation | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        settings: TemplateSettings = NO_SETTINGS,
         prefill: str = "",
         is_over: threading.Event | None = None,
     ) -> Draft:
@@ -145,9 +146,7 @@ class Drafter:
                 f"messages.{past.unknown[0]}.chunks: what this message has shown is not known here;"
                 " send its chunks, [] for none"
             )
-        context = PromptContext(
-            tools, template_kwargs, self._reserve(options), is_conversation, encode, prefill
-        )
+        context = PromptContext(settings, self._reserve(options), is_conversation, encode, prefill)
         fitted = self._fitter.fit(messages, past, chunks.items, context)
         kept = {item.chunk.id for item in fitted.kept}
         return Draft(
@@ -171,13 +170,9 @@ class Drafter:
             turn=OpenTurn(
                 conversation.key,
                 conversation.claimed,
-                fitted.turns,
-                fitted.lead,
-                fitted.outro,
+                fitted,
                 len(messages),
-                fitted.seen,
                 prefill,
-                fitted.later,
                 _step_before(conversation, fitted.turns),
             )
             if conversation
@@ -185,8 +180,8 @@ class Drafter:
             # in this order the first part that differs is told (`other_head`)
             outline=(
                 ("model", identity.lora),
-                ("tools", tools),
-                ("chat_template_kwargs", template_kwargs),
+                ("tools", settings.tools),
+                ("chat_template_kwargs", settings.kwargs),
                 *((f"messages.{i}", message) for i, message in enumerate(messages[:start])),
             ),
         )
@@ -251,7 +246,7 @@ class Drafter:
         chunk: Passage,
         *,
         identity: Identity,
-        template_kwargs: Mapping[str, Any] | None = None,
+        settings: TemplateSettings = NO_SETTINGS,
         rank: int = 0,
         is_over: threading.Event | None = None,
     ) -> Draft:
@@ -277,7 +272,7 @@ class Drafter:
             [*messages, {"role": "user", "content": ""}],
             num_agreed=0,
             has_chunks=True,
-            template_kwargs=template_kwargs,
+            settings=settings,
             encode=encode,
         )
         # The chunk alone is computed: what is stored is its KV after neighbours moved as they are.

@@ -26,7 +26,12 @@ from sglang_chunkcache.front.conversation import claimed_history
 from sglang_chunkcache.front.drafter import conversation_key
 from sglang_chunkcache.front.parse import json_object, parse, refuse_misspelt
 from sglang_chunkcache.front.parts import Parts
-from sglang_chunkcache.front.prompt import REASONING_PARTS, begun_answer, turn_start
+from sglang_chunkcache.front.prompt import (
+    REASONING_PARTS,
+    TemplateSettings,
+    begun_answer,
+    turn_start,
+)
 from sglang_chunkcache.front.request import Draft, Identity, Options, Passage, Planned
 from sglang_chunkcache.front.search import RagSearch, Retrieval
 
@@ -138,13 +143,13 @@ class Intake:
             for i, each in brought.items()
         }
         passages = earlier.pop(start, None)
-        tools, template_kwargs = _tools(request), self._parts.chat.template_kwargs(request)
+        settings = TemplateSettings(_tools(request), self._parts.chat.template_kwargs(request))
         # read here, on the event loop: a thread may make the draft, and the bookkeeper has no lock
         conversation = None
         if fields.conversation_id:
             key, claimed = (
                 conversation_key(identity, fields.conversation_id),
-                claimed_history(messages, tools, template_kwargs),
+                claimed_history(messages, settings),
             )
             conversation = self._parts.bookkeeper.conversations.of(key, claimed, start=start)
         num_earlier = sum(map(len, earlier.values()))
@@ -171,8 +176,7 @@ class Intake:
                 options=options,
                 earlier=earlier,
                 conversation=conversation,
-                tools=tools,
-                template_kwargs=template_kwargs,
+                settings=settings,
                 prefill=prefill,
             )
             num_chars = sum(_num_chars(message.get("content")) for message in messages)
@@ -255,7 +259,7 @@ class Intake:
             neighbors,
             chunk,
             identity=_identity(raw_request, body.cache_salt, body.extra_key),
-            template_kwargs=self._parts.chat.default_chat_template_kwargs or None,
+            settings=TemplateSettings(kwargs=self._parts.chat.default_chat_template_kwargs or None),
             rank=rank,
         )
         num_chars = sum(len(message.content) for message in body.messages)

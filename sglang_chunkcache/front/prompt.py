@@ -36,8 +36,9 @@ CHUNK_CACHE_CHARS = 16_384
 REASONING_PARTS = ("thinking", "reasoning")
 """Types of content parts that SGLang leaves out of the prompt; only answers have them."""
 
-DEFAULT_TEMPLATE = "{chunks}{question}"
+OPENING_ROLES = ("system", "developer")
 
+DEFAULT_TEMPLATE = "{chunks}{question}"
 
 Mark = tuple[str, int]
 """Where a rendered prompt is cut: before intro ("s") or chunks ("c") of a user message,
@@ -45,6 +46,16 @@ or at an answer ("a"); its index."""
 
 Piece = tuple[Sequence[int], ChunkId | None]
 """Token ids, and the chunk that they are, if any."""
+
+
+class TemplateSettings(NamedTuple):
+    """What the chat template gets besides the messages."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    kwargs: Mapping[str, Any] | None = None
+
+
+NO_SETTINGS = TemplateSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,33 +181,20 @@ class PromptAssembler:
         *,
         num_agreed: int,
         has_chunks: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        settings: TemplateSettings = NO_SETTINGS,
         encode: Encode | None = None,
-        prefill: str = "",
     ) -> TurnPieces:
-        """The pieces of the turn that the last user message opens: its chunks, its question, and
-        all that follows.
-
-        `num_agreed` messages, the last an answer, are there as tokens already: `lead` begins after
-        that answer. An answer that comes last is shown as a user's message, as in SGLang. `prefill`
-        is the beginning of the answer to be given, `encode` the request's own, if it has one.
-
-        Raises:
-            RequestError: no message, or the chat template refuses them.
-        """
+        """The pieces of the open one of `exchanges` with all messages after `num_agreed` in it.
+        `encode` is the request's own, if it has one. Raises as they do."""
         (exchange,) = self.exchanges(
             messages,
             num_agreed=num_agreed,
             with_chunks={turn_start(messages)} if has_chunks else (),
-            tools=tools,
-            template_kwargs=template_kwargs,
+            settings=settings,
         )
         encode = encode or self.tokenizer.encode
         (area,) = exchange.areas
-        # apart, as SGLang's `_append_assistant_prefix_to_prompt_ids` does
-        outro = (*encode(area.ending), *(encode(prefill) if prefill else ()))
-        return TurnPieces(encode(exchange.lead), encode(area.intro), outro)
+        return TurnPieces(encode(exchange.lead), encode(area.intro), encode(area.ending))
 
     def exchanges(
         self,
@@ -205,8 +203,7 @@ class PromptAssembler:
         num_agreed: int = 0,
         with_chunks: Collection[int] = (),
         is_split: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        settings: TemplateSettings = NO_SETTINGS,
     ) -> list[Exchange]:
         """What the chat template makes of the messages after the first `num_agreed`, the last of
         which is an answer. The open exchange has the last user message; unless `is_split` it begins
@@ -238,40 +235,27 @@ class PromptAssembler:
         # answers themselves tell what the template leaves of them.
         hidden = {end - 1: {**shaped[end - 1], "content": self._mark("a", end - 1)} for end in ends}
         blank = [hidden.get(i, message) for i, message in enumerate(shaped)]
-        texts = self._cut(self._render(blank, tools, template_kwargs), marks)
+        texts = self._cut(self._render(blank, settings), marks)
         found = _read(texts, marks, num_agreed=num_agreed, num_messages=len(messages))
         if not ends:
             return found
         told = [(kind, i) for kind, i in marks if kind != "a" or i < num_agreed]
-        shown = dict(
-            zip(
-                told, self._cut(self._render(shaped, tools, template_kwargs), told)[1:], strict=True
-            )
-        )
-        answers = [
-            _between(shown["c", one.areas[-1].message], one.areas[-1].ending, after.lead)
-            for one, after in pairwise(found)
-        ]
-        for k, answer in enumerate(answers):
-            end = found[k].num_messages - 1
-            found[k] = found[k]._replace(
-                # where the text around an answer depends on the answer, the client's words count
-                answer=text_of(messages[end], end) if answer is None else answer
-            )
+        texts = self._cut(self._render(shaped, settings), told)
+        shown = dict(zip(told, texts[1:], strict=True))
+        for k, (one, after) in enumerate(pairwise(found)):
+            area, end = one.areas[-1], one.num_messages - 1
+            answer = _between(shown["c", area.message], area.ending, after.lead)
+            # where the text around an answer depends on the answer, the client's words count
+            answer = text_of(messages[end], end) if answer is None else answer
+            found[k] = one._replace(answer=answer)
         return found
 
-    def head(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
+    def head(self, messages: Sequence[Mapping[str, Any]], settings: TemplateSettings) -> str:
         """The text in front of a conversation's first user message:
         what stays when the oldest turns leave."""
         opening = list(messages[: num_opening(messages)])
         asked = [*opening, {"role": "user", "content": ""}]
-        return self.exchanges(asked, tools=tools, template_kwargs=template_kwargs)[0].lead
+        return self.exchanges(asked, settings=settings)[0].lead
 
     def _mark(self, kind: str, index: int) -> str:
         return f"\ue000{kind}{index}-{self._nonce}\ue001"
@@ -312,19 +296,14 @@ class PromptAssembler:
 
     # `_tenant` is there for the key of `_remembered_chunk`
     def _tokenize_chunk(self, text: str, _tenant: str) -> TokenizedChunk:
+        plain, separator = self.tokenizer.encode_plain, self._separator
         if self._is_separator_control:  # the operator's, so it may
-            plain, separator = (
-                self.tokenizer.encode_plain(text),
-                self.tokenizer.encode(self._separator),
-            )
-            ids = array("i", (*plain, *separator))
+            ids = array("i", (*plain(text), *self.tokenizer.encode(separator)))
         else:
-            ids = array("i", self.tokenizer.encode_plain(text + self._separator))
+            ids = array("i", plain(text + separator))
         return TokenizedChunk(Chunk(chunk_id(ids), len(ids)), ids)
 
-    def _render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, kwargs: Mapping[str, Any] | None
-    ) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], settings: TemplateSettings) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise RequestError(
                 "messages: the model has no chat template; start the server with --chat-template"
@@ -334,11 +313,11 @@ class PromptAssembler:
             return str(
                 self._tokenizer.apply_chat_template(
                     list(messages),
-                    tools=tools,
+                    tools=settings.tools,
                     tokenize=False,
                     add_generation_prompt=True,
                     # none of the names above: `RagServingChat.check` refuses them
-                    **(kwargs or {}),
+                    **(settings.kwargs or {}),
                 )
             )
         except Exception as error:  # jinja's and the template's own, which share no base
@@ -348,7 +327,7 @@ class PromptAssembler:
 def num_opening(messages: Sequence[Mapping[str, Any]]) -> int:
     """Messages in front of the first that is no system message."""
     return next(
-        (i for i, m in enumerate(messages) if m.get("role") not in ("system", "developer")),
+        (i for i, m in enumerate(messages) if m.get("role") not in OPENING_ROLES),
         len(messages),
     )
 
@@ -381,11 +360,7 @@ def exchange_ends(messages: Sequence[Mapping[str, Any]], start: int) -> list[int
             and message.get("content")
             and not message.get("tool_calls")
         )
-        if (
-            is_answer
-            and has_question
-            and messages[i + 1].get("role") in ("user", "system", "developer")
-        ):
+        if is_answer and has_question and messages[i + 1].get("role") in ("user", *OPENING_ROLES):
             ends.append(i + 1)
             has_question = False
     return ends
@@ -465,11 +440,7 @@ def _marks(
     """The marks of a prompt, in the order of its text."""
     marks: list[Mark] = [("a", num_agreed - 1)] if num_agreed else []
     for start, end in zip((num_agreed, *ends), (*ends, None), strict=True):
-        last = (
-            place
-            if end is None
-            else max(i for i in range(start, end) if messages[i].get("role") == "user")
-        )
+        last = place if end is None else turn_start(messages[:end])
         areas = sorted({last, *(i for i in with_chunks if start <= i < last)})
         marks += [(kind, i) for i in areas for kind in ("s", "c")]
         if end is not None:

@@ -19,7 +19,12 @@ from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.conversation import claimed_history
 from sglang_chunkcache.front.drafter import Drafter, conversation_key
 from sglang_chunkcache.front.planner import Planner
-from sglang_chunkcache.front.prompt import PromptAssembler, begun_answer, turn_start
+from sglang_chunkcache.front.prompt import (
+    PromptAssembler,
+    TemplateSettings,
+    begun_answer,
+    turn_start,
+)
 from sglang_chunkcache.front.request import Identity, Options, Passage, Planned, RagRequest
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.wire.events import Evicted, Inserted
@@ -157,12 +162,13 @@ class Bench:
             messages = [user(messages)]
         messages, prefill = begun_answer(messages) if continues else (messages, "")
         messages = [dict(message) for message in messages]
+        settings = TemplateSettings(tools, template_kwargs)
         brought = {i: message.pop("chunks", None) for i, message in enumerate(messages)}
         earlier = {i: chunks for i, chunks in brought.items() if chunks is not None}
         own = earlier.pop(turn_start(messages), passages or None)
         conversation = None
         if to:
-            key, told = conversation_key(who, to), claimed_history(messages, tools, template_kwargs)
+            key, told = conversation_key(who, to), claimed_history(messages, settings)
             conversation = self.bookkeeper.conversations.of(key, told, start=turn_start(messages))
         draft = self.drafter.chat(
             messages,
@@ -171,8 +177,7 @@ class Bench:
             options=Options(**options),
             earlier=earlier,
             conversation=conversation,
-            tools=tools,
-            template_kwargs=template_kwargs,
+            settings=settings,
             prefill=prefill,
         )
         return self.planner.plan(draft)

@@ -26,6 +26,7 @@ from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.prompt import (
     DEFAULT_TEMPLATE,
     PromptAssembler,
+    TemplateSettings,
     TurnPieces,
     joined,
     read_template,
@@ -239,7 +240,7 @@ def test_chunks_stay_with_the_last_user_message(kind: str, after: list[dict[str,
     tools = [{"name": "f"}]
     before = [{"role": "system", "content": "Be brief."}, user("a"), CALL, RESULT, assistant("b")]
     asked = [*before, user("Who?"), *after]
-    pieces = assembler.turn(asked, num_agreed=0, has_chunks=True, tools=tools)
+    pieces = assembler.turn(asked, num_agreed=0, has_chunks=True, settings=TemplateSettings(tools))
     asked[len(before)] = user(CHUNK_TEXTS[0] + "\n\nWho?")
     shown = [{**message, "content": message["content"] or ""} for message in asked]
     if shown[-1]["role"] == "assistant":
