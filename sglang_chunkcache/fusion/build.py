@@ -19,7 +19,7 @@ from sglang_chunkcache.fusion.metrics import StoreMetrics
 from sglang_chunkcache.fusion.model_support import unsupported
 from sglang_chunkcache.fusion.price_trial import measure_costs
 from sglang_chunkcache.fusion.promise import Fuser
-from sglang_chunkcache.fusion.relocate import RotaryTable
+from sglang_chunkcache.fusion.relocate import RotaryTable, rotary_of
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.host_chains import HostChains
@@ -57,7 +57,7 @@ def create_fuser(
     # Here, since a head that fills no whole bytes would otherwise fail with each capture.
     codec.check_heads(pool.k_buffer[0], pool.v_buffer[0])
     # One table for all layers: `unsupported` has refused models with several.
-    table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
+    table = RotaryTable.of(rotary_of(runner))
     # cuDNN compiles a plan for each shape it meets, in 40 ms, and keeps it. A masked pass has
     # another shape in nearly every request.
     torch.backends.cuda.enable_cudnn_sdp(False)

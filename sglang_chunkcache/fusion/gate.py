@@ -28,7 +28,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,13 @@ from sglang_chunkcache.attention import choice
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.masked import Observer
 from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
-from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
+from sglang_chunkcache.fusion.relocate import (
+    RotaryTable,
+    copy_moved,
+    read_blob,
+    rotary_of,
+    write_blob,
+)
 from sglang_chunkcache.fusion.trial_rows import Row, logits_of, rows_of
 
 logger = logging.getLogger(__name__)
@@ -102,6 +108,9 @@ class GateFigures:
     """Layer-0 keys of B moved on the device against computed ones."""
     stored_ulps: float
     """The same by way of the store."""
+    far_ulps: float
+    """Random keys moved between the ends and the middle of the context, there and back, against
+    SGLang's own at the new positions."""
     noise_ulps: float
     """The same for prefill in pieces."""
     kv_error: float
@@ -139,6 +148,7 @@ class GateFigures:
         return {
             "moved_ulps": (self.moved_ulps, self.max_ulps),
             "stored_ulps": (self.stored_ulps, self.max_ulps),
+            "far_ulps": (self.far_ulps, self.max_ulps),
             "kv_error": (self.kv_error, NOISE_FACTOR),
             "logit_error": (self.logit_error, self.max_logit_error),
             "scattered_error": (self.scattered_error, NOISE_FACTOR),
@@ -173,7 +183,8 @@ class GateFigures:
     def __str__(self) -> str:
         return (
             f"layer-0 keys off by {self.moved_ulps:.2f} units in the last place when moved,"
-            f" {self.stored_ulps:.2f} by way of the store (limit {self.max_ulps:.2f}); with"
+            f" {self.stored_ulps:.2f} by way of the store, {self.far_ulps:.2f} across the context"
+            f" (limit {self.max_ulps:.2f}); with"
             f" everything recomputed K/V off by {self.kv_error:.4g} times prefill's own noise"
             f" (limit {NOISE_FACTOR}) and logits by {self.logit_error:.4g} (limit"
             f" {self.max_logit_error:.4g}, without recomputing"
@@ -262,7 +273,7 @@ class Trial:
             runner.token_to_kv_pool,
             prompt,
         )
-        self._full, pieces, self._elsewhere, self._moved = rows
+        self._full, self._pieces, self._elsewhere, self._moved = rows
         device = self._full.slots.device
         self._before, self._b = (
             torch.arange(START, device=device),
@@ -275,18 +286,19 @@ class Trial:
         self._kv = _kv(self._pool, self._full.slots)
         alone = [*prompt[:HEAD_LEN], *prompt[START:END]]
         _prefill(runner, self._elsewhere, alone, [0, len(alone)])
-        self._noise = self._measure_noise(pieces)
+        self._noise = self._measure_noise(self._pieces)
         # After the noise, in multiples of which the second one is measured.
         self._mistakes = self._unrecomputed(), self._off_by_one()
 
     def measure(self, sparse: SparseAttention | None) -> GateFigures:
         """The figures of the pass with this attention; None: the mask."""
         # In this order: `_move` leaves head, A and B in the row, which `_recompute` attends to.
-        stored_ulps, moved_ulps = self._store(), self._move()
+        far_ulps, stored_ulps, moved_ulps = self._far(), self._store(), self._move()
         kv_error, logit_error = self._recompute(sparse)
         return GateFigures(
             moved_ulps=moved_ulps,
             stored_ulps=stored_ulps,
+            far_ulps=far_ulps,
             noise_ulps=self._noise.ulps,
             kv_error=kv_error,
             logit_error=logit_error,
@@ -359,6 +371,30 @@ class Trial:
         )
         return self._ulps(self._moved)
 
+    def _far(self) -> float:
+        """Random keys as SGLang rotates them at one position, moved to another; `far_ulps`."""
+        buffer, rotary = self._pool.k_buffer[0], rotary_of(self._runner)
+        last = min(self._runner.model_config.context_len, self._table.num_positions) - 1
+        pairs = list(permutations((0, last // 2, last), 2))
+        old, new = torch.tensor(pairs, device=buffer.device).T
+        generator = torch.Generator().manual_seed(0)
+        keys = torch.randn(len(pairs), *buffer.shape[1:], generator=generator).to(buffer)
+        before, wanted = (
+            rotary(at.contiguous(), *(keys.flatten(1).clone() for _ in "qk"))[1].view_as(keys)
+            for at in (old, new)
+        )
+        source, target = (row.slots[: len(pairs)] for row in (self._pieces, self._moved))
+        buffer[source] = before
+        copy_moved(
+            self._pool,
+            self._table,
+            source_slots=source,
+            source_positions=old,
+            target_slots=target,
+            target_positions=new,
+        )
+        return _ulps_of(buffer[target], wanted)
+
     def _move(self) -> float:
         """Head, A and B into the moved row; `moved_ulps`."""
         for source, old, new in (
@@ -407,13 +443,14 @@ class Trial:
 
     def _ulps(self, row: Row) -> float:
         """Of layer-0 keys of B, against those of `full`."""
-        want, have = (
-            self._kv[0][self._b],
-            self._pool.k_buffer[0][row.slots[self._b]].flatten(1).float(),
-        )
-        return float(
-            (have - want).abs().max() / (torch.finfo(self._pool.dtype).eps * want.abs().max())
-        )
+        have = self._pool.k_buffer[0][row.slots[self._b]].flatten(1)
+        return _ulps_of(have, self._kv[0][self._b].to(have.dtype))
+
+
+def _ulps_of(have: Tensor, want: Tensor) -> float:
+    """The largest difference, in units in the last place of the largest number that is wanted."""
+    ulp = torch.finfo(want.dtype).eps * want.float().abs().max()
+    return float((have.float() - want.float()).abs().max() / ulp)
 
 
 def _prefill(runner: Any, row: Row, token_ids: Sequence[int], borders: Sequence[int]) -> Tensor:

@@ -59,6 +59,11 @@ class _Turn(NamedTuple):
     None: every pair turns; only known on the CPU, where reading it costs no wait."""
 
 
+def rotary_of(runner: Any) -> Any:
+    """SGLang's rotary module, the same for all layers: `unsupported` refuses other models."""
+    return runner.model.model.layers[0].self_attn.rotary_emb
+
+
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
     """SGLang's cos and sin of one model, in float32.

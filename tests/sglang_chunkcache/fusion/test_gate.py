@@ -27,7 +27,7 @@ from tests.kit.tensors import flashinfer_of, params_of, reference_of, spoil, tab
 pytestmark = pytest.mark.engine
 
 # the noise of keys is 0.5 units, that of logits .01
-FIGURES = GateFigures(1.0, 1.5, 0.5, 3.0, 0.02, 0.01, 3.0, 2.0, 50.0, dtype="bfloat16")
+FIGURES = GateFigures(1.0, 1.5, 2.5, 0.5, 3.0, 0.02, 0.01, 3.0, 2.0, 50.0, dtype="bfloat16")
 TOLD = ("logit_error_unrecomputed", "scattered_error_off_by_one")
 """What mistakes would give: too little of it, and the gate says nothing."""
 PASSES: list[tuple[dict[str, float], bool]] = [
@@ -35,6 +35,7 @@ PASSES: list[tuple[dict[str, float], bool]] = [
     ({"moved_ulps": 5.0, "stored_ulps": 5.0, "kv_error": 8.0, "logit_error": 0.08}, True),
     ({"moved_ulps": 5.1}, False),
     ({"stored_ulps": 5.1}, False),
+    ({"far_ulps": 5.1}, False),
     ({"stored_ulps": 5.1, "noise_ulps": 0.6}, True),
     ({"logit_error": 0.081}, False),
     ({"logit_error": 0.081, "logit_noise": 0.02}, True),
@@ -50,7 +51,7 @@ def test_what_passes() -> None:
     for change, passed in (*PASSES, *nans):
         figures = dataclasses.replace(FIGURES, **change)  # type: ignore[arg-type]
         assert figures.passed is figures.as_dict()["passed"] is passed, change
-    assert "1.50 by way of the store (limit 5.00)" in str(FIGURES)
+    assert "1.50 by way of the store, 2.50 across the context (limit 5.00)" in str(FIGURES)
     assert FIGURES.conclusive
     for name in TOLD:
         assert not dataclasses.replace(FIGURES, **{name: 0.05}).conclusive  # type: ignore[arg-type]
@@ -109,6 +110,15 @@ def test_a_wrong_table_fails(yarn: Any, theta: float) -> None:
     figures = gate_of(yarn, RotaryTable(other.cos(), other.sin(), table.is_neox))
     assert not figures.passed
     assert min(figures.moved_ulps, figures.stored_ulps) > 100
+
+
+def test_a_table_that_is_wrong_far_away_alone_fails(yarn: Any) -> None:
+    """The gate's prompt is short: a model that turns otherwise from some position on would pass."""
+    table = table_of(yarn)
+    at = torch.arange(table.num_positions).clamp(max=table.num_positions * 3 // 4)
+    figures = gate_of(yarn, RotaryTable(table.cos[at], table.sin[at], table.is_neox))
+    assert not figures.passed
+    assert max(figures.moved_ulps, figures.stored_ulps) < figures.max_ulps < figures.far_ulps
 
 
 @pytest.mark.parametrize(
