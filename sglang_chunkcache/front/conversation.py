@@ -278,10 +278,8 @@ class TurnFitter:
         breaks once and not every turn; CRAFT 4.3 says why that is safe. What leaves takes its
         chunks with it, which count as not shown then.
         """
-        room, lay = (
-            self._context_len - context.reserve,
-            partial(self._laid, messages, past, chunks, context),
-        )
+        room = self._context_len - context.reserve
+        lay = partial(self._laid, messages, past, chunks, context)
         laid = lay(num_departed=0)
         if not context.may_shorten or laid.num_fitting(room, with_lead=True) == laid.num_turns:
             return self._fitted(laid)
@@ -459,6 +457,7 @@ class _Laid:
         *before, area = self._open.areas
         self.own = unshown[area.message]
         self.intro: tuple[Piece, ...] = (*self._body(before), (encode(area.intro), None))
+        # apart, as SGLang's `_append_assistant_prefix_to_prompt_ids` does
         self.outro = (*encode(area.ending), *(encode(context.prefill) if context.prefill else ()))
 
     @property

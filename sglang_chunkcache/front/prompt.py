@@ -184,8 +184,8 @@ class PromptAssembler:
         settings: TemplateSettings = NO_SETTINGS,
         encode: Encode | None = None,
     ) -> TurnPieces:
-        """The pieces of the open one of `exchanges` with all messages after `num_agreed` in it.
-        `encode` is the request's own, if it has one. Raises as they do."""
+        """The one exchange that `exchanges` makes without `is_split`, as token ids. Raises as it
+        does. `encode` is the request's own, if it has one."""
         (exchange,) = self.exchanges(
             messages,
             num_agreed=num_agreed,
