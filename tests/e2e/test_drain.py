@@ -25,7 +25,7 @@ from eval.server import Server
 from tests.e2e.asking import send
 from tests.polling import DEADLINE_S, until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 CLIENTS = 8
 PATHS = ("/rag/v1/chat/completions", "/v1/chat/completions")
@@ -79,7 +79,6 @@ def group_of(pid: int) -> dict[int, bytes]:
     return found
 
 
-@pytest.mark.nightly
 def test_signal_while_the_model_is_loaded_ends_all(tmp_path: Path) -> None:
     """Though the other processes ignore the signal by then."""
     server = Server(BUNDLED, log=tmp_path / "log")
@@ -104,7 +103,6 @@ class UnaskedServer(Server):
         return probed(self.url) == 200
 
 
-@pytest.mark.nightly
 def test_idle_server_ends_after_its_lame_duck(tmp_path: Path) -> None:
     """uvicorn's handler, in place before the first request, would end at once."""
     flags = [*BUNDLED, "--skip-server-warmup", "--chunkcache-lame-duck-s", "8"]
@@ -170,7 +168,6 @@ def steady_clients(balancer: Balancer) -> Iterator[list[int]]:
             client.join()
 
 
-@pytest.mark.nightly
 def test_rolling_update_fails_no_request(tmp_path: Path) -> None:
     """One replica is replaced behind a balancer that looks every 5 s: the new one is asked when it
     is ready, the old one serves until that has been noticed."""
@@ -194,7 +191,6 @@ def test_rolling_update_fails_no_request(tmp_path: Path) -> None:
         assert balancer.served[old.url] == served[old.url] > 10
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("drain_s", "max_tokens", "reason"), [(300, 400, "length"), (1, 4000, "abort")]
 )
