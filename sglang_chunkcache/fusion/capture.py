@@ -19,7 +19,7 @@ from sglang_chunkcache.fusion.fill import Capture, Captured, FusionPass, Saved
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.own_selectors import own_needs
 from sglang_chunkcache.scheduler.host_slots import HostSlots
-from sglang_chunkcache.scheduler.node import facts, joined
+from sglang_chunkcache.scheduler.node import facts, identity_of, joined
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode
@@ -94,7 +94,6 @@ class Captures(CaptureQueue):
         """Store what has arrived, in order. Waits for nothing."""
         while self._under_way and self._under_way[0][1].is_done():
             entry, captured = self._under_way.popleft()
-            is_kept = False
             with self._guard([entry]):
                 found: tuple[HostBlob | HostSlots | None, ChunkScores | None] = captured.read()
                 blob, scores = found
@@ -102,11 +101,17 @@ class Captures(CaptureQueue):
                     self.num_dropped += 1
                     self.give_up([entry])
                 else:
-                    is_kept = self.put(entry, blob, scores)
-            if isinstance(captured, Saved) and not is_kept:
+                    self.put(entry, blob, scores)
+            # not by what `put` returned: a watcher may have raised once the variant was there
+            if isinstance(captured, Saved) and not self._is_kept(entry, captured):
                 captured.give_back()
 
     # Private, in order of use
+
+    def _is_kept(self, entry: Waiting, saved: Saved) -> bool:
+        known, identity = facts(entry.node), identity_of(entry.node)
+        variant = self._store.get(identity, known.head, known.prefix)
+        return variant is not None and variant.blob is saved.blob
 
     @contextmanager
     def _guard(self, batch: Sequence[Waiting]) -> Iterator[None]:

@@ -97,6 +97,7 @@ class Promises:
             slots = self._allocate(plan.end - plan.start, num_after, taken)
             if slots is None:
                 return self._decline(outcome, Fallback.NO_ROOM, node)
+            taken.push(lambda error, *_: self._remove_below(node, key, plan) if error else None)
             row = torch.cat([req.prefix_indices, slots])
             move = move_of(req, plan, spans, row)
             last = self._insert(key, row, plan, spans.namespace, req.priority or 0)
@@ -206,6 +207,17 @@ class Promises:
             if piece.span is not None:
                 facts(chunks[piece.span]).is_moved = piece.source is not None
         return path[-1]
+
+    def _remove_below(self, node: TreeNode, key: ChunkKey, plan: ReusePlan) -> None:
+        """Take out what a commit that failed has inserted behind `node`, if anything: one chain,
+        which holds slots that the commit frees."""
+        last = node.children.get(key[plan.start :].child_key(), node)
+        while last.children and last is not node:
+            (last,) = last.children.values()
+        while last is not node:
+            self._tree._delete_leaf(last)
+            self._tree.kv_events.record_remove(last)
+            last = last.parent
 
 
 def slots_of(plan: ReusePlan) -> Iterator[HostSlots]:

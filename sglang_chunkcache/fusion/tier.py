@@ -313,13 +313,14 @@ class StorageTier:
             return
 
         def done(entry: Entry | None) -> None:
-            is_kept = False
+            loaded = None
             try:
-                is_kept = entry is not None and self._store.put(
-                    identity, variant_of(entry, variant, self.storage.naming.heads, blob)
-                )
+                if entry is not None:
+                    loaded = variant_of(entry, variant, self.storage.naming.heads, blob)
+                    self._store.put(identity, loaded)
             finally:
-                if blob is not None and not is_kept:
+                # not by what `put` returned: a watcher may have raised once the variant was there
+                if blob is not None and not (loaded and loaded in self._store.held):
                     blob.give_back()
                 if blob is not None:
                     blob.let_go()

@@ -13,6 +13,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -167,21 +168,24 @@ class FakePass:
 
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
         captured = list[Captured]()
-        for capture in captures:
-            scores = self._scores_of(capture)
-            self.contents.exact_len(capture.slots.tolist(), capture.token_ids)
-            codec = CODECS[self.config.store_codec]
-            ids = capture.token_ids[capture.start :]
-            if self.host is not None:
-                blob = self.host.room(len(ids))
-                if blob is not None:
-                    self.host.pool.save(capture.slots[capture.start :], blob.slots)
-                captured.append(Saved(blob, scores))
-                continue
-            tokens = torch.tensor(ids, dtype=torch.float32).reshape(1, -1, 1, 1)
-            if codec.name == "int4":  # heads of whole bytes
-                tokens = tokens.expand(2, -1, 1, 4).contiguous()
-            captured.append(Captured((tokens, tokens.clone()), scores, codec=codec))
+        with ExitStack() as taken:
+            for capture in captures:
+                scores = self._scores_of(capture)
+                self.contents.exact_len(capture.slots.tolist(), capture.token_ids)
+                codec = CODECS[self.config.store_codec]
+                ids = capture.token_ids[capture.start :]
+                if self.host is not None:
+                    saved = Saved(self.host.room(len(ids)), scores)
+                    taken.callback(saved.give_back)
+                    if saved.blob is not None:
+                        self.host.pool.save(capture.slots[capture.start :], saved.blob.slots)
+                    captured.append(saved)
+                    continue
+                tokens = torch.tensor(ids, dtype=torch.float32).reshape(1, -1, 1, 1)
+                if codec.name == "int4":  # heads of whole bytes
+                    tokens = tokens.expand(2, -1, 1, 4).contiguous()
+                captured.append(Captured((tokens, tokens.clone()), scores, codec=codec))
+            taken.pop_all()  # nothing has failed
         self.num_captured += len(captures)
         return captured
 

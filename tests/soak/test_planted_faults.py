@@ -7,8 +7,6 @@ out is what makes no difference, or is gone:
 - Order in `ChunkRadixCache.reset`: each part empties itself, asks none of the others and tells the
   front nothing, and only one of them starts the storage.
 - A host node's promotion: it is not kept any more. What comes back has the mark of its request.
-- Half a commit: nothing can fail between the insertion of its nodes and the end of `Fuser.commit`,
-  so the slots alone are a row.
 - Lock while evicting: SGLang itself holds what a promise goes on behind, so the load is the row.
 """
 
@@ -64,6 +62,8 @@ old recipe                    scheduler/chunk_cache.py     fusion/test_promise.p
     known.fused = None => pass
 half a commit                 fusion/promises.py           fusion/test_promise.py
     taken.push(lambda error, *_: allocator.free(slots) if error else None) => pass
+nodes of half a commit        fusion/promises.py           fusion/test_promise.py
+    lambda error, *_: self._remove_below(node, key, plan) if error else None => lambda *_: None
 extend reserve                fusion/promises.py           fusion/test_promise.py
     reserve=self._extend_reserve => reserve=0
 failed pass beside            fusion/fill.py               fusion/test_fill_layers.py

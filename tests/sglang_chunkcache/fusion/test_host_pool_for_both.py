@@ -337,6 +337,51 @@ def test_what_raises_at_a_loads_end_gives_its_slots_back(
     assert rank.cache.tiers.host.pool.num_free == rank.cache.tiers.host.pool.num_slots
 
 
+@pytest.mark.parametrize("comes", ["captured", "loaded"])
+def test_variant_keeps_its_slots_where_a_watcher_raises(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, comes: str
+) -> None:
+    """The store has it by then: slots given back would be overwritten under it."""
+    rank = disk.server(host_slots=100, capacity=80)
+    if comes == "loaded":
+        rank.store_chunks(A)
+        rank = disk.restarted(host_slots=100, capacity=80)
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.store, "watchers", [*rank.store.watchers, lambda *told: 1 / 0])
+        if comes == "captured":
+            rank.store_chunks(A)
+        else:
+            rank.cache.arrived(fused(A, head=OTHER_HEAD))
+        disk.settle()
+    (found,) = rank.stored(A)
+    assert not found.blob.is_given_back
+    assert rank.cache.tiers.host.pool.num_free == rank.cache.tiers.host.pool.num_slots - len(A)
+    rank.store.clear()
+    disk.settle()
+    assert rank.cache.tiers.host.pool.num_free == rank.cache.tiers.host.pool.num_slots
+
+
+def test_reference_pass_that_fails_to_save_gives_all_slots_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `FusionPass` does."""
+    rank = Rank(host_slots=100, capacity=80)
+    pool, saved = rank.cache.tiers.host.pool, []
+    save = pool.save
+
+    def fail_the_second(*slots: Any) -> None:
+        saved.append(slots)
+        if len(saved) == 2:
+            raise RuntimeError("planted")
+        save(*slots)
+
+    monkeypatch.setattr(pool, "save", fail_the_second)
+    rank.serve(rag(A, B, keep=[0, 1]), answer=[50])
+    rank.forward()
+    assert rank.fuser.stats()["fallbacks"] == {"capture_failed": 2}
+    assert pool.num_free == pool.num_slots
+
+
 def test_chain_whose_parent_is_read_is_written_without_a_gap(disk: Disk) -> None:
     """A pending move holds A, which nobody writes; B behind it is new."""
     rank = disk.server(host_slots=100, capacity=80)

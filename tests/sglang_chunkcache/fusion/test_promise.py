@@ -143,16 +143,32 @@ def test_promise_leaves_room_for_the_batchs_extends(
     assert report(req).fallbacks == ((Fallback.NO_ROOM,) if found == 2 else ())
 
 
-@pytest.mark.parametrize("step", ["_insert", "move_of"])
-def test_error_amid_a_commit_takes_nothing(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+@pytest.mark.parametrize("num_segments", [0, 1, 2, 3])
+def test_error_amid_a_commit_takes_nothing(
+    monkeypatch: pytest.MonkeyPatch, num_segments: int
+) -> None:
+    """Slots that were free and in a node of the tree would get two owners. Of the key's three
+    segments the first is cached, so up to two nodes are inserted before the error."""
     rank = Rank(rag(A, B))
     before = sorted(rank.tree_slots()), rank.allocator.available_size()
-    owner = rank.fuser.promises if step == "_insert" else promises
-    monkeypatch.setattr(owner, step, mock.Mock(side_effect=RuntimeError("planted")))
-    with pytest.raises(RuntimeError, match="planted"):
-        rank.admit(fused(D, B, fusion=asks("query", 0.5)), 100)
+    insert, inserted = rank.cache._insert_helper, []
+
+    def fail(*segment: Any) -> Any:
+        inserted.append(insert(*segment))
+        if len(inserted) == num_segments:
+            raise RuntimeError("planted")
+        return inserted[-1]
+
+    with monkeypatch.context() as patch:
+        if num_segments:
+            patch.setattr(rank.cache, "_insert_helper", fail)
+        else:
+            patch.setattr(promises, "move_of", mock.Mock(side_effect=RuntimeError("planted")))
+        with pytest.raises(RuntimeError, match="planted"):
+            rank.admit(fused(D, B, fusion=asks("query", 0.5)), 100)
     assert (sorted(rank.tree_slots()), rank.allocator.available_size()) == before
-    rank.cache.check_integrity()
+    rank.check()
+    assert rank.serve(fused(D, B)) == len(HEAD + D + B)
 
 
 @pytest.mark.parametrize(
