@@ -67,7 +67,7 @@ class StorageTier:
     """Of one rank.
 
     Args:
-        store: in host memory. Its `watch` tells `store_changed`.
+        store: in host memory. `StoreKeeper` calls `store_changed` with its changes.
         codec: a name of `CODECS`. Entries of another one are others, and are not found.
         host: has the store's KV. None: each variant has tensors of its own.
         chains: entries of exact chains, which are moved, too, if there is a host.
@@ -171,7 +171,7 @@ class StorageTier:
         )
 
     def reserve(self, identity: ChunkIdentity, head: str, prefix: Prefix, num_tokens: int) -> bool:
-        """As `Storage.reserve`, for what a request will preprocess."""
+        """As `Writes.reserve`, for what a request will preprocess."""
         return self.storage.writes.reserve(
             self._chunk(identity), head, prefix, num_tokens * self._layout.token_bytes
         )

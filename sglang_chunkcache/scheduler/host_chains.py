@@ -11,7 +11,7 @@ Decisions follow from requests, counts and prices that the ranks agree on (prici
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -76,12 +76,11 @@ class HostChains:
             yield
         self.pricing.refresh()
 
-    def after(self, *, first_tokens_wait: bool) -> Sequence[tuple[HostNode, TreeNode]]:
+    def after(self, *, first_tokens_wait: bool) -> Iterator[tuple[HostNode, TreeNode]]:
         """As `WriteBack.after`, once a forward."""
-        saved = self.write_back.after(first_tokens_wait=first_tokens_wait)
+        yield from self.write_back.after(first_tokens_wait=first_tokens_wait)
         if self._metrics is not None and self._metrics.is_due:
             self.stats()
-        return saved
 
     def reset(self) -> None:
         """The tree on the device is empty. Captured variants stay."""
@@ -98,6 +97,8 @@ class HostChains:
     @property
     def worth(self) -> float:
         """Of a token here, if one on the device is worth 1: what a load saves of computing it."""
+        if not self.pool.num_slots:
+            return 1.0
         load, extend = (
             self.pricing.agreed[phase].seconds(Work(0, 1000))
             for phase in (Phase.LOAD, Phase.EXTEND)

@@ -2,7 +2,7 @@
 called in.
 
     admission    wait for the storage ──► host memory (load back) ──► moved KV (promises)
-    a forward    load back ──► move ──► forward ──► store what was moved ──► write back
+    a forward    load back ──► move ──► forward ──► capture chunks ──► write back
 """
 
 from __future__ import annotations

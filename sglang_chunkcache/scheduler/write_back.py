@@ -4,7 +4,7 @@ worth it, after a forward, a chain's first chunk before its second one."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,11 +75,12 @@ class WriteBack:
         """Whether host memory has the node with its chain, or is about to."""
         return facts(node).host is not None or node in self._waiting
 
-    def after(self, *, first_tokens_wait: bool) -> list[tuple[HostNode, TreeNode]]:
+    def after(self, *, first_tokens_wait: bool) -> Iterator[tuple[HostNode, TreeNode]]:
         """Save some of what waits: after decoding, and after a prefill only if the forward before
-        was one, too. Returns the chunks that were saved, with all above them in host memory."""
+        was one, too. Yields each chunk once it is saved, with all above it in host memory: what is
+        saved next may evict it, unless somebody holds it."""
         self._was_put_off = first_tokens_wait and not self._was_put_off
-        before, saved = self._counts.saved_tokens, []
+        before = self._counts.saved_tokens
         while (
             not self._was_put_off
             and self._waiting
@@ -87,8 +88,7 @@ class WriteBack:
         ):
             node = self._waiting.popitem(last=False)[0]
             if (host := self._save(node)) is not None:
-                saved.append((host, node))
-        return saved
+                yield host, node
 
     def reset(self) -> None:
         """The tree is empty."""

@@ -20,6 +20,10 @@ class PausedError(Exception):
     """Nobody was asked."""
 
 
+class UnmadeError(Exception):
+    """What was to be written could not be made: no failure of the backend's."""
+
+
 class Breaker:
     """Before a storage's backend. Written by one thread, read by others.
 
@@ -39,19 +43,18 @@ class Breaker:
         until = self._paused_until
         return until is not None and self._clock() < until
 
-    def check(self) -> None:
-        """Raise PausedError while it `is_open`."""
-        if self.is_open:
-            raise PausedError
-
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Around what asks the backend. Raises as `check`."""
-        self.check()
+        """Around what asks the backend. Raises PausedError at once while it `is_open`. An
+        UnmadeError counts neither as a failure nor as a success."""
+        if self.is_open:
+            raise PausedError
         try:
             yield
         except RefusedEntryError:  # the backend is well
             self._succeeded()
+            raise
+        except UnmadeError:
             raise
         except Exception:
             self._in_a_row += 1

@@ -154,7 +154,7 @@ class Storage:
     ) -> bool:
         """Load one of the index's, for what was asked for. The thread calls `into` where there is
         an entry. `done` is told: None, there is none, or it is of other weights by now. False: it
-        is under way, or too much is. `layout`: as in `write`."""
+        is under way, or too much is. `layout`: as in `Writes.write`."""
         if not self.takes(variant, asked):
             self.join(variant, asked)
             return False

@@ -1,5 +1,5 @@
 """What a storage's thread does with a job: ask the backend, check bytes, keep rows and pointers. It
-raises nothing: a job says what has become of it."""
+raises nothing but in `delete`: a job says what has become of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from sglang_chunkcache.storage.backend import Backend
-from sglang_chunkcache.storage.breaker import Breaker, PausedError
+from sglang_chunkcache.storage.breaker import Breaker, PausedError, UnmadeError
 from sglang_chunkcache.storage.entry import RefusedEntryError, read, write
 from sglang_chunkcache.storage.jobs import FAILED, GONE, PAUSED, Job, Load, Lookup, Write
 from sglang_chunkcache.storage.manifest import Manifest, Row
@@ -105,15 +105,13 @@ class Worker:
             self._done.append(job)
             return
         try:
-            self._breaker.check()
-            # Not among the attempts: what fails here is no failure of the backend's.
-            data = write(job.entry(), job.row.name, secret=self._secret)
             with self._breaker.attempt():
                 others = self._of_another(job.row)
                 # Written again it would count in two budgets: `set` keeps the bytes that are there.
                 if others is not None:
                     job.row, job.is_own = others, False
                 else:
+                    data = self._made(job)
                     # Bytes, row, pointer: a kill in between leaves no name of what is not there.
                     self._backend.set(job.row.name, data)
                     job.row = job.row._replace(num_bytes=len(data))
@@ -156,6 +154,12 @@ class Worker:
                 logger.exception("chunk cache: the storage did not close")
 
     # Private, in order of use
+
+    def _made(self, job: Write) -> Tensor:
+        try:
+            return write(job.entry(), job.row.name, secret=self._secret)
+        except Exception as error:
+            raise UnmadeError(repr(error)) from error
 
     def _of_another(self, row: Row) -> Row | None:
         """The very entry, where another server has written it."""

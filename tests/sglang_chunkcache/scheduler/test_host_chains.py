@@ -373,9 +373,9 @@ def test_a_prefill_is_not_kept_waiting_twice(scheduler: HostScheduler) -> None:
     known_nodes = [node for _, node in walk(scheduler.cache) if facts(node).chunk]
     facts(known_nodes[0]).hits = 1
     host.write_back.offer(known_nodes)
-    host.after(first_tokens_wait=True)
+    list(host.after(first_tokens_wait=True))
     assert host.stats()["waiting"] == 1
-    host.after(first_tokens_wait=True)
+    list(host.after(first_tokens_wait=True))
     assert host.stats()["waiting"] == 0
 
 
@@ -515,10 +515,10 @@ def test_prometheus_is_told_when_it_is_due(scheduler: HostScheduler) -> None:
     host._metrics = shown
     known(scheduler, A)
     shown.show.reset_mock()
-    host.after(first_tokens_wait=False)
+    list(host.after(first_tokens_wait=False))
     shown.show.assert_not_called()
     shown.is_due = True
-    host.after(first_tokens_wait=False)
+    list(host.after(first_tokens_wait=False))
     (told,) = shown.show.call_args.args
     assert told["saved_tokens"] == told["tokens"] == len(HEAD + A)
     assert host.stats() == told

@@ -585,6 +585,26 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
         server.storage.close()
 
 
+def test_chain_is_written_before_the_next_one_takes_its_slots(disk: ChainDisk) -> None:
+    """Two are saved after one forward, and host memory has room for one."""
+    server = Server(disk, host_slots=8, capacity=100)
+    reqs = [
+        rag(chunk, head=head, promoted_len=1)
+        for chunk, head in (((1, 2, 3, 4), (90, 91)), ((5, 6, 7, 8), (92, 93)))
+    ]
+    for req in reqs:
+        assert server.add(req, 100) is not None
+    server.forward()
+    for req in reqs:
+        server.release(req, is_insert=True)
+    server.idle()
+    server.settle()
+    held = sorted(variant.blob.row.num_tokens for variant in server.storage.index.held)
+    assert (held, server.cache.tiers.host.counts.evicted_tokens) == ([2, 4], 0)
+    server.check()
+    server.storage.close()
+
+
 def test_request_counts_once_where_its_chunks_may_be_moved(disk: ChainDisk) -> None:
     """Half of f_r is forgotten once a window."""
     server = disk.server(host_slots=200)

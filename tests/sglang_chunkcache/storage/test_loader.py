@@ -205,6 +205,22 @@ def test_entry_that_cannot_be_made_is_no_failure_of_the_backend(rig: Rig) -> Non
     assert rig.written().is_confirmed
 
 
+def test_entry_of_another_server_is_taken_over_unmade(tmp_path: Path) -> None:
+    """Nobody reads host memory, encodes and signs what is there."""
+    backend, names = Backend(MemoryStorage()), Names(b"")
+    row = make_row("n", num_bytes=0, num_tokens=NUM_TOKENS)
+    row = row._replace(name=names.entry(row.place, row.scored, row.has_outward, row.heads))
+    for server, is_own in (("a", True), ("b", False)):
+        pointers = Pointers(backend, names, secret=b"s")
+        loader = Loader(backend, Manifest(tmp_path / server), secret=b"s", pointers=pointers)
+        job = keeping(row, make_entry())
+        job.entry = made = mock.Mock(return_value=make_entry())
+        assert loader.write(job)
+        assert loader.drain(DEADLINE_S)
+        assert (job.is_confirmed, job.is_own, made.called) == (True, is_own, is_own)
+        loader.close()
+
+
 def test_deleted_entry_loses_its_row_first(rig: Rig) -> None:
     """Also where the storage fails: a kill between leaves bytes nobody knows, never only a row."""
     for name in "ab":
