@@ -126,11 +126,19 @@ class VariantIndex:
             )
         return held.fits(nbytes) or asked >= ADMITTED_SHARE * self._asked_for_lowest()
 
-    def gains(self, identity: Identity, nbytes: int) -> bool:
-        """Whether there is room, or the chunk is asked for more often than what would leave."""
-        return self.held.fits(nbytes) or (
-            len(self.held) > 0 and self._asked.count(identity) > self._asked_for_lowest()
-        )
+    def gains(self, identity: Identity, head: str, prefix: Prefix, nbytes: int) -> bool:
+        """Whether there is room for an exact variant, or it is asked for more often than what would
+        leave: than that chunk, if it is moved, and behind its head and prefix, if it is exact, or
+        chains that share a chunk would replace each other without end."""
+        if self.held.fits(nbytes):
+            return True
+        lowest = self.held.lowest()
+        if lowest is None or not lowest.is_exact:
+            asked_for_lowest = self._asked_for_lowest()
+        else:
+            chunk = self.held.identity_of(lowest)
+            asked_for_lowest = self._asked.count((chunk, lowest.head, lowest.prefix))
+        return len(self.held) > 0 and self._asked.count((identity, head, prefix)) > asked_for_lowest
 
     def put(self, identity: Identity, variant: Variant) -> bool:
         """Add `variant`, evicting others until it fits: O(log variants), amortised over uses.

@@ -11,7 +11,7 @@ from sglang_chunkcache.scheduler.host_metrics import HostMetrics
 from sglang_chunkcache.scheduler.host_pool import create_host_pool, keeps_chains
 from sglang_chunkcache.scheduler.host_slots import NoSlots
 from sglang_chunkcache.scheduler.pricing import Pricing
-from sglang_chunkcache.scheduler.stored_chains import create_chain_entries, create_stored_chains
+from sglang_chunkcache.scheduler.stored_chains import create_stored_chains
 from sglang_chunkcache.scheduler.tiers import Tiers
 from sglang_chunkcache.storage.opening import create_index, create_storage
 
@@ -43,15 +43,13 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
         num_ranks=runner.tp_group.world_size,
         metrics=HostMetrics() if is_shown else None,
     )
-    entries = None if storage is None else create_chain_entries(storage, ctx)
     promiser = None
     if config.reuse == "fused":
         from sglang_chunkcache.fusion.build import create_fuser
 
-        promiser = create_fuser(tree, ctx, config, pricing, host, storage, entries)
+        promiser = create_fuser(tree, ctx, config, pricing, host, storage)
     stored = None
     if storage is not None and keeps:
-        assert entries is not None
         # behind the fuser, which starts the storage
-        stored = create_stored_chains(host, storage, entries, ctx, config)
+        stored = create_stored_chains(host, storage, ctx, config)
     return Tiers(host, storage=storage, stored=stored, promiser=promiser)

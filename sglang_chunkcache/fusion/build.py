@@ -25,7 +25,6 @@ from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_pool import keeps_chains, store_bytes
 from sglang_chunkcache.scheduler.pricing import Pricing
-from sglang_chunkcache.storage.chain_entries import ChainEntries
 from sglang_chunkcache.storage.codec import CODECS, NONE
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.opening import create_index
@@ -41,10 +40,8 @@ def create_fuser(
     pricing: Pricing,
     host_chains: HostChains,
     storage: Storage | None,
-    chain_entries: ChainEntries | None,
 ) -> Fuser:
     """Fused reuse, checked on the model it will serve. `ctx` is SGLang's TreeCacheBuildContext.
-    `chain_entries`: of the storage, if there is one.
 
     Raises:
         ValueError: the model or a flag does not suit it, or the gate found it wrong; names what,
@@ -136,7 +133,7 @@ def create_fuser(
             Means(runner, table, ctx.params, sparse, limits.question_window, pricing),
             config.recompute_ratio or 0.15,  # at 0 there would be nothing to try choices with
         ),
-        tier=StorageTier(store, storage, config.store_codec, nodes, chain_entries)
+        tier=StorageTier(store, storage, config.store_codec, nodes)
         if storage is not None
         else None,
         in_host_memory=None if host is None else host.write_back.takes,

@@ -31,11 +31,11 @@ from sglang_chunkcache.fusion.moving import Host
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.node import ChunkIdentity, state
-from sglang_chunkcache.storage.chain_entries import ChainEntries, Found
 from sglang_chunkcache.storage.codec import CODECS, NONE
 from sglang_chunkcache.storage.entry import Entry, Masses
 from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.manifest import Row
+from sglang_chunkcache.storage.naming import POSITIONED
 from sglang_chunkcache.storage.storage import START_S, Storage
 from sglang_chunkcache.storage.waits import PendingLoads
 
@@ -70,7 +70,6 @@ class StorageTier:
         store: in host memory. `StoreKeeper` calls `store_changed` with its changes.
         codec: a name of `CODECS`. Entries of another one are others, and are not found.
         host: has the store's KV. None: each variant has tensors of its own.
-        chains: entries of exact chains, which are moved, too, if there is a host.
     """
 
     def __init__(
@@ -79,14 +78,11 @@ class StorageTier:
         storage: Storage,
         codec: str = NONE.name,
         host: Host | None = None,
-        chains: ChainEntries | None = None,
     ) -> None:
         self.storage, self._store, self._host = storage, store, host
-        # in a codec they would be other bytes
-        self._chains = chains if host is not None else None
         self._layout = replace(storage.layout, codec=CODECS[codec].name)
-        self._how = ("positioned",) if codec == NONE.name else ("positioned", codec)
-        storage.naming.keeps("variants", self._how, self._layout)
+        self._how = POSITIONED if codec == NONE.name else (*POSITIONED, codec)
+        storage.naming.keeps(self._how, self._layout)
 
     def load_most_used(self, seconds: float = START_S, *, share: float = 1.0) -> int:
         """Fill the store with the entries that are to leave last, before there are requests: the
@@ -100,7 +96,9 @@ class StorageTier:
         before = self._store.stats()
         mine = self._chunk(ChunkIdentity(ChunkId(""), None, None))[:2]
         found = [
-            variant for variant in self.storage.index.held if variant.blob.row.place[:2] == mine
+            variant
+            for variant in self.storage.index.held
+            if variant.blob.row.place[:2] == mine and not variant.is_exact
         ]
         found.sort(key=lambda v: (v.is_reserved, v.priority, v.last_used), reverse=True)
         room = share * self._store.held.max_bytes - before.num_bytes
@@ -110,8 +108,7 @@ class StorageTier:
             row: Row = variant.blob.row
             room -= row.num_tokens * self._layout.token_bytes
             if room >= 0:
-                found = Found(variant, variant)
-                self._load(ChunkIdentity(row.place.chunk, None, None), found, row.num_tokens)
+                self._load(ChunkIdentity(row.place.chunk, None, None), variant, row.num_tokens)
             return room >= 0
 
         self.storage.fill((partial(load, variant) for variant in found), seconds)
@@ -155,7 +152,8 @@ class StorageTier:
         if stored is None or self.storage.is_off:
             return False
         known = self.storage.writes.known(stored)
-        return known.preprocessed == bool(prefix) and known.scored >= scored
+        is_kept = stored.is_exact or known.preprocessed == bool(prefix)
+        return is_kept and known.scored >= scored
 
     def fetch(
         self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources
@@ -165,9 +163,9 @@ class StorageTier:
         if self.storage.is_off or self.storage.loader.is_paused:
             return False
         return any(
-            self._is_wanted(missing.identity, found.variant, missing.num_tokens)
+            self._is_wanted(missing.identity, variant, missing.num_tokens)
             for missing in _missing_chunks(req, spans, fusion, sources, None)
-            for found in self._found(missing)
+            for variant in self._found(missing)
         )
 
     def reserve(self, identity: ChunkIdentity, head: str, prefix: Prefix, num_tokens: int) -> bool:
@@ -189,9 +187,9 @@ class StorageTier:
             () if self.storage.is_off else _missing_chunks(req, spans, fusion, sources, costs)
         )
         return any(
-            not self._is_faster(missing, found.stored.blob.row)
+            not self._is_faster(missing, variant.blob.row)
             for missing in missing_chunks
-            for found in self._found(missing)
+            for variant in self._found(missing)
         )
 
     def count_asked(self, chunks: Iterable[tuple[ChunkIdentity, str, Prefix]]) -> None:
@@ -209,8 +207,6 @@ class StorageTier:
                 (piece.source.head, piece.source.prefix),
             )
             twin = self.storage.index.get(self._chunk(identity), *place)
-            if twin is None and self._chains is not None:
-                twin = self._chains.twin(piece.chunk, (extra_key, cache_salt), *place)
             if twin is not None:
                 self.storage.use(twin)
             elif (variant := self._store.get(identity, *place)) and not variant.is_exact:
@@ -241,39 +237,27 @@ class StorageTier:
         if not self.storage.writes.write(row, entry_of(variant, heads), told, self._layout):
             told()
 
-    def _found(self, missing: _Missing) -> list[Found]:
+    def _found(self, missing: _Missing) -> list[Variant]:
         """What the index has for it, best first."""
-        entries = [
-            Found(variant, variant)
-            for variant in self.storage.index.find(self._chunk(missing.identity))
-        ]
-        entries += self._chains_of(missing.identity)
-        of = {id(each.variant): each for each in entries}
-        found = [
-            of[id(variant)]
-            for variant in worth_loading(
-                [each.variant for each in entries],
-                missing.before,
-                missing.head,
-                max_variants=MAX_LOADED_VARIANTS,
-                alone=missing.is_plain,
-            )
-        ]
-        is_nearer = bool(found) and found[0].variant.head == missing.head
+        found = worth_loading(
+            self.storage.index.find(self._chunk(missing.identity)),
+            missing.before,
+            missing.head,
+            max_variants=MAX_LOADED_VARIANTS,
+            alone=missing.is_plain,
+        )
+        is_nearer = bool(found) and found[0].head == missing.head
         return found if is_nearer or not missing.is_elsewhere else []
-
-    def _chains_of(self, identity: ChunkIdentity) -> list[Found]:
-        return [] if self._chains is None else self._chains.find(*identity)
 
     def _load_for(self, missing: _Missing, asked: PendingLoads) -> bool:
         """Load what the index has, where that pays. Whether it has anything behind this head."""
         found = self._found(missing)
-        for each in found:
-            pays = self._is_faster(missing, each.stored.blob.row)
+        for variant in found:
+            pays = self._is_faster(missing, variant.blob.row)
             asked.is_skipped |= not pays
             if self.storage.tries(pays=pays):
-                self._load(missing.identity, each, missing.num_tokens, asked)
-        return bool(found) and found[0].variant.head == missing.head
+                self._load(missing.identity, variant, missing.num_tokens, asked)
+        return bool(found) and found[0].head == missing.head
 
     def _is_faster(self, missing: _Missing, row: Row) -> bool:
         """Whether loading it is estimated to take no longer than computing it."""
@@ -297,16 +281,15 @@ class StorageTier:
     def _load(
         self,
         identity: ChunkIdentity,
-        found: Found,
+        variant: Variant,
         num_tokens: int,
         asked: PendingLoads | None = None,
     ) -> None:
         """Unless it is under way, or the store would not have it, or too much is."""
-        variant = found.variant
         if not self._is_wanted(identity, variant, num_tokens):
             return
-        if not self.storage.takes(found.stored, asked):
-            self.storage.join(found.stored, asked)
+        if not self.storage.takes(variant, asked):
+            self.storage.join(variant, asked)
             return
         blob = None if self._host is None else self._host.room(num_tokens)
         if self._host is not None and blob is None:
@@ -328,7 +311,7 @@ class StorageTier:
         into = None if blob is None else blob.writer()
         if blob is not None:
             blob.hold()
-        is_begun = self.storage.load(found.stored, num_tokens, done, into, asked, self._layout)
+        is_begun = self.storage.load(variant, num_tokens, done, into, asked, self._layout)
         if blob is not None and not is_begun:
             blob.give_back()
             blob.let_go()

@@ -19,6 +19,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from hashlib import blake2b
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,11 +35,11 @@ from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_nodes import below, root
 from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode, facts, state
-from sglang_chunkcache.storage.chain_entries import ChainEntries
 from sglang_chunkcache.storage.entry import Entry
 from sglang_chunkcache.storage.fingerprint import fingerprint
-from sglang_chunkcache.storage.key import Place, StoredChunk
+from sglang_chunkcache.storage.key import Place
 from sglang_chunkcache.storage.manifest import Row
+from sglang_chunkcache.storage.naming import POSITIONED
 from sglang_chunkcache.storage.storage import START_S, Storage
 from sglang_chunkcache.storage.waits import PendingLoads
 from sglang_chunkcache.wire.spans import RequestSpans
@@ -57,13 +58,10 @@ class _Link(NamedTuple):
     """The node's, in host memory."""
     parent: bytes | None
     """The chain key before it."""
-    stored: StoredChunk
-    head: str
-    """The chain's first key, and its namespace."""
-    prefix: tuple[ChunkId, ...]
-    """All chunks, the node's own included. None: it is the tokens before the first one."""
-    tenant: tuple[str | None, str | None]
-    """extra_key and cache_salt."""
+    place: Place
+    """In the storage. Of the tokens before the first chunk: `chain_key` as their chunk."""
+    identity: ChunkIdentity
+    """In host memory, where those tokens have no chunk."""
     is_empty: bool
     """The prompt begins with a chunk, and this is what precedes it."""
     num_tokens: int = 0
@@ -76,7 +74,7 @@ class StoredChains:
     """Of one rank.
 
     Args:
-        entries: what a moved chunk finds of them.
+        how: what their bits depend on beside model, weights and tokens.
         fingerprint: of the model's weights, as they are when it is called. None: somebody else
             starts the storage.
     """
@@ -86,12 +84,13 @@ class StoredChains:
         host: HostChains,
         storage: Storage,
         *,
-        entries: ChainEntries,
+        how: tuple[str, ...],
         fingerprint: Callable[[], int] | None,
     ) -> None:
         self._nodes, self._tree, self._pricing = host.nodes, host.tree, host.pricing
-        self.storage, self._how, self._fingerprint = storage, entries.how, fingerprint
-        storage.naming.keeps("chains", self._how)
+        self.storage, self._fingerprint = storage, fingerprint
+        self._how = blake2b("\0".join(how).encode(), digest_size=8).hexdigest()
+        storage.naming.keeps(POSITIONED, storage.layout)
         self._is_starting = False
         self.reset()
 
@@ -117,12 +116,15 @@ class StoredChains:
             if not is_prefetch:
                 is_request = self._fingerprint is not None  # else the promiser counts it
                 self.storage.ask(
-                    ((each.stored, each.head, each.prefix) for each in asked_for),
+                    (
+                        (each.place.stored_chunk, each.place.head, each.place.prefix)
+                        for each in asked_for
+                    ),
                     is_request=is_request,
                 )
                 self._use(links)
             unknown = {
-                each.stored: each.num_tokens
+                each.place.pointed_from[0]: each.num_tokens
                 for each in asked_for
                 if self._nodes.get(each.chain_key) is None and self._find(each) is None
             }
@@ -154,7 +156,7 @@ class StoredChains:
         assert known.chunk is not None
         chunks, tenant = (*known.prefix, known.chunk), (node.key.extra_key, node.key.cache_salt)
         with self.storage.guard("a chain is not written to the storage"):
-            for link in self._chain(first.chain_key, known.head, chunks, *tenant):
+            for link in self._chain(first.chain_key, known.head, chunks, tenant):
                 if not (link.is_empty or self._find(link) or self._write(link)):
                     break
 
@@ -167,8 +169,12 @@ class StoredChains:
         Returns:
             How many nodes have come.
         """
-        mine = self.storage.naming.chunk(self._how, None, None, ChunkId(""))[:2]
-        found = [each for each in self.storage.index.held if each.blob.row.place[:2] == mine]
+        mine = self.storage.naming.chunk(POSITIONED, None, None, ChunkId(""))[:2]
+        found = [
+            each
+            for each in self.storage.index.held
+            if each.blob.row.place[:2] == mine and each.blob.row.place.exact.endswith(self._how)
+        ]
         found.sort(key=lambda variant: (variant.priority, variant.last_used), reverse=True)
         before = self.storage.loader.worker.num_loaded
 
@@ -193,9 +199,8 @@ class StoredChains:
         if not area:
             return []
         first = root(key.token_ids[: area[0].start], key.extra_key, key.cache_salt)
-        links = self._chain(
-            first, spans.namespace, [span.chunk for span in area], key.extra_key, key.cache_salt
-        )
+        tenant = key.extra_key, key.cache_salt
+        links = self._chain(first, spans.namespace, [span.chunk for span in area], tenant)
         ends = [0, area[0].start, *(span.end for span in area)]
         return [
             link._replace(num_tokens=end - start, end=end)
@@ -204,21 +209,23 @@ class StoredChains:
 
     def _chain(
         self,
-        key: bytes,
+        first: bytes,
         namespace: str,
         chunks: Sequence[ChunkId],
-        extra_key: str | None,
-        cache_salt: str | None,
+        tenant: tuple[str | None, str | None],
     ) -> Iterator[_Link]:
         """From the tokens before the first chunk on."""
-        head, parent, tenant = f"{key.hex()} {namespace}", None, (extra_key, cache_salt)
-        is_empty = key == root(array("q"), *tenant)
+        key, parent, is_empty = first, None, first == root(array("q"), *tenant)
         for number in range(len(chunks) + 1):
+            chunk = ChunkId("")
             if number:
-                key, parent = below(key, chunks[number - 1]), key
-            stored = self.storage.naming.chunk(self._how, *tenant, ChunkId(key.hex()))
-            prefix = tuple(chunks[:number])
-            yield _Link(key, parent, stored, head, prefix, tenant, is_empty and not number)
+                chunk = chunks[number - 1]
+                key, parent = below(key, chunk), key
+            stored = self.storage.naming.chunk(POSITIONED, *tenant, chunk or ChunkId(key.hex()))
+            prefix, exact = chunks[: max(0, number - 1)], f"{key.hex()} {first.hex()} {self._how}"
+            place = Place(*stored, namespace, tuple(prefix), False, exact)
+            identity = ChunkIdentity(chunk, *tenant)
+            yield _Link(key, parent, place, identity, is_empty and not number)
 
     def _use(self, links: Sequence[_Link]) -> None:
         """Count a use of what the storage has without a gap, and write what goes on from there in
@@ -240,12 +247,11 @@ class StoredChains:
         host = self._nodes.get(link.chain_key)
         if host is None or not host.is_here:
             return False
-        place = Place(*link.stored, link.head, link.prefix, False)
-        name = self.storage.names.entry(place, 0, False, ())
-        row = Row(name, place, host.blob.num_tokens, 0, 0, False, start=host.start)
+        name = self.storage.names.entry(link.place, 0, False, ())
+        row = Row(name, link.place, host.blob.num_tokens, 0, 0, False, start=host.start)
         if self.storage.is_under_way(name):
             return True
-        if not self.storage.writes.gains(link.stored, host.blob.num_tokens):
+        if not self.storage.writes.gains(link.place, host.blob.num_tokens):
             return False
         read = host.blob.reader()
         host.blob.hold()
@@ -255,7 +261,9 @@ class StoredChains:
         return is_written
 
     def _find(self, link: _Link) -> Variant | None:
-        return self.storage.index.get(link.stored, link.head, link.prefix)
+        place = link.place
+        found = self.storage.index.get(place.stored_chunk, place.head, place.prefix)
+        return found if found is not None and found.blob.row.place.exact == place.exact else None
 
     def _load(self, links: Sequence[_Link], key: ChunkKey, asked: PendingLoads) -> None:
         """Load what follows the last node in host memory, where that pays.
@@ -318,14 +326,13 @@ class StoredChains:
         if variant is not None and not self.storage.takes(variant, asked):
             return False
         num_tokens = variant.blob.row.num_tokens if variant is not None else 0
-        chunk, namespace = ChunkId("".join(link.prefix[-1:])), link.head.partition(" ")[2]
         host = self._nodes.claim(
             link.chain_key,
             link.parent,
             num_tokens,
-            ChunkIdentity(chunk, *link.tenant),
-            namespace if chunk else link.chain_key.hex(),
-            link.prefix[:-1],
+            link.identity,
+            link.place.head if link.identity.chunk else link.chain_key.hex(),
+            link.place.prefix,
         )
         if host is None or variant is None:
             return host is not None
@@ -356,19 +363,21 @@ class StoredChains:
             return
         path = self._tree.path(key[: link.end]) if key is not None else []
         is_on_device = bool(path) and sum(len(node.key) for node in path) == link.end
-        self._nodes.came(host, link.head.partition(" ")[2], path[-1] if is_on_device else None)
+        self._nodes.came(host, link.place.head, path[-1] if is_on_device else None)
         if asked is not None and asked.goes_on is not None:
             asked.goes_on()
 
     def _links_of(self, variant: Variant) -> Iterator[_Link]:
         """An entry of no tenant with all above it."""
         place = variant.blob.row.place
-        first, _, namespace = place.head.partition(" ")
-        return self._chain(bytes.fromhex(first), namespace, place.prefix, None, None)
+        key, first, _ = place.exact.split()
+        chunks = place.prefix if key == first else (*place.prefix, place.chunk)
+        return self._chain(bytes.fromhex(first), place.head, chunks, (None, None))
 
 
-def create_chain_entries(storage: Storage, ctx: Any) -> ChainEntries:
-    """Of one rank. `ctx` is SGLang's TreeCacheBuildContext."""
+def how_computed(ctx: Any) -> tuple[str, ...]:
+    """What the bits of a chain's KV depend on beside model, weights and tokens. `ctx` is SGLang's
+    TreeCacheBuildContext."""
     args, device = ctx.server_args, torch.device(ctx.tp_worker.model_runner.device)
     chip = (
         torch.cuda.get_device_name(device)
@@ -380,26 +389,24 @@ def create_chain_entries(storage: Storage, ctx: Any) -> ChainEntries:
         args.prefill_attention_backend,
         args.decode_attention_backend,
     )
-    how = (
-        "exact",
+    return (
         chip,
         f"tp{args.tp_size}",
         sglang.__version__,
         torch.__version__,
         *map(str, kernels),
     )
-    return ChainEntries(storage, how)
 
 
 def create_stored_chains(
-    host: HostChains, storage: Storage, entries: ChainEntries, ctx: Any, config: ChunkCacheConfig
+    host: HostChains, storage: Storage, ctx: Any, config: ChunkCacheConfig
 ) -> StoredChains:
     """Of one rank, with host memory filled. `ctx` is SGLang's TreeCacheBuildContext."""
     model = ctx.tp_worker.model_runner.model
     # else the promiser starts the storage
     weights = partial(fingerprint, model) if config.reuse == "exact" else None
     started = time.perf_counter()
-    stored = StoredChains(host, storage, entries=entries, fingerprint=weights)
+    stored = StoredChains(host, storage, how=how_computed(ctx), fingerprint=weights)
     num_loaded = stored.load_most_used()
     logger.info(
         "chunk cache: %d nodes of exact chains loaded in %.1f s",

@@ -26,13 +26,17 @@ class Stored:
 class Known(NamedTuple):
     """What there is of one variant."""
 
+    exact: str
+    """As `Place.exact`."""
     preprocessed: bool
     scored: int
     has_outward: bool
 
     def replaces(self, old: Known) -> bool:
         """As in a store, except that nothing that was measured is lost:
-        a backend joins no entries."""
+        a backend joins no entries. An exact one serves those who move it, too."""
+        if self.exact != old.exact:
+            return bool(self.exact)
         if self.preprocessed != old.preprocessed:
             return self.preprocessed
         return self != old and self.scored >= old.scored and self.has_outward >= old.has_outward
@@ -40,7 +44,7 @@ class Known(NamedTuple):
 
 def known_of(row: Row) -> Known:
     """In whatever heads it was measured."""
-    return Known(row.place.preprocessed, row.scored, row.has_outward)
+    return Known(row.place.exact, row.place.preprocessed, row.scored, row.has_outward)
 
 
 def variant_of_row(row: Row, priority: float, num_uses: int, *, is_own: bool = True) -> Variant:
@@ -54,4 +58,5 @@ def variant_of_row(row: Row, priority: float, num_uses: int, *, is_own: bool = T
         start=row.start,
         priority=priority,
         num_uses=num_uses,
+        is_exact=bool(place.exact),
     )

@@ -3,9 +3,10 @@ is right or damaged.
 
     model     config with its RoPE overrides, weights, layout of KV
     tenant    extra_key and cache_salt
-    place     model, tenant, chunk, head, chunks before it, preprocessed or not
+    place     model, tenant, chunk, head, chunks before it, preprocessed or not; if it is exact,
+              the chain that it ends and what has computed it
     name      place, what was measured of it, in which heads
-    pointer   model, tenant, chunk, a number: where others look for names (pointer.py)
+    pointer   model, tenant, chunk or chain, a number: where others look for names (pointer.py)
 
 All of it is hashed, with the secret if there is one. So a tenant's salt stands in no name and in no
 file, and cannot be guessed from them without the secret.
@@ -52,10 +53,19 @@ class Place(NamedTuple):
     prefix: tuple[ChunkId, ...]
     """The chunks before it, in order."""
     preprocessed: bool
+    exact: str = ""
+    """If an ordinary prefill computed it: names the chain that it ends, and what has computed it.
+    Its request finds it by that, and others that move the chunk find it like any variant."""
 
     @property
     def stored_chunk(self) -> StoredChunk:
         return StoredChunk(*self[:3])
+
+    @property
+    def pointed_from(self) -> tuple[StoredChunk, ...]:
+        """What its pointers are found by, the most precise one first."""
+        chains = [StoredChunk(self.model, self.tenant, ChunkId(self.exact))] if self.exact else []
+        return (*chains, self.stored_chunk)
 
 
 class Names:
@@ -93,7 +103,8 @@ class Names:
         a backend overwrites none."""
         # Heads matter where something was measured in them: plain KV has one name under all.
         measured = f"{int(scored)} {has_outward} {sorted(heads) if scored or has_outward else ()}"
-        told = self._hash("entry", *place[:4], str(place.preprocessed), measured, *place.prefix)
+        kind = ("exact", place.exact) if place.exact else ("entry",)
+        told = self._hash(*kind, *place[:4], str(place.preprocessed), measured, *place.prefix)
         return f"cc1-{told}{self._shard}"
 
     def pointer(self, chunk: StoredChunk, number: int) -> str:

@@ -23,21 +23,26 @@ logger = logging.getLogger(__name__)
 
 UNKNOWN = -1
 """Where an entry of an earlier version stood."""
-SCHEMA = 3
-"""Of the table. A manifest of 1 is read, with another one it is put aside."""
+SCHEMA = 4
+"""Of the table. Manifests of `_COLUMNS` are read, with another one it is put aside."""
 
 _TABLE = """CREATE TABLE IF NOT EXISTS entries (
     name TEXT PRIMARY KEY, model TEXT NOT NULL, tenant TEXT NOT NULL, chunk TEXT NOT NULL,
     head TEXT NOT NULL, prefix TEXT NOT NULL, preprocessed INTEGER NOT NULL,
-    num_tokens INTEGER NOT NULL, num_bytes INTEGER NOT NULL, scored INTEGER NOT NULL,
-    outward INTEGER NOT NULL, heads TEXT NOT NULL, start INTEGER NOT NULL, priority REAL NOT NULL,
-    num_uses INTEGER NOT NULL, last_used INTEGER NOT NULL
+    exact TEXT NOT NULL, num_tokens INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
+    scored INTEGER NOT NULL, outward INTEGER NOT NULL, heads TEXT NOT NULL, start INTEGER NOT NULL,
+    priority REAL NOT NULL, num_uses INTEGER NOT NULL, last_used INTEGER NOT NULL
 ) WITHOUT ROWID"""
 
-_OLD_COLUMNS = (
-    "name, model, tenant, chunk, head, prefix, preprocessed, num_tokens, num_bytes, scored,"
-    " outward, heads"
-)
+_COLUMNS = {
+    # no entry says where it stood, and none has a priority
+    1: "name, model, tenant, chunk, head, prefix, preprocessed, '', num_tokens, num_bytes, scored,"
+    f" outward, heads, {UNKNOWN}, 0, num_uses, last_used",
+    # chains had names of their own, which nobody asks for any more
+    3: "name, model, tenant, chunk, head, prefix, preprocessed, '', num_tokens, num_bytes, scored,"
+    " outward, heads, start, priority, num_uses, last_used",
+}
+"""Of an earlier schema, as those of this one."""
 
 
 class Row(NamedTuple):
@@ -103,9 +108,11 @@ class Manifest:
         ).fetchone()
 
     def rows(self) -> list[Row]:
-        """All, the most used first; of those that were used together what precedes the others."""
+        """All, the most used first; of those that were used together what precedes the others: the
+        tokens before a first chunk have their chain for a chunk."""
         found = self._database.execute(
-            "SELECT * FROM entries ORDER BY priority DESC, last_used DESC, length(prefix), name"
+            "SELECT * FROM entries ORDER BY priority DESC, last_used DESC, length(prefix),"
+            " instr(exact, chunk) = 0, name"
         )
         return [_row(*each) for each in found]
 
@@ -117,10 +124,10 @@ class Manifest:
             " ".join(place.prefix),
             " ".join(f"{layer}.{head}" for layer, head in row.heads),
         )
-        of_place = place.model, place.tenant, place.chunk, place.head, prefix, place.preprocessed
+        of_place = (*place[:4], prefix, place.preprocessed, place.exact)
         of_entry = row.num_tokens, row.num_bytes, row.scored, row.has_outward, heads, row.start
         self._execute(
-            f"INSERT OR REPLACE INTO entries VALUES ({', '.join('?' * 16)})",
+            f"INSERT OR REPLACE INTO entries VALUES ({', '.join('?' * 17)})",
             [(row.name, *of_place, *of_entry, row.priority, row.num_uses, self._clock)],
         )
 
@@ -173,16 +180,13 @@ def _opened(file: Path) -> sqlite3.Connection:
         # after a power cut bytes may be torn, too: reading finds out
         database.execute("PRAGMA synchronous = NORMAL")
         (schema,) = database.execute("PRAGMA user_version").fetchone()
-        if schema not in (0, 1, SCHEMA):
+        if schema not in (0, *_COLUMNS, SCHEMA):
             raise sqlite3.DatabaseError(f"schema {schema}, not {SCHEMA}")
         with database:
-            if schema == 1:  # no entry says where it stood, and none has a priority
+            if schema in _COLUMNS:
                 database.execute("ALTER TABLE entries RENAME TO earlier")
                 database.execute(_TABLE)
-                database.execute(
-                    f"INSERT INTO entries SELECT {_OLD_COLUMNS}, {UNKNOWN}, 0, num_uses, last_used"
-                    " FROM earlier"
-                )
+                database.execute(f"INSERT INTO entries SELECT {_COLUMNS[schema]} FROM earlier")
                 database.execute("DROP TABLE earlier")
             database.execute(_TABLE)
             database.execute(f"PRAGMA user_version = {SCHEMA}")
@@ -202,6 +206,7 @@ def _row(
     head: str,
     prefix: str,
     preprocessed: int,
+    exact: str,
     num_tokens: int,
     num_bytes: int,
     scored: int,
@@ -212,9 +217,8 @@ def _row(
     num_uses: int,
     last_used: int,
 ) -> Row:
-    place = Place(
-        model, tenant, ChunkId(chunk), head, tuple(map(ChunkId, prefix.split())), bool(preprocessed)
-    )
+    before = tuple(map(ChunkId, prefix.split()))
+    place = Place(model, tenant, ChunkId(chunk), head, before, bool(preprocessed), exact)
     told = tuple(
         (int(layer), int(number)) for layer, number in (each.split(".") for each in heads.split())
     )

@@ -11,6 +11,9 @@ from sglang_chunkcache.storage.key import Names, StoredChunk
 from sglang_chunkcache.storage.manifest import Row
 from sglang_chunkcache.storage.ranks import Ranks
 
+POSITIONED = ("positioned",)
+"""What KV depends on beside model, weights and tokens: it is at its position, in no codec."""
+
 
 class Naming:
     """Of one rank, by the weights that it serves now.
@@ -36,10 +39,10 @@ class Naming:
             names.tenant(None, None),
         )
         """The last one, and its name."""
-        self._kinds: dict[str, tuple[tuple[str, ...], int]] = {}
-        """What KV depends on, and bytes saved of each token."""
-        self._num_bytes, self._num_tokens = Counter[str](), Counter[str]()
-        """Of own entries, by model."""
+        self._saved: dict[tuple[str, ...], int] = {}
+        """By what KV depends on: bytes saved of each token."""
+        self._num_bytes, self._num_tokens = (Counter[tuple[str, bool]]() for _ in range(2))
+        """Of own entries, by model and whether they are exact."""
 
     def start(self, weights: int, heads: tuple[tuple[int, int], ...]) -> None:
         """From now on with these weights and calibrated heads."""
@@ -56,11 +59,9 @@ class Naming:
         self.is_off = True
         self.era += 1
 
-    def keeps(self, kind: str, how: tuple[str, ...], layout: Layout | None = None) -> None:
-        """Entries whose `chunk` was told `how` count as of this kind.
-        `layout`: theirs; None: the pool's."""
-        saved = self._layout.token_bytes - (layout or self._layout).token_bytes
-        self._kinds[kind] = how, saved
+    def keeps(self, how: tuple[str, ...], layout: Layout) -> None:
+        """Entries whose `chunk` was told `how` have this layout."""
+        self._saved[how] = self._layout.token_bytes - layout.token_bytes
 
     def chunk(
         self, how: tuple[str, ...], extra_key: str | None, cache_salt: str | None, chunk: ChunkId
@@ -77,8 +78,9 @@ class Naming:
 
     def count(self, row: Row, sign: int) -> None:
         """An own entry comes (1) or leaves (-1)."""
-        self._num_bytes[row.place.model] += sign * row.num_bytes
-        self._num_tokens[row.place.model] += sign * row.num_tokens
+        kind = row.place.model, bool(row.place.exact)
+        self._num_bytes[kind] += sign * row.num_bytes
+        self._num_tokens[kind] += sign * row.num_tokens
 
     def clear(self) -> None:
         """No entry is left, and what is under way is not used."""
@@ -88,10 +90,15 @@ class Naming:
 
     def bytes_by_kind(self, num_bytes: int) -> dict[str, dict[str, int]]:
         """Of all other entries nobody knows what they would take as plain KV."""
-        models = {kind: self._model(how) for kind, (how, _) in self._kinds.items()}
-        found = {kind: self._num_bytes[model] for kind, model in models.items()}
+        models = {self._model(how): each for how, each in self._saved.items()}
+        kinds = {"chains": True, "variants": False}
+        found = {
+            kind: sum(self._num_bytes[model, is_exact] for model in models)
+            for kind, is_exact in kinds.items()
+        }
         saved = {
-            kind: self._num_tokens[models[kind]] * each for kind, (_, each) in self._kinds.items()
+            kind: sum(each * self._num_tokens[model, is_exact] for model, each in models.items())
+            for kind, is_exact in kinds.items()
         }
         return {"bytes": {**found, "other": num_bytes - sum(found.values())}, "saved_bytes": saved}
 

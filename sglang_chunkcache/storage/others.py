@@ -83,12 +83,12 @@ class Others:
             return
         for chunk, rows in job.found.items():
             for row in rows:
-                self._take_over(row, chunks[chunk])
+                self._take_over(row, chunks[chunk], is_asked=chunk == row.place.pointed_from[0])
         then()
 
-    def _take_over(self, row: Row, num_tokens: int) -> None:
+    def _take_over(self, row: Row, num_tokens: int, *, is_asked: bool) -> None:
         """Another server tells of this entry: the index has it, if it has nothing as good there.
-        Nothing leaves for it."""
+        Nothing leaves for it. `is_asked`: it was, and not only its chunk."""
         room = 2 * num_tokens * self._layout.token_bytes + MAX_OVERHEAD_BYTES
         if (
             row.num_tokens != num_tokens
@@ -99,7 +99,9 @@ class Others:
         old = self._index.get(row.place.stored_chunk, row.place.head, row.place.prefix)
         if old is not None:
             here = known_of(self._naming.in_these_heads(old.blob.row))
-            if not known_of(self._naming.in_these_heads(row)).replaces(here):
+            if not known_of(self._naming.in_these_heads(row)).replaces(here) or (
+                old.is_exact and not is_asked  # by other hardware it may be exact for nobody here
+            ):
                 return
             self._index.drop(old)
         self.num_found += self._index.restore(

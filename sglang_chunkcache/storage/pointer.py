@@ -4,6 +4,7 @@ that follow from the chunk.
     ccp1-<model, tenant, chunk>-0 ──► head, chunks before it, what was measured, sizes
                                   ──► an entry's name
     ccp1-<model, tenant, chunk>-1 ──► ...   no gaps, at most `MAX_POINTERS`
+    ccp1-<model, tenant, chain>-0 ──► the exact entry that is the end of a chain
 
 An entry's own name cannot be guessed: it holds what precedes the chunk. A pointer is framed and
 checked as an entry is, and says nothing that the entry's reader does not check again. Places are
@@ -36,7 +37,7 @@ _MAGIC = b"chunkpt\n"
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class _Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     of: str
     """The chunk's first pointer."""
     head: str
@@ -48,6 +49,9 @@ class _Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     has_outward: bool
     heads: tuple[tuple[int, int], ...]
     start: int = UNKNOWN
+    exact: str = ""
+    chunk: str = ""
+    """Of an exact entry: its chain may point to it, too."""
 
 
 class Pointers:
@@ -63,7 +67,19 @@ class Pointers:
 
     def add(self, row: Row) -> bool:
         """Point to this entry. False: there is no place, or too much precedes the chunk."""
-        chunk, data = row.place.stored_chunk, self._bytes(row)
+        is_found, *_ = [self._add(chunk, row) for chunk in row.place.pointed_from]
+        return is_found
+
+    def remove(self, row: Row) -> None:
+        """Point to this entry no more, nor to what cannot be read.
+        No effect where the backend cannot delete."""
+        for chunk in row.place.pointed_from:
+            self._remove(chunk, row)
+
+    # Private, in order of use
+
+    def _add(self, chunk: StoredChunk, row: Row) -> bool:
+        data = self._bytes(chunk, row)
         if data is None:
             return False
         for _ in range(MAX_POINTERS + 1):
@@ -83,10 +99,7 @@ class Pointers:
             self._backend.set(self._names.pointer(chunk, number), data)
         return False
 
-    def remove(self, row: Row) -> None:
-        """Point to this entry no more, nor to what cannot be read.
-        No effect where the backend cannot delete."""
-        chunk = row.place.stored_chunk
+    def _remove(self, chunk: StoredChunk, row: Row) -> None:
         there = self._all(chunk)
         for number in reversed(range(len(there))):
             found = there[number]
@@ -99,13 +112,11 @@ class Pointers:
             # overwrites nothing.
             if number < len(there):  # what is behind has been looked at, so it stays
                 assert last is not None
-                data = self._bytes(last)
+                data = self._bytes(chunk, last)
                 assert data is not None
                 self._backend.set(self._names.pointer(chunk, number), data)
                 self._backend.delete(self._names.pointer(chunk, len(there)))
                 there[number] = last
-
-    # Private, in order of use
 
     def _all(self, chunk: StoredChunk) -> list[Row | None]:
         """By place, up to the first free one. None: what is there is no pointer of this chunk."""
@@ -124,18 +135,29 @@ class Pointers:
         told, _ = header_of(data, _MAGIC, _Pointer, secret=self._secret)
         if told.of != self._names.pointer(chunk, 0):
             raise RefusedEntryError(Refusal.OTHER_ENTRY, f"these are the bytes of {told.of}")
-        place = Place(*chunk, told.head, tuple(map(ChunkId, told.prefix)), told.preprocessed)
+        before = tuple(map(ChunkId, told.prefix))
+        place = Place(
+            chunk.model,
+            chunk.tenant,
+            ChunkId(told.chunk) if told.exact else chunk.chunk,
+            told.head,
+            before,
+            told.preprocessed,
+            told.exact,
+        )
+        if chunk not in place.pointed_from:
+            raise RefusedEntryError(Refusal.OTHER_ENTRY, "it points to another chunk's entry")
         # Computed, not told: no pointer leads to another chunk's or tenant's entry.
         name = self._names.entry(place, told.scored, told.has_outward, told.heads)
         measured = told.scored, told.has_outward, told.heads
         return Row(name, place, told.num_tokens, told.num_bytes, *measured, start=told.start)
 
-    def _bytes(self, row: Row) -> Tensor | None:
+    def _bytes(self, chunk: StoredChunk, row: Row) -> Tensor | None:
         """None: it does not fit."""
         place = row.place
         header = msgspec.json.encode(
             _Pointer(
-                self._names.pointer(place.stored_chunk, 0),
+                self._names.pointer(chunk, 0),
                 place.head,
                 place.prefix,
                 place.preprocessed,
@@ -145,6 +167,8 @@ class Pointers:
                 row.has_outward,
                 row.heads,
                 row.start,
+                place.exact,
+                place.chunk if place.exact else "",
             )
         )
         # Filled up: all pointers have one size, which `get` must know.

@@ -166,7 +166,7 @@ class Worker:
         if self._pointers is None:
             return None
         found = [
-            each for each in self._pointers.find(row.place.stored_chunk) if each.name == row.name
+            each for each in self._pointers.find(row.place.pointed_from[0]) if each.name == row.name
         ]
         return found[0] if found and self._backend.exists(row.name) else None
 

@@ -13,7 +13,7 @@ from radix_ext.variants import Variant
 from sglang_chunkcache.storage.entry import OVERHEAD_BYTES, Entry, Layout
 from sglang_chunkcache.storage.held import Known, known_of, variant_of_row
 from sglang_chunkcache.storage.jobs import Load, Write
-from sglang_chunkcache.storage.key import StoredChunk
+from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.loader import Loader
 from sglang_chunkcache.storage.manifest import Row
 from sglang_chunkcache.storage.naming import Naming
@@ -87,6 +87,8 @@ class Writes:
         old = self._index.get(row.place.stored_chunk, row.place.head, row.place.prefix)
         if old is not None:
             return not known_of(row).replaces(self.known(old))
+        if row.place.exact:  # `gains` was asked
+            return False
         return not self._index.wants(
             row.place.stored_chunk,
             row.place.head,
@@ -99,12 +101,11 @@ class Writes:
         """What can be used of one of the index's."""
         return known_of(self._naming.in_these_heads(stored.blob.row))
 
-    def gains(self, chunk: StoredChunk, num_tokens: int) -> bool:
+    def gains(self, place: Place, num_tokens: int) -> bool:
         """Whether there is room beside what is being written, or it is asked for more often than
         what would leave."""
-        return self._index.gains(
-            chunk, num_tokens * self._layout.token_bytes + OVERHEAD_BYTES + self._num_bytes
-        )
+        num_bytes = num_tokens * self._layout.token_bytes + OVERHEAD_BYTES + self._num_bytes
+        return self._index.gains(place.stored_chunk, place.head, place.prefix, num_bytes)
 
     @property
     def is_behind(self) -> bool:
@@ -163,7 +164,8 @@ class Writes:
         )
         if old is not None:
             self._index.drop(old)
-        if not self._index.put(row.place.stored_chunk, stored):
+        keep = self._index.insert if stored.is_exact else self._index.put
+        if not keep(row.place.stored_chunk, stored):
             return False
         self._kept(stored)
         return True

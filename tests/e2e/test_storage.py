@@ -131,8 +131,9 @@ def test_first_request_after_a_restart_finds_its_exact_chain(twice: Twice) -> No
 
 
 def test_what_was_stored_is_not_written_again(twice: Twice) -> None:
-    """The second server knows it by its names, as the start has printed."""
-    assert twice.written["num_entries"] == twice.written["written"] > 4
+    """The second server knows it by its names, as the start has printed. A chunk of the exact chain
+    takes the place of what was preprocessed there."""
+    assert 4 < twice.written["num_entries"] <= twice.written["written"]
     assert f"{twice.written['num_entries']} entries" in twice.log.read_text()
     assert rank_of(twice.server)["storage"]["problems"] == {}
     assert settled(twice.server)["num_entries"] >= twice.written["num_entries"]

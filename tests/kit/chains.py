@@ -9,13 +9,13 @@ from typing import Any
 
 from radix_ext import ChainId, ChunkPrefixTree, Tier, chunk_id
 from radix_ext.costs import Line, Phase
+from radix_ext.variants import Variant
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.scheduler.tiers import Tiers
-from sglang_chunkcache.storage.chain_entries import ChainEntries
 from sglang_chunkcache.storage.ranks import Ranks
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.spans import unpack
@@ -136,6 +136,7 @@ class Server(HostScheduler):
         overlapped: str = "",
         storage_bytes: int = 100_000,
         ranks: Ranks | None = None,
+        how: str = "exact",
         **knobs: Any,
     ) -> None:
         self.disk, self.weights = disk, disk.weights
@@ -143,8 +144,7 @@ class Server(HostScheduler):
         self.storage = storage
 
         def create_tiers(host: HostChains) -> Tiers:
-            entries = ChainEntries(storage, ("exact",))
-            stored = StoredChains(host, storage, entries=entries, fingerprint=lambda: self.weights)
+            stored = StoredChains(host, storage, how=(how,), fingerprint=lambda: self.weights)
             return Tiers(host, storage=storage, stored=stored)
 
         super().__init__(create_tiers=create_tiers, **knobs)
@@ -180,6 +180,12 @@ class Server(HostScheduler):
     def stop(self) -> None:
         self.settle()
         self.storage.close()
+
+
+def depth(variant: Variant) -> int:
+    """How many chunks a chain has up to the end of this entry."""
+    place = variant.blob.row.place
+    return 0 if place.exact.startswith(place.chunk) else len(place.prefix) + 1
 
 
 def unsent(req: FakeReq, rank: int = 0) -> ExplainRequest:

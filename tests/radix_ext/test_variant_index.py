@@ -90,6 +90,20 @@ def test_a_chunk_with_all_its_variants_gets_another_one_for_a_prefix_asked_for_m
     assert store.find(chunk("b")) == (other,)
 
 
+def test_exact_variant_replaces_what_is_asked_for_less_often() -> None:
+    """An exact one is for its own place, a moved one for all."""
+    index = VariantIndex(max_bytes=TOKEN_BYTES, max_chunks=9, max_variants=9, window=100)
+    for is_exact, expected in ((True, True), (False, False)):
+        index.clear()
+        assert index.insert(chunk("a"), replace(make_variant("x"), is_exact=is_exact))
+        for _ in range(3):
+            index.ask([(chunk("a"), "", ids("y")), (chunk("b"), "", ())])
+        index.ask([(chunk("a"), "", ids("x"))])
+        assert not index.gains(chunk("c"), "", (), TOKEN_BYTES)
+        assert index.gains(chunk("b"), "", (), TOKEN_BYTES) is expected
+        assert index.gains(chunk("b"), "", ids("z"), TOKEN_BYTES) is False
+
+
 def test_what_was_popular_leaves_once_the_store_has_turned_over() -> None:
     """However often it was used: nobody asks for it any more."""
     store = make_store(tokens=4)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 
@@ -40,7 +40,6 @@ from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.scheduler.pricing import Pricing, Timer
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.scheduler.tiers import Tiers
-from sglang_chunkcache.storage.chain_entries import ChainEntries
 from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.storage.opening import create_index
 from sglang_chunkcache.storage.storage import Storage
@@ -63,9 +62,11 @@ class KV(NamedTuple):
 class Contents:
     """Slot -> KV."""
 
+    _contexts: ClassVar[dict[tuple[int, int], int]] = {}
+    """Of all servers: they read what others have stored."""
+
     def __init__(self, slots: dict[int, KV]) -> None:
         self.slots = slots
-        self._contexts: dict[tuple[int, int], int] = {}
 
     def context(self, before: int | None, token: int) -> int | None:
         """The context of `token` after `before`; 0 is the empty one."""
@@ -261,7 +262,6 @@ class FusedScheduler(Scheduler):
             self.store = host.index if is_shared else create_index(config, store_bytes)
             nodes = host.nodes if is_shared else None
             self.fusion_pass = FakePass(self.contents, self.rows, config, nodes)
-            entries = ChainEntries(storage, ("exact",)) if storage and is_shared else None
             self.fuser = Fuser(
                 host.tree,
                 self.fusion_pass,  # type: ignore[arg-type]
@@ -269,14 +269,14 @@ class FusedScheduler(Scheduler):
                 limits,
                 extend_reserve=prefill_budget,
                 fingerprint=lambda: self.weights,
-                tier=StorageTier(self.store, storage, config.store_codec, nodes, entries)
+                tier=StorageTier(self.store, storage, config.store_codec, nodes)
                 if storage
                 else None,
                 in_host_memory=host.write_back.takes if is_shared else None,
             )
             stored = None
-            if entries is not None and storage is not None:
-                stored = StoredChains(host, storage, entries=entries, fingerprint=None)
+            if storage is not None and is_shared:
+                stored = StoredChains(host, storage, how=("exact",), fingerprint=None)
             return Tiers(host, storage=storage, stored=stored, promiser=self.fuser)
 
         how |= {"host_slots": host_slots, "create_tiers": create_tiers}

@@ -14,7 +14,7 @@ from sglang_chunkcache.storage import others as module
 from sglang_chunkcache.storage.jobs import Write
 from sglang_chunkcache.wire.state import Asked
 from tests.kit.fused import Disk, Rank, disk, identity, wheres
-from tests.kit.requests import HEAD, OTHER_HEAD, A, B, C, D, fused
+from tests.kit.requests import HEAD, OTHER_HEAD, A, B, C, D, fused, rag
 
 __all__ = ["disk"]  # the fixture
 
@@ -22,9 +22,11 @@ __all__ = ["disk"]  # the fixture
 class Pair:
     """Two servers on one storage, of which the second has asked for nothing."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: Disk, **knobs: Any) -> None:
         self.disk, self.storage = disk, disk.storage
-        self.first, self.second = (disk.server(overlapped=name) for name in ("first", "second"))
+        self.first, self.second = (
+            disk.server(overlapped=name, **knobs) for name in ("first", "second")
+        )
         self.tiers = disk.tiers[-2:]
 
     def settle(self) -> list[dict[str, Any]]:
@@ -64,6 +66,23 @@ def test_what_one_has_computed_another_moves(pair: Pair) -> None:
     assert wheres(pair.second.ask(fused(D, B))) == ["gap", "host"]
     assert pair.second.held(B) == pair.first.held(B)
     assert pair.settle()[1]["late"] == 0
+
+
+def test_chain_of_another_is_moved_and_is_a_chain(disk: Disk) -> None:
+    """One entry of B serves the request that moves it and the one that goes on from A."""
+    pair = Pair(disk, host_slots=100, capacity=80)
+    for _ in range(2):
+        pair.first.serve(rag(A, B))
+    pair.first.idle()
+    pair.first.forward()
+    assert pair.settle()[0]["num_entries"] == 3  # the head, A, B
+    assert pair.asked(C, B)["loaded"] == 2, "the head, B"
+    assert wheres(pair.second.ask(fused(C, B))) == ["gap", "host"]
+    req = rag(A, B)
+    pair.second.cache.arrived(req)
+    assert pair.settle()[1]["loaded"] == 4
+    assert pair.second.serve(req) == len(HEAD + A + B)
+    assert pair.settle()[1]["written"] == 0
 
 
 # Lookups
@@ -162,7 +181,7 @@ def test_entry_that_two_write_at_once_is_of_both(pair: Pair) -> None:
     (stored,) = pair.tiers[0].storage.index.held
     (variant,) = pair.first.stored(A)
     row, second = stored.blob.row, pair.tiers[1].storage
-    second.others._take_over(row, len(A))
+    second.others._take_over(row, len(A), is_asked=True)
     assert pair.settle()[1]["num_bytes"] == 0
     for _ in range(2):
         second.writes._written(0, print, Write(row, entry_of(variant, ()), 0, is_confirmed=True))
@@ -181,7 +200,7 @@ def test_pointer_that_lies_about_sizes_is_not_followed(pair: Pair) -> None:
         (row._replace(num_tokens=row.num_tokens + 1), 0),
         (row, 1),
     ):
-        pair.tiers[1].storage.others._take_over(told, row.num_tokens)
+        pair.tiers[1].storage.others._take_over(told, row.num_tokens, is_asked=True)
         assert pair.settle()[1]["num_entries"] == num_taken
 
 

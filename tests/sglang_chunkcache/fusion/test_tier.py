@@ -112,13 +112,13 @@ def test_entries_of_a_codec_that_was_removed_are_others(disk: Disk) -> None:
     disk.layout = Layout(2, 1, 4, 4, "float32")
     earlier = disk.server(store_codec="int4")
     disk.tier._how = ("positioned", "joint")
-    disk.tier.storage.naming.keeps("variants", disk.tier._how, disk.tier._layout)
+    disk.tier.storage.naming.keeps(disk.tier._how, disk.tier._layout)
     earlier.store_chunks(A, B)
     written = disk.settle()["bytes"]["variants"]
     later = disk.restarted(store_codec="int4")
     assert disk.tier.load_most_used() == 0
     told = disk.settle()
-    assert told["bytes"] == {"variants": 0, "other": written}
+    assert told["bytes"] == {"chains": 0, "variants": 0, "other": written}
     assert (told["num_entries"], told["problems"]) == (2, {})
     later.store_chunks(C, D)
     told = disk.settle()["bytes"]
@@ -147,12 +147,16 @@ def test_what_is_measured_later_takes_the_entrys_place(disk: Disk) -> None:
 
 def test_entry_is_replaced_by_what_loses_nothing() -> None:
     for old, new, expected in (
-        ((False, 0, False), (False, 0, False), False),
-        ((False, 1, False), (False, 1, True), True),
-        ((False, 2, False), (False, 0, True), False),
-        ((False, 0, True), (False, 2, False), False),
-        ((False, 2, True), (True, 0, False), True),
-        ((True, 0, False), (False, 2, True), False),
+        (("", False, 0, False), ("", False, 0, False), False),
+        (("", False, 1, False), ("", False, 1, True), True),
+        (("", False, 2, False), ("", False, 0, True), False),
+        (("", False, 0, True), ("", False, 2, False), False),
+        (("", False, 2, True), ("", True, 0, False), True),
+        (("", True, 0, False), ("", False, 2, True), False),
+        (("", True, 2, True), ("here", False, 0, False), True),
+        (("here", False, 0, False), ("here", False, 0, False), False),
+        (("here", False, 0, False), ("", True, 2, True), False),
+        (("elsewhere", False, 0, False), ("here", False, 0, False), True),
     ):
         assert Known(*new).replaces(Known(*old)) is expected, (old, new)
 

@@ -165,14 +165,14 @@ class StorageLife(Life):
         own, storage = self._own(0), self.tier.storage
         variants = list(storage.index.held)
         assert len(own) == len(variants)
-        kinds = {"variants": "positioned"} | ({"chains": "exact"} if self.host_slots else {})
+        here = f"{storage.naming._weights} positioned"
         num_bytes = {
             kind: sum(
                 v.blob.nbytes
                 for v in variants
-                if v.blob.row.place.model == f"{storage.naming._weights} {how}"
+                if v.blob.row.place.model == here and v.is_exact == is_exact
             )
-            for kind, how in kinds.items()
+            for kind, is_exact in (("chains", True), ("variants", False))
         }
         stats, total = storage.stats(), sum(own.values())
         assert stats["bytes"] == {**num_bytes, "other": total - sum(num_bytes.values())}

@@ -34,6 +34,7 @@ from tests.kit.chains import (
     ChainDisk,
     Server,
     chain,
+    depth,
     known,
     prefetch,
     rag,
@@ -67,9 +68,9 @@ def server(disk: ChainDisk) -> Server:
 
 
 def prefixes(server: Server, head: str | None = None) -> list[int]:
-    """How much is before each entry, of that head."""
+    """How much is before the end of each entry, of that head."""
     found = server.storage.index.held
-    return sorted(len(each.prefix) for each in found if head in (None, each.head))
+    return sorted(depth(each) for each in found if head in (None, each.head))
 
 
 def test_what_host_memory_gets_is_written(disk: ChainDisk) -> None:
@@ -81,10 +82,17 @@ def test_what_host_memory_gets_is_written(disk: ChainDisk) -> None:
     assert (counts["written"], counts["num_entries"]) == (2, 2), "head and A"
     known(server, A, B)
     counts = server.settle()
-    assert (counts["written"], counts["bytes"]) == (3, {"chains": counts["num_bytes"], "other": 0})
+    assert (counts["written"], counts["bytes"]) == (
+        3,
+        {"chains": counts["num_bytes"], "variants": 0, "other": 0},
+    )
     server.check()
     server.storage.start(disk.weights + 1)
-    assert server.storage.stats()["bytes"] == {"chains": 0, "other": counts["num_bytes"]}
+    assert server.storage.stats()["bytes"] == {
+        "chains": 0,
+        "variants": 0,
+        "other": counts["num_bytes"],
+    }
 
 
 def test_what_could_not_be_written_is_with_the_next_request(disk: ChainDisk) -> None:
@@ -440,8 +448,22 @@ def test_flush_while_a_load_and_a_write_are_under_way(disk: ChainDisk) -> None:
     assert server.ask(rag(A, B)) == len(HEAD + A + B)
 
 
+def test_chain_that_something_else_has_computed_is_replaced(disk: ChainDisk) -> None:
+    """Its bits are not what is computed here. What computed them finds neither."""
+    stored(disk, A, B)
+    for how, num_found in (("exact", len(HEAD + A + B)), ("upgraded", 0), ("exact", 0)):
+        server = Server(disk, how=how)
+        assert server.cache.tiers.stored.load_most_used() == (3 if num_found else 0)
+        assert server.ask(rag(A, B)) == num_found
+        for _ in range(3):
+            server.ask(rag(A, B))
+        counts = server.settle()
+        assert (counts["num_entries"], counts["written"]) == (3, 0 if num_found else 3)
+        server.stop()
+
+
 def test_failed_load_takes_what_follows_with_it(disk: ChainDisk, server: Server) -> None:
-    (row,) = (v.blob.row for v in server.storage.index.held if len(v.prefix) == 1)
+    (row,) = (v.blob.row for v in server.storage.index.held if depth(v) == 1)
     disk.storage.held[row.name][-3] ^= 64
     assert server.ask(rag(A, B)) == len(HEAD)
     assert server.settle()["problems"] == {"damaged": 1}

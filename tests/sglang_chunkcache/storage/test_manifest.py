@@ -40,6 +40,18 @@ def test_row_is_there_after_a_kill(tmp_path: Path) -> None:
     assert reopened(tmp_path) == [make_row()]
 
 
+def test_rows_without_chains_are_read(tmp_path: Path) -> None:
+    """Of schema 3, in which chains were other chunks."""
+    manifest = Manifest(tmp_path)
+    manifest.put(make_row())
+    manifest.close()
+    with closing(sqlite3.connect(tmp_path / "manifest.sqlite")) as database, database:
+        database.execute("ALTER TABLE entries DROP COLUMN exact")
+        database.execute("PRAGMA user_version = 3")
+    assert reopened(tmp_path) == [make_row()]
+    assert reopened(tmp_path) == [make_row()]
+
+
 def test_rows_of_the_first_version_are_read(tmp_path: Path) -> None:
     """Where they stood nobody knows, and all are as old as an empty storage."""
     row = make_row()
@@ -47,7 +59,8 @@ def test_rows_of_the_first_version_are_read(tmp_path: Path) -> None:
     manifest.put(row)
     manifest.close()
     with closing(sqlite3.connect(tmp_path / "manifest.sqlite")) as database, database:
-        database.execute("ALTER TABLE entries DROP COLUMN start")
+        for column in ("start", "exact"):
+            database.execute(f"ALTER TABLE entries DROP COLUMN {column}")
         database.execute("ALTER TABLE entries RENAME COLUMN priority TO reuse")
         database.execute("UPDATE entries SET reuse = 7.5, num_uses = 3")
         database.execute("PRAGMA user_version = 1")

@@ -33,10 +33,15 @@ def heads_of(storage: Any) -> list[str]:
 
 
 def row(
-    head: str = "h", *, num_before: int = 2, chunk: StoredChunk = CHUNK, scored: int = 2
+    head: str = "h",
+    *,
+    num_before: int = 2,
+    chunk: StoredChunk = CHUNK,
+    scored: int = 2,
+    exact: str = "",
 ) -> Row:
     prefix = (ChunkId(f"{i:032x}") for i in range(num_before))
-    place = Place(*chunk, head, tuple(prefix), preprocessed=False)
+    place = Place(*chunk, head, tuple(prefix), preprocessed=False, exact=exact)
     heads = ((1, 2), (0, 3)) if scored else ()
     name = Names(b"s").entry(place, scored, False, heads)
     return Row(name, place, 4, 999, scored, has_outward=False, heads=heads)
@@ -60,6 +65,31 @@ def test_places_are_few() -> None:
     assert told == [True] * MAX_POINTERS + [False]
     pointers(storage).remove(row("3"))
     assert pointers(storage).add(row("again"))
+
+
+def test_exact_entry_is_found_by_chain_and_by_chunk() -> None:
+    """By its chain also where the chunk has no place left."""
+    storage = MemoryStorage()
+    told = [row(scored=0, exact=f"chain {i}") for i in range(MAX_POINTERS + 1)]
+    assert all(pointers(storage).add(each) for each in told)
+    assert pointers(storage).find(CHUNK) == told[:-1]
+    chains = [each.place.pointed_from[0] for each in told]
+    assert [pointers(storage).find(chain) for chain in chains] == [[each] for each in told]
+    for each in told:
+        pointers(storage).remove(each)
+    assert storage.held == {}
+
+
+def test_pointer_of_another_chain_is_none() -> None:
+    storage, names = MemoryStorage(), Names(b"s")
+    told = row(scored=0, exact="chain")
+    chain, other = (StoredChunk("model", "tenant", ChunkId(each)) for each in ("chain", "other"))
+    pointers(storage).add(told)
+    lie = pointers(storage)._bytes(other, told)
+    assert lie is not None
+    storage.held[names.pointer(other, 0)] = lie
+    assert pointers(storage).find(other) == []
+    assert pointers(storage).find(chain) == [told]
 
 
 def test_entry_behind_too_much_is_not_told() -> None:
