@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from itertools import combinations
+from itertools import accumulate, combinations
 from statistics import median
 
 from radix_ext.chunk import ChunkId
@@ -54,6 +54,11 @@ def loading_pays(load_s: float | None, compute_s: float | None) -> bool:
     """Whether loading is estimated to take no longer than computing. What is not known, None or 0,
     is taken to pay: so it becomes known."""
     return not load_s or not compute_s or load_s <= compute_s
+
+
+def num_fitting(lens: Iterable[int], room: int) -> int:
+    """How many of a chain's nodes, the first ones, are loaded into so much room."""
+    return sum(end <= room for end in accumulate(lens))
 
 
 class LoadTimes:

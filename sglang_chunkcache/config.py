@@ -48,6 +48,12 @@ MAX_WAITING_CAPTURES = 256
 MAX_CAPTURED_TOKENS = 512
 """Of chunks scored and stored after one forward: the answers under way wait for them."""
 
+MAX_WAITING_SAVES = 1024
+"""Nodes that wait for host memory. More come again with their next hit."""
+
+MAX_SAVED_TOKENS = 512
+"""Of nodes copied to host memory after one forward, but for the last: answers under way wait."""
+
 MAX_HEADS, MAX_HEAD_TOKENS, MAX_HEAD_BYTES = 4, 16_384, 16 * 2**20
 """Heads of one tenant that are remembered, tokens of one, bytes of all:
 only what two heads have in common is read of them."""

@@ -19,7 +19,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 
 from radix_ext.costs import Costs, Phase, Work, explores, extend_work
-from radix_ext.loading import loading_pays
+from radix_ext.loading import loading_pays, num_fitting
 from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
 from sglang_chunkcache.scheduler.layer_loads import Clock, copied_ahead
 from sglang_chunkcache.scheduler.node import HostNode, facts, joined
@@ -83,8 +83,7 @@ class LoadBack:
         tree.inc_lock_ref(last)
         try:
             room = allocator.available_size() + tree.evictable_size()
-            while _num_tokens(found) > room:
-                found.pop()
+            del found[num_fitting((len(slots) for _, slots in found), room) :]
             self._counts.no_room += len(found) < num_asked
             num_tokens = _num_tokens(found)
             if (missing := num_tokens - allocator.available_size()) > 0:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from radix_ext import ChainId, ChunkId
+from radix_ext.exact_chains import ChainVariant
 from radix_ext.sources import CopyFacts
-from radix_ext.variants import Variant
 from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.wire.spans import RequestSpans
 
@@ -37,22 +37,14 @@ class ChunkIdentity(NamedTuple):
 
 
 @dataclass(eq=False, kw_only=True)
-class HostNode(Variant):
-    """One chunk after one particular chain, or the tokens before the first chunk."""
+class HostNode(ChainVariant):
+    """Whose KV is in slots of the host pool."""
 
     blob: HostSlots
     identity: ChunkIdentity
     chain_key: bytes
     parent: HostNode | None
-    chain: ChainId | None = None
-    """None: no chunk."""
     node: TreeNode | None = None
-    """The chunk's on the device, where it is."""
-    hits: int = 0
-    """As `ChunkFacts`; `num_uses` has its moves, too."""
-    is_here: bool = True
-    """False: its KV is on its way from the storage."""
-    is_exact: bool = True
 
 
 @dataclass(slots=True)

@@ -12,12 +12,13 @@ import torch
 
 from radix_ext.costs import Line, Phase, Work
 from radix_ext.moved_plan import ReusePlan
+from radix_ext.pool_slots import SlotBook
 from radix_ext.sources import HostCopy
 from radix_ext.variants import Variant
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.store import HostBlob
 from sglang_chunkcache.scheduler.host_pool import HostPool
-from sglang_chunkcache.scheduler.host_slots import HostSlots, SlotBook
+from sglang_chunkcache.scheduler.host_slots import HostSlots
 from tests.kit.tensors import LENS, Scene, asked, make_scene, scene
 from tests.polling import DEADLINE_S
 

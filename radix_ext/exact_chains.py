@@ -1,0 +1,244 @@
+"""The nodes of exact chains in host memory, and all slots of its pool.
+
+    head tokens ── C1 ── C2         a node's parent is here, too: a chain leaves from its end
+                    └─── C3
+
+The nodes are variants of an index, in which a moved chunk finds its KV whatever precedes it. Other
+variants of the index are in no chain: they were captured into the same pool. What a node of the
+tree on the device is, the caller knows: on a server SGLang's, in a replay ours.
+
+Invariants:
+- Slots that are held, since KV is read from them or written into them, belong to nobody else, and
+  their node stays.
+- A chain key names all before the node's end, for one tenant.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from radix_ext.cfo import Prefix
+from radix_ext.chunk import ChainId
+from radix_ext.pool_slots import Pool, PoolSlots, SlotBook
+from radix_ext.variant_index import VariantIndex
+from radix_ext.variants import Identity, Variant
+
+
+@dataclass(eq=False, kw_only=True)
+class ChainVariant(Variant):
+    """One chunk after one particular chain, or the tokens before the first chunk."""
+
+    identity: Identity
+    chain_key: Any
+    parent: Any
+    """None: the tokens before the first chunk."""
+    chain: ChainId | None = None
+    """None: no chunk."""
+    node: Any = None
+    """The chunk's on the device, where it is."""
+    hits: int = 0
+    """Requests that found it cached exactly; `num_uses` has its moves, too."""
+    is_here: bool = True
+    """False: its KV is on its way from a slower tier."""
+    is_exact: bool = True
+
+
+@dataclass
+class ChainCounts:
+    """Since the start."""
+
+    saved_tokens: int = 0
+    loaded_tokens: int = 0
+    evicted_tokens: int = 0
+    loads: int = 0
+    no_room: int = 0
+    """Loads that were cut short, or not made, because the device had no room."""
+    missed: int = 0
+    """Nodes that left the device before they were saved, or did not fit, or whose copy failed."""
+
+
+Node = TypeVar("Node", bound=ChainVariant)
+Blob = TypeVar("Blob", bound=PoolSlots)
+
+
+class ExactChains(Generic[Node, Blob]):
+    """Of one rank.
+
+    Args:
+        index: empty, as large as the pool.
+        create_node, create_slots: make them.
+        unlink: told of a node that has left, for whatever reason: its twin on the device, or who
+            knew of it, has to forget it.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        index: VariantIndex,
+        counts: ChainCounts,
+        *,
+        create_node: Callable[..., Node],
+        create_slots: Callable[[Any, Any, SlotBook], Blob],
+        unlink: Callable[[Node], None],
+    ) -> None:
+        self.pool, self.index, self._counts = pool, index, counts
+        self._create_node, self._create_slots, self._tell = create_node, create_slots, unlink
+        self._nodes: dict[Hashable, Node] = {}
+        self._num_below = Counter[Hashable]()
+        """Children of each chain key."""
+        self._slots = SlotBook()
+        index.held.stay_if(self._stays)
+        index.watchers.append(self._changed)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def get(self, chain_key: Hashable) -> Node | None:
+        """The node of that key, or what is to become it."""
+        return self._nodes.get(chain_key)
+
+    def room(self, num_tokens: int) -> Blob | None:
+        """Slots that hold nothing yet, for which the variants that the index evicts first leave.
+        None, and nothing leaves: there are not so many beside those that are held or reserved."""
+        num_kept = self._slots.num_held + self.index.held.reserved_bytes // self.pool.token_bytes
+        # else all others would leave in vain
+        if self.pool.num_free < num_tokens > self.pool.num_slots - num_kept:
+            return None
+        while self.pool.num_free < num_tokens:
+            before = self.pool.num_free
+            if not self.index.evict():
+                return None
+            self._counts.evicted_tokens += self.pool.num_free - before
+        slots = self.pool.alloc(num_tokens)
+        return None if slots is None else self._create_slots(self.pool, slots, self._slots)
+
+    def add(
+        self,
+        chain_key: Hashable,
+        parent: Node | None,
+        num_tokens: int,
+        identity: Identity,
+        head: str,
+        prefix: Prefix,
+    ) -> Node | None:
+        """A node whose slots hold nothing yet, in no index until `keep`. None: it does not fit, or
+        another chain of the same name is here."""
+        old = self.index.get(identity, head, prefix)
+        if old is not None and old.is_exact:
+            return None
+        if parent is not None:
+            self._num_below[parent.chain_key] += 1  # it does not leave for its child
+        blob = self.room(num_tokens)
+        if blob is None:
+            self._lost_child(parent)
+            return None
+        start = 0 if parent is None else parent.start + parent.blob.num_tokens
+        host = self._nodes[chain_key] = self._create_node(
+            prefix=prefix,
+            blob=blob,
+            head=head,
+            start=start,
+            identity=identity,
+            chain_key=chain_key,
+            parent=parent,
+        )
+        return host
+
+    def keep(self, host: Node) -> bool:
+        """The node's slots hold its KV. False: the index has no room for it, and it is dropped."""
+        is_kept = self.index.insert(host.identity, host)
+        if not is_kept:
+            self.drop(host)
+        return is_kept
+
+    def drop(self, host: Node) -> None:
+        """Take the node out, with all that is below it."""
+        if self._num_below[host.chain_key]:
+            for child in [each for each in self._nodes.values() if each.parent is host]:
+                self.drop(child)
+        self._remove(host)
+
+    def count_hits(self, host: Node, hits: int) -> None:
+        """So many requests have found the node's copy on the device."""
+        host.num_uses += max(0, hits - host.hits)
+        host.hits = hits
+        self.index.held.touch(host)
+        # No request hits the tokens before a first chunk, which have been used as often.
+        if host.parent is not None and host.parent.parent is None:
+            host.parent.num_uses = max(host.parent.num_uses, host.num_uses)
+            self.index.held.touch(host.parent)
+
+    def reset(self) -> None:
+        """The tree on the device is empty: no chain is kept. Captured variants stay."""
+        nodes, self._nodes = list(self._nodes.values()), {}
+        self._num_below.clear()
+        for host in nodes:
+            host.node = host.chain = None  # who knew of it forgets all by itself
+            self._remove(host)
+
+    def violations(self) -> Iterator[str]:
+        """Of the invariants, for tests and idle moments. Walks all nodes."""
+        children = Counter(
+            host.parent.chain_key for host in self._nodes.values() if host.parent is not None
+        )
+        if self._num_below != children:
+            yield "host nodes have other children than were booked"
+        for key, host in self._nodes.items():
+            if host.chain_key != key or (
+                host.parent is not None
+                and self._nodes.get(host.parent.chain_key) is not host.parent
+            ):
+                yield f"host node {key!r} has another chain key, or no parent"
+            if host.chain is not None and not host.is_here:
+                yield f"host node {key!r} is known before it is here"
+            if (self.index.get(host.identity, host.head, host.prefix) is host) != host.is_here:
+                yield f"host node {key!r} is in the index although it is not here, or not"
+        blobs = {each.blob for each in self.index.held}
+        blobs |= {host.blob for host in self._nodes.values()}
+        if not blobs <= self._slots.out or any(blob.is_given_back for blob in blobs):
+            yield "slots on the host are read that were given back"
+        if not all(blob.is_held for blob in self._slots.out if blob.is_given_back):
+            yield "slots on the host are kept for nobody"
+        num_held = sum(blob.num_tokens for blob in self._slots.out if blob.is_held)
+        if num_held != self._slots.num_held:
+            yield f"{num_held} slots on the host are held, {self._slots.num_held} were counted"
+        num_booked = sum(blob.num_tokens for blob in self._slots.out)
+        if num_booked != (num_out := self.pool.num_slots - self.pool.num_free):
+            yield f"{num_booked} slots on the host are booked, {num_out} are given out"
+
+    # Private, in order of use
+
+    def _lost_child(self, parent: Node | None) -> None:
+        if parent is None or not self._num_below[parent.chain_key]:
+            return
+        self._num_below[parent.chain_key] -= 1
+        if not self._num_below[parent.chain_key]:
+            del self._num_below[parent.chain_key]
+
+    def _remove(self, host: Node) -> None:
+        """A node without children."""
+        if self.index.get(host.identity, host.head, host.prefix) is host:
+            self.index.drop(host)
+        else:
+            self._unlink(host)
+            host.blob.give_back()
+
+    def _stays(self, variant: Variant) -> bool:
+        is_inner = isinstance(variant, ChainVariant) and self._num_below[variant.chain_key] > 0
+        is_held: bool = variant.blob.is_held
+        return is_held or is_inner
+
+    def _changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
+        """As `VariantIndex.watchers`."""
+        if not is_here:
+            if isinstance(variant, ChainVariant):
+                self._unlink(variant)  # type: ignore[arg-type]
+            variant.blob.give_back()
+
+    def _unlink(self, host: Node) -> None:
+        self._nodes.pop(host.chain_key, None)
+        self._lost_child(host.parent)
+        self._tell(host)

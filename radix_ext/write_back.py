@@ -1,0 +1,158 @@
+"""Which exact chains are copied to host memory before they leave the device, and in which order
+(CRAFT 4.1): what is worth it, after a forward, a chain's first chunk before its second one.
+
+    offer ──► waits ──► save_some ──► ExactChains.add, copy, keep
+
+A node that waits is not locked. One that has left meanwhile is missed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Generic, Protocol
+
+from radix_ext.cfo import Prefix
+from radix_ext.chunk import ChainId
+from radix_ext.exact_chains import ChainCounts, ExactChains, Node
+from radix_ext.offloading import HostAdmission, worth_offloading
+from radix_ext.variants import Identity
+
+
+class OnDevice(Protocol):
+    """A chunk node of the tree on the device."""
+
+    head: str
+    prefix: Prefix
+    scores: Any
+    outward: Any
+    host: Any
+    """Its copy in host memory, or None."""
+
+    @property
+    def chain(self) -> ChainId | None: ...
+    @property
+    def hits(self) -> int: ...
+    @property
+    def promoted(self) -> bool: ...
+
+
+class WriteBackQueue(Generic[Node]):
+    """Of one rank. A subclass knows the tree.
+
+    Args:
+        admission: as of `worth_offloading`.
+        save_tokens: after one forward nothing more is copied once so many were.
+        max_waiting: nodes that wait. More are not taken: they come again with their next hit.
+        keeps: False: no chain is kept in host memory.
+    """
+
+    def __init__(
+        self,
+        nodes: ExactChains[Node, Any],
+        facts_of: Callable[[Any], OnDevice],
+        counts: ChainCounts,
+        *,
+        admission: HostAdmission,
+        save_tokens: int,
+        max_waiting: int,
+        keeps: bool = True,
+    ) -> None:
+        self._nodes, self._facts_of, self._counts = nodes, facts_of, counts
+        self._admission, self._keeps = admission, keeps
+        self._save_tokens, self._max_waiting = save_tokens, max_waiting
+        self._waiting: OrderedDict[Any, None] = OrderedDict()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def offer(self, chunks: Sequence[Any]) -> None:
+        """A request has used these exact nodes, from its first chunk on: note those that are worth
+        keeping.
+
+        The end first: of nodes that were used alike the index evicts the one that was used least
+        recently."""
+        for node in reversed(chunks):
+            if (host := self._facts_of(node).host) is not None:
+                self._nodes.count_hits(host, self._facts_of(node).hits)
+        for node in chunks if self._keeps else ():
+            known = self._facts_of(node)
+            if not worth_offloading(self._admission, hits=known.hits, promoted=known.promoted):
+                return
+            if known.host is None and len(self._waiting) < self._max_waiting:
+                self._waiting[node] = None
+
+    def takes(self, node: Any) -> bool:
+        """Whether host memory has the node with its chain, or is about to."""
+        return self._facts_of(node).host is not None or node in self._waiting
+
+    def save_some(self) -> Iterator[tuple[Node, Any]]:
+        """Save some of what waits. Yields each chunk once it is saved, with all above it in host
+        memory: what is saved next may evict it, unless somebody holds it."""
+        before = self._counts.saved_tokens
+        while self._waiting and self._counts.saved_tokens < before + self._save_tokens:
+            node = self._waiting.popitem(last=False)[0]
+            if (host := self._save(node)) is not None:
+                yield host, node
+
+    def reset(self) -> None:
+        """The tree is empty."""
+        self._waiting.clear()
+
+    # For subclasses
+
+    def _parent(self, node: Any) -> Node | None:
+        """The copy of all before the node; the tokens before a first chunk are saved if need be.
+        None: there is none, or the node has left the tree."""
+        raise NotImplementedError
+
+    def _place(self, node: Any, parent: Node) -> tuple[Hashable, Identity]:
+        """Chain key and chunk of the node."""
+        raise NotImplementedError
+
+    def _source(self, node: Any) -> Any:
+        """The node's KV, whose length is its number of tokens."""
+        raise NotImplementedError
+
+    def _copy(self, source: Any, host: Node) -> bool:
+        """Copy KV. False: it failed, and the node was dropped."""
+        raise NotImplementedError
+
+    def _copied(
+        self,
+        chain_key: Hashable,
+        parent: Node | None,
+        source: Any,
+        identity: Identity,
+        head: str,
+        prefix: Prefix,
+    ) -> Node | None:
+        """A new node with a copy of that KV. None: it does not fit, or the copy failed."""
+        host = self._nodes.add(chain_key, parent, len(source), identity, head, prefix)
+        if host is None or not self._copy(source, host) or not self._nodes.keep(host):
+            return None
+        self._counts.saved_tokens += len(source)
+        return host
+
+    # Private
+
+    def _save(self, node: Any) -> Node | None:
+        """None: it has been saved before, or is missed."""
+        known = self._facts_of(node)
+        if known.host is not None:
+            return None
+        if (parent := self._parent(node)) is not None:
+            key, identity = self._place(node, parent)
+            host = self._nodes.get(key) or self._copied(
+                key, parent, self._source(node), identity, known.head, known.prefix
+            )
+            known.host = host if host is not None and host.is_here else None
+        found: Node | None = known.host
+        if found is None:
+            self._counts.missed += 1
+            return None
+        found.chain, found.node = known.chain, node
+        self._nodes.count_hits(found, known.hits)
+        self._nodes.index.held.learn(found, known.scores, known.outward)
+        return found
