@@ -19,8 +19,9 @@ from radix_ext.prefix_tree import ChunkPrefixTree
 EvictionPolicy = Literal["lru", "promoted", "reused"]
 EVICTION_POLICIES: tuple[EvictionPolicy, ...] = get_args(EvictionPolicy)
 
-_Entry = tuple[float, int, ChainId, int, bool]
-"""The leaf's priority, and what it followed from: last access, chain, hits and promotion."""
+_Entry = tuple[float, int, int, ChainId, int, bool]
+"""The leaf's priority, and what it followed from: last access, recency, chain, hits and
+promotion."""
 
 _MAX_AGES = 1 << 16
 """Requests whose age is known; what was used before them is as old as the first of them."""
@@ -111,6 +112,7 @@ class EvictionQueue:
             its own conversation moves it again.
         is_leaf: whether the queue's tier has the node and none of its children; a tree of one tier
             needs none.
+        recency: of leaves that one request used, the least goes first.
     """
 
     def __init__(
@@ -121,8 +123,9 @@ class EvictionQueue:
         new: float = NEW,
         serves_one: Callable[[ChainNode], bool] = lambda node: False,
         is_leaf: Callable[[ChainNode], bool] = lambda node: node.children is None,
+        recency: Callable[[ChainNode], int] = lambda node: 0,
     ) -> None:
-        self._serves_one, self._is_leaf = serves_one, is_leaf
+        self._serves_one, self._is_leaf, self._recency = serves_one, is_leaf, recency
         check_choice("eviction", policy, EVICTION_POLICIES)
         self._tree = tree
         self._policy = policy
@@ -140,7 +143,7 @@ class EvictionQueue:
             self._max_len = 4 * len(self._tree.nodes) + 64
             if len(self._heap) > self._max_len:
                 # A set, since a leaf that is pushed twice unchanged has two current entries.
-                found = ((entry, self._tree.nodes.find(entry[2])) for entry in set(self._heap))
+                found = ((entry, self._tree.nodes.find(entry[3])) for entry in set(self._heap))
                 self._heap = [
                     entry for entry, node in found if node and self._is_current(entry, node)
                 ]
@@ -151,7 +154,7 @@ class EvictionQueue:
         The caller evicts it, with `evicted` before, and pushes its parent."""
         while self._heap:
             entry = heappop(self._heap)
-            node = self._tree.nodes.find(entry[2])
+            node = self._tree.nodes.find(entry[3])
             if node is not None and self._is_current(entry, node):
                 return node
         return None
@@ -170,9 +173,11 @@ class EvictionQueue:
         else:
             priority = self._aging.priority(hits=node.hits, last_access=node.last_access)
         # The chain breaks ties: it is the same in each run, and nodes do not compare.
-        return priority, node.last_access, node.chain, node.hits, node.promoted
+        return priority, *self._known(node)
 
     def _is_current(self, entry: _Entry, node: ChainNode) -> bool:
         """Whether the leaf this entry was made for has not changed since."""
-        known = node.last_access, node.chain, node.hits, node.promoted
-        return self._is_leaf(node) and known == entry[1:]
+        return self._is_leaf(node) and self._known(node) == entry[1:]
+
+    def _known(self, node: ChainNode) -> tuple[int, int, ChainId, int, bool]:
+        return node.last_access, self._recency(node), node.chain, node.hits, node.promoted

@@ -455,8 +455,7 @@ class Replay:
     def _is_device_leaf(self, node: ChainNode) -> bool:
         if self._host is None:
             return node.children is None
-        below = (child.tier(_RANK) for child in node.child_nodes())
-        return node.tier(_RANK) is Tier.DEVICE and Tier.DEVICE not in below
+        return node.is_leaf(_RANK, Tier.DEVICE)
 
 
 def _tokens(chunks: Iterable[Chunk]) -> int:

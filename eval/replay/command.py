@@ -324,13 +324,10 @@ def _cells(options: argparse.Namespace, facts: TraceFacts) -> list[Cell]:
         )
     if tokens and axes["capacity"]:
         raise CommandError("give --capacity or --capacity-tokens, not both")
-    if any(axes["host"] or ()):
-        if not any(tokens or axes["capacity"] or ()):
-            raise CommandError(
-                "--host needs --capacity or --capacity-tokens: nothing leaves an unlimited cache"
-            )
-        if options.reuse == "fused":
-            raise CommandError("--host is not replayed with --reuse fused")
+    if any(axes["host"] or ()) and not any(tokens or axes["capacity"] or ()):
+        raise CommandError(
+            "--host needs --capacity or --capacity-tokens: nothing leaves an unlimited cache"
+        )
     if wrong := [worth for worth in axes["host_worth"] or () if not 0 <= worth <= 1]:
         raise CommandError(f"--host-worth must be from 0 to 1 but got {wrong[0]:g}")
     has_conversations = bool(facts.num_turns)

@@ -4,15 +4,16 @@ What is moved from where, what the store keeps and what leaves are the server's 
 `make_plan`, `ChunkSources`, `CaptureQueue`, `VariantIndex` and `EvictionQueue` of radix_ext, with
 the server's defaults. Each request is served alone:
 
-    order, match    the exact chain; then fused nodes of the same recipe, which only a
-                    question-independent selector shares
+    order, match    the exact chain, of which host memory has the end (fused_host.py); then fused
+                    nodes of the same recipe, which only a question-independent selector shares
     grow            promoted chunks after the exact prefix, and those cached nowhere, are computed
                     exactly (radix_ext/exact_growth.py)
     plan            for what follows, from copies in the tree and variants in the store; its sources
                     count a use
     insert, evict   from the first moved chunk on under keys that name the recipe: no exact request
                     matches them
-    capture         chunks with enough accesses whose KV was computed, before the next request
+    save, capture   exact chains that are worth it, and chunks with enough accesses whose KV was
+                    computed, before the next request
 
 A source behind another head is taken where there is none behind the request's own. Not modelled:
 text between chunks, a question asked twice, the focus of `context`. Scores are those of attention
@@ -22,13 +23,15 @@ that is even over all tokens.
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from math import log
+from operator import gt
 from typing import NamedTuple
 
+from eval.replay.fused_host import GONE, CountedPool, FusedHost, Known
 from radix_ext import (
     AccessTable,
     ChainNode,
@@ -45,11 +48,13 @@ from radix_ext import (
     is_fused_chunk,
     order_chunks,
 )
-from radix_ext.capture_queue import CaptureQueue
+from radix_ext.capture_queue import CaptureQueue, Waiting
 from radix_ext.cfo import Attention, Scored
 from radix_ext.exact_growth import exact_gaps
+from radix_ext.loading import num_fitting
 from radix_ext.moved_plan import Limits, NotMoved, ReusePlan, has_room, make_plan
-from radix_ext.sources import ChunkCopies, ChunkSources, CopyFacts, DeviceCopy
+from radix_ext.pool_slots import PoolSlots
+from radix_ext.sources import ChunkCopies, ChunkSources, DeviceCopy
 from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache import ChunkCacheConfig
 from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_COPIES, MAX_WAITING_CAPTURES
@@ -84,6 +89,8 @@ class FusedCount(NamedTuple):
     """`tokens`, if the request opted into moved KV; likewise the next two."""
     opted_exact: int
     opted_computed: int
+    exact_from_host: int
+    """Of `exact`, the history left out."""
 
 
 class _History(NamedTuple):
@@ -93,11 +100,6 @@ class _History(NamedTuple):
     is_fused: bool
     head: str
     """Names the text before the first chunk: exact chains are behind it."""
-
-
-@dataclass(slots=True)
-class _Known(CopyFacts):
-    chunk: ChunkId | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,9 +123,6 @@ class EvenAttention(Attention):
         return 4 * self.num_tokens * self.scored
 
 
-GONE = _Known()
-
-
 class _Size(NamedTuple):
     nbytes: int
 
@@ -133,7 +132,8 @@ class FusedReplay:
 
     Args:
         kv_bytes: of one token.
-        store_bytes: of the store, whatever the configuration says.
+        store_bytes: of the store, whatever the configuration says. With host memory its room is the
+            store's.
         prefill_budget: tokens of one pass, where the configuration names none.
         chunk_tokens: length of a chunk, for the room of a cache whose capacity is in chunks.
         share: of the requests that opt into moved KV, evenly spread; a conversation does as its
@@ -171,13 +171,21 @@ class FusedReplay:
         self._limits = Limits(config.max_pass_tokens or prefill_budget, config.max_gap_tokens)
         self._table = AccessTable(settings.window)
         self._tree = ChunkPrefixTree(max_nodes=sys.maxsize)
-        self._known: dict[ChainNode, _Known] = {}
-        self._queue = EvictionQueue(self._tree, settings.eviction, serves_one=self._serves_one)
+        self._known: dict[ChainNode, Known] = {}
+        self._queue = EvictionQueue(
+            self._tree,
+            settings.eviction,
+            serves_one=self._serves_one,
+            is_leaf=self._is_leaf,
+            # without host memory ties are broken as they were when its records were made
+            recency=(lambda node: self._known[node].used) if settings.host else (lambda node: 0),
+        )
         self._copies = ChunkCopies(
             lambda node: self._known.get(node, GONE).chunk, self._known.__getitem__, self._credit
         )
+        num_slots = int(settings.host * (1 if settings.capacity is None else chunk_tokens))
         self.store = VariantIndex(
-            max_bytes=store_bytes,
+            max_bytes=num_slots * kv_bytes or store_bytes,
             max_chunks=config.store_chunks,
             max_variants=config.store_variants,
             window=settings.window,
@@ -192,8 +200,13 @@ class FusedReplay:
             max_tokens=MAX_CAPTURED_TOKENS,
             token_bytes=kv_bytes,
         )
+        self.host = None
+        if num_slots:
+            pool, admission = CountedPool(num_slots, kv_bytes), settings.host_admission
+            parts = self._tree, _RANK, pool, self.store, self._known.__getitem__, admission
+            self.host = FusedHost(*parts)
         self._histories: dict[str, _History] = {}
-        self.num_requests = self.num_evicted = self.peak_nodes = 0
+        self.num_requests = self.num_evicted = self.peak_nodes = self._num_uses = 0
         self.fallbacks: Counter[str] = Counter()
 
     def step(
@@ -214,6 +227,7 @@ class FusedReplay:
         if not prompt.chunks:
             return FusedCount(*(0,) * len(FusedCount._fields))
         spans = _spans(prompt.chunks)
+        num_loaded = self._load(prompt, self.host) if self.host is not None else 0
         num_exact, found = self._match(prompt)
         start = spans[len(found)].start if len(found) < len(spans) else spans[-1].end
         plan = ReusePlan(())
@@ -258,16 +272,23 @@ class FusedReplay:
             hit_len=hit_len,
         )
         nodes = self._learn(leaf, prompt, len(found), moved)
+        if self.host is not None:
+            self.host.offer([*takewhile(self._is_shared, nodes)])
         self.store.ask(
             (self._known[node].chunk, prompt.head, self._known[node].prefix) for node in nodes
         )
         keep = self._table.frequent(
             (chunk.id for chunk in prompt.chunks), self._config.store_threshold
         )
+        if self.host is not None and not self._fusion.scored:
+            # as `StoreKeeper.keep`
+            keep = keep.difference(i for i, node in enumerate(nodes) if self.host.takes(node))
         self._captures.add(nodes, keep, is_preprocessing=False, scored=self._fusion.scored)
-        self._capture()
+        self._store_what_waits()
         first = len(history.chunks) if history else 0
         count = _count(request, spans, plan, num_exact, len(found), fused_from, first=first)
+        if history is None:
+            count = count._replace(exact_from_host=num_loaded)
         if not prompt.is_fused:
             return count
         return count._replace(
@@ -312,10 +333,28 @@ class FusedReplay:
             chunks=(*history.chunks, *fresh), keys=(*history.keys, *keys), head=head
         )
 
+    def _load(self, prompt: _History, host: FusedHost) -> int:
+        """What host memory has of the exact chain is on the device from now on, as far as there is
+        room. In tokens."""
+        exact = self._tree.match(prompt.head, map(ChunkId, prompt.keys))
+        here = [*takewhile(_is_on_device, exact)]
+        there = exact[len(here) :]
+        loaded = there[: num_fitting((node.num_tokens for node in there), self._idle(here))]
+        host.counts.no_room += len(loaded) < len(there)
+        self._make_room(loaded, here)
+        for node in loaded:
+            self._tree.move(node.chain, rank=_RANK, tier=Tier.DEVICE)
+        self._know([*here, *loaded], prompt, len(here), ())
+        num_tokens = sum(node.num_tokens for node in loaded)
+        host.counts.loads += bool(loaded)
+        host.counts.loaded_tokens += num_tokens
+        return num_tokens
+
     def _match(self, prompt: _History) -> tuple[int, Sequence[ChainNode]]:
         """How many leading chunks are cached exactly, and their nodes with those cached fused after
         them."""
-        exact = self._tree.match(prompt.head, map(ChunkId, prompt.keys))
+        found = self._tree.match(prompt.head, map(ChunkId, prompt.keys))
+        exact = tuple(takewhile(_is_on_device, found))
         if not prompt.is_fused:
             return len(exact), exact
         return len(exact), self._tree.match(
@@ -338,28 +377,47 @@ class FusedReplay:
     def _has_room(self, plan: ReusePlan, locked: Collection[ChainNode], *, after: int) -> bool:
         """Whether what is free or idle holds the promise and leaves room for an extend,
         as the server asks."""
-        idle = (
-            sys.maxsize
-            if self._room is None
-            else self._room - sum(node.num_tokens for node in locked)
-        )
-        return has_room(idle, plan.end - plan.start, reserve=self._budget, num_after=after)
+        size = plan.end - plan.start
+        return has_room(self._idle(locked), size, reserve=self._budget, num_after=after)
+
+    def _idle(self, locked: Collection[ChainNode]) -> int:
+        """Tokens on the device that are free, or whose nodes may leave."""
+        room = sys.maxsize if self._room is None else self._room
+        return room - sum(node.num_tokens for node in locked)
+
+    @staticmethod
+    def _is_leaf(node: ChainNode) -> bool:
+        return node.is_leaf(_RANK, Tier.DEVICE)
+
+    def _is_shared(self, node: ChainNode) -> bool:
+        """Whether it is exact, and no later turn's."""
+        return node.chunk_id == self._known[node].chunk
 
     def _serves_one(self, node: ChainNode) -> bool:
         return self._fusion.asks_the_question and is_fused_chunk(node.chunk_id)
 
     def _credit(self, node: ChainNode) -> None:
         self._tree.touch(node)
+        self._use(node.path())
         self._queue.push(node)
 
-    def _make_room(self, chunks: Sequence[Chunk], locked: Collection[ChainNode]) -> None:
+    def _use(self, nodes: Sequence[ChainNode]) -> None:
+        """These are the most recent ones."""
+        self._num_uses += 1
+        for node in nodes:
+            self._known[node].used = self._num_uses
+
+    def _make_room(
+        self, chunks: Sequence[Chunk | ChainNode], locked: Collection[ChainNode]
+    ) -> None:
         """Evict until these fit, as the pool does before it takes them;
         all but the prompt's own nodes and its sources."""
         settings, spared = self._settings, []
         nodes = sys.maxsize if settings.capacity is None else settings.capacity - len(chunks)
         tokens = sys.maxsize if settings.capacity_tokens is None else settings.capacity_tokens
         tokens -= sum(chunk.num_tokens for chunk in chunks)
-        while len(self._tree.nodes) > nodes or self._tree.holdings.num_tokens > tokens:
+        held = self._tree.holdings.held
+        while any(map(gt, held(_RANK, Tier.DEVICE), (nodes, tokens))):
             victim = self._queue.pop()
             if victim is None:
                 break
@@ -369,8 +427,11 @@ class FusedReplay:
             parent = victim.parent
             self._queue.evicted(victim, self._tree.clock)
             self._copies.drop(victim)
-            del self._known[victim]
-            self.num_evicted += self._tree.evict(victim.chain, rank=_RANK)
+            if (host := self._known.pop(victim).host) is not None:
+                host.node = None
+                self.num_evicted += self._tree.move(victim.chain, rank=_RANK, tier=Tier.HOST)
+            else:
+                self.num_evicted += self._tree.evict(victim.chain, rank=_RANK)
             if parent is not None and parent.parent is not None:
                 self._queue.push(parent)
         for node in spared:
@@ -381,33 +442,61 @@ class FusedReplay:
     ) -> Sequence[ChainNode]:
         """The prompt's nodes; the new ones are copies unless they were moved."""
         nodes = leaf.path() if leaf is not None else ()
+        self._know(nodes, prompt, num_found, moved)
+        self._use(nodes)
+        if leaf is not None:
+            self._queue.push(leaf)
+        self.peak_nodes = max(self.peak_nodes, self._tree.holdings.held(_RANK, Tier.DEVICE)[0])
+        return nodes
+
+    def _know(
+        self,
+        nodes: Sequence[ChainNode],
+        prompt: _History,
+        num_known: int,
+        moved: Collection[int],
+    ) -> None:
+        """Those from `num_known` on have come to the device."""
         before = tuple(chunk.id for chunk in prompt.chunks)
         start = 0
         for index, node in enumerate(nodes):
-            if index >= num_found:
-                self._known[node] = _Known(
-                    start, head=prompt.head, prefix=before[:index], chunk=before[index]
+            if index >= num_known:
+                known = self._known[node] = Known(
+                    start, head=prompt.head, prefix=before[:index], chunk=before[index], node=node
                 )
+                if self.host is not None:
+                    self.host.come_back(node, known)
                 if index not in moved:
                     self._copies.add(node)
             start += node.num_tokens
-        if leaf is not None:
-            self._queue.push(leaf)
-        self.peak_nodes = max(self.peak_nodes, len(self._tree.nodes))
-        return nodes
 
-    def _capture(self) -> None:
-        """Everything that waits, by batches of one forward."""
-        while batch := self._captures.next_batch():
-            for entry in batch:
-                node, known = entry.node, self._known[entry.node]
-                scores = known.scores
-                if entry.scored:
-                    lens = [above.num_tokens for above in node.path()[:-1]]
-                    scores = replace(
-                        EvenAttention.of(known.start, lens, node.num_tokens), scored=entry.scored
-                    )
-                self._captures.put(entry, _Size(self._kv_bytes * node.num_tokens), scores)
+    def _store_what_waits(self) -> None:
+        """By forwards: of each a batch of chunks is captured, then some exact chains are saved."""
+        while (batch := self._captures.next_batch()) or (self.host and self.host.num_waiting):
+            self._capture(batch)
+            if self.host is not None:
+                deque(self.host.save_some(), maxlen=0)
+
+    def _capture(self, batch: Sequence[Waiting]) -> None:
+        blobs = [self._blob(entry.node.num_tokens) for entry in batch]
+        for entry, blob in zip(batch, blobs, strict=True):
+            node, known = entry.node, self._known[entry.node]
+            if blob is None:
+                self._captures.give_up([entry])
+                continue
+            scores = known.scores
+            if entry.scored:
+                lens = [above.num_tokens for above in node.path()[:-1]]
+                scores = replace(
+                    EvenAttention.of(known.start, lens, node.num_tokens), scored=entry.scored
+                )
+            if not self._captures.put(entry, blob, scores) and isinstance(blob, PoolSlots):
+                blob.give_back()
+
+    def _blob(self, num_tokens: int) -> _Size | PoolSlots | None:
+        if self.host is None:
+            return _Size(self._kv_bytes * num_tokens)
+        return self.host.nodes.room(num_tokens)
 
 
 def _chain(prompt: _History, num_exact: int) -> list[Chunk]:
@@ -422,6 +511,10 @@ def _spans(chunks: Sequence[Chunk]) -> list[Span]:
     return [
         Span(end - chunk.num_tokens, end, chunk.id) for chunk, end in zip(chunks, ends, strict=True)
     ]
+
+
+def _is_on_device(node: ChainNode) -> bool:
+    return node.tier(_RANK) is Tier.DEVICE
 
 
 def _sources(plan: ReusePlan) -> Iterator[ChainNode]:
@@ -472,4 +565,5 @@ def _count(
         opted_tokens=0,
         opted_exact=0,
         opted_computed=0,
+        exact_from_host=0,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from eval.errors import CommandError
@@ -33,7 +33,12 @@ NUMBERS = (
         131_072,
         "bytes of one token's KV in the store; the default is Llama-3-8B's in bfloat16",
     ),
-    ("store-mib", 1024, "the store, in MiB, whose default on a server is the machine's"),
+    (
+        "store-mib",
+        1024,
+        "the store, in MiB, whose default on a server is the machine's; with --host that memory is"
+        " the store, for exact chains, too",
+    ),
     (
         "prefill-budget",
         8192,
@@ -168,12 +173,16 @@ class FusedCell(ReplayCell):
         variant of each].
         """
         replay, variants = self._fused, dict[int, list[float]]()
+        bins, host = self._bins.sample, replay.host
+        if host is None:
+            del bins["exact_from_host"]
         for found in replay.store.chunks():
             held = variants.setdefault(len(found), [0, 0.0])
             held[:] = held[0] + 1, held[1] + found[0].blob.nbytes / 2**20
         return {
             "fused": self._cell.label,
-            **self._bins.sample,
+            **bins,
+            **({} if host is None else {"host": asdict(host.counts)}),
             "num_evicted": replay.num_evicted,
             "peak_nodes": replay.peak_nodes,
             "store": replay.store.stats()._asdict(),
@@ -195,6 +204,10 @@ def fused_entry(
         share: (sample, counts, unit) -> share of the unit with its interval.
     """
     exact = next((cell for cell in cells if cell["cell"] == sample["fused"]), None)
+    hosted = {}
+    if "host" in sample:
+        hosted["exact_from_host"] = share(sample, sample["exact_from_host"], "tokens")
+        hosted["host"] = sample["host"]
     moved = sum(sample["from_device"]) + sum(sample["from_host"])
     return {
         "cell": sample["fused"],
@@ -205,6 +218,7 @@ def fused_entry(
         "found_fused": share(sample, sample["fused_hit"], "tokens"),
         "from_host": sum(sample["from_host"]) / moved if moved else 0.0,
         "chains_ended": sum(sample["ended"]) / max(1, sample["num_requests"]),
+        **hosted,
         **{name: sample[name] for name in COPIED if name in sample},
     }
 
@@ -248,6 +262,9 @@ def fused_table(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             fate: f"{entry['fates'][fate]['value']:.1%}"
             for fate in (FATES if has_turns else FATES[:-1])
         }
+        if any("host" in other for other in entries):
+            loaded = entry.get("exact_from_host")
+            row["exact, from host"] = f"{loaded['value']:.1%}" if loaded else "-"
         row |= {
             "of moved, from host": f"{entry['from_host']:.1%}",
             "exact chain ended": f"{entry['chains_ended']:.1%}",

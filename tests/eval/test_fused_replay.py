@@ -16,7 +16,7 @@ import pytest
 from eval.replay.fused import EvenAttention, FusedReplay
 from eval.replay.fused_cell import KNOBS, add_options
 from eval.run import read_record
-from radix_ext import Chunk, ChunkId, EvictionPolicy, OrderPolicy, ReplaySettings
+from radix_ext import Chunk, ChunkId, EvictionPolicy, OrderPolicy, ReplaySettings, Tier
 from sglang_chunkcache import ChunkCacheConfig
 
 ROOT = Path(__file__).parents[2]
@@ -28,10 +28,11 @@ def make_replay(
     order: OrderPolicy = "retriever",
     eviction: EvictionPolicy = "lru",
     capacity_tokens: int | None = None,
+    host: int = 0,
     **knobs: object,
 ) -> FusedReplay:
     settings = ReplaySettings(
-        order, "seen", eviction, "all", "shown", None, capacity_tokens, 1000, 2, 64
+        order, "seen", eviction, "all", "shown", None, capacity_tokens, 1000, 2, 64, host
     )
     least: dict[str, Any] = {"max_pass_tokens": 1000, "exact_gaps": 0}
     config = ChunkCacheConfig(**{**least, **knobs})
@@ -126,12 +127,37 @@ def test_nothing_is_moved_without_room() -> None:
     assert replay.fallbacks["no_room"] == 1
 
 
+def test_chain_that_has_left_the_device_comes_back_by_hand() -> None:
+    """A and B are kept since a request has found them, C once it is promoted."""
+    replay = make_replay(capacity_tokens=50, host=100)
+    replay.step(request("ABC"))
+    assert replay.step(request("AB")).exact_from_host == 0
+    replay.step(request("DEFGH"))
+    count = replay.step(request("ABC"))
+    assert (count.exact, count.exact_from_host, count.computed) == (20, 20, 10)
+    replay.step(request("KLMNO"))
+    moved = replay.step(request("IB"))
+    assert (moved.from_host, moved.computed) == (10, 10)
+    assert replay.host is not None
+    assert (replay.host.counts.saved_tokens, replay.host.counts.loaded_tokens) == (30, 20)
+
+
+def test_later_turns_stay_out_of_host_memory() -> None:
+    """No other request asks for their chains."""
+    replay = make_replay(capacity_tokens=50, host=100)
+    for names in ("A", "B", "C"):
+        replay.step(request(names), "talk")
+        replay.step(request("A"))
+    assert replay.host is not None
+    assert len(replay.host.nodes) == 2  # A and the head
+
+
+@pytest.mark.parametrize("host", [0, 100])
 @pytest.mark.parametrize("seed", range(3))
-def test_limits_hold_on_any_trace(seed: int) -> None:
+def test_limits_hold_on_any_trace(seed: int, host: int) -> None:
     rng = random.Random(seed)
-    replay = make_replay(
-        order="tree", eviction="reused", capacity_tokens=150, store_chunks=6, store_variants=2
-    )
+    limits = {"store_chunks": 100} if host else {"store_chunks": 6, "store_variants": 2}
+    replay = make_replay(order="tree", eviction="reused", capacity_tokens=150, host=host, **limits)
     for _ in range(400):
         names = "".join(
             dict.fromkeys(rng.choice("AAABBBCCDDEFGHIJKLMN") for _ in range(rng.randint(1, 5)))
@@ -139,8 +165,13 @@ def test_limits_hold_on_any_trace(seed: int) -> None:
         fates(replay, names, rng.choice([None, None, "x", "y"]) if rng.random() < 0.3 else None)
         if rng.random() < 0.2:
             replay._histories.clear()
-        assert replay._tree.holdings.num_tokens <= 150
-        assert len(replay._known) == len(replay._tree.nodes) >= len(replay._copies)
+        num_nodes, num_tokens = replay._tree.holdings.held(0, Tier.DEVICE)
+        assert num_tokens <= 150
+        assert len(replay._known) == num_nodes >= len(replay._copies)
+        if replay.host is not None:
+            assert not [*replay.host.nodes.violations()]
+            only_there = replay._tree.holdings.held(0, Tier.HOST)[1]
+            assert only_there <= replay.store.stats().num_bytes <= host
         replay.store.check_integrity()
     replay._tree.check_integrity()
     assert replay.num_evicted > 0
@@ -189,6 +220,20 @@ def test_command_runs_on_python_alone(tmp_path: Path) -> None:
         assert kv == pytest.approx(store["num_bytes"] / 2**20, rel=0.01), "the rest is scores"
     assert [table["title"] for table in results["tables"]][-1] == "All requests fused"
     assert results["tables"][-1]["rows"][0]["exact without"] in done.stdout
+
+
+def test_command_with_host_memory(tmp_path: Path) -> None:
+    """Of its size is the store; a cell without it has the store of its own option."""
+    options = ("--reuse", "fused", "--capacity", "60", "--host", "0", "200", "--store-mib", "2000")
+    done = replay_command("--generate", "300", *options, "--out", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    alone, hosted = read_record(tmp_path / "run")["results"]["fused"]
+    assert "exact_from_host" not in alone
+    assert alone["store"]["num_bytes"] > 1000 << 20
+    assert 0 < hosted["exact_from_host"]["value"] < hosted["fates"]["exact"]["value"]
+    assert hosted["host"]["loaded_tokens"] > 0
+    assert hosted["store"]["num_bytes"] <= 200 * 500 * 131_072
+    assert "exact, from host" in done.stdout
 
 
 @pytest.mark.data

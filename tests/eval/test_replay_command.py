@@ -135,10 +135,6 @@ def test_bad_options_end_with_code_2(capsys: pytest.CaptureFixture[str], options
         ("--trace t.jsonl --capacity-tokens 5", "needs a trace with lengths on every request"),
         ("--trace t.jsonl --host 5", "--host needs --capacity or --capacity-tokens"),
         (
-            "--trace t.jsonl --capacity 5 --host 5 --reuse fused",
-            "--host is not replayed with --reuse fused",
-        ),
-        (
             "--trace t.jsonl --capacity 5 --host 5 --host-worth 1.5",
             "--host-worth must be from 0 to 1 but got 1.5",
         ),
