@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -161,15 +161,19 @@ class ExactChains(Generic[Node, Blob]):
                 self.drop(child)
         self._remove(host)
 
-    def count_hits(self, host: Node, hits: int) -> None:
-        """So many requests have found the node's copy on the device."""
-        host.num_uses += max(0, hits - host.hits)
+    def touch(self, host: Node, hits: int) -> None:
+        """So many requests have found the node's copy on the device. Its age counts that, its uses
+        do not: what the device has does not need host memory (eval/LOG.md)."""
         host.hits = hits
         self.index.held.touch(host)
-        # No request hits the tokens before a first chunk, which have been used as often.
-        if host.parent is not None and host.parent.parent is None:
-            host.parent.num_uses = max(host.parent.num_uses, host.num_uses)
+        if host.parent is not None and host.parent.parent is None:  # no request hits that
             self.index.held.touch(host.parent)
+
+    def loaded(self, nodes: Sequence[Node]) -> None:
+        """A request has these chunks of one chain copied to the device, which counts as a use."""
+        for host in reversed(nodes):
+            if host.parent is not None:
+                self.index.held.use(host)
 
     def reset(self) -> None:
         """The tree on the device is empty: no chain is kept. Captured variants stay."""

@@ -75,7 +75,7 @@ class WriteBackQueue(Generic[Node]):
         recently."""
         for node in reversed(chunks):
             if (host := self._facts_of(node).host) is not None:
-                self._nodes.count_hits(host, self._facts_of(node).hits)
+                self._nodes.touch(host, self._facts_of(node).hits)
         for node in chunks if self._keeps else ():
             known = self._facts_of(node)
             if not worth_offloading(self._admission, hits=known.hits, promoted=known.promoted):
@@ -153,6 +153,6 @@ class WriteBackQueue(Generic[Node]):
             self._counts.missed += 1
             return None
         found.chain, found.node = known.chain, node
-        self._nodes.count_hits(found, known.hits)
+        self._nodes.touch(found, known.hits)
         self._nodes.index.held.learn(found, known.scores, known.outward)
         return found

@@ -345,6 +345,7 @@ class FusedReplay:
         for node in loaded:
             self._tree.move(node.chain, rank=_RANK, tier=Tier.DEVICE)
         self._know([*here, *loaded], prompt, len(here), ())
+        host.nodes.loaded([copy for node in loaded if (copy := self._known[node].host)])
         num_tokens = sum(node.num_tokens for node in loaded)
         host.counts.loads += bool(loaded)
         host.counts.loaded_tokens += num_tokens

@@ -116,6 +116,7 @@ class LoadBack:
                 tree.back_on_device(
                     node, host, spans.namespace, promoted=index < spans.promoted_len
                 )
+        self._nodes.loaded([host for host, _ in found])
         self._counts.loads += 1
         self._counts.loaded_tokens += num_tokens
         return result._replace(

@@ -381,14 +381,14 @@ def test_a_prefill_is_not_kept_waiting_twice(scheduler: HostScheduler) -> None:
 
 @pytest.mark.parametrize(
     ("uses", "stays"),
-    [((A, A, B), A), ((B, A), A), ((A, B, B), B), ((A, A, A, B, B, (), A), A)],
+    [((A, A, B), B), ((B, A), A), ((A, (), A, (), A, B, B), A), ((A, (), A, B, (), B), B)],
     ids=str,
 )
-def test_uses_on_the_device_count_when_host_memory_is_full(
+def test_what_host_memory_was_used_for_stays_when_it_is_full(
     uses: Sequence[tuple[int, ...]], stays: tuple[int, ...]
 ) -> None:
-    """How many they were, and of as many the last one. Here all leave the device at (), and what
-    comes back has its uses with it."""
+    """Here all leave the device at (). A hit on the device is no use of host memory; of chains that
+    were loaded as often, the one that was hit last stays."""
     scheduler = HostScheduler(host_slots=len(HEAD + A + B) + 1, window_requests=100)
     for chunk in (A, B):
         scheduler.serve(rag(chunk, promoted_len=1))
