@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Purpose: make .venv and install everything into it; the other scripts here call this first.
 #   launch/setup.sh
+#   SGLANG_VERSION=0.5.21 VENV=.venv-0.5.21 launch/setup.sh
 # Machine: Linux, Python 3.11 or newer; with an NVIDIA GPU (nvidia-smi works) the CUDA packages, else the short CPU list.
 # Minutes: 3 to 10 the first time, depending on the network (10 to 20 with CUDA); under a second when nothing changed.
 #
 # Environment:
 #   PYTHON            which Python to build .venv with (default: the first of python3, python3.13, .12, .11 that is new enough)
+#   SGLANG_VERSION    another release of SGLang than the newest that passes; it brings its own versions of what it shares with us
+#   VENV              another folder than .venv
 #   CHUNKCACHE_SETUP  cpu or cuda, instead of looking for a GPU
 #   TORCH_INDEX_URL   package index to take torch and torchvision from. On plain PyPI torch for Linux brings gigabytes of
 #                     CUDA libraries; to get the CPU build, name PyTorch's CPU index here (https://pytorch.org shows it).
@@ -17,6 +20,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 pinned() { sed -n "s/.*\"\($1==[^\"]*\)\".*/\1/p" pyproject.toml | head -n 1; }
 
 say() { echo "setup: $*" >&2; }
+
+venv=${VENV:-.venv}
+sglang=sglang==${SGLANG_VERSION:-0.5.21} # the newest that launch/matrix.sh finds green
 
 find_python() {
     local candidate
@@ -33,10 +39,10 @@ find_python() {
 
 # pip without its progress and byte code, which it makes on one core only; what it printed comes out whole if it fails.
 pip_install() {
-    local log=.venv/setup.log
+    local log=$venv/setup.log
     say "installing $*"
     local options=(--no-input --no-compile --disable-pip-version-check --progress-bar off)
-    if ! .venv/bin/python -m pip install "${options[@]}" "$@" >"$log" 2>&1; then
+    if ! "$venv/bin/python" -m pip install "${options[@]}" "$@" >"$log" 2>&1; then
         cat "$log" >&2
         say "failed: pip install $*"
         return 1
@@ -53,27 +59,27 @@ if [[ $kind != cpu && $kind != cuda ]]; then
     exit 2
 fi
 
-stamp="$kind $(cat pyproject.toml launch/setup.sh | sha256sum | cut -d' ' -f1)"
-is_done() { [[ -x .venv/bin/python && $(cat .venv/setup.stamp 2>/dev/null) == "$stamp" ]]; }
+stamp="$kind $sglang $(cat pyproject.toml launch/setup.sh | sha256sum | cut -d' ' -f1)"
+is_done() { [[ -x $venv/bin/python && $(cat "$venv/setup.stamp" 2>/dev/null) == "$stamp" ]]; }
 if is_done; then exit 0; fi
 
-mkdir -p .venv
+mkdir -p "$venv"
 if command -v flock >/dev/null; then
-    exec 9>.venv/setup.lock
+    exec 9>"$venv/setup.lock"
     flock -n 9 || { say "waiting for another set-up to finish" && flock 9; }
     if is_done; then exit 0; fi
 fi
 
-if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
-    say "creating .venv with $("$python" --version)"
-    "$python" -m venv .venv
-    .venv/bin/python -m pip --version >/dev/null
+    say "creating $venv with $("$python" --version)"
+    "$python" -m venv "$venv"
+    "$venv/bin/python" -m pip --version >/dev/null
 fi
 
 if [[ $kind == cuda ]]; then
     say "NVIDIA GPU: the CUDA packages are large, this takes 10 to 20 minutes"
-    pip_install -e '.[cuda,retrieval,encoders,eval,dev]'
+    pip_install "$sglang" -e '.[cuda,retrieval,encoders,eval,dev]'
 else
     say "no NVIDIA GPU: the CPU packages, 3 to 10 minutes"
     if [[ -n ${TORCH_INDEX_URL:-} ]]; then
@@ -82,10 +88,20 @@ else
         say "TORCH_INDEX_URL is not set: if pip's index has no CPU build of torch, this brings gigabytes of CUDA libraries"
         pip_install "$(pinned torch)" # before its users, or one of them brings another
     fi
-    pip_install -e '.[cpu,retrieval,encoders,eval,dev]'
-    pip_install --no-deps "$(pinned sglang)" "$(pinned flashinfer-python)" # with their dependencies they would bring CUDA packages
+    pip_install --no-deps "$sglang" # with its dependencies it would bring CUDA packages
+    # What SGLang asks of the packages that we do install. Torch is ours: one build serves all releases.
+    "$venv/bin/python" - >"$venv/sglang.constraints" <<'PY'
+from importlib.metadata import requires
+from pip._vendor.packaging.requirements import Requirement
+
+for asked in map(Requirement, requires("sglang")):
+    if (asked.marker is None or asked.marker.evaluate({"extra": ""})) and not asked.name.startswith("torch"):
+        print(f"{asked.name}{asked.specifier}")
+PY
+    pip_install -c "$venv/sglang.constraints" -e '.[cpu,retrieval,encoders,eval,dev]'
+    pip_install -c "$venv/sglang.constraints" --no-deps flashinfer-python # compiled and checked without a GPU, too
 fi
 say "compiling"
-.venv/bin/python -W ignore -m compileall -qq -j 0 .venv/lib || true # some templates and examples do not compile
-echo "$stamp" >.venv/setup.stamp
+"$venv/bin/python" -W ignore -m compileall -qq -j 0 "$venv/lib" || true # some templates and examples do not compile
+echo "$stamp" >"$venv/setup.stamp"
 say "done"
