@@ -9,7 +9,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
 from radix_ext import ChunkId, FusionRequest, text_before
@@ -19,6 +18,7 @@ from radix_ext.moved_plan import Limits, ReusePlan, make_plan
 from radix_ext.sources import ChunkSources
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.outcome import outcome_of
+from sglang_chunkcache.scheduler import compat
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.node import ChunkIdentity, state
 from sglang_chunkcache.wire.report import Fallback
@@ -57,12 +57,13 @@ class Planner:
         assert spans.fusion is not None
         fusion = self._fusion_pass.calibration.resolve(spans.fusion)
         started = time.perf_counter()
-        node, found = result.last_device_node, [result.device_indices]
-        if fusion.plain and len(found[0]):  # chunks of an exact chain were computed after others
-            found, node = self._tree._match_prefix_helper(
+        node, exact = result.last_device_node, compat.num_matched(result)
+        if fusion.plain and exact:  # chunks of an exact chain were computed after others
+            values, node = self._tree._match_prefix_helper(
                 self._tree.root_node, key[: spans.spans[0].end]
             )
-        exact = sum(map(len, found))
+            exact = sum(map(len, values))
+        start = exact
         if any(span.start == exact for span in key.spans):
             cheaper = None if fusion.always else fusion.cheaper
             for choice in filter(None, (fusion, cheaper)):
@@ -70,25 +71,22 @@ class Planner:
                     node, key[exact:].fused_by(choice.recipe)
                 )
                 if values:
-                    node, found = last, [*found, *values]
+                    node, start = last, exact + sum(map(len, values))
                     state(req).fused = Fused(exact, choice.recipe)
                     fusion = choice  # what follows is keyed by the same recipe
                     break
-        indices = (
-            torch.cat(found) if len(found) > 1 else found[0] if found else result.device_indices[:0]
-        )
         try:
-            gaps = self._exact_gaps(key, spans, exact) if len(indices) == exact else frozenset()
-            plan = self._plan(req, key, fusion, len(indices), gaps)
+            gaps = self._exact_gaps(key, spans, exact) if start == exact else frozenset()
+            plan = self._plan(req, key, fusion, start, gaps)
             if not state(req).is_asked_only and self._is_tried(plan, fusion):
-                plan = self._plan(req, key, replace(fusion, always=True), len(indices), gaps)
+                plan = self._plan(req, key, replace(fusion, always=True), start, gaps)
         except Exception:  # nothing is taken yet, and the scheduler must not die of a plan
             logger.exception("chunk cache: no plan, the prompt is computed")
             plan = ReusePlan((), (Fallback.PLAN_FAILED,))
         outcome = state(req).promise = outcome_of(req)
         outcome.exact, outcome.fused_hit, outcome.plan, outcome.move = (
             exact,
-            len(indices) - exact,
+            start - exact,
             plan,
             None,
         )
@@ -97,13 +95,8 @@ class Planner:
         outcome.is_alone = True
         outcome.is_uncalibrated = fusion.quality is not None and fusion.above is None
         outcome.lookup_s += time.perf_counter() - started
-        return result._replace(
-            device_indices=indices,
-            last_device_node=node,
-            last_host_node=node,
-            best_match_node=node,
-            host_hit_length=plan.end - plan.start if plan.pieces else 0,
-        )
+        promised = plan.end - plan.start if plan.pieces else 0
+        return compat.rematched(self._tree, result, node, host_hit_length=promised)
 
     # Private, in order of use
 

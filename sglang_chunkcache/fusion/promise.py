@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
@@ -129,17 +128,17 @@ class Fuser(Promiser):
             self.tier.storage.waits.planned(state(req).loads)
         return self.planner.match(req, key, spans, result)
 
-    def commit(self, req: Req, node: TreeNode) -> tuple[torch.Tensor, TreeNode]:
+    def commit(self, req: Req, node: TreeNode) -> tuple[int, TreeNode]:
         """As `Promises.commit`; the sources of what is promised are used."""
-        slots, last = self.promises.commit(req, node)
+        num_tokens, last = self.promises.commit(req, node)
         spans, plan = state(req).spans, outcome_of(req).plan
         assert spans is not None
         # the neighbours of a chunk to preprocess would outlive what they are moved for
-        if len(slots) and not spans.is_preprocessing:
+        if num_tokens and not spans.is_preprocessing:
             self.sources.count_uses(plan)
             if self.tier is not None:
                 self.tier.count_uses(plan, req.extra_key, req.cache_salt)
-        return slots, last
+        return num_tokens, last
 
     def before(self, batch: ScheduleBatch) -> None:
         self.promises.fill(batch)

@@ -68,8 +68,8 @@ class Promises:
         self._limits, self._extend_reserve = limits, extend_reserve
         self._pending: list[_Pending] = []
 
-    def commit(self, req: Req, node: TreeNode) -> tuple[torch.Tensor, TreeNode]:
-        """Take the slots of the request's plan. Empty: declined, to be computed."""
+    def commit(self, req: Req, node: TreeNode) -> tuple[int, TreeNode]:
+        """Take the slots of the request's plan. 0: declined, to be computed."""
         outcome, spans = outcome_of(req), state(req).spans
         plan = outcome.plan
         assert spans is not None
@@ -98,13 +98,13 @@ class Promises:
             if slots is None:
                 return self._decline(outcome, Fallback.NO_ROOM, node)
             taken.push(lambda error, *_: self._remove_below(node, key, plan) if error else None)
-            row = torch.cat([req.prefix_indices, slots])
+            row = torch.cat([self._tree.path_device_indices(node), slots])
             move = move_of(req, plan, spans, row)
             last = self._insert(key, row, plan, spans.namespace, req.priority or 0)
             outcome.move = move
             self._pending.append(_Pending(req, move, last, taken.pop_all(), held.pop_all()))
         state(req).fused = key.fused
-        return row[plan.start :], last
+        return len(slots), last
 
     def fill(self, batch: ScheduleBatch) -> None:
         """Fill what was promised to this batch's requests."""
@@ -164,11 +164,10 @@ class Promises:
             fused=fused,
         )
 
-    def _decline(
-        self, outcome: Outcome, reason: Fallback, node: TreeNode
-    ) -> tuple[torch.Tensor, TreeNode]:
+    @staticmethod
+    def _decline(outcome: Outcome, reason: Fallback, node: TreeNode) -> tuple[int, TreeNode]:
         outcome.declined.append(reason)
-        return torch.empty((0,), dtype=torch.int64, device=self._tree.device), node
+        return 0, node
 
     @contextmanager
     def _locked(self, node: TreeNode) -> Iterator[None]:
@@ -200,8 +199,8 @@ class Promises:
         self, key: ChunkKey, row: torch.Tensor, plan: ReusePlan, head: str, priority: int
     ) -> TreeNode:
         """The last of the region's nodes, which are yet to be filled."""
-        # As chunked: the request has not used these nodes yet, so nothing is a hit.
-        _, path = self._tree.insert_segments(key, row, head, priority, True, are_filled=False)
+        # The request has not used these nodes yet, so nothing is a hit.
+        _, path = self._tree.insert_segments(key, row, head, priority, len(row), are_filled=False)
         chunks = [node for node in path if facts(node).chunk is not None]
         for piece in plan.pieces:
             if piece.span is not None:

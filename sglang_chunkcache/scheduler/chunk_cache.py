@@ -8,8 +8,8 @@ SGLang's.
     queue, admission      match_prefix            a longer prefix: host memory, promises (tiers.py)
     admission             init_load_back          the promised slots
     hook FORWARD          around_forward          load back, move, write back
-    prefill, end          cache_unfinished_req,   nodes, marks, and the events that go to the front
-                          insert_req              with the request's first token
+    prefill, end          checkpoint              nodes, marks, and the events that go to the front
+                                                  with the request's first token
 
 Requests that opted into moved KV (`--reuse fused`) are promised more than is cached: the
 `match_prefix` of their admission plans, `init_load_back` allocates and inserts empty nodes under
@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     InitLoadBackParams,
     MatchPrefixParams,
@@ -41,6 +40,7 @@ from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext import IntegrityError
 from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.scheduler import compat
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree, area_of
 from sglang_chunkcache.scheduler.node import facts, state
@@ -52,6 +52,7 @@ from sglang_chunkcache.wire.spans import RequestSpans, unpack
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -114,13 +115,13 @@ class ChunkRadixCache(ChunkTree):
             self.match_seconds += time.perf_counter() - start
         return result
 
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, TreeNode]:
-        """Keep what `match_prefix` promised: slots for all of it, or an empty tensor (declined, to
-        be computed).
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[Any, TreeNode]:
+        """Keep what `match_prefix` promised: slots for all of it, or none (declined, to be
+        computed).
 
         Never None, by which SGLang would put off this request, and with it all that wait behind it.
         """
-        return self.tiers.promiser.commit(params.req, params.best_match_node)
+        return compat.loaded(self, *self.tiers.promiser.commit(params.req, params.best_match_node))
 
     @contextmanager
     def around_forward(self, batch: ScheduleBatch) -> Iterator[None]:
@@ -129,22 +130,11 @@ class ChunkRadixCache(ChunkTree):
         with self.tiers.around_forward(batch, is_ahead=is_ahead):
             yield
 
-    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
-        if self._is_audit(req):  # its slots stay its own, as in SGLang's cache without a tree
-            row = self.req_to_token_pool.req_to_token[
-                req.kv.req_pool_idx, : len(req.get_fill_ids())
-            ]
-            req.prefix_indices = row.to(dtype=torch.int64, copy=True)
-        else:
-            super().cache_unfinished_req(req, chunked=chunked)
-        if not chunked:
+    def checkpoint(self, req: Req, *, up_to: int) -> None:
+        if not self._is_audit(req):  # its slots stay its own, as in SGLang's cache without a tree
+            super().checkpoint(req, up_to=up_to)
+        if up_to >= len(req.origin_input_ids):
             self._report(req)
-
-    def insert_req(self, req: Req, *, up_to: int) -> None:
-        if not self._is_audit(req):
-            super().insert_req(req, up_to=up_to)
-        # a request that ends on its first token never gets to cache_unfinished_req
-        self._report(req)
 
     def reset(self) -> None:
         super().reset()
@@ -193,10 +183,10 @@ class ChunkRadixCache(ChunkTree):
         req: Req,
         token_ids: array[int],
         *,
-        chunked: bool = False,
         key_limit: int | None = None,
         split_prompt: bool = False,
-    ) -> tuple[Any, torch.Tensor, int]:
+        **stock: Any,
+    ) -> tuple[Any, Tensor, int]:
         """SGLang builds a plain key of the request here;
         ours is chunk-keyed, and ends at a whole chunk."""
         spans, known = self._spans_of(req), state(req)
@@ -207,22 +197,23 @@ class ChunkRadixCache(ChunkTree):
         self.clock += is_first
         if spans is None:
             return super()._insert_cache(  # type: ignore[no-any-return]
-                req, token_ids, chunked=chunked, key_limit=key_limit, split_prompt=split_prompt
+                req, token_ids, key_limit=key_limit, split_prompt=split_prompt, **stock
             )
         start = time.perf_counter()
-        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(token_ids)]
+        row: Tensor = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(token_ids)]
         owned = req.kv.cache_protected_len
         up_to = len(token_ids) if key_limit is None else min(len(token_ids), key_limit)
         key = key_of(req, token_ids, spans, max(up_to, owned), known.fused)
         borders = (len(req.origin_input_ids),) if split_prompt else ()
-        values = row[: len(key)].to(dtype=torch.int64, copy=True)
+        values = row[: len(key)].long().clone()
         matched, path = self.insert_segments(
-            key, values, spans.namespace, req.priority or 0, chunked, borders
+            key, values, spans.namespace, req.priority or 0, known.inserted_len, borders
         )
+        known.inserted_len = max(known.inserted_len, len(key))
         # A conversation's own later turns are no sign that others will ask for its chunks: counted,
         # they would keep finished conversations while the running ones' histories leave.
         self._mark(path, spans, counts_hits=is_first and not spans.is_later_turn)
-        if not chunked and not known.is_kept:
+        if len(token_ids) >= len(req.origin_input_ids) and not known.is_kept:
             # with the prompt; once more with the answer would store again what has just left
             known.is_kept = True
             self.tiers.promiser.keep(req, path)

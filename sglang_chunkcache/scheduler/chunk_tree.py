@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
-from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
+from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext import ChainId, ChunkId, Tier, fused_chunk, text_before
 from radix_ext.sources import ChunkCopies
 from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.scheduler import compat
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
@@ -45,7 +46,7 @@ MAX_UNREAD_EVENTS = 65_536
 About 150 bytes each."""
 
 
-class ChunkTree(RadixCache):  # type: ignore[misc]
+class ChunkTree(compat.Tree):  # type: ignore[misc]
     """CRAFT 4.1's GPU-local chunk-prefix tree."""
 
     def __init__(self, params: CacheInitParams, config: ChunkCacheConfig) -> None:
@@ -86,7 +87,9 @@ class ChunkTree(RadixCache):  # type: ignore[misc]
             if params.value is not None
             else torch.tensor(params.key.token_ids, dtype=torch.int64)
         )
-        matched, path = self.insert_segments(params.key, value, "", params.priority, params.chunked)
+        matched, path = self.insert_segments(
+            params.key, value, "", params.priority, compat.inserted_len(params)
+        )
         return InsertResult(
             prefix_len=matched, last_device_node=path[-1] if path else self.root_node
         )
@@ -97,7 +100,7 @@ class ChunkTree(RadixCache):  # type: ignore[misc]
         values: torch.Tensor,
         head: str,
         priority: int | None,
-        chunked: bool,
+        inserted_len: int,
         borders: tuple[int, ...] = (),
         *,
         are_filled: bool = True,
@@ -105,15 +108,17 @@ class ChunkTree(RadixCache):  # type: ignore[misc]
         """Insert `key`, one node per segment; returns (tokens already there, the last node of every
         segment).
 
-        `head` names the tokens before the first chunk. `are_filled` False: the slots of new nodes
-        are yet to be written, so they are no source for others.
+        `head` names the tokens before the first chunk. What ends within `inserted_len` counts no
+        hit. `are_filled` False: the slots of new nodes are yet to be written, so they are no source
+        for others.
         """
         node, matched, path = self.root_node, 0, []
         before: list[ChunkId] = []
         heads = iter(text_before(head, key.spans, key.token_ids))
         for start, end, chunk in key.segments(*borders):
-            found, node = self._insert_helper(
-                node, key[start:end], values[start:end], priority, chunked
+            segment, slots, is_hit = key[start:end], values[start:end], end > inserted_len
+            found, node = compat.add_segment(
+                self, node, segment, slots, priority or 0, is_hit=is_hit
             )
             if matched == start:
                 matched += found

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 
 from radix_ext.costs import Costs, Phase, Work, explores, extend_work
 from radix_ext.loading import loading_pays, num_fitting
+from sglang_chunkcache.scheduler import compat
 from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
 from sglang_chunkcache.scheduler.layer_loads import Clock, copied_ahead
 from sglang_chunkcache.scheduler.node import HostNode, facts, joined
@@ -75,7 +76,7 @@ class LoadBack:
         device. The new nodes are in the tree, unlocked, and their KV is there for whoever reads it
         by the pool's getters in the next forward."""
         tree, allocator = self._tree, self._tree.token_to_kv_pool_allocator
-        start, last = len(result.device_indices), result.last_device_node
+        start, last = compat.num_matched(result), result.last_device_node
         found = list(self._nodes.after(key, spans.area_len, start))
         if not found or not self._pays(start, start + _num_tokens(found)):
             return result
@@ -99,9 +100,9 @@ class LoadBack:
             allocator.free(device_slots)
             self._copy_failed(error)
             return result
-        row = torch.cat([result.device_indices, device_slots])
+        row = torch.cat([tree.path_device_indices(last), device_slots])
         _, path = tree.insert_segments(
-            key[: len(row)], row, spans.namespace, priority, True, are_filled=False
+            key[: len(row)], row, spans.namespace, priority, len(row), are_filled=False
         )
         parts = torch.split(sources, [len(slots) for _, slots in found])
         for node, part in zip(path[-len(found) :], parts, strict=True):
@@ -119,12 +120,7 @@ class LoadBack:
         self._nodes.loaded([host for host, _ in found])
         self._counts.loads += 1
         self._counts.loaded_tokens += num_tokens
-        return result._replace(
-            device_indices=row,
-            last_device_node=path[-1],
-            last_host_node=path[-1],
-            best_match_node=path[-1],
-        )
+        return compat.rematched(tree, result, path[-1])
 
     def num_loadable(self, key: ChunkKey, spans: RequestSpans, start: int) -> int:
         """Tokens that `load` would find behind `start`."""

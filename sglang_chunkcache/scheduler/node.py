@@ -80,6 +80,8 @@ class RequestState:
     fused: Fused | None = None
     """From where on its KV is approximate."""
     is_inserted: bool = False
+    inserted_len: int = 0
+    """Tokens that are in the tree: what it inserts anew is no hit."""
     is_asked_only: bool = False
     """Explained, not served: it uses nothing."""
     is_kept: bool = False

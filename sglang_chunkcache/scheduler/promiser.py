@@ -13,7 +13,6 @@ from sglang_chunkcache.wire.spans import RequestSpans
 from sglang_chunkcache.wire.state import CalibrationPrompt, Cleared
 
 if TYPE_CHECKING:
-    import torch
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.base_prefix_cache import MatchResult
     from sglang.srt.mem_cache.radix_cache import TreeNode
@@ -32,8 +31,9 @@ class Promiser:
         Idempotent: takes nothing."""
         return result
 
-    def commit(self, req: Req, node: TreeNode) -> tuple[torch.Tensor, TreeNode]:
-        """Slots for all that was promised, or an empty tensor: declined, to be computed."""
+    def commit(self, req: Req, node: TreeNode) -> tuple[int, TreeNode]:
+        """Take slots for all that was promised, behind this node. How many tokens, 0 if declined,
+        to be computed; and the node that they end at."""
         raise AssertionError("nothing was promised")
 
     def before(self, batch: ScheduleBatch) -> None:

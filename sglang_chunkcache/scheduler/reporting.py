@@ -12,6 +12,7 @@ from msgspec import structs
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_chunkcache.scheduler import compat
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache, key_of
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.report import Explanation, Fallback
@@ -79,7 +80,7 @@ def explain(cache: ChunkRadixCache, asked: ExplainRequest) -> Explanation:
     ids = req.origin_input_ids
     state(req).is_asked_only = True
     key = RadixKey(ids, req.extra_key, limit=max(0, len(ids) - 1), cache_salt=req.cache_salt)
-    exact = len(cache.match_prefix(MatchPrefixParams(key=key, req=req)).device_indices)
+    exact = compat.num_matched(cache.match_prefix(MatchPrefixParams(key=key, req=req)))
     loaded, spans = state(req).loaded, state(req).spans
     found = cache.tiers.promiser.explain(req) or Explanation(exact, 0, exact)
     found = structs.replace(found, loaded=loaded)

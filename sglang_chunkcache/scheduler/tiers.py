@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from sglang_chunkcache.scheduler import compat
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.node import HostNode, RequestState, state
@@ -88,7 +89,7 @@ class Tiers:
     ) -> MatchResult:
         """An exact match of a request that could be admitted, with what else it finds. It may have
         to wait: then `waits` of its state is set, and nothing is added."""
-        known, start = state(req), len(result.device_indices)
+        known, start = state(req), compat.num_matched(result)
         known.waits = not known.is_asked_only and self._awaits(known, start)
         if known.waits:
             return result
@@ -97,7 +98,7 @@ class Tiers:
             known.loaded = self.host.load_back.num_loadable(key, spans, start)
         else:
             result = self.host.load_back.load(key, spans, result, req.priority or 0)
-            known.loaded = max(known.loaded, len(result.device_indices) - start)
+            known.loaded = max(known.loaded, compat.num_matched(result) - start)
         if spans.fusion is not None:
             result = self.promiser.match(req, key, spans, result)
         return result

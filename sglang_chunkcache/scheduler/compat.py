@@ -1,0 +1,106 @@
+"""What SGLang's releases name differently, of the prefix cache. The rest of the package speaks the
+newest release's language; here 0.5.21 is translated into it. No other file knows releases apart,
+and this one asks for features, never for a version.
+
+    0.5.21                                   from 0.5.22 on
+    cache_unfinished_req, insert_req         checkpoint
+    MatchResult.device_indices: slots        device_prefix_len, path_device_indices(node)
+    init_load_back gives slots               their number
+    InsertParams.chunked: nothing is a hit   inserted_len: what is inserted already is none
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchResult
+from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.managers.schedule_batch import Req
+
+KNOWS_SLOTS = "device_indices" in MatchResult._fields
+"""Whether a match names its slots, and a request keeps them."""
+COUNTS_BY_PIECE = hasattr(InsertParams, "chunked")
+"""Whether a request's nodes count a hit or none, not those alone that it had not inserted yet."""
+
+
+class Tree21(RadixCache):  # type: ignore[misc]
+    """0.5.21's, called by the names of later releases."""
+
+    _as_called: Callable[[], None]
+
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
+        self._as_called = partial(super().cache_unfinished_req, req, chunked=chunked)
+        up_to = len(req.get_fill_ids())
+        self.checkpoint(req, up_to=up_to)
+        if len(req.prefix_indices) < up_to:  # the tree took nothing: the next piece goes on here
+            row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :up_to]
+            req.prefix_indices = row.to(dtype=torch.int64, copy=True)
+
+    def insert_req(self, req: Req, *, up_to: int) -> None:
+        self._as_called = partial(super().insert_req, req, up_to=up_to)
+        self.checkpoint(req, up_to=up_to)
+
+    def checkpoint(self, req: Req, *, up_to: int) -> None:
+        """Insert the request's KV up to here; as often as it is called, and once at its end."""
+        self._as_called()
+
+    def path_device_indices(self, node: TreeNode) -> torch.Tensor:
+        """The slots from the root down to the node."""
+        values = []
+        while node is not self.root_node:
+            values.append(node.value)
+            node = node.parent
+        empty = torch.empty((0,), dtype=torch.int64, device=self.device)
+        return torch.cat(values[::-1]) if values else empty
+
+
+Tree: type[Any] = RadixCache if hasattr(RadixCache, "checkpoint") else Tree21
+
+
+def add_segment(
+    tree: Any, node: TreeNode, key: Any, values: torch.Tensor, priority: int, *, is_hit: bool
+) -> tuple[int, TreeNode]:
+    """SGLang's `_insert_helper`, with a hit for every node or for none."""
+    counted: bool | int = not is_hit if COUNTS_BY_PIECE else (0 if is_hit else len(key))
+    return tree._insert_helper(node, key, values, priority, counted)  # type: ignore[no-any-return]
+
+
+def inserted_len(params: InsertParams) -> int:
+    """How much of the key counts no hit."""
+    if COUNTS_BY_PIECE:
+        return len(params.key) if params.chunked else 0
+    return int(params.inserted_len)
+
+
+def num_matched(result: MatchResult) -> int:
+    """Tokens that are in the tree."""
+    return len(result.device_indices) if KNOWS_SLOTS else int(result.device_prefix_len)
+
+
+def rematched(
+    tree: Any, result: MatchResult, node: TreeNode, *, host_hit_length: int = 0
+) -> MatchResult:
+    """The match, ending at another node."""
+    slots = tree.path_device_indices(node)
+    found = {"device_indices": slots} if KNOWS_SLOTS else {"device_prefix_len": len(slots)}
+    return result._replace(
+        **found,
+        last_device_node=node,
+        last_host_node=node,
+        best_match_node=node,
+        host_hit_length=host_hit_length,
+    )
+
+
+def loaded(tree: Any, num_tokens: int, node: TreeNode) -> tuple[Any, TreeNode]:
+    """What `init_load_back` gives: these are the last tokens of the path to the node."""
+    if not KNOWS_SLOTS:
+        return num_tokens, node
+    slots = tree.path_device_indices(node)
+    return slots[len(slots) - num_tokens :], node
