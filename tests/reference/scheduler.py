@@ -22,7 +22,6 @@ from unittest import mock
 import torch
 from msgspec import structs
 from sglang.srt.managers.schedule_batch import ReqKvInfo
-from sglang.srt.managers.schedule_policy import match_prefix_for_req
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
@@ -31,7 +30,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     zero_match_result,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -50,6 +48,7 @@ from sglang_chunkcache.wire.events import NOTHING_READ, Acknowledgement
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer
 from sglang_chunkcache.wire.spans import RequestSpans, pack
+from tests.kit import releases
 from tests.reference.memory_host import FixedCosts, MemoryHost
 
 SECRET = "s3cret"
@@ -99,7 +98,8 @@ class FakeReq:
         self.last_node: Any = None
         self.best_match_node: Any = None
         self.host_hit_length = 0
-        self.prefix_indices = torch.empty((0,), dtype=torch.int64)
+        releases.drop_prefix(self)
+        self.lock: Any = None
         self.skip_radix_cache_insert = False
         self.customized_info: dict[str, list[Any]] | None = None
         self.filled = 0
@@ -110,6 +110,16 @@ class FakeReq:
 
     def _compute_max_prefix_len(self, input_len: int) -> int:
         return max(0, input_len - 1)
+
+    full_untruncated_fill_ids = all_ids
+
+    @property
+    def extend_end(self) -> int:
+        return self.filled
+
+    def refresh_fill_ids(self) -> None: ...
+    def finished(self) -> bool:
+        return False
 
     def get_fill_ids(self) -> array[int]:
         return self.all_ids[: self.filled]
@@ -191,9 +201,10 @@ class Scheduler:
 
     def queue(self, req: FakeReq) -> None:
         """As `SchedulePolicy` finds a waiting request's place."""
-        match_prefix_for_req(self.cache, req, include_req=True)
+        releases.match_in_queue(self.cache, req)
         if self.force_miss:
-            req.prefix_indices, req.host_hit_length = req.prefix_indices[:0], 0
+            releases.drop_prefix(req)
+            req.host_hit_length = 0
 
     def match(self, req: FakeReq) -> int:
         """As `Req.init_next_round_input`; returns the matched length."""
@@ -202,10 +213,11 @@ class Scheduler:
         result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
         if self.force_miss:
             result = zero_match_result(self.cache, result)
-        req.prefix_indices, req.last_node = result.device_indices, result.last_device_node
+        releases.take(req, result)
+        req.last_node = result.last_device_node
         req.best_match_node, req.host_hit_length = result.best_match_node, result.host_hit_length
-        req.kv.cache_protected_len = len(req.prefix_indices)
-        return len(req.prefix_indices)
+        req.kv.cache_protected_len = releases.found(req)
+        return releases.found(req)
 
     def admit(self, req: FakeReq, num_tokens: int) -> int | None:
         """A batch of its own: `add` and compute the first piece."""
@@ -231,10 +243,10 @@ class Scheduler:
             if end is None:
                 req.kv.cache_protected_len = 0
                 return None
-            self.cache.inc_lock_ref(req.last_node)
+            releases.lock(self.cache, req)
         finally:
             self.cache.dec_lock_ref(node)
-        matched = len(req.prefix_indices)
+        matched = releases.found(req)
         req.filled = req.kv.kv_committed_len = req.kv.kv_allocated_len = matched
         self.batch.append((req, end))
         return matched
@@ -257,7 +269,7 @@ class Scheduler:
             if req.kv.req_pool_idx is None:
                 (req.kv.req_pool_idx,) = self.rows.alloc_rows(1)
                 row = (req.kv.req_pool_idx, slice(0, req.filled))
-                self.rows.write(row, req.prefix_indices.to(torch.int32))
+                self.rows.write(row, releases.prefix_slots(self.cache, req).to(torch.int32))
             self._allocate(req, end)
         if batch:
             with self._around(ForwardMode.EXTEND, batch):
@@ -269,7 +281,7 @@ class Scheduler:
 
     def stash(self, req: FakeReq) -> None:
         """Between two pieces: what is computed goes into the tree, whole chunks only."""
-        self.cache.cache_unfinished_req(req, chunked=True)
+        releases.checkpoint(self.cache, req, is_middle=True)
 
     def prefill(self, req: FakeReq, num_tokens: int) -> bool:
         """The next piece, at most `num_tokens`, after a `stash`. False if slots are short."""
@@ -284,7 +296,7 @@ class Scheduler:
     def sample(self, req: FakeReq, token: int) -> None:
         """The prompt is computed: its first token is out and the prompt goes into the tree."""
         req.output_ids.append(token)
-        self.cache.cache_unfinished_req(req)
+        releases.checkpoint(self.cache, req, is_middle=False)
 
     def decode(self, req: FakeReq, token: int) -> bool:
         """One more token."""
@@ -297,7 +309,7 @@ class Scheduler:
     def release(self, req: FakeReq, *, is_insert: bool) -> None:
         """The request ends, is aborted or retracted: SGLang's own `release_kv_cache`."""
         with without_server_args():
-            release_kv_cache(req, self.cache, is_insert=is_insert)
+            releases.release(self.cache, req, is_insert=is_insert)
         req.last_node = None
         req.filled = req.kv.kv_committed_len = req.kv.cache_protected_len = 0
 
@@ -353,17 +365,16 @@ class Scheduler:
             InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req)
         )
         assert loaded is not None, "SGLang would end admission for all"
-        indices, req.last_node = loaded
-        assert len(indices) in (0, req.host_hit_length), "SGLang dies of a promise kept in part"
-        if not len(indices):
+        num_loaded = releases.take_loaded(req, loaded)
+        assert num_loaded in (0, req.host_hit_length), "SGLang dies of a promise kept in part"
+        if not num_loaded:
             end = self._piece_end(req, 0, num_tokens)
-        req.prefix_indices = torch.cat([req.prefix_indices, indices])
-        req.kv.cache_protected_len = len(req.prefix_indices)
+        req.kv.cache_protected_len = releases.found(req)
         return end
 
     def _piece_end(self, req: FakeReq, promised: int, num_tokens: int) -> int | None:
         """None where the budget or the free slots do not allow for it."""
-        start = len(req.prefix_indices) + promised
+        start = releases.found(req) + promised
         end = min(len(req.all_ids), start + num_tokens) if self.is_chunked else len(req.all_ids)
         if self.prefill_budget is not None:
             left = self.prefill_budget - self._num_planned()

@@ -16,6 +16,7 @@ from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.scheduler.node import facts
 from sglang_chunkcache.wire.report import Fallback
 from tests import models
+from tests.kit import releases
 from tests.kit.fused import report
 from tests.kit.requests import rag
 from tests.reference.model_scheduler import ModelScheduler
@@ -96,7 +97,9 @@ def test_request_that_a_full_pass_leaves_out_is_a_prefill(make: Make) -> None:
 def cached_kv(scheduler: ModelScheduler, req: FakeReq, num_tokens: int) -> Tensor:
     """What the tree holds of this prompt."""
     assert scheduler.match(req) >= num_tokens
-    return torch.stack(models.kv_of(scheduler._runner, req.prefix_indices[:num_tokens]))
+    return torch.stack(
+        models.kv_of(scheduler._runner, releases.prefix_slots(scheduler.cache, req)[:num_tokens])
+    )
 
 
 def outward_of(scheduler: ModelScheduler, chunk: list[int]) -> list[Tensor]:

@@ -17,6 +17,7 @@ from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.state import Asked, Cleared
+from tests.kit import releases
 from tests.kit.fused import Rank, report, sources, wheres
 from tests.kit.requests import HEAD, OTHER_HEAD, QUESTION, A, B, C, D, E, ahead, asks, fused, rag
 from tests.reference.scheduler import FakeReq, answer_of
@@ -104,13 +105,13 @@ def test_queue_is_ordered_by_what_is_exact(monkeypatch: pytest.MonkeyPatch) -> N
     waiting = [fused(B, A), fused(B, C), fused(A, C), rag(A, C)]
     for req in waiting * 3:
         rank.queue(req)
-    assert [len(req.prefix_indices) for req in waiting] == [2, 2, 6, 6]
+    assert [releases.found(req) for req in waiting] == [2, 2, 6, 6]
     assert not any(req.host_hit_length for req in waiting)
     assert not plan.called
     req = waiting[0]
     assert (rank.match(req), req.host_hit_length, plan.call_count) == (5, 4, 1)
     rank.queue(req)  # it was not admitted, and nothing is promised to it any more
-    assert (len(req.prefix_indices), req.host_hit_length, state(req).fused) == (2, 0, None)
+    assert (releases.found(req), req.host_hit_length, state(req).fused) == (2, 0, None)
     assert rank.serve(req) == 9
 
 

@@ -24,6 +24,7 @@ from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import facts
 from sglang_chunkcache.scheduler.reporting import rank_state
 from tests.examples import examples
+from tests.kit import releases
 from tests.reference.chains import chain_of
 from tests.reference.fused_scheduler import ROOMY, FusedScheduler
 from tests.reference.scheduler import FakeReq, answer_of, config, marked, walk
@@ -202,7 +203,7 @@ class FuserMachine(RuleBasedStateMachine):
             return
         live = ready[which % len(ready)]
         live.sampled = True
-        if is_last:  # ends on its first token: SGLang never calls cache_unfinished_req for it
+        if is_last:  # ends on its first token: SGLang inserts it once, at its release
             live.req.output_ids.append(token)
             self._release(live, is_insert=True)
         else:
@@ -350,11 +351,11 @@ class FuserMachine(RuleBasedStateMachine):
         """Whether SGLang alone would have admitted it:
         its first piece after what is matched, in what is free or idle."""
         self.scheduler.match(req)
-        need = len(req.all_ids) - len(req.prefix_indices)
+        need = len(req.all_ids) - releases.found(req)
         if self.scheduler.is_chunked:
             need = min(need, req.host_hit_length + piece)
         idle = self.scheduler.allocator.available_size() + self.scheduler.cache.evictable_size()
-        return bool(need + len(req.prefix_indices) <= idle)
+        return bool(need + releases.found(req) <= idle)
 
     def _release(self, live: Live, *, is_insert: bool) -> None:
         self.live.remove(live)

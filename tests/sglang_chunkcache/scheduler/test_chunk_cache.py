@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from radix_ext import ChunkId, IntegrityError, Span, chunk_id
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
+from sglang_chunkcache.scheduler.compat import num_matched
 from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.wire.events import (
     NOTHING_READ,
@@ -72,7 +73,7 @@ def test_match_without_req_is_plain(scheduler: Scheduler) -> None:
     """Callers that pass no request get SGLang's own matching."""
     scheduler.serve(rag(C1))
     key = RadixKey(array("q", [*HEAD, *C1]))
-    assert len(scheduler.cache.match_prefix(MatchPrefixParams(key=key)).device_indices) == 0
+    assert num_matched(scheduler.cache.match_prefix(MatchPrefixParams(key=key))) == 0
 
 
 def test_match_honours_the_key_limit(scheduler: Scheduler) -> None:
@@ -80,7 +81,7 @@ def test_match_honours_the_key_limit(scheduler: Scheduler) -> None:
     scheduler.serve(rag(C1, C2))
     req, match = rag(C1, C2), scheduler.cache.match_prefix
     keys = [RadixKey(req.origin_input_ids, limit=limit) for limit in (1, 5, 6, 8, 9, 10)]
-    found = [len(match(MatchPrefixParams(key=key, req=req)).device_indices) for key in keys]
+    found = [num_matched(match(MatchPrefixParams(key=key, req=req))) for key in keys]
     assert found == [1, 2, 6, 6, 9, 10]
 
 
@@ -91,7 +92,8 @@ def test_insert_of_chunk_key_without_slots_uses_token_ids() -> None:
     key = ChunkKey.cut(ids, (Span(2, 6, chunk_id(C1)),), len(ids))
     assert cache.insert(InsertParams(key=key)).prefix_len == 0
     assert cache.insert(InsertParams(key=key)).prefix_len == 6
-    assert cache.match_prefix(MatchPrefixParams(key=key)).device_indices.tolist() == [*HEAD, *C1]
+    node = cache.match_prefix(MatchPrefixParams(key=key)).last_device_node
+    assert cache.path_device_indices(node).tolist() == [*HEAD, *C1]
 
 
 # Slots
@@ -147,8 +149,8 @@ def test_answer_entry_comes_once_with_the_first_token(scheduler: Scheduler) -> N
 
 @pytest.mark.parametrize("answer", [[], [50, 51, 52]], ids=len)
 def test_answer_names_what_entered(scheduler: Scheduler, answer: list[int]) -> None:
-    """Also that of a request which ends on its first token, and never reaches
-    cache_unfinished_req."""
+    """Also that of a request which ends on its first token, and is only inserted
+    at its end."""
     req = rag(C1)
     scheduler.serve(req, answer=answer)
     assert batch_of(req).events == (Inserted(chunk_id(C1), 4, None, "n", False),)

@@ -166,7 +166,7 @@ class CacheMachine(RuleBasedStateMachine):
     def sample(self, which: int, token: int, is_last: bool) -> None:
         ready = [live for live in self.live if self._is_computed(live) and not live.sampled]
         live = ready[which % len(ready)]
-        if is_last:  # ends on its first token: SGLang never calls cache_unfinished_req for it
+        if is_last:  # ends on its first token: SGLang inserts it once, at its release
             live.req.output_ids.append(token)
             self._release(live, is_insert=True)
             return
@@ -302,7 +302,7 @@ class CacheMachine(RuleBasedStateMachine):
             matched = self.scheduler.admit(live.req, piece)
         if matched is not None:
             assert matched == num_tokens(live.locked)
-            assert live.req.prefix_indices.tolist() == self.model.slots_of(live.locked)
+            assert self.scheduler.slots(live.req, 0, matched) == self.model.slots_of(live.locked)
             self.live.append(live)
 
     def _is_computed(self, live: Live) -> bool:
