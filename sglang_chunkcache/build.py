@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_chunkcache import compat
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.host_chains import HostChains
@@ -40,7 +41,7 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
         pricing,
         create_index(config, max(1, pool.num_slots * pool.token_bytes)),
         keeps=keeps,
-        num_ranks=runner.tp_group.world_size,
+        num_ranks=compat.parallel(runner, "tp_group").world_size,
         metrics=HostMetrics() if is_shown else None,
     )
     promiser = None

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_chunkcache import compat
 from sglang_chunkcache.attention.base import PassSequence, SparseRequest
 from sglang_chunkcache.attention.lse import log_sum_exp
 from sglang_chunkcache.attention.masked import Observer, SequenceAttention, StopPass
@@ -321,7 +322,7 @@ class _DeviationObserver(Observer):
 class _ScoreObserver(Observer):
     def __init__(self, runner: Any, chunks: Sequence[ScoreProbe]) -> None:
         self._last_layer = runner.token_to_kv_pool.layer_num - 1
-        self._num_ranks = runner.tp_group.world_size
+        self._num_ranks = compat.parallel(runner, "tp_group").world_size
         self._chunks = chunks
         # The head, and text between chunks.
         rest = [_owners(c.prefix, c.start).sum(1) == 0 for c in chunks]
@@ -385,7 +386,7 @@ def _sum_over_ranks(runner: Any, sums: list[Tensor], device: torch.device | str)
     """The tensors added over the tensor-parallel ranks, equal to the last bit on all of them;
     views of one tensor on `device`."""
     flat = torch.cat([part.flatten() for part in sums])
-    group = runner.tp_group
+    group = compat.parallel(runner, "tp_group")
     if group.world_size > 1:
         # An all-reduce may round differently on different ranks, and a tie broken differently stops
         # the server.

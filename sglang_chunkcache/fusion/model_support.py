@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang_chunkcache import compat
 from sglang_chunkcache.fusion.relocate import DTYPES, ROTARY_CLASSES
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 
@@ -68,16 +69,15 @@ def _flags(args: Any) -> Iterator[str]:
 def _runner(runner: Any) -> Iterator[str]:
     """What SGLang has made of flags and model."""
     config = runner.model_config
-    for name, size in (
-        ("page size", runner.page_size),
-        ("tensor parallel size", runner.tp_size),
-        ("pipeline parallel size", runner.pp_size),
-        ("attention data parallel size", runner.attn_dp_size),
-        ("attention context parallel size", runner.attn_cp_size),
-        ("decode context parallel size", runner.attn_dcp_size),
-    ):
-        if size > 1:
-            yield f"{name} {size}, not 1"
+    sizes = {
+        "page size": runner.page_size,
+        "tensor parallel size": compat.parallel(runner, "tp_size"),
+        "pipeline parallel size": compat.parallel(runner, "pp_size"),
+        "attention data parallel size": compat.parallel(runner, "attn_dp_size"),
+        "attention context parallel size": compat.parallel(runner, "attn_cp_size"),
+        "decode context parallel size": compat.parallel(runner, "attn_dcp_size"),
+    }
+    yield from (f"{name} {size}, not 1" for name, size in sizes.items() if size > 1)
     checks = {
         "speculative decoding": not runner.spec_algorithm.is_none(),
         "LoRA": runner.lora_manager is not None,

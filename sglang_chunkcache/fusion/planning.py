@@ -16,9 +16,9 @@ from radix_ext.costs import explores
 from radix_ext.exact_growth import exact_gaps
 from radix_ext.moved_plan import Limits, ReusePlan, make_plan
 from radix_ext.sources import ChunkSources
+from sglang_chunkcache import compat
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.outcome import outcome_of
-from sglang_chunkcache.scheduler import compat
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.node import ChunkIdentity, state
 from sglang_chunkcache.wire.report import Fallback

@@ -39,8 +39,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext import IntegrityError
+from sglang_chunkcache import compat
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.scheduler import compat
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree, area_of
 from sglang_chunkcache.scheduler.node import facts, state

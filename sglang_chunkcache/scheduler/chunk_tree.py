@@ -29,8 +29,8 @@ from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext import ChainId, ChunkId, Tier, fused_chunk, text_before
 from radix_ext.sources import ChunkCopies
+from sglang_chunkcache import compat
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.scheduler import compat
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger

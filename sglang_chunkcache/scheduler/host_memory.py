@@ -8,6 +8,8 @@ import torch
 from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 from sglang.srt.mem_cache.pool_host.base import HICACHE_HOST_MEMORY_RESERVE_BYTES, ranks_per_host
 
+from sglang_chunkcache import compat
+
 
 class Use(NamedTuple):
     """One use of host memory: how much it wants, and how much it gets at most."""
@@ -43,7 +45,8 @@ def machine_bytes(use: Use, ctx: Any, *, taken: int = 0) -> int:
         ctx: SGLang's TreeCacheBuildContext.
         taken: bytes of each rank that are spoken for.
     """
-    allocator, group = ctx.params.token_to_kv_pool_allocator, ctx.tp_worker.model_runner.tp_group
+    allocator = ctx.params.token_to_kv_pool_allocator
+    group = compat.parallel(ctx.tp_worker.model_runner, "tp_group")
     num_ranks = ranks_per_host() * ctx.server_args.dp_size
     found = default_bytes(
         use,

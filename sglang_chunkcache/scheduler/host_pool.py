@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.model_executor.cuda_graph_config import Backend, check_cuda_graph_backend
 from sglang.srt.model_executor.cuda_graph_config import Phase as GraphPhase
 from torch import Tensor
 
 from radix_ext.costs import Phase, Work
+from sglang_chunkcache import compat
 from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
 from sglang_chunkcache.scheduler.host_memory import (
@@ -54,14 +54,8 @@ class HostPool:
             device_pool,
             torch.device(device_pool.device).type == "cuda",
         )
-        self._pool = MHATokenToKVPoolHost(
-            device_pool,
-            0.0,
-            num_bytes / 1e9,
-            1,
-            "layer_first",
-            pin_memory=self._is_cuda,
-            pool_label="chunk cache",
+        self._pool = compat.create_host_pool(
+            device_pool, num_bytes, pin_memory=self._is_cuda, label="chunk cache"
         )
         self.token_bytes: int = self._pool.size_per_token
         self.num_slots: int = self._pool.size
@@ -182,7 +176,7 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
         return None
     device_pool, group = (
         ctx.params.token_to_kv_pool_allocator.get_kvcache(),
-        ctx.tp_worker.model_runner.tp_group,
+        compat.parallel(ctx.tp_worker.model_runner, "tp_group"),
     )
     pool, problem = None, refusal(device_pool, ctx.server_args)
     try:

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 
 from radix_ext.costs import Costs, Phase, Work, explores, extend_work
 from radix_ext.loading import loading_pays, num_fitting
-from sglang_chunkcache.scheduler import compat
+from sglang_chunkcache import compat
 from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
 from sglang_chunkcache.scheduler.layer_loads import Clock, copied_ahead
 from sglang_chunkcache.scheduler.node import HostNode, facts, joined

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from radix_ext.costs import NOMINAL, CostModel, Costs, Line, Phase, Work, extend_work, spread
+from sglang_chunkcache import compat
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -85,7 +86,8 @@ class Pricing:
         self.costs: Costs | None = None
         self.agreed: Costs = NOMINAL
         """As at the last refresh, whether plans go by them or not."""
-        self._group, self._is_cuda = runner.tp_group, torch.device(runner.device).type == "cuda"
+        self._group = compat.parallel(runner, "tp_group")
+        self._is_cuda = torch.device(runner.device).type == "cuda"
         self._running: deque[Timer] = deque()
         self._open: list[Timer] = []
         self._num_prefills = 0

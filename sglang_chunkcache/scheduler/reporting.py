@@ -12,7 +12,7 @@ from msgspec import structs
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_chunkcache.scheduler import compat
+from sglang_chunkcache import compat
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache, key_of
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.report import Explanation, Fallback

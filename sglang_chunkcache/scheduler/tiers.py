@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sglang_chunkcache.scheduler import compat
+from sglang_chunkcache import compat
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.node import HostNode, RequestState, state

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from radix_ext.loading import WaitPolicy
 from radix_ext.variant_index import VariantIndex
+from sglang_chunkcache import compat
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.storage.backend import Backend, create_backend, folder_of, room_in
 from sglang_chunkcache.storage.entry import DTYPES, Layout
@@ -72,7 +73,7 @@ def create_storage(ctx: Any, config: ChunkCacheConfig) -> Storage | None:
     layout = Layout(len(pool.k_buffer), num_heads, key_dim, pool.v_buffer[0].shape[-1], dtype)
     # Loaded KV goes on to the device: from pageable memory that makes the host wait.
     empty = partial(torch.empty, pin_memory=torch.device(runner.device).type == "cuda")
-    ranks = Ranks(runner.tp_group) if args.tp_size > 1 else None
+    ranks = Ranks(compat.parallel(runner, "tp_group")) if args.tp_size > 1 else None
     rank = f"rank{get_parallel().dp_rank or 0}{ranks.shard if ranks else ''}"
     try:
         opened = open_storage(

@@ -1,5 +1,5 @@
 """What SGLang's scheduler does with a request and the cache, in this release's words: as in
-scheduler/compat.py, which the package asks, by features and in one place."""
+compat.py, which the package asks, by features and in one place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang.srt.managers import schedule_policy
 from sglang.srt.mem_cache import common
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
-from sglang_chunkcache.scheduler.compat import KNOWS_SLOTS, num_matched
+from sglang_chunkcache.compat import KNOWS_SLOTS, num_matched
 
 HAS_CHECKPOINT = hasattr(common, "checkpoint_kv_cache")
 

@@ -18,9 +18,9 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from radix_ext import ChunkId, IntegrityError, Span, chunk_id
+from sglang_chunkcache.compat import num_matched
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
-from sglang_chunkcache.scheduler.compat import num_matched
 from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.wire.events import (
     NOTHING_READ,

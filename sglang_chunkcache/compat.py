@@ -1,12 +1,16 @@
-"""What SGLang's releases name differently, of the prefix cache. The rest of the package speaks the
-newest release's language; here 0.5.21 is translated into it. No other file knows releases apart,
-and this one asks for features, never for a version.
+"""What SGLang's releases name differently. The rest of the package speaks the newest release's
+language; here older ones are translated into it. No other file knows releases apart, and this one
+asks for features, never for a version.
 
     0.5.21                                   from 0.5.22 on
     cache_unfinished_req, insert_req         checkpoint
     MatchResult.device_indices: slots        device_prefix_len, path_device_indices(node)
     init_load_back gives slots               their number
     InsertParams.chunked: nothing is a hit   inserted_len: what is inserted already is none
+    model runner: tp_group, tp_size ...      get_parallel(): the same names
+
+    until 0.5.22                             from 0.5.23 on
+    MHATokenToKVPoolHost of a device pool    of the pool's description of itself
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchResult
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
+from sglang.srt.runtime_context import get_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,3 +110,27 @@ def loaded(tree: Any, num_tokens: int, node: TreeNode) -> tuple[Any, TreeNode]:
         return num_tokens, node
     slots = tree.path_device_indices(node)
     return slots[len(slots) - num_tokens :], node
+
+
+def parallel(runner: Any, name: str) -> Any:
+    """How this process shares the model with others: `tp_group`, `tp_size` and the like."""
+    return getattr(runner if hasattr(runner, name) else get_parallel(), name)
+
+
+def create_host_pool(device_pool: Any, num_bytes: int, *, pin_memory: bool, label: str) -> Any:
+    """HiCache's host pool, a token a page."""
+    of, more = device_pool, {}
+    if hasattr(device_pool, "get_device_pool_infos"):
+        of = device_pool.get_device_pool_infos()[0].buffer_info
+        more = {name: getattr(device_pool, name) for name in ("start_layer", "end_layer")}
+        more["device_capacity_tokens"] = device_pool.size
+    return MHATokenToKVPoolHost(
+        of,
+        0.0,
+        num_bytes / 1e9,
+        1,
+        "layer_first",
+        pin_memory=pin_memory,
+        pool_label=label,
+        **more,
+    )
