@@ -131,8 +131,7 @@ def test_source_that_has_left_is_computed() -> None:
     req = fused(C, B)
     rank.match(req)
     rank.fuser.store.clear()
-    empty, _ = rank.cache.tiers.promiser.commit(req, req.best_match_node)
-    assert len(empty) == 0
+    assert rank.cache.tiers.promiser.commit(req, req.best_match_node)[0] == 0
     assert state(req).promise.declined == ["source_gone"]
 
 

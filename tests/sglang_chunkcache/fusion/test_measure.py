@@ -327,7 +327,7 @@ def test_ranks_add_up_their_heads(runner: Any, monkeypatch: pytest.MonkeyPatch) 
         return tensor
 
     group = SimpleNamespace(world_size=2, all_reduce=lambda tensor: 2 * tensor, broadcast=broadcast)
-    monkeypatch.setattr(runner, "tp_group", group)
+    monkeypatch.setattr(runner, "tp_group", group, raising=False)  # a release's runner has none
     *together, scored = measured()
     for two, one in zip(together, alone, strict=True):
         torch.testing.assert_close(two, 2 * one)

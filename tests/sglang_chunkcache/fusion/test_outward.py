@@ -77,6 +77,7 @@ def make_req(row: int, chunks: Sequence[tuple[int, int]] | None, *, is_audit: bo
     return req
 
 
+@torch.no_grad()
 def extend(runner: Any, watch: OutwardWatch, pieces: Sequence[tuple[Any, Any, int, int]]) -> None:
     """One forward over (request, all its token ids, start, end)."""
     reqs = [req for req, *_ in pieces]
