@@ -35,6 +35,9 @@ class CpuNativePlatform(CpuSRTPlatform):  # type: ignore[misc]
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
+    def get_kv_pool_cls(self, *, kind: str) -> None:
+        """SGLang's own, which need no kernels. 0.5.21 asks the method below instead."""
+
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 

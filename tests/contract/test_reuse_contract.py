@@ -18,7 +18,7 @@ import torch
 from sglang.srt.layers import radix_attention
 from sglang.srt.managers.io_struct import GetInternalStateReq
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.managers.schedule_policy import PrefillAdder, SchedulePolicy, match_prefix_for_req
+from sglang.srt.managers.schedule_policy import PrefillAdder, SchedulePolicy
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
@@ -40,6 +40,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from radix_ext import FusionRequest
 from sglang_chunkcache import hooks
+from tests.kit import releases
 from tests.kit.contract import fields, has_in_order, other_signatures, source
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import FakeReq, config, marked, packed
@@ -54,15 +55,19 @@ def test_only_an_admission_limits_the_key() -> None:
     req = Req("rid", "", array("q", ids), params)
 
     def found() -> tuple[int, int]:
-        return len(req.prefix_indices), req.host_hit_length
+        return releases.found(req), req.host_hit_length
 
     for policy in ("lpm", "dfs-weight", "hrrn"):
         SchedulePolicy(policy, scheduler.cache, False, False, False).calc_priority([req])
         assert found() == (1, 0)
     req.init_next_round_input(scheduler.cache)
     assert found() == (1, 5)
-    match_prefix_for_req(scheduler.cache, req, include_req=True)
+    releases.match_in_queue(scheduler.cache, req)
     assert found() == (1, 0)
+
+
+LOADED = releases.since_checkpoint("req.host_loaded_length", "new_indices")
+OWNED = releases.since_checkpoint("load_back_is_cache_owned(): ", "")
 
 
 def test_promise_is_kept_in_full_or_not_at_all() -> None:
@@ -72,9 +77,9 @@ def test_promise_is_kept_in_full_or_not_at_all() -> None:
         "with self._lock_node(req.last_node)",
         "self.tree_cache.init_load_back(",
         "if loaded is None: return AddReqResult.OTHER",
-        "new_indices, req.last_node = loaded",
+        f"{LOADED}, req.last_node = loaded",
         "if 0 < req.host_loaded_length < promised_host_hit: raise RuntimeError(",
-        "req.kv.cache_protected_len = len(req.prefix_indices)",
+        f"{OWNED}req.kv.cache_protected_len = ",
     )
 
 
@@ -135,7 +140,13 @@ def test_methods_take(owner: Any, signatures: str) -> None:
         (Req.needs_host_load_back, ["self.host_hit_length > 0"]),
         # plans are stored on the request, and a request between two prefill pieces is not matched
         # again, or its plan would be lost
-        (Req.init_next_round_input, ["if tree_cache is not None:", "req=self,"]),
+        (
+            Req.init_next_round_input,
+            [
+                "if tree_cache is not None:",
+                releases.since_checkpoint("match_kv_cache( self,", "req=self,"),
+            ],
+        ),
         (Scheduler._get_new_batch_prefill_raw, ["self.chunked_req.init_next_round_input()"]),
         # the hook around it sees the batch before it is laid out
         (TpModelWorker.forward_batch_generation, ["ForwardBatch.init_new("]),
@@ -146,8 +157,8 @@ def test_methods_take(owner: Any, signatures: str) -> None:
             TokenizerControlMixin.get_internal_state,
             ["self.get_internal_state_communicator(req)"],
         ),
-        # a flush resets the tree, also after a weight update, before its version is recorded: so
-        # chunk KV of old weights goes by a fingerprint
+        # a flush resets the tree, also after a weight update, in 0.5.21 before its version is
+        # recorded: so chunk KV of old weights goes by a fingerprint
         (Scheduler.flush_cache, ["self.tree_cache.reset()"]),
         (
             SchedulerWeightUpdaterManager.flush_cache_after_weight_update,
@@ -155,7 +166,7 @@ def test_methods_take(owner: Any, signatures: str) -> None:
         ),
         (
             SchedulerWeightUpdaterManager.update_weights_from_disk,
-            ["self.flush_cache_after_weight_update(", "record_weight_version_after_update("],
+            ["self.flush_cache_after_weight_update("],
         ),
         # every request passes it on its way into the queue
         (Scheduler._add_request_to_queue, ["self.waiting_queue.append(req)"]),
@@ -210,7 +221,8 @@ def test_getters_wait_for_their_layer() -> None:
         text = Path(str(backend.origin)).read_text(encoding="utf-8")
         assert not re.search(r"pool\.[kv]_buffer", text)
     attention = source(radix_attention).replace(" ", "")
-    assert "breakable_unified_attention_with_output=eager_on_graph(True)(" in attention
+    eager = "breakable_unified_attention_with_output=eager_on_graph(True)("
+    assert eager in attention or "@eager_on_graphdef_eager_attention(" in attention
 
 
 def test_graphs_of_whole_prefills_can_be_told() -> None:
@@ -219,11 +231,15 @@ def test_graphs_of_whole_prefills_can_be_told() -> None:
     assert not check_cuda_graph_backend(Phase.PREFILL, Backend.FULL)
 
 
+SHARDED = {"dcp_size", "dcp_rank", "logical_page_size"}
+"""Of later releases, with defaults: MLA alone has more than one."""
+
+
 def test_storage_config_needs_what_we_give() -> None:
     optional = {"tp_lcm_size", "should_split_heads", "dp_rank", "extra_config"}
     required = "tp_rank tp_size pp_rank pp_size attn_cp_rank attn_cp_size is_mla_model"
     required += " enable_storage_metrics is_page_first_layout model_name"
-    assert fields(HiCacheStorageConfig) - optional == set(required.split())
+    assert fields(HiCacheStorageConfig) - optional - SHARDED == set(required.split())
 
 
 def test_updates_of_weights_are_all_known() -> None:

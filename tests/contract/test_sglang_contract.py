@@ -10,12 +10,14 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 pytest.importorskip("sglang")
 
@@ -36,7 +38,7 @@ from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
-from sglang.srt.mem_cache import common, registry
+from sglang.srt.mem_cache import allocation, common, registry
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     InsertParams,
@@ -45,7 +47,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.platforms.cpu import CpuSRTPlatform
@@ -61,17 +62,21 @@ from sglang_chunkcache.front.drain import HEALTH, READY
 from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.state import STATE_KEY, RankState
+from tests.kit import releases
 from tests.kit.contract import fields, has_in_order, other_signatures, parameters, source
 from tests.reference.scheduler import Scheduler as OurScheduler
 from tests.reference.scheduler import config
 
-VERSION = "0.5.21"
 PACKAGE = Path(sglang_chunkcache.__file__).parent
+BETWEEN = re.compile(r"\"sglang>=([0-9.]+),<([0-9.]+)\"")
 
 
 def test_version() -> None:
-    """The pin of pyproject.toml; what is asserted below was read in this release."""
-    assert sglang.__version__.startswith(VERSION)
+    """One of those in pyproject.toml; what is asserted below was read in these releases."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    found = BETWEEN.search(text)
+    assert found is not None
+    assert Version(found[1]) <= Version(sglang.__version__) < Version(found[2])
 
 
 def sglang_imports() -> list[tuple[str, str]]:
@@ -92,12 +97,21 @@ def test_imported_name_exists(module: str, name: str) -> None:
 
 
 RADIX_CACHE = """
-match_prefix(params) insert(params) cache_unfinished_req(req, chunked) insert_req(req, *, up_to)
-reset() evict(params) inc_lock_ref(node) dec_lock_ref(node, params) evictable_size()
-protected_size() _insert_cache(req, token_ids, *, chunked, key_limit, split_prompt)
-_insert_helper(node, key, value, priority, chunked) _delete_leaf(node)
+match_prefix(params) insert(params) reset() evict(params) inc_lock_ref(node)
+dec_lock_ref(node, params) evictable_size() protected_size() _delete_leaf(node)
 _split_node(key, child, split_len) _match_prefix_helper(node, key)
-"""
+""" + releases.since_checkpoint(
+    """
+checkpoint(req, *, up_to) lock(node) unlock(lock) path_device_indices(node)
+prefix_device_indices(req) _insert_cache(req, token_ids, *, key_limit, split_prompt)
+_insert_helper(node, key, value, priority, inserted_len)
+""",
+    """
+cache_unfinished_req(req, chunked) insert_req(req, *, up_to)
+_insert_cache(req, token_ids, *, chunked, key_limit, split_prompt)
+_insert_helper(node, key, value, priority, chunked)
+""",
+)
 SERVING_CHAT = """
 __init__(tokenizer_manager, template_manager, ...) handle_request(request, raw_request, ...)
 extract_routed_dp_rank_from_header(raw_request, body_routed_dp_rank, ...)
@@ -112,7 +126,8 @@ TOKENIZER_MANAGER = """
 generate_request(obj, request) create_abort_task(obj) abort_request(rid, abort_all)
 auto_create_handle_loop()
 """
-PLATFORM = "get_default_attention_backend() get_mha_kv_pool_cls() get_paged_allocator_cls()"
+PLATFORM = "get_default_attention_backend() get_paged_allocator_cls() "
+PLATFORM += releases.since_checkpoint("get_kv_pool_cls(*, kind)", "get_mha_kv_pool_cls()")
 
 
 @pytest.mark.parametrize(
@@ -141,8 +156,10 @@ def test_methods_take(owner: Any, signatures: str) -> None:
     ("cls", "expected"),
     [
         (MatchPrefixParams, "key req"),
-        (MatchResult, "device_indices last_device_node host_hit_length"),
-        (InsertParams, "key value priority chunked"),
+        (MatchResult, "last_device_node last_host_node best_match_node host_hit_length"),
+        (MatchResult, releases.since_checkpoint("device_prefix_len", "device_indices")),
+        (InsertParams, "key value priority"),
+        (InsertParams, releases.since_checkpoint("inserted_len", "chunked")),
         (InsertResult, "prefix_len last_device_node"),
         (
             CacheInitParams,
@@ -185,7 +202,8 @@ def test_class_has_fields(cls: Any, expected: str) -> None:
 def test_req_sets_attributes() -> None:
     """Read or written by us. `Req` has no `__slots__`, so we may set attributes of our own."""
     text, names = source(Req), "sampling_params origin_input_ids output_ids extra_key cache_salt"
-    names += " customized_info priority last_node prefix_indices kv"
+    names += " customized_info priority last_node kv "
+    names += releases.since_checkpoint("prefix_len extend_end lock", "prefix_indices")
     for name in names.split():
         assert f"self.{name}" in text, name
     assert not hasattr(Req, "__slots__")
@@ -205,18 +223,29 @@ def test_radix_cache_uses_the_key_only_by_methods_we_override() -> None:
     assert "match_at(" not in source(RadixCache)
 
 
-def test_cache_unfinished_req_matches_the_key_that_was_inserted() -> None:
+def test_checkpoint_matches_the_key_that_was_inserted() -> None:
     """It matches again by the very key that `_insert_cache` gave back; and trusts its length."""
+    name = releases.since_checkpoint("checkpoint", "cache_unfinished_req")
     again = "self.match_prefix(MatchPrefixParams(key=radix_key))"
-    assert has_in_order(RadixCache.cache_unfinished_req, "self._insert_cache(", again)
-    assert "req.kv.cache_protected_len = len(radix_key)" in source(RadixCache.insert_req)
+    assert has_in_order(getattr(RadixCache, name), "self._insert_cache(", again)
+    if not releases.HAS_CHECKPOINT:
+        assert "req.kv.cache_protected_len = len(radix_key)" in source(RadixCache.insert_req)
 
 
 def test_request_without_a_tree_keeps_its_slots() -> None:
-    """As audits do in our tree: the next piece of a prompt begins where `prefix_indices` ends."""
+    """As audits do in our tree: the next piece of a prompt begins where the last one ended,
+    whatever the tree has taken."""
+    if releases.HAS_CHECKPOINT:
+        told = "tree_cache.checkpoint(req, up_to=req.extend_end)"
+        assert has_in_order(common.checkpoint_kv_cache, told, "req.prefix_len = req.extend_end")
+        text = source(allocation)
+        assert "if req.kv.holds_kv: row = " in text
+        assert "return row[: req.prefix_len]" in text
+        return
+    plain = importlib.import_module("sglang.srt.mem_cache.chunk_cache").ChunkCache
     kept = "req.prefix_indices = kv_indices.to(dtype=torch.int64, copy=True)"
-    assert kept in source(ChunkCache.cache_unfinished_req)
-    assert source(ChunkCache.insert_req).strip().endswith("pass")
+    assert kept in source(plain.cache_unfinished_req)
+    assert source(plain.insert_req).strip().endswith("pass")
 
 
 def test_waiting_requests_are_told() -> None:
@@ -237,8 +266,10 @@ def test_logprobs_limit_the_match() -> None:
 
 def test_release_inserts_then_frees_then_unlocks() -> None:
     """The order our accounting is built on; tests/reference/scheduler.py runs this function."""
-    calls = ("tree_cache.insert_req(", "tree_cache.free_kv_row(", "tree_cache.unpin(")
-    assert has_in_order(common.release_kv_cache, *calls)
+    calls = releases.since_checkpoint(
+        ("checkpoint(", "free_kv_row(", "unlock("), ("insert_req(", "free_kv_row(", "unpin(")
+    )
+    assert has_in_order(common.release_kv_cache, *(f"tree_cache.{call}" for call in calls))
 
 
 def test_tree_node_takes_attributes_of_ours() -> None:
@@ -356,6 +387,8 @@ def test_ready_is_open_and_asks_nobody() -> None:
     routes = {route.path for route in http_server.app.routes if hasattr(route, "path")}
     assert routes >= {READY, *HEALTH}
     text = source(TokenizerManager.is_ready)
+    if "self.is_healthy()" in text:
+        text += source(TokenizerManager.is_healthy)
     for name in ("is_pause", "gracefully_exit", "server_status == ServerStatus.Up"):
         assert name in text
     assert auth_level(AuthLevel.ADMIN_OPTIONAL)(lambda: 1)() == 1

@@ -3,7 +3,7 @@ compat.py, which the package asks, by features and in one place."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from sglang.srt.managers import schedule_policy
@@ -13,6 +13,14 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 from sglang_chunkcache.compat import KNOWS_SLOTS, num_matched
 
 HAS_CHECKPOINT = hasattr(common, "checkpoint_kv_cache")
+"""From 0.5.22 on."""
+
+T = TypeVar("T")
+
+
+def since_checkpoint(now: T, before: T) -> T:
+    """What a contract expects of this release. `before`: of 0.5.21."""
+    return now if HAS_CHECKPOINT else before
 
 
 def match_in_queue(cache: Any, req: Any) -> None:
