@@ -15,6 +15,7 @@ advance, and raises where a plan needs more workspace than there is.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -42,8 +43,8 @@ FA3_BLOCK_ROWS = {64: 192, 128: 128}
 """FA3's rows by head size (FlashInfer's getCTATileSize)."""
 
 MIN_SCALE = 5e-3
-"""FlashInfer hides a key by the logit -5e4, whose weight has to vanish after scaling:
-at 5e-3 it is 2 ** -361."""
+"""FlashInfer 0.6 hides a key by the logit -5e4, whose weight has to vanish after scaling:
+at 5e-3 it is 2 ** -361. From 0.7 on hidden is minus infinity."""
 
 
 class Modules(Protocol):
@@ -99,7 +100,12 @@ class FlashInferSparse:
         # Shared by the launches, which run one after the other: it holds partial results within a
         # launch only.
         self._workspace = torch.empty(self._workspace_bytes(), dtype=torch.uint8, device=device)
-        self._forced_mask = torch.zeros(1, dtype=torch.uint8, device=device)
+        wrapper = self._modules.BatchPrefillWithPagedKVCacheWrapper
+        # Where FlashInfer can be told that the variant is the mask, no mask has to be given.
+        self._owns_mask = "variant_owns_mask" in inspect.signature(wrapper).parameters
+        self._forced_mask = (
+            None if self._owns_mask else torch.zeros(1, dtype=torch.uint8, device=device)
+        )
         self._wrappers: dict[Kind, Any] = {}
         self._layout: SparseLayout | None = None
         self._steps: list[_Step] = []
@@ -236,6 +242,8 @@ class FlashInferSparse:
         args: dict[str, Any] = {"backend": backend}
         if kind == "limited":
             args["jit_args"] = jit_args(self._shape, backend)
+        if self._owns_mask and self._masks(kind):
+            args["variant_owns_mask"] = True
         return self._modules.BatchPrefillWithPagedKVCacheWrapper(self._workspace, **args)
 
     def _workspace_bytes(self) -> int:

@@ -19,9 +19,9 @@ from sglang_chunkcache.attention.base import HeadShape
 
 Backend = Literal["fa2", "fa3"]
 
-VERSION = "0.6.18"
-"""The FlashInfer whose kernels were read:
-the structs below rely on more than its public interface."""
+VERSIONS = ("0.6.18", "0.7.1", "0.7.2")
+"""The FlashInfers whose kernels were read: the structs below rely on more than its public
+interface. Each kernel's numbers are checked once more before it is used (choice.py)."""
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 128)
@@ -61,8 +61,8 @@ struct ChunkcacheLimits : AttentionVariantBase {
 """
 
 # NOTE: the main loop always passes batch 0; only the constructor gets the entry's first row.
-# NOTE: hidden is -math::inf, which is finite (-5e4, before scaling): a true infinity makes a tile
-# without any key NaN.
+# NOTE: hidden is -math::inf, whatever that is: until 0.6 finite (-5e4, before scaling), and a true
+# infinity makes a tile without any key NaN; from 0.7 on infinite, and the softmax sees to that.
 _FA3 = """
 struct ChunkcacheLimits {
   float sm_scale_log2;
@@ -127,8 +127,8 @@ def unsupported(shape: HeadShape, *, page_size: int, device: torch.device) -> st
         return "flashinfer is installed without its version"
     return (
         None
-        if found == VERSION
-        else f"flashinfer is {found}, the kernels were written for {VERSION}"
+        if found in VERSIONS
+        else f"flashinfer is {found}, the kernels were written for {', '.join(VERSIONS)}"
     )
 
 

@@ -1,5 +1,5 @@
-"""FlashInfer 0.6.18's paged prefill wrapper in torch: what its kernels compute, what it refuses,
-what it silently gets wrong.
+"""FlashInfer's paged prefill wrapper in torch, of 0.6.18 and (`SINCE_07`) of 0.7: what its kernels
+compute, what it refuses, what it silently gets wrong.
 
 Replaces the module `flashinfer` where there is no GPU: the names, constructor, `plan` and `run` are
 FlashInfer's, as far as we use them (tests/contract/test_flashinfer.py compares). Where the real one
@@ -10,6 +10,7 @@ name, `ChunkcacheLimits`. Computes in float32, entry by entry.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,11 +23,14 @@ KV_TILE = 64
 the tile at an entry's end is where an unforced mask is still asked."""
 
 MASKED = -5e4
-"""`math::inf` of FlashInfer, negative: finite, before scaling."""
+"""`math::inf` of FlashInfer 0.6, negative: finite, before scaling."""
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
     """kv_layout NHD only."""
+
+    masked = MASKED
+    owns_mask = False
 
     def __init__(
         self,
@@ -159,6 +163,10 @@ class BatchPrefillWithPagedKVCacheWrapper:
             lse[rows] = part_lse
         return (out, lse) if return_lse else out
 
+    @property
+    def _is_masked(self) -> bool:
+        return self._mask is not None or self.owns_mask
+
     def _extra(self, args: tuple[Any, ...], num_rows: int) -> tuple[Tensor | None, float]:
         if self._jit_args is None:
             if args or self._scale is None:
@@ -199,29 +207,50 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self, q: Tensor, keys: Tensor, values: Tensor, limits: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
         if not len(keys) or not len(q):
-            return torch.zeros_like(q), torch.full(q.shape[:2], MASKED)
+            return torch.zeros_like(q), torch.full(q.shape[:2], self.masked)
         logits = torch.einsum("nhd,mhd->nhm", q, keys)
         logits = (
-            torch.where(self._hidden(len(q), len(keys), limits)[:, None], MASKED, logits) * scale
+            torch.where(self._hidden(len(q), len(keys), limits)[:, None], self.masked, logits)
+            * scale
         )
-        out = torch.einsum("nhm,mhd->nhd", logits.softmax(-1), values)
+        # a row without any key is zero where hidden is infinite
+        out = torch.einsum("nhm,mhd->nhd", logits.softmax(-1).nan_to_num(), values)
         return out, logits.logsumexp(-1) / math.log(2)
 
     def _hidden(self, num_rows: int, num_keys: int, limits: Tensor | None) -> Tensor:
         """[rows, keys]: which keys the kernels mask.
         With a mask (FA2 alone takes one) causal is ignored."""
         key, row = torch.arange(num_keys), torch.arange(num_rows)[:, None]
-        causal = self._causal and self._mask is None
+        causal = self._causal and not self._is_masked
         last = num_keys - num_rows + row if causal else num_keys
         hidden = key > last
         if limits is None:
             return hidden.expand(num_rows, num_keys)
         asked = (
             key >= last // KV_TILE * KV_TILE
-            if self.backend == "fa2" and self._mask is None
+            if self.backend == "fa2" and not self._is_masked
             else torch.tensor(True)
         )
         return hidden | (asked & (key >= limits[:, None]))
+
+
+class MaskOwningWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    """0.7's, where hidden is infinite, and a variant may be all of the mask."""
+
+    masked = -math.inf
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        backend: str = "auto",
+        jit_args: tuple[Any, ...] | None = None,
+        variant_owns_mask: bool = False,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, backend, jit_args)
+        if variant_owns_mask and (backend != "fa2" or jit_args is None):
+            raise ValueError("variant_owns_mask: FA2 with a variant only")
+        self.owns_mask = variant_owns_mask
 
 
 def merge_state_in_place(
@@ -241,10 +270,17 @@ def merge_state_in_place(
         or not v.is_contiguous()
     ):
         raise ValueError("v: same dtype and contiguous, s: float32")
-    top = torch.maximum(s, s_other)
+    top = torch.maximum(s, s_other).clamp(min=torch.finfo(torch.float32).min)
     weight, weight_other = (s - top).exp2()[..., None], (s_other - top).exp2()[..., None]
-    v.copy_((v.float() * weight + v_other.float() * weight_other) / (weight + weight_other))
+    merged = (v.float() * weight + v_other.float() * weight_other) / (weight + weight_other)
+    v.copy_(merged.nan_to_num())  # of two states without any key
     s.copy_(top + (weight + weight_other)[..., 0].log2())
+
+
+SINCE_07 = SimpleNamespace(
+    BatchPrefillWithPagedKVCacheWrapper=MaskOwningWrapper,
+    merge_state_in_place=merge_state_in_place,
+)
 
 
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -73,11 +73,13 @@ MIXED = make_case(POSITIONS)
 
 
 @every_kernel
+@pytest.mark.parametrize("modules", [flashinfer, flashinfer.SINCE_07], ids=["0.6", "0.7"])
 @settings(max_examples=examples(60))
 @given(case=any_pass)
-def test_every_pass_equals_the_reference(kernel: str, case: Case) -> None:
+def test_every_pass_equals_the_reference(modules: Any, kernel: str, case: Case) -> None:
     """Positions empty to all, groups of 1 to 8, shared pages of 1 and 16, keys with gaps."""
-    attention = make(kernel, case.shape, scale=case.scale, page_size=case.page_size)
+    sizes = {"scale": case.scale, "page_size": case.page_size}
+    attention = make(kernel, case.shape, modules=modules, **sizes)
     assert_near(run(attention, case), case.attend()[0], case.shape.dtype)
 
 

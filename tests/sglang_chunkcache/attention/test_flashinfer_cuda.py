@@ -211,6 +211,6 @@ def test_unsupported_looks_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> No
     assert "not 7.5" in str(reason())
     capability = (8, 9)
     monkeypatch.setattr(f"{module}.version", lambda _: "0.6.15")
-    assert reason() == "flashinfer is 0.6.15, the kernels were written for 0.6.18"
+    assert reason() == "flashinfer is 0.6.15, the kernels were written for 0.6.18, 0.7.1, 0.7.2"
     monkeypatch.setattr(f"{module}.find_spec", lambda _: None)
     assert reason() == "flashinfer is not installed"
