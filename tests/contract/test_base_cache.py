@@ -19,6 +19,8 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from tests.kit.releases import since_checkpoint
 
+pytestmark = pytest.mark.matrix
+
 OURS = {
     "match_prefix": "chunk by chunk, and on through the tiers",
     "insert": "a node a chunk",

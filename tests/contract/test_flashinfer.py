@@ -24,6 +24,8 @@ from sglang_chunkcache.attention.base import HeadShape
 from tests.kit.contract import source
 from tests.reference import flashinfer as model
 
+pytestmark = pytest.mark.matrix
+
 WRAPPER = "BatchPrefillWithPagedKVCacheWrapper"
 OWNS_MASK = "variant_owns_mask" in inspect.signature(getattr(real, WRAPPER)).parameters
 MODEL = model.SINCE_07 if OWNS_MASK else model

@@ -45,6 +45,8 @@ from tests.kit.contract import fields, has_in_order, other_signatures, source
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import FakeReq, config, marked, packed
 
+pytestmark = pytest.mark.matrix
+
 
 def test_only_an_admission_limits_the_key() -> None:
     """By that a match that orders the queue is told from the one that is promised more."""

@@ -67,6 +67,8 @@ from tests.kit.contract import fields, has_in_order, other_signatures, parameter
 from tests.reference.scheduler import Scheduler as OurScheduler
 from tests.reference.scheduler import config
 
+pytestmark = pytest.mark.matrix
+
 PACKAGE = Path(sglang_chunkcache.__file__).parent
 BETWEEN = re.compile(r"\"sglang>=([0-9.]+),<([0-9.]+)\"")
 

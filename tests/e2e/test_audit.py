@@ -41,7 +41,7 @@ from tests.polling import until
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 SOUND = {"mode": "fused", "selector": "deviation", "depth": 3, "ratio": 0.3}
 PAUSE = 30

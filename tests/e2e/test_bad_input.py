@@ -14,7 +14,7 @@ import pytest
 from eval.server import Server
 from tests.e2e.asking import CHAT, GENERATE, PREPROCESS, chat, send, stats_of, user
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 CHUNK = {"id": "a", "text": "The company Dravex makes clocks."}
 BODY: dict[str, Any] = {"messages": [user("What does Dravex make?")], "chunks": [CHUNK]}

@@ -8,7 +8,7 @@ import pytest
 from eval.server import Server
 from tests.e2e.crowding import check_that_chain_comes_back
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 
 def test_chain_comes_back_from_the_host(rag_server: Server) -> None:

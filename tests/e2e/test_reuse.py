@@ -47,7 +47,7 @@ from tests.e2e.asking import (
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT, answer_of, prompt_ids
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 SELECTORS = [
     *("query", "context"),

@@ -22,7 +22,7 @@ from eval.tasks.world import world_requests
 from tests.e2e.asking import CHAT, assert_clean, rank_of, stats_of, task_body
 from tests.polling import until
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 CLIENT = """
 import sys, urllib.request

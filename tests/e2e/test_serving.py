@@ -28,7 +28,7 @@ from tests.e2e.asking import (
     user,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 MAKES = {
     "Dravex": "clocks",

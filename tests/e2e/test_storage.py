@@ -35,7 +35,7 @@ from tests.polling import until
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 SALT = "pepper"
 QUESTION = "Which passage comes first?"

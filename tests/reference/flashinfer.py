@@ -209,10 +209,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         if not len(keys) or not len(q):
             return torch.zeros_like(q), torch.full(q.shape[:2], self.masked)
         logits = torch.einsum("nhd,mhd->nhm", q, keys)
-        logits = (
-            torch.where(self._hidden(len(q), len(keys), limits)[:, None], self.masked, logits)
-            * scale
-        )
+        hidden = self._hidden(len(q), len(keys), limits)[:, None]
+        logits = torch.where(hidden, self.masked, logits) * scale
         # a row without any key is zero where hidden is infinite
         out = torch.einsum("nhm,mhd->nhd", logits.softmax(-1).nan_to_num(), values)
         return out, logits.logsumexp(-1) / math.log(2)

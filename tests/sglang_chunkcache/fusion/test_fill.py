@@ -50,7 +50,7 @@ from tests.kit.tensors import (
 )
 
 __all__ = ["make_scene", "scene"]
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 MOVED_LEN = sum(LENS[name] for name in "ABCE")
 SELECTORS = ("first", "random", "h2o", "deviation", "query", "prophet", "context")

@@ -20,6 +20,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_chunkcache.fusion.model_support import unsupported
 
+pytestmark = pytest.mark.matrix
+
 NUM_LAYERS, HEAD_DIM = 2, 16
 SIZES = ("page", "tp", "pp", "attn_dp", "attn_cp", "attn_dcp")
 

@@ -22,7 +22,7 @@ from tests.kit.requests import rag
 from tests.reference.model_scheduler import ModelScheduler
 from tests.reference.scheduler import FakeReq, config
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 HEAD = (90, 91)
 A, B, C, D = ([(7 * index + 3 * i) % 89 + 1 for i in range(80)] for index in range(4))

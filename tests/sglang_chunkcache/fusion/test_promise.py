@@ -22,6 +22,8 @@ from tests.kit.fused import Rank, report, sources, wheres
 from tests.kit.requests import HEAD, OTHER_HEAD, QUESTION, A, B, C, D, E, ahead, asks, fused, rag
 from tests.reference.scheduler import FakeReq, answer_of
 
+pytestmark = pytest.mark.matrix
+
 NOT_FILLED = (Fallback.NOT_FILLED,)
 
 # What is moved

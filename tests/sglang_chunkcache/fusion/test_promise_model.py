@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -28,6 +29,8 @@ from tests.kit import releases
 from tests.reference.chains import chain_of
 from tests.reference.fused_scheduler import ROOMY, FusedScheduler
 from tests.reference.scheduler import FakeReq, answer_of, config, marked, walk
+
+pytestmark = pytest.mark.matrix
 
 # they begin alike, and two are of one length
 CHUNKS = ((1, 2, 3, 4), (1, 2, 5, 5), (1, 2, 3, 4, 6), (7, 8))

@@ -35,6 +35,8 @@ from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
 from tests.reference.scheduler import SECRET, FakeReq, Scheduler, answer_of, config, marked, walk
 
+pytestmark = pytest.mark.matrix
+
 HEAD, C1, C2, C3, QUESTION = [90, 91], [1, 2, 3, 4], [1, 2, 5], [7, 8], [30, 31, 32]
 
 

@@ -38,6 +38,8 @@ from tests.examples import examples
 from tests.reference.naive_cache import NaiveCache, Path, num_tokens, units
 from tests.reference.scheduler import FakeReq, Scheduler, config, marked, walk
 
+pytestmark = pytest.mark.matrix
+
 CAPACITY = 48
 # they begin alike, and one is another's beginning
 CHUNKS = ((1, 2, 3, 4), (1, 2, 5), (1, 2, 3, 4, 6), (7, 8))

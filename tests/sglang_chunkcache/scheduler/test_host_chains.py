@@ -42,6 +42,8 @@ from tests.kit.chains import (
 )
 from tests.reference.scheduler import FakeReq, answer_of, walk
 
+pytestmark = pytest.mark.matrix
+
 
 def test_second_hit_is_saved_and_loaded(scheduler: HostScheduler) -> None:
     scheduler.serve(rag(A, B))

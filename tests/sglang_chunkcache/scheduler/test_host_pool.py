@@ -26,6 +26,8 @@ from tests import models
 from tests.polling import DEADLINE_S
 from tests.reference.memory_host import FixedCosts
 
+pytestmark = pytest.mark.matrix
+
 
 def context(pool: Any) -> Any:
     allocator = SimpleNamespace(get_kvcache=lambda: pool, device="cuda")
