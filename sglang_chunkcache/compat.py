@@ -5,7 +5,9 @@ asks for features, never for a version.
     0.5.21                                   from 0.5.22 on
     cache_unfinished_req, insert_req         checkpoint
     MatchResult.device_indices: slots        device_prefix_len, path_device_indices(node)
-    init_load_back gives slots               their number
+    init_load_back gives slots               their number; prefix_device_indices(req) has them
+    what it gave is the tree's               or the request's: load_back_is_cache_owned
+    to_finish                                discard_output_reason
     InsertParams.chunked: nothing is a hit   inserted_len: what is inserted already is none
     model runner: tp_group, tp_size ...      get_parallel(): the same names
 
@@ -16,6 +18,7 @@ asks for features, never for a version.
 from __future__ import annotations
 
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,12 +107,18 @@ def rematched(
     )
 
 
-def loaded(tree: Any, num_tokens: int, node: TreeNode) -> tuple[Any, TreeNode]:
-    """What `init_load_back` gives: these are the last tokens of the path to the node."""
-    if not KNOWS_SLOTS:
-        return num_tokens, node
-    slots = tree.path_device_indices(node)
-    return slots[len(slots) - num_tokens :], node
+def loaded(slots: torch.Tensor, node: TreeNode) -> tuple[Any, TreeNode]:
+    """What `init_load_back` gives."""
+    return (slots if KNOWS_SLOTS else len(slots)), node
+
+
+def drop_output(req: Req, message: str) -> None:
+    """The request's client gets this error instead of what the next forward gives."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    reason = FINISH_ABORT(message, HTTPStatus.SERVICE_UNAVAILABLE)
+    name = "discard_output_reason" if hasattr(req, "discard_output_reason") else "to_finish"
+    setattr(req, name, reason)
 
 
 def parallel(runner: Any, name: str) -> Any:

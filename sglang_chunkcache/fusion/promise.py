@@ -50,6 +50,7 @@ from sglang_chunkcache.wire.spans import RequestSpans
 from sglang_chunkcache.wire.state import CalibrationPrompt, Cleared
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
     from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
@@ -128,17 +129,17 @@ class Fuser(Promiser):
             self.tier.storage.waits.planned(state(req).loads)
         return self.planner.match(req, key, spans, result)
 
-    def commit(self, req: Req, node: TreeNode) -> tuple[int, TreeNode]:
+    def commit(self, req: Req, node: TreeNode) -> torch.Tensor | None:
         """As `Promises.commit`; the sources of what is promised are used."""
-        num_tokens, last = self.promises.commit(req, node)
+        slots = self.promises.commit(req, node)
         spans, plan = state(req).spans, outcome_of(req).plan
         assert spans is not None
         # the neighbours of a chunk to preprocess would outlive what they are moved for
-        if num_tokens and not spans.is_preprocessing:
+        if slots is not None and not spans.is_preprocessing:
             self.sources.count_uses(plan)
             if self.tier is not None:
                 self.tier.count_uses(plan, req.extra_key, req.cache_salt)
-        return num_tokens, last
+        return slots
 
     def before(self, batch: ScheduleBatch) -> None:
         self.promises.fill(batch)

@@ -12,9 +12,9 @@ SGLang's.
                                                   with the request's first token
 
 Requests that opted into moved KV (`--reuse fused`) are promised more than is cached: the
-`match_prefix` of their admission plans, `init_load_back` allocates and inserts empty nodes under
-fused keys, which are filled before the batch runs. Audits match what is exact, and none of their
-slots ever gets into the tree.
+`match_prefix` of their admission plans, `init_load_back` allocates slots of their own, which are
+filled before the batch runs and inserted, under fused keys, like what is computed. Audits match
+what is exact, and none of their slots ever gets into the tree.
 
 Invariant: a key is never cut shorter than what the tree already owns of the request
 (`cache_protected_len`). Otherwise the caller would free the tree's slots.
@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     InitLoadBackParams,
     MatchPrefixParams,
@@ -52,7 +53,6 @@ from sglang_chunkcache.wire.spans import RequestSpans, unpack
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class ChunkRadixCache(ChunkTree):
         result = super().match_prefix(params)
         if spans is not None and isinstance(params.key, ChunkKey):
             known = state(params.req)
-            known.fused = None
+            known.fused, known.moved, known.promised = None, frozenset(), None
             known.waits = False
             if is_admission:
                 result = self.tiers.admit(params.req, params.key, spans, result)
@@ -121,7 +121,20 @@ class ChunkRadixCache(ChunkTree):
 
         Never None, by which SGLang would put off this request, and with it all that wait behind it.
         """
-        return compat.loaded(self, *self.tiers.promiser.commit(params.req, params.best_match_node))
+        node = params.best_match_node
+        slots = self.tiers.promiser.commit(params.req, node)
+        state(params.req).promised = slots
+        return compat.loaded(torch.empty(0, dtype=torch.int64) if slots is None else slots, node)
+
+    def load_back_is_cache_owned(self) -> bool:
+        """No: a request inserts what it was promised with what it has computed."""
+        return False
+
+    def prefix_device_indices(self, req: Req) -> torch.Tensor:
+        """The slots of its prefix, for its row."""
+        path, promised = self.path_device_indices(req.last_node), state(req).promised
+        slots = path if promised is None else torch.cat([path, promised])
+        return slots[: req.prefix_len]
 
     @contextmanager
     def around_forward(self, batch: ScheduleBatch) -> Iterator[None]:
@@ -131,7 +144,8 @@ class ChunkRadixCache(ChunkTree):
             yield
 
     def checkpoint(self, req: Req, *, up_to: int) -> None:
-        if not self._is_audit(req):  # its slots stay its own, as in SGLang's cache without a tree
+        # of these the slots stay their own, as in SGLang's cache without a tree
+        if not self._is_audit(req) and not state(req).is_failed:
             super().checkpoint(req, up_to=up_to)
         if up_to >= len(req.origin_input_ids):
             self._report(req)
@@ -186,7 +200,7 @@ class ChunkRadixCache(ChunkTree):
         key_limit: int | None = None,
         split_prompt: bool = False,
         **stock: Any,
-    ) -> tuple[Any, Tensor, int]:
+    ) -> tuple[Any, torch.Tensor, int]:
         """SGLang builds a plain key of the request here;
         ours is chunk-keyed, and ends at a whole chunk."""
         spans, known = self._spans_of(req), state(req)
@@ -200,14 +214,22 @@ class ChunkRadixCache(ChunkTree):
                 req, token_ids, key_limit=key_limit, split_prompt=split_prompt, **stock
             )
         start = time.perf_counter()
-        row: Tensor = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(token_ids)]
+        row: torch.Tensor = self.req_to_token_pool.req_to_token[
+            req.kv.req_pool_idx, : len(token_ids)
+        ]
         owned = req.kv.cache_protected_len
         up_to = len(token_ids) if key_limit is None else min(len(token_ids), key_limit)
         key = key_of(req, token_ids, spans, max(up_to, owned), known.fused)
         borders = (len(req.origin_input_ids),) if split_prompt else ()
         values = row[: len(key)].long().clone()
         matched, path = self.insert_segments(
-            key, values, spans.namespace, req.priority or 0, known.inserted_len, borders
+            key,
+            values,
+            spans.namespace,
+            req.priority or 0,
+            known.inserted_len,
+            borders,
+            moved=known.moved,
         )
         known.inserted_len = max(known.inserted_len, len(key))
         # A conversation's own later turns are no sign that others will ask for its chunks: counted,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import reduce
 from operator import xor
 from typing import TYPE_CHECKING, Any
@@ -103,14 +103,13 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         inserted_len: int,
         borders: tuple[int, ...] = (),
         *,
-        are_filled: bool = True,
+        moved: Collection[int] = (),
     ) -> tuple[int, list[TreeNode]]:
         """Insert `key`, one node per segment; returns (tokens already there, the last node of every
         segment).
 
         `head` names the tokens before the first chunk. What ends within `inserted_len` counts no
-        hit. `are_filled` False: the slots of new nodes are yet to be written, so they are no source
-        for others.
+        hit. `moved`: where chunks begin whose KV was computed at another place.
         """
         node, matched, path = self.root_node, 0, []
         before: list[ChunkId] = []
@@ -124,22 +123,15 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
                 matched += found
             known, text = facts(node), "" if chunk is None else next(heads)
             if found < end - start:  # a new node
-                known.chunk, known.start, known.is_filled = chunk, start, False
+                known.chunk, known.start, known.is_moved = chunk, start, start in moved
                 known.head, known.prefix = text, tuple(before)
-            if are_filled and not known.is_filled:
-                self.fill(node)
+                if _is_copy(node):
+                    self.copies.add(node)
             if chunk is not None:
                 before.append(chunk)
             path.append(node)
         self.touch(node)
         return matched, path
-
-    def fill(self, node: TreeNode) -> None:
-        """The node's slots hold its KV.
-        A chunk's computed KV (not moved) may serve as a source from now on."""
-        facts(node).is_filled = True
-        if _is_copy(node):
-            self.copies.add(node)
 
     def path(self, key: ChunkKey) -> list[TreeNode]:
         """The nodes that the key goes through, as far as it has them whole. A look, no use."""
@@ -235,10 +227,8 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
 
     def _split_node(self, key: Any, child: TreeNode, split_len: int) -> TreeNode:
         node = super()._split_node(key, child, split_len)
-        upper, lower = facts(node), facts(child)
-        upper.is_filled = lower.is_filled
         # SGLang splits a node that is being used, and counts both halves as used
-        upper.used = lower.used = self.clock
+        facts(node).used = facts(child).used = self.clock
         return node
 
     def _delete_leaf(self, node: TreeNode) -> None:
@@ -340,4 +330,4 @@ def area_of(path: Sequence[TreeNode], area_len: int) -> list[TreeNode]:
 def _is_copy(node: TreeNode) -> bool:
     """Whether the node is a chunk whose KV was computed for its own place."""
     known = facts(node)
-    return known.chunk is not None and known.is_filled and not known.is_moved
+    return known.chunk is not None and not known.is_moved

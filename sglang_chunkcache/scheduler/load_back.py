@@ -102,18 +102,17 @@ class LoadBack:
             return result
         row = torch.cat([tree.path_device_indices(last), device_slots])
         _, path = tree.insert_segments(
-            key[: len(row)], row, spans.namespace, priority, len(row), are_filled=False
+            key[: len(row)], row, spans.namespace, priority, inserted_len=len(row)
         )
         parts = torch.split(sources, [len(slots) for _, slots in found])
         for node, part in zip(path[-len(found) :], parts, strict=True):
-            tree.fill(node)  # what is above may be promised to another request, and not filled yet
             self._loads[node] = part
         for host, _ in found:
             host.blob.hold()
             self._being_loaded.append(host.blob)
         chunks = [node for node in path if facts(node).chunk is not None]
         for index, (host, node) in enumerate(zip(self._nodes.of(chunks), chunks, strict=True)):
-            if facts(node).chain is None:  # the new ones, and what is above and not filled yet
+            if facts(node).chain is None:
                 tree.back_on_device(
                     node, host, spans.namespace, promoted=index < spans.promoted_len
                 )

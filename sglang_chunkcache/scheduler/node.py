@@ -53,8 +53,6 @@ class ChunkFacts(CopyFacts):
 
     chunk: ChunkId | None = None
     """None: a token node, of which start and prefix say nothing."""
-    is_filled: bool = True
-    """False: promised, its slots are yet to be written."""
     is_moved: bool = False
     """Its KV was computed at another place."""
     chain: ChainId | None = None
@@ -79,6 +77,12 @@ class RequestState:
     """None: a plain request."""
     fused: Fused | None = None
     """From where on its KV is approximate."""
+    moved: frozenset[int] = frozenset()
+    """Where chunks begin that are moved."""
+    promised: torch.Tensor | None = None
+    """Slots behind its matched prefix: its own until it inserts them."""
+    is_failed: bool = False
+    """They could not be filled: nothing of it gets into the tree."""
     is_inserted: bool = False
     inserted_len: int = 0
     """Tokens that are in the tree: what it inserts anew is no hit."""

@@ -13,6 +13,7 @@ from sglang_chunkcache.wire.spans import RequestSpans
 from sglang_chunkcache.wire.state import CalibrationPrompt, Cleared
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.base_prefix_cache import MatchResult
     from sglang.srt.mem_cache.radix_cache import TreeNode
@@ -31,9 +32,8 @@ class Promiser:
         Idempotent: takes nothing."""
         return result
 
-    def commit(self, req: Req, node: TreeNode) -> tuple[int, TreeNode]:
-        """Take slots for all that was promised, behind this node. How many tokens, 0 if declined,
-        to be computed; and the node that they end at."""
+    def commit(self, req: Req, node: TreeNode) -> torch.Tensor | None:
+        """Slots for all that was promised, behind this node. None: declined, to be computed."""
         raise AssertionError("nothing was promised")
 
     def before(self, batch: ScheduleBatch) -> None:

@@ -44,12 +44,10 @@ class Fallback(StrEnum):
     PASS_BUDGET = NotMoved.PASS_BUDGET
     MEASURING_BUDGET = NotMoved.MEASURING_BUDGET
     NOT_WORTH_IT = NotMoved.NOT_WORTH_IT
-    ALREADY_CACHED = "already_cached"
     SOURCE_GONE = "source_gone"
     NO_ROOM = NotMoved.NO_ROOM
     PASS_FULL = "pass_full"
     STORAGE_SLOW = "storage_slow"
-    NOT_FILLED = "not_filled"
     PLAN_FAILED = "plan_failed"
     PASS_FAILED = "pass_failed"
     # a selector's, which recomputed other tokens than it should

@@ -28,7 +28,11 @@ OURS = {
     "reset": "with the tiers",
     "release_host_resources": "closes them",
     **since_checkpoint(
-        {"checkpoint": "as far as whole chunks go, with the events for the front"},
+        {
+            "checkpoint": "as far as whole chunks go, with the events for the front",
+            "load_back_is_cache_owned": "no: until they are filled, promised slots are a request's",
+            "prefix_device_indices": "with the promised slots",
+        },
         {"cache_unfinished_req": "checkpoint", "insert_req": "checkpoint"},
     ),
 }
@@ -48,11 +52,10 @@ release_aborted_request finish
 """
 """The base has them right for a `RadixCache`."""
 ACCOUNTS += since_checkpoint(
-    "lock unlock prefix_device_indices load_back_is_cache_owned",
+    "lock unlock",
     "unpin is_chunk_cache is_tree_cache",
 )
-# `load_back_is_cache_owned`: promised slots are the tree's, in nodes that are filled before the
-# batch's forward; `release_aborted_request`: our records are on the request.
+# `release_aborted_request`: our records are on the request.
 NOTHING = """
 buffer_pipeline cache_controller check_hicache_events claim_kv_row
 discard_storage_prefetch_accounting evict_sliding_windows finish_storage_prefetch_admission

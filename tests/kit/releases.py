@@ -23,6 +23,10 @@ def since_checkpoint(now: T, before: T) -> T:
     return now if HAS_CHECKPOINT else before
 
 
+DROPPED = since_checkpoint("discard_output_reason", "to_finish")
+"""What a request has in place of its output."""
+
+
 def match_in_queue(cache: Any, req: Any) -> None:
     """As `SchedulePolicy` does for each that waits."""
     if hasattr(common, "match_kv_cache"):
@@ -44,13 +48,16 @@ def take(req: Any, result: MatchResult) -> None:
         req.prefix_len = num_matched(result)
 
 
-def take_loaded(req: Any, loaded: tuple[Any, Any]) -> int:
+def take_loaded(cache: Any, req: Any, loaded: tuple[Any, Any]) -> int:
     """What `init_load_back` gave is behind it. Its number of tokens."""
     more, req.last_node = loaded
     if KNOWS_SLOTS:
         req.prefix_indices = torch.cat([req.prefix_indices, more])
-        return len(more)
-    req.prefix_len += more
+        more = len(more)
+    else:
+        req.prefix_len += more
+    if KNOWS_SLOTS or cache.load_back_is_cache_owned():
+        req.kv.cache_protected_len = found(req)
     return int(more)
 
 

@@ -36,7 +36,7 @@ from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_nodes import HostNodes
 from sglang_chunkcache.scheduler.host_slots import HostSlots
-from sglang_chunkcache.scheduler.node import facts, state
+from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.pricing import Pricing, Timer
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.scheduler.tiers import Tiers
@@ -327,9 +327,6 @@ class FusedScheduler(Scheduler):
         stack: list[tuple[Any, int, int | None, str | None]] = [(self.cache.root_node, 0, 0, None)]
         while stack:
             node, position, context, recipe = stack.pop()
-            if not facts(node).is_filled:
-                assert self.batch, "a promise outlived its batch"
-                continue  # nor is anything below it filled
             taint = node.key.fused if isinstance(node.key, ChunkKey) else None
             own = taint and taint.recipe
             assert recipe in (None, own), "exact or foreign below fused KV"

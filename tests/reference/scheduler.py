@@ -100,6 +100,7 @@ class FakeReq:
         self.host_hit_length = 0
         releases.drop_prefix(self)
         self.lock: Any = None
+        setattr(self, releases.DROPPED, None)
         self.skip_radix_cache_insert = False
         self.customized_info: dict[str, list[Any]] | None = None
         self.filled = 0
@@ -344,17 +345,19 @@ class Scheduler:
 
     def check(self, reqs: Sequence[FakeReq] = ()) -> None:
         """Every slot has one owner, and the books agree."""
-        own = [
-            slot
-            for req in reqs
-            for slot in self.slots(req, req.kv.cache_protected_len, req.kv.kv_allocated_len)
-        ]
+        own = [slot for req in reqs for slot in self._own(req)]
         owners = sorted([*own, *self.free_slots(), *self.tree_slots()])
         assert owners == list(range(1, self.capacity + 1)), f"the requests have {own}"
         booked = self.cache.evictable_size() + self.cache.protected_size()
         assert self.allocator.available_size() + booked + len(own) == self.capacity
         if isinstance(self.cache, ChunkRadixCache):
             self.cache.check_integrity()
+
+    def _own(self, req: FakeReq) -> list[int]:
+        if req.kv.req_pool_idx is None:  # only added: it has no more than what was promised
+            promised = state(req).promised
+            return [] if promised is None else promised.tolist()
+        return self.slots(req, req.kv.cache_protected_len, req.kv.kv_allocated_len)
 
     def _load_back(self, req: FakeReq, num_tokens: int) -> int | None:
         """Where the first piece ends, after what is promised."""
@@ -365,11 +368,10 @@ class Scheduler:
             InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req)
         )
         assert loaded is not None, "SGLang would end admission for all"
-        num_loaded = releases.take_loaded(req, loaded)
+        num_loaded = releases.take_loaded(self.cache, req, loaded)
         assert num_loaded in (0, req.host_hit_length), "SGLang dies of a promise kept in part"
         if not num_loaded:
             end = self._piece_end(req, 0, num_tokens)
-        req.kv.cache_protected_len = releases.found(req)
         return end
 
     def _piece_end(self, req: FakeReq, promised: int, num_tokens: int) -> int | None:

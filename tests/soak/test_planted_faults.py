@@ -59,11 +59,11 @@ slots of moved KV's sources   fusion/promises.py           fusion/test_host_pool
 era                           storage/storage.py           fusion/test_tier.py
     done(job.entry if era == self.naming.era else None) => done(job.entry)
 old recipe                    scheduler/chunk_cache.py     fusion/test_promise.py
-    known.fused = None => pass
+    known.fused, known.moved, known.promised = None, frozenset(), None => known.promised = None
 half a commit                 fusion/promises.py           fusion/test_promise.py
     taken.push(lambda error, *_: allocator.free(slots) if error else None) => pass
-nodes of half a commit        fusion/promises.py           fusion/test_promise.py
-    lambda error, *_: self._remove_below(node, key, plan) if error else None => lambda *_: None
+KV that could not be filled   fusion/promises.py           fusion/test_promise.py
+    state(each.req).is_failed = True => pass
 extend reserve                fusion/promises.py           fusion/test_promise.py
     reserve=self._extend_reserve => reserve=0
 failed pass beside            fusion/fill.py               fusion/test_fill_layers.py
@@ -72,8 +72,8 @@ two passes beside             scheduler/layer_loads.py     fusion/test_fill_laye
     num_ahead = num_ahead if self._overlapped is None else self.num_layers => pass
 split of what is loaded       scheduler/chunk_cache.py     scheduler/test_host_chains.py
     self.tiers.host.load_back.split(node, child) => pass
-split of what is not filled   scheduler/chunk_tree.py      fusion/test_promise.py
-    upper.is_filled = lower.is_filled => pass
+promises of other batches     fusion/promises.py           fusion/test_promise.py
+    if id(each.req) not in reqs] => if False]
 counted asks of chunks        radix_ext/variant_index.py   ../radix_ext/test_variant_index.py
     [*places, *(identity for identity, _, _ in places)] => places
 counted asks of a rank        fusion/keeping.py            fusion/test_promise_store.py
@@ -81,11 +81,11 @@ counted asks of a rank        fusion/keeping.py            fusion/test_promise_s
 counted asks of a storage     fusion/keeping.py            fusion/test_tier.py
     self._tier.count_asked(asked) => pass
 kept twice                    scheduler/chunk_cache.py     scheduler/test_stored_chains.py
-    if not chunked and not known.is_kept: => if not chunked:
+    req.origin_input_ids) and not known.is_kept: => req.origin_input_ids):
 source locks                  fusion/promises.py           fusion/test_promise.py
     for source in sources: => for source in ():
-filled marks                  fusion/promises.py           fusion/test_promise.py
-    priority, True, are_filled=False) => priority, True)
+moved marks                   scheduler/chunk_cache.py     fusion/test_promise.py
+    moved=known.moved => moved=()
 waiting for what is here      scheduler/tiers.py           scheduler/test_stored_chains.py
     None if is_here else known.chain => known.chain
 """

@@ -131,7 +131,7 @@ def test_source_that_has_left_is_computed() -> None:
     req = fused(C, B)
     rank.match(req)
     rank.fuser.store.clear()
-    assert rank.cache.tiers.promiser.commit(req, req.best_match_node)[0] == 0
+    assert rank.cache.tiers.promiser.commit(req, req.best_match_node) is None
     assert state(req).promise.declined == ["source_gone"]
 
 

@@ -66,19 +66,17 @@ def assert_close(got: Tensor, expected: Tensor, atol: float = TOLERANCE) -> None
     torch.testing.assert_close(got, expected, rtol=0, atol=atol)
 
 
-def test_request_behind_what_the_batch_fills_reads_it_filled(make: Make) -> None:
-    """B is moved for the first; the second stands on it and computes C."""
+def test_requests_of_one_batch_are_filled_as_if_alone(make: Make) -> None:
+    """B is moved for both, C for the second."""
     scheduler = make()
     scheduler.serve(rag(A, B, C))
     one, two = rag(B, fusion=FUSION), rag(B, C, fusion=FUSION)
     _, got = kv_of_batch(scheduler, one, two)
-    assert (report(one).fallbacks, report(two).fallbacks) == ((), (Fallback.NOT_FILLED,))
+    assert (report(one).fallbacks, report(two).fallbacks) == ((), ())
     scheduler.cache.reset()
     scheduler.allocator.clear()
     scheduler.serve(rag(A, B, C))
-    kv_of_batch(scheduler, rag(B, fusion=FUSION))
-    two = rag(B, C, fusion=replace(FUSION, fresh=frozenset({1})))
-    (expected,) = kv_of_batch(scheduler, two)
+    (expected,) = kv_of_batch(scheduler, rag(B, C, fusion=FUSION))
     assert_close(got, expected)
 
 

@@ -92,7 +92,7 @@ def test_nothing_cheaper_follows_what_the_selector_itself_has_chosen() -> None:
     told = rank.ask(fused(B, A, fusion=ASKING))
     assert (told.fused_hit, told.selector) == (len(B), "query"), "that of what was found"
     assert Fallback.NOT_WORTH_IT in told.fallbacks
-    rank.start(fused(D, A, fusion=ASKING))
+    rank.serve(fused(D, A, fusion=ASKING))
     assert rank.node(HEAD, D, A, recipe=f"{ASKING.recipe}/by=first") is not None
 
 
