@@ -313,6 +313,7 @@ class FusedScheduler(Scheduler):
         """Also: locks are what holders explain, and every slot holds what its node's key says,
         or will with the next forward."""
         super().check(reqs)
+        assert not any(state(req).is_failed for req in reqs), "a pass has failed; the log says why"
         self.store.check_integrity()
         stats = self.fuser.stats()["store"]
         for kind in KINDS:

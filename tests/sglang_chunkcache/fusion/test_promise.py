@@ -3,7 +3,6 @@ test_promise_model.py drives it through random lives."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -212,11 +211,13 @@ def test_load_of_the_same_batch(
 
 def test_promise_waits_for_its_batch() -> None:
     """Until then nobody can match its slots, and its sources stay."""
-    rank, req = Rank(rag(A, B)), fused(B)
-    rank.start(req)
-    rank.fuser.before(SimpleNamespace(reqs=[rag(A)]))
-    rank.check([req])
-    rank.finish(req)
+    rank, req, other = Rank(rag(A, B)), fused(B), fused(B, A)
+    rank.start(req, other)
+    put_off, rank.batch = rank.batch[:1], rank.batch[1:]
+    rank.forward()
+    rank.check([req, other])
+    rank.batch = put_off
+    rank.finish(req, other)
     assert report(req).relocated == len(B)
 
 
