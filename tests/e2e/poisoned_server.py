@@ -12,8 +12,8 @@ Loads from host memory come beside forwards and passes, however short they are.
 
 SGLang's processes import the main module again, so that the patches below are in the scheduler as
 well. With `SABOTAGE_VAR` naming a file, moving KV on the device does nothing while that file
-exists: the promised slots stay as they were allocated; and calibrating takes the time that it
-takes.
+exists: the promised slots stay as they were allocated; if it has text, filling them raises that as
+an error, and so does computing them instead. Calibrating takes the time that it takes.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def install() -> None:
 
 def _install_sabotage(switch: Path) -> None:
     from sglang_chunkcache.fusion import moving
+    from sglang_chunkcache.fusion.fill import FusionPass
     from sglang_chunkcache.fusion.relocate import copy_moved
 
     def copy_unless_sabotaged(*args: Any, **kwargs: Any) -> None:
@@ -67,6 +68,14 @@ def _install_sabotage(switch: Path) -> None:
 
     assert vars(moving)["copy_moved"] is copy_moved
     vars(moving)["copy_moved"] = copy_unless_sabotaged
+    run = FusionPass.run
+
+    def run_unless_sabotaged(fusion_pass: Any, moves: Any) -> None:
+        if switch.exists() and (error := switch.read_text()):
+            raise RuntimeError(error)
+        run(fusion_pass, moves)
+
+    setattr(FusionPass, "run", run_unless_sabotaged)  # noqa: B010 (mypy takes no assignment)
 
 
 def _calibrate_on_all_prompts() -> None:
