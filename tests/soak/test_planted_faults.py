@@ -42,17 +42,17 @@ queued() is not called        scheduler/tiers.py           scheduler/test_host_c
     self.host.load_back.queued() => pass
 chains count requests, too    scheduler/stored_chains.py   scheduler/test_stored_chains.py
     is_request = self._fingerprint is not None => is_request = True
-hits lost                     scheduler/host_nodes.py      scheduler/test_host_chains.py
+hits lost                     radix_ext/exact_chains.py    scheduler/test_host_chains.py
     host.num_uses += max(0, hits - host.hits) => pass
-age lost                      scheduler/write_back.py      scheduler/test_host_chains.py
-    self._nodes.count_hits(host, facts(node).hits) => pass
+age lost                      radix_ext/write_back.py      scheduler/test_host_chains.py
+    self._nodes.count_hits(host, self._facts_of(node).hits) => pass
 hits lost on the way back     scheduler/chunk_tree.py      scheduler/test_host_chains.py
     host.chain, host.hits, node => host.chain, 0, node
 lock while evicting           scheduler/load_back.py       scheduler/test_host_chains.py
     tree.inc_lock_ref(last) => tree.inc_lock_ref(last := tree.root_node)
-busy host nodes leave         scheduler/host_nodes.py      scheduler/test_host_chains.py
+busy host nodes leave         radix_ext/exact_chains.py    scheduler/test_host_chains.py
     return is_held or is_inner => return is_inner
-slots of busy host nodes      scheduler/host_slots.py      scheduler/test_stored_chains.py
+slots of busy host nodes      radix_ext/pool_slots.py      scheduler/test_stored_chains.py
     self._is_given_back and not self._num_holds => self._is_given_back
 slots of moved KV's sources   fusion/promises.py           fusion/test_host_pool_for_both.py
     for blob in slots_of(plan): => for blob in ():
