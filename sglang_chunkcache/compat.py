@@ -13,6 +13,7 @@ asks for features, never for a version.
 
     until 0.5.22                             from 0.5.23 on
     MHATokenToKVPoolHost of a device pool    of the pool's description of itself
+    get_mha_kv_pool_cls() of a platform      get_kv_pool_cls(kind): cpu/platform.py answers both
 """
 
 from __future__ import annotations
@@ -110,6 +111,12 @@ def rematched(
 def loaded(slots: torch.Tensor, node: TreeNode) -> tuple[Any, TreeNode]:
     """What `init_load_back` gives."""
     return (slots if KNOWS_SLOTS else len(slots)), node
+
+
+def keep_own(req: Req, num_matched: int) -> None:
+    """What `init_load_back` gave is the request's own, where SGLang cannot ask whose it is."""
+    if KNOWS_SLOTS:
+        req.kv.cache_protected_len = num_matched
 
 
 def drop_output(req: Req, message: str) -> None:

@@ -36,7 +36,7 @@ class CpuNativePlatform(CpuSRTPlatform):  # type: ignore[misc]
         return "torch_native"
 
     def get_kv_pool_cls(self, *, kind: str) -> None:
-        """SGLang's own, which need no kernels. 0.5.21 asks the method below instead."""
+        """SGLang's own, which need no kernels."""
 
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

@@ -107,14 +107,13 @@ class Promises:
 
     def fill(self, batch: ScheduleBatch) -> None:
         """Fill what was promised to this batch's requests."""
-        reqs = {id(req) for req in batch.reqs}
+        reqs = {id(req) for req in batch.reqs} if self._pending else set[int]()
         pending = [each for each in self._pending if id(each.req) in reqs]
         if not pending:
             return
         self._pending = [each for each in self._pending if id(each.req) not in reqs]
         for each in pending:
-            # 0.5.21 takes all that a cache has promised for the tree's
-            each.req.kv.cache_protected_len = each.move.plan.start
+            compat.keep_own(each.req, each.move.plan.start)
         try:
             self._fusion_pass.run([each.move for each in pending])
         except Exception:

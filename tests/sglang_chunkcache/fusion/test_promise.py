@@ -222,23 +222,27 @@ def test_promise_waits_for_its_batch() -> None:
 
 
 def test_what_cannot_be_filled_fails_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client gets an error, others find nothing of it, and the server goes on."""
-    rank, req = Rank(rag(A, B)), fused(B)
+    """The client gets an error, others of the batch their answers, nobody finds anything of it, and
+    the server goes on."""
+    rank, req, exact = Rank(rag(A, B)), fused(B), rag(A)
     tree, run = sorted(rank.tree_slots()), rank.fuser.fusion_pass.run
 
     def fail(moves: Any) -> None:
         run(moves)  # as this model's forward reads no slot that holds nothing
         raise RuntimeError("no memory")
 
+    rank.add(req, 4)
+    rank.add(exact, 100)
     with monkeypatch.context() as patch:
         patch.setattr(rank.fuser.fusion_pass, "run", fail)
-        rank.admit(req, 4)
+        rank.forward()
     assert "nor computed" in getattr(req, releases.DROPPED).message
+    assert getattr(exact, releases.DROPPED) is None
     rank.stash(req)
     rank.prefill(req, 100)
     rank.release(req, is_insert=True)
     assert sorted(rank.tree_slots()) == tree
-    rank.check()
+    rank.finish(exact)
     assert rank.serve(fused(B)) == len(HEAD + B)
 
 
