@@ -79,7 +79,8 @@ def public(cls: type) -> set[str]:
 
 
 def home(name: str) -> type:
-    return next(cls for cls in ChunkRadixCache.__mro__ if name in vars(cls))
+    owner: type = next(cls for cls in ChunkRadixCache.__mro__ if name in vars(cls))
+    return owner
 
 
 def test_every_question_is_decided() -> None:
