@@ -3,7 +3,7 @@
 # and a subset of the end-to-end tests (marked `matrix`). Prints a table; the exit code is 0 only if all pass.
 #   launch/matrix.sh [RELEASE ...]
 # Machine: two cores, no GPU; 2 GB of disk for each release.
-# Minutes: 3 for each release, and 2 to 10 more the first time (see setup.sh, whose environment goes for this, too).
+# Minutes: 5 for each release, and 2 to 10 more the first time (see setup.sh, whose environment goes for this, too).
 #
 # Environment:
 #   MATRIX_DIR  where .venv-RELEASE is made (default: the checkout)
