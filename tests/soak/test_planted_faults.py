@@ -42,10 +42,10 @@ queued() is not called        scheduler/tiers.py           scheduler/test_host_c
     self.host.load_back.queued() => pass
 chains count requests, too    scheduler/stored_chains.py   scheduler/test_stored_chains.py
     is_request = self._fingerprint is not None => is_request = True
-hits lost                     radix_ext/exact_chains.py    scheduler/test_host_chains.py
-    host.num_uses += max(0, hits - host.hits) => pass
+loads are no uses             radix_ext/exact_chains.py    scheduler/test_host_chains.py
+    self.index.held.use(host) => pass
 age lost                      radix_ext/write_back.py      scheduler/test_host_chains.py
-    self._nodes.count_hits(host, self._facts_of(node).hits) => pass
+    self._nodes.touch(host, self._facts_of(node).hits) => pass
 hits lost on the way back     scheduler/chunk_tree.py      scheduler/test_host_chains.py
     host.chain, host.hits, node => host.chain, 0, node
 lock while evicting           scheduler/load_back.py       scheduler/test_host_chains.py
