@@ -9,6 +9,7 @@ from typing import Any
 
 from radix_ext import FusionRequest
 from sglang_chunkcache.own_selectors import own_needs
+from sglang_chunkcache.wire.spans import namespace_of
 from tests.reference.scheduler import FakeReq, marked
 
 HEAD, A, B, C, D, QUESTION = [90, 91], [1, 2, 3, 4], [1, 2, 5], [7, 8], [6, 6, 6, 6], [30, 31, 32]
@@ -36,7 +37,8 @@ def rag(
     for chunk in chunks:
         spans.append((len(ids), len(ids) + len(chunk)))
         ids += chunk
-    request = marked(spans, namespace=str(head), **fields)
+    tenant = namespace_of((), extra_key, cache_salt) if extra_key or cache_salt else ""
+    request = marked(spans, namespace=f"{head}{tenant}", **fields)
     return FakeReq([*ids, *tail], request, cache_salt=cache_salt, extra_key=extra_key)
 
 

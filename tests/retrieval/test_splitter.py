@@ -85,6 +85,8 @@ def offset(passage: Passage) -> int:
 def without_header(passage: Passage, text: str) -> str:
     """The passage's own text, below the header that it repeats from further up, if it does."""
     first = offset(passage)
+    if text.startswith(passage.text, first):  # another table's header, which it begins with
+        return passage.text
     for table in find_tables(text):
         if table.body <= first < table.end and passage.text.startswith(table.header):
             return passage.text.removeprefix(table.header)
