@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if (($# == 0)); then set -- 0.5.21 0.5.22 0.5.23; fi
-tests=(tests/contract tests/e2e tests/sglang_chunkcache/{scheduler,fusion})
+tests=(tests/contract tests/e2e tests/sglang_chunkcache/{scheduler,fusion,test_compat.py})
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 

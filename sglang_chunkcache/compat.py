@@ -94,11 +94,14 @@ def num_matched(result: MatchResult) -> int:
 
 
 def rematched(
-    tree: Any, result: MatchResult, node: TreeNode, *, host_hit_length: int = 0
+    tree: Any, result: MatchResult, node: TreeNode, num_tokens: int, *, host_hit_length: int = 0
 ) -> MatchResult:
-    """The match, ending at another node."""
-    slots = tree.path_device_indices(node)
-    found = {"device_indices": slots} if KNOWS_SLOTS else {"device_prefix_len": len(slots)}
+    """The match, ending at this node after so many tokens."""
+    found: dict[str, Any] = {}
+    if not KNOWS_SLOTS:
+        found["device_prefix_len"] = num_tokens
+    elif node is not result.last_device_node:
+        found["device_indices"] = tree.path_device_indices(node)
     return result._replace(
         **found,
         last_device_node=node,
@@ -108,9 +111,13 @@ def rematched(
     )
 
 
-def loaded(slots: torch.Tensor, node: TreeNode) -> tuple[Any, TreeNode]:
-    """What `init_load_back` gives."""
-    return (slots if KNOWS_SLOTS else len(slots)), node
+def loaded(tree: Any, slots: torch.Tensor | None, node: TreeNode) -> tuple[Any, TreeNode]:
+    """What `init_load_back` gives. `slots`: None for none."""
+    if not KNOWS_SLOTS:
+        return 0 if slots is None else len(slots), node
+    if slots is None:  # SGLang joins them with those of the device
+        slots = torch.empty((0,), dtype=torch.int64, device=tree.device)
+    return slots, node
 
 
 def keep_own(req: Req, num_matched: int) -> None:

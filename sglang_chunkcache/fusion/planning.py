@@ -96,7 +96,7 @@ class Planner:
         outcome.is_uncalibrated = fusion.quality is not None and fusion.above is None
         outcome.lookup_s += time.perf_counter() - started
         promised = plan.end - plan.start if plan.pieces else 0
-        return compat.rematched(self._tree, result, node, host_hit_length=promised)
+        return compat.rematched(self._tree, result, node, start, host_hit_length=promised)
 
     # Private, in order of use
 

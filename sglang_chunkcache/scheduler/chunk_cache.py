@@ -124,7 +124,7 @@ class ChunkRadixCache(ChunkTree):
         node = params.best_match_node
         slots = self.tiers.promiser.commit(params.req, node)
         state(params.req).promised = slots
-        return compat.loaded(torch.empty(0, dtype=torch.int64) if slots is None else slots, node)
+        return compat.loaded(self, slots, node)
 
     def load_back_is_cache_owned(self) -> bool:
         """No: a request inserts what it was promised with what it has computed."""
@@ -214,14 +214,12 @@ class ChunkRadixCache(ChunkTree):
                 req, token_ids, key_limit=key_limit, split_prompt=split_prompt, **stock
             )
         start = time.perf_counter()
-        row: torch.Tensor = self.req_to_token_pool.req_to_token[
-            req.kv.req_pool_idx, : len(token_ids)
-        ]
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(token_ids)]
         owned = req.kv.cache_protected_len
         up_to = len(token_ids) if key_limit is None else min(len(token_ids), key_limit)
         key = key_of(req, token_ids, spans, max(up_to, owned), known.fused)
         borders = (len(req.origin_input_ids),) if split_prompt else ()
-        values = row[: len(key)].long().clone()
+        values = row[: len(key)].to(dtype=torch.int64, copy=True)
         matched, path = self.insert_segments(
             key,
             values,

@@ -119,7 +119,7 @@ class LoadBack:
         self._nodes.loaded([host for host, _ in found])
         self._counts.loads += 1
         self._counts.loaded_tokens += num_tokens
-        return compat.rematched(tree, result, path[-1])
+        return compat.rematched(tree, result, path[-1], len(row))
 
     def num_loadable(self, key: ChunkKey, spans: RequestSpans, start: int) -> int:
         """Tokens that `load` would find behind `start`."""
