@@ -1,4 +1,4 @@
-"""Requests to `/generate`, each of which ends a stock server:
+"""Requests, each of which ends a stock server:
 one list for the guard's tests, with a server and without."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Lethal(NamedTuple):
-    """A body and the field that is lethal in it."""
+    """A body of `/generate` and the field that is lethal in it."""
 
     id: str
     field: str
@@ -16,6 +16,16 @@ class Lethal(NamedTuple):
     """A good request that must run at the same time."""
     before: tuple[tuple[str, dict[str, Any]], ...] = ()
     """Good requests, with their endpoints, that must have run."""
+    is_unchecked: bool = False
+    """It goes to an endpoint that checks no types: from 0.5.22 on `/generate` does."""
+
+    def sent(self, *, stream: bool | None = None) -> tuple[str, dict[str, Any]]:
+        """Endpoint and what is posted to it."""
+        body = self.body if stream is None else {**self.body, "stream": stream}
+        if not self.is_unchecked:
+            return "/generate", body
+        rest = {name: value for name, value in body.items() if name != "text"}
+        return "/vertex_generate", {"instances": [{"text": body["text"]}], "parameters": rest}
 
 
 TEXT = "Which city does the company Lumum serve?"
@@ -27,7 +37,7 @@ def sampling(
     """A case in `sampling_params`; the first parameter is the lethal one."""
     field = f"sampling_params.{next(iter(params))}"
     body = {"text": TEXT, "stream": stream, "sampling_params": {"max_new_tokens": 4} | params}
-    return Lethal(id, field, body, overlapped)
+    return Lethal(id, field, body, overlapped, is_unchecked=True)
 
 
 def request(id: str, **fields: Any) -> Lethal:

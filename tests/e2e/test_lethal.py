@@ -40,9 +40,9 @@ def test_stock_server_ends(case: Lethal, tmp_path: Path) -> None:
         for path, body in (("/generate", GOOD), *case.before):
             assert send(server.url + path, body)[0] == 200
         if case.overlapped:
-            background(server, case.overlapped)
+            background(server, "/generate", case.overlapped)
             wait_until(lambda: "Decode batch" in server.log.read_text(errors="replace"))
-        request = background(server, case.body)
+        request = background(server, *case.sent())
         wait_until(lambda: has_ended(server) or not request.is_alive())
         assert has_ended(server) or not answers(server), f"it goes on:\n{server.log_tail()}"
 
@@ -55,9 +55,11 @@ def test_stock_server_ends(case: Lethal, tmp_path: Path) -> None:
 def test_ours_refuses(rag_server: Server, case: Lethal) -> None:
     """By name, whole and streamed, and the next request is answered. That each is refused at all is
     shown without a server."""
-    status, text = send(rag_server.url + "/generate", {**case.body, "stream": False})
+    path, body = case.sent(stream=False)
+    status, text = send(rag_server.url + path, body)
     assert (status, json.loads(text)["error"]["message"].split(":")[0]) == (400, case.field)
-    status, text = send(rag_server.url + "/generate", {**case.body, "stream": True})
+    path, body = case.sent(stream=True)
+    status, text = send(rag_server.url + path, body)
     assert status in (200, 400)
     assert case.field in text
     assert post(rag_server.url + "/generate", GOOD)["meta_info"]["completion_tokens"] == 1
@@ -100,14 +102,13 @@ def test_refusals_are_counted(rag_server: Server) -> None:
     assert metrics_of(rag_server)['chunkcache:guarded_total{field="priority"}'] == count + 1
 
 
-def background(server: Server, body: dict[str, Any]) -> threading.Thread:
-    """A request to `/generate` whose client waits as long as it takes:
-    SGLang would abort it otherwise."""
+def background(server: Server, path: str, body: dict[str, Any]) -> threading.Thread:
+    """A request whose client waits as long as it takes: SGLang would abort it otherwise."""
 
     def run() -> None:
         # the server has ended, or answers nothing any more
         with contextlib.suppress(OSError, http.client.HTTPException):
-            send(server.url + "/generate", body, timeout_s=600.0)
+            send(server.url + path, body, timeout_s=600.0)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
