@@ -81,10 +81,20 @@ LETHAL = [
     ),
     sampling("repetition_penalty", repetition_penalty=1e-40, top_k=5),
     sampling("top_k over 32 bits", top_k=2**31, temperature=1),
+    sampling("top_k a fraction", top_k=1.5),
+    sampling(
+        "temperature over 32 bits", temperature=1e308, top_k=5, min_new_tokens=2, ignore_eos=True
+    ),
+    sampling("min_new_tokens beside a regex", min_new_tokens=2, regex="x", top_k=5),
+    sampling(
+        "min_new_tokens beside a schema", min_new_tokens=2, json_schema='{"const": 1}', top_k=5
+    ),
+    sampling("stop of lists", stop=[["x"]]),
     sampling("max_new_tokens a fraction", max_new_tokens=1.5, ignore_eos=True),
     sampling("beam_width a fraction", beam_width=2.0),
     sampling("stop_token_ids negative", stop_token_ids=[-1], min_new_tokens=2),
     sampling("stop_token_ids over the vocabulary", stop_token_ids=[5000], min_new_tokens=2),
+    sampling("stop_token_ids of all", stop_token_ids=[*range(1101)], min_new_tokens=2, top_k=5),
     sampling("stop_token_ids behind a null", stop_token_ids=[None, 5000], min_new_tokens=2),
     sampling(
         "stop_token_ids beside min_new_tokens",
@@ -117,6 +127,11 @@ LETHAL = [
         sampling_params={"max_new_tokens": 16, "ignore_eos": True},
     ),
     request("priority over 64 bits", priority=2**63),
+    request("session_id a number", session_id=2)._replace(is_unchecked=True),
+    request("rid a number", rid=[-1])._replace(is_unchecked=True),
+    request("received_time a string", received_time="x")._replace(is_unchecked=True),
+    request("return_hidden_states empty", return_hidden_states=[]),
+    request("positional_embed_overrides of null", positional_embed_overrides=[None]),
     request("session id a list", session_params={"id": ["x"]}),
     in_session("session rid a list", rid=["r"]),
     in_session("session offset a string", rid="r", offset="x"),

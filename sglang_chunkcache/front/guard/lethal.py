@@ -178,10 +178,14 @@ def _reads_unknown_places(value: Any, fields: Mapping[str, Any], limits: Limits)
     return any(not 0 <= place < len(prompt) for places, prompt in several for place in places)
 
 
-def _bans_no_token(ids: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+def _bans_no_token_or_all(ids: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
     # The vocabulary's size itself is a column of SGLang's table, by which it pads rows
     # (`BatchedMinNewTokensPenalizer`).
-    return any(not 0 <= token <= limits.vocab_size for token in _integers(ids))
+    banned = set(_integers(ids))
+    # half is far from all: the model has others that end a text, and some that it never samples
+    return len(banned) > limits.vocab_size // 2 or any(
+        not 0 <= token <= limits.vocab_size for token in banned
+    )
 
 
 def _integers(values: Any) -> Iterator[int]:
@@ -221,6 +225,15 @@ def _fits(logit: float, fields: Mapping[str, Any]) -> bool:
     return abs(logit) <= FLOAT32_MAX * min(divisor, FLOAT32_MAX)
 
 
+def _may_be_too_short(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    # how long the texts of a grammar are is not known here
+    return value != 0 and any(fields.get(name) for name in GRAMMARS)
+
+
+def _are_no_strings(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    return any(not isinstance(one, str | None) for one in _each(value))
+
+
 def _is_fraction(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
     return isinstance(value, float)
 
@@ -237,6 +250,7 @@ def _by_name(*rules: Rule) -> dict[str, Rule]:
     return {rule.name: rule for rule in rules}
 
 
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 GRAMMAR = ("be a string", "scheduler: the grammar cache hashes it", _is_unhashable)
 
 REQUEST_RULES = _by_name(
@@ -265,6 +279,30 @@ REQUEST_RULES = _by_name(
         lambda value, fields, limits: not isinstance(value, int) or value not in PRIORITIES,
     ),
     Rule(
+        "rid",
+        "be a string, or strings",
+        "main process: it looks at how they begin",
+        _are_no_strings,
+    ),
+    Rule(
+        "session_id",
+        "be a string",
+        "scheduler: SGLang's default tree, in Rust, takes nothing else",
+        lambda value, fields, limits: not isinstance(value, str),
+    ),
+    Rule(
+        "received_time",
+        "be a number",
+        "main process: it counts from there",
+        lambda value, fields, limits: not isinstance(value, int | float),
+    ),
+    Rule(
+        "return_hidden_states",
+        "not be an empty list",
+        "scheduler: it takes no list",
+        lambda value, fields, limits: value == [],
+    ),
+    Rule(
         "lora_id",
         "be a string for one prompt",
         "scheduler: it is added to `extra_key`",
@@ -275,7 +313,9 @@ REQUEST_RULES = _by_name(
         "be left out",
         "scheduler: it reads positions and tensors, which JSON cannot hold",
         lambda value, fields, limits: (
-            value == [] or any(isinstance(one, JSON) for one in _each(value))
+            isinstance(value, list)
+            and (not value or _is_single(fields))
+            or any(isinstance(one, JSON) for one in _each(value))
         ),
     ),
     Rule(
@@ -320,10 +360,30 @@ SAMPLING_RULES = _by_name(
         _overflows,
     ),
     Rule(
-        "sampling_params.top_k",
+        "sampling_params.temperature",
         "fit into 32 bits",
+        "scheduler: hidden logits divided by infinity are no numbers",
+        lambda value, fields, limits: isinstance(value, int | float) and value > FLOAT32_MAX,
+    ),
+    Rule(
+        "sampling_params.top_k",
+        "be a whole number that fits into 32 bits",
         "scheduler: it makes a tensor of it",
-        lambda value, fields, limits: isinstance(value, int | float) and value >= INT32_END,
+        lambda value, fields, limits: (
+            isinstance(value, float) or isinstance(value, int) and value >= INT32_END
+        ),
+    ),
+    Rule(
+        "sampling_params.min_new_tokens",
+        "be 0 beside a grammar",
+        "scheduler: no token is left to sample when the grammar is through and the text too short",
+        _may_be_too_short,
+    ),
+    Rule(
+        "sampling_params.stop",
+        "be a string, or strings",
+        "scheduler: it looks for them in the text",
+        _are_no_strings,
     ),
     Rule(
         "sampling_params.max_new_tokens",
@@ -339,10 +399,10 @@ SAMPLING_RULES = _by_name(
     ),
     Rule(
         "sampling_params.stop_token_ids",
-        "be ids of the vocabulary",
-        "scheduler: it writes beyond the vocabulary, with `min_new_tokens` of this request or of"
-        " another in the batch",
-        _bans_no_token,
+        "be ids of the vocabulary, at most half of it",
+        "scheduler: with `min_new_tokens`, of another request too, it writes beyond the vocabulary,"
+        " or none is left to sample",
+        _bans_no_token_or_all,
     ),
     Rule(
         "sampling_params.stream_interval",
@@ -363,9 +423,6 @@ SAMPLING_RULES = _by_name(
         "scheduler: SGLang's own mark, with which it does not look at the temperature",
         lambda value, fields, limits: bool(value),
     ),
-    *(
-        Rule(f"sampling_params.{name}", *GRAMMAR)
-        for name in ("json_schema", "regex", "ebnf", "structural_tag")
-    ),
+    *(Rule(f"sampling_params.{name}", *GRAMMAR) for name in GRAMMARS),
 )
 """By the last part of the field."""

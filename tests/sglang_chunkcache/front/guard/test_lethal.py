@@ -65,7 +65,9 @@ PARAMETERS: list[dict[str, Any]] = [
     {"logit_bias": {}, "top_k": "x", "stop_token_ids": ["7", VOCAB, 0], "regex": 5, "n": 3},
     {"stop_token_ids": None, "regex": None, "json_schema": '{"type": "object"}'},
     {"stop_token_ids": "no number", "ebnf": True, "n": 1000, "stream_interval": 0},
-    {"repetition_penalty": 10**400, "temperature": 10**400, "logit_bias": {"5": 10**38}},
+    {"repetition_penalty": 10**400, "temperature": 10**38, "logit_bias": {"5": 10**38}},
+    {"min_new_tokens": 2, "regex": "", "stop": ["a", None], "stop_token_ids": [*range(VOCAB // 2)]},
+    {"min_new_tokens": 0, "json_schema": "{}", "stop": "a"},
     {"stop_regex": ["(a+b)+c", r"(\w+\s)+x", "(a|b)*c", "("], "repetition_penalty": 1e-3},
 ]
 TWO = {"text": ["a", "b"]}
