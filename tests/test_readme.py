@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang_chunkcache.config import flag_fields, flag_name
-from sglang_chunkcache.front.guard.lethal import REQUEST_RULES, SAMPLING_RULES
+from sglang_chunkcache.front.guard.lethal import REQUEST_RULES, SAMPLING_RULES, SEEN
 from sglang_chunkcache.wire.report import Fallback
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,11 +38,14 @@ def flag_rows() -> list[str]:
 
 
 def guard_rows() -> list[str]:
-    """A table with a row per rule."""
-    rows = ["| field | must | what ends otherwise | SGLang |", "|---|---|---|---|"]
-    rules = [*REQUEST_RULES.values(), *SAMPLING_RULES.values()]
+    """A table with a row per rule; rules that say the same share one."""
+    rows = ["| field | must | otherwise, in the scheduler |", "|---|---|---|"]
+    fields: dict[tuple[str, str], list[str]] = {}
+    for rule in [*REQUEST_RULES.values(), *SAMPLING_RULES.values()]:
+        only = "" if rule.versions == SEEN else f" ({', '.join(rule.versions)})"
+        fields.setdefault((rule.must, rule.ends + only), []).append(f"`{rule.field}`")
     return rows + [
-        f"| `{r.field}` | {r.must} | {r.ends} | {', '.join(r.versions)} |" for r in rules
+        f"| {', '.join(names)} | {must} | {ends} |" for (must, ends), names in fields.items()
     ]
 
 

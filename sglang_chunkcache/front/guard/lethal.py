@@ -1,5 +1,5 @@
 """Requests that end SGLang's server, refused before they reach it: one table of rules, each proven
-on a stock server.
+on stock servers.
 
 SGLang's main process passes most values on as they come. One that the scheduler or the detokenizer
 cannot use raises there, and an exception there ends the server for everybody.
@@ -29,6 +29,9 @@ JSON = (str, int, float, list, dict)
 PRIORITIES = range(-(2**63), 2**63 - 1)
 """SGLang adds 1 and gives the tree 64 bits."""
 
+SEEN = ("0.5.21", "0.5.22", "0.5.23")
+"""SGLang's releases that the tests have sent each such request."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -53,10 +56,10 @@ class Rule:
     must: str
     """The rest of the message, `field: must …`."""
     ends: str
-    """The process that ends otherwise, and where."""
+    """What raises otherwise: in the scheduler, if no other process is named."""
     is_lethal: IsLethal
-    versions: tuple[str, ...] = ("0.5.21",)
-    """SGLang's, for which it is proven."""
+    versions: tuple[str, ...] = SEEN
+    """Of SGLang, those that it ends. Others refuse or answer the request, for which nobody asks."""
 
     @property
     def name(self) -> str:
@@ -251,32 +254,33 @@ def _by_name(*rules: Rule) -> dict[str, Rule]:
 
 
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
-GRAMMAR = ("be a string", "scheduler: the grammar cache hashes it", _is_unhashable)
+GRAMMAR = ("be a string", "the grammar cache hashes it", _is_unhashable)
 
 REQUEST_RULES = _by_name(
     Rule(
         "input_ids",
         "have token ids of the vocabulary, and at least one for each prompt",
-        "scheduler: the embedding has no such row; a prompt without tokens has no shape",
+        "the embedding has no such row, an empty prompt no shape",
         _has_unusable_ids,
     ),
     Rule(
         "logprob_start_len",
         "be at least -1",
-        "scheduler: it counts other logprobs than it computed",
+        "it counts other logprobs than it computed",
         _starts_before_the_prompt,
     ),
     Rule(
         "top_logprobs_num",
         "be at most the size of the vocabulary",
-        "scheduler: `topk` of more than there are, also in a batch with another request's logprobs",
+        "`topk` has no more, also for another request in the batch",
         _wants_more_than_there_are,
     ),
     Rule(
         "priority",
         "fit into 64 bits",
-        "scheduler: SGLang's default tree, in Rust, takes no more",
+        "SGLang's default tree, in Rust, takes no more",
         lambda value, fields, limits: not isinstance(value, int) or value not in PRIORITIES,
+        versions=("0.5.21", "0.5.22"),
     ),
     Rule(
         "rid",
@@ -287,7 +291,7 @@ REQUEST_RULES = _by_name(
     Rule(
         "session_id",
         "be a string",
-        "scheduler: SGLang's default tree, in Rust, takes nothing else",
+        "SGLang's default tree, in Rust, takes nothing else",
         lambda value, fields, limits: not isinstance(value, str),
     ),
     Rule(
@@ -299,22 +303,21 @@ REQUEST_RULES = _by_name(
     Rule(
         "return_hidden_states",
         "not be an empty list",
-        "scheduler: it takes no list",
+        "it takes no list",
         lambda value, fields, limits: value == [],
     ),
     Rule(
         "lora_id",
         "be a string for one prompt",
-        "scheduler: it is added to `extra_key`",
+        "it is added to `extra_key`",
         lambda value, fields, limits: isinstance(value, list) and _is_single(fields),
     ),
     Rule(
         "positional_embed_overrides",
         "be left out",
-        "scheduler: it reads positions and tensors, which JSON cannot hold",
+        "it reads positions and tensors, which JSON cannot hold",
         lambda value, fields, limits: (
-            isinstance(value, list)
-            and (not value or _is_single(fields))
+            (isinstance(value, list) and _is_single(fields))
             or any(isinstance(one, JSON) for one in _each(value))
         ),
     ),
@@ -327,14 +330,13 @@ REQUEST_RULES = _by_name(
     Rule(
         "session_params",
         "have strings as id and rid, a whole number as offset, and a rid with replace",
-        "scheduler: it looks up by them, cuts there, and without a rid changes a table while it"
-        " reads it",
+        "it looks up by them, cuts there, and without a rid changes what it reads",
         _breaks_its_session,
     ),
     Rule(
         "token_indices_to_pool",
         "be places in `input_ids`, with logprobs of `token_ids_logprob` from the prompt's start",
-        "scheduler: it reads beyond what was computed",
+        "it reads beyond what was computed",
         _reads_unknown_places,
     ),
 )
@@ -348,79 +350,77 @@ SAMPLING_RULES = _by_name(
     ),
     Rule(
         "sampling_params.logit_bias",
-        "be an object of numbers, within 32 bits also when they are divided by the temperature",
-        "scheduler: it makes a tensor of them; infinite logits have no probabilities to sample"
-        " from",
+        "be an object of numbers, within 32 bits also divided by the temperature",
+        "it makes a tensor of them; infinite logits have no probabilities",
         _is_no_bias,
     ),
     Rule(
         "sampling_params.repetition_penalty",
         "be large enough to divide logits by it in 32 bits",
-        "scheduler: infinite logits have no probabilities to sample from",
+        "infinite logits have no probabilities",
         _overflows,
     ),
     Rule(
         "sampling_params.temperature",
         "fit into 32 bits",
-        "scheduler: hidden logits divided by infinity are no numbers",
+        "hidden logits divided by infinity are no numbers",
         lambda value, fields, limits: isinstance(value, int | float) and value > FLOAT32_MAX,
     ),
     Rule(
         "sampling_params.top_k",
         "be a whole number that fits into 32 bits",
-        "scheduler: it makes a tensor of it",
+        "it makes a tensor of it",
         lambda value, fields, limits: (
-            isinstance(value, float) or isinstance(value, int) and value >= INT32_END
+            isinstance(value, float) or (isinstance(value, int) and value >= INT32_END)
         ),
     ),
     Rule(
         "sampling_params.min_new_tokens",
         "be 0 beside a grammar",
-        "scheduler: no token is left to sample when the grammar is through and the text too short",
+        "no token is left to sample when the grammar is through and the text too short",
         _may_be_too_short,
     ),
     Rule(
         "sampling_params.stop",
         "be a string, or strings",
-        "scheduler: it looks for them in the text",
+        "it looks for them in the text",
         _are_no_strings,
     ),
     Rule(
         "sampling_params.max_new_tokens",
         "be a whole number",
-        "scheduler: it cuts the answer there",
+        "it cuts and counts by it",
         _is_fraction,
     ),
     Rule(
         "sampling_params.beam_width",
         "be a whole number",
-        "scheduler: `topk` takes nothing else",
+        "it cuts and counts by it",
         _is_fraction,
     ),
     Rule(
         "sampling_params.stop_token_ids",
         "be ids of the vocabulary, at most half of it",
-        "scheduler: with `min_new_tokens`, of another request too, it writes beyond the vocabulary,"
+        "with `min_new_tokens`, of another request too, it writes beyond the vocabulary,"
         " or none is left to sample",
         _bans_no_token_or_all,
     ),
     Rule(
         "sampling_params.stream_interval",
         "be a number",
-        "scheduler: it divides by it",
+        "it divides by it",
         lambda value, fields, limits: bool(value) and not isinstance(value, int | float),
     ),
     Rule(
         "sampling_params.stop_regex",
         "not repeat what varies by itself",
-        "scheduler: Python's `re` tries up to 2^n ways on a text of n letters, and nothing else"
-        " runs meanwhile",
+        "Python's `re` tries up to 2^n ways on n letters, and nothing else runs",
         _explodes,
     ),
     Rule(
         "sampling_params.is_normalized",
         "be left out",
-        "scheduler: SGLang's own mark, with which it does not look at the temperature",
+        "SGLang's own mark, after which the temperature is not checked",
         lambda value, fields, limits: bool(value),
     ),
     *(Rule(f"sampling_params.{name}", *GRAMMAR) for name in GRAMMARS),
