@@ -16,14 +16,14 @@ import msgspec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_chunkcache.errors import RequestError
-from sglang_chunkcache.front.guard.lethal import Limits, sampling_problem
+from sglang_chunkcache.front.guard.lethal import GRAMMARS, Limits, sampling_problem
 from sglang_chunkcache.front.parse import named_in
 
 MAX_ANSWERS = 128
 """Answers of one request (`n`), OpenAI's limit. SGLang makes a request of each, all at once."""
 MAX_STOP_CHARS = 4096
 """Of all stop strings: SGLang tokenises them on the event loop."""
-GRAMMARS, MAX_GRAMMAR_CHARS = ("json_schema", "regex", "ebnf", "structural_tag"), 100_000
+MAX_GRAMMAR_CHARS = 100_000
 """The memory that xgrammar takes grows with the square of a grammar's rules:
 20,000 rules in 340,000 characters took 1.5 GB."""
 
