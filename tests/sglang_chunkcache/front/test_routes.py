@@ -600,7 +600,7 @@ def test_complaint_of_sglangs_is_behind_the_field_it_is_about(
 ) -> None:
     bench, manager, send = call()
     manager.error = ValueError(complaint)
-    params = {"min_new_tokens": 3, "max_new_tokens": 9, "json_schema": "{}"}
+    params = {"min_new_tokens": 0, "max_new_tokens": 9, "json_schema": "{}"}
     wish = {"return_logprob": True, "logprob_start_len": 1}
     for stream in (True, False):
         body = {"parts": ["x"], **wish, "sampling_params": params, "stream": stream}
