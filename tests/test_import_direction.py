@@ -139,7 +139,7 @@ def test_eval_uses_public_names_only() -> None:
         *("ChunkCacheConfig", "__version__", "bundled_model.model_dir", "lang.", "client."),
         *("config.MAX_", "removed."),  # limits that are no settings, flags that are refused
         *("examples.", "fusion.selectors.", "wire.report.Fallback"),  # the interface of selectors
-        *("attention.", "fusion.relocate", "joint_encoding.", "storage.codec."),  # are measured
+        *("attention.", "fusion.relocate", "storage.codec."),  # are measured
         "cpu.torchvision_shim.define_torchvision_ops",  # before transformers, on a CPU build
     )
     public = tuple(f"sglang_chunkcache.{name}" for name in names)

@@ -3,7 +3,7 @@
     python -m eval joint [--quick]
 
 Variants of one chunk, different chunks, and requests of a batch are cut into blocks and fused at
-rising thresholds, in each layer (sglang_chunkcache/joint_encoding). A ratio is the number of blocks
+rising thresholds, in each layer (eval/joint). A ratio is the number of blocks
 over that of shared blocks, all layers and draws together; `bytes` counts norms, table and tails,
 too; `all layers` is the share of blocks that are over the threshold with one block of another unit
 in every layer: only these could share slots on a device, where a token has one for all layers. Of
@@ -36,17 +36,10 @@ import torch
 from torch import Tensor
 
 from eval.bench.rounds import by_cell
-from eval.joint.kv import ModelKv
-from eval.joint.units import DRAWN, Sizes, Units
-from eval.outcome import Row, add_out_option, open_run, table, tell
-from eval.progress import tracked
-from eval.recorded import grouped
-from eval.run import Run, Sample
-from sglang_chunkcache.bundled_model import model_dir
-from sglang_chunkcache.joint_encoding.drift import distance, least_drift_bound, logit_scale
-from sglang_chunkcache.joint_encoding.encoding import JointLayer, decode, encode, relative_errors
-from sglang_chunkcache.joint_encoding.fast_fusion import NEVER, cosine, normalize
-from sglang_chunkcache.joint_encoding.fusion_rate import (
+from eval.joint.drift import distance, least_drift_bound, logit_scale
+from eval.joint.encoding import JointLayer, decode, encode, relative_errors
+from eval.joint.fast_fusion import NEVER, cosine, normalize
+from eval.joint.fusion_rate import (
     expected_blocks,
     expected_joins,
     extreme_rate,
@@ -58,7 +51,14 @@ from sglang_chunkcache.joint_encoding.fusion_rate import (
     num_pairs,
     unit_similarities,
 )
-from sglang_chunkcache.joint_encoding.thresholds import LayerStatistics, ThresholdController
+from eval.joint.kv import ModelKv
+from eval.joint.thresholds import LayerStatistics, ThresholdController
+from eval.joint.units import DRAWN, Sizes, Units
+from eval.outcome import Row, add_out_option, open_run, table, tell
+from eval.progress import tracked
+from eval.recorded import grouped
+from eval.run import Run, Sample
+from sglang_chunkcache.bundled_model import model_dir
 
 BLOCK_SIZES = (4, 8, 16, 32)
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999)

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from eval.bench.relocate import Pool
+from eval.joint.encoding import decode, encode
+from eval.joint.fast_fusion import NEVER
 from eval.joint.kv import Cached
-from sglang_chunkcache.joint_encoding.encoding import decode, encode
-from sglang_chunkcache.joint_encoding.fast_fusion import NEVER
-from sglang_chunkcache.joint_encoding.ratio import thresholds_for_ratio
+from eval.joint.ratio import thresholds_for_ratio
 
 
 @dataclass(frozen=True)

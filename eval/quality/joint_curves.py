@@ -2,7 +2,7 @@
 Fusion figures 4 and 5, table 1)
 
 No server: the model runs here. Every question is answered once with full prefill, then once per
-cell: its KV is encoded jointly after the prefill (sglang_chunkcache/joint_encoding), the blocks of
+cell: its KV is encoded jointly after the prefill (eval/joint), the blocks of
 its chunks (CFF) or those of the prompts of its batch (BFF), by a threshold or a ratio, in blocks of
 some size. `compression` is blocks over shared blocks of all layers and answers.
 

@@ -14,12 +14,12 @@ pytest.importorskip("transformers")
 import torch
 
 from eval.joint.command import Blocks, logits, main, measured, similar_in_all_layers
+from eval.joint.encoding import encode
+from eval.joint.fast_fusion import NEVER
 from eval.joint.kv import ModelKv
 from eval.joint.units import DRAWN, Sizes, Units
 from eval.recorded import read_recorded
 from sglang_chunkcache.bundled_model import model_dir
-from sglang_chunkcache.joint_encoding.encoding import encode
-from sglang_chunkcache.joint_encoding.fast_fusion import NEVER
 
 SIZES = Sizes(variants=3, chunks=2, requests=2, passages=2)
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sglang_chunkcache.joint_encoding.drift import logit_scale
-from sglang_chunkcache.joint_encoding.fast_fusion import NEVER, fast_fusion
-from sglang_chunkcache.joint_encoding.fusion_rate import unit_similarities
-from sglang_chunkcache.joint_encoding.thresholds import LayerStatistics, ThresholdController
+from eval.joint.drift import logit_scale
+from eval.joint.fast_fusion import NEVER, fast_fusion
+from eval.joint.fusion_rate import unit_similarities
+from eval.joint.thresholds import LayerStatistics, ThresholdController
 
 MAX_ROUNDS = 8
 """Thresholds that are tried. Each takes the comparison of all blocks once."""

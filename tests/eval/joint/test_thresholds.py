@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_chunkcache.joint_encoding.drift import distance, least_drift_bound
-from sglang_chunkcache.joint_encoding.fast_fusion import NEVER, fast_fusion
-from sglang_chunkcache.joint_encoding.fusion_rate import unit_similarities
-from sglang_chunkcache.joint_encoding.ratio import NEAR, thresholds_for_ratio
-from sglang_chunkcache.joint_encoding.thresholds import (
+from eval.joint.drift import distance, least_drift_bound
+from eval.joint.fast_fusion import NEVER, fast_fusion
+from eval.joint.fusion_rate import unit_similarities
+from eval.joint.ratio import NEAR, thresholds_for_ratio
+from eval.joint.thresholds import (
     LayerStatistics,
     ThresholdController,
     predicted_ratio,

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sglang_chunkcache.joint_encoding.drift import logit_drift_within, similarity_within
-from sglang_chunkcache.joint_encoding.fast_fusion import NEVER
-from sglang_chunkcache.joint_encoding.fusion_rate import expected_blocks, no_fusion, num_pairs
+from eval.joint.drift import logit_drift_within, similarity_within
+from eval.joint.fast_fusion import NEVER
+from eval.joint.fusion_rate import expected_blocks, no_fusion, num_pairs
 
 SKIPPED_FROM = 0.5
 """Probability that nothing fuses from which on a layer is not compared at all."""

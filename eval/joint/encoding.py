@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_chunkcache.joint_encoding.fast_fusion import FusedBlocks, fast_fusion
+from eval.joint.fast_fusion import FusedBlocks, fast_fusion
 
 
 @dataclass(frozen=True, eq=False)

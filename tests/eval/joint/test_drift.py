@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_chunkcache.joint_encoding.drift import (
+from eval.joint.drift import (
     distance,
     drift_bound,
     least_drift_bound,
@@ -19,7 +19,7 @@ from sglang_chunkcache.joint_encoding.drift import (
     logit_scale,
     similarity_within,
 )
-from sglang_chunkcache.joint_encoding.encoding import decode, encode, relative_errors
+from eval.joint.encoding import decode, encode, relative_errors
 from tests.reference.naive_joint import attention_drift
 
 HEADS, SIZE = 2, 4

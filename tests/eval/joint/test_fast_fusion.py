@@ -13,8 +13,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_chunkcache.joint_encoding import fast_fusion as fast_fusion_module
-from sglang_chunkcache.joint_encoding.fast_fusion import FusedBlocks, fast_fusion
+from eval.joint import fast_fusion as fast_fusion_module
+from eval.joint.fast_fusion import FusedBlocks, fast_fusion
 from tests.reference import naive_joint
 
 MARGIN = 1e-4

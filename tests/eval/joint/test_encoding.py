@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sglang_chunkcache.joint_encoding.encoding import JointLayer, decode, encode, relative_errors
-from sglang_chunkcache.joint_encoding.fast_fusion import NEVER
+from eval.joint.encoding import JointLayer, decode, encode, relative_errors
+from eval.joint.fast_fusion import NEVER
 
 HEADS, SIZE, VALUE_SIZE = 2, 4, 3
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_chunkcache.joint_encoding.fusion_rate import (
+from eval.joint.fusion_rate import (
     compression_ratio,
     density,
     distribution,

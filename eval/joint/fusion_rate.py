@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sglang_chunkcache.joint_encoding.fast_fusion import cosine, normalize
+from eval.joint.fast_fusion import cosine, normalize
 
 Joins = Callable[[float, float], float]
 """Rate and number of right blocks -> how many of them join."""
