@@ -40,12 +40,7 @@ from radix_ext.errors import (
     PolicyError,
     SpanError,
 )
-from radix_ext.eviction import (
-    EVICTION_POLICIES,
-    Aging,
-    EvictionPolicy,
-    EvictionQueue,
-)
+from radix_ext.eviction import Aging
 from radix_ext.exact_growth import ExactGrowth
 from radix_ext.fusion_request import FusionRequest, Need
 from radix_ext.heads import Heads, Outline, Parting
@@ -61,34 +56,17 @@ from radix_ext.order import (
     order_chunks,
     order_per_rank,
 )
-from radix_ext.overlap import Overlap, Seen
 from radix_ext.places import Place, Places
 from radix_ext.prefix_tree import ChunkPrefixTree, Plan, snapshot
-from radix_ext.replay import (
-    ADMISSION_POLICIES,
-    DEDUP_POLICIES,
-    AdmissionPolicy,
-    DedupPolicy,
-    HostStats,
-    Replay,
-    ReplayResult,
-    ReplaySettings,
-    RequestCount,
-    replay_trace,
-)
 from radix_ext.route import KvAware, RoundRobin, Router
 from radix_ext.tenant_tables import TenantTables
 
 __all__ = [
-    "ADMISSION_POLICIES",
-    "DEDUP_POLICIES",
-    "EVICTION_POLICIES",
     "HOST_ADMISSIONS",
     "ORDER_POLICIES",
     "SHOWN_POLICIES",
     "TAIL_POLICIES",
     "AccessTable",
-    "AdmissionPolicy",
     "Aging",
     "CallerError",
     "ChainId",
@@ -99,15 +77,11 @@ __all__ = [
     "ChunkPrefixTree",
     "ConversationKey",
     "ConversationMap",
-    "DedupPolicy",
-    "EvictionPolicy",
-    "EvictionQueue",
     "ExactGrowth",
     "FusionRequest",
     "Heads",
     "Home",
     "HostAdmission",
-    "HostStats",
     "IntegrityError",
     "KvAware",
     "LimitError",
@@ -116,19 +90,13 @@ __all__ = [
     "OrderPolicy",
     "Ordering",
     "Outline",
-    "Overlap",
     "Parting",
     "Place",
     "Places",
     "Plan",
     "PolicyError",
-    "Replay",
-    "ReplayResult",
-    "ReplaySettings",
-    "RequestCount",
     "RoundRobin",
     "Router",
-    "Seen",
     "ShownPolicy",
     "Span",
     "SpanError",
@@ -147,7 +115,6 @@ __all__ = [
     "longest_chain",
     "order_chunks",
     "order_per_rank",
-    "replay_trace",
     "root_chain",
     "running_hashes",
     "shown",

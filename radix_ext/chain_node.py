@@ -88,12 +88,6 @@ class ChainNode:
         """Whether this rank (None: any) holds the node."""
         return bool(self.tiers & held_mask(rank))
 
-    def is_leaf(self, rank: int, tier: Tier) -> bool:
-        """Whether this rank holds the node in `tier`, and no child of it there."""
-        return self.tier(rank) is tier and all(
-            child.tier(rank) is not tier for child in self.child_nodes()
-        )
-
     def num_plans(self, rank: int) -> int:
         """Requests under way on this rank whose chain passes through the node."""
         return self.plans >> PLAN_BITS * rank & PLAN_MASK

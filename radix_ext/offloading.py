@@ -4,20 +4,11 @@
     on the device    A ── B ── C      the device has a chain down from its root, and so has the host
     in host memory   A ── B ── X      C is computed again once it has left, X is loaded behind B
 
-`worth_offloading` is the rule, for the live scheduler too. `HostTier` is a replay's host memory:
-the nodes it has, no KV.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
-
-from radix_ext.chain_node import ChainNode
-from radix_ext.errors import check_choice
-from radix_ext.eviction import NEW_ON_HOST, EvictionPolicy, EvictionQueue
-from radix_ext.prefix_tree import ChunkPrefixTree
 
 HostAdmission = Literal["reused", "promoted", "either", "all"]
 HOST_ADMISSIONS: tuple[HostAdmission, ...] = get_args(HostAdmission)
@@ -41,115 +32,3 @@ def worth_offloading(admission: HostAdmission, *, hits: int, promoted: bool) -> 
             return hits > 0 or promoted
         case "all":
             return True
-
-
-class HostTier:
-    """The nodes of a tree that host memory has, whether or not the device has them too.
-    Single-threaded.
-
-    A node's parent is there before it and stays as long as it does. Room is made before a copy, by
-    the device's rule of eviction.
-
-    Args:
-        capacity, capacity_tokens: in nodes and in tokens, None for unlimited.
-    Raises:
-        PolicyError: unknown admission or policy.
-    """
-
-    def __init__(
-        self,
-        tree: ChunkPrefixTree,
-        policy: EvictionPolicy,
-        admission: HostAdmission,
-        *,
-        capacity: int | None,
-        capacity_tokens: int | None,
-    ) -> None:
-        check_choice("host admission", admission, HOST_ADMISSIONS)
-        self.num_tokens = self.num_offloaded = self.num_offloaded_tokens = self.num_evicted = 0
-        self._admission, self._capacity, self._capacity_tokens = (
-            admission,
-            capacity,
-            capacity_tokens,
-        )
-        self._tree = tree
-        self._nodes: set[ChainNode] = set()
-        self._num_children = Counter[ChainNode]()
-        self._queue = EvictionQueue(tree, policy, new=NEW_ON_HOST, is_leaf=self._is_leaf)
-
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def __contains__(self, node: ChainNode) -> bool:
-        return node in self._nodes
-
-    def offload(self, path: Sequence[ChainNode]) -> list[ChainNode]:
-        """A request has used this chain: copy those of its nodes that are worth it, as far as there
-        is room.
-
-        Returns what left for that, children first. The caller drops what the device does not have.
-        Nothing of the chain leaves.
-        """
-        last, gone = None, list[ChainNode]()
-        for node in path:
-            if node not in self._nodes:
-                if not worth_offloading(self._admission, hits=node.hits, promoted=node.promoted):
-                    break
-                gone += self._make_room(node, path)
-                if not self._has_room(node):
-                    break
-                self._count(node, 1)
-                self.num_offloaded += 1
-                self.num_offloaded_tokens += node.num_tokens
-            last = node
-        if last is not None:
-            self._queue.push(last)
-        return gone
-
-    def violations(self) -> Iterator[str]:
-        """What is wrong, for `check_integrity`."""
-        if any(
-            parent.parent is not None and parent not in self._nodes for parent in self._num_children
-        ):
-            yield "host memory has a node without its parent"
-        if self.num_tokens != sum(node.num_tokens for node in self._nodes):
-            yield f"host memory has counted {self.num_tokens} tokens"
-        if self._num_children != Counter(node.parent for node in self._nodes):
-            yield "host memory has counted other children than it has"
-        if not self._fits(len(self._nodes), self.num_tokens):
-            yield f"host memory has {len(self._nodes)} nodes of {self.num_tokens} tokens"
-
-    # Private, in order of use
-
-    def _make_room(self, node: ChainNode, path: Sequence[ChainNode]) -> Iterator[ChainNode]:
-        # The queue names nothing of the chain: the request has used it, so its entries are stale
-        # until `offload` pushes its end.
-        while not self._has_room(node) and (victim := self._queue.pop()) is not None:
-            self._queue.evicted(victim, self._tree.clock)
-            self._count(victim, -1)
-            self.num_evicted += 1
-            if victim.parent in self._nodes and victim.parent not in path:
-                self._queue.push(victim.parent)
-            yield victim
-
-    def _has_room(self, node: ChainNode) -> bool:
-        return self._fits(len(self._nodes) + 1, self.num_tokens + node.num_tokens)
-
-    def _fits(self, num_nodes: int, num_tokens: int) -> bool:
-        return (self._capacity is None or num_nodes <= self._capacity) and (
-            self._capacity_tokens is None or num_tokens <= self._capacity_tokens
-        )
-
-    def _count(self, node: ChainNode, change: Literal[1, -1]) -> None:
-        assert node.parent is not None
-        self.num_tokens += change * node.num_tokens
-        self._num_children[node.parent] += change
-        if change == 1:
-            self._nodes.add(node)
-            return
-        self._nodes.remove(node)
-        if not self._num_children[node.parent]:
-            del self._num_children[node.parent]
-
-    def _is_leaf(self, node: ChainNode) -> bool:
-        return node in self._nodes and node not in self._num_children

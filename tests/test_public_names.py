@@ -32,7 +32,7 @@ def test_names() -> None:
     assert set(sglang_chunkcache.__all__) == {"ChunkCacheConfig", "__version__"}
     trees = {"AccessTable", "ChunkPrefixTree", "ConversationMap", "KvAware", "RoundRobin", "Tier"}
     assert trees | {"Chunk", "ChunkId", "Span"} <= set(radix_ext.__all__)
-    assert {"chunk_id", "order_chunks", "replay_trace"} <= set(radix_ext.__all__)
+    assert {"chunk_id", "order_chunks"} <= set(radix_ext.__all__)
 
 
 def test_version_and_backend_name() -> None:

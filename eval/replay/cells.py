@@ -13,10 +13,11 @@ from operator import add
 from typing import Any
 
 from eval.progress import Bar
+from eval.replay.exact import Replay
 from eval.replay.grid import Cell
+from eval.replay.overlap import Overlap, Seen
 from eval.replay.ranks import RanksReplay
 from eval.replay.trace import TraceFacts, TraceRequest
-from radix_ext import Overlap, Replay, Seen
 
 Sample = dict[str, Any]
 MAX_BINS = 16_384
@@ -160,7 +161,7 @@ class ReplayCell:
 
     @property
     def sample(self) -> Sample:
-        """Per bin the counts of `radix_ext.RequestCount`; those of tokens are None unless all
+        """Per bin the counts of `exact.RequestCount`; those of tokens are None unless all
         lengths are known.
 
         `host` has what was copied and loaded in the whole trace; without a host tier neither it nor

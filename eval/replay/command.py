@@ -28,6 +28,8 @@ from eval.progress import progress
 from eval.replay import days, generated
 from eval.replay import trace as trace_format
 from eval.replay.cells import ReplayCell, TraceCell, measure
+from eval.replay.eviction_queue import EVICTION_POLICIES
+from eval.replay.exact import ADMISSION_POLICIES, DEDUP_POLICIES
 from eval.replay.fused_cell import FusedCell, add_options, server_config
 from eval.replay.generated import GeneratedTrace, PooledTrace
 from eval.replay.grid import AXES, Cell, comparison, derived_capacities, grid
@@ -36,17 +38,7 @@ from eval.replay.summary import MIN_BLOCKS, summarize
 from eval.replay.trace import TraceFacts, TraceFile, TraceRequest, scan
 from eval.run import Run, new_folder
 from eval.task import TASKS, Source, load_task, requests_of
-from radix_ext import (
-    ADMISSION_POLICIES,
-    DEDUP_POLICIES,
-    EVICTION_POLICIES,
-    HOST_ADMISSIONS,
-    ORDER_POLICIES,
-    TAIL_POLICIES,
-    CallerError,
-    Chunk,
-    ChunkId,
-)
+from radix_ext import HOST_ADMISSIONS, ORDER_POLICIES, TAIL_POLICIES, CallerError, Chunk, ChunkId
 from sglang_chunkcache import ChunkCacheConfig
 
 BLOCK = 50

@@ -1,7 +1,7 @@
 """`python -m eval replay --reuse fused`: the same trace where every request opts into moved KV.
 
 What is moved from where, what the store keeps and what leaves are the server's own decisions:
-`make_plan`, `ChunkSources`, `CaptureQueue`, `VariantIndex` and `EvictionQueue` of radix_ext, with
+`make_plan`, `ChunkSources`, `CaptureQueue` and `VariantIndex` of radix_ext, with
 the server's defaults. Each request is served alone:
 
     order, match    the exact chain, of which host memory has the end (fused_host.py); then fused
@@ -31,6 +31,8 @@ from math import log
 from operator import gt
 from typing import NamedTuple
 
+from eval.replay.eviction_queue import EvictionQueue, is_device_leaf
+from eval.replay.exact import ReplaySettings
 from eval.replay.fused_host import GONE, CountedPool, FusedHost, Known
 from radix_ext import (
     AccessTable,
@@ -38,10 +40,8 @@ from radix_ext import (
     Chunk,
     ChunkId,
     ChunkPrefixTree,
-    EvictionQueue,
     ExactGrowth,
     FusionRequest,
-    ReplaySettings,
     Span,
     Tier,
     fused_chunk,
@@ -388,7 +388,7 @@ class FusedReplay:
 
     @staticmethod
     def _is_leaf(node: ChainNode) -> bool:
-        return node.is_leaf(_RANK, Tier.DEVICE)
+        return is_device_leaf(node, _RANK)
 
     def _is_shared(self, node: ChainNode) -> bool:
         """Whether it is exact, and no later turn's."""

@@ -7,16 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
+from eval.replay.eviction_queue import EvictionPolicy
+from eval.replay.exact import AdmissionPolicy, DedupPolicy, ReplaySettings
 from eval.replay.trace import TraceFacts
-from radix_ext import (
-    AdmissionPolicy,
-    DedupPolicy,
-    EvictionPolicy,
-    HostAdmission,
-    OrderPolicy,
-    ReplaySettings,
-    TailPolicy,
-)
+from radix_ext import HostAdmission, OrderPolicy, TailPolicy
 
 Entry = Mapping[str, Any]
 """A sample, or an entry of the results, with a `cell`."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from radix_ext import Chunk, HostStats, KvAware, Replay, ReplaySettings, RequestCount
+from eval.replay.exact import HostStats, Replay, ReplaySettings, RequestCount
+from radix_ext import Chunk, KvAware
 
 
 class RanksReplay:
-    """`num_ranks` ranks; `step` as `radix_ext.Replay`'s."""
+    """`num_ranks` ranks; `step` as `exact.Replay`'s."""
 
     def __init__(
         self, settings: ReplaySettings, *, num_ranks: int, in_flight: int, max_load_ratio: float

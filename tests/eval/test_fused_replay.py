@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from eval.replay.eviction_queue import EvictionPolicy
+from eval.replay.exact import ReplaySettings
 from eval.replay.fused import EvenAttention, FusedReplay
 from eval.replay.fused_cell import KNOBS, add_options
 from eval.run import read_record
-from radix_ext import Chunk, ChunkId, EvictionPolicy, OrderPolicy, ReplaySettings, Tier
+from radix_ext import Chunk, ChunkId, OrderPolicy, Tier
 from sglang_chunkcache import ChunkCacheConfig
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,9 @@ import pytest
 pytest.importorskip("sglang")
 
 from eval.replay import fused
+from eval.replay.exact import ReplaySettings
 from eval.replay.fused import EvenAttention, FusedCount, FusedReplay
-from radix_ext import Chunk, ChunkId, FusionRequest, OrderPolicy, ReplaySettings, chunk_id
+from radix_ext import Chunk, ChunkId, FusionRequest, OrderPolicy, chunk_id
 from radix_ext.fusion_request import QUESTION
 from radix_ext.moved_plan import Limits
 from radix_ext.variant_index import VariantIndex

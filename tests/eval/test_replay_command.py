@@ -17,8 +17,9 @@ import pytest
 
 from eval.__main__ import main
 from eval.replay.command import WORLD_REQUESTS
+from eval.replay.exact import Replay
 from eval.run import read_record
-from radix_ext import TAIL_POLICIES, Replay
+from radix_ext import TAIL_POLICIES
 
 Request = dict[str, Any]
 Results = dict[str, Any]

@@ -9,7 +9,9 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from radix_ext import Chunk, EvictionPolicy, Replay, ReplaySettings, chunk_id
+from eval.replay.eviction_queue import EvictionPolicy
+from eval.replay.exact import Replay, ReplaySettings
+from radix_ext import Chunk, chunk_id
 from sglang_chunkcache.config import ChunkCacheConfig
 from tests.reference.scheduler import SECRET, FakeReq, Scheduler, marked
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from eval.replay.command import main
+from eval.replay.exact import Replay
 from eval.replay.grid import Cell
 from eval.replay.ranks import RanksReplay
 from eval.run import read_record
-from radix_ext import Chunk, ChunkId, Replay
+from radix_ext import Chunk, ChunkId
 
 
 def chunks(names: str) -> list[Chunk]:

@@ -159,7 +159,7 @@ def test_pooled_trace_is_as_described() -> None:
 def test_memory_does_not_grow_with_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a full cache: less than 40 bytes each, where their counts alone took 450."""
     monkeypatch.setattr(cells, "MAX_BINS", 64)
-    monkeypatch.setattr("radix_ext.replay._MAX_TIMES", 64)
+    monkeypatch.setattr("eval.replay.exact._MAX_TIMES", 64)
     trace = [*GeneratedTrace(1000)]
     cell = create_cell(trace, capacity=200, window=50, eviction="reused")
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""The rule of the live scheduler, and the queue of a replay."""
+"""The rule by which nodes leave."""
 
 from math import log2
 from unittest.mock import patch
@@ -6,8 +6,7 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix_ext import Aging, ChunkPrefixTree, EvictionQueue, Tier, eviction
-from tests.kit.letters import make_chunks
+from radix_ext import Aging, eviction
 
 STEPS = st.lists(st.tuples(st.integers(0, 3), st.floats(0, 9)), max_size=30)
 
@@ -52,15 +51,3 @@ def test_what_was_popular_leaves_after_some_turnovers() -> None:
         aging.evicted(aging.priority(hits=0, last_access=newcomers), newcomers)
         newcomers += 1
     assert newcomers == 4 / 0.5
-
-
-def test_eviction_queue_survives_many_uses_of_the_same_leaf() -> None:
-    tree = ChunkPrefixTree(max_nodes=100)
-    queue = EvictionQueue(tree, "lru")
-    for names in ["ab", "c"] * 500:
-        node = tree.insert("", make_chunks(names), rank=0, tier=Tier.DEVICE, promoted_len=0)
-        assert node is not None
-        queue.push(node)
-        assert len(queue._heap) <= 4 * 3 + 64
-    victims = [queue.pop(), queue.pop(), queue.pop()]
-    assert [victim and victim.chunk_id for victim in victims] == ["b", "c", None]

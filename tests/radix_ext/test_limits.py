@@ -14,7 +14,6 @@ from radix_ext import (
     Heads,
     KvAware,
     LimitError,
-    Overlap,
     Places,
     RoundRobin,
     TenantTables,
@@ -29,7 +28,6 @@ BOUNDED: list[tuple[Callable[..., Any], dict[str, float]]] = [
     (Places, {"max_places": 0}),
     (TenantTables, {"window": 0, "max_tenants": 0, "max_entries": 0}),
     (VariantIndex, {"max_bytes": 0, "max_chunks": 0, "max_variants": 0, "window": 0}),
-    (lambda window: Overlap(5, window=window), {"window": 0}),
     (RoundRobin, {"num_ranks": 0}),
     (lambda max_load_ratio: KvAware(2, max_load_ratio=max_load_ratio), {"max_load_ratio": 0.9}),
 ]

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from eval.http import get, post
+from eval.replay.exact import ReplaySettings
 from eval.replay.fused import FusedReplay
 from eval.server import Server
 from eval.world.world import World
-from radix_ext import Chunk, ChunkId, ReplaySettings
+from radix_ext import Chunk, ChunkId
 from sglang_chunkcache import ChunkCacheConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from radix_ext import Chunk, ChunkId, Overlap, Seen
+from eval.replay.overlap import Overlap, Seen
+from radix_ext import Chunk, ChunkId, LimitError
 from tests.kit.letters import make_trace
 
 
@@ -69,3 +70,8 @@ def test_seen_counts_chunks_and_tokens() -> None:
     ]
     seen = Seen()
     assert [seen.step(request) for request in trace] == [(0, 0), (1, 7), (0, 0)]
+
+
+def test_window_is_checked() -> None:
+    with pytest.raises(LimitError, match="window must be at least"):
+        Overlap(5, window=0)

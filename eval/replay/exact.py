@@ -16,18 +16,32 @@ next request whose chain goes on with it. Copies and loads take no time here.
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from time import perf_counter
 from typing import Literal, NamedTuple, get_args
 
-from radix_ext.access_table import AccessTable
-from radix_ext.chain_node import ChainNode, Tier
-from radix_ext.chunk import Chunk, ChunkId
-from radix_ext.errors import IntegrityError, LimitError, check_at_least, check_choice
-from radix_ext.eviction import EVICTION_POLICIES, EvictionPolicy, EvictionQueue
-from radix_ext.offloading import HOST_ADMISSIONS, HostAdmission, HostTier
-from radix_ext.order import OrderPolicy, TailPolicy, order_chunks
-from radix_ext.prefix_tree import ChunkPrefixTree
+from eval.replay.eviction_queue import (
+    EVICTION_POLICIES,
+    EvictionPolicy,
+    EvictionQueue,
+    is_device_leaf,
+)
+from eval.replay.host_tier import HostTier
+from radix_ext import (
+    HOST_ADMISSIONS,
+    AccessTable,
+    ChainNode,
+    Chunk,
+    ChunkId,
+    ChunkPrefixTree,
+    HostAdmission,
+    IntegrityError,
+    LimitError,
+    OrderPolicy,
+    TailPolicy,
+    Tier,
+    order_chunks,
+)
+from radix_ext.errors import check_at_least, check_choice
 
 AdmissionPolicy = Literal["all", "promoted"]
 ADMISSION_POLICIES: tuple[AdmissionPolicy, ...] = get_args(AdmissionPolicy)
@@ -100,35 +114,6 @@ class RequestCount(NamedTuple):
     num_host_token_hits: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayResult:
-    """What a replay counted; rates are shares of all chunks (tokens) in the trace,
-    times are per order decision."""
-
-    requests: tuple[RequestCount, ...]
-    num_evicted: int
-    peak_nodes: int
-    order_us_p50: float
-    order_us_p99: float
-
-    @property
-    def total(self) -> RequestCount:
-        """Sums over all requests."""
-        return RequestCount(*map(sum, zip(RequestCount(*[0] * 8), *self.requests, strict=True)))
-
-    @property
-    def chunk_hit_rate(self) -> float:
-        """Chunks found cached / chunks."""
-        total = self.total
-        return total.num_hits / total.num_chunks if total.num_chunks else 0.0
-
-    @property
-    def token_hit_rate(self) -> float:
-        """Tokens found cached / tokens; only tells something if the trace has lengths."""
-        total = self.total
-        return total.num_token_hits / total.num_tokens if total.num_tokens else 0.0
-
-
 class HostStats(NamedTuple):
     """What a replay's host memory did: chunks (tokens) copied to it and loaded from it,
     chunks that left it, tokens it has."""
@@ -159,33 +144,6 @@ class _History(NamedTuple):
         return first + tuple(
             Chunk(ChunkId(f"{conversation}\0{chunk.id}"), chunk.num_tokens) for chunk in later
         )
-
-
-def replay_trace(
-    requests: Iterable[Sequence[Chunk]],
-    settings: ReplaySettings,
-    *,
-    conversations: Iterable[str | None] | None = None,
-    heads: Iterable[str | None] | None = None,
-) -> ReplayResult:
-    """Serve a short trace and keep the counts of every request; a long one goes through `Replay`, a
-    request at a time.
-
-    `conversations` names the conversation of each request, None for a request without one; `heads`
-    its head, None for the common one.
-    """
-    replay = Replay(settings)
-    turns = zip(requests, conversations or repeat(None), heads or repeat(None), strict=False)
-    counts = [
-        replay.step(request, conversation, head=head) for request, conversation, head in turns
-    ]
-    return ReplayResult(
-        tuple(counts),
-        replay.num_evicted,
-        replay.peak_nodes,
-        replay.order_us(0.5),
-        replay.order_us(0.99),
-    )
 
 
 class Replay:
@@ -455,7 +413,7 @@ class Replay:
     def _is_device_leaf(self, node: ChainNode) -> bool:
         if self._host is None:
             return node.children is None
-        return node.is_leaf(_RANK, Tier.DEVICE)
+        return is_device_leaf(node, _RANK)
 
 
 def _tokens(chunks: Iterable[Chunk]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from radix_ext.chunk import Chunk, ChunkId
+from radix_ext import Chunk, ChunkId
 from radix_ext.errors import check_at_least
 
 MAX_WINDOWS = 16

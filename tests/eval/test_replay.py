@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -11,25 +13,49 @@ from typing import Any
 
 import pytest
 
+from eval.replay.eviction_queue import EVICTION_POLICIES, EvictionPolicy
+from eval.replay.exact import Replay, ReplaySettings, RequestCount
 from radix_ext import (
-    EVICTION_POLICIES,
     HOST_ADMISSIONS,
     Chunk,
     ChunkId,
-    EvictionPolicy,
     HostAdmission,
     IntegrityError,
     LimitError,
     OrderPolicy,
     PolicyError,
-    Replay,
-    ReplayResult,
-    ReplaySettings,
     TailPolicy,
-    replay_trace,
 )
 from tests.kit.letters import make_trace
 from tests.reference.naive_replay import NaiveCounts, naive_hits
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """What a replay counted; rates are shares of all chunks (tokens) in the trace."""
+
+    requests: tuple[RequestCount, ...]
+    num_evicted: int
+    peak_nodes: int
+    order_us_p50: float
+    order_us_p99: float
+
+    @property
+    def total(self) -> RequestCount:
+        """Sums over all requests."""
+        return RequestCount(*map(sum, zip(RequestCount(*[0] * 8), *self.requests, strict=True)))
+
+    @property
+    def chunk_hit_rate(self) -> float:
+        """Chunks found cached / chunks."""
+        total = self.total
+        return total.num_hits / total.num_chunks if total.num_chunks else 0.0
+
+    @property
+    def token_hit_rate(self) -> float:
+        """Tokens found cached / tokens; only tells something if the trace has lengths."""
+        total = self.total
+        return total.num_token_hits / total.num_tokens if total.num_tokens else 0.0
 
 
 def as_chunks(trace: list[list[str]], num_tokens: int = 1) -> list[list[Chunk]]:
@@ -63,7 +89,17 @@ def run(
     heads: Iterable[str] | None = None,
     **settings: Any,
 ) -> ReplayResult:
-    return replay_trace(trace, settings_of(**settings), conversations=conversations, heads=heads)
+    """Serve a short trace and keep the counts of every request."""
+    replay = Replay(settings_of(**settings))
+    turns = zip(trace, conversations or repeat(None), heads or repeat(None), strict=False)
+    counts = [replay.step(request, name, head=head) for request, name, head in turns]
+    return ReplayResult(
+        tuple(counts),
+        replay.num_evicted,
+        replay.peak_nodes,
+        replay.order_us(0.5),
+        replay.order_us(0.99),
+    )
 
 
 @pytest.mark.parametrize("capacity", [None, 3, 25])
@@ -297,7 +333,7 @@ def test_later_turns_are_no_sign_that_others_want_the_chunks() -> None:
 
 def test_times_of_decisions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them up to so many, then every second, fourth, ...; quantiles of no decision are 0."""
-    monkeypatch.setattr("radix_ext.replay._MAX_TIMES", 8)
+    monkeypatch.setattr("eval.replay.exact._MAX_TIMES", 8)
     replay = Replay(settings_of())
     assert replay.order_us(0.5) == 0
     for number in range(100):
