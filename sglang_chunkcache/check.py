@@ -122,9 +122,11 @@ def _calibrate_selection(args: argparse.Namespace) -> int:
 
 
 def _gates_of(client: Client) -> list[dict[str, Any]]:
-    ranks = client.get("/chunkcache/stats")["ranks"]
+    stats = client.get("/chunkcache/stats")
+    ranks = stats["ranks"]
     if not all(rank.get("gate") for rank in ranks):
-        raise ServerError(f"{client.url}: not a server started with --reuse fused")
+        kind = stats["tree"]["kind"]
+        raise ServerError(f"{client.url}: not a server started with --reuse fused (tree: {kind})")
     return [_figures_of(rank) for rank in ranks]
 
 
@@ -187,7 +189,7 @@ def _load_and_measure(flags: Sequence[str]) -> Mapping[str, Any]:
     os.environ.update(settings.to_env())
     try:
         check_selectors(settings)
-        flags = server_flags(found_models(rest), stock=False)
+        flags = server_flags(found_models(rest))
     except ValueError as error:
         parser.error(str(error))
     server_args = prepare(flags, stock=False, fail=parser.error)

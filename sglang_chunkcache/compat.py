@@ -14,6 +14,8 @@ asks for features, never for a version.
     until 0.5.22                             from 0.5.23 on
     MHATokenToKVPoolHost of a device pool    of the pool's description of itself
     get_mha_kv_pool_cls() of a platform      get_kv_pool_cls(kind): cpu/platform.py answers both
+
+From 0.5.22 on slots in pages need no Triton: until then cpu/allocator.py has them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.mem_cache.allocator import paged
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchResult
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 
     from sglang.srt.managers.schedule_batch import Req
 
+PAGES_WITHOUT_TRITON = hasattr(paged, "alloc_decode_naive")
+"""Whether SGLang's allocator of pages runs on a CPU. And then a platform's is asked for pages
+only, before for all slots."""
 KNOWS_SLOTS = "device_indices" in MatchResult._fields
 """Whether a match names its slots, and a request keeps them."""
 COUNTS_BY_PIECE = hasattr(InsertParams, "chunked")

@@ -96,6 +96,13 @@ def knob(
 
 @dataclass(frozen=True)
 class OrderConfig:
+    tree: str = knob(
+        "auto",
+        "whose tree has the KV: chunk is ours, a node a chunk; stock is SGLang's own",
+        "`auto`: `chunk` where that serves model and flags, else `stock`, which the start says. "
+        "SGLang's matches tokens, and no KV is moved in it.",
+        choices=("auto", "chunk", "stock"),
+    )
     order: str = knob(
         "tree",
         "how a request's chunks are ordered",
@@ -466,6 +473,7 @@ class AuditConfig:
         "Counted, not timed, so that an idle server does not try again unasked.",
         low=1,
         high=1_000_000_000,
+        has_flag=False,
     )
     gate: str = knob(
         "refuse",
@@ -653,9 +661,14 @@ class ChunkCacheConfig(
             )
 
     @property
+    def is_stock(self) -> bool:
+        """Whether the tree is SGLang's. False as long as it is not decided (tree_choice.py)."""
+        return self.tree == "stock"
+
+    @property
     def needs_forward(self) -> bool:
         """Whether something is done around forwards."""
-        return self.reuse == "fused" or self.host_mib != 0
+        return not self.is_stock and (self.reuse == "fused" or self.host_mib != 0)
 
     def to_env(self) -> dict[str, str]:
         """The environment that hands this configuration to SGLang's processes; draws the secret."""

@@ -6,8 +6,9 @@
   promised slots must be filled on the forward stream, after earlier forwards, which may still write
   KV that is moved, and before the batch's own extend. What goes to host memory is copied there,
   too.
-- AFTER `Scheduler._add_request_to_queue`: what a request needs is loaded from a storage while it
-  waits. SGLang asks a cache for a waiting request under some queue policies only.
+- AFTER `Scheduler._add_request_to_queue`, as what follows in schedulers with our tree only: what
+  a request needs is loaded from a storage while it waits. SGLang asks a cache for a waiting request
+  under some queue policies only.
 - AROUND `PrefillAdder.add_one_req`, with a storage only: a request waits for what is loaded for it,
   and all behind it do. A cache can put off a request itself (None for a load), but is only asked
   for what it has found already.
@@ -64,12 +65,15 @@ def register_hooks(
 ) -> None:
     """Register every hook; SGLang applies them when all plugins are loaded.
     `misplaced`, `guard`: of the main process."""
-    HookRegistry.register(GET_INTERNAL_STATE, _add_stats, HookType.AFTER)
+    is_stock = settings is not None and settings.is_stock
+    add = _add_stock_stats if is_stock else _add_stats
+    HookRegistry.register(GET_INTERNAL_STATE, add, HookType.AFTER)
     if settings is None:
         return
     if settings.needs_forward:
         HookRegistry.register(FORWARD, _fill_first, HookType.AROUND)
-    HookRegistry.register(ADD_TO_QUEUE, _tell_arrival, HookType.AFTER)
+    if not is_stock:
+        HookRegistry.register(ADD_TO_QUEUE, _tell_arrival, HookType.AFTER)
     if settings.storage_backend is not None:
         HookRegistry.register(ADD_TO_BATCH, _wait_for_loads, HookType.AROUND)
         for target in UPDATES:
@@ -81,7 +85,7 @@ def register_hooks(
 def missing_hooks(settings: ChunkCacheConfig, *, is_main: bool) -> list[str]:
     """Targets that SGLang failed to patch: it logs such a failure and continues without the
     hook."""
-    targets = [GET_INTERNAL_STATE, ADD_TO_QUEUE]
+    targets = [GET_INTERNAL_STATE, *([] if settings.is_stock else [ADD_TO_QUEUE])]
     if settings.needs_forward:
         targets.append(FORWARD)
     if settings.storage_backend is not None:
@@ -95,15 +99,24 @@ def _add_stats(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang_chunkcache.scheduler.reporting import rank_state
 
     cache = _ours(scheduler.tree_cache)
-    if cache is not None:
-        # `rid` is the only field of a state request that carries text. SGLang leaves it empty.
-        text = args[0].rid if args else None
-        asked = decode(text, Asked) if text else NOTHING
-        # A request between two chunks of its prefill is in no queue of SGLang's.
-        num_waiting = len(scheduler.waiting_queue) + (scheduler.chunked_req is not None)
-        # SGLang collects the ranks in the order of their replies, so each state names its rank.
-        state = rank_state(cache, get_parallel().dp_rank or 0, asked, num_waiting=num_waiting)
-        result.internal_state[STATE_KEY] = encode(state)
+    return result if cache is None else _with_state(result, scheduler, args, rank_state, cache)
+
+
+def _add_stock_stats(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang_chunkcache.scheduler.stock_rank import stock_state
+
+    return _with_state(result, scheduler, args, stock_state, scheduler)
+
+
+def _with_state(result: Any, scheduler: Any, args: Any, state_of: Any, of: Any) -> Any:
+    # `rid` is the only field of a state request that carries text. SGLang leaves it empty.
+    text = args[0].rid if args else None
+    asked = decode(text, Asked) if text else NOTHING
+    # A request between two chunks of its prefill is in no queue of SGLang's.
+    num_waiting = len(scheduler.waiting_queue) + (scheduler.chunked_req is not None)
+    # SGLang collects the ranks in the order of their replies, so each state names its rank.
+    state = state_of(of, get_parallel().dp_rank or 0, asked, num_waiting=num_waiting)
+    result.internal_state[STATE_KEY] = encode(state)
     return result
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from retrieval.model_path import find_model
-from sglang_chunkcache import __version__, config, quiet
+from sglang_chunkcache import __version__, config, quiet, tree_choice
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 from sglang_chunkcache.own_selectors import check_selectors
 from sglang_chunkcache.plugin import BACKEND
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
     args, rest = parser.parse_known_args(argv)
     try:
         settings = config.from_flags(args)
-        rest = server_flags(found_models(rest), stock=args.stock)
+        rest = server_flags(found_models(rest))
         if not args.stock:
             _check_attention(settings)
             _check_storage(settings)
@@ -96,15 +96,16 @@ def main(argv: list[str]) -> None:
 
 
 def prepare(flags: list[str], *, stock: bool, fail: Callable[[str], NoReturn]) -> Any:
-    """SGLang's ServerArgs of `server_flags`, plugins loaded.
+    """SGLang's ServerArgs of `server_flags`, plugins loaded and the tree chosen.
     `fail` is called with the names of unsupported settings."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
     server_args = prepare_server_args(flags)
-    if not stock and (refused := refusals(server_args)):
-        fail(f"not supported together with the chunk cache: {', '.join(refused)}")
+    if not stock and _choose_tree(server_args, fail):
+        # by name, so that a scheduler without our cache does not start
+        server_args = prepare_server_args([*flags, "--radix-cache-backend", BACKEND])
     if (server_args.device or "cuda") == "cpu":
         _bind_cpu_ranks(server_args.dp_size * server_args.tp_size * server_args.pp_size)
     return server_args
@@ -134,21 +135,10 @@ def found_models(rest: list[str]) -> list[str]:
     return flags
 
 
-def server_flags(rest: list[str], *, stock: bool) -> list[str]:
-    """SGLang's flags: the user's, what the CPU path needs, and our cache.
-
-    Raises:
-        ValueError: a flag that would select another cache.
-    """
+def server_flags(rest: list[str]) -> list[str]:
+    """SGLang's flags: the user's, and what the CPU path needs."""
     rest = list(rest)
     given = {flag.split("=", 1)[0] for flag in rest if flag.startswith("--")}
-    if not stock:
-        if "--radix-cache-backend" in given:
-            raise ValueError(
-                "--radix-cache-backend is set by this launcher; --stock starts SGLang with its own"
-                " cache"
-            )
-        rest += ["--radix-cache-backend", BACKEND]
     import torch
 
     if not torch.cuda.is_available():
@@ -158,22 +148,33 @@ def server_flags(rest: list[str], *, stock: bool) -> list[str]:
     return rest
 
 
-def refusals(server_args: Any) -> list[str]:
-    """SGLang settings that our cache cannot serve, each with the reason."""
-    checks = {
-        "--tokenizer-worker-num > 1": (server_args.tokenizer_worker_num or 1) > 1,
-        "--disable-radix-cache": server_args.disable_radix_cache,
-        "--page-size > 1 (some attention backends force it; "
-        "--attention-backend flashinfer does not)": (server_args.page_size or 1) > 1,
-        "--speculative-algorithm": bool(server_args.speculative_algorithm),
-        "--kv-events-config (its readers would take chunk nodes for plain text)": bool(
-            server_args.kv_events_config
-        ),
-        "--enable-hierarchical-cache": server_args.enable_hierarchical_cache,
-        "--disaggregation-mode": server_args.disaggregation_mode not in (None, "null"),
-        "--skip-tokenizer-init": server_args.skip_tokenizer_init,
-    }
-    return [name for name, refused in checks.items() if refused]
+def _choose_tree(server_args: Any, fail: Callable[[str], NoReturn]) -> bool:
+    """Whether the tree is ours. Puts the choice where all processes find it, and says it if it is
+    none of the user's."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.configs.model_config import ModelConfig
+
+    if refused := tree_choice.refusals(server_args):
+        fail(f"not supported together with the chunk cache: {', '.join(refused)}")
+    # SGLang sets page sizes by attention backend and model
+    server_args.resolve_once()
+    found = tree_choice.stock_only(
+        resolving_view(server_args), ModelConfig.from_server_args(server_args)
+    )
+    asked = config.from_env()
+    assert asked is not None
+    try:
+        settings = tree_choice.decided(asked, found)
+    except ValueError as error:
+        fail(str(error))
+    if settings.is_stock and not asked.is_stock:
+        print(
+            f"chunk cache: found {', '.join(found)}: the tree is SGLang's, and no KV is moved",
+            file=sys.stderr,
+            flush=True,
+        )
+    os.environ.update(settings.to_env())
+    return not settings.is_stock
 
 
 def _check_attention(settings: config.ChunkCacheConfig) -> None:
@@ -243,9 +244,12 @@ def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str],
         if stock:
             launch_server(server_args)
         else:
-            from sglang_chunkcache.front.app import search_with, started
+            from sglang_chunkcache.front.app import search_with, serve_as, started
             from sglang_chunkcache.front.startup import check_ranks, warm_up
 
+            settings = config.from_env()
+            assert settings is not None
+            serve_as(settings)
             if retriever is not None:
                 search_with(retriever)
             model, device = server_args.model_path, server_args.device

@@ -77,10 +77,11 @@ def create_cache(ctx: Any) -> Any:
     # Each process patches SGLang for itself: the launcher's check says nothing of this one.
     if missing := missing_hooks(settings, is_main=False):
         raise RuntimeError(f"SGLang did not apply our hooks {missing}; the log above has the cause")
+    # the launcher has asked SGLang's configuration of the model, this is the model itself
     allocator = type(ctx.params.token_to_kv_pool_allocator).__name__
     if "SWA" in allocator or "Hybrid" in type(ctx.params.req_to_token_pool).__name__:
         raise ValueError(
-            f"sliding-window and hybrid models are not supported (KV allocator {allocator})"
+            f"{config.flag_name('tree')} stock serves this model (KV allocator {allocator})"
         )
     return ChunkRadixCache(ctx.params, settings, lambda tree: create_tiers(tree, ctx, settings))
 

@@ -50,6 +50,7 @@ REMOVED: dict[str, str] = {
     "--chunkcache-retrieve-batch": "32 queries in a batch",
     "--chunkcache-retrieve-queue": "1,000 requests may wait for a search",
     "--chunkcache-max-query-chars": "8,000 characters in a query, four times what an encoder reads",
+    "--chunkcache-audit-pause": "a pause of the audit lasts 1,000 requests",
     "--plan": "the command tells what all chunks need before it sends the first one",
     "--planned": (
         "`python -m sglang_chunkcache.preprocess` tells what a corpus needs before it sends the"

@@ -43,22 +43,19 @@ class CpuNativePlatform(CpuSRTPlatform):  # type: ignore[misc]
 
         return MHATokenToKVPool  # type: ignore[no-any-return]
 
-    def get_paged_allocator_cls(self) -> type:
+    def get_paged_allocator_cls(self) -> Any:
+        """None: SGLang's own."""
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
-        class SlotAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
-            """SGLang passes a page size, which the slot allocator does not take (it is always 1
-            here)."""
+        from sglang_chunkcache.compat import PAGES_WITHOUT_TRITON
+        from sglang_chunkcache.cpu.allocator import PagedAllocator
 
-            def __init__(
-                self,
-                size: int,
-                page_size: int,
-                dtype: Any,
-                device: Any,
-                kvcache: Any,
-                need_sort: bool,
-            ) -> None:
-                super().__init__(size, dtype, device, kvcache, need_sort)
+        if PAGES_WITHOUT_TRITON:
+            return None
 
-        return SlotAllocator
+        def create(size: int, page_size: int, **settings: Any) -> Any:
+            if page_size > 1:
+                return PagedAllocator(size, page_size, **settings)
+            return TokenToKVPoolAllocator(size, **settings)
+
+        return create

@@ -46,6 +46,12 @@ def started() -> None:
     _parts.readiness.is_started = True
 
 
+def serve_as(config: ChunkCacheConfig) -> None:
+    """The configuration with its tree, which was not decided yet; before the first request."""
+    assert _parts is not None
+    _parts.config = config
+
+
 def search_with(retriever: Retriever) -> None:
     """Answer requests from this index; after `install`, before the first request."""
     assert _parts is not None

@@ -76,11 +76,11 @@ class ReuseIn(BaseModel):
     move: Literal["pays", "always"] | None = None
 
     def to_request(self, config: ChunkCacheConfig) -> FusionRequest | None:
-        """None for exact reuse. Raises RequestError where the server does not move KV,
-        or has no such selector."""
+        """None for exact reuse, and in SGLang's tree. Raises RequestError where the server does not
+        move KV, or has no such selector."""
         # For exact reuse as well: a misspelt selector is told, whatever the mode.
         needs_of(config, self.selector)
-        if self.mode == "exact":
+        if self.mode == "exact" or config.is_stock:
             return None
         named = self.model_dump(exclude={"mode"}, exclude_none=True)
         return fused_request(config, **named)
@@ -102,6 +102,10 @@ class ReuseFields(BaseModel):
     def fusion_request(self, config: ChunkCacheConfig) -> FusionRequest | None:
         """See `ReuseIn.to_request`."""
         return self.reuse.to_request(config) if self.reuse else None
+
+    def is_denied(self, config: ChunkCacheConfig) -> bool:
+        """Whether moved KV is asked for where the tree is SGLang's."""
+        return config.is_stock and self.reuse is not None and self.reuse.mode == "fused"
 
 
 class RetrieveIn(BaseModel):

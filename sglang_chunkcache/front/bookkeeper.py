@@ -32,6 +32,7 @@ from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.front.reasons import Reasons, counts, fallbacks, missed
 from sglang_chunkcache.front.request import Missed, Planned, RagRequest
+from sglang_chunkcache.front.stock_mirror import StockMirror
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer, Fallback, Report
 from sglang_chunkcache.wire.spans import RequestSpans, pack
@@ -63,13 +64,15 @@ class Bookkeeper:
     ) -> None:
         self._config, self._clock = config, clock
         self.tree = ChunkPrefixTree(max_nodes=config.max_tree_nodes)
-        self.mirrors = [RankMirror(self.tree, rank) for rank in range(num_ranks)]
+        create = StockMirror if config.is_stock else RankMirror
+        self.mirrors = [create(self.tree, rank) for rank in range(num_ranks)]
         self.router: Router = (
             KvAware(num_ranks, max_load_ratio=config.max_load_ratio)
             if config.routing == "kv_aware"
             else RoundRobin(num_ranks)
         )
         self.metrics = Metrics(prometheus=prometheus)
+        self.metrics.show_tree(self.kind)
         self.audit = (
             Audit(
                 share=config.audit_share,
@@ -84,6 +87,11 @@ class Bookkeeper:
             else None
         )
         self.forget()
+
+    @property
+    def kind(self) -> str:
+        """Of tree."""
+        return "stock" if self._config.is_stock else "chunk"
 
     def forget(self) -> None:
         """Forget which chunks were asked for, where they were cached, and what conversations were
@@ -103,7 +111,8 @@ class Bookkeeper:
         # First: the counts that spans_of reads are to include this request.
         self._count_request(planned)
         spans = self.spans_of(planned)
-        rag.custom_params = self.packed(spans)
+        if not self._config.is_stock:  # nobody would read it
+            rag.custom_params = self.packed(spans)
         with ExitStack() as taken:
             rag.plan = self.tree.plan(planned.namespace, planned.chain, rank=planned.rank)
             # Registered one by one: an error in between gives back what was taken, and no more.
@@ -113,6 +122,7 @@ class Bookkeeper:
             self.router.begin(planned.rank, len(planned.input_ids))
             taken.callback(self.router.end, planned.rank, len(planned.input_ids))
             taken.callback(self._count_outcome, rag)
+            taken.callback(self._end, rag)
             self.conversations.keep(rag)
             for reason in planned.fallbacks:
                 self._fall_back(rag, reason)
@@ -162,7 +172,8 @@ class Bookkeeper:
         has_tokens = meta.get("completion_tokens", 0) > 0
         if not rag.is_answered and (has_tokens or is_over):
             rag.is_answered = True
-            self._book_answer(rag, answer, meta, was_heard=text is not None)
+            was_heard = text is not None or self._config.is_stock
+            self._book_answer(rag, answer, meta, was_heard=was_heard)
         if index == 0:
             ids = output.get("output_ids") or []
             if incremental:  # in place: a long answer has an output a token
@@ -185,6 +196,7 @@ class Bookkeeper:
         tree = self.tree
         return {
             "tree": {
+                "kind": self.kind,
                 "nodes": len(tree.nodes),
                 "promoted": tree.num_promoted,
                 "namespaces": len(tree.nodes.roots),
@@ -245,6 +257,11 @@ class Bookkeeper:
             MEANING[change.after],
         )
 
+    def _end(self, rag: RagRequest) -> None:
+        mirror = self.mirrors[rag.served_by or 0]
+        if isinstance(mirror, StockMirror) and rag.is_answered:
+            mirror.ended(rag.planned, rag.num_cached or 0, len(rag.output_ids))
+
     def _count_outcome(self, rag: RagRequest) -> None:
         outcome = "finished" if rag.is_complete else "aborted"
         self.metrics.count("requests", "refused" if rag.is_refused else outcome)
@@ -266,27 +283,38 @@ class Bookkeeper:
                 )
             else:
                 mirror = self.mirrors[rag.served_by or 0]
+                assert isinstance(mirror, RankMirror)
                 mirror.apply(rag.decoded.events)
                 mirror.host_worth = rag.decoded.host_worth
+                rag.epoch = rag.decoded.events.epoch
         return rag.decoded
 
     def _book_answer(
         self, rag: RagRequest, answer: Answer | None, meta: dict[str, Any], *, was_heard: bool
     ) -> None:
         """At the first token. Without a token SGLang drops the rank's answer, which is no fault."""
-        if rag.decoded is not None:  # else nobody is known to have the turn's KV
+        mirror, num_answers = (
+            self.mirrors[rag.served_by or 0],
+            rag.planned.draft.options.num_answers,
+        )
+        # of a retracted request SGLang may count tokens of the answer as cached, too
+        cached = min(int(meta.get("cached_tokens", 0)), len(rag.planned.input_ids))
+        if isinstance(mirror, StockMirror):
+            rag.epoch = mirror.acknowledgement.epoch
+            mirror.answered(rag.planned, cached if num_answers == 1 else None)
+        if rag.epoch is not None:  # else nobody is known to have the turn's KV
             self.conversations.keep(rag)
         fusion, has_tokens = rag.planned.fusion, meta.get("completion_tokens", 0) > 0
         # the rank could not read our spans; its log says why
         is_plain = has_tokens and not was_heard
         rag.report = answer.report if answer and fusion else None
-        is_unread = is_plain or (has_tokens and answer is None and fusion is None)
+        is_unread = is_plain or (has_tokens and rag.epoch is None and fusion is None)
         if is_unread:
             self._fall_back(rag, Fallback.PLAIN_TEXT)
         elif has_tokens and fusion and rag.report is None:
             self._fall_back(rag, Fallback.NO_REPORT)
         # SGLang fills the cache with a request of its own first, which all n answers then find.
-        if rag.planned.draft.options.num_answers > 1:
+        if num_answers > 1:
             self._fall_back(rag, Fallback.PARALLEL_SAMPLING)
             self.reasons.learn(rag)
             return
@@ -298,8 +326,6 @@ class Bookkeeper:
             }
             self._book_report(rag, rag.report)
         elif fusion is None or is_plain:  # else what SGLang counts as cached may be moved KV
-            # of a retracted request SGLang may count tokens of the answer as cached, too
-            cached = min(int(meta.get("cached_tokens", 0)), len(rag.planned.input_ids))
             rag.known = {"exact": cached, "relocated": 0, "recomputed": 0}
         self._book_fates(rag)
         if rag.known is not None:
@@ -321,7 +347,7 @@ class Bookkeeper:
         if rag.known is not None and not rag.planned.draft.is_preprocessing:
             assert rag.plan is not None
             exact = rag.known["exact"]
-            rag.hit_len = sum(1 for span in rag.planned.area if span.end <= exact)
+            rag.hit_len = sum(rag.planned.is_found(span, exact) for span in rag.planned.area)
             # from fused_from on the plan's chain has fused nodes, which exact KV does not hit
             self.tree.count_hits(rag.plan, min(rag.hit_len, rag.planned.fused_from))
             self.metrics.count("chunks", "hit", rag.hit_len)

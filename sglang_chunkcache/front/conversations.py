@@ -65,6 +65,6 @@ class Conversations:
 
 def _home(rag: RagRequest, turn: OpenTurn) -> Home | None:
     """Who has the turn's KV. None: nobody, or no rank has said that it read the request."""
-    if rag.decoded is None:
+    if rag.epoch is None:
         return None
-    return Home(rag.served_by or 0, rag.decoded.events.epoch, turn.start)
+    return Home(rag.served_by or 0, rag.epoch, turn.start)

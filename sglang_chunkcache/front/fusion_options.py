@@ -29,6 +29,8 @@ DEFAULT_QUALITY = 0.99
 
 def check_fused(config: ChunkCacheConfig, field: str) -> None:
     """Raise RequestError, naming `field` and the flag, where the server does not move KV."""
+    if config.is_stock:
+        raise RequestError(f"{field}: this server's tree is SGLang's, in which no KV is moved")
     if config.reuse != "fused":
         raise RequestError(
             f"{field}: this server reuses exact prefixes only; start it with --reuse fused"

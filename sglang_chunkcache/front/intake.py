@@ -12,6 +12,7 @@ from fastapi import Request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import normalize_assistant_tool_call_arguments
 
+from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.bodies import (
     ChunkIn,
@@ -75,7 +76,12 @@ class Intake:
     """
 
     def __init__(self, parts: Parts) -> None:
-        self._parts, self._config = parts, parts.config
+        self._parts = parts
+
+    @property
+    def _config(self) -> ChunkCacheConfig:
+        # not before a request: the tree is decided late
+        return self._parts.config
 
     async def chat(self, raw_request: Request) -> tuple[ChatCompletionRequest, Planned]:
         """A chat completion over `chunks` or over what the index finds."""
@@ -164,6 +170,7 @@ class Intake:
                 else "max_tokens",
                 order=fields.order,
                 fusion=fusion,
+                is_denied=fields.is_denied(self._config),
                 requires_history=fields.history is not None,
                 num_answers=request.n,
                 retrieval=found.answer() if found else None,
@@ -226,6 +233,7 @@ class Intake:
             length_field="sampling_params.max_new_tokens",
             order=body.order,
             fusion=body.fusion_request(self._config),
+            is_denied=body.is_denied(self._config),
             # SGLang's -1 asks for no logprobs of the prompt, so all of it may come from the cache
             logprob_start=body.logprob_start_len
             if body.return_logprob and body.logprob_start_len >= 0

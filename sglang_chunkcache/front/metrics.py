@@ -145,6 +145,11 @@ class Metrics:
             for name in RETRIEVAL_STATES:
                 self._export("retrieval_state").labels(name).set(name == state)
 
+    def show_tree(self, kind: str) -> None:
+        """Whose tree has the KV."""
+        if self._prometheus:
+            self._export("tree").labels(kind).set(1)
+
     def observe_audit(
         self,
         selector: str,
@@ -260,6 +265,11 @@ class Metrics:
                 )
                 self._exported[name] = Gauge(
                     f"chunkcache:{name}", text, ["state"], multiprocess_mode="mostrecent"
+                )
+            elif name == "tree":
+                text = "1 for the tree that has the KV: chunk (ours) or stock (SGLang's)"
+                self._exported[name] = Gauge(
+                    f"chunkcache:{name}", text, ["kind"], multiprocess_mode="mostrecent"
                 )
             elif name == "retrieval_state":
                 text = (

@@ -93,6 +93,7 @@ class Planner:
             terms=terms,
             expected=expected,
             is_away=is_away,
+            border=self._bookkeeper.mirrors[rank].border,
         )
 
     # Private, in order of use

@@ -24,6 +24,9 @@ which is of a moment before them. As many as a rank keeps."""
 class RankMirror:
     """One rank's part of the tree."""
 
+    border = 0
+    """A match ends exactly where what is there does."""
+
     def __init__(self, tree: ChunkPrefixTree, rank: int) -> None:
         self._tree, self.rank = tree, rank
         self.host_worth = 1.0

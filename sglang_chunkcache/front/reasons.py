@@ -180,7 +180,7 @@ class Reasons:
         if draft.is_preprocessing or rag.plan is None:
             return
         tenant, rank = draft.identity.tenant, rag.served_by or 0
-        epoch = rag.decoded.events.epoch if rag.decoded else 0
+        epoch = rag.epoch or 0
         # from `fused_from` on KV is moved: no place of exact KV
         path = rag.plan.node.path()[: planned.fused_from] if rag.plan.node is not None else ()
         for node in path:
@@ -293,13 +293,13 @@ def missed(
     None: the request asked for moved KV. `is_plain`: the rank has not read where chunks are."""
     if planned.expected is None:
         return None
-    if not planned.spans or planned.spans[-1].end <= num_found:
+    if not planned.spans or planned.is_found(planned.spans[-1], num_found):
         return ()
     found: dict[Reason, list[int]] = {}
     for index, (span, reason) in enumerate(
         zip(planned.spans, planned.expected.reasons, strict=True)
     ):
-        if span.end > num_found:
+        if not planned.is_found(span, num_found):
             found.setdefault(OF[Fallback.PLAIN_TEXT] if is_plain else reason, []).append(index)
     lens = [span.end - span.start for span in planned.spans]
     return tuple(

@@ -85,6 +85,8 @@ class Options:
     and does not report what was cached."""
     retrieval: Mapping[str, Any] | None = None
     """What was searched for and found, to be shown. None: the client sent its chunks."""
+    is_denied: bool = False
+    """Moved KV was asked for, and there is none in SGLang's tree."""
     logprob_start: int | None = None
     """Logprobs of the prompt are asked for from this token on, so it is computed from there on.
     None: of no token."""
@@ -203,6 +205,12 @@ class Planned:
 
     is_away: bool = False
     """Another rank has more of its conversation's history."""
+    border: int = 0
+    """By so many tokens less than what is there a match of its rank's may be."""
+
+    def is_found(self, span: Span, num_found: int) -> bool:
+        """Whether the chunk is among the prompt's first tokens, of which so many were found."""
+        return span.end - self.border <= num_found
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
@@ -212,6 +220,7 @@ class Planned:
             Fallback.UNKNOWN_HISTORY: self.draft.num_unknown > 0,
             Fallback.CHANGED_HISTORY: self.draft.is_changed,
             Fallback.OTHER_RANK: self.is_away,
+            Fallback.STOCK_TREE: self.draft.options.is_denied,
         }
         return tuple(reason for reason, holds in reasons.items() if holds)
 
@@ -260,6 +269,8 @@ class RagRequest:
     is_answered: bool = False
     """The first token is there, and with it all that the rank reports."""
     served_by: int | None = None
+    epoch: int | None = None
+    """Of the rank's cache. None: it has not said that it read the request."""
     known: dict[str, int] | None = None
     """Prompt tokens by the fates that a rank reports; None where they are not known."""
     hit_len: int = 0

@@ -126,13 +126,18 @@ def check_ranks(
         )
         answer.raise_for_status()
         ranks = answer.json()["ranks"]
-        pool = sum(ranks[0][part] for part in ("free", "evictable", "protected"))
+        settings = from_env()
+        is_stock = settings is not None and settings.is_stock
         logger.info(
-            "chunk cache: in on %d rank(s), each with a KV pool of %d tokens", len(ranks), pool
+            "chunk cache: in on %d rank(s), each with a KV pool of %d tokens; tree: %s",
+            len(ranks),
+            ranks[0]["pool"]
+            if is_stock
+            else sum(ranks[0][part] for part in ("free", "evictable", "protected")),
+            ranks[0]["tree"] if is_stock else "chunk",
         )
         if retriever is not None:
             check_tokenizer(retriever, server_args.tokenizer_path or server_args.model_path)
-        settings = from_env()
         if settings is not None and settings.reuse == "fused" and calibrates(settings, ranks):
             told = session.post(
                 server_args.url() + "/chunkcache/calibrate", json={}, headers=headers, verify=False

@@ -38,6 +38,7 @@ class Fallback(StrEnum):
     UNKNOWN_HISTORY = "unknown_history"
     CHANGED_HISTORY = "changed_history"
     AUDIT_PAUSED = "audit_paused"
+    STOCK_TREE = "stock_tree"
     # a rank's, of moved KV: some are named by radix_ext, which decides them
     NO_SOURCE = NotMoved.NO_SOURCE
     GAP_TOO_LONG = NotMoved.GAP_TOO_LONG

@@ -23,6 +23,8 @@ pytest.importorskip("sglang")
 
 import sglang
 from sglang.srt import plugins
+from sglang.srt.arg_groups import overrides
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
@@ -38,8 +40,8 @@ from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
-from sglang.srt.mem_cache import allocation, common, registry
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache import allocation, common, kv_cache_builder, registry
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     InsertParams,
     InsertResult,
@@ -49,6 +51,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -128,6 +131,10 @@ TOKENIZER_MANAGER = """
 generate_request(obj, request) create_abort_task(obj) abort_request(rid, abort_all)
 auto_create_handle_loop()
 """
+PAGED_ALLOCATOR = """
+alloc_extend(prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens,
+num_new_pages) alloc_decode(seq_lens, seq_lens_cpu, last_loc) merge_and_sort_free()
+"""
 PLATFORM = "get_default_attention_backend() get_paged_allocator_cls() "
 PLATFORM += releases.since_checkpoint("get_kv_pool_cls(*, kind)", "get_mha_kv_pool_cls()")
 
@@ -138,6 +145,12 @@ PLATFORM += releases.since_checkpoint("get_kv_pool_cls(*, kind)", "get_mha_kv_po
         (RadixCache, RADIX_CACHE),
         (RadixKey, "match(other, page_size) child_key(page_size) _check_compatible(other)"),
         (TokenToKVPoolAllocator, "free_segment(free_index, *, start_pos)"),
+        (PagedTokenToKVPoolAllocator, PAGED_ALLOCATOR),
+        (UnifiedRadixCache, "match_prefix(params)"),
+        (ServerArgs, "resolve_once()"),
+        (ModelConfig, "from_server_args(server_args, ...)"),
+        (kv_cache_builder, "uses_ssm_state(model_config)"),
+        (overrides, "resolving_view(...)"),
         (EvictionStrategy, "get_priority(node)"),
         (HookRegistry, "register(target, hook, hook_type, ...)"),
         (plugins, "load_plugins()"),
@@ -182,7 +195,8 @@ def test_methods_take(owner: Any, signatures: str) -> None:
             "dp_size device page_size tokenizer_worker_num disable_radix_cache"
             " speculative_algorithm enable_hierarchical_cache disaggregation_mode"
             " skip_tokenizer_init enable_metrics api_key admin_api_key enable_memory_saver"
-            " radix_cache_backend",
+            " radix_cache_backend kv_events_config enable_lmcache enable_flexkv"
+            " enable_unified_cache_external_linker enable_session_radix_cache",
         ),
         (
             ChatCompletionRequest,
@@ -254,6 +268,8 @@ def test_waiting_requests_are_told() -> None:
     """Those that the rank's own answer counts, and the load report that is asked first."""
     for cls, names in (
         (Scheduler, ("self.waiting_queue", "self.chunked_req")),
+        (Scheduler, ("self.disable_radix_cache =", "self.page_size =", "self.spec_algorithm =")),
+        (Scheduler, ("self.max_total_num_tokens,",)),
         (TokenizerManager, ("self.load_snapshot_reader =", "self.preferred_sampling_params =")),
     ):
         text = source(cls)

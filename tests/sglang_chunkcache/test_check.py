@@ -36,7 +36,7 @@ def server() -> Iterator[FakeServer]:
 def answer_with(server: FakeServer, *gates: Any) -> None:
     more = {"moves": {"attention": MASKED}, "calibration": FOUND}
     ranks = [{} if gate is None else {"gate": gate, **more} for gate in gates]
-    server.reply = (200, json.dumps({"ranks": ranks}).encode())
+    server.reply = (200, json.dumps({"tree": {"kind": "chunk"}, "ranks": ranks}).encode())
 
 
 # A running server
@@ -64,7 +64,7 @@ def test_a_server_without_a_gate(server: FakeServer, capsys: Capture, gates: lis
     """An exact server has no figures: that is said, not passed."""
     answer_with(server, *gates)
     assert main(["--url", server.url]) == 2
-    assert "not a server started with --reuse fused" in capsys.readouterr().err
+    assert "not a server started with --reuse fused (tree: chunk)" in capsys.readouterr().err
 
 
 # Flags

@@ -77,6 +77,7 @@ def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (fused, True, every),
         ({}, True, every),
         ({"host_mib": 0}, False, in_rank),
+        ({"tree": "stock"}, False, {hooks.GET_INTERNAL_STATE}),
         ({"reuse": "fused", "storage_backend": "file"}, True, stored),
     ):
         settings = ChunkCacheConfig(**knobs)

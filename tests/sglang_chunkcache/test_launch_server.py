@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +17,7 @@ from retrieval.errors import CorruptIndexError
 from sglang_chunkcache import config, launch_server
 from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.front import startup
-from sglang_chunkcache.launch_server import CPU_FLAGS, found_models, refusals, server_flags
-from sglang_chunkcache.plugin import BACKEND
+from sglang_chunkcache.launch_server import CPU_FLAGS, found_models, server_flags
 
 Capture = pytest.CaptureFixture[str]
 BUNDLED = ["--model-path", "bundled"]
@@ -36,17 +34,6 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # SGLang's flags
-
-
-@pytest.mark.usefixtures("gpu")
-def test_flags_select_our_cache() -> None:
-    """By name: a scheduler without us must not start. `--stock` is SGLang as it is."""
-    plain, other = ["--model-path", "m"], ["--radix-cache-backend", "x"]
-    assert server_flags(plain, stock=False) == [*plain, "--radix-cache-backend", BACKEND]
-    assert server_flags(other, stock=True) == other
-    for flags in (other, ["--radix-cache-backend=x"]):
-        with pytest.raises(ValueError, match=r"--radix-cache-backend.*--stock"):
-            server_flags(flags, stock=False)
 
 
 @pytest.mark.parametrize("given", [BUNDLED, ["--model-path=bundled"], ["--model", "bundled"]])
@@ -70,46 +57,12 @@ def test_flag_that_only_begins_like_model_path_is_left_alone(other: str, tmp_pat
 @pytest.mark.parametrize("given", [["--max-total-tokens", "9"], ["--max-total-tokens=9"]], ids=repr)
 def test_cpu_flags_are_added_and_do_not_overrule_the_users(given: list[str]) -> None:
     """A machine without GPU needs them all. In both spellings."""
-    flags = server_flags(given, stock=True)
+    flags = server_flags(given)
     assert flags[: len(given)] == given
     assert "65536" not in flags
     for flag, value in CPU_FLAGS.items():
         if flag != "--max-total-tokens":
             assert value is None or flags[flags.index(flag) + 1] == value
-
-
-PLAIN: dict[str, Any] = {
-    "tokenizer_worker_num": 1,
-    "disable_radix_cache": False,
-    "page_size": 1,
-    "speculative_algorithm": None,
-    "enable_hierarchical_cache": False,
-    "disaggregation_mode": "null",
-    "skip_tokenizer_init": False,
-    "kv_events_config": None,
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({}, None),
-        ({"page_size": None, "tokenizer_worker_num": None, "disaggregation_mode": None}, None),
-        ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num"),
-        ({"disable_radix_cache": True}, "--disable-radix-cache"),
-        ({"page_size": 16}, "--page-size"),
-        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
-        ({"kv_events_config": "{}"}, "--kv-events-config"),
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
-        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
-        ({"skip_tokenizer_init": True}, "--skip-tokenizer-init"),
-    ],
-    ids=repr,
-)
-def test_unsupported_setting_is_named(change: dict[str, Any], named: str | None) -> None:
-    """What can be known at start-up is refused at start-up. SGLang leaves some numbers open."""
-    found = refusals(SimpleNamespace(**PLAIN | change))
-    assert [each.split()[0] for each in found] == ([named] if named else [])
 
 
 # The start
@@ -206,7 +159,6 @@ SPARSE = [*BUNDLED, "--recompute-attention", "sparse"]
         (["--model-path", "./nosuch/model"], "'./nosuch/model': no such file or folder"),
         (["--stock", "--model-path=./nosuch"], "'./nosuch': no such file or folder"),
         ([*BUNDLED, "--chunkcache-window-requests", "0"], "--chunkcache-window-requests"),
-        ([*BUNDLED, "--radix-cache-backend", "x"], "--radix-cache-backend"),
         ([*BUNDLED, "--encoder", "x"], "--encoder needs --index"),
         ([*STORED, "hf3fs"], f"{STORAGE} hf3fs is not supported, only file and dynamic"),
         ([*BUNDLED, STORAGE, "file", "--chunkcache-host-mib", "0"], "needs --chunkcache-host-mib"),

@@ -1,0 +1,70 @@
+"""Whose tree has the KV: `chunk` is ours, a node a chunk; `stock` is the one that SGLang takes by
+itself. Decided once, in the main process, when SGLang has worked out its settings and before it
+starts other processes.
+
+In a stock tree the front does all that needs no KV of its own: it orders, leaves out what was
+shown, keeps conversations and routes. SGLang matches the tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from sglang_chunkcache.config import ChunkCacheConfig, flag_name
+
+
+def refusals(args: Any) -> list[str]:
+    """SGLang's settings with which the front cannot work, whosever the tree is."""
+    checks = {
+        "--tokenizer-worker-num > 1": (args.tokenizer_worker_num or 1) > 1,
+        "--skip-tokenizer-init": args.skip_tokenizer_init,
+    }
+    return [name for name, refused in checks.items() if refused]
+
+
+def stock_only(args: Any, model: Any) -> list[str]:
+    """What only SGLang's own trees serve. `model`: SGLang's ModelConfig."""
+    from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
+
+    checks = {
+        f"--page-size {args.page_size}": (args.page_size or 1) > 1,
+        "sliding-window attention": model.is_hybrid_swa,
+        "hybrid attention": uses_ssm_state(model),
+        "--disable-radix-cache": args.disable_radix_cache,
+        "--radix-cache-backend": args.radix_cache_backend is not None,
+        "--speculative-algorithm": bool(args.speculative_algorithm),
+        # its readers would take chunk nodes for plain text
+        "--kv-events-config": bool(args.kv_events_config),
+        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
+        "--enable-lmcache": args.enable_lmcache,
+        "--enable-flexkv": args.enable_flexkv,
+        "--enable-unified-cache-external-linker": args.enable_unified_cache_external_linker,
+        "--enable-session-radix-cache": args.enable_session_radix_cache,
+        "--disaggregation-mode": args.disaggregation_mode not in (None, "null"),
+    }
+    return [name for name, holds in checks.items() if holds]
+
+
+def decided(config: ChunkCacheConfig, found: list[str]) -> ChunkCacheConfig:
+    """The configuration with its tree. `found`: what `stock_only` says.
+
+    Raises:
+        ValueError: the tree that was asked for cannot serve this, or flags that need ours.
+    """
+    named = ", ".join(found)
+    if config.tree == "chunk" and found:
+        raise ValueError(f"{flag_name('tree')} chunk does not serve {named}")
+    if config.tree == "chunk" or (config.tree == "auto" and not found):
+        return dataclasses.replace(config, tree="chunk")
+    needs_ours = {
+        "--reuse fused": config.reuse == "fused",
+        flag_name("host_mib"): bool(config.host_mib),
+        flag_name("storage_backend"): config.storage_backend is not None,
+    }
+    if needing := [flag for flag, is_given in needs_ours.items() if is_given]:
+        why = (
+            f"which does not serve {named}" if config.tree == "auto" else "and the flag says stock"
+        )
+        raise ValueError(f"{', '.join(needing)} needs {flag_name('tree')} chunk, {why}")
+    return dataclasses.replace(config, tree="stock")
