@@ -60,8 +60,10 @@ def write_model(
     dtype: torch.dtype = torch.float32,
     num_layers: int = NUM_LAYERS,
     head_dim: int | None = None,
+    vocab_size: int = VOCAB,
 ) -> None:
-    """A random model as files. Weights are large enough that attention is far from uniform.
+    """A random model as files. Weights are large enough that attention is far from uniform. Further
+    families, for servers: `gemma3` (every other layer sees 64 tokens), `qwen3_moe`.
 
     Args:
         head_dim: None: 16, or 32 where heads are wider than hidden / heads.
@@ -69,7 +71,7 @@ def write_model(
     import transformers
 
     sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
+        "vocab_size": vocab_size,
         "hidden_size": 4 * (head_dim or 16),
         "intermediate_size": 96,
         "num_hidden_layers": num_layers,
@@ -81,7 +83,8 @@ def write_model(
     }
     scaled = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
     llama3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    wide = {"head_dim": head_dim or 32}
+    wide, few = {"head_dim": head_dim or 32}, {"num_experts_per_tok": 2}
+    windows = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
     makers: dict[str, tuple[str, dict[str, Any]]] = {
         "llama": ("Llama", {}),
         "llama3": ("Llama", {"rope_parameters": scaled | llama3 | LLAMA3_CONTEXT}),
@@ -90,11 +93,13 @@ def write_model(
         "qwen3_yarn": ("Qwen3", {**wide, "rope_parameters": scaled | {"rope_type": "yarn"}}),
         "mistral": ("Mistral", {**wide, "sliding_window": None}),
         "stablelm": ("StableLm", {"num_key_value_heads": 4, "partial_rotary_factor": 0.25}),
+        "gemma3": ("Gemma3Text", {"sliding_window": 64, "layer_types": windows, "head_dim": 16}),
+        "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 32, **wide, **few}),
     }
     name, extra = makers[family]
     config = getattr(transformers, f"{name}Config")(**{**sizes, **extra}, dtype=dtype)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     model.save_pretrained(path, safe_serialization=True)
 
 

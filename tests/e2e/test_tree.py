@@ -1,0 +1,213 @@
+"""Whose tree has the KV: the same requests through ours and SGLang's own, in pages, with models of
+several kinds. Answers are SGLang's own to the same tokens, computed from nothing: under a salt that
+nobody has used."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.http import post
+from eval.server import Server
+from eval.task import Request, TextChunk
+from eval.tasks.world import world_requests
+from tests import models
+from tests.e2e.asking import CHAT, EXPLAIN, flush, metrics_of, rank_of, stats_of
+from tests.e2e.conftest import STRICT
+from tests.reference.tiny_tokenizer import make_tokenizer
+from tests.soak.answers import (
+    LOGPROBS,
+    NEVER_REUSE,
+    Answer,
+    answer_of,
+    differences,
+    logprob_difference,
+    prompt_ids,
+    rag_body,
+    run_stock,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
+
+PAGE = 16
+PAGED = ["--page-size", str(PAGE)]
+POOL = ["--max-total-tokens", "2400", "--chunked-prefill-size", "32", "--max-running-requests", "8"]
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def paged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """In pages, so in SGLang's tree, with a pool that evicts."""
+    log = tmp_path_factory.mktemp("servers") / "paged.log"
+    flags = ["--model-path", "bundled", *PAGED, *POOL, "--enable-metrics"]
+    with Server(flags, log=log, env=STRICT) as server:
+        said = "chunk cache: found --page-size 16: the tree is SGLang's, and no KV is moved"
+        assert log.read_text().count(said) == 1
+        yield server
+        assert server.is_running, f"the server died:\n{server.log_tail(40)}"
+
+
+def fresh() -> str:
+    return f"tree{next(_numbers)}"
+
+
+def run(server: Server, requests: Sequence[Request], **fields: Any) -> list[dict[str, Any]]:
+    body = {**LOGPROBS, **fields}
+    return [post(server.url + CHAT, rag_body(each, 12, **body)) for each in requests]
+
+
+def answers_of(replies: Sequence[dict[str, Any]]) -> list[Answer]:
+    return [answer_of(reply["choices"][0]["meta_info"]) for reply in replies]
+
+
+def whole(server: Server, replies: Sequence[dict[str, Any]]) -> list[Answer]:
+    """SGLang's answers to the same tokens, of which nothing is cached."""
+    return [run_stock(server.url, prompt_ids(each), 12, cache_salt=fresh()) for each in replies]
+
+
+def exact_of(reply: dict[str, Any]) -> int:
+    return int(reply["chunkcache"]["fates"]["exact"])
+
+
+def test_sglangs_tree_finds_what_ours_does(paged: Server, rag_server: Server) -> None:
+    """Request by request, less what is lost at the one border of a match, which ends with a page.
+    The order is the same: both mirrors know what is cached."""
+    requests, salt = 2 * world_requests(8, seed=3), fresh()
+    for server in (paged, rag_server):
+        flush(server)
+    ours = run(rag_server, requests, cache_salt=salt)
+    stock = run(paged, requests, cache_salt=salt)
+    assert [each["chunkcache"]["order"] for each in stock] == [
+        each["chunkcache"]["order"] for each in ours
+    ]
+    pairs = [(exact_of(one), exact_of(other)) for one, other in zip(stock, ours, strict=True)]
+    assert all(one >= other - (PAGE - 1) for one, other in pairs), pairs
+    assert sum(one for one, _ in pairs) > 500
+    for reply in stock:
+        told = reply["chunkcache"]
+        assert told["chunks_hit"] == told["chunks_planned"]
+        assert "evicted" not in told["fallbacks"]
+    assert differences(answers_of(ours), answers_of(stock)) == []
+    assert rank_of(paged)["mirror"]["corrections"] == 0
+
+
+def test_answers_under_eviction_are_those_without_reuse(paged: Server) -> None:
+    """And the view of the tree comes back to it: what it expected too much is taken back."""
+    requests = world_requests(40, seed=7)
+    replies = run(paged, requests)
+    assert sum(map(exact_of, replies)) > 1000
+    assert differences(whole(paged, replies), answers_of(replies)) == []
+    mirror = rank_of(paged)["mirror"]
+    assert mirror["assumed_evictions"] > 0
+    assert mirror["assumed_tokens"] <= 2400
+    # /v1's own requests have filled the pool meanwhile, which the view has not seen
+    again = run(paged, requests[-1:])[0]["chunkcache"]
+    assert again["chunks_planned"] >= again["chunks_hit"]
+    assert rank_of(paged)["mirror"]["corrections"] > mirror["corrections"]
+
+
+def test_moved_kv_is_off_and_said(paged: Server) -> None:
+    """In the answer, in an explanation, in the figures."""
+    (request,) = world_requests(1, seed=9)
+    (reply,) = run(paged, [request], reuse="fused", cache_salt=(salt := fresh()))
+    assert reply["chunkcache"]["fallbacks"][0] == "stock_tree"
+    assert reply["chunkcache"]["reuse"] is None
+    explained = post(
+        paged.url + EXPLAIN, rag_body(request, 12, cache_salt=salt, reuse={"mode": "fused"})
+    )
+    assert explained["fallbacks"] == ["stock_tree"]
+    prompt_len = reply["usage"]["prompt_tokens"]
+    assert prompt_len - PAGE <= explained["exact"] < prompt_len
+    stats = stats_of(paged)
+    assert (stats["tree"]["kind"], stats["ranks"][0]["tree"]) == ("stock", "UnifiedRadixCache")
+    assert metrics_of(paged)['chunkcache:tree{kind="stock"}'] == 1
+
+
+def make_requests(seed: int, num: int = 12) -> list[Request]:
+    """Chunks that recur, as words of no meaning."""
+    draw = random.Random(seed)
+    words = ["".join(draw.choices("abcdefgh", k=4)) for _ in range(60)]
+    chunks = [TextChunk(f"c{i}", " ".join(draw.choices(words, k=25))) for i in range(6)]
+    return [
+        Request(f"r{i}", " ".join(draw.choices(words, k=4)), tuple(draw.sample(chunks, 3)))
+        for i in range(num)
+    ]
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Family -> the path of a random model. In float32: answers differ by rounding alone."""
+
+    def make(family: str) -> Path:
+        path: Path = tmp_path_factory.mktemp(family)
+        tokenizer = make_tokenizer(vocab_size=1024)
+        models.write_model(path, family, vocab_size=len(tokenizer), num_layers=4)
+        tokenizer.save_pretrained(path)
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "kind"),
+    [
+        pytest.param("llama", [], "chunk", marks=pytest.mark.nightly),
+        ("gemma3", [], "chunk"),
+        pytest.param("qwen3_moe", [], "chunk", marks=pytest.mark.nightly),
+        pytest.param("llama", ["--chunkcache-tree", "stock"], "stock", marks=pytest.mark.nightly),
+        pytest.param("gemma3", PAGED, "stock", marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", PAGED, "stock", marks=pytest.mark.nightly),
+    ],
+)
+def test_random_model(
+    family: str,
+    flags: list[str],
+    kind: str,
+    model_of: Any,
+    tmp_path: Path,
+    tolerances: dict[str, float],
+) -> None:
+    """Under `auto`: dense, sliding windows shorter than the prompts, mixtures of experts."""
+    given = ["--model-path", str(model_of(family)), "--max-total-tokens", "8192", *flags]
+    with Server(given, log=tmp_path / "log", env=STRICT) as server:
+        assert stats_of(server)["tree"]["kind"] == kind
+        replies = run(server, make_requests(4))
+        reference, got = whole(server, replies), answers_of(replies)
+        assert sum(map(exact_of, replies)) > 1000
+        assert len({round(each.logprobs[0], 2) for each in got}) > 6, "prompts do not matter"
+        assert differences(reference, got) == []
+        worst = max(map(logprob_difference, reference, got))
+        assert worst < tolerances["float32"]
+        assert server.is_running
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("flags", [[], PAGED], ids=str)
+def test_answers_equal_those_of_stock_servers(flags: list[str], tmp_path: Path) -> None:
+    """SGLang without us, without reuse, over the tokens that ours has sent."""
+    requests = world_requests(40, seed=8)
+    given = ["--model-path", "bundled", *flags, *POOL]
+    tree = ["--chunkcache-tree", "stock"]
+    with Server([*given, *tree], log=tmp_path / "ours.log", env=STRICT) as server:
+        replies = run(server, requests)
+    assert sum(map(exact_of, replies)) > 1000
+    with Server(["--stock", *given], log=tmp_path / "stock.log", env=NEVER_REUSE) as server:
+        reference = [run_stock(server.url, prompt_ids(reply), 12) for reply in replies]
+    assert differences(reference, answers_of(replies)) == []
+
+
+@pytest.mark.nightly
+def test_stock_tree_at_page_size_1_finds_all_that_ours_does(tmp_path: Path) -> None:
+    """And more where texts of chunks begin alike."""
+    requests, found = world_requests(60, seed=5), {}
+    for tree in ("chunk", "stock"):
+        given = ["--model-path", "bundled", "--chunkcache-tree", tree]
+        with Server(given, log=tmp_path / f"{tree}.log", env=STRICT) as server:
+            found[tree] = [exact_of(reply) for reply in run(server, requests)]
+    pairs = list(zip(found["stock"], found["chunk"], strict=True))
+    assert all(stock >= chunk for stock, chunk in pairs), pairs
