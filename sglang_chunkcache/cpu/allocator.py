@@ -11,6 +11,8 @@ from torch import Tensor
 class PagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     """SGLang's, with its own reference in place of its kernels."""
 
+    free_pages: Tensor
+
     def alloc_extend(
         self,
         prefix_lens: Tensor,

@@ -64,7 +64,7 @@ class Bookkeeper:
     ) -> None:
         self._config, self._clock = config, clock
         self.tree = ChunkPrefixTree(max_nodes=config.max_tree_nodes)
-        create = StockMirror if config.is_stock else RankMirror
+        create: type[RankMirror] = StockMirror if config.is_stock else RankMirror
         self.mirrors = [create(self.tree, rank) for rank in range(num_ranks)]
         self.router: Router = (
             KvAware(num_ranks, max_load_ratio=config.max_load_ratio)
@@ -259,7 +259,7 @@ class Bookkeeper:
 
     def _end(self, rag: RagRequest) -> None:
         mirror = self.mirrors[rag.served_by or 0]
-        if isinstance(mirror, StockMirror) and rag.is_answered:
+        if rag.is_answered:
             mirror.ended(rag.planned, rag.num_cached or 0, len(rag.output_ids))
 
     def _count_outcome(self, rag: RagRequest) -> None:
@@ -283,7 +283,6 @@ class Bookkeeper:
                 )
             else:
                 mirror = self.mirrors[rag.served_by or 0]
-                assert isinstance(mirror, RankMirror)
                 mirror.apply(rag.decoded.events)
                 mirror.host_worth = rag.decoded.host_worth
                 rag.epoch = rag.decoded.events.epoch
@@ -293,15 +292,15 @@ class Bookkeeper:
         self, rag: RagRequest, answer: Answer | None, meta: dict[str, Any], *, was_heard: bool
     ) -> None:
         """At the first token. Without a token SGLang drops the rank's answer, which is no fault."""
-        mirror, num_answers = (
-            self.mirrors[rag.served_by or 0],
+        num_answers, mirror = (
             rag.planned.draft.options.num_answers,
+            self.mirrors[rag.served_by or 0],
         )
         # of a retracted request SGLang may count tokens of the answer as cached, too
         cached = min(int(meta.get("cached_tokens", 0)), len(rag.planned.input_ids))
-        if isinstance(mirror, StockMirror):
+        mirror.answered(rag.planned, cached if num_answers == 1 else None)
+        if self._config.is_stock:
             rag.epoch = mirror.acknowledgement.epoch
-            mirror.answered(rag.planned, cached if num_answers == 1 else None)
         if rag.epoch is not None:  # else nobody is known to have the turn's KV
             self.conversations.keep(rag)
         fusion, has_tokens = rag.planned.fusion, meta.get("completion_tokens", 0) > 0

@@ -13,6 +13,7 @@ from collections import deque
 from typing import Any
 
 from radix_ext import ChainId, Chunk, ChunkPrefixTree, Tier
+from sglang_chunkcache.front.request import Planned
 from sglang_chunkcache.wire.events import Acknowledgement, Batch, Event, Inserted, Moved, Reading
 from sglang_chunkcache.wire.state import RankState
 
@@ -122,6 +123,13 @@ class RankMirror:
             "gaps": self.num_gaps,
             "resyncs": self.num_resyncs,
         }
+
+    def answered(self, planned: Planned, cached: int | None) -> None:
+        """The prompt is computed. `cached`: tokens of it that were found; None: not known. A rank
+        that reports tells what became of it."""
+
+    def ended(self, planned: Planned, cached: int, num_new: int) -> None:
+        """The answer, of so many tokens, is over."""
 
     # Private, in order of use
 

@@ -18,8 +18,8 @@ from collections import OrderedDict
 from typing import Any
 
 from radix_ext import ChainId, ChainNode, ChunkPrefixTree, Tier
+from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.front.request import Planned
-from sglang_chunkcache.wire.events import Acknowledgement, Reading
 from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.state import RankState
 
@@ -27,16 +27,12 @@ Entry = ChainId | str | tuple[int]
 """A chunk's node; a namespace, for its head; a number, for what follows a request's chunks."""
 
 
-class StockMirror:
-    """One rank's part of the tree."""
-
-    host_worth = 1.0
-    is_behind = False
-    """It never has anything to tell."""
-    acknowledgement = Acknowledgement(1, 0)
+class StockMirror(RankMirror):
+    """One rank's part of the tree. Of its events there are none, of its cache one epoch."""
 
     def __init__(self, tree: ChunkPrefixTree, rank: int) -> None:
-        self._tree, self.rank = tree, rank
+        super().__init__(tree, rank)
+        self._epoch = 1
         self._entries = OrderedDict[Entry, int]()
         """Tokens of each, least recently used first."""
         self.num_tokens = self.num_corrections = self.num_assumed_evictions = self._num_tails = 0
@@ -45,13 +41,8 @@ class StockMirror:
         self.border = 0
         """By so much less than what is there a match may be."""
 
-    @property
-    def reading(self) -> Reading:
-        """What the rank is told where its state is asked for."""
-        return Reading(self.rank, self.acknowledgement)
-
     def answered(self, planned: Planned, cached: int | None) -> None:
-        """The prompt is computed. `cached`: tokens of it that were found; None: not known."""
+        """What was found is there, and so is what was computed."""
         if not planned.chain:
             return
         if cached is not None:

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from sglang_chunkcache.errors import RequestError
-from sglang_chunkcache.front.bodies import GenerateIn, ReuseFields
+from sglang_chunkcache.front.bodies import ReuseFields
 from sglang_chunkcache.front.fusion_options import check_fused
 from sglang_chunkcache.front.request import Identity, Passage
 from sglang_chunkcache.front.stock_mirror import StockMirror
@@ -163,19 +163,20 @@ def test_conversation_stays_on_its_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [ReuseFields(reuse="fused"), GenerateIn(parts=["x"], reuse="fused")]
+    ("reuse", "is_denied"), [("fused", True), ({"mode": "fused"}, True), ("exact", False)]
 )
-def test_request_for_moved_kv_is_served_exactly(body: ReuseFields) -> None:
-    """And told. Other fields are read as ever; what only moves KV is refused."""
+def test_request_for_moved_kv_is_served_exactly(reuse: Any, is_denied: bool) -> None:
+    """And told. A selector is read as ever; what only moves KV is refused."""
     bench = make_bench()
-    assert (body.fusion_request(bench.config), body.is_denied(bench.config)) == (None, True)
-    assert not ReuseFields(reuse="exact").is_denied(bench.config)
+    body = ReuseFields.model_validate({"reuse": reuse})
+    assert (body.fusion_request(bench.config), body.is_denied(bench.config)) == (None, is_denied)
+    body = ReuseFields.model_validate({"reuse": {"mode": "fused", "selector": "x"}})
     with pytest.raises(RequestError, match="selector"):
-        ReuseFields(reuse={"mode": "fused", "selector": "x"}).fusion_request(bench.config)
+        body.fusion_request(bench.config)
     with pytest.raises(RequestError, match="calibrate: this server's tree is SGLang's"):
         check_fused(bench.config, "calibrate")
-    request = bench.run("q", A, is_denied=True)
-    assert request.fallbacks == [Fallback.STOCK_TREE, Fallback.NEW_CHUNK]
+    request = bench.run("q", A, is_denied=is_denied)
+    assert request.fallbacks == [*[Fallback.STOCK_TREE] * is_denied, Fallback.NEW_CHUNK]
 
 
 @pytest.mark.parametrize(("pool", "share"), [(10_000, 1.0), (400, 0.97)])
