@@ -128,7 +128,7 @@ class Bookkeeper:
                 self._fall_back(rag, reason)
             if self.audit is not None and planned.terms is not None:
                 # here, not when the decision is made: explain plans requests that never run
-                self._tell(self.audit.begin(planned.terms))
+                _tell(self.audit.begin(planned.terms), self.audit, self.metrics, self._config)
             yield rag
 
     def spans_of(self, planned: Planned, *, is_counted: bool = True) -> RequestSpans:
@@ -188,7 +188,7 @@ class Bookkeeper:
     def audited(self, terms: AuditDecision, agreement: float) -> None:
         """An answer was compared with an exact prefill."""
         assert self.audit is not None
-        self._tell(self.audit.observe(terms, agreement))
+        _tell(self.audit.observe(terms, agreement), self.audit, self.metrics, self._config)
         self.metrics.show_audit(self.audit)
 
     def stats(self) -> dict[str, Any]:
@@ -230,33 +230,6 @@ class Bookkeeper:
         ):
             self.metrics.count("chunks", kind, amount)
 
-    def _tell(self, change: Change | None) -> None:
-        """Log a new state, loudly where nothing is moved any more on the server's own terms."""
-        if change is None:
-            return
-        assert self.audit is not None
-        self.metrics.show_audit(self.audit)  # a pause ends without an answer
-        tenant, selector, ratio = change.whose
-        level = (
-            logging.ERROR
-            if change.after is AuditState.PAUSED and tenant is None
-            else logging.WARNING
-        )
-        logger.log(
-            level,
-            "chunk cache: selector %s at ratio %s (%s) is %s (was %s): of %d audited answers %d"
-            " agree with an exact prefill at less than %g of their tokens; %s",
-            selector,
-            ratio,
-            "the server's terms" if tenant is None else f"terms of tenant {tenant}",
-            change.after.value,
-            change.before.value,
-            change.samples,
-            change.below,
-            self._config.audit_agreement,
-            MEANING[change.after],
-        )
-
     def _end(self, rag: RagRequest) -> None:
         mirror = self.mirrors[rag.served_by or 0]
         if rag.is_answered:
@@ -292,10 +265,8 @@ class Bookkeeper:
         self, rag: RagRequest, answer: Answer | None, meta: dict[str, Any], *, was_heard: bool
     ) -> None:
         """At the first token. Without a token SGLang drops the rank's answer, which is no fault."""
-        num_answers, mirror = (
-            rag.planned.draft.options.num_answers,
-            self.mirrors[rag.served_by or 0],
-        )
+        mirror = self.mirrors[rag.served_by or 0]
+        num_answers = rag.planned.draft.options.num_answers
         # of a retracted request SGLang may count tokens of the answer as cached, too
         cached = min(int(meta.get("cached_tokens", 0)), len(rag.planned.input_ids))
         mirror.answered(rag.planned, cached if num_answers == 1 else None)
@@ -367,3 +338,28 @@ class Bookkeeper:
     def _fall_back(self, rag: RagRequest, reason: Fallback) -> None:
         rag.fallbacks.append(reason)
         self.metrics.count("fallbacks", reason.value)
+
+
+def _tell(change: Change | None, audit: Audit, metrics: Metrics, config: ChunkCacheConfig) -> None:
+    """Log a new state, loudly where nothing is moved any more on the server's own terms."""
+    if change is None:
+        return
+    metrics.show_audit(audit)  # a pause ends without an answer
+    tenant, selector, ratio = change.whose
+    level = (
+        logging.ERROR if change.after is AuditState.PAUSED and tenant is None else logging.WARNING
+    )
+    logger.log(
+        level,
+        "chunk cache: selector %s at ratio %s (%s) is %s (was %s): of %d audited answers %d"
+        " agree with an exact prefill at less than %g of their tokens; %s",
+        selector,
+        ratio,
+        "the server's terms" if tenant is None else f"terms of tenant {tenant}",
+        change.after.value,
+        change.before.value,
+        change.samples,
+        change.below,
+        config.audit_agreement,
+        MEANING[change.after],
+    )
