@@ -36,7 +36,8 @@ class CaptureQueue:
         scored: how much is measured at least, whatever the request reads: what the server's own
             selector does.
         max_waiting: chunks that wait. More are dropped.
-        max_tokens: of the chunks of one batch; a longer chunk is a batch of its own.
+        max_tokens: of the chunks of one batch, by how much is measured of them; a longer chunk is a
+            batch of its own.
         token_bytes: of one token's KV.
     """
 
@@ -48,7 +49,7 @@ class CaptureQueue:
         *,
         scored: Scored,
         max_waiting: int,
-        max_tokens: int,
+        max_tokens: Callable[[Scored], int],
         token_bytes: int,
     ) -> None:
         self._token_bytes = token_bytes
@@ -106,16 +107,17 @@ class CaptureQueue:
         batch: list[Waiting] = []
         num_tokens = 0
         while self._queue:
-            node = self._queue[0].node
+            node, _, scored = self._queue[0]
             is_gone = not self._copies.holds(node)
-            if not is_gone and batch and num_tokens + self._len_of(node) > self._max_tokens:
+            end = num_tokens + (0 if is_gone else self._len_of(node))
+            if not is_gone and batch and end > self._max_tokens(scored):
                 break
             entry = self._queue.popleft()
             if is_gone:
                 self.num_dropped += 1
                 continue
             batch.append(entry)
-            num_tokens += self._len_of(node)
+            num_tokens = end
         return batch
 
     def put(self, entry: Waiting, blob: Any, scores: Attention | None) -> bool:

@@ -90,6 +90,16 @@ def through(share: float, num_tokens: int, num_keys: int) -> Work:
     return Work(num_tokens > 0, share * num_tokens, share * num_tokens * num_keys)
 
 
+def copied_within(costs: Costs, seconds: float) -> int | None:
+    """Tokens that are copied to host memory in so much time: as many as come back. None: nobody has
+    measured that."""
+    if costs is NOMINAL:
+        return None
+    lines = (costs[phase] for phase in (Phase.LOAD, Phase.HOST) if phase in costs)
+    line = next((line for line in lines if line.each), None)
+    return line and int(max(0.0, seconds - line.fixed) / line.each)
+
+
 def seconds(costs: Costs, works: Mapping[Phase, Work]) -> float:
     """What all of it takes."""
     return sum(costs[phase].seconds(work) for phase, work in works.items())

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from itertools import accumulate, combinations
+from math import inf
 from statistics import median
 
 from radix_ext.chunk import ChunkId
@@ -89,6 +90,12 @@ class LoadTimes:
     def seconds(self, num_bytes: int) -> float | None:
         """An estimate. None: nothing was loaded yet."""
         return self._fixed + self._each * num_bytes if self._seen else None
+
+    def bytes_within(self, seconds: float) -> float | None:
+        """How many come in so much time, by one load. None: as of `seconds`."""
+        if not self._seen:
+            return None
+        return max(0.0, seconds - self._fixed) / self._each if self._each else inf
 
 
 class WaitPolicy:

@@ -8,7 +8,7 @@ requested   loads begun   loaded   of these, those that came   used   of the chu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 LIFE = 256
 """Requests. A chunk that is asked for later counts as not used:
@@ -16,9 +16,9 @@ it would have been loaded for others."""
 
 
 class Prefetches:
-    """Of one rank. `max_bytes`: that a tenant may have under way."""
+    """Of one rank. `max_bytes`: that a tenant may have under way, by now."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: Callable[[], float]) -> None:
         self.max_bytes = max_bytes
         self._under_way: Counter[Hashable] = Counter()
         self._coming: Counter[Hashable] = Counter()
@@ -32,7 +32,7 @@ class Prefetches:
     def has_room(self, tenant: Hashable, num_bytes: int) -> bool:
         """Whether so much more may be under way for the tenant. One load may, whatever its size."""
         under_way = self._under_way.get(tenant, 0)
-        return not under_way or under_way + num_bytes <= self.max_bytes
+        return not under_way or under_way + num_bytes <= self.max_bytes()
 
     def begin(self, tenant: Hashable, num_bytes: int, chunk: Hashable) -> None:
         """A load of so many bytes has started, of which `end` tells."""

@@ -42,7 +42,7 @@ class WriteBackQueue(Generic[Node]):
 
     Args:
         admission: as of `worth_offloading`.
-        save_tokens: after one forward nothing more is copied once so many were.
+        save_tokens: after one forward nothing more is copied once so many were, by now.
         max_waiting: nodes that wait. More are not taken: they come again with their next hit.
         keeps: False: no chain is kept in host memory.
     """
@@ -54,7 +54,7 @@ class WriteBackQueue(Generic[Node]):
         counts: ChainCounts,
         *,
         admission: HostAdmission,
-        save_tokens: int,
+        save_tokens: Callable[[], int],
         max_waiting: int,
         keeps: bool = True,
     ) -> None:
@@ -90,8 +90,8 @@ class WriteBackQueue(Generic[Node]):
     def save_some(self) -> Iterator[tuple[Node, Any]]:
         """Save some of what waits. Yields each chunk once it is saved, with all above it in host
         memory: what is saved next may evict it, unless somebody holds it."""
-        before = self._counts.saved_tokens
-        while self._waiting and self._counts.saved_tokens < before + self._save_tokens:
+        most = self._counts.saved_tokens + self._save_tokens()
+        while self._waiting and self._counts.saved_tokens < most:
             node = self._waiting.popitem(last=False)[0]
             if (host := self._save(node)) is not None:
                 yield host, node

@@ -9,7 +9,7 @@ from sglang_chunkcache.config import ChunkCacheConfig, flag_name
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_metrics import HostMetrics
-from sglang_chunkcache.scheduler.host_pool import create_host_pool, keeps_chains
+from sglang_chunkcache.scheduler.host_pool import create_host_pool, keeps_chains, store_bytes
 from sglang_chunkcache.scheduler.host_slots import NoSlots
 from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.scheduler.stored_chains import create_stored_chains
@@ -25,8 +25,9 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
             into; names it.
     """
     runner = ctx.tp_worker.model_runner
-    pricing, storage = Pricing(runner), create_storage(ctx, config)
-    pool = create_host_pool(ctx, config) or NoSlots()
+    pricing, pool = Pricing(runner), create_host_pool(ctx, config) or NoSlots()
+    host_bytes = pool.num_slots * pool.token_bytes or store_bytes(ctx, config)
+    storage = create_storage(ctx, config, host_bytes)
     keeps = pool.num_slots > 0 and keeps_chains(ctx, config)
     if storage is not None and not keeps and config.reuse == "exact":
         raise ValueError(

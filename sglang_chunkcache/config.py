@@ -45,14 +45,19 @@ a popular chunk is cached in hundreds of chains."""
 MAX_WAITING_CAPTURES = 256
 """Chunks that wait to enter the store. More are dropped."""
 
+MAX_KEPT_S = 0.002
+"""Of copies to host memory after one forward, which the answers under way wait for: a token of an
+8B model takes 7 ms on an H100. By what loads take, over the same bus."""
+
 MAX_CAPTURED_TOKENS = 512
-"""Of chunks scored and stored after one forward: the answers under way wait for them."""
+"""Of chunks that are scored after one forward, or stored where no load was measured."""
 
 MAX_WAITING_SAVES = 1024
 """Nodes that wait for host memory. More come again with their next hit."""
 
 MAX_SAVED_TOKENS = 512
-"""Of nodes copied to host memory after one forward, but for the last: answers under way wait."""
+"""Of nodes copied to host memory after one forward, but for the last, where no load was
+measured."""
 
 MAX_HEADS, MAX_HEAD_TOKENS, MAX_HEAD_BYTES = 4, 16_384, 16 * 2**20
 """Heads of one tenant that are remembered, tokens of one, bytes of all:

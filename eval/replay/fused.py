@@ -197,7 +197,7 @@ class FusedReplay:
             lambda node: node.num_tokens,
             scored=self._fusion.scored,
             max_waiting=MAX_WAITING_CAPTURES,
-            max_tokens=MAX_CAPTURED_TOKENS,
+            max_tokens=lambda scored: MAX_CAPTURED_TOKENS,
             token_bytes=kv_bytes,
         )
         self.host = None

@@ -97,7 +97,7 @@ class FusedHost(WriteBackQueue[ChainVariant]):
             facts_of,
             self.counts,
             admission=admission,
-            save_tokens=MAX_SAVED_TOKENS,
+            save_tokens=lambda: MAX_SAVED_TOKENS,
             max_waiting=MAX_WAITING_SAVES,
         )
 

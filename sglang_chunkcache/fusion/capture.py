@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING
 
 from radix_ext import FusionRequest
 from radix_ext.capture_queue import CaptureQueue, Waiting
+from radix_ext.cfo import Scored
+from radix_ext.costs import copied_within
 from radix_ext.sources import ChunkCopies
 from radix_ext.variant_index import VariantIndex
-from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_WAITING_CAPTURES, ChunkCacheConfig
+from sglang_chunkcache.config import (
+    MAX_CAPTURED_TOKENS,
+    MAX_KEPT_S,
+    MAX_WAITING_CAPTURES,
+    ChunkCacheConfig,
+)
 from sglang_chunkcache.fusion.fill import Capture, Captured, FusionPass, Saved
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.own_selectors import own_needs
@@ -41,7 +48,7 @@ class Captures(CaptureQueue):
             lambda node: len(node.key),
             scored=_own_request(fusion_pass.config).scored,
             max_waiting=MAX_WAITING_CAPTURES,
-            max_tokens=MAX_CAPTURED_TOKENS,
+            max_tokens=self._num_copied,
             token_bytes=fusion_pass.stored_token_bytes,
         )
         self._pass = fusion_pass
@@ -107,6 +114,11 @@ class Captures(CaptureQueue):
                 captured.give_back()
 
     # Private, in order of use
+
+    def _num_copied(self, scored: Scored) -> int:
+        """In one batch. What scoring takes no load says."""
+        num_tokens = None if scored else copied_within(self._pass.pricing.agreed, MAX_KEPT_S)
+        return MAX_CAPTURED_TOKENS if num_tokens is None else num_tokens
 
     def _is_kept(self, entry: Waiting, saved: Saved) -> bool:
         known, identity = facts(entry.node), identity_of(entry.node)

@@ -137,8 +137,9 @@ class StorageTier:
                 left = {
                     self._chunk(missing.identity): missing
                     for missing in missing_chunks
-                    if not self._load_for(missing, asked)
+                    if not self._has_behind_its_head(missing)
                 }
+                self._load_for(missing_chunks, asked)
                 numbers = {chunk: missing.num_tokens for chunk, missing in left.items()}
                 self.storage.others.look_up(
                     numbers, partial(self._found_of_others, list(left.values()), asked), asked
@@ -249,15 +250,33 @@ class StorageTier:
         is_nearer = bool(found) and found[0].head == missing.head
         return found if is_nearer or not missing.is_elsewhere else []
 
-    def _load_for(self, missing: _Missing, asked: PendingLoads) -> bool:
-        """Load what the index has, where that pays. Whether it has anything behind this head."""
+    def _has_behind_its_head(self, missing: _Missing) -> bool:
         found = self._found(missing)
-        for variant in found:
-            pays = self._is_faster(missing, variant.blob.row)
-            asked.is_skipped |= not pays
-            if self.storage.tries(pays=pays):
-                self._load(missing.identity, variant, missing.num_tokens, asked)
         return bool(found) and found[0].head == missing.head
+
+    def _load_for(self, missing_chunks: Iterable[_Missing], asked: PendingLoads) -> None:
+        """Load what the index has, where that pays."""
+        loads: list[tuple[_Missing, Variant]] = []
+        for missing in missing_chunks:
+            for variant in self._found(missing):
+                pays = self._is_faster(missing, variant.blob.row)
+                asked.is_skipped |= not pays
+                if self.storage.tries(pays=pays):
+                    loads.append((missing, variant))
+        self._load_in_order(loads, asked)
+
+    def _load_in_order(
+        self, loads: Sequence[tuple[_Missing, Variant]], asked: PendingLoads
+    ) -> None:
+        """Begin with these, and go on with what finds no room in the queue when there is some."""
+        left = [
+            (missing, variant)
+            for missing, variant in loads
+            if variant in self.storage.index.held
+            and not self._load(missing.identity, variant, missing.num_tokens, asked)
+        ]
+        if left:
+            self.storage.goes_on(asked, partial(self._load_in_order, left, asked), len(left))
 
     def _is_faster(self, missing: _Missing, row: Row) -> bool:
         """Whether loading it is estimated to take no longer than computing it."""
@@ -265,8 +284,7 @@ class StorageTier:
 
     def _found_of_others(self, missing_chunks: Sequence[_Missing], asked: PendingLoads) -> None:
         """Load what the index knows by now."""
-        for missing in missing_chunks:
-            self._load_for(missing, asked)
+        self._load_for(missing_chunks, asked)
         if asked.is_planned:
             self.storage.waits.planned(asked)
 
@@ -284,16 +302,16 @@ class StorageTier:
         variant: Variant,
         num_tokens: int,
         asked: PendingLoads | None = None,
-    ) -> None:
-        """Unless it is under way, or the store would not have it, or too much is."""
+    ) -> bool:
+        """Unless it is under way, or the store would not have it. False: too much is, or there is
+        no room for it."""
         if not self._is_wanted(identity, variant, num_tokens):
-            return
+            return True
         if not self.storage.takes(variant, asked):
-            self.storage.join(variant, asked)
-            return
+            return self.storage.join(variant, asked)
         blob = None if self._host is None else self._host.room(num_tokens)
         if self._host is not None and blob is None:
-            return
+            return False
 
         def done(entry: Entry | None) -> None:
             loaded = None
@@ -315,6 +333,7 @@ class StorageTier:
         if blob is not None and not is_begun:
             blob.give_back()
             blob.let_go()
+        return is_begun
 
     def _is_wanted(self, identity: ChunkIdentity, variant: Variant, num_tokens: int) -> bool:
         """Whether the store would have it."""

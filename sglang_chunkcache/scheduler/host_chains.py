@@ -63,7 +63,9 @@ class HostChains:
         self.counts = HostCounts()
         self.nodes = HostNodes(tree, pool, index, self.counts)
         self.load_back = LoadBack(tree, self.nodes, pricing, self.counts, self._copy_failed)
-        self.write_back = WriteBack(tree, self.nodes, self.counts, self._copy_failed, keeps=keeps)
+        self.write_back = WriteBack(
+            tree, self.nodes, self.counts, pricing, self._copy_failed, keeps=keeps
+        )
 
     @contextmanager
     def watch(self, batch: ScheduleBatch) -> Iterator[None]:

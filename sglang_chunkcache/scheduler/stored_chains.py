@@ -268,13 +268,14 @@ class StoredChains:
     def _load(self, links: Sequence[_Link], key: ChunkKey, asked: PendingLoads) -> None:
         """Load what follows the last node in host memory, where that pays.
         What was never tried is."""
-        asked.goes_on = None
+        asked.take_rest()
         missing, start = self._missing(links, key)
         if not missing:
             return
         is_tried = self.storage.tries(pays=self._is_faster(missing, start))
-        if is_tried and not all(self._claim(link, key, asked) for link in missing):
-            asked.goes_on = partial(self._load, links, key, asked)
+        begun = takewhile(bool, (self._claim(link, key, asked) for link in missing if is_tried))
+        if is_tried and (num_left := len(missing) - sum(begun)):
+            self.storage.goes_on(asked, partial(self._load, links, key, asked), num_left)
         if asked.is_planned:
             self.storage.waits.planned(asked)
 
@@ -364,8 +365,6 @@ class StoredChains:
         path = self._tree.path(key[: link.end]) if key is not None else []
         is_on_device = bool(path) and sum(len(node.key) for node in path) == link.end
         self._nodes.came(host, link.place.head, path[-1] if is_on_device else None)
-        if asked is not None and asked.goes_on is not None:
-            asked.goes_on()
 
     def _links_of(self, variant: Variant) -> Iterator[_Link]:
         """An entry of no tenant with all above it."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from radix_ext import ChunkId
+from radix_ext.costs import copied_within
 from radix_ext.write_back import WriteBackQueue
-from sglang_chunkcache.config import MAX_SAVED_TOKENS, MAX_WAITING_SAVES
+from sglang_chunkcache.config import MAX_KEPT_S, MAX_SAVED_TOKENS, MAX_WAITING_SAVES
 from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes, below, head_of
 from sglang_chunkcache.scheduler.node import (
     ChunkIdentity,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
+    from sglang_chunkcache.scheduler.load_back import Prices
 
 
 class WriteBack(WriteBackQueue[HostNode]):
@@ -41,6 +43,7 @@ class WriteBack(WriteBackQueue[HostNode]):
         tree: ChunkTree,
         nodes: HostNodes,
         counts: HostCounts,
+        pricing: Prices,
         copy_failed: Callable[[Exception], None],
         *,
         keeps: bool = True,
@@ -50,12 +53,12 @@ class WriteBack(WriteBackQueue[HostNode]):
             facts,
             counts,
             admission="either",
-            save_tokens=MAX_SAVED_TOKENS,
+            save_tokens=self._num_saved,
             max_waiting=MAX_WAITING_SAVES,
             keeps=keeps,
         )
         self._tree, self._pool, self._copy_failed = tree, nodes.pool, copy_failed
-        self._was_put_off = False
+        self._pricing, self._was_put_off = pricing, False
 
     def offer(self, chunks: Sequence[TreeNode]) -> None:
         super().offer([*takewhile(lambda node: node.key.fused is None, chunks)])
@@ -66,6 +69,10 @@ class WriteBack(WriteBackQueue[HostNode]):
         self._was_put_off = first_tokens_wait and not self._was_put_off
         if not self._was_put_off:
             yield from self.save_some()
+
+    def _num_saved(self) -> int:
+        num_tokens = copied_within(self._pricing.agreed, MAX_KEPT_S)
+        return MAX_SAVED_TOKENS if num_tokens is None else num_tokens
 
     # Of `WriteBackQueue`
 

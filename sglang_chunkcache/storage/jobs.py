@@ -64,6 +64,8 @@ class Write:
     is_own: bool = True
     """False: another server has written it, and `row` is what that one tells."""
     problem: str = ""
+    seconds: float = 0.0
+    """What it took, where it was written. Of ranks, whose clocks differ, 0."""
 
 
 @dataclass(eq=False)

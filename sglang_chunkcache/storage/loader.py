@@ -12,6 +12,7 @@ so all that waits, but nobody else.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from radix_ext.loading import LoadTimes
 from sglang_chunkcache.storage.backend import Backend
 from sglang_chunkcache.storage.breaker import Breaker
 from sglang_chunkcache.storage.jobs import (
@@ -39,9 +41,13 @@ from sglang_chunkcache.storage.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+MAX_WAITING_S = 4.0
+"""Of loads, and likewise of writes, by what they are estimated to take. One is taken whatever its
+size."""
 MAX_WAITING_BYTES = 512 << 20
-"""Of loads, and likewise of writes: they hold memory beside the store's.
-One is taken whatever its size."""
+"""Where nobody knows yet what they take."""
+MAX_SHARE = 0.5
+"""Of the memory that they are loaded into or written from, and hold meanwhile."""
 DELETED_AT_ONCE = 64
 """Entries: a load that has come meanwhile waits for no more."""
 CLOSE_S = 5.0
@@ -55,6 +61,7 @@ class Loader:
         secret: as `key.secret_of` gives it.
         pointers: None: nobody else has the storage.
         ranks: of a tensor-parallel group. None: this is the only one.
+        memory_bytes: of the pool that is loaded into and written from.
         empty: makes the tensors of loaded keys and values; torch.empty's arguments.
         clock: seconds.
     """
@@ -67,6 +74,7 @@ class Loader:
         secret: bytes,
         pointers: Pointers | None = None,
         ranks: Ranks | None = None,
+        memory_bytes: int = sys.maxsize,
         empty: Callable[..., Tensor] = torch.empty,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -78,6 +86,8 @@ class Loader:
         self._done: deque[Job] = deque()
         # number, bytes; the scheduler thread's alone
         self._waiting = {Load: [0, 0], Write: [0, 0], Lookup: [0, 0]}
+        self._times: dict[type[Job], LoadTimes] = {kind: LoadTimes() for kind in self._waiting}
+        self._memory_bytes = memory_bytes
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._is_open, self._is_at_work = True, False
         self.num_full = self.num_unwritten = 0
@@ -131,6 +141,8 @@ class Loader:
             waiting[0], waiting[1] = waiting[0] - 1, waiting[1] - job.size
             if not isinstance(job, Write):
                 job.is_done = True
+            if isinstance(job, Load | Write) and job.seconds > 0:
+                self._times[type(job)].observe(job.size, job.seconds)
             yield job
 
     def drain(self, seconds: float) -> bool:
@@ -138,6 +150,11 @@ class Loader:
         done = threading.Event()
         self._do(done.set)
         return done.wait(seconds)
+
+    @property
+    def times(self) -> LoadTimes:
+        """Of loads."""
+        return self._times[Load]
 
     @property
     def is_shared(self) -> bool:
@@ -157,25 +174,25 @@ class Loader:
     def is_full(self) -> bool:
         """Whether another load waits for a `poll`."""
         num, num_bytes = self._waiting[Load]
-        return num >= MAX_WAITING or num_bytes >= MAX_WAITING_BYTES // 2
+        return num >= MAX_WAITING or num_bytes >= self._max_bytes(Load) / 2
 
     @property
     def has_spare(self) -> bool:
         """Whether half of the loads that may wait do not."""
         num, num_bytes = self._waiting[Load]
-        return num < MAX_WAITING // 2 and num_bytes < MAX_WAITING_BYTES // 2
+        return num < MAX_WAITING // 2 and num_bytes < self._max_bytes(Load) / 2
 
     @property
     def is_behind(self) -> bool:
         """Whether half of the writes that may wait do."""
         num, num_bytes = self._waiting[Write]
-        return num >= MAX_WAITING // 2 or num_bytes >= MAX_WAITING_BYTES // 2
+        return num >= MAX_WAITING // 2 or num_bytes >= self._max_bytes(Write) / 2
 
     def has_room(self, num: int, num_bytes: int) -> bool:
         """Whether so many writes more would be taken."""
         waiting = self._waiting[Write]
         return waiting[0] + num <= MAX_WAITING and (
-            waiting[1] + num_bytes <= MAX_WAITING_BYTES or waiting[0] + num == 1
+            waiting[1] + num_bytes <= self._max_bytes(Write) or waiting[0] + num == 1
         )
 
     @property
@@ -240,12 +257,18 @@ class Loader:
         waiting = self._waiting[type(job)]
         if self._is_open and (
             not waiting[0]
-            or (waiting[0] < MAX_WAITING and waiting[1] + job.size <= MAX_WAITING_BYTES)
+            or (waiting[0] < MAX_WAITING and waiting[1] + job.size <= self._max_bytes(type(job)))
         ):
             waiting[0], waiting[1] = waiting[0] + 1, waiting[1] + job.size
             return True
         self.num_full += 1
         return False
+
+    def _max_bytes(self, kind: type[Job]) -> float:
+        num_bytes = self._times[kind].bytes_within(MAX_WAITING_S)
+        return min(
+            MAX_WAITING_BYTES if num_bytes is None else num_bytes, MAX_SHARE * self._memory_bytes
+        )
 
     def _do(self, job: Write | Callable[[], None]) -> None:
         self._others.append(job)

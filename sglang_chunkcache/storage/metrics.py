@@ -33,6 +33,7 @@ COUNTERS = {
     "loads": ("loaded", "entries loaded"),
     "writes": ("written", "entries written"),
     "late": ("late", "loads that came after their request was planned"),
+    "left": ("left", "loads not begun when their request was planned: too much was under way"),
     "waits": ("waits", "requests that waited for their loads"),
     "waits_in_vain": ("waits_in_vain", "of these, those whose loads were not there in the time"),
     "skipped": ("skipped", "loads left out because computing was estimated to be faster"),

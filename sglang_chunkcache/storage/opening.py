@@ -4,6 +4,7 @@ and removes what nobody knows."""
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,9 +43,9 @@ class Opened(NamedTuple):
     """What it may hold."""
 
 
-def create_storage(ctx: Any, config: ChunkCacheConfig) -> Storage | None:
+def create_storage(ctx: Any, config: ChunkCacheConfig, memory_bytes: int) -> Storage | None:
     """The storage of one rank, off until its weights are known. `ctx` is SGLang's
-    TreeCacheBuildContext. None: not wanted.
+    TreeCacheBuildContext, `memory_bytes` as `Loader` takes it. None: not wanted.
 
     Raises:
         ValueError: a setting is wrong or not supported, or the folder is another server's.
@@ -77,7 +78,12 @@ def create_storage(ctx: Any, config: ChunkCacheConfig) -> Storage | None:
     rank = f"rank{get_parallel().dp_rank or 0}{ranks.shard if ranks else ''}"
     try:
         opened = open_storage(
-            config, rank=rank, model_name=runner.model_config.model_path, empty=empty, ranks=ranks
+            config,
+            rank=rank,
+            model_name=runner.model_config.model_path,
+            memory_bytes=memory_bytes,
+            empty=empty,
+            ranks=ranks,
         )
     except OSError as error:
         raise ValueError(f"--chunkcache-storage-backend: {error}") from None
@@ -110,11 +116,12 @@ def open_storage(
     *,
     rank: str,
     model_name: str,
+    memory_bytes: int = sys.maxsize,
     empty: Callable[..., Tensor] = torch.empty,
     ranks: Ranks | None = None,
 ) -> Opened:
-    """The storage of the rank of that name. `empty` and `ranks` as `Loader` takes them: all open
-    theirs at once, and have what all have.
+    """The storage of the rank of that name. `memory_bytes`, `empty` and `ranks` as `Loader` takes
+    them: all ranks open theirs at once, and have what all have.
 
     Raises:
         ValueError: a setting is wrong, the backend cannot be made, or another process has the
@@ -142,7 +149,15 @@ def open_storage(
     pointers = (
         Pointers(backend, names, secret=secret) if backend.is_shared and ranks is None else None
     )
-    loader = Loader(backend, manifest, secret=secret, pointers=pointers, ranks=ranks, empty=empty)
+    loader = Loader(
+        backend,
+        manifest,
+        secret=secret,
+        pointers=pointers,
+        ranks=ranks,
+        memory_bytes=memory_bytes,
+        empty=empty,
+    )
     # What some ranks lack, as after a kill between their writes, no request can use.
     loader.delete(others)
     if num_gone:

@@ -106,7 +106,7 @@ class Ranks:
             yield _went(loads.popleft(), outcome)
         for is_confirmed in told[3 + MAX_WAITING :][:num_writes].tolist():
             job = writes.popleft()
-            job.is_confirmed = bool(is_confirmed)
+            job.is_confirmed, job.seconds = bool(is_confirmed), 0.0
             yield job
 
     def any(self, flag: bool) -> bool:

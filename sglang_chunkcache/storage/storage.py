@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -40,9 +41,11 @@ from sglang_chunkcache.wire.state import Cleared
 
 logger = logging.getLogger(__name__)
 
-MAX_PREFETCH_BYTES = 64 << 20
+MAX_PREFETCH_S = 1.0
 """That one tenant may have under way for requests that may come. A hint costs its client nothing,
-so it must not keep the disk from requests that wait: a second of a fast network."""
+so it must not keep the disk from requests that wait."""
+MAX_PREFETCH_BYTES = 64 << 20
+"""Where nobody knows yet what loads take."""
 START_S = 10.0
 """What a start may spend on loading the entries that were used most: some gigabytes from a disk."""
 
@@ -75,7 +78,7 @@ class Storage:
         ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.ranks, self.prefetches = ranks, Prefetches(MAX_PREFETCH_BYTES)
+        self.ranks, self.prefetches = ranks, Prefetches(self._max_prefetched)
         self.index, self.loader, self.names, self.layout = index, loader, names, layout
         self.pays = True
         """The last load that was thought of."""
@@ -83,7 +86,7 @@ class Storage:
         self._under_way: dict[str, Load | None] = {}
         """Names that are being loaded or, None, written."""
         self.naming = Naming(names, model_of, layout, ranks)
-        self.waits = Waits(wait_policy or WaitPolicy(0.0), clock)
+        self.waits = Waits(wait_policy or WaitPolicy(0.0), loader.times, clock)
         self.others = Others(index, loader, self.naming, layout, clock)
         self.writes = Writes(index, loader, self.naming, self._under_way, layout, self._note, clock)
         self._metrics = metrics
@@ -91,6 +94,8 @@ class Storage:
         """Not told to the thread yet."""
         self._asked: list[tuple[Identity, str, Prefix]] = []
         """Not counted yet."""
+        self._going_on = deque[PendingLoads]()
+        """Who waits for room in the loader's queue, the first comes first."""
         self._is_clearing = False
         index.watchers.append(self._index_changed)
         left = index.restore_all(
@@ -110,13 +115,14 @@ class Storage:
     def start(self, weights: int | None, heads: tuple[tuple[int, int], ...] = ()) -> None:
         """From now on with these weights (their fingerprint; None: unknown, as `stop`) and
         calibrated heads. What is under way for others is not used."""
-        self.naming.stop()
+        self.stop()
         if weights is not None:
             self.naming.start(weights, heads)
 
     def stop(self) -> None:
         """Until `start` nothing is written or loaded."""
         self.naming.stop()
+        self._going_on.clear()  # for other weights
 
     def fill(self, loads: Iterable[Callable[[], bool]], seconds: float = START_S) -> None:
         """Do these loads, before there are requests, until one says False:
@@ -171,11 +177,13 @@ class Storage:
             asked.loads.append(job)
         return True
 
-    def join(self, variant: Variant, asked: PendingLoads | None) -> None:
-        """If it is on its way for another request, this one waits for it, too."""
+    def join(self, variant: Variant, asked: PendingLoads | None) -> bool:
+        """If it is on its way for another request, this one waits for it, too. Whether it is, or is
+        being written."""
         job = self._under_way.get(variant.blob.row.name)
         if job is not None and asked is not None and job not in asked.loads:
             asked.loads.append(job)
+        return variant.blob.row.name in self._under_way
 
     def takes(self, variant: Variant, asked: PendingLoads | None) -> bool:
         """Whether it may be loaded: not if it is under way, or ahead if loads wait or the tenant
@@ -186,6 +194,13 @@ class Storage:
         if asked is None or not asked.is_prefetch:
             return True
         return self.loader.has_spare and self.prefetches.has_room(asked.tenant, row.num_bytes)
+
+    def goes_on(self, asked: PendingLoads, rest: Callable[[], None], num_left: int) -> None:
+        """Call `rest`, which would make so many loads more, when there is room for some, unless its
+        request is planned before."""
+        asked.goes_on.append(rest)
+        asked.num_left += num_left
+        self._going_on.append(asked)
 
     def is_under_way(self, name: str) -> bool:
         """Whether the entry is being written or loaded."""
@@ -258,6 +273,7 @@ class Storage:
             "max_entries": self.index.held.max_entries,
             "num_evicted": held.num_evicted,
             "late": self.waits.num_late,
+            "left": self.waits.num_left,
             "waits": self.waits.policy.num_waits,
             "waits_in_vain": self.waits.policy.num_in_vain,
             "skipped": self.num_skipped,
@@ -289,11 +305,28 @@ class Storage:
     # Private, in order of use
 
     def _take_in(self, is_round: bool = False) -> None:
+        is_any = False
         for job in self.loader.poll(is_round=is_round):
+            is_any = True
             with self.guard("what the storage has done is lost"):
                 job.done(job)
+        # of a group's ranks each polls now and then alone, and then nothing is done
+        if is_any:
+            self._go_on()
         if self._used and self.loader.is_idle:
             self._tell_uses()
+
+    def _go_on(self) -> None:
+        for _ in range(len(self._going_on)):
+            if self.loader.is_full:
+                return
+            asked = self._going_on.popleft()
+            with self.guard("nothing more is loaded, the rest is computed"):
+                for rest in asked.take_rest():
+                    rest()
+            if asked.goes_on and not asked.is_prefetch:  # it stays the first
+                self._going_on.rotate()
+                return
 
     def _index_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
         if self._is_clearing:
@@ -318,13 +351,15 @@ class Storage:
         if prefetched_by is not None:
             chunk = variant.blob.row.place.stored_chunk
             self.prefetches.end(prefetched_by, job.num_bytes, chunk, has_come=job.entry is not None)
-        if job.entry is not None:
-            self.waits.times.observe(job.num_bytes, job.seconds)
-        elif job.problem not in (FAILED, PAUSED):
+        if job.entry is None and job.problem not in (FAILED, PAUSED):
             self.index.drop(variant)
             if not variant.blob.is_own:  # nobody can use it
                 self.loader.delete([variant.blob.row])
         done(job.entry if era == self.naming.era else None)
+
+    def _max_prefetched(self) -> float:
+        num_bytes = self.waits.times.bytes_within(MAX_PREFETCH_S)
+        return MAX_PREFETCH_BYTES if num_bytes is None else num_bytes
 
     def _note(self, variant: Variant) -> None:
         if variant.blob.is_own:  # others have no row

@@ -17,8 +17,10 @@ class PendingLoads:
     lookup: Lookup | None = None
     is_planned: bool = False
     """What comes from now on is late."""
-    goes_on: Callable[[], None] | None = None
-    """Loads what found no room, when something of it has come. None: all did."""
+    goes_on: list[Callable[[], None]] = field(default_factory=list)
+    """Load what found no room."""
+    num_left: int = 0
+    """Loads that these would make."""
     is_skipped: bool = False
     """Something was not loaded, since computing it is faster."""
     is_prefetch: bool = False
@@ -32,17 +34,23 @@ class PendingLoads:
     until: float | None = None
     """When its request waits no longer. None: it did not wait yet."""
 
+    def take_rest(self) -> list[Callable[[], None]]:
+        """What `goes_on` has, which is empty then."""
+        rest, self.goes_on, self.num_left = self.goes_on, [], 0
+        return rest
+
 
 class Waits:
     """Of one rank.
 
     Args:
+        times: of its loads.
         clock: seconds.
     """
 
-    def __init__(self, policy: WaitPolicy, clock: Callable[[], float]) -> None:
-        self.policy, self.times, self._clock = policy, LoadTimes(), clock
-        self.num_late = 0
+    def __init__(self, policy: WaitPolicy, times: LoadTimes, clock: Callable[[], float]) -> None:
+        self.policy, self.times, self._clock = policy, times, clock
+        self.num_late = self.num_left = 0
 
     def awaits(self, asked: Iterable[PendingLoads], under_way: Iterable[Load]) -> bool:
         """Whether a request, which could be admitted, waits for what was asked for it. If not, it
@@ -72,6 +80,8 @@ class Waits:
         if asked is None:
             return
         asked.is_planned = True
+        self.num_left += asked.num_left
+        asked.take_rest()
         for load in asked.loads:
             if not load.is_done and not load.is_late:
                 load.is_late = True

@@ -104,6 +104,7 @@ class Worker:
             job.problem = self.refused[job.row.name]
             self._done.append(job)
             return
+        began = self._clock()
         try:
             with self._breaker.attempt():
                 others = self._of_another(job.row)
@@ -117,6 +118,7 @@ class Worker:
                     job.row = job.row._replace(num_bytes=len(data))
                     self._manifest.put(job.row)
                     self.num_written += 1
+                    job.seconds = self._clock() - began
                 # Even if its pointer fails: others do not find the entry, this server does.
                 job.is_confirmed = True
                 if self._pointers is not None and job.is_own:

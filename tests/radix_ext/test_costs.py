@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix_ext.costs import MEMORY, CostModel, Line, Phase, Work, extend_work
+from radix_ext.costs import (
+    MEMORY,
+    NOMINAL,
+    CostModel,
+    Line,
+    Phase,
+    Work,
+    copied_within,
+    extend_work,
+)
 
 LINE = Line(0.02, 1e-4, 1e-8)
 SIZES = [Work(1, n, n * keys) for n in (8, 64, 512) for keys in (512, 4096)]
@@ -116,3 +125,14 @@ def test_a_clock_that_stood_still_does_not_make_a_phase_free() -> None:
 
 def test_pieces_of_a_prefill_are_calls() -> None:
     assert [extend_work(100, 100 + n, piece=256).calls for n in (0, 1, 256, 257)] == [0, 1, 1, 2]
+
+
+def test_copies_to_host_memory_are_bounded_by_the_way_back() -> None:
+    """Of exact chains where they were loaded, else of moved ones."""
+    costs = {phase: Line() for phase in Phase}
+    assert copied_within(NOMINAL, 1.0) is copied_within(costs, 1.0) is None
+    costs[Phase.HOST] = Line(0.1, 1e-3)
+    assert copied_within(costs, 1.0) == 900
+    costs[Phase.LOAD] = Line(0.5, 1e-3)
+    assert copied_within(costs, 1.0) == 500
+    assert copied_within(costs, 0.4) == 0

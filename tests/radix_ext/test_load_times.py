@@ -3,6 +3,7 @@ hand."""
 
 from __future__ import annotations
 
+import math
 from itertools import permutations
 
 import pytest
@@ -84,3 +85,11 @@ def test_sizes_that_hardly_differ_say_nothing_of_the_slope() -> None:
     ]
     for order in permutations(seen):
         assert 5.0 < (times_of(list(order)).seconds(3_650_000) or 0.0) < 8.5
+
+
+def test_bytes_within_is_the_inverse() -> None:
+    assert LoadTimes().bytes_within(1.0) is None
+    times = times_of([(size, 0.1 + size / 100) for size in (10, 20, 30)])
+    assert times.bytes_within(times.seconds(25)) == pytest.approx(25)
+    assert times.bytes_within(0.05) == 0
+    assert times_of([(10, 1.0), (20, 1.0)]).bytes_within(1.0) == math.inf

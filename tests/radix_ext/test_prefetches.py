@@ -16,7 +16,7 @@ def loaded(prefetches: Prefetches, *chunks: str) -> None:
 
 
 def test_tenant_has_a_limit_of_its_own() -> None:
-    prefetches = Prefetches(10)
+    prefetches = Prefetches(lambda: 10)
     assert prefetches.has_room("a", 11), "one load may come, whatever its size"
     prefetches.begin("a", 6, "c")
     assert prefetches.has_room("a", 4)
@@ -30,7 +30,7 @@ def test_tenant_has_a_limit_of_its_own() -> None:
 
 def test_chunk_that_is_asked_for_while_it_comes_is_used() -> None:
     """Its request waits for it, and will not ask again. What does not come is not used."""
-    prefetches = Prefetches(10)
+    prefetches = Prefetches(lambda: 10)
     for chunk in ("comes", "fails"):
         prefetches.begin("t", 1, chunk)
         prefetches.asked(chunk)
@@ -44,7 +44,7 @@ def test_chunk_that_is_asked_for_while_it_comes_is_used() -> None:
 
 @pytest.mark.parametrize(("num_requests", "used"), [(LIFE, 1), (LIFE + 1, 0)])
 def test_chunk_is_not_used_after_its_life(num_requests: int, used: int) -> None:
-    prefetches = Prefetches(10)
+    prefetches = Prefetches(lambda: 10)
     loaded(prefetches, "c")
     for _ in range(num_requests):
         prefetches.next_request()
@@ -60,7 +60,7 @@ STEPS = st.lists(
 @given(steps=STEPS)
 def test_every_load_is_used_at_most_once(steps: list[tuple[str, int]]) -> None:
     """A chunk that is loaded again before anybody asks is used once."""
-    prefetches, unused, num_used = Prefetches(1000), set[int](), 0
+    prefetches, unused, num_used = Prefetches(lambda: 1000), set[int](), 0
     for kind, chunk in steps:
         if kind == "load":
             loaded(prefetches, str(chunk))

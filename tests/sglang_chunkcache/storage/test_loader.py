@@ -313,3 +313,21 @@ def test_entry_without_a_pointer_is_its_writers_all_the_same(tmp_path: Path) -> 
     assert [row.name for row in manifest.rows()] == ["n"]
     assert loader.worker.problems == {"failed": 1}
     loader.close()
+
+
+def test_writes_are_bounded_by_what_they_take(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as one was made: so many bytes are much for one disk and little for another."""
+
+    def sleep(seconds: float) -> None:
+        rig.now += seconds
+
+    rig.storage.seconds_per_byte, rig.storage.sleep = 1.0, sleep
+    rig.written("a")
+    size = writing("b").size
+    for seconds, is_taken in ((1.5 * size, False), (1e9, True)):
+        monkeypatch.setattr(module, "MAX_WAITING_S", seconds)
+        rig.storage.gate.clear()
+        rig.write(f"b{seconds}")
+        assert rig.loader.write(writing(f"c{seconds}")) is is_taken
+        rig.storage.gate.set()
+        rig.done()
