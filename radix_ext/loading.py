@@ -24,6 +24,7 @@ def worth_loading(
     *,
     max_variants: int,
     alone: bool = False,
+    is_elsewhere: bool = False,
 ) -> list[Variant]:
     """Of one chunk's variants those to load, best first: preprocessed ones, then what has seen most
     of the chunks before it.
@@ -35,13 +36,14 @@ def worth_loading(
         before: the chunks before it in the request.
         head: names the text before it there that is no chunk.
         alone: only what was computed behind this head and no chunk, and was not preprocessed.
+        is_elsewhere: only what was computed behind this head: others can be had without a load.
     """
     known = frozenset(before)
     found = list(variants)
     behind = [variant for variant in found if variant.head == head]
     if alone:
         found = [variant for variant in behind if not (variant.prefix or variant.preprocessed)]
-    elif behind:
+    elif behind or is_elsewhere:
         found = behind
 
     def score(variant: Variant) -> tuple[bool, int, int, int]:

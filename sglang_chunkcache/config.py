@@ -59,6 +59,21 @@ MAX_SAVED_TOKENS = 512
 """Of nodes copied to host memory after one forward, but for the last, where no load was
 measured."""
 
+MAX_WAITING = 64
+"""Loads, and likewise writes, that are asked for and not polled yet. More are not taken."""
+
+MAX_WAITING_S = 4.0
+"""Of these, by what they are estimated to take. One is taken whatever its size."""
+
+MAX_WAITING_BYTES = 512 << 20
+"""Where nobody knows yet what they take."""
+
+MAX_SHARE = 0.5
+"""Of the memory that they are loaded into or written from, and hold meanwhile."""
+
+MAX_LOADED_VARIANTS = 2
+"""Of one chunk, from the storage for one request."""
+
 MAX_HEADS, MAX_HEAD_TOKENS, MAX_HEAD_BYTES = 4, 16_384, 16 * 2**20
 """Heads of one tenant that are remembered, tokens of one, bytes of all:
 only what two heads have in common is read of them."""

@@ -26,6 +26,7 @@ from radix_ext.moved_plan import ReusePlan
 from radix_ext.sources import ChunkSources
 from radix_ext.variant_index import VariantIndex
 from radix_ext.variants import Identity, Variant
+from sglang_chunkcache.config import MAX_LOADED_VARIANTS
 from sglang_chunkcache.fusion.measure import Head
 from sglang_chunkcache.fusion.moving import Host
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sglang_chunkcache.wire.spans import RequestSpans
-
-MAX_LOADED_VARIANTS = 2
-"""Of one chunk, for one request."""
 
 
 class _Missing(NamedTuple):
@@ -240,43 +238,35 @@ class StorageTier:
 
     def _found(self, missing: _Missing) -> list[Variant]:
         """What the index has for it, best first."""
-        found = worth_loading(
+        return worth_loading(
             self.storage.index.find(self._chunk(missing.identity)),
             missing.before,
             missing.head,
             max_variants=MAX_LOADED_VARIANTS,
             alone=missing.is_plain,
+            is_elsewhere=missing.is_elsewhere,
         )
-        is_nearer = bool(found) and found[0].head == missing.head
-        return found if is_nearer or not missing.is_elsewhere else []
 
     def _has_behind_its_head(self, missing: _Missing) -> bool:
         found = self._found(missing)
         return bool(found) and found[0].head == missing.head
 
     def _load_for(self, missing_chunks: Iterable[_Missing], asked: PendingLoads) -> None:
-        """Load what the index has, where that pays."""
-        loads: list[tuple[_Missing, Variant]] = []
-        for missing in missing_chunks:
-            for variant in self._found(missing):
-                pays = self._is_faster(missing, variant.blob.row)
-                asked.is_skipped |= not pays
-                if self.storage.tries(pays=pays):
-                    loads.append((missing, variant))
-        self._load_in_order(loads, asked)
-
-    def _load_in_order(
-        self, loads: Sequence[tuple[_Missing, Variant]], asked: PendingLoads
-    ) -> None:
-        """Begin with these, and go on with what finds no room in the queue when there is some."""
-        left = [
-            (missing, variant)
-            for missing, variant in loads
-            if variant in self.storage.index.held
-            and not self._load(missing.identity, variant, missing.num_tokens, asked)
-        ]
+        """Load what the index has, where that pays: what finds no room in the queue when there is
+        some, if it pays by what is known then."""
+        left = [each for each in missing_chunks if not self._has_begun(each, asked)]
         if left:
-            self.storage.goes_on(asked, partial(self._load_in_order, left, asked), len(left))
+            self.storage.goes_on(asked, partial(self._load_for, left, asked), len(left))
+
+    def _has_begun(self, missing: _Missing, asked: PendingLoads) -> bool:
+        """Load what the index has of one chunk. Whether all found room."""
+        has_begun = True
+        for variant in self._found(missing):
+            pays = self._is_faster(missing, variant.blob.row)
+            asked.is_skipped |= not pays
+            if self.storage.tries(pays=pays):
+                has_begun &= self._load(missing.identity, variant, missing.num_tokens, asked)
+        return has_begun
 
     def _is_faster(self, missing: _Missing, row: Row) -> bool:
         """Whether loading it is estimated to take no longer than computing it."""

@@ -11,8 +11,6 @@ from sglang_chunkcache.storage.key import StoredChunk
 from sglang_chunkcache.storage.manifest import Row
 from sglang_chunkcache.storage.pointer import MAX_POINTERS, POINTER_BYTES
 
-MAX_WAITING = 64
-"""Loads, and likewise writes, that are asked for and not polled yet. More are not taken."""
 GONE, FAILED, PAUSED = "gone", "failed", "paused"
 """Why there is no entry, beside every `Refusal`: it is not there; the backend failed;
 it was not asked."""

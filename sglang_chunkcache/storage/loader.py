@@ -24,16 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from radix_ext.backlog import Backlog, Bounds
 from radix_ext.loading import LoadTimes
+from sglang_chunkcache.config import MAX_SHARE, MAX_WAITING, MAX_WAITING_BYTES, MAX_WAITING_S
 from sglang_chunkcache.storage.backend import Backend
 from sglang_chunkcache.storage.breaker import Breaker
-from sglang_chunkcache.storage.jobs import (
-    MAX_WAITING,
-    Job,
-    Load,
-    Lookup,
-    Write,
-)
+from sglang_chunkcache.storage.jobs import Job, Load, Lookup, Write
 from sglang_chunkcache.storage.manifest import Manifest, Row, Use
 from sglang_chunkcache.storage.pointer import Pointers
 from sglang_chunkcache.storage.ranks import Ranks
@@ -41,13 +37,6 @@ from sglang_chunkcache.storage.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING_S = 4.0
-"""Of loads, and likewise of writes, by what they are estimated to take. One is taken whatever its
-size."""
-MAX_WAITING_BYTES = 512 << 20
-"""Where nobody knows yet what they take."""
-MAX_SHARE = 0.5
-"""Of the memory that they are loaded into or written from, and hold meanwhile."""
 DELETED_AT_ONCE = 64
 """Entries: a load that has come meanwhile waits for no more."""
 CLOSE_S = 5.0
@@ -84,10 +73,11 @@ class Loader:
         self._others: deque[Write | Callable[[], None]] = deque()
         """Writes, and changes of what is kept, in their order."""
         self._done: deque[Job] = deque()
-        # number, bytes; the scheduler thread's alone
-        self._waiting = {Load: [0, 0], Write: [0, 0], Lookup: [0, 0]}
-        self._times: dict[type[Job], LoadTimes] = {kind: LoadTimes() for kind in self._waiting}
-        self._memory_bytes = memory_bytes
+        bounds = Bounds(
+            MAX_WAITING, MAX_WAITING_S, MAX_WAITING_BYTES, int(MAX_SHARE * memory_bytes)
+        )
+        self._waiting = {kind: Backlog(bounds) for kind in (Load, Write, Lookup)}
+        """The scheduler thread's alone."""
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._is_open, self._is_at_work = True, False
         self.num_full = self.num_unwritten = 0
@@ -137,12 +127,10 @@ class Loader:
         """What is done since the last time. Of several ranks: what all have done, and only with
         `is_round`, which all say at once."""
         for job in self._taken(is_round):
-            waiting = self._waiting[type(job)]
-            waiting[0], waiting[1] = waiting[0] - 1, waiting[1] - job.size
+            seconds = 0.0 if isinstance(job, Lookup) else job.seconds
+            self._waiting[type(job)].end(job.size, seconds)
             if not isinstance(job, Write):
                 job.is_done = True
-            if isinstance(job, Load | Write) and job.seconds > 0:
-                self._times[type(job)].observe(job.size, job.seconds)
             yield job
 
     def drain(self, seconds: float) -> bool:
@@ -154,7 +142,7 @@ class Loader:
     @property
     def times(self) -> LoadTimes:
         """Of loads."""
-        return self._times[Load]
+        return self._waiting[Load].times
 
     @property
     def is_shared(self) -> bool:
@@ -173,27 +161,21 @@ class Loader:
     @property
     def is_full(self) -> bool:
         """Whether another load waits for a `poll`."""
-        num, num_bytes = self._waiting[Load]
-        return num >= MAX_WAITING or num_bytes >= self._max_bytes(Load) / 2
+        return self._waiting[Load].is_full
 
     @property
     def has_spare(self) -> bool:
         """Whether half of the loads that may wait do not."""
-        num, num_bytes = self._waiting[Load]
-        return num < MAX_WAITING // 2 and num_bytes < self._max_bytes(Load) / 2
+        return self._waiting[Load].has_spare
 
     @property
     def is_behind(self) -> bool:
         """Whether half of the writes that may wait do."""
-        num, num_bytes = self._waiting[Write]
-        return num >= MAX_WAITING // 2 or num_bytes >= self._max_bytes(Write) / 2
+        return not self._waiting[Write].has_spare
 
     def has_room(self, num: int, num_bytes: int) -> bool:
         """Whether so many writes more would be taken."""
-        waiting = self._waiting[Write]
-        return waiting[0] + num <= MAX_WAITING and (
-            waiting[1] + num_bytes <= self._max_bytes(Write) or waiting[0] + num == 1
-        )
+        return self._waiting[Write].has_room(num, num_bytes)
 
     @property
     def is_idle(self) -> bool:
@@ -213,7 +195,8 @@ class Loader:
             # refused is written anew, a lookup
             # is followed by loads.
             "queue": max(
-                len(self._loads) + len(self._others), sum(num for num, _ in self._waiting.values())
+                len(self._loads) + len(self._others),
+                sum(each.num for each in self._waiting.values()),
             ),
             "pauses": self.breaker.num_pauses,
             "paused": self.is_paused,
@@ -238,7 +221,7 @@ class Loader:
             while self._done:
                 yield self._done.popleft()
         elif is_round:
-            num_loads, num_writes = self._waiting[Load][0], self._waiting[Write][0]
+            num_loads, num_writes = self._waiting[Load].num, self._waiting[Write].num
             yield from self._ranks.done_by_all(
                 self._done,
                 num_loads=num_loads,
@@ -255,20 +238,11 @@ class Loader:
 
     def _takes(self, job: Job) -> bool:
         waiting = self._waiting[type(job)]
-        if self._is_open and (
-            not waiting[0]
-            or (waiting[0] < MAX_WAITING and waiting[1] + job.size <= self._max_bytes(type(job)))
-        ):
-            waiting[0], waiting[1] = waiting[0] + 1, waiting[1] + job.size
+        if self._is_open and waiting.has_room(1, job.size):
+            waiting.begin(job.size)
             return True
         self.num_full += 1
         return False
-
-    def _max_bytes(self, kind: type[Job]) -> float:
-        num_bytes = self._times[kind].bytes_within(MAX_WAITING_S)
-        return min(
-            MAX_WAITING_BYTES if num_bytes is None else num_bytes, MAX_SHARE * self._memory_bytes
-        )
 
     def _do(self, job: Write | Callable[[], None]) -> None:
         self._others.append(job)

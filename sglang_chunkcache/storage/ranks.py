@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from sglang_chunkcache.storage.jobs import FAILED, GONE, MAX_WAITING, PAUSED, Job, Load, Write
+from sglang_chunkcache.config import MAX_WAITING
+from sglang_chunkcache.storage.jobs import FAILED, GONE, PAUSED, Job, Load, Write
 from sglang_chunkcache.storage.manifest import Row
 
 T = TypeVar("T")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from sglang_chunkcache.scheduler.reporting import prefetch
-from sglang_chunkcache.storage import loader
 from sglang_chunkcache.storage.entry import Entry
 from sglang_chunkcache.storage.held import variant_of_row
 from sglang_chunkcache.storage.jobs import Load
@@ -47,7 +46,7 @@ def stored(disk: Disk, monkeypatch: pytest.MonkeyPatch, *, gb_per_s: float) -> R
 
 
 def begun(disk: Disk) -> int:
-    return disk.tier.storage.loader._waiting[Load][0]
+    return disk.tier.storage.loader._waiting[Load].num
 
 
 def let_through(disk: Disk) -> None:
@@ -130,7 +129,8 @@ def test_other_weights_end_it(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> No
 def test_loads_hold_a_share_of_the_memory(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what is there would leave for what one request asks for."""
     rank = stored(disk, monkeypatch, gb_per_s=3.3)
-    disk.tier.storage.loader._memory_bytes = 20 * TOKEN_BYTES * 500
+    waiting = disk.tier.storage.loader._waiting[Load]
+    waiting.bounds = waiting.bounds._replace(memory_bytes=10 * TOKEN_BYTES * 500)
     rank.cache.arrived(fused(*CHUNKS))
     let_through(disk)
-    assert begun(disk) == 20 * loader.MAX_SHARE / 2
+    assert begun(disk) == 5

@@ -20,7 +20,7 @@ from radix_ext.costs import Line
 from radix_ext.loading import WaitPolicy
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.reporting import explain, rank_state
-from sglang_chunkcache.storage import loader
+from sglang_chunkcache.storage.jobs import Load
 from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
@@ -322,14 +322,13 @@ def test_request_waits_for_its_loads(disk: ChainDisk, is_hinted: bool) -> None:
 
 
 @pytest.mark.parametrize("is_admitted", [False, True])
-def test_what_found_no_room_is_loaded_when_there_is(
-    disk: ChainDisk, monkeypatch: pytest.MonkeyPatch, is_admitted: bool
-) -> None:
+def test_what_found_no_room_is_loaded_when_there_is(disk: ChainDisk, is_admitted: bool) -> None:
     """A request asks for more than may be under way, and waits in SGLang's queue. If it does not
     wait it computes the rest, which is loaded no further."""
     stored(disk, A, B, C)
     server = Server(disk)
-    monkeypatch.setattr(loader, "MAX_WAITING_BYTES", 2)
+    waiting = server.storage.loader._waiting[Load]
+    waiting.bounds = waiting.bounds._replace(unknown_bytes=2)
     disk.storage.gate.clear()
     req = rag(A, B, C)
     server.cache.arrived(req)

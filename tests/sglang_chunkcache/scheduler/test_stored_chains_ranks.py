@@ -83,7 +83,10 @@ class Life:
         held = sorted(
             (each.blob.row.place, each.nbytes, each.priority) for each in storage.index.held
         )
-        waiting = {kind.__name__: tuple(each) for kind, each in storage.loader._waiting.items()}
+        waiting = {
+            kind.__name__: (each.num, each.num_bytes, each.max_bytes)
+            for kind, each in storage.loader._waiting.items()
+        }
         return {
             "prefetch": storage.prefetches.stats(),
             "nodes": nodes,

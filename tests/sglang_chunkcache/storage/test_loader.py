@@ -13,10 +13,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
+from sglang_chunkcache.config import MAX_WAITING  # noqa: E402
 from sglang_chunkcache.storage import loader as module  # noqa: E402
 from sglang_chunkcache.storage.backend import Backend  # noqa: E402
 from sglang_chunkcache.storage.breaker import PAUSE_AFTER, PAUSE_S  # noqa: E402
-from sglang_chunkcache.storage.jobs import MAX_WAITING, Load, Write  # noqa: E402
+from sglang_chunkcache.storage.jobs import Load, Write  # noqa: E402
 from sglang_chunkcache.storage.key import Names  # noqa: E402
 from sglang_chunkcache.storage.loader import Loader  # noqa: E402
 from sglang_chunkcache.storage.manifest import Manifest, Use  # noqa: E402
@@ -56,6 +57,11 @@ class Rig:
         job = Load(name, len(self.storage.held.get(name, range(100))), NUM_TOKENS, LAYOUT)
         assert self.loader.load(job)
         return job
+
+    def bound(self, **bounds: float) -> None:
+        """Of writes, from now on."""
+        waiting = self.loader._waiting[Write]
+        waiting.bounds = waiting.bounds._replace(**bounds)
 
     def names(self) -> list[str]:
         return [row.name for row in self.manifest.rows()]
@@ -127,9 +133,9 @@ def test_nothing_waits_for_a_storage_that_hangs(rig: Rig) -> None:
     rig.write()  # there is room again
 
 
-def test_queue_is_bounded_in_bytes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_is_bounded_in_bytes(rig: Rig) -> None:
     """Chunks of a large model are large. One is taken whatever its size."""
-    monkeypatch.setattr(module, "MAX_WAITING_BYTES", 1)
+    rig.bound(unknown_bytes=1)
     rig.storage.gate.clear()
     rig.write("a")
     assert not rig.loader.write(writing("b"))
@@ -315,7 +321,7 @@ def test_entry_without_a_pointer_is_its_writers_all_the_same(tmp_path: Path) -> 
     loader.close()
 
 
-def test_writes_are_bounded_by_what_they_take(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_are_bounded_by_what_they_take(rig: Rig) -> None:
     """As soon as one was made: so many bytes are much for one disk and little for another."""
 
     def sleep(seconds: float) -> None:
@@ -325,7 +331,7 @@ def test_writes_are_bounded_by_what_they_take(rig: Rig, monkeypatch: pytest.Monk
     rig.written("a")
     size = writing("b").size
     for seconds, is_taken in ((1.5 * size, False), (1e9, True)):
-        monkeypatch.setattr(module, "MAX_WAITING_S", seconds)
+        rig.bound(seconds=seconds)
         rig.storage.gate.clear()
         rig.write(f"b{seconds}")
         assert rig.loader.write(writing(f"c{seconds}")) is is_taken
