@@ -29,9 +29,9 @@ MACHINES = {
     "l40s": Machine(362e12, 0.864e12, 32e9, 48 * 10**9, "NVIDIA L40S data sheet"),
 }
 GEMM_SHARE = 0.65
-"""Of the peak, in large matrix products: cuBLAS reaches .6 to .75 on an H100 under its power limit."""
+"""Of the peak, in large matrix products: cuBLAS reaches .6 to .75 on an H100."""
 ATTENTION_SHARE = 0.60
-"""In causal attention with heads of 128: FlashAttention-3 reports up to .75 forward (paper, fig. 5)."""
+"""In causal attention with heads of 128: FlashAttention-3 reports up to .75 (its figure 5)."""
 SCATTERED_SHARE = 0.45
 """In attention of scattered tokens, whose tiles have masked corners: an estimate."""
 MEMORY_SHARE = 0.80

@@ -30,7 +30,7 @@ HOST_COUNTS = {"chunks": "host_hits", "tokens": "host_token_hits"}
 """Of the hits, those loaded from host memory."""
 
 
-def measure(cell: TraceCell | ReplayCell, trace: Iterable[TraceRequest], bar: Bar) -> Sample:
+def measure(cell: Any, trace: Iterable[TraceRequest], bar: Bar) -> Sample:
     """The sample of one pass over the trace."""
     for number, request in enumerate(trace, start=1):
         cell.step(request)

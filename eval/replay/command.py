@@ -6,6 +6,7 @@ and eviction policy.
     ... --order frequency --window 10 100 1000        every combination
     ... --ranks 4                                     of a server with --dp-size 4 (ranks.py)
     ... --reuse fused                                 also with each request's KV moved (fused.py)
+    ... --reuse fused --model-shape M --machine X     times to first token by arithmetic (timed.py)
     ... --days documents --eviction lru reused        three days, each with new documents (days.py)
     python -m eval replay --generate 1000000 ...      no data at hand
 
@@ -35,6 +36,13 @@ from eval.replay.generated import GeneratedTrace, PooledTrace
 from eval.replay.grid import AXES, Cell, comparison, derived_capacities, grid
 from eval.replay.ranks import RanksReplay
 from eval.replay.summary import MIN_BLOCKS, summarize
+from eval.replay.timed import (
+    ARMS,
+    TimedArm,
+    add_timed_options,
+    check_timed,
+    summarize_timed,
+)
 from eval.replay.trace import TraceFacts, TraceFile, TraceRequest, scan
 from eval.run import Run, new_folder
 from eval.task import TASKS, Source, load_task, requests_of
@@ -50,7 +58,7 @@ WORLD_REQUESTS = 1000
 of a data set all are used."""
 Trace = Iterable[TraceRequest]
 """Iterated several times: for the facts, and for each cell."""
-Create = Callable[[], TraceCell | ReplayCell]
+Create = Callable[[], TraceCell | ReplayCell | TimedArm]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +68,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         trace = _of_days(options, _trace(options))
         facts = scan(_with_bar(trace))
-        measured = _measured(options, facts)
+        is_timed = options.machine is not None or options.model_shape is not None
+        measured = (_timed if is_timed else _measured)(options, facts, trace)
         if options.warm_up >= facts.num_counted:
             raise CommandError(
                 f"--warm-up {options.warm_up} leaves none of {facts.num_counted} requests to"
@@ -69,7 +78,8 @@ def main(argv: Sequence[str]) -> int:
         options.block = _block(options.block, facts.num_counted - options.warm_up)
         folder = options.out or new_folder("replay")
         spec = {**vars(options), "json": None, "trace_sha256": facts.sha256}
-        with Run(folder, kind="replay", spec=spec, summarize=partial(summarize, spec)) as run:
+        summary = partial(summarize_timed if is_timed else summarize, spec)
+        with Run(folder, kind="replay", spec=spec, summarize=summary) as run:
             todo = {key: create for key, create in measured.items() if key not in run}
             with progress("replay", len(todo) * facts.num_requests) as bar:
                 for key, create in todo.items():
@@ -129,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--days", choices=days.CHANGES, help=text)
     _add_axes(parser)
     add_options(parser)
+    add_timed_options(parser)
     text = "data-parallel ranks, each with a cache of its own; default: %(default)s"
     add("--ranks", type=_at_least(1), default=1, help=text)
     text = (
@@ -219,7 +230,11 @@ def _trace(options: argparse.Namespace) -> Trace:
     for number, make in ((options.generate, GeneratedTrace), (options.fusionrag, PooledTrace)):
         if number is not None:
             num_requests = min(number, options.max_requests or number)
-            return make(num_requests, k=max(options.k or [generated.K]), seed=options.seed)
+            more: dict[str, Any] = {}
+            if make is PooledTrace and options.machine is not None:
+                more = {"chunk_tokens": (options.chunk_tokens, options.chunk_tokens)}
+            k = max(options.k or [generated.K])
+            return make(num_requests, k=k, seed=options.seed, **more)
     return _task_requests(options)
 
 
@@ -276,7 +291,14 @@ def _block(block: int | None, num_requests: int) -> int:
     return block or min(max(BLOCK, num_requests // MAX_BLOCKS), most)
 
 
-def _measured(options: argparse.Namespace, facts: TraceFacts) -> dict[str, Create]:
+def _timed(options: argparse.Namespace, facts: TraceFacts, trace: Trace) -> dict[str, Create]:
+    check_timed(options, facts)
+    config = server_config(options)
+    assert config is not None
+    return {name: partial(TimedArm, name, facts, options, config, trace) for name in ARMS}
+
+
+def _measured(options: argparse.Namespace, facts: TraceFacts, trace: Trace) -> dict[str, Create]:
     """Key of a sample -> what measures it: first the trace itself, once per k, then the cells."""
     config = server_config(options)
     if options.in_flight is not None and options.ranks == 1:

@@ -23,7 +23,7 @@ that is even over all tokens.
 from __future__ import annotations
 
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
@@ -31,6 +31,7 @@ from math import log
 from operator import gt
 from typing import NamedTuple
 
+from eval.replay.disk import Disk, FusedDisk
 from eval.replay.eviction_queue import EvictionQueue, is_device_leaf
 from eval.replay.exact import ReplaySettings
 from eval.replay.fused_host import GONE, CountedPool, FusedHost, Known
@@ -50,8 +51,9 @@ from radix_ext import (
 )
 from radix_ext.capture_queue import CaptureQueue, Waiting
 from radix_ext.cfo import Attention, Scored
+from radix_ext.costs import Costs, Phase, Work, extend_work, seconds
 from radix_ext.exact_growth import exact_gaps
-from radix_ext.loading import num_fitting
+from radix_ext.loading import WaitPolicy, num_fitting
 from radix_ext.moved_plan import Limits, NotMoved, ReusePlan, has_room, make_plan
 from radix_ext.pool_slots import PoolSlots
 from radix_ext.sources import ChunkCopies, ChunkSources, DeviceCopy
@@ -127,6 +129,25 @@ class _Size(NamedTuple):
     nbytes: int
 
 
+class Timing(NamedTuple):
+    """What a replay's phases take, by arithmetic."""
+
+    costs: Costs
+    num_layers: int
+    prefill_tokens: int
+    """Of one call."""
+    disk: Disk | None = None
+    disk_bytes: int = 0
+
+    def seconds(self, plan: ReusePlan, num_loaded: int, start: int, num_tokens: int) -> float:
+        """From a request's admission to its first token: `num_loaded` tokens come from host memory,
+        `start` are cached with them."""
+        extend = extend_work(start, num_tokens, piece=self.prefill_tokens)
+        works = plan.works if plan.pieces else {Phase.EXTEND: extend}
+        loaded = Work(num_loaded > 0, num_loaded)
+        return seconds(self.costs, {**works, Phase.LOAD: loaded})
+
+
 class FusedReplay:
     """One rank, its cache and its store; `Replay` with moved KV.
 
@@ -137,7 +158,8 @@ class FusedReplay:
         prefill_budget: tokens of one pass, where the configuration names none.
         chunk_tokens: length of a chunk, for the room of a cache whose capacity is in chunks.
         share: of the requests that opt into moved KV, evenly spread; a conversation does as its
-            first turn.
+            first turn. 0: none does, and nothing is captured.
+        timing: None: nothing takes time, and what can be moved is.
     """
 
     def __init__(
@@ -150,6 +172,7 @@ class FusedReplay:
         prefill_budget: int,
         chunk_tokens: float,
         share: float = 1.0,
+        timing: Timing | None = None,
     ) -> None:
         nodes, self._share = settings.capacity, share
         self._room = settings.capacity_tokens or (
@@ -169,6 +192,11 @@ class FusedReplay:
         grows = self._fusion.may_compute and settings.order == "tree"
         self._growth = ExactGrowth(config.exact_gaps if grows else 0, settings.threshold)
         self._limits = Limits(config.max_pass_tokens or prefill_budget, config.max_gap_tokens)
+        self._timing = timing
+        if timing is not None:
+            more = {"prefill_tokens": timing.prefill_tokens, "num_layers": timing.num_layers}
+            window = {"question_window": config.question_window}
+            self._limits = replace(self._limits, **more, **window)
         self._table = AccessTable(settings.window)
         self._tree = ChunkPrefixTree(max_nodes=sys.maxsize)
         self._known: dict[ChainNode, Known] = {}
@@ -205,6 +233,23 @@ class FusedReplay:
             pool, admission = CountedPool(num_slots, kv_bytes), settings.host_admission
             parts = self._tree, _RANK, pool, self.store, self._known.__getitem__, admission
             self.host = FusedHost(*parts)
+        self.disk = None
+        if timing is not None and timing.disk is not None:
+            size = {"max_bytes": timing.disk_bytes, "window": settings.window}
+            self.disk = FusedDisk(
+                timing.disk,
+                VariantIndex(
+                    max_chunks=config.store_chunks, max_variants=config.store_variants, **size
+                ),
+                WaitPolicy(config.storage_wait),
+                timing.costs,
+                store=self.store,
+                host=self.host,
+                sources=self._sources,
+                token_bytes=kv_bytes,
+            )
+        self.free_at = self.ttft_s = self._admitted_at = 0.0
+        """Of a timed replay: when the last request was done, and what it took from its arrival."""
         self._histories: dict[str, _History] = {}
         self.num_requests = self.num_evicted = self.peak_nodes = self._num_uses = 0
         self.fallbacks: Counter[str] = Counter()
@@ -216,8 +261,15 @@ class FusedReplay:
         *,
         is_last_turn: bool = False,
         head: str | None = None,
+        arrival: float | None = None,
+        question_len: int = 0,
     ) -> FusedCount:
-        """Serve one request, as `Replay.step`. A later turn's history is part of its prompt."""
+        """Serve one request, as `Replay.step`. A later turn's history is part of its prompt.
+
+        Args:
+            arrival: in seconds, in a timed replay. None: as the one before is done.
+            question_len: tokens behind the chunks there.
+        """
         self.num_requests += 1
         history = self._histories.pop(conversation or "", None)
         prompt = self._prompt(request, conversation, history, head or "")
@@ -227,6 +279,8 @@ class FusedReplay:
         if not prompt.chunks:
             return FusedCount(*(0,) * len(FusedCount._fields))
         spans = _spans(prompt.chunks)
+        arrival = self.free_at if arrival is None else arrival
+        self._admit(prompt, spans, arrival)
         num_loaded = self._load(prompt, self.host) if self.host is not None else 0
         num_exact, found = self._match(prompt)
         start = spans[len(found)].start if len(found) < len(spans) else spans[-1].end
@@ -243,6 +297,8 @@ class FusedReplay:
                 exact=self._exact_gaps(prompt, spans, start)
                 if len(found) == num_exact
                 else frozenset(),
+                num_tokens=spans[-1].end + question_len,
+                costs=self._timing and self._timing.costs,
             )
         locked = {*found, *_sources(plan)}
         if plan.pieces and not self._has_room(plan, locked, after=spans[-1].end - plan.end):
@@ -255,6 +311,12 @@ class FusedReplay:
         }
         fused_from = num_exact if len(found) > num_exact else min(moved, default=len(spans))
         self._sources.count_uses(plan)
+        if self.disk is not None:
+            self.disk.count_uses(plan.pieces)
+        if self._timing is not None:
+            seconds = self._timing.seconds(plan, num_loaded, start, spans[-1].end + question_len)
+            self.free_at = self._admitted_at + seconds
+            self.ttft_s = self.free_at - arrival
         promoted_len = self._table.promoted_run(
             (chunk.id for chunk in prompt.chunks), self._settings.threshold
         )
@@ -280,10 +342,14 @@ class FusedReplay:
         keep = self._table.frequent(
             (chunk.id for chunk in prompt.chunks), self._config.store_threshold
         )
-        if self.host is not None and not self._fusion.scored:
+        if not self._share:
+            keep = frozenset()
+        elif self.host is not None and not self._fusion.scored:
             # as `StoreKeeper.keep`
             keep = keep.difference(i for i, node in enumerate(nodes) if self.host.takes(node))
         self._captures.add(nodes, keep, is_preprocessing=False, scored=self._fusion.scored)
+        if self.disk is not None:
+            self.disk.disk.advance(self.free_at)
         self._store_what_waits()
         first = len(history.chunks) if history else 0
         count = _count(request, spans, plan, num_exact, len(found), fused_from, first=first)
@@ -332,6 +398,16 @@ class FusedReplay:
         return history._replace(
             chunks=(*history.chunks, *fresh), keys=(*history.keys, *keys), head=head
         )
+
+    def _admit(self, prompt: _History, spans: Sequence[Span], arrival: float) -> None:
+        """It asks the disk when it arrives, or the one before is admitted: a replay looks at no
+        request earlier."""
+        asked_at = max(arrival, self._admitted_at)
+        self._admitted_at = max(arrival, self.free_at)
+        if self.disk is not None:
+            parts = prompt.chunks, spans, prompt.head
+            self.disk.arrive(*parts, is_fused=prompt.is_fused, at=asked_at)
+            self._admitted_at = self.disk.wait(self._admitted_at)
 
     def _load(self, prompt: _History, host: FusedHost) -> int:
         """What host memory has of the exact chain is on the device from now on, as far as there is
@@ -476,7 +552,9 @@ class FusedReplay:
         while (batch := self._captures.next_batch()) or (self.host and self.host.num_waiting):
             self._capture(batch)
             if self.host is not None:
-                deque(self.host.save_some(), maxlen=0)
+                for host, _ in self.host.save_some():
+                    if self.disk is not None:
+                        self.disk.saved(host)
 
     def _capture(self, batch: Sequence[Waiting]) -> None:
         blobs = [self._blob(entry.node.num_tokens) for entry in batch]

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
-from radix_ext import ChainId, ChainNode, ChunkId, ChunkPrefixTree, Tier
+from radix_ext import ChainId, ChainNode, Chunk, ChunkId, ChunkPrefixTree, Tier
+from radix_ext.cfo import Prefix
 from radix_ext.exact_chains import ChainCounts, ChainVariant, ExactChains
 from radix_ext.offloading import HostAdmission
 from radix_ext.pool_slots import PoolSlots
@@ -108,6 +110,51 @@ class FusedHost(WriteBackQueue[ChainVariant]):
             known.host, host.node = host, node
             known.scores, known.outward = host.scores, host.outward
 
+    # From a disk
+
+    def claim(
+        self,
+        key: ChainId,
+        above: ChainId,
+        chunk: ChunkId,
+        head: str,
+        prefix: Prefix,
+        num_tokens: int,
+    ) -> ChainVariant | None:
+        """As `HostNodes.claim`."""
+        parent = self._head(above, head) if not prefix else self.nodes.get(above)
+        host = parent and self.nodes.add(key, parent, num_tokens, chunk, head, prefix)
+        if host is not None:
+            host.is_here = False
+            host.blob.hold()
+        return host
+
+    def came(self, host: ChainVariant) -> None:
+        """As `HostNodes.released` and `came`."""
+        host.blob.let_go()
+        if self.nodes.get(host.chain_key) is not host:
+            return
+        host.is_here, host.hits, host.num_uses = True, 1, 1
+        if not self.nodes.keep(host):
+            return
+        host.chain, chunk = host.chain_key, Chunk(host.identity, host.blob.num_tokens)
+        node = self._tree.nodes.by_chain.get(host.chain)
+        if node is not None and node.tier(self._rank) is Tier.DEVICE:
+            self.come_back(node, self._facts_of(node))
+            return
+        how: Any = {"rank": self._rank, "tier": Tier.HOST, "promoted_len": 0}
+        if host.prefix:
+            node = self._tree.extend(host.parent.chain, [chunk], **how)
+        else:
+            node = self._tree.insert(host.head, [chunk], **how)
+        if node is None:
+            self.nodes.drop(host)
+
+    def num_on_device(self, head: str, chunks: Sequence[ChunkId]) -> int:
+        """Leading chunks that the device has."""
+        nodes = self._tree.match(head, chunks)
+        return sum(1 for _ in takewhile(lambda node: node.tier(self._rank) is Tier.DEVICE, nodes))
+
     # Of `WriteBackQueue`
 
     def _parent(self, node: ChainNode) -> ChainVariant | None:
@@ -117,8 +164,7 @@ class FusedHost(WriteBackQueue[ChainVariant]):
         if node.parent.parent is not None:
             above: ChainVariant | None = self._facts_of(node.parent).host
             return above
-        key, head = node.parent.chain, self._facts_of(node).head
-        return self.nodes.get(key) or self._copied(key, None, (), ChunkId(""), head, ())
+        return self._head(node.parent.chain, self._facts_of(node).head)
 
     def _place(self, node: ChainNode, parent: ChainVariant) -> tuple[Hashable, Identity]:
         return node.chain, node.chunk_id
@@ -130,6 +176,9 @@ class FusedHost(WriteBackQueue[ChainVariant]):
         return True
 
     # Private
+
+    def _head(self, key: ChainId, head: str) -> ChainVariant | None:
+        return self.nodes.get(key) or self._copied(key, None, (), ChunkId(""), head, ())
 
     def _left(self, host: ChainVariant) -> None:
         if host.node is not None:

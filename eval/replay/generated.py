@@ -110,16 +110,26 @@ class PooledTrace:
     """`num_requests` requests of `k` distinct chunks, known, shared and unique ones; as
     `GeneratedTrace`.
 
+    Args:
+        chunk_tokens: as `CHUNK_TOKENS`.
     Raises:
         CommandError: a pool has fewer than k chunks.
     """
 
-    def __init__(self, num_requests: int, *, k: int = K, seed: int = 0) -> None:
+    def __init__(
+        self,
+        num_requests: int,
+        *,
+        k: int = K,
+        seed: int = 0,
+        chunk_tokens: tuple[int, int] = CHUNK_TOKENS,
+    ) -> None:
         if k > min(POOLS.values()):
             raise CommandError(
                 f"a request of --fusionrag has at most {min(POOLS.values())} chunks but --k is {k}"
             )
         self._num_requests, self._k, self._seed = num_requests, k, seed
+        self._chunk_tokens = chunk_tokens
 
     def __iter__(self) -> Iterator[TraceRequest]:
         rng = random.Random(self._seed)
@@ -142,7 +152,8 @@ class PooledTrace:
                     )
                     drawn[
                         Chunk(
-                            ChunkId(f"{kind}-{which}"), _between(CHUNK_TOKENS, which * GOLDEN % 1)
+                            ChunkId(f"{kind}-{which}"),
+                            _between(self._chunk_tokens, which * GOLDEN % 1),
                         )
                     ] = None
             yield TraceRequest(tuple(drawn), True)

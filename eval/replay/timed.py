@@ -1,0 +1,294 @@
+"""`python -m eval replay --reuse fused --model-shape M --machine X`: times to first token of four
+arms, by bytes, operations and rates (eval/machines.py). No tensors, no model.
+
+    stock      the retriever's order, LRU, the device alone
+    hicache    the same, and all exact chains that leave the device in host memory
+    exact      ours: order, eviction, host memory, the disk, if there is one
+    fused      and every request with moved KV, by the server's own plans at these costs
+
+A request is served alone, and answers take no time: what is said of a queue is a lower bound. A
+pass takes its floor (weights read, layers launched) and its arithmetic one after the other, a load
+from host memory is not hidden behind a forward: at most the smaller of both too much.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from eval.errors import CommandError
+from eval.machines import (
+    ATTENTION_SHARE,
+    BUS_SHARE,
+    GEMM_SHARE,
+    LAUNCH_S,
+    MACHINES,
+    MEMORY_SHARE,
+    SCATTERED_SHARE,
+    SHAPES,
+    Machine,
+    Shape,
+)
+from eval.replay.disk import Disk, Stored
+from eval.replay.fused import FusedReplay, Timing
+from eval.replay.grid import Cell
+from eval.replay.trace import TraceFacts, TraceRequest
+from radix_ext.backlog import Bounds
+from radix_ext.costs import Costs, Line, Phase
+from radix_ext.variants import Variant
+from sglang_chunkcache import ChunkCacheConfig
+from sglang_chunkcache.config import (
+    MAX_SHARE,
+    MAX_WAITING,
+    MAX_WAITING_BYTES,
+    MAX_WAITING_S,
+    STORE_CODECS,
+)
+
+ARMS = {
+    "stock": Cell("retriever", eviction="lru", host_admission=None),
+    "hicache": Cell("retriever", eviction="lru", host_admission="all"),
+    "exact": Cell(eviction="reused"),
+    "fused": Cell(eviction="reused"),
+}
+QUESTION_TOKENS = 64
+"""Where the trace says nothing."""
+HOST_RATIO = 2
+"""Host memory over the device's pool, as a server's default on a machine with much of it."""
+POOL_SHARE = 0.85
+"""Of the GPU's memory for weights and KV, as SGLang leaves it."""
+
+
+def add_timed_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the time model."""
+    group = parser.add_argument_group(
+        "times to first token by arithmetic; pools from --capacity-tokens and --host, one each, by"
+        " default the machine's"
+    )
+    group.add_argument("--model-shape", choices=SHAPES, help="needs --reuse fused and --machine")
+    group.add_argument("--machine", choices=MACHINES, help="GPU and bus")
+    text = "a storage that reads and writes so many GB a second; default: none"
+    group.add_argument("--disk-gbps", type=float, help=text)
+    group.add_argument("--disk-gib", type=int, default=1024, help="default: %(default)s")
+    text = "how moved KV is kept; then host memory has no exact chains; default: none"
+    group.add_argument("--codec", choices=STORE_CODECS, default="none", help=text)
+    group.add_argument("--storage-wait", type=float, default=ChunkCacheConfig.storage_wait)
+    text = "each chunk of the trace is in the disk, or without one in host memory, before it begins"
+    group.add_argument("--preprocessed", action="store_true", help=text)
+    text = "requests come at the trace's times; default: as the one before is done"
+    group.add_argument("--arrivals", action="store_true", help=text)
+
+
+def costs_of(machine: Machine, shape: Shape, codec: str = "none") -> Costs:
+    """What the phases take: seconds a call, a token, a pair."""
+    weights_s = shape.weight_bytes / machine.memory_bytes_s / MEMORY_SHARE
+    each = shape.token_flops / machine.flops / GEMM_SHARE
+    dense, scattered = (
+        shape.pair_flops / machine.flops / share for share in (ATTENTION_SHARE, SCATTERED_SHARE)
+    )
+    own = Line(max(weights_s, LAUNCH_S * shape.num_layers), each, scattered)
+    copied = 2 * shape.token_bytes() / machine.memory_bytes_s / MEMORY_SHARE
+    bus = machine.bus_bytes_s * BUS_SHARE
+    return {
+        Phase.EXTEND: Line(weights_s, each, dense),
+        Phase.RECOMPUTE: own,
+        Phase.QUESTION: own,
+        Phase.DEVIATION: own,
+        Phase.DEVICE: Line(each=copied),
+        Phase.HOST: Line(each=shape.token_bytes(codec) / bus),
+        Phase.LOAD: Line(each=shape.token_bytes() / bus),
+    }
+
+
+class TimedArm:
+    """One of `ARMS`, as a cell.
+
+    Args:
+        trace: its chunks are preprocessed, where that is asked for.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        facts: TraceFacts,
+        options: argparse.Namespace,
+        config: ChunkCacheConfig,
+        trace: Iterable[TraceRequest],
+    ) -> None:
+        self._name, self._options = name, options
+        machine, shape = MACHINES[options.machine], SHAPES[options.model_shape]
+        num_slots = pool_tokens(options)
+        num_host = (options.host or [HOST_RATIO * num_slots])[0]
+        codec = options.codec if name == "fused" else "none"
+        is_shared = codec == "none" and name != "stock"
+        token_bytes = shape.token_bytes(codec)
+        cell = replace(ARMS[name], capacity_tokens=num_slots, host=num_host if is_shared else 0)
+        host_bytes = max(1, num_host * shape.token_bytes())
+        bounds = Bounds(MAX_WAITING, MAX_WAITING_S, MAX_WAITING_BYTES, int(MAX_SHARE * host_bytes))
+        has_disk = options.disk_gbps is not None and name in ("exact", "fused")
+        self._replay = FusedReplay(
+            cell.settings,
+            replace(config, storage_wait=options.storage_wait),
+            kv_bytes=token_bytes,
+            store_bytes=host_bytes,
+            prefill_budget=options.prefill_budget,
+            chunk_tokens=facts.distinct_tokens / facts.distinct_chunks,
+            share=options.fused_share if name == "fused" else 0.0,
+            timing=Timing(
+                costs_of(machine, shape, codec),
+                shape.num_layers,
+                options.prefill_budget,
+                Disk(1e9 * options.disk_gbps, bounds) if has_disk else None,
+                options.disk_gib << 30,
+            ),
+        )
+        self._ttft = list[float]()
+        self._counts: list[int] = []
+        self._first: dict[str, Any] = {}
+        if name == "fused" and options.preprocessed:
+            self._preprocess(trace, token_bytes)
+
+    def step(self, request: TraceRequest) -> None:
+        """Serve the request."""
+        chunks = request.chunks[: (self._options.k or [None])[0]]
+        if not chunks:
+            return
+        count = self._replay.step(
+            chunks,
+            head=request.head,
+            arrival=request.timestamp if self._options.arrivals else None,
+            question_len=request.question_tokens or QUESTION_TOKENS,
+        )
+        if not self._ttft:
+            disk = self._replay.disk
+            self._first = {
+                "chunks": count.num_chunks,
+                "tokens": count.tokens,
+                "from_host": count.from_host,
+                "ttft_s": self._replay.ttft_s,
+                **(dict(disk.counts) if disk else {}),
+            }
+            self._counts = [0] * len(count)
+        self._ttft.append(self._replay.ttft_s)
+        self._counts = [a + b for a, b in zip(self._counts, count, strict=True)]
+
+    @property
+    def sample(self) -> dict[str, Any]:
+        """Times in seconds, tokens by fate, the first prompt, and what the disk did."""
+        replay, times = self._replay, sorted(self._ttft)
+        fates = dict(zip(("num_chunks", "tokens"), self._counts, strict=False))
+        names = ("exact", "relocated", "recomputed", "computed")
+        fates |= dict(zip(names, self._counts[2:], strict=False))
+        told: dict[str, Any] = {
+            "arm": self._name,
+            "num_requests": len(times),
+            "mean_s": sum(times) / len(times),
+            "p50_s": times[len(times) // 2],
+            "p99_s": times[int(0.99 * len(times))],
+            **fates,
+            "first": self._first,
+        }
+        if (disk := replay.disk) is not None:
+            told["disk"] = {
+                **{name: disk.counts[name] for name in DISK_COUNTS},
+                "busy_s": disk.disk.busy_s,
+                "wait_s": disk.wait_s,
+                "ms_per_mib": 1e3 * (disk.disk.loads.times.seconds(1 << 20) or 0.0),
+            }
+        return told
+
+    def _preprocess(self, trace: Iterable[TraceRequest], token_bytes: int) -> None:
+        """Each chunk alone behind its first head, as `sglang_chunkcache.preprocess` leaves it."""
+        replay, seen = self._replay, set[Any]()
+        for request in trace:
+            for chunk in request.chunks:
+                if chunk.id in seen:
+                    continue
+                seen.add(chunk.id)
+                nbytes, head = chunk.num_tokens * token_bytes, request.head or ""
+                blob: Any = Stored(nbytes, chunk.num_tokens)
+                if replay.disk is not None:
+                    replay.disk.index.put(chunk.id, Variant((), blob, None, False, head, 0))
+                    continue
+                if replay.host is not None:
+                    blob = replay.host.nodes.room(chunk.num_tokens)
+                if blob is not None:
+                    replay.store.put(chunk.id, Variant((), blob, None, False, head, 0))
+
+
+DISK_COUNTS = ("found", "loaded", "late", "left", "skipped", "tried", "written", "unwritten")
+
+
+def pool_tokens(options: argparse.Namespace) -> int:
+    """Of the device.
+
+    Raises:
+        CommandError: the model leaves no room.
+    """
+    if options.capacity_tokens:
+        return int(options.capacity_tokens[0])
+    machine, shape = MACHINES[options.machine], SHAPES[options.model_shape]
+    left = POOL_SHARE * machine.memory_bytes - shape.weight_bytes
+    if left <= 0:
+        raise CommandError(f"{options.model_shape} does not fit an {options.machine}")
+    return int(left / shape.token_bytes())
+
+
+def check_timed(options: argparse.Namespace, facts: TraceFacts) -> None:
+    """Raises CommandError: options that do not go together, or a trace that has no times."""
+    if options.machine is None or options.model_shape is None or options.reuse != "fused":
+        raise CommandError("--model-shape and --machine need each other, and --reuse fused")
+    if options.days or options.ranks > 1 or facts.num_turns or not facts.has_lengths:
+        raise CommandError(
+            "times need lengths, one rank and days as they are, and requests without conversations"
+        )
+    if options.disk_gbps is not None and options.disk_gbps <= 0:
+        raise CommandError("--disk-gbps must be over 0")
+
+
+def summarize_timed(
+    spec: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """`results`: a table, and in words what the disk did not bring."""
+    rows = []
+    stock = next((each for each in samples if each["arm"] == "stock"), None)
+    for each in samples:
+        first, disk = each["first"], each.get("disk", {})
+        fates = ("exact", "relocated", "recomputed", "computed")
+        rows.append(
+            {
+                "arm": each["arm"],
+                "mean s": f"{each['mean_s']:.3f}",
+                "p50": f"{each['p50_s']:.3f}",
+                "p99": f"{each['p99_s']:.3f}",
+                "stock / arm": f"{stock['mean_s'] / each['mean_s']:.2f}" if stock else "-",
+                **{fate: f"{each[fate] / each['tokens']:.1%}" for fate in fates},
+                "first prompt s": f"{first['ttft_s']:.3f}",
+                "from host memory": f"{first['from_host'] / first['tokens']:.1%}",
+                "of chunks": str(first["chunks"]),
+                "loaded": str(first.get("loaded", 0)) if disk else "-",
+                **{f"disk: {name}": str(disk.get(name, "-")) for name in DISK_COUNTS},
+            }
+        )
+    note = (
+        "Seconds to the first token by arithmetic. First prompt: what the first request found."
+        " Disk: chunks found there alone, loaded in time, late, left without room, skipped as"
+        " computing is estimated sooner (per try), tried all the same."
+    )
+    told = [_told(each) for each in samples if each.get("disk") and each["arm"] == "fused"]
+    return {"tables": [{"rows": rows, "note": note}], "verdict": told, "arms": list(samples)}
+
+
+def _told(sample: Mapping[str, Any]) -> str:
+    disk = sample["disk"]
+    if not disk["found"]:
+        return "The disk had nothing that was not nearer."
+    share = disk["loaded"] / disk["found"]
+    if disk["skipped"] > disk["found"] / 2:
+        return (
+            f"Computing is faster than this disk for most chunks: {share:.1%} of those found there"
+            " were loaded."
+        )
+    return f"{share:.1%} of the chunks found on disk alone came in time."
