@@ -4,10 +4,11 @@ and how long the request waits for it."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, combinations
 from math import inf
 from statistics import median
+from typing import Protocol, TypeVar
 
 from radix_ext.chunk import ChunkId
 from radix_ext.costs import explores
@@ -53,10 +54,58 @@ def worth_loading(
     return sorted(found, key=score, reverse=True)[:max_variants]
 
 
+class Lengthy(Protocol):
+    """A chunk."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+Missing = TypeVar("Missing", bound=Lengthy)
+
+
+def load_in_order(
+    chunks: Sequence[Missing],
+    load: Callable[[Missing], bool | None],
+    begun: dict[int, bool | None],
+    *,
+    max_gap_tokens: int,
+) -> int:
+    """Load of what a prompt misses, in its order, what a plan could move: what is not loaded is
+    computed, and behind more of that than `max_gap_tokens` nothing is moved.
+
+    Args:
+        load: begins with a chunk. False: it finds no room yet; None: computing it is sooner, or
+            there is nothing to load.
+        begun: what `load` has said, by index. Only what found no room is asked for again.
+
+    Returns:
+        How many find no room yet.
+    """
+    num_left = gap_len = 0
+    for index, chunk in enumerate(chunks):
+        if begun.get(index, False) is False:
+            begun[index] = load(chunk)
+        num_left += begun[index] is False
+        gap_len += chunk.num_tokens if begun[index] is None else 0
+        if gap_len > max_gap_tokens:
+            break
+    return num_left
+
+
 def loading_pays(load_s: float | None, compute_s: float | None) -> bool:
     """Whether loading is estimated to take no longer than computing. What is not known, None or 0,
     is taken to pay: so it becomes known."""
     return not load_s or not compute_s or load_s <= compute_s
+
+
+def pay_together(load_s: Sequence[float | None], computed_s: Sequence[float | None]) -> bool:
+    """Whether all of a prompt's loads are estimated to take no longer than computing what they
+    bring. One by one the first chunks of a long prompt are computed sooner than the last ones, and
+    behind many that are computed nothing is moved."""
+    if None in load_s or None in computed_s:
+        return True
+    return loading_pays(sum(filter(None, load_s)), sum(filter(None, computed_s)))
 
 
 def num_fitting(lens: Iterable[int], room: int) -> int:

@@ -23,7 +23,7 @@ from radix_ext.cfo import Prefix
 from radix_ext.chunk import extend_chain, root_chain
 from radix_ext.costs import Costs, Phase, Work, explores, extend_work
 from radix_ext.exact_chains import ChainVariant
-from radix_ext.loading import WaitPolicy, loading_pays, worth_loading
+from radix_ext.loading import WaitPolicy, load_in_order, loading_pays, pay_together, worth_loading
 from radix_ext.pool_slots import PoolSlots
 from radix_ext.sources import ChunkSources
 from radix_ext.variant_index import VariantIndex
@@ -122,6 +122,8 @@ class FusedDisk:
         index: empty, of the disk's size.
         store: in host memory; `host` has its KV, where there is one.
         token_bytes: of an entry.
+        share: of a moved token's computation, what moving it saves.
+        max_gap_tokens: of a plan.
     """
 
     def __init__(
@@ -135,10 +137,13 @@ class FusedDisk:
         host: FusedHost | None,
         sources: ChunkSources,
         token_bytes: int,
+        share: float,
+        max_gap_tokens: int,
     ) -> None:
         self.disk, self.index, self._policy, self._costs = disk, index, policy, costs
         self._store, self._host, self._sources = store, host, sources
-        self._token_bytes = token_bytes
+        self._token_bytes, self._share = token_bytes, share
+        self._max_gap_tokens = max_gap_tokens
         self._under_way: dict[tuple[Identity, str, Prefix], Transfer | None] = {}
         """Places that are being loaded or, None, written."""
         self._asked = Asked()
@@ -295,7 +300,7 @@ class FusedDisk:
             if any(each.head == head for each in there):
                 continue
             work = extend_work(span.start, span.end)._replace(calls=0)
-            computed_s = self._costs[Phase.EXTEND].seconds(work)
+            computed_s = self._share * self._costs[Phase.EXTEND].seconds(work)
             num_tokens = span.end - span.start
             found.append(_Missing(chunk, head, ids[:i], num_tokens, bool(there), computed_s))
         return found
@@ -309,19 +314,34 @@ class FusedDisk:
             is_elsewhere=missing.is_elsewhere,
         )
 
-    def _load_for(self, missing_chunks: Sequence[_Missing]) -> None:
+    def _load_for(
+        self, missing_chunks: Sequence[_Missing], begun: dict[int, bool | None] | None = None
+    ) -> None:
         """As `StorageTier._load_for`."""
-        left = [each for each in missing_chunks if not self._has_begun(each)]
-        if left:
-            self._goes_on(partial(self._load_for, left), len(left))
+        begun = begun if begun is not None else {}
+        todo = [each for i, each in enumerate(missing_chunks) if begun.get(i, False) is False]
+        found, times = [(each, self._found(each)) for each in todo], self.disk.loads.times
+        is_sooner = pay_together(
+            [times.seconds(variant.blob.nbytes) for _, part in found for variant in part],
+            [each.computed_s for each, part in found if part],
+        )
+        num_left = load_in_order(
+            missing_chunks,
+            partial(self._begin_missing, is_sooner),
+            begun,
+            max_gap_tokens=self._max_gap_tokens,
+        )
+        if num_left:
+            self._goes_on(partial(self._load_for, missing_chunks, begun), num_left)
 
-    def _has_begun(self, missing: _Missing) -> bool:
-        has_begun = True
+    def _begin_missing(self, is_sooner: bool, missing: _Missing) -> bool | None:
+        found: list[bool] = []
         for variant in self._found(missing):
             load_s = self.disk.loads.times.seconds(variant.blob.nbytes)
-            if self._tries(pays=loading_pays(load_s, missing.computed_s)):
-                has_begun &= self._load(missing.chunk, variant)
-        return has_begun
+            pays = is_sooner or loading_pays(load_s, missing.computed_s)
+            if self._tries(pays=pays):
+                found.append(self._load(missing.chunk, variant))
+        return all(found) if found else None
 
     def _tries(self, *, pays: bool) -> bool:
         """As `Storage.tries`."""

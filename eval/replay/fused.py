@@ -247,6 +247,8 @@ class FusedReplay:
                 host=self.host,
                 sources=self._sources,
                 token_bytes=kv_bytes,
+                share=1 - self._fusion.expected_ratio if self._fusion.recomputes else 1.0,
+                max_gap_tokens=config.max_gap_tokens,
             )
         self.free_at = self.ttft_s = self._admitted_at = 0.0
         """Of a timed replay: when the last request was done, and what it took from its arrival."""

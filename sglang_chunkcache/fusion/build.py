@@ -133,9 +133,11 @@ def create_fuser(
             Means(runner, table, ctx.params, sparse, limits.question_window, pricing),
             config.recompute_ratio or 0.15,  # at 0 there would be nothing to try choices with
         ),
-        tier=StorageTier(store, storage, config.store_codec, nodes)
-        if storage is not None
-        else None,
+        tier=None
+        if storage is None
+        else StorageTier(
+            store, storage, config.store_codec, nodes, max_gap_tokens=config.max_gap_tokens
+        ),
         in_host_memory=None if host is None else host.write_back.takes,
         gate=figures.as_dict(),
         metrics=StoreMetrics() if args.enable_metrics else None,

@@ -12,6 +12,7 @@ What is estimated to take longer to load than to compute is not loaded, except n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,7 +22,7 @@ from msgspec.structs import replace
 from radix_ext import ChunkId, FusionRequest, text_before
 from radix_ext.cfo import Prefix, Scored
 from radix_ext.costs import Costs, Phase, extend_work
-from radix_ext.loading import loading_pays, worth_loading
+from radix_ext.loading import load_in_order, loading_pays, pay_together, worth_loading
 from radix_ext.moved_plan import ReusePlan
 from radix_ext.sources import ChunkSources
 from radix_ext.variant_index import VariantIndex
@@ -58,7 +59,8 @@ class _Missing(NamedTuple):
     is_elsewhere: bool
     """Behind another head it can be had without a load."""
     computed_s: float | None
-    """What computing it takes. None: it is moved whatever that takes."""
+    """What computing it takes, less what is recomputed of it where it is moved. None: it is moved
+    whatever that takes."""
 
 
 class StorageTier:
@@ -68,6 +70,7 @@ class StorageTier:
         store: in host memory. `StoreKeeper` calls `store_changed` with its changes.
         codec: a name of `CODECS`. Entries of another one are others, and are not found.
         host: has the store's KV. None: each variant has tensors of its own.
+        max_gap_tokens: of a plan, as in `Limits`.
     """
 
     def __init__(
@@ -76,8 +79,11 @@ class StorageTier:
         storage: Storage,
         codec: str = NONE.name,
         host: Host | None = None,
+        *,
+        max_gap_tokens: int = sys.maxsize,
     ) -> None:
         self.storage, self._store, self._host = storage, store, host
+        self._max_gap_tokens = max_gap_tokens
         self._layout = replace(storage.layout, codec=CODECS[codec].name)
         self._how = POSITIONED if codec == NONE.name else (*POSITIONED, codec)
         storage.naming.keeps(self._how, self._layout)
@@ -140,7 +146,7 @@ class StorageTier:
                 self._load_for(missing_chunks, asked)
                 numbers = {chunk: missing.num_tokens for chunk, missing in left.items()}
                 self.storage.others.look_up(
-                    numbers, partial(self._found_of_others, list(left.values()), asked), asked
+                    numbers, partial(self._found_of_others, missing_chunks, asked), asked
                 )
         return asked
 
@@ -183,9 +189,11 @@ class StorageTier:
     ) -> bool:
         """Whether `ask` would leave something that it knows of. Asks nobody."""
         missing_chunks = (
-            () if self.storage.is_off else _missing_chunks(req, spans, fusion, sources, costs)
+            ()
+            if self.storage.is_off
+            else tuple(_missing_chunks(req, spans, fusion, sources, costs))
         )
-        return any(
+        return not self._pay_together(missing_chunks) and any(
             not self._is_faster(missing, variant.blob.row)
             for missing in missing_chunks
             for variant in self._found(missing)
@@ -251,22 +259,44 @@ class StorageTier:
         found = self._found(missing)
         return bool(found) and found[0].head == missing.head
 
-    def _load_for(self, missing_chunks: Iterable[_Missing], asked: PendingLoads) -> None:
+    def _load_for(
+        self,
+        missing_chunks: Sequence[_Missing],
+        asked: PendingLoads,
+        begun: dict[int, bool | None] | None = None,
+    ) -> None:
         """Load what the index has, where that pays: what finds no room in the queue when there is
         some, if it pays by what is known then."""
-        left = [each for each in missing_chunks if not self._has_begun(each, asked)]
-        if left:
-            self.storage.goes_on(asked, partial(self._load_for, left, asked), len(left))
+        begun = begun if begun is not None else {}
+        todo = [each for i, each in enumerate(missing_chunks) if begun.get(i, False) is False]
+        num_left = load_in_order(
+            missing_chunks,
+            partial(self._begin, asked, self._pay_together(todo)),
+            begun,
+            max_gap_tokens=self._max_gap_tokens,
+        )
+        if num_left:
+            rest = partial(self._load_for, missing_chunks, asked, begun)
+            self.storage.goes_on(asked, rest, num_left)
 
-    def _has_begun(self, missing: _Missing, asked: PendingLoads) -> bool:
-        """Load what the index has of one chunk. Whether all found room."""
-        has_begun = True
+    def _pay_together(self, missing_chunks: Sequence[_Missing]) -> bool:
+        """Whether loading all that the index has of them takes no longer than computing that."""
+        found = [(each, self._found(each)) for each in missing_chunks]
+        times, variants = self.storage.waits.times, [each for _, part in found for each in part]
+        return pay_together(
+            [times.seconds(variant.blob.row.num_bytes) for variant in variants],
+            [each.computed_s for each, part in found if part],
+        )
+
+    def _begin(self, asked: PendingLoads, is_sooner: bool, missing: _Missing) -> bool | None:
+        """As `load` of `load_in_order`. `is_sooner`: to load all is."""
+        found: list[bool] = []
         for variant in self._found(missing):
-            pays = self._is_faster(missing, variant.blob.row)
+            pays = is_sooner or self._is_faster(missing, variant.blob.row)
             asked.is_skipped |= not pays
             if self.storage.tries(pays=pays):
-                has_begun &= self._load(missing.identity, variant, missing.num_tokens, asked)
-        return has_begun
+                found.append(self._load(missing.identity, variant, missing.num_tokens, asked))
+        return all(found) if found else None
 
     def _is_faster(self, missing: _Missing, row: Row) -> bool:
         """Whether loading it is estimated to take no longer than computing it."""
@@ -348,6 +378,7 @@ def _missing_chunks(
     heads = text_before(spans.namespace, spans.spans, req.origin_input_ids)
     before = [span.chunk for span in spans.spans]
     line = None if costs is None or fusion.always or fusion.plain else costs[Phase.EXTEND]
+    share = 1 - fusion.expected_ratio if fusion.recomputes else 1.0
     for index, (span, head) in enumerate(zip(spans.spans, heads, strict=True)):
         if index in fusion.fresh:
             continue
@@ -361,7 +392,7 @@ def _missing_chunks(
         computed_s = (
             None
             if line is None
-            else line.seconds(extend_work(span.start, span.end)._replace(calls=0))
+            else share * line.seconds(extend_work(span.start, span.end)._replace(calls=0))
         )
         yield _Missing(
             identity,

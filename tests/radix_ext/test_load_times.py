@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix_ext.loading import MEMORY, LoadTimes
+from radix_ext import Chunk, ChunkId
+from radix_ext.loading import MEMORY, LoadTimes, load_in_order, pay_together
 
 SIZES = st.lists(st.integers(1, 1 << 30), min_size=MEMORY, max_size=MEMORY, unique=True)
 
@@ -93,3 +94,37 @@ def test_bytes_within_is_the_inverse() -> None:
     assert times.bytes_within(times.seconds(25)) == pytest.approx(25)
     assert times.bytes_within(0.05) == 0
     assert times_of([(10, 1.0), (20, 1.0)]).bytes_within(1.0) == math.inf
+
+
+def test_loads_go_on_in_the_order_of_the_prompt() -> None:
+    """What found no room is asked for again, and nothing else."""
+    answers: dict[str, list[bool | None]] = {
+        "a": [True],
+        "b": [None],
+        "c": [False, False, True],
+        "d": [False, None],
+        "e": [True],
+    }
+    chunks = [Chunk(ChunkId(name), 10) for name in answers]
+    begun: dict[int, bool | None] = {}
+    left = [
+        load_in_order(chunks, lambda chunk: answers[chunk.id].pop(0), begun, max_gap_tokens=20)
+        for _ in range(3)
+    ]
+    assert left == [2, 1, 0]
+    assert [*begun.values()] == [True, None, True, None, True]
+    assert not any(answers.values())
+
+
+def test_nothing_is_loaded_behind_a_gap_that_is_too_long() -> None:
+    chunks = [Chunk(ChunkId(str(i)), 10) for i in range(3)]
+    begun: dict[int, bool | None] = {}
+    assert load_in_order(chunks, lambda chunk: None, begun, max_gap_tokens=15) == 0
+    assert [*begun] == [0, 1]
+
+
+def test_loads_pay_together_or_where_nobody_knows() -> None:
+    assert pay_together([3.0, 3.0], [1.0, 5.0])
+    assert not pay_together([3.0, 3.1], [1.0, 5.0])
+    assert pay_together([3.0, None], [1.0, 1.0])
+    assert pay_together([3.0], [None])

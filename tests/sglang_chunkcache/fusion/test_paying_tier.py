@@ -10,7 +10,7 @@ from radix_ext.costs import NOMINAL, Line, Phase, extend_work
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.report import Fallback
 from tests.kit.fused import Disk, Rank, disk
-from tests.kit.requests import A, B, C, fused
+from tests.kit.requests import A, B, C, D, fused
 from tests.reference.scheduler import FakeReq
 
 __all__ = ["disk"]  # the fixture
@@ -116,15 +116,41 @@ def test_request_that_moves_whatever_it_takes_loads_whatever_it_takes(
 
 
 def test_each_chunk_is_weighed_alone(disk: Disk, server: Rank) -> None:
-    """What is late in a prompt attends to more, so the same load pays there alone."""
-    req = fused(B, C)
+    """Where loading all takes longer. What is late in a prompt attends to more, so the same load
+    pays there alone."""
+    req = fused(C, B)
     server.cache.arrived(req)
     spans = state(req).spans
     assert spans is not None
     first, last = (extend_work(span.start, span.end).pairs for span in spans.spans)
     server.fuser.pricing.costs = {**NOMINAL, Phase.EXTEND: Line(attended=1.0)}
-    take(disk, (first + last) / 2)
+    take(disk, 0.6 * (first + last))
     disk.settle()
     asked(disk, server, A)
-    asked(disk, server, B, C)
-    assert [bool(server.held(chunk)) for chunk in (B, C)] == [False, True]
+    asked(disk, server, C, B)
+    assert [bool(server.held(chunk)) for chunk in (C, B)] == [False, True]
+
+
+def test_all_are_loaded_where_that_is_sooner_than_computing_all(disk: Disk, server: Rank) -> None:
+    """Though computing the first one alone would be: behind a hole the others may not be moved."""
+    req = fused(C, B)
+    server.cache.arrived(req)
+    spans = state(req).spans
+    assert spans is not None
+    first, last = (extend_work(span.start, span.end).pairs for span in spans.spans)
+    server.fuser.pricing.costs = {**NOMINAL, Phase.EXTEND: Line(attended=1.0)}
+    take(disk, 0.45 * (first + last))
+    disk.settle()
+    asked(disk, server, A)
+    asked(disk, server, C, B)
+    assert [bool(server.held(chunk)) for chunk in (C, B)] == [True, True]
+
+
+def test_nothing_is_loaded_that_no_plan_would_move(disk: Disk, server: Rank) -> None:
+    """Behind a longer gap than a plan computes."""
+    disk.tier._max_gap_tokens = len(B) - 1
+    asked(disk, server, D, C)
+    assert not server.held(C), "the storage has no D"
+    disk.tier._max_gap_tokens = len(D)
+    asked(disk, server, D, C)
+    assert server.held(C)
