@@ -286,7 +286,7 @@ def _told(sample: Mapping[str, Any]) -> str:
     if not disk["found"]:
         return "The disk had nothing that was not nearer."
     share = disk["loaded"] / disk["found"]
-    if disk["skipped"] > disk["found"] / 2:
+    if disk["skipped"] and disk["loaded"] + disk["late"] + disk["left"] < disk["found"] / 2:
         return (
             f"Computing is faster than this disk for most chunks: {share:.1%} of those found there"
             " were loaded."
