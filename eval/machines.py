@@ -42,6 +42,10 @@ LAUNCH_S = 250e-6
 """A layer of a pass of ours, which no CUDA graph replays: an estimate by its operations."""
 
 
+CODEC_BITS = {"none": 16, "int8": 8, "int4": 4}
+"""Of a number, by the codec that KV is kept in."""
+
+
 class Shape(NamedTuple):
     """A decoder with grouped heads and a gated MLP, in bfloat16; as its config.json says."""
 
@@ -76,8 +80,7 @@ class Shape(NamedTuple):
 
     def token_bytes(self, codec: str = "none") -> int:
         """Of one token's KV: with a codec whole numbers and a scale in bfloat16 for each head."""
-        bits = {"none": 16, "int8": 8, "int4": 4}[codec]
-        head = self.head_dim * bits // 8 + (0 if codec == "none" else 2)
+        head = self.head_dim * CODEC_BITS[codec] // 8 + (0 if codec == "none" else 2)
         return 2 * self.num_layers * self.num_kv_heads * head
 
 

@@ -37,7 +37,8 @@ def measure(cell: Any, trace: Iterable[TraceRequest], bar: Bar) -> Sample:
         if number % 256 == 0:
             bar.update(256)
     bar.update(number % 256)
-    return cell.sample
+    sample: Sample = cell.sample
+    return sample
 
 
 class Bins:

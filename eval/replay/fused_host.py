@@ -85,7 +85,7 @@ class FusedHost(WriteBackQueue[ChainVariant]):
         facts_of: Callable[[ChainNode], Known],
         admission: HostAdmission,
     ) -> None:
-        self.counts, self._tree, self._rank = ChainCounts(), tree, rank
+        self.counts, self._tree, self._rank, self._known = ChainCounts(), tree, rank, facts_of
         self.nodes: ExactChains[ChainVariant, PoolSlots] = ExactChains(
             pool,
             index,
@@ -137,10 +137,10 @@ class FusedHost(WriteBackQueue[ChainVariant]):
         host.is_here, host.hits, host.num_uses = True, 1, 1
         if not self.nodes.keep(host):
             return
-        host.chain, chunk = host.chain_key, Chunk(host.identity, host.blob.num_tokens)
+        host.chain, chunk = host.chain_key, Chunk(ChunkId(str(host.identity)), host.blob.num_tokens)
         node = self._tree.nodes.by_chain.get(host.chain)
         if node is not None and node.tier(self._rank) is Tier.DEVICE:
-            self.come_back(node, self._facts_of(node))
+            self.come_back(node, self._known(node))
             return
         how: Any = {"rank": self._rank, "tier": Tier.HOST, "promoted_len": 0}
         if host.prefix:

@@ -22,6 +22,7 @@ from eval.errors import CommandError
 from eval.machines import (
     ATTENTION_SHARE,
     BUS_SHARE,
+    CODEC_BITS,
     GEMM_SHARE,
     LAUNCH_S,
     MACHINES,
@@ -44,7 +45,6 @@ from sglang_chunkcache.config import (
     MAX_WAITING,
     MAX_WAITING_BYTES,
     MAX_WAITING_S,
-    STORE_CODECS,
 )
 
 ARMS = {
@@ -73,7 +73,7 @@ def add_timed_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--disk-gbps", type=float, help=text)
     group.add_argument("--disk-gib", type=int, default=1024, help="default: %(default)s")
     text = "how moved KV is kept; then host memory has no exact chains; default: none"
-    group.add_argument("--codec", choices=STORE_CODECS, default="none", help=text)
+    group.add_argument("--codec", choices=CODEC_BITS, default="none", help=text)
     group.add_argument("--storage-wait", type=float, default=ChunkCacheConfig.storage_wait)
     text = "each chunk of the trace is in the disk, or without one in host memory, before it begins"
     group.add_argument("--preprocessed", action="store_true", help=text)

@@ -91,7 +91,7 @@ def test_sizes_that_hardly_differ_say_nothing_of_the_slope() -> None:
 def test_bytes_within_is_the_inverse() -> None:
     assert LoadTimes().bytes_within(1.0) is None
     times = times_of([(size, 0.1 + size / 100) for size in (10, 20, 30)])
-    assert times.bytes_within(times.seconds(25)) == pytest.approx(25)
+    assert times.bytes_within(times.seconds(25) or 0.0) == pytest.approx(25)
     assert times.bytes_within(0.05) == 0
     assert times_of([(10, 1.0), (20, 1.0)]).bytes_within(1.0) == math.inf
 

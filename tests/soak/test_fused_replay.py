@@ -48,7 +48,7 @@ def test_replay_predicts_a_server(tmp_path: Path) -> None:
     settings = ReplaySettings(
         "tree", "seen", "reused", "all", "shown", None, None, config.window_requests, 2, 64
     )
-    sizes = {"kv_bytes": 1, "store_bytes": STORE_MIB << 20, "chunk_tokens": 1}
+    sizes: Any = {"kv_bytes": 1, "store_bytes": STORE_MIB << 20, "chunk_tokens": 1}
     replay = FusedReplay(settings, config, **sizes, prefill_budget=BUDGET)
     total: Counter[str] = Counter()
     with Server(FLAGS, log=tmp_path / "server.log") as server:

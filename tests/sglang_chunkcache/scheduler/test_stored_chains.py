@@ -160,16 +160,15 @@ def test_other_rank_prefetches_nothing(server: Server) -> None:
 
 def test_tenant_may_have_so_much_under_way(disk: ChainDisk, server: Server) -> None:
     """Ahead of its requests, which are loaded for."""
-    server.storage.prefetches.max_bytes = max(
-        variant.nbytes for variant in server.storage.index.held
-    )
+    size = max(variant.nbytes for variant in server.storage.index.held)
+    server.storage.prefetches.max_bytes = lambda: size
     disk.storage.become("hanging")
     prefetch(server, rag(A, B))
     assert server.storage.stats()["prefetch"] == {"requested": 1, "loaded": 0, "used": 0}
     server.cache.arrived(rag(A, B))
     disk.storage.become("healthy")
     assert server.settle()["loaded"] == 3
-    assert server.storage.prefetches.has_room((None, None), server.storage.prefetches.max_bytes)
+    assert server.storage.prefetches.has_room((None, None), size)
     server.check()
 
 

@@ -58,7 +58,7 @@ class Rig:
         assert self.loader.load(job)
         return job
 
-    def bound(self, **bounds: float) -> None:
+    def bound(self, **bounds: Any) -> None:
         """Of writes, from now on."""
         waiting = self.loader._waiting[Write]
         waiting.bounds = waiting.bounds._replace(**bounds)
