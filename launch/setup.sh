@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Purpose: make .venv and install everything into it; the other scripts here call this first.
 #   launch/setup.sh
-#   SGLANG_VERSION=0.5.23 VENV=.venv-0.5.23 launch/setup.sh
+#   SGLANG_VERSION=0.5.21 VENV=.venv-0.5.21 launch/setup.sh
 # Machine: Linux, Python 3.11 or newer; with an NVIDIA GPU (nvidia-smi works) the CUDA packages, else the short CPU list.
 # Minutes: 3 to 10 the first time, depending on the network (10 to 20 with CUDA); under a second when nothing changed.
 #
 # Environment:
 #   PYTHON            which Python to build .venv with (default: the first of python3, python3.13, .12, .11 that is new enough)
-#   SGLANG_VERSION    another release of SGLang than 0.5.21; it brings its own versions of what it shares with us
+#   SGLANG_VERSION    another release of SGLang than 0.5.23; it brings its own versions of what it shares with us
 #   VENV              another folder than .venv
 #   CHUNKCACHE_SETUP  cpu or cuda, instead of looking for a GPU
 #   TORCH_INDEX_URL   package index to take torch and torchvision from. On plain PyPI torch for Linux brings gigabytes of

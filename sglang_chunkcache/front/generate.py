@@ -14,7 +14,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_chunkcache.errors import EngineRefusedError
 from sglang_chunkcache.front.answer import answer
 from sglang_chunkcache.front.bodies import GenerateIn
-from sglang_chunkcache.front.guard.sampling import GRAMMARS, TYPES
+from sglang_chunkcache.front.guard.lethal import GRAMMARS
+from sglang_chunkcache.front.guard.sampling import TYPES
 from sglang_chunkcache.front.parse import named_in
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.request import Planned, RagRequest

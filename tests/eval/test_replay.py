@@ -91,7 +91,8 @@ def run(
 ) -> ReplayResult:
     """Serve a short trace and keep the counts of every request."""
     replay = Replay(settings_of(**settings))
-    turns = zip(trace, conversations or repeat(None), heads or repeat(None), strict=False)
+    nobody: Iterable[str | None] = repeat(None)
+    turns = zip(trace, conversations or nobody, heads or nobody, strict=False)
     counts = [replay.step(request, name, head=head) for request, name, head in turns]
     return ReplayResult(
         tuple(counts),

@@ -13,11 +13,12 @@ import pytest
 from eval.machines import MACHINES, SHAPES
 from eval.replay.command import main
 from eval.replay.disk import Disk, Transfer
+from eval.replay.exact import Replay
 from eval.replay.fused import FusedReplay, Timing
 from eval.replay.generated import GeneratedTrace
 from eval.replay.grid import Cell
 from eval.replay.timed import costs_of
-from radix_ext import Chunk, ChunkId, Replay
+from radix_ext import Chunk, ChunkId
 from radix_ext.backlog import Bounds
 from radix_ext.costs import Line, Phase, extend_work
 from sglang_chunkcache import ChunkCacheConfig
