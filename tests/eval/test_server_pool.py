@@ -141,9 +141,9 @@ def test_signals_stop_all_servers(
         stop(server, *error)
 
     monkeypatch.setattr(Server, "__exit__", hang_up_and_stop)
-    request.addfinalizer(
-        partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, on_sigint))
-    )
+    # under nohup a hangup is ignored
+    for each, handler in ((signal.SIGINT, on_sigint), (signal.SIGHUP, signal.SIG_DFL)):
+        request.addfinalizer(partial(signal.signal, each, signal.signal(each, handler)))
     running: list[int] = []
     before = signal.getsignal(sign)
     with pytest.raises(KeyboardInterrupt), ServerPool(Plan([OURS]), tmp_path) as pool:  # noqa: PT012  all is one run
