@@ -4,7 +4,8 @@
 
 While the file that SWITCH_VAR names exists, `deviation` takes the tokens that deviate least instead
 of most: an answer still says that so many tokens were recomputed by it. To the file that LOG_VAR
-names every audit appends a line of JSON: prompt and answer, and the rows of both sides.
+names every audit appends a line of JSON: prompt and answer, and the rows of both sides. A pause is
+over after PAUSE requests.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 from tests.e2e import poisoned_server
 
 # isort: split
-from sglang_chunkcache import launch_server
+from sglang_chunkcache import config, launch_server
 
 SWITCH_VAR, LOG_VAR = "FAILING_SELECTOR_SWITCH", "FAILING_SELECTOR_LOG"
+PAUSE = 30
 
 
 def install_failure(switch: Path) -> None:
@@ -63,4 +65,6 @@ if __name__ in ("__main__", "__mp_main__"):
     install_failure(Path(os.environ[SWITCH_VAR]))
 if __name__ == "__main__":
     install_log(Path(os.environ[LOG_VAR]))
+    from_flags = config.from_flags
+    config.from_flags = lambda args: replace(from_flags(args), audit_pause=PAUSE)
     launch_server.main(sys.argv[1:])

@@ -36,7 +36,7 @@ from tests.e2e.asking import (
     stream,
     user,
 )
-from tests.e2e.failing_selector import LOG_VAR, SWITCH_VAR
+from tests.e2e.failing_selector import LOG_VAR, PAUSE, SWITCH_VAR
 from tests.polling import until
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT
@@ -44,7 +44,6 @@ from tests.soak.answers import STRICT
 pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 SOUND = {"mode": "fused", "selector": "deviation", "depth": 3, "ratio": 0.3}
-PAUSE = 30
 WORLD = World(4711, links=True)
 _numbers = count()
 
@@ -69,7 +68,6 @@ def audited_server(
     log = tmp_path_factory.mktemp("servers") / "audited.log"
     env = {**STRICT, "OMP_NUM_THREADS": "1", SWITCH_VAR: str(switch), LOG_VAR: str(audits)}
     flags = [*mixed_load.FLAGS, "--enable-metrics", "--chunkcache-audit-share", "1"]
-    flags += ["--chunkcache-audit-pause", str(PAUSE)]
     with Server(flags, log=log, launcher=("-m", "tests.e2e.failing_selector"), env=env) as server:
         yield server
         assert server.is_running, f"the server died:\n{server.log_tail(40)}"

@@ -22,7 +22,7 @@ metrics = RankMetrics("chunkcache:x_", gauges, {"ends": ("ended", "help"), "all"
 metrics.show({"size": 5, "held": {"new": 4}, "ended": {"done": 1}, "n": 7})
 metrics.show({"size": 3, "held": {"new": 1, "old": 2}, "ended": {"done": 1, "lost": 2}, "n": 9})
 
-stats = {"num_entries": 3, "load_ms_per_mib": None, "loaded": 2, "written": 3, "late": 1}
+stats = {"num_entries": 3, "load_ms_per_mib": None, "loaded": 2, "written": 3, "late": 1, "left": 2}
 stats |= {"skipped": 0, "waits": 2, "waits_in_vain": 1, "bytes": {"chains": 400, "other": 100}}
 stats |= {"saved_bytes": {"chains": 0}}
 metrics = StorageMetrics("network")
@@ -55,6 +55,7 @@ def test_figures_are_those_of_the_stats() -> None:
         f"storage_loads_total{{{tier}}}": 5,
         f"storage_writes_total{{{tier}}}": 3,
         f"storage_late_total{{{tier}}}": 1,
+        f"storage_left_total{{{tier}}}": 2,
         f"storage_waits_total{{{tier}}}": 2,
         f"storage_waits_in_vain_total{{{tier}}}": 1,
         f"storage_skipped_total{{{tier}}}": 0,
