@@ -63,7 +63,8 @@ def write_model(
     vocab_size: int = VOCAB,
 ) -> None:
     """A random model as files. Weights are large enough that attention is far from uniform. Further
-    families, for servers: `gemma3` (every other layer sees 64 tokens), `qwen3_moe`.
+    families, for servers: `gemma3` (every other layer sees 64 tokens), `qwen3_moe`, `deepseek_v2`
+    (MLA).
 
     Args:
         head_dim: None: 16, or 32 where heads are wider than hidden / heads.
@@ -84,6 +85,18 @@ def write_model(
     scaled = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
     llama3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     wide, few = {"head_dim": head_dim or 32}, {"num_experts_per_tok": 2}
+    mla: dict[str, Any] = {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": None,
+        **{f"{name}_head_dim": 16 for name in ("qk_nope", "qk_rope", "v")},
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "moe_layer_freq": 1,
+        "first_k_dense_replace": num_layers + 1,
+        "rope_parameters": scaled | {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0},
+        **few,
+    }
     windows = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
     makers: dict[str, tuple[str, dict[str, Any]]] = {
         "llama": ("Llama", {}),
@@ -94,6 +107,7 @@ def write_model(
         "mistral": ("Mistral", {**wide, "sliding_window": None}),
         "stablelm": ("StableLm", {"num_key_value_heads": 4, "partial_rotary_factor": 0.25}),
         "gemma3": ("Gemma3Text", {"sliding_window": 64, "layer_types": windows, "head_dim": 16}),
+        "deepseek_v2": ("DeepseekV2", mla),
         "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 32, **wide, **few}),
     }
     name, extra = makers[family]

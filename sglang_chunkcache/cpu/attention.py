@@ -24,6 +24,8 @@ BLOCK_ROWS = 1024
 
 def create(runner: Any) -> UnpaddedAttention:
     """The backend of one model runner, as SGLang's attention registry calls it."""
+    if runner.use_mla_backend:
+        _absorb()
     return UnpaddedAttention(runner)
 
 
@@ -100,6 +102,17 @@ class UnpaddedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
                 output[rows] = attended[0].transpose(0, 1)
             start += extend_len
         return output
+
+
+def _absorb() -> None:
+    """Have SGLang attend to what its pool of MLA keeps. Without a prefix it would expand that, for
+    kernels that do not read the pool."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        AttnForwardMethod,
+    )
+
+    AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
 
 
 def _mask(num_queries: int, num_keys: int, dtype: torch.dtype) -> Tensor:

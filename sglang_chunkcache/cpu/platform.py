@@ -43,6 +43,11 @@ class CpuNativePlatform(CpuSRTPlatform):  # type: ignore[misc]
 
         return MHATokenToKVPool  # type: ignore[no-any-return]
 
+    def get_mla_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+        return MLATokenToKVPool  # type: ignore[no-any-return]
+
     def get_paged_allocator_cls(self) -> Any:
         """None: SGLang's own."""
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator

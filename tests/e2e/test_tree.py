@@ -159,6 +159,8 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         pytest.param("llama", [], "chunk", marks=pytest.mark.nightly),
         ("gemma3", [], "chunk"),
         pytest.param("qwen3_moe", [], "chunk", marks=pytest.mark.nightly),
+        pytest.param("deepseek_v2", [], "chunk", marks=pytest.mark.nightly),
+        pytest.param("deepseek_v2", PAGED, "stock", marks=pytest.mark.nightly),
         pytest.param("llama", ["--chunkcache-tree", "stock"], "stock", marks=pytest.mark.nightly),
         pytest.param("gemma3", PAGED, "stock", marks=pytest.mark.nightly),
         pytest.param("qwen3_moe", PAGED, "stock", marks=pytest.mark.nightly),
@@ -172,7 +174,8 @@ def test_random_model(
     tmp_path: Path,
     tolerances: dict[str, float],
 ) -> None:
-    """Under `auto`: dense, sliding windows shorter than the prompts, mixtures of experts."""
+    """Under `auto`: dense, sliding windows shorter than the prompts, mixtures of experts,
+    MLA."""
     given = ["--model-path", str(model_of(family)), "--max-total-tokens", "8192", *flags]
     with Server(given, log=tmp_path / "log", env=STRICT) as server:
         assert stats_of(server)["tree"]["kind"] == kind
