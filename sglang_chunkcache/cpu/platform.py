@@ -43,10 +43,13 @@ class CpuNativePlatform(CpuSRTPlatform):  # type: ignore[misc]
 
         return MHATokenToKVPool  # type: ignore[no-any-return]
 
-    def get_mla_kv_pool_cls(self) -> type:
+    def get_mla_kv_pool_cls(self) -> Any:
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-        return MLATokenToKVPool  # type: ignore[no-any-return]
+        def create(size: int, *, index_head_dim: None, **settings: Any) -> Any:
+            return MLATokenToKVPool(size, **settings)
+
+        return create
 
     def get_paged_allocator_cls(self) -> Any:
         """None: SGLang's own."""
