@@ -1,7 +1,7 @@
 """The nodes of exact chains in host memory, and all slots of its pool.
 
-    head tokens ── C1 ── C2         a node's parent is here, too: a chain leaves from its end
-                    └─── C3
+    head tokens ── C1 ── (gone) ── C3        each chunk leaves for itself. An exact request reads up
+                    └─── C2                  to the first gap, a moved chunk what is behind it, too
 
 The nodes are variants of an index, in which a moved chunk finds its KV whatever precedes it. Other
 variants of the index are in no chain: they were captured into the same pool. What a node of the
@@ -11,11 +11,12 @@ Invariants:
 - Slots that are held, since KV is read from them or written into them, belong to nobody else, and
   their node stays.
 - A chain key names all before the node's end, for one tenant.
+- The head's tokens stay as long as a chain that begins with them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -33,10 +34,12 @@ class ChainVariant(Variant):
 
     identity: Identity
     chain_key: Any
-    parent: Any
-    """None: the tokens before the first chunk."""
+    before: Any
+    """The chain key of what is before it. None: it is the tokens before the first chunk."""
+    above: ChainId
+    """What is before it, as `chain` names it. Of those tokens: what is before the first chunk."""
     chain: ChainId | None = None
-    """None: no chunk."""
+    """Its own, if an exact request may come to it: what is before it is here, or on the device."""
     node: Any = None
     """The chunk's on the device, where it is."""
     hits: int = 0
@@ -87,8 +90,8 @@ class ExactChains(Generic[Node, Blob]):
         self.pool, self.index, self._counts = pool, index, counts
         self._create_node, self._create_slots, self._tell = create_node, create_slots, unlink
         self._nodes: dict[Hashable, Node] = {}
-        self._num_below = Counter[Hashable]()
-        """Children of each chain key."""
+        self._below = defaultdict[ChainId, dict[Hashable, None]](dict)
+        """What follows each chain, wherever that is."""
         self._slots = SlotBook()
         index.held.stay_if(self._stays)
         index.watchers.append(self._changed)
@@ -118,7 +121,9 @@ class ExactChains(Generic[Node, Blob]):
     def add(
         self,
         chain_key: Hashable,
-        parent: Node | None,
+        before: Hashable,
+        above: ChainId,
+        start: int,
         num_tokens: int,
         identity: Identity,
         head: str,
@@ -129,13 +134,11 @@ class ExactChains(Generic[Node, Blob]):
         old = self.index.get(identity, head, prefix)
         if old is not None and old.is_exact:
             return None
-        if parent is not None:
-            self._num_below[parent.chain_key] += 1  # it does not leave for its child
         blob = self.room(num_tokens)
         if blob is None:
-            self._lost_child(parent)
             return None
-        start = 0 if parent is None else parent.start + parent.blob.num_tokens
+        if before is not None:
+            self._below[above][chain_key] = None
         host = self._nodes[chain_key] = self._create_node(
             prefix=prefix,
             blob=blob,
@@ -143,7 +146,8 @@ class ExactChains(Generic[Node, Blob]):
             start=start,
             identity=identity,
             chain_key=chain_key,
-            parent=parent,
+            before=before,
+            above=above,
         )
         return host
 
@@ -155,47 +159,58 @@ class ExactChains(Generic[Node, Blob]):
         return is_kept
 
     def drop(self, host: Node) -> None:
-        """Take the node out, with all that is below it."""
-        if self._num_below[host.chain_key]:
-            for child in [each for each in self._nodes.values() if each.parent is host]:
-                self.drop(child)
-        self._remove(host)
+        """Take the node out."""
+        if self.index.get(host.identity, host.head, host.prefix) is host:
+            self.index.drop(host)
+        else:
+            self._unlink(host)
+            host.blob.give_back()
+
+    def hide(self, chain: ChainId) -> Iterator[Node]:
+        """Neither device nor host memory has the chain any more: no exact request comes to what
+        follows it, moved chunks do. Those nodes, the ends first, whose `chain` is None then."""
+        for host in self._after(chain):
+            if host.chain is not None and host.node is None:
+                yield from self.hide(host.chain)
+                yield host
+                host.chain = None
+
+    def hidden(self, chain: ChainId) -> list[Node]:
+        """What follows the chain and is not known to, now that it is here or on the device."""
+        return [host for host in self._after(chain) if host.chain is None and host.node is None]
 
     def touch(self, host: Node, hits: int) -> None:
         """So many requests have found the node's copy on the device. Its age counts that, its uses
         do not: what the device has does not need host memory (eval/LOG.md)."""
         host.hits = hits
         self.index.held.touch(host)
-        if host.parent is not None and host.parent.parent is None:  # no request hits that
-            self.index.held.touch(host.parent)
+        if not host.prefix and (head := self._nodes.get(host.before)) is not None:
+            self.index.held.touch(head)  # no request hits that
 
     def loaded(self, nodes: Sequence[Node]) -> None:
         """A request has these chunks of one chain copied to the device, which counts as a use."""
         for host in reversed(nodes):
-            if host.parent is not None:
+            if host.before is not None:
                 self.index.held.use(host)
 
     def reset(self) -> None:
         """The tree on the device is empty: no chain is kept. Captured variants stay."""
         nodes, self._nodes = list(self._nodes.values()), {}
-        self._num_below.clear()
+        self._below.clear()
         for host in nodes:
             host.node = host.chain = None  # who knew of it forgets all by itself
-            self._remove(host)
+            self.drop(host)
 
     def violations(self) -> Iterator[str]:
         """Of the invariants, for tests and idle moments. Walks all nodes."""
-        children = Counter(
-            host.parent.chain_key for host in self._nodes.values() if host.parent is not None
-        )
-        if self._num_below != children:
+        children = {
+            (host.above, key) for key, host in self._nodes.items() if host.before is not None
+        }
+        if {(above, key) for above, keys in self._below.items() for key in keys} != children:
             yield "host nodes have other children than were booked"
         for key, host in self._nodes.items():
-            if host.chain_key != key or (
-                host.parent is not None
-                and self._nodes.get(host.parent.chain_key) is not host.parent
-            ):
-                yield f"host node {key!r} has another chain key, or no parent"
+            if host.chain_key != key:
+                yield f"host node {key!r} has another chain key"
             if host.chain is not None and not host.is_here:
                 yield f"host node {key!r} is known before it is here"
             if (self.index.get(host.identity, host.head, host.prefix) is host) != host.is_here:
@@ -215,25 +230,16 @@ class ExactChains(Generic[Node, Blob]):
 
     # Private, in order of use
 
-    def _lost_child(self, parent: Node | None) -> None:
-        if parent is None or not self._num_below[parent.chain_key]:
-            return
-        self._num_below[parent.chain_key] -= 1
-        if not self._num_below[parent.chain_key]:
-            del self._num_below[parent.chain_key]
-
-    def _remove(self, host: Node) -> None:
-        """A node without children."""
-        if self.index.get(host.identity, host.head, host.prefix) is host:
-            self.index.drop(host)
-        else:
-            self._unlink(host)
-            host.blob.give_back()
+    def _after(self, chain: ChainId) -> Iterator[Node]:
+        for key in [*self._below.get(chain, ())]:
+            if self._nodes[key].is_here:
+                yield self._nodes[key]
 
     def _stays(self, variant: Variant) -> bool:
-        is_inner = isinstance(variant, ChainVariant) and self._num_below[variant.chain_key] > 0
-        is_held: bool = variant.blob.is_held
-        return is_held or is_inner
+        # without the tokens before them no request reads any chain
+        if isinstance(variant, ChainVariant) and variant.before is None:
+            return variant.blob.is_held or variant.above in self._below
+        return bool(variant.blob.is_held)
 
     def _changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
         """As `VariantIndex.watchers`."""
@@ -244,5 +250,8 @@ class ExactChains(Generic[Node, Blob]):
 
     def _unlink(self, host: Node) -> None:
         self._nodes.pop(host.chain_key, None)
-        self._lost_child(host.parent)
+        siblings = self._below.get(host.above, {})
+        siblings.pop(host.chain_key, None)
+        if not siblings:
+            self._below.pop(host.above, None)
         self._tell(host)

@@ -24,7 +24,8 @@ class LruList:
         nodes join the list.
 
         Args:
-            below: None, or `last`, which the path goes on from: it stays newer, with all above it.
+            below: what new nodes go on from: it stays newer, with all above it. None: the path
+                is a whole one.
         """
         newer = self._ends if below is None else below
         for node in path:
@@ -33,7 +34,8 @@ class LruList:
             node.older, node.newer = newer.older, newer
             newer.older.newer = newer.older = node  # from left to right: the old neighbour first
             newer = node
-        self.last = path[-1] if path else None
+        if below in (None, self.last):
+            self.last = path[-1] if path else None
 
     def remove(self, node: ChainNode) -> None:
         """Unlink a node that leaves the tree."""

@@ -108,10 +108,17 @@ class ChunkPrefixTree:
         return self.nodes.by_chain.get(path[-1].chain) if path else None
 
     def extend(
-        self, chain: ChainId, chunks: Sequence[Chunk], *, rank: int, tier: Tier, promoted_len: int
+        self,
+        chain: ChainId,
+        chunks: Sequence[Chunk],
+        *,
+        rank: int,
+        tier: Tier,
+        promoted_len: int,
+        is_used: bool = True,
     ) -> ChainNode | None:
         """Like `insert`, for a chain that goes on from a known one by `chunks`; `promoted_len`
-        counts in these.
+        counts in these. `is_used`: by a request.
 
         None, counted as an unknown notice, if the rank does not hold `chain`.
         """
@@ -121,8 +128,8 @@ class ChunkPrefixTree:
         path = self.nodes.descend(base, chunks)
         self._hold(path, rank, tier, promoted_len, len(path))
         # Most chains arrive node by node: what is above the new node was used last already.
-        if base is self._lru.last:
-            self._lru.touch(path, self.clock, below=base)
+        if base is self._lru.last or not is_used:
+            self._lru.touch(path, base.last_access, below=base)
         else:
             self.clock += 1
             self._lru.touch((*base.path(), *path), self.clock)

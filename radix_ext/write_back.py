@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, NamedTuple, Protocol
 
 from radix_ext.cfo import Prefix
 from radix_ext.chunk import ChainId
@@ -22,6 +22,7 @@ from radix_ext.variants import Identity
 class OnDevice(Protocol):
     """A chunk node of the tree on the device."""
 
+    start: int
     head: str
     prefix: Prefix
     scores: Any
@@ -35,6 +36,16 @@ class OnDevice(Protocol):
     def hits(self) -> int: ...
     @property
     def promoted(self) -> bool: ...
+
+
+class Place(NamedTuple):
+    """Of a node in host memory."""
+
+    chain_key: Hashable
+    before: Hashable
+    above: ChainId
+    start: int
+    identity: Identity
 
 
 class WriteBackQueue(Generic[Node]):
@@ -88,8 +99,8 @@ class WriteBackQueue(Generic[Node]):
         return self._facts_of(node).host is not None or node in self._waiting
 
     def save_some(self) -> Iterator[tuple[Node, Any]]:
-        """Save some of what waits. Yields each chunk once it is saved, with all above it in host
-        memory: what is saved next may evict it, unless somebody holds it."""
+        """Save some of what waits. Yields each chunk once it is saved: what is saved next may evict
+        it, unless somebody holds it."""
         most = self._counts.saved_tokens + self._save_tokens()
         while self._waiting and self._counts.saved_tokens < most:
             node = self._waiting.popitem(last=False)[0]
@@ -102,13 +113,9 @@ class WriteBackQueue(Generic[Node]):
 
     # For subclasses
 
-    def _parent(self, node: Any) -> Node | None:
-        """The copy of all before the node; the tokens before a first chunk are saved if need be.
-        None: there is none, or the node has left the tree."""
-        raise NotImplementedError
-
-    def _place(self, node: Any, parent: Node) -> tuple[Hashable, Identity]:
-        """Chain key and chunk of the node."""
+    def _place(self, node: Any) -> Place | None:
+        """Of the node; the tokens before a first chunk are saved if need be.
+        None: the node has left the tree."""
         raise NotImplementedError
 
     def _source(self, node: Any) -> Any:
@@ -121,15 +128,13 @@ class WriteBackQueue(Generic[Node]):
 
     def _copied(
         self,
-        chain_key: Hashable,
-        parent: Node | None,
+        place: Place,
         source: Any,
-        identity: Identity,
         head: str,
         prefix: Prefix,
     ) -> Node | None:
         """A new node with a copy of that KV. None: it does not fit, or the copy failed."""
-        host = self._nodes.add(chain_key, parent, len(source), identity, head, prefix)
+        host = self._nodes.add(*place[:4], len(source), place.identity, head, prefix)
         if host is None or not self._copy(source, host) or not self._nodes.keep(host):
             return None
         self._counts.saved_tokens += len(source)
@@ -142,10 +147,9 @@ class WriteBackQueue(Generic[Node]):
         known = self._facts_of(node)
         if known.host is not None:
             return None
-        if (parent := self._parent(node)) is not None:
-            key, identity = self._place(node, parent)
-            host = self._nodes.get(key) or self._copied(
-                key, parent, self._source(node), identity, known.head, known.prefix
+        if (place := self._place(node)) is not None:
+            host = self._nodes.get(place.chain_key) or self._copied(
+                place, self._source(node), known.head, known.prefix
             )
             known.host = host if host is not None and host.is_here else None
         found: Node | None = known.host

@@ -212,13 +212,8 @@ class FusedDisk:
                 self._write(place, variant)
 
     def saved(self, host: ChainVariant) -> None:
-        """An exact node was copied to host memory, with all above it there."""
-        path = [host]
-        while path[0].parent is not None:
-            path.insert(0, path[0].parent)
-        for each in path[1:]:
-            if not self._has_exact(each.identity, each.head, each.prefix):
-                self._write_exact(each)
+        """An exact node was copied to host memory: written, behind what precedes it."""
+        self._write_chain((*host.prefix, ChunkId(str(host.identity))), host.head, ())
 
     # Private, in order of use
 
@@ -229,40 +224,46 @@ class FusedDisk:
         found = [*takewhile(lambda place: self._has_exact(*place), places)]
         for place in reversed(found):
             self.index.held.use(self.index.get(*place))  # type: ignore[arg-type]
-        key = _chain_key(head, ids[: len(found)])
-        for chunk in ids[len(found) :]:
+        self._write_chain(ids[len(found) :], head, ids[: len(found)])
+
+    def _write_chain(self, ids: Prefix, head: str, before: Prefix) -> None:
+        """What follows there, up to what is neither on the disk nor in host memory."""
+        assert self._host is not None
+        key = _chain_key(head, before)
+        for i, chunk in enumerate(ids):
             key = extend_chain(key, chunk)
-            host = self._host.nodes.get(key)
-            if host is None or not host.is_here or not self._write_exact(host):
-                return
+            if not self._has_exact(chunk, head, (*before, *ids[:i])):
+                host = self._host.nodes.get(key)
+                if host is None or not host.is_here or not self._write_exact(host):
+                    return
 
     def _load_chain(self, ids: Prefix, spans: Sequence[Span], head: str) -> None:
-        """As `StoredChains._load`: what follows the last node in host memory."""
+        """As `StoredChains._load`: what neither device nor host memory has."""
         assert self._host is not None
         keys = [_chain_key(head, ())]
         for chunk in ids:
             keys.append(extend_chain(keys[-1], chunk))
-        here = [*takewhile(lambda key: self._is_in_host(key), keys[1:])]
-        num_found = len(here)
-        while num_found < len(ids) and self._has_exact(ids[num_found], head, ids[:num_found]):
-            num_found += 1
-        num_cached = self._host.num_on_device(head, ids)
-        start = max(len(here), num_cached)
-        if num_found <= start:
+        missing = list[int]()
+        for i in range(self._host.num_on_device(head, ids), len(ids)):
+            if self._is_in_host(keys[i + 1]):
+                continue
+            if not self._has_exact(ids[i], head, ids[:i]):
+                break
+            missing.append(i)
+        if not missing:
             return
-        missing = range(len(here), num_found)
         lens = [spans[i].end - spans[i].start for i in missing]
         loads = [self.disk.loads.times.seconds(self._token_bytes * each) or 0.0 for each in lens]
-        work = extend_work(spans[start].start, spans[num_found - 1].end)._replace(calls=0)
+        work = extend_work(spans[missing[0]].start, spans[missing[-1]].end)._replace(calls=0)
         computed_s = self._costs[Phase.EXTEND].seconds(work)
         copied = self._costs[Phase.LOAD].seconds(Work(1, work.tokens))
         if not self._tries(pays=loading_pays(sum(loads) and sum(loads) + copied, computed_s)):
             return
         self._asked.computed_s = computed_s
-        for i, num_tokens in zip(missing, lens, strict=True):
-            if not self._claim(keys[i + 1], keys[i], ids[i], head, ids[:i], num_tokens):
+        for number, i in enumerate(missing):
+            if not self._claim(keys[i + 1], keys[i], ids[i], head, ids[:i], spans[i]):
                 rest = partial(self._load_chain, ids, spans, head)
-                self._goes_on(rest, num_found - i)
+                self._goes_on(rest, len(missing) - number)
                 return
 
     def _claim(
@@ -272,7 +273,7 @@ class FusedDisk:
         chunk: ChunkId,
         head: str,
         prefix: Prefix,
-        num_tokens: int,
+        span: Span,
     ) -> bool:
         """As `StoredChains._claim`."""
         assert self._host is not None
@@ -280,7 +281,8 @@ class FusedDisk:
             return True
         if self.disk.loads.is_full:
             return False
-        host = self._host.claim(key, parent, chunk, head, prefix, num_tokens)
+        num_tokens = span.end - span.start
+        host = self._host.claim(key, parent, chunk, head, prefix, span.start, num_tokens)
         if host is None:
             return False
 

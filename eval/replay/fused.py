@@ -509,6 +509,8 @@ class FusedReplay:
             if (host := self._known.pop(victim).host) is not None:
                 host.node = None
                 self.num_evicted += self._tree.move(victim.chain, rank=_RANK, tier=Tier.HOST)
+            elif self.host is not None:
+                self.num_evicted += self.host.lost(victim.chain)
             else:
                 self.num_evicted += self._tree.evict(victim.chain, rank=_RANK)
             if parent is not None and parent.parent is not None:

@@ -1,13 +1,13 @@
 """Host memory of a fused replay: exact chains and captured variants in one pool, by the server's
 own decisions (radix_ext/exact_chains.py, write_back.py). No KV: slots are counted.
 
-In the tree a chain that is here alone is in the tier HOST, as the front of a server knows it. The
-tokens before a first chunk, which a replay does not count, are a node without tokens.
+In the tree a chain that is here alone is in the tier HOST, as the front of a server knows it. A
+replay does not count the tokens before a first chunk, and they are not kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -19,8 +19,7 @@ from radix_ext.offloading import HostAdmission
 from radix_ext.pool_slots import PoolSlots
 from radix_ext.sources import CopyFacts
 from radix_ext.variant_index import VariantIndex
-from radix_ext.variants import Identity
-from radix_ext.write_back import WriteBackQueue
+from radix_ext.write_back import Place, WriteBackQueue
 from sglang_chunkcache.config import MAX_SAVED_TOKENS, MAX_WAITING_SAVES
 
 
@@ -107,8 +106,17 @@ class FusedHost(WriteBackQueue[ChainVariant]):
         """The node is on the device, loaded or computed: it may be here, too."""
         host = self.nodes.get(node.chain)
         if host is not None:
-            known.host, host.node = host, node
+            if host.chain is None:  # the tree has forgotten it meanwhile
+                node.hits = host.hits
+            known.host, host.node, host.chain = host, node, node.chain
             known.scores, known.outward = host.scores, host.outward
+        self._show_below(node.chain)
+
+    def lost(self, chain: ChainId) -> int:
+        """Neither device nor host memory has it any more. How many nodes exact requests lose."""
+        num_hidden = sum(1 for _ in self.nodes.hide(chain))
+        assert self._tree.evict(chain, rank=self._rank) == 1 + num_hidden
+        return 1
 
     # From a disk
 
@@ -119,11 +127,11 @@ class FusedHost(WriteBackQueue[ChainVariant]):
         chunk: ChunkId,
         head: str,
         prefix: Prefix,
+        start: int,
         num_tokens: int,
     ) -> ChainVariant | None:
         """As `HostNodes.claim`."""
-        parent = self._head(above, head) if not prefix else self.nodes.get(above)
-        host = parent and self.nodes.add(key, parent, num_tokens, chunk, head, prefix)
+        host = self.nodes.add(key, above, above, start, num_tokens, chunk, head, prefix)
         if host is not None:
             host.is_here = False
             host.blob.hold()
@@ -137,18 +145,10 @@ class FusedHost(WriteBackQueue[ChainVariant]):
         host.is_here, host.hits, host.num_uses = True, 1, 1
         if not self.nodes.keep(host):
             return
-        host.chain, chunk = host.chain_key, Chunk(ChunkId(str(host.identity)), host.blob.num_tokens)
-        node = self._tree.nodes.by_chain.get(host.chain)
+        node = self._tree.nodes.by_chain.get(host.chain_key)
         if node is not None and node.tier(self._rank) is Tier.DEVICE:
             self.come_back(node, self._known(node))
-            return
-        how: Any = {"rank": self._rank, "tier": Tier.HOST, "promoted_len": 0}
-        if host.prefix:
-            node = self._tree.extend(host.parent.chain, [chunk], **how)
-        else:
-            node = self._tree.insert(host.head, [chunk], **how)
-        if node is None:
-            self.nodes.drop(host)
+        self._show(host)
 
     def num_on_device(self, head: str, chunks: Sequence[ChunkId]) -> int:
         """Leading chunks that the device has."""
@@ -157,17 +157,12 @@ class FusedHost(WriteBackQueue[ChainVariant]):
 
     # Of `WriteBackQueue`
 
-    def _parent(self, node: ChainNode) -> ChainVariant | None:
+    def _place(self, node: ChainNode) -> Place | None:
         assert node.parent is not None
         if node.tier(self._rank) is not Tier.DEVICE:
             return None
-        if node.parent.parent is not None:
-            above: ChainVariant | None = self._facts_of(node.parent).host
-            return above
-        return self._head(node.parent.chain, self._facts_of(node).head)
-
-    def _place(self, node: ChainNode, parent: ChainVariant) -> tuple[Hashable, Identity]:
-        return node.chain, node.chunk_id
+        above = node.parent.chain
+        return Place(node.chain, above, above, self._facts_of(node).start, node.chunk_id)
 
     def _source(self, node: ChainNode) -> Sequence[Any]:
         return range(node.num_tokens)
@@ -177,11 +172,31 @@ class FusedHost(WriteBackQueue[ChainVariant]):
 
     # Private
 
-    def _head(self, key: ChainId, head: str) -> ChainVariant | None:
-        return self.nodes.get(key) or self._copied(key, None, (), ChunkId(""), head, ())
+    def _show(self, host: ChainVariant) -> None:
+        """In the tree, if all before it is there and it is not on the device, too. No request."""
+        node = self._tree.nodes.by_chain.get(host.chain_key)
+        if node is not None and node.is_held(self._rank):
+            return
+        chunk = Chunk(ChunkId(str(host.identity)), host.blob.num_tokens)
+        how: Any = {"rank": self._rank, "tier": Tier.HOST, "promoted_len": 0}
+        clock = self._tree.clock
+        if not host.prefix:
+            node = self._tree.insert(host.head, [chunk], **how)
+        elif (above := self._tree.nodes.by_chain.get(host.above)) and above.is_held(self._rank):
+            node = self._tree.extend(host.above, [chunk], is_used=False, **how)
+        else:
+            return
+        self._tree.clock = clock
+        if node is not None:
+            host.chain, node.hits = host.chain_key, host.hits
+            self._show_below(host.chain_key)
+
+    def _show_below(self, chain: ChainId) -> None:
+        for host in self.nodes.hidden(chain):
+            self._show(host)
 
     def _left(self, host: ChainVariant) -> None:
         if host.node is not None:
             self._facts_of(host.node).host = None
         elif host.chain is not None:
-            self._tree.evict(host.chain, rank=self._rank)
+            self.lost(host.chain)

@@ -247,6 +247,7 @@ class ChunkRadixCache(ChunkTree):
         return node
 
     def _delete_leaf(self, node: TreeNode) -> None:
+        self.tiers.host.nodes.leaves_device(node)
         super()._delete_leaf(node)
         self.tiers.host.load_back.cancel(node)
 
@@ -287,8 +288,10 @@ class ChunkRadixCache(ChunkTree):
 
     def _mark(self, path: list[TreeNode], spans: RequestSpans, *, counts_hits: bool) -> None:
         area, host = area_of(path, spans.area_len), self.tiers.host
-        is_new = any(facts(node).chain is None for node in area)
-        self.mark(area, spans, host.nodes.of(area) if is_new else (), counts_hits=counts_hits)
+        new = [node for node in area if facts(node).chain is None]
+        self.mark(area, spans, host.nodes.of(area) if new else (), counts_hits=counts_hits)
+        for node in new:
+            host.nodes.came_to_device(node)
         host.write_back.offer(area)
 
     def _report(self, req: Req) -> None:

@@ -164,7 +164,7 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         self,
         area: Sequence[TreeNode],
         spans: RequestSpans,
-        copies: Sequence[HostNode],
+        copies: Sequence[HostNode | None],
         *,
         counts_hits: bool,
     ) -> None:
@@ -176,7 +176,7 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         (eval/LOG.md).
 
         Args:
-            copies: of the first of them, in host memory.
+            copies: of the first of them, if they are in host memory.
             counts_hits: every exact chunk that was there before counts one.
         """
         parent = None
@@ -184,8 +184,9 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
             known, fused = facts(node), node.key.fused
             promoted = fused is None and index < spans.promoted_len
             assert known.chunk is not None
-            if known.chain is None and index < len(copies):
-                self.back_on_device(node, copies[index], spans.namespace, promoted=promoted)
+            copy = copies[index] if index < len(copies) else None
+            if known.chain is None and copy is not None:
+                self.back_on_device(node, copy, spans.namespace, promoted=promoted)
             elif known.chain is None:
                 chunk = known.chunk if fused is None else fused_chunk(fused.recipe, known.chunk)
                 inserted = Inserted(chunk, len(node.key), parent, spans.namespace, promoted)
@@ -203,12 +204,14 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
     ) -> None:
         """The node has a place in the global tree, and is in host memory."""
         known, parent = facts(node), facts(node.parent).chain
-        known.host, known.chain, known.hits, host.node = host, host.chain, host.hits, node
-        known.scores, known.outward, known.promoted = host.scores, host.outward, promoted
         assert known.chunk is not None
+        inserted = Inserted(known.chunk, len(node.key), parent, namespace, promoted)
+        known.chain = host.chain = inserted.chain
+        known.host, known.hits, host.node = host, host.hits, node
+        known.scores, known.outward, known.promoted = host.scores, host.outward, promoted
         self.num_promoted += known.promoted
         self.num_chunk_tokens += len(node.key)
-        self.log.append(Inserted(known.chunk, len(node.key), parent, namespace, known.promoted))
+        self.log.append(inserted)
 
     def on_host(
         self, chunk: ChunkId, num_tokens: int, parent: ChainId | None, namespace: str

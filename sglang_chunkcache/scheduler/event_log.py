@@ -61,6 +61,10 @@ class EventLog:
         self._held: dict[ChainId, _Node] = {}
         self._by_birth: list[_Node] = []
 
+    def holds(self, chain: ChainId) -> bool:
+        """In whatever tier."""
+        return chain in self._held
+
     @property
     def num_nodes(self) -> int:
         """Chains that are held, in whatever tier."""

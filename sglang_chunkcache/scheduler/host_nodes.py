@@ -6,7 +6,7 @@ captured (fusion/capture.py).
 Invariants:
 - `chain_key` names all tokens up to the node's end, with extra_key and cache_salt, by hashes of the
   tokens themselves.
-- The front knows a node with a chain as long as the node is here or on the device.
+- The front knows a node with a chain: it is on the device, or here and so is all before it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import itertools
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from radix_ext import ChainId, ChunkId
+from radix_ext import ChainId, ChunkId, extend_chain, root_chain
 from radix_ext.cfo import Prefix
 from radix_ext.exact_chains import ChainCounts, ExactChains
 from radix_ext.variant_index import VariantIndex
@@ -69,19 +70,15 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
 
     # Lookup
 
-    def of(self, chunks: Sequence[TreeNode]) -> list[HostNode]:
-        """The copies of device nodes, from a prompt's first chunk on, as far as they are here."""
-        found: list[HostNode] = []
-        host = self._nodes.get(head_of(chunks[0])[0]) if self._nodes and chunks else None
-        for node in chunks:
-            host = (
-                self._nodes.get(below(host.chain_key, facts(node).chunk))
-                if host and node.key.fused is None
-                else None
-            )
-            if host is None or not host.is_here:
-                break
-            found.append(host)
+    def of(self, chunks: Sequence[TreeNode]) -> list[HostNode | None]:
+        """The copies of a prompt's exact device nodes, from its first chunk on."""
+        exact = [*itertools.takewhile(lambda node: node.key.fused is None, chunks)]
+        if not self._nodes or not exact:
+            return []
+        key, found = head_of(exact[0])[0], list[HostNode | None]()
+        for node in exact:
+            key = below(key, facts(node).chunk)
+            found.append(self._here(key))
         return found
 
     def after(self, key: ChunkKey, area_len: int, start: int) -> Iterator[tuple[HostNode, Tensor]]:
@@ -93,17 +90,20 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
         head_len = area[0].start
         if start > head_len and all(span.start != start for span in area):
             return
-        host = self._nodes.get(root(key.token_ids[:head_len], key.extra_key, key.cache_salt))
-        if host is None or not host.is_here:
-            return
+        chain_key = root(key.token_ids[:head_len], key.extra_key, key.cache_salt)
         if start < head_len:
+            host = self._here(chain_key)
+            if host is None:
+                return
             yield host, host.blob.slots[start:]
         for span in area:
-            host = self._nodes.get(below(host.chain_key, span.chunk))
-            if host is None or not host.is_here:
+            chain_key = below(chain_key, span.chunk)
+            if span.start < start:
+                continue
+            host = self._here(chain_key)
+            if host is None:
                 return
-            if span.start >= start:
-                yield host, host.blob.slots
+            yield host, host.blob.slots
 
     @property
     def chains_not_on_device(self) -> list[ChainId]:
@@ -118,25 +118,20 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
     def claim(
         self,
         chain_key: bytes,
-        above: bytes | None,
+        before: bytes | None,
+        above: ChainId,
+        start: int,
         num_tokens: int,
         identity: ChunkIdentity,
         head: str,
         prefix: Prefix,
     ) -> HostNode | None:
         """A node with held slots, for KV that is on its way: `released`, then `came` or `drop`
-        follow. Without tokens it is here at once. None: as `add`, or there is no node `above`."""
-        parent = None if above is None else self._nodes.get(above)
-        if above is not None and parent is None:
-            return None
-        host = self.add(chain_key, parent, num_tokens, identity, head, prefix)
-        if host is None:
-            return None
-        if num_tokens:
+        follow. None: as `add`."""
+        host = self.add(chain_key, before, above, start, num_tokens, identity, head, prefix)
+        if host is not None:
             host.is_here = False
             host.blob.hold()
-        elif not self.keep(host):
-            return None
         return host
 
     def released(self, host: HostNode) -> bool:
@@ -144,7 +139,7 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
         host.blob.let_go()
         return self._nodes.get(host.chain_key) is host
 
-    def came(self, host: HostNode, namespace: str, node: TreeNode | None) -> bool:
+    def came(self, host: HostNode, node: TreeNode | None) -> bool:
         """The node holds its KV. `node` is the same on the device. False: as `keep`."""
         host.is_here, host.hits, host.num_uses = True, 1, 1
         if not self.keep(host):
@@ -155,11 +150,22 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
             facts(node).host, host.chain, host.node = host, facts(node).chain, node
             self.index.held.learn(host, facts(node).scores, facts(node).outward)
         else:
-            above = host.parent.chain if host.parent is not None else None
-            host.chain = self._tree.on_host(
-                host.identity.chunk, host.blob.num_tokens, above, namespace
-            )
+            self._show(host)
         return True
+
+    # What the front knows
+
+    def came_to_device(self, node: TreeNode) -> None:
+        """It has its place in the global tree: exact requests come to what follows it here."""
+        if (chain := facts(node).chain) is not None and node.key.fused is None:
+            for host in self.hidden(chain):
+                self._show(host)
+
+    def leaves_device(self, node: TreeNode) -> None:
+        """Before the global tree hears of it."""
+        known = facts(node)
+        if known.chain is not None and known.host is None:
+            self._hide(known.chain)
 
     # For tests and idle moments
 
@@ -168,6 +174,10 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
         for key, host in self._nodes.items():
             if host.node is not None and facts(host.node).host is not host:
                 yield f"host node {key!r} and its node on the device do not know each other"
+            if host.node is None and host.is_here and host.identity.chunk:
+                is_found = not host.prefix or self._tree.log.holds(host.above)
+                if is_found != (host.chain is not None):
+                    yield f"host node {key!r} is known to the front although no request comes to it"
 
     # Private
 
@@ -175,7 +185,39 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
         if host.node is not None:
             facts(host.node).host = None
         elif host.chain is not None:
+            self._hide(host.chain)
             self._tree.off_host(host.chain)
+
+    def _here(self, chain_key: bytes) -> HostNode | None:
+        host = self._nodes.get(chain_key)
+        return host if host is not None and host.is_here else None
+
+    def _show(self, host: HostNode) -> None:
+        """To the front, if exact requests come to it."""
+        if host.prefix and not self._tree.log.holds(host.above):
+            return
+        above = host.above if host.prefix else None
+        host.chain = self._tree.on_host(host.identity.chunk, host.blob.num_tokens, above, host.head)
+        for each in self.hidden(host.chain):
+            self._show(each)
+
+    def _hide(self, chain: ChainId) -> None:
+        for host in self.hide(chain):
+            assert host.chain is not None
+            self._tree.off_host(host.chain)
+
+
+def chain_of(head: str, chunks: Sequence[ChunkId]) -> ChainId:
+    """As the front names it."""
+    return reduce(extend_chain, chunks, root_chain(head))
+
+
+def chunks_to(node: TreeNode) -> list[TreeNode]:
+    """A prompt's chunks up to this one."""
+    path = [node]
+    while facts(path[0].parent).chunk is not None:
+        path.insert(0, path[0].parent)
+    return path
 
 
 def head_of(node: TreeNode) -> tuple[bytes, list[TreeNode]]:

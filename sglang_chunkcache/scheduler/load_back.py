@@ -111,11 +111,14 @@ class LoadBack:
             host.blob.hold()
             self._being_loaded.append(host.blob)
         chunks = [node for node in path if facts(node).chunk is not None]
-        for index, (host, node) in enumerate(zip(self._nodes.of(chunks), chunks, strict=True)):
-            if facts(node).chain is None:
-                tree.back_on_device(
-                    node, host, spans.namespace, promoted=index < spans.promoted_len
-                )
+        for index, (copy, node) in enumerate(zip(self._nodes.of(chunks), chunks, strict=True)):
+            if facts(node).chain is not None:
+                continue
+            if copy is None:
+                break  # all from here on has its place when it is inserted
+            is_promoted = index < spans.promoted_len
+            tree.back_on_device(node, copy, spans.namespace, promoted=is_promoted)
+            self._nodes.came_to_device(node)
         self._nodes.loaded([host for host, _ in found])
         self._counts.loads += 1
         self._counts.loaded_tokens += num_tokens

@@ -43,7 +43,7 @@ class HostNode(ChainVariant):
     blob: HostSlots
     identity: ChunkIdentity
     chain_key: bytes
-    parent: HostNode | None
+    before: bytes | None
     node: TreeNode | None = None
 
 

@@ -33,7 +33,7 @@ from radix_ext.variants import Variant
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains
-from sglang_chunkcache.scheduler.host_nodes import below, root
+from sglang_chunkcache.scheduler.host_nodes import below, chain_of, chunks_to, head_of, root
 from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode, facts, state
 from sglang_chunkcache.storage.entry import Entry
 from sglang_chunkcache.storage.fingerprint import fingerprint
@@ -148,15 +148,12 @@ class StoredChains:
         self.storage.waits.planned(state(req).chain)
 
     def saved(self, host: HostNode, node: TreeNode) -> None:
-        """The node was copied to host memory, with all above it there: write it, behind what
-        precedes it."""
-        first, known = host, facts(node)
-        while first.parent is not None:
-            first = first.parent
+        """The node was copied to host memory: write it, behind what precedes it."""
+        first, known = head_of(chunks_to(node)[0])[0], facts(node)
         assert known.chunk is not None
         chunks, tenant = (*known.prefix, known.chunk), (node.key.extra_key, node.key.cache_salt)
         with self.storage.guard("a chain is not written to the storage"):
-            for link in self._chain(first.chain_key, known.head, chunks, tenant):
+            for link in self._chain(first, known.head, chunks, tenant):
                 if not (link.is_empty or self._find(link) or self._write(link)):
                     break
 
@@ -266,8 +263,7 @@ class StoredChains:
         return found if found is not None and found.blob.row.place.exact == place.exact else None
 
     def _load(self, links: Sequence[_Link], key: ChunkKey, asked: PendingLoads) -> None:
-        """Load what follows the last node in host memory, where that pays.
-        What was never tried is."""
+        """Load what is missing, where that pays. What was never tried is."""
         asked.take_rest()
         missing, start = self._missing(links, key)
         if not missing:
@@ -280,21 +276,17 @@ class StoredChains:
             self.storage.waits.planned(asked)
 
     def _missing(self, links: Sequence[_Link], key: ChunkKey) -> tuple[Sequence[_Link], int]:
-        """(what follows the last node in host memory, as far as the storage has it without a gap,
-        unless the device has it; how many tokens precede what would be computed of it). What is on
-        its way is missing, too."""
-        found = [self._nodes.get(link.chain_key) for link in links]
-        num_here = sum(host is not None and host.is_here for host in found)
-        num_found = num_here
-        while num_found < len(links) and (
-            links[num_found].is_empty or self._find(links[num_found])
-        ):
-            num_found += 1
-        missing = links[num_here:num_found]
-        cached = self._num_cached(key[: missing[-1].end]) if missing else 0
-        if not missing or missing[-1].end <= cached:
-            return (), 0
-        return missing, max(cached, links[num_here - 1].end if num_here else 0)
+        """(what neither device nor host memory has, up to what the storage has not, either; how
+        many tokens precede what would be computed of it). What is on its way is missing, too."""
+        missing, cached = list[_Link](), self._num_cached(key[: links[-1].end]) if links else 0
+        for link in links:
+            host = self._nodes.get(link.chain_key)
+            if link.end <= cached or (host is not None and host.is_here):
+                continue
+            if not (link.is_empty or self._find(link)):
+                break
+            missing.append(link)
+        return missing, max(cached, missing[0].end - missing[0].num_tokens) if missing else 0
 
     def _is_faster(self, links: Sequence[_Link], start: int) -> bool:
         """Whether loading them is estimated to take no longer than computing from `start` on."""
@@ -316,30 +308,32 @@ class StoredChains:
 
     def _claim(self, link: _Link, key: ChunkKey | None, asked: PendingLoads | None = None) -> bool:
         """Begin to load a node, unless it is here.
-        False: no room, too much is under way, or what is above is not here."""
+        False: no room, or too much is under way."""
         variant = self._find(link)
+        if link.is_empty:
+            return True
         if self._nodes.get(link.chain_key) is not None:
             if variant is not None:
                 self.storage.join(variant, asked)
             return True
-        if variant is None and not link.is_empty:
+        if variant is None or not self.storage.takes(variant, asked):
             return False
-        if variant is not None and not self.storage.takes(variant, asked):
-            return False
-        num_tokens = variant.blob.row.num_tokens if variant is not None else 0
+        row = variant.blob.row
         host = self._nodes.claim(
             link.chain_key,
             link.parent,
-            num_tokens,
+            chain_of(link.place.head, link.place.prefix),
+            row.start,
+            row.num_tokens,
             link.identity,
             link.place.head if link.identity.chunk else link.chain_key.hex(),
             link.place.prefix,
         )
-        if host is None or variant is None:
-            return host is not None
+        if host is None:
+            return False
         into = host.blob.writer()
         if not self.storage.load(
-            variant, num_tokens, partial(self._came, link, host, key, asked), into, asked
+            variant, row.num_tokens, partial(self._came, link, host, key, asked), into, asked
         ):
             self._nodes.drop(host)
             self._nodes.released(host)
@@ -364,14 +358,15 @@ class StoredChains:
             return
         path = self._tree.path(key[: link.end]) if key is not None else []
         is_on_device = bool(path) and sum(len(node.key) for node in path) == link.end
-        self._nodes.came(host, link.place.head, path[-1] if is_on_device else None)
+        self._nodes.came(host, path[-1] if is_on_device else None)
 
     def _links_of(self, variant: Variant) -> Iterator[_Link]:
-        """An entry of no tenant with all above it."""
+        """An entry of no tenant with all above it, as far as that is there."""
         place = variant.blob.row.place
         key, first, _ = place.exact.split()
         chunks = place.prefix if key == first else (*place.prefix, place.chunk)
-        return self._chain(bytes.fromhex(first), place.head, chunks, (None, None))
+        links = self._chain(bytes.fromhex(first), place.head, chunks, (None, None))
+        return takewhile(lambda link: link.is_empty or self._find(link) is not None, links)
 
 
 def how_computed(ctx: Any) -> tuple[str, ...]:

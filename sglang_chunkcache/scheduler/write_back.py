@@ -4,16 +4,22 @@ radix_ext/write_back.py decides."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-import torch
-
-from radix_ext import ChunkId
+from radix_ext import ChunkId, extend_chain
 from radix_ext.costs import copied_within
-from radix_ext.write_back import WriteBackQueue
+from radix_ext.write_back import Place, WriteBackQueue
 from sglang_chunkcache.config import MAX_KEPT_S, MAX_SAVED_TOKENS, MAX_WAITING_SAVES
-from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes, below, head_of
+from sglang_chunkcache.scheduler.host_nodes import (
+    HostCounts,
+    HostNodes,
+    below,
+    chain_of,
+    chunks_to,
+    head_of,
+)
 from sglang_chunkcache.scheduler.node import (
     ChunkIdentity,
     HostNode,
@@ -76,22 +82,20 @@ class WriteBack(WriteBackQueue[HostNode]):
 
     # Of `WriteBackQueue`
 
-    def _parent(self, node: TreeNode) -> HostNode | None:
+    def _place(self, node: TreeNode) -> Place | None:
         if node.parent.children.get(node.key.child_key()) is not node:
             return None
-        if facts(node.parent).chunk is not None:
-            return facts(node.parent).host
-        chain_key, above = head_of(node)
-        host = self._nodes.get(chain_key)
-        if host is None:
-            nothing = torch.empty((0,), dtype=torch.int64, device=self._tree.device)
-            slots = joined([nothing, *(each.value for each in above)])
+        path = chunks_to(node)
+        before, above = head_of(path[0])
+        known, first = facts(node), chain_of(facts(node).head, ())
+        if above and self._nodes.get(before) is None:
+            slots = joined([each.value for each in above])
             identity = ChunkIdentity(ChunkId(""), node.key.extra_key, node.key.cache_salt)
-            host = self._copied(chain_key, None, slots, identity, chain_key.hex(), ())
-        return host if host is not None and host.is_here else None
-
-    def _place(self, node: TreeNode, parent: HostNode) -> tuple[bytes, ChunkIdentity | None]:
-        return below(parent.chain_key, facts(node).chunk), identity_of(node)
+            self._copied(Place(before, None, first, 0, identity), slots, before.hex(), ())
+        for each in path[:-1]:
+            before = below(before, facts(each).chunk)
+        chain = reduce(extend_chain, known.prefix, first)
+        return Place(below(before, known.chunk), before, chain, known.start, identity_of(node))
 
     def _source(self, node: TreeNode) -> Tensor:
         slots: Tensor = node.value

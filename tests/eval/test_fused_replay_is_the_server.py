@@ -300,7 +300,7 @@ def test_replay_equals_the_server_with_host_memory(
         assert asdict(pair.replay.host.counts).items() <= asdict(tiers.counts).items()
         seen.update(count._asdict())
         chains = [each for each in pair.server.store.held if isinstance(each, HostNode)]
-        seen["moved_chain"] += any(each.parent and each.num_uses > each.hits for each in chains)
+        seen["moved_chain"] += any(each.before and each.num_uses > each.hits for each in chains)
     pair.server.check()
     assert not [*pair.replay.host.nodes.violations()]
     reached = ("exact", "exact_from_host", "from_device", "from_host", "moved_chain", "computed")

@@ -77,7 +77,7 @@ class Life:
         """What the other rank must have, too."""
         host, storage = self.server.cache.tiers.host, self.server.storage
         nodes = sorted(
-            (place, each.is_here, each.blob.is_held, host.nodes._num_below[place])
+            (place, each.is_here, each.blob.is_held, each.chain or 0)
             for place, each in host.nodes._nodes.items()
         )
         held = sorted(
