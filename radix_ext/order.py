@@ -58,7 +58,7 @@ class Ordering(NamedTuple):
     planned_tokens: int
     num_fused: int
     host_tokens: int = 0
-    """Of the held ones those in host memory."""
+    """Of the held ones those in host memory, or behind it."""
 
     @property
     def cached_tokens(self) -> int:
@@ -202,7 +202,7 @@ def longest_chain(
     bits = [1 << position for position in range(len(ids))] * 2
     # An exact token is worth more than all fused ones.
     worths = [_EXACT_WORTH if fused_ids else 1] * len(ids) + [1] * len(fused_ids)
-    in_host = None if rank is None else Tier.HOST << 2 * rank
+    slower = () if rank is None else (Tier.HOST << 2 * rank, Tier.DISK << 2 * rank)
     host_parts = round(host_worth * _WORTH_PARTS)
     best, best_worth, best_len = root, 0, 0
     # One level of the search: (node, bit set of the chunks used on the way, worth of their tokens),
@@ -221,7 +221,7 @@ def longest_chain(
             for position, child in _children_among(node, rank_of, names):
                 if used & bits[position] or not (child.tiers & held or child.plans & planned):
                     continue
-                parts = host_parts if child.tiers & held == in_host else _WORTH_PARTS
+                parts = host_parts if child.tiers & held in slower else _WORTH_PARTS
                 child_worth = worth + child.num_tokens * worths[position] * parts
                 # A leaf may be the best end, and takes no place on the next level.
                 if child.children is not None:
@@ -326,7 +326,9 @@ def _ordering(
         if node.tiers & mask:
             held_len += 1
             held_tokens += node.num_tokens
-            host_tokens += node.num_tokens * (rank is not None and node.tier(rank) is Tier.HOST)
+            host_tokens += node.num_tokens * (
+                rank is not None and node.tier(rank) is not Tier.DEVICE
+            )
         else:
             planned_tokens += node.num_tokens
     return Ordering(

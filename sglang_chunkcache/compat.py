@@ -10,6 +10,7 @@ asks for features, never for a version.
     to_finish                                discard_output_reason
     InsertParams.chunked: nothing is a hit   inserted_len: what is inserted already is none
     model runner: tp_group, tp_size ...      get_parallel(): the same names
+    KV events say no adapter                 in the format `dynamo`
 
     until 0.5.22                             from 0.5.23 on
     MHATokenToKVPoolHost of a device pool    of the pool's description of itself
@@ -25,6 +26,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.disaggregation.kv_events import KVEventsConfig
 from sglang.srt.mem_cache.allocator import paged
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchResult
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
@@ -43,6 +45,8 @@ KNOWS_SLOTS = "device_indices" in MatchResult._fields
 """Whether a match names its slots, and a request keeps them."""
 COUNTS_BY_PIECE = hasattr(InsertParams, "chunked")
 """Whether a request's nodes count a hit or none, not those alone that it had not inserted yet."""
+EVENT_FORMAT = {"format": "dynamo"} if "format" in KVEventsConfig.model_fields else {}
+"""Of KV events that say adapters, and whose hashes tell an `extra_key`."""
 
 
 class Tree21(RadixCache):  # type: ignore[misc]

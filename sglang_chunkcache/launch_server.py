@@ -103,9 +103,13 @@ def prepare(flags: list[str], *, stock: bool, fail: Callable[[str], NoReturn]) -
 
     load_plugins()
     server_args = prepare_server_args(flags)
-    if not stock and _choose_tree(server_args, fail):
-        # by name, so that a scheduler without our cache does not start
-        server_args = prepare_server_args([*flags, "--radix-cache-backend", BACKEND])
+    if not stock:
+        from sglang_chunkcache.kv_events import flags_for
+
+        # ours by name, so that a scheduler without it does not start
+        is_ours = _choose_tree(server_args, fail)
+        more = ["--radix-cache-backend", BACKEND] if is_ours else flags_for(server_args)
+        server_args = prepare_server_args([*flags, *more])
     if (server_args.device or "cuda") == "cpu":
         _bind_cpu_ranks(server_args.dp_size * server_args.tp_size * server_args.pp_size)
     return server_args

@@ -27,6 +27,7 @@ from radix_ext import (
 from radix_ext.audit import Audit, AuditDecision, AuditState, Change
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front.conversations import Conversations
+from sglang_chunkcache.front.event_mirror import EventMirror
 from sglang_chunkcache.front.fusion_options import fused_request, spans_to_keep
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.rank_mirror import RankMirror
@@ -52,6 +53,8 @@ class Bookkeeper:
     Args:
         num_ranks: DP ranks.
         prometheus: whether SGLang serves metrics.
+        tells_adapter: whether SGLang's KV events, which are listened to, say adapters.
+            None: nobody listens.
     """
 
     def __init__(
@@ -60,12 +63,12 @@ class Bookkeeper:
         *,
         num_ranks: int,
         prometheus: bool,
+        tells_adapter: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._clock = config, clock
         self.tree = ChunkPrefixTree(max_nodes=config.max_tree_nodes)
-        create: type[RankMirror] = StockMirror if config.is_stock else RankMirror
-        self.mirrors = [create(self.tree, rank) for rank in range(num_ranks)]
+        self.mirrors = [self._mirror(rank, tells_adapter) for rank in range(num_ranks)]
         self.router: Router = (
             KvAware(num_ranks, max_load_ratio=config.max_load_ratio)
             if config.routing == "kv_aware"
@@ -212,6 +215,18 @@ class Bookkeeper:
         }
 
     # Private, in order of use
+
+    def _mirror(self, rank: int, tells_adapter: bool | None) -> RankMirror:
+        if not self._config.is_stock:
+            return RankMirror(self.tree, rank)
+        if tells_adapter is None:
+            return StockMirror(self.tree, rank)
+        return EventMirror(
+            self.tree,
+            rank,
+            tells_adapter=tells_adapter,
+            dropped=lambda reason: self.metrics.count("mirrors_dropped", reason),
+        )
 
     def _count_request(self, planned: Planned) -> None:
         draft = planned.draft

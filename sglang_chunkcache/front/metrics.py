@@ -47,6 +47,11 @@ COUNTERS = {
         "field",
         "requests to /v1 with chunks, which only /rag/v1 reads, by field: chunks, messages.chunks",
     ),
+    "mirrors_dropped": (
+        "reason",
+        "views of a rank's tree given up because its KV events failed, by reason: gap, malformed,"
+        " foreign, repeated, silent",
+    ),
     "fallbacks": ("reason", "things that were computed because reuse was not possible, by reason"),
 }
 """Name -> (label, help). Every count is a number of requests, tokens, chunks or searches,

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.entrypoints import http_server
 
+from sglang_chunkcache import kv_events
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.chat import RagServingChat
 from sglang_chunkcache.front.draft_queue import DraftQueue
 from sglang_chunkcache.front.drafter import Drafter
 from sglang_chunkcache.front.engine import Engine
+from sglang_chunkcache.front.event_mirror import EventMirror
+from sglang_chunkcache.front.event_reader import EventReader
 from sglang_chunkcache.front.guard.lethal import Guard, Limits
 from sglang_chunkcache.front.guard.sampling import SamplingCheck
 from sglang_chunkcache.front.misplaced import Misplaced
@@ -50,7 +53,23 @@ class Parts:
         """The front's state."""
         args = self.manager.server_args
         # one mirror for the TP ranks of a DP rank: they decide alike
-        return Bookkeeper(self.config, num_ranks=args.dp_size, prometheus=args.enable_metrics)
+        return Bookkeeper(
+            self.config,
+            num_ranks=args.dp_size,
+            prometheus=args.enable_metrics,
+            tells_adapter=self.sources[0].tells_adapter if self.sources else None,
+        )
+
+    @cached_property
+    def sources(self) -> list[kv_events.Source]:
+        """Of events of SGLang's own tree; ours has others."""
+        return kv_events.sources(self.manager.server_args) if self.config.is_stock else []
+
+    @cached_property
+    def reader(self) -> EventReader:
+        """Listens to them."""
+        mirrors = [each for each in self.bookkeeper.mirrors if isinstance(each, EventMirror)]
+        return EventReader(mirrors, self.sources)
 
     @cached_property
     def assembler(self) -> PromptAssembler:
@@ -161,6 +180,7 @@ class Parts:
         ]
         # what was heard may show that a mirror lacks something; nobody waits for it here
         self.engine.keep_up()
+        self.reader.start()
         retrieval = self.search.stats() if self.search else None
         front = {
             **self.bookkeeper.stats(),

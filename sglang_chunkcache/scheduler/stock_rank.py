@@ -1,5 +1,5 @@
 """What the front asks of a rank whose tree is SGLang's own. Nothing is added to that tree, and
-nothing is told of it but counts: front/stock_mirror.py assumes what is in it."""
+nothing is told of it but counts: SGLang's KV events tell what is in it (front/event_mirror.py)."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def stock_state(scheduler: Any, dp_rank: int, asked: Asked, *, num_waiting: int)
         events=NO_EVENTS,
         counts={
             "tree": type(cache).__name__,
+            "page_size": scheduler.page_size,
             # a match ends with a page, in a tree of pairs of tokens one earlier
             "border": scheduler.page_size - 1 + scheduler.spec_algorithm.is_eagle(),
             # 0: it keeps nothing

@@ -49,7 +49,13 @@ def test_counts_are_what_the_front_assumes_by(
 ) -> None:
     cache = Scheduler(100, None).cache
     state = stock_state(made(cache, **settings), 3, Asked(clear_store=True), num_waiting=2)
-    assert state.counts == {"tree": "RadixCache", "border": border, "pool": pool}
+    page_size = settings.get("page_size", 1)
+    assert state.counts == {
+        "tree": "RadixCache",
+        "page_size": page_size,
+        "border": border,
+        "pool": pool,
+    }
     assert (state.dp_rank, state.num_waiting, state.events.events) == (3, 2, ())
     assert state.cleared is not None
     assert state.cleared.chunks == 0

@@ -1,0 +1,90 @@
+"""Listens to the ranks' KV events, in the front's event loop. What was missed is asked for again;
+what cannot be had drops the mirror.
+
+A publisher's sockets are another program's: of what comes from them nothing is believed but its
+form, here and in event_mirror.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import zmq
+import zmq.asyncio
+
+from sglang_chunkcache.front.event_mirror import EventMirror
+from sglang_chunkcache.kv_events import Source
+
+logger = logging.getLogger(__name__)
+
+REPLAY_S = 5.0
+"""The publisher looks for such questions every 0.1 s, or after each batch."""
+MAX_UNREAD = 100_000
+"""Batches, as many as the publisher keeps: what is more is a gap."""
+
+
+class EventReader:
+    """One task a rank."""
+
+    def __init__(self, mirrors: Sequence[EventMirror], sources: Sequence[Source]) -> None:
+        self._pairs = tuple(zip(mirrors, sources, strict=True))
+        self._tasks = list[asyncio.Task[None]]()
+
+    def start(self) -> None:
+        """Once; when the ranks have been heard."""
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(follow(*pair)) for pair in self._pairs]
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+async def follow(mirror: EventMirror, source: Source) -> None:
+    """Until it is cancelled."""
+    socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
+    socket.set_hwm(MAX_UNREAD)
+    socket.subscribe(source.topic.encode())
+    socket.connect(source.endpoint)
+    try:
+        while True:
+            await _take(mirror, source, await socket.recv_multipart())
+    except Exception:
+        logger.exception("chunk cache: KV events of rank %d are not read any more", mirror.rank)
+        mirror.drop("malformed")
+    finally:
+        socket.close(linger=0)
+
+
+async def _take(mirror: EventMirror, source: Source, frames: list[bytes]) -> None:
+    if len(frames) != 3 or frames[0] != source.topic.encode() or len(frames[1]) != 8:
+        mirror.drop("foreign")
+        return
+    seq = int.from_bytes(frames[1], "big")
+    if seq > mirror.next_seq and source.replay and not mirror.is_lost:
+        for missed, payload in await replayed(source.replay, mirror.next_seq, seq):
+            mirror.take(missed, payload)
+            await asyncio.sleep(0)  # others are to be served meanwhile
+    mirror.take(seq, frames[2])
+
+
+async def replayed(endpoint: str, start: int, end: int) -> list[tuple[int, bytes]]:
+    """The batches from `start` to before `end`, as far as the publisher has them."""
+    socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    socket.connect(endpoint)
+    found = list[tuple[int, bytes]]()
+    try:
+        await socket.send_multipart((b"", start.to_bytes(8, "big")))
+        async with asyncio.timeout(REPLAY_S):
+            # 0.5.23 has the topic in front
+            while (number := (frames := await socket.recv_multipart())[-2]) != b"\xff" * 8:
+                seq = int.from_bytes(number, "big")
+                if start <= seq < end:
+                    found.append((seq, frames[-1]))
+    except TimeoutError:
+        pass  # what is missing is a gap
+    finally:
+        socket.close(linger=0)
+    return found

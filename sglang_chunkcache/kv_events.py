@@ -1,0 +1,102 @@
+"""Where a rank's KV events are to be had: SGLang's `--kv-events-config`, ours or the user's.
+
+Ours publishes into a folder that only this user may enter, since events show prompts. One socket a
+rank: SGLang numbers the ports of tcp, and names those of addresses that have `inproc` in them; an
+ipc address without it is an error for the second rank. A publisher binds ipc addresses and
+wildcards, and connects to others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang.srt.disaggregation.kv_events import KVEventsConfig, ZmqEventPublisher
+
+from sglang_chunkcache import compat
+
+BUFFER_STEPS = 256
+"""Batches that can be told again. One of 8192 tokens at page size 1 has 0.1 MB."""
+MAX_PATH = 100
+"""Bytes of a socket's path; Linux has room for 107."""
+WILDCARDS = ("*", "0.0.0.0", "[::]")
+
+
+class Source(NamedTuple):
+    """Of one rank."""
+
+    endpoint: str
+    replay: str | None
+    topic: str
+    tells_adapter: bool
+    """Stored blocks say the adapter's name."""
+
+
+def own_config() -> str | None:
+    """A configuration with which SGLang publishes to this front alone, in a folder that is removed
+    at the end. None: its path is too long for a socket's."""
+    folder = tempfile.mkdtemp(prefix="chunkcache-inproc-")  # with mode 0700
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    events, replay = Path(folder, "events"), Path(folder, "replay")
+    if len(f"{replay}_dp1000".encode()) > MAX_PATH or "*" in folder:
+        return None
+    given = {
+        "publisher": "zmq",
+        "endpoint": f"ipc://{events}",
+        "replay_endpoint": f"ipc://{replay}",
+        "buffer_steps": BUFFER_STEPS,
+    }
+    return json.dumps({**given, **compat.EVENT_FORMAT})
+
+
+def flags_for(args: Any) -> list[str]:
+    """SGLang's flags with which the front hears of its own tree, beside those of ServerArgs `args`.
+    Says it where it will not."""
+    if args.disable_radix_cache or sources(args):  # it keeps nothing; the user's are heard
+        return []
+    own = None if args.kv_events_config or args.nnodes > 1 else own_config()
+    if own is None:
+        print(
+            "chunk cache: no KV events can be heard: what SGLang's tree has lost is assumed by the"
+            " least recent use",
+            file=sys.stderr,
+            flush=True,
+        )
+        return []
+    return ["--kv-events-config", own]
+
+
+def sources(args: Any) -> list[Source]:
+    """Of every rank, by SGLang's ServerArgs. None where nobody can listen: nothing is published, a
+    publisher looks for its listener, or ranks are on other machines."""
+    if not args.kv_events_config or args.nnodes > 1:
+        return []
+    config = KVEventsConfig.from_cli(args.kv_events_config)
+    given, replay = config.model_dump(), config.replay_endpoint
+    endpoint = _local(config.endpoint, given.get("bind"))
+    if config.publisher != "zmq" or endpoint is None:
+        return []
+    of_rank = ZmqEventPublisher.offset_endpoint_port
+    return [
+        Source(
+            of_rank(endpoint, rank),
+            of_rank(replay and _local(replay, True), rank),  # it is always bound
+            config.topic,
+            given.get("format") == "dynamo",
+        )
+        for rank in range(args.dp_size)
+    ]
+
+
+def _local(endpoint: str, is_bound: bool | None) -> str | None:
+    """The address under which this machine reaches what a publisher binds.
+    None: it binds nothing there."""
+    for wildcard in WILDCARDS:
+        if endpoint.startswith(f"tcp://{wildcard}:") and is_bound is not False:
+            return endpoint.replace(wildcard, "127.0.0.1", 1)
+    return endpoint if is_bound or (is_bound is None and endpoint.startswith("ipc://")) else None
