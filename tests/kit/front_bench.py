@@ -130,6 +130,7 @@ class Bench:
         template: str | None = None,
         tokenizer: Any = None,
         end: str = END,
+        tells_adapter: bool | None = None,
         **knobs: Any,
     ) -> None:
         self.now, self.tokenizer, self.end_text = 0.0, tokenizer or CharTokenizer(), end
@@ -137,7 +138,11 @@ class Bench:
         self.config = ChunkCacheConfig(secret=SECRET, **knobs)
         self.assembler = PromptAssembler(self.tokenizer, separator=";", **options)
         self.bookkeeper = Bookkeeper(
-            self.config, num_ranks=num_ranks, prometheus=False, clock=lambda: self.now
+            self.config,
+            num_ranks=num_ranks,
+            prometheus=False,
+            tells_adapter=tells_adapter,
+            clock=lambda: self.now,
         )
         self.observe = partial(self.bookkeeper.observe, incremental=False)
         self.drafter = Drafter(self.config, self.assembler, context_len=context_len)
