@@ -88,19 +88,26 @@ class Machine(RuleBasedStateMachine):
             page = next((each for each in self.live if each.hash == path[-1].parent), None)
         self._store(path[::-1])
 
-    @rule(data=st.data())
+    @rule(data=st.data(), num=st.integers(1, 15))
     @precondition(lambda self: self._leaves())
-    def evict(self, data: st.DataObject) -> None:
+    def evict(self, data: st.DataObject, num: int) -> None:
+        """A branch from its end, as far as it may go."""
         page = data.draw(st.sampled_from(self._leaves()))
-        self.live.discard(page)
-        self._publish(BlockRemoved([page.hash], medium=page.medium))
+        for _ in range(num):
+            self.live.discard(page)
+            self._publish(BlockRemoved([page.hash], medium=page.medium))
+            above = page.parent, page.medium
+            leaves = (each for each in self._leaves() if (each.hash, each.medium) == above)
+            page = next(leaves, None)
+            if page is None:
+                break
 
     @rule()
     def flush(self) -> None:
         self.live.clear()
         self._publish(AllBlocksCleared())
 
-    @rule(num=st.integers(1, 5))
+    @rule(num=st.integers(1, 20))
     def hear(self, num: int) -> None:
         heard, self.unheard = self.unheard[:num], self.unheard[num:]
         if heard:
