@@ -96,19 +96,57 @@ def test_sglangs_tree_finds_what_ours_does(paged: Server, rag_server: Server) ->
     assert rank_of(paged)["mirror"]["corrections"] == 0
 
 
-def test_answers_under_eviction_are_those_without_reuse(paged: Server) -> None:
-    """And the view of the tree comes back to it: what it expected too much is taken back."""
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """SGLang's tree at page size 1, with a pool that evicts."""
+    flags = ["--model-path", "bundled", "--chunkcache-tree", "stock", *POOL]
+    with Server(flags, log=tmp_path_factory.mktemp("servers") / "stock.log", env=STRICT) as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", ["paged", pytest.param("stock", marks=pytest.mark.nightly)])
+def test_answers_under_eviction_are_those_without_reuse(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    """And what SGLang evicts is known, whoever's requests take the room: what is expected is
+    found."""
+    server: Server = request.getfixturevalue(name)
     requests = world_requests(40, seed=7)
-    replies = run(paged, requests)
+    replies = run(server, requests)
     assert sum(map(exact_of, replies)) > 1000
-    assert differences(whole(paged, replies), answers_of(replies)) == []
-    mirror = rank_of(paged)["mirror"]
-    assert mirror["assumed_evictions"] > 0
-    assert mirror["assumed_tokens"] <= 2400
-    # /v1's own requests have filled the pool meanwhile, which the view has not seen
-    again = run(paged, requests[-1:])[0]["chunkcache"]
-    assert again["chunks_planned"] >= again["chunks_hit"]
-    assert rank_of(paged)["mirror"]["corrections"] > mirror["corrections"]
+    before = rank_of(server)["mirror"]
+    assert (before["is_told"], before["assumed_evictions"]) == (True, 0)
+    # each fills the pool with prompts of no chunks
+    assert differences(whole(server, replies), answers_of(replies)) == []
+    again = run(server, requests[-1:])[0]["chunkcache"]
+    assert again["chunks_planned"] == again["chunks_hit"]
+    assert "evicted" in again["fallbacks"]
+    mirror = rank_of(server)["mirror"]
+    assert mirror["events"] > before["events"]
+    # what a decode evicts may be told when the next request is planned already
+    assert mirror["corrections"] <= 4
+    flush(server)
+    (_, second) = run(server, 2 * requests[:1])
+    assert second["chunkcache"]["chunks_planned"] == len(second["chunkcache"]["order"])
+
+
+@pytest.mark.nightly
+def test_without_events_the_least_recent_use_is_assumed(tmp_path: Path) -> None:
+    """A user publishes to somebody else: answers correct what was expected too much."""
+    log = tmp_path / "log"
+    theirs = '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:9"}'
+    flags = ["--model-path", "bundled", "--kv-events-config", theirs, *PAGED, *POOL]
+    with Server(flags, log=log, env=STRICT) as server:
+        assert "no KV events can be heard" in log.read_text()
+        requests = world_requests(40, seed=7)
+        replies = run(server, requests)
+        mirror = rank_of(server)["mirror"]
+        assert mirror["assumed_evictions"] > 0
+        assert 0 < mirror["assumed_tokens"] <= 2400
+        whole(server, replies)  # which nobody has seen
+        again = run(server, requests[-1:])[0]["chunkcache"]
+        assert again["chunks_planned"] > again["chunks_hit"]
+        assert rank_of(server)["mirror"]["corrections"] > mirror["corrections"]
 
 
 def test_moved_kv_is_off_and_said(paged: Server) -> None:
