@@ -34,8 +34,8 @@ def stock_only(args: Any, model: Any) -> list[str]:
         "--disable-radix-cache": args.disable_radix_cache,
         "--radix-cache-backend": args.radix_cache_backend is not None,
         "--speculative-algorithm": bool(args.speculative_algorithm),
-        # its readers would take chunk nodes for plain text
-        "--kv-events-config": bool(args.kv_events_config),
+        # a page of ours may have tokens of several chunks, which an event could not tell
+        "--kv-events-config in pages": bool(args.kv_events_config) and (args.page_size or 1) > 1,
         "--enable-hierarchical-cache": args.enable_hierarchical_cache,
         "--enable-lmcache": args.enable_lmcache,
         "--enable-flexkv": args.enable_flexkv,

@@ -31,6 +31,7 @@ from radix_ext import ChainId, ChunkId, Tier, fused_chunk, text_before
 from radix_ext.sources import ChunkCopies
 from sglang_chunkcache import compat
 from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.scheduler.chunk_events import ChunkEvents
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
@@ -69,6 +70,7 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         self.num_inserted_chunks = self.num_evicted_chunks = 0
         self.num_chunk_tokens = self.num_promoted = 0
         super().__init__(params)
+        self.kv_events = ChunkEvents(self.kv_events)
         self.eviction_strategy: EvictionStrategy
         if config.eviction == "promoted":
             self.eviction_strategy = PromotedFirst(self.eviction_strategy)

@@ -4,13 +4,17 @@ nobody has used."""
 
 from __future__ import annotations
 
+import json
 import random
+import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from eval.http import post
 from eval.server import Server
@@ -164,6 +168,30 @@ def test_moved_kv_is_off_and_said(paged: Server) -> None:
     stats = stats_of(paged)
     assert (stats["tree"]["kind"], stats["ranks"][0]["tree"]) == ("stock", "UnifiedRadixCache")
     assert metrics_of(paged)['chunkcache:tree{kind="stock"}'] == 1
+
+
+@pytest.mark.nightly
+def test_our_trees_chunks_are_told_apart_from_plain_text(tmp_path: Path) -> None:
+    """A user's router listens to our tree, which is taken all the same."""
+    with tempfile.TemporaryDirectory() as folder, zmq.Context() as context:
+        address = f"ipc://{folder}/inproc"
+        theirs = json.dumps({"publisher": "zmq", "endpoint": address})
+        flags = ["--model-path", "bundled", "--kv-events-config", theirs]
+        socket = context.socket(zmq.SUB)
+        socket.subscribe(b"")
+        socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        with Server(flags, log=tmp_path / "log", env=STRICT) as server, socket:
+            assert stats_of(server)["tree"]["kind"] == "chunk"
+            (reply,) = run(server, world_requests(1, seed=3))
+            ids, chunked, plain = prompt_ids(reply), list[int](), list[int]()
+            while len(chunked) < len(ids):  # the question comes last
+                for event in msgspec.msgpack.decode(socket.recv_multipart()[2])[1]:
+                    is_ours = (event.get("cache_salt") or "").startswith("chunkcache/")
+                    (chunked if is_ours else plain).extend(event.get("token_ids", ()))
+            assert chunked[: len(ids)] == ids
+            assert len(plain) < 50, "the warm-up's"
 
 
 def make_requests(seed: int, num: int = 12) -> list[Request]:
