@@ -132,16 +132,16 @@ class EventMirror(StockMirror):
 
     def _begin(self) -> None:
         """The cache is empty, and from now on nothing is missed."""
-        self._forget_all()
         self.restart(self._epoch + 1)
         self.is_told, self.is_lost = True, False
+        self._show(self._forget_all())
 
-    def _forget_all(self) -> None:
+    def _forget_all(self) -> list[Place]:
+        """Returns what is taken for found all the same."""
         self._tree.drop_rank(self.rank)
         self._entries.clear()
         self.num_tokens = 0
-        if self._blocks is not None:
-            self._blocks.clear()
+        return [] if self._blocks is None else self._blocks.clear()
 
     def _show(self, places: Iterable[Place]) -> None:
         """To the tree: where these chunks are now."""

@@ -1,5 +1,5 @@
-"""300 requests of real traffic through our tree and SGLang's own, in pages: what each finds, request
-by request, and what the order gains in SGLang's.
+"""300 requests of real traffic through our tree and SGLang's own, in pages: what each finds, one by
+one, and what the order gains in SGLang's.
 
     CHUNKCACHE_DATA=DIR .venv/bin/python -m pytest -m nightly -s tests/e2e/test_tree_data.py
 
@@ -10,7 +10,7 @@ Text is cut to a quarter, and the pools evict nothing, so that all four trees se
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 

@@ -120,16 +120,21 @@ class Machine(RuleBasedStateMachine):
         tree.check_integrity()
         expected: dict[int, Tier | None] = {}
         for planned in self.asked if self.bench.mirror.is_told else ():
-            chain = root_chain(planned.namespace)
-            for span in planned.area:
-                chain = extend_chain(chain, span.chunk)
-                expected[chain] = self._tier(planned, max(1, span.end // self.page_size))
+            for chain, span in zip(self._chains(planned), planned.area, strict=True):
+                num_pages = span.end // self.page_size
+                expected[chain] = self._tier(planned, num_pages) if num_pages else Tier.DEVICE
         for chain, tier in expected.items():
             node = tree.nodes.find(chain)
             assert (node.tier(0) if node else None) is tier
         if self.bench.mirror.is_told:
             held = [node for node in tree.nodes.by_chain.values() if node.is_held(0)]
             assert len(held) == sum(tier is not None for tier in expected.values())
+
+    def _chains(self, planned: Planned) -> list[int]:
+        chain, found = root_chain(planned.namespace), []
+        for span in planned.area:
+            found.append(chain := extend_chain(chain, span.chunk))
+        return found
 
     def _pages(self, planned: Planned) -> list[tuple[int, ...]]:
         ids, size = planned.input_ids, self.page_size
@@ -183,8 +188,14 @@ class PagedMachine(Machine):
     page_size = 4
 
 
-Machine.TestCase.settings = PagedMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None
+class LongPagedMachine(Machine):
+    """A head and its first chunk may be shorter than a page."""
+
+    page_size = 8
+
+
+TestPageSize1, TestPageSize4, TestPageSize8 = (
+    machine.TestCase for machine in (Machine, PagedMachine, LongPagedMachine)
 )
-TestPageSize1 = Machine.TestCase
-TestPageSize4 = PagedMachine.TestCase
+for case in (TestPageSize1, TestPageSize4, TestPageSize8):
+    case.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
