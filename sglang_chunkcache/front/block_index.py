@@ -52,8 +52,8 @@ class Place(NamedTuple):
     """The node above. None: the chunk is its prompt's first."""
     chunk: Chunk | None
     """None: the prompt's head, which is no node."""
-    index: int
-    """Of the chunk in its chain."""
+    depth: int
+    """Chunks before it in its chain."""
     num_pages: int
     """Of the prompt, up to here."""
     block: int = 0
@@ -154,7 +154,7 @@ class BlockIndex:
         """Nothing is anywhere. Which chunk ends where stays known. Returns those without a page."""
         self.media.clear()
         found = (each for each in self._places.values() if each.chunk and not each.num_pages)
-        return sorted(found, key=lambda place: place.index)
+        return sorted(found, key=lambda place: place.depth)
 
     def tier(self, place: Place) -> Tier | None:
         """The fastest that has it."""
@@ -180,10 +180,10 @@ class BlockIndex:
         start, short = planned.area[0].start, int(self._is_paired)
         num_pages = max(0, start - short) // self.page_size
         stops = [Place(chain, planned.namespace, None, None, -1, num_pages)]
-        for index, (span, chunk) in enumerate(zip(planned.area, planned.chain, strict=True)):
+        for depth, (span, chunk) in enumerate(zip(planned.area, planned.chain, strict=True)):
             chain = extend_chain(chain, chunk.id)
             num_pages = (span.end - short) // self.page_size
-            stops.append(Place(chain, planned.namespace, parent, chunk, index, num_pages))
+            stops.append(Place(chain, planned.namespace, parent, chunk, depth, num_pages))
             parent = chain
         return stops
 
@@ -228,7 +228,7 @@ class BlockIndex:
         found = [
             self._places[each] for block in blocks if block in ending for each in ending[block]
         ]
-        return sorted(found, key=lambda place: place.index)
+        return sorted(found, key=lambda place: place.depth)
 
 
 def _key(before: int, tokens: Sequence[Token]) -> int:

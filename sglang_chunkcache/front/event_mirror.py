@@ -78,9 +78,10 @@ class EventMirror(StockMirror):
                 if isinstance(event, AllBlocksCleared):
                     self._begin()
                 elif self.is_told:
-                    is_stored = isinstance(event, BlockStored)
                     self._show(
-                        self._blocks.store(event) if is_stored else self._blocks.remove(event)
+                        self._blocks.store(event)
+                        if isinstance(event, BlockStored)
+                        else self._blocks.remove(event)
                     )
         except ValueError as error:
             logger.warning("chunk cache: KV events of rank %d: %s", self.rank, error)

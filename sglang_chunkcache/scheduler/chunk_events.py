@@ -34,7 +34,7 @@ class ChunkEvents(KVCacheEventRecorder):  # type: ignore[misc]
     """SGLang's recorder, which goes on with what `theirs` has recorded."""
 
     def __init__(self, theirs: KVCacheEventRecorder) -> None:
-        vars(self).update(vars(theirs))
+        self.__dict__.update(vars(theirs))
 
     def record_store(self, node: TreeNode, *stock: Any, **named: Any) -> None:
         if not isinstance(node.key, ChunkKey):

@@ -70,7 +70,7 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         self.num_inserted_chunks = self.num_evicted_chunks = 0
         self.num_chunk_tokens = self.num_promoted = 0
         super().__init__(params)
-        self.kv_events = ChunkEvents(self.kv_events)
+        self.kv_events: ChunkEvents = ChunkEvents(self.kv_events)
         self.eviction_strategy: EvictionStrategy
         if config.eviction == "promoted":
             self.eviction_strategy = PromotedFirst(self.eviction_strategy)

@@ -35,7 +35,7 @@ from tests.soak.answers import (
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 TASKS = ("ragpulse", "mtrag")
-TREES = {("chunk", 1): [], ("stock", 1): [], ("stock", 16): [], ("stock", 64): []}
+TREES = (("chunk", 1), ("stock", 1), ("stock", 16), ("stock", 64))
 NEW = 2
 """Tokens of each answer."""
 

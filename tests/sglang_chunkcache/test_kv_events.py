@@ -64,7 +64,7 @@ def test_own_sockets_are_the_users_alone(own: str, short: Path) -> None:
     publishers = [EventPublisherFactory.create(own, rank) for rank in range(3)]
     try:
         there = sorted(f"ipc://{path}" for path in folder.iterdir())
-        assert there == sorted(part for each in heard for part in (each.endpoint, each.replay))
+        assert there == sorted(str(part) for each in heard for part in (each.endpoint, each.replay))
         assert len(there) == 6
         assert all(Path(each[6:]).is_socket() for each in there)
     finally:
@@ -222,7 +222,7 @@ def test_foreign_messages_drop_the_mirror(
 ) -> None:
     """Whoever sends them to this socket."""
     address = f"ipc://{short}/other"
-    socket = zmq.Context.instance().socket(zmq.PUB)
+    socket: Any = zmq.Context.instance().socket(zmq.PUB)
     socket.bind(address)
     source = stage.source._replace(endpoint=address, replay=None)
 

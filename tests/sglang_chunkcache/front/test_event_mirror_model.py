@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.kv_events import (
     StorageMedium,
 )
 
-from radix_ext import Tier, extend_chain, root_chain
+from radix_ext import ChainId, Tier, extend_chain, root_chain
 from sglang_chunkcache.front.request import Identity, Passage, Planned
 from tests.kit.front_bench import ME, make_output
 from tests.kit.kv_events import HearingBench, encoded
@@ -118,7 +118,7 @@ class Machine(RuleBasedStateMachine):
     def chunks_are_where_their_pages_are(self) -> None:
         tree = self.bench.bookkeeper.tree
         tree.check_integrity()
-        expected: dict[int, Tier | None] = {}
+        expected: dict[ChainId, Tier | None] = {}
         for planned in self.asked if self.bench.mirror.is_told else ():
             for chain, span in zip(self._chains(planned), planned.area, strict=True):
                 num_pages = span.end // self.page_size
@@ -130,8 +130,8 @@ class Machine(RuleBasedStateMachine):
             held = [node for node in tree.nodes.by_chain.values() if node.is_held(0)]
             assert len(held) == sum(tier is not None for tier in expected.values())
 
-    def _chains(self, planned: Planned) -> list[int]:
-        chain, found = root_chain(planned.namespace), []
+    def _chains(self, planned: Planned) -> list[ChainId]:
+        chain, found = root_chain(planned.namespace), list[ChainId]()
         for span in planned.area:
             found.append(chain := extend_chain(chain, span.chunk))
         return found

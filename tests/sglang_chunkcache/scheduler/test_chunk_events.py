@@ -54,7 +54,8 @@ class Reader:
         """From the root to each block."""
         found = set()
         for block in self.blocks:
-            path, at = list[Token](), block
+            path: list[Token] = []
+            at: int | None = block
             while at is not None:
                 parent, token = self.blocks[at]
                 path.append(token)
@@ -71,7 +72,7 @@ class Reader:
 
 def told(cache: Any) -> set[tuple[Token, ...]]:
     """What is to be read: slow, from the tree."""
-    found = set()
+    found = set[tuple[Token, ...]]()
     for keys, _ in walk(cache):
         if any(key.extra_key is not None or getattr(key, "fused", None) for key in keys):
             continue
