@@ -47,11 +47,17 @@ loads are no uses             radix_ext/exact_chains.py    scheduler/test_host_c
 age lost                      radix_ext/write_back.py      scheduler/test_host_chains.py
     self._nodes.touch(host, self._facts_of(node).hits) => pass
 hits lost on the way back     scheduler/chunk_tree.py      scheduler/test_host_chains.py
-    host.chain, host.hits, node => host.chain, 0, node
+    host, host.hits, node => host, 0, node
 lock while evicting           scheduler/load_back.py       scheduler/test_host_chains.py
     tree.inc_lock_ref(last) => tree.inc_lock_ref(last := tree.root_node)
 busy host nodes leave         radix_ext/exact_chains.py    scheduler/test_host_chains.py
-    return is_held or is_inner => return is_inner
+    return bool(variant.blob.is_held) => return False
+heads leave before chains     radix_ext/exact_chains.py    scheduler/test_host_chains.py
+    or variant.above in self._below => or False
+unreachable, and told         scheduler/chunk_cache.py     scheduler/test_host_chains.py
+    self.tiers.host.nodes.leaves_device(node) => pass
+reachable again, not told     scheduler/chunk_cache.py     scheduler/test_host_chains.py
+    host.nodes.came_to_device(node) => pass
 slots of busy host nodes      radix_ext/pool_slots.py      scheduler/test_stored_chains.py
     self._is_given_back and not self._num_holds => self._is_given_back
 slots of moved KV's sources   fusion/promises.py           fusion/test_host_pool_for_both.py

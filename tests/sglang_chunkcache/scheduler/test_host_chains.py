@@ -22,7 +22,7 @@ from radix_ext import ChunkPrefixTree, IntegrityError, chunk_id, costs
 from radix_ext.costs import Line, Phase
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler import host_metrics
-from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, state
+from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode, facts, state
 from sglang_chunkcache.scheduler.reporting import explain
 from sglang_chunkcache.wire.spans import checked
 from sglang_chunkcache.wire.state import ExplainRequest
@@ -326,6 +326,11 @@ def test_load_that_fails_is_computed(
     assert scheduler.serve(rag(A, B)) == len(HEAD + A + B)
 
 
+def host_node(scheduler: HostScheduler, *chunks: tuple[int, ...]) -> HostNode:
+    nodes = scheduler.cache.tiers.host.nodes._nodes.values()
+    return next(host for host in nodes if host.chain == chain(*chunks))
+
+
 def test_copy_to_the_host_that_fails_is_missed(
     scheduler: HostScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -345,25 +350,36 @@ def test_copy_to_the_host_that_fails_is_missed(
 
 
 def test_node_that_is_read_does_not_leave(scheduler: HostScheduler) -> None:
-    """Its slots would be free no sooner. All before it may, but for the head: then no request
-    comes to it, until that is computed again."""
-    offloaded(scheduler, C)
-    offloaded(scheduler, A, B)
+    """Its slots would be free no sooner. The head's tokens stay for it, others leave in its
+    place."""
+    offloaded(scheduler, A)
+    offloaded(scheduler, B)
     nodes = scheduler.cache.tiers.host.nodes
-    (host,) = (host for host in nodes._nodes.values() if host.chain == chain(A, B))
+    host = host_node(scheduler, A)
     host.blob.hold()
-    blob = nodes.room(nodes.pool.num_slots - len(HEAD + B))
+    blob = nodes.room(nodes.pool.num_slots - len(HEAD + A))
     assert blob is not None
-    assert scheduler.on_host() == set()
-    scheduler.check()
+    assert scheduler.on_host() == {chain(A)}
     blob.give_back()
     host.blob.let_go()
-    assert scheduler.serve(rag(A, B)) == len(HEAD)
-    assert scheduler.on_host() == {chain(A, B)}
     scheduler.check()
+
+
+def test_what_is_behind_a_gap_waits_for_it(scheduler: HostScheduler) -> None:
+    """No request comes to B without A, so the front is not told of it before A is back."""
+    known(scheduler, A, B)
+    scheduler.evict(1)
+    scheduler.cache.tiers.host.nodes.drop(host_node(scheduler, A))
+    scheduler.check()
+    assert scheduler.on_host() == {chain(A, B)}
     scheduler.evict(CAPACITY)
-    scheduler.serve(rag(A))
+    scheduler.check()
+    assert scheduler.on_host() == set()
+    assert scheduler.serve(rag(A)) == len(HEAD)
+    scheduler.check()
+    assert scheduler.on_host() == {chain(A, B)}
     assert scheduler.serve(rag(A, B)) == len(HEAD + A + B)
+    scheduler.check()
 
 
 def test_failure_in_a_group_of_ranks_is_raised(
@@ -433,8 +449,7 @@ def test_what_comes_back_has_its_hits(scheduler: HostScheduler) -> None:
 
 def test_integrity_names_what_is_wrong(scheduler: HostScheduler) -> None:
     known(scheduler, A, B)
-    nodes = scheduler.cache.tiers.host.nodes
-    (host,) = (host for host in nodes._nodes.values() if host.chain == chain(A))
+    nodes, host = scheduler.cache.tiers.host.nodes, host_node(scheduler, A)
     nodes._below[host.above].clear()
     host.node = None
     with pytest.raises(IntegrityError, match="were booked") as raised:
