@@ -162,11 +162,11 @@ def _choose_tree(server_args: Any, fail: Callable[[str], NoReturn]) -> bool:
         fail(f"not supported together with the chunk cache: {', '.join(refused)}")
     # SGLang sets page sizes by attention backend and model
     server_args.resolve_once()
-    found = tree_choice.stock_only(
-        resolving_view(server_args), ModelConfig.from_server_args(server_args)
-    )
     asked = config.from_env()
     assert asked is not None
+    found = tree_choice.stock_only(
+        resolving_view(server_args), ModelConfig.from_server_args(server_args), asked
+    )
     try:
         settings = tree_choice.decided(asked, found)
     except ValueError as error:

@@ -67,6 +67,7 @@ def create_cache(ctx: Any) -> Any:
     from sglang_chunkcache.build import create_tiers
     from sglang_chunkcache.hooks import missing_hooks
     from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
+    from sglang_chunkcache.scheduler.paged_cache import PagedRadixCache
 
     settings = config.from_env()
     if settings is None:
@@ -83,7 +84,8 @@ def create_cache(ctx: Any) -> Any:
         raise ValueError(
             f"{config.flag_name('tree')} stock serves this model (KV allocator {allocator})"
         )
-    return ChunkRadixCache(ctx.params, settings, lambda tree: create_tiers(tree, ctx, settings))
+    cache = ChunkRadixCache if ctx.params.page_size == 1 else PagedRadixCache
+    return cache(ctx.params, settings, lambda tree: create_tiers(tree, ctx, settings))
 
 
 def create_python_tree(ctx: Any) -> Any:

@@ -23,12 +23,13 @@ def refusals(args: Any) -> list[str]:
     return [name for name, refused in checks.items() if refused]
 
 
-def stock_only(args: Any, model: Any) -> list[str]:
+def stock_only(args: Any, model: Any, config: ChunkCacheConfig) -> list[str]:
     """What only SGLang's own trees serve. `model`: SGLang's ModelConfig."""
     from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
 
     checks = {
-        f"--page-size {args.page_size}": (args.page_size or 1) > 1,
+        # moved KV has slots of its own, one by one
+        f"--page-size {args.page_size}": (args.page_size or 1) > 1 and config.reuse == "fused",
         "sliding-window attention": model.is_hybrid_swa,
         "hybrid attention": uses_ssm_state(model),
         "--disable-radix-cache": args.disable_radix_cache,

@@ -25,13 +25,12 @@ which is of a moment before them. As many as a rank keeps."""
 class RankMirror:
     """One rank's part of the tree."""
 
-    border = 0
-    """A match ends exactly where what is there does."""
-
     def __init__(self, tree: ChunkPrefixTree, rank: int) -> None:
         self._tree, self.rank = tree, rank
         self.host_worth = 1.0
         """Of a token in host memory, if one on the device is worth 1: the rank tells it."""
+        self.border = 0
+        """Tokens that a match may lack of its last chunk: it ends with a page."""
         self._epoch, self._seq = 0, 0
         self._rank_seq = 0
         """The rank's, as far as is known."""
@@ -84,6 +83,7 @@ class RankMirror:
         that come with it. Later ones may have come first, since a state is read when all ranks have
         told theirs: they are applied once more."""
         self.apply(state.events)
+        self.border = state.counts.get("border", 0)
         part, num_later = state.part, self._seq - state.events.seq
         # an answer to an earlier question, or of a cache that was emptied since
         if part is None or part.first != self._part or self._epoch != state.events.epoch:

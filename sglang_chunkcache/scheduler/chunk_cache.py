@@ -87,7 +87,7 @@ class ChunkRadixCache(ChunkTree):
         self.log.acknowledge(spans.ack)
         if not self.disable:
             ids = req.origin_input_ids
-            self.tiers.arrived(req, key_of(req, ids, spans, len(ids)), spans)
+            self.tiers.arrived(req, self.key_of(req, ids, spans, len(ids)), spans)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """As SGLang's, with the front's requests matched chunk by chunk. Idempotent; may be called
@@ -100,7 +100,7 @@ class ChunkRadixCache(ChunkTree):
         spans, is_admission = self._spans_of(params.req), params.key.limit is not None
         start = time.perf_counter()
         if spans is not None and not self.disable:
-            key = key_of(params.req, params.key.token_ids, spans, len(params.key))
+            key = self.key_of(params.req, params.key.token_ids, spans, len(params.key))
             params = dataclasses.replace(params, key=key)
         result = super().match_prefix(params)
         if spans is not None and isinstance(params.key, ChunkKey):
@@ -170,6 +170,7 @@ class ChunkRadixCache(ChunkTree):
         No chunk is named."""
         allocator, tiers = self.token_to_kv_pool_allocator, self.tiers.stats()
         return {
+            "border": self.page_size - 1,
             "chunk_tokens": self.num_chunk_tokens,
             "promoted_nodes": self.num_promoted,
             "inserted_chunks": self.num_inserted_chunks,
@@ -182,6 +183,25 @@ class ChunkRadixCache(ChunkTree):
             "fallbacks": {**self.fallbacks, **tiers.pop("fallbacks", {})},
             **tiers,
         }
+
+    def key_of(
+        self,
+        req: Any,
+        token_ids: array[int],
+        spans: RequestSpans,
+        up_to: int,
+        fused: Fused | None = None,
+    ) -> ChunkKey:
+        """The key of a request's first `up_to` tokens, cut at a whole chunk. `fused`: from where on
+        it is approximate."""
+        return ChunkKey.cut(
+            token_ids,
+            spans.spans,
+            up_to,
+            extra_key=req.extra_key,
+            cache_salt=req.cache_salt,
+            fused=fused,
+        )
 
     def check_integrity(self) -> None:
         """Raise IntegrityError with every violated invariant.
@@ -217,7 +237,7 @@ class ChunkRadixCache(ChunkTree):
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(token_ids)]
         owned = req.kv.cache_protected_len
         up_to = len(token_ids) if key_limit is None else min(len(token_ids), key_limit)
-        key = key_of(req, token_ids, spans, max(up_to, owned), known.fused)
+        key = self.key_of(req, token_ids, spans, max(up_to, owned), known.fused)
         borders = (len(req.origin_input_ids),) if split_prompt else ()
         values = row[: len(key)].to(dtype=torch.int64, copy=True)
         matched, path = self.insert_segments(
@@ -229,7 +249,7 @@ class ChunkRadixCache(ChunkTree):
             borders,
             moved=known.moved,
         )
-        known.inserted_len = max(known.inserted_len, len(key))
+        known.inserted_len = max(known.inserted_len, key.num_tokens)
         # A conversation's own later turns are no sign that others will ask for its chunks: counted,
         # they would keep finished conversations while the running ones' histories leave.
         self._mark(path, spans, counts_hits=is_first and not spans.is_later_turn)
@@ -303,22 +323,3 @@ class ChunkRadixCache(ChunkTree):
         report = self.tiers.promiser.report(req) if spans.fusion is not None else None
         answer = encode(Answer(self.log.unread(), report, known.loaded, self.tiers.host.worth))
         req.customized_info = {**(req.customized_info or {}), ANSWER_KEY: [answer]}
-
-
-def key_of(
-    req: Any,
-    token_ids: array[int],
-    spans: RequestSpans,
-    up_to: int,
-    fused: Fused | None = None,
-) -> ChunkKey:
-    """The key of a request's first `up_to` tokens, cut at a whole chunk. `fused`: from where on it
-    is approximate."""
-    return ChunkKey.cut(
-        token_ids,
-        spans.spans,
-        up_to,
-        extra_key=req.extra_key,
-        cache_salt=req.cache_salt,
-        fused=fused,
-    )

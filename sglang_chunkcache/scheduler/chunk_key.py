@@ -22,7 +22,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -120,16 +120,21 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         """The key's segments in order; token segments are also cut at `extra_borders`."""
         position = 0
         for span in self.spans:
-            yield from _token_segments(position, span.start, extra_borders)
+            yield from token_segments(position, span.start, extra_borders)
             yield Segment(*span)
             position = span.end
-        yield from _token_segments(position, len(self), extra_borders)
+        yield from token_segments(position, len(self.token_ids), extra_borders)
 
     def __len__(self) -> int:
-        # it has no limit and is no bigram view, and a match asks four times a chunk
+        # It has no limit and is no bigram view, and a match asks four times a chunk.
+        # The slots that its node owns: fewer than tokens where they come in pages (paged_key.py).
         return len(self.token_ids)
 
-    def __getitem__(self, index: int | slice) -> ChunkKey:
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def __getitem__(self, index: int | slice) -> Self:
         if isinstance(index, int):
             if not -len(self) <= index < len(self):
                 raise IndexError(f"index {index} out of range for {len(self)} tokens")
@@ -137,23 +142,19 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         start, stop, step = index.indices(len(self))
         if step != 1:
             raise ValueError(f"slice step must be 1, got {step}")
+        return self.part(start, stop)
+
+    def part(self, start: int, stop: int) -> Self:
+        """Its tokens `[start, stop)`."""
         fused = self.fused
         if fused is not None:
             fused = Fused(max(0, fused.start - start), fused.recipe) if fused.start < stop else None
-        key = ChunkKey(
-            self.token_ids[start:stop],
-            # Uncut, see `__slots__`: cutting them at each step is quadratic in a prompt's chunks.
-            self._spans,
-            extra_key=self.extra_key,
-            cache_salt=self.cache_salt,
-            fused=fused,
-        )
+        key = self._made(start, stop, fused)
         key._look_at(self._first, self._end, self._offset + start)
         return key
 
     def child_key(self, page_size: int = 1) -> Any:
-        head = self._leading_chunk()
-        exact = (_TAG, self.extra_key, self.cache_salt, self.token_ids[0] if head is None else head)
+        exact = (_TAG, self.extra_key, self.cache_salt, self._head())
         # Where the recipe begins later, the first segment is exact, and shared with exact requests.
         return (
             exact
@@ -176,10 +177,21 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         limit = min(self._leading_tokens_len(), other._leading_tokens_len())
         return min(limit, int(super().match(other)))
 
+    def _made(self, start: int, stop: int, fused: Fused | None) -> Self:
+        """Of these tokens, with all spans."""
+        # Uncut, see `__slots__`: cutting them at each step is quadratic in a prompt's chunks.
+        return type(self)(
+            self.token_ids[start:stop],
+            self._spans,
+            extra_key=self.extra_key,
+            cache_salt=self.cache_salt,
+            fused=fused,
+        )
+
     def _look_at(self, first: int, end: int, offset: int) -> None:
         """Of `_spans[first:end]` those that lie whole in this key,
         which begins at `offset` among them."""
-        spans, stop = self._spans, offset + len(self)
+        spans, stop = self._spans, offset + len(self.token_ids)
         # A tuple that is shorter sorts first: the first span that starts at `offset` or behind it.
         first = bisect_left(spans, (offset,), first, end)
         end = bisect_left(spans, (stop,), first, end)
@@ -190,6 +202,11 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         if end - first <= 1:  # a node's key holds one span, not its whole prompt's
             _ = self.spans
 
+    def _head(self) -> Any:
+        """What tells a key from others that begin at the same place."""
+        head = self._leading_chunk()
+        return self.token_ids[0] if head is None else head
+
     def _leading_chunk(self) -> ChunkId | None:
         if self._first == self._end:
             return None
@@ -197,9 +214,9 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         return chunk if start == self._offset else None
 
     def _leading_tokens_len(self) -> int:
-        return (
-            self._spans[self._first].start - self._offset if self._first < self._end else len(self)
-        )
+        if self._first == self._end:
+            return len(self.token_ids)
+        return self._spans[self._first].start - self._offset
 
 
 def cut_at_chunk(spans: Sequence[Span], end: int) -> int:
@@ -207,7 +224,7 @@ def cut_at_chunk(spans: Sequence[Span], end: int) -> int:
     return next((span.start for span in spans if span.start < end < span.end), end)
 
 
-def _token_segments(start: int, end: int, borders: Sequence[int]) -> Iterator[Segment]:
+def token_segments(start: int, end: int, borders: Sequence[int]) -> Iterator[Segment]:
     for border in (*sorted(b for b in borders if start < b < end), end):
         if start < border:
             yield Segment(start, border, None)

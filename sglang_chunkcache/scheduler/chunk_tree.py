@@ -54,10 +54,8 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         """Build the tree of one rank.
 
         Raises:
-            ValueError: page size above 1, or speculative decoding, named in the message.
+            ValueError: speculative decoding.
         """
-        if params.page_size != 1:
-            raise ValueError(f"the chunk cache needs --page-size 1, got {params.page_size}")
         if params.is_eagle:
             raise ValueError(
                 "the chunk cache does not support speculative decoding (--speculative-algorithm)"
@@ -107,44 +105,46 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         *,
         moved: Collection[int] = (),
     ) -> tuple[int, list[TreeNode]]:
-        """Insert `key`, one node per segment; returns (tokens already there, the last node of every
+        """Insert `key`, one node per segment; returns (slots already there, the last node of every
         segment).
 
         `head` names the tokens before the first chunk. What ends within `inserted_len` counts no
         hit. `moved`: where chunks begin whose KV was computed at another place.
         """
-        node, matched, path = self.root_node, 0, []
+        node, matched, path, page = self.root_node, 0, [], self.page_size
         before: list[ChunkId] = []
-        heads = iter(text_before(head, key.spans, key.token_ids))
+        spans = zip(key.spans, text_before(head, key.spans, key.token_ids), strict=True)
         for start, end, chunk in key.segments(*borders):
-            segment, slots, is_hit = key[start:end], values[start:end], end > inserted_len
+            first, is_hit = start - start % page, end > inserted_len
+            slots = values[first : end - end % page]
             found, node = compat.add_segment(
-                self, node, segment, slots, priority or 0, is_hit=is_hit
+                self, node, key.part(start, end), slots, priority or 0, is_hit=is_hit
             )
-            if matched == start:
+            if matched == first:
                 matched += found
-            known, text = facts(node), "" if chunk is None else next(heads)
-            if found < end - start:  # a new node
-                known.chunk, known.start, known.is_moved = chunk, start, start in moved
+            path.append(node)
+            if chunk is None:
+                continue
+            span, text = next(spans)
+            if (known := facts(node)).chunk is None:  # a new node
+                known.chunk, known.start, known.is_moved = chunk, span.start, span.start in moved
                 known.head, known.prefix = text, tuple(before)
                 if _is_copy(node):
                     self.copies.add(node)
-            if chunk is not None:
-                before.append(chunk)
-            path.append(node)
+            before.append(chunk)
         self.touch(node)
         return matched, path
 
     def path(self, key: ChunkKey) -> list[TreeNode]:
         """The nodes that the key goes through, as far as it has them whole. A look, no use."""
         node, found, start = self.root_node, list[TreeNode](), 0
-        while start < len(key):
-            rest = key[start:]
+        while start < key.num_tokens:
+            rest = key.part(start, key.num_tokens)
             node = node.children.get(rest.child_key())
             if node is None or node.key.match(rest) < len(node.key):
                 break
             found.append(node)
-            start += len(node.key)
+            start += node.key.num_tokens
         return found
 
     def touch(self, node: TreeNode | None) -> None:
@@ -191,9 +191,9 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
                 self.back_on_device(node, copy, spans.namespace, promoted=promoted)
             elif known.chain is None:
                 chunk = known.chunk if fused is None else fused_chunk(fused.recipe, known.chunk)
-                inserted = Inserted(chunk, len(node.key), parent, spans.namespace, promoted)
+                inserted = Inserted(chunk, chunk_len(node), parent, spans.namespace, promoted)
                 known.chain = inserted.chain
-                self.num_chunk_tokens += len(node.key)
+                self.num_chunk_tokens += inserted.num_tokens
                 self.num_inserted_chunks += 1
                 self.log.append(inserted)
             elif counts_hits and fused is None:
@@ -207,12 +207,12 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         """The node has a place in the global tree, and is in host memory."""
         known, parent = facts(node), facts(node.parent).chain
         assert known.chunk is not None
-        inserted = Inserted(known.chunk, len(node.key), parent, namespace, promoted)
+        inserted = Inserted(known.chunk, chunk_len(node), parent, namespace, promoted)
         known.chain = host.chain = inserted.chain
         known.host, known.hits, host.node = host, host.hits, node
         known.scores, known.outward, known.promoted = host.scores, host.outward, promoted
         self.num_promoted += known.promoted
-        self.num_chunk_tokens += len(node.key)
+        self.num_chunk_tokens += inserted.num_tokens
         self.log.append(inserted)
 
     def on_host(
@@ -244,7 +244,7 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         known = facts(node)
         if known.chain is None:
             return
-        self.num_chunk_tokens -= len(node.key)
+        self.num_chunk_tokens -= chunk_len(node)
         self.num_promoted -= known.promoted
         self.num_evicted_chunks += 1
         if known.host is not None:
@@ -264,13 +264,13 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         tokens = promoted = 0
         for node in nodes:
             if len(node.key) != len(node.value):
-                found.append(f"node {node.id}: {len(node.key)} tokens but {len(node.value)} slots")
+                found.append(f"node {node.id} owns {len(node.key)}, has {len(node.value)} slots")
             if isinstance(node.key, ChunkKey) and len(list(node.key.segments())) != 1:
                 found.append(f"node {node.id}: more than one segment: {list(node.key.segments())}")
             known = facts(node)
             if (chain := known.chain) is not None:
                 chains.append(chain)
-                tokens, promoted = tokens + len(node.key), promoted + known.promoted
+                tokens, promoted = tokens + chunk_len(node), promoted + known.promoted
                 if facts(node.parent).chunk is not None and facts(node.parent).chain is None:
                     found.append(
                         f"node {node.id} has a place in the global tree but the chunk above has"
@@ -321,6 +321,12 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
             node = stack.pop()
             stack.extend(node.children.values())
             yield node
+
+
+def chunk_len(node: TreeNode) -> int:
+    """Tokens of a chunk node's chunk."""
+    ((start, end, _),) = node.key.spans
+    return int(end - start)
 
 
 def area_of(path: Sequence[TreeNode], area_len: int) -> list[TreeNode]:

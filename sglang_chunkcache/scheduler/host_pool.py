@@ -225,6 +225,8 @@ def refusal(device_pool: Any, args: Any) -> str | None:
     """Why KV of this pool is not kept in host memory. None: it can be."""
     if args.enable_dp_attention or args.enable_pdmux or args.pp_size > 1:
         return "--enable-dp-attention, --enable-pdmux and --pp-size are not supported"
+    if (args.page_size or 1) > 1:
+        return f"--page-size {args.page_size} is not supported"
     if type(device_pool) is not MHATokenToKVPool:
         return f"KV in a {type(device_pool).__name__} is not supported"
     if device_pool.head_dim != device_pool.v_head_dim or device_pool.layer_shard_enabled:

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_chunkcache import compat
-from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache, key_of
+from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.report import Explanation, Fallback
 from sglang_chunkcache.wire.spans import checked
@@ -86,7 +86,7 @@ def explain(cache: ChunkRadixCache, asked: ExplainRequest) -> Explanation:
     found = structs.replace(found, loaded=loaded)
     if spans is None:
         return found
-    stored, pays = cache.tiers.stored.stored(key_of(req, ids, spans, len(ids)), spans)
+    stored, pays = cache.tiers.stored.stored(cache.key_of(req, ids, spans, len(ids)), spans)
     slow = () if pays or Fallback.STORAGE_SLOW in found.fallbacks else (Fallback.STORAGE_SLOW,)
     return structs.replace(found, stored=stored, fallbacks=(*found.fallbacks, *slow))
 

@@ -1,7 +1,8 @@
 """What `ChunkRadixCache` holds, as a dict from a path of units to the slots of its last unit.
 
 A unit is one token, or one whole chunk; a path begins with the namespace (kind, extra_key,
-cache_salt). Slow and obviously right: no nodes, no splits, no locks.
+cache_salt). Slow and obviously right: no nodes, no splits, no locks. In pages a unit has the slots
+of the pages that end in it: it may have none.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ def units(
     up_to: int,
     extra_key: str | None,
     salt: str | None,
+    page_size: int = 1,
 ) -> Path:
-    """The first `up_to` tokens as units; a chunk that would be cut is left out with all after
-    it."""
+    """The first `up_to` tokens as units; a chunk whose pages would be cut is left out with all
+    after it."""
     path: list[Unit] = [("plain" if spans is None else "chunks", extra_key, salt)]
     starts = dict(spans or ())
     position = 0
     while position < up_to:
         end = starts.get(position, position + 1)
-        if end > up_to:
+        if end - end % page_size > up_to:
             break
         path.append(("chunk" if position in starts else "token", *token_ids[position:end]))
         position = end
@@ -41,10 +43,15 @@ def num_tokens(path: Path) -> int:
 class NaiveCache:
     """Paths with slots, and the promotion marks and hits of chunk paths."""
 
-    def __init__(self) -> None:
+    def __init__(self, page_size: int = 1) -> None:
+        self.page_size = page_size
         self.slots: dict[Path, tuple[int, ...]] = {}
         self.marks: dict[Path, bool] = {}
         self.hits: dict[Path, int] = {}
+
+    def num_slots(self, path: Path) -> int:
+        """Whole pages."""
+        return num_tokens(path) // self.page_size * self.page_size
 
     def match(self, path: Path) -> Path:
         """The longest leading part of `path` that is held."""
@@ -57,7 +64,7 @@ class NaiveCache:
         """Hold `path`; what was there keeps its slots."""
         position = 0
         for length in range(2, len(path) + 1):
-            end = position + len(path[length - 1]) - 1
+            end = self.num_slots(path[:length])
             self.slots.setdefault(path[:length], tuple(slots[position:end]))
             position = end
 
@@ -70,15 +77,19 @@ class NaiveCache:
             )
             self.marks[chunk_path] = index < promoted_len
 
-    def evict(self, freed: Iterable[int]) -> None:
-        """These slots are gone, and with them their paths."""
+    def evict(self, freed: Iterable[int], chunks: Iterable[Path]) -> None:
+        """These slots are gone, and with them their paths; and these chunks, which may have had
+        none."""
         gone = set(freed)
         for path in [path for path, slots in self.slots.items() if gone.intersection(slots)]:
             del self.slots[path]
+        for path in chunks:
+            self.slots.pop(path, None)
             self.marks.pop(path, None)
             self.hits.pop(path, None)
-        for path in self.slots:
-            assert len(path) == 2 or path[:-1] in self.slots, f"{path} lost its prefix"
+        for path in sorted(self.slots, key=len):
+            if len(path) > 2 and path[:-1] not in self.slots:
+                assert not self.slots.pop(path), f"{path} lost its prefix"
 
     def is_promoted(self, path: Path) -> bool:
         """The mark of the nearest chunk of the first area, at `path` or above; True without one."""

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from msgspec import structs
 from sglang.srt.managers.schedule_batch import ReqKvInfo
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     EvictParams,
     InitLoadBackParams,
@@ -36,12 +36,15 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from radix_ext import ChunkId, Span, chunk_id
 from radix_ext.variant_index import VariantIndex
+from sglang_chunkcache.compat import PAGES_WITHOUT_TRITON
 from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.cpu.allocator import PagedAllocator
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_slots import NoSlots, Slots
 from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.scheduler.paged_cache import PagedRadixCache
 from sglang_chunkcache.scheduler.tiers import Tiers
 from sglang_chunkcache.storage.opening import create_index
 from sglang_chunkcache.wire.events import NOTHING_READ, Acknowledgement
@@ -74,6 +77,43 @@ class CountingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
         for slot in slots:
             self.contents.pop(slot, None)
         super().free(free_index.to(torch.int64))
+
+    def extend(self, start: int, end: int, last_slot: int) -> torch.Tensor | None:
+        """Slots for a request's tokens `[start, end)`."""
+        slots: torch.Tensor | None = self.alloc(end - start)
+        return slots
+
+
+class CountingPages(PagedTokenToKVPoolAllocator if PAGES_WITHOUT_TRITON else PagedAllocator):  # type: ignore[misc]
+    """The same of pages."""
+
+    contents: dict[int, Any]
+
+    def clear(self) -> None:
+        super().clear()
+        self.contents = {}
+
+    def free(self, free_index: torch.Tensor) -> None:
+        pages = {slot // self.page_size for slot in free_index.tolist()}
+        twice = pages & set(self.free_pages.tolist())
+        assert not twice, f"pages freed twice: {sorted(twice)}"
+        for slot in [each for each in self.contents if each // self.page_size in pages]:
+            del self.contents[slot]
+        super().free(free_index.to(torch.int64))
+
+    def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+        assert start_pos % self.page_size == 0
+        pages = (free_index // self.page_size).tolist()
+        assert pages[:: self.page_size] == list(dict.fromkeys(pages)), "SGLang would free others"
+        self.free(free_index)
+
+    def extend(self, start: int, end: int, last_slot: int) -> torch.Tensor | None:
+        ends = [torch.tensor([end])] * 2
+        starts = [torch.tensor([start])] * 2
+        slots: torch.Tensor | None = self.alloc_extend(
+            *starts, *ends, torch.tensor([last_slot]), end - start
+        )
+        return slots
 
 
 class FakeReq:
@@ -167,6 +207,7 @@ class Scheduler:
         force_miss: bool = False,
         prefill_budget: int | None = None,
         is_chunked: bool = True,
+        page_size: int = 1,
         rows: Any = None,
         host_slots: int = 0,
         create_tiers: Callable[[HostChains], Tiers] = Tiers,
@@ -182,16 +223,20 @@ class Scheduler:
         self.capacity, self.force_miss = capacity, force_miss
         self.prefill_budget, self.is_chunked = prefill_budget, is_chunked
         self.batch: list[tuple[FakeReq, int]] = []  # what the next `forward` computes: up to where
-        self.allocator = CountingAllocator(capacity, torch.float32, "cpu", None, False)
+        self.page_size = page_size
+        if page_size == 1:
+            self.allocator: Any = CountingAllocator(capacity, torch.float32, "cpu", None, False)
+        else:
+            self.allocator = CountingPages(capacity, page_size, torch.float32, "cpu", None, False)
         self.rows = rows or ReqToTokenPool(MAX_REQS, MAX_CONTEXT, "cpu", False)
-        params = CacheInitParams(False, self.rows, self.allocator, 1)
+        params = CacheInitParams(False, self.rows, self.allocator, page_size)
         self.cache: Any
         if config is None:
             self.cache = RadixCache(params)
             return
         pool = MemoryHost(lambda: self.allocator.contents, host_slots) if host_slots else NoSlots()
         index = create_index(config, max(1, host_slots * pool.token_bytes))
-        self.cache = ChunkRadixCache(
+        self.cache = (PagedRadixCache if page_size > 1 else ChunkRadixCache)(
             params,
             config,
             lambda tree: create_tiers(self._create_host(tree, pool, index)),
@@ -257,7 +302,7 @@ class Scheduler:
         False if slots are short."""
         if self.prefill_budget is not None:
             end = min(end, req.filled + self.prefill_budget - self._num_planned())
-        if end <= req.filled or self._num_free() < end - req.filled:
+        if end <= req.filled or self._num_free() < self._need(req.filled, end):
             return False
         self.batch.append((req, end))
         return True
@@ -338,18 +383,21 @@ class Scheduler:
         return [int(slot) for slot in self.rows.req_to_token[req.kv.req_pool_idx, start:end]]
 
     def free_slots(self) -> list[int]:
+        """Or pages."""
         return [int(slot) for slot in self.allocator.free_pages]
 
     def tree_slots(self) -> list[int]:
         return [int(slot) for _, node in walk(self.cache) for slot in node.value]
 
     def check(self, reqs: Sequence[FakeReq] = ()) -> None:
-        """Every slot has one owner, and the books agree."""
-        own = [slot for req in reqs for slot in self._own(req)]
-        owners = sorted([*own, *self.free_slots(), *self.tree_slots()])
-        assert owners == list(range(1, self.capacity + 1)), f"the requests have {own}"
+        """Every page has one owner, and the books agree. Without pages each slot is one."""
+        page, tree = self.page_size, self.tree_slots()
+        own = [each for req in reqs for each in {slot // page for slot in self._own(req)}]
+        assert tree == [slot - slot % page + n % page for n, slot in enumerate(tree)], "cut pages"
+        owners = sorted([*own, *self.free_slots(), *(slot // page for slot in tree[::page])])
+        assert owners == list(range(1, self.capacity // page + 1)), f"the requests have {own}"
         booked = self.cache.evictable_size() + self.cache.protected_size()
-        assert self.allocator.available_size() + booked + len(own) == self.capacity
+        assert self.allocator.available_size() + booked + page * len(own) == self.capacity
         if isinstance(self.cache, ChunkRadixCache):
             self.cache.check_integrity()
 
@@ -384,7 +432,7 @@ class Scheduler:
                 end = min(end, start + left)
             if left <= 0 or (not self.is_chunked and self.batch and end - start >= left):
                 return None
-        return end if promised + end - start <= self._num_free() else None
+        return end if promised + self._need(start, end) <= self._num_free() else None
 
     def _num_free(self) -> int:
         """Slots that can be had besides those promised to the batch."""
@@ -392,15 +440,21 @@ class Scheduler:
         return idle - self._num_planned()
 
     def _num_planned(self) -> int:
-        return sum(end - req.filled for req, end in self.batch)
+        return sum(self._need(req.filled, end) for req, end in self.batch)
+
+    def _need(self, start: int, end: int) -> int:
+        """Slots for tokens `[start, end)` of a request that has its page at `start`."""
+        return (-(-end // self.page_size) - -(-start // self.page_size)) * self.page_size
 
     def _allocate(self, req: FakeReq, end: int) -> None:
-        need = end - req.kv.kv_allocated_len
+        start = req.kv.kv_allocated_len
+        need = self._need(start, end)
         if self.allocator.available_size() < need:
             self.evict(need - self.allocator.available_size())
-        slots = self.allocator.alloc(need)
+        last_slot = (self.slots(req, start - 1, start) if start else [-1])[0]
+        slots = self.allocator.extend(start, end, last_slot)
         assert slots is not None, f"SGLang dies: no slots for {need} admitted tokens"
-        self.rows.write((req.kv.req_pool_idx, slice(end - need, end)), slots.to(torch.int32))
+        self.rows.write((req.kv.req_pool_idx, slice(start, end)), slots.to(torch.int32))
         req.kv.kv_allocated_len = end
 
     def _around(

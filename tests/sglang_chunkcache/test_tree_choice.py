@@ -54,7 +54,7 @@ def plain_model() -> Any:
     [
         ({}, []),
         ({"page_size": None, "disaggregation_mode": None}, []),
-        ({"page_size": 16}, ["--page-size 16"]),
+        ({"page_size": 16}, []),
         ({"disable_radix_cache": True}, ["--disable-radix-cache"]),
         ({"radix_cache_backend": "x"}, ["--radix-cache-backend"]),
         ({"speculative_algorithm": "EAGLE"}, ["--speculative-algorithm"]),
@@ -77,7 +77,14 @@ def plain_model() -> Any:
 def test_settings_of_stock_trees_are_found(
     change: dict[str, Any], named: list[str], plain_model: Any
 ) -> None:
-    assert stock_only(SimpleNamespace(**PLAIN | change), plain_model) == named
+    args = SimpleNamespace(**PLAIN | change)
+    assert stock_only(args, plain_model, ChunkCacheConfig()) == named
+
+
+@pytest.mark.parametrize(("page_size", "named"), [(1, []), (64, ["--page-size 64"])])
+def test_moved_kv_is_not_in_pages(page_size: int, named: list[str], plain_model: Any) -> None:
+    args = SimpleNamespace(**PLAIN | {"page_size": page_size})
+    assert stock_only(args, plain_model, ChunkCacheConfig(reuse="fused")) == named
 
 
 @pytest.mark.parametrize(
@@ -96,7 +103,8 @@ def test_models_of_stock_trees_are_found(
     made = getattr(transformers, f"{name}Config")(num_hidden_layers=4, **sizes).to_dict()
     architecture = name.removesuffix("Text") + "ForCausalLM"
     (tmp_path / "config.json").write_text(json.dumps({**made, "architectures": [architecture]}))
-    assert stock_only(SimpleNamespace(**PLAIN), ModelConfig(str(tmp_path))) == named
+    model = ModelConfig(str(tmp_path))
+    assert stock_only(SimpleNamespace(**PLAIN), model, ChunkCacheConfig()) == named
 
 
 @pytest.mark.parametrize(
@@ -151,7 +159,7 @@ def test_what_needs_our_tree_is_refused(
     [
         ([], "chunk", BACKEND, None),
         ([TREE, "stock"], "stock", None, None),
-        (["--page-size", "16"], "stock", None, "--page-size 16"),
+        (["--page-size", "16"], "chunk", BACKEND, None),
         (
             ["--radix-cache-backend", "python_radix"],
             *("stock", "python_radix", "--radix-cache-backend"),

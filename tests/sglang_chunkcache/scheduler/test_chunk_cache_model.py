@@ -4,7 +4,7 @@ calls.
 Requests with and without chunks and audits run interleaved; prefill pieces end anywhere, also
 inside chunks. After every step each slot has one owner, the tree equals the model, nothing locked
 was evicted, and the events of the log, delivered late, twice or not at all, lead the front's mirror
-to the tree's digest once everything has arrived.
+to the tree's digest once everything has arrived. The same in pages, some longer than chunks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer
 from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
-from tests.reference.naive_cache import NaiveCache, Path, num_tokens, units
+from tests.reference.naive_cache import NaiveCache, Path, units
 from tests.reference.scheduler import FakeReq, Scheduler, config, marked, walk
 
 pytestmark = pytest.mark.matrix
@@ -78,18 +78,22 @@ class Live:
 class CacheMachine(RuleBasedStateMachine):
     """Scheduler and model do the same."""
 
+    page_size = 1
+
     @initialize(
         eviction=st.sampled_from(["reused", "reused", "promoted", "lru"]),
         force_miss=st.sampled_from([False, False, False, True]),
     )
     def start(self, eviction: str, force_miss: bool) -> None:
         self.eviction = eviction
-        self.scheduler = Scheduler(CAPACITY, config(eviction=eviction), force_miss=force_miss)
+        self.scheduler = Scheduler(
+            CAPACITY, config(eviction=eviction), force_miss=force_miss, page_size=self.page_size
+        )
         self.inserts: list[float] = []
         """When each request came into the tree for the first time."""
         self.age, self.ages = 0.0, [0.0]
         """The highest priority that has left; what it was after each insert."""
-        self.model = NaiveCache()
+        self.model = NaiveCache(self.page_size)
         self.live: list[Live] = []
         self.shapes: list[tuple[tuple[int, ...], list[list[tuple[int, ...]]], str | None]] = []
         self.tree = ChunkPrefixTree(max_nodes=10_000)
@@ -210,7 +214,7 @@ class CacheMachine(RuleBasedStateMachine):
     def flush(self) -> None:
         self.scheduler.cache.reset()
         self.scheduler.allocator.clear()
-        self.model = NaiveCache()
+        self.model = NaiveCache(self.page_size)
         # a flush waits for idle: what was sent before it has arrived or is lost
         self.batches.clear()
 
@@ -264,11 +268,14 @@ class CacheMachine(RuleBasedStateMachine):
             path = path_of(keys)
             slots, size = node.value.tolist(), len(path_of(keys[-1:])) - 1
             for n in range(len(path) - size + 1, len(path) + 1):
-                length = len(path[n - 1]) - 1
+                length = self.model.num_slots(path[:n]) - self.model.num_slots(path[: n - 1])
                 held[path[:n]], slots = tuple(slots[:length]), slots[length:]
+            assert not slots
             if facts(node).chain is not None:
                 marks[path] = facts(node).promoted
-        assert held == self.model.slots
+        assert {path: each for path, each in held.items() if each} == {
+            path: each for path, each in self.model.slots.items() if each
+        }
         assert marks == self.model.marks
 
     @invariant()
@@ -283,27 +290,28 @@ class CacheMachine(RuleBasedStateMachine):
             self._release(self.live[0], is_insert=True)
         self.scheduler.check()
         self.deliver_everything()
-        self.scheduler.evict(CAPACITY)
+        self.scheduler.evict(CAPACITY + 1)  # chunks without a page, too
         assert self.scheduler.allocator.available_size() == CAPACITY
         assert rank_state(self.scheduler.cache, 0).events.num_nodes == 0
 
     # Helpers
 
     def _units(self, live: Live, up_to: int) -> Path:
-        return units(live.req.all_ids, live.spans, up_to, live.req.extra_key, live.req.cache_salt)
+        req = live.req
+        return units(req.all_ids, live.spans, up_to, req.extra_key, req.cache_salt, self.page_size)
 
     def _admit(self, live: Live, piece: int) -> None:
         self.scheduler.cache.arrived(live.req)
         expected = self.model.match(self._units(live, len(live.req.all_ids) - 1))
         for _ in range(piece % 3):  # the queue asks again and again
             assert self.scheduler.match(live.req) == (
-                0 if self.scheduler.force_miss else num_tokens(expected)
+                0 if self.scheduler.force_miss else self.model.num_slots(expected)
             )
         live.locked = expected[:1] if self.scheduler.force_miss else expected
         with _EvictionWatch(self, self.model.slots_of(live.locked)):
             matched = self.scheduler.admit(live.req, piece)
         if matched is not None:
-            assert matched == num_tokens(live.locked)
+            assert matched == self.model.num_slots(live.locked)
             assert self.scheduler.slots(live.req, 0, matched) == self.model.slots_of(live.locked)
             self.live.append(live)
 
@@ -317,14 +325,16 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _inserted(self, live: Live, up_to: int) -> Path:
         """What a request should leave in the tree after `up_to` computed tokens."""
-        return self._units(live, max(up_to, num_tokens(live.locked)))
+        return self._units(live, max(up_to, self.model.num_slots(live.locked)))
 
     def _book_insert(self, live: Live, up_to: int, rows: Sequence[int] | None = None) -> None:
         if live.is_audit:  # what it has computed stays its own and goes with it
-            assert rows is not None or live.req.kv.cache_protected_len == num_tokens(live.locked)
+            assert rows is not None or live.req.kv.cache_protected_len == self.model.num_slots(
+                live.locked
+            )
             return
         path = self._inserted(live, up_to)
-        length = num_tokens(path)
+        length = self.model.num_slots(path)
         self.model.insert(
             path, rows if rows is not None else self.scheduler.slots(live.req, 0, length)
         )
@@ -384,14 +394,17 @@ class _EvictionWatch:
         locked = {
             slot for live in self.machine.live for slot in self.machine._locked_slots(live)
         } | self.locked
-        before = set(self.machine.scheduler.tree_slots())
+        before, chunks = set(self.machine.scheduler.tree_slots()), self._chunks()
         result = self.original(params)
         gone = before - set(self.machine.scheduler.tree_slots())
         assert not gone & locked, "a locked slot was evicted"
         assert gone == expected, "eviction order"
         assert result.num_tokens_evicted == len(gone)
-        self.machine.model.evict(gone)
+        self.machine.model.evict(gone, chunks - self._chunks())
         return result
+
+    def _chunks(self) -> set[Path]:
+        return {path_of(keys) for keys, node in walk(self.cache) if facts(node).chunk is not None}
 
     def _expected(self, num_tokens: int) -> set[int]:
         """The least of all leaves, again and again."""
@@ -426,12 +439,22 @@ def path_of(keys: Sequence[Any]) -> Path:
         ("chunks" if isinstance(first, ChunkKey) else "plain", first.extra_key, first.cache_salt)
     ]
     for key in keys:
-        if isinstance(key, ChunkKey) and key.spans:
-            path.append(("chunk", *key.token_ids))
-        else:
-            path += [("token", token) for token in key.token_ids]
+        spans = key.spans if isinstance(key, ChunkKey) else ()
+        lead = spans[0].start if spans else len(key.token_ids)
+        path += [("token", token) for token in key.token_ids[:lead]]
+        path += [("chunk", *key.token_ids[lead:])] if spans else []
     return tuple(path)
 
 
 CacheMachine.TestCase.settings = settings(max_examples=examples(250), stateful_step_count=50)
 TestCacheMachine = CacheMachine.TestCase
+
+
+class PagedMachine(CacheMachine):
+    """In pages that some chunks fill and others do not."""
+
+    page_size = 4
+
+
+PagedMachine.TestCase.settings = CacheMachine.TestCase.settings
+TestPagedMachine = PagedMachine.TestCase
