@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from radix_ext import ChainId, ChunkId, extend_chain, root_chain
 from radix_ext.cfo import Prefix
@@ -48,6 +48,16 @@ class HostCounts(ChainCounts):
     """Copies that raised, in either direction, and loads that could not be prepared."""
     layers_ahead: int = 0
     """Layers of the last load that were copied before its forward began; the rest was beside it."""
+
+
+class Found(NamedTuple):
+    """A node that a request can have loaded."""
+
+    host: HostNode
+    slots: Tensor
+    """Of the node's, in host memory: those that the device lacks."""
+    end: int
+    """Its last token in the prompt, and one."""
 
 
 class HostNodes(ExactChains[HostNode, HostSlots]):
@@ -81,29 +91,30 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
             found.append(self._here(key))
         return found
 
-    def after(self, key: ChunkKey, area_len: int, start: int) -> Iterator[tuple[HostNode, Tensor]]:
-        """(node, its slots from `start` on) of what is here of the key's first `area_len` chunks
-        and the tokens before them, up to the first gap."""
-        area = key.spans[:area_len]
+    def after(self, key: ChunkKey, area_len: int, start: int) -> Iterator[Found]:
+        """What is here of the key's first `area_len` chunks and the tokens before them, behind its
+        first `start` slots, up to the first gap."""
+        area, page = key.spans[:area_len], self._tree.page_size
         if not self._nodes or not area or start >= area[-1].end:
             return
         head_len = area[0].start
-        if start > head_len and all(span.start != start for span in area):
+        head_end = head_len - head_len % page
+        if start > head_end and all(span.start - span.start % page != start for span in area):
             return
         chain_key = root(key.token_ids[:head_len], key.extra_key, key.cache_salt)
-        if start < head_len:
+        if start < head_end:
             host = self._here(chain_key)
             if host is None:
                 return
-            yield host, host.blob.slots[start:]
+            yield Found(host, host.blob.slots[start:], head_len)
         for span in area:
             chain_key = below(chain_key, span.chunk)
-            if span.start < start:
+            if span.start - span.start % page < start:
                 continue
             host = self._here(chain_key)
             if host is None:
                 return
-            yield host, host.blob.slots
+            yield Found(host, host.blob.slots, span.end)
 
     @property
     def chains_not_on_device(self) -> list[ChainId]:
@@ -221,13 +232,15 @@ def chunks_to(node: TreeNode) -> list[TreeNode]:
 
 
 def head_of(node: TreeNode) -> tuple[bytes, list[TreeNode]]:
-    """(chain key, nodes on the device) of the tokens before a first chunk, which is `node`."""
+    """(chain key, nodes on the device) of the tokens before a first chunk, which is `node`.
+    The nodes have whole pages of them."""
     above: list[TreeNode] = []
     key, node = node.key, node.parent
     while node.parent is not None:
         above.insert(0, node)
         node = node.parent
     token_ids = array("q", itertools.chain.from_iterable(each.key.token_ids for each in above))
+    token_ids += key.token_ids[: key.spans[0].start]  # in pages: a part of one
     return root(token_ids, key.extra_key, key.cache_salt), above
 
 

@@ -94,7 +94,12 @@ class HostPool:
         """Keys and values, [num_layers, num_tokens, num_kv_heads, head_dim] each, copied; on any
         thread, behind a `fence`. By numpy, on one core, as all that runs beside a forward: torch
         would take all cores from it."""
-        keys, values = (torch.from_numpy(each.take(slots.numpy(), axis=1)) for each in self._bytes)
+        taken = (each.take(slots.numpy(), axis=1) for each in self._bytes)
+        # in pages a chunk may have no slot, and numpy gives such an array no strides
+        keys, values = (
+            torch.from_numpy(each) if each.size else torch.empty(each.shape, dtype=torch.uint8)
+            for each in taken
+        )
         return keys.view(self._pool.dtype), values.view(self._pool.dtype)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -225,8 +230,6 @@ def refusal(device_pool: Any, args: Any) -> str | None:
     """Why KV of this pool is not kept in host memory. None: it can be."""
     if args.enable_dp_attention or args.enable_pdmux or args.pp_size > 1:
         return "--enable-dp-attention, --enable-pdmux and --pp-size are not supported"
-    if (args.page_size or 1) > 1:
-        return f"--page-size {args.page_size} is not supported"
     if type(device_pool) is not MHATokenToKVPool:
         return f"KV in a {type(device_pool).__name__} is not supported"
     if device_pool.head_dim != device_pool.v_head_dim or device_pool.layer_shard_enabled:

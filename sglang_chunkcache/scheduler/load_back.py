@@ -21,9 +21,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
 from radix_ext.costs import Costs, Phase, Work, explores, extend_work
 from radix_ext.loading import loading_pays, num_fitting
 from sglang_chunkcache import compat
-from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
+from sglang_chunkcache.scheduler.host_nodes import Found, HostCounts, HostNodes
 from sglang_chunkcache.scheduler.layer_loads import Clock, copied_ahead
-from sglang_chunkcache.scheduler.node import HostNode, facts, joined
+from sglang_chunkcache.scheduler.node import facts, joined
 from sglang_chunkcache.scheduler.pricing import prefill_work
 
 if TYPE_CHECKING:
@@ -78,36 +78,36 @@ class LoadBack:
         tree, allocator = self._tree, self._tree.token_to_kv_pool_allocator
         start, last = compat.num_matched(result), result.last_device_node
         found = list(self._nodes.after(key, spans.area_len, start))
-        if not found or not self._pays(start, start + _num_tokens(found)):
+        if not (size := _num_slots(found)) or not self._pays(start, start + size):
             return result
         num_asked = len(found)
         tree.inc_lock_ref(last)
         try:
             room = allocator.available_size() + tree.evictable_size()
-            del found[num_fitting((len(slots) for _, slots in found), room) :]
+            del found[num_fitting((len(slots) for _, slots, _ in found), room) :]
             self._counts.no_room += len(found) < num_asked
-            num_tokens = _num_tokens(found)
-            if (missing := num_tokens - allocator.available_size()) > 0:
+            size = _num_slots(found)
+            if (missing := size - allocator.available_size()) > 0:
                 tree.evict(EvictParams(num_tokens=missing))
-            device_slots = allocator.alloc(num_tokens) if found else None
+            device_slots = allocator.alloc(size) if size else None
         finally:
             tree.dec_lock_ref(last)
         if device_slots is None:
             return result
         try:
-            sources = self._pool.prepare(torch.cat([slots for _, slots in found]))
+            sources = self._pool.prepare(torch.cat([slots for _, slots, _ in found]))
         except Exception as error:
             allocator.free(device_slots)
             self._copy_failed(error)
             return result
         row = torch.cat([tree.path_device_indices(last), device_slots])
         _, path = tree.insert_segments(
-            key[: len(row)], row, spans.namespace, priority, inserted_len=len(row)
+            key.part(0, end := found[-1].end), row, spans.namespace, priority, inserted_len=end
         )
-        parts = torch.split(sources, [len(slots) for _, slots in found])
+        parts = torch.split(sources, [len(slots) for _, slots, _ in found])
         for node, part in zip(path[-len(found) :], parts, strict=True):
             self._loads[node] = part
-        for host, _ in found:
+        for host, *_ in found:
             host.blob.hold()
             self._being_loaded.append(host.blob)
         chunks = [node for node in path if facts(node).chunk is not None]
@@ -119,14 +119,14 @@ class LoadBack:
             is_promoted = index < spans.promoted_len
             tree.back_on_device(node, copy, spans.namespace, promoted=is_promoted)
             self._nodes.came_to_device(node)
-        self._nodes.loaded([host for host, _ in found])
+        self._nodes.loaded([host for host, *_ in found])
         self._counts.loads += 1
-        self._counts.loaded_tokens += num_tokens
+        self._counts.loaded_tokens += size
         return compat.rematched(tree, result, path[-1], len(row))
 
     def num_loadable(self, key: ChunkKey, spans: RequestSpans, start: int) -> int:
-        """Tokens that `load` would find behind `start`."""
-        return _num_tokens(list(self._nodes.after(key, spans.area_len, start)))
+        """Slots that `load` would fill behind `start`."""
+        return _num_slots(list(self._nodes.after(key, spans.area_len, start)))
 
     def before(self, batch: ScheduleBatch) -> None:
         """A forward comes next: copy what it may read, as much of it beside as costs no wait
@@ -198,5 +198,5 @@ class LoadBack:
             blob.let_go()
 
 
-def _num_tokens(found: Sequence[tuple[HostNode, Tensor]]) -> int:
-    return sum(len(slots) for _, slots in found)
+def _num_slots(found: Sequence[Found]) -> int:
+    return sum(len(slots) for _, slots, _ in found)

@@ -64,10 +64,12 @@ class _Link(NamedTuple):
     """In host memory, where those tokens have no chunk."""
     is_empty: bool
     """The prompt begins with a chunk, and this is what precedes it."""
-    num_tokens: int = 0
+    num_slots: int = 0
     """Its own, in a request."""
     end: int = 0
-    """And with all before it."""
+    """Slots up to its end."""
+    stop: int = 0
+    """Tokens up to its end."""
 
 
 class StoredChains:
@@ -124,7 +126,7 @@ class StoredChains:
                 )
                 self._use(links)
             unknown = {
-                each.place.pointed_from[0]: each.num_tokens
+                each.place.pointed_from[0]: each.num_slots
                 for each in asked_for
                 if self._nodes.get(each.chain_key) is None and self._find(each) is None
             }
@@ -132,10 +134,12 @@ class StoredChains:
             self.storage.others.look_up(unknown, partial(self._load, links, key, asked), asked)
             if asked.loads or asked.lookup is not None:
                 asked.end = links[-1].end
-                asked.computed_s = self._computed_s(self._num_cached(key[: asked.end]), asked.end)
+                asked.computed_s = self._computed_s(
+                    self._num_cached(key.part(0, links[-1].stop)), asked.end
+                )
 
     def stored(self, key: ChunkKey, spans: RequestSpans) -> tuple[int, bool]:
-        """(tokens that the storage has behind host memory and device,
+        """(slots that the storage would fill behind host memory and device,
         whether to load them is estimated to pay). Asks nobody."""
         if self.storage.is_off:
             return 0, True
@@ -198,10 +202,11 @@ class StoredChains:
         first = root(key.token_ids[: area[0].start], key.extra_key, key.cache_salt)
         tenant = key.extra_key, key.cache_salt
         links = self._chain(first, spans.namespace, [span.chunk for span in area], tenant)
-        ends = [0, area[0].start, *(span.end for span in area)]
+        stops = [area[0].start, *(span.end for span in area)]
+        ends = [stop - stop % self._tree.page_size for stop in stops]
         return [
-            link._replace(num_tokens=end - start, end=end)
-            for link, start, end in zip(links, ends[:-1], ends[1:], strict=True)
+            link._replace(num_slots=end - start, end=end, stop=stop)
+            for link, start, end, stop in zip(links, [0, *ends[:-1]], ends, stops, strict=True)
         ]
 
     def _chain(
@@ -277,8 +282,8 @@ class StoredChains:
 
     def _missing(self, links: Sequence[_Link], key: ChunkKey) -> tuple[Sequence[_Link], int]:
         """(what neither device nor host memory has, up to what the storage has not, either; how
-        many tokens precede what would be computed of it). What is on its way is missing, too."""
-        missing, cached = list[_Link](), self._num_cached(key[: links[-1].end]) if links else 0
+        many slots precede what would be computed of it). What is on its way is missing, too."""
+        missing, cached = list[_Link](), self._num_cached(key.part(0, links[-1].stop)) if links else 0
         for link in links:
             host = self._nodes.get(link.chain_key)
             if link.end <= cached or (host is not None and host.is_here):
@@ -286,7 +291,7 @@ class StoredChains:
             if not (link.is_empty or self._find(link)):
                 break
             missing.append(link)
-        return missing, max(cached, missing[0].end - missing[0].num_tokens) if missing else 0
+        return missing, max(cached, missing[0].end - missing[0].num_slots) if missing else 0
 
     def _is_faster(self, links: Sequence[_Link], start: int) -> bool:
         """Whether loading them is estimated to take no longer than computing from `start` on."""
@@ -300,7 +305,7 @@ class StoredChains:
         return loading_pays(loaded and loaded + copied, self._computed_s(start, end))
 
     def _num_cached(self, key: ChunkKey) -> int:
-        """Tokens that the device has of it."""
+        """Slots that the device has of it."""
         return sum(len(node.key) for node in self._tree.path(key))
 
     def _computed_s(self, start: int, end: int) -> float:
@@ -331,10 +336,8 @@ class StoredChains:
         )
         if host is None:
             return False
-        into = host.blob.writer()
-        if not self.storage.load(
-            variant, row.num_tokens, partial(self._came, link, host, key, asked), into, asked
-        ):
+        came = partial(self._came, link, host, key, asked)
+        if not self.storage.load(variant, row.num_tokens, came, host.blob.writer(), asked):
             self._nodes.drop(host)
             self._nodes.released(host)
             return False
@@ -356,8 +359,8 @@ class StoredChains:
         ):  # the device may have it by now, and nobody knows where
             self._nodes.drop(host)
             return
-        path = self._tree.path(key[: link.end]) if key is not None else []
-        is_on_device = bool(path) and sum(len(node.key) for node in path) == link.end
+        path = self._tree.path(key.part(0, link.stop)) if key is not None else []
+        is_on_device = bool(path) and sum(node.key.num_tokens for node in path) == link.stop
         self._nodes.came(host, path[-1] if is_on_device else None)
 
     def _links_of(self, variant: Variant) -> Iterator[_Link]:
@@ -388,6 +391,8 @@ def how_computed(ctx: Any) -> tuple[str, ...]:
         f"tp{args.tp_size}",
         sglang.__version__,
         torch.__version__,
+        # entries of pages begin and end with one
+        *([f"page{args.page_size}"] if (args.page_size or 1) > 1 else []),
         *map(str, kernels),
     )
 

@@ -4,9 +4,9 @@ answers NaN.
     python -m tests.e2e.poisoned_server --model-path M [our flags] [any SGLang flag]
 
 Slots are poisoned when the pool is made or cleared, and when they become free: at the end of a
-group for frees that SGLang groups. Slot 0 is poisoned too: it belongs to padding, and rows of the
-request table that were never written point to it. On the CPU a forward pass is over when its call
-returns, so no forward still reads what is freed.
+group for frees that SGLang groups; in pages from 0.5.22 on. Slot 0 is poisoned too: it belongs to
+padding, and rows of the request table that were never written point to it. On the CPU a forward
+pass is over when its call returns, so no forward still reads what is freed.
 
 Loads from host memory come beside forwards and passes, however short they are.
 
@@ -28,11 +28,14 @@ from sglang_chunkcache import launch_server
 
 # isort: split
 import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
 SABOTAGE_VAR = "POISONED_SERVER_SABOTAGE"
 
 _clear, _free = TokenToKVPoolAllocator.clear, TokenToKVPoolAllocator.free
+_clear_pages = PagedTokenToKVPoolAllocator.clear
+_release_pages = getattr(PagedTokenToKVPoolAllocator, "_release_page_ids", None)
 
 
 def poison(pool: Any, slots: torch.Tensor | slice) -> None:
@@ -52,9 +55,26 @@ def _poisoning_free(allocator: Any, free_index: torch.Tensor) -> None:
         poison(allocator._kvcache, free_index)
 
 
+def _poisoning_clear_pages(allocator: Any) -> None:
+    _clear_pages(allocator)
+    poison(allocator._kvcache, slice(None))
+
+
+def _poisoning_release(allocator: Any, *page_ids: torch.Tensor) -> None:
+    assert _release_pages is not None
+    _release_pages(allocator, *page_ids)
+    in_page = torch.arange(allocator.page_size)
+    for each in page_ids:
+        slots = each[:, None] * allocator.page_size + in_page
+        poison(allocator._kvcache, slots.flatten())
+
+
 def install() -> None:
-    """Patch SGLang's allocator in this process."""
+    """Patch SGLang's allocators in this process."""
     TokenToKVPoolAllocator.clear, TokenToKVPoolAllocator.free = _poisoning_clear, _poisoning_free
+    PagedTokenToKVPoolAllocator.clear = _poisoning_clear_pages
+    if _release_pages is not None:
+        PagedTokenToKVPoolAllocator._release_page_ids = _poisoning_release
 
 
 def _install_sabotage(switch: Path) -> None:

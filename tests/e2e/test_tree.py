@@ -23,7 +23,9 @@ from eval.tasks.world import world_requests
 from tests import models
 from tests.e2e.asking import CHAT, EXPLAIN, flush, metrics_of, rank_of, stats_of
 from tests.e2e.conftest import STRICT
+from tests.e2e.crowding import check_that_chain_comes_back
 from tests.reference.tiny_tokenizer import make_tokenizer
+from tests.soak import mixed_load
 from tests.soak.answers import (
     LOGPROBS,
     NEVER_REUSE,
@@ -46,10 +48,13 @@ _numbers = count()
 
 @pytest.fixture(scope="module", params=["chunk", "stock"])
 def paged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """In pages, with a pool that evicts."""
+    """In pages, with a pool that evicts, and whose free pages hold NaN; ours with host memory of
+    twice its size."""
     log = tmp_path_factory.mktemp("servers") / "paged.log"
     flags = ["--model-path", "bundled", *PAGED, *POOL, "--chunkcache-tree", request.param]
-    with Server([*flags, "--enable-metrics"], log=log, env=STRICT) as server:
+    flags += ["--chunkcache-host-mib", "10"] if request.param == "chunk" else []
+    flags.append("--enable-metrics")
+    with Server(flags, log=log, env=STRICT, launcher=mixed_load.POISONED) as server:
         yield server
         assert server.is_running, f"the server died:\n{server.log_tail(40)}"
 
@@ -122,7 +127,7 @@ def test_answers_under_eviction_are_those_without_reuse(
     replies = run(server, requests)
     assert sum(map(exact_of, replies)) > 1000
     if not is_stock(server):
-        assert rank_of(server)["evicted_chunks"] > 0
+        assert rank_of(server)["host"]["loaded_tokens"] > 0
         assert differences(whole(server, replies), answers_of(replies)) == []
         return
     before = rank_of(server)["mirror"]
@@ -159,6 +164,12 @@ def test_without_events_the_least_recent_use_is_assumed(tmp_path: Path) -> None:
         again = run(server, requests[-1:])[0]["chunkcache"]
         assert again["chunks_planned"] > again["chunks_hit"]
         assert rank_of(server)["mirror"]["corrections"] > mirror["corrections"]
+
+
+def test_pages_come_back_from_host_memory(paged: Server) -> None:
+    if is_stock(paged):
+        pytest.skip("SGLang's tree has none on a CPU")
+    check_that_chain_comes_back(paged, PAGE)
 
 
 def test_moved_kv_is_off_and_said(paged: Server) -> None:

@@ -37,10 +37,15 @@ class HostScheduler(Scheduler):
         capacity: int = CAPACITY,
         host_slots: int = 1000,
         create_tiers: Callable[[HostChains], Tiers] = Tiers,
+        page_size: int = 1,
         **knobs: Any,
     ) -> None:
         super().__init__(
-            capacity, config(**knobs), host_slots=host_slots, create_tiers=create_tiers
+            capacity,
+            config(**knobs),
+            host_slots=host_slots,
+            create_tiers=create_tiers,
+            page_size=page_size,
         )
         self.tree = ChunkPrefixTree(max_nodes=10_000)
         self.mirror = RankMirror(self.tree, 0)

@@ -457,19 +457,26 @@ def test_integrity_names_what_is_wrong(scheduler: HostScheduler) -> None:
     assert "do not know each other" in str(raised.value)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(120))
 @given(
     seed=st.integers(0, 2**32),
-    capacity=st.integers(24, 60),
+    num_pages=st.integers(6, 15),
     host_slots=st.sampled_from([12, 30, 1000]),
+    page_size=st.sampled_from([1, 4]),
 )
-def test_random_traffic_finds_all_that_is_held(seed: int, capacity: int, host_slots: int) -> None:
+def test_random_traffic_finds_all_that_is_held(
+    seed: int, num_pages: int, host_slots: int, page_size: int
+) -> None:
     """A match is as long as what device and host hold, unless the device has no room."""
-    rng = random.Random(seed)
-    scheduler = HostScheduler(capacity, host_slots, window_requests=rng.choice([1, 5]))
+    rng, capacity = random.Random(seed), 4 * num_pages
+    scheduler = HostScheduler(
+        capacity, host_slots, window_requests=rng.choice([1, 5]), page_size=page_size
+    )
+    # in pages what a slot holds tells chunks apart that begin otherwise
+    pool = [A, B, C, (1, 2, 6), (9,)] if page_size == 1 else [A, (5, 2), C, (6, 1, 2, 1, 3), (9,)]
     live: list[FakeReq] = []
     for _ in range(60):
-        chunks = rng.sample([A, B, C, (1, 2, 6), (9,)], rng.randint(1, 3))
+        chunks = rng.sample(pool, rng.randint(1, 3))
         head, salt = rng.choice([(), HEAD, (90, 92), (94,)]), rng.choice([None, None, "s"])
         req = rag(*chunks, head=head, cache_salt=salt, promoted_len=rng.choice([0, 0, 1]))
         step = rng.random()
@@ -511,9 +518,11 @@ def longest(scheduler: HostScheduler, req: FakeReq) -> int:
     spans, limit = scheduler.cache._spans_of(req).spans, len(req.all_ids) - 1
     whole = [spans[0].start, *(span.end for span in spans)]
     ends = [*range(whole[0]), *whole, *range(whole[-1] + 1, limit + 1)]
-    length = 0
+    length, page = 0, scheduler.page_size
     for steps, held in ((ends, on_device), (whole, set(host.pool.contents.values()))):
-        for end in sorted(end for end in steps if length < end <= limit):
+        for end in sorted({end - end % page for end in steps}):
+            if not length < end <= limit:
+                continue
             if content(req, end) not in held:
                 break
             length = end

@@ -561,14 +561,16 @@ OTHERS = st.one_of(
 @given(
     steps=st.lists(st.one_of(ASKS, ASKS, ASKS, OTHERS), max_size=40),
     slots=st.sampled_from([8, 14, 100]),
+    page_size=st.sampled_from([1, 4]),
 )
-@settings(max_examples=examples(150), deadline=None)
-def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
+@settings(max_examples=examples(200), deadline=None)
+def test_random_lives(steps: list[tuple[Any, ...]], slots: int, page_size: int) -> None:
     """Whatever is loaded has the contents of its place; nothing leaks, the front agrees."""
     with tempfile.TemporaryDirectory() as folder:
         disk = ChainDisk(Path(folder))
         disk.wait_policy = WaitPolicy(0.5)
-        server = costly(Server(disk, host_slots=slots, storage_bytes=4000))
+        made: dict[str, Any] = {"host_slots": slots, "storage_bytes": 4000, "page_size": page_size}
+        server = costly(Server(disk, **made))
         for kind, *told in steps:
             if kind == "ask":
                 chunks, head, settles, promoted = told
@@ -592,7 +594,7 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
             else:
                 disk.storage.become("healthy")
                 server.stop()
-                server = costly(Server(disk, host_slots=slots, storage_bytes=4000))
+                server = costly(Server(disk, **made))
                 if told[0]:
                     server.cache.tiers.stored.load_most_used(5)
             server.check()
@@ -603,6 +605,23 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int) -> None:
         server.storage.index.check_integrity()
         assert not any(blob.is_held for blob in server.cache.tiers.host.nodes._slots.out)
         server.storage.close()
+
+
+@pytest.mark.parametrize("is_loaded_at_start", [False, True])
+def test_pages_come_back(disk: ChainDisk, *, is_loaded_at_start: bool) -> None:
+    """Behind a chunk without a page of its own, too."""
+    pages: dict[str, Any] = {"page_size": 4, "capacity": 80}
+    server = Server(disk, **pages)
+    chunks = (A, (9,), (60, 61, 62), B)  # up to tokens 6, 7, 10 and 13
+    for _ in range(3):
+        server.ask(rag(*chunks))
+    server.stop()
+    server = Server(disk, **pages)
+    if is_loaded_at_start:
+        server.cache.tiers.stored.load_most_used(5)
+        assert server.on_host() == {chain(*chunks[:n]) for n in range(1, 5)}
+    assert server.ask(rag(*chunks)) == 12
+    server.check()
 
 
 def test_chain_is_written_before_the_next_one_takes_its_slots(disk: ChainDisk) -> None:
