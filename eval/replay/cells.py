@@ -180,6 +180,7 @@ class ReplayCell:
             **({"ranks": replay.figures} if isinstance(replay, RanksReplay) else {}),
             "num_evicted": replay.num_evicted,
             "peak_nodes": replay.peak_nodes,
+            "peak_tokens": replay.peak_tokens if self._facts.has_lengths else None,
             "order_us_p50": round(replay.order_us(0.5), 2),
             "order_us_p99": round(replay.order_us(0.99), 2),
         }

@@ -203,6 +203,7 @@ def _add_axes(parser: argparse.ArgumentParser) -> None:
         ),
         ("window", 1, "requests counted; default: 1000"),
         ("threshold", 1, "promotion count; default: 2"),
+        ("page-size", 1, "slots of a page of the KV pool, as the server's; default: 1"),
         ("k", 1, "first K chunks of each request; default: all, generated: 10"),
     ):
         group.add_argument(f"--{name}", nargs="+", type=_at_least(minimum), help=text)
@@ -338,6 +339,8 @@ def _cells(options: argparse.Namespace, facts: TraceFacts) -> list[Cell]:
         )
     if tokens and axes["capacity"]:
         raise CommandError("give --capacity or --capacity-tokens, not both")
+    if max(axes["page_size"] or (1,)) > 1 and (not facts.has_lengths or options.reuse == "fused"):
+        raise CommandError("--page-size needs a trace with lengths, and --reuse exact")
     if any(axes["host"] or ()) and not any(tokens or axes["capacity"] or ()):
         raise CommandError(
             "--host needs --capacity or --capacity-tokens: nothing leaves an unlimited cache"

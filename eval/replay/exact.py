@@ -9,6 +9,10 @@ hit, but what the conversation has shown can be dropped. A request may name its 
 front of its chunks: behind different heads nothing is shared, a history neither. Access counts know
 no heads, as on a server.
 
+In pages a chunk has the pages that end in it, behind its chain, as in the server's tree
+(sglang_chunkcache/scheduler/paged_key.py): tokens found are whole pages, and a chunk that lacks a
+part of one counts as found.
+
 With a host tier, what leaves the device stays there if host memory has a copy, and is loaded by the
 next request whose chain goes on with it. Copies and loads take no time here.
 """
@@ -60,7 +64,7 @@ class ReplaySettings:
     others as in their modules.
 
     `host` is host memory's room, in the unit of the device's; 0: there is no such tier.
-    `host_worth` is for the order.
+    `host_worth` is for the order. Pages mean something if the trace has lengths.
 
     Raises:
         LimitError, PolicyError: a value out of range, an unknown policy.
@@ -79,6 +83,7 @@ class ReplaySettings:
     host: int = 0
     host_admission: HostAdmission = "either"
     host_worth: float = 1.0
+    page_size: int = 1
 
     def __post_init__(self) -> None:
         check_choice("eviction", self.eviction, EVICTION_POLICIES)
@@ -89,6 +94,7 @@ class ReplaySettings:
             "capacity_tokens", 1 if self.capacity_tokens is None else self.capacity_tokens, 1
         )
         check_at_least("host", self.host, 0)
+        check_at_least("page_size", self.page_size, 1)
         check_choice("host_admission", self.host_admission, HOST_ADMISSIONS)
         if self.host and self.capacity is None and self.capacity_tokens is None:
             raise LimitError("host needs a limited capacity: nothing leaves an unlimited device")
@@ -156,7 +162,8 @@ class Replay:
     """
 
     def __init__(self, settings: ReplaySettings) -> None:
-        self.num_evicted = self.peak_nodes = self._num_loaded = self._loaded_tokens = 0
+        self.num_evicted = self.peak_nodes = self.peak_tokens = 0
+        self._num_loaded = self._loaded_tokens = 0
         self._settings = settings
         self._is_limited = settings.capacity is not None or settings.capacity_tokens is not None
         self._table = AccessTable(settings.window)
@@ -226,6 +233,7 @@ class Replay:
             chain, is_first = history.chain(conversation), False
         if conversation is not None and not is_last_turn:
             self._histories[conversation] = history
+        chain = _in_pages(chain, self._settings.page_size)
         self._table.observe([chunk.id for chunk in request])
         if self._host is not None:
             num_loaded, loaded_tokens = self._load(chain, namespace)
@@ -236,7 +244,9 @@ class Replay:
             self._offload(self._host, leaf)
         if self._is_limited:
             self._make_room(leaf)
-        self.peak_nodes = max(self.peak_nodes, self._tree.holdings.held(_RANK, Tier.DEVICE)[0])
+        num_nodes, num_tokens = self._tree.holdings.held(_RANK, Tier.DEVICE)
+        self.peak_nodes = max(self.peak_nodes, num_nodes)
+        self.peak_tokens = max(self.peak_tokens, num_tokens)
         return count
 
     def order_us(self, q: float) -> float:
@@ -414,6 +424,17 @@ class Replay:
         if self._host is None:
             return node.children is None
         return is_device_leaf(node, _RANK)
+
+
+def _in_pages(chain: tuple[Chunk, ...], page_size: int) -> tuple[Chunk, ...]:
+    """The chunks with their slots in place of their tokens."""
+    if page_size == 1:
+        return chain
+    end, slots = 0, list[Chunk]()
+    for chunk in chain:
+        start, end = end, end + chunk.num_tokens
+        slots.append(Chunk(chunk.id, end - end % page_size - (start - start % page_size)))
+    return tuple(slots)
 
 
 def _tokens(chunks: Iterable[Chunk]) -> int:

@@ -40,6 +40,7 @@ class Cell:
     host: int = 0
     host_admission: HostAdmission | None = "either"
     host_worth: float | None = 0.9
+    page_size: int = 1
 
     @property
     def label(self) -> dict[str, Any]:
@@ -74,6 +75,7 @@ class Cell:
             host=self.host,
             host_admission=self.host_admission or "either",
             host_worth=1.0 if self.host_worth is None else self.host_worth,
+            page_size=self.page_size,
         )
 
 
@@ -141,7 +143,7 @@ def baseline_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None
         return next(
             (other for other in cells if {**cell, "dedup": "off"} == other["cell"] != cell), None
         )
-    same = _like(cell, cells, "retriever", "capacity", "capacity_tokens", "k")
+    same = _like(cell, cells, "retriever", "capacity", "capacity_tokens", "k", "page_size")
     return min(
         same,
         key=lambda other: (other["cell"]["dedup"] != cell["dedup"], not is_stock(other["cell"])),
@@ -174,6 +176,7 @@ def craft_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
         "dedup",
         "host",
         "host_admission",
+        "page_size",
     )
     return same[0] if cell["order"] == "tree" and len(same) == 1 else None
 

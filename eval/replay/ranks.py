@@ -84,6 +84,11 @@ class RanksReplay:
         return max(replay.peak_nodes for replay in self.ranks)
 
     @property
+    def peak_tokens(self) -> int:
+        """Likewise."""
+        return max(replay.peak_tokens for replay in self.ranks)
+
+    @property
     def host_stats(self) -> HostStats | None:
         """Sums over all ranks; None without a host tier."""
         found = [stats for replay in self.ranks if (stats := replay.host_stats) is not None]

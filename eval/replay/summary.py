@@ -94,6 +94,8 @@ def _table(results: Mapping[str, Any]) -> dict[str, Any]:
                     row[f"{unit}s from host"] = (
                         f"{one['tiers'][f'{unit}s']['host']['value']:.1%}" if "host" in one else "-"
                     )
+        if one["cell"]["page_size"] > 1 or "page_size" in row:
+            row["slots held"] = f"{one['peak_tokens']:,}"
         for name in ("offloaded_tokens", "loaded_tokens", "evicted") if has_host else ():
             column = "left host" if name == "evicted" else name.removesuffix("_tokens")
             row[column] = f"{one['host'][name]:,}" if "host" in one else "-"
@@ -161,7 +163,14 @@ def _cell(sample: Sample, share: Share) -> dict[str, Any]:
         figures["host"] = sample["host"]
     if "ranks" in sample:
         figures["ranks"] = sample["ranks"]
-    kept = ("num_requests", "num_evicted", "peak_nodes", "order_us_p50", "order_us_p99")
+    kept = (
+        "num_requests",
+        "num_evicted",
+        "peak_nodes",
+        "peak_tokens",
+        "order_us_p50",
+        "order_us_p99",
+    )
     return figures | {"num_chunks": sum(sample["chunks"])} | {name: sample[name] for name in kept}
 
 

@@ -178,17 +178,19 @@ def test_integrity_check_finds_a_copy_that_is_not_there() -> None:
 @pytest.mark.parametrize("host_admission", HOST_ADMISSIONS)
 @pytest.mark.parametrize("eviction", EVICTION_POLICIES)
 @pytest.mark.parametrize(
-    ("order", "host", "host_worth"), [("retriever", 12, 1), ("tree", 13, 0.5), ("tree", 18, 0.9)]
+    ("order", "host", "host_worth", "page_size"),
+    [("retriever", 12, 1, 1), ("tree", 13, 0.5, 1), ("tree", 18, 0.9, 1), ("tree", 18, 0.9, 2)],
 )
 def test_host_tier_equals_the_naive_simulator(
     order: OrderPolicy,
     host: int,
     host_worth: float,
+    page_size: int,
     eviction: EvictionPolicy,
     host_admission: HostAdmission,
 ) -> None:
-    """Same hits in each tier, copies, loads and evictions; tree and tiers are whole each time.
-    Interests change twice."""
+    """Same hits in each tier, copies, loads and evictions, in pages, too; tree and tiers are whole
+    each time. Interests change twice."""
     trace = [
         [era + name for name in request] for era in "xyz" for request in make_trace(60, seed=host)
     ]
@@ -196,6 +198,7 @@ def test_host_tier_equals_the_naive_simulator(
     parts: dict[str, Any] = {"order": order, "tail": "seen", "eviction": eviction}
     parts |= {"window": 12, "threshold": 3}
     parts |= {"host": host, "host_admission": host_admission, "host_worth": host_worth}
+    parts |= {"page_size": page_size}
     replay, counts = Replay(settings_of(**parts, capacity_tokens=7)), []
     for request in trace:
         counts.append(replay.step([Chunk(ChunkId(name), lengths[name]) for name in request]))

@@ -22,14 +22,17 @@ TOKENS = [
 
 
 @pytest.mark.parametrize("eviction", ["reused", "lru"])
-@pytest.mark.parametrize("drift", [0, 7])
-def test_what_is_found_is_what_a_server_finds(eviction: EvictionPolicy, drift: int) -> None:
+@pytest.mark.parametrize(("drift", "page_size"), [(0, 1), (7, 1), (7, 4)])
+def test_what_is_found_is_what_a_server_finds(
+    eviction: EvictionPolicy, drift: int, page_size: int
+) -> None:
     """Request by request, also while other chunks become popular. The question is a chunk of its
-    own in the replay, since it takes its place in the pool."""
-    draw = Random(drift)
-    server = Scheduler(CAPACITY, ChunkCacheConfig(secret=SECRET, eviction=eviction))
+    own in the replay, since it takes its place in the pool; it fills its page."""
+    draw, config = Random(drift), ChunkCacheConfig(secret=SECRET, eviction=eviction)
+    server = Scheduler(CAPACITY, config, page_size=page_size)
+    limits = None, CAPACITY, 1000, 2, 64
     settings = ReplaySettings(
-        "retriever", "seen", eviction, "all", "off", None, CAPACITY, 1000, 2, 64
+        "retriever", "seen", eviction, "all", "off", *limits, page_size=page_size
     )
     replay, found = Replay(settings), list[tuple[int, int]]()
     for number in range(NUM_REQUESTS):
@@ -37,7 +40,7 @@ def test_what_is_found_is_what_a_server_finds(eviction: EvictionPolicy, drift: i
         numbers = sorted({(rank + number // 75 * drift) % NUM_CHUNKS for rank in ranks})
         texts = [TOKENS[each] for each in numbers]
         ends = [*accumulate(map(len, texts))]
-        question = [10_000 + number]
+        question = [10_000 + number] * (page_size - sum(map(len, texts)) % page_size)
         chunks = [Chunk(chunk_id(text), len(text)) for text in (*texts, question)]
         req = FakeReq(
             [token for text in (*texts, question) for token in text],

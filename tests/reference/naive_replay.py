@@ -37,8 +37,10 @@ def naive_hits(
     host: int = 0,
     host_admission: str = "either",
     host_worth: float = 1.0,
+    page_size: int = 1,
 ) -> NaiveCounts:
-    """Chunk hits of a trace; capacities in tokens, of which a chunk has one without `lengths`.
+    """Chunk hits of a trace; capacities in tokens, of which a chunk has one without `lengths`. In
+    pages a path has those that its tokens fill.
 
     Requests must be short, since all their orders are tried.
     """
@@ -47,8 +49,11 @@ def naive_hits(
     counted = NaiveCounts()
     ages = [0.0, 0.0]
 
+    def filled(path: Path) -> int:
+        return sum(lengths[name] if lengths else 1 for name in path) // page_size * page_size
+
     def size(paths: Iterable[Path]) -> int:
-        return sum(lengths[path[-1]] if lengths else 1 for path in paths)
+        return sum(filled(path) - filled(path[:-1]) for path in paths)
 
     def worth(order: Path) -> tuple[float, int]:
         held = [order[:end] for end in range(1, _depth(order, cached) + 1)]
