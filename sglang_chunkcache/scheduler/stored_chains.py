@@ -283,7 +283,10 @@ class StoredChains:
     def _missing(self, links: Sequence[_Link], key: ChunkKey) -> tuple[Sequence[_Link], int]:
         """(what neither device nor host memory has, up to what the storage has not, either; how
         many slots precede what would be computed of it). What is on its way is missing, too."""
-        missing, cached = list[_Link](), self._num_cached(key.part(0, links[-1].stop)) if links else 0
+        missing, cached = (
+            list[_Link](),
+            self._num_cached(key.part(0, links[-1].stop)) if links else 0,
+        )
         for link in links:
             host = self._nodes.get(link.chain_key)
             if link.end <= cached or (host is not None and host.is_here):

@@ -328,7 +328,8 @@ def test_load_that_fails_is_computed(
 
 def host_node(scheduler: HostScheduler, *chunks: tuple[int, ...]) -> HostNode:
     nodes = scheduler.cache.tiers.host.nodes._nodes.values()
-    return next(host for host in nodes if host.chain == chain(*chunks))
+    host: HostNode = next(host for host in nodes if host.chain == chain(*chunks))
+    return host
 
 
 def test_copy_to_the_host_that_fails_is_missed(
