@@ -220,6 +220,7 @@ BAD = {
 @pytest.mark.parametrize(
     ("reason", "payload"),
     [(reason, payload) for reason, payloads in BAD.items() for payload in payloads],
+    ids=[f"{reason}{n}" for reason, payloads in BAD.items() for n in range(len(payloads))],
 )
 def test_what_cannot_be_believed_drops_the_mirror(reason: str, payload: bytes) -> None:
     """Counted once. From then on the least recent use is assumed, until the cache is empty."""
