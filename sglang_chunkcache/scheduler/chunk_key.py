@@ -12,7 +12,7 @@ From the first moved chunk on, KV is approximate: there and below, child keys al
 that made it ("fused"), which no exact key can form. So only requests that asked for approximate KV
 can match it.
 
-Chunk-keyed and plain keys never share nodes: every child key of ours carries `_TAG`, also in front
+Chunk-keyed and plain keys never share nodes: every child key of ours carries `TAG`, also in front
 of the chunks, since a plain node may run on into what is a chunk here and a match would end inside
 it.
 """
@@ -22,14 +22,14 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from radix_ext import ChunkId, Span
 from radix_ext.fusion_request import QUESTION
 
-_TAG = "chunkcache"
+TAG = "chunkcache"
 
 
 class Segment(NamedTuple):
@@ -134,7 +134,7 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    def __getitem__(self, index: int | slice) -> Self:
+    def __getitem__(self, index: int | slice) -> ChunkKey:
         if isinstance(index, int):
             if not -len(self) <= index < len(self):
                 raise IndexError(f"index {index} out of range for {len(self)} tokens")
@@ -142,19 +142,27 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         start, stop, step = index.indices(len(self))
         if step != 1:
             raise ValueError(f"slice step must be 1, got {step}")
-        return self.part(start, stop)
-
-    def part(self, start: int, stop: int) -> Self:
-        """Its tokens `[start, stop)`."""
         fused = self.fused
         if fused is not None:
             fused = Fused(max(0, fused.start - start), fused.recipe) if fused.start < stop else None
-        key = self._made(start, stop, fused)
+        key = ChunkKey(
+            self.token_ids[start:stop],
+            # Uncut, see `__slots__`: cutting them at each step is quadratic in a prompt's chunks.
+            self._spans,
+            extra_key=self.extra_key,
+            cache_salt=self.cache_salt,
+            fused=fused,
+        )
         key._look_at(self._first, self._end, self._offset + start)
         return key
 
+    def part(self, start: int, stop: int) -> ChunkKey:
+        """Its tokens `[start, stop)`."""
+        return self[start:stop]
+
     def child_key(self, page_size: int = 1) -> Any:
-        exact = (_TAG, self.extra_key, self.cache_salt, self._head())
+        head = self._leading_chunk()
+        exact = (TAG, self.extra_key, self.cache_salt, self.token_ids[0] if head is None else head)
         # Where the recipe begins later, the first segment is exact, and shared with exact requests.
         return (
             exact
@@ -177,17 +185,6 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         limit = min(self._leading_tokens_len(), other._leading_tokens_len())
         return min(limit, int(super().match(other)))
 
-    def _made(self, start: int, stop: int, fused: Fused | None) -> Self:
-        """Of these tokens, with all spans."""
-        # Uncut, see `__slots__`: cutting them at each step is quadratic in a prompt's chunks.
-        return type(self)(
-            self.token_ids[start:stop],
-            self._spans,
-            extra_key=self.extra_key,
-            cache_salt=self.cache_salt,
-            fused=fused,
-        )
-
     def _look_at(self, first: int, end: int, offset: int) -> None:
         """Of `_spans[first:end]` those that lie whole in this key,
         which begins at `offset` among them."""
@@ -201,11 +198,6 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         self._first, self._end, self._offset = first, end, offset
         if end - first <= 1:  # a node's key holds one span, not its whole prompt's
             _ = self.spans
-
-    def _head(self) -> Any:
-        """What tells a key from others that begin at the same place."""
-        head = self._leading_chunk()
-        return self.token_ids[0] if head is None else head
 
     def _leading_chunk(self) -> ChunkId | None:
         if self._first == self._end:

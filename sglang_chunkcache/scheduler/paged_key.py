@@ -1,10 +1,10 @@
 """A `ChunkKey` whose slots come in pages: a node owns the pages that end in its segment.
 
-    page size 4   0 1 2 3 4 5 6 7 8 9 . . .
-    tokens        h h a a a a a b q q q q q q     head, two chunks, question
-    a owns        ───────                         its rest, under a page, lies in the first page
-    b owns                                        of each child; so does all of b
-    the question          ─────── ───────
+    page size 4   0 1 2 3 4 5 6 7 8 9 . .
+    tokens        h h a a a a b q q q q q     head, two chunks, question
+    a owns        ───────                     its rest, under a page, lies in the first page of each
+    b owns                                    child, and all of b in that of the question
+    q owns                ─────── ───────
 
 So no page has two owners, a match is whole pages, and what it lacks of its last chunk, under a
 page, is computed again with what follows. Copying it from another child would need slots that are
@@ -24,7 +24,7 @@ from typing import Any, Self
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from radix_ext import ChunkId, Span
-from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused, Segment, token_segments
+from sglang_chunkcache.scheduler.chunk_key import TAG, ChunkKey, Segment, token_segments
 
 
 class PagedKey(ChunkKey):
@@ -73,14 +73,31 @@ class PagedKey(ChunkKey):
     def __len__(self) -> int:
         return self.phase + self._floor(self.num_tokens)
 
-    def __getitem__(self, index: int | slice) -> Self:
+    def __getitem__(self, index: int | slice) -> PagedKey:
         assert isinstance(index, slice), "SGLang only slices"
         start, stop, _ = index.indices(len(self))
         stop = stop - self.phase if stop < len(self) else self.num_tokens
         return self.part(max(0, start - self.phase), stop)
 
+    def part(self, start: int, stop: int) -> PagedKey:
+        key = PagedKey(
+            self.token_ids[start:stop],
+            self._spans,
+            extra_key=self.extra_key,
+            cache_salt=self.cache_salt,
+            page_size=self.page_size,
+            phase=(self.phase + start) % self.page_size,
+        )
+        key._look_at(self._first, self._end, self._offset + start)
+        return key
+
     def page_aligned(self, page_size: int) -> Self:
         return self  # its length is
+
+    def child_key(self, page_size: int = 1) -> Any:
+        num_tokens = min(self._leading_tokens_len(), self.page_size - self.phase)
+        start = tuple(self.token_ids[:num_tokens]), self._leading_chunk()
+        return (TAG, self.extra_key, self.cache_salt, *start)
 
     def match(self, other: RadixKey, page_size: int = 1) -> int:
         """Slots of this node's key whose pages lead `other`: all or none of a chunk's."""
@@ -88,24 +105,9 @@ class PagedKey(ChunkKey):
         if not isinstance(other, PagedKey):
             return 0
         if self._leading_chunk() is not None or other._leading_chunk() is not None:
-            return len(self) if self._head() == other._head() else 0
+            return len(self) if self.child_key() == other.child_key() else 0
         limit = min(self._leading_tokens_len(), other._leading_tokens_len())
         return self.phase + self._floor(min(limit, int(RadixKey.match(self, other))))
-
-    def _made(self, start: int, stop: int, fused: Fused | None) -> Self:
-        return type(self)(
-            self.token_ids[start:stop],
-            self._spans,
-            extra_key=self.extra_key,
-            cache_salt=self.cache_salt,
-            fused=fused,
-            page_size=self.page_size,
-            phase=(self.phase + start) % self.page_size,
-        )
-
-    def _head(self) -> Any:
-        num_tokens = min(self._leading_tokens_len(), self.page_size - self.phase)
-        return tuple(self.token_ids[:num_tokens]), self._leading_chunk()
 
     def _leading_chunk(self) -> ChunkId | None:
         """If it begins in the key's first page."""
