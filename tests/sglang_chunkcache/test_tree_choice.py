@@ -59,10 +59,7 @@ def plain_model() -> Any:
         ({"radix_cache_backend": "x"}, ["--radix-cache-backend"]),
         ({"speculative_algorithm": "EAGLE"}, ["--speculative-algorithm"]),
         ({"kv_events_config": "{}"}, []),
-        (
-            {"kv_events_config": "{}", "page_size": 4},
-            ["--page-size 4", "--kv-events-config in pages"],
-        ),
+        ({"kv_events_config": "{}", "page_size": 4}, ["--kv-events-config in pages"]),
         ({"enable_hierarchical_cache": True}, ["--enable-hierarchical-cache"]),
         ({"enable_lmcache": True, "enable_flexkv": True}, ["--enable-lmcache", "--enable-flexkv"]),
         (
