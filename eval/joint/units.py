@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eval.data.nearest import ranker
 from eval.joint.kv import Cached, ModelKv
-from eval.quality.ratio_cases import ranker
 from eval.task import TextChunk
 from eval.world.kinds import KINDS
 from eval.world.tokenizer import turn_pieces

@@ -8,12 +8,11 @@ variants, or be an exact hit.
 from __future__ import annotations
 
 import argparse
-import math
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from eval.data.nearest import ranker
 from eval.errors import CommandError
 from eval.task import TASKS, Request, TextChunk, load_requests
 from eval.world.kinds import KINDS
@@ -122,19 +121,3 @@ def long_request(request: Request, num_prompt: int) -> Request:
     times = LONG / num_prompt
     text = " ".join((words * (1 + int(times)))[: int(times * len(words))])
     return replace(request, max_new_tokens=1, chunks=(TextChunk("long", text),))
-
-
-def ranker(corpus: Sequence[TextChunk]) -> Callable[[str, int], list[TextChunk]]:
-    """(text, n) -> the n passages that share most words with it, rare words counting more;
-    ties in the corpus' order."""
-    bags = [set(chunk.text.lower().split()) for chunk in corpus]
-    frequency = Counter(word for bag in bags for word in bag)
-    weight = {word: math.log(len(corpus) / count) for word, count in frequency.items()}
-
-    def nearest(text: str, n: int) -> list[TextChunk]:
-        words = set(text.lower().split())
-        # Sorted: sums of floats depend on the order, which for sets of strings differs by process.
-        scores = [sum(sorted(weight[word] for word in words & bag)) for bag in bags]
-        return [corpus[i] for i in sorted(range(len(corpus)), key=lambda i: -scores[i])[:n]]
-
-    return nearest

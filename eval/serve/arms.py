@@ -50,6 +50,8 @@ class Arm:
     """Added to every request."""
     adapter: str | None = None
     """Name of the adapter that reorders the chunks in the client."""
+    preprocesses: bool = False
+    """Its server computes a cell's chunks before the first request (preprocessed.py)."""
     url: str | None = None
     """Address of a running server; `flags` are then documentation only."""
 
@@ -106,6 +108,7 @@ NO_PASS_LIMIT = ("--chunkcache-max-pass-tokens", "10000000")
 """More tokens than any context: KV deviation is measured over the whole moved region,
 which the default budget would cut."""
 CACHEBLEND: dict[str, Any] = {"selector": "deviation", "ratio": 0.15}
+FUSIONRAG: dict[str, Any] = {"selector": "query", "ratio": 0.15}
 CACHE_CRAFT: dict[str, Any] = {"selector": "context", "ratio": 0.15}
 
 ARMS = {
@@ -188,6 +191,10 @@ ARMS = {
             # `frequency` finds less in fused chains: .295 instead of .377 (eval/LOG.md, 2026-11-22)
             order="tree",
             **CACHEBLEND,
+        ),
+        replace(
+            _paper("fusionrag", "FusionRAG: 15% by the question, preprocessed", **FUSIONRAG),
+            preprocesses=True,
         ),
         _paper("cache-craft", "Cache-Craft, no focus: 15% by context", focus="off", **CACHE_CRAFT),
         _paper("cache-craft-focus", "with focus, so less: see recomputed_share", **CACHE_CRAFT),

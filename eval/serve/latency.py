@@ -39,7 +39,7 @@ def summarize(
 
     Args:
         samples: of `eval.serve.runner.measure`.
-        facts: `servers`, `skipped`, `adapters`, `overhead`, `resumed_at`, of `measure`.
+        facts: `servers`, `skipped`, `adapters`, `overhead`, `preprocessed`, ..., of `measure`.
         against: the arm to compare all others with, cell by cell.
     """
     samples = [_of_any_server(sample) for sample in samples]

@@ -64,4 +64,5 @@ class Plan:
     facts: dict[str, Any] = field(default_factory=dict)
     """Filled by `measure`: `servers` (arm -> the server's own description), `skipped` (arm -> why),
     `resumed_at` (dates), `overhead` (cell and arm -> seconds of our cache and of all times to first
-    token), `tiers` (cell and arm -> what each rank says of host memory and storage)."""
+    token), `tiers` (cell and arm -> what each rank says of host memory and storage), `preprocessed`
+    (cell and arm -> per system message seconds and counts)."""

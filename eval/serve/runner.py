@@ -29,6 +29,7 @@ from eval.serve.arms import Arm, skip_reason
 from eval.serve.lane import Lane
 from eval.serve.latency import lane_name
 from eval.serve.plan import Cell, Plan
+from eval.serve.preprocessed import preprocess_chunks
 from eval.serve.server_pool import Key, ServerPool, key_of
 from eval.serve.workload import cut
 
@@ -176,6 +177,9 @@ def _take(
             # before the replay, whose answers the lane counts as well
             before.append(servers.seconds(lane.server, lane.url))
         for lane in lanes:
+            if lane.arm.preprocesses:
+                told = preprocess_chunks(lane.url, lane.cell.requests)
+                plan.facts.setdefault("preprocessed", {})[lane.name] = told
             _restore(run, loop, lane)
         blocks = [_blocks(lane.cell, plan) for lane in lanes]
         for number in range(max(map(len, blocks))):

@@ -162,15 +162,27 @@ class FakeEndpoint:
             app.router.add_post("/rag/v1/chat/completions", self.chat)
             app.router.add_get("/chunkcache/stats", self._stats)
             app.router.add_post("/chunkcache/forget", self._forget)
+            app.router.add_post("/chunkcache/preprocess", self._preprocess)
+            spans = [{"start": 0, "end": 3}]
+            app.router.add_post("/chunkcache/explain", _says({"spans": spans}))
         return app
 
     async def _stats(self, _: web.Request) -> web.Response:
         self.num_waiting = max(0, self.num_waiting - 1)
-        rank: dict[str, Any] = {"gate": {"passed": True}}
+        counts = dict.fromkeys(("dropped", "no_room", "num_evicted", "pending"), 0)
+        store = {**counts, "max_bytes": 1000, "max_entries": 100, "token_bytes": 1}
+        rank: dict[str, Any] = {"gate": {"passed": True}, "store": store}
         if self.has_tiers:
             rank |= {"host": {"tokens": 7}, "storage": {"queue": self.num_waiting}}
-            rank |= {"store": {"num_chunks": 1}}
-        return web.json_response({"ranks": [rank]})
+        return web.json_response({"ranks": [rank], "reuse": "fused"})
+
+    async def _preprocess(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        self.received.append({**body, "path": http.path})
+        if "refused" in body["chunk"]["text"]:
+            return web.json_response({"message": "too long"}, status=400)
+        moved = {"moved": len(body["neighbors"]), "computed": 0, "missing": 0}
+        return web.json_response({"kept": False, "chunk_tokens": 3, "neighbors": moved})
 
     async def _forget(self, _: web.Request) -> web.Response:
         self.num_forgotten += 1

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from eval.data.nearest import ranker
 from eval.errors import CommandError
 from eval.quality import ratio_curves
 from eval.quality.command import main
@@ -26,7 +27,6 @@ from eval.quality.ratio_cases import (
     data_cases,
     long_request,
     make_case,
-    ranker,
     world_cases,
 )
 from eval.quality.ratio_curves import (

@@ -128,6 +128,49 @@ def test_tiers_are_told_once_the_storage_has_written_all(tmp_path: Path) -> None
     assert row["loaded_share"] == 2 / run.samples[0]["prompt_tokens"]
 
 
+def test_chunks_are_preprocessed_before_the_first_request(tmp_path: Path) -> None:
+    """Behind each system message alone, then behind the nearest other one; of that arm alone."""
+    texts = {"a": "red ball", "b": "red balloon", "c": "green refused", "again": "red ball"}
+    chunks = [TextChunk(name, text) for name, text in texts.items()]
+    asked = [
+        Request("t:0", "q0", tuple(chunks[:2]), system="short"),
+        Request("t:1", "q1", tuple(chunks[1:]), system="long"),
+    ]
+    ahead, others = FakeEndpoint(chunk_cache=True), FakeEndpoint(chunk_cache=True)
+    with serving(ahead), serving(others):
+        arms = [
+            replace(ARMS[name], url=endpoint.url)
+            for name, endpoint in (("fusionrag", ahead), ("fused", others))
+        ]
+        plan = Plan(arms)
+        take(tmp_path, plan, asked)
+    assert {body["path"] for body in others.received} == {"/rag/v1/chat/completions"}
+    paths = [body["path"] for body in ahead.received]
+    assert paths == ["/chunkcache/preprocess"] * 10 + ["/rag/v1/chat/completions"] * 2
+    sent = [
+        (
+            body["messages"][0]["content"],
+            body["chunk"]["text"],
+            *(near["text"] for near in body["neighbors"]),
+        )
+        for body in ahead.received[:10]
+    ]
+    alone = [[("short", text) for text in ("red ball", "red balloon")]]
+    alone.append([("long", text) for text in ("green refused", "red ball", "red balloon")])
+    assert [sorted(sent[:2]), sorted(sent[4:7])] == alone
+    behind = [("red ball", "red balloon"), ("red balloon", "red ball")]
+    assert sorted(sent[2:4]) == [("short", *one) for one in behind]
+    # of equals the first one
+    assert sorted(sent[7:]) == [
+        ("long", *one) for one in [("green refused", "red balloon"), *behind]
+    ]
+    told = plan.facts["preprocessed"]["fusionrag"]
+    assert [one["alone"]["chunks"] for one in told] == [2, 2]
+    assert [one["behind_neighbors"]["refused"] for one in told] == [0, 1]
+    assert all(one["alone"]["seconds"] >= 0 for one in told)
+    assert list(plan.facts["preprocessed"]) == ["fusionrag"]
+
+
 @pytest.mark.parametrize(("reports", "cached"), [(True, 0), (False, None)])
 def test_nothing_cached_is_zero_only_where_the_server_counts(
     tmp_path: Path, reports: bool, cached: int | None
