@@ -39,6 +39,8 @@ class Move:
     spans: Sequence[Span] = ()
     """The request's chunks."""
     recomputed_len: int = 0
+    whole: frozenset[int] = frozenset()
+    """Where moved chunks begin all of whose tokens were recomputed: their KV was computed here."""
     focused: list[int] | None = None
     """Span indices of the chunks the question looks at; None: not asked for."""
     fallbacks: list[Fallback] = field(default_factory=list)

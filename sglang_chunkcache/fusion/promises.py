@@ -122,7 +122,10 @@ class Promises:
                 state(each.req).is_failed = True
                 compat.drop_output(each.req, "its chunks could not be moved, nor computed")
         for each in pending:
-            state(each.req).outward = each.move.outward
+            known = state(each.req)
+            known.outward = each.move.outward
+            # a source like a gap: a variant behind these chunks, as Cache-Craft has several of one
+            known.moved -= each.move.whole
             each.taken.close()
             each.held.close()
 

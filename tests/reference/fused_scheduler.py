@@ -161,6 +161,9 @@ class FakePass:
             ratio = 0.0 if move.fusion.selector == "none" else move.fusion.ratio
             critical = moved[: math.ceil(ratio * len(moved))]
             move.recomputed_len = len(critical)
+            move.whole = frozenset(
+                piece.start for piece in move.moved if {*positions([piece])} <= {*critical}
+            )
             self._compute(move, sorted([*uncached, *critical]))
             move.filling = watch if len(moves) == 1 else None
 

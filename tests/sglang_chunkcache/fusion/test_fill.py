@@ -82,6 +82,7 @@ def test_everything_recomputed_is_a_prefill(scene: Scene, selector: str) -> None
     move = scene.run(asked(selector, 1.0))
     scene.assert_prefilled(move)
     assert (move.recomputed_len, move.fallbacks) == (MOVED_LEN, [])
+    assert move.whole == {HERE[name][0] for name in "ABCE"}
 
 
 @every_model("none", "first")
@@ -109,6 +110,8 @@ def test_only_what_is_chosen_changes(scene: Scene, selector: str) -> None:
     assert num_chosen == move.recomputed_len
     assert math.ceil(0.3 * MOVED_LEN) <= num_chosen <= math.ceil(0.3 * MOVED_LEN) + 3
     assert not changed[: LENS["head"]].any()
+    whole = {HERE[n][0] for n in "ABCE" if changed[slice(*HERE[n])].all()}
+    assert move.whole == whole
 
 
 @pytest.mark.parametrize("selector", SELECTORS)

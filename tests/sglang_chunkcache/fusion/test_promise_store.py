@@ -3,6 +3,7 @@ Cases of one scheduler; see test_promise.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 from unittest import mock
 
@@ -104,6 +105,21 @@ def test_moved_chunks_are_captured_from_their_source() -> None:
     assert variants(rank, B) == [(names(A), B, Scored.NOTHING, False)]
     assert len(variants(rank, D)) == 1
     assert rank.fuser.stats()["store"]["dropped"] == 0
+
+
+def test_a_chunk_that_is_recomputed_whole_is_a_variant_and_the_closest_is_moved() -> None:
+    """Cache-Craft 3.3. Behind A and behind C, B is two variants; each is moved where it fits."""
+    rank = Rank(capacity=200, **SCORED)
+    for before in (A, C):
+        rank.store_chunks(before, B, keep=[1], fusion=asks("first", 1.0))
+    assert variants(rank, B) == [(names(each), B, Scored.ALL, False) for each in (A, C)]
+    rank.evict(1000)  # the store alone has them
+    alpha = replace(asks("context", 0.15), alpha=1.0)
+    for before in (A, C):
+        told = rank.ask(rag(D, before, B, fusion=alpha))
+        assert [each[1:4] for each in sources(told) if each[0] == 2] == [("host", 1, 1)]
+    stats = rank.fuser.stats()["store"]
+    assert (stats["num_chunks"], stats["num_variants"]) == (1, 2)
 
 
 def test_what_waits_for_the_store_does_not_leave_first() -> None:
