@@ -1,14 +1,14 @@
 """Selectors that the papers compare with, for servers: `--chunkcache-selectors eval.selectors`.
 
-    random    Cache-Craft's RANDOM-RECOMP: ceil(r n) tokens of each chunk, the control that a good
-              selector must beat
-    h2o       Cache-Craft's PREFILL-H2O: ceil(r n) of each chunk that the rest of their own chunk
-              attends to most
-    prophet   ProphetKV: ceil(r sum of n) that the question attends to most in all layers together;
-              the baseline of `query`
-
-Cache-Craft's SET-CACHE chooses what is reused, not what is recomputed, which is no selector's to
-say: it is not among them.
+random    Cache-Craft's RANDOM-RECOMP: ceil(r n) tokens of each chunk, the control that a good
+          selector must beat
+h2o       Cache-Craft's PREFILL-H2O: ceil(r n) of each chunk that the rest of their own chunk
+          attends to most
+prophet   ProphetKV: ceil(r sum of n) that the question attends to most in all layers together;
+          the baseline of `query`
+set       Cache-Craft's SET-CACHE: nothing of a chunk whose KV was computed behind the same set
+          of chunks, ceil(r n) of any other. With a ratio just below 1, at which alone selectors
+          are asked, that is all of it
 """
 
 from __future__ import annotations
@@ -68,6 +68,23 @@ class AllLayers(QueryGuided):
     needs = frozenset({Need.QUESTION, Need.ALL_LAYERS})
 
 
+class SameSet(Selector):
+    """By the chunks before it alone, in whatever order: a chunk is reused or computed."""
+
+    name = "set"
+
+    def select(
+        self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
+    ) -> Selection:
+        """Another head is another prefix."""
+        offsets = tuple(
+            leading(0 if is_same else request.ratio, chunk.num_tokens)
+            for chunk in chunks
+            for is_same in [{*chunk.prefix_old} == {*chunk.prefix_new} and not chunk.other_head]
+        )
+        return Selection(offsets, (None,) * len(chunks))
+
+
 def _draw(chunk: MovedChunk, request: FusionRequest) -> Tensor:
     # hash() differs between processes
     seed = blake2b(f"{request.recipe}\0{chunk.chunk}".encode(), digest_size=8).digest()
@@ -78,4 +95,4 @@ def _draw(chunk: MovedChunk, request: FusionRequest) -> Tensor:
     return torch.tensor(sorted(drawn), dtype=torch.int64)
 
 
-SELECTORS = (RandomTokens(), MostAttended(), AllLayers())
+SELECTORS = (RandomTokens(), MostAttended(), AllLayers(), SameSet())

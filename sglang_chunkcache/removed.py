@@ -67,17 +67,13 @@ REMOVED: dict[str, str] = {
     "--chunkcache-selector random": "`--chunkcache-selectors eval.selectors` has it",
     "--chunkcache-selector h2o": "`--chunkcache-selectors eval.selectors` has it",
     "--chunkcache-selector prophet": "`--chunkcache-selectors eval.selectors` has it",
-    "--chunkcache-selector set": (
-        "`exact` reuse finds chains in their order, `none` moves all chunks as they are"
-    ),
+    "--chunkcache-selector set": "`--chunkcache-selectors eval.selectors` has it",
     "reuse.selector random": "a server started with `--chunkcache-selectors eval.selectors` has it",
     "reuse.selector h2o": "a server started with `--chunkcache-selectors eval.selectors` has it",
     "reuse.selector prophet": (
         "a server started with `--chunkcache-selectors eval.selectors` has it"
     ),
-    "reuse.selector set": (
-        "`exact` reuse finds chains in their order, `none` moves all chunks as they are"
-    ),
+    "reuse.selector set": "a server started with `--chunkcache-selectors eval.selectors` has it",
     "reuse.floor": "give a higher ratio",
     "reuse.without": "all parts of `context` count",
     "reuse.focus refill": "`spare` leaves the other chunks as moved, `off` has no focus",

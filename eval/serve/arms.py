@@ -110,6 +110,8 @@ which the default budget would cut."""
 CACHEBLEND: dict[str, Any] = {"selector": "deviation", "ratio": 0.15}
 FUSIONRAG: dict[str, Any] = {"selector": "query", "ratio": 0.15}
 CACHE_CRAFT: dict[str, Any] = {"selector": "context", "ratio": 0.15}
+PREFILL_H2O: dict[str, Any] = {"selector": "h2o", "ratio": 0.15}
+RANDOM_RECOMP: dict[str, Any] = {"selector": "random", "ratio": 0.15}
 
 ARMS = {
     arm.name: arm
@@ -196,8 +198,26 @@ ARMS = {
             _paper("fusionrag", "FusionRAG: 15% by the question, preprocessed", **FUSIONRAG),
             preprocesses=True,
         ),
-        _paper("cache-craft", "Cache-Craft, no focus: 15% by context", focus="off", **CACHE_CRAFT),
+        _paper(
+            "cache-craft",
+            "Cache-Craft by alpha, 1 (fig. 26); what it recomputes whole is another variant",
+            selector="context",
+            alpha=1.0,
+            focus="off",
+        ),
+        _paper("cache-craft-ratio", "at 15%: alpha is solved for", focus="off", **CACHE_CRAFT),
         _paper("cache-craft-focus", "with focus, so less: see recomputed_share", **CACHE_CRAFT),
+        _paper(
+            "set-cache",
+            "SET-CACHE: chunks behind the same set of chunks, all else recomputed",
+            *OWN_SELECTORS,
+            *NO_PASS_LIMIT,
+            # not 1, where no selector is asked
+            selector="set",
+            ratio=0.9999,
+        ),
+        _paper("prefill-h2o", "PREFILL-H2O: the 15% attended to most", *SCORED, **PREFILL_H2O),
+        _paper("random-recomp", "RANDOM-RECOMP: any 15%", *OWN_SELECTORS, **RANDOM_RECOMP),
         _paper("epic", "EPIC: the first 15% of each", selector="first", ratio=0.15),
         _paper("full-reuse", "moved chunks, nothing recomputed", selector="none", ratio=0.0),
     )

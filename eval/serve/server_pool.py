@@ -180,7 +180,9 @@ class ServerPool:
                 if self.facts[str(key)]["chunk_cache"]
                 else []
             )
-            told = [{"host": rank.get("host"), "storage": rank.get("storage")} for rank in ranks]
+            told = [
+                {tier: rank.get(tier) for tier in ("store", "host", "storage")} for rank in ranks
+            ]
             found = [{tier: stats for tier, stats in rank.items() if stats} for rank in told]
             # a storage that hangs never empties its queue
             if time.monotonic() > deadline or not any(

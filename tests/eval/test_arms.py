@@ -104,10 +104,18 @@ def test_fused_is_what_a_user_gets() -> None:
     assert fusion_request(ARMS["cache-craft"]).focus == "off"
     assert fusion_request(ARMS["cache-craft-focus"]).focus == "spare"
     for name, arm in ARMS.items():
-        assert not arm.is_fused or (settings_of(arm).selector == "h2o") == ("scored" in name)
+        scores_all = name in ("fused-scored", "prefill-h2o")
+        assert not arm.is_fused or (settings_of(arm).selector == "h2o") == scores_all
+    assert ARMS["fusionrag"].preprocesses
+    assert fusion_request(ARMS["cache-craft"]).alpha == 1
 
 
-@pytest.mark.parametrize("name", ["cacheblend", "cache-craft", "epic"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cacheblend", "cache-craft-ratio", "epic", "fusionrag", "prefill-h2o", "random-recomp"),
+    ],
+)
 def test_share_that_is_chosen_is_the_label(name: str) -> None:
     """Of five moved chunks whose prefix changed; each rounds up by less than a token."""
     torch = pytest.importorskip("torch")
@@ -122,8 +130,10 @@ def test_share_that_is_chosen_is_the_label(name: str) -> None:
         chunks.append(base.MovedChunk(ChunkId(f"c{number}"), start, length, *prefixes, measured))
         start += length
     request = fusion_request(ARMS[name])
-    selector = importlib.import_module("sglang_chunkcache.fusion.selectors").get(request.selector)
-    evidence = base.Evidence(None, None, torch.rand(start, generator=draw))
+    get = importlib.import_module("sglang_chunkcache.fusion.selectors").get
+    selector = get(request.selector, settings_of(ARMS[name]).selectors)
+    random = torch.rand(start, generator=draw)
+    evidence = base.Evidence(random, None, random)
     chosen = selector.select(chunks, request, evidence)
     assert 0 <= sum(map(len, chosen.offsets)) - 0.15 * start < len(chunks)
 

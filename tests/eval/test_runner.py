@@ -122,7 +122,9 @@ def test_tiers_are_told_once_the_storage_has_written_all(tmp_path: Path) -> None
     with serving(FakeEndpoint(chunk_cache=True, has_tiers=True, num_waiting=5)) as endpoint:
         plan = Plan([replace(ARMS["ours"], url=endpoint.url)])
         run = take(tmp_path, plan, singles(1))
-    assert plan.facts["tiers"] == {"ours": [{"host": {"tokens": 7}, "storage": {"queue": 0}}]}
+    (told,) = plan.facts["tiers"]["ours"]
+    assert told.pop("store")["max_entries"] == 100
+    assert told == {"host": {"tokens": 7}, "storage": {"queue": 0}}
     assert run.samples[0]["chunkcache"]["loaded"] == 2
     (row,) = cell_rows(run.samples)
     assert row["loaded_share"] == 2 / run.samples[0]["prompt_tokens"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,18 @@ def test_h2o_takes_what_is_attended_most() -> None:
     chunks = [make_chunk("a", 3, 5, scores=scores)]
     selection = OWN["h2o"].select(chunks, make_request(ratio=0.4), Evidence())
     assert as_lists(selection) == [[2, 4]]
+
+
+def test_set_reuses_behind_the_same_chunks_alone() -> None:
+    """In any order; more before it is another set, as is fewer."""
+    chunks = [
+        make_chunk("d", 0, 3, old="ab", new="ba"),
+        *(make_chunk("d", 0, 3, old=old, new="ab") for old in ("abc", "a", "")),
+        replace(make_chunk("d", 0, 3), other_head=True),
+        make_chunk("d", 0, 3),
+    ]
+    selection = OWN["set"].select(chunks, make_request(ratio=0.9999), Evidence())
+    assert as_lists(selection) == [[], *[[0, 1, 2]] * 4, []]
 
 
 def drawn(name: str, start: int, recipe: str) -> list[int]:
