@@ -80,6 +80,8 @@ class FusionRequest:
     `ratio` of them at most."""
     own_needs: frozenset[Need] = frozenset()
     """What a selector that is none of ours reads."""
+    tokens: int | None = None
+    """`first` takes so many of each chunk, whatever the ratio."""
     expected: float | None = None
     """With `above`: the share of tokens that deviated more, when that was measured."""
 
@@ -112,7 +114,8 @@ class FusionRequest:
     @property
     def is_choice(self) -> bool:
         """Whether there is something to choose: neither nothing nor everything is asked for."""
-        return self.alpha is not None or 0 < self.ratio < 1  # alpha decides without the ratio
+        # these decide without the ratio
+        return self.alpha is not None or self.tokens is not None or 0 < self.ratio < 1
 
     @property
     def expected_ratio(self) -> float:

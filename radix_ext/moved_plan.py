@@ -296,7 +296,7 @@ class _Walk:
         found: list[_Cut] = []
         waiting: list[Piece] = []  # gaps, until a hit after them makes them worth it
         self.pieces, self.num_refused = [], 0
-        position, moved_len, exact_len, by_alpha, compared = self.start, 0, 0, 0, 0
+        position, moved_len, exact_len, by_chunk, compared = self.start, 0, 0, 0, 0
         moves = {Phase.DEVICE: Work(), Phase.HOST: Work()}
         for index, span in enumerate(self.spans):
             if span.start < self.start or span.end > self.limit:
@@ -319,13 +319,13 @@ class _Walk:
             # However many chunks come from the device, one launch moves them.
             moves[Phase.DEVICE] = moves[Phase.DEVICE]._replace(calls=moves[Phase.DEVICE].tokens > 0)
             moved_len += span.end - span.start
-            by_alpha += _num_by_alpha(piece, fusion)
+            by_chunk += _num_by_chunk(piece, fusion)
             compared += num_compared(piece, fusion)
             # All up to this hit that is not moved, exact gaps included.
             gap_len = span.end - self.start - moved_len
             # Budgets hold for what may be recomputed, estimates go by what is expected to be.
-            recomputed = expected = by_alpha
-            if not _goes_by_alpha(fusion):
+            recomputed = expected = by_chunk
+            if not _goes_by_chunk(fusion):
                 recomputed, expected = (
                     math.ceil(share * moved_len) if fusion.recomputes else 0
                     for share in (fusion.ratio, fusion.expected_ratio)
@@ -383,8 +383,8 @@ class _Walk:
         # No call of its own: either way the chunk's tokens join a pass of all chunks.
         computed = self.price[Phase.RECOMPUTE].seconds(Work(0, num_tokens, num_tokens * piece.end))
         share = (
-            _num_by_alpha(piece, fusion) / num_tokens
-            if _goes_by_alpha(fusion)
+            _num_by_chunk(piece, fusion) / num_tokens
+            if _goes_by_chunk(fusion)
             else fusion.expected_ratio
         )
         moved = self.price[_tier(piece.source)].seconds(_move_of(piece.source, piece))
@@ -405,13 +405,15 @@ def num_compared(piece: Piece, fusion: FusionRequest) -> int:
     return math.ceil(share * (piece.end - piece.start))
 
 
-def _goes_by_alpha(fusion: FusionRequest) -> bool:
-    return fusion.selector == "context" and fusion.alpha is not None
+def _goes_by_chunk(fusion: FusionRequest) -> bool:
+    return fusion.tokens is not None or (fusion.selector == "context" and fusion.alpha is not None)
 
 
-def _num_by_alpha(piece: Piece, fusion: FusionRequest) -> int:
-    """Tokens of a moved chunk that `context` takes at the request's alpha;
-    by the ratio where its source is not scored."""
+def _num_by_chunk(piece: Piece, fusion: FusionRequest) -> int:
+    """Tokens of a moved chunk that `context` takes at the request's alpha, by the ratio where its
+    source is not scored; those that `first` takes where their number is fixed."""
+    if fusion.tokens is not None:
+        return min(fusion.tokens, piece.end - piece.start)
     is_scored = piece.source is not None and piece.source.scores is not None
     share = min(1.0, (fusion.alpha or 0.0) * (piece.cfo or 0.0)) if is_scored else fusion.ratio
     return math.ceil(share * (piece.end - piece.start))

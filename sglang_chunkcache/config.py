@@ -35,6 +35,9 @@ SELECTORS = ("none", "first", "deviation", "query", "critical", "context")
 MAX_ALPHA = 1000.0
 """Far above the alpha that recomputes every chunk whole."""
 
+MAX_FIRST_TOKENS = 1_000_000
+"""Of each chunk: more than any has."""
+
 MAX_LAYERS = 1000
 """More than any model has. A number beyond the model's own layers is its last one."""
 

@@ -218,7 +218,8 @@ ARMS = {
         ),
         _paper("prefill-h2o", "PREFILL-H2O: the 15% attended to most", *SCORED, **PREFILL_H2O),
         _paper("random-recomp", "RANDOM-RECOMP: any 15%", *OWN_SELECTORS, **RANDOM_RECOMP),
-        _paper("epic", "EPIC: the first 15% of each", selector="first", ratio=0.15),
+        # a share of each chunk would be no constant: EPIC's point is that few are enough
+        _paper("epic", "EPIC: the first 32 tokens of each", selector="first", tokens=32),
         _paper("full-reuse", "moved chunks, nothing recomputed", selector="none", ratio=0.0),
     )
 }
@@ -266,10 +267,15 @@ def parse_arm(text: str) -> Arm:
 
 def request_body(arm: Arm, extra: Mapping[str, Any], reuse: Mapping[str, Any]) -> dict[str, Any]:
     """The fields added to each request: the arm's body and `extra`;
-    `reuse` changes that of arms that move KV only."""
+    `reuse` changes that of arms that move KV only; a ratio in it takes the place of what else
+    says how much they recompute."""
     body = {**arm.body, **extra}
+    if not arm.is_fused:
+        return body
+    out = ("alpha", "tokens") if "ratio" in reuse else ()
     # merged, not replaced: a swept ratio leaves the arm's selector
-    return body | {"reuse": {**body["reuse"], **reuse}} if arm.is_fused else body
+    kept = {name: value for name, value in body["reuse"].items() if name not in out}
+    return body | {"reuse": {**kept, **reuse}}
 
 
 def skip_reason(arm: Arm, *, contextpilot_python: Path | None = None) -> str | None:

@@ -112,6 +112,7 @@ def _fused(rag: RagRequest) -> dict[str, Any]:
         "ratio": fusion.asked_ratio if fusion.quality is None else _taken(report),
         "quality": fusion.quality,
         "alpha": fusion.alpha,
+        "tokens": fusion.tokens,
         "focus": fusion.focus,
         "sources": [_shown(labels, source) for source in report.sources] if report else [],
         "focused": None if focused is None else [labels[i] for i in focused],
@@ -134,6 +135,7 @@ def _asked(planned: Planned) -> dict[str, Any] | None:
         "ratio": fusion.asked_ratio,
         "quality": fusion.quality,
         "alpha": fusion.alpha,
+        "tokens": fusion.tokens,
         "focus": fusion.focus,
         "recipe": fusion.recipe,
     }

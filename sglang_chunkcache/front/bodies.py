@@ -17,7 +17,7 @@ from pydantic import (
 
 from radix_ext import FusionRequest
 from radix_ext.fusion_request import Focus
-from sglang_chunkcache.config import MAX_ALPHA, MAX_LAYERS, ChunkCacheConfig
+from sglang_chunkcache.config import MAX_ALPHA, MAX_FIRST_TOKENS, MAX_LAYERS, ChunkCacheConfig
 from sglang_chunkcache.front.fusion_options import fused_request, needs_of
 
 MAX_ID_CHARS = 256
@@ -64,6 +64,7 @@ class ReuseIn(BaseModel):
     ratio: Annotated[float, Field(ge=0, le=1, strict=True)] | Literal["auto"] | None = None
     quality: float | None = Field(default=None, ge=0, le=1, strict=True)
     alpha: float | None = Field(default=None, ge=0, le=MAX_ALPHA, strict=True)
+    tokens: int | None = Field(default=None, ge=0, le=MAX_FIRST_TOKENS, strict=True)
     focus: Focus | None = None
     depth: (
         Annotated[int, Field(ge=1, le=MAX_LAYERS, strict=True)] | Literal["calibrated"] | None

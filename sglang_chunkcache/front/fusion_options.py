@@ -54,6 +54,7 @@ def fused_request(
     ratio: float | str | None = None,
     quality: float | None = None,
     alpha: float | None = None,
+    tokens: int | None = None,
     focus: Focus | None = None,
     depth: int | str | None = None,
     layers: int | str | None = None,
@@ -80,6 +81,8 @@ def fused_request(
     selector = config.selector if selector is None else selector
     if alpha is not None and selector != "context":
         raise RequestError(f"reuse.alpha: selector {selector} has none, only context")
+    if tokens is not None and selector != "first":
+        raise RequestError(f"reuse.tokens: selector {selector} has none, only first")
     if depth is not None and Need.DEVIATION not in needs:
         raise RequestError(
             f"reuse.depth: selector {selector} compares no KV, only deviation and critical do"
@@ -107,6 +110,7 @@ def fused_request(
         quality=(DEFAULT_QUALITY if quality is None else quality) if is_auto else None,
         # floats, since the recipe has their repr: 1 and 1.0 must share KV
         alpha=None if alpha is None else float(alpha),
+        tokens=tokens,
         focus=focus or ("spare" if selector == "context" else "off"),
         depth=_number(depth or ("calibrated" if is_auto else 2)),
         layer=_number(layers or "last"),
@@ -135,6 +139,7 @@ def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "")
             repr(fusion.ratio),
             f"alpha={'-' if fusion.alpha is None else repr(fusion.alpha)}",
             f"focus={fusion.focus}",
+            *([f"tokens={fusion.tokens}"] if fusion.tokens is not None else []),
             *([f"quality={fusion.quality}"] if fusion.quality is not None else []),
             *([f"depth={fusion.depth}"] if fusion.depth != 2 else []),
             *([f"layer={fusion.layer}"] if fusion.layer != 0 else []),

@@ -113,7 +113,7 @@ def test_fused_is_what_a_user_gets() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("cacheblend", "cache-craft-ratio", "epic", "fusionrag", "prefill-h2o", "random-recomp"),
+        *("cacheblend", "cache-craft-ratio", "fusionrag", "prefill-h2o", "random-recomp"),
     ],
 )
 def test_share_that_is_chosen_is_the_label(name: str) -> None:
@@ -130,6 +130,7 @@ def test_share_that_is_chosen_is_the_label(name: str) -> None:
         chunks.append(base.MovedChunk(ChunkId(f"c{number}"), start, length, *prefixes, measured))
         start += length
     request = fusion_request(ARMS[name])
+    assert fusion_request(ARMS["epic"]).tokens == 32
     get = importlib.import_module("sglang_chunkcache.fusion.selectors").get
     selector = get(request.selector, settings_of(ARMS[name]).selectors)
     random = torch.rand(start, generator=draw)
@@ -162,7 +163,9 @@ def test_request_body_leaves_the_arm_alone() -> None:
     """A swept ratio counts for arms that move KV, and for no later request."""
     swept = {"ratio": 0.3}
     assert request_body(ARMS["fused"], {}, swept) == {"reuse": {"mode": "fused", "ratio": 0.3}}
-    assert request_body(ARMS["epic"], {}, swept)["reuse"]["selector"] == "first"
+    by_ratio = {"mode": "fused", "selector": "first", "ratio": 0.3}
+    assert request_body(ARMS["epic"], {}, swept)["reuse"] == by_ratio
+    assert request_body(ARMS["epic"], {}, {})["reuse"]["tokens"] == 32
     assert "ratio" not in ARMS["fused"].body["reuse"]
     assert request_body(ARMS["ours"], {"temperature": 0}, swept) == {"temperature": 0}
 

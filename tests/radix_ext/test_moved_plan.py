@@ -359,6 +359,8 @@ def test_another_head_is_part_of_the_prefix() -> None:
         # ceil(8 * 1.9 * 0.25), and the ratio where nothing is scored
         (make_request("context", 0.5, alpha=1.9), 4 + 2),
         (make_request("context", 0.5, alpha=100.0), 8 + 2),
+        # of eight and of four
+        (replace(make_request("first", 0.0), tokens=5), 5 + 4),
         (make_request("query", 0.0), 0),
         (make_request("query", 1.0), 12),
     ],

@@ -107,9 +107,9 @@ class Selector(ABC):
     ) -> Selection:
         """Choose for all chunks of the request together; `chunks` may be empty.
 
-        Not asked for ratios 0 and 1, except with `request.alpha`. No more tokens than ceil(ratio *
-        n) of each chunk, or ceil(ratio * all moved tokens), unless alpha decides: the plan counts
-        on it.
+        Not asked for ratios 0 and 1, except with `request.alpha` or `tokens`. No more tokens than
+        ceil(ratio * n) of each chunk, or ceil(ratio * all moved tokens), unless these decide: the
+        plan counts on it.
 
         Raises:
             ValueError: evidence that does not cover all chunks.

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from radix_ext import FusionRequest
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import leading
 
 
 class FirstTokens(Selector):
-    """ceil(ratio * n) leading tokens of each chunk."""
+    """ceil(ratio * n) leading tokens of each chunk, or `request.tokens`."""
 
     name = "first"
 
@@ -20,7 +22,13 @@ class FirstTokens(Selector):
     ) -> Selection:
         """The other selectors fall back to this, chunk by chunk,
         where their scores or evidence are missing."""
-        offsets = tuple(leading(request.ratio, chunk.num_tokens) for chunk in chunks)
+        fixed = request.tokens
+        offsets = tuple(
+            leading(request.ratio, chunk.num_tokens)
+            if fixed is None
+            else torch.arange(min(fixed, chunk.num_tokens))
+            for chunk in chunks
+        )
         return Selection(offsets, (None,) * len(chunks))
 
 

@@ -99,6 +99,7 @@ def test_layers_are_numbers_or_names(wish: Any, depth: Any, layer: Any) -> None:
         ({"selector": "critical", "quality": 0.9}, "quality"),
         ({"selector": "critical", "ratio": "auto", "quality": 1.1}, "quality"),
         ({"alpha": 1}, "alpha: selector critical has none"),
+        ({"selector": "query", "tokens": 1}, "tokens: selector query has none"),
     ],
 )
 def test_wishes_that_nothing_reads_are_refused(wish: dict[str, Any], field: str) -> None:
@@ -111,6 +112,7 @@ BAD_WISHES: dict[str, list[Any]] = {
     "selector": [1],
     "ratio": [-0.01, 1.01, NAN, "0.5", True],
     "alpha": [-1, INF, 1e308],
+    "tokens": [-1, 0.5, True, 10**7],
     "focus": [True, "on"],
     "without": ["beta", ["beta"] * 3],
     "recipe": ["x"],

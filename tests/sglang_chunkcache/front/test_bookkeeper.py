@@ -274,6 +274,7 @@ def test_report_becomes_the_answer() -> None:
         **policy,
         **outcome,
         "alpha": None,
+        "tokens": None,
         "focus": "off",
         "sources": [{**source, "other_head": False} for source in (moved, gap)],
         "ms": report.ms,
@@ -368,7 +369,8 @@ def test_plan_is_explained() -> None:
     assert shown["sources"][0] == {**source, "other_head": False, **at_first}
     assert plan.fusion is not None
     policy = {"mode": "fused", "selector": "context", "ratio": 0.15, "quality": None, "alpha": 2.0}
-    assert shown["reuse"] == {**policy, "focus": "spare", "recipe": plan.fusion.recipe}
+    more = {"tokens": None, "focus": "spare", "recipe": plan.fusion.recipe}
+    assert shown["reuse"] == {**policy, **more}
     assert (shown["order"], shown["dp_rank"], shown["prompt_tokens"]) == (["a", "b"], 0, size)
     assert (shown["exact"], shown["end"]) == (first.start, second.end)
     assert shown["fallbacks"] == ("unscored",)

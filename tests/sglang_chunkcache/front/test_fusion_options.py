@@ -27,6 +27,9 @@ def test_what_is_given_wins() -> None:
     assert fused_request(FUSED) == FusionRequest("first", 0.3, "")
     given = fused_request(FUSED, selector="context", ratio=0, alpha=0, focus="off")
     assert given == FusionRequest("context", 0.0, "", 0.0, "off")
+    fixed = fused_request(FUSED, tokens=0)
+    assert fixed == FusionRequest("first", 0.3, "", tokens=0)
+    assert fixed.is_choice
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -53,6 +56,7 @@ def test_every_choice_is_in_the_recipe() -> None:
         {"selector": "first"},
         {"ratio": 0.25},
         {"alpha": 0.15},
+        {"tokens": 0},
         {"focus": "spare"},
         {"fresh": frozenset({0})},
         *({"depth": depth} for depth in (3, None)),

@@ -3,6 +3,7 @@ and what they do without what they choose by."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -116,6 +117,13 @@ def test_without_evidence_the_first_tokens(name: str, reason: str) -> None:
     selection = select(name, ([make_chunk("a", 0, 4), make_chunk("b", 4, 6)], Evidence()), 0.5)
     assert as_lists(selection) == [[0, 1], [0, 1, 2]]
     assert (selection.fallbacks, selection.cfo) == ((reason,), (None, None))
+
+
+def test_first_takes_a_fixed_number_whatever_the_ratio() -> None:
+    chunks = [make_chunk("a", 0, 2), make_chunk("b", 2, 9)]
+    for number, expected in ((3, [[0, 1], [0, 1, 2]]), (0, [[], []])):
+        request = replace(make_request("first", 1.0), tokens=number)
+        assert as_lists(get("first").select(chunks, request, Evidence())) == expected
 
 
 @pytest.mark.parametrize("name", ["h2o", "context"])
