@@ -107,7 +107,7 @@ def test_fused_is_what_a_user_gets() -> None:
         scores_all = name in ("fused-scored", "prefill-h2o")
         assert not arm.is_fused or (settings_of(arm).selector == "h2o") == scores_all
     assert ARMS["fusionrag"].preprocesses
-    assert fusion_request(ARMS["cache-craft"]).alpha == 1
+    assert fusion_request(ARMS["cache-craft"]).alpha == 2
 
 
 @pytest.mark.parametrize(
