@@ -40,6 +40,30 @@ class Case:
     """By chunk id, nearest first, none of them in the prompt; as many as the largest top-n."""
     questions: str | None = None
     """The kind of question, of the generated world."""
+    k: int | None = None
+    """With `--ks`: the number of chunks."""
+
+
+def make_cases(args: argparse.Namespace) -> list[Case]:
+    """The cases of each of `--ks`, or of `--k`.
+
+    Raises:
+        CommandError: too few passages for one.
+    """
+    found: list[Case] = []
+    for k in args.ks or [args.k]:
+        asked = argparse.Namespace(**vars(args) | {"k": k})
+        cases = world_cases(asked) if args.task == "world" else list(data_cases(asked))
+        if not cases:
+            raise CommandError(f"--task {args.task}: no request has {k or 2} chunks")
+        if args.ks:
+            # By its id full prefill of the same chunks is found.
+            cases = [
+                replace(case, k=k, request=replace(case.request, id=f"{case.request.id}:k={k}"))
+                for case in cases
+            ]
+        found += cases
+    return found
 
 
 def world_cases(args: argparse.Namespace) -> list[Case]:

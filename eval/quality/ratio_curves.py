@@ -47,9 +47,10 @@ from eval.errors import CommandError
 from eval.http import post
 from eval.metrics import METRICS
 from eval.outcome import Row, table
+from eval.quality.equal_quality import EQUAL_NOTE, equal_quality
 from eval.quality.greedy import FULL_PREFILL, Endpoint, FullPrefill, Greedy, ask
 from eval.quality.mode import Job, Mode, Servers
-from eval.quality.ratio_cases import LONG, Case, K, data_cases, long_request, world_cases
+from eval.quality.ratio_cases import LONG, Case, K, long_request, make_cases
 from eval.quality.scores import FULL_REUSE, cells_of, rounded
 from eval.recorded import grouped
 from eval.run import Sample
@@ -85,6 +86,8 @@ SELECTORS = (
         "context-all",
     ),
 )
+UNROTATED = "unrotated"
+"""Cache-Craft table 3, of eval/unrotated.py: by name alone, since it costs answers on purpose."""
 UNRATED = ("none", "critical@auto")  # their selection does not depend on a ratio
 CAPTURES = ("alone", "live", "preprocessed")
 ALL = "all"
@@ -127,18 +130,19 @@ class RatioCurves(Mode):
     def __init__(self, args: argparse.Namespace) -> None:
         if not all(0 <= ratio <= 1 for ratio in args.ratios):
             raise CommandError(f"--ratios must be in 0..1, got {' '.join(map(str, args.ratios))}")
-        if (args.k is not None and args.k < 2) or min(args.neighbors) < 1 or args.worlds < 1:
+        least_k = min(args.ks or [K if args.k is None else args.k])
+        if least_k < 2 or min(args.neighbors) < 1 or args.worlds < 1:
             raise CommandError("--k must be at least 2, --neighbors and --worlds at least 1")
-        if not 1 <= min(args.rounds) <= max(args.rounds) <= (args.k or K):
+        if not 1 <= min(args.rounds) <= max(args.rounds) <= least_k:
             raise CommandError(
                 "--rounds must be at least 1 and at most --k: a chunk has so many strangers"
             )
-        cases = world_cases(args) if args.task == "world" else list(data_cases(args))
-        if not cases:
-            raise CommandError(f"--task {args.task}: no request has {args.k or 2} chunks")
-        self.cases, self.cells = cases, make_cells(args.selectors, args.ratios)
+        self.cases = cases = make_cases(args)
+        self.cells = make_cells(args.selectors, args.ratios)
         self.captures = make_captures(args.captures, args.neighbors, args.rounds)
         flags = (*ARMS["ours"].flags, *FLAGS, *(FROM_STORE if args.from_store else ()))
+        if UNROTATED in args.selectors:
+            flags += ("--chunkcache-selectors", "eval.unrotated")  # of two the later counts
         if args.from_store:
             args.max_total_tokens = STORE_POOL
         arm = replace(ARMS["ours"], name="fused", flags=flags)
@@ -147,10 +151,19 @@ class RatioCurves(Mode):
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
         """Selectors, ratios, captures."""
-        text = "context and context-all: also Cache-Craft's alphas"
-        parser.add_argument(
-            "--selectors", nargs="+", choices=SELECTORS, default=list(SELECTORS), help=text
+        text = (
+            "context and context-all: also Cache-Craft's alphas; unrotated: as context-all, moved"
+            " keys not turned (its table 3)"
         )
+        parser.add_argument(
+            "--selectors",
+            nargs="+",
+            choices=(*SELECTORS, UNROTATED),
+            default=list(SELECTORS),
+            help=text,
+        )
+        text = "chunks per question; several: each a cell of its own (Cache-Craft 27)"
+        parser.add_argument("--ks", nargs="+", type=int, metavar="K", help=text)
         parser.add_argument("--ratios", nargs="+", type=float, default=[0, 0.05, 0.15, 0.3, 0.5, 1])
         text = (
             "of the world, --requests of each kind and world (default: linked); see"
@@ -197,7 +210,8 @@ class RatioCurves(Mode):
         """The samples of one case: full prefill, then each capture's cells on fresh KV."""
         (endpoint,) = servers.values()
         request, num_chunks = case.request, len(case.request.chunks)
-        kind = {"questions": case.questions} if case.questions else {}
+        kind: dict[str, Any] = {"questions": case.questions} if case.questions else {}
+        kind |= {"k": case.k} if case.k else {}
         full = FullPrefill().ask(endpoint, request, [chunk.id for chunk in request.chunks])
         gold = self.scorer.gold(full.text, request)
         # Without fates, since a cell's shares are of moved KV.
@@ -266,11 +280,18 @@ class RatioCurves(Mode):
         names = {cell["arm"] for cell in cells}
         ends = [end for end in (FULL_REUSE, ALL) if end in names]
         curves = {arm: ends for arm in SELECTORS if arm in names and arm not in UNRATED}
+        if UNROTATED in names:  # full reuse turns its keys
+            curves[UNROTATED] = [end for end in ends if end == ALL]
+        equal = equal_quality(cells, curves)
         said = {
             "verdict": [*not_measurable(cells), *sentences(contrasts)],
-            "tables": tables_by_ratio(cells, curves),
+            "tables": [
+                *tables_by_ratio(cells, curves),
+                *([table("Least ratio at equal quality", equal, EQUAL_NOTE)] if equal else []),
+            ],
         }
-        return {"cells": cells, "contrasts": contrasts, **said, "ends": curves}
+        found = {"cells": cells, "contrasts": contrasts, **said, "ends": curves}
+        return {**found, "equal_quality": equal}
 
 
 def make_captures(
@@ -290,7 +311,9 @@ def make_cells(selectors: Sequence[str], ratios: Sequence[float]) -> list[Cell]:
     """All cells in the order in which they run."""
     cells = [Cell(FULL_REUSE, {"ratio": 0.0}, _reuse("none", 0.0))]
     for selector in (name for name in selectors if name not in UNRATED):
-        cells += [Cell(selector, {"ratio": r}, _reuse(selector, r)) for r in ratios if 0 < r < 1]
+        # Only there nothing of `unrotated` is full reuse.
+        usual = [r for r in ratios if r < 1 and (r > 0 or selector == UNROTATED)]
+        cells += [Cell(selector, {"ratio": r}, _reuse(selector, r)) for r in usual]
     if "critical@auto" in selectors:
         auto = {"mode": "fused", "selector": "critical", "ratio": "auto"}
         cells += [

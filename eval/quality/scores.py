@@ -203,12 +203,14 @@ def _add_normalized_f1(cells: Sequence[dict[str, Any]]) -> None:
         # Preprocessing is one of the parts that FusionRAG's fig. 18 adds, so 0 is full reuse
         # without preprocessing.
         capture = {"preprocessed": "alone"}.get(capture, capture)
-        # Full prefill has neither capture nor rounds, only a kind of question.
-        reused, prefilled = (FULL_REUSE, capture, *others), (FULL_PREFILL, None, others[0], None)
+        # Full prefill has neither capture nor rounds, only a kind of question and a number of
+        # chunks.
+        kind, _, k = others
+        reused, prefilled = (FULL_REUSE, capture, *others), (FULL_PREFILL, None, kind, None, k)
         if {reused, prefilled} <= means.keys():
             ends = {"full_reuse": means[reused], "full_prefill": means[prefilled]}
             cell["normalized_f1"] = normalized_f1(cell["metrics"]["f1"]["mean"], **ends)
 
 
-def _variant(cell: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    return cell.get("capture"), cell.get("questions"), cell.get("rounds")
+def _variant(cell: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(cell.get(name) for name in ("capture", "questions", "rounds", "k"))

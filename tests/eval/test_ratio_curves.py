@@ -19,6 +19,7 @@ from eval.data.nearest import ranker
 from eval.errors import CommandError
 from eval.quality import ratio_curves
 from eval.quality.command import main
+from eval.quality.equal_quality import equal_quality
 from eval.quality.greedy import Endpoint, Greedy
 from eval.quality.ratio_cases import (
     CLIP_CHARS,
@@ -27,6 +28,7 @@ from eval.quality.ratio_cases import (
     data_cases,
     long_request,
     make_case,
+    make_cases,
     world_cases,
 )
 from eval.quality.ratio_curves import (
@@ -65,7 +67,7 @@ def make_test_case(num_chunks: int = 4, name: str = "t:1") -> Case:
 def options(**changed: Any) -> Namespace:
     known = {"k": 4, "requests": 3, "neighbors": [2], "seed": 0, "rounds": [1], "from_store": False}
     known |= {"task": "world", "questions": ["linked"], "worlds": 1, "retriever": None}
-    known |= {"model_path": "bundled", "hub": None, "corpus": None, "scale": 1}
+    known |= {"ks": None, "model_path": "bundled", "hub": None, "corpus": None, "scale": 1}
     return Namespace(**known | changed)
 
 
@@ -125,6 +127,62 @@ def test_what_a_cell_asks_for(
     (reuse,) = [c.reuse for c in cells if (c.arm, c.label) == (selector, label)]
     name = selector.partition("@")[0]
     assert reuse == {"mode": "fused", "selector": name, "ratio": ratio} | asked
+
+
+def test_keys_that_are_not_turned_have_a_curve_of_their_own() -> None:
+    """Full reuse turns them, so ratio 0 is another cell; at ratio 1 there is no difference."""
+    labels = [(cell.arm, cell.label) for cell in make_cells(["unrotated"], [0, 0.3, 1])]
+    assert labels == [
+        ("full-reuse", {"ratio": 0}),
+        ("unrotated", {"ratio": 0}),
+        ("unrotated", {"ratio": 0.3}),
+        ("all", {"ratio": 1}),
+    ]
+    rows = [make_row(arm, "alone", "a", 0.5) for arm in ("full-reuse", "unrotated", "all")]
+    assert figures_of(rows)["ends"] == {"unrotated": ["all"]}
+
+
+def test_each_number_of_chunks_is_a_case_of_its_own() -> None:
+    """Full prefill of a question is found by the request's id."""
+    cases = make_cases(options(ks=[3, 5], requests=2))
+    assert [(case.k, len(case.request.chunks)) for case in cases] == [(3, 3)] * 2 + [(5, 5)] * 2
+    assert len({case.request.id for case in cases}) == 4
+    (case,) = make_cases(options(requests=1))
+    assert (case.k, case.request.id) == (None, "linked:0:0")
+    ends = ((3, 0.5), (5, 0.25))
+    rows = [make_row("full-reuse", "alone", f"a:{k}", f1, 0.0) for k, f1 in ends]
+    rows += [make_row("query", "alone", f"a:{k}", 0.75) for k in (3, 5)]
+    for row in rows:
+        row["cell"]["k"] = int(row["request"][-1])
+    full = [{**make_row("full-prefill", "", f"a:{k}", 1.0), "cell": {"k": k}} for k in (3, 5)]
+    cells = figures_of([*full, *rows])["cells"]
+    found = {cell["cell"]["k"]: cell["normalized_f1"] for cell in cells if cell["arm"] == "query"}
+    assert found == {3: 0.5, 5: pytest.approx(2 / 3)}
+
+
+def test_least_share_at_equal_quality() -> None:
+    """Between two measured ones, the first that reaches it, or none."""
+
+    def cell(arm: str, share: float, same: float, **label: Any) -> dict[str, Any]:
+        label = {"capture": "alone", "ratio": share, **label}
+        told = {"recomputed_share": share, "metrics": {"same": {"mean": same}}}
+        return {"arm": arm, "cell": label, "fates": FATES, **told}
+
+    cells = [
+        cell("full-reuse", 0.0, 0.25),
+        cell("query", 0.5, 0.95),
+        cell("query", 0.1, 0.75),
+        cell("query", 0.2, 0.95),
+        cell("query", 0.05, 1.0, alpha=1.0),
+        cell("first", 0.1, 0.85),
+        cell("random", 0.9, 0.5),
+        {"arm": "full-prefill", "cell": {}, "fates": None, "metrics": {"same": {"mean": 1.0}}},
+    ]
+    curves = {name: ["full-reuse"] for name in ("query", "first", "random")}
+    found = {row["selector"]: row["same"] for row in equal_quality(cells, curves)}
+    assert found == {"query": 0.15, "first": 0.1, "random": None}
+    (already,) = equal_quality([cell("full-reuse", 0.0, 0.9)], {"query": ["full-reuse"]})
+    assert already == {"capture": "alone", "selector": "query", "same": 0.0}
 
 
 def test_a_capture_for_each_number_of_neighbors() -> None:

@@ -1,0 +1,60 @@
+"""How much each selector has to recompute for one quality: what Cache-Craft 5.4 compares times
+at."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eval.outcome import Row
+
+EQUAL_QUALITY = 0.85
+"""The paper's, of ROUGE-L F1."""
+EQUAL_METRICS = ("rouge_l_full", "em_of_full", "same")
+EQUAL_NOTE = (
+    f"the least share of moved tokens recomputed with a mean of {EQUAL_QUALITY}, on a straight line"
+    " between measured shares; none: no measured one reaches it"
+)
+
+
+def equal_quality(
+    cells: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[str]]
+) -> list[Row]:
+    """For each kind, capture and selector, by each metric, the least recomputed share of the moved
+    tokens at which its mean is `EQUAL_QUALITY`; None: no measured ratio reaches it.
+
+    Args:
+        cells: of `ratio`, with metrics and shares.
+        curves: selector -> arms whose cells are also points of its curve.
+    """
+    points: dict[tuple[str, ...], list[tuple[float, Mapping[str, Any]]]] = defaultdict(list)
+    rows: dict[tuple[str, ...], Row] = {}
+    for cell in cells:
+        if "ratio" not in cell["cell"] or "alpha" in cell["cell"] or not cell["fates"]:
+            continue
+        variant = {key: value for key, value in cell["cell"].items() if key != "ratio"}
+        for arm in (arm for arm, ends in curves.items() if cell["arm"] in (arm, *ends)):
+            key = (*map(str, variant.values()), arm)
+            rows.setdefault(key, {**variant, "selector": arm})
+            points[key].append((cell["recomputed_share"], cell["metrics"]))
+    for key, measured in points.items():
+        measured.sort(key=lambda point: point[0])
+        for metric in EQUAL_METRICS:
+            curve = [(x, means[metric]["mean"]) for x, means in measured if metric in means]
+            if curve:
+                rows[key][metric] = _least_share(curve)
+    return [row for row in rows.values() if not row.keys().isdisjoint(EQUAL_METRICS)]
+
+
+def _least_share(curve: Sequence[tuple[float, float]]) -> float | None:
+    """Where a curve of (share, mean), shares ascending, first reaches `EQUAL_QUALITY`."""
+    before: tuple[float, float] | None = None
+    for recomputed, mean in curve:
+        if mean >= EQUAL_QUALITY:
+            if before is None:
+                return recomputed
+            part = (EQUAL_QUALITY - before[1]) / (mean - before[1])
+            return round(before[0] + part * (recomputed - before[0]), 4)
+        before = recomputed, mean
+    return None
