@@ -73,6 +73,10 @@ class SameSet(Selector):
 
     name = "set"
 
+    def makes_variants(self, request: FusionRequest) -> bool:
+        """Else a chunk would be known behind one set alone."""
+        return True
+
     def select(
         self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
     ) -> Selection:

@@ -324,10 +324,9 @@ def make_cells(selectors: Sequence[str], ratios: Sequence[float]) -> list[Cell]:
         # At ratio 1 every selector takes all tokens; this one needs no scores.
         cells.append(Cell(ALL, {"ratio": 1.0}, _reuse("first", 1.0)))
     if {"context", "context-all"} & set(selectors):
-        found: list[tuple[str, float, dict[str, Any]]] = [
-            ("context, no focus", 1.0, {"focus": "off"})
-        ]
-        found += [("context", alpha, {}) for alpha in ALPHAS]
+        found: list[tuple[str, float, dict[str, Any]]] = [("context", a, {}) for a in ALPHAS]
+        # The last: an alpha without focus makes variants, which later cells would be moved from.
+        found.append(("context, no focus", 1.0, {"focus": "off"}))
         at, context = {"ratio": ALPHA_RATIO}, _reuse("context", ALPHA_RATIO)
         cells += [
             Cell(arm, at | {"alpha": alpha}, context | {"alpha": alpha} | part)

@@ -57,11 +57,12 @@ class Chooser:
                 selection = focus.spare_unfocused(selection, focused)
                 move.focused = [int(move.moved[i].span or 0) for i in sorted(focused)]
             move.fallbacks += selection.fallbacks
-            move.whole = frozenset(
-                chunk.start
-                for chunk, offsets in zip(chunks, selection.offsets, strict=True)
-                if len(offsets) == chunk.num_tokens
-            )
+            if chooser.makes_variants(move.fusion):
+                move.whole = frozenset(
+                    chunk.start
+                    for chunk, offsets in zip(chunks, selection.offsets, strict=True)
+                    if len(offsets) == chunk.num_tokens
+                )
             positions = [
                 chunk.start + int(i)
                 for chunk, o in zip(chunks, selection.offsets, strict=True)

@@ -40,7 +40,7 @@ class Move:
     """The request's chunks."""
     recomputed_len: int = 0
     whole: frozenset[int] = frozenset()
-    """Where moved chunks begin all of whose tokens were recomputed: their KV was computed here."""
+    """Where moved chunks begin that are sources from now on, since all of them was recomputed."""
     focused: list[int] | None = None
     """Span indices of the chunks the question looks at; None: not asked for."""
     fallbacks: list[Fallback] = field(default_factory=list)

@@ -24,6 +24,7 @@ from radix_ext.costs import Work
 from radix_ext.moved_plan import Limits, Piece
 from radix_ext.sources import DeviceCopy, HostCopy
 from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.fusion import selectors
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.fill import Capture, Captured, Saved
 from sglang_chunkcache.fusion.keeping import KINDS, kind_of
@@ -161,9 +162,10 @@ class FakePass:
             ratio = 0.0 if move.fusion.selector == "none" else move.fusion.ratio
             critical = moved[: math.ceil(ratio * len(moved))]
             move.recomputed_len = len(critical)
-            move.whole = frozenset(
-                piece.start for piece in move.moved if {*positions([piece])} <= {*critical}
-            )
+            if selectors.get(move.fusion.selector, "eval.selectors").makes_variants(move.fusion):
+                move.whole = frozenset(
+                    piece.start for piece in move.moved if {*positions([piece])} <= {*critical}
+                )
             self._compute(move, sorted([*uncached, *critical]))
             move.filling = watch if len(moves) == 1 else None
 

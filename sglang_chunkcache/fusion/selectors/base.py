@@ -101,6 +101,11 @@ class Selector(ABC):
         by evidence that has none yet; None: all."""
         return None
 
+    def makes_variants(self, request: FusionRequest) -> bool:
+        """Whether a chunk that it takes whole is a source from then on: a variant behind the chunks
+        before it (Cache-Craft 3.3). Else no request changes what the next one is moved from."""
+        return False
+
     @abstractmethod
     def select(
         self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence

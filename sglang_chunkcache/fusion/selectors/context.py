@@ -29,6 +29,10 @@ class ContextGuided(Selector):
     name = "context"
     needs = frozenset({Need.MASSES})
 
+    def makes_variants(self, request: FusionRequest) -> bool:
+        """By alpha: what depends too much on what is not here is computed."""
+        return request.alpha is not None and request.focus == "off"
+
     def select(
         self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
     ) -> Selection:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from radix_ext import FusionRequest
 from radix_ext.cfo import Scored
 from radix_ext.fusion_request import Focus, question_tokens
 from radix_ext.sources import HostCopy
@@ -82,7 +83,6 @@ def test_everything_recomputed_is_a_prefill(scene: Scene, selector: str) -> None
     move = scene.run(asked(selector, 1.0))
     scene.assert_prefilled(move)
     assert (move.recomputed_len, move.fallbacks) == (MOVED_LEN, [])
-    assert move.whole == {HERE[name][0] for name in "ABCE"}
 
 
 @every_model("none", "first")
@@ -110,8 +110,22 @@ def test_only_what_is_chosen_changes(scene: Scene, selector: str) -> None:
     assert num_chosen == move.recomputed_len
     assert math.ceil(0.3 * MOVED_LEN) <= num_chosen <= math.ceil(0.3 * MOVED_LEN) + 3
     assert not changed[: LENS["head"]].any()
-    whole = {HERE[n][0] for n in "ABCE" if changed[slice(*HERE[n])].all()}
-    assert move.whole == whole
+
+
+@pytest.mark.parametrize(
+    ("reuse", "expected"),
+    [
+        (asked("set", 0.9999), "ABCE"),  # none was computed behind what is before it here
+        (asked("context", 0.3, alpha=1000.0), "BE"),  # the others are not scored
+        (asked("context", 0.3, alpha=1000.0, focus="spare"), ""),
+        (asked("context", 0.3, alpha=0.0), ""),
+        (asked("first", 1.0), ""),
+    ],
+)
+def test_chunks_recomputed_whole_are_sources_where_the_selector_makes_variants(
+    scene: Scene, reuse: FusionRequest, expected: str
+) -> None:
+    assert scene.run(reuse).whole == {HERE[name][0] for name in expected}
 
 
 @pytest.mark.parametrize("selector", SELECTORS)

@@ -111,7 +111,7 @@ def test_a_chunk_that_is_recomputed_whole_is_a_variant_and_the_closest_is_moved(
     """Cache-Craft 3.3. Behind A and behind C, B is two variants; each is moved where it fits."""
     rank = Rank(capacity=200, **SCORED)
     for before in (A, C):
-        rank.store_chunks(before, B, keep=[1], fusion=asks("first", 1.0))
+        rank.store_chunks(before, B, keep=[1], fusion=asks("set", 0.9999))
     assert variants(rank, B) == [(names(each), B, Scored.ALL, False) for each in (A, C)]
     rank.evict(1000)  # the store alone has them
     alpha = replace(asks("context", 0.15), alpha=1.0)
