@@ -137,6 +137,8 @@ def test_eval_uses_public_names_only() -> None:
     """HTTP, `radix_ext`, `retrieval`, and of `sglang_chunkcache` these."""
     names = (
         *("ChunkCacheConfig", "__version__", "bundled_model.model_dir", "lang.", "client."),
+        "preprocess.",  # what the command does
+        *("fusion.move.", "fusion.moving."),  # what eval/unrotated.py changes
         *("config.MAX_", "removed."),  # limits that are no settings, flags that are refused
         *("examples.", "fusion.selectors.", "wire.report.Fallback"),  # the interface of selectors
         *("attention.", "fusion.relocate", "storage.codec."),  # are measured

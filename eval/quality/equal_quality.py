@@ -12,6 +12,8 @@ from eval.outcome import Row
 EQUAL_QUALITY = 0.85
 """The paper's, of ROUGE-L F1."""
 EQUAL_METRICS = ("rouge_l_full", "em_of_full", "same")
+BY_ALPHA = ", by alpha"
+"""Of a selector: its cells with an alpha in place of a ratio are another curve."""
 EQUAL_NOTE = (
     f"the least share of moved tokens recomputed with a mean of {EQUAL_QUALITY}, on a straight line"
     " between measured shares; none: no measured one reaches it"
@@ -28,17 +30,22 @@ def equal_quality(
         cells: of `ratio`, with metrics and shares.
         curves: selector -> arms whose cells are also points of its curve.
     """
+    by_alpha = {f"{arm}{BY_ALPHA}": ends for arm, ends in curves.items()}
     points: dict[tuple[str, ...], list[tuple[float, Mapping[str, Any]]]] = defaultdict(list)
     rows: dict[tuple[str, ...], Row] = {}
-    for cell in cells:
-        if "ratio" not in cell["cell"] or "alpha" in cell["cell"] or not cell["fates"]:
-            continue
-        variant = {key: value for key, value in cell["cell"].items() if key != "ratio"}
-        for arm in (arm for arm, ends in curves.items() if cell["arm"] in (arm, *ends)):
-            key = (*map(str, variant.values()), arm)
-            rows.setdefault(key, {**variant, "selector": arm})
-            points[key].append((cell["recomputed_share"], cell["metrics"]))
-    for key, measured in points.items():
+    own = set[tuple[str, ...]]()
+    for cell in (cell for cell in cells if "ratio" in cell["cell"] and cell["fates"]):
+        variant = {name: x for name, x in cell["cell"].items() if name not in ("ratio", "alpha")}
+        name = cell["arm"] + (BY_ALPHA if "alpha" in cell["cell"] else "")
+        for arm, ends in {**curves, **by_alpha}.items():
+            if name in (arm, *ends):
+                key = (*map(str, variant.values()), arm)
+                rows.setdefault(key, {**variant, "selector": arm})
+                points[key].append((cell["recomputed_share"], cell["metrics"]))
+                own |= {key} if name == arm else set()
+    # Both ends alone are nobody's curve.
+    rows = {key: row for key, row in rows.items() if key in own}
+    for key, measured in ((key, points[key]) for key in rows):
         measured.sort(key=lambda point: point[0])
         for metric in EQUAL_METRICS:
             curve = [(x, means[metric]["mean"]) for x, means in measured if metric in means]

@@ -173,15 +173,17 @@ def test_least_share_at_equal_quality() -> None:
         cell("query", 0.5, 0.95),
         cell("query", 0.1, 0.75),
         cell("query", 0.2, 0.95),
-        cell("query", 0.05, 1.0, alpha=1.0),
+        cell("query", 0.3, 0.85, alpha=1.0),
         cell("first", 0.1, 0.85),
         cell("random", 0.9, 0.5),
         {"arm": "full-prefill", "cell": {}, "fates": None, "metrics": {"same": {"mean": 1.0}}},
     ]
     curves = {name: ["full-reuse"] for name in ("query", "first", "random")}
     found = {row["selector"]: row["same"] for row in equal_quality(cells, curves)}
-    assert found == {"query": 0.15, "first": 0.1, "random": None}
-    (already,) = equal_quality([cell("full-reuse", 0.0, 0.9)], {"query": ["full-reuse"]})
+    by_ratio = {"query": 0.15, "first": 0.1, "random": None}
+    assert found == {**by_ratio, "query, by alpha": 0.3}
+    several = [cell("full-reuse", 0.0, 0.9), cell("query", 0.1, 0.95)]
+    (already,) = equal_quality(several, curves)
     assert already == {"capture": "alone", "selector": "query", "same": 0.0}
 
 
