@@ -15,7 +15,7 @@ from typing import Any
 from eval.progress import Bar
 from eval.replay.exact import Replay
 from eval.replay.grid import Cell
-from eval.replay.overlap import Overlap, Seen
+from eval.replay.overlap import Overlap, Recurrence, Seen
 from eval.replay.ranks import RanksReplay
 from eval.replay.trace import TraceFacts, TraceRequest
 
@@ -86,13 +86,16 @@ class TraceCell:
         self._k, self._facts = k, facts
         # `Overlap` spreads its windows over the trace, so it must know the length beforehand.
         self._overlap, self._seen = Overlap(facts.num_counted, window=OVERLAP_WINDOW), Seen()
+        self._recurrence = Recurrence()
         self._bins = Bins(("chunks", "seen_chunks", "tokens", "seen_tokens"), warm_up=warm_up)
 
     def step(self, request: TraceRequest) -> None:
         """Compare the request with those before it."""
         chunks = request.chunks[: self._k]
         if chunks:
-            self._overlap.step([chunk.id for chunk in chunks])
+            ids = [chunk.id for chunk in chunks]
+            self._overlap.step(ids)
+            self._recurrence.step(ids)
             seen_chunks, seen_tokens = self._seen.step(chunks)
             self._bins.add(
                 (len(chunks), seen_chunks, sum(chunk.num_tokens for chunk in chunks), seen_tokens)
@@ -108,6 +111,7 @@ class TraceCell:
             "prefix": overlap.prefix,
             "total": overlap.total,
             "estimated_from": estimated_from,
+            "density": self._recurrence.density,
         }
         unknown = {} if self._facts.has_lengths else {"tokens": None, "seen_tokens": None}
         facts = self._facts

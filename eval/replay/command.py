@@ -32,7 +32,7 @@ from eval.replay.cells import ReplayCell, TraceCell, measure
 from eval.replay.eviction_queue import EVICTION_POLICIES
 from eval.replay.exact import ADMISSION_POLICIES, DEDUP_POLICIES
 from eval.replay.fused_cell import FusedCell, add_options, server_config
-from eval.replay.generated import GeneratedTrace, PooledTrace
+from eval.replay.generated import GeneratedTrace, PooledTrace, SysXTrace
 from eval.replay.grid import AXES, Cell, comparison, derived_capacities, grid
 from eval.replay.ranks import RanksReplay
 from eval.replay.summary import MIN_BLOCKS, summarize
@@ -121,6 +121,9 @@ def _parser() -> argparse.ArgumentParser:
         type=_at_least(1),
         help="N made as FusionRAG's storage simulation; below",
     )
+    source.add_argument(
+        "--sys-x", metavar="N", type=_at_least(1), help="N made as Cache-Craft's workload; below"
+    )
     text = (
         "use a task's requests, without lengths, instead of a trace; `python -m eval serve --help`"
         " lists tasks"
@@ -131,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--components", type=Path, help="lengths by chunk id, as RAGPulse has them; format below")
     text = f"use only the first N requests; default: all, of task world {WORLD_REQUESTS}"
     add("--max-requests", type=_at_least(1), help=text)
-    add("--seed", type=int, default=0, help="of --generate and --fusionrag; default: %(default)s")
+    add("--seed", type=int, default=0, help="of made requests; default: %(default)s")
     text = (
         "three days of the trace, each with other documents, or another system prompt; topics: half"
         " of those of --generate are replaced each day"
@@ -228,13 +231,18 @@ def _trace(options: argparse.Namespace) -> Trace:
         return TraceFile(
             options.trace, max_requests=options.max_requests, components=options.components
         )
-    for number, make in ((options.generate, GeneratedTrace), (options.fusionrag, PooledTrace)):
+    made = (
+        (options.generate, GeneratedTrace, generated.K),
+        (options.fusionrag, PooledTrace, generated.K),
+        (options.sys_x, SysXTrace, generated.SYS_X_K),
+    )
+    for number, make, usual_k in made:
         if number is not None:
             num_requests = min(number, options.max_requests or number)
             more: dict[str, Any] = {}
             if make is PooledTrace and options.machine is not None:
                 more = {"chunk_tokens": (options.chunk_tokens, options.chunk_tokens)}
-            k = max(options.k or [generated.K])
+            k = max(options.k or [usual_k])
             return make(num_requests, k=k, seed=options.seed, **more)
     return _task_requests(options)
 

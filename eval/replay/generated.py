@@ -14,14 +14,23 @@ Arrivals are a Poisson process. A chunk has the same length each time. There are
 `--fusionrag N` draws chunks as FusionRAG 5.3.3 simulates storage (N = 1000 there): .6 of a
 knowledge base, .3 new and shared, .1 unique. The paper says neither k nor the pools' sizes,
 popularity and lengths. Here popularity in a pool is Zipf, too.
+
+`--sys-x N` has the shape that Cache-Craft publishes of its production workload Sys-X: 5 chunks a
+request, subsections of manuals of 1,000 to 20,000 tokens together, the median 3,300 (5.1.2); 75% of
+the chunks were retrieved before (1), those of one request in several earlier requests (fig. 8a),
+and 18% of the tokens in a prefix (5.4). A chunk that comes again is drawn from earlier requests, so
+that popularity is a power law (2.3); the others are new. The paper's arrivals are those of Twitter
+and its own, here a Poisson process.
 """
 
 from __future__ import annotations
 
 import random
 from bisect import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from math import exp, log
+from statistics import NormalDist
 
 from eval.errors import CommandError
 from eval.replay.trace import TraceRequest
@@ -48,6 +57,16 @@ GOLDEN = 0.6180339887
 POOLS = {"known": 1000, "shared": 500}
 """Chunks of each. Unique ones are in no pool."""
 POOL_SHARES = {"known": 0.6, "shared": 0.3, "unique": 0.1}
+
+SYS_X_K, SYS_X_REUSED = 5, 0.75
+SYS_X_STAYS = SYS_X_FIRST = 0.5
+"""That the next chunk of a request is drawn from the same earlier request, and that its first one
+is the first there: of 10,000 requests 74% of the chunks come again and 18% of the tokens stand in a
+prefix."""
+SYS_X_TOKENS = (200, 4000)
+"""Least and most of a chunk, a fifth of the paper's."""
+SYS_X_LENGTHS = NormalDist(log(400), 1.2)
+"""Of their logarithms. The median of a request is 3,400 tokens."""
 
 
 class GeneratedTrace:
@@ -157,6 +176,51 @@ class PooledTrace:
                         )
                     ] = None
             yield TraceRequest(tuple(drawn), True)
+
+
+class SysXTrace:
+    """`num_requests` requests of `k` distinct chunks, of which most come again; as
+    `GeneratedTrace`."""
+
+    def __init__(self, num_requests: int, *, k: int = SYS_X_K, seed: int = 0) -> None:
+        self._num_requests, self._k, self._seed = num_requests, k, seed
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        rng = random.Random(self._seed)
+        draw = rng.random
+        past: list[tuple[Chunk, ...]] = []
+        num_chunks, now = 0, 0.0
+        for _ in range(self._num_requests):
+            drawn: dict[Chunk, None] = {}
+            source: Sequence[Chunk] = ()
+            while len(drawn) < self._k:
+                if past and draw() < SYS_X_REUSED:
+                    if not source or draw() >= SYS_X_STAYS:
+                        source = past[int(draw() * len(past))]
+                        first = 0 if not drawn and draw() < SYS_X_FIRST else int(draw() * self._k)
+                        source = source[first:]
+                    source = [chunk for chunk in source if chunk not in drawn]
+                    drawn |= dict.fromkeys(source[:1])
+                else:
+                    drawn[_manual_section(num_chunks)] = None
+                    num_chunks += 1
+            past.append(tuple(drawn))
+            now += rng.expovariate(RATE)
+            yield TraceRequest(
+                past[-1],
+                True,
+                timestamp=round(now, 3),
+                question_tokens=_between(QUESTION_TOKENS, draw()),
+                output_tokens=_between(OUTPUT_TOKENS, draw()),
+            )
+
+
+def _manual_section(number: int) -> Chunk:
+    # Never 0 or 1, where the inverse has no value.
+    share = (number + 1) * GOLDEN % 1
+    least, most = SYS_X_TOKENS
+    length = int(exp(SYS_X_LENGTHS.inv_cdf(share)))
+    return Chunk(ChunkId(f"s{number}"), min(most, max(least, length)))
 
 
 def _between(ends: tuple[int, int], share: float) -> int:

@@ -7,7 +7,8 @@ compared with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from radix_ext import Chunk, ChunkId
@@ -81,6 +82,44 @@ class Overlap:
         if not self.is_estimate:
             return position > 0
         return position >= self._window / 2 and position % MEASURED_STRIDE == 0
+
+
+class Recurrence:
+    """Cache-Craft 2.4's reuse density (fig. 6b): how many of the last `WINDOW` requests begin with
+    the same k chunks in the same order, which is what a prefix cache finds."""
+
+    WINDOW, MAX_K = 1000, 5
+
+    def __init__(self) -> None:
+        self._last: deque[Sequence[ChunkId]] = deque()
+        self._count: Counter[tuple[ChunkId, ...]] = Counter()
+        self._rows = {k: [0, 0, 0] for k in range(1, self.MAX_K + 1)}
+
+    def step(self, ids: Sequence[ChunkId]) -> None:
+        """The next request: its distinct chunks in retriever order."""
+        for tuple_ in self._tuples(ids):
+            found, row = self._count[tuple_], self._rows[len(tuple_)]
+            row[:] = row[0] + 1, row[1] + found, row[2] + (found > 0)
+        self._last.append(ids)
+        self._count.update(self._tuples(ids))
+        if len(self._last) > self.WINDOW:
+            left = [*self._tuples(self._last.popleft())]
+            self._count.subtract(left)
+            for tuple_ in left:
+                if not self._count[tuple_]:
+                    del self._count[tuple_]
+
+    @property
+    def density(self) -> list[dict[str, float]]:
+        """Per k: mean number of such earlier requests, and the share of requests with any."""
+        return [
+            {"k": k, "earlier": earlier / num, "found": found / num}
+            for k, (num, earlier, found) in self._rows.items()
+            if num
+        ]
+
+    def _tuples(self, ids: Sequence[ChunkId]) -> Iterator[tuple[ChunkId, ...]]:
+        return (tuple(ids[:k]) for k in range(1, min(len(ids), self.MAX_K) + 1))
 
 
 class Seen:

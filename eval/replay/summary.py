@@ -17,6 +17,7 @@ from eval.replay.bootstrap import moving_block_share
 from eval.replay.cells import CHUNK_COUNTS, HOST_COUNTS, TOKEN_COUNTS
 from eval.replay.fused_cell import fused_entry, fused_table
 from eval.replay.grid import baseline_of, craft_of, policy_name, without_host
+from eval.replay.overlap import Recurrence
 from eval.replay.ranks import ranks_table
 from eval.replay.verdict import capacity_name, verdict
 
@@ -72,6 +73,8 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
         measured = [sample for sample in samples if "cell" in sample or "fused" in sample]
         results["days"] = days.windows(measured, share)
         results["tables"].append(days.table(results["days"], _settings(results["cells"])))
+    if cells and (density := (results["overlap"] or {}).get("density")):
+        results["tables"].append(_density_table(density))
     return results | {"verdict": verdict(results, worth=spec["worth"])}
 
 
@@ -107,6 +110,21 @@ def _table(results: Mapping[str, Any]) -> dict[str, Any]:
         _overlap_note(overlap) for overlap in results["overlap_by_k"] if overlap["estimated_from"]
     ]
     return {"title": "Shares found cached", "rows": rows, "note": " ".join(notes)}
+
+
+def _density_table(density: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    rows = [
+        {
+            "first k chunks": f"{row['k']}",
+            "earlier requests with them": f"{row['earlier']:.2f}",
+            "requests with any": f"{row['found']:.1%}",
+        }
+        for row in density
+    ]
+    note = (
+        f"In the same order, among the {Recurrence.WINDOW} requests before (Cache-Craft fig. 6b)."
+    )
+    return {"title": "How often the first chunks recur", "rows": rows, "note": note}
 
 
 def _settings(cells: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], dict[str, str]]:

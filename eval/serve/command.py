@@ -44,6 +44,7 @@ from eval.metrics import MIN_BLOCKS
 from eval.outcome import text
 from eval.random_model import SHAPES
 from eval.record import model_sha256
+from eval.replay.overlap import Recurrence
 from eval.run import Run, new_folder
 from eval.serve.arms import HOST_MIB, Arm, add_arm_options, parse_arms
 from eval.serve.latency import summarize
@@ -54,6 +55,7 @@ from eval.serve.runner import load_facts, measure
 from eval.serve.server_pool import key_of
 from eval.serve.workload import Load, arrivals, fresh, interleave
 from eval.task import Request, add_task_options, load_requests, requests_sha256
+from radix_ext import ChunkId
 
 LOADS = {"closed": "clients", "poisson": "rate", "trace": "speed"}
 """Kind of load -> its option, by default 1."""
@@ -86,6 +88,11 @@ def main(argv: Sequence[str]) -> int:
     folder = args.out or new_folder("serve")
     # one dict for plan and summary: what `measure` fills in is in the results
     facts = load_facts(folder)
+    recurrence = {k: Recurrence() for k in requests}
+    for k, listed in requests.items():
+        for request in listed:
+            recurrence[k].step([ChunkId(chunk.id) for chunk in request.chunks])
+    facts["density"] = [{"chunks": k, "first": each.density} for k, each in recurrence.items()]
     plan = make_plan(args, arms, min(map(len, requests.values())), facts=facts)
     made = cells(args, requests)
     if args.restart and (len(made) > 1 or any(request.conversation for request in everything)):

@@ -197,6 +197,8 @@ class Lane:
             reuse = cache.get("reuse") or {}
             sample["chunkcache"]["fused_hit"] = reuse.get("fused_hit") or 0
             sample["chunkcache"]["sampled"] = bool(reuse.get("sampled"))
+            if cfo := [each["cfo"] for each in reuse.get("sources") or () if each["from"] != "gap"]:
+                sample["chunkcache"]["cfo"] = cfo
             sample["chunkcache"] |= {
                 name: reuse[name]
                 for name in ("selected_by", "estimated_ms", "ms")

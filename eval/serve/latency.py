@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from eval.contrast import contrast_arms, has_enough, sentences
@@ -57,11 +58,13 @@ def summarize(
             by_arm[other], by_arm[arm], a=other, b=arm, full=other == against
         )
     ]
+    cfo = [row for arm, taken in by_arm.items() if (row := _cfo_row(arm, taken))]
     return {
         "cells": rows,
         "contrasts": contrasts,
         "verdict": sentences(contrasts),
-        "tables": tables(rows, contrasts),
+        "tables": [*tables(rows, contrasts), *([_cfo_table(cfo)] if cfo else [])],
+        "cfo": cfo,
         "num_warm_up": sum(bool(sample["warm_up"]) for sample in _requests(samples)),
         **facts,
     }
@@ -147,6 +150,25 @@ def tables(rows: Sequence[Row], contrasts: Sequence[Row]) -> list[Row]:
 
 
 # Private, in order of use
+
+
+def _cfo_row(arm: str, samples: Sequence[Sample]) -> Row | None:
+    """How far the KV that an arm moved depends on what was not there, over chunks."""
+    moved = [
+        share
+        for s in samples
+        if not s["warm_up"]
+        for share in s.get("chunkcache", {}).get("cfo", ())
+    ]
+    if not moved:
+        return None
+    quantiles = {f"p{round(100 * q)}": quantile(moved, q) for q in (0.1, 0.25, 0.5, 0.75, 0.9)}
+    return {"arm": arm, "moved chunks": len(moved), **quantiles, "mean": fmean(moved)}
+
+
+def _cfo_table(rows: Sequence[Row]) -> Row:
+    note = "Cache-Craft eq. 12 with alpha 1; where nothing is scored, as if its CCI were 1"
+    return {"title": "Fix overhead (CFO) of moved chunks", "rows": [*rows], "note": note}
 
 
 def _of_any_server(sample: Sample) -> Sample:

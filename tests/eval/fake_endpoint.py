@@ -33,6 +33,7 @@ class FakeEndpoint:
     chunk_cache: bool = False
     has_tiers: bool = False  # two tokens of each prompt are loaded from the host
     num_waiting: int = 0  # of the storage's writes; one is done for each look at the stats
+    cfo: tuple[float, ...] = ()  # of the chunks that each request moves; a gap is between them
     can_flush: bool = True
     is_sglang: bool = True  # has SGLang's own routes
     is_cold: bool = False  # nothing is ever found cached
@@ -114,6 +115,9 @@ class FakeEndpoint:
         fates = {"exact": prompt - 3, "relocated": 0, "recomputed": 1, "computed": 2}
         ours = {"fates": fates, "order": ["b", "a"], "chunks_hit": 1, "dropped": ["a"]}
         ours |= {"fallbacks": [], **({"loaded": 2} if self.has_tiers else {})}
+        if self.cfo:
+            moved = [{"from": "host", "cfo": share} for share in self.cfo]
+            ours["reuse"] = {"sources": [{"from": "gap", "cfo": None}, *moved]}
         await event({}, **({"chunkcache": ours} if body["path"].startswith("/rag") else {}))
         usage = {"prompt_tokens": prompt, "completion_tokens": 3, "prompt_tokens_details": cached}
         await event(None, usage=usage)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from eval.replay.overlap import Overlap, Seen
+from eval.replay.overlap import Overlap, Recurrence, Seen
 from radix_ext import Chunk, ChunkId, LimitError
 from tests.kit.letters import make_trace
 
@@ -75,3 +75,26 @@ def test_seen_counts_chunks_and_tokens() -> None:
 def test_window_is_checked() -> None:
     with pytest.raises(LimitError, match="window must be at least"):
         Overlap(5, window=0)
+
+
+def test_recurrence_equals_counting_in_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By definition; what has left the window is neither counted nor kept."""
+    monkeypatch.setattr(Recurrence, "WINDOW", 7)
+    trace = [[ChunkId(name) for name in request] for request in make_trace(60, seed=3)]
+    recurrence = Recurrence()
+    for request in trace:
+        recurrence.step(request)
+    expected = []
+    for k in range(1, 6):
+        earlier = [
+            sum(other[:k] == request[:k] for other in trace[max(0, i - 7) : i])
+            for i, request in enumerate(trace)
+            if len(request) >= k
+        ]
+        if earlier:
+            found = sum(count > 0 for count in earlier)
+            means = sum(earlier) / len(earlier), found / len(earlier)
+            expected.append(dict(zip(("k", "earlier", "found"), (k, *means), strict=True)))
+    assert recurrence.density == expected
+    assert expected[0]["earlier"] > expected[1]["earlier"] > 0
+    assert len(recurrence._count) <= 7 * 5

@@ -148,6 +148,7 @@ def test_bad_options_end_with_code_2(capsys: pytest.CaptureFixture[str], options
         ),
         ("--task sharegpt --data talks.json", "task sharegpt has no request with passages"),
         ("--generate 30 --k 51", "at most 50 chunks but --k is 51"),
+        ("--sys-x 9 --block 13", "blocks of 9 requests"),
         ("--fusionrag 30 --k 501", "at most 500 chunks but --k is 501"),
     ],
 )
@@ -180,6 +181,22 @@ def test_task_is_replayed_as_a_trace(
     results = json.loads(capsys.readouterr().out)
     assert [cell["num_requests"] for cell in results["cells"]] == [num, num]
     assert results["overlap"]["seen_before"]["value"] > 0
+
+
+def test_sys_x_is_replayed_and_says_how_often_first_chunks_recur(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["replay", "--sys-x", "200", "--order", "retriever", "--out"]
+    assert main([*command, str(tmp_path / "shown")]) == 0
+    assert "first k chunks  earlier requests with them  requests with any\n" in (
+        capsys.readouterr().out
+    )
+    assert main([*command, str(tmp_path / "run"), "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    density = [row["earlier"] for row in results["overlap"]["density"]]
+    assert len(density) == 5
+    assert density == sorted(density, reverse=True)
+    assert density[0] > 0.1
 
 
 def test_commands_are_named(capsys: pytest.CaptureFixture[str]) -> None:

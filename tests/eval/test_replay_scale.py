@@ -23,6 +23,7 @@ from eval.replay.generated import (
     POOLS,
     GeneratedTrace,
     PooledTrace,
+    SysXTrace,
 )
 from eval.replay.grid import grid
 from eval.replay.trace import TraceRequest, scan
@@ -151,6 +152,33 @@ def test_pooled_trace_is_as_described() -> None:
             assert max(found, key=lambda name: found[name]) == f"{kind}-0"
         else:
             assert set(found.values()) == {1}
+
+
+def test_sys_x_has_the_published_shape() -> None:
+    """Five chunks of 1,000 to 20,000 tokens, median 3,300; three quarters of them came before, 18%
+    of the tokens in the same prefix."""
+    requests = [*SysXTrace(3000)]
+    assert requests[:1000] == [*SysXTrace(1000)]
+    assert requests[:100] != [*SysXTrace(100, seed=1)]
+    lens = sorted(sum(chunk.num_tokens for chunk in request.chunks) for request in requests)
+    assert lens[0] >= 1000
+    assert lens[-1] <= 20_000
+    assert lens[len(lens) // 2] == pytest.approx(3300, rel=0.1)
+    seen: set[ChunkId] = set()
+    prefixes: set[tuple[ChunkId, ...]] = set()
+    num_again = num_in_prefix = 0
+    for request in requests:
+        ids = [chunk.id for chunk in request.chunks]
+        assert len(set(ids)) == 5
+        num_again += len(seen.intersection(ids))
+        seen.update(ids)
+        for k, chunk in enumerate(request.chunks, 1):
+            if tuple(ids[:k]) not in prefixes:
+                break
+            num_in_prefix += chunk.num_tokens
+        prefixes.update(tuple(ids[:k]) for k in range(1, 6))
+    assert num_again / (5 * len(requests)) == pytest.approx(0.75, abs=0.02)
+    assert num_in_prefix / sum(lens) == pytest.approx(0.18, abs=0.03)
 
 
 # --- time and memory ---

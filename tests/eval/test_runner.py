@@ -18,7 +18,7 @@ import pytest
 from eval.errors import CommandError
 from eval.run import Run, read_samples
 from eval.serve.arms import ARMS, Arm
-from eval.serve.latency import cell_rows
+from eval.serve.latency import cell_rows, summarize
 from eval.serve.plan import SERVER, Cell, Plan
 from eval.serve.runner import load_facts, measure, side_by_side, turned
 from eval.serve.workload import Load
@@ -171,6 +171,18 @@ def test_chunks_are_preprocessed_before_the_first_request(tmp_path: Path) -> Non
     assert [one["behind_neighbors"]["refused"] for one in told] == [0, 1]
     assert all(one["alone"]["seconds"] >= 0 for one in told)
     assert list(plan.facts["preprocessed"]) == ["fusionrag"]
+
+
+def test_fix_overheads_of_moved_chunks_are_told(tmp_path: Path) -> None:
+    """Cache-Craft's CFO of what was moved; an arm that moves nothing has no row."""
+    with serving(FakeEndpoint(chunk_cache=True, cfo=(0.0, 0.5, 1.0))) as endpoint:
+        arms = [replace(ARMS["fused"], url=endpoint.url), arm_at(endpoint)]
+        run = take(tmp_path, Plan(arms, warm_up=1), singles(3))
+    assert run.samples[0]["chunkcache"]["cfo"] == [0.0, 0.5, 1.0]
+    results = summarize(run.samples, facts={}, against="theirs")
+    (row,) = results["cfo"]
+    assert (row["arm"], row["moved chunks"], row["p50"], row["mean"]) == ("fused", 6, 0.5, 0.5)
+    assert results["tables"][-1]["rows"] == [row]
 
 
 @pytest.mark.parametrize(("reports", "cached"), [(True, 0), (False, None)])

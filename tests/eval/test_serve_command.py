@@ -70,7 +70,9 @@ def test_sweep_has_a_cell_for_every_combination(
 ) -> None:
     sweep = "--load poisson --rates 200 400 --ks 2 3"
     assert main(options(endpoints, tmp_path / "r", *sweep.split())) == 0
-    found = {(cell["cell"]["rate"], cell["cell"]["k"]) for cell in results_of(capsys)["cells"]}
+    results = results_of(capsys)
+    assert [(each["chunks"], len(each["first"])) for each in results["density"]] == [(2, 2), (3, 3)]
+    found = {(cell["cell"]["rate"], cell["cell"]["k"]) for cell in results["cells"]}
     assert found == {(200.0, 2), (200.0, 3), (400.0, 2), (400.0, 3)}
     samples = read_samples(tmp_path / "r")
     assert all(sample["num_chunks"] == sample["cell"]["k"] for sample in samples)
