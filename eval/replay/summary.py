@@ -67,14 +67,14 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
     results["tables"] = [_table(results)] if cells else []
     if ranked := [cell for cell in results["cells"] if "ranks" in cell]:
         results["tables"].append(ranks_table(ranked, _settings(results["cells"])))
+    if cells and (density := (results["overlap"] or {}).get("density")):
+        results["tables"].append(_density_table(density))
     if fused:
         results |= {"fused": fused, "tables": [*results["tables"], fused_table(fused)]}
     if spec.get("days") and cells:
         measured = [sample for sample in samples if "cell" in sample or "fused" in sample]
         results["days"] = days.windows(measured, share)
         results["tables"].append(days.table(results["days"], _settings(results["cells"])))
-    if cells and (density := (results["overlap"] or {}).get("density")):
-        results["tables"].append(_density_table(density))
     return results | {"verdict": verdict(results, worth=spec["worth"])}
 
 
