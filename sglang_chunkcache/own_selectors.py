@@ -45,8 +45,13 @@ def own_selectors(module: str | None) -> Mapping[str, Any]:
     own: dict[str, Any] = {}
     for selector in selectors:
         try:
-            # `select` is only looked up: that it is missing would else show in a forward.
-            name, needs, _ = selector.name, selector.needs, selector.select
+            # Methods are only looked up: that one is missing would else show in a forward.
+            name, needs, *_ = (
+                selector.name,
+                selector.needs,
+                selector.select,
+                selector.makes_variants,
+            )
         except AttributeError as error:
             raise ValueError(f"{flag}: {selector!r} is no selector: {error}") from None
         if not isinstance(name, str) or not NAME.fullmatch(name):

@@ -89,7 +89,7 @@ def test_unknown_selector_is_named_with_those_that_there_are() -> None:
     """Theirs are among them; also where the request moves nothing."""
     server = ChunkCacheConfig(reuse="fused", selectors="eval.selectors")
     for mode in ("fused", "exact"):
-        with pytest.raises(RequestError, match="context, random, h2o, prophet, got 'best'"):
+        with pytest.raises(RequestError, match="context, random, h2o, prophet, set, got 'best'"):
             parse(RagFields, {"reuse": {"mode": mode, "selector": "best"}}).fusion_request(server)
 
 
