@@ -283,15 +283,15 @@ class RatioCurves(Mode):
         if UNROTATED in names:  # full reuse turns its keys
             curves[UNROTATED] = [end for end in ends if end == ALL]
         equal = equal_quality(cells, curves)
-        said = {
+        said: dict[str, Any] = {
             "verdict": [*not_measurable(cells), *sentences(contrasts)],
             "tables": [
                 *tables_by_ratio(cells, curves),
                 *([table("Least ratio at equal quality", equal, EQUAL_NOTE)] if equal else []),
             ],
         }
-        found = {"cells": cells, "contrasts": contrasts, **said, "ends": curves}
-        return {**found, "equal_quality": equal}
+        said |= {"ends": curves, "equal_quality": equal}
+        return {"cells": cells, "contrasts": contrasts, **said}
 
 
 def make_captures(

@@ -58,7 +58,7 @@ def summarize(
             by_arm[other], by_arm[arm], a=other, b=arm, full=other == against
         )
     ]
-    cfo = [row for arm, taken in by_arm.items() if (row := _cfo_row(arm, taken))]
+    cfo = [*filter(None, (_cfo_row(arm, taken) for arm, taken in by_arm.items()))]
     return {
         "cells": rows,
         "contrasts": contrasts,
