@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
@@ -26,6 +27,7 @@ from sglang_chunkcache.wire.spans import RequestSpans
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.radix_cache import TreeNode
 
     from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 
@@ -33,6 +35,27 @@ logger = logging.getLogger(__name__)
 
 TRIED_UP_TO = 1.5
 """A plan that is estimated to take longer than this multiple of computing is never tried."""
+
+
+class _Growing:
+    """Chunks that an exact chain grows by with requests under way, after the node where it ends:
+    whoever follows, before those are inserted, would compute them once more."""
+
+    def __init__(self) -> None:
+        self._now, self._before = set[tuple[int, ChunkId]](), set[tuple[int, ChunkId]]()
+
+    def __contains__(self, growth: tuple[int, ChunkId]) -> bool:
+        return growth in self._now or growth in self._before
+
+    def add(self, node: TreeNode, plan: ReusePlan, spans: RequestSpans) -> None:
+        """By the first gap of this plan, if it is a chunk before all that is moved."""
+        leading = takewhile(lambda piece: piece.source is None, plan.pieces)
+        for index in [piece.span for piece in leading if piece.span is not None][:1]:
+            self._now.add((node.id, spans.spans[index].chunk))
+
+    def forward(self) -> None:
+        """One is over. SGLang inserts a batch's requests before the next but one."""
+        self._now, self._before = set(), self._now
 
 
 class Planner:
@@ -48,6 +71,7 @@ class Planner:
         self._tree, self._sources = tree, sources
         self._fusion_pass, self._limits = fusion_pass, limits
         self._num_skipped = 0
+        self.growing = _Growing()
 
     def match(
         self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult
@@ -76,7 +100,7 @@ class Planner:
                     fusion = choice  # what follows is keyed by the same recipe
                     break
         try:
-            gaps = self._exact_gaps(key, spans, exact) if start == exact else frozenset()
+            gaps = self._exact_gaps(key, spans, exact, node) if start == exact else frozenset()
             plan = self._plan(req, key, fusion, start, gaps)
             if not state(req).is_asked_only and self._is_tried(plan, fusion):
                 plan = self._plan(req, key, replace(fusion, always=True), start, gaps)
@@ -100,8 +124,11 @@ class Planner:
 
     # Private, in order of use
 
-    def _exact_gaps(self, key: ChunkKey, spans: RequestSpans, start: int) -> frozenset[int]:
-        """What the prompt's exact chain grows by, from `start` on."""
+    def _exact_gaps(
+        self, key: ChunkKey, spans: RequestSpans, start: int, node: TreeNode
+    ) -> frozenset[int]:
+        """What the prompt's exact chain grows by, from `start` on, which is the node's end:
+        nothing, if it does so already."""
 
         def can_move(chunk: ChunkId) -> bool:
             return bool(
@@ -110,7 +137,7 @@ class Planner:
                 )
             )
 
-        return exact_gaps(
+        gaps = exact_gaps(
             spans.spans,
             start=start,
             limit=len(key),
@@ -118,6 +145,8 @@ class Planner:
             num_chunks=spans.exact_gaps,
             can_move=can_move,
         )
+        is_grown = gaps and (node.id, spans.spans[min(gaps)].chunk) in self.growing
+        return frozenset() if is_grown else gaps
 
     def _plan(
         self, req: Req, key: ChunkKey, fusion: FusionRequest, start: int, exact: Collection[int]

@@ -135,6 +135,8 @@ class Fuser(Promiser):
         spans, plan = state(req).spans, outcome_of(req).plan
         assert spans is not None
         # the neighbours of a chunk to preprocess would outlive what they are moved for
+        if slots is not None:
+            self.planner.growing.add(node, plan, spans)
         if slots is not None and not spans.is_preprocessing:
             self.sources.count_uses(plan)
             if self.tier is not None:
@@ -161,6 +163,7 @@ class Fuser(Promiser):
                 outcome_of(req).is_alone &= len(batch.reqs) == 1
 
     def after(self, *, first_tokens_wait: bool = False, is_ahead: bool = False) -> None:
+        self.planner.growing.forward()
         if first_tokens_wait or is_ahead:
             self.pricing.refresh()
         self.keeper.after(first_tokens_wait=first_tokens_wait, is_ahead=is_ahead)

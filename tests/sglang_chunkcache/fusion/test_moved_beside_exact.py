@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.kit import releases
 from tests.kit.fused import report
 from tests.kit.requests import rag
 from tests.reference.model_scheduler import ModelScheduler
-from tests.reference.scheduler import FakeReq, config
+from tests.reference.scheduler import FakeReq, config, walk
 
 pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
@@ -90,6 +91,71 @@ def test_request_that_a_full_pass_leaves_out_is_a_prefill(make: Make) -> None:
     assert (report(one).fallbacks, report(two).fallbacks) == ((), (Fallback.PASS_FULL,))
     (expected,) = kv_of_batch(scheduler, rag(C, B))
     assert_close(got, expected)
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, layer: Any, *, times: int) -> None:
+    """The layer's next calls raise an error, once it has written its KV."""
+    forward, left = layer.forward, [times]
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("planted")
+        return result
+
+    monkeypatch.setattr(layer, "forward", failing)
+
+
+@pytest.mark.parametrize("layer", range(models.NUM_LAYERS))
+def test_pass_that_fails_at_any_layer_leaves_no_trace(
+    make: Make, monkeypatch: pytest.MonkeyPatch, layer: int
+) -> None:
+    """Both requests of its batch are computed, bit by bit as if nothing had been moved before."""
+    runs = []
+    for is_moved in (False, True):
+        scheduler = make()
+        scheduler.serve(rag(A, B, C))
+        with monkeypatch.context() as patch:
+            if is_moved:
+                fail_at(patch, scheduler._runner.model.model.layers[layer], times=1)
+            else:
+                mover = scheduler.fuser.fusion_pass.mover
+                patch.setattr(mover, "move", mock.Mock(side_effect=OSError))
+            one, two = rag(B, fusion=FUSION), rag(D, C, fusion=FUSION)
+            runs.append(kv_of_batch(scheduler, one, two))
+        assert (report(one).fallbacks, report(two).fallbacks) == ((Fallback.PASS_FAILED,),) * 2
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("layer", range(models.NUM_LAYERS))
+def test_what_cannot_even_be_computed_leaves_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch, layer: int
+) -> None:
+    """Tree and pool are as they were, bit by bit, whichever layer fails."""
+    scheduler = make()
+    scheduler.serve(rag(A, B, C))
+
+    def everything() -> tuple[list[Any], Tensor]:
+        nodes = [(str(keys), node.value.tolist()) for keys, node in walk(scheduler.cache)]
+        slots = [slot for _, each in nodes for slot in each]
+        kv = torch.stack(models.kv_of(scheduler._runner, torch.tensor(slots)))
+        return [*nodes, sorted(scheduler.free_slots())], kv
+
+    before, kv = everything()
+    reqs = [rag(B, fusion=FUSION), rag(D, C, fusion=FUSION)]
+    for req in reqs:
+        assert scheduler.add(req, 1000) is not None
+    with monkeypatch.context() as patch:
+        # the pass, then the region that is computed in its place
+        fail_at(patch, scheduler._runner.model.model.layers[layer], times=2)
+        scheduler.forward()
+    for req in reqs:
+        assert getattr(req, releases.DROPPED) is not None
+        scheduler.release(req, is_insert=True)
+    after, kv_after = everything()
+    assert after == before
+    assert torch.equal(kv_after, kv)
 
 
 def cached_kv(scheduler: ModelScheduler, req: FakeReq, num_tokens: int) -> Tensor:
