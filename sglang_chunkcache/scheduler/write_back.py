@@ -8,6 +8,8 @@ from functools import reduce
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+import torch
+
 from radix_ext import ChunkId, extend_chain
 from radix_ext.costs import copied_within
 from radix_ext.write_back import Place, WriteBackQueue
@@ -88,8 +90,10 @@ class WriteBack(WriteBackQueue[HostNode]):
         path = chunks_to(node)
         before, above = head_of(path[0])
         known, first = facts(node), chain_of(facts(node).head, ())
-        if above and self._nodes.get(before) is None:
-            slots = joined([each.value for each in above])
+        has_head = bool(above) or path[0].key.spans[0].start > 0  # in pages: less than one
+        if has_head and self._nodes.get(before) is None:
+            nothing = torch.empty((0,), dtype=torch.int64, device=self._tree.device)
+            slots = joined([nothing, *(each.value for each in above)])
             identity = ChunkIdentity(ChunkId(""), node.key.extra_key, node.key.cache_salt)
             self._copied(Place(before, None, first, 0, identity), slots, before.hex(), ())
         for each in path[:-1]:
