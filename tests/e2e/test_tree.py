@@ -85,6 +85,13 @@ def is_stock(server: Server) -> bool:
     return bool(stats_of(server)["tree"]["kind"] == "stock")
 
 
+def test_pages_come_back_from_host_memory(paged: Server) -> None:
+    """First, while nothing says that a load is slow."""
+    if is_stock(paged):
+        pytest.skip("SGLang's tree has none on a CPU")
+    check_that_chain_comes_back(paged, PAGE)
+
+
 def test_pages_find_what_slots_do(paged: Server, rag_server: Server) -> None:
     """Request by request, less what is lost at the one border of a match, which ends with a page.
     The order is the same: all mirrors know what is cached."""
@@ -164,12 +171,6 @@ def test_without_events_the_least_recent_use_is_assumed(tmp_path: Path) -> None:
         again = run(server, requests[-1:])[0]["chunkcache"]
         assert again["chunks_planned"] > again["chunks_hit"]
         assert rank_of(server)["mirror"]["corrections"] > mirror["corrections"]
-
-
-def test_pages_come_back_from_host_memory(paged: Server) -> None:
-    if is_stock(paged):
-        pytest.skip("SGLang's tree has none on a CPU")
-    check_that_chain_comes_back(paged, PAGE)
 
 
 def test_moved_kv_is_off_and_said(paged: Server) -> None:
