@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import stat
 import tempfile
@@ -56,6 +57,12 @@ def own(short: Path) -> str:
     return given
 
 
+def close(publisher: Any) -> None:
+    """For good: at the end of the process it would wait a second for its thread."""
+    publisher.shutdown()
+    atexit.unregister(publisher.shutdown)
+
+
 def test_own_sockets_are_the_users_alone(own: str, short: Path) -> None:
     """And SGLang's publisher binds them, one for each rank."""
     (folder,) = short.iterdir()
@@ -69,7 +76,7 @@ def test_own_sockets_are_the_users_alone(own: str, short: Path) -> None:
         assert all(Path(each[6:]).is_socket() for each in there)
     finally:
         for each in publishers:
-            each.shutdown()
+            close(each)
 
 
 def test_own_events_tell_adapters_where_the_release_does(own: str) -> None:
@@ -182,7 +189,7 @@ class Stage:
 def stage(own: str) -> Iterator[Stage]:
     stage = Stage(own)
     yield stage
-    stage.publisher.shutdown()
+    close(stage.publisher)
 
 
 def test_what_was_missed_is_told_again(stage: Stage) -> None:
