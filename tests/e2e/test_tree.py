@@ -123,13 +123,18 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("name", ["paged", pytest.param("stock", marks=pytest.mark.nightly)])
-def test_answers_under_eviction_are_those_without_reuse(
-    name: str, request: pytest.FixtureRequest
-) -> None:
+def test_answers_under_eviction_are_those_without_reuse(paged: Server) -> None:
+    check_eviction(paged)
+
+
+@pytest.mark.nightly
+def test_so_they_are_in_a_stock_tree_without_pages(stock: Server) -> None:
+    check_eviction(stock)
+
+
+def check_eviction(server: Server) -> None:
     """And what SGLang evicts is known, whoever's requests take the room: what is expected is
     found."""
-    server: Server = request.getfixturevalue(name)
     requests = world_requests(40, seed=7)
     replies = run(server, requests)
     assert sum(map(exact_of, replies)) > 1000

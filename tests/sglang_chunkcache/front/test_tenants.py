@@ -54,11 +54,15 @@ class Server(Bench):
         return {**request.answer(), "promoted_len": spans.promoted_len, "keep": spans.keep}
 
 
+class Slots(TokenToKVPoolAllocator):  # type: ignore[misc]
+    extend = scheduler.CountingAllocator.extend
+
+
 @pytest.fixture(autouse=True)
 def fast_scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without the count of who frees which slot, which takes time in proportion to the pool;
     other tests do that."""
-    monkeypatch.setattr(scheduler, "CountingAllocator", TokenToKVPoolAllocator)
+    monkeypatch.setattr(scheduler, "CountingAllocator", Slots)
     with scheduler.without_server_args():
         monkeypatch.setattr(scheduler, "without_server_args", nullcontext)
         yield
