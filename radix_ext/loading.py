@@ -152,7 +152,7 @@ class LoadTimes:
 class WaitPolicy:
     """How long a request that could be admitted waits for its loads.
 
-    At most a share of what computing them instead takes, so a wait in vain costs no more than that.
+    At most a share of what they save, so a wait in vain costs no more than that.
     After one, only one of `EXPLORATION_PERIOD` requests waits, until loads come in time again.
     """
 
@@ -162,10 +162,10 @@ class WaitPolicy:
         self._left_out: int | None = None
         """Requests that have not waited since the last wait in vain."""
 
-    def seconds(self, load: float | None, compute: float) -> float:
+    def seconds(self, load: float | None, saved: float) -> float:
         """How long to wait. `load`: what the loads are estimated to take from now on;
         None: nothing was loaded yet."""
-        most = self.share * compute
+        most = self.share * saved
         if not most or (load or 0.0) > most:
             return 0.0
         if self._left_out is not None:

@@ -171,19 +171,6 @@ MIN_GAIN = 0.05
 and moved KV is never better than computed KV."""
 
 
-def has_room(num_idle: int, num_tokens: int, *, reserve: int, num_after: int) -> bool:
-    """Whether slots that are free or evictable hold what is moved and leave room for an extend. All
-    in tokens.
-
-    Args:
-        num_tokens: slots that the move takes.
-        reserve: what one batch's extends may take.
-        num_after: the rest of the prompt, which is extended next.
-    """
-    # Without chunked prefill the rest of one prompt may take more than a batch's reserve.
-    return num_idle >= num_tokens + max(reserve, num_after)
-
-
 def make_plan(
     spans: Sequence[Span],
     *,

@@ -420,8 +420,8 @@ class HostConfig:
         low=0,
     )
     storage_wait: float = knob(
-        0.1,
-        "how long a request waits for the storage, as a share of what computing takes; 0: not"
+        1.0,
+        "how long a request waits for the storage, as a share of what its loads save; 0: not"
         " at all",
         "It waits where the load is estimated to be there by then. A wait in vain costs that "
         "share, and most of the next requests do not wait then.",

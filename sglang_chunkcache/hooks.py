@@ -9,9 +9,9 @@
 - AFTER `Scheduler._add_request_to_queue`, as what follows in schedulers with our tree only: what
   a request needs is loaded from a storage while it waits. SGLang asks a cache for a waiting request
   under some queue policies only.
-- AROUND `PrefillAdder.add_one_req`, with a storage only: a request waits for what is loaded for it,
-  and all behind it do. A cache can put off a request itself (None for a load), but is only asked
-  for what it has found already.
+- AROUND `PrefillAdder.add_one_req`, with `--reuse fused` or a storage only: a request waits
+  (scheduler/waiting.py) and those behind it do not. A cache can put off a request itself (None for
+  a load), and all behind it with it, but is only asked for what it has found already.
 - BEFORE all of `SchedulerWeightUpdaterManager` that changes weights, with a storage only: where the
   client asks for no flush, or an update fails half-way, nothing else tells that KV is of other
   weights, and what outlives the process is named by them.
@@ -22,15 +22,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.state import NOTHING, STATE_KEY, Asked
 
@@ -53,8 +52,6 @@ UPDATES = [
     f"{UPDATER}.begin_weight_update",
 ]
 GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
-POLL_S = 0.0002
-"""Between two looks at what is loaded, where there is nothing else to do."""
 
 
 def register_hooks(
@@ -74,8 +71,9 @@ def register_hooks(
         HookRegistry.register(FORWARD, _fill_first, HookType.AROUND)
     if not is_stock:
         HookRegistry.register(ADD_TO_QUEUE, _tell_arrival, HookType.AFTER)
+    if _may_wait(settings):
+        HookRegistry.register(ADD_TO_BATCH, _add_or_wait, HookType.AROUND)
     if settings.storage_backend is not None:
-        HookRegistry.register(ADD_TO_BATCH, _wait_for_loads, HookType.AROUND)
         for target in UPDATES:
             HookRegistry.register(target, _tell_update, HookType.BEFORE)
     if misplaced is not None:
@@ -88,11 +86,17 @@ def missing_hooks(settings: ChunkCacheConfig, *, is_main: bool) -> list[str]:
     targets = [GET_INTERNAL_STATE, *([] if settings.is_stock else [ADD_TO_QUEUE])]
     if settings.needs_forward:
         targets.append(FORWARD)
+    if _may_wait(settings):
+        targets.append(ADD_TO_BATCH)
     if settings.storage_backend is not None:
-        targets += [ADD_TO_BATCH, *UPDATES]
+        targets += UPDATES
     if is_main:
         targets.append(GENERATE_REQUEST)
     return [target for target in targets if target not in HookRegistry._patched]
+
+
+def _may_wait(settings: ChunkCacheConfig) -> bool:
+    return settings.reuse == "fused" or settings.storage_backend is not None
 
 
 def _add_stats(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,18 +140,18 @@ def _tell_arrival(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: A
     return result
 
 
-def _wait_for_loads(add: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    cache = _ours(adder.tree_cache)
-    # who was preempted would be lost
-    if cache is None or not state(req).waits or adder.preempt_list:
-        return add(adder, req, *args, **kwargs)
+def _add_or_wait(add: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    cache, stock = _ours(adder.tree_cache), partial(add, adder, req, *args, **kwargs)
+    if cache is None:
+        return stock()
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    if not adder.can_run_list and (adder.running_batch is None or adder.running_batch.is_empty()):
-        # SGLang asks again at once, and would keep the loader's thread from Python
-        time.sleep(POLL_S)
-    # Not NO_TOKEN, for which SGLang takes the running batch for full.
-    return AddReqResult.OTHER
+    result = cache.line.add(adder, req, stock, partial(req.init_next_round_input, cache))
+    # For NO_TOKEN SGLang takes the running batch for full: where nothing runs, since copies alone
+    # hold the slots, 0.5.21 would do so for ever.
+    if result is AddReqResult.NO_TOKEN and cache.line.is_idle:
+        return AddReqResult.OTHER
+    return AddReqResult.CONTINUE if result is None else result
 
 
 def _tell_update(updater: Any, *args: Any, **kwargs: Any) -> None:

@@ -84,8 +84,12 @@ def create_cache(ctx: Any) -> Any:
         raise ValueError(
             f"{config.flag_name('tree')} stock serves this model (KV allocator {allocator})"
         )
-    cache = ChunkRadixCache if ctx.params.page_size == 1 else PagedRadixCache
-    return cache(ctx.params, settings, lambda tree: create_tiers(tree, ctx, settings))
+    create = ChunkRadixCache if ctx.params.page_size == 1 else PagedRadixCache
+    cache = create(ctx.params, settings, lambda tree: create_tiers(tree, ctx, settings))
+    if ctx.server_args.enable_priority_scheduling:
+        sign = -1 if ctx.server_args.schedule_low_priority_values_first else 1
+        cache.line.rank_of = lambda req: sign * req.priority
+    return cache
 
 
 def create_python_tree(ctx: Any) -> Any:

@@ -245,7 +245,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--waits",
         type=float,
         nargs="+",
-        default=[0.1],
+        default=[1.0],
         help="--chunkcache-storage-wait of the servers on disk",
     )
     add("--ahead-ms", type=int, default=100, help="of a hint before its request")

@@ -100,8 +100,8 @@ class Asked:
     rest: list[Callable[[], None]] = field(default_factory=list)
     """Load what found no room."""
     num_left: int = 0
-    computed_s: float = 0.0
-    """What computing is estimated to take, if nothing comes."""
+    saved_s: float = 0.0
+    """What its coming is estimated to save of the time to the first token, loading aside."""
 
 
 class _Missing(NamedTuple):
@@ -113,6 +113,7 @@ class _Missing(NamedTuple):
     num_tokens: int
     is_elsewhere: bool
     computed_s: float
+    saved_s: float
 
 
 class FusedDisk:
@@ -167,7 +168,7 @@ class FusedDisk:
     ) -> None:
         """The request waits from now on."""
         self.disk.advance(at)
-        self._asked = asked = Asked()
+        self._asked = Asked()
         ids = tuple(chunk.id for chunk in chunks)
         self.index.ask((chunk, head, ids[:i]) for i, chunk in enumerate(ids))
         if self._host is not None:
@@ -175,7 +176,6 @@ class FusedDisk:
             self._load_chain(ids, spans, head)
         if is_fused:
             missing = list(self._missing(ids, spans, head))
-            asked.computed_s = max(asked.computed_s, sum(each.computed_s for each in missing))
             self.counts["found"] += sum(bool(self._found(each)) for each in missing)
             self._load_for(missing)
 
@@ -190,7 +190,7 @@ class FusedDisk:
             under_way = [job for job in self._under_way.values() if job is not None]
             loads = [self.disk.loads.times.seconds(job.num_bytes) for job in under_way]
             load_s = None if None in loads else sum(filter(None, loads))
-            if wait_s := self._policy.seconds(load_s, asked.computed_s):
+            if wait_s := self._policy.seconds(load_s, asked.saved_s):
                 now = self.disk.advance(at + wait_s, has_come)
                 self._policy.ended(in_vain=not has_come())
         self.wait_s += now - at
@@ -259,7 +259,7 @@ class FusedDisk:
         copied = self._costs[Phase.LOAD].seconds(Work(1, work.tokens))
         if not self._tries(pays=loading_pays(sum(loads) and sum(loads) + copied, computed_s)):
             return
-        self._asked.computed_s = computed_s
+        self._asked.saved_s = max(0.0, computed_s - copied)
         for number, i in enumerate(missing):
             if not self._claim(keys[i + 1], keys[i], ids[i], head, ids[:i], spans[i]):
                 rest = partial(self._load_chain, ids, spans, head)
@@ -302,9 +302,12 @@ class FusedDisk:
             if any(each.head == head for each in there):
                 continue
             work = extend_work(span.start, span.end)._replace(calls=0)
-            computed_s = self._share * self._costs[Phase.EXTEND].seconds(work)
+            computed_s = self._costs[Phase.EXTEND].seconds(work)
+            moved_s = (1 - self._share) * self._costs[Phase.RECOMPUTE].seconds(work)
+            moved_s += self._costs[Phase.HOST].seconds(Work(1, work.tokens))
+            times = self._share * computed_s, max(0.0, computed_s - moved_s)
             num_tokens = span.end - span.start
-            found.append(_Missing(chunk, head, ids[:i], num_tokens, bool(there), computed_s))
+            found.append(_Missing(chunk, head, ids[:i], num_tokens, bool(there), *times))
         return found
 
     def _found(self, missing: _Missing) -> list[Variant]:
@@ -320,7 +323,7 @@ class FusedDisk:
         self, missing_chunks: Sequence[_Missing], begun: dict[int, bool | None] | None = None
     ) -> None:
         """As `StorageTier._load_for`."""
-        begun = begun if begun is not None else {}
+        is_first, begun = begun is None, begun or {}
         todo = [each for i, each in enumerate(missing_chunks) if begun.get(i, False) is False]
         found, times = [(each, self._found(each)) for each in todo], self.disk.loads.times
         is_sooner = pay_together(
@@ -333,6 +336,10 @@ class FusedDisk:
             begun,
             max_gap_tokens=self._max_gap_tokens,
         )
+        if is_first:
+            tried = [each for i, each in enumerate(missing_chunks) if begun.get(i) is not None]
+            saved_s = sum(each.saved_s for each in tried)
+            self._asked.saved_s = max(self._asked.saved_s, saved_s)
         if num_left:
             self._goes_on(partial(self._load_for, missing_chunks, begun), num_left)
 

@@ -54,7 +54,7 @@ from radix_ext.cfo import Attention, Scored
 from radix_ext.costs import Costs, Phase, Work, extend_work, seconds
 from radix_ext.exact_growth import exact_gaps
 from radix_ext.loading import WaitPolicy, num_fitting
-from radix_ext.moved_plan import Limits, NotMoved, ReusePlan, has_room, make_plan
+from radix_ext.moved_plan import Limits, NotMoved, ReusePlan, make_plan
 from radix_ext.pool_slots import PoolSlots
 from radix_ext.sources import ChunkCopies, ChunkSources, DeviceCopy
 from radix_ext.variant_index import VariantIndex
@@ -457,7 +457,7 @@ class FusedReplay:
         """Whether what is free or idle holds the promise and leaves room for an extend,
         as the server asks."""
         size = plan.end - plan.start
-        return has_room(self._idle(locked), size, reserve=self._budget, num_after=after)
+        return self._idle(locked) > size + min(after, self._budget)
 
     def _idle(self, locked: Collection[ChainNode]) -> int:
         """Tokens on the device that are free, or whose nodes may leave."""

@@ -69,13 +69,6 @@ def create_fuser(
         if (args.chunked_prefill_size or 0) > 0
         else args.max_prefill_tokens
     )
-    if prefill_budget >= runner.token_to_kv_pool.size:
-        logger.warning(
-            "--reuse fused moves nothing: a KV pool of %d tokens is no larger than one prefill"
-            " budget of %d (--chunked-prefill-size), which moving keeps free",
-            runner.token_to_kv_pool.size,
-            prefill_budget,
-        )
     limits = Limits(
         # The memory that SGLang leaves free is for the activations of one budget.
         max_pass_tokens=config.max_pass_tokens or prefill_budget,
@@ -124,7 +117,6 @@ def create_fuser(
         FusionPass(runner, table, config, (sparse, attention), pricing, nodes),
         store,
         limits,
-        extend_reserve=prefill_budget,
         # Weights may be away when the tree is reset, and cannot be read then.
         fingerprint=(lambda: None)
         if args.enable_memory_saver

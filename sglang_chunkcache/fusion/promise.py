@@ -62,7 +62,6 @@ class Fuser(Promiser):
     """Of one rank.
 
     Args:
-        extend_reserve: as in `Promises`.
         fingerprint: of the model's weights, as they are when it is called. None: unknown, each
             reset counts as a change.
         calibrator: None: nothing can be calibrated.
@@ -77,7 +76,6 @@ class Fuser(Promiser):
         store: VariantIndex,
         limits: Limits,
         *,
-        extend_reserve: int,
         fingerprint: Callable[[], int | None],
         calibrator: Calibrator | None = None,
         tier: StorageTier | None = None,
@@ -89,9 +87,7 @@ class Fuser(Promiser):
         self.pricing, self.outward = fusion_pass.pricing, fusion_pass.outward
         self.sources = ChunkSources(tree.copies, store, max_copies=MAX_COPIES)
         self.planner = Planner(tree, self.sources, fusion_pass, limits)
-        self.promises = Promises(
-            tree, self.sources, fusion_pass, limits, extend_reserve=extend_reserve
-        )
+        self.promises = Promises(tree, self.sources, fusion_pass, limits)
         self.keeper = StoreKeeper(
             store,
             Captures(tree.copies, fusion_pass, store),

@@ -12,7 +12,7 @@ error, and nothing of it is inserted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from radix_ext.moved_plan import Limits, ReusePlan, has_room
+from radix_ext.moved_plan import Limits, ReusePlan
 from radix_ext.sources import ChunkSources, DeviceCopy, HostCopy
 from sglang_chunkcache import compat
 from sglang_chunkcache.fusion.fill import FusionPass
@@ -52,34 +52,24 @@ class _Pending:
 
 
 class Promises:
-    """Of one rank.
-
-    Args:
-        extend_reserve: tokens that SGLang may take for the extends of one batch. They stay free or
-            evictable.
-    """
+    """Of one rank."""
 
     def __init__(
-        self,
-        tree: ChunkTree,
-        sources: ChunkSources,
-        fusion_pass: FusionPass,
-        limits: Limits,
-        *,
-        extend_reserve: int,
+        self, tree: ChunkTree, sources: ChunkSources, fusion_pass: FusionPass, limits: Limits
     ) -> None:
         self._tree, self._sources, self._fusion_pass = tree, sources, fusion_pass
-        self._limits, self._extend_reserve = limits, extend_reserve
+        self._limits = limits
         self._pending: list[_Pending] = []
 
     def commit(self, req: Req, node: TreeNode) -> torch.Tensor | None:
-        """Take the slots of the request's plan. None: declined, to be computed."""
+        """Take the slots of the request's plan. None: declined, to be computed, or put off."""
         outcome, known = outcome_of(req), state(req)
         plan, spans = outcome.plan, known.spans
         assert spans is not None
         assert plan.fusion is not None
         if self._is_full(plan):
-            outcome.declined.append(Fallback.PASS_FULL)
+            if not self._tree.line.for_pass(req):
+                outcome.declined.append(Fallback.PASS_FULL)
             return None
         if not self._sources.are_there(plan):
             outcome.declined.append(Fallback.SOURCE_GONE)
@@ -87,6 +77,8 @@ class Promises:
         moved = [piece for piece in plan.pieces if piece.source is not None]
         sources = [each.source.node for each in moved if isinstance(each.source, DeviceCopy)]
         num_after = len(req.origin_input_ids) + len(req.output_ids) - plan.end
+        num_computed = self._tree.line.num_computed(num_after)
+        num_tokens = plan.end - plan.start
         with self._locked(node), ExitStack() as taken, ExitStack() as held:
             for blob in slots_of(plan):
                 blob.hold()
@@ -94,9 +86,12 @@ class Promises:
             for source in sources:
                 self._tree.inc_lock_ref(source)
                 taken.callback(self._tree.dec_lock_ref, source)
-            slots = self._allocate(plan.end - plan.start, num_after, taken)
+            missing = num_tokens + num_computed - self._tree.num_idle()
+            slots = None if missing > 0 else self._allocate(num_tokens, taken)
             if slots is None:
-                outcome.declined.append(Fallback.NO_ROOM)
+                fits = self._fits_alone([node, *sources], num_tokens + num_computed)
+                if not (fits and self._tree.line.for_room(req, missing)):
+                    outcome.declined.append(Fallback.NO_ROOM)
                 return None
             row = torch.cat([self._tree.path_device_indices(node), slots])
             outcome.move = move_of(req, plan, spans, row)
@@ -151,17 +146,19 @@ class Promises:
         finally:
             self._tree.dec_lock_ref(node)
 
-    def _allocate(self, num_tokens: int, num_after: int, taken: ExitStack) -> torch.Tensor | None:
-        """Slots, evicting if need be; an exception on the way out of `taken` frees them.
+    def _fits_alone(self, locked: Iterable[TreeNode], num_tokens: int) -> bool:
+        """Whether there is room once nothing else runs."""
+        path = {}
+        for node in locked:
+            while node is not self._tree.root_node and node.id not in path:
+                path[node.id] = len(node.key)
+                node = node.parent
+        capacity: int = self._tree.token_to_kv_pool_allocator.size
+        return num_tokens + sum(path.values()) <= capacity
 
-        None where the batch's extends might then find none, which kills SGLang. `num_after` tokens
-        of the request's own are left to prefill: without chunked prefill that may be more than the
-        reserve.
-        """
+    def _allocate(self, num_tokens: int, taken: ExitStack) -> torch.Tensor | None:
+        """Slots, evicting if need be; an exception on the way out of `taken` frees them."""
         allocator = self._tree.token_to_kv_pool_allocator
-        capacity = allocator.available_size() + self._tree.evictable_size()
-        if not has_room(capacity, num_tokens, reserve=self._extend_reserve, num_after=num_after):
-            return None
         if (missing := num_tokens - allocator.available_size()) > 0:
             self._tree.evict(EvictParams(num_tokens=missing))
         slots: torch.Tensor | None = allocator.alloc(num_tokens)

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from radix_ext import ChunkId, FusionRequest, text_before
 from radix_ext.cfo import Prefix, Scored
-from radix_ext.costs import Costs, Phase, extend_work
+from radix_ext.costs import Costs, Phase, Work, extend_work
 from radix_ext.loading import load_in_order, loading_pays, pay_together, worth_loading
 from radix_ext.moved_plan import ReusePlan
 from radix_ext.sources import ChunkSources
@@ -61,6 +61,8 @@ class _Missing(NamedTuple):
     computed_s: float | None
     """What computing it takes, less what is recomputed of it where it is moved. None: it is moved
     whatever that takes."""
+    saved_s: float
+    """What moving and recomputing it takes less, if it is here."""
 
 
 class StorageTier:
@@ -137,7 +139,6 @@ class StorageTier:
             self.storage.poll()
             if not (self.storage.is_off or self.storage.loader.is_paused):
                 missing_chunks = list(_missing_chunks(req, spans, fusion, sources, costs))
-                asked.computed_s = sum(missing.computed_s or 0.0 for missing in missing_chunks)
                 left = {
                     self._chunk(missing.identity): missing
                     for missing in missing_chunks
@@ -148,6 +149,8 @@ class StorageTier:
                 self.storage.others.look_up(
                     numbers, partial(self._found_of_others, missing_chunks, asked), asked
                 )
+                if asked.lookup is not None:  # they may be there
+                    asked.saved_s += sum(missing.saved_s for missing in left.values())
         return asked
 
     def has(self, identity: ChunkIdentity, head: str, prefix: Prefix, scored: Scored) -> bool:
@@ -267,7 +270,7 @@ class StorageTier:
     ) -> None:
         """Load what the index has, where that pays: what finds no room in the queue when there is
         some, if it pays by what is known then."""
-        begun = begun if begun is not None else {}
+        is_first, begun = begun is None, begun or {}
         todo = [each for i, each in enumerate(missing_chunks) if begun.get(i, False) is False]
         num_left = load_in_order(
             missing_chunks,
@@ -275,6 +278,9 @@ class StorageTier:
             begun,
             max_gap_tokens=self._max_gap_tokens,
         )
+        if is_first:
+            tried = (each for i, each in enumerate(missing_chunks) if begun.get(i) is not None)
+            asked.saved_s += sum(each.saved_s for each in tried)
         if num_left:
             rest = partial(self._load_for, missing_chunks, asked, begun)
             self.storage.goes_on(asked, rest, num_left)
@@ -377,8 +383,8 @@ def _missing_chunks(
     """The request's chunks that neither device nor store has behind the same head."""
     heads = text_before(spans.namespace, spans.spans, req.origin_input_ids)
     before = [span.chunk for span in spans.spans]
-    line = None if costs is None or fusion.always or fusion.plain else costs[Phase.EXTEND]
-    share = 1 - fusion.expected_ratio if fusion.recomputes else 1.0
+    compares = not (costs is None or fusion.always or fusion.plain)
+    share = fusion.expected_ratio if fusion.recomputes else 0.0
     for index, (span, head) in enumerate(zip(spans.spans, heads, strict=True)):
         if index in fusion.fresh:
             continue
@@ -389,11 +395,12 @@ def _missing_chunks(
         if any(each.head == head for each in there):
             continue
         # Its tokens in a prefill that runs in any case.
-        computed_s = (
-            None
-            if line is None
-            else share * line.seconds(extend_work(span.start, span.end)._replace(calls=0))
-        )
+        work, computed_s, moved_s = extend_work(span.start, span.end)._replace(calls=0), 0.0, 0.0
+        if costs is not None:
+            computed_s = costs[Phase.EXTEND].seconds(work)
+            moved_s = share * costs[Phase.RECOMPUTE].seconds(work) + costs[Phase.HOST].seconds(
+                Work(1, work.tokens)
+            )
         yield _Missing(
             identity,
             head,
@@ -401,7 +408,8 @@ def _missing_chunks(
             span.end - span.start,
             fusion.plain,
             bool(there),
-            computed_s,
+            (1 - share) * computed_s if compares else None,
+            max(0.0, computed_s - moved_s),
         )
 
 

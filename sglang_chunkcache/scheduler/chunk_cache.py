@@ -37,7 +37,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
-from sglang.srt.mem_cache.radix_cache import TreeNode
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from radix_ext import IntegrityError
 from sglang_chunkcache import compat
@@ -52,6 +52,7 @@ from sglang_chunkcache.wire.spans import RequestSpans, unpack
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class ChunkRadixCache(ChunkTree):
         self._secret = config.secret
         self.fallbacks: Counter[Fallback] = Counter()
         self.match_seconds = self.insert_seconds = 0.0
+        self._unmatched: MatchResult | None = None
         super().__init__(params, config)
         self.tiers = create_tiers(self)
 
@@ -80,6 +82,7 @@ class ChunkRadixCache(ChunkTree):
 
     def arrived(self, req: Req) -> None:
         """The request is in SGLang's queue. Called by our hook."""
+        self.line.arrived(req)
         spans = self._spans_of(req)
         if spans is None:
             return
@@ -99,6 +102,8 @@ class ChunkRadixCache(ChunkTree):
         """
         spans, is_admission = self._spans_of(params.req), params.key.limit is not None
         start = time.perf_counter()
+        if is_admission and params.req is not None and self.line.passes_over(params.req):
+            return self._nothing()
         if spans is not None and not self.disable:
             key = self.key_of(params.req, params.key.token_ids, spans, len(params.key))
             params = dataclasses.replace(params, key=key)
@@ -106,7 +111,6 @@ class ChunkRadixCache(ChunkTree):
         if spans is not None and isinstance(params.key, ChunkKey):
             known = state(params.req)
             known.fused, known.moved, known.promised = None, frozenset(), None
-            known.waits = False
             if is_admission:
                 result = self.tiers.admit(params.req, params.key, spans, result)
         if params.req is None or not state(params.req).is_asked_only:
@@ -115,16 +119,21 @@ class ChunkRadixCache(ChunkTree):
             self.match_seconds += time.perf_counter() - start
         return result
 
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[Any, TreeNode]:
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[Any, TreeNode] | None:
         """Keep what `match_prefix` promised: slots for all of it, or none (declined, to be
-        computed).
-
-        Never None, by which SGLang would put off this request, and with it all that wait behind it.
+        computed). None: it is put off, which our hook keeps from those that wait behind it.
         """
         node = params.best_match_node
         slots = self.tiers.promiser.commit(params.req, node)
         state(params.req).promised = slots
+        if state(params.req).is_put_off:
+            return None
         return compat.loaded(self, slots, node)
+
+    def release_aborted_request(self, handle: CacheRequestHandle) -> None:
+        """It left SGLang's queue unserved."""
+        super().release_aborted_request(handle)
+        self.line.left(handle.rid)
 
     def load_back_is_cache_owned(self) -> bool:
         """No: a request inserts what it was promised with what it has computed."""
@@ -180,6 +189,7 @@ class ChunkRadixCache(ChunkTree):
             "free": allocator.available_size() if allocator else 0,
             "evictable": self.evictable_size(),
             "protected": self.protected_size(),
+            "waiting": self.line.stats(),
             "fallbacks": {**self.fallbacks, **tiers.pop("fallbacks", {})},
             **tiers,
         }
@@ -287,6 +297,12 @@ class ChunkRadixCache(ChunkTree):
             except ValueError as error:
                 self._fall_back(Fallback.BAD_SPANS, error)
         return known.spans
+
+    def _nothing(self) -> MatchResult:
+        """What a request finds that is put off: SGLang reads no more of it in this round."""
+        if self._unmatched is None or self._unmatched.last_device_node is not self.root_node:
+            self._unmatched = super().match_prefix(MatchPrefixParams(key=RadixKey(array("q"))))
+        return self._unmatched
 
     def _fall_back(self, reason: Fallback, error: Exception) -> None:
         if not self.fallbacks[reason]:

@@ -36,6 +36,7 @@ from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
 from sglang_chunkcache.scheduler.node import HostNode, facts, identity_of
+from sglang_chunkcache.scheduler.waiting import WaitingLine
 from sglang_chunkcache.wire.events import Evicted, Inserted, Moved
 from sglang_chunkcache.wire.spans import RequestSpans
 
@@ -65,6 +66,7 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         """Chunks whose computed KV may be moved to another place."""
         self.clock = 0
         """The number of requests so far."""
+        self.line = WaitingLine(self.num_idle)
         self.num_inserted_chunks = self.num_evicted_chunks = 0
         self.num_chunk_tokens = self.num_promoted = 0
         super().__init__(params)
@@ -74,6 +76,10 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
             self.eviction_strategy = PromotedFirst(self.eviction_strategy)
         elif config.eviction == "reused":
             self.eviction_strategy = ReusedLonger(self.eviction_strategy)
+
+    def num_idle(self) -> int:
+        """Slots that are free or evictable."""
+        return int(self.token_to_kv_pool_allocator.available_size() + self.evictable_size())
 
     def insert(self, params: InsertParams) -> InsertResult:
         """As SGLang's; a `ChunkKey` is inserted segment by segment,

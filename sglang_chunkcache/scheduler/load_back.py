@@ -83,8 +83,7 @@ class LoadBack:
         num_asked = len(found)
         tree.inc_lock_ref(last)
         try:
-            room = allocator.available_size() + tree.evictable_size()
-            del found[num_fitting((len(slots) for _, slots, _ in found), room) :]
+            del found[num_fitting((len(slots) for _, slots, _ in found), tree.num_idle()) :]
             self._counts.no_room += len(found) < num_asked
             size = _num_slots(found)
             if (missing := size - allocator.available_size()) > 0:

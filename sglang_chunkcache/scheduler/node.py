@@ -103,8 +103,12 @@ class RequestState:
     None: nothing was yet."""
     chain: PendingLoads | None = None
     """And for its exact chain."""
-    waits: bool = False
-    """It could be admitted, and waits for these."""
+    arrival: int = 0
+    """Its number among all requests. 0: it was not told."""
+    is_put_off: bool = False
+    """It is not admitted in this round: it waits, or is held back (scheduler/waiting.py)."""
+    must_go: bool = False
+    """It may not wait in this round."""
 
 
 def facts(node: TreeNode) -> ChunkFacts:

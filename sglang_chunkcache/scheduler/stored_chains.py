@@ -27,7 +27,7 @@ import sglang
 import torch
 
 from radix_ext import ChunkId
-from radix_ext.costs import Phase, Work, extend_work
+from radix_ext.costs import Costs, Phase, Work, extend_work
 from radix_ext.loading import loading_pays
 from radix_ext.variants import Variant
 from sglang_chunkcache.config import ChunkCacheConfig
@@ -133,10 +133,10 @@ class StoredChains:
             self._load(links, key, asked)
             self.storage.others.look_up(unknown, partial(self._load, links, key, asked), asked)
             if asked.loads or asked.lookup is not None:
-                asked.end = links[-1].end
-                asked.computed_s = self._computed_s(
-                    self._num_cached(key.part(0, links[-1].stop)), asked.end
-                )
+                asked.end = end = links[-1].end
+                if asked.lookup is not None:  # all of it may be there
+                    cached = self._num_cached(key.part(0, links[-1].stop))
+                    asked.saved_s = _saved_s(self._pricing.agreed, cached, end)
 
     def stored(self, key: ChunkKey, spans: RequestSpans) -> tuple[int, bool]:
         """(slots that the storage would fill behind host memory and device,
@@ -273,6 +273,7 @@ class StoredChains:
         missing, start = self._missing(links, key)
         if not missing:
             return
+        asked.saved_s = _saved_s(self._pricing.agreed, start, missing[-1].end)
         is_tried = self.storage.tries(pays=self._is_faster(missing, start))
         begun = takewhile(bool, (self._claim(link, key, asked) for link in missing if is_tried))
         if is_tried and (num_left := len(missing) - sum(begun)):
@@ -298,21 +299,14 @@ class StoredChains:
 
     def _is_faster(self, links: Sequence[_Link], start: int) -> bool:
         """Whether loading them is estimated to take no longer than computing from `start` on."""
-        costs, end = self._pricing.agreed, links[-1].end
-        variants = [variant for variant in map(self._find, links) if variant is not None]
-        loaded = sum(
-            self.storage.waits.times.seconds(variant.blob.row.num_bytes) or 0.0
-            for variant in variants
-        )
-        copied = costs[Phase.LOAD].seconds(Work(1, end - start))
-        return loading_pays(loaded and loaded + copied, self._computed_s(start, end))
+        variants, load_s = filter(None, map(self._find, links)), self.storage.waits.times.seconds
+        loaded = sum(load_s(variant.blob.row.num_bytes) or 0.0 for variant in variants)
+        computed, copied = _times(self._pricing.agreed, start, links[-1].end)
+        return loading_pays(loaded and loaded + copied, computed)
 
     def _num_cached(self, key: ChunkKey) -> int:
         """Slots that the device has of it."""
         return sum(len(node.key) for node in self._tree.path(key))
-
-    def _computed_s(self, start: int, end: int) -> float:
-        return self._pricing.agreed[Phase.EXTEND].seconds(extend_work(start, end)._replace(calls=0))
 
     def _claim(self, link: _Link, key: ChunkKey | None, asked: PendingLoads | None = None) -> bool:
         """Begin to load a node, unless it is here.
@@ -416,3 +410,14 @@ def create_stored_chains(
         time.perf_counter() - started,
     )
     return stored
+
+
+def _times(costs: Costs, start: int, end: int) -> tuple[float, float]:
+    """What computing takes, and what copying from host memory does."""
+    work = extend_work(start, end)._replace(calls=0)
+    return costs[Phase.EXTEND].seconds(work), costs[Phase.LOAD].seconds(Work(1, work.tokens))
+
+
+def _saved_s(costs: Costs, start: int, end: int) -> float:
+    computed, copied = _times(costs, start, end)
+    return max(0.0, computed - copied)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from sglang_chunkcache import compat
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains
-from sglang_chunkcache.scheduler.node import HostNode, RequestState, state
+from sglang_chunkcache.scheduler.node import HostNode, state
 from sglang_chunkcache.scheduler.promiser import Promiser
+from sglang_chunkcache.scheduler.waiting import Reason
 from sglang_chunkcache.wire.spans import RequestSpans
 from sglang_chunkcache.wire.state import Cleared
 
@@ -35,6 +36,9 @@ class NoStorage:
     def poll(self, *, is_round: bool = False) -> None: ...
     def awaits(self, *asked: PendingLoads | None) -> bool:
         return False
+
+    def watch(self, *asked: PendingLoads | None) -> Callable[[], bool]:
+        return lambda: True
 
     def stop(self) -> None: ...
     def close(self) -> None: ...
@@ -75,6 +79,7 @@ class Tiers:
         self.host = host
         self.storage, self.stored = storage or NoStorage(), stored or NoStoredChains()
         self.promiser = promiser or Promiser()
+        self.line = host.tree.line
         self._watch: Callable[[ScheduleBatch], AbstractContextManager[Any]] = self.promiser.watch
         if promiser is None and host.pool.num_slots:
             self._watch = host.watch
@@ -87,11 +92,12 @@ class Tiers:
     def admit(
         self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult
     ) -> MatchResult:
-        """An exact match of a request that could be admitted, with what else it finds. It may have
-        to wait: then `waits` of its state is set, and nothing is added."""
+        """An exact match of a request that could be admitted, with what else it finds: nothing, if
+        it is put off."""
         known, start = state(req), compat.num_matched(result)
-        known.waits = not known.is_asked_only and self._awaits(known, start)
-        if known.waits:
+        asked = (None if _is_here(known.chain, start) else known.chain), known.loads
+        if not (known.is_asked_only or known.must_go) and self.storage.awaits(*asked):
+            self.line.put_off(req, Reason.LOADS, self.storage.watch(*asked))
             return result
         self.stored.planned(req)
         if known.is_asked_only:
@@ -109,6 +115,7 @@ class Tiers:
         was promised is filled first, and what is worth keeping is copied last. `is_ahead`: all of
         it was sent ahead of requests."""
         is_extend = batch.forward_mode.is_extend()
+        self.line.num_forwards += 1
         self.host.load_back.before(batch)
         self.promiser.before(batch)
         with self._watch(batch):
@@ -139,14 +146,6 @@ class Tiers:
             **self.promiser.stats(),
         }
 
-    def _awaits(self, known: RequestState, num_cached: int) -> bool:
-        """Whether what its request needs of the storage is worth waiting for."""
-        if known.chain is None and known.loads is None:
-            return False
-        self.storage.poll()
-        is_here = (
-            known.chain is not None
-            and known.chain.end is not None
-            and known.chain.end <= num_cached
-        )
-        return self.storage.awaits(None if is_here else known.chain, known.loads)
+
+def _is_here(chain: PendingLoads | None, num_cached: int) -> bool:
+    return chain is not None and chain.end is not None and chain.end <= num_cached

@@ -133,6 +133,11 @@ class Loader:
                 job.is_done = True
             yield job
 
+    @property
+    def has_done(self) -> bool:
+        """Whether `poll` would tell something."""
+        return bool(self._done)
+
     def drain(self, seconds: float) -> bool:
         """Wait until nothing is left to do: for a start and for tests. False: that takes longer."""
         done = threading.Event()

@@ -216,8 +216,15 @@ class Storage:
 
     def awaits(self, *asked: PendingLoads | None) -> bool:
         """As `Waits.awaits`. Those of a group of ranks do not wait, whose clocks differ."""
-        under_way = (job for job in self._under_way.values() if job is not None)
-        return self.ranks is None and self.waits.awaits(filter(None, asked), under_way)
+        parts = [each for each in asked if each is not None]
+        if not parts or self.ranks is not None:
+            return False
+        self.poll()
+        return self.waits.awaits(parts, (job for job in self._under_way.values() if job))
+
+    def watch(self, *asked: PendingLoads | None) -> Callable[[], bool]:
+        """As `Waits.watch`."""
+        return self.waits.watch(list(filter(None, asked)), self.loader, self.poll)
 
     def ask(
         self, chunks: Iterable[tuple[Identity, str, Prefix]], *, is_request: bool = True

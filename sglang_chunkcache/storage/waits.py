@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from radix_ext.loading import LoadTimes, WaitPolicy
 from sglang_chunkcache.storage.jobs import Load, Lookup
+from sglang_chunkcache.storage.loader import Loader
 
 
 @dataclass(eq=False)
@@ -27,12 +28,17 @@ class PendingLoads:
     """The request may come. False: it is here."""
     tenant: tuple[str | None, ...] = ()
     """Whose it is: extra_key and cache_salt."""
-    computed_s: float = 0.0
-    """What computing is estimated to take, if nothing comes."""
+    saved_s: float = 0.0
+    """What its coming is estimated to save of the time to the first token, loading aside."""
     end: int | None = None
     """Of what was asked for, in the prompt. None: it is not one stretch."""
     until: float | None = None
     """When its request waits no longer. None: it did not wait yet."""
+
+    @property
+    def is_coming(self) -> bool:
+        """Something is under way."""
+        return any(not job.is_done for job in (self.lookup, *self.loads) if job is not None)
 
     def take_rest(self) -> list[Callable[[], None]]:
         """What `goes_on` has, which is empty then."""
@@ -58,8 +64,7 @@ class Waits:
         parts = [each for each in asked if not each.is_planned]
         if not parts:
             return False
-        jobs = [job for each in parts for job in (each.lookup, *each.loads) if job is not None]
-        is_coming = not all(job.is_done for job in jobs)
+        is_coming = any(each.is_coming for each in parts)
         now, first = self._clock(), parts[0]
         if first.until is not None:
             is_waiting = is_coming and now < first.until
@@ -70,9 +75,23 @@ class Waits:
             return False
         loads = [self.times.seconds(job.num_bytes) for job in under_way]
         load_s = None if None in loads else sum(filter(None, loads))
-        wait_s = self.policy.seconds(load_s, max(each.computed_s for each in parts))
+        wait_s = self.policy.seconds(load_s, max(each.saved_s for each in parts))
         first.until = now + wait_s
         return wait_s > 0
+
+    def watch(
+        self, asked: Sequence[PendingLoads], loader: Loader, poll: Callable[[], None]
+    ) -> Callable[[], bool]:
+        """Says whether a request that awaits these is to be looked at:
+        all has come, or its time is over."""
+        until = max((each.until or 0.0 for each in asked), default=0.0)
+
+        def is_over() -> bool:
+            if loader.has_done:
+                poll()
+            return self._clock() >= until or not any(each.is_coming for each in asked)
+
+        return is_over
 
     def planned(self, asked: PendingLoads | None) -> None:
         """The request is planned with what has come:

@@ -27,6 +27,7 @@ OURS = {
     "init_load_back": "promised slots",
     "reset": "with the tiers",
     "release_host_resources": "closes them",
+    "release_aborted_request": "who waits no more holds nobody back",
     **since_checkpoint(
         {
             "checkpoint": "as far as whole chunks go, with the events for the front",
@@ -48,14 +49,13 @@ ACCOUNTS = """
 available_and_evictable_str free_kv_row on_release evict_for_alloc full_evictable_size
 full_protected_size init_metrics_collector metrics_collector update_eviction_metrics kv_events
 take_events dfs_weight_order resolve_node_handle root_node_handle supports_fast_match_prefix
-release_aborted_request finish
+finish
 """
 """The base has them right for a `RadixCache`."""
 ACCOUNTS += since_checkpoint(
     "lock unlock",
     "unpin is_chunk_cache is_tree_cache",
 )
-# `release_aborted_request`: our records are on the request.
 NOTHING = """
 buffer_pipeline cache_controller check_hicache_events claim_kv_row
 discard_storage_prefetch_accounting evict_sliding_windows finish_storage_prefetch_admission

@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.model_executor import cuda_graph_config
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
@@ -73,7 +74,7 @@ OWNED = releases.since_checkpoint("load_back_is_cache_owned(): ", "")
 
 
 def test_promise_is_kept_in_full_or_not_at_all() -> None:
-    """None would end admission for all, empty is computed, anything between kills the scheduler."""
+    """None puts the request off, empty is computed, anything between kills the scheduler."""
     assert has_in_order(
         PrefillAdder.add_one_req,
         "with self._lock_node(req.last_node)",
@@ -170,6 +171,34 @@ def test_methods_take(owner: Any, signatures: str) -> None:
             SchedulerWeightUpdaterManager.update_weights_from_disk,
             ["self.flush_cache_after_weight_update("],
         ),
+        # what a round is told by, and that who is put off ends none
+        (
+            PrefillAdder.__init__,
+            [
+                "self.running_batch = running_batch",
+                "self.rem_chunk_tokens = rem_chunk_tokens",
+                "self.memory_budget = ",
+                "self.can_run_list = []",
+                "self.preempt_list = []",
+            ],
+        ),
+        (PrefillBudget.reserve, ["self.current_offset += "]),
+        (
+            Scheduler._get_new_batch_prefill_raw,
+            [
+                "for req in self.waiting_queue:",
+                "req.init_next_round_input(self.tree_cache)",
+                "res = adder.add_one_req(",
+                "if res != AddReqResult.CONTINUE:",
+            ],
+        ),
+        # who leaves the queue unserved is told to the cache
+        (
+            Scheduler.abort_request,
+            ["self.waiting_queue.pop(i)", "self._release_aborted_request(req)"],
+        ),
+        (Scheduler._release_aborted_request, ["self.tree_cache.finish(req.cache_request_handle, "]),
+        (BasePrefixCache.finish, ["self.release_aborted_request(handle)"]),
         # every request passes it on its way into the queue
         (Scheduler._add_request_to_queue, ["self.waiting_queue.append(req)"]),
         # the end of a scheduler is told to the cache: what waits for the storage is written then

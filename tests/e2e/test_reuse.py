@@ -13,7 +13,8 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -350,6 +351,38 @@ def test_calibrated_selector_restores_what_moving_costs(fused_server: Server, sa
     share = fates["recomputed"] / (fates["recomputed"] + fates["relocated"])
     assert 0 < found["reuse"]["ratio"] < 0.15
     assert found["reuse"]["ratio"] == pytest.approx(share, abs=1e-4)
+
+
+# Together
+
+
+def test_requests_at_once_move_what_they_move_one_by_one(
+    fused_server: Server, world: World
+) -> None:
+    """In a pool that does not hold them all they wait for room."""
+    passages, mix = world.passages[:16], random.Random(7)
+    orders = [mix.sample(passages, 16) for _ in range(12)]
+
+    def asked(order: Sequence[Passage]) -> Any:
+        fields = {"cache_salt": salt, "reuse": fused("first", 0.15)}
+        fields |= {"max_tokens": 16, "ignore_eos": True}  # so that they meet
+        return ask(fused_server, order, f"What is {len(order)}?", **fields)["chunkcache"]
+
+    def computed(replies: Iterable[Any]) -> int:
+        found = list(replies)
+        assert [each["fallbacks"] for each in found] == [[]] * len(orders)
+        return sum(each["fates"]["computed"] for each in found)
+
+    num_computed = []
+    for num_threads in (1, len(orders)):
+        salt = f"together{num_threads}"
+        flush(fused_server)
+        for passage in passages:
+            cached(fused_server, [passage], salt)
+        with ThreadPoolExecutor(num_threads) as threads:
+            num_computed.append(computed(threads.map(asked, orders)))
+    assert num_computed[1] <= 1.1 * num_computed[0]
+    assert rank_of(fused_server)["waiting"]["now"] == 0
 
 
 # What outlives a flush

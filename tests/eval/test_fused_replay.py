@@ -122,8 +122,8 @@ def test_sources_and_prompt_are_not_evicted_for_the_request() -> None:
 
 
 def test_nothing_is_moved_without_room() -> None:
-    """As on a server: what is moved, its sources and one extend must fit."""
-    replay = make_replay(capacity_tokens=49)
+    """As on a server: what is moved, its sources and what is computed must fit."""
+    replay = make_replay(capacity_tokens=40)
     replay.step(request("AB"))
     assert fates(replay, "BA") == (0, 0, 0, 20)
     assert replay.fallbacks["no_room"] == 1

@@ -170,7 +170,7 @@ class Server(HostScheduler):
     def is_put_off(self, req: FakeReq) -> bool:
         """Whether it waits for the storage."""
         self.match(req)
-        return state(req).waits
+        return state(req).is_put_off
 
     def check(self, reqs: Sequence[FakeReq] = ()) -> None:
         super().check(reqs)

@@ -272,7 +272,6 @@ class FusedScheduler(Scheduler):
                 self.fusion_pass,  # type: ignore[arg-type]
                 self.store,
                 limits,
-                extend_reserve=prefill_budget,
                 fingerprint=lambda: self.weights,
                 tier=StorageTier(self.store, storage, config.store_codec, nodes)
                 if storage

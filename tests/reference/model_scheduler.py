@@ -57,7 +57,6 @@ class ModelScheduler(Scheduler):
                 FusionPass(runner, table, config),
                 self.store,
                 Limits(prefill_budget, config.max_gap_tokens),
-                extend_reserve=prefill_budget,
                 fingerprint=partial(fingerprint, runner.model),
             )
             return Tiers(host, promiser=self.fuser)

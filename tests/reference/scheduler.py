@@ -127,12 +127,12 @@ class FakeReq:
         extra_key: str | None = None,
         cache_salt: str | None = None,
     ) -> None:
-        self.origin_input_ids = array("q", token_ids)
+        self.rid, self.origin_input_ids = str(id(self)), array("q", token_ids)
         self.output_ids = array("q")
         self.extra_key, self.cache_salt = extra_key, cache_salt
         if isinstance(custom_params, RequestSpans):
             custom_params = packed(custom_params, self.origin_input_ids)
-        self.sampling_params = SimpleNamespace(custom_params=custom_params)
+        self.sampling_params = SimpleNamespace(custom_params=custom_params, max_new_tokens=16)
         self.kv = ReqKvInfo()
         self.priority = 0
         self.last_node: Any = None
@@ -196,6 +196,32 @@ def answer_of(req: FakeReq) -> Answer:
     return decode(text, Answer)
 
 
+class Round:
+    """As `PrefillAdder`: what the line reads of it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, self.preempt_list = scheduler, list[Any]()
+
+    @property
+    def can_run_list(self) -> list[Any]:
+        return [req for req, _ in self._scheduler.batch]
+
+    @property
+    def running_batch(self) -> Any:
+        return SimpleNamespace(reqs=self._scheduler.running)
+
+    @property
+    def memory_budget(self) -> Any:
+        return SimpleNamespace(current_offset=self._scheduler._num_planned())
+
+    @property
+    def rem_chunk_tokens(self) -> int | None:
+        budget = self._scheduler.prefill_budget
+        if budget is None or not self._scheduler.is_chunked:
+            return None
+        return budget - self._scheduler._num_planned()
+
+
 class Scheduler:
     """One rank: pools, cache and the life of requests."""
 
@@ -223,6 +249,7 @@ class Scheduler:
         self.capacity, self.force_miss = capacity, force_miss
         self.prefill_budget, self.is_chunked = prefill_budget, is_chunked
         self.batch: list[tuple[FakeReq, int]] = []  # what the next `forward` computes: up to where
+        self.running: list[FakeReq] = []
         self.page_size = page_size
         if page_size == 1:
             self.allocator: Any = CountingAllocator(capacity, torch.float32, "cpu", None, False)
@@ -272,16 +299,30 @@ class Scheduler:
             self.forward()
         return matched
 
-    def add(self, req: FakeReq, num_tokens: int) -> int | None:
-        """As `PrefillAdder.add_one_req`: match, take what is promised, lock, into the batch with a
-        first piece.
+    def add(self, req: FakeReq, num_tokens: int, adder: Round | None = None) -> int | None:
+        """Ask for it in a round, by default one of its own unless there is a batch: match, then
+        as our hook.
 
         Returns:
             Tokens that need not be prefilled; None: not with this batch.
         """
         self.match(req)
-        if state(req).waits:  # our hook
-            return None
+        if not isinstance(self.cache, ChunkRadixCache):
+            return self._add(req, num_tokens)
+        if adder is not None or not self.batch:
+            self._round = adder or Round(self)
+        found: list[int | None] = [None]
+
+        def add() -> bool:
+            found[0] = self._add(req, num_tokens)
+            return True
+
+        self.cache.line.add(self._round, req, add, lambda: self.match(req))
+        return found[0]
+
+    def _add(self, req: FakeReq, num_tokens: int) -> int | None:
+        """As `PrefillAdder.add_one_req`: take what is promised, lock, into the batch with a first
+        piece."""
         node = req.last_node
         self.cache.inc_lock_ref(node)
         try:
@@ -324,6 +365,8 @@ class Scheduler:
             """Of others."""
         for req, end in batch:
             req.filled = req.kv.kv_committed_len = end
+            if req not in self.running:
+                self.running.append(req)
 
     def stash(self, req: FakeReq) -> None:
         """Between two pieces: what is computed goes into the tree, whole chunks only."""
@@ -356,6 +399,7 @@ class Scheduler:
         """The request ends, is aborted or retracted: SGLang's own `release_kv_cache`."""
         with without_server_args():
             releases.release(self.cache, req, is_insert=is_insert)
+        self.running = [each for each in self.running if each is not req]
         req.last_node = None
         req.filled = req.kv.kv_committed_len = req.kv.cache_protected_len = 0
 
@@ -415,7 +459,9 @@ class Scheduler:
         loaded = self.cache.init_load_back(
             InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req)
         )
-        assert loaded is not None, "SGLang would end admission for all"
+        if loaded is None:
+            assert state(req).is_put_off, "SGLang would end admission for all"
+            return None
         num_loaded = releases.take_loaded(self.cache, req, loaded)
         assert num_loaded in (0, req.host_hit_length), "SGLang dies of a promise kept in part"
         if not num_loaded:

@@ -22,7 +22,6 @@ from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.guard.lethal import Guard, Limits
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.misplaced import Misplaced
-from sglang_chunkcache.scheduler.node import RequestState
 
 MANAGER = SimpleNamespace()
 METRICS = Metrics(prometheus=False)
@@ -71,14 +70,14 @@ def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang logs that it could not apply one, and goes on."""
     every = {hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE, hooks.FORWARD, hooks.GENERATE_REQUEST}
     in_rank = {hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE}
-    stored = every | {hooks.ADD_TO_BATCH, *hooks.UPDATES}
+    waits = {hooks.ADD_TO_BATCH}
     fused = {"reuse": "fused", "host_mib": 0}
     for knobs, is_main, missing in (
-        (fused, True, every),
+        (fused, True, every | waits),
         ({}, True, every),
         ({"host_mib": 0}, False, in_rank),
         ({"tree": "stock"}, False, {hooks.GET_INTERNAL_STATE}),
-        ({"reuse": "fused", "storage_backend": "file"}, True, stored),
+        ({"storage_backend": "file"}, True, every | waits | {*hooks.UPDATES}),
     ):
         settings = ChunkCacheConfig(**knobs)
         monkeypatch.setattr(HookRegistry, "_patched", set())
@@ -100,23 +99,27 @@ def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatc
     assert told == ["req", "doubt"]
 
 
-@pytest.mark.parametrize("preempted", [[], ["another"]])
-def test_request_that_waits_for_its_loads_is_put_off(
-    preempted: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_request_that_is_put_off_blocks_nobody(
+    is_idle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With all behind it. SGLang loses who was preempted for it, so it does not wait then."""
+    """Nor does SGLang 0.5.21 take a batch for full that is empty: nothing would ever run."""
     monkeypatch.setattr(hooks, "_ours", lambda cache: cache)
-    adder = SimpleNamespace(
-        tree_cache="ours", preempt_list=preempted, can_run_list=[], running_batch=None
-    )
-    waits = SimpleNamespace(chunkcache=RequestState(waits=True))
-    asked = [
-        hooks._wait_for_loads(lambda *args: "added", adder, req)
-        for req in (SimpleNamespace(), waits, SimpleNamespace(chunkcache=RequestState()))
-    ]
-    assert asked == ["added", "added" if preempted else AddReqResult.OTHER, "added"]
+    answer: Any = None
+    line = SimpleNamespace(add=lambda adder, req, add, match: answer and add(), is_idle=is_idle)
+    adder = SimpleNamespace(tree_cache=SimpleNamespace(line=line))
+    req = SimpleNamespace(init_next_round_input=print)
+
+    def told(said: Any) -> Any:
+        return hooks._add_or_wait(lambda *args: said, adder, req)
+
+    assert told("added") is AddReqResult.CONTINUE
+    answer = True
+    assert told("added") == "added"
+    full = AddReqResult.OTHER if is_idle else AddReqResult.NO_TOKEN
+    assert told(AddReqResult.NO_TOKEN) is full
     adder.tree_cache = None
-    assert hooks._wait_for_loads(lambda *args: "added", adder, waits) == "added"
+    assert told(AddReqResult.NO_TOKEN) is AddReqResult.NO_TOKEN
 
 
 @pytest.mark.parametrize("guard", ["off", "on"])

@@ -21,7 +21,7 @@ from tests.kit import releases
 from tests.kit.fused import report
 from tests.kit.requests import rag
 from tests.reference.model_scheduler import ModelScheduler
-from tests.reference.scheduler import FakeReq, config, walk
+from tests.reference.scheduler import FakeReq, Round, config, walk
 
 pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
@@ -52,6 +52,10 @@ def kv_of_batch(scheduler: ModelScheduler, *reqs: FakeReq) -> list[Tensor]:
     """The requests in one batch; each one's KV when it is computed."""
     for req in reqs:
         assert scheduler.add(req, 1000) is not None
+    return finish(scheduler, *reqs)
+
+
+def finish(scheduler: ModelScheduler, *reqs: FakeReq) -> list[Tensor]:
     scheduler.forward()
     scheduler.check(reqs)
     rows: list[Any] = [scheduler.slots(req, 0, req.filled) for req in reqs]
@@ -81,15 +85,32 @@ def test_requests_of_one_batch_are_filled_as_if_alone(make: Make) -> None:
     assert_close(got, expected)
 
 
-def test_request_that_a_full_pass_leaves_out_is_a_prefill(make: Make) -> None:
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_request_that_a_full_pass_leaves_out_is_filled_by_the_next(
+    make: Make, is_preempted: bool
+) -> None:
+    """SGLang 0.5.21 would lose those who made room for it: then it is a prefill."""
     scheduler = make()
     scheduler.serve(rag(A, B, C))
     promises = scheduler.fuser.promises
     promises._limits = replace(promises._limits, max_pass_tokens=50)
-    one, two = rag(B, fusion=FUSION), rag(C, B, fusion=replace(FUSION, recipe="s"))
-    _, got = kv_of_batch(scheduler, one, two)
-    assert (report(one).fallbacks, report(two).fallbacks) == ((), (Fallback.PASS_FULL,))
-    (expected,) = kv_of_batch(scheduler, rag(C, B))
+    asked = replace(FUSION, recipe="s")
+    one, two = rag(B, fusion=FUSION), rag(C, B, fusion=asked)
+    around = Round(scheduler)
+    assert scheduler.add(one, 1000, around) is not None
+    around.preempt_list += ["another"] * is_preempted
+    assert (scheduler.add(two, 1000, around) is not None) == is_preempted
+    got = finish(scheduler, one, *[two] * is_preempted)[-1]
+    if is_preempted:
+        assert report(two).fallbacks == (Fallback.PASS_FULL,)
+        (expected,) = kv_of_batch(scheduler, rag(C, B))
+    else:
+        (got,) = kv_of_batch(scheduler, two)
+        assert report(two).fallbacks == ()
+        scheduler.cache.reset()
+        scheduler.allocator.clear()
+        scheduler.serve(rag(A, B, C))
+        (expected,) = kv_of_batch(scheduler, rag(C, B, fusion=asked))
     assert_close(got, expected)
 
 

@@ -10,7 +10,7 @@ from radix_ext.costs import NOMINAL, Line, Phase, extend_work
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.report import Fallback
 from tests.kit.fused import Disk, Rank, disk
-from tests.kit.requests import A, B, C, D, fused
+from tests.kit.requests import HEAD, A, B, C, D, asks, fused
 from tests.reference.scheduler import FakeReq
 
 __all__ = ["disk"]  # the fixture
@@ -65,6 +65,25 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(
     asked(disk, server, A)
     assert figures(disk) == (1 + pays, 1 - pays, pays)
     assert bool(server.held(A)) is pays
+
+
+@pytest.mark.parametrize(("ratio", "waits"), [(0.4, True), (0.6, False)])
+def test_request_waits_where_load_and_recomputation_are_sooner_than_computing(
+    disk: Disk, server: Rank, ratio: float, waits: bool
+) -> None:
+    """The load is estimated to take half as long as computing."""
+    storage = disk.tier.storage
+    storage.waits.policy.share = 1.0
+    storage.waits.times.observe(max(map(len, disk.storage.held.values())), 0.5 * len(A))
+    disk.storage.gate.clear()
+    server.forget()
+    req = fused(A, fusion=asks("query", ratio))
+    server.cache.arrived(req)
+    assert (server.add(req, 100) is None) is waits
+    disk.storage.gate.set()
+    disk.settle()
+    found = server.add(req, 100) if waits else None
+    assert found == (len(HEAD + A) if waits else None)
 
 
 def test_storage_that_does_not_pay_says_so(disk: Disk, server: Rank) -> None:

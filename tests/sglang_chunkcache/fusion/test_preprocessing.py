@@ -212,7 +212,7 @@ def test_failed_chunk_is_not_stored(runner: Any, monkeypatch: pytest.MonkeyPatch
 
 def test_neighbors_that_nothing_can_hold_are_missing(runner: Any) -> None:
     """Neither store nor pool. The first is computed in its place as it is alone."""
-    server = Server(runner, pool=300, store_bytes=1)
+    server = Server(runner, pool=200, store_bytes=1)
     found = server.fill()[1]["neighbors"]
     assert sum(found.values()) == 16
     assert found["missing"] > 0

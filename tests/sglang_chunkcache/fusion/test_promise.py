@@ -3,10 +3,12 @@ test_promise_model.py drives it through random lives."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome
 
 from radix_ext import IntegrityError
 from radix_ext.costs import Line, Phase
@@ -129,19 +131,37 @@ def test_source_that_left_since_the_match_is_computed() -> None:
 
 @pytest.mark.parametrize(
     ("capacity", "prefill_budget", "is_chunked", "tail_len", "found"),
-    [(26, 20, True, 3, 2), (32, 20, True, 3, 5), (30, 6, False, 19, 2)],
-    ids=["no room", "room", "prompt beyond the budget"],
+    [(15, 20, True, 3, 2), (16, 20, True, 3, 5), (31, 6, False, 19, 2), (32, 6, False, 19, 5)],
 )
 def test_promise_leaves_room_for_the_batchs_extends(
     capacity: int, prefill_budget: int, is_chunked: bool, tail_len: int, found: int
 ) -> None:
-    """SGLang dies where an admitted batch finds no slots. Unchunked, a prompt has any length."""
+    """SGLang dies where an admitted batch finds no slots. Nothing runs that would free any."""
     rank = Rank(capacity=capacity, prefill_budget=prefill_budget, is_chunked=is_chunked)
     # 10 slots, 9 of them are the source and what it stands on
     rank.serve(rag(A, B, tail=[30]))
     req = fused(B, tail=range(100, 100 + tail_len))
     assert rank.together(req) == [found]
     assert report(req).fallbacks == ((Fallback.NO_ROOM,) if found == 2 else ())
+
+
+def test_promise_waits_for_slots_that_others_will_free() -> None:
+    """And holds nothing meanwhile. Who has left the queue waits no more."""
+    rank = Rank(rag(A, B, tail=[30]), capacity=20)
+    running, req, gone = rag(C, tail=range(100, 106)), fused(B), fused(B)
+    rank.start(running)
+    rank.forward()
+    before = rank.allocator.available_size(), rank.cache.evictable_size()
+    for _ in range(3):
+        assert [rank.add(req, 100), rank.add(gone, 100)] == [None, None]
+        rank.check([running])
+        assert (rank.allocator.available_size(), rank.cache.evictable_size()) == before
+    assert rank.cache.stats()["waiting"] == {"no_room": 2, "now": 2}
+    rank.cache.finish(SimpleNamespace(rid=gone.rid), CacheRequestOutcome.ABORT)
+    rank.finish(running)
+    assert rank.together(req) == [5]
+    assert report(req).fallbacks == ()
+    assert rank.cache.stats()["waiting"] == {"no_room": 2, "now": 0}
 
 
 def test_error_amid_a_commit_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

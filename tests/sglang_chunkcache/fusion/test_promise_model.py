@@ -22,7 +22,7 @@ from radix_ext.fusion_request import QUESTION
 from radix_ext.moved_plan import Limits
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
-from sglang_chunkcache.scheduler.node import facts
+from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.scheduler.reporting import rank_state
 from tests.examples import examples
 from tests.kit import releases
@@ -346,9 +346,12 @@ class FuserMachine(RuleBasedStateMachine):
             self.live.append(live)
             return
         assert self.scheduler.batch == batch
+        waits = state(live.req).is_put_off
+        self.scheduler.cache.line.left(live.req.rid)
         if not batch and not self.scheduler.evicted_before_load_back:
             assert not is_promised, "a promise outlived its batch"
-            assert not self._fits(live.req, piece), "nothing runs, it would fit, and yet it waits"
+            assert waits or not self._fits(live.req, piece), "it would fit, and yet it waits"
+            assert self.live or not waits, "for itself"
 
     def _fits(self, req: FakeReq, piece: int) -> bool:
         """Whether SGLang alone would have admitted it:

@@ -1,0 +1,230 @@
+"""Requests that could be admitted and wait, each for itself.
+
+In a round SGLang asks for one waiting request after another whether it joins the next batch. Who
+waits is passed over: nothing is taken for it, and nothing is looked up until what it waits for may
+have come.
+
+    loads      what the storage sends for it is estimated to be here sooner than computed
+    no_room    what runs, or joins this batch, will free slots that a promise needs
+    pass_full  this batch's pass is full, the next one is not
+
+So many of those behind it as `MAX_OVERTAKEN` may overtake it. Then it is overdue: until it is
+admitted nobody is who has arrived later or is of lower priority.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from sglang_chunkcache.scheduler.node import state
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_policy import PrefillAdder
+
+MAX_OVERTAKEN = 32
+POLL_S = 0.0002
+"""Between two rounds where there is nothing else to do:
+else the loader's thread would hardly come to Python."""
+
+
+class Reason(StrEnum):
+    """What a request waits for."""
+
+    LOADS = "loads"
+    NO_ROOM = "no_room"
+    PASS_FULL = "pass_full"
+
+
+@dataclass(eq=False)
+class _Wait:
+    """Of one request, until it is admitted."""
+
+    place: tuple[float, int]
+    """Of two requests the one with the lower place was there before."""
+    num_overtaken: int = 0
+    reason: Reason | None = None
+    is_over: Callable[[], bool] = lambda: True
+    """Whether what it waits for may have come."""
+    missing: int = 0
+    """Slots that it did not find, the last time."""
+    until: int = 0
+    """As many forwards, unless there is more room before."""
+    num_admitted: int = 0
+    """Requests, when that began."""
+
+
+class WaitingLine:
+    """Of one rank.
+
+    Args:
+        num_idle: slots that are free or evictable.
+    """
+
+    def __init__(self, num_idle: Callable[[], int]) -> None:
+        self._num_idle = num_idle
+        self.rank_of: Callable[[Req], float] = lambda req: 0
+        """A request's priority, the more the sooner."""
+        self.num_forwards = 0
+        self._adder: PrefillAdder | None = None
+        """The round."""
+        self._num_arrived = self._num_admitted = 0
+        self._waits: dict[str, _Wait] = {}
+        self._overdue: tuple[float, int] | None = None
+        """The lowest place of those that are."""
+        self.is_idle = True
+        """Nothing runs, and nobody was admitted in this round."""
+        self._has_put_off = False
+        """Somebody, in this round."""
+        self._idle: tuple[tuple[int, int], int] = (-1, -1), 0
+        """Slots, and when they were counted: they get more with a forward's results, fewer by who
+        is admitted."""
+        self._counts: Counter[str] = Counter()
+
+    # Calls in a request's order
+
+    def arrived(self, req: Req) -> None:
+        """It is in SGLang's queue; if it was retracted, once more."""
+        if not state(req).arrival:
+            self._num_arrived += 1
+            state(req).arrival = self._num_arrived
+
+    def passes_over(self, req: Req) -> bool:
+        """Whether nothing is to be looked up for it in this round."""
+        known = state(req)
+        if known.must_go or known.is_asked_only:
+            known.is_put_off = False
+        else:
+            wait = self._waits.get(req.rid)
+            is_waiting = wait is not None and not self._is_over(wait)
+            known.is_put_off = is_waiting or self._is_held_back(req)
+        return known.is_put_off
+
+    def put_off(
+        self, req: Req, reason: Reason, is_over: Callable[[], bool] = lambda: True
+    ) -> _Wait:
+        """It is not admitted in this round, and not looked at before what it waits for may have
+        come, as `is_over` says."""
+        wait = self._waits.setdefault(req.rid, _Wait(self._place(req)))
+        self._counts[reason] += wait.reason is not reason
+        wait.reason, wait.is_over = reason, is_over
+        state(req).is_put_off = True
+        return wait
+
+    def for_pass(self, req: Req) -> bool:
+        """Put it off for this round. False: it may not wait."""
+        if not state(req).must_go:
+            self.put_off(req, Reason.PASS_FULL)
+        return state(req).is_put_off
+
+    def for_room(self, req: Req, missing: int) -> bool:
+        """Put it off until there may be so many slots more, for twice as many forwards as the first
+        of what runs needs for its answer; anew when somebody else was admitted. False: nothing
+        runs, or no slots have come in that time."""
+        wait, running = self._waits.get(req.rid), self._running()
+        if state(req).must_go or not running:
+            return False
+        until = self.num_forwards + 2 * min(map(_num_left, running))
+        if wait is not None and wait.until and wait.num_admitted == self._num_admitted:
+            until = wait.until
+        if self.num_forwards < until:
+            wait = self.put_off(req, Reason.NO_ROOM)
+            wait.missing, wait.until, wait.num_admitted = missing, until, self._num_admitted
+        return state(req).is_put_off
+
+    def add(
+        self, adder: PrefillAdder, req: Req, add: Callable[[], Any], rematch: Callable[[], Any]
+    ) -> Any:
+        """What `add` says; None: it is put off. Called by our hook, in place of SGLang's.
+
+        Args:
+            rematch: looks up what it finds, as SGLang has done before `add`.
+        """
+        if adder is not self._adder:
+            self._begin(adder)
+        known = state(req)
+        # 0.5.21 loses those who were preempted for it if nobody is admitted
+        known.must_go = bool(adder.preempt_list) or (self.is_idle and self._waits_for_room(req))
+        if known.must_go and known.is_put_off:
+            rematch()
+        result = None if known.is_put_off else add()
+        known.must_go = False
+        if known.is_put_off:
+            self._has_put_off = True
+            if result is not None and (wait := self._waits[req.rid]).reason is Reason.NO_ROOM:
+                needed = self._num_idle() + wait.missing  # nothing is held for it any more
+                wait.is_over = lambda: self._idle_now() >= needed
+            return None
+        if adder.can_run_list and adder.can_run_list[-1] is req:
+            self.left(req.rid, self._place(req))
+            self.is_idle = False
+        return result
+
+    def left(self, rid: str, place: tuple[float, int] | None = None) -> None:
+        """It is admitted at this place, and overtakes those before it; None: it was aborted."""
+        self._waits.pop(rid, None)
+        if place is not None:
+            self._num_admitted += 1
+            for wait in self._waits.values():
+                wait.num_overtaken += wait.place < place
+        overdue = [w.place for w in self._waits.values() if w.num_overtaken >= MAX_OVERTAKEN]
+        self._overdue = min(overdue, default=None)
+
+    # What runs
+
+    def num_computed(self, num_left: int) -> int:
+        """Slots that the batch takes for what it computes, with a request more, of which so many
+        tokens are left. Of those that are asked later SGLang knows what is free."""
+        assert self._adder is not None
+        most = self._adder.rem_chunk_tokens
+        mine = num_left if most is None else min(num_left, most)
+        return int(self._adder.memory_budget.current_offset) + mine + 1
+
+    def stats(self) -> dict[str, int]:
+        """Requests that were put off, by reason; how many wait now."""
+        return {**self._counts, "now": len(self._waits)}
+
+    # Private, in order of use
+
+    def _is_over(self, wait: _Wait) -> bool:
+        is_late = wait.reason is Reason.NO_ROOM and self.num_forwards >= wait.until
+        return is_late or wait.is_over()
+
+    def _idle_now(self) -> int:
+        now = self.num_forwards, self._num_admitted
+        if self._idle[0] != now:
+            self._idle = now, self._num_idle()
+        return self._idle[1]
+
+    def _place(self, req: Req) -> tuple[float, int]:
+        return -self.rank_of(req), state(req).arrival
+
+    def _is_held_back(self, req: Req) -> bool:
+        return self._overdue is not None and self._place(req) > self._overdue
+
+    def _begin(self, adder: PrefillAdder) -> None:
+        if self._has_put_off and self.is_idle:  # SGLang asks again at once
+            time.sleep(POLL_S)
+        self._adder, self._has_put_off = adder, False
+        self.is_idle = not self._running()
+
+    def _running(self) -> list[Req]:
+        assert self._adder is not None
+        batch = self._adder.running_batch
+        return [*self._adder.can_run_list, *(batch.reqs if batch is not None else ())]
+
+    def _waits_for_room(self, req: Req) -> bool:
+        """And is not held back besides."""
+        wait = self._waits.get(req.rid)
+        is_first = wait is not None and wait.reason is Reason.NO_ROOM
+        return is_first and not self._is_held_back(req)
+
+
+def _num_left(req: Req) -> int:
+    """Tokens of its answer to come, at most."""
+    return max(1, (req.sampling_params.max_new_tokens or 1) - len(req.output_ids))
