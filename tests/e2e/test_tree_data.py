@@ -3,7 +3,7 @@ one, and what the order gains in SGLang's.
 
     CHUNKCACHE_DATA=DIR .venv/bin/python -m pytest -m nightly -s tests/e2e/test_tree_data.py
 
-Text is cut to a quarter, and the pools evict nothing, so that all four trees see the same prompts.
+Text is cut to a quarter, and the pools evict nothing, so that all six trees see the same prompts.
 `-s` shows the table.
 """
 
@@ -35,7 +35,7 @@ from tests.soak.answers import (
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 TASKS = ("ragpulse", "mtrag")
-TREES = (("chunk", 1), ("stock", 1), ("stock", 16), ("stock", 64))
+TREES = (("chunk", 1), ("chunk", 16), ("chunk", 64), ("stock", 1), ("stock", 16), ("stock", 64))
 NEW = 2
 """Tokens of each answer."""
 
