@@ -53,9 +53,12 @@ class Backlog:
     @property
     def is_full(self) -> bool:
         """Whether another one of unknown size has to wait for what is done first."""
-        return self.num >= self.bounds.num or self.num_bytes >= self.max_bytes / 2
+        return self.num > 0 and not self._is_under(self.bounds.num)
 
     @property
     def has_spare(self) -> bool:
         """Whether half of what may wait does not."""
-        return self.num < self.bounds.num // 2 and self.num_bytes < self.max_bytes / 2
+        return self.num == 0 or self._is_under(self.bounds.num // 2)
+
+    def _is_under(self, num: int) -> bool:
+        return self.num < num and self.num_bytes < self.max_bytes / 2

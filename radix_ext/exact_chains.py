@@ -129,12 +129,22 @@ class ExactChains(Generic[Node, Blob]):
         head: str,
         prefix: Prefix,
     ) -> Node | None:
-        """A node whose slots hold nothing yet, in no index until `keep`. None: it does not fit, or
-        another chain of the same name is here."""
+        """A node whose slots hold nothing yet, in no index until `keep`. None: it does not fit
+        beside what precedes it, it is behind a gap and nothing is free, or another chain of the
+        same name is here."""
         old = self.index.get(identity, head, prefix)
         if old is not None and old.is_exact:
             return None
-        blob = self.room(num_tokens)
+        preceding, node = list[Node](), self._nodes.get(before)
+        while node is not None:  # without it nobody would come to the new one
+            node.blob.hold()
+            preceding.append(node)
+            node = self._nodes.get(node.before)
+        # behind a gap nothing leaves for it
+        is_wanted = not prefix or preceding or num_tokens <= self.pool.num_free
+        blob = self.room(num_tokens) if is_wanted else None
+        for node in preceding:
+            node.blob.let_go()
         if blob is None:
             return None
         if before is not None:

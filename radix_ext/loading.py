@@ -149,6 +149,10 @@ class LoadTimes:
         return max(0.0, seconds - self._fixed) / self._each if self._each else inf
 
 
+MAX_WAIT_S = 10.0
+"""Also where nobody has measured yet what computing takes."""
+
+
 class WaitPolicy:
     """How long a request that could be admitted waits for its loads.
 
@@ -165,7 +169,7 @@ class WaitPolicy:
     def seconds(self, load: float | None, saved: float) -> float:
         """How long to wait. `load`: what the loads are estimated to take from now on;
         None: nothing was loaded yet."""
-        most = self.share * saved
+        most = min(MAX_WAIT_S, self.share * saved)
         if not most or (load or 0.0) > most:
             return 0.0
         if self._left_out is not None:

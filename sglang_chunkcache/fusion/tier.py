@@ -280,7 +280,7 @@ class StorageTier:
         )
         if is_first:
             tried = (each for i, each in enumerate(missing_chunks) if begun.get(i) is not None)
-            asked.saved_s += sum(each.saved_s for each in tried)
+            asked.saved_s = max(asked.saved_s, sum(each.saved_s for each in tried))
         if num_left:
             rest = partial(self._load_for, missing_chunks, asked, begun)
             self.storage.goes_on(asked, rest, num_left)

@@ -91,9 +91,9 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
             found.append(self._here(key))
         return found
 
-    def after(self, key: ChunkKey, area_len: int, start: int) -> Iterator[Found]:
+    def after(self, key: ChunkKey, area_len: int, start: int, stop: int = 0) -> Iterator[Found]:
         """What is here of the key's first `area_len` chunks and the tokens before them, behind its
-        first `start` slots, up to the first gap."""
+        first `start` slots and `stop` tokens, up to the first gap."""
         area, page = key.spans[:area_len], self._tree.page_size
         if not self._nodes or not area or start >= area[-1].end:
             return
@@ -109,7 +109,7 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
             yield Found(host, host.blob.slots[start:], head_len)
         for span in area:
             chain_key = below(chain_key, span.chunk)
-            if span.start - span.start % page < start:
+            if span.start - span.start % page < start or span.end <= stop:
                 continue
             host = self._here(chain_key)
             if host is None:

@@ -77,7 +77,7 @@ class LoadBack:
         by the pool's getters in the next forward."""
         tree, allocator = self._tree, self._tree.token_to_kv_pool_allocator
         start, last = compat.num_matched(result), result.last_device_node
-        found = list(self._nodes.after(key, spans.area_len, start))
+        found = list(self._nodes.after(key, spans.area_len, start, _num_tokens(last)))
         if not (size := _num_slots(found)) or not self._pays(start, start + size):
             return result
         num_asked = len(found)
@@ -199,3 +199,11 @@ class LoadBack:
 
 def _num_slots(found: Sequence[Found]) -> int:
     return sum(len(slots) for _, slots, _ in found)
+
+
+def _num_tokens(node: TreeNode) -> int:
+    """From the root to the node's end: with pages more than its slots."""
+    num_tokens = 0
+    while node.parent is not None:
+        num_tokens, node = num_tokens + node.key.num_tokens, node.parent
+    return num_tokens

@@ -284,13 +284,12 @@ class StoredChains:
     def _missing(self, links: Sequence[_Link], key: ChunkKey) -> tuple[Sequence[_Link], int]:
         """(what neither device nor host memory has, up to what the storage has not, either; how
         many slots precede what would be computed of it). What is on its way is missing, too."""
-        missing, cached = (
-            list[_Link](),
-            self._num_cached(key.part(0, links[-1].stop)) if links else 0,
-        )
+        missing, path = list[_Link](), self._tree.path(key.part(0, links[-1].stop)) if links else []
+        cached = sum(len(node.key) for node in path)
+        stop = sum(node.key.num_tokens for node in path)
         for link in links:
             host = self._nodes.get(link.chain_key)
-            if link.end <= cached or (host is not None and host.is_here):
+            if link.stop <= stop or (host is not None and host.is_here):
                 continue
             if not (link.is_empty or self._find(link)):
                 break

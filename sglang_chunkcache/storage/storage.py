@@ -198,9 +198,10 @@ class Storage:
     def goes_on(self, asked: PendingLoads, rest: Callable[[], None], num_left: int) -> None:
         """Call `rest`, which would make so many loads more, when there is room for some, unless its
         request is planned before."""
-        asked.goes_on.append(rest)
         asked.num_left += num_left
-        self._going_on.append(asked)
+        if any(self._under_way.values()):  # else nothing would tell that there is room
+            asked.goes_on.append(rest)
+            self._going_on.append(asked)
 
     def is_under_way(self, name: str) -> bool:
         """Whether the entry is being written or loaded."""
@@ -324,16 +325,14 @@ class Storage:
             self._tell_uses()
 
     def _go_on(self) -> None:
-        for _ in range(len(self._going_on)):
+        going_on, self._going_on = self._going_on, deque()
+        for asked in going_on:
             if self.loader.is_full:
-                return
-            asked = self._going_on.popleft()
+                self._going_on.append(asked)
+                continue
             with self.guard("nothing more is loaded, the rest is computed"):
-                for rest in asked.take_rest():
+                for rest in asked.take_rest():  # which may stay, in its place
                     rest()
-            if asked.goes_on and not asked.is_prefetch:  # it stays the first
-                self._going_on.rotate()
-                return
 
     def _index_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
         if self._is_clearing:

@@ -62,21 +62,20 @@ class Waits:
         """Whether a request, which could be admitted, waits for what was asked for it. If not, it
         is `planned` next. `under_way`: all loads that it would wait behind."""
         parts = [each for each in asked if not each.is_planned]
-        if not parts:
-            return False
-        is_coming = any(each.is_coming for each in parts)
-        now, first = self._clock(), parts[0]
-        if first.until is not None:
-            is_waiting = is_coming and now < first.until
+        coming, now = [each for each in parts if each.is_coming], self._clock()
+        until = max((each.until for each in parts if each.until is not None), default=None)
+        if until is not None:
+            is_waiting = bool(coming) and now < until
             if not is_waiting:
-                self.policy.ended(in_vain=is_coming)
+                self.policy.ended(in_vain=bool(coming))
             return is_waiting
-        if not is_coming:
+        if not coming:
             return False
         loads = [self.times.seconds(job.num_bytes) for job in under_way]
         load_s = None if None in loads else sum(filter(None, loads))
-        wait_s = self.policy.seconds(load_s, max(each.saved_s for each in parts))
-        first.until = now + wait_s
+        wait_s = self.policy.seconds(load_s, max(each.saved_s for each in coming))
+        for each in parts:
+            each.until = now + wait_s
         return wait_s > 0
 
     def watch(

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radix_ext import Chunk, ChunkId
+from radix_ext.backlog import Backlog, Bounds
 from radix_ext.loading import MEMORY, LoadTimes, load_in_order, pay_together
 
 SIZES = st.lists(st.integers(1, 1 << 30), min_size=MEMORY, max_size=MEMORY, unique=True)
@@ -128,3 +129,14 @@ def test_loads_pay_together_or_where_nobody_knows() -> None:
     assert not pay_together([3.0, 3.1], [1.0, 5.0])
     assert pay_together([3.0, None], [1.0, 1.0])
     assert pay_together([3.0], [None])
+
+
+def test_slow_loads_do_not_end_all_loads() -> None:
+    """One at a time is made, whatever it takes: else nothing would tell that they are faster."""
+    backlog = Backlog(Bounds(num=64, seconds=4.0, unknown_bytes=512, memory_bytes=1 << 40))
+    for num_bytes in range(1, 9):
+        backlog.times.observe(num_bytes << 20, 5 + 0.01 * num_bytes)
+    assert backlog.max_bytes == 0
+    assert (backlog.is_full, backlog.has_spare, backlog.has_room(1, 1)) == (False, True, True)
+    backlog.begin(1)
+    assert (backlog.is_full, backlog.has_spare, backlog.has_room(1, 1)) == (True, False, False)

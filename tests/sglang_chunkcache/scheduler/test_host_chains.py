@@ -383,6 +383,23 @@ def test_what_is_behind_a_gap_waits_for_it(scheduler: HostScheduler) -> None:
     scheduler.check()
 
 
+def test_what_comes_does_not_take_the_place_of_what_precedes_it() -> None:
+    """Neither of the head nor of the beginning of a chain that is longer than host memory."""
+    small = HostScheduler(host_slots=len(HEAD + A) - 1)
+    known(small, A)
+    assert small.on_host() == set()
+    chunks = [(10 * n, 10 * n + 1, 10 * n + 2) for n in range(2, 8)]
+    scheduler, found = HostScheduler(host_slots=14), list[int]()
+    for _ in range(4):
+        known(scheduler, *chunks)
+        scheduler.evict(CAPACITY)
+        found.append(scheduler.serve(rag(*chunks)))
+        scheduler.idle()
+        scheduler.check()
+    assert found == [14] * 4
+    assert scheduler.cache.tiers.host.counts.saved_tokens == 14
+
+
 def test_failure_in_a_group_of_ranks_is_raised(
     scheduler: HostScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

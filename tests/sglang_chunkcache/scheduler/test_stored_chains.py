@@ -624,6 +624,31 @@ def test_pages_come_back(disk: ChainDisk, *, is_loaded_at_start: bool) -> None:
     server.check()
 
 
+def test_chunk_without_a_page_is_loaded_behind_what_the_device_has(disk: ChainDisk) -> None:
+    pages: dict[str, Any] = {"page_size": 4, "capacity": 80}
+    chunks = (A, (9,), (60, 61, 62), B)
+    server = Server(disk, **pages)
+    for _ in range(3):
+        server.ask(rag(*chunks))
+    server.stop()
+    server = Server(disk, **pages)
+    server.serve(rag(A, tail=(30, 31, 32, 33)))
+    assert server.ask(rag(*chunks)) == 12
+    server.check()
+
+
+def test_what_is_loaded_does_not_take_the_place_of_what_precedes_it(disk: ChainDisk) -> None:
+    stored(disk, A, B)
+    server = Server(disk, host_slots=8)
+    server.ask(rag(A))
+    server.ask(rag(A))
+    found = list[int]()
+    for _ in range(3):
+        server.evict(CAPACITY)
+        found.append(server.ask(rag(A, B)))
+    assert found == [len(HEAD + A)] * 3
+
+
 def test_chain_is_written_before_the_next_one_takes_its_slots(disk: ChainDisk) -> None:
     """Two are saved after one forward, and host memory has room for one."""
     server = Server(disk, host_slots=8, capacity=100)
