@@ -34,6 +34,7 @@ from typing import NamedTuple
 from eval.replay.disk import Disk, FusedDisk
 from eval.replay.eviction_queue import EvictionQueue, is_device_leaf
 from eval.replay.exact import ReplaySettings
+from eval.replay.fused_count import FusedCount, count_of
 from eval.replay.fused_host import GONE, CountedPool, FusedHost, Known
 from radix_ext import (
     AccessTable,
@@ -62,37 +63,6 @@ from sglang_chunkcache import ChunkCacheConfig
 from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_COPIES, MAX_WAITING_CAPTURES
 
 _RANK = 0
-
-
-class FusedCount(NamedTuple):
-    """Of one request: chunks, then tokens of chunks.
-    exact + relocated + recomputed + computed + dropped = tokens."""
-
-    num_chunks: int
-    tokens: int
-    exact: int
-    relocated: int
-    """Moved and not recomputed, also by an earlier request with the same recipe (`fused_hit`)."""
-    recomputed: int
-    computed: int
-    """Of these `behind` are keyed as fused, though no KV was moved there:
-    exact requests compute them again."""
-    dropped: int
-    """Not sent, since the conversation has shown them."""
-    behind: int
-    fused_hit: int
-    from_device: int
-    from_host: int
-    lost: int
-    """Of the conversation's history, in addition: neither found nor moved."""
-    ended: int
-    """1 if moved KV ends the prompt's exact chain."""
-    opted_tokens: int
-    """`tokens`, if the request opted into moved KV; likewise the next two."""
-    opted_exact: int
-    opted_computed: int
-    exact_from_host: int
-    """Of `exact`, the history left out."""
 
 
 class _History(NamedTuple):
@@ -354,7 +324,7 @@ class FusedReplay:
             self.disk.disk.advance(self.free_at)
         self._store_what_waits()
         first = len(history.chunks) if history else 0
-        count = _count(request, spans, plan, num_exact, len(found), fused_from, first=first)
+        count = count_of(request, spans, plan, num_exact, len(found), fused_from, first=first)
         if history is None:
             count = count._replace(exact_from_host=num_loaded)
         if not prompt.is_fused:
@@ -604,49 +574,3 @@ def _sources(plan: ReusePlan) -> Iterator[ChainNode]:
     for piece in plan.pieces:
         if isinstance(piece.source, DeviceCopy):
             yield from piece.source.node.path()
-
-
-def _count(
-    request: Sequence[Chunk],
-    spans: Sequence[Span],
-    plan: ReusePlan,
-    num_exact: int,
-    num_found: int,
-    fused_from: int,
-    *,
-    first: int,
-) -> FusedCount:
-    """The fates of the request's chunks: the prompt's from index `first` on,
-    before which is history."""
-    lens = [span.end - span.start for span in spans]
-    moved = Counter[str]()
-    for piece in plan.pieces:
-        if piece.source is not None and piece.span is not None:
-            moved[piece.source.where if piece.span >= first else "history"] += (
-                piece.end - piece.start
-            )
-    num_moved = moved["device"] + moved["host"]
-    recomputed = round(plan.recomputed_len * num_moved / plan.moved_len) if plan.pieces else 0
-    sent, exact = sum(lens[first:]), sum(lens[first:num_exact])
-    fused_hit = sum(lens[max(first, num_exact) : num_found])
-    computed = sent - exact - fused_hit - num_moved
-    tokens = sum(chunk.num_tokens for chunk in request)
-    return FusedCount(
-        num_chunks=len(request),
-        tokens=tokens,
-        exact=exact,
-        relocated=fused_hit + num_moved - recomputed,
-        recomputed=recomputed,
-        computed=computed,
-        dropped=tokens - sent,
-        behind=computed - sum(lens[max(first, num_exact) : fused_from]),
-        fused_hit=fused_hit,
-        from_device=moved["device"],
-        from_host=moved["host"],
-        lost=sum(lens[num_found:first]) - moved["history"],
-        ended=fused_from < len(spans),
-        opted_tokens=0,
-        opted_exact=0,
-        opted_computed=0,
-        exact_from_host=0,
-    )

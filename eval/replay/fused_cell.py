@@ -9,7 +9,8 @@ from typing import Any
 
 from eval.errors import CommandError
 from eval.replay.cells import ReplayCell, Sample
-from eval.replay.fused import FusedCount, FusedReplay
+from eval.replay.fused import FusedReplay
+from eval.replay.fused_count import FusedCount
 from eval.replay.grid import DEFAULTS, Cell
 from eval.replay.trace import TraceFacts, TraceRequest
 from eval.replay.verdict import capacity_name

@@ -38,8 +38,6 @@ class StockMirror(RankMirror):
         self.num_tokens = self.num_corrections = self.num_assumed_evictions = self._num_tails = 0
         self._pool: int | None = None
         """Tokens that the rank can hold. None: it has not said."""
-        self.border = 0
-        """By so much less than what is there a match may be."""
 
     def answered(self, planned: Planned, cached: int | None) -> None:
         """What was found is there, and so is what was computed."""

@@ -25,9 +25,7 @@ from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.radix_cache import TreeNode
 from sglang.srt.mem_cache.utils import hash_str_to_int64
 
-from sglang_chunkcache.scheduler.chunk_key import ChunkKey
-
-MARK = "chunkcache"
+from sglang_chunkcache.scheduler.chunk_key import TAG, ChunkKey
 
 
 class ChunkEvents(KVCacheEventRecorder):  # type: ignore[misc]
@@ -66,7 +64,7 @@ class ChunkEvents(KVCacheEventRecorder):  # type: ignore[misc]
 def salt_of(key: ChunkKey) -> str:
     """What a node's events have for their salt."""
     ((*_, chunk),) = key.segments()
-    return f"{MARK}/{chunk or ''}/{key.cache_salt or ''}"
+    return f"{TAG}/{chunk or ''}/{key.cache_salt or ''}"
 
 
 def _is_told(key: ChunkKey) -> bool:

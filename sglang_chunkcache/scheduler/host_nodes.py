@@ -235,13 +235,15 @@ def head_of(node: TreeNode) -> tuple[bytes, list[TreeNode]]:
     """(chain key, nodes on the device) of the tokens before a first chunk, which is `node`.
     The nodes have whole pages of them."""
     above: list[TreeNode] = []
-    key, node = node.key, node.parent
+    known, key, node = facts(node), node.key, node.parent
     while node.parent is not None:
         above.insert(0, node)
         node = node.parent
-    token_ids = array("q", itertools.chain.from_iterable(each.key.token_ids for each in above))
-    token_ids += key.token_ids[: key.spans[0].start]  # in pages: a part of one
-    return root(token_ids, key.extra_key, key.cache_salt), above
+    if known.head_key is None:
+        token_ids = array("q", itertools.chain.from_iterable(each.key.token_ids for each in above))
+        token_ids += key.token_ids[: key.spans[0].start]  # in pages: a part of one
+        known.head_key = root(token_ids, key.extra_key, key.cache_salt)
+    return known.head_key, above
 
 
 def root(token_ids: array[int], extra_key: str | None, cache_salt: str | None) -> bytes:

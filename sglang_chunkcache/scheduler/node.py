@@ -63,6 +63,8 @@ class ChunkFacts(CopyFacts):
     """Requests that found it cached exactly."""
     host: HostNode | None = None
     """Its copy in host memory."""
+    head_key: bytes | None = None
+    """Of a prompt's first chunk: the chain key of the tokens before it. None: nobody asked yet."""
     used: int = 0
     """Number of the request that used it last."""
 

@@ -4,13 +4,12 @@ radix_ext/write_back.py decides."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
 
-from radix_ext import ChunkId, extend_chain
+from radix_ext import ChunkId, root_chain
 from radix_ext.costs import copied_within
 from radix_ext.write_back import Place, WriteBackQueue
 from sglang_chunkcache.config import MAX_KEPT_S, MAX_SAVED_TOKENS, MAX_WAITING_SAVES
@@ -18,7 +17,6 @@ from sglang_chunkcache.scheduler.host_nodes import (
     HostCounts,
     HostNodes,
     below,
-    chain_of,
     chunks_to,
     head_of,
 )
@@ -89,7 +87,7 @@ class WriteBack(WriteBackQueue[HostNode]):
             return None
         path = chunks_to(node)
         before, above = head_of(path[0])
-        known, first = facts(node), chain_of(facts(node).head, ())
+        known, first = facts(node), root_chain(facts(node).head)
         has_head = bool(above) or path[0].key.spans[0].start > 0  # in pages: less than one
         if has_head and self._nodes.get(before) is None:
             nothing = torch.empty((0,), dtype=torch.int64, device=self._tree.device)
@@ -98,8 +96,8 @@ class WriteBack(WriteBackQueue[HostNode]):
             self._copied(Place(before, None, first, 0, identity), slots, before.hex(), ())
         for each in path[:-1]:
             before = below(before, facts(each).chunk)
-        chain = reduce(extend_chain, known.prefix, first)
-        return Place(below(before, known.chunk), before, chain, known.start, identity_of(node))
+        above_it = facts(node.parent).chain or first
+        return Place(below(before, known.chunk), before, above_it, known.start, identity_of(node))
 
     def _source(self, node: TreeNode) -> Tensor:
         slots: Tensor = node.value

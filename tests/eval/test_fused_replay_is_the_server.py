@@ -14,7 +14,8 @@ pytest.importorskip("sglang")
 
 from eval.replay import fused
 from eval.replay.exact import ReplaySettings
-from eval.replay.fused import EvenAttention, FusedCount, FusedReplay
+from eval.replay.fused import EvenAttention, FusedReplay
+from eval.replay.fused_count import FusedCount
 from radix_ext import Chunk, ChunkId, FusionRequest, OrderPolicy, chunk_id
 from radix_ext.fusion_request import QUESTION
 from radix_ext.moved_plan import Limits

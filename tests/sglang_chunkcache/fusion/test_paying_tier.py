@@ -137,32 +137,27 @@ def test_request_that_moves_whatever_it_takes_loads_whatever_it_takes(
 def test_each_chunk_is_weighed_alone(disk: Disk, server: Rank) -> None:
     """Where loading all takes longer. What is late in a prompt attends to more, so the same load
     pays there alone."""
-    req = fused(C, B)
-    server.cache.arrived(req)
-    spans = state(req).spans
-    assert spans is not None
-    first, last = (extend_work(span.start, span.end).pairs for span in spans.spans)
-    server.fuser.pricing.costs = {**NOMINAL, Phase.EXTEND: Line(attended=1.0)}
-    take(disk, 0.6 * (first + last))
-    disk.settle()
-    asked(disk, server, A)
-    asked(disk, server, C, B)
-    assert [bool(server.held(chunk)) for chunk in (C, B)] == [False, True]
+    assert loaded_of_two(disk, server, 0.6) == [False, True]
 
 
 def test_all_are_loaded_where_that_is_sooner_than_computing_all(disk: Disk, server: Rank) -> None:
     """Though computing the first one alone would be: behind a hole the others may not be moved."""
+    assert loaded_of_two(disk, server, 0.45) == [True, True]
+
+
+def loaded_of_two(disk: Disk, server: Rank, share: float) -> list[bool]:
+    """Whether C and B are loaded where each load takes this share of computing both."""
     req = fused(C, B)
     server.cache.arrived(req)
     spans = state(req).spans
     assert spans is not None
-    first, last = (extend_work(span.start, span.end).pairs for span in spans.spans)
+    computed = sum(extend_work(span.start, span.end).pairs for span in spans.spans)
     server.fuser.pricing.costs = {**NOMINAL, Phase.EXTEND: Line(attended=1.0)}
-    take(disk, 0.45 * (first + last))
+    take(disk, share * computed)
     disk.settle()
     asked(disk, server, A)
     asked(disk, server, C, B)
-    assert [bool(server.held(chunk)) for chunk in (C, B)] == [True, True]
+    return [bool(server.held(chunk)) for chunk in (C, B)]
 
 
 def test_nothing_is_loaded_that_no_plan_would_move(disk: Disk, server: Rank) -> None:
