@@ -210,6 +210,8 @@ def _add_axes(parser: argparse.ArgumentParser) -> None:
         ("k", 1, "first K chunks of each request; default: all, generated: 10"),
     ):
         group.add_argument(f"--{name}", nargs="+", type=_at_least(minimum), help=text)
+    text = "with pages, also with chunks that one token fills up to whole pages"
+    group.add_argument("--padded", action="store_const", const=(False, True), help=text)
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:
@@ -349,6 +351,8 @@ def _cells(options: argparse.Namespace, facts: TraceFacts) -> list[Cell]:
         raise CommandError("give --capacity or --capacity-tokens, not both")
     if max(axes["page_size"] or (1,)) > 1 and (not facts.has_lengths or options.reuse == "fused"):
         raise CommandError("--page-size needs a trace with lengths, and --reuse exact")
+    if axes["padded"] and any(axes["host"] or ()):
+        raise CommandError("--padded goes without --host")
     if any(axes["host"] or ()) and not any(tokens or axes["capacity"] or ()):
         raise CommandError(
             "--host needs --capacity or --capacity-tokens: nothing leaves an unlimited cache"

@@ -64,7 +64,9 @@ class ReplaySettings:
     others as in their modules.
 
     `host` is host memory's room, in the unit of the device's; 0: there is no such tier.
-    `host_worth` is for the order. Pages mean something if the trace has lengths.
+    `host_worth` is for the order. Pages mean something if the trace has lengths. `padded`: a chunk
+    is filled up with one token of no meaning, so that it owns whole pages; those tokens take slots
+    and are never counted as found.
 
     Raises:
         LimitError, PolicyError: a value out of range, an unknown policy.
@@ -84,6 +86,7 @@ class ReplaySettings:
     host_admission: HostAdmission = "either"
     host_worth: float = 1.0
     page_size: int = 1
+    padded: bool = False
 
     def __post_init__(self) -> None:
         check_choice("eviction", self.eviction, EVICTION_POLICIES)
@@ -233,7 +236,7 @@ class Replay:
             chain, is_first = history.chain(conversation), False
         if conversation is not None and not is_last_turn:
             self._histories[conversation] = history
-        chain = _in_pages(chain, self._settings.page_size)
+        chain = _in_pages(chain, self._settings.page_size, self._settings.padded)
         self._table.observe([chunk.id for chunk in request])
         if self._host is not None:
             num_loaded, loaded_tokens = self._load(chain, namespace)
@@ -315,6 +318,8 @@ class Replay:
         )
         self._note_time((perf_counter() - start) * 1e6)
         held_len, held_tokens = ordering.held_len, ordering.held_tokens
+        if settings.padded:
+            held_tokens = _tokens(ordering.chunks[:held_len])
         return ordering.chunks, RequestCount(
             len(request), held_len, 0, 0, _tokens(request), held_tokens, 0, 0
         )
@@ -426,10 +431,12 @@ class Replay:
         return is_device_leaf(node, _RANK)
 
 
-def _in_pages(chain: tuple[Chunk, ...], page_size: int) -> tuple[Chunk, ...]:
+def _in_pages(chain: tuple[Chunk, ...], page_size: int, padded: bool) -> tuple[Chunk, ...]:
     """The chunks with their slots in place of their tokens."""
     if page_size == 1:
         return chain
+    if padded:
+        return tuple(Chunk(each.id, -(-each.num_tokens // page_size) * page_size) for each in chain)
     end, slots = 0, list[Chunk]()
     for chunk in chain:
         start, end = end, end + chunk.num_tokens

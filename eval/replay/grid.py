@@ -41,6 +41,7 @@ class Cell:
     host_admission: HostAdmission | None = "either"
     host_worth: float | None = 0.9
     page_size: int = 1
+    padded: bool = False
 
     @property
     def label(self) -> dict[str, Any]:
@@ -76,6 +77,7 @@ class Cell:
             host_admission=self.host_admission or "either",
             host_worth=1.0 if self.host_worth is None else self.host_worth,
             page_size=self.page_size,
+            padded=self.padded,
         )
 
 
@@ -143,7 +145,9 @@ def baseline_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None
         return next(
             (other for other in cells if {**cell, "dedup": "off"} == other["cell"] != cell), None
         )
-    same = _like(cell, cells, "retriever", "capacity", "capacity_tokens", "k", "page_size")
+    same = _like(
+        cell, cells, "retriever", "capacity", "capacity_tokens", "k", "page_size", "padded"
+    )
     return min(
         same,
         key=lambda other: (other["cell"]["dedup"] != cell["dedup"], not is_stock(other["cell"])),
@@ -177,6 +181,7 @@ def craft_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:
         "host",
         "host_admission",
         "page_size",
+        "padded",
     )
     return same[0] if cell["order"] == "tree" and len(same) == 1 else None
 
@@ -221,6 +226,7 @@ def _canonical(cell: Cell, has_conversations: bool) -> Cell:
     dedup = cell.dedup or _default_dedup(cell.order)
     return replace(
         cell,
+        padded=cell.padded and cell.page_size > 1,
         tail=tail,
         eviction=eviction,
         dedup=dedup if has_conversations else None,
