@@ -8,7 +8,7 @@ at 128 bytes.
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 
-from radix_ext.chunk import ChainId, ChunkId, extend_chain
+from radix_ext.chunk import ChainId, ChunkId
 
 PLAN_BITS = 32
 PLAN_MASK = (1 << PLAN_BITS) - 1
@@ -88,10 +88,6 @@ class ChainNode:
         """Whether this rank (None: any) holds the node."""
         return bool(self.tiers & held_mask(rank))
 
-    def num_plans(self, rank: int) -> int:
-        """Requests under way on this rank whose chain passes through the node."""
-        return self.plans >> PLAN_BITS * rank & PLAN_MASK
-
     def held_by(self) -> Iterator[tuple[int, Tier]]:
         """(rank, tier) of every rank that holds the node."""
         rank, packed = 0, self.tiers  # read once: callers change tiers between ranks
@@ -132,27 +128,3 @@ def node_as_json(node: ChainNode, below: list[dict[str, object]]) -> dict[str, o
         "ranks": ranks,
         "children": below,
     }
-
-
-def node_violations(node: ChainNode, parent: ChainNode) -> Iterator[str]:
-    name = f"node {node.chain:x} ({node.chunk_id})"
-    if node.parent is not parent or parent.child(node.chunk_id) is not node:
-        yield f"{name} and its parent do not point at each other"
-    if node.chain != extend_chain(parent.chain, node.chunk_id):
-        yield f"{name} has the chain id of another path"
-    if not node.tiers and not node.plans:
-        yield f"{name} is neither held nor planned"
-    # A root is neither held, planned nor used; what follows compares a node with its parent.
-    if parent.parent is None:
-        return
-    if node.last_access > parent.last_access:
-        yield f"{name} was used at {node.last_access}, after its parent at {parent.last_access}"
-    for rank, _ in node.held_by():
-        if not parent.is_held(rank):
-            yield f"{name} is held by rank {rank} but its parent is not"
-    for rank in range(node.plans.bit_length() // PLAN_BITS + 1):
-        if node.num_plans(rank) > parent.num_plans(rank):
-            yield (
-                f"{name} has {node.num_plans(rank)} plans on rank {rank} but its parent"
-                f" {parent.num_plans(rank)}"
-            )

@@ -1,9 +1,9 @@
 """The nodes of a tree, by path below the root of their namespace and by chain id. It knows no rank
 and no order of use."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from radix_ext.chain_node import ChainNode, node_violations
+from radix_ext.chain_node import ChainNode
 from radix_ext.chunk import ChainId, Chunk, ChunkId, extend_chain, root_chain
 
 
@@ -72,22 +72,6 @@ class ChunkTrie:
             parent.children = None
             if parent.parent is None:
                 del self._roots[parent.chunk_id]
-
-    def violations(self) -> Iterator[str]:
-        """What contradicts itself in the nodes and between them. O(nodes)."""
-        reached: set[ChainId] = set()
-        pending = list(self._roots.values())
-        for namespace, root in self._roots.items():
-            if root.children is None or root.chain != root_chain(namespace):
-                yield f"root {namespace!r} is empty or misnamed"
-        while pending:
-            parent = pending.pop()
-            for node in parent.child_nodes():
-                reached.add(node.chain)
-                pending.append(node)
-                yield from node_violations(node, parent)
-        if reached != self.by_chain.keys():
-            yield f"{len(reached)} nodes are below the roots but {len(self.by_chain)} are indexed"
 
     def _create(self, parent: ChainNode, chunk: Chunk) -> ChainNode | None:
         chain = extend_chain(parent.chain, chunk.id)

@@ -57,9 +57,3 @@ class LruList:
             newer = node.newer  # before the caller unlinks the node
             yield node
             node = newer
-
-    def violations(self, nodes: Sequence[ChainNode]) -> Iterator[str]:
-        """Whether the list has just `nodes`, which are all of the tree's."""
-        listed = {node.chain for node in self.newest_first()}
-        if listed != {node.chain for node in nodes}:
-            yield f"{len(nodes)} nodes are indexed but {len(listed)} are in the order of use"

@@ -9,7 +9,7 @@ counted.
 namespace "a" ── C1 ─┬─ C2 ── C5   one node is one chunk after one particular chain
                      └─ C4         a node's path, root downward, is the chain; ChainId finds it
 ```
-Invariants (`check_integrity`): what a rank holds or plans below a node, it holds or plans at the
+Invariants: what a rank holds or plans below a node, it holds or plans at the
 node; a node that no rank holds or plans does not exist; a parent was used no earlier than its
 children, so the least recently used node is a leaf.
 
@@ -26,7 +26,7 @@ from itertools import islice
 from radix_ext.chain_node import PLAN_BITS, ChainNode, Tier, held_mask, node_as_json
 from radix_ext.chunk import ChainId, Chunk, ChunkId
 from radix_ext.chunk_trie import ChunkTrie
-from radix_ext.errors import IntegrityError, check_at_least
+from radix_ext.errors import check_at_least
 from radix_ext.holdings import Holdings
 from radix_ext.lru_list import LruList
 
@@ -48,8 +48,8 @@ class ChunkPrefixTree:
     are forgotten first. Others read `nodes` and `holdings`, the tree changes them.
 
     Ranks are small integers from 0; chunk lists are the whole chain from the root of the namespace.
-    Every operation is O(chain) dict steps except `drop_rank` and `check_integrity`, O(nodes), and
-    `evict`, O(nodes dropped). Trimming is O(ranks) a forgotten node, and one step for each planned
+    Every operation is O(chain) dict steps except `drop_rank`, O(nodes), and `evict`, O(nodes
+    dropped). Trimming is O(ranks) a forgotten node, and one step for each planned
     node that is older.
 
     Raises:
@@ -223,31 +223,6 @@ class ChunkPrefixTree:
             self.holdings.set_tier(node, rank, 0)
         self._drop_unused(lost)
         return len(lost)
-
-    def check_integrity(self) -> None:
-        """Check every invariant and counter; O(nodes), for tests and idle moments.
-
-        Raises:
-            IntegrityError: with all violations.
-        """
-        nodes = tuple(self.nodes.by_chain.values())
-        violations = [
-            *self.nodes.violations(),
-            *self._lru.violations(nodes),
-            *self.holdings.violations(nodes),
-        ]
-        num_promoted = sum(node.promoted for node in nodes)
-        if num_promoted != self.num_promoted:
-            violations.append(
-                f"{num_promoted} nodes are promoted but {self.num_promoted} were counted"
-            )
-        num_unplanned = sum(not node.plans for node in nodes)
-        if len(nodes) > self.max_nodes and num_unplanned:
-            violations.append(
-                f"{len(nodes)} nodes exceed {self.max_nodes} and {num_unplanned} of them could go"
-            )
-        if violations:
-            raise IntegrityError(violations)
 
     def _use(self, namespace: str, chunks: Sequence[Chunk]) -> list[ChainNode]:
         """The chain's nodes, made where missing, as used by a new request."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from radix_ext.access_table import AccessTable
 from radix_ext.cfo import Prefix, Scored
-from radix_ext.errors import IntegrityError, check_at_least
+from radix_ext.errors import check_at_least
 from radix_ext.variants import HeldVariants, Identity, Variant, nbytes_of
 
 ADMITTED_SHARE = 0.25
@@ -248,26 +248,6 @@ class VariantIndex:
             num_evicted=self._num_evicted,
             num_uses=self.held.num_uses,
         )
-
-    def check_integrity(self) -> None:
-        """Check every invariant and counter; O(variants), for tests and idle moments.
-
-        Raises:
-            IntegrityError: with all violations.
-        """
-        violations = list(self.held.violations())
-        listed = sum(len(variants) for variants in self._chunks.values())
-        if listed != len(self.held):
-            violations.append(f"{listed} variants listed by chunk but {len(self.held)} held")
-        if empty := [identity for identity, variants in self._chunks.items() if not variants]:
-            violations.append(f"chunks without a variant: {empty[:8]}")
-        for identity, variants in self._chunks.items():
-            for place, variant in variants.items():
-                if place != (variant.head, variant.prefix) or variant not in self.held:
-                    name = f"variant {variant.serial} of chunk {identity}"
-                    violations.append(f"{name} is not where its serial, head and prefix say")
-        if violations:
-            raise IntegrityError(violations)
 
     def _insert(
         self, identity: Identity, variant: Variant, nbytes: int, old: Variant | None

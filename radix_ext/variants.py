@@ -228,27 +228,6 @@ class HeldVariants:
         free = (v for v in siblings if not (v.is_reserved or self._stays(v)))
         return min(free, key=self._entry, default=None)
 
-    def violations(self) -> Iterator[str]:
-        """Where limits, counts and order are not kept. O(variants)."""
-        reserved = [variant for variant in self if variant.is_reserved]
-        for variants, counted in ((self, self.num_bytes), (reserved, self.reserved_bytes)):
-            if (num_bytes := sum(each.nbytes for each in variants)) != counted:
-                yield f"num_bytes {counted} but the variants count {num_bytes}"
-        if self.num_bytes > self.max_bytes:
-            yield f"num_bytes {self.num_bytes} over max_bytes {self.max_bytes}"
-        if len(reserved) != self.num_reserved:
-            yield f"{len(reserved)} variants are reserved but {self.num_reserved} were counted"
-        if len(self) > self.max_entries:
-            yield f"{len(self)} variants over {self.max_entries}"
-        entries = {entry[-1]: entry for entry in sorted(self._order, reverse=True)}
-        for serial, (identity, variant, nbytes) in self._held.items():
-            name = f"variant {serial} of chunk {identity}"
-            if variant.nbytes != nbytes:
-                yield f"{name} came with {nbytes} bytes and has {variant.nbytes}"
-            now, listed = self._entry(variant), entries.get(serial)
-            if listed is None or now < listed:
-                yield f"{name} is {now} but {listed} in the eviction order"
-
     def _release(self, variant: Variant) -> None:
         """Ordinary variants may take its place."""
         if variant.is_reserved:

@@ -75,19 +75,6 @@ class HostTier:
             self._queue.push(last)
         return gone
 
-    def violations(self) -> Iterator[str]:
-        """What is wrong, for `check_integrity`."""
-        if any(
-            parent.parent is not None and parent not in self._nodes for parent in self._num_children
-        ):
-            yield "host memory has a node without its parent"
-        if self.num_tokens != sum(node.num_tokens for node in self._nodes):
-            yield f"host memory has counted {self.num_tokens} tokens"
-        if self._num_children != Counter(node.parent for node in self._nodes):
-            yield "host memory has counted other children than it has"
-        if not self._fits(len(self._nodes), self.num_tokens):
-            yield f"host memory has {len(self._nodes)} nodes of {self.num_tokens} tokens"
-
     # Private, in order of use
 
     def _make_room(self, node: ChainNode, path: Sequence[ChainNode]) -> Iterator[ChainNode]:

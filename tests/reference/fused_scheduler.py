@@ -45,6 +45,7 @@ from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.storage.opening import create_index
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.report import Fallback
+from tests.kit.integrity import check_store
 from tests.reference.scheduler import FakeReq, Scheduler, walk
 
 ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000)
@@ -318,7 +319,7 @@ class FusedScheduler(Scheduler):
         or will with the next forward."""
         super().check(reqs)
         assert not any(state(req).is_failed for req in reqs), "a pass has failed; the log says why"
-        self.store.check_integrity()
+        check_store(self.store)
         stats = self.fuser.stats()["store"]
         for kind in KINDS:
             blobs = [each.blob for each in self.store.held if kind_of(each) == kind]
