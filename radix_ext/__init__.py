@@ -21,11 +21,9 @@ from radix_ext.chunk import (
     text_before,
 )
 from radix_ext.conversation import (
-    SHOWN_POLICIES,
     ConversationKey,
     ConversationMap,
     Home,
-    ShownPolicy,
     Turn,
     keep_recent,
     running_hashes,
@@ -52,9 +50,7 @@ from radix_ext.order import (
     Ordering,
     OrderPolicy,
     TailPolicy,
-    longest_chain,
     order_chunks,
-    order_per_rank,
 )
 from radix_ext.places import Place, Places
 from radix_ext.prefix_tree import ChunkPrefixTree, Plan, snapshot
@@ -64,7 +60,6 @@ from radix_ext.tenant_tables import TenantTables
 __all__ = [
     "HOST_ADMISSIONS",
     "ORDER_POLICIES",
-    "SHOWN_POLICIES",
     "TAIL_POLICIES",
     "AccessTable",
     "Aging",
@@ -97,7 +92,6 @@ __all__ = [
     "PolicyError",
     "RoundRobin",
     "Router",
-    "ShownPolicy",
     "Span",
     "SpanError",
     "TailPolicy",
@@ -112,9 +106,7 @@ __all__ = [
     "is_fused_chunk",
     "keep_recent",
     "leading_area",
-    "longest_chain",
     "order_chunks",
-    "order_per_rank",
     "root_chain",
     "running_hashes",
     "shown",
