@@ -130,11 +130,11 @@ class CaptureQueue:
             Variant(
                 facts.prefix,
                 blob,
-                scores,
-                entry.preprocessed,
-                facts.head,
-                facts.start,
-                facts.outward,
+                scores=scores,
+                preprocessed=entry.preprocessed,
+                head=facts.head,
+                start=facts.start,
+                outward=facts.outward,
             ),
         )
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from math import exp, inf
+from typing import Any
 
 from radix_ext.chunk import ChunkId
 
@@ -76,6 +77,29 @@ class Attention(ABC):
     def scored(self) -> Scored:
         """How much of it there is."""
         return Scored.ALL
+
+
+@dataclass(eq=False, slots=True)
+class KvFacts:
+    """One chunk's KV: where it was computed, and what was measured of it."""
+
+    prefix: Prefix
+    """The chunks before it, in order."""
+    _: KW_ONLY
+    head: str = ""
+    """Names the text before it that is no chunk: `text_before`."""
+    start: int = 0
+    """Position of the first token."""
+    scores: Any = None
+    """An `Attention`. None: not measured."""
+    outward: Any = None
+    """Per token: attention beyond the chunk in the calibrated heads. None: not known."""
+    preprocessed = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it was computed after no chunk, and as an ordinary prefill does."""
+        return not (self.prefix or self.preprocessed)
 
 
 def prefix_overlap(

@@ -43,7 +43,7 @@ def worth_loading(
     found = list(variants)
     behind = [variant for variant in found if variant.head == head]
     if alone:
-        found = [variant for variant in behind if not (variant.prefix or variant.preprocessed)]
+        found = [variant for variant in behind if variant.is_alone]
     elif behind or is_elsewhere:
         found = behind
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import add
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from radix_ext.cfo import Attention, best_variant, cfo, fix_overhead
+from radix_ext.cfo import KvFacts, best_variant, cfo, fix_overhead
 from radix_ext.chunk import ChunkId, Span
 from radix_ext.costs import NOMINAL, Costs, Phase, Work, extend_work, seconds, through
 from radix_ext.fusion_request import FusionRequest, asked_layers, proposed_share, question_tokens
@@ -37,44 +37,13 @@ class NotMoved(StrEnum):
     NO_ROOM = "no_room"
 
 
-class Candidate(Protocol):
-    """One place where a chunk's KV is stored, computed after `prefix`."""
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One place where a chunk's KV is stored."""
 
-    @property
-    def where(self) -> str:
-        """The tier."""
-        ...
-
-    @property
-    def start(self) -> int:
-        """The position of its first token there."""
-        ...
-
-    @property
-    def head(self) -> str:
-        """Names the text before it there that is no chunk."""
-        ...
-
-    @property
-    def prefix(self) -> tuple[ChunkId, ...]:
-        """The chunks before it there, in order."""
-        ...
-
-    @property
-    def scores(self) -> Attention | None:
-        """What was measured of it."""
-        ...
-
-    @property
-    def outward(self) -> object | None:
-        """What each of its tokens attends to beyond it, in the calibrated heads.
-        None: not known."""
-        ...
-
-    @property
-    def preprocessed(self) -> bool:
-        """Computed ahead of requests, after similar chunks."""
-        ...
+    facts: KvFacts
+    where = ""
+    """The tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +354,7 @@ def num_compared(piece: Piece, fusion: FusionRequest) -> int:
     is_proposed = (
         fusion.selector == "critical"
         and piece.source is not None
-        and piece.source.outward is not None
+        and piece.source.facts.outward is not None
     )
     # The two proposals may overlap, so that their sum is the most.
     share = min(1.0, sum(proposed_share(fusion))) if is_proposed else 1.0
@@ -401,7 +370,7 @@ def _num_by_chunk(piece: Piece, fusion: FusionRequest) -> int:
     source is not scored; those that `first` takes where their number is fixed."""
     if fusion.tokens is not None:
         return min(fusion.tokens, piece.end - piece.start)
-    is_scored = piece.source is not None and piece.source.scores is not None
+    is_scored = piece.source is not None and piece.source.facts.scores is not None
     share = min(1.0, (fusion.alpha or 0.0) * (piece.cfo or 0.0)) if is_scored else fusion.ratio
     return math.ceil(share * (piece.end - piece.start))
 
@@ -432,7 +401,7 @@ def _choose(
         index: tuple(
             sorted(
                 _admitted(candidates(span.chunk, head), fusion, head),
-                key=lambda option: option.start != span.start,
+                key=lambda option: option.facts.start != span.start,
             )
         )
         for index, (span, head) in enumerate(zip(spans, heads, strict=True))
@@ -447,10 +416,10 @@ def _choose(
         if not options:
             continue
         options = _after(heads[index], options) or options
-        other_head = options[0].head != heads[index]
+        other_head = options[0].facts.head != heads[index]
         known = frozenset(before)
         best = options[_best(options, span, before, known, fusion, other_head, costs)]
-        overhead = fix_overhead(best.prefix, best.scores, before, other_head=other_head)
+        overhead = fix_overhead(best.facts.prefix, best.facts.scores, before, other_head=other_head)
         chosen[index] = Piece(
             span.start,
             span.end,
@@ -458,7 +427,7 @@ def _choose(
             best,
             span.chunk,
             before,
-            overlap=len(known.intersection(best.prefix)),
+            overlap=len(known.intersection(best.facts.prefix)),
             cfo=cfo(1.0, overhead, span.end - span.start),
             other_head=other_head,
         )
@@ -471,13 +440,11 @@ def _admitted(
     """The sources that the request may use at all."""
     if not fusion.plain:
         return options
-    return (
-        option for option in _after(head, options) if not (option.prefix or option.preprocessed)
-    )
+    return (option for option in _after(head, options) if option.facts.is_alone)
 
 
 def _after(head: str, options: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    return tuple(option for option in options if option.head == head)
+    return tuple(option for option in options if option.facts.head == head)
 
 
 def _best(
@@ -494,7 +461,7 @@ def _best(
     in chunks, less the move. So a source more makes no plan dearer. Among equals preprocessed ones
     come first, as FusionRAG wants them used."""
     if fusion.selector == "context":
-        variants = [(option.prefix, option.scores) for option in options]
+        variants = [(option.facts.prefix, option.facts.scores) for option in options]
         return best_variant(variants, before, other_head=other_head)
     num_tokens, price = span.end - span.start, costs or NOMINAL
     computed = price[Phase.RECOMPUTE].seconds(Work(0, num_tokens, num_tokens * span.end))
@@ -502,10 +469,10 @@ def _best(
 
     def score(index: int) -> tuple[bool, float, bool, int]:
         option = options[index]
-        seen = len(known.intersection(option.prefix)) / max(1, len(known))
+        seen = len(known.intersection(option.facts.prefix)) / max(1, len(known))
         move = price[_tier(option)].seconds(_move_of(option, span))
         pays = costs is None or move < saved
         # Of equals the one that has seen least of what is not here.
-        return pays, computed * seen - move, option.preprocessed, -len(option.prefix)
+        return pays, computed * seen - move, option.facts.preprocessed, -len(option.facts.prefix)
 
     return max(range(len(options)), key=score)

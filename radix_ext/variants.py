@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, TypeAlias
 
-from radix_ext.cfo import Attention, Prefix, Scored
+from radix_ext.cfo import Attention, KvFacts, Scored
 from radix_ext.eviction import NEW_ON_HOST, Aging
 
 Identity = Hashable
@@ -33,23 +33,15 @@ _Entry: TypeAlias = tuple[bool, float, int, int]
 
 
 @dataclass(eq=False)
-class Variant:
+class Variant(KvFacts):
     """One chunk's KV as computed after `head` and `prefix`.
     Its readers keep it alive when it leaves the store."""
 
-    prefix: Prefix
-    """The chunks before it, in order."""
     blob: Any
     """Its KV, with its size as `nbytes`."""
-    scores: Attention | None = None
+    _: KW_ONLY
     preprocessed: bool = False
     """Computed ahead of requests, after similar chunks (FusionRAG 3.1)."""
-    head: str = ""
-    """Names the text before it that is no chunk: `text_before`."""
-    start: int = 0
-    """Position of the first token."""
-    outward: Any = None
-    """Per token: attention beyond the chunk in the calibrated heads. None: not known."""
     priority: float = 0.0
     """As of its last use. Written by the store alone, like the fields below."""
     num_uses: int = 0

@@ -513,7 +513,7 @@ class FusedReplay:
         for index, node in enumerate(nodes):
             if index >= num_known:
                 known = self._known[node] = Known(
-                    start, head=prompt.head, prefix=before[:index], chunk=before[index], node=node
+                    before[:index], head=prompt.head, start=start, chunk=before[index], node=node
                 )
                 if self.host is not None:
                     self.host.come_back(node, known)

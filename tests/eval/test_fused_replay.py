@@ -74,7 +74,7 @@ def test_another_head_is_a_source_and_no_prefix() -> None:
     assert replay.step(request("AB"), head="x").exact == 20
     replay.step(request("CB"), head="y")
     copies = replay._sources.candidates(ChunkId("C"), "y")
-    assert [copy.head for copy in copies] == ["y"]
+    assert [copy.facts.head for copy in copies] == ["y"]
 
 
 def test_chunks_cached_nowhere_come_before_what_is_moved() -> None:

@@ -54,9 +54,8 @@ def make_variant(
 ) -> Variant:
     scores = make_scores(names, num_tokens, scored) if scored else None
     outward = Bytes(OUTWARD_BYTES * num_tokens) if has_outward else None
-    return Variant(
-        ids(names), Bytes(TOKEN_BYTES * num_tokens), scores, preprocessed, outward=outward
-    )
+    blob = Bytes(TOKEN_BYTES * num_tokens)
+    return Variant(ids(names), blob, scores=scores, preprocessed=preprocessed, outward=outward)
 
 
 def make_store(

@@ -218,15 +218,15 @@ class FakePass:
         if isinstance(source, DeviceCopy):
             slots = source.node.value.tolist()
             for offset, (slot, token) in enumerate(zip(slots, tokens, strict=True)):
-                self.contents.read(slot, token, source.start + offset)
+                self.contents.read(slot, token, source.facts.start + offset)
         else:
             assert isinstance(source, HostCopy)
-            blob = source.variant.blob
+            blob = source.facts.blob
             if isinstance(blob, HostSlots):
                 assert self.host is not None
                 assert blob.is_held, "its slots may be given to others"
                 held = [self.host.pool.contents[slot] for slot in blob.slots.tolist()]  # type: ignore[attr-defined]
-                first = source.start
+                first = source.facts.start
                 wanted = list(zip(tokens, range(first, first + len(tokens)), strict=True))
                 assert [kv[:2] for kv in held] == wanted
             else:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from radix_ext import FusionRequest
-from radix_ext.cfo import Scored
+from radix_ext.cfo import KvFacts, Scored
 from radix_ext.fusion_request import Focus, question_tokens
+from radix_ext.moved_plan import Candidate
 from radix_ext.sources import HostCopy
 from radix_ext.variants import Variant
 from sglang_chunkcache import config
@@ -303,7 +304,7 @@ def test_a_sparse_layer_that_fails_computes_everything(scene: Scene) -> None:
 def test_an_unknown_tier_computes_everything(scene: Scene) -> None:
     """A source that no tier can read is an error of ours, not a wrong answer."""
     move = scene.move(asked("none", 0.0))
-    odd = SimpleNamespace(where="tape", prefix=(), scores=None, outward=None, preprocessed=False)
+    odd = Candidate(KvFacts(()))
     pieces = tuple(replace(p, source=odd) if p.chunk == "A" else p for p in move.plan.pieces)
     move.plan = replace(move.plan, pieces=pieces)
     scene.fusion_pass.run([move])

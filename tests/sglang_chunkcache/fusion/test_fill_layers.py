@@ -203,7 +203,7 @@ def test_chunks_of_the_host_pool_are_moved_as_those_with_tensors_of_their_own(
         known, blobs[name] = scene.sources[name], blob
         for mine, theirs in zip(host.pool.read(blob.slots), known.variant.blob.read(), strict=True):
             assert torch.equal(mine, theirs)
-        moved = HostCopy(Variant(known.prefix, blob, known.scores, start=known.start))
+        moved = HostCopy(Variant(known.prefix, blob, scores=known.scores, start=known.start))
         monkeypatch.setitem(scene.sources, name, moved)
     before = {name: host.pool.read(blob.slots) for name, blob in blobs.items()}
     num_layers = hosted.mover._loads.num_layers
