@@ -248,24 +248,3 @@ def solve_alpha(overheads: Sequence[float], lens: Sequence[int], ratio: float) -
     # total(low) < target <= total(high), and between corners it is a straight line.
     low, high = corners[above - 1], corners[above]
     return low + (high - low) * (target - total(low)) / (total(high) - total(low))
-
-
-def best_variant(
-    candidates: Sequence[tuple[Prefix, Attention | None]],
-    prefix_new: Prefix,
-    *,
-    other_head: bool = False,
-) -> int:
-    """Index of the variant with the lowest CFO for this prompt (Cache-Craft 3.3), the first among
-    equals.
-
-    Raises:
-        ValueError: no candidates.
-    """
-    if not candidates:
-        raise ValueError("candidates must not be empty")
-    overheads = [
-        fix_overhead(prefix, scores, prefix_new, other_head=other_head)
-        for prefix, scores in candidates
-    ]
-    return overheads.index(min(overheads))
