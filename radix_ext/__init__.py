@@ -43,7 +43,6 @@ from radix_ext.exact_growth import ExactGrowth
 from radix_ext.fusion_request import FusionRequest, Need
 from radix_ext.heads import Heads, Outline, Parting
 from radix_ext.homes import held_history
-from radix_ext.offloading import HOST_ADMISSIONS, HostAdmission, worth_offloading
 from radix_ext.order import (
     ORDER_POLICIES,
     TAIL_POLICIES,
@@ -58,7 +57,6 @@ from radix_ext.route import KvAware, RoundRobin, Router
 from radix_ext.tenant_tables import TenantTables
 
 __all__ = [
-    "HOST_ADMISSIONS",
     "ORDER_POLICIES",
     "TAIL_POLICIES",
     "AccessTable",
@@ -76,7 +74,6 @@ __all__ = [
     "FusionRequest",
     "Heads",
     "Home",
-    "HostAdmission",
     "IntegrityError",
     "KvAware",
     "LimitError",
@@ -112,5 +109,4 @@ __all__ = [
     "shown",
     "snapshot",
     "text_before",
-    "worth_offloading",
 ]

@@ -23,20 +23,13 @@ from typing import NamedTuple
 class Phase(StrEnum):
     """What takes time before the first token."""
 
-    EXTEND = "extend"
-    """SGLang's prefill of what is not cached."""
-    RECOMPUTE = "recompute"
-    """The pass over critical tokens and gaps."""
-    QUESTION = "question"
-    """The question's window over all that is moved."""
-    DEVIATION = "deviation"
-    """The promised region through the first layers."""
-    DEVICE = "device"
-    """Moves within the device."""
-    HOST = "host"
-    """Moves from host memory, a call a chunk."""
-    LOAD = "load"
-    """Exact chains from host memory, a call a forward."""
+    EXTEND = "extend"  # SGLang's prefill of what is not cached
+    RECOMPUTE = "recompute"  # the pass over critical tokens and gaps
+    QUESTION = "question"  # the question's window over all that is moved
+    DEVIATION = "deviation"  # the promised region through the first layers
+    DEVICE = "device"  # moves within the device
+    HOST = "host"  # moves from host memory, a call a chunk
+    LOAD = "load"  # exact chains from host memory, a call a forward
 
 
 class Work(NamedTuple):
@@ -127,33 +120,24 @@ def explores(num_refused: int) -> bool:
 
 @dataclass(slots=True)
 class _Sums:
-    """The normal equations of a fit: `gram` x = `right`, weighted."""
+    """The normal equations of a fit, weighted. The right side is the last column."""
 
-    gram: list[list[float]] = field(default_factory=lambda: [[0.0] * 3 for _ in range(3)])
-    right: list[float] = field(default_factory=lambda: [0.0] * 3)
+    rows: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(3)])
     weight: float = 0.0
 
     def add(self, work: Work, seconds: float) -> None:
         # Over `seconds`, for a relative error: else long forwards alone would decide the line.
         row = [part / seconds for part in work]
-        for i, x in enumerate(row):
-            self.right[i] += x
-            for j, y in enumerate(row):
-                self.gram[i][j] += x * y
+        for sums, x in zip(self.rows, row, strict=True):
+            sums[:] = [old + x * y for old, y in zip(sums, (*row, 1.0), strict=True)]
         self.weight += 1
 
-    def scale(self, by: float) -> None:
-        self.weight *= by
-        self.right = [by * x for x in self.right]
-        self.gram = [[by * x for x in row] for row in self.gram]
-
     def plus(self, other: _Sums, share: float) -> _Sums:
-        gram = [
-            [x + share * y for x, y in zip(*rows, strict=True)]
-            for rows in zip(self.gram, other.gram, strict=True)
+        rows = [
+            [x + share * y for x, y in zip(*both, strict=True)]
+            for both in zip(self.rows, other.rows, strict=True)
         ]
-        right = [x + share * y for x, y in zip(self.right, other.right, strict=True)]
-        return _Sums(gram, right, self.weight + share * other.weight)
+        return _Sums(rows, self.weight + share * other.weight)
 
 
 class CostModel:
@@ -184,7 +168,8 @@ class CostModel:
         if phase is Phase.EXTEND:
             parts = zip(self._mean_work, work, strict=True)
             self._mean_work = Work(*(old + (new - old) / MEMORY for old, new in parts))
-        self._observed[phase].scale(1 - 1 / MEMORY)  # so weights sum up to `MEMORY` at most
+        # Older ones count less and less, so that weights sum up to `MEMORY` at most.
+        self._observed[phase] = _Sums().plus(self._observed[phase], 1 - 1 / MEMORY)
         self._observed[phase].add(work, seconds)
         self.num_observed[phase] += 1
 
@@ -231,48 +216,41 @@ class CostModel:
 def _solve(sums: _Sums) -> Line:
     """The non-negative coefficients with the least error:
     of every subset of them, the best that needs no constraint."""
-    best, least = (
-        Line(),
-        0.0,
-    )  # all zero: an error of 1 each, from which the others are told apart by what they take away
+    # All zero is an error of 1 each, from which the others are told apart by what they take away.
+    best, least = Line(), 0.0
     # Least squares over all coefficients, with negative ones set to 0, is not the best such line.
     for size in (1, 2, 3):
         for chosen in combinations(range(3), size):
-            found = _gauss(
-                [[sums.gram[i][j] for j in chosen] for i in chosen], [sums.right[i] for i in chosen]
-            )
+            found = _gauss([[sums.rows[i][j] for j in (*chosen, -1)] for i in chosen])
             if found is None or min(found) < 0:
                 continue
-            gained = sum(x * sums.right[i] for x, i in zip(found, chosen, strict=True))
+            gained = sum(x * sums.rows[i][-1] for x, i in zip(found, chosen, strict=True))
             if gained > least * (1 + 1e-9):  # rounding alone chooses no larger subset
                 line = dict(zip(chosen, found, strict=True))
                 best, least = Line(*(line.get(i, 0.0) for i in range(3))), gained
     return best
 
 
-def _gauss(matrix: list[list[float]], right: Sequence[float]) -> list[float] | None:
+def _gauss(matrix: Sequence[Sequence[float]]) -> list[float] | None:
     """The solution of a small symmetric system. None: it has none, within rounding."""
-    size = len(right)
+    size = len(matrix)
     # To a diagonal of 1, which makes the bound on pivots relative: pairs exceed calls by far.
-    scale = [matrix[i][i] ** 0.5 for i in range(size)]
+    scale = [row[i] ** 0.5 for i, row in enumerate(matrix)]
     if min(scale) == 0:
         return None
     rows = [
-        [*(x / (scale[i] * s) for x, s in zip(row, scale, strict=True)), b / scale[i]]
-        for i, (row, b) in enumerate(zip(matrix, right, strict=True))
+        [x / (scale[i] * s) for x, s in zip(row, (*scale, 1.0), strict=True)]
+        for i, row in enumerate(matrix)
     ]
-    for i in range(size):
-        if rows[i][i] < 1e-9:  # positive definite, so the diagonal is the pivot
+    for i, row in enumerate(rows):
+        if row[i] < 1e-9:  # positive definite, so the diagonal is the pivot
             return None
         for below in rows[i + 1 :]:
-            factor = below[i] / rows[i][i]
-            for j in range(i, size + 1):
-                below[j] -= factor * rows[i][j]
+            factor = below[i] / row[i]
+            below[:] = [x - factor * y for x, y in zip(below, row, strict=True)]
     found = [0.0] * size
-    for i in reversed(range(size)):
-        found[i] = (rows[i][size] - sum(rows[i][j] * found[j] for j in range(i + 1, size))) / rows[
-            i
-        ][i]
+    for i, row in reversed([*enumerate(rows)]):
+        found[i] = (row[-1] - sum(row[j] * found[j] for j in range(i + 1, size))) / row[i]
     return [x / s for x, s in zip(found, scale, strict=True)]
 
 

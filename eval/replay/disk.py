@@ -22,7 +22,7 @@ from radix_ext.backlog import Backlog, Bounds
 from radix_ext.cfo import Prefix
 from radix_ext.chunk import extend_chain, root_chain
 from radix_ext.costs import Costs, Phase, Work, explores, extend_work
-from radix_ext.exact_chains import ChainVariant
+from radix_ext.exact_chains import ChainPlace, ChainVariant
 from radix_ext.loading import WaitPolicy, load_in_order, loading_pays, pay_together, worth_loading
 from radix_ext.pool_slots import PoolSlots
 from radix_ext.sources import ChunkSources
@@ -283,7 +283,8 @@ class FusedDisk:
         if self.disk.loads.is_full:
             return False
         num_tokens = span.end - span.start
-        host = self._host.claim(key, parent, chunk, head, prefix, span.start, num_tokens)
+        place = ChainPlace(key, parent, parent, span.start, chunk, head, prefix)
+        host = self._host.nodes.claim(place, num_tokens)
         if host is None:
             return False
 

@@ -30,14 +30,13 @@ from eval.replay.eviction_queue import (
     is_device_leaf,
 )
 from eval.replay.host_tier import HostTier
+from eval.replay.offloading import HOST_ADMISSIONS, HostAdmission
 from radix_ext import (
-    HOST_ADMISSIONS,
     AccessTable,
     ChainNode,
     Chunk,
     ChunkId,
     ChunkPrefixTree,
-    HostAdmission,
     LimitError,
     OrderPolicy,
     TailPolicy,

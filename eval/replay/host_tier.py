@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from eval.replay.eviction_queue import EvictionPolicy, EvictionQueue
-from radix_ext import HOST_ADMISSIONS, ChainNode, ChunkPrefixTree, HostAdmission, worth_offloading
+from eval.replay.offloading import HOST_ADMISSIONS, HostAdmission, worth_offloading
+from radix_ext import ChainNode, ChunkPrefixTree
 from radix_ext.errors import check_choice
 from radix_ext.eviction import NEW_ON_HOST
 

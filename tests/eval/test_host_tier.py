@@ -3,7 +3,8 @@
 import pytest
 
 from eval.replay.host_tier import HostTier
-from radix_ext import ChunkPrefixTree, HostAdmission, PolicyError, Tier
+from eval.replay.offloading import HostAdmission
+from radix_ext import ChunkPrefixTree, PolicyError, Tier
 from tests.kit.integrity import violations_of
 from tests.kit.letters import make_chunks
 

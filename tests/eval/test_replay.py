@@ -15,11 +15,10 @@ import pytest
 
 from eval.replay.eviction_queue import EVICTION_POLICIES, EvictionPolicy
 from eval.replay.exact import Replay, ReplaySettings, RequestCount
+from eval.replay.offloading import HOST_ADMISSIONS, HostAdmission
 from radix_ext import (
-    HOST_ADMISSIONS,
     Chunk,
     ChunkId,
-    HostAdmission,
     IntegrityError,
     LimitError,
     OrderPolicy,
