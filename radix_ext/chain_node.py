@@ -5,7 +5,10 @@ Any code may read a node, only `ChunkPrefixTree` and its parts write it. Packed 
 at 128 bytes.
 """
 
-from collections.abc import Iterator, Mapping
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from radix_ext.chunk import ChainId, ChunkId
@@ -22,48 +25,28 @@ class Tier(IntEnum):
     DISK = 3
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ChainNode:
-    """One chunk after one chain.
+    """One chunk after one chain. A root's `chunk_id` is its namespace."""
 
-    `tiers` packs 2 bits per rank, `plans` a 32-bit count per rank. `children` is None, the only
-    child, or a dict: most nodes of a deep tree have one child, and a dict for each would be half of
-    the tree's memory. A root's `chunk_id` is its namespace.
-    """
+    chain: ChainId
+    chunk_id: ChunkId
+    num_tokens: int
+    parent: ChainNode | None
+    children: ChainNode | dict[ChunkId, ChainNode] | None = None
+    """None, the only child, or a dict: most nodes of a deep tree have one child, and a dict for
+    each would be half of the tree's memory."""
+    hits: int = 0
+    last_access: int = 0
+    promoted: bool = False
+    tiers: int = 0
+    """2 bits per rank."""
+    plans: int = 0
+    """A 32-bit count per rank: requests under way whose chain passes through the node."""
+    newer: ChainNode = field(init=False)
+    older: ChainNode = field(init=False)
 
-    __slots__ = (
-        "chain",
-        "children",
-        "chunk_id",
-        "hits",
-        "last_access",
-        "newer",
-        "num_tokens",
-        "older",
-        "parent",
-        "plans",
-        "promoted",
-        "tiers",
-    )
-    children: "ChainNode | dict[ChunkId, ChainNode] | None"
-    newer: "ChainNode"
-    older: "ChainNode"
-
-    def __init__(
-        self, chain: ChainId, chunk_id: ChunkId, num_tokens: int, parent: "ChainNode | None"
-    ) -> None:
-        self.chain = chain
-        self.chunk_id = chunk_id
-        self.num_tokens = num_tokens
-        self.parent = parent
-        self.children = None
-        self.hits = 0
-        self.last_access = 0
-        self.promoted = False
-        self.tiers = 0
-        self.plans = 0
-        self.newer = self.older = self  # so that `LruList` unlinks a new node like any other
-
-    def child(self, chunk: ChunkId) -> "ChainNode | None":
+    def child(self, chunk: ChunkId) -> ChainNode | None:
         """The child for this chunk, held or planned."""
         children = self.children
         if type(children) is dict:
@@ -72,7 +55,7 @@ class ChainNode:
             return children  # type: ignore[return-value]
         return None
 
-    def child_nodes(self) -> tuple["ChainNode", ...]:
+    def child_nodes(self) -> tuple[ChainNode, ...]:
         """All children, in no promised order."""
         children = self.children
         if children is None:
@@ -96,7 +79,7 @@ class ChainNode:
                 yield rank, Tier(packed & 3)
             rank, packed = rank + 1, packed >> 2
 
-    def path(self) -> tuple["ChainNode", ...]:
+    def path(self) -> tuple[ChainNode, ...]:
         """The chain: nodes from below the root down to this one."""
         # A loop: chains of thousands of chunks exceed Python's limit of recursion.
         nodes, node = [], self
@@ -114,17 +97,3 @@ def held_mask(rank: int | None) -> int:
 def planned_mask(rank: int | None) -> int:
     """Bits of `ChainNode.plans` that say this rank (None: any) has the node planned."""
     return -1 if rank is None else PLAN_MASK << PLAN_BITS * rank
-
-
-def node_as_json(node: ChainNode, below: list[dict[str, object]]) -> dict[str, object]:
-    ranks: Mapping[str, str] = {str(rank): tier.name.lower() for rank, tier in node.held_by()}
-    return {
-        "chunk": node.chunk_id,
-        "tokens": node.num_tokens,
-        "hits": node.hits,
-        "promoted": node.promoted,
-        "planned": node.plans != 0,
-        "num_children": len(node.child_nodes()),
-        "ranks": ranks,
-        "children": below,
-    }

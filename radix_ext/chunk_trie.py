@@ -80,6 +80,7 @@ class ChunkTrie:
             self.num_collisions += 1
             return None
         node = self.by_chain[chain] = ChainNode(chain, chunk.id, chunk.num_tokens, parent)
+        node.newer = node.older = node  # so that `LruList` unlinks a new node like any other
         siblings = parent.children
         if siblings is None:
             parent.children = node

@@ -16,6 +16,7 @@ class LruList:
     def __init__(self) -> None:
         # _ends.newer is the oldest node, _ends.older the newest.
         self._ends = ChainNode(ChainId(0), ChunkId(""), 0, None)
+        self._ends.newer = self._ends.older = self._ends
         self.last: ChainNode | None = None
         """The end of the chain that was touched last: `touch` may go on below it."""
 

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from radix_ext.chain_node import PLAN_BITS, ChainNode, Tier, held_mask, node_as_json
+from radix_ext.chain_node import PLAN_BITS, ChainNode, Tier, held_mask
 from radix_ext.chunk import ChainId, Chunk, ChunkId
 from radix_ext.chunk_trie import ChunkTrie
 from radix_ext.errors import check_at_least
@@ -286,11 +286,7 @@ class ChunkPrefixTree:
 
 
 def snapshot(tree: ChunkPrefixTree, *, depth: int, max_nodes: int) -> dict[str, object]:
-    """The first `depth` levels, at most `max_nodes` nodes, level by level, as JSON-able data.
-
-    Each node: chunk, tokens, hits, promoted, planned, ranks {rank: tier}, num_children,
-    children.
-    """
+    """The first `depth` levels, at most `max_nodes` nodes, level by level, as JSON-able data."""
     namespaces: list[dict[str, object]] = []
     pending: deque[tuple[ChainNode, list[dict[str, object]], int]] = deque()
     for root in islice(tree.nodes.roots, max_nodes):
@@ -303,7 +299,18 @@ def snapshot(tree: ChunkPrefixTree, *, depth: int, max_nodes: int) -> dict[str, 
         for child in node.child_nodes()[: num_left if levels > 0 else 0]:
             num_left -= 1
             below = []
-            shown.append(node_as_json(child, below))
+            shown.append(
+                {
+                    "chunk": child.chunk_id,
+                    "tokens": child.num_tokens,
+                    "hits": child.hits,
+                    "promoted": child.promoted,
+                    "planned": child.plans != 0,
+                    "num_children": len(child.child_nodes()),
+                    "ranks": {str(rank): tier.name.lower() for rank, tier in child.held_by()},
+                    "children": below,
+                }
+            )
             pending.append((child, below, levels - 1))
     return {
         "num_nodes": len(tree.nodes),

@@ -338,14 +338,14 @@ def test_what_a_codec_keeps_is_what_is_moved(
     """Values bit by bit. The server tells how far that may be off."""
     coding = scene.with_config(store_codec=name)
     blob, _ = coding.capture([scene.capture("E")])[0].read()
-    plain = scene.sources["E"].variant.blob
+    plain = scene.sources["E"].facts.blob
     assert blob.nbytes == coding.stored_token_bytes * LENS["E"] < 0.8 * plain.nbytes
     told = coding.stats()["codec"]
     assert told["name"] == name
     for mine, exact in zip(blob.read(), plain.read(), strict=True):
         off = (mine.double() - exact.double()).abs() / exact.double().abs().amax(-1, keepdim=True)
         assert 0 < float(off.max()) <= told["max_error"] * (1 + 1e-5)
-    known = scene.sources["E"]
+    known = scene.sources["E"].facts
     stored = HostCopy(Variant(known.prefix, blob, start=known.start))
     monkeypatch.setitem(scene.sources, "E", stored)
     scene.run(asked("none", 0.0), coding)
