@@ -27,7 +27,8 @@ class Prefetches:
         """Of these chunks, those that a request has asked for."""
         self._unused: dict[Hashable, int] = {}
         """Chunk -> requests before its load began. The oldest first."""
-        self._num_requests = self._num_requested = self._num_loaded = self._num_used = 0
+        self._num_requests = 0
+        self._counts = {"requested": 0, "loaded": 0, "used": 0}
 
     def has_room(self, tenant: Hashable, num_bytes: int) -> bool:
         """Whether so much more may be under way for the tenant. One load may, whatever its size."""
@@ -36,7 +37,7 @@ class Prefetches:
 
     def begin(self, tenant: Hashable, num_bytes: int, chunk: Hashable) -> None:
         """A load of so many bytes has started, of which `end` tells."""
-        self._num_requested += 1
+        self._counts["requested"] += 1
         self._under_way[tenant] += num_bytes
         self._coming[chunk] += 1
         # Keeps its place: the first is the oldest.
@@ -44,7 +45,7 @@ class Prefetches:
 
     def end(self, tenant: Hashable, num_bytes: int, chunk: Hashable, *, has_come: bool) -> None:
         """It is over."""
-        self._num_loaded += has_come
+        self._counts["loaded"] += has_come
         self._under_way[tenant] -= num_bytes
         # Clients may invent tenants without end; those with nothing under way keep no entry.
         if not self._under_way[tenant]:
@@ -52,7 +53,7 @@ class Prefetches:
         self._coming[chunk] -= 1
         if has_come and chunk in self._awaited:
             self._awaited.remove(chunk)
-            self._num_used += 1
+            self._counts["used"] += 1
         if not self._coming[chunk]:
             del self._coming[chunk]
             self._awaited.discard(chunk)
@@ -72,7 +73,7 @@ class Prefetches:
         if chunk in self._coming:
             self._awaited.add(chunk)
         else:
-            self._num_used += 1
+            self._counts["used"] += 1
 
     def next_request(self) -> None:
         """A request was counted."""
@@ -82,8 +83,4 @@ class Prefetches:
 
     def stats(self) -> dict[str, int]:
         """The counters, since the start."""
-        return {
-            "requested": self._num_requested,
-            "loaded": self._num_loaded,
-            "used": self._num_used,
-        }
+        return dict(self._counts)
