@@ -31,10 +31,8 @@ class Agreement(NamedTuple):
     """Of one answer."""
 
     positions: int
-    agreed: int
-    """Positions whose best token is the same."""
-    kl: float
-    """KL(exact || moved) in nats, mean of the positions."""
+    agreed: int  # positions whose best token is the same
+    kl: float  # KL(exact || moved) in nats, mean of the positions
 
     @property
     def share(self) -> float:
@@ -75,12 +73,9 @@ class Tally:
     """Answers of one selector, ratio and tenant."""
 
     samples: int = 0
-    below: int = 0
-    """Those below the target."""
-    share: float = 0.0
-    """Sum of the shares of positions that agree."""
-    kl: float = 0.0
-    """Sum in nats."""
+    below: int = 0  # those below the target
+    share: float = 0.0  # sum of the shares of positions that agree
+    kl: float = 0.0  # sum in nats
     max_kl: float = 0.0
 
     def add(self, found: Agreement, *, is_below: bool) -> None:
@@ -96,10 +91,8 @@ class Tally:
 
 
 class _Listed(NamedTuple):
-    tokens: Mapping[int, float]
-    """Probabilities."""
-    rest: float
-    """Of all tokens that are not listed."""
+    tokens: Mapping[int, float]  # probabilities
+    rest: float  # of all tokens that are not listed
 
 
 def _listed(row: Row) -> _Listed:

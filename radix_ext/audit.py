@@ -39,8 +39,7 @@ from typing import Any, NamedTuple
 
 from radix_ext.fusion_request import AskedRatio, FusionRequest
 
-SOUND, BROKEN = 0.05, 0.5
-"""Shares of answers below the target that the tests tell apart."""
+SOUND, BROKEN = 0.05, 0.5  # shares of answers below the target that the tests tell apart
 BELOW, MET = math.log(BROKEN / SOUND), math.log((1 - BROKEN) / (1 - SOUND))
 """Evidence of one answer: 2.30 and -.64."""
 TO_PAUSE, ON_PROBATION = 11.0, 5.5
@@ -53,8 +52,7 @@ PROBATION_FACTOR, LEAST_PROBATION = 10, 0.1
 OWN_TERMS = 8
 """Terms of its own that a tenant has a state for.
 Of more the least recently used ones are forgotten, and are `asked` again."""
-TOLD_TERMS = 100
-"""Own terms in the stats, the last used ones."""
+TOLD_TERMS = 100  # own terms in the stats, the last used ones
 
 
 class AuditState(StrEnum):
@@ -68,8 +66,7 @@ class AuditState(StrEnum):
 class Whose(NamedTuple):
     """Names terms."""
 
-    tenant: str | None
-    """None: the server's own, of all tenants."""
+    tenant: str | None  # None: the server's own, of all tenants
     selector: str
     ratio: AskedRatio
 
@@ -106,8 +103,7 @@ class _Standing:
     evidence: float = 0.0
     samples: int = 0
     below: int = 0
-    left: int = 0
-    """Requests until a pause ends."""
+    left: int = 0  # requests until a pause ends
     pauses: int = 0
 
 

@@ -16,8 +16,7 @@ class Bounds(NamedTuple):
 
     num: int
     seconds: float
-    unknown_bytes: int
-    """Where nothing was transferred yet."""
+    unknown_bytes: int  # where nothing was transferred yet
     memory_bytes: int
 
 

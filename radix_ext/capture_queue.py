@@ -25,8 +25,7 @@ class Waiting(NamedTuple):
 
     node: Any
     preprocessed: bool
-    scored: Scored
-    """How much is to be measured of it."""
+    scored: Scored  # how much is to be measured of it
 
 
 class CaptureQueue:

@@ -30,10 +30,8 @@ class Scored(IntEnum):
     """How much of a variant's attention is measured. Each includes what comes before it."""
 
     NOTHING = 0
-    MASSES = 1
-    """What the chunk attends to: all that this module reads."""
-    ALL = 2
-    """Also what each of its tokens receives."""
+    MASSES = 1  # what the chunk attends to: all that this module reads
+    ALL = 2  # also what each of its tokens receives
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +46,7 @@ class Attention(ABC):
     inter: tuple[float, ...]
     """Per chunk of the variant's prefix: attention mass on that chunk,
     summed over this chunk's tokens (Cache-Craft eq. 3)."""
-    prefix_lens: tuple[int, ...]
-    """Tokens of each chunk of the prefix."""
+    prefix_lens: tuple[int, ...]  # tokens of each chunk of the prefix
     intra: float
     """Mass on earlier tokens of this chunk, a token's own position excluded (Cache-Craft eq. 4)."""
     head: float = field(default=0.0, kw_only=True)
@@ -83,15 +80,11 @@ class Attention(ABC):
 class KvFacts:
     """One chunk's KV: where it was computed, and what was measured of it."""
 
-    prefix: Prefix
-    """The chunks before it, in order."""
+    prefix: Prefix  # the chunks before it, in order
     _: KW_ONLY
-    head: str = ""
-    """Names the text before it that is no chunk: `text_before`."""
-    start: int = 0
-    """Position of the first token."""
-    scores: Any = None
-    """An `Attention`. None: not measured."""
+    head: str = ""  # names the text before it that is no chunk: `text_before`
+    start: int = 0  # position of the first token
+    scores: Any = None  # an `Attention`. None: not measured
     outward: Any = None
     """Per token: attention beyond the chunk in the calibrated heads. None: not known."""
     preprocessed = False

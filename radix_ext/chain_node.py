@@ -39,8 +39,7 @@ class ChainNode:
     hits: int = 0
     last_access: int = 0
     promoted: bool = False
-    tiers: int = 0
-    """2 bits per rank."""
+    tiers: int = 0  # 2 bits per rank
     plans: int = 0
     """A 32-bit count per rank: requests under way whose chain passes through the node."""
     newer: ChainNode = field(init=False)

@@ -27,8 +27,7 @@ costs speed and never correctness."""
 
 _FUSED = "fused:"
 
-_MASK_60 = (1 << 60) - 1
-"""Up to here an integer takes 32 bytes, above 48."""
+_MASK_60 = (1 << 60) - 1  # up to here an integer takes 32 bytes, above 48
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ class ChunkTrie:
 
     def __init__(self) -> None:
         self._roots: dict[str, ChainNode] = {}
-        self.by_chain: dict[ChainId, ChainNode] = {}
-        """Only the trie changes it."""
+        self.by_chain: dict[ChainId, ChainNode] = {}  # only the trie changes it
         self.num_collisions = 0
         """Chunks without a node, since another path's node has their chain id."""
 

@@ -48,34 +48,24 @@ class Home(NamedTuple):
     """Whose cache has a turn's tokens, and all before them in its prompt."""
 
     rank: int
-    epoch: int
-    """Of the rank's cache."""
-    start: int
-    """Tokens before the turn in that prompt: elsewhere it is of no use to the rank."""
+    epoch: int  # of the rank's cache
+    start: int  # tokens before the turn in that prompt: elsewhere it is of no use to the rank
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One turn, finished or not."""
 
-    num_messages: int
-    """Up to and including this turn's answer."""
-    messages_hash: str
-    """Of these."""
-    lead_ids: array[int]
-    """The template's tokens that join it to the turn before."""
-    body_ids: array[int]
-    """'i': chunks, question, template and answer."""
-    spans: tuple[Span, ...]
-    """Relative to the body."""
-    seen: frozenset[ChunkId]
-    """Every chunk shown so far, turns that have left included."""
-    tag: str = ""
-    """The caller's own."""
+    num_messages: int  # up to and including this turn's answer
+    messages_hash: str  # of these
+    lead_ids: array[int]  # the template's tokens that join it to the turn before
+    body_ids: array[int]  # 'i': chunks, question, template and answer
+    spans: tuple[Span, ...]  # relative to the body
+    seen: frozenset[ChunkId]  # every chunk shown so far, turns that have left included
+    tag: str = ""  # the caller's own
     found_by: tuple[str, ...] = ()
     """Hashes of less than all messages, by which others find out what it has shown."""
-    home: Home | None = None
-    """None: nobody is known to have kept it."""
+    home: Home | None = None  # None: nobody is known to have kept it
 
     @property
     def chunks(self) -> frozenset[ChunkId]:

@@ -52,8 +52,7 @@ class Line(NamedTuple):
         return self.fixed * work.calls + self.each * work.tokens + self.attended * work.pairs
 
 
-Costs = Mapping[Phase, Line]
-"""One line of each phase."""
+Costs = Mapping[Phase, Line]  # one line of each phase
 
 NOMINAL: Costs = {
     Phase.EXTEND: Line(each=1.0),
@@ -102,8 +101,7 @@ EXPLORATION_PERIOD = 32
 """Of the moves and loads that are estimated not to pay one in so many is made: what never runs is
 never observed, and what was measured while the machine was busy would look dear for ever. It costs
 a hundredth or two of the time."""
-MEMORY = 64
-"""Observations of a phase that count, about."""
+MEMORY = 64  # observations of a phase that count, about
 PRIOR = 4.0
 """Observations that the measurements made at the start stand for, however many they are; fewer the
 more there are of others: a tenth of it decides where those say nothing."""
@@ -150,8 +148,7 @@ class CostModel:
         self._errors: dict[Phase, deque[float]] = {
             phase: deque(maxlen=4 * MEMORY) for phase in Phase
         }
-        self._mean_work = Work()
-        """Of the prefills observed, as they are forgotten."""
+        self._mean_work = Work()  # of the prefills observed, as they are forgotten
         self.num_observed = dict.fromkeys(Phase, 0)
 
     def measure(self, phase: Phase, work: Work, seconds: float) -> None:

@@ -32,8 +32,7 @@ class ChainPlace(NamedTuple):
     """What a node of a chain is."""
 
     chain_key: Any
-    before: Any
-    """The chain key of what is before it. None: it is the tokens before the first chunk."""
+    before: Any  # the chain key of what is before it. None: it is the tokens before the first chunk
     above: ChainId
     """What is before it, as `chain` names it. Of those tokens: what is before the first chunk."""
     start: int
@@ -53,12 +52,9 @@ class ChainVariant(Variant):
     above: ChainId
     chain: ChainId | None = None
     """Its own, if an exact request may come to it: what is before it is here, or on the device."""
-    node: Any = None
-    """The chunk's on the device, where it is."""
-    hits: int = 0
-    """Requests that found it cached exactly; `num_uses` has its moves, too."""
-    is_here: bool = True
-    """False: its KV is on its way from a slower tier."""
+    node: Any = None  # the chunk's on the device, where it is
+    hits: int = 0  # requests that found it cached exactly; `num_uses` has its moves, too
+    is_here: bool = True  # False: its KV is on its way from a slower tier
     is_exact: bool = True
 
 
@@ -70,8 +66,7 @@ class ChainCounts:
     loaded_tokens: int = 0
     evicted_tokens: int = 0
     loads: int = 0
-    no_room: int = 0
-    """Loads that were cut short, or not made, because the device had no room."""
+    no_room: int = 0  # loads that were cut short, or not made, because the device had no room
     missed: int = 0
     """Nodes that left the device before they were saved, or did not fit, or whose copy failed."""
 

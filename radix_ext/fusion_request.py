@@ -17,16 +17,11 @@ class Need(StrEnum):
     """Evidence that a selector reads.
     It has to be measured first: on the request, or when a chunk enters the store."""
 
-    QUESTION = "question"
-    """What the question attends to, in one layer."""
-    ALL_LAYERS = "all_layers"
-    """With QUESTION: in all layers together."""
-    DEVIATION = "deviation"
-    """How far moved KV is from computed KV, in one layer."""
-    MASSES = "masses"
-    """Of stored chunks: what each attended to."""
-    RECEIVED = "received"
-    """Of stored chunks: also what each token received."""
+    QUESTION = "question"  # what the question attends to, in one layer
+    ALL_LAYERS = "all_layers"  # With QUESTION: in all layers together
+    DEVIATION = "deviation"  # how far moved KV is from computed KV, in one layer
+    MASSES = "masses"  # of stored chunks: what each attended to
+    RECEIVED = "received"  # of stored chunks: also what each token received
 
 
 NEEDS: Mapping[str, frozenset[Need]] = {
@@ -47,12 +42,9 @@ class FusionRequest:
         ValueError: a ratio outside 0 to 1.
     """
 
-    selector: str
-    """What chooses the tokens to recompute."""
-    ratio: float
-    """Share of the moved tokens to recompute."""
-    recipe: str = ""
-    """Names how the fused KV is made. Requests share fused nodes where it agrees."""
+    selector: str  # what chooses the tokens to recompute
+    ratio: float  # share of the moved tokens to recompute
+    recipe: str = ""  # names how the fused KV is made. Requests share fused nodes where it agrees
     alpha: float | None = None
     """Cache-Craft's scale of eq. 12. None: solved for so that the mean CFO is `ratio`."""
     focus: Focus = "off"
@@ -78,10 +70,8 @@ class FusionRequest:
     above: float | None = None
     """With `quality`, from the calibration: tokens whose KV deviates more than this are recomputed,
     `ratio` of them at most."""
-    own_needs: frozenset[Need] = frozenset()
-    """What a selector that is none of ours reads."""
-    tokens: int | None = None
-    """`first` takes so many of each chunk, whatever the ratio."""
+    own_needs: frozenset[Need] = frozenset()  # what a selector that is none of ours reads
+    tokens: int | None = None  # `first` takes so many of each chunk, whatever the ratio
     expected: float | None = None
     """With `above`: the share of tokens that deviated more, when that was measured."""
 

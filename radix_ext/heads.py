@@ -55,8 +55,7 @@ class Heads:
         check_at_least("max_bytes", max_bytes, 1)
         self.max_heads, self.max_tokens, self.max_bytes = max_heads, max_tokens, max_bytes
         self._tenants: OrderedDict[str, OrderedDict[str, _Head]] = OrderedDict()
-        self.num_bytes = 0
-        """What the heads take, nearly."""
+        self.num_bytes = 0  # what the heads take, nearly
 
     def note(self, tenant: str, name: str, ids: Sequence[int], outline: Outline) -> None:
         """A chunk of the tenant's is cached behind this head. `name` stands for it."""

@@ -14,8 +14,7 @@ from radix_ext.chunk import ChunkId
 from radix_ext.costs import explores
 from radix_ext.variants import Variant
 
-MEMORY = 8
-"""Loads that count: the median of them has followed after five whose time is another one."""
+MEMORY = 8  # loads that count: the median of them has followed after five whose time is another one
 
 
 def worth_loading(
@@ -149,8 +148,7 @@ class LoadTimes:
         return max(0.0, seconds - self._fixed) / self._each if self._each else inf
 
 
-MAX_WAIT_S = 10.0
-"""Also where nobody has measured yet what computing takes."""
+MAX_WAIT_S = 10.0  # also where nobody has measured yet what computing takes
 
 
 class WaitPolicy:

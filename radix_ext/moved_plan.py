@@ -42,8 +42,7 @@ class Candidate:
     """One place where a chunk's KV is stored."""
 
     facts: KvFacts
-    where = ""
-    """The tier."""
+    where = ""  # the tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +51,15 @@ class Piece:
 
     start: int
     end: int
-    span: int | None
-    """Index of the span it is; None for text between chunks."""
+    span: int | None  # index of the span it is; None for text between chunks
     source: Candidate | None
     chunk: ChunkId | None = None
-    prefix: tuple[ChunkId, ...] = ()
-    """The chunks before it in this prompt."""
-    overlap: int = 0
-    """Of these, chunks that were before the source as well."""
+    prefix: tuple[ChunkId, ...] = ()  # the chunks before it in this prompt
+    overlap: int = 0  # of these, chunks that were before the source as well
     cfo: float | None = None
     """Cache-Craft's fix overhead with alpha 1, estimated by `fix_overhead` where the source is not
     scored. None: a gap."""
-    other_head: bool = False
-    """The source's KV was computed after another head."""
+    other_head: bool = False  # the source's KV was computed after another head
 
 
 class Estimate(NamedTuple):
@@ -72,8 +67,7 @@ class Estimate(NamedTuple):
 
     planned: float
     """By the plan; by the best one, where it moves nothing because that takes too long."""
-    computed: float
-    """If what follows the cached prefix is computed."""
+    computed: float  # if what follows the cached prefix is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +75,12 @@ class ReusePlan:
     """What one request has moved. Empty `pieces`: nothing, for the reasons in `fallbacks`."""
 
     pieces: tuple[Piece, ...]
-    fallbacks: tuple[str, ...] = ()
-    """Of `NotMoved`, or a caller's own."""
-    recomputed_len: int = 0
-    """Moved tokens that the selector will take, estimated."""
-    measured_len: int = 0
-    """What measuring the region costs, in tokens that run through all layers."""
-    fusion: FusionRequest | None = None
-    """What is asked for, or `FusionRequest.cheaper`."""
-    works: Mapping[Phase, Work] = field(default_factory=dict)
-    """What the phases do."""
-    estimate: Estimate | None = None
-    """None: not asked for."""
+    fallbacks: tuple[str, ...] = ()  # of `NotMoved`, or a caller's own
+    recomputed_len: int = 0  # moved tokens that the selector will take, estimated
+    measured_len: int = 0  # what measuring the region costs, in tokens that run through all layers
+    fusion: FusionRequest | None = None  # what is asked for, or `FusionRequest.cheaper`
+    works: Mapping[Phase, Work] = field(default_factory=dict)  # what the phases do
+    estimate: Estimate | None = None  # None: not asked for
 
     @property
     def start(self) -> int:
@@ -127,12 +115,9 @@ class Limits:
 
     max_pass_tokens: int
     max_gap_tokens: int
-    prefill_tokens: int | None = None
-    """Of one call of SGLang's prefill; None: as many as there are."""
-    question_window: int = 32
-    """Last tokens of the question that are run for what it attends to."""
-    num_layers: int = 32
-    """Of the model."""
+    prefill_tokens: int | None = None  # of one call of SGLang's prefill; None: as many as there are
+    question_window: int = 32  # last tokens of the question that are run for what it attends to
+    num_layers: int = 32  # of the model
 
 
 MIN_GAIN = 0.05
@@ -225,8 +210,7 @@ class _Walk:
     chosen: dict[int, Piece] = field(default_factory=dict)
     """By the index of its span, where it could be moved from."""
     pieces: list[Piece] = field(default_factory=list)
-    num_refused: int = 0
-    """Chunks whose move takes longer than their computation."""
+    num_refused: int = 0  # chunks whose move takes longer than their computation
 
     def may_move(self, index: int) -> bool:
         span = self.spans[index]

@@ -58,8 +58,7 @@ class Ordering(NamedTuple):
     held_tokens: int
     planned_tokens: int
     num_fused: int
-    host_tokens: int
-    """Of the held ones those in host memory, or behind it."""
+    host_tokens: int  # of the held ones those in host memory, or behind it
 
     @property
     def cached_tokens(self) -> int:

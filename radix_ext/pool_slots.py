@@ -33,8 +33,7 @@ class PoolSlots:
 
     def __init__(self, pool: Pool, slots: Sized, book: SlotBook) -> None:
         self.slots, self.num_tokens = slots, len(slots)
-        self.is_given_back = False
-        """Whether the pool gets them once nobody holds them."""
+        self.is_given_back = False  # whether the pool gets them once nobody holds them
         self._owner, self._book, self._num_holds = pool, book, 0
         book.out.add(self)
 

@@ -21,10 +21,8 @@ class Prefetches:
     def __init__(self, max_bytes: Callable[[], float]) -> None:
         self.max_bytes = max_bytes
         self._under_way: Counter[Hashable] = Counter()
-        self._coming: Counter[Hashable] = Counter()
-        """Chunk -> its loads under way."""
-        self._awaited: set[Hashable] = set()
-        """Of these chunks, those that a request has asked for."""
+        self._coming: Counter[Hashable] = Counter()  # chunk -> its loads under way
+        self._awaited: set[Hashable] = set()  # of these chunks, those that a request has asked for
         self._unused: dict[Hashable, int] = {}
         """Chunk -> requests before its load began. The oldest first."""
         self._num_requests = 0

@@ -59,8 +59,7 @@ class ChunkPrefixTree:
     def __init__(self, *, max_nodes: int) -> None:
         check_at_least("max_nodes", max_nodes, 1)
         self.max_nodes = max_nodes
-        self.clock = 0
-        """Number of the last request."""
+        self.clock = 0  # number of the last request
         self.nodes, self.holdings, self._lru = ChunkTrie(), Holdings(), LruList()
         self.num_promoted = self.num_open_plans = 0
         self.num_hits = self.num_trimmed = self.num_unknown_notices = 0  # since the tree was made

@@ -21,8 +21,7 @@ class CopyFacts(KvFacts):
     """A chunk node."""
 
     prefix: Prefix = ()
-    is_waiting: bool = False
-    """To be copied into the store."""
+    is_waiting: bool = False  # to be copied into the store
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,16 +20,13 @@ from typing import Any, TypeAlias
 from radix_ext.cfo import Attention, KvFacts, Scored
 from radix_ext.eviction import NEW_ON_HOST, Aging
 
-Identity = Hashable
-"""Of a chunk, for one tenant."""
+Identity = Hashable  # of a chunk, for one tenant
 
 RESERVED_WINDOWS = 10
 """Of requests: what nobody has asked for by then is as good as any other chunk."""
-RESERVED_SHARE = 0.5
-"""Of the store, so that live traffic has the rest."""
+RESERVED_SHARE = 0.5  # of the store, so that live traffic has the rest
 
-_Entry: TypeAlias = tuple[bool, float, int, int]
-"""Is reserved, priority, last used, serial."""
+_Entry: TypeAlias = tuple[bool, float, int, int]  # is reserved, priority, last used, serial
 
 
 @dataclass(eq=False)
@@ -37,20 +34,14 @@ class Variant(KvFacts):
     """One chunk's KV as computed after `head` and `prefix`.
     Its readers keep it alive when it leaves the store."""
 
-    blob: Any
-    """Its KV, with its size as `nbytes`."""
+    blob: Any  # its KV, with its size as `nbytes`
     _: KW_ONLY
-    preprocessed: bool = False
-    """Computed ahead of requests, after similar chunks (FusionRAG 3.1)."""
-    priority: float = 0.0
-    """As of its last use. Written by the store alone, like the fields below."""
+    preprocessed: bool = False  # computed ahead of requests, after similar chunks (FusionRAG 3.1)
+    priority: float = 0.0  # as of its last use. Written by the store alone, like the fields below
     num_uses: int = 0
-    is_below: bool = False
-    """A slower tier has it."""
-    is_exact: bool = False
-    """What an ordinary prefill computes there, bit by bit."""
-    is_reserved: bool = field(default=False, init=False)
-    """Ordinary variants leave it alone."""
+    is_below: bool = False  # a slower tier has it
+    is_exact: bool = False  # what an ordinary prefill computes there, bit by bit
+    is_reserved: bool = field(default=False, init=False)  # ordinary variants leave it alone
     last_used: int = 0
     serial: int = field(default=0, init=False)
     """New each time it enters a store; stays when it leaves."""
@@ -88,8 +79,7 @@ class HeldVariants:
         self._clock = self._num_requests = 0
         # serial -> ..., bytes when it came
         self._held: dict[int, tuple[Identity, Variant, int]] = {}
-        self._reserved: deque[tuple[int, int]] = deque()
-        """(request with which it ends, serial)"""
+        self._reserved: deque[tuple[int, int]] = deque()  # (request with which it ends, serial)
         self._order: list[_Entry] = []
         """Heap. An entry may be outdated: where its variant has risen since, it is corrected when
         it surfaces. Where it has fallen, which no longer being reserved does, a second one has been
