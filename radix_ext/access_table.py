@@ -47,8 +47,7 @@ class AccessTable:
         return self._counts.get(hash(chunk), 0)
 
     def promoted_run(self, ids: Iterable[ChunkId], threshold: int) -> int:
-        """Length of the longest leading run whose chunks all count `threshold` or more (CRAFT
-        4.2)."""
+        """Longest leading run whose chunks all count `threshold` or more (CRAFT 4.2)."""
         length = 0
         for chunk in ids:
             if self.count(chunk) < threshold:

@@ -124,8 +124,7 @@ def _divergence(exact: _Listed, moved: _Listed) -> float:
 
 
 def _bins(mine: _Listed, theirs: _Listed, tokens: Sequence[int]) -> list[float]:
-    """My probabilities of `tokens`, then that of all others.
-    Who does not list a token is told by the other side, which does."""
+    """My probabilities of `tokens`, then of all others. What I do not list the other side tells."""
     left = max(0.0, 1.0 - math.fsum(mine.tokens.get(token, 0.0) for token in tokens))
     others = max(0.0, 1.0 - math.fsum(theirs.tokens.get(token, 0.0) for token in tokens))
     unlisted = {token: theirs.tokens[token] for token in tokens if token not in mine.tokens}

@@ -251,8 +251,7 @@ class Audit:
 
 
 def _policy(fusion: FusionRequest) -> FusionRequest:
-    """What decides how good the answer is: not where moving pays, nor the prompt's own recipe,
-    nor a ratio that nobody reads."""
+    """What decides an answer's quality: no price, no recipe, no ratio that nobody reads."""
     ratio = fusion.ratio if fusion.recomputes else 0.0
     return replace(fusion, ratio=ratio, recipe="", fresh=frozenset(), always=False)
 

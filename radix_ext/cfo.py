@@ -147,8 +147,7 @@ def adjusted_overlap(
 
 
 def inter_density(scores: Attention, *, other_head: bool = False) -> float:
-    """a-bar (eq. 9 and 10): sum over the prefix of inter / (n * prefix_len), n the chunk's tokens;
-    scores are layer means."""
+    """a-bar (eq. 9, 10): sum over the prefix of inter / (num_tokens * prefix_len); layer means."""
     parts = [*zip(scores.inter, scores.prefix_lens, strict=True)]
     if other_head and scores.head_len:
         parts.append((scores.head, scores.head_len))
@@ -194,8 +193,7 @@ def fix_overhead(
 
 
 def cfo(alpha: float, overhead: float, num_tokens: int) -> float:
-    """CFO (eq. 12): alpha * overhead, kept within [1 / num_tokens, 1].
-    Infinite `alpha` means 1, also where overhead is 0."""
+    """CFO (eq. 12): alpha * overhead, kept within [1 / num_tokens, 1]. 1 if `alpha` is infinite."""
     # `inf * 0` is NaN.
     return 1.0 if alpha == inf else min(1.0, max(1 / num_tokens, alpha * overhead))
 

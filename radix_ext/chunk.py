@@ -71,8 +71,7 @@ def chunk_id(token_ids: Sequence[int]) -> ChunkId:
 
 
 def fused_chunk(recipe: str, chunk: ChunkId) -> ChunkId:
-    """The global tree's name of a chunk whose KV is approximate and was made by `recipe`.
-    No chunk has it for an id."""
+    """A chunk in the global tree whose KV `recipe` has made. No chunk has that for an id."""
     return ChunkId(f"{_FUSED}{_named(recipe)}:{chunk}")
 
 
@@ -114,8 +113,7 @@ def extend_chain(chain: ChainId, chunk: ChunkId) -> ChainId:
 
 
 def leading_area(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The first chunk area of a prompt: the spans that follow each other without a gap,
-    from the first on."""
+    """The first chunk area: the spans from the first on that follow each other without a gap."""
     length = 1 if spans else 0
     while length < len(spans) and spans[length].start == spans[length - 1].end:
         length += 1

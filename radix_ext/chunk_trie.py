@@ -1,5 +1,4 @@
-"""The nodes of a tree, by path below the root of their namespace and by chain id. It knows no rank
-and no order of use."""
+"""A tree's nodes, by path and by chain id. It knows no rank and no order of use."""
 
 from collections.abc import Sequence
 
@@ -44,8 +43,7 @@ class ChunkTrie:
         return path
 
     def descend(self, node: ChainNode, chunks: Sequence[Chunk]) -> list[ChainNode]:
-        """The nodes of these chunks below `node`, made where missing.
-        Ends early where a chain id collides."""
+        """These chunks' nodes below `node`, made where missing, until a chain id collides."""
         path = []
         for chunk in chunks:
             child = node.child(chunk.id) or self._create(node, chunk)

@@ -195,8 +195,7 @@ class ConversationMap:
         self._keep_bounds(now)
 
     def keep(self, key: ConversationKey, turn: Turn, now: float) -> None:
-        """Store a turn that has no answer that could be history:
-        it is found by what it names alone."""
+        """Store a turn whose answer cannot be history: only what it names finds it."""
         if turn.cost <= self.max_tokens:
             self._use(self._add(key, turn, None, None), now)
         self._keep_bounds(now)

@@ -68,8 +68,7 @@ moving costs nearly nothing, from the host twice as much."""
 
 
 def extend_work(start: int, end: int, *, piece: int | None = None) -> Work:
-    """SGLang's prefill of positions `[start, end)` over all before them, `piece` tokens a call;
-    None: all in one."""
+    """SGLang's prefill of positions `[start, end)`, `piece` tokens a call; None: all in one."""
     num_tokens = end - start
     # Token p, counted from 0, attends to p + 1 keys.
     calls = -(-num_tokens // piece) if piece else num_tokens > 0
@@ -77,8 +76,7 @@ def extend_work(start: int, end: int, *, piece: int | None = None) -> Work:
 
 
 def through(share: float, num_tokens: int, num_keys: int) -> Work:
-    """A pass of tokens over so many keys, through a share of the model's layers.
-    None without tokens."""
+    """A pass of tokens over so many keys, through a share of the model's layers."""
     return Work(num_tokens > 0, share * num_tokens, share * num_tokens * num_keys)
 
 
@@ -187,8 +185,7 @@ class CostModel:
         return dict(self._costs)
 
     def _pace(self) -> float:
-        """What prefill takes now over what it took at the start:
-        for the work observed, by either line."""
+        """What prefill takes now, of what it took at the start, for the work observed."""
         measured, observed = (
             _solve(sums[Phase.EXTEND]) for sums in (self._measured, self._observed)
         )
@@ -198,8 +195,7 @@ class CostModel:
         return now / before if before > 0 and now > 0 else 1.0
 
     def stats(self) -> dict[str, dict[str, float | None]]:
-        """By phase: the line in seconds, and the relative error of its estimates,
-        median and 90th percentile of the last 256."""
+        """By phase: the line in seconds, and the relative error of its last 256 estimates."""
         return {
             phase.value: {
                 **line._asdict(),
@@ -211,8 +207,7 @@ class CostModel:
 
 
 def _solve(sums: _Sums) -> Line:
-    """The non-negative coefficients with the least error:
-    of every subset of them, the best that needs no constraint."""
+    """The non-negative line of least error: of every subset the best without constraint."""
     # All zero is an error of 1 each, from which the others are told apart by what they take away.
     best, least = Line(), 0.0
     # Least squares over all coefficients, with negative ones set to 0, is not the best such line.

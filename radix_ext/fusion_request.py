@@ -14,8 +14,7 @@ AskedRatio = float | Literal["auto"] | None
 
 
 class Need(StrEnum):
-    """Evidence that a selector reads.
-    It has to be measured first: on the request, or when a chunk enters the store."""
+    """Evidence that a selector reads, measured on the request, or when a chunk is stored."""
 
     QUESTION = "question"  # what the question attends to, in one layer
     ALL_LAYERS = "all_layers"  # With QUESTION: in all layers together
@@ -114,8 +113,7 @@ class FusionRequest:
 
     @property
     def asks_the_question(self) -> bool:
-        """Whether the choice depends on the question:
-        then only requests with the same question share fused KV."""
+        """Whether the choice depends on the question. Only the same one finds its fused KV."""
         return Need.QUESTION in self.needs or self.focus != "off"
 
     @property
@@ -164,8 +162,7 @@ def question_tokens(fusion: FusionRequest, question_len: int, *, window: int) ->
 
 
 def asked_layers(fusion: FusionRequest, num_layers: int) -> int:
-    """Layers that the question runs through, of a model of `num_layers`:
-    up to the last one that is read."""
+    """Layers that the question runs through: up to the last one that is read."""
     if fusion.focus != "off" or Need.ALL_LAYERS in fusion.needs:
         return num_layers
     return min(fusion.layer or num_layers, num_layers)

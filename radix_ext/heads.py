@@ -22,8 +22,7 @@ _PART_BYTES = 100  # a name and a hash
 
 
 class Parting(NamedTuple):
-    """Where a head and another one part: the first part that differs, and the first token.
-    None: not known."""
+    """The first part in which a head and another differ, and the first token. None: not known."""
 
     field: str | None
     token: int | None
@@ -112,8 +111,7 @@ class Heads:
 
 
 def _common_len(first: "array[int]", second: "array[int]") -> int:
-    """Leading items that two arrays of one type have in common;
-    by halving, since comparing bytes is fast."""
+    """Leading items in common. By halving, since comparing bytes is fast."""
     one, other, size = first.tobytes(), second.tobytes(), first.itemsize
 
     def is_over(length: int) -> bool:

@@ -1,5 +1,4 @@
-"""What each rank holds of a tree's nodes, and in which tier: counts, and a digest to compare with
-the rank's own."""
+"""Which nodes of a tree each rank holds, and where: counts, and a digest that it can compare."""
 
 from collections import defaultdict
 
@@ -7,8 +6,7 @@ from radix_ext.chain_node import ChainNode
 
 
 class Holdings:
-    """Writes `ChainNode.tiers` and nothing else does, so the counts are always those of the
-    nodes."""
+    """Alone writes `ChainNode.tiers`, so the counts are always those of the nodes."""
 
     def __init__(self) -> None:
         # (rank, tier) -> [nodes, tokens]

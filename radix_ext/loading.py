@@ -1,5 +1,4 @@
-"""What is loaded from a slower tier for a request, where that pays,
-and how long the request waits for it."""
+"""What is loaded from a slower tier, where that pays, and how long a request waits for it."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ def load_in_order(
 
 
 def loading_pays(load_s: float | None, compute_s: float | None) -> bool:
-    """Whether loading is estimated to take no longer than computing. What is not known, None or 0,
-    is taken to pay: so it becomes known."""
+    """Whether loading takes no longer than computing. What is not known (None, 0) is tried."""
     return not load_s or not compute_s or load_s <= compute_s
 
 

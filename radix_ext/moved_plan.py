@@ -371,8 +371,7 @@ class _Walk:
         return math.ceil(works[Phase.QUESTION].tokens + works[Phase.DEVIATION].tokens), works
 
     def _pays(self, piece: Piece, fusion: FusionRequest) -> bool:
-        """Whether the chunk is moved and recomputed in less time than it is computed in the
-        pass."""
+        """Whether moving and recomputing the chunk is faster than computing it in the pass."""
         if self.costs is None:
             return True
         assert piece.source is not None
@@ -387,8 +386,7 @@ class _Walk:
         return moved + (share if fusion.recomputes else 0) * computed < computed
 
     def _computed(self, num_tokens: int, end: int) -> float:
-        """Seconds for a chunk. No call of its own: either way its tokens join a pass of all
-        chunks."""
+        """Seconds for a chunk in a pass of all chunks, so without a call of its own."""
         work = Work(0, num_tokens, num_tokens * end)
         return (self.costs or NOMINAL)[Phase.RECOMPUTE].seconds(work)
 

@@ -66,8 +66,7 @@ class Ordering(NamedTuple):
         return self.held_tokens + self.planned_tokens
 
     def worth(self, host_worth: float) -> int:
-        """What a router compares: `cached_tokens`, of which one in host memory counts as
-        `host_worth`."""
+        """What a router compares: `cached_tokens`, one in host memory as `host_worth`."""
         return self.cached_tokens - round((1 - host_worth) * self.host_tokens)
 
 
@@ -216,8 +215,7 @@ def _children_among(
 def _most_hit(
     level: list[tuple[ChainNode, int, int]], width: int
 ) -> list[tuple[ChainNode, int, int]]:
-    """The `width` entries with most hits, still in retriever order:
-    many requests through a node, much below it."""
+    """The `width` entries with most hits, in retriever order: they have much below them."""
     kept = sorted(range(len(level)), key=lambda index: -level[index][0].hits)[:width]
     return [level[index] for index in sorted(kept)]
 

@@ -136,8 +136,7 @@ class ChunkPrefixTree:
         return self.nodes.by_chain.get((path[-1] if path else base).chain)
 
     def mark_promoted(self, namespace: str, ids: Iterable[ChunkId], *, promoted_len: int) -> None:
-        """Set the marks along a chain as `insert` would:
-        promoted before `promoted_len`, not promoted from there on."""
+        """Set the marks along a chain as `insert` would."""
         node = self.nodes.root(namespace)
         for index, chunk in enumerate(ids):
             node = node.child(chunk) if node is not None else None
@@ -146,8 +145,7 @@ class ChunkPrefixTree:
             self._mark(node, index < promoted_len)
 
     def plan(self, namespace: str, chunks: Sequence[Chunk], *, rank: int) -> Plan:
-        """A request with this chain is under way to `rank`.
-        Its nodes exist from now on, as planned."""
+        """A request with this chain is under way to `rank`: its nodes exist, as planned."""
         check_at_least("rank", rank, 0)
         path = self._use(namespace, chunks)
         for node in path:
@@ -189,8 +187,7 @@ class ChunkPrefixTree:
         self._lru.touch(node.path(), self.clock)
 
     def evict(self, chain: ChainId, *, rank: int) -> int:
-        """`rank` no longer holds this chain, nor any node below it.
-        Returns the number of nodes it lost."""
+        """`rank` no longer holds this chain, nor what is below it. How many nodes it lost."""
         top = self._held_node(chain, rank)
         if top is None:
             return 0
@@ -204,8 +201,7 @@ class ChunkPrefixTree:
         return len(lost)
 
     def move(self, chain: ChainId, *, rank: int, tier: Tier) -> bool:
-        """`rank` keeps this one node's KV in `tier` from now on.
-        False, and counted, if it does not hold the chain."""
+        """`rank` keeps this one node in `tier` now. False, and counted: it does not hold it."""
         node = self._held_node(chain, rank)
         if node is None:
             return False
@@ -213,8 +209,7 @@ class ChunkPrefixTree:
         return True
 
     def drop_rank(self, rank: int) -> int:
-        """`rank` lost everything (flush, restart, missed notices) but its plans.
-        Returns the number of nodes it lost."""
+        """`rank` lost everything (flush, restart, missed notices) but its plans. How many nodes."""
         check_at_least("rank", rank, 0)
         # Parents before children, as `_drop_unused` needs them: a parent was used no earlier.
         lost = [node for node in self._lru.newest_first() if node.is_held(rank)]
@@ -256,8 +251,7 @@ class ChunkPrefixTree:
         return node
 
     def _trim(self) -> None:
-        """Forget least recently used unplanned nodes while there are too many;
-        each is a leaf when its turn comes."""
+        """Forget the oldest unplanned nodes while there are too many. Each is a leaf by then."""
         if len(self.nodes.by_chain) <= self.max_nodes:
             return
         for node in self._lru.oldest_first():
@@ -270,8 +264,7 @@ class ChunkPrefixTree:
                     return
 
     def _drop_unused(self, nodes: Sequence[ChainNode]) -> None:
-        """Remove those of `nodes`, parents before children, that no rank holds or plans any
-        more."""
+        """Remove those (parents before children) that no rank holds or plans any more."""
         for node in reversed(nodes):
             if not node.tiers and not node.plans:
                 self._remove(node)

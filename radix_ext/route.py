@@ -21,8 +21,7 @@ by either (eval/LOG.md)."""
 
 
 class Router(ABC):
-    """Chooses among ranks `[0, num_ranks)` and keeps count of the prompt tokens each has in
-    flight."""
+    """Chooses among ranks `[0, num_ranks)` and counts the prompt tokens each has in flight."""
 
     def __init__(self, num_ranks: int) -> None:
         check_at_least("num_ranks", num_ranks, 1)
@@ -42,15 +41,13 @@ class Router(ABC):
         """
 
     def begin(self, rank: int, num_tokens: int) -> None:
-        """A prompt of `num_tokens` is on its way to `rank`.
-        Raises LimitError for a rank that does not exist."""
+        """A prompt is on its way to `rank`. Raises LimitError for a rank that does not exist."""
         self._check(rank, num_tokens)
         self._in_flight[rank] += num_tokens
         self._last_begun[rank] = max(self._last_begun) + 1
 
     def end(self, rank: int, num_tokens: int) -> None:
-        """That prompt is answered, failed or was aborted.
-        Raises LimitError if more ends than began."""
+        """It is answered, failed or was aborted. Raises LimitError if more ends than began."""
         self._check(rank, num_tokens)
         # A request that ended twice would make its rank look idle for as long as the front runs.
         if num_tokens > self._in_flight[rank]:

@@ -146,8 +146,7 @@ class ChunkSources:
         )
 
     def count_uses(self, plan: ReusePlan) -> None:
-        """The plan is carried out: its sources have been used once more,
-        a device copy's twin in the store with it."""
+        """The plan's sources have been used, and a device copy's twin in the store with it."""
         for piece in plan.pieces:
             source, used = piece.source, None
             if isinstance(source, HostCopy):

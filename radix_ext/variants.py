@@ -31,8 +31,7 @@ _Entry: TypeAlias = tuple[bool, float, int, int]  # is reserved, priority, last 
 
 @dataclass(eq=False)
 class Variant(KvFacts):
-    """One chunk's KV as computed after `head` and `prefix`.
-    Its readers keep it alive when it leaves the store."""
+    """Of a chunk, in a store. Its readers keep it alive when it leaves."""
 
     blob: Any  # its KV, with its size as `nbytes`
     _: KW_ONLY

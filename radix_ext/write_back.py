@@ -65,8 +65,7 @@ class WriteBackQueue(Generic[Node]):
         return self._facts_of(node).host is not None or node in self._waiting
 
     def save_some(self) -> Iterator[tuple[Node, Any]]:
-        """Save some of what waits. Yields each chunk once it is saved: what is saved next may evict
-        it, unless somebody holds it."""
+        """Save some of what waits. Yields each node: what is saved next may evict it."""
         most = self._counts.saved_tokens + self._save_tokens()
         while self._waiting and self._counts.saved_tokens < most:
             node = self._waiting.popitem(last=False)[0]
