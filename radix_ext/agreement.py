@@ -28,8 +28,6 @@ MAX_KL = -math.log(FLOOR)
 
 
 class Agreement(NamedTuple):
-    """Of one answer."""
-
     positions: int
     agreed: int  # positions whose best token is the same
     kl: float  # KL(exact || moved) in nats, mean of the positions
@@ -79,7 +77,6 @@ class Tally:
     max_kl: float = 0.0
 
     def add(self, found: Agreement, *, is_below: bool) -> None:
-        """Count one more."""
         self.samples += 1
         self.below += is_below
         self.share += found.share

@@ -56,8 +56,6 @@ TOLD_TERMS = 100  # own terms in the stats, the last used ones
 
 
 class AuditState(StrEnum):
-    """Of one terms."""
-
     ASKED = "asked"
     PAUSED = "paused"
     PROBATION = "probation"
@@ -95,8 +93,6 @@ class Change:
 
 @dataclass(slots=True)
 class _Standing:
-    """What is known of some terms."""
-
     state: AuditState = AuditState.ASKED
     num_requests: int = 0
     period: int = 0
@@ -149,7 +145,6 @@ class Audit:
         return AuditDecision(whose, known.state, known.period, is_moved, is_drawn and is_moved)
 
     def begin(self, terms: AuditDecision) -> Change | None:
-        """A request on these terms was sent."""
         known = self._used(terms.whose)
         known.num_requests += 1
         # Only requests that were planned within the pause shorten it.

@@ -136,7 +136,6 @@ class CaptureQueue:
         return max(scored, self._scored)
 
     def clear(self) -> None:
-        """Drop what waits."""
         self.give_up(self._queue)
         self._queue.clear()
 

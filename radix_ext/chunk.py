@@ -76,7 +76,6 @@ def fused_chunk(recipe: str, chunk: ChunkId) -> ChunkId:
 
 
 def is_fused_chunk(chunk: ChunkId) -> bool:
-    """Whether the name is one of `fused_chunk`."""
     return chunk.startswith(_FUSED)
 
 

@@ -54,7 +54,6 @@ class ChunkTrie:
         return path
 
     def remove(self, node: ChainNode) -> None:
-        """Unlink a leaf."""
         assert node.children is None
         assert node.parent is not None
         del self.by_chain[node.chain]

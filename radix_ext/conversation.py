@@ -74,7 +74,6 @@ class Turn:
 
     @property
     def num_tokens(self) -> int:
-        """Lead and body."""
         return len(self.lead_ids) + len(self.body_ids)
 
     @property
@@ -202,11 +201,9 @@ class ConversationMap:
 
     @property
     def num_turns(self) -> int:
-        """Turns in store."""
         return len(self._by_use)
 
     def __len__(self) -> int:
-        """Conversations in store."""
         return len(self._found)
 
     def _use(self, last: _Stored, now: float) -> None:

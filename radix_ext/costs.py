@@ -33,8 +33,6 @@ class Phase(StrEnum):
 
 
 class Work(NamedTuple):
-    """What one phase does."""
-
     calls: float = 0
     tokens: float = 0
     pairs: float = 0
@@ -48,7 +46,6 @@ class Line(NamedTuple):
     attended: float = 0.0
 
     def seconds(self, work: Work) -> float:
-        """An estimate."""
         return self.fixed * work.calls + self.each * work.tokens + self.attended * work.pairs
 
 
@@ -91,7 +88,6 @@ def copied_within(costs: Costs, seconds: float) -> int | None:
 
 
 def seconds(costs: Costs, works: Mapping[Phase, Work]) -> float:
-    """What all of it takes."""
     return sum(costs[phase].seconds(work) for phase, work in works.items())
 
 

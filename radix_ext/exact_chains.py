@@ -178,7 +178,6 @@ class ExactChains(Generic[Node, Blob]):
         return self.keep(host)
 
     def drop(self, host: Node) -> None:
-        """Take the node out."""
         if self.index.get(host.identity, host.head, host.prefix) is host:
             self.index.drop(host)
         else:

@@ -85,7 +85,6 @@ class FusionRequest:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What its selector reads."""
         return NEEDS.get(self.selector, self.own_needs)
 
     @property

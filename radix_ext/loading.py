@@ -176,6 +176,5 @@ class WaitPolicy:
         return most
 
     def ended(self, *, in_vain: bool) -> None:
-        """A wait is over."""
         self.num_in_vain += in_vain
         self._left_out = 0 if in_vain else None

@@ -39,7 +39,6 @@ class LruList:
             self.last = path[-1] if path else None
 
     def remove(self, node: ChainNode) -> None:
-        """Unlink a node that leaves the tree."""
         node.older.newer, node.newer.older = node.newer, node.older
         # pointing at itself it would wait for the garbage collector
         node.older = node.newer = self._ends

@@ -42,7 +42,6 @@ class Prefetches:
         self._unused.setdefault(chunk, self._num_requests)
 
     def end(self, tenant: Hashable, num_bytes: int, chunk: Hashable, *, has_come: bool) -> None:
-        """It is over."""
         self._counts["loaded"] += has_come
         self._under_way[tenant] -= num_bytes
         # Clients may invent tenants without end; those with nothing under way keep no entry.
@@ -74,11 +73,9 @@ class Prefetches:
             self._counts["used"] += 1
 
     def next_request(self) -> None:
-        """A request was counted."""
         self._num_requests += 1
         while self._unused and self._num_requests - next(iter(self._unused.values())) > LIFE:
             del self._unused[next(iter(self._unused))]
 
     def stats(self) -> dict[str, int]:
-        """The counters, since the start."""
         return dict(self._counts)

@@ -78,7 +78,6 @@ class ChunkCopies:
         return node in self._nodes.get(self.identity_of(node), {}).get(self.facts_of(node).head, {})
 
     def add(self, node: Any) -> None:
-        """A filled chunk node."""
         identity = self.identity_of(node)
         nodes = self._nodes.setdefault(identity, {}).setdefault(self.facts_of(node).head, {})
         self._num += node not in nodes
@@ -109,7 +108,6 @@ class ChunkCopies:
                 self.facts_of(node).scores = self.facts_of(node).outward = None
 
     def clear(self) -> None:
-        """Forget all, as the tree does."""
         self._nodes, self._num = {}, 0
 
     def __len__(self) -> int:

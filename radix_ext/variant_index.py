@@ -237,7 +237,6 @@ class VariantIndex:
                 self.drop(variant)
 
     def stats(self) -> StoreStats:
-        """Sizes and counts, O(1)."""
         return StoreStats(
             num_chunks=len(self._chunks),
             num_variants=len(self.held),

@@ -52,7 +52,6 @@ class Variant(KvFacts):
 
     @property
     def scored(self) -> Scored:
-        """How much of it is measured."""
         return self.scores.scored if self.scores else Scored.NOTHING
 
 
