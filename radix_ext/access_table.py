@@ -60,11 +60,6 @@ class AccessTable:
         return frozenset(index for index, chunk in enumerate(ids) if self.count(chunk) >= threshold)
 
     @property
-    def num_requests(self) -> int:
-        """Requests in the window, at most `window`."""
-        return len(self._requests)
-
-    @property
     def num_entries(self) -> int:
         """Requests and ids in the window: what the table takes to keep."""
         return len(self._requests) + self._num_ids

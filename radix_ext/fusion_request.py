@@ -140,11 +140,6 @@ class FusionRequest:
         # The new selector is one of ours, whose needs `NEEDS` has.
         return replace(self, selector=selector, own_needs=frozenset(), focus="off", recipe=recipe)
 
-    @property
-    def may_compute(self) -> bool:
-        """Whether a chunk with a source may be computed: not where the purpose is to move it."""
-        return not self.plain
-
 
 QUESTION = "/question="
 """In a recipe: what follows names the question, or the one prompt,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, combinations
 from math import inf
 from statistics import median
-from typing import Protocol, TypeVar
+from typing import Any
 
 from radix_ext.chunk import ChunkId
 from radix_ext.costs import explores
@@ -52,19 +52,9 @@ def worth_loading(
     return sorted(found, key=score, reverse=True)[:max_variants]
 
 
-class Lengthy(Protocol):
-    """A chunk."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-
-Missing = TypeVar("Missing", bound=Lengthy)
-
-
 def load_in_order(
-    chunks: Sequence[Missing],
-    load: Callable[[Missing], bool | None],
+    chunks: Sequence[Any],
+    load: Callable[[Any], bool | None],
     begun: dict[int, bool | None],
     *,
     max_gap_tokens: int,
@@ -73,6 +63,7 @@ def load_in_order(
     computed, and behind more of that than `max_gap_tokens` nothing is moved.
 
     Args:
+        chunks: each with its `num_tokens`.
         load: begins with a chunk. False: it finds no room yet; None: computing it is sooner, or
             there is nothing to load.
         begun: what `load` has said, by index. Only what found no room is asked for again.

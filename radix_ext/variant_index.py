@@ -102,8 +102,6 @@ class VariantIndex:
     ) -> bool:
         """Whether `put` would take such a variant, of so many bytes: ask before copying any KV."""
         held = self.held
-        if nbytes > held.max_bytes:
-            return False
         old = self.get(identity, head, prefix)
         if old is not None and (preprocessed <= old.preprocessed or old.is_exact):
             knows_more = scored > old.scored or (has_outward and old.outward is None)

@@ -111,7 +111,7 @@ class Planner:
     def _growth(self, fusion: FusionRequest | None, policy: OrderPolicy) -> ExactGrowth | None:
         """Only chains that the tree's order aims for grow:
         other orders stay as their papers have them."""
-        if fusion is None or not fusion.may_compute or policy != "tree":
+        if fusion is None or fusion.plain or policy != "tree":
             return None
         return ExactGrowth(self._config.exact_gaps, self._config.promotion_threshold)
 
