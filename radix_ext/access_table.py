@@ -1,7 +1,7 @@
 """How often each chunk was retrieved by the last W requests (CRAFT 4.1, "Chunk-Access Table").
 
-It knows ids and counts, no tree and no order. A request costs O(k): one count up per chunk of the
-new request, one count down per chunk of the request that leaves the window.
+It knows ids and counts, no tree and no order. A request costs O(its chunks and those of the request
+that leaves the window).
 """
 
 from array import array

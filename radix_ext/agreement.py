@@ -125,11 +125,8 @@ def _bins(mine: _Listed, theirs: _Listed, tokens: Sequence[int]) -> list[float]:
     left = max(0.0, 1.0 - math.fsum(mine.tokens.get(token, 0.0) for token in tokens))
     others = max(0.0, 1.0 - math.fsum(theirs.tokens.get(token, 0.0) for token in tokens))
     unlisted = {token: theirs.tokens[token] for token in tokens if token not in mine.tokens}
-    weight, least, found = (
-        math.fsum(unlisted.values()) + others,
-        min(mine.tokens.values()),
-        dict(mine.tokens),
-    )
+    weight, least = math.fsum(unlisted.values()) + others, min(mine.tokens.values())
+    found = dict(mine.tokens)
     # What is over `least` goes to those that follow.
     for token in sorted(unlisted, key=unlisted.__getitem__, reverse=True):
         # At the last token rounding may leave a `weight` of 0 or less.

@@ -11,13 +11,10 @@ again.
     probation   a tenth of the requests is moved, and each of these is audited
 
 A state holds for one *terms*, and only answers on these very terms decide it, so that what some try
-changes nothing for others:
+changes nothing for others. Draws, too, are by terms, seeded and numbered:
 
-    the server's   requests that ask for what the server does where they name nothing, whoever sends
-                   them
+    the server's   requests that ask for what the server does by default, whoever sends them
     own            another selector, ratio or option: of one tenant, one selector and one ratio
-
-Draws are by terms, seeded and numbered: the same requests get the same decisions, beside whatever.
 
 Every state is a sequential test: an answer below the target is log(.5/.05) of evidence that the
 terms are broken, one that meets it log(.5/.95) (Wald 1945; in `asked` the evidence is never below

@@ -98,17 +98,15 @@ class CaptureQueue:
         batch: list[Waiting] = []
         num_tokens = 0
         while self._queue:
-            node, _, scored = self._queue[0]
-            is_gone = not self._copies.holds(node)
-            end = num_tokens + (0 if is_gone else self._len_of(node))
-            if not is_gone and batch and end > self._max_tokens(scored):
-                break
-            entry = self._queue.popleft()
-            if is_gone:
+            entry = self._queue[0]
+            if not self._copies.holds(entry.node):
                 self.num_dropped += 1
+                self._queue.popleft()
                 continue
-            batch.append(entry)
-            num_tokens = end
+            num_tokens += self._len_of(entry.node)
+            if batch and num_tokens > self._max_tokens(entry.scored):
+                break
+            batch.append(self._queue.popleft())
         return batch
 
     def put(self, entry: Waiting, blob: Any, scores: Attention | None) -> bool:

@@ -147,8 +147,7 @@ class ExactChains(Generic[Node, Blob]):
             return None
         if place.before is not None:
             self._below[place.above][place.chain_key] = None
-        host = self._create_node(blob=blob, **place._asdict())
-        self._nodes[place.chain_key] = host
+        host = self._nodes[place.chain_key] = self._create_node(blob=blob, **place._asdict())
         return host
 
     def keep(self, host: Node) -> bool:

@@ -128,11 +128,8 @@ class FusionRequest:
 
         Its recipe is another one, so that what it makes is told apart.
         """
-        if (
-            not self.is_choice
-            or self.quality is not None
-            or not (self.asks_the_question or self.compares_kv)
-        ):
+        is_measured = self.asks_the_question or self.compares_kv
+        if not (self.is_choice and is_measured) or self.quality is not None:
             return None
         # `context` measures stored chunks, not the request: without focus it needs no question.
         selector = {"context": "context", "critical": "query"}.get(self.selector, "first")

@@ -5,10 +5,10 @@ tree, nothing allocated.
     pieces            gap  C   -               B cached nowhere, C found: [B, C] is promised, D and
                                                the rest prefilled
 
-Pieces follow each other without holes from `start` to `end`. A gap is computed in the recompute
-pass, so that a hit after it still counts. It is only promised where a hit follows. Chunks are moved
-whole or not at all. Every hit is a place to end: the plan ends where the estimated time to the
-first token is least, and moves nothing where computing everything takes as long.
+Pieces follow each other without holes. A gap is computed in the recompute pass, so that a hit after
+it still counts. It is only promised where a hit follows. Chunks are moved whole or not at all.
+Every hit is a place to end: the plan ends where the estimated time to the first token is least, and
+moves nothing where computing everything takes as long.
 """
 
 from __future__ import annotations

@@ -1,26 +1,26 @@
 """The global chunk-prefix tree (CRAFT 4.1): which chains of chunks the ranks hold, as far as the
 front process knows.
 
-It holds metadata only, no KV, and mirrors the ranks' own trees from the events in their answers. A
-wrong mirror costs speed, never correctness, so a notice about an unknown chain is ignored and
-counted.
+It mirrors the ranks' own trees from the events in their answers. A wrong mirror costs speed, never
+correctness, so a notice about an unknown chain is ignored and counted.
 
 ```
 namespace "a" ── C1 ─┬─ C2 ── C5   one node is one chunk after one particular chain
                      └─ C4         a node's path, root downward, is the chain; ChainId finds it
 ```
-Invariants: what a rank holds or plans below a node, it holds or plans at the
-node; a node that no rank holds or plans does not exist; a parent was used no earlier than its
-children, so the least recently used node is a leaf.
+Invariants: what a rank holds or plans below a node, it holds or plans at the node; a node that no
+rank holds or plans does not exist; a parent was used no earlier than its children, so the least
+recently used node is a leaf.
 
 `held` nodes have KV on some rank. `planned` ones belong to requests under way; they influence the
 order only and vanish when the request ends, unless a rank holds them by then. `promoted` ones begin
 a chain whose chunks so far were all retrieved often of late (`AccessTable.promoted_run`, CRAFT
-4.2); the eviction rule `promoted` keeps them longest.
+4.2).
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from radix_ext.chain_node import PLAN_BITS, ChainNode, Tier, held_mask
@@ -31,16 +31,14 @@ from radix_ext.holdings import Holdings
 from radix_ext.lru_list import LruList
 
 
+@dataclass(slots=True, eq=False)
 class Plan:
     """A request under way: the chain that `rank` will hold once it has served the request.
     `ChunkPrefixTree.release` ends it, however the request ends."""
 
-    __slots__ = ("is_open", "node", "rank")
-
-    def __init__(self, rank: int, node: ChainNode | None) -> None:
-        self.rank = rank
-        self.node = node
-        self.is_open = True
+    rank: int
+    node: ChainNode | None
+    is_open: bool = True
 
 
 class ChunkPrefixTree:
@@ -49,8 +47,7 @@ class ChunkPrefixTree:
 
     Ranks are small integers from 0; chunk lists are the whole chain from the root of the namespace.
     Every operation is O(chain) dict steps except `drop_rank`, O(nodes), and `evict`, O(nodes
-    dropped). Trimming is O(ranks) a forgotten node, and one step for each planned
-    node that is older.
+    dropped). Trimming is O(ranks) a forgotten node, and a step for each older planned one.
 
     Raises:
         LimitError: max_nodes < 1; a negative rank, by each method that changes the tree.

@@ -91,9 +91,9 @@ class KvAware(Router):
     waits for it. So a rank that has the history is overloaded only if it is also above the mean by
     `_HISTORIES_AHEAD` times what it has of it.
 
-    Then the next best that is not overloaded; at least one rank never is, since max_load_ratio >=
-    1. Equal cached tokens go to the less loaded rank, equal load by turns, so that cold requests
-       spread over the ranks' caches.
+    Then the next best that is not overloaded; at least one rank never is: max_load_ratio >= 1.
+    Equal cached tokens go to the less loaded rank, equal load by turns, so that cold requests
+    spread over the ranks' caches.
     """
 
     def __init__(self, num_ranks: int, *, max_load_ratio: float) -> None:

@@ -14,9 +14,7 @@ from radix_ext.errors import check_at_least
 
 class TenantTables:
     """Tables over `window` requests each, of at most `max_tenants` and with at most `max_entries`
-    in all of them.
-
-    The tenant counted last stays in any case; alone, its window bounds it.
+    in all. The tenant counted last stays in any case; alone, its window bounds it.
 
     Raises:
         LimitError: a bound below 1.

@@ -9,8 +9,7 @@ A chunk enters that is asked for at least a quarter as often as that of the vari
 more often than that of its lowest one, in whose place it comes where the store is full. "Often"
 counts requests and never the clock: tensor-parallel ranks decide alike.
 
-What KV is, the index does not know: a blob has bytes, in a replay nothing else. No positions, no
-device, no prompt. One thread uses it.
+Of KV it knows the bytes; in a replay there is nothing else. One thread uses it.
 Invariant: bytes and variants are within their limits whenever a method returns.
 """
 
@@ -130,10 +129,8 @@ class VariantIndex:
         chains that share a chunk would replace each other without end."""
         if self.held.fits(nbytes):
             return True
-        lowest = self.held.lowest()
-        if lowest is None or not lowest.is_exact:
-            asked_for_lowest = self._asked_for_lowest()
-        else:
+        lowest, asked_for_lowest = self.held.lowest(), self._asked_for_lowest()
+        if lowest is not None and lowest.is_exact:
             chunk = self.held.identity_of(lowest)
             asked_for_lowest = self._asked.count((chunk, lowest.head, lowest.prefix))
         return len(self.held) > 0 and self._asked.count((identity, head, prefix)) > asked_for_lowest
@@ -272,8 +269,7 @@ class VariantIndex:
             watcher(identity, variant, is_here)
 
     def _make_room(self, identity: Identity, variant: Variant, nbytes: int) -> bool:
-        siblings = self.find(identity)
-        is_full = not self.held.fits(nbytes)
+        siblings, is_full = self.find(identity), not self.held.fits(nbytes)
         if is_full and not variant.preprocessed and len(siblings) >= self.max_variants:
             lowest = self.held.lowest_of(siblings)
             if lowest is not None:
