@@ -37,9 +37,9 @@ def _in_place(piece: Piece) -> Piece:
             piece, source=replace(source, facts=replace(source.facts, start=piece.start))
         )
     if isinstance(source, HostCopy):
-        variant = copy(source.variant)
+        variant = copy(source.facts)
         variant.start = piece.start
-        return replace(piece, source=replace(source, variant=variant))
+        return replace(piece, source=replace(source, facts=variant))
     return piece
 
 

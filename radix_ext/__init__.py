@@ -21,11 +21,9 @@ from radix_ext.chunk import (
     text_before,
 )
 from radix_ext.conversation import (
-    SHOWN_POLICIES,
     ConversationKey,
     ConversationMap,
     Home,
-    ShownPolicy,
     Turn,
     keep_recent,
     running_hashes,
@@ -45,16 +43,13 @@ from radix_ext.exact_growth import ExactGrowth
 from radix_ext.fusion_request import FusionRequest, Need
 from radix_ext.heads import Heads, Outline, Parting
 from radix_ext.homes import held_history
-from radix_ext.offloading import HOST_ADMISSIONS, HostAdmission, worth_offloading
 from radix_ext.order import (
     ORDER_POLICIES,
     TAIL_POLICIES,
     Ordering,
     OrderPolicy,
     TailPolicy,
-    longest_chain,
     order_chunks,
-    order_per_rank,
 )
 from radix_ext.places import Place, Places
 from radix_ext.prefix_tree import ChunkPrefixTree, Plan, snapshot
@@ -62,9 +57,7 @@ from radix_ext.route import KvAware, RoundRobin, Router
 from radix_ext.tenant_tables import TenantTables
 
 __all__ = [
-    "HOST_ADMISSIONS",
     "ORDER_POLICIES",
-    "SHOWN_POLICIES",
     "TAIL_POLICIES",
     "AccessTable",
     "Aging",
@@ -81,7 +74,6 @@ __all__ = [
     "FusionRequest",
     "Heads",
     "Home",
-    "HostAdmission",
     "IntegrityError",
     "KvAware",
     "LimitError",
@@ -97,7 +89,6 @@ __all__ = [
     "PolicyError",
     "RoundRobin",
     "Router",
-    "ShownPolicy",
     "Span",
     "SpanError",
     "TailPolicy",
@@ -112,13 +103,10 @@ __all__ = [
     "is_fused_chunk",
     "keep_recent",
     "leading_area",
-    "longest_chain",
     "order_chunks",
-    "order_per_rank",
     "root_chain",
     "running_hashes",
     "shown",
     "snapshot",
     "text_before",
-    "worth_offloading",
 ]

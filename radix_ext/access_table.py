@@ -1,7 +1,7 @@
 """How often each chunk was retrieved by the last W requests (CRAFT 4.1, "Chunk-Access Table").
 
-It knows ids and counts, no tree and no order. A request costs O(k): one count up per chunk of the
-new request, one count down per chunk of the request that leaves the window.
+It knows ids and counts, no tree and no order. A request costs O(its chunks and those of the request
+that leaves the window).
 """
 
 from array import array
@@ -47,8 +47,7 @@ class AccessTable:
         return self._counts.get(hash(chunk), 0)
 
     def promoted_run(self, ids: Iterable[ChunkId], threshold: int) -> int:
-        """Length of the longest leading run whose chunks all count `threshold` or more (CRAFT
-        4.2)."""
+        """Longest leading run whose chunks all count `threshold` or more (CRAFT 4.2)."""
         length = 0
         for chunk in ids:
             if self.count(chunk) < threshold:
@@ -59,11 +58,6 @@ class AccessTable:
     def frequent(self, ids: Iterable[ChunkId], threshold: int) -> frozenset[int]:
         """Indices of those that count `threshold` or more: they have earned a place in a store."""
         return frozenset(index for index, chunk in enumerate(ids) if self.count(chunk) >= threshold)
-
-    @property
-    def num_requests(self) -> int:
-        """Requests in the window, at most `window`."""
-        return len(self._requests)
 
     @property
     def num_entries(self) -> int:

@@ -28,13 +28,9 @@ MAX_KL = -math.log(FLOOR)
 
 
 class Agreement(NamedTuple):
-    """Of one answer."""
-
     positions: int
-    agreed: int
-    """Positions whose best token is the same."""
-    kl: float
-    """KL(exact || moved) in nats, mean of the positions."""
+    agreed: int  # positions whose best token is the same
+    kl: float  # KL(exact || moved) in nats, mean of the positions
 
     @property
     def share(self) -> float:
@@ -75,16 +71,12 @@ class Tally:
     """Answers of one selector, ratio and tenant."""
 
     samples: int = 0
-    below: int = 0
-    """Those below the target."""
-    share: float = 0.0
-    """Sum of the shares of positions that agree."""
-    kl: float = 0.0
-    """Sum in nats."""
+    below: int = 0  # those below the target
+    share: float = 0.0  # sum of the shares of positions that agree
+    kl: float = 0.0  # sum in nats
     max_kl: float = 0.0
 
     def add(self, found: Agreement, *, is_below: bool) -> None:
-        """Count one more."""
         self.samples += 1
         self.below += is_below
         self.share += found.share
@@ -96,10 +88,8 @@ class Tally:
 
 
 class _Listed(NamedTuple):
-    tokens: Mapping[int, float]
-    """Probabilities."""
-    rest: float
-    """Of all tokens that are not listed."""
+    tokens: Mapping[int, float]  # probabilities
+    rest: float  # of all tokens that are not listed
 
 
 def _listed(row: Row) -> _Listed:
@@ -131,16 +121,12 @@ def _divergence(exact: _Listed, moved: _Listed) -> float:
 
 
 def _bins(mine: _Listed, theirs: _Listed, tokens: Sequence[int]) -> list[float]:
-    """My probabilities of `tokens`, then that of all others.
-    Who does not list a token is told by the other side, which does."""
+    """My probabilities of `tokens`, then of all others. What I do not list the other side tells."""
     left = max(0.0, 1.0 - math.fsum(mine.tokens.get(token, 0.0) for token in tokens))
     others = max(0.0, 1.0 - math.fsum(theirs.tokens.get(token, 0.0) for token in tokens))
     unlisted = {token: theirs.tokens[token] for token in tokens if token not in mine.tokens}
-    weight, least, found = (
-        math.fsum(unlisted.values()) + others,
-        min(mine.tokens.values()),
-        dict(mine.tokens),
-    )
+    weight, least = math.fsum(unlisted.values()) + others, min(mine.tokens.values())
+    found = dict(mine.tokens)
     # What is over `least` goes to those that follow.
     for token in sorted(unlisted, key=unlisted.__getitem__, reverse=True):
         # At the last token rounding may leave a `weight` of 0 or less.

@@ -10,15 +10,11 @@ again.
     paused      nothing is moved, for a number of requests
     probation   a tenth of the requests is moved, and each of these is audited
 
-A state holds for one *terms*, and only answers on these very terms decide it:
+A state holds for one *terms*, and only answers on these very terms decide it, so that what some try
+changes nothing for others. Draws, too, are by terms, seeded and numbered:
 
-    the server's   requests that ask for what the server does where they name nothing, whoever sends
-                   them
+    the server's   requests that ask for what the server does by default, whoever sends them
     own            another selector, ratio or option: of one tenant, one selector and one ratio
-
-So what some try changes nothing for others: bad answers at ratio 0 do not pause the server's terms,
-good ones at ratio 1 do not hide that these are broken. Draws are by terms, seeded and numbered: the
-same requests get the same decisions, beside whatever.
 
 Every state is a sequential test: an answer below the target is log(.5/.05) of evidence that the
 terms are broken, one that meets it log(.5/.95) (Wald 1945; in `asked` the evidence is never below
@@ -32,16 +28,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from radix_ext.fusion_request import AskedRatio, FusionRequest
 
-SOUND, BROKEN = 0.05, 0.5
-"""Shares of answers below the target that the tests tell apart."""
+SOUND, BROKEN = 0.05, 0.5  # shares of answers below the target that the tests tell apart
 BELOW, MET = math.log(BROKEN / SOUND), math.log((1 - BROKEN) / (1 - SOUND))
 """Evidence of one answer: 2.30 and -.64."""
 TO_PAUSE, ON_PROBATION = 11.0, 5.5
@@ -54,13 +49,10 @@ PROBATION_FACTOR, LEAST_PROBATION = 10, 0.1
 OWN_TERMS = 8
 """Terms of its own that a tenant has a state for.
 Of more the least recently used ones are forgotten, and are `asked` again."""
-TOLD_TERMS = 100
-"""Own terms in the stats, the last used ones."""
+TOLD_TERMS = 100  # own terms in the stats, the last used ones
 
 
 class AuditState(StrEnum):
-    """Of one terms."""
-
     ASKED = "asked"
     PAUSED = "paused"
     PROBATION = "probation"
@@ -69,21 +61,19 @@ class AuditState(StrEnum):
 class Whose(NamedTuple):
     """Names terms."""
 
-    tenant: str | None
-    """None: the server's own, of all tenants."""
+    tenant: str | None  # None: the server's own, of all tenants
     selector: str
     ratio: AskedRatio
 
 
 @dataclass(frozen=True, slots=True)
 class AuditDecision:
-    """How the next request on some terms is served."""
+    """How the next request on some terms is served: with moved KV, or exactly."""
 
     whose: Whose
     state: AuditState
     period: int
     is_moved: bool
-    """Else it is served exactly."""
     is_sampled: bool
 
 
@@ -100,17 +90,13 @@ class Change:
 
 @dataclass(slots=True)
 class _Standing:
-    """What is known of some terms."""
-
     state: AuditState = AuditState.ASKED
-    number: int = 0
-    """Requests so far."""
+    num_requests: int = 0
     period: int = 0
     evidence: float = 0.0
     samples: int = 0
     below: int = 0
-    left: int = 0
-    """Requests until a pause ends."""
+    left: int = 0  # requests until a pause ends
     pauses: int = 0
 
 
@@ -138,30 +124,26 @@ class Audit:
     def __post_init__(self) -> None:
         # As requests are: what says nothing of an answer's quality is on neither side.
         self.server = _policy(self.server)
-        self._servers, self._standing = (
-            Whose(None, self.server.selector, self.server.asked_ratio),
-            _Standing(),
-        )
+        self._servers = Whose(None, self.server.selector, self.server.asked_ratio)
+        self._standing = _Standing()
         # Counted along: the metrics show it with each answer that is compared.
         self._own_states = Counter[AuditState]()
 
     def decide(self, fusion: FusionRequest, tenant: str) -> AuditDecision:
-        """What holds for the tenant's next such request.
-        Takes nothing: until one begins, the terms stay the same."""
+        """What holds for the tenant's next such request. Changes nothing."""
         is_servers = _policy(fusion) == self.server
         whose = self._servers if is_servers else Whose(tenant, fusion.selector, fusion.asked_ratio)
         # No entry is made: a request that is only explained must not push other terms out.
         known = self._find(whose) or _Standing()
         is_trial = known.state is AuditState.PROBATION
         share = max(LEAST_PROBATION, PROBATION_FACTOR * self.share) if is_trial else self.share
-        is_drawn = self._drawn(whose, known.number) < share
+        is_drawn = self._drawn(whose, known.num_requests) < share
         is_moved = is_drawn if is_trial else known.state is not AuditState.PAUSED
         return AuditDecision(whose, known.state, known.period, is_moved, is_drawn and is_moved)
 
     def begin(self, terms: AuditDecision) -> Change | None:
-        """A request on these terms was sent."""
         known = self._used(terms.whose)
-        known.number += 1
+        known.num_requests += 1
         # Only requests that were planned within the pause shorten it.
         if terms.period != known.period or known.state is not AuditState.PAUSED:
             return None
@@ -169,8 +151,7 @@ class Audit:
         return self._enter(terms.whose, known, AuditState.PROBATION) if known.left <= 0 else None
 
     def observe(self, terms: AuditDecision, agreement: float) -> Change | None:
-        """The answer to a sampled request was compared;
-        `agreement` is the share of its tokens that agree."""
+        """The answer to a sampled request was compared: this share of its tokens agrees."""
         known, is_below = self._find(terms.whose), agreement < self.target
         # None: the terms, or all of the tenant's, were forgotten while the answer was checked.
         if known is None or terms.period != known.period:
@@ -199,14 +180,18 @@ class Audit:
         return {state: self._own_states[state] for state in AuditState}
 
     def stats(self) -> dict[str, Any]:
-        """Of the server's terms and of the last used ones of tenants' own: state, answers compared
-        and below the target in that state, what is left of a pause."""
+        """Of the server's terms and of the last used ones of tenants' own."""
         return {
             "server": _told(self._servers, self._standing),
             "own_states": {state.value: number for state, number in self.own_states.items()},
             "own": [
                 {"tenant": whose.tenant, **_told(whose, known)}
-                for whose, known in self._last_used()
+                for whose, known in islice(
+                    chain.from_iterable(
+                        reversed(own.items()) for own in reversed(self._own.values())
+                    ),
+                    TOLD_TERMS,
+                )
             ],
         }
 
@@ -226,8 +211,7 @@ class Audit:
         return int.from_bytes(blake2b(data, digest_size=6).digest(), "little") / (1 << 48)
 
     def _used(self, whose: Whose) -> _Standing:
-        """Made where missing, and the last used one of its tenant,
-        who is the last one that used any."""
+        """Made where missing. It is its tenant's last used one, and he the last that used any."""
         if whose.tenant is None:
             return self._standing
         own = self._own.setdefault(whose.tenant, OrderedDict())
@@ -251,25 +235,15 @@ class Audit:
             self._own_states[known.state] -= 1
             self._own_states[state] += 1
         known.state, known.period = state, known.period + 1
-        # `number` goes on: from 0 each period would repeat the draws of the one before.
+        # `num_requests` goes on: from 0 each period would repeat the draws of the one before.
         known.evidence, known.samples, known.below = 0.0, 0, 0
         known.left = self.pause if state is AuditState.PAUSED else 0
         known.pauses += state is AuditState.PAUSED
         return change
 
-    def _last_used(self) -> Iterator[tuple[Whose, _Standing]]:
-        num_left = TOLD_TERMS
-        for own in reversed(self._own.values()):
-            for each in reversed(own.items()):
-                if not num_left:
-                    return
-                num_left -= 1
-                yield each
-
 
 def _policy(fusion: FusionRequest) -> FusionRequest:
-    """What decides how good the answer is: not where moving pays, nor the prompt's own recipe,
-    nor a ratio that nobody reads."""
+    """What decides an answer's quality: no price, no recipe, no ratio that nobody reads."""
     ratio = fusion.ratio if fusion.recomputes else 0.0
     return replace(fusion, ratio=ratio, recipe="", fresh=frozenset(), always=False)
 

@@ -1,4 +1,4 @@
-"""Transfers to or from a storage that are asked for and not done: how many may wait.
+"""Transfers of one kind, to or from a storage, that are asked for and not done: how many may wait.
 
 By number, by the seconds that they are estimated to take, where nobody knows these by bytes, and by
 the memory that they hold meanwhile. One is taken whatever its size.
@@ -12,18 +12,13 @@ from radix_ext.loading import LoadTimes
 
 
 class Bounds(NamedTuple):
-    """Of what waits."""
-
     num: int
     seconds: float
-    unknown_bytes: int
-    """Where nothing was transferred yet."""
+    unknown_bytes: int  # where nothing was transferred yet
     memory_bytes: int
 
 
 class Backlog:
-    """Of one kind of transfer."""
-
     def __init__(self, bounds: Bounds) -> None:
         self.bounds, self.times = bounds, LoadTimes()
         self.num = self.num_bytes = 0
@@ -34,7 +29,6 @@ class Backlog:
         return self.num + num <= self.bounds.num and (is_within or self.num + num == 1)
 
     def begin(self, num_bytes: int) -> None:
-        """One is asked for."""
         self.num, self.num_bytes = self.num + 1, self.num_bytes + num_bytes
 
     def end(self, num_bytes: int, seconds: float) -> None:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from radix_ext.cfo import Attention, Scored
-from radix_ext.sources import ChunkCopies
+from radix_ext.sources import ChunkCopies, CopyFacts
 from radix_ext.variant_index import VariantIndex
-from radix_ext.variants import Variant
+from radix_ext.variants import Identity, Variant
 
 
 class Waiting(NamedTuple):
@@ -25,8 +25,7 @@ class Waiting(NamedTuple):
 
     node: Any
     preprocessed: bool
-    scored: Scored
-    """How much is to be measured of it."""
+    scored: Scored  # how much is to be measured of it
 
 
 class CaptureQueue:
@@ -52,9 +51,8 @@ class CaptureQueue:
         max_tokens: Callable[[Scored], int],
         token_bytes: int,
     ) -> None:
-        self._token_bytes = token_bytes
         self._copies, self._store, self._len_of = copies, store, len_of
-        self._scored = scored
+        self._scored, self._token_bytes = scored, token_bytes
         self._max_waiting, self._max_tokens = max_waiting, max_tokens
         self._queue: deque[Waiting] = deque()
         self.num_dropped = self.num_without_room = 0
@@ -71,72 +69,60 @@ class CaptureQueue:
         something new.
 
         In place of a chunk that was moved, its latest copy: what it was moved from, if that is on
-        the device.
-
-        Args:
-            scored: how much is measured of them, or more where the server's own selector reads
-                more.
+        the device. `scored` is how much the request's selector reads.
         """
         scored = self.at_least(scored)
         for index in sorted(keep):
             if index >= len(chunks):
                 break
             node = chunks[index]
+            identity, facts = self._copies.identity_of(node), self._copies.facts_of(node)
             if not is_preprocessing and not self._copies.holds(node):
-                copies = self._copies.find(
-                    self._copies.identity_of(node), self._copies.facts_of(node).head, 1
-                )
-                node = copies[0] if copies else node
+                node = next(iter(self._copies.find(identity, facts.head, 1)), node)
+                facts = self._copies.facts_of(node)
+            if facts.is_waiting:
+                continue
             # Alone it has seen no neighbour.
-            entry = Waiting(
-                node, is_preprocessing and bool(self._copies.facts_of(node).prefix), scored
-            )
-            if self._copies.facts_of(node).is_waiting:
-                continue
-            if not self._is_wanted(entry):
-                self.num_without_room += entry.preprocessed and not self._is_stored(entry)
-                continue
-            if len(self._queue) >= self._max_waiting:
+            entry = Waiting(node, is_preprocessing and bool(facts.prefix), scored)
+            if identity is None or not self._is_wanted(entry, identity, facts):
+                is_stored = self._store.get(identity, facts.head, facts.prefix) is not None
+                self.num_without_room += entry.preprocessed and not is_stored
+            elif len(self._queue) >= self._max_waiting:
                 self.num_dropped += 1
-                continue
-            self._copies.facts_of(node).is_waiting = True
-            self._queue.append(entry)
+            else:
+                facts.is_waiting = True
+                self._queue.append(entry)
 
     def next_batch(self) -> list[Waiting]:
         """What comes first in the queue. Each counts as waiting until it is `put` or given up."""
         batch: list[Waiting] = []
         num_tokens = 0
         while self._queue:
-            node, _, scored = self._queue[0]
-            is_gone = not self._copies.holds(node)
-            end = num_tokens + (0 if is_gone else self._len_of(node))
-            if not is_gone and batch and end > self._max_tokens(scored):
-                break
-            entry = self._queue.popleft()
-            if is_gone:
+            entry = self._queue[0]
+            if not self._copies.holds(entry.node):
                 self.num_dropped += 1
+                self._queue.popleft()
                 continue
-            batch.append(entry)
-            num_tokens = end
+            num_tokens += self._len_of(entry.node)
+            if batch and num_tokens > self._max_tokens(entry.scored):
+                break
+            batch.append(self._queue.popleft())
         return batch
 
     def put(self, entry: Waiting, blob: Any, scores: Attention | None) -> bool:
         """The chunk is copied: into the store with it. Whether it is there."""
         facts, identity = self._copies.facts_of(entry.node), self._copies.identity_of(entry.node)
         facts.is_waiting, facts.scores = False, scores
-        assert identity is not None
-        return self._store.put(
-            identity,
-            Variant(
-                facts.prefix,
-                blob,
-                scores,
-                entry.preprocessed,
-                facts.head,
-                facts.start,
-                facts.outward,
-            ),
+        variant = Variant(
+            facts.prefix,
+            blob,
+            head=facts.head,
+            start=facts.start,
+            scores=scores,
+            outward=facts.outward,
+            preprocessed=entry.preprocessed,
         )
+        return self._store.put(identity, variant)
 
     def give_up(self, batch: Iterable[Waiting]) -> None:
         """These could not be copied. Another request may queue them again."""
@@ -148,7 +134,6 @@ class CaptureQueue:
         return max(scored, self._scored)
 
     def clear(self) -> None:
-        """Drop what waits."""
         self.give_up(self._queue)
         self._queue.clear()
 
@@ -161,16 +146,8 @@ class CaptureQueue:
             "no_room": self.num_without_room,
         }
 
-    def _is_stored(self, entry: Waiting) -> bool:
-        facts, identity = self._copies.facts_of(entry.node), self._copies.identity_of(entry.node)
-        return self._store.get(identity, facts.head, facts.prefix) is not None
-
-    def _is_wanted(self, entry: Waiting) -> bool:
-        identity = self._copies.identity_of(entry.node)
-        if identity is None or not self._copies.holds(entry.node):
-            return False
-        facts = self._copies.facts_of(entry.node)
-        return self._store.wants(
+    def _is_wanted(self, entry: Waiting, identity: Identity, facts: CopyFacts) -> bool:
+        return self._copies.holds(entry.node) and self._store.wants(
             identity,
             facts.head,
             facts.prefix,

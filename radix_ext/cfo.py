@@ -16,9 +16,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from math import exp, inf
+from typing import Any
 
 from radix_ext.chunk import ChunkId
 
@@ -29,10 +30,8 @@ class Scored(IntEnum):
     """How much of a variant's attention is measured. Each includes what comes before it."""
 
     NOTHING = 0
-    MASSES = 1
-    """What the chunk attends to: all that this module reads."""
-    ALL = 2
-    """Also what each of its tokens receives."""
+    MASSES = 1  # what the chunk attends to: all that this module reads
+    ALL = 2  # also what each of its tokens receives
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +46,7 @@ class Attention(ABC):
     inter: tuple[float, ...]
     """Per chunk of the variant's prefix: attention mass on that chunk,
     summed over this chunk's tokens (Cache-Craft eq. 3)."""
-    prefix_lens: tuple[int, ...]
-    """Tokens of each chunk of the prefix."""
+    prefix_lens: tuple[int, ...]  # tokens of each chunk of the prefix
     intra: float
     """Mass on earlier tokens of this chunk, a token's own position excluded (Cache-Craft eq. 4)."""
     head: float = field(default=0.0, kw_only=True)
@@ -76,6 +74,25 @@ class Attention(ABC):
     def scored(self) -> Scored:
         """How much of it there is."""
         return Scored.ALL
+
+
+@dataclass(eq=False, slots=True)
+class KvFacts:
+    """One chunk's KV: where it was computed, and what was measured of it."""
+
+    prefix: Prefix  # the chunks before it, in order
+    _: KW_ONLY
+    head: str = ""  # names the text before it that is no chunk: `text_before`
+    start: int = 0  # position of the first token
+    scores: Any = None  # an `Attention`. None: not measured
+    outward: Any = None
+    """Per token: attention beyond the chunk in the calibrated heads. None: not known."""
+    preprocessed = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it was computed after no chunk, and as an ordinary prefill does."""
+        return not (self.prefix or self.preprocessed)
 
 
 def prefix_overlap(
@@ -130,8 +147,7 @@ def adjusted_overlap(
 
 
 def inter_density(scores: Attention, *, other_head: bool = False) -> float:
-    """a-bar (eq. 9 and 10): sum over the prefix of inter / (n * prefix_len), n the chunk's tokens;
-    scores are layer means."""
+    """a-bar (eq. 9, 10): sum over the prefix of inter / (num_tokens * prefix_len); layer means."""
     parts = [*zip(scores.inter, scores.prefix_lens, strict=True)]
     if other_head and scores.head_len:
         parts.append((scores.head, scores.head_len))
@@ -177,8 +193,7 @@ def fix_overhead(
 
 
 def cfo(alpha: float, overhead: float, num_tokens: int) -> float:
-    """CFO (eq. 12): alpha * overhead, kept within [1 / num_tokens, 1].
-    Infinite `alpha` means 1, also where overhead is 0."""
+    """CFO (eq. 12): alpha * overhead, kept within [1 / num_tokens, 1]. 1 if `alpha` is infinite."""
     # `inf * 0` is NaN.
     return 1.0 if alpha == inf else min(1.0, max(1 / num_tokens, alpha * overhead))
 
@@ -224,24 +239,3 @@ def solve_alpha(overheads: Sequence[float], lens: Sequence[int], ratio: float) -
     # total(low) < target <= total(high), and between corners it is a straight line.
     low, high = corners[above - 1], corners[above]
     return low + (high - low) * (target - total(low)) / (total(high) - total(low))
-
-
-def best_variant(
-    candidates: Sequence[tuple[Prefix, Attention | None]],
-    prefix_new: Prefix,
-    *,
-    other_head: bool = False,
-) -> int:
-    """Index of the variant with the lowest CFO for this prompt (Cache-Craft 3.3), the first among
-    equals.
-
-    Raises:
-        ValueError: no candidates.
-    """
-    if not candidates:
-        raise ValueError("candidates must not be empty")
-    overheads = [
-        fix_overhead(prefix, scores, prefix_new, other_head=other_head)
-        for prefix, scores in candidates
-    ]
-    return overheads.index(min(overheads))

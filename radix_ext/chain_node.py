@@ -5,10 +5,13 @@ Any code may read a node, only `ChunkPrefixTree` and its parts write it. Packed 
 at 128 bytes.
 """
 
-from collections.abc import Iterator, Mapping
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import IntEnum
 
-from radix_ext.chunk import ChainId, ChunkId, extend_chain
+from radix_ext.chunk import ChainId, ChunkId
 
 PLAN_BITS = 32
 PLAN_MASK = (1 << PLAN_BITS) - 1
@@ -22,48 +25,27 @@ class Tier(IntEnum):
     DISK = 3
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ChainNode:
-    """One chunk after one chain.
+    """One chunk after one chain. A root's `chunk_id` is its namespace."""
 
-    `tiers` packs 2 bits per rank, `plans` a 32-bit count per rank. `children` is None, the only
-    child, or a dict: most nodes of a deep tree have one child, and a dict for each would be half of
-    the tree's memory. A root's `chunk_id` is its namespace.
-    """
+    chain: ChainId
+    chunk_id: ChunkId
+    num_tokens: int
+    parent: ChainNode | None
+    children: ChainNode | dict[ChunkId, ChainNode] | None = None
+    """None, the only child, or a dict: most nodes of a deep tree have one child, and a dict for
+    each would be half of the tree's memory."""
+    hits: int = 0
+    last_access: int = 0
+    promoted: bool = False
+    tiers: int = 0  # 2 bits per rank
+    plans: int = 0
+    """A 32-bit count per rank: requests under way whose chain passes through the node."""
+    newer: ChainNode = field(init=False)
+    older: ChainNode = field(init=False)
 
-    __slots__ = (
-        "chain",
-        "children",
-        "chunk_id",
-        "hits",
-        "last_access",
-        "newer",
-        "num_tokens",
-        "older",
-        "parent",
-        "plans",
-        "promoted",
-        "tiers",
-    )
-    children: "ChainNode | dict[ChunkId, ChainNode] | None"
-    newer: "ChainNode"
-    older: "ChainNode"
-
-    def __init__(
-        self, chain: ChainId, chunk_id: ChunkId, num_tokens: int, parent: "ChainNode | None"
-    ) -> None:
-        self.chain = chain
-        self.chunk_id = chunk_id
-        self.num_tokens = num_tokens
-        self.parent = parent
-        self.children = None
-        self.hits = 0
-        self.last_access = 0
-        self.promoted = False
-        self.tiers = 0
-        self.plans = 0
-        self.newer = self.older = self  # so that `LruList` unlinks a new node like any other
-
-    def child(self, chunk: ChunkId) -> "ChainNode | None":
+    def child(self, chunk: ChunkId) -> ChainNode | None:
         """The child for this chunk, held or planned."""
         children = self.children
         if type(children) is dict:
@@ -72,7 +54,7 @@ class ChainNode:
             return children  # type: ignore[return-value]
         return None
 
-    def child_nodes(self) -> tuple["ChainNode", ...]:
+    def child_nodes(self) -> tuple[ChainNode, ...]:
         """All children, in no promised order."""
         children = self.children
         if children is None:
@@ -88,10 +70,6 @@ class ChainNode:
         """Whether this rank (None: any) holds the node."""
         return bool(self.tiers & held_mask(rank))
 
-    def num_plans(self, rank: int) -> int:
-        """Requests under way on this rank whose chain passes through the node."""
-        return self.plans >> PLAN_BITS * rank & PLAN_MASK
-
     def held_by(self) -> Iterator[tuple[int, Tier]]:
         """(rank, tier) of every rank that holds the node."""
         rank, packed = 0, self.tiers  # read once: callers change tiers between ranks
@@ -100,7 +78,7 @@ class ChainNode:
                 yield rank, Tier(packed & 3)
             rank, packed = rank + 1, packed >> 2
 
-    def path(self) -> tuple["ChainNode", ...]:
+    def path(self) -> tuple[ChainNode, ...]:
         """The chain: nodes from below the root down to this one."""
         # A loop: chains of thousands of chunks exceed Python's limit of recursion.
         nodes, node = [], self
@@ -118,41 +96,3 @@ def held_mask(rank: int | None) -> int:
 def planned_mask(rank: int | None) -> int:
     """Bits of `ChainNode.plans` that say this rank (None: any) has the node planned."""
     return -1 if rank is None else PLAN_MASK << PLAN_BITS * rank
-
-
-def node_as_json(node: ChainNode, below: list[dict[str, object]]) -> dict[str, object]:
-    ranks: Mapping[str, str] = {str(rank): tier.name.lower() for rank, tier in node.held_by()}
-    return {
-        "chunk": node.chunk_id,
-        "tokens": node.num_tokens,
-        "hits": node.hits,
-        "promoted": node.promoted,
-        "planned": node.plans != 0,
-        "num_children": len(node.child_nodes()),
-        "ranks": ranks,
-        "children": below,
-    }
-
-
-def node_violations(node: ChainNode, parent: ChainNode) -> Iterator[str]:
-    name = f"node {node.chain:x} ({node.chunk_id})"
-    if node.parent is not parent or parent.child(node.chunk_id) is not node:
-        yield f"{name} and its parent do not point at each other"
-    if node.chain != extend_chain(parent.chain, node.chunk_id):
-        yield f"{name} has the chain id of another path"
-    if not node.tiers and not node.plans:
-        yield f"{name} is neither held nor planned"
-    # A root is neither held, planned nor used; what follows compares a node with its parent.
-    if parent.parent is None:
-        return
-    if node.last_access > parent.last_access:
-        yield f"{name} was used at {node.last_access}, after its parent at {parent.last_access}"
-    for rank, _ in node.held_by():
-        if not parent.is_held(rank):
-            yield f"{name} is held by rank {rank} but its parent is not"
-    for rank in range(node.plans.bit_length() // PLAN_BITS + 1):
-        if node.num_plans(rank) > parent.num_plans(rank):
-            yield (
-                f"{name} has {node.num_plans(rank)} plans on rank {rank} but its parent"
-                f" {parent.num_plans(rank)}"
-            )

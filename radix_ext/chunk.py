@@ -27,8 +27,7 @@ costs speed and never correctness."""
 
 _FUSED = "fused:"
 
-_MASK_60 = (1 << 60) - 1
-"""Up to here an integer takes 32 bytes, above 48."""
+_MASK_60 = (1 << 60) - 1  # up to here an integer takes 32 bytes, above 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +71,11 @@ def chunk_id(token_ids: Sequence[int]) -> ChunkId:
 
 
 def fused_chunk(recipe: str, chunk: ChunkId) -> ChunkId:
-    """The global tree's name of a chunk whose KV is approximate and was made by `recipe`.
-    No chunk has it for an id."""
+    """A chunk in the global tree whose KV `recipe` has made. No chunk has that for an id."""
     return ChunkId(f"{_FUSED}{_named(recipe)}:{chunk}")
 
 
 def is_fused_chunk(chunk: ChunkId) -> bool:
-    """Whether the name is one of `fused_chunk`."""
     return chunk.startswith(_FUSED)
 
 
@@ -115,8 +112,7 @@ def extend_chain(chain: ChainId, chunk: ChunkId) -> ChainId:
 
 
 def leading_area(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The first chunk area of a prompt: the spans that follow each other without a gap,
-    from the first on."""
+    """The first chunk area: the spans from the first on that follow each other without a gap."""
     length = 1 if spans else 0
     while length < len(spans) and spans[length].start == spans[length - 1].end:
         length += 1

@@ -1,9 +1,8 @@
-"""The nodes of a tree, by path below the root of their namespace and by chain id. It knows no rank
-and no order of use."""
+"""A tree's nodes, by path and by chain id. It knows no rank and no order of use."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from radix_ext.chain_node import ChainNode, node_violations
+from radix_ext.chain_node import ChainNode
 from radix_ext.chunk import ChainId, Chunk, ChunkId, extend_chain, root_chain
 
 
@@ -12,8 +11,7 @@ class ChunkTrie:
 
     def __init__(self) -> None:
         self._roots: dict[str, ChainNode] = {}
-        self.by_chain: dict[ChainId, ChainNode] = {}
-        """Only the trie changes it."""
+        self.by_chain: dict[ChainId, ChainNode] = {}  # only the trie changes it
         self.num_collisions = 0
         """Chunks without a node, since another path's node has their chain id."""
 
@@ -45,8 +43,7 @@ class ChunkTrie:
         return path
 
     def descend(self, node: ChainNode, chunks: Sequence[Chunk]) -> list[ChainNode]:
-        """The nodes of these chunks below `node`, made where missing.
-        Ends early where a chain id collides."""
+        """These chunks' nodes below `node`, made where missing, until a chain id collides."""
         path = []
         for chunk in chunks:
             child = node.child(chunk.id) or self._create(node, chunk)
@@ -57,7 +54,6 @@ class ChunkTrie:
         return path
 
     def remove(self, node: ChainNode) -> None:
-        """Unlink a leaf."""
         assert node.children is None
         assert node.parent is not None
         del self.by_chain[node.chain]
@@ -73,22 +69,6 @@ class ChunkTrie:
             if parent.parent is None:
                 del self._roots[parent.chunk_id]
 
-    def violations(self) -> Iterator[str]:
-        """What contradicts itself in the nodes and between them. O(nodes)."""
-        reached: set[ChainId] = set()
-        pending = list(self._roots.values())
-        for namespace, root in self._roots.items():
-            if root.children is None or root.chain != root_chain(namespace):
-                yield f"root {namespace!r} is empty or misnamed"
-        while pending:
-            parent = pending.pop()
-            for node in parent.child_nodes():
-                reached.add(node.chain)
-                pending.append(node)
-                yield from node_violations(node, parent)
-        if reached != self.by_chain.keys():
-            yield f"{len(reached)} nodes are below the roots but {len(self.by_chain)} are indexed"
-
     def _create(self, parent: ChainNode, chunk: Chunk) -> ChainNode | None:
         chain = extend_chain(parent.chain, chunk.id)
         # Another path's node has the id: without its entry it could be neither found nor trimmed.
@@ -96,6 +76,7 @@ class ChunkTrie:
             self.num_collisions += 1
             return None
         node = self.by_chain[chain] = ChainNode(chain, chunk.id, chunk.num_tokens, parent)
+        node.newer = node.older = node  # so that `LruList` unlinks a new node like any other
         siblings = parent.children
         if siblings is None:
             parent.children = node

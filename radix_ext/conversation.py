@@ -1,23 +1,24 @@
 """What earlier turns of a conversation looked like as tokens, so that turn t is token for token a
 prefix of turn t+1.
 
-The client sends all messages every time. A stored turn is used only where the running hash of the
-client's own messages says that both mean the same history: an edit, a retry or a branch simply
-agrees on fewer turns, and a guessed id on none. Where less agrees (the questions, with the answers
-or without), a turn still tells which chunks it has shown.
+A stored turn is used only where the running hash of the client's own messages, which it always
+sends, says that both mean the same history: an edit, a retry or a branch agrees on fewer turns, and
+a guessed id on none. Where less agrees (the questions, with the answers or without), a turn still
+tells which chunks it has shown.
 
 ```
 tokens of turn t+1:  [lead 1][body 1][lead 2][body 2] … [lead t][body t] | new
 ```
-Time is passed in as `now` (seconds on any one clock), never read. Prompts and answers are kept as
-ids, never as text.
+`now` is in seconds, on any one clock. Prompts and answers are kept as ids, never as text.
 """
+
+from __future__ import annotations
 
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal, NamedTuple, get_args
 
@@ -25,21 +26,17 @@ from radix_ext.chunk import ChunkId, Span
 from radix_ext.errors import MessageError, check_at_least, check_choice
 
 ShownPolicy = Literal["kept", "paper"]
-SHOWN_POLICIES: tuple[ShownPolicy, ...] = get_args(ShownPolicy)
 
 _IDS_PER_TURN = 230  # a turn and its places in the map are about 920 bytes besides its tokens
 _IDS_PER_SPAN = 40  # a span is about 160 bytes, an id 4
 _IDS_PER_SEEN = 20  # an entry of a set of shared strings, about 80 bytes
-_MAX_HEADS = (
-    # of one conversation: a head that changes with every turn must not fill the map with copies of
-    # its history
-    4
-)
+# Of one conversation: a head that changes with every turn must not fill the map with copies of its
+# history.
+_MAX_HEADS = 4
 
 
 class ConversationKey(NamedTuple):
-    """The owner of a conversation and its id.
-    All four must match, so a guessed id reads no history."""
+    """All four must match, so a guessed id reads no history."""
 
     api_key: str
     tenant: str
@@ -48,38 +45,27 @@ class ConversationKey(NamedTuple):
 
 
 class Home(NamedTuple):
-    """Who has served a turn: its tokens, and all before them in its prompt,
-    are in this rank's cache."""
+    """Whose cache has a turn's tokens, and all before them in its prompt."""
 
     rank: int
-    epoch: int
-    """Of the rank's cache."""
-    start: int
-    """Tokens before the turn in that prompt.
-    A turn that stands elsewhere is of no use to the rank."""
+    epoch: int  # of the rank's cache
+    start: int  # tokens before the turn in that prompt: elsewhere it is of no use to the rank
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn, finished or not.
+    """One turn, finished or not."""
 
-    `num_messages` and `messages_hash` describe all messages up to and including this turn's answer,
-    `found_by` are hashes of less, by which others find out what it has shown; `lead_ids` are the
-    template's tokens that join it to the turn before; `body_ids` (array 'i') are chunks, question,
-    template and answer; `spans` are relative to the body; `seen` is every chunk shown so far, turns
-    that have left included; `tag` is the caller's own; `home` is who served it, None where nobody
-    is known to have kept it.
-    """
-
-    num_messages: int
-    messages_hash: str
-    lead_ids: "array[int]"
-    body_ids: "array[int]"
-    spans: tuple[Span, ...]
-    seen: frozenset[ChunkId]
-    tag: str = ""
+    num_messages: int  # up to and including this turn's answer
+    messages_hash: str  # of these
+    lead_ids: array[int]  # the template's tokens that join it to the turn before
+    body_ids: array[int]  # 'i': chunks, question, template and answer
+    spans: tuple[Span, ...]  # relative to the body
+    seen: frozenset[ChunkId]  # every chunk shown so far, turns that have left included
+    tag: str = ""  # the caller's own
     found_by: tuple[str, ...] = ()
-    home: Home | None = None
+    """Hashes of less than all messages, by which others find out what it has shown."""
+    home: Home | None = None  # None: nobody is known to have kept it
 
     @property
     def chunks(self) -> frozenset[ChunkId]:
@@ -88,13 +74,11 @@ class Turn:
 
     @property
     def num_tokens(self) -> int:
-        """Lead and body."""
         return len(self.lead_ids) + len(self.body_ids)
 
     @property
     def cost(self) -> int:
-        """What it takes to keep, in token ids of 4 bytes:
-        turn, spans and seen chunks are objects."""
+        """What it takes to keep, objects included, in token ids of 4 bytes."""
         return (
             self.num_tokens
             + _IDS_PER_TURN
@@ -107,29 +91,26 @@ class Turn:
 class _Stored:
     key: ConversationKey
     turn: Turn
-    before: "_Stored | None"
+    before: _Stored | None
     """The turn that its prompt shows before it. None: the prompt begins with it."""
     last_access: float = 0.0
     num_ways: int = 0
-    """Turns that follow it, and places in the map by which it is found.
-    Without any it is forgotten."""
+    """Turns that follow it, and places by which it is found. Without any it is forgotten."""
 
-    def path(self) -> "list[_Stored]":
+    def path(self) -> Iterator[_Stored]:
         """This turn and those before it, newest first."""
-        path: list[_Stored] = []
         stored: _Stored | None = self
         while stored is not None:
-            path.append(stored)
+            yield stored
             stored = stored.before
-        return path
 
 
 @dataclass(slots=True)
 class _Conversation:
-    by_head: OrderedDict[str, dict[str, _Stored]]
-    """By the hash of what came before the first question, then by that of the turn;
-    the head used last is last."""
-    found_by: dict[str, _Stored]
+    by_head: OrderedDict[str, dict[str, _Stored]] = field(default_factory=OrderedDict)
+    """By the hash of what came before the first question, the last used one last; then by that of
+    the turn."""
+    found_by: dict[str, _Stored] = field(default_factory=dict)
 
 
 class ConversationMap:
@@ -138,9 +119,9 @@ class ConversationMap:
 
     A finished turn is found by its conversation and its hash, and leads to the turns before it,
     which never change. So histories that part share what they have in common, and other messages
-    under an owner's id take room, as under any id, but nothing of his. Any turn is found by what it
-    names, the last to come of several. What can no longer be found is forgotten; beyond a bound the
-    least recently used turns go, a history's last one first.
+    under an owner's id take room but nothing of his. Any turn is found by what it names, the last
+    to come of several. What can no longer be found is forgotten; beyond a bound the least recently
+    used turns go, a history's last one first.
 
     Raises:
         LimitError: a bound below 1, or a negative idle_s.
@@ -150,21 +131,21 @@ class ConversationMap:
         check_at_least("max_conversations", max_conversations, 1)
         check_at_least("max_tokens", max_tokens, 1)
         check_at_least("idle_s", idle_s, 0)
-        self.max_conversations = max_conversations
-        self.max_tokens = max_tokens
+        self.max_conversations, self.max_tokens = max_conversations, max_tokens
         self.idle_s = idle_s
         self._found: dict[ConversationKey, _Conversation] = {}
         # Least recently used first. A turn is used with all before it and goes in front of them:
         # none leaves before its own.
         self._by_use: OrderedDict[_Stored, None] = OrderedDict()
-        self._num_tokens = 0
+        self.num_tokens = 0
+        """Token ids in store, with what turns, spans and seen chunks weigh (`Turn.cost`)."""
 
     def agree(self, key: ConversationKey, hashes: Sequence[str], now: float) -> tuple[Turn, ...]:
-        """The history of the last turn whose hash is among the client's.
+        """The history of the last turn whose hash is among the client's, the `running_hashes` of
+        its head and its messages. Empty if nothing is stored or nothing agrees.
 
-        `hashes` are the `running_hashes` of the client's head and its messages. The history may
-        begin in mid-conversation, its oldest turns having left for overflow: each hash covers
-        everything before it. Empty if nothing is stored or nothing agrees.
+        It may begin in mid-conversation, its oldest turns having left for overflow: each hash
+        covers everything before it.
         """
         self._forget_idle(now)
         conversation = self._found.get(key)
@@ -213,24 +194,16 @@ class ConversationMap:
         self._keep_bounds(now)
 
     def keep(self, key: ConversationKey, turn: Turn, now: float) -> None:
-        """Store a turn that has no answer that could be history:
-        it is found by what it names alone."""
+        """Store a turn whose answer cannot be history: only what it names finds it."""
         if turn.cost <= self.max_tokens:
             self._use(self._add(key, turn, None, None), now)
         self._keep_bounds(now)
 
     @property
-    def num_tokens(self) -> int:
-        """Token ids in store, with what turns, spans and seen chunks weigh (`Turn.cost`)."""
-        return self._num_tokens
-
-    @property
     def num_turns(self) -> int:
-        """Turns in store."""
         return len(self._by_use)
 
     def __len__(self) -> int:
-        """Conversations in store."""
         return len(self._found)
 
     def _use(self, last: _Stored, now: float) -> None:
@@ -245,8 +218,8 @@ class ConversationMap:
         if before is not None:
             before.num_ways += 1
         self._by_use[stored] = None
-        self._num_tokens += turn.cost
-        conversation = self._found.setdefault(key, _Conversation(OrderedDict(), {}))
+        self.num_tokens += turn.cost
+        conversation = self._found.setdefault(key, _Conversation())
         for name in turn.found_by:
             self._place(conversation.found_by, name, stored)
         if head is not None:
@@ -271,23 +244,24 @@ class ConversationMap:
             if stored.num_ways:
                 return
             del self._by_use[stored]
-            self._num_tokens -= stored.turn.cost
+            self.num_tokens -= stored.turn.cost
             stored = stored.before
 
     def _keep_bounds(self, now: float) -> None:
-        # What was just stored is the most recent, and fits by itself, so it stays.
-        while len(self._found) > self.max_conversations or self._num_tokens > self.max_tokens:
+        # What was just stored is the last used, and fits by itself, so it stays.
+        while len(self._found) > self.max_conversations or self.num_tokens > self.max_tokens:
             self._forget(next(iter(self._by_use)))
         self._forget_idle(now)
 
     def _forget(self, stored: _Stored) -> None:
         """Take it out of the map, as nothing follows it."""
         conversation = self._found[stored.key]
-        name = stored.turn.messages_hash
         places = [(conversation.found_by, name) for name in stored.turn.found_by]
-        for turns, place in [*places, *((turns, name) for turns in conversation.by_head.values())]:
-            if turns.get(place) is stored:  # another turn may be found there by now
-                del turns[place]
+        by_hash = stored.turn.messages_hash
+        places += [(turns, by_hash) for turns in conversation.by_head.values()]
+        for turns, name in places:
+            if turns.get(name) is stored:  # another turn may be found there by now
+                del turns[name]
                 self._release(stored)
         for head in [head for head, turns in conversation.by_head.items() if not turns]:
             del conversation.by_head[head]
@@ -303,7 +277,7 @@ class ConversationMap:
 
 
 def _history(last: _Stored) -> tuple[Turn, ...]:
-    return tuple(stored.turn for stored in reversed(last.path()))
+    return tuple(stored.turn for stored in reversed([*last.path()]))
 
 
 def running_hashes(messages: Sequence[Mapping[str, object]], *, after: str = "") -> tuple[str, ...]:
@@ -337,8 +311,7 @@ def running_hashes(messages: Sequence[Mapping[str, object]], *, after: str = "")
 
 
 def keep_recent(turns: Sequence[Turn], num_tokens_budget: int) -> tuple[Turn, ...]:
-    """Drop the oldest turns until the others fit the budget (CRAFT 4.3 says why that is safe);
-    maybe all of them."""
+    """The last turns that fit the budget, maybe none (CRAFT 4.3 says why that is safe)."""
     num_tokens, first = 0, len(turns)
     while first and num_tokens + turns[first - 1].num_tokens <= num_tokens_budget:
         first -= 1
@@ -353,7 +326,7 @@ def shown(turns: Sequence[Turn], policy: ShownPolicy) -> frozenset[ChunkId]:
     Raises:
         PolicyError: unknown policy.
     """
-    check_choice("policy", policy, SHOWN_POLICIES)
+    check_choice("policy", policy, get_args(ShownPolicy))
     if policy == "paper":
         return turns[-1].seen if turns else frozenset()
     return frozenset[ChunkId]().union(*(turn.chunks for turn in turns))

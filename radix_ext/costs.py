@@ -23,25 +23,16 @@ from typing import NamedTuple
 class Phase(StrEnum):
     """What takes time before the first token."""
 
-    EXTEND = "extend"
-    """SGLang's prefill of what is not cached."""
-    RECOMPUTE = "recompute"
-    """The pass over critical tokens and gaps."""
-    QUESTION = "question"
-    """The question's window over all that is moved."""
-    DEVIATION = "deviation"
-    """The promised region through the first layers."""
-    DEVICE = "device"
-    """Moves within the device."""
-    HOST = "host"
-    """Moves from host memory, a call a chunk."""
-    LOAD = "load"
-    """Exact chains from host memory, a call a forward."""
+    EXTEND = "extend"  # SGLang's prefill of what is not cached
+    RECOMPUTE = "recompute"  # the pass over critical tokens and gaps
+    QUESTION = "question"  # the question's window over all that is moved
+    DEVIATION = "deviation"  # the promised region through the first layers
+    DEVICE = "device"  # moves within the device
+    HOST = "host"  # moves from host memory, a call a chunk
+    LOAD = "load"  # exact chains from host memory, a call a forward
 
 
 class Work(NamedTuple):
-    """What one phase does."""
-
     calls: float = 0
     tokens: float = 0
     pairs: float = 0
@@ -55,12 +46,10 @@ class Line(NamedTuple):
     attended: float = 0.0
 
     def seconds(self, work: Work) -> float:
-        """An estimate."""
         return self.fixed * work.calls + self.each * work.tokens + self.attended * work.pairs
 
 
-Costs = Mapping[Phase, Line]
-"""One line of each phase."""
+Costs = Mapping[Phase, Line]  # one line of each phase
 
 NOMINAL: Costs = {
     Phase.EXTEND: Line(each=1.0),
@@ -76,8 +65,7 @@ moving costs nearly nothing, from the host twice as much."""
 
 
 def extend_work(start: int, end: int, *, piece: int | None = None) -> Work:
-    """SGLang's prefill of positions `[start, end)` over all before them, `piece` tokens a call;
-    None: all in one."""
+    """SGLang's prefill of positions `[start, end)`, `piece` tokens a call; None: all in one."""
     num_tokens = end - start
     # Token p, counted from 0, attends to p + 1 keys.
     calls = -(-num_tokens // piece) if piece else num_tokens > 0
@@ -85,8 +73,7 @@ def extend_work(start: int, end: int, *, piece: int | None = None) -> Work:
 
 
 def through(share: float, num_tokens: int, num_keys: int) -> Work:
-    """A pass of tokens over so many keys, through a share of the model's layers.
-    None without tokens."""
+    """A pass of tokens over so many keys, through a share of the model's layers."""
     return Work(num_tokens > 0, share * num_tokens, share * num_tokens * num_keys)
 
 
@@ -101,7 +88,6 @@ def copied_within(costs: Costs, seconds: float) -> int | None:
 
 
 def seconds(costs: Costs, works: Mapping[Phase, Work]) -> float:
-    """What all of it takes."""
     return sum(costs[phase].seconds(work) for phase, work in works.items())
 
 
@@ -109,8 +95,7 @@ EXPLORATION_PERIOD = 32
 """Of the moves and loads that are estimated not to pay one in so many is made: what never runs is
 never observed, and what was measured while the machine was busy would look dear for ever. It costs
 a hundredth or two of the time."""
-MEMORY = 64
-"""Observations of a phase that count, about."""
+MEMORY = 64  # observations of a phase that count, about
 PRIOR = 4.0
 """Observations that the measurements made at the start stand for, however many they are; fewer the
 more there are of others: a tenth of it decides where those say nothing."""
@@ -127,33 +112,24 @@ def explores(num_refused: int) -> bool:
 
 @dataclass(slots=True)
 class _Sums:
-    """The normal equations of a fit: `gram` x = `right`, weighted."""
+    """The normal equations of a fit, weighted. The right side is the last column."""
 
-    gram: list[list[float]] = field(default_factory=lambda: [[0.0] * 3 for _ in range(3)])
-    right: list[float] = field(default_factory=lambda: [0.0] * 3)
+    rows: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(3)])
     weight: float = 0.0
 
     def add(self, work: Work, seconds: float) -> None:
         # Over `seconds`, for a relative error: else long forwards alone would decide the line.
         row = [part / seconds for part in work]
-        for i, x in enumerate(row):
-            self.right[i] += x
-            for j, y in enumerate(row):
-                self.gram[i][j] += x * y
+        for sums, x in zip(self.rows, row, strict=True):
+            sums[:] = [old + x * y for old, y in zip(sums, (*row, 1.0), strict=True)]
         self.weight += 1
 
-    def scale(self, by: float) -> None:
-        self.weight *= by
-        self.right = [by * x for x in self.right]
-        self.gram = [[by * x for x in row] for row in self.gram]
-
     def plus(self, other: _Sums, share: float) -> _Sums:
-        gram = [
-            [x + share * y for x, y in zip(*rows, strict=True)]
-            for rows in zip(self.gram, other.gram, strict=True)
+        rows = [
+            [x + share * y for x, y in zip(*both, strict=True)]
+            for both in zip(self.rows, other.rows, strict=True)
         ]
-        right = [x + share * y for x, y in zip(self.right, other.right, strict=True)]
-        return _Sums(gram, right, self.weight + share * other.weight)
+        return _Sums(rows, self.weight + share * other.weight)
 
 
 class CostModel:
@@ -166,8 +142,7 @@ class CostModel:
         self._errors: dict[Phase, deque[float]] = {
             phase: deque(maxlen=4 * MEMORY) for phase in Phase
         }
-        self._mean_work = Work()
-        """Of the prefills observed, as they are forgotten."""
+        self._mean_work = Work()  # of the prefills observed, as they are forgotten
         self.num_observed = dict.fromkeys(Phase, 0)
 
     def measure(self, phase: Phase, work: Work, seconds: float) -> None:
@@ -184,7 +159,8 @@ class CostModel:
         if phase is Phase.EXTEND:
             parts = zip(self._mean_work, work, strict=True)
             self._mean_work = Work(*(old + (new - old) / MEMORY for old, new in parts))
-        self._observed[phase].scale(1 - 1 / MEMORY)  # so weights sum up to `MEMORY` at most
+        # Older ones count less and less, so that weights sum up to `MEMORY` at most.
+        self._observed[phase] = _Sums().plus(self._observed[phase], 1 - 1 / MEMORY)
         self._observed[phase].add(work, seconds)
         self.num_observed[phase] += 1
 
@@ -205,8 +181,7 @@ class CostModel:
         return dict(self._costs)
 
     def _pace(self) -> float:
-        """What prefill takes now over what it took at the start:
-        for the work observed, by either line."""
+        """What prefill takes now, of what it took at the start, for the work observed."""
         measured, observed = (
             _solve(sums[Phase.EXTEND]) for sums in (self._measured, self._observed)
         )
@@ -216,8 +191,7 @@ class CostModel:
         return now / before if before > 0 and now > 0 else 1.0
 
     def stats(self) -> dict[str, dict[str, float | None]]:
-        """By phase: the line in seconds, and the relative error of its estimates,
-        median and 90th percentile of the last 256."""
+        """By phase: the line in seconds, and the relative error of its last 256 estimates."""
         return {
             phase.value: {
                 **line._asdict(),
@@ -229,50 +203,42 @@ class CostModel:
 
 
 def _solve(sums: _Sums) -> Line:
-    """The non-negative coefficients with the least error:
-    of every subset of them, the best that needs no constraint."""
-    best, least = (
-        Line(),
-        0.0,
-    )  # all zero: an error of 1 each, from which the others are told apart by what they take away
+    """The non-negative line of least error: of every subset the best without constraint."""
+    # All zero is an error of 1 each, from which the others are told apart by what they take away.
+    best, least = Line(), 0.0
     # Least squares over all coefficients, with negative ones set to 0, is not the best such line.
     for size in (1, 2, 3):
         for chosen in combinations(range(3), size):
-            found = _gauss(
-                [[sums.gram[i][j] for j in chosen] for i in chosen], [sums.right[i] for i in chosen]
-            )
+            found = _gauss([[sums.rows[i][j] for j in (*chosen, -1)] for i in chosen])
             if found is None or min(found) < 0:
                 continue
-            gained = sum(x * sums.right[i] for x, i in zip(found, chosen, strict=True))
+            gained = sum(x * sums.rows[i][-1] for x, i in zip(found, chosen, strict=True))
             if gained > least * (1 + 1e-9):  # rounding alone chooses no larger subset
                 line = dict(zip(chosen, found, strict=True))
                 best, least = Line(*(line.get(i, 0.0) for i in range(3))), gained
     return best
 
 
-def _gauss(matrix: list[list[float]], right: Sequence[float]) -> list[float] | None:
+def _gauss(matrix: Sequence[Sequence[float]]) -> list[float] | None:
     """The solution of a small symmetric system. None: it has none, within rounding."""
-    size = len(right)
+    size = len(matrix)
     # To a diagonal of 1, which makes the bound on pivots relative: pairs exceed calls by far.
-    scale = [matrix[i][i] ** 0.5 for i in range(size)]
+    scale = [row[i] ** 0.5 for i, row in enumerate(matrix)]
     if min(scale) == 0:
         return None
     rows = [
-        [*(x / (scale[i] * s) for x, s in zip(row, scale, strict=True)), b / scale[i]]
-        for i, (row, b) in enumerate(zip(matrix, right, strict=True))
+        [x / (scale[i] * s) for x, s in zip(row, (*scale, 1.0), strict=True)]
+        for i, row in enumerate(matrix)
     ]
-    for i in range(size):
-        if rows[i][i] < 1e-9:  # positive definite, so the diagonal is the pivot
+    for i, row in enumerate(rows):
+        if row[i] < 1e-9:  # positive definite, so the diagonal is the pivot
             return None
         for below in rows[i + 1 :]:
-            factor = below[i] / rows[i][i]
-            for j in range(i, size + 1):
-                below[j] -= factor * rows[i][j]
+            factor = below[i] / row[i]
+            below[:] = [x - factor * y for x, y in zip(below, row, strict=True)]
     found = [0.0] * size
-    for i in reversed(range(size)):
-        found[i] = (rows[i][size] - sum(rows[i][j] * found[j] for j in range(i + 1, size))) / rows[
-            i
-        ][i]
+    for i, row in reversed([*enumerate(rows)]):
+        found[i] = (row[-1] - sum(row[j] * found[j] for j in range(i + 1, size))) / row[i]
     return [x / s for x, s in zip(found, scale, strict=True)]
 
 

@@ -1,16 +1,5 @@
 """Everything this package raises on purpose.
 
-```
-ValueError
-└── CallerError              the caller passed something wrong; HTTP 400 at the edge
-    ├── ChunkError           a chunk without tokens, no 32-bit token id, a duplicate in a request
-    ├── SpanError            spans that overlap, run backwards or leave the prompt
-    ├── LimitError           a number outside its range (window, threshold, capacity, rank, budget)
-    ├── PolicyError          a policy name that does not exist
-    └── MessageError         a message that is no JSON object
-RuntimeError
-└── IntegrityError           our own bug: every violated invariant, with its numbers, in one message
-```
 A chain that a tree does not know is no error: mirrors lag, so such notices are ignored and counted.
 """
 
@@ -18,12 +7,12 @@ from collections.abc import Iterable, Sequence
 
 
 class CallerError(ValueError):
-    """What the caller passed cannot be served;
-    the message names the argument, the limit and the value."""
+    """What the caller passed cannot be served, HTTP 400 at the edge. The message names the
+    argument, the limit and the value."""
 
 
 class ChunkError(CallerError):
-    """A chunk that cannot be one."""
+    """A chunk without tokens, no 32-bit token id, a duplicate in a request."""
 
 
 class SpanError(CallerError):
@@ -31,7 +20,7 @@ class SpanError(CallerError):
 
 
 class LimitError(CallerError):
-    """A number outside its range."""
+    """A number outside its range: window, threshold, capacity, rank, budget."""
 
 
 class PolicyError(CallerError):
@@ -39,11 +28,12 @@ class PolicyError(CallerError):
 
 
 class MessageError(CallerError):
-    """A conversation message that cannot be hashed."""
+    """A conversation message that is no JSON object."""
 
 
 class IntegrityError(RuntimeError):
-    """A data structure contradicts itself. `violations` holds one line per contradiction."""
+    """Our own bug: a data structure contradicts itself. `violations` has one line per
+    contradiction, with its numbers."""
 
     def __init__(self, violations: Iterable[str]) -> None:
         self.violations = tuple(violations)

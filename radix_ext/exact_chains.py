@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from radix_ext.cfo import Prefix
 from radix_ext.chunk import ChainId
@@ -28,24 +28,33 @@ from radix_ext.variant_index import VariantIndex
 from radix_ext.variants import Identity, Variant
 
 
+class ChainPlace(NamedTuple):
+    """What a node of a chain is."""
+
+    chain_key: Any
+    before: Any  # the chain key of what is before it. None: it is the tokens before the first chunk
+    above: ChainId
+    """What is before it, as `chain` names it. Of those tokens: what is before the first chunk."""
+    start: int
+    identity: Identity
+    head: str
+    prefix: Prefix
+
+
 @dataclass(eq=False, kw_only=True)
 class ChainVariant(Variant):
     """One chunk after one particular chain, or the tokens before the first chunk."""
 
+    # As in `ChainPlace`, which has the others, too.
     identity: Identity
     chain_key: Any
     before: Any
-    """The chain key of what is before it. None: it is the tokens before the first chunk."""
     above: ChainId
-    """What is before it, as `chain` names it. Of those tokens: what is before the first chunk."""
     chain: ChainId | None = None
     """Its own, if an exact request may come to it: what is before it is here, or on the device."""
-    node: Any = None
-    """The chunk's on the device, where it is."""
-    hits: int = 0
-    """Requests that found it cached exactly; `num_uses` has its moves, too."""
-    is_here: bool = True
-    """False: its KV is on its way from a slower tier."""
+    node: Any = None  # the chunk's on the device, where it is
+    hits: int = 0  # requests that found it cached exactly; `num_uses` has its moves, too
+    is_here: bool = True  # False: its KV is on its way from a slower tier
     is_exact: bool = True
 
 
@@ -57,8 +66,7 @@ class ChainCounts:
     loaded_tokens: int = 0
     evicted_tokens: int = 0
     loads: int = 0
-    no_room: int = 0
-    """Loads that were cut short, or not made, because the device had no room."""
+    no_room: int = 0  # loads that were cut short, or not made, because the device had no room
     missed: int = 0
     """Nodes that left the device before they were saved, or did not fit, or whose copy failed."""
 
@@ -118,47 +126,28 @@ class ExactChains(Generic[Node, Blob]):
         slots = self.pool.alloc(num_tokens)
         return None if slots is None else self._create_slots(self.pool, slots, self._slots)
 
-    def add(
-        self,
-        chain_key: Hashable,
-        before: Hashable,
-        above: ChainId,
-        start: int,
-        num_tokens: int,
-        identity: Identity,
-        head: str,
-        prefix: Prefix,
-    ) -> Node | None:
+    def add(self, place: ChainPlace, num_tokens: int) -> Node | None:
         """A node whose slots hold nothing yet, in no index until `keep`. None: it does not fit
         beside what precedes it, it is behind a gap and nothing is free, or another chain of the
         same name is here."""
-        old = self.index.get(identity, head, prefix)
+        old = self.index.get(place.identity, place.head, place.prefix)
         if old is not None and old.is_exact:
             return None
-        preceding, node = list[Node](), self._nodes.get(before)
+        preceding, node = list[Node](), self._nodes.get(place.before)
         while node is not None:  # without it nobody would come to the new one
             node.blob.hold()
             preceding.append(node)
             node = self._nodes.get(node.before)
         # behind a gap nothing leaves for it
-        is_wanted = not prefix or preceding or num_tokens <= self.pool.num_free
+        is_wanted = not place.prefix or preceding or num_tokens <= self.pool.num_free
         blob = self.room(num_tokens) if is_wanted else None
         for node in preceding:
             node.blob.let_go()
         if blob is None:
             return None
-        if before is not None:
-            self._below[above][chain_key] = None
-        host = self._nodes[chain_key] = self._create_node(
-            prefix=prefix,
-            blob=blob,
-            head=head,
-            start=start,
-            identity=identity,
-            chain_key=chain_key,
-            before=before,
-            above=above,
-        )
+        if place.before is not None:
+            self._below[place.above][place.chain_key] = None
+        host = self._nodes[place.chain_key] = self._create_node(blob=blob, **place._asdict())
         return host
 
     def keep(self, host: Node) -> bool:
@@ -168,8 +157,26 @@ class ExactChains(Generic[Node, Blob]):
             self.drop(host)
         return is_kept
 
+    def claim(self, place: ChainPlace, num_tokens: int) -> Node | None:
+        """A node with held slots, for KV that is on its way from a slower tier: `released`, then
+        `came` or `drop` follow. None: as `add`."""
+        host = self.add(place, num_tokens)
+        if host is not None:
+            host.is_here = False
+            host.blob.hold()
+        return host
+
+    def released(self, host: Node) -> bool:
+        """Nobody else reads or writes its slots any more. Whether the node is still here."""
+        host.blob.let_go()
+        return self._nodes.get(host.chain_key) is host
+
+    def came(self, host: Node) -> bool:
+        """The node holds its KV. False: as `keep`."""
+        host.is_here, host.hits, host.num_uses = True, 1, 1
+        return self.keep(host)
+
     def drop(self, host: Node) -> None:
-        """Take the node out."""
         if self.index.get(host.identity, host.head, host.prefix) is host:
             self.index.drop(host)
         else:

@@ -22,8 +22,7 @@ from radix_ext.chunk import Chunk, ChunkId, Span, leading_area
 class ExactGrowth(NamedTuple):
     """How the exact chains of fused requests grow."""
 
-    num_chunks: int
-    """Per request, of the chunks that could be moved; 0: none."""
+    num_chunks: int  # per request, of the chunks that could be moved; 0: none
     threshold: int
     """Accesses within the window, this request's included, from which a chunk is promoted (CRAFT
     4.2)."""

@@ -14,19 +14,13 @@ AskedRatio = float | Literal["auto"] | None
 
 
 class Need(StrEnum):
-    """Evidence that a selector reads.
-    It has to be measured first: on the request, or when a chunk enters the store."""
+    """Evidence that a selector reads, measured on the request, or when a chunk is stored."""
 
-    QUESTION = "question"
-    """What the question attends to, in one layer."""
-    ALL_LAYERS = "all_layers"
-    """With QUESTION: in all layers together."""
-    DEVIATION = "deviation"
-    """How far moved KV is from computed KV, in one layer."""
-    MASSES = "masses"
-    """Of stored chunks: what each attended to."""
-    RECEIVED = "received"
-    """Of stored chunks: also what each token received."""
+    QUESTION = "question"  # what the question attends to, in one layer
+    ALL_LAYERS = "all_layers"  # With QUESTION: in all layers together
+    DEVIATION = "deviation"  # how far moved KV is from computed KV, in one layer
+    MASSES = "masses"  # of stored chunks: what each attended to
+    RECEIVED = "received"  # of stored chunks: also what each token received
 
 
 NEEDS: Mapping[str, frozenset[Need]] = {
@@ -47,12 +41,9 @@ class FusionRequest:
         ValueError: a ratio outside 0 to 1.
     """
 
-    selector: str
-    """What chooses the tokens to recompute."""
-    ratio: float
-    """Share of the moved tokens to recompute."""
-    recipe: str = ""
-    """Names how the fused KV is made. Requests share fused nodes where it agrees."""
+    selector: str  # what chooses the tokens to recompute
+    ratio: float  # share of the moved tokens to recompute
+    recipe: str = ""  # names how the fused KV is made. Requests share fused nodes where it agrees
     alpha: float | None = None
     """Cache-Craft's scale of eq. 12. None: solved for so that the mean CFO is `ratio`."""
     focus: Focus = "off"
@@ -78,10 +69,8 @@ class FusionRequest:
     above: float | None = None
     """With `quality`, from the calibration: tokens whose KV deviates more than this are recomputed,
     `ratio` of them at most."""
-    own_needs: frozenset[Need] = frozenset()
-    """What a selector that is none of ours reads."""
-    tokens: int | None = None
-    """`first` takes so many of each chunk, whatever the ratio."""
+    own_needs: frozenset[Need] = frozenset()  # what a selector that is none of ours reads
+    tokens: int | None = None  # `first` takes so many of each chunk, whatever the ratio
     expected: float | None = None
     """With `above`: the share of tokens that deviated more, when that was measured."""
 
@@ -96,7 +85,6 @@ class FusionRequest:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What its selector reads."""
         return NEEDS.get(self.selector, self.own_needs)
 
     @property
@@ -124,8 +112,7 @@ class FusionRequest:
 
     @property
     def asks_the_question(self) -> bool:
-        """Whether the choice depends on the question:
-        then only requests with the same question share fused KV."""
+        """Whether the choice depends on the question. Only the same one finds its fused KV."""
         return Need.QUESTION in self.needs or self.focus != "off"
 
     @property
@@ -141,22 +128,14 @@ class FusionRequest:
 
         Its recipe is another one, so that what it makes is told apart.
         """
-        if (
-            not self.is_choice
-            or self.quality is not None
-            or not (self.asks_the_question or self.compares_kv)
-        ):
+        is_measured = self.asks_the_question or self.compares_kv
+        if not (self.is_choice and is_measured) or self.quality is not None:
             return None
         # `context` measures stored chunks, not the request: without focus it needs no question.
         selector = {"context": "context", "critical": "query"}.get(self.selector, "first")
         recipe = f"{self.recipe}/by={selector}"
         # The new selector is one of ours, whose needs `NEEDS` has.
         return replace(self, selector=selector, own_needs=frozenset(), focus="off", recipe=recipe)
-
-    @property
-    def may_compute(self) -> bool:
-        """Whether a chunk with a source may be computed: not where the purpose is to move it."""
-        return not self.plain
 
 
 QUESTION = "/question="
@@ -174,8 +153,7 @@ def question_tokens(fusion: FusionRequest, question_len: int, *, window: int) ->
 
 
 def asked_layers(fusion: FusionRequest, num_layers: int) -> int:
-    """Layers that the question runs through, of a model of `num_layers`:
-    up to the last one that is read."""
+    """Layers that the question runs through: up to the last one that is read."""
     if fusion.focus != "off" or Need.ALL_LAYERS in fusion.needs:
         return num_layers
     return min(fusion.layer or num_layers, num_layers)

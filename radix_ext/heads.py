@@ -7,6 +7,7 @@ last few are kept, of all tenants so many bytes.
 
 import json
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -21,8 +22,7 @@ _PART_BYTES = 100  # a name and a hash
 
 
 class Parting(NamedTuple):
-    """Where a head and another one part: the first part that differs, and the first token.
-    None: not known."""
+    """The first part in which a head and another differ, and the first token. None: not known."""
 
     field: str | None
     token: int | None
@@ -49,15 +49,12 @@ class Heads:
     """
 
     def __init__(self, *, max_heads: int, max_tokens: int, max_bytes: int) -> None:
-        for name, value in (
-            ("max_heads", max_heads),
-            ("max_tokens", max_tokens),
-            ("max_bytes", max_bytes),
-        ):
-            check_at_least(name, value, 1)
+        check_at_least("max_heads", max_heads, 1)
+        check_at_least("max_tokens", max_tokens, 1)
+        check_at_least("max_bytes", max_bytes, 1)
         self.max_heads, self.max_tokens, self.max_bytes = max_heads, max_tokens, max_bytes
         self._tenants: OrderedDict[str, OrderedDict[str, _Head]] = OrderedDict()
-        self._num_bytes = 0
+        self.num_bytes = 0  # what the heads take, nearly
 
     def note(self, tenant: str, name: str, ids: Sequence[int], outline: Outline) -> None:
         """A chunk of the tenant's is cached behind this head. `name` stands for it."""
@@ -67,13 +64,13 @@ class Heads:
             heads.move_to_end(name)
             return
         heads[name] = head = self._head(ids, outline)
-        self._num_bytes += head.nbytes
+        self.num_bytes += head.nbytes
         if len(heads) > self.max_heads:
-            self._num_bytes -= heads.popitem(last=False)[1].nbytes
+            self.num_bytes -= heads.popitem(last=False)[1].nbytes
         # Never the last tenant: it would lose the head that was just noted.
-        while self._num_bytes > self.max_bytes and len(self._tenants) > 1:
+        while self.num_bytes > self.max_bytes and len(self._tenants) > 1:
             _, forgotten = self._tenants.popitem(last=False)
-            self._num_bytes -= sum(each.nbytes for each in forgotten.values())
+            self.num_bytes -= sum(each.nbytes for each in forgotten.values())
 
     def parting(
         self,
@@ -93,19 +90,13 @@ class Heads:
         if not others:
             return None
         mine = self._head(ids, outline)
-        lens = [_common_len(mine.ids, other.ids) for other in others]
-        nearest = max(range(len(others)), key=lambda index: lens[index])
-        other, token = others[nearest], lens[nearest]
+        other = max(others, key=lambda other: _common_len(mine.ids, other.ids))
+        token = _common_len(mine.ids, other.ids)
         # Equal up to a cut tells nothing of the rest; at a whole head's end they do part.
         is_known = all(token < len(head.ids) for head in (mine, other)) or any(
             head.is_whole and token == len(head.ids) for head in (mine, other)
         )
         return Parting(_first_difference(mine, other), token if is_known else None)
-
-    @property
-    def num_bytes(self) -> int:
-        """What the heads take, nearly."""
-        return self._num_bytes
 
     def __len__(self) -> int:
         """Tenants."""
@@ -113,29 +104,21 @@ class Heads:
 
     def _head(self, ids: Sequence[int], outline: Outline) -> _Head:
         # Values are only compared, and tools and system prompts are long: a hash takes 8 bytes.
-        kept = ids[: self.max_tokens]
         parts = tuple(
             (name, hash(json.dumps(value, sort_keys=True, default=str))) for name, value in outline
         )
-        return _Head(
-            kept if isinstance(kept, array) else array("i", kept),
-            len(ids) <= self.max_tokens,
-            parts,
-        )
+        return _Head(array("i", ids[: self.max_tokens]), len(ids) <= self.max_tokens, parts)
 
 
 def _common_len(first: "array[int]", second: "array[int]") -> int:
-    """Leading items that two arrays of one type have in common;
-    by halving, since comparing bytes is fast."""
-    one, other = memoryview(first).cast("B"), memoryview(second).cast("B")
-    low, high, size = 0, min(len(first), len(second)), first.itemsize
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low * size : middle * size] == other[low * size : middle * size]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """Leading items in common. By halving, since comparing bytes is fast."""
+    one, other, size = first.tobytes(), second.tobytes(), first.itemsize
+
+    def is_over(length: int) -> bool:
+        return one[: length * size] != other[: length * size]
+
+    # The shortest part that differs, less one.
+    return bisect_left(range(1, min(len(first), len(second)) + 1), True, key=is_over)
 
 
 def _first_difference(mine: _Head, other: _Head) -> str | None:

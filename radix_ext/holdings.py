@@ -1,15 +1,12 @@
-"""What each rank holds of a tree's nodes, and in which tier: counts, and a digest to compare with
-the rank's own."""
+"""Which nodes of a tree each rank holds, and where: counts, and a digest that it can compare."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 
 from radix_ext.chain_node import ChainNode
 
 
 class Holdings:
-    """Writes `ChainNode.tiers` and nothing else does, so the counts are always those of the
-    nodes."""
+    """Alone writes `ChainNode.tiers`, so the counts are always those of the nodes."""
 
     def __init__(self) -> None:
         # (rank, tier) -> [nodes, tokens]
@@ -49,19 +46,3 @@ class Holdings:
         equal digests, equal trees. O(ranks)."""
         num_nodes = sum(nodes for (held_by, _), (nodes, _) in self._held.items() if held_by == rank)
         return num_nodes, self._digests.get(rank, 0)
-
-    def violations(self, nodes: Sequence[ChainNode]) -> Iterator[str]:
-        """Where the counts are not those of `nodes`, which are all of the tree's."""
-        tallies = defaultdict[tuple[int, int], list[int]](lambda: [0, 0])
-        digests: dict[int, int] = {}
-        for node in nodes:
-            for rank, tier in node.held_by():
-                tallies[rank, tier][0] += 1
-                tallies[rank, tier][1] += node.num_tokens
-                digests[rank] = digests.get(rank, 0) ^ node.chain
-        counted = {key: held for key, held in self._held.items() if held[0] or held[1]}
-        if tallies != counted:
-            yield f"held nodes and tokens are {dict(tallies)} but were counted as {counted}"
-        for rank, digest in self._digests.items():
-            if (found := digests.get(rank, 0)) != digest:
-                yield f"the digest of rank {rank} is {found} but was counted as {digest}"

@@ -1,5 +1,4 @@
-"""What is loaded from a slower tier for a request, where that pays,
-and how long the request waits for it."""
+"""What is loaded from a slower tier, where that pays, and how long a request waits for it."""
 
 from __future__ import annotations
 
@@ -8,14 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, combinations
 from math import inf
 from statistics import median
-from typing import Protocol, TypeVar
+from typing import Any
 
 from radix_ext.chunk import ChunkId
 from radix_ext.costs import explores
 from radix_ext.variants import Variant
 
-MEMORY = 8
-"""Loads that count: the median of them has followed after five whose time is another one."""
+MEMORY = 8  # loads that count: the median of them has followed after five whose time is another one
 
 
 def worth_loading(
@@ -43,7 +41,7 @@ def worth_loading(
     found = list(variants)
     behind = [variant for variant in found if variant.head == head]
     if alone:
-        found = [variant for variant in behind if not (variant.prefix or variant.preprocessed)]
+        found = [variant for variant in behind if variant.is_alone]
     elif behind or is_elsewhere:
         found = behind
 
@@ -54,19 +52,9 @@ def worth_loading(
     return sorted(found, key=score, reverse=True)[:max_variants]
 
 
-class Lengthy(Protocol):
-    """A chunk."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-
-Missing = TypeVar("Missing", bound=Lengthy)
-
-
 def load_in_order(
-    chunks: Sequence[Missing],
-    load: Callable[[Missing], bool | None],
+    chunks: Sequence[Any],
+    load: Callable[[Any], bool | None],
     begun: dict[int, bool | None],
     *,
     max_gap_tokens: int,
@@ -75,6 +63,7 @@ def load_in_order(
     computed, and behind more of that than `max_gap_tokens` nothing is moved.
 
     Args:
+        chunks: each with its `num_tokens`.
         load: begins with a chunk. False: it finds no room yet; None: computing it is sooner, or
             there is nothing to load.
         begun: what `load` has said, by index. Only what found no room is asked for again.
@@ -94,8 +83,7 @@ def load_in_order(
 
 
 def loading_pays(load_s: float | None, compute_s: float | None) -> bool:
-    """Whether loading is estimated to take no longer than computing. What is not known, None or 0,
-    is taken to pay: so it becomes known."""
+    """Whether loading takes no longer than computing. What is not known (None, 0) is tried."""
     return not load_s or not compute_s or load_s <= compute_s
 
 
@@ -149,8 +137,7 @@ class LoadTimes:
         return max(0.0, seconds - self._fixed) / self._each if self._each else inf
 
 
-MAX_WAIT_S = 10.0
-"""Also where nobody has measured yet what computing takes."""
+MAX_WAIT_S = 10.0  # also where nobody has measured yet what computing takes
 
 
 class WaitPolicy:
@@ -180,6 +167,5 @@ class WaitPolicy:
         return most
 
     def ended(self, *, in_vain: bool) -> None:
-        """A wait is over."""
         self.num_in_vain += in_vain
         self._left_out = 0 if in_vain else None

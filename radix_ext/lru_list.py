@@ -16,6 +16,7 @@ class LruList:
     def __init__(self) -> None:
         # _ends.newer is the oldest node, _ends.older the newest.
         self._ends = ChainNode(ChainId(0), ChunkId(""), 0, None)
+        self._ends.newer = self._ends.older = self._ends
         self.last: ChainNode | None = None
         """The end of the chain that was touched last: `touch` may go on below it."""
 
@@ -38,7 +39,6 @@ class LruList:
             self.last = path[-1] if path else None
 
     def remove(self, node: ChainNode) -> None:
-        """Unlink a node that leaves the tree."""
         node.older.newer, node.newer.older = node.newer, node.older
         # pointing at itself it would wait for the garbage collector
         node.older = node.newer = self._ends
@@ -57,9 +57,3 @@ class LruList:
             newer = node.newer  # before the caller unlinks the node
             yield node
             node = newer
-
-    def violations(self, nodes: Sequence[ChainNode]) -> Iterator[str]:
-        """Whether the list has just `nodes`, which are all of the tree's."""
-        listed = {node.chain for node in self.newest_first()}
-        if listed != {node.chain for node in nodes}:
-            yield f"{len(nodes)} nodes are indexed but {len(listed)} are in the order of use"

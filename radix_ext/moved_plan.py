@@ -5,22 +5,22 @@ tree, nothing allocated.
     pieces            gap  C   -               B cached nowhere, C found: [B, C] is promised, D and
                                                the rest prefilled
 
-Pieces follow each other without holes from `start` to `end`. A gap is computed in the recompute
-pass, so that a hit after it still counts. It is only promised where a hit follows. Chunks are moved
-whole or not at all. Every hit is a place to end: the plan ends where the estimated time to the
-first token is least, and moves nothing where computing everything takes as long.
+Pieces follow each other without holes. A gap is computed in the recompute pass, so that a hit after
+it still counts. It is only promised where a hit follows. Chunks are moved whole or not at all.
+Every hit is a place to end: the plan ends where the estimated time to the first token is least, and
+moves nothing where computing everything takes as long.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import add
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from radix_ext.cfo import Attention, best_variant, cfo, fix_overhead
+from radix_ext.cfo import KvFacts, cfo, fix_overhead
 from radix_ext.chunk import ChunkId, Span
 from radix_ext.costs import NOMINAL, Costs, Phase, Work, extend_work, seconds, through
 from radix_ext.fusion_request import FusionRequest, asked_layers, proposed_share, question_tokens
@@ -37,44 +37,12 @@ class NotMoved(StrEnum):
     NO_ROOM = "no_room"
 
 
-class Candidate(Protocol):
-    """One place where a chunk's KV is stored, computed after `prefix`."""
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One place where a chunk's KV is stored."""
 
-    @property
-    def where(self) -> str:
-        """The tier."""
-        ...
-
-    @property
-    def start(self) -> int:
-        """The position of its first token there."""
-        ...
-
-    @property
-    def head(self) -> str:
-        """Names the text before it there that is no chunk."""
-        ...
-
-    @property
-    def prefix(self) -> tuple[ChunkId, ...]:
-        """The chunks before it there, in order."""
-        ...
-
-    @property
-    def scores(self) -> Attention | None:
-        """What was measured of it."""
-        ...
-
-    @property
-    def outward(self) -> object | None:
-        """What each of its tokens attends to beyond it, in the calibrated heads.
-        None: not known."""
-        ...
-
-    @property
-    def preprocessed(self) -> bool:
-        """Computed ahead of requests, after similar chunks."""
-        ...
+    facts: KvFacts
+    where = ""  # the tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +51,15 @@ class Piece:
 
     start: int
     end: int
-    span: int | None
-    """Index of the span it is; None for text between chunks."""
+    span: int | None  # index of the span it is; None for text between chunks
     source: Candidate | None
     chunk: ChunkId | None = None
-    prefix: tuple[ChunkId, ...] = ()
-    """The chunks before it in this prompt."""
-    overlap: int = 0
-    """Of these, chunks that were before the source as well."""
+    prefix: tuple[ChunkId, ...] = ()  # the chunks before it in this prompt
+    overlap: int = 0  # of these, chunks that were before the source as well
     cfo: float | None = None
     """Cache-Craft's fix overhead with alpha 1, estimated by `fix_overhead` where the source is not
     scored. None: a gap."""
-    other_head: bool = False
-    """The source's KV was computed after another head."""
+    other_head: bool = False  # the source's KV was computed after another head
 
 
 class Estimate(NamedTuple):
@@ -103,8 +67,7 @@ class Estimate(NamedTuple):
 
     planned: float
     """By the plan; by the best one, where it moves nothing because that takes too long."""
-    computed: float
-    """If what follows the cached prefix is computed."""
+    computed: float  # if what follows the cached prefix is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +75,12 @@ class ReusePlan:
     """What one request has moved. Empty `pieces`: nothing, for the reasons in `fallbacks`."""
 
     pieces: tuple[Piece, ...]
-    fallbacks: tuple[str, ...] = ()
-    """Of `NotMoved`, or a caller's own."""
-    recomputed_len: int = 0
-    """Moved tokens that the selector will take, estimated."""
-    measured_len: int = 0
-    """What measuring the region costs, in tokens that run through all layers."""
-    fusion: FusionRequest | None = None
-    """What is asked for, or `FusionRequest.cheaper`."""
-    works: Mapping[Phase, Work] = field(default_factory=dict)
-    """What the phases do."""
-    estimate: Estimate | None = None
-    """None: not asked for."""
+    fallbacks: tuple[str, ...] = ()  # of `NotMoved`, or a caller's own
+    recomputed_len: int = 0  # moved tokens that the selector will take, estimated
+    measured_len: int = 0  # what measuring the region costs, in tokens that run through all layers
+    fusion: FusionRequest | None = None  # what is asked for, or `FusionRequest.cheaper`
+    works: Mapping[Phase, Work] = field(default_factory=dict)  # what the phases do
+    estimate: Estimate | None = None  # None: not asked for
 
     @property
     def start(self) -> int:
@@ -158,12 +115,9 @@ class Limits:
 
     max_pass_tokens: int
     max_gap_tokens: int
-    prefill_tokens: int | None = None
-    """Of one call of SGLang's prefill; None: as many as there are."""
-    question_window: int = 32
-    """Last tokens of the question that are run for what it attends to."""
-    num_layers: int = 32
-    """Of the model."""
+    prefill_tokens: int | None = None  # of one call of SGLang's prefill; None: as many as there are
+    question_window: int = 32  # last tokens of the question that are run for what it attends to
+    num_layers: int = 32  # of the model
 
 
 MIN_GAIN = 0.05
@@ -187,10 +141,9 @@ def make_plan(
 ) -> ReusePlan:
     """Plan the region after the cached prefix `[0, start)`, no further than `limit`.
 
-    `candidates` is asked once per chunk, with its head; an empty answer makes the chunk a gap.
-    `heads` is `text_before` of the prompt.
-
     Args:
+        candidates: asked once per chunk, with its head; an empty answer makes the chunk a gap.
+        heads: `text_before` of the prompt.
         exact: indices of spans that are computed although a source exists, which stand right after
             the prefix. They count against no gap limit.
         num_tokens: of the prompt. None: `limit`.
@@ -201,54 +154,36 @@ def make_plan(
     """
     if fusion.plain or fusion.always:
         costs = None
-    price = costs or NOMINAL
-    chosen = _choose(
-        spans, start, limit, candidates, fusion, heads or ("",) * len(spans), exact, costs
-    )
-    if not chosen:
-        # Where the prefix and the exact gaps have all chunks none lacks a source.
-        is_left = any(
-            s.start >= start and s.end <= limit and i not in exact for i, s in enumerate(spans)
-        )
+    walk = _Walk(spans, start, limit, num_tokens or limit, limits, exact, costs)
+    # Where the prefix and the exact gaps have all chunks none lacks a source.
+    is_left = any(walk.may_move(index) for index in range(len(spans)))
+    walk.choose(candidates, fusion, heads or ("",) * len(spans))
+    if not walk.chosen:
         return ReusePlan((), (NotMoved.NO_SOURCE,) if is_left else ())
-    walk = _Walk(
-        spans,
-        chosen,
-        exact,
-        start,
-        limit,
-        num_tokens or limit,
-        limits,
-        price,
-        must_pay=costs is not None,
-    )
     if costs is None:
         cuts, fallbacks = walk.cuts(fusion)
         # No cost says that an earlier end is better.
         return walk.plan(cuts[-1], fallbacks) if cuts else ReusePlan((), fallbacks)
-    computed = price[Phase.EXTEND].seconds(
-        extend_work(start, walk.num_tokens, piece=limits.prefill_tokens)
-    )
+    extend = extend_work(start, walk.num_tokens, piece=limits.prefill_tokens)
+    computed = costs[Phase.EXTEND].seconds(extend)
     estimate, is_dear = Estimate(computed, computed), False
     # Second only: what was asked for is kept wherever it pays.
     for choice in filter(None, (fusion, fusion.cheaper if may_be_cheaper else None)):
         cuts, fallbacks = walk.cuts(choice)
-        best = min(cuts, key=lambda cut: seconds(price, cut.works), default=None)
-        if best is None:
+        if not cuts:
             continue
-        estimate = Estimate(seconds(price, best.works), computed)
+        best = min(cuts, key=lambda cut: seconds(costs, cut.works))
+        estimate = Estimate(seconds(costs, best.works), computed)
         if estimate.planned <= (1 - MIN_GAIN) * computed:
-            is_all = best is cuts[-1] and not walk.num_refused
-            return walk.plan(
-                best, fallbacks if is_all else (*fallbacks, NotMoved.NOT_WORTH_IT), estimate
-            )
+            if best is not cuts[-1] or walk.num_refused:
+                fallbacks = (*fallbacks, NotMoved.NOT_WORTH_IT)
+            return walk.plan(best, fallbacks, estimate)
         is_dear = True
     # Where each chunk was refused by itself there is no cut, and the price is the reason all the
     # same.
-    is_dear = is_dear or walk.num_refused > 0
-    return ReusePlan(
-        (), (*fallbacks, NotMoved.NOT_WORTH_IT) if is_dear else fallbacks, estimate=estimate
-    )
+    if is_dear or walk.num_refused:
+        fallbacks = (*fallbacks, NotMoved.NOT_WORTH_IT)
+    return ReusePlan((), fallbacks, estimate=estimate)
 
 
 class _Cut(NamedTuple):
@@ -263,20 +198,57 @@ class _Cut(NamedTuple):
 
 @dataclass
 class _Walk:
-    """One prompt, walked chunk by chunk."""
+    """One prompt, walked chunk by chunk. `costs` None: what can be moved is moved."""
 
     spans: Sequence[Span]
-    chosen: Mapping[int, Piece]
-    exact: Collection[int]
     start: int
     limit: int
     num_tokens: int
     limits: Limits
-    price: Costs
-    must_pay: bool
+    exact: Collection[int]
+    costs: Costs | None
+    chosen: dict[int, Piece] = field(default_factory=dict)
+    """By the index of its span, where it could be moved from."""
     pieces: list[Piece] = field(default_factory=list)
-    num_refused: int = 0
-    """Chunks whose move takes longer than their computation."""
+    num_refused: int = 0  # chunks whose move takes longer than their computation
+
+    def may_move(self, index: int) -> bool:
+        span = self.spans[index]
+        return self.start <= span.start and span.end <= self.limit and index not in self.exact
+
+    def choose(
+        self,
+        candidates: Callable[[ChunkId, str], Sequence[Candidate]],
+        fusion: FusionRequest,
+        heads: Sequence[str],
+    ) -> None:
+        """Each chunk's best source: one computed after another head only if there is no other."""
+        ids = tuple(span.chunk for span in self.spans)
+        for index, (span, head) in enumerate(zip(self.spans, heads, strict=True)):
+            if index in fusion.fresh or not self.may_move(index):
+                continue
+            options = candidates(span.chunk, head)
+            behind = [option for option in options if option.facts.head == head]
+            if fusion.plain:
+                options = behind = [option for option in behind if option.facts.is_alone]
+            if not options:
+                continue
+            before, other_head = ids[:index], not behind
+            known = frozenset(before)
+            best = self._best(behind or options, span, before, known, fusion, other_head)
+            facts = best.facts
+            overhead = fix_overhead(facts.prefix, facts.scores, before, other_head=other_head)
+            self.chosen[index] = Piece(
+                span.start,
+                span.end,
+                index,
+                best,
+                span.chunk,
+                before,
+                overlap=len(known.intersection(facts.prefix)),
+                cfo=cfo(1.0, overhead, span.end - span.start),
+                other_head=other_head,
+            )
 
     def cuts(self, fusion: FusionRequest) -> tuple[list[_Cut], tuple[str, ...]]:
         """(a cut at each hit, why there is none further on)."""
@@ -291,23 +263,23 @@ class _Walk:
             # Text between chunks is computed as gaps are: behind a hole no later hit could stand.
             if position < span.start:
                 waiting.append(Piece(position, span.start, None, None))
-            position = span.end
+            position, num_tokens = span.end, span.end - span.start
             piece = self.chosen.get(index)
-            if piece is not None and self.must_pay and not self._pays(piece, fusion):
+            if piece is not None and not self._pays(piece, fusion):
                 self.num_refused += 1
                 piece = None
             if piece is None:
                 waiting.append(Piece(span.start, span.end, index, None))
-                exact_len += span.end - span.start if index in self.exact else 0
+                exact_len += num_tokens if index in self.exact else 0
                 continue
             assert piece.source is not None
-            tier = _tier(piece.source)
-            moves[tier] = Work(*map(add, moves[tier], _move_of(piece.source, span)))
+            tier, move = _move_of(piece.source, num_tokens)
+            moves[tier] = Work(*map(add, moves[tier], move))
             # However many chunks come from the device, one launch moves them.
             moves[Phase.DEVICE] = moves[Phase.DEVICE]._replace(calls=moves[Phase.DEVICE].tokens > 0)
-            moved_len += span.end - span.start
+            moved_len += num_tokens
             by_chunk += _num_by_chunk(piece, fusion)
-            compared += num_compared(piece, fusion)
+            compared += _num_compared(piece, fusion)
             # All up to this hit that is not moved, exact gaps included.
             gap_len = span.end - self.start - moved_len
             # Budgets hold for what may be recomputed, estimates go by what is expected to be.
@@ -339,10 +311,46 @@ class _Walk:
         return ReusePlan(
             tuple(self.pieces[: cut.num_pieces]),  # a copy for each cut is quadratic
             fallbacks,
-            *cut[2:4],
+            cut.recomputed_len,
+            cut.measured_len,
             cut.fusion,
             cut.works,
             estimate,
+        )
+
+    def _best(
+        self,
+        options: Sequence[Candidate],
+        span: Span,
+        before: tuple[ChunkId, ...],
+        known: frozenset[ChunkId],
+        fusion: FusionRequest,
+        other_head: bool,
+    ) -> Candidate:
+        """The source to move. Cache-Craft takes the lowest CFO (3.3). Otherwise, of those that pay,
+        what saves most: the computation of the chunk's share that has seen what it sees here,
+        counted in chunks, less the move. So a source more makes no plan dearer. Among equals
+        preprocessed ones come first, as FusionRAG wants them used."""
+        num_tokens = span.end - span.start
+        computed = self._computed(num_tokens, span.end)
+        saved = computed * (1 - fusion.expected_ratio if fusion.recomputes else 1)
+
+        def score(option: Candidate) -> tuple[bool, float, bool, int]:
+            facts = option.facts
+            seen = len(known.intersection(facts.prefix)) / max(1, len(known))
+            move = self._moved(option, num_tokens)
+            pays = self.costs is None or move < saved
+            # Of equals the one that has seen least of what is not here.
+            return pays, computed * seen - move, facts.preprocessed, -len(facts.prefix)
+
+        def overhead(option: Candidate) -> float:
+            facts = option.facts
+            return fix_overhead(facts.prefix, facts.scores, before, other_head=other_head)
+
+        # Among equals the first is taken: one that need not be rotated.
+        options = sorted(options, key=lambda option: option.facts.start != span.start)
+        return (
+            min(options, key=overhead) if fusion.selector == "context" else max(options, key=score)
         )
 
     def _works(
@@ -363,30 +371,42 @@ class _Walk:
         return math.ceil(works[Phase.QUESTION].tokens + works[Phase.DEVIATION].tokens), works
 
     def _pays(self, piece: Piece, fusion: FusionRequest) -> bool:
-        """Whether the chunk is moved and recomputed in less time than it is computed in the
-        pass."""
+        """Whether moving and recomputing the chunk is faster than computing it in the pass."""
+        if self.costs is None:
+            return True
         assert piece.source is not None
         num_tokens = piece.end - piece.start
-        # No call of its own: either way the chunk's tokens join a pass of all chunks.
-        computed = self.price[Phase.RECOMPUTE].seconds(Work(0, num_tokens, num_tokens * piece.end))
+        computed = self._computed(num_tokens, piece.end)
         share = (
             _num_by_chunk(piece, fusion) / num_tokens
             if _goes_by_chunk(fusion)
             else fusion.expected_ratio
         )
-        moved = self.price[_tier(piece.source)].seconds(_move_of(piece.source, piece))
+        moved = self._moved(piece.source, num_tokens)
         return moved + (share if fusion.recomputes else 0) * computed < computed
 
+    def _computed(self, num_tokens: int, end: int) -> float:
+        """Seconds for a chunk in a pass of all chunks, so without a call of its own."""
+        work = Work(0, num_tokens, num_tokens * end)
+        return (self.costs or NOMINAL)[Phase.RECOMPUTE].seconds(work)
 
-def num_compared(piece: Piece, fusion: FusionRequest) -> int:
+    def _moved(self, source: Candidate, num_tokens: int) -> float:
+        tier, work = _move_of(source, num_tokens)
+        return (self.costs or NOMINAL)[tier].seconds(work)
+
+
+def _move_of(source: Candidate, num_tokens: int) -> tuple[Phase, Work]:
+    """All moves on the device are one call, whose own time counts for nothing here."""
+    is_here = source.where == Phase.DEVICE
+    return Phase.DEVICE if is_here else Phase.HOST, Work(not is_here, num_tokens)
+
+
+def _num_compared(piece: Piece, fusion: FusionRequest) -> int:
     """Tokens of a moved chunk that are compared with computed KV, estimated."""
     if not (fusion.is_choice and fusion.compares_kv):
         return 0
-    is_proposed = (
-        fusion.selector == "critical"
-        and piece.source is not None
-        and piece.source.outward is not None
-    )
+    assert piece.source is not None
+    is_proposed = fusion.selector == "critical" and piece.source.facts.outward is not None
     # The two proposals may overlap, so that their sum is the most.
     share = min(1.0, sum(proposed_share(fusion))) if is_proposed else 1.0
     return math.ceil(share * (piece.end - piece.start))
@@ -401,111 +421,7 @@ def _num_by_chunk(piece: Piece, fusion: FusionRequest) -> int:
     source is not scored; those that `first` takes where their number is fixed."""
     if fusion.tokens is not None:
         return min(fusion.tokens, piece.end - piece.start)
-    is_scored = piece.source is not None and piece.source.scores is not None
+    assert piece.source is not None
+    is_scored = piece.source.facts.scores is not None
     share = min(1.0, (fusion.alpha or 0.0) * (piece.cfo or 0.0)) if is_scored else fusion.ratio
     return math.ceil(share * (piece.end - piece.start))
-
-
-def _tier(source: Candidate) -> Phase:
-    return Phase.DEVICE if source.where == Phase.DEVICE else Phase.HOST
-
-
-def _move_of(source: Candidate, chunk: Span | Piece) -> Work:
-    """All moves on the device are one call, whose own time counts for nothing here."""
-    return Work(_tier(source) is Phase.HOST, chunk.end - chunk.start)
-
-
-def _choose(
-    spans: Sequence[Span],
-    start: int,
-    limit: int,
-    candidates: Callable[[ChunkId, str], Sequence[Candidate]],
-    fusion: FusionRequest,
-    heads: Sequence[str],
-    exact: Collection[int],
-    costs: Costs | None,
-) -> dict[int, Piece]:
-    """Span index -> the piece that moves it from its best source,
-    one computed after another head only if there is no other."""
-    ids = [span.chunk for span in spans]
-    offered = {  # among equals the first is taken: one that need not be rotated
-        index: tuple(
-            sorted(
-                _admitted(candidates(span.chunk, head), fusion, head),
-                key=lambda option: option.start != span.start,
-            )
-        )
-        for index, (span, head) in enumerate(zip(spans, heads, strict=True))
-        if start <= span.start
-        and span.end <= limit
-        and index not in fusion.fresh
-        and index not in exact
-    }
-    chosen = {}
-    for index, options in offered.items():
-        span, before = spans[index], tuple(ids[:index])
-        if not options:
-            continue
-        options = _after(heads[index], options) or options
-        other_head = options[0].head != heads[index]
-        known = frozenset(before)
-        best = options[_best(options, span, before, known, fusion, other_head, costs)]
-        overhead = fix_overhead(best.prefix, best.scores, before, other_head=other_head)
-        chosen[index] = Piece(
-            span.start,
-            span.end,
-            index,
-            best,
-            span.chunk,
-            before,
-            overlap=len(known.intersection(best.prefix)),
-            cfo=cfo(1.0, overhead, span.end - span.start),
-            other_head=other_head,
-        )
-    return chosen
-
-
-def _admitted(
-    options: Sequence[Candidate], fusion: FusionRequest, head: str
-) -> Iterable[Candidate]:
-    """The sources that the request may use at all."""
-    if not fusion.plain:
-        return options
-    return (
-        option for option in _after(head, options) if not (option.prefix or option.preprocessed)
-    )
-
-
-def _after(head: str, options: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    return tuple(option for option in options if option.head == head)
-
-
-def _best(
-    options: Sequence[Candidate],
-    span: Span,
-    before: tuple[ChunkId, ...],
-    known: frozenset[ChunkId],
-    fusion: FusionRequest,
-    other_head: bool,
-    costs: Costs | None,
-) -> int:
-    """Index of the source to move. Cache-Craft takes the lowest CFO. Otherwise, of those that pay,
-    what saves most: the computation of the chunk's share that has seen what it sees here, counted
-    in chunks, less the move. So a source more makes no plan dearer. Among equals preprocessed ones
-    come first, as FusionRAG wants them used."""
-    if fusion.selector == "context":
-        variants = [(option.prefix, option.scores) for option in options]
-        return best_variant(variants, before, other_head=other_head)
-    num_tokens, price = span.end - span.start, costs or NOMINAL
-    computed = price[Phase.RECOMPUTE].seconds(Work(0, num_tokens, num_tokens * span.end))
-    saved = computed * (1 - fusion.expected_ratio if fusion.recomputes else 1)
-
-    def score(index: int) -> tuple[bool, float, bool, int]:
-        option = options[index]
-        seen = len(known.intersection(option.prefix)) / max(1, len(known))
-        move = price[_tier(option)].seconds(_move_of(option, span))
-        pays = costs is None or move < saved
-        # Of equals the one that has seen least of what is not here.
-        return pays, computed * seen - move, option.preprocessed, -len(option.prefix)
-
-    return max(range(len(options)), key=score)

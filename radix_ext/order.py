@@ -24,7 +24,8 @@ A request that moves KV by a recipe without the question follows the fused chain
                                                                               chunks come first
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Literal, NamedTuple, get_args
 
 from radix_ext.access_table import AccessTable
@@ -57,8 +58,7 @@ class Ordering(NamedTuple):
     held_tokens: int
     planned_tokens: int
     num_fused: int
-    host_tokens: int = 0
-    """Of the held ones those in host memory, or behind it."""
+    host_tokens: int  # of the held ones those in host memory, or behind it
 
     @property
     def cached_tokens(self) -> int:
@@ -66,8 +66,7 @@ class Ordering(NamedTuple):
         return self.held_tokens + self.planned_tokens
 
     def worth(self, host_worth: float) -> int:
-        """What a router compares: `cached_tokens`, of which one in host memory counts as
-        `host_worth`."""
+        """What a router compares: `cached_tokens`, one in host memory as `host_worth`."""
         return self.cached_tokens - round((1 - host_worth) * self.host_tokens)
 
 
@@ -88,13 +87,14 @@ def order_chunks(
     """Order one request's chunks, given in retriever order, for `rank` (None: any). Changes neither
     tree nor table.
 
-    `tail` matters for `tree` only. Of equally long chains (exact tokens, then all tokens, then
-    chunks) the one that prefers the retriever's first wins. `table` must not yet have observed this
-    request, or all of its chunks would count as seen. `recipe` has made the fused chains that the
-    request may follow; None: exact chains alone. `growth` matters for the tail `seen` behind an
-    exact chain; None: an exact request. A token that `rank` has in host memory counts as
-    `host_worth` tokens on the device: 1 - time to load / time to compute it.
-
+    Args:
+        tail: matters for `tree` only.
+        table: without this request, or all of its chunks would count as seen.
+        max_visits: nodes that the search looks into, or the number of chunks where that is more.
+        recipe: has made the fused chains that the request may follow. None: exact chains alone.
+        growth: matters for the tail `seen` behind an exact chain. None: an exact request.
+        host_worth: what a token that `rank` has in host memory counts, of one on the device:
+            1 - time to load / time to compute it.
     Raises:
         PolicyError: unknown policy or tail.
         ChunkError: a chunk twice in one request.
@@ -108,91 +108,50 @@ def order_chunks(
             f"the chunks of a request must differ but {len(chunks) - len(by_id)} are repeated"
         )
     fused = {} if recipe is None else {fused_chunk(recipe, chunk.id): chunk.id for chunk in chunks}
+    root = tree.nodes.root(namespace)
     path: Sequence[ChainNode]
     if policy == "tree":
-        path = longest_chain(
-            tree,
-            namespace,
-            tuple(by_id),
-            rank=rank,
-            max_visits=max_visits,
-            fused_ids=tuple(fused),
-            host_worth=host_worth,
-        )
+        path = _longest_chain(root, tuple(by_id), tuple(fused), rank, max_visits, host_worth)
         ordered = [by_id.pop(fused.get(node.chunk_id, node.chunk_id)) for node in path]
         is_exact = not path or path[-1].chunk_id not in fused
         ordered += _tail(tail, list(by_id.values()), table, growth if is_exact else None)
     else:
         ordered = _by_frequency(chunks, table) if policy == "frequency" else list(chunks)
-        fused_ids = (
-            [fused_chunk(recipe, chunk.id) for chunk in ordered] if recipe is not None else ()
-        )
-        path = _usable_path(tree, namespace, ordered, rank, fused_ids)
-    return _ordering(
-        ordered, path, rank, num_fused=sum(node.chunk_id in fused for node in path) if fused else 0
+        path = _usable_path(root, ordered, rank, recipe)
+    held = [node for node in path if node.is_held(rank)]  # what is above a held node is held
+    on_host = [node for node in held if rank is not None and node.tier(rank) is not Tier.DEVICE]
+    held_tokens = _num_tokens(held)
+    return Ordering(
+        chunks=tuple(ordered),
+        held_len=len(held),
+        planned_len=len(path) - len(held),
+        held_tokens=held_tokens,
+        planned_tokens=_num_tokens(path) - held_tokens,
+        num_fused=sum(node.chunk_id in fused for node in path) if fused else 0,
+        host_tokens=_num_tokens(on_host),
     )
 
 
-def order_per_rank(
-    policy: OrderPolicy,
-    tail: TailPolicy,
-    tree: ChunkPrefixTree,
-    table: AccessTable,
-    namespace: str,
-    chunks: Sequence[Chunk],
-    *,
-    ranks: Iterable[int],
-    max_visits: int,
-    recipe: str | None = None,
-    growth: ExactGrowth | None = None,
-    host_worths: Mapping[int, float] | None = None,
-) -> dict[int, Ordering]:
-    """The ordering each rank would get: a router compares their `worth`, the chosen one is ready
-    for use.
-
-    `host_worths` by rank, 1 where it has none.
-    """
-    return {
-        rank: order_chunks(
-            policy,
-            tail,
-            tree,
-            table,
-            namespace,
-            chunks,
-            rank=rank,
-            max_visits=max_visits,
-            recipe=recipe,
-            growth=growth,
-            host_worth=(host_worths or {}).get(rank, 1.0),
-        )
-        for rank in ranks
-    }
+# Private, in order of use
 
 
-def longest_chain(
-    tree: ChunkPrefixTree,
-    namespace: str,
+def _longest_chain(
+    root: ChainNode | None,
     ids: Sequence[ChunkId],
-    *,
+    fused_ids: Sequence[ChunkId],
     rank: int | None,
     max_visits: int,
-    fused_ids: Sequence[ChunkId] = (),
-    host_worth: float = 1.0,
+    host_worth: float,
 ) -> tuple[ChainNode, ...]:
     """The chain of held or planned nodes, made only of `ids` (in retriever order), with most exact
-    tokens, then most tokens, then most chunks. A token that `rank` has in host memory counts as
-    `host_worth`; of any rank (None) all count alike.
+    tokens, then most tokens, then most chunks; of equal ones that which prefers the retriever's
+    first. Exact unless a level had to be narrowed for `max_visits`.
 
-    Looks into at most max(max_visits, len(ids)) nodes; exact unless a level had to be narrowed for
-    that. `fused_ids` are the names of the same chunks where the request's recipe has fused them; an
-    exact request has none.
-
-    Raises:
-        LimitError: max_visits < 1.
+    Args:
+        fused_ids: the same chunks as the request's recipe has fused them; none of an exact request.
+        host_worth: of any rank (None) all tokens count alike.
     """
     check_at_least("max_visits", max_visits, 1)
-    root = tree.nodes.root(namespace)
     if root is None:
         return ()
     held, planned = held_mask(rank), planned_mask(rank)
@@ -246,22 +205,17 @@ def _children_among(
     # Over the smaller one: a popular head has thousands of children, a request a dozen chunks.
     if len(children) < len(names):
         among = [(rank_of[chunk], child) for chunk, child in children.items() if chunk in rank_of]
-        among.sort(key=_position)  # by position alone: nodes do not compare
+        among.sort(key=itemgetter(0))  # by position alone: nodes do not compare
         return among
     return [
         (position, children[chunk]) for position, chunk in enumerate(names) if chunk in children
     ]
 
 
-def _position(item: tuple[int, ChainNode]) -> int:
-    return item[0]
-
-
 def _most_hit(
     level: list[tuple[ChainNode, int, int]], width: int
 ) -> list[tuple[ChainNode, int, int]]:
-    """The `width` entries with most hits, still in retriever order:
-    many requests through a node, much below it."""
+    """The `width` entries with most hits, in retriever order: they have much below them."""
     kept = sorted(range(len(level)), key=lambda index: -level[index][0].hits)[:width]
     return [level[index] for index in sorted(kept)]
 
@@ -281,20 +235,15 @@ def _by_frequency(chunks: Sequence[Chunk], table: AccessTable) -> list[Chunk]:
 
 
 def _usable_path(
-    tree: ChunkPrefixTree,
-    namespace: str,
-    chunks: Sequence[Chunk],
-    rank: int | None,
-    fused_ids: Sequence[ChunkId],
+    root: ChainNode | None, chunks: Sequence[Chunk], rank: int | None, recipe: str | None
 ) -> list[ChainNode]:
-    """Leading run of this very order that is held or planned:
-    exact chunks, then fused ones from where exact ones end."""
-    root = tree.nodes.root(namespace)
+    """Leading run of this very order that is held or planned: exact chunks, then fused ones from
+    where exact ones end, or from where held ones do, whichever goes further."""
     path = _usable_run(root, [chunk.id for chunk in chunks], rank)
-    if not fused_ids:
+    if recipe is None:
         return path
-    num_held = sum(node.is_held(rank) for node in path)  # what is above a held node is held
-    ends = (len(path), num_held)
+    fused_ids = [fused_chunk(recipe, chunk.id) for chunk in chunks]
+    ends = (len(path), sum(node.is_held(rank) for node in path))
     return max(
         (
             path[:end] + _usable_run(path[end - 1] if end else root, fused_ids[end:], rank)
@@ -317,26 +266,5 @@ def _usable_run(
     return run
 
 
-def _ordering(
-    ordered: Sequence[Chunk], path: Sequence[ChainNode], rank: int | None, *, num_fused: int
-) -> Ordering:
-    mask = held_mask(rank)
-    held_len = held_tokens = planned_tokens = host_tokens = 0
-    for node in path:
-        if node.tiers & mask:
-            held_len += 1
-            held_tokens += node.num_tokens
-            host_tokens += node.num_tokens * (
-                rank is not None and node.tier(rank) is not Tier.DEVICE
-            )
-        else:
-            planned_tokens += node.num_tokens
-    return Ordering(
-        tuple(ordered),
-        held_len,
-        len(path) - held_len,
-        held_tokens,
-        planned_tokens,
-        num_fused,
-        host_tokens,
-    )
+def _num_tokens(nodes: Sequence[ChainNode]) -> int:
+    return sum(node.num_tokens for node in nodes)

@@ -10,12 +10,10 @@ KV and no tree: whether a place is still cached, the tree says.
 """
 
 from collections import OrderedDict
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from radix_ext.chunk import ChunkId
 from radix_ext.errors import check_at_least
-
-V = TypeVar("V")
 
 
 class Place(NamedTuple):
@@ -46,9 +44,14 @@ class Places:
 
     def note(self, tenant: str, text: str, chunk: ChunkId, place: Place) -> None:
         """The tenant's chunk is cached there."""
-        _put(self._places, hash((text, chunk)), place, limit=self.max_places)
         # `text` names the tenant.
-        _put(self._texts, hash((tenant, chunk)), text, limit=self.max_places)
+        self._places[here := hash((text, chunk))] = place
+        self._places.move_to_end(here)
+        self._texts[there := hash((tenant, chunk))] = text
+        self._texts.move_to_end(there)
+        for kept in (self._places, self._texts):
+            if len(kept) > self.max_places:
+                kept.popitem(last=False)
 
     def behind(self, text: str, chunk: ChunkId) -> Place | None:
         """The chunk's last place behind this text. None: it had none."""
@@ -61,10 +64,3 @@ class Places:
     def __len__(self) -> int:
         """Places behind a text."""
         return len(self._places)
-
-
-def _put(kept: OrderedDict[int, V], key: int, value: V, *, limit: int) -> None:
-    kept[key] = value
-    kept.move_to_end(key)
-    if len(kept) > limit:
-        kept.popitem(last=False)

@@ -29,55 +29,43 @@ class SlotBook:
 
 class PoolSlots:
     """One chunk's KV in the pool, which gets the slots back once the KV is not wanted any more and
-    nobody reads or writes it.
-
-    Args:
-        book: has them from now on, until the pool has them back.
-    """
+    nobody reads or writes it. `book` has them until then."""
 
     def __init__(self, pool: Pool, slots: Sized, book: SlotBook) -> None:
-        self.slots, self._book = slots, book
-        self._owner, self._num_holds, self._is_given_back = pool, 0, False
+        self.slots, self.num_tokens = slots, len(slots)
+        self.is_given_back = False  # whether the pool gets them once nobody holds them
+        self._owner, self._book, self._num_holds = pool, book, 0
         book.out.add(self)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.slots)
 
     @property
     def nbytes(self) -> int:
         """Host memory of these slots."""
-        return len(self.slots) * self._owner.token_bytes
+        return self.num_tokens * self._owner.token_bytes
 
     @property
     def is_held(self) -> bool:
         """Whether somebody reads or writes them."""
         return self._num_holds > 0
 
-    @property
-    def is_given_back(self) -> bool:
-        """Whether the pool gets them once nobody holds them."""
-        return self._is_given_back
-
     def hold(self) -> None:
         """Somebody reads or writes the slots until `let_go`."""
         if not self._num_holds:
-            self._book.num_held += len(self.slots)
+            self._book.num_held += self.num_tokens
         self._num_holds += 1
 
     def let_go(self) -> None:
         self._num_holds -= 1
         if not self._num_holds:
-            self._book.num_held -= len(self.slots)
+            self._book.num_held -= self.num_tokens
             self._free_unneeded()
 
     def give_back(self) -> None:
         """Nobody finds the KV any more. No effect the second time."""
-        if not self._is_given_back:
-            self._is_given_back = True
+        if not self.is_given_back:
+            self.is_given_back = True
             self._free_unneeded()
 
     def _free_unneeded(self) -> None:
-        if self._is_given_back and not self._num_holds:
+        if self.is_given_back and not self._num_holds:
             self._owner.free(self.slots)
             self._book.out.remove(self)

@@ -21,13 +21,12 @@ class Prefetches:
     def __init__(self, max_bytes: Callable[[], float]) -> None:
         self.max_bytes = max_bytes
         self._under_way: Counter[Hashable] = Counter()
-        self._coming: Counter[Hashable] = Counter()
-        """Chunk -> its loads under way."""
-        self._awaited: set[Hashable] = set()
-        """Of these chunks, those that a request has asked for."""
+        self._coming: Counter[Hashable] = Counter()  # chunk -> its loads under way
+        self._awaited: set[Hashable] = set()  # of these chunks, those that a request has asked for
         self._unused: dict[Hashable, int] = {}
         """Chunk -> requests before its load began. The oldest first."""
-        self._num_requests = self._num_requested = self._num_loaded = self._num_used = 0
+        self._num_requests = 0
+        self._counts = {"requested": 0, "loaded": 0, "used": 0}
 
     def has_room(self, tenant: Hashable, num_bytes: int) -> bool:
         """Whether so much more may be under way for the tenant. One load may, whatever its size."""
@@ -36,15 +35,14 @@ class Prefetches:
 
     def begin(self, tenant: Hashable, num_bytes: int, chunk: Hashable) -> None:
         """A load of so many bytes has started, of which `end` tells."""
-        self._num_requested += 1
+        self._counts["requested"] += 1
         self._under_way[tenant] += num_bytes
         self._coming[chunk] += 1
         # Keeps its place: the first is the oldest.
         self._unused.setdefault(chunk, self._num_requests)
 
     def end(self, tenant: Hashable, num_bytes: int, chunk: Hashable, *, has_come: bool) -> None:
-        """It is over."""
-        self._num_loaded += has_come
+        self._counts["loaded"] += has_come
         self._under_way[tenant] -= num_bytes
         # Clients may invent tenants without end; those with nothing under way keep no entry.
         if not self._under_way[tenant]:
@@ -52,7 +50,7 @@ class Prefetches:
         self._coming[chunk] -= 1
         if has_come and chunk in self._awaited:
             self._awaited.remove(chunk)
-            self._num_used += 1
+            self._counts["used"] += 1
         if not self._coming[chunk]:
             del self._coming[chunk]
             self._awaited.discard(chunk)
@@ -72,18 +70,12 @@ class Prefetches:
         if chunk in self._coming:
             self._awaited.add(chunk)
         else:
-            self._num_used += 1
+            self._counts["used"] += 1
 
     def next_request(self) -> None:
-        """A request was counted."""
         self._num_requests += 1
         while self._unused and self._num_requests - next(iter(self._unused.values())) > LIFE:
             del self._unused[next(iter(self._unused))]
 
     def stats(self) -> dict[str, int]:
-        """The counters, since the start."""
-        return {
-            "requested": self._num_requested,
-            "loaded": self._num_loaded,
-            "used": self._num_used,
-        }
+        return dict(self._counts)

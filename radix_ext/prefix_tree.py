@@ -1,46 +1,44 @@
 """The global chunk-prefix tree (CRAFT 4.1): which chains of chunks the ranks hold, as far as the
 front process knows.
 
-It holds metadata only, no KV, and mirrors the ranks' own trees from the events in their answers. A
-wrong mirror costs speed, never correctness, so a notice about an unknown chain is ignored and
-counted.
+It mirrors the ranks' own trees from the events in their answers. A wrong mirror costs speed, never
+correctness, so a notice about an unknown chain is ignored and counted.
 
 ```
 namespace "a" ── C1 ─┬─ C2 ── C5   one node is one chunk after one particular chain
                      └─ C4         a node's path, root downward, is the chain; ChainId finds it
 ```
-Invariants (`check_integrity`): what a rank holds or plans below a node, it holds or plans at the
-node; a node that no rank holds or plans does not exist; a parent was used no earlier than its
-children, so the least recently used node is a leaf.
+Invariants: what a rank holds or plans below a node, it holds or plans at the node; a node that no
+rank holds or plans does not exist; a parent was used no earlier than its children, so the least
+recently used node is a leaf.
 
 `held` nodes have KV on some rank. `planned` ones belong to requests under way; they influence the
 order only and vanish when the request ends, unless a rank holds them by then. `promoted` ones begin
 a chain whose chunks so far were all retrieved often of late (`AccessTable.promoted_run`, CRAFT
-4.2); the eviction rule `promoted` keeps them longest.
+4.2).
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
-from radix_ext.chain_node import PLAN_BITS, ChainNode, Tier, held_mask, node_as_json
+from radix_ext.chain_node import PLAN_BITS, ChainNode, Tier, held_mask
 from radix_ext.chunk import ChainId, Chunk, ChunkId
 from radix_ext.chunk_trie import ChunkTrie
-from radix_ext.errors import IntegrityError, check_at_least
+from radix_ext.errors import check_at_least
 from radix_ext.holdings import Holdings
 from radix_ext.lru_list import LruList
 
 
+@dataclass(slots=True, eq=False)
 class Plan:
     """A request under way: the chain that `rank` will hold once it has served the request.
     `ChunkPrefixTree.release` ends it, however the request ends."""
 
-    __slots__ = ("is_open", "node", "rank")
-
-    def __init__(self, rank: int, node: ChainNode | None) -> None:
-        self.rank = rank
-        self.node = node
-        self.is_open = True
+    rank: int
+    node: ChainNode | None
+    is_open: bool = True
 
 
 class ChunkPrefixTree:
@@ -48,9 +46,8 @@ class ChunkPrefixTree:
     are forgotten first. Others read `nodes` and `holdings`, the tree changes them.
 
     Ranks are small integers from 0; chunk lists are the whole chain from the root of the namespace.
-    Every operation is O(chain) dict steps except `drop_rank` and `check_integrity`, O(nodes), and
-    `evict`, O(nodes dropped). Trimming is O(ranks) a forgotten node, and one step for each planned
-    node that is older.
+    Every operation is O(chain) dict steps except `drop_rank`, O(nodes), and `evict`, O(nodes
+    dropped). Trimming is O(ranks) a forgotten node, and a step for each older planned one.
 
     Raises:
         LimitError: max_nodes < 1; a negative rank, by each method that changes the tree.
@@ -59,8 +56,7 @@ class ChunkPrefixTree:
     def __init__(self, *, max_nodes: int) -> None:
         check_at_least("max_nodes", max_nodes, 1)
         self.max_nodes = max_nodes
-        self.clock = 0
-        """Number of the last request."""
+        self.clock = 0  # number of the last request
         self.nodes, self.holdings, self._lru = ChunkTrie(), Holdings(), LruList()
         self.num_promoted = self.num_open_plans = 0
         self.num_hits = self.num_trimmed = self.num_unknown_notices = 0  # since the tree was made
@@ -137,8 +133,7 @@ class ChunkPrefixTree:
         return self.nodes.by_chain.get((path[-1] if path else base).chain)
 
     def mark_promoted(self, namespace: str, ids: Iterable[ChunkId], *, promoted_len: int) -> None:
-        """Set the marks along a chain as `insert` would:
-        promoted before `promoted_len`, not promoted from there on."""
+        """Set the marks along a chain as `insert` would."""
         node = self.nodes.root(namespace)
         for index, chunk in enumerate(ids):
             node = node.child(chunk) if node is not None else None
@@ -147,8 +142,7 @@ class ChunkPrefixTree:
             self._mark(node, index < promoted_len)
 
     def plan(self, namespace: str, chunks: Sequence[Chunk], *, rank: int) -> Plan:
-        """A request with this chain is under way to `rank`.
-        Its nodes exist from now on, as planned."""
+        """A request with this chain is under way to `rank`: its nodes exist, as planned."""
         check_at_least("rank", rank, 0)
         path = self._use(namespace, chunks)
         for node in path:
@@ -190,8 +184,7 @@ class ChunkPrefixTree:
         self._lru.touch(node.path(), self.clock)
 
     def evict(self, chain: ChainId, *, rank: int) -> int:
-        """`rank` no longer holds this chain, nor any node below it.
-        Returns the number of nodes it lost."""
+        """`rank` no longer holds this chain, nor what is below it. How many nodes it lost."""
         top = self._held_node(chain, rank)
         if top is None:
             return 0
@@ -205,8 +198,7 @@ class ChunkPrefixTree:
         return len(lost)
 
     def move(self, chain: ChainId, *, rank: int, tier: Tier) -> bool:
-        """`rank` keeps this one node's KV in `tier` from now on.
-        False, and counted, if it does not hold the chain."""
+        """`rank` keeps this one node in `tier` now. False, and counted: it does not hold it."""
         node = self._held_node(chain, rank)
         if node is None:
             return False
@@ -214,8 +206,7 @@ class ChunkPrefixTree:
         return True
 
     def drop_rank(self, rank: int) -> int:
-        """`rank` lost everything (flush, restart, missed notices) but its plans.
-        Returns the number of nodes it lost."""
+        """`rank` lost everything (flush, restart, missed notices) but its plans. How many nodes."""
         check_at_least("rank", rank, 0)
         # Parents before children, as `_drop_unused` needs them: a parent was used no earlier.
         lost = [node for node in self._lru.newest_first() if node.is_held(rank)]
@@ -223,31 +214,6 @@ class ChunkPrefixTree:
             self.holdings.set_tier(node, rank, 0)
         self._drop_unused(lost)
         return len(lost)
-
-    def check_integrity(self) -> None:
-        """Check every invariant and counter; O(nodes), for tests and idle moments.
-
-        Raises:
-            IntegrityError: with all violations.
-        """
-        nodes = tuple(self.nodes.by_chain.values())
-        violations = [
-            *self.nodes.violations(),
-            *self._lru.violations(nodes),
-            *self.holdings.violations(nodes),
-        ]
-        num_promoted = sum(node.promoted for node in nodes)
-        if num_promoted != self.num_promoted:
-            violations.append(
-                f"{num_promoted} nodes are promoted but {self.num_promoted} were counted"
-            )
-        num_unplanned = sum(not node.plans for node in nodes)
-        if len(nodes) > self.max_nodes and num_unplanned:
-            violations.append(
-                f"{len(nodes)} nodes exceed {self.max_nodes} and {num_unplanned} of them could go"
-            )
-        if violations:
-            raise IntegrityError(violations)
 
     def _use(self, namespace: str, chunks: Sequence[Chunk]) -> list[ChainNode]:
         """The chain's nodes, made where missing, as used by a new request."""
@@ -282,8 +248,7 @@ class ChunkPrefixTree:
         return node
 
     def _trim(self) -> None:
-        """Forget least recently used unplanned nodes while there are too many;
-        each is a leaf when its turn comes."""
+        """Forget the oldest unplanned nodes while there are too many. Each is a leaf by then."""
         if len(self.nodes.by_chain) <= self.max_nodes:
             return
         for node in self._lru.oldest_first():
@@ -296,8 +261,7 @@ class ChunkPrefixTree:
                     return
 
     def _drop_unused(self, nodes: Sequence[ChainNode]) -> None:
-        """Remove those of `nodes`, parents before children, that no rank holds or plans any
-        more."""
+        """Remove those (parents before children) that no rank holds or plans any more."""
         for node in reversed(nodes):
             if not node.tiers and not node.plans:
                 self._remove(node)
@@ -311,11 +275,7 @@ class ChunkPrefixTree:
 
 
 def snapshot(tree: ChunkPrefixTree, *, depth: int, max_nodes: int) -> dict[str, object]:
-    """The first `depth` levels, at most `max_nodes` nodes, level by level, as JSON-able data.
-
-    Each node: chunk, tokens, hits, promoted, planned, ranks {rank: tier}, num_children,
-    children.
-    """
+    """The first `depth` levels, at most `max_nodes` nodes, level by level, as JSON-able data."""
     namespaces: list[dict[str, object]] = []
     pending: deque[tuple[ChainNode, list[dict[str, object]], int]] = deque()
     for root in islice(tree.nodes.roots, max_nodes):
@@ -328,7 +288,18 @@ def snapshot(tree: ChunkPrefixTree, *, depth: int, max_nodes: int) -> dict[str, 
         for child in node.child_nodes()[: num_left if levels > 0 else 0]:
             num_left -= 1
             below = []
-            shown.append(node_as_json(child, below))
+            shown.append(
+                {
+                    "chunk": child.chunk_id,
+                    "tokens": child.num_tokens,
+                    "hits": child.hits,
+                    "promoted": child.promoted,
+                    "planned": child.plans != 0,
+                    "num_children": len(child.child_nodes()),
+                    "ranks": {str(rank): tier.name.lower() for rank, tier in child.held_by()},
+                    "children": below,
+                }
+            )
             pending.append((child, below, levels - 1))
     return {
         "num_nodes": len(tree.nodes),

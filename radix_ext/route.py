@@ -21,8 +21,7 @@ by either (eval/LOG.md)."""
 
 
 class Router(ABC):
-    """Chooses among ranks `[0, num_ranks)` and keeps count of the prompt tokens each has in
-    flight."""
+    """Chooses among ranks `[0, num_ranks)` and counts the prompt tokens each has in flight."""
 
     def __init__(self, num_ranks: int) -> None:
         check_at_least("num_ranks", num_ranks, 1)
@@ -42,15 +41,13 @@ class Router(ABC):
         """
 
     def begin(self, rank: int, num_tokens: int) -> None:
-        """A prompt of `num_tokens` is on its way to `rank`.
-        Raises LimitError for a rank that does not exist."""
+        """A prompt is on its way to `rank`. Raises LimitError for a rank that does not exist."""
         self._check(rank, num_tokens)
         self._in_flight[rank] += num_tokens
         self._last_begun[rank] = max(self._last_begun) + 1
 
     def end(self, rank: int, num_tokens: int) -> None:
-        """That prompt is answered, failed or was aborted.
-        Raises LimitError if more ends than began."""
+        """It is answered, failed or was aborted. Raises LimitError if more ends than began."""
         self._check(rank, num_tokens)
         # A request that ended twice would make its rank look idle for as long as the front runs.
         if num_tokens > self._in_flight[rank]:
@@ -94,9 +91,9 @@ class KvAware(Router):
     waits for it. So a rank that has the history is overloaded only if it is also above the mean by
     `_HISTORIES_AHEAD` times what it has of it.
 
-    Then the next best that is not overloaded; at least one rank never is, since max_load_ratio >=
-    1. Equal cached tokens go to the less loaded rank, equal load by turns, so that cold requests
-       spread over the ranks' caches.
+    Then the next best that is not overloaded; at least one rank never is: max_load_ratio >= 1.
+    Equal cached tokens go to the less loaded rank, equal load by turns, so that cold requests
+    spread over the ranks' caches.
     """
 
     def __init__(self, num_ranks: int, *, max_load_ratio: float) -> None:

@@ -1,7 +1,6 @@
 """Where moved KV comes from, and what its use counts for: copies in a tree, variants in a store.
 
-A tier is one class here: what a plan needs to choose it. A disk tier is another class: its blob
-reads from a file, and `where` says so.
+A tier is one class here: what a plan needs to choose it.
 """
 
 from __future__ import annotations
@@ -11,28 +10,35 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from radix_ext.cfo import Prefix
+from radix_ext.cfo import KvFacts, Prefix
 from radix_ext.moved_plan import Candidate, ReusePlan
 from radix_ext.variant_index import VariantIndex
 from radix_ext.variants import Identity, Variant
 
 
 @dataclass(slots=True)
-class CopyFacts:
+class CopyFacts(KvFacts):
     """A chunk node."""
 
-    start: int = 0
-    """Position of the first token."""
-    head: str = ""
-    """Names the text before it that is no chunk: `text_before`."""
     prefix: Prefix = ()
-    """The chunks before it, in order."""
-    scores: Any = None
-    """What was measured of the chunk: an `Attention`, or None."""
-    outward: Any = None
-    """Per token: attention beyond the chunk in the calibrated heads. None: not known."""
-    is_waiting: bool = False
-    """To be copied into the store."""
+    is_waiting: bool = False  # to be copied into the store
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCopy(Candidate):
+    """A chunk node of the tree. The server locks it until its KV is copied."""
+
+    facts: CopyFacts
+    node: Any
+    where = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy(Candidate):
+    """A variant of the store. A plain reference: it may leave the store meanwhile."""
+
+    facts: Variant
+    where = "host"
 
 
 class ChunkCopies:
@@ -72,7 +78,6 @@ class ChunkCopies:
         return node in self._nodes.get(self.identity_of(node), {}).get(self.facts_of(node).head, {})
 
     def add(self, node: Any) -> None:
-        """A filled chunk node."""
         identity = self.identity_of(node)
         nodes = self._nodes.setdefault(identity, {}).setdefault(self.facts_of(node).head, {})
         self._num += node not in nodes
@@ -103,73 +108,10 @@ class ChunkCopies:
                 self.facts_of(node).scores = self.facts_of(node).outward = None
 
     def clear(self) -> None:
-        """Forget all, as the tree does."""
         self._nodes, self._num = {}, 0
 
     def __len__(self) -> int:
         return self._num
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceCopy:
-    """A chunk node of the tree. The server locks it until its KV is copied."""
-
-    node: Any
-    facts: CopyFacts
-    where: str = "device"
-    preprocessed: bool = False
-
-    @property
-    def start(self) -> int:
-        return self.facts.start
-
-    @property
-    def head(self) -> str:
-        return self.facts.head
-
-    @property
-    def prefix(self) -> Prefix:
-        return self.facts.prefix
-
-    @property
-    def scores(self) -> Any:
-        return self.facts.scores
-
-    @property
-    def outward(self) -> Any:
-        return self.facts.outward
-
-
-@dataclass(frozen=True, slots=True)
-class HostCopy:
-    """A variant of the store. A plain reference: it may leave the store meanwhile."""
-
-    variant: Variant
-    where: str = "host"
-
-    @property
-    def start(self) -> int:
-        return self.variant.start
-
-    @property
-    def head(self) -> str:
-        return self.variant.head
-
-    @property
-    def prefix(self) -> Prefix:
-        return self.variant.prefix
-
-    @property
-    def scores(self) -> Any:
-        return self.variant.scores
-
-    @property
-    def outward(self) -> Any:
-        return self.variant.outward
-
-    @property
-    def preprocessed(self) -> bool:
-        return self.variant.preprocessed
 
 
 class ChunkSources:
@@ -188,7 +130,7 @@ class ChunkSources:
         """Everywhere the chunk's KV is, the device first: there as `ChunkCopies.find` says."""
         copies = self._copies.find(identity, head, self._max_copies, alone=alone)
         return [
-            *(DeviceCopy(node, self._copies.facts_of(node)) for node in copies),
+            *(DeviceCopy(self._copies.facts_of(node), node) for node in copies),
             *(HostCopy(variant) for variant in self._store.find(identity)),
         ]
 
@@ -198,22 +140,18 @@ class ChunkSources:
         return all(
             self._copies.holds(source.node) for source in sources if isinstance(source, DeviceCopy)
         ) and all(
-            source.variant in self._store.held for source in sources if isinstance(source, HostCopy)
+            source.facts in self._store.held for source in sources if isinstance(source, HostCopy)
         )
 
     def count_uses(self, plan: ReusePlan) -> None:
-        """The plan is carried out: its sources have been used once more,
-        a device copy's twin in the store with it."""
+        """The plan's sources have been used, and a device copy's twin in the store with it."""
         for piece in plan.pieces:
-            source = piece.source
-            if source is None:
-                continue
+            source, used = piece.source, None
             if isinstance(source, HostCopy):
-                self._store.held.use(source.variant)
+                used = source.facts
             elif isinstance(source, DeviceCopy):
                 self._copies.use(source.node)
-                twin = self._store.get(
-                    self._copies.identity_of(source.node), source.head, source.prefix
-                )
-                if twin is not None:
-                    self._store.held.use(twin)
+                identity, facts = self._copies.identity_of(source.node), source.facts
+                used = self._store.get(identity, facts.head, facts.prefix)
+            if used is not None:
+                self._store.held.use(used)

@@ -14,9 +14,7 @@ from radix_ext.errors import check_at_least
 
 class TenantTables:
     """Tables over `window` requests each, of at most `max_tenants` and with at most `max_entries`
-    in all of them.
-
-    The tenant counted last stays in any case; alone, its window bounds it.
+    in all. The tenant counted last stays in any case; alone, its window bounds it.
 
     Raises:
         LimitError: a bound below 1.
@@ -28,29 +26,23 @@ class TenantTables:
         check_at_least("max_entries", max_entries, 1)
         self.window, self.max_tenants, self.max_entries = window, max_tenants, max_entries
         self._tables: OrderedDict[str, AccessTable] = OrderedDict()  # least recently counted first
-        self._num_entries = 0
+        self.num_entries = 0  # of all tables
 
     def observe(self, tenant: str, ids: Iterable[ChunkId]) -> None:
-        """Count one request of the tenant's."""
         table = self._tables[tenant] = self.of(tenant)
         self._tables.move_to_end(tenant)
-        self._num_entries -= table.num_entries
+        self.num_entries -= table.num_entries
         table.observe(ids)
-        self._num_entries += table.num_entries
+        self.num_entries += table.num_entries
         while len(self._tables) > 1 and self._is_over():
             _, forgotten = self._tables.popitem(last=False)
-            self._num_entries -= forgotten.num_entries
+            self.num_entries -= forgotten.num_entries
 
     def of(self, tenant: str) -> AccessTable:
         """The tenant's table, to be read; an empty one if it is not known. Changes nothing."""
         table = self._tables.get(tenant)
         # Not kept: a look pushes nobody out.
         return AccessTable(self.window) if table is None else table
-
-    @property
-    def num_entries(self) -> int:
-        """`AccessTable.num_entries` over all tenants."""
-        return self._num_entries
 
     def __contains__(self, tenant: str) -> bool:
         """Whether a request of the tenant's was counted and is not forgotten."""
@@ -61,4 +53,4 @@ class TenantTables:
         return len(self._tables)
 
     def _is_over(self) -> bool:
-        return len(self._tables) > self.max_tenants or self._num_entries > self.max_entries
+        return len(self._tables) > self.max_tenants or self.num_entries > self.max_entries

@@ -9,8 +9,7 @@ A chunk enters that is asked for at least a quarter as often as that of the vari
 more often than that of its lowest one, in whose place it comes where the store is full. "Often"
 counts requests and never the clock: tensor-parallel ranks decide alike.
 
-What KV is, the index does not know: a blob has bytes, in a replay nothing else. No positions, no
-device, no prompt. One thread uses it.
+Of KV it knows the bytes; in a replay there is nothing else. One thread uses it.
 Invariant: bytes and variants are within their limits whenever a method returns.
 """
 
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 from radix_ext.access_table import AccessTable
 from radix_ext.cfo import Prefix, Scored
-from radix_ext.errors import IntegrityError, check_at_least
+from radix_ext.errors import check_at_least
 from radix_ext.variants import HeldVariants, Identity, Variant, nbytes_of
 
 ADMITTED_SHARE = 0.25
@@ -102,8 +101,6 @@ class VariantIndex:
     ) -> bool:
         """Whether `put` would take such a variant, of so many bytes: ask before copying any KV."""
         held = self.held
-        if nbytes > held.max_bytes:
-            return False
         old = self.get(identity, head, prefix)
         if old is not None and (preprocessed <= old.preprocessed or old.is_exact):
             knows_more = scored > old.scored or (has_outward and old.outward is None)
@@ -132,10 +129,8 @@ class VariantIndex:
         chains that share a chunk would replace each other without end."""
         if self.held.fits(nbytes):
             return True
-        lowest = self.held.lowest()
-        if lowest is None or not lowest.is_exact:
-            asked_for_lowest = self._asked_for_lowest()
-        else:
+        lowest, asked_for_lowest = self.held.lowest(), self._asked_for_lowest()
+        if lowest is not None and lowest.is_exact:
             chunk = self.held.identity_of(lowest)
             asked_for_lowest = self._asked.count((chunk, lowest.head, lowest.prefix))
         return len(self.held) > 0 and self._asked.count((identity, head, prefix)) > asked_for_lowest
@@ -237,7 +232,6 @@ class VariantIndex:
                 self.drop(variant)
 
     def stats(self) -> StoreStats:
-        """Sizes and counts, O(1)."""
         return StoreStats(
             num_chunks=len(self._chunks),
             num_variants=len(self.held),
@@ -248,26 +242,6 @@ class VariantIndex:
             num_evicted=self._num_evicted,
             num_uses=self.held.num_uses,
         )
-
-    def check_integrity(self) -> None:
-        """Check every invariant and counter; O(variants), for tests and idle moments.
-
-        Raises:
-            IntegrityError: with all violations.
-        """
-        violations = list(self.held.violations())
-        listed = sum(len(variants) for variants in self._chunks.values())
-        if listed != len(self.held):
-            violations.append(f"{listed} variants listed by chunk but {len(self.held)} held")
-        if empty := [identity for identity, variants in self._chunks.items() if not variants]:
-            violations.append(f"chunks without a variant: {empty[:8]}")
-        for identity, variants in self._chunks.items():
-            for place, variant in variants.items():
-                if place != (variant.head, variant.prefix) or variant not in self.held:
-                    name = f"variant {variant.serial} of chunk {identity}"
-                    violations.append(f"{name} is not where its serial, head and prefix say")
-        if violations:
-            raise IntegrityError(violations)
 
     def _insert(
         self, identity: Identity, variant: Variant, nbytes: int, old: Variant | None
@@ -295,8 +269,7 @@ class VariantIndex:
             watcher(identity, variant, is_here)
 
     def _make_room(self, identity: Identity, variant: Variant, nbytes: int) -> bool:
-        siblings = self.find(identity)
-        is_full = not self.held.fits(nbytes)
+        siblings, is_full = self.find(identity), not self.held.fits(nbytes)
         if is_full and not variant.preprocessed and len(siblings) >= self.max_variants:
             lowest = self.held.lowest_of(siblings)
             if lowest is not None:

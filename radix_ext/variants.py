@@ -13,52 +13,34 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, TypeAlias
 
-from radix_ext.cfo import Attention, Prefix, Scored
+from radix_ext.cfo import Attention, KvFacts, Scored
 from radix_ext.eviction import NEW_ON_HOST, Aging
 
-Identity = Hashable
-"""Of a chunk, for one tenant."""
+Identity = Hashable  # of a chunk, for one tenant
 
 RESERVED_WINDOWS = 10
 """Of requests: what nobody has asked for by then is as good as any other chunk."""
-RESERVED_SHARE = 0.5
-"""Of the store, so that live traffic has the rest."""
+RESERVED_SHARE = 0.5  # of the store, so that live traffic has the rest
 
-_Entry: TypeAlias = tuple[bool, float, int, int]
-"""Is reserved, priority, last used, serial."""
+_Entry: TypeAlias = tuple[bool, float, int, int]  # is reserved, priority, last used, serial
 
 
 @dataclass(eq=False)
-class Variant:
-    """One chunk's KV as computed after `head` and `prefix`.
-    Its readers keep it alive when it leaves the store."""
+class Variant(KvFacts):
+    """Of a chunk, in a store. Its readers keep it alive when it leaves."""
 
-    prefix: Prefix
-    """The chunks before it, in order."""
-    blob: Any
-    """Its KV, with its size as `nbytes`."""
-    scores: Attention | None = None
-    preprocessed: bool = False
-    """Computed ahead of requests, after similar chunks (FusionRAG 3.1)."""
-    head: str = ""
-    """Names the text before it that is no chunk: `text_before`."""
-    start: int = 0
-    """Position of the first token."""
-    outward: Any = None
-    """Per token: attention beyond the chunk in the calibrated heads. None: not known."""
-    priority: float = 0.0
-    """As of its last use. Written by the store alone, like the fields below."""
+    blob: Any  # its KV, with its size as `nbytes`
+    _: KW_ONLY
+    preprocessed: bool = False  # computed ahead of requests, after similar chunks (FusionRAG 3.1)
+    priority: float = 0.0  # as of its last use. Written by the store alone, like the fields below
     num_uses: int = 0
-    is_below: bool = False
-    """A slower tier has it."""
-    is_exact: bool = False
-    """What an ordinary prefill computes there, bit by bit."""
-    is_reserved: bool = field(default=False, init=False)
-    """Ordinary variants leave it alone."""
+    is_below: bool = False  # a slower tier has it
+    is_exact: bool = False  # what an ordinary prefill computes there, bit by bit
+    is_reserved: bool = field(default=False, init=False)  # ordinary variants leave it alone
     last_used: int = 0
     serial: int = field(default=0, init=False)
     """New each time it enters a store; stays when it leaves."""
@@ -70,7 +52,6 @@ class Variant:
 
     @property
     def scored(self) -> Scored:
-        """How much of it is measured."""
         return self.scores.scored if self.scores else Scored.NOTHING
 
 
@@ -96,8 +77,7 @@ class HeldVariants:
         self._clock = self._num_requests = 0
         # serial -> ..., bytes when it came
         self._held: dict[int, tuple[Identity, Variant, int]] = {}
-        self._reserved: deque[tuple[int, int]] = deque()
-        """(request with which it ends, serial)"""
+        self._reserved: deque[tuple[int, int]] = deque()  # (request with which it ends, serial)
         self._order: list[_Entry] = []
         """Heap. An entry may be outdated: where its variant has risen since, it is corrected when
         it surfaces. Where it has fallen, which no longer being reserved does, a second one has been
@@ -227,27 +207,6 @@ class HeldVariants:
         """Which of these leaves first. None: none of them may."""
         free = (v for v in siblings if not (v.is_reserved or self._stays(v)))
         return min(free, key=self._entry, default=None)
-
-    def violations(self) -> Iterator[str]:
-        """Where limits, counts and order are not kept. O(variants)."""
-        reserved = [variant for variant in self if variant.is_reserved]
-        for variants, counted in ((self, self.num_bytes), (reserved, self.reserved_bytes)):
-            if (num_bytes := sum(each.nbytes for each in variants)) != counted:
-                yield f"num_bytes {counted} but the variants count {num_bytes}"
-        if self.num_bytes > self.max_bytes:
-            yield f"num_bytes {self.num_bytes} over max_bytes {self.max_bytes}"
-        if len(reserved) != self.num_reserved:
-            yield f"{len(reserved)} variants are reserved but {self.num_reserved} were counted"
-        if len(self) > self.max_entries:
-            yield f"{len(self)} variants over {self.max_entries}"
-        entries = {entry[-1]: entry for entry in sorted(self._order, reverse=True)}
-        for serial, (identity, variant, nbytes) in self._held.items():
-            name = f"variant {serial} of chunk {identity}"
-            if variant.nbytes != nbytes:
-                yield f"{name} came with {nbytes} bytes and has {variant.nbytes}"
-            now, listed = self._entry(variant), entries.get(serial)
-            if listed is None or now < listed:
-                yield f"{name} is {now} but {listed} in the eviction order"
 
     def _release(self, variant: Variant) -> None:
         """Ordinary variants may take its place."""

@@ -9,50 +9,18 @@ A node that waits is not locked. One that has left meanwhile is missed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic
 
-from radix_ext.cfo import Prefix
-from radix_ext.chunk import ChainId
-from radix_ext.exact_chains import ChainCounts, ExactChains, Node
-from radix_ext.offloading import HostAdmission, worth_offloading
-from radix_ext.variants import Identity
-
-
-class OnDevice(Protocol):
-    """A chunk node of the tree on the device."""
-
-    start: int
-    head: str
-    prefix: Prefix
-    scores: Any
-    outward: Any
-    host: Any
-    """Its copy in host memory, or None."""
-
-    @property
-    def chain(self) -> ChainId | None: ...
-    @property
-    def hits(self) -> int: ...
-    @property
-    def promoted(self) -> bool: ...
-
-
-class Place(NamedTuple):
-    """Of a node in host memory."""
-
-    chain_key: Hashable
-    before: Hashable
-    above: ChainId
-    start: int
-    identity: Identity
+from radix_ext.exact_chains import ChainCounts, ChainPlace, ExactChains, Node
 
 
 class WriteBackQueue(Generic[Node]):
     """Of one rank. A subclass knows the tree.
 
     Args:
-        admission: as of `worth_offloading`.
+        facts_of: a node's `CopyFacts`, with its `chain`, its `hits`, whether it is `promoted`, and
+            its copy in host memory or None as `host`.
         save_tokens: after one forward nothing more is copied once so many were, by now.
         max_waiting: nodes that wait. More are not taken: they come again with their next hit.
         keeps: False: no chain is kept in host memory.
@@ -61,17 +29,15 @@ class WriteBackQueue(Generic[Node]):
     def __init__(
         self,
         nodes: ExactChains[Node, Any],
-        facts_of: Callable[[Any], OnDevice],
+        facts_of: Callable[[Any], Any],
         counts: ChainCounts,
         *,
-        admission: HostAdmission,
         save_tokens: Callable[[], int],
         max_waiting: int,
         keeps: bool = True,
     ) -> None:
         self._nodes, self._facts_of, self._counts = nodes, facts_of, counts
-        self._admission, self._keeps = admission, keeps
-        self._save_tokens, self._max_waiting = save_tokens, max_waiting
+        self._save_tokens, self._max_waiting, self._keeps = save_tokens, max_waiting, keeps
         self._waiting: OrderedDict[Any, None] = OrderedDict()
 
     @property
@@ -89,7 +55,7 @@ class WriteBackQueue(Generic[Node]):
                 self._nodes.touch(host, self._facts_of(node).hits)
         for node in chunks if self._keeps else ():
             known = self._facts_of(node)
-            if not worth_offloading(self._admission, hits=known.hits, promoted=known.promoted):
+            if not self._is_worth_it(hits=known.hits, promoted=known.promoted):
                 return
             if known.host is None and len(self._waiting) < self._max_waiting:
                 self._waiting[node] = None
@@ -99,8 +65,7 @@ class WriteBackQueue(Generic[Node]):
         return self._facts_of(node).host is not None or node in self._waiting
 
     def save_some(self) -> Iterator[tuple[Node, Any]]:
-        """Save some of what waits. Yields each chunk once it is saved: what is saved next may evict
-        it, unless somebody holds it."""
+        """Save some of what waits. Yields each node: what is saved next may evict it."""
         most = self._counts.saved_tokens + self._save_tokens()
         while self._waiting and self._counts.saved_tokens < most:
             node = self._waiting.popitem(last=False)[0]
@@ -113,7 +78,11 @@ class WriteBackQueue(Generic[Node]):
 
     # For subclasses
 
-    def _place(self, node: Any) -> Place | None:
+    def _is_worth_it(self, *, hits: int, promoted: bool) -> bool:
+        """Whether a node is kept whose parent is: `hits` requests have found it cached."""
+        return hits > 0 or promoted
+
+    def _place(self, node: Any) -> ChainPlace | None:
         """Of the node; the tokens before a first chunk are saved if need be.
         None: the node has left the tree."""
         raise NotImplementedError
@@ -126,15 +95,9 @@ class WriteBackQueue(Generic[Node]):
         """Copy KV. False: it failed, and the node was dropped."""
         raise NotImplementedError
 
-    def _copied(
-        self,
-        place: Place,
-        source: Any,
-        head: str,
-        prefix: Prefix,
-    ) -> Node | None:
+    def _copied(self, place: ChainPlace, source: Any) -> Node | None:
         """A new node with a copy of that KV. None: it does not fit, or the copy failed."""
-        host = self._nodes.add(*place[:4], len(source), place.identity, head, prefix)
+        host = self._nodes.add(place, len(source))
         if host is None or not self._copy(source, host) or not self._nodes.keep(host):
             return None
         self._counts.saved_tokens += len(source)
@@ -148,9 +111,7 @@ class WriteBackQueue(Generic[Node]):
         if known.host is not None:
             return None
         if (place := self._place(node)) is not None:
-            host = self._nodes.get(place.chain_key) or self._copied(
-                place, self._source(node), known.head, known.prefix
-            )
+            host = self._nodes.get(place.chain_key) or self._copied(place, self._source(node))
             known.host = host if host is not None and host.is_here else None
         found: Node | None = known.host
         if found is None:

@@ -34,6 +34,7 @@ from eval.replay.exact import ADMISSION_POLICIES, DEDUP_POLICIES
 from eval.replay.fused_cell import FusedCell, add_options, server_config
 from eval.replay.generated import GeneratedTrace, PooledTrace, SysXTrace
 from eval.replay.grid import AXES, Cell, comparison, derived_capacities, grid
+from eval.replay.offloading import HOST_ADMISSIONS
 from eval.replay.ranks import RanksReplay
 from eval.replay.summary import MIN_BLOCKS, summarize
 from eval.replay.timed import (
@@ -46,7 +47,7 @@ from eval.replay.timed import (
 from eval.replay.trace import TraceFacts, TraceFile, TraceRequest, scan
 from eval.run import Run, new_folder
 from eval.task import TASKS, Source, load_task, requests_of
-from radix_ext import HOST_ADMISSIONS, ORDER_POLICIES, TAIL_POLICIES, CallerError, Chunk, ChunkId
+from radix_ext import ORDER_POLICIES, TAIL_POLICIES, CallerError, Chunk, ChunkId
 from sglang_chunkcache import ChunkCacheConfig
 
 BLOCK = 50

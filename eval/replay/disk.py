@@ -22,7 +22,7 @@ from radix_ext.backlog import Backlog, Bounds
 from radix_ext.cfo import Prefix
 from radix_ext.chunk import extend_chain, root_chain
 from radix_ext.costs import Costs, Phase, Work, explores, extend_work
-from radix_ext.exact_chains import ChainVariant
+from radix_ext.exact_chains import ChainPlace, ChainVariant
 from radix_ext.loading import WaitPolicy, load_in_order, loading_pays, pay_together, worth_loading
 from radix_ext.pool_slots import PoolSlots
 from radix_ext.sources import ChunkSources
@@ -205,7 +205,8 @@ class FusedDisk:
         for piece in pieces:
             if piece.source is None:
                 continue
-            place = piece.chunk, piece.source.head, piece.source.prefix
+            facts = piece.source.facts
+            place = piece.chunk, facts.head, facts.prefix
             if (twin := self.index.get(*place)) is not None:
                 self.index.held.use(twin)
             elif (variant := self._store.get(*place)) and not variant.is_exact:
@@ -282,7 +283,8 @@ class FusedDisk:
         if self.disk.loads.is_full:
             return False
         num_tokens = span.end - span.start
-        host = self._host.claim(key, parent, chunk, head, prefix, span.start, num_tokens)
+        place = ChainPlace(key, parent, parent, span.start, chunk, head, prefix)
+        host = self._host.nodes.claim(place, num_tokens)
         if host is None:
             return False
 
@@ -299,7 +301,7 @@ class FusedDisk:
         found = []
         for i, (chunk, span) in enumerate(zip(ids, spans, strict=True)):
             there = self._sources.candidates(chunk, head)
-            if any(each.head == head for each in there):
+            if any(each.facts.head == head for each in there):
                 continue
             work = extend_work(span.start, span.end)._replace(calls=0)
             computed_s = self._costs[Phase.EXTEND].seconds(work)
@@ -383,8 +385,7 @@ class FusedDisk:
 
         def came() -> None:
             self._under_way.pop(place, None)
-            facts = None, stored.preprocessed, stored.head, stored.start
-            loaded = Variant(stored.prefix, blob, *facts, num_uses=stored.num_uses, is_below=True)
+            loaded = _copy(stored, blob, num_uses=stored.num_uses, is_below=True)
             self._store.put(chunk, loaded)
             if isinstance(blob, PoolSlots):
                 if loaded not in self._store.held:
@@ -435,14 +436,7 @@ class FusedDisk:
         ):
             return
         num_tokens = nbytes // self._token_bytes
-        stored = Variant(
-            variant.prefix,
-            Stored(nbytes, num_tokens),
-            None,
-            preprocessed,
-            variant.head,
-            variant.start,
-        )
+        stored = _copy(variant, Stored(nbytes, num_tokens))
 
         def written() -> None:
             if self.index.put(place[0], stored) and variant in self._store.held:
@@ -458,7 +452,7 @@ class FusedDisk:
         if not self.index.gains(*place, host.blob.nbytes + self.disk.writes.num_bytes):
             return False
         blob = Stored(host.blob.nbytes, host.blob.num_tokens)
-        stored = Variant(host.prefix, blob, None, False, host.head, host.start, is_exact=True)
+        stored = _copy(host, blob, is_exact=True)
         return self._begin_write(place, host.blob, lambda: self.index.insert(place[0], stored))
 
     def _begin_write(
@@ -494,3 +488,9 @@ def _chain_key(head: str, ids: Prefix) -> ChainId:
     for chunk in ids:
         key = extend_chain(key, chunk)
     return key
+
+
+def _copy(of: Variant, blob: Any, **fields: Any) -> Variant:
+    """Of the KV alone: what is measured of it stays with the original."""
+    place: Any = {"head": of.head, "start": of.start, "preprocessed": of.preprocessed}
+    return Variant(of.prefix, blob, **place, **fields)

@@ -30,15 +30,13 @@ from eval.replay.eviction_queue import (
     is_device_leaf,
 )
 from eval.replay.host_tier import HostTier
+from eval.replay.offloading import HOST_ADMISSIONS, HostAdmission
 from radix_ext import (
-    HOST_ADMISSIONS,
     AccessTable,
     ChainNode,
     Chunk,
     ChunkId,
     ChunkPrefixTree,
-    HostAdmission,
-    IntegrityError,
     LimitError,
     OrderPolicy,
     TailPolicy,
@@ -266,36 +264,6 @@ class Replay:
         return HostStats(
             *copied, self._num_loaded, self._loaded_tokens, host.num_evicted, host.num_tokens
         )
-
-    def check_integrity(self) -> None:
-        """Check tree and host tier against each other; O(nodes), for tests.
-
-        Raises:
-            IntegrityError: with all violations.
-        """
-        self._tree.check_integrity()
-        violations = [*self._host.violations()] if self._host is not None else []
-        pending = [node for root in self._tree.nodes.roots for node in root.child_nodes()]
-        for node in pending:  # grows meanwhile
-            pending += node.child_nodes()
-            on_device, parent = node.tier(_RANK) is Tier.DEVICE, node.parent
-            if not on_device and (self._host is None or node not in self._host):
-                violations.append(f"node {node.chain:x} is held in a tier that does not have it")
-            if (
-                on_device
-                and parent is not None
-                and parent.parent is not None
-                and parent.tier(_RANK) is not Tier.DEVICE
-            ):
-                violations.append(f"node {node.chain:x} is on the device but its parent is not")
-        if self._host is not None and len(self._host) != sum(
-            node in self._host for node in pending
-        ):
-            violations.append("host memory has nodes that left the tree")
-        if self._is_over():
-            violations.append("the device holds more than its capacity")
-        if violations:
-            raise IntegrityError(violations)
 
     # Private, in order of use
 

@@ -159,7 +159,7 @@ class FusedReplay:
             config.recompute_ratio,
             focus="spare" if config.selector == "context" else "off",
         )
-        grows = self._fusion.may_compute and settings.order == "tree"
+        grows = not self._fusion.plain and settings.order == "tree"
         self._growth = ExactGrowth(config.exact_gaps if grows else 0, settings.threshold)
         self._limits = Limits(config.max_pass_tokens or prefill_budget, config.max_gap_tokens)
         self._timing = timing
@@ -351,7 +351,7 @@ class FusedReplay:
                 (self.num_requests - 1) * self._share
             )
             shared = recipe if is_fused and not self._fusion.asks_the_question else None
-            growth = self._growth if is_fused and self._fusion.may_compute else None
+            growth = self._growth if is_fused and not self._fusion.plain else None
             chunks = order_chunks(
                 by.order,
                 by.tail,
@@ -513,7 +513,7 @@ class FusedReplay:
         for index, node in enumerate(nodes):
             if index >= num_known:
                 known = self._known[node] = Known(
-                    start, head=prompt.head, prefix=before[:index], chunk=before[index], node=node
+                    before[:index], head=prompt.head, start=start, chunk=before[index], node=node
                 )
                 if self.host is not None:
                     self.host.come_back(node, known)

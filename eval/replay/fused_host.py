@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from eval.replay.offloading import HostAdmission, worth_offloading
 from radix_ext import ChainId, ChainNode, Chunk, ChunkId, ChunkPrefixTree, Tier
-from radix_ext.cfo import Prefix
-from radix_ext.exact_chains import ChainCounts, ChainVariant, ExactChains
-from radix_ext.offloading import HostAdmission
+from radix_ext.exact_chains import ChainCounts, ChainPlace, ChainVariant, ExactChains
 from radix_ext.pool_slots import PoolSlots
 from radix_ext.sources import CopyFacts
 from radix_ext.variant_index import VariantIndex
-from radix_ext.write_back import Place, WriteBackQueue
+from radix_ext.write_back import WriteBackQueue
 from sglang_chunkcache.config import MAX_SAVED_TOKENS, MAX_WAITING_SAVES
 
 
@@ -85,6 +84,7 @@ class FusedHost(WriteBackQueue[ChainVariant]):
         admission: HostAdmission,
     ) -> None:
         self.counts, self._tree, self._rank, self._known = ChainCounts(), tree, rank, facts_of
+        self._admission: HostAdmission = admission
         self.nodes: ExactChains[ChainVariant, PoolSlots] = ExactChains(
             pool,
             index,
@@ -97,7 +97,6 @@ class FusedHost(WriteBackQueue[ChainVariant]):
             self.nodes,
             facts_of,
             self.counts,
-            admission=admission,
             save_tokens=lambda: MAX_SAVED_TOKENS,
             max_waiting=MAX_WAITING_SAVES,
         )
@@ -120,30 +119,9 @@ class FusedHost(WriteBackQueue[ChainVariant]):
 
     # From a disk
 
-    def claim(
-        self,
-        key: ChainId,
-        above: ChainId,
-        chunk: ChunkId,
-        head: str,
-        prefix: Prefix,
-        start: int,
-        num_tokens: int,
-    ) -> ChainVariant | None:
-        """As `HostNodes.claim`."""
-        host = self.nodes.add(key, above, above, start, num_tokens, chunk, head, prefix)
-        if host is not None:
-            host.is_here = False
-            host.blob.hold()
-        return host
-
     def came(self, host: ChainVariant) -> None:
-        """As `HostNodes.released` and `came`."""
-        host.blob.let_go()
-        if self.nodes.get(host.chain_key) is not host:
-            return
-        host.is_here, host.hits, host.num_uses = True, 1, 1
-        if not self.nodes.keep(host):
+        """As `HostNodes.came`, of what is released."""
+        if not (self.nodes.released(host) and self.nodes.came(host)):
             return
         node = self._tree.nodes.by_chain.get(host.chain_key)
         if node is not None and node.tier(self._rank) is Tier.DEVICE:
@@ -157,12 +135,16 @@ class FusedHost(WriteBackQueue[ChainVariant]):
 
     # Of `WriteBackQueue`
 
-    def _place(self, node: ChainNode) -> Place | None:
+    def _is_worth_it(self, *, hits: int, promoted: bool) -> bool:
+        return worth_offloading(self._admission, hits=hits, promoted=promoted)
+
+    def _place(self, node: ChainNode) -> ChainPlace | None:
         assert node.parent is not None
         if node.tier(self._rank) is not Tier.DEVICE:
             return None
-        above = node.parent.chain
-        return Place(node.chain, above, above, self._facts_of(node).start, node.chunk_id)
+        above, known = node.parent.chain, self._known(node)
+        where = known.start, node.chunk_id, known.head, known.prefix
+        return ChainPlace(node.chain, above, above, *where)
 
     def _source(self, node: ChainNode) -> Sequence[Any]:
         return range(node.num_tokens)

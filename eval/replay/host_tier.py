@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from eval.replay.eviction_queue import EvictionPolicy, EvictionQueue
-from radix_ext import HOST_ADMISSIONS, ChainNode, ChunkPrefixTree, HostAdmission, worth_offloading
+from eval.replay.offloading import HOST_ADMISSIONS, HostAdmission, worth_offloading
+from radix_ext import ChainNode, ChunkPrefixTree
 from radix_ext.errors import check_choice
 from radix_ext.eviction import NEW_ON_HOST
 
@@ -74,19 +75,6 @@ class HostTier:
         if last is not None:
             self._queue.push(last)
         return gone
-
-    def violations(self) -> Iterator[str]:
-        """What is wrong, for `check_integrity`."""
-        if any(
-            parent.parent is not None and parent not in self._nodes for parent in self._num_children
-        ):
-            yield "host memory has a node without its parent"
-        if self.num_tokens != sum(node.num_tokens for node in self._nodes):
-            yield f"host memory has counted {self.num_tokens} tokens"
-        if self._num_children != Counter(node.parent for node in self._nodes):
-            yield "host memory has counted other children than it has"
-        if not self._fits(len(self._nodes), self.num_tokens):
-            yield f"host memory has {len(self._nodes)} nodes of {self.num_tokens} tokens"
 
     # Private, in order of use
 

@@ -210,12 +210,12 @@ class TimedArm:
                 nbytes, head = chunk.num_tokens * token_bytes, request.head or ""
                 blob: Any = Stored(nbytes, chunk.num_tokens)
                 if replay.disk is not None:
-                    replay.disk.index.put(chunk.id, Variant((), blob, None, False, head, 0))
+                    replay.disk.index.put(chunk.id, Variant((), blob, head=head))
                     continue
                 if replay.host is not None:
                     blob = replay.host.nodes.room(chunk.num_tokens)
                 if blob is not None:
-                    replay.store.put(chunk.id, Variant((), blob, None, False, head, 0))
+                    replay.store.put(chunk.id, Variant((), blob, head=head))
 
 
 DISK_COUNTS = ("found", "loaded", "late", "left", "skipped", "tried", "written", "unwritten")

@@ -20,7 +20,7 @@ from radix_ext import (
     Span,
     held_history,
     leading_area,
-    order_per_rank,
+    order_chunks,
 )
 from radix_ext.audit import AuditDecision
 from sglang_chunkcache.config import ChunkCacheConfig
@@ -111,7 +111,7 @@ class Planner:
     def _growth(self, fusion: FusionRequest | None, policy: OrderPolicy) -> ExactGrowth | None:
         """Only chains that the tree's order aims for grow:
         other orders stay as their papers have them."""
-        if fusion is None or not fusion.may_compute or policy != "tree":
+        if fusion is None or fusion.plain or policy != "tree":
             return None
         return ExactGrowth(self._config.exact_gaps, self._config.promotion_threshold)
 
@@ -130,22 +130,25 @@ class Planner:
             else range(router.num_ranks)
         )
         worths = {mirror.rank: mirror.host_worth for mirror in self._bookkeeper.mirrors}
-        orderings = order_per_rank(
-            # the history's chunks stay where they are: its area is only weighed
-            "retriever" if draft.history else policy,
-            "seen",
-            self._bookkeeper.tree,
-            self._bookkeeper.tables.of(draft.identity.tenant),
-            namespace,
-            _chunks_of(leading_area(draft.history))
-            if draft.history
-            else [item.chunk for item in draft.chunks],
-            ranks=ranks,
-            max_visits=self._config.max_search_visits,
-            recipe=_shared_recipe(draft),
-            growth=growth,
-            host_worths=worths,
-        )
+        # the history's chunks stay where they are: its area is only weighed
+        area = _chunks_of(leading_area(draft.history))
+        table = self._bookkeeper.tables.of(draft.identity.tenant)
+        orderings = {
+            rank: order_chunks(
+                "retriever" if draft.history else policy,
+                "seen",
+                self._bookkeeper.tree,
+                table,
+                namespace,
+                area if draft.history else [item.chunk for item in draft.chunks],
+                rank=rank,
+                max_visits=self._config.max_search_visits,
+                recipe=_shared_recipe(draft),
+                growth=growth,
+                host_worth=worths.get(rank, 1.0),
+            )
+            for rank in ranks
+        }
         history = self._held_history(draft)
         cached = {
             # not their sum: the history begins with the area that was ordered

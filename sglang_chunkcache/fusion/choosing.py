@@ -183,11 +183,11 @@ def _chunk_of(piece: Piece) -> MovedChunk:
         chunk=piece.chunk,
         start=piece.start,
         num_tokens=piece.end - piece.start,
-        prefix_old=source.prefix,
+        prefix_old=source.facts.prefix,
         prefix_new=piece.prefix,
-        scores=source.scores,
+        scores=source.facts.scores,
         other_head=piece.other_head,
-        outward=source.outward,
+        outward=source.facts.outward,
     )
 
 

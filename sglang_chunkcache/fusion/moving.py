@@ -70,12 +70,12 @@ class Mover:
                 assert isinstance(source, DeviceCopy | HostCopy)
                 positions, origin = (
                     torch.arange(start, start + len(target), device=target.device)
-                    for start in (piece.start, source.start)
+                    for start in (piece.start, source.facts.start)
                 )
                 if isinstance(source, DeviceCopy):
                     copies.append((source.node.value, origin, target, positions))
                 else:
-                    blobs.append((source.variant.blob, origin, target, positions))
+                    blobs.append((source.facts.blob, origin, target, positions))
                 self.num_tokens[f"moved_{source.where}"] += piece.end - piece.start
         if copies:  # all layers at once: what is loaded beside this pass has to be there
             self._pool.get_kv_buffer(self._pool.layer_num - 1)

@@ -83,7 +83,7 @@ def sources_of(plan: ReusePlan) -> tuple[Source, ...]:
             piece.end,
             piece.span,
             piece.source.where,
-            len(piece.source.prefix),
+            len(piece.source.facts.prefix),
             piece.overlap,
             piece.cfo,
             piece.other_head,

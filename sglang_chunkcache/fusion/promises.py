@@ -170,5 +170,5 @@ class Promises:
 def slots_of(plan: ReusePlan) -> Iterator[HostSlots]:
     """What the plan reads in the host pool."""
     for piece in plan.pieces:
-        if isinstance(piece.source, HostCopy) and isinstance(piece.source.variant.blob, HostSlots):
-            yield piece.source.variant.blob
+        if isinstance(piece.source, HostCopy) and isinstance(piece.source.facts.blob, HostSlots):
+            yield piece.source.facts.blob

@@ -214,7 +214,7 @@ class StorageTier:
                 continue
             identity, place = (
                 ChunkIdentity(piece.chunk, extra_key, cache_salt),
-                (piece.source.head, piece.source.prefix),
+                (piece.source.facts.head, piece.source.facts.prefix),
             )
             twin = self.storage.index.get(self._chunk(identity), *place)
             if twin is not None:
@@ -391,8 +391,8 @@ def _missing_chunks(
         identity = ChunkIdentity(span.chunk, req.extra_key, req.cache_salt)
         there = sources.candidates(identity, head, alone=fusion.plain)
         if fusion.plain:
-            there = [each for each in there if not (each.prefix or each.preprocessed)]
-        if any(each.head == head for each in there):
+            there = [each for each in there if each.facts.is_alone]
+        if any(each.facts.head == head for each in there):
             continue
         # Its tokens in a prefill that runs in any case.
         work, computed_s, moved_s = extend_work(span.start, span.end)._replace(calls=0), 0.0, 0.0
@@ -416,7 +416,7 @@ def _missing_chunks(
 def entry_of(variant: Variant, heads: tuple[Head, ...]) -> Callable[[], Entry]:
     """Makes the entry, with what is measured by now."""
     blob: HostBlob | HostSlots = variant.blob
-    scores: ChunkScores | None = variant.scores  # type: ignore[assignment]
+    scores: ChunkScores | None = variant.scores
     measured = {"outward": variant.outward, "heads": heads, "codec": blob.codec}
     if scores is not None:
         masses = Masses(
@@ -451,11 +451,11 @@ def variant_of(
     return Variant(
         stored.prefix,
         blob or HostBlob(*entry.kv, codec=entry.codec),
-        scores,
-        stored.preprocessed,
-        stored.head,
-        stored.start,
-        outward,
+        scores=scores,
+        preprocessed=stored.preprocessed,
+        head=stored.head,
+        start=stored.start,
+        outward=outward,
         num_uses=stored.num_uses,
         is_below=True,
     )

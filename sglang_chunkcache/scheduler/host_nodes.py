@@ -20,11 +20,10 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 from radix_ext import ChainId, ChunkId, extend_chain, root_chain
-from radix_ext.cfo import Prefix
 from radix_ext.exact_chains import ChainCounts, ExactChains
 from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache.scheduler.host_slots import HostSlots, Slots
-from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode, facts
+from sglang_chunkcache.scheduler.node import HostNode, facts
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode
@@ -126,34 +125,9 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
 
     # From the storage
 
-    def claim(
-        self,
-        chain_key: bytes,
-        before: bytes | None,
-        above: ChainId,
-        start: int,
-        num_tokens: int,
-        identity: ChunkIdentity,
-        head: str,
-        prefix: Prefix,
-    ) -> HostNode | None:
-        """A node with held slots, for KV that is on its way: `released`, then `came` or `drop`
-        follow. None: as `add`."""
-        host = self.add(chain_key, before, above, start, num_tokens, identity, head, prefix)
-        if host is not None:
-            host.is_here = False
-            host.blob.hold()
-        return host
-
-    def released(self, host: HostNode) -> bool:
-        """No other thread reads or writes its slots any more. Whether the node is still here."""
-        host.blob.let_go()
-        return self._nodes.get(host.chain_key) is host
-
-    def came(self, host: HostNode, node: TreeNode | None) -> bool:
-        """The node holds its KV. `node` is the same on the device. False: as `keep`."""
-        host.is_here, host.hits, host.num_uses = True, 1, 1
-        if not self.keep(host):
+    def came(self, host: HostNode, node: TreeNode | None = None) -> bool:
+        """As `ExactChains.came`. `node` is the same on the device."""
+        if not super().came(host):
             return False
         if not host.identity.chunk:
             return True

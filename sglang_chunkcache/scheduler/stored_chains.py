@@ -28,6 +28,7 @@ import torch
 
 from radix_ext import ChunkId
 from radix_ext.costs import Costs, Phase, Work, extend_work
+from radix_ext.exact_chains import ChainPlace
 from radix_ext.loading import loading_pays
 from radix_ext.variants import Variant
 from sglang_chunkcache.config import ChunkCacheConfig
@@ -320,16 +321,16 @@ class StoredChains:
         if variant is None or not self.storage.takes(variant, asked):
             return False
         row = variant.blob.row
-        host = self._nodes.claim(
+        place = ChainPlace(
             link.chain_key,
             link.parent,
             chain_of(link.place.head, link.place.prefix),
             row.start,
-            row.num_tokens,
             link.identity,
             link.place.head if link.identity.chunk else link.chain_key.hex(),
             link.place.prefix,
         )
+        host = self._nodes.claim(place, row.num_tokens)
         if host is None:
             return False
         came = partial(self._came, link, host, key, asked)

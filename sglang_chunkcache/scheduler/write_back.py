@@ -11,7 +11,8 @@ import torch
 
 from radix_ext import ChunkId, root_chain
 from radix_ext.costs import copied_within
-from radix_ext.write_back import Place, WriteBackQueue
+from radix_ext.exact_chains import ChainPlace
+from radix_ext.write_back import WriteBackQueue
 from sglang_chunkcache.config import MAX_KEPT_S, MAX_SAVED_TOKENS, MAX_WAITING_SAVES
 from sglang_chunkcache.scheduler.host_nodes import (
     HostCounts,
@@ -58,7 +59,6 @@ class WriteBack(WriteBackQueue[HostNode]):
             nodes,
             facts,
             counts,
-            admission="either",
             save_tokens=self._num_saved,
             max_waiting=MAX_WAITING_SAVES,
             keeps=keeps,
@@ -82,7 +82,7 @@ class WriteBack(WriteBackQueue[HostNode]):
 
     # Of `WriteBackQueue`
 
-    def _place(self, node: TreeNode) -> Place | None:
+    def _place(self, node: TreeNode) -> ChainPlace | None:
         if node.parent.children.get(node.key.child_key()) is not node:
             return None
         path = chunks_to(node)
@@ -93,11 +93,18 @@ class WriteBack(WriteBackQueue[HostNode]):
             nothing = torch.empty((0,), dtype=torch.int64, device=self._tree.device)
             slots = joined([nothing, *(each.value for each in above)])
             identity = ChunkIdentity(ChunkId(""), node.key.extra_key, node.key.cache_salt)
-            self._copied(Place(before, None, first, 0, identity), slots, before.hex(), ())
+            self._copied(ChainPlace(before, None, first, 0, identity, before.hex(), ()), slots)
         for each in path[:-1]:
             before = below(before, facts(each).chunk)
-        above_it = facts(node.parent).chain or first
-        return Place(below(before, known.chunk), before, above_it, known.start, identity_of(node))
+        return ChainPlace(
+            below(before, known.chunk),
+            before,
+            facts(node.parent).chain or first,
+            known.start,
+            identity_of(node),
+            known.head,
+            known.prefix,
+        )
 
     def _source(self, node: TreeNode) -> Tensor:
         slots: Tensor = node.value

@@ -20,6 +20,7 @@ from eval.replay.fused_cell import KNOBS, add_options
 from eval.run import read_record
 from radix_ext import Chunk, ChunkId, OrderPolicy, Tier
 from sglang_chunkcache import ChunkCacheConfig
+from tests.kit.integrity import check_store, check_tree
 
 ROOT = Path(__file__).parents[2]
 SIZES: Any = {"kv_bytes": 1, "store_bytes": 1 << 30, "chunk_tokens": 1}
@@ -73,7 +74,7 @@ def test_another_head_is_a_source_and_no_prefix() -> None:
     assert replay.step(request("AB"), head="x").exact == 20
     replay.step(request("CB"), head="y")
     copies = replay._sources.candidates(ChunkId("C"), "y")
-    assert [copy.head for copy in copies] == ["y"]
+    assert [copy.facts.head for copy in copies] == ["y"]
 
 
 def test_chunks_cached_nowhere_come_before_what_is_moved() -> None:
@@ -174,8 +175,8 @@ def test_limits_hold_on_any_trace(seed: int, host: int) -> None:
             assert not [*replay.host.nodes.violations()]
             only_there = replay._tree.holdings.held(0, Tier.HOST)[1]
             assert only_there <= replay.store.stats().num_bytes <= host
-        replay.store.check_integrity()
-    replay._tree.check_integrity()
+        check_store(replay.store)
+    check_tree(replay._tree)
     assert replay.num_evicted > 0
     assert replay.store.stats().num_evicted > 0
 

@@ -3,7 +3,9 @@
 import pytest
 
 from eval.replay.host_tier import HostTier
-from radix_ext import ChunkPrefixTree, HostAdmission, PolicyError, Tier
+from eval.replay.offloading import HostAdmission
+from radix_ext import ChunkPrefixTree, PolicyError, Tier
+from tests.kit.integrity import violations_of
 from tests.kit.letters import make_chunks
 
 
@@ -21,7 +23,7 @@ class Served:
         leaf = self.tree.insert("", make_chunks(names, 1), rank=0, tier=Tier.DEVICE, promoted_len=0)
         assert leaf is not None
         gone = self.host.offload(leaf.path())
-        assert [*self.host.violations()] == []
+        assert [*violations_of(self.host)] == []
         return "".join(node.chunk_id for node in gone)
 
     @property

@@ -15,17 +15,17 @@ import pytest
 
 from eval.replay.eviction_queue import EVICTION_POLICIES, EvictionPolicy
 from eval.replay.exact import Replay, ReplaySettings, RequestCount
+from eval.replay.offloading import HOST_ADMISSIONS, HostAdmission
 from radix_ext import (
-    HOST_ADMISSIONS,
     Chunk,
     ChunkId,
-    HostAdmission,
     IntegrityError,
     LimitError,
     OrderPolicy,
     PolicyError,
     TailPolicy,
 )
+from tests.kit.integrity import check_replay
 from tests.kit.letters import make_trace
 from tests.reference.naive_replay import NaiveCounts, naive_hits
 
@@ -148,7 +148,7 @@ def test_history_is_loaded_from_the_host() -> None:
         (0, 0, 0)
     ] * 4
     assert replay.host_stats == (5, 25, 2, 10, 0, 25)
-    replay.check_integrity()
+    check_replay(replay)
 
 
 @pytest.mark.parametrize("host_admission", HOST_ADMISSIONS)
@@ -160,7 +160,7 @@ def test_tiers_are_whole_whatever_is_cached(host_admission: HostAdmission) -> No
     names = [None, "x", None, "y", "x", None]
     for number, request in enumerate(as_chunks(make_trace(300))):
         replay.step(request, names[number % 6], is_last_turn=number % 5 == 0)
-        replay.check_integrity()
+        check_replay(replay)
     assert replay.host_stats is not None
     assert replay.host_stats.loaded > 0
 
@@ -172,7 +172,7 @@ def test_integrity_check_finds_a_copy_that_is_not_there() -> None:
     assert replay._host is not None
     replay._host._nodes.clear()
     with pytest.raises(IntegrityError, match="held in a tier that does not have it"):
-        replay.check_integrity()
+        check_replay(replay)
 
 
 @pytest.mark.parametrize("host_admission", HOST_ADMISSIONS)
@@ -202,7 +202,7 @@ def test_host_tier_equals_the_naive_simulator(
     replay, counts = Replay(settings_of(**parts, capacity_tokens=7)), []
     for request in trace:
         counts.append(replay.step([Chunk(ChunkId(name), lengths[name]) for name in request]))
-        replay.check_integrity()
+        check_replay(replay)
     total = ReplayResult(tuple(counts), 0, 0, 0, 0).total
     expected = naive_hits(trace, capacity=7, lengths=lengths, **parts)
     stats = replay.host_stats

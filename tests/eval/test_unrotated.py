@@ -30,7 +30,7 @@ def test_keys_are_where_they_were_computed(scene: Scene) -> None:
         scene.assert_close(kept[:, :, here], source)
         assert torch.equal(kept[1][:, here], turned[1][:, here])
         assert not torch.allclose(kept[0][:, here], turned[0][:, here], atol=0.01)
-    assert [piece.source.start for piece in move.moved if piece.source] == [
+    assert [piece.source.facts.start for piece in move.moved if piece.source] == [
         THERE[name][0] for name in "ABCE"
     ]
     scene.assert_close(scene.kv(scene.run(asked("none", 0.0), by).slots), turned)

@@ -21,6 +21,7 @@ from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.spans import unpack
 from sglang_chunkcache.wire.state import Asked, ExplainRequest
 from tests.kit.fused import Disk
+from tests.kit.integrity import check_tree
 from tests.polling import DEADLINE_S
 from tests.reference.chains import chain_of
 from tests.reference.scheduler import SECRET, FakeReq, Scheduler, config, marked, walk
@@ -55,7 +56,7 @@ class HostScheduler(Scheduler):
         rank = rank_state(self.cache, 0)  # which takes in what has come
         self.mirror.apply(self.cache.log.unread())
         assert self.tree.holdings.digest(0) == (rank.events.num_nodes, rank.events.digest)
-        self.tree.check_integrity()
+        check_tree(self.tree)
         chains = (facts(node).chain for _, node in walk(self.cache))
         on_device = {chain for chain in chains if chain is not None}
         for chain in on_device | self.on_host():

@@ -358,11 +358,12 @@ class Scene:
             start, end = THERE[name]
             node = SimpleNamespace(value=SOURCE[start:end])
             facts(node).start, facts(node).prefix = start, self.prefix_there(name)
-            self.sources[name] = DeviceCopy(node, facts(node))
+            self.sources[name] = DeviceCopy(facts(node), node)
         stored = self.fusion_pass.capture([self.capture(name) for name in "BE"])
         for name, each in zip("BE", stored, strict=True):
-            there: Any = {"start": THERE[name][0]}
-            self.sources[name] = HostCopy(Variant(self.prefix_there(name), *each.read(), **there))
+            blob, scores = each.read()
+            there: Any = {"start": THERE[name][0], "scores": scores}
+            self.sources[name] = HostCopy(Variant(self.prefix_there(name), blob, **there))
 
     def prefix_there(self, name: str) -> tuple[ChunkId, ...]:
         return tuple(ChunkId(each) for each in ELSEWHERE[1 : ELSEWHERE.index(name)])

@@ -28,6 +28,6 @@ def test_table_equals_a_counter_over_the_window(
         assert [table.count(chunk) for chunk in map(ChunkId, "abcdef")] == [
             naive[chunk] for chunk in map(ChunkId, "abcdef")
         ]
-        assert (len(table), table.num_requests) == (len(naive), min(number, window))
+        assert (len(table), len(table._requests)) == (len(naive), min(number, window))
         run = next((i for i, chunk in enumerate(request) if naive[chunk] < threshold), len(request))
         assert table.promoted_run(request, threshold) == run

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from radix_ext.cfo import (
     Attention,
     adjusted_overlap,
-    best_variant,
     cfo,
     context_impact,
     fix_overhead,
@@ -158,10 +157,8 @@ def test_best_variant_needs_least(
     candidates: list[tuple[str, Attention | None]], expected: int
 ) -> None:
     """In a prompt that has p and q before the chunk."""
-    found = best_variant([(ids(before), scores) for before, scores in candidates], ids("pq"))
-    assert found == expected
-    with pytest.raises(ValueError, match="candidates"):
-        best_variant([], ids("p"))
+    overheads = [fix_overhead(ids(before), scores, ids("pq")) for before, scores in candidates]
+    assert overheads.index(min(overheads)) == expected
 
 
 @given(old=prefixes, new=prefixes)

@@ -13,7 +13,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from radix_ext import ChunkId, FusionRequest, Span
-from radix_ext.cfo import Attention
 from radix_ext.costs import Line, Phase, Work
 from radix_ext.moved_plan import (
     MIN_GAIN,
@@ -24,6 +23,7 @@ from radix_ext.moved_plan import (
     ReusePlan,
     make_plan,
 )
+from radix_ext.variants import Variant
 from tests.examples import examples
 from tests.reference.sources import ids, make_request, make_sums
 
@@ -32,16 +32,16 @@ NONE = make_request("none", 0.0)
 
 
 @dataclass(frozen=True)
-class Copy:
+class Copy(Candidate):
     """A source as a plan sees it."""
 
-    prefix: tuple[ChunkId, ...] = ()
     where: str = "device"
-    scores: Attention | None = None
-    preprocessed: bool = False
-    start: int = -1
-    head: str = ""
-    outward: object | None = None
+
+
+def make_copy(
+    prefix: tuple[ChunkId, ...] = (), where: str = "device", *, start: int = -1, **fields: Any
+) -> Copy:
+    return Copy(Variant(prefix, None, start=start, **fields), where)
 
 
 def prompt(layout: str) -> tuple[Span, ...]:
@@ -69,7 +69,7 @@ def plan_of(
 ) -> ReusePlan:
     """`sources` as letters: one copy each, computed after nothing."""
     known: Mapping[str, Sequence[Candidate]] = (
-        {letter: [Copy()] for letter in sources} if isinstance(sources, str) else sources
+        {letter: [make_copy()] for letter in sources} if isinstance(sources, str) else sources
     )
     return make_plan(
         prompt(layout),
@@ -151,7 +151,7 @@ def test_plan_ends_with_its_last_hit(
 
 def test_piece_tells_what_stands_before_it_and_what_stood_before_its_source() -> None:
     """The selector compares the two. A chunk that is named twice is moved twice."""
-    plan = plan_of("ABCA.", {"A": [Copy()], "C": [Copy(ids("XA"))]})
+    plan = plan_of("ABCA.", {"A": [make_copy()], "C": [make_copy(ids("XA"))]})
     assert [(piece.chunk, piece.prefix, piece.overlap) for piece in plan.pieces] == [
         ("A", (), 0),
         (None, (), 0),
@@ -248,7 +248,7 @@ def test_plan_ends_where_moving_stops_paying() -> None:
 
 def test_chunk_that_is_dearer_to_move_than_to_compute_is_a_gap() -> None:
     """A slow host and a tiny chunk."""
-    sources = {"A": [Copy()], "B": [Copy(where="host")], "C": [Copy()]}
+    sources = {"A": [make_copy()], "B": [make_copy(where="host")], "C": [make_copy()]}
     plan = plan_of("AAAABCCCC.", sources, costs=make_costs(host=0.6))
     assert pieces(plan) == [(0, 4, True), (4, 5, False), (5, 9, True)]
     assert plan.fallbacks == (NotMoved.NOT_WORTH_IT,)
@@ -270,7 +270,7 @@ def test_question_that_eats_the_gain_is_not_asked() -> None:
 
 def test_source_that_has_seen_more_is_taken_if_its_load_is_worth_it() -> None:
     """One of the two chunks before Z is half of Z's computation: 5 tokens."""
-    sources = {"Z": [Copy(ids("A"), where="host"), Copy()]}
+    sources = {"Z": [make_copy(ids("A"), where="host"), make_copy()]}
     for host, where in ((0.4, "host"), (0.6, "device")):
         plan = plan_of("ABZZZZZZZZZZ..", sources, start=2, costs=make_costs(host=host))
         assert [piece.source.where for piece in plan.pieces if piece.source] == [where]
@@ -279,7 +279,9 @@ def test_source_that_has_seen_more_is_taken_if_its_load_is_worth_it() -> None:
 # From where
 
 
-def chosen(options: Sequence[Copy], *, after: str = "AB", selector: str = "query") -> Candidate:
+def chosen(
+    options: Sequence[Candidate], *, after: str = "AB", selector: str = "query"
+) -> Candidate:
     """What chunk Z is moved from in a prompt that has it after the chunks `after`."""
     plan = plan_of(f"{after}ZZ.", {"Z": options}, fusion=make_request(selector))
     source = plan.pieces[-1].source
@@ -289,11 +291,11 @@ def chosen(options: Sequence[Copy], *, after: str = "AB", selector: str = "query
 
 def test_plain_request_takes_what_was_computed_alone_and_nothing_else() -> None:
     """FusionRAG eq. 10: neither what other chunks went into, nor what was preprocessed."""
-    plain = Copy(where="host")
+    plain = make_copy(where="host")
     others = [
-        Copy(ids("A")),
-        Copy(ids("XY"), where="host", preprocessed=True),
-        Copy(preprocessed=True),
+        make_copy(ids("A")),
+        make_copy(ids("XY"), where="host", preprocessed=True),
+        make_copy(preprocessed=True),
     ]
     fusion = replace(NONE, plain=True)
     assert plan_of("AZZ.", {"Z": [*others, plain]}, fusion=fusion).pieces[-1].source is plain
@@ -302,20 +304,20 @@ def test_plain_request_takes_what_was_computed_alone_and_nothing_else() -> None:
 
 def test_source_at_the_same_position_is_taken_among_equals() -> None:
     """Its keys need no rotation; one that has seen more of the prompt is taken all the same."""
-    here = Copy(ids("Y"), start=2)
-    assert chosen([Copy(ids("X"), start=7), here, Copy(ids("V"), start=3)]) is here
-    better = Copy(ids("A"), start=7)
+    here = make_copy(ids("Y"), start=2)
+    assert chosen([make_copy(ids("X"), start=7), here, make_copy(ids("V"), start=3)]) is here
+    better = make_copy(ids("A"), start=7)
     assert chosen([here, better]) is better
 
 
 def test_context_takes_the_lowest_fix_overhead() -> None:
     """Cache-Craft 3.3: what counts is attention that is lost, not how many chunks are shared.
     Among equals the one at the same position."""
-    here = Copy(ids("Y"), start=2)
-    assert chosen([Copy(ids("X"), start=7), here], selector="context") is here
+    here = make_copy(ids("Y"), start=2)
+    assert chosen([make_copy(ids("X"), start=7), here], selector="context") is here
     scores = make_sums([9.0, 1.0], [1, 1], num_tokens=2)
-    lost = Copy(ids("XA"), scores=scores, preprocessed=True)
-    kept = Copy(ids("AX"), where="host", scores=scores)
+    lost = make_copy(ids("XA"), scores=scores, preprocessed=True)
+    kept = make_copy(ids("AX"), where="host", scores=scores)
     assert chosen([lost, kept], selector="context") is kept
     assert chosen([lost, kept]) is lost
 
@@ -324,15 +326,15 @@ def test_piece_carries_its_fix_overhead() -> None:
     """Even odds of eq. 11 at alpha 1, half of the prefix lost: 0.25.
     Without scores it is estimated; a gap has none."""
     scores = make_sums([1.0, 1.0], [1000, 1000], intra=1e9, num_tokens=8)
-    plan = plan_of("AZZZZZZZZYY.", {"Z": [Copy(ids("AX"), scores=scores)], "Y": [Copy()]})
+    plan = plan_of("AZZZZZZZZYY.", {"Z": [make_copy(ids("AX"), scores=scores)], "Y": [make_copy()]})
     assert [piece.cfo for piece in plan.pieces] == [None, pytest.approx(0.25), 1]
 
 
 def test_source_behind_another_head_is_taken_last() -> None:
     """Whatever else it has seen; and that it is one is said."""
-    better = Copy(ids("AB"), preprocessed=True, head="other")
+    better = make_copy(ids("AB"), preprocessed=True, head="other")
     for selector in ("query", "context"):
-        assert chosen([better, Copy()], selector=selector).head == ""
+        assert chosen([better, make_copy()], selector=selector).facts.head == ""
     (*_, piece) = plan_of("ABZZ.", {"Z": [better]}).pieces
     assert piece.source is better
     assert piece.other_head
@@ -345,7 +347,7 @@ def test_another_head_is_part_of_the_prefix() -> None:
     scores = make_sums([1.0], [1000], intra=1e9, num_tokens=8, head=1.0, head_len=1000)
     overheads = []
     for head in ("", "other"):
-        plan = plan_of("AZZZZZZZZ.", {"Z": [Copy(ids("A"), scores=scores, head=head)]})
+        plan = plan_of("AZZZZZZZZ.", {"Z": [make_copy(ids("A"), scores=scores, head=head)]})
         overheads.append(plan.pieces[-1].cfo)
     assert overheads == pytest.approx([1 / 8, 0.25])
 
@@ -368,7 +370,11 @@ def test_another_head_is_part_of_the_prefix() -> None:
 def test_recomputed_tokens_are_foreseen(fusion: FusionRequest, expected: int) -> None:
     """Both budgets rest on it. Z has a fix overhead of 0.25."""
     scores = make_sums([1.0, 1.0], [1000, 1000], intra=1e9, num_tokens=8)
-    sources = {"Z": [Copy(ids("AX"), scores=scores)], "Y": [Copy(ids("A"))], "A": [Copy()]}
+    sources = {
+        "Z": [make_copy(ids("AX"), scores=scores)],
+        "Y": [make_copy(ids("A"))],
+        "A": [make_copy()],
+    }
     plan = plan_of("AZZZZZZZZYYYY.", sources, start=1, fusion=fusion)
     assert (plan.moved_len, plan.recomputed_len) == (12, expected)
 
@@ -394,7 +400,7 @@ def slow_plan(
     spans: Sequence[Span],
     start: int,
     limit: int,
-    sources: Mapping[str, Sequence[Copy]],
+    sources: Mapping[str, Sequence[Candidate]],
     fusion: FusionRequest,
     limits: Limits,
 ) -> tuple[set[int], int, tuple[str, ...]]:
@@ -452,13 +458,11 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
     limit = data.draw(st.just(len(layout)) | st.integers(0, len(layout)))
     copies = st.lists(
         st.builds(
-            Copy,
+            make_copy,
             st.text("ABCDX", max_size=3).map(ids),
             st.sampled_from(["device", "host"]),
-            st.none(),
-            st.booleans(),
-            st.none(),
-            st.sampled_from(["", "other"]),
+            preprocessed=st.booleans(),
+            head=st.sampled_from(["", "other"]),
         ),
         max_size=3,
     )
@@ -484,7 +488,11 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
 
     if fusion.plain:
         sources = {
-            letter: [copy for copy in copies if not (copy.prefix or copy.preprocessed or copy.head)]
+            letter: [
+                copy
+                for copy in copies
+                if not (copy.facts.prefix or copy.facts.preprocessed or copy.facts.head)
+            ]
             for letter, copies in sources.items()
         }
     moved, end, reasons = slow_plan(spans, start, limit, sources, fusion, limits)
@@ -515,11 +523,11 @@ def test_plan_equals_slow_plan(data: st.DataObject, layout: str) -> None:
 def _merit(copy: Candidate, before: Sequence[ChunkId]) -> tuple[bool, int, bool, bool, int]:
     """The same head, chunks it has seen, in the pool, preprocessed, little else seen."""
     return (
-        copy.head == "",
-        len(set(copy.prefix) & set(before)),
+        copy.facts.head == "",
+        len(set(copy.facts.prefix) & set(before)),
         copy.where == "device",
-        copy.preprocessed,
-        -len(copy.prefix),
+        copy.facts.preprocessed,
+        -len(copy.facts.prefix),
     )
 
 
@@ -532,7 +540,7 @@ def test_a_source_more_makes_no_plan_dearer(
     costs = {phase: Line(*coefficients[3 * i : 3 * i + 3]) for i, phase in enumerate(Phase)}
     costs[Phase.EXTEND] = Line(each=1e6)
     copies = st.builds(
-        Copy,
+        make_copy,
         prefix=st.sampled_from(["", "A", "AB", "XY"]).map(ids),
         where=st.sampled_from(["device", "host"]),
         preprocessed=st.booleans(),
@@ -554,7 +562,7 @@ def test_source_that_pays_comes_before_one_that_has_seen_more() -> None:
     costs = dict.fromkeys(Phase, Line())
     costs |= {Phase.DEVICE: Line(each=0.6), Phase.HOST: Line(each=0.1)}
     costs |= {Phase.RECOMPUTE: Line(each=1.0), Phase.EXTEND: Line(each=1e6)}
-    far, near = Copy(prefix=(), where="host"), Copy(prefix=ids("A"), where="device")
+    far, near = make_copy(prefix=(), where="host"), make_copy(prefix=ids("A"), where="device")
     for sources in ([far], [far, near]):
         plan = plan_of("AC", {"C": sources}, fusion=make_request("first", 0.5), costs=costs)
         assert [piece.source for piece in plan.pieces if piece.source] == [far]
@@ -584,7 +592,7 @@ def test_no_end_of_the_plan_is_faster(
     nothing is moved where that saves less than a twentieth."""
     spans = prompt(layout)
     where = {letter: data.draw(st.sampled_from(["device", "host", None])) for letter in "ABCD"}
-    sources = {letter: [Copy(where=tier)] for letter, tier in where.items() if tier}
+    sources = {letter: [make_copy(where=tier)] for letter, tier in where.items() if tier}
     costs = {phase: Line(*coefficients[3 * i : 3 * i + 3]) for i, phase in enumerate(Phase)}
     depth, layer, num_layers = (data.draw(st.integers(low, 6)) for low in (1, 0, 1))
     fusion = replace(

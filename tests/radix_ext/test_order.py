@@ -24,7 +24,6 @@ from radix_ext import (
     Tier,
     fused_chunk,
     order_chunks,
-    order_per_rank,
 )
 from radix_ext import order as order_module
 
@@ -119,24 +118,23 @@ def test_other_ranks_do_not_help() -> None:
     assert [order("ab", tree, rank=rank).held_len for rank in (0, 1, None)] == [0, 2, 2]
 
 
-def test_order_per_rank_serves_a_router() -> None:
+def test_order_serves_a_router() -> None:
     """Each rank gets its own best order, with the tokens it would save."""
     tree = make_tree("ba", rank=1)
     tree.insert("", make_chunks("c"), rank=0, tier=Tier.HOST, promoted_len=0)
 
-    def per_rank(**worths: Any) -> list[Ordering]:
-        table, chunks = AccessTable(10), make_chunks("abc")
-        found = order_per_rank(
-            "tree", "rank", tree, table, "", chunks, ranks=range(3), max_visits=50, **worths
-        )
-        return [found[rank] for rank in range(3)]
+    def per_rank(*worths: float) -> list[Ordering]:
+        return [
+            order("abc", tree, rank=rank, host_worth=worth)
+            for rank, worth in enumerate(worths or (1.0,) * 3)
+        ]
 
     assert [ordering.cached_tokens for ordering in per_rank()] == [9, 8, 0]
     assert [ordering.worth(0.4) for ordering in per_rank()] == [4, 8, 0]
     assert [*map(names_of, per_rank())] == ["cab", "bac", "abc"]
     tree.insert("", make_chunks("a"), rank=0, tier=Tier.DEVICE, promoted_len=0)
     # 4 tokens against .4 of 9
-    assert [*map(names_of, per_rank(host_worths={0: 0.4}))] == ["abc", "bac", "abc"]
+    assert [*map(names_of, per_rank(0.4, 1.0, 1.0))] == ["abc", "bac", "abc"]
 
 
 def test_bad_arguments_are_refused() -> None:

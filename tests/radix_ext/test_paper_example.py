@@ -1,6 +1,7 @@
 """The worked example of CRAFT 4.2 (C1, C2, C5; threshold 2), step by step."""
 
 from radix_ext import AccessTable, Chunk, ChunkId, ChunkPrefixTree, Tier, order_chunks
+from tests.kit.integrity import check_tree
 from tests.reference.chains import chain_of
 
 GPU_1 = 1
@@ -26,7 +27,7 @@ class Example:
         self.table.observe(ids)
         run = self.table.promoted_run(ids, THRESHOLD)
         self.tree.insert("", ordering.chunks[:run], rank=GPU_1, tier=Tier.DEVICE, promoted_len=run)
-        self.tree.check_integrity()
+        check_tree(self.tree)
         return ordering.held_len, [self.table.count(chunk.id) for chunk in chunks]
 
     def chain(self, *chunks: Chunk) -> list[Tier | None]:

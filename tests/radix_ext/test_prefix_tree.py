@@ -19,6 +19,7 @@ from radix_ext import (
     snapshot,
 )
 from radix_ext.chain_node import ChainNode
+from tests.kit.integrity import check_tree
 from tests.reference.chains import chain_of
 
 
@@ -35,7 +36,7 @@ def make_tree(*chains: str, max_nodes: int = 100) -> ChunkPrefixTree:
 
 def hold(tree: ChunkPrefixTree, names: str, *, rank: int = 0, promoted_len: int = 0) -> None:
     tree.insert("", make_chunks(names), rank=rank, tier=Tier.DEVICE, promoted_len=promoted_len)
-    tree.check_integrity()
+    check_tree(tree)
 
 
 def chain(names: str) -> ChainId:
@@ -67,7 +68,7 @@ def test_bound_spares_planned_nodes() -> None:
     assert tree.nodes.find(chain("ab")) is not None
     hold(tree, "ab")
     tree.release(plan)
-    tree.check_integrity()
+    check_tree(tree)
     assert match_len(tree, "ab") == 2
 
 
@@ -80,7 +81,7 @@ def test_bound_holds_again_once_a_large_plan_is_given_back(served: bool) -> None
     if served:
         hold(tree, "abcd")
     tree.release(plan)
-    tree.check_integrity()
+    check_tree(tree)
     assert match_len(tree, "abcd") == (2 if served else 0)
 
 
@@ -96,12 +97,12 @@ def test_notices_about_unknown_chains_are_counted() -> None:
 
 def test_colliding_chain_ids_cut_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two paths with one id: the second is not mirrored beyond that point, and counted."""
-    for module in ("chunk_trie", "chain_node"):
-        monkeypatch.setattr(f"radix_ext.{module}.extend_chain", lambda parent, chunk: ChainId(7))
+    for module in ("radix_ext.chunk_trie", "tests.kit.integrity"):
+        monkeypatch.setattr(f"{module}.extend_chain", lambda parent, chunk: ChainId(7))
     tree = ChunkPrefixTree(max_nodes=10)
     tree.insert("", make_chunks("ab"), rank=0, tier=Tier.DEVICE, promoted_len=0)
     tree.insert("", make_chunks("c"), rank=0, tier=Tier.DEVICE, promoted_len=0)
-    tree.check_integrity()
+    check_tree(tree)
     assert [match_len(tree, names) for names in ("ab", "c")] == [1, 0]
     assert tree.nodes.num_collisions == 2
 
@@ -129,7 +130,7 @@ def test_deep_chains_are_served_without_recursion() -> None:
     tree.insert("", deep, rank=0, tier=Tier.DEVICE, promoted_len=0)
     for depth, num_shown in ((3000, 100), (2, 2), (0, 0)):
         assert snapshot(tree, depth=depth, max_nodes=100)["num_shown"] == num_shown
-    tree.check_integrity()
+    check_tree(tree)
     assert tree.evict(chain_of("", [ChunkId("0")]), rank=0) == 3000
 
 
@@ -141,7 +142,7 @@ def test_integrity_error_names_every_violation() -> None:
     node.tiers = 3 << 8
     node.promoted = True
     with pytest.raises(IntegrityError) as error:
-        tree.check_integrity()
+        check_tree(tree)
     assert len(error.value.violations) == 4
     assert "(b) is held by rank 4 but its parent is not" in str(error.value)
     assert "1 nodes are promoted but 0 were counted" in str(error.value)
@@ -153,7 +154,7 @@ def test_integrity_compares_the_parts() -> None:
         tree = make_tree("ab")
         getattr(tree, part).remove(tree.nodes.find(chain("ab")))
         with pytest.raises(IntegrityError, match=message):
-            tree.check_integrity()
+            check_tree(tree)
 
 
 def test_negative_rank_is_refused() -> None:
@@ -217,7 +218,7 @@ def test_chain_told_node_by_node_costs_by_its_length(monkeypatch: pytest.MonkeyP
         assert node is not None
         node = tree.extend(node.chain, [chunk], rank=0, tier=Tier.DEVICE, promoted_len=0)
     assert sum(walked) == 0
-    tree.check_integrity()
+    check_tree(tree)
     assert [each.chunk_id for each in tree._lru.newest_first()] == [chunk.id for chunk in chunks]
 
 
@@ -230,6 +231,6 @@ def test_use_makes_a_chain_the_newest_and_is_no_hit() -> None:
     for _ in range(2):
         tree.release(plan)
     tree.touch(node)
-    tree.check_integrity()
+    check_tree(tree)
     assert "".join(each.chunk_id for each in tree._lru.newest_first()) == "abxy"
     assert tree.num_hits == 0

@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 )
 
 from radix_ext import Chunk, ChunkId, ChunkPrefixTree, Plan, Tier
+from tests.kit.integrity import check_tree, num_plans
 from tests.reference.chains import chain_of
 from tests.reference.naive_tree import NaiveTree
 
@@ -153,14 +154,14 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def same_nodes(self) -> None:
-        self.tree.check_integrity()
+        check_tree(self.tree)
         assert len(self.tree.nodes) == len(self.naive.nodes)
         for (namespace, path), naive in self.naive.nodes.items():
             node = self.tree.nodes.find(chain_of(namespace, [ChunkId(chunk) for chunk in path]))
             assert node is not None
             assert tuple(step.chunk_id for step in node.path()) == path
             assert dict(node.held_by()) == naive.tiers
-            assert [node.num_plans(rank) for rank in range(2)] == [
+            assert [num_plans(node, rank) for rank in range(2)] == [
                 naive.plans.count(rank) for rank in range(2)
             ]
             assert (node.promoted, node.hits, node.num_tokens) == (

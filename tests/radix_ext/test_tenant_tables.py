@@ -55,7 +55,7 @@ def test_tables_equal_lists_of_requests(
         assert [tables.of(name).count(chunk) for name in "xyz" for chunk in CHUNKS] == [
             naive.count(name, chunk) for name in "xyz" for chunk in CHUNKS
         ]
-        assert [tables.of(name).num_requests for name in "xyz"] == [
+        assert [len(tables.of(name)._requests) for name in "xyz"] == [
             len(naive.requests.get(name, [])) for name in "xyz"
         ]
         assert (len(tables), tables.num_entries) == (len(naive.requests), naive.num_entries)

@@ -19,6 +19,7 @@ from radix_ext.cfo import Scored
 from radix_ext.variant_index import VariantIndex
 from radix_ext.variants import RESERVED_SHARE, RESERVED_WINDOWS, Variant
 from tests.examples import examples
+from tests.kit.integrity import check_store
 from tests.reference.naive_store import NaiveStore, NaiveVariant, num_bytes
 from tests.reference.sources import Sums, ids
 
@@ -53,9 +54,8 @@ def make_variant(
 ) -> Variant:
     scores = make_scores(names, num_tokens, scored) if scored else None
     outward = Bytes(OUTWARD_BYTES * num_tokens) if has_outward else None
-    return Variant(
-        ids(names), Bytes(TOKEN_BYTES * num_tokens), scores, preprocessed, outward=outward
-    )
+    blob = Bytes(TOKEN_BYTES * num_tokens)
+    return Variant(ids(names), blob, scores=scores, preprocessed=preprocessed, outward=outward)
 
 
 def make_store(
@@ -133,7 +133,7 @@ def test_an_uncommon_corpus_leaves_room_for_live_traffic() -> None:
     assert store.held.num_reserved == 0
     assert all(store.put((n, "later"), make_variant()) for n in range(20))
     assert not any(store.find((n, "")) for n in range(80))
-    store.check_integrity()
+    check_store(store)
 
 
 def test_what_is_reserved_leaves_for_no_ordinary_variant() -> None:
@@ -146,7 +146,7 @@ def test_what_is_reserved_leaves_for_no_ordinary_variant() -> None:
     ask(store, "xxx")
     assert not store.put(chunk("x"), make_variant(num_tokens=3))
     assert store.find(chunk("p")) == (ahead,)
-    store.check_integrity()
+    check_store(store)
 
 
 def test_restored_variant_goes_on_as_it_was() -> None:
@@ -160,7 +160,7 @@ def test_restored_variant_goes_on_as_it_was() -> None:
     assert not store.restore(chunk("b"), make_variant())
     assert store.find(chunk("a"))[0] is kept
     assert (kept.priority, kept.num_uses, kept.is_reserved) == (3.5, 2, False)
-    store.check_integrity()
+    check_store(store)
 
 
 def test_what_is_restored_first_leaves_last() -> None:
@@ -168,7 +168,7 @@ def test_what_is_restored_first_leaves_last() -> None:
     store, names = make_store(tokens=3, variants=1), "abcd"
     kept = [(chunk(name), make_variant()) for name in names]
     assert store.restore_all(kept) == [kept[-1][1]]
-    store.check_integrity()
+    check_store(store)
     for name, left in (("x", "ab"), ("y", "a"), ("z", "")):
         store.put(chunk(name), make_variant())
         assert "".join(each for each in names if store.find(chunk(each))) == left
@@ -231,7 +231,7 @@ def test_eviction_order_does_not_grow_with_replacement() -> None:
     for index in range(1000):
         store.put(chunk("a"), make_variant(f"{index}"))
     assert len(store.held._order) < 50
-    store.check_integrity()
+    check_store(store)
 
 
 def test_clear_keeps_the_counts() -> None:
@@ -247,7 +247,7 @@ def test_clear_keeps_the_counts() -> None:
     store.held.use(variant)
     assert variant.num_uses == 1
     assert store.put(chunk("a"), variant)
-    store.check_integrity()
+    check_store(store)
 
 
 HARMS: list[tuple[str, Callable[[VariantIndex, Variant], object]]] = [
@@ -271,10 +271,10 @@ def test_integrity_names_each_harm(
     """A check that never fails checks nothing."""
     store, held = make_store(), make_variant()
     store.put(chunk("a"), held)
-    store.check_integrity()
+    check_store(store)
     harm(store, held)
     with pytest.raises(IntegrityError, match=message):
-        store.check_integrity()
+        check_store(store)
 
 
 names = st.sampled_from("abc")
@@ -358,7 +358,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def same(self) -> None:
-        self.store.check_integrity()
+        check_store(self.store)
         assert self.store.stats().num_bytes == num_bytes(self.naive.variants)
         assert self.store.stats().num_variants == len(self.naive.variants)
         assert self.store.stats().num_evicted == len(self.naive.evicted)

@@ -45,6 +45,7 @@ from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.storage.opening import create_index
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.report import Fallback
+from tests.kit.integrity import check_store
 from tests.reference.scheduler import FakeReq, Scheduler, walk
 
 ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000)
@@ -217,15 +218,15 @@ class FakePass:
         if isinstance(source, DeviceCopy):
             slots = source.node.value.tolist()
             for offset, (slot, token) in enumerate(zip(slots, tokens, strict=True)):
-                self.contents.read(slot, token, source.start + offset)
+                self.contents.read(slot, token, source.facts.start + offset)
         else:
             assert isinstance(source, HostCopy)
-            blob = source.variant.blob
+            blob = source.facts.blob
             if isinstance(blob, HostSlots):
                 assert self.host is not None
                 assert blob.is_held, "its slots may be given to others"
                 held = [self.host.pool.contents[slot] for slot in blob.slots.tolist()]  # type: ignore[attr-defined]
-                first = source.start
+                first = source.facts.start
                 wanted = list(zip(tokens, range(first, first + len(tokens)), strict=True))
                 assert [kv[:2] for kv in held] == wanted
             else:
@@ -318,7 +319,7 @@ class FusedScheduler(Scheduler):
         or will with the next forward."""
         super().check(reqs)
         assert not any(state(req).is_failed for req in reqs), "a pass has failed; the log says why"
-        self.store.check_integrity()
+        check_store(self.store)
         stats = self.fuser.stats()["store"]
         for kind in KINDS:
             blobs = [each.blob for each in self.store.held if kind_of(each) == kind]

@@ -59,7 +59,7 @@ unreachable, and told         scheduler/chunk_cache.py     scheduler/test_host_c
 reachable again, not told     scheduler/chunk_cache.py     scheduler/test_host_chains.py
     host.nodes.came_to_device(node) => pass
 slots of busy host nodes      radix_ext/pool_slots.py      scheduler/test_stored_chains.py
-    self._is_given_back and not self._num_holds => self._is_given_back
+    self.is_given_back and not self._num_holds => self.is_given_back
 slots of moved KV's sources   fusion/promises.py           fusion/test_host_pool_for_both.py
     for blob in slots_of(plan): => for blob in ():
 era                           storage/storage.py           fusion/test_tier.py

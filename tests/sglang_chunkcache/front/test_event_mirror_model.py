@@ -24,6 +24,7 @@ from sglang.srt.disaggregation.kv_events import (
 from radix_ext import ChainId, Tier, extend_chain, root_chain
 from sglang_chunkcache.front.request import Identity, Passage, Planned
 from tests.kit.front_bench import ME, make_output
+from tests.kit.integrity import check_tree
 from tests.kit.kv_events import HearingBench, encoded
 
 GPU, CPU = StorageMedium.GPU, StorageMedium.CPU
@@ -117,7 +118,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def chunks_are_where_their_pages_are(self) -> None:
         tree = self.bench.bookkeeper.tree
-        tree.check_integrity()
+        check_tree(tree)
         expected: dict[ChainId, Tier | None] = {}
         for planned in self.asked if self.bench.mirror.is_told else ():
             for chain, span in zip(self._chains(planned), planned.area, strict=True):

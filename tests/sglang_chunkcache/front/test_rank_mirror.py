@@ -29,6 +29,7 @@ from sglang_chunkcache.wire.report import Answer
 from sglang_chunkcache.wire.state import RankState
 from tests.examples import examples
 from tests.kit.front_planning import chain, held, inserted, keep_up, make_mirror, read, state_of
+from tests.kit.integrity import check_tree
 
 
 def test_mirror_holds_what_the_rank_holds() -> None:
@@ -396,7 +397,7 @@ class MirrorMachine(RuleBasedStateMachine):
             return
         digest = reduce(xor, (chain(*path) for path in self.held), 0)
         assert (self.log.num_nodes, self.log.digest) == (len(self.held), digest)
-        self.tree.check_integrity()
+        check_tree(self.tree)
 
 
 MirrorMachine.TestCase.settings = settings(max_examples=examples(300), stateful_step_count=40)

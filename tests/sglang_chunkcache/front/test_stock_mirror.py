@@ -20,6 +20,7 @@ from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.state import RankState
 from tests.kit.front_bench import A, Asked, B, Bench, C, D
 from tests.kit.front_planning import Talk, system
+from tests.kit.integrity import check_tree
 from tests.reference.scheduler import FakeReq, Scheduler
 
 OTHER = Identity("me", cache_salt="other")
@@ -94,7 +95,7 @@ def test_what_was_not_found_has_left_with_all_behind_it() -> None:
     assert found.answer()["missed"][0]["reason"] == "evicted"
     assert (held(bench, A, B, C), held(bench, A, B, D), held(bench, B)) == (2, 3, 1)
     assert mirror_of(bench).num_corrections == 1
-    bench.bookkeeper.tree.check_integrity()
+    check_tree(bench.bookkeeper.tree)
 
 
 def test_without_its_head_nothing_is_there() -> None:
@@ -151,7 +152,7 @@ def test_least_recently_used_leave_from_their_ends(pool: int, left: int) -> None
     kept = int(pool > 0)
     assert (held(bench, A, B), held(bench, C), held(bench, D)) == (left, kept, kept)
     assert mirror_of(bench).num_tokens <= pool
-    bench.bookkeeper.tree.check_integrity()
+    check_tree(bench.bookkeeper.tree)
 
 
 def test_conversation_stays_on_its_rank() -> None:
@@ -193,7 +194,7 @@ def test_view_is_like_sglangs_tree(pool: int, share: float) -> None:
         request = bench.run("q" * draw.randint(1, 9), *chosen)
         right += request.planned_len == request.hit_len
         found += request.hit_len
-        bench.bookkeeper.tree.check_integrity()
+        check_tree(bench.bookkeeper.tree)
     assert right / 300 >= share, right
     assert found > 150
     state = RankState(0, NO_EVENTS, {"pool": pool, "border": 0})

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from radix_ext import FusionRequest
-from radix_ext.cfo import Scored
+from radix_ext.cfo import KvFacts, Scored
 from radix_ext.fusion_request import Focus, question_tokens
+from radix_ext.moved_plan import Candidate
 from radix_ext.sources import HostCopy
 from radix_ext.variants import Variant
 from sglang_chunkcache import config
@@ -303,7 +304,7 @@ def test_a_sparse_layer_that_fails_computes_everything(scene: Scene) -> None:
 def test_an_unknown_tier_computes_everything(scene: Scene) -> None:
     """A source that no tier can read is an error of ours, not a wrong answer."""
     move = scene.move(asked("none", 0.0))
-    odd = SimpleNamespace(where="tape", prefix=(), scores=None, outward=None, preprocessed=False)
+    odd = Candidate(KvFacts(()))
     pieces = tuple(replace(p, source=odd) if p.chunk == "A" else p for p in move.plan.pieces)
     move.plan = replace(move.plan, pieces=pieces)
     scene.fusion_pass.run([move])
@@ -337,14 +338,14 @@ def test_what_a_codec_keeps_is_what_is_moved(
     """Values bit by bit. The server tells how far that may be off."""
     coding = scene.with_config(store_codec=name)
     blob, _ = coding.capture([scene.capture("E")])[0].read()
-    plain = scene.sources["E"].variant.blob
+    plain = scene.sources["E"].facts.blob
     assert blob.nbytes == coding.stored_token_bytes * LENS["E"] < 0.8 * plain.nbytes
     told = coding.stats()["codec"]
     assert told["name"] == name
     for mine, exact in zip(blob.read(), plain.read(), strict=True):
         off = (mine.double() - exact.double()).abs() / exact.double().abs().amax(-1, keepdim=True)
         assert 0 < float(off.max()) <= told["max_error"] * (1 + 1e-5)
-    known = scene.sources["E"]
+    known = scene.sources["E"].facts
     stored = HostCopy(Variant(known.prefix, blob, start=known.start))
     monkeypatch.setitem(scene.sources, "E", stored)
     scene.run(asked("none", 0.0), coding)

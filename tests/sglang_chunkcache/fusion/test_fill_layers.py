@@ -149,7 +149,7 @@ def test_while_exact_chains_come_all_is_copied_before(
 
 
 def test_chunks_of_other_lengths_are_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = scene.sources["B"]
+    known = scene.sources["B"].facts
     longer = [torch.ones(3, 21, *each.shape[2:]) for each in known.variant.blob.parts]
     wrong = HostCopy(Variant(known.prefix, HostBlob(*longer), start=known.start))
     monkeypatch.setitem(scene.sources, "B", wrong)
@@ -200,10 +200,10 @@ def test_chunks_of_the_host_pool_are_moved_as_those_with_tensors_of_their_own(
     blobs = {}
     for name, captured in zip("BE", hosted.capture(list(map(scene.capture, "BE"))), strict=True):
         blob: Any = captured.read()[0]
-        known, blobs[name] = scene.sources[name], blob
+        known, blobs[name] = scene.sources[name].facts, blob
         for mine, theirs in zip(host.pool.read(blob.slots), known.variant.blob.read(), strict=True):
             assert torch.equal(mine, theirs)
-        moved = HostCopy(Variant(known.prefix, blob, known.scores, start=known.start))
+        moved = HostCopy(Variant(known.prefix, blob, scores=known.scores, start=known.start))
         monkeypatch.setitem(scene.sources, name, moved)
     before = {name: host.pool.read(blob.slots) for name, blob in blobs.items()}
     num_layers = hosted.mover._loads.num_layers

@@ -14,6 +14,7 @@ from sglang_chunkcache.scheduler.node import facts
 from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.wire.report import ANSWER_KEY
 from tests.kit.front_bench import ME, Asked, Bench, make_output
+from tests.kit.integrity import check_tree
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.scheduler import FakeReq
 
@@ -57,7 +58,7 @@ class Served:
 
     def check(self) -> None:
         """Trees and mirrors are sound and agree."""
-        self.bench.bookkeeper.tree.check_integrity()
+        check_tree(self.bench.bookkeeper.tree)
         for number, rank in enumerate(self.ranks):
             rank.check()
             mirror = self.bench.bookkeeper.mirrors[number]

@@ -19,7 +19,7 @@ def test_bytes_count_keys_values_and_scores() -> None:
     """An uncounted part would let the store outgrow its limit."""
     blob = HostBlob(torch.zeros(2, 3, 1, 3), torch.zeros(2, 3, 1, 3))
     scores = ChunkScores((), (), 1.0, torch.zeros(3), torch.zeros(3))
-    assert Variant((), blob, scores).nbytes == 3 * (2 * 2 * 3 * 4 + 2 * 4)
+    assert Variant((), blob, scores=scores).nbytes == 3 * (2 * 2 * 3 * 4 + 2 * 4)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

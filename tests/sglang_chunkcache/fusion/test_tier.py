@@ -31,7 +31,7 @@ def put(rank: Any, chunk: list[int], scores: Any = None, **fields: Any) -> None:
     """A variant of it into the store."""
     keys = torch.ones(1, len(chunk), 1, 1)
     blob = HostBlob(keys, keys.clone())
-    rank.store.put(identity(chunk), Variant((), blob, scores, head="h", **fields))
+    rank.store.put(identity(chunk), Variant((), blob, scores=scores, head="h", **fields))
 
 
 # What outlives a server

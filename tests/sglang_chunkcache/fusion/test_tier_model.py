@@ -23,6 +23,7 @@ from sglang_chunkcache.storage.others import LOOKED_UP_S
 from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
 from tests.kit.fused import Disk, Rank
+from tests.kit.integrity import check_store
 from tests.kit.requests import HEAD, OTHER_HEAD, A, B, C, D, asks, fused, rag
 
 CHUNKS = st.permutations([A, B, C, D]).flatmap(
@@ -64,7 +65,7 @@ class Life(RuleBasedStateMachine):
         """What this server has written and still has, and its bytes; its books agree."""
         self.servers[number].check()
         storage = self.tiers[number].storage
-        storage.index.check_integrity()
+        check_store(storage.index)
         own = {v.blob.row.name: v.blob.row.num_bytes for v in storage.index.held if v.blob.is_own}
         assert {row.name: row.num_bytes for row in storage.loader._manifest.rows()} == own
         assert sum(own.values()) <= self.storage_bytes

@@ -35,6 +35,7 @@ from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer
 from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
+from tests.kit.integrity import check_tree
 from tests.reference.naive_cache import NaiveCache, Path, units
 from tests.reference.scheduler import FakeReq, Scheduler, config, marked, walk
 
@@ -252,7 +253,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.mirror.acknowledgement == Acknowledgement(rank.events.epoch, rank.events.seq)
         assert self.mirror.num_gaps <= self.may_have_gap
         assert self.tree.holdings.digest(0) == (rank.events.num_nodes, rank.events.digest)
-        self.tree.check_integrity()
+        check_tree(self.tree)
 
     # After every step
 

@@ -20,6 +20,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from radix_ext import ChunkPrefixTree, IntegrityError, chunk_id, costs
 from radix_ext.costs import Line, Phase
+from radix_ext.exact_chains import ChainPlace
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.scheduler import host_metrics
 from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode, facts, state
@@ -198,11 +199,12 @@ def test_slots_of_the_host_are_kept_until_they_are_copied() -> None:
     offloaded(scheduler, A)
     matched_only(scheduler, rag(A))
     host = scheduler.cache.tiers.host
-    another = (b"another", None, chain(), 0, 1, ChunkIdentity(chunk_id(B), None, None), "", ())
-    assert host.nodes.claim(*another) is None
+    identity = ChunkIdentity(chunk_id(B), None, None)
+    another = ChainPlace(b"another", None, chain(), 0, identity, "", ())
+    assert host.nodes.claim(another, 1) is None
     assert scheduler.on_host() == {chain(A)}
     scheduler.serve(rag(A))
-    assert host.nodes.claim(*another) is not None
+    assert host.nodes.claim(another, 1) is not None
 
 
 @pytest.mark.parametrize("is_busy", [False, True])

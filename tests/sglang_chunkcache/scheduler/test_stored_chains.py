@@ -40,6 +40,7 @@ from tests.kit.chains import (
     rag,
     unsent,
 )
+from tests.kit.integrity import check_store
 from tests.reference.scheduler import FakeReq
 
 
@@ -602,7 +603,7 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int, page_size: int) 
         server.settle()
         server.check()
         assert not server.storage._under_way
-        server.storage.index.check_integrity()
+        check_store(server.storage.index)
         assert not any(blob.is_held for blob in server.cache.tiers.host.nodes._slots.out)
         server.storage.close()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from radix_ext import HostAdmission, worth_offloading
+from eval.replay.offloading import HostAdmission, worth_offloading
 
 
 @pytest.mark.parametrize(
