@@ -40,6 +40,7 @@ from tests.kit.chains import (
     offloaded,
     rag,
 )
+from tests.kit.integrity import check_integrity
 from tests.reference.scheduler import FakeReq, answer_of, walk
 
 pytestmark = pytest.mark.matrix
@@ -130,11 +131,11 @@ def test_load_that_does_not_pay_is_tried_now_and_then(monkeypatch: pytest.Monkey
 
 def test_decoding_says_nothing_of_prefill() -> None:
     """A decoding batch still has the lengths of its prefill, and takes a hundredth of its time."""
-    host = HostScheduler().cache.tiers.host
+    tiers = HostScheduler().cache.tiers
     for mode in (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED):
-        with host.watch(SimpleNamespace(forward_mode=mode, prefix_lens=[0], extend_lens=[100])):
+        with tiers.watch(SimpleNamespace(forward_mode=mode, prefix_lens=[0], extend_lens=[100])):
             pass
-    assert [phase for phase, _ in host.pricing.watched] == [Phase.EXTEND, Phase.EXTEND]
+    assert [phase for phase, _ in tiers.host.pricing.watched] == [Phase.EXTEND, Phase.EXTEND]
 
 
 def test_worth_is_what_a_load_saves(scheduler: HostScheduler) -> None:
@@ -199,10 +200,10 @@ def test_slots_of_the_host_are_kept_until_they_are_copied() -> None:
     matched_only(scheduler, rag(A))
     host = scheduler.cache.tiers.host
     another = (b"another", None, chain(), 0, 1, ChunkIdentity(chunk_id(B), None, None), "", ())
-    assert host.nodes.claim(*another) is None
+    assert host.nodes.add(*another) is None
     assert scheduler.on_host() == {chain(A)}
     scheduler.serve(rag(A))
-    assert host.nodes.claim(*another) is not None
+    assert host.nodes.add(*another) is not None
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
@@ -223,7 +224,7 @@ def test_chain_that_is_dropped_while_it_is_loaded_is_given_back_afterwards(
     scheduler.forward()
     assert host.stats()["tokens"] == len(HEAD) + is_busy * len(A)
     if is_busy:
-        host.nodes.released(chunk)
+        chunk.blob.let_go()
     assert host.stats()["tokens"] == len(HEAD)
     scheduler.check([req])
 
@@ -471,7 +472,7 @@ def test_integrity_names_what_is_wrong(scheduler: HostScheduler) -> None:
     nodes._below[host.above].clear()
     host.node = None
     with pytest.raises(IntegrityError, match="were booked") as raised:
-        scheduler.cache.check_integrity()
+        check_integrity(scheduler.cache)
     assert "do not know each other" in str(raised.value)
 
 
