@@ -12,6 +12,7 @@ admission and the next forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     from sglang_chunkcache.scheduler.chunk_key import ChunkKey
     from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
-    from sglang_chunkcache.scheduler.host_slots import HostSlots
     from sglang_chunkcache.wire.spans import RequestSpans
 
 
@@ -52,8 +52,8 @@ class LoadBack:
         self._loads: dict[TreeNode, Tensor] = {}
         """Node of the device -> the slots that its KV is copied from with the next forward,
         as `HostPool.prepare` gives them."""
-        self._being_loaded: list[HostSlots] = []
-        """Held until that forward is queued."""
+        self._held = ExitStack()
+        """Slots that are read, until that forward is queued."""
 
     def load(
         self, key: ChunkKey, spans: RequestSpans, result: MatchResult, priority: int
@@ -94,7 +94,7 @@ class LoadBack:
             self._loads[node] = part
         for host, *_ in found:
             host.blob.hold()
-            self._being_loaded.append(host.blob)
+            self._held.callback(host.blob.let_go)
         chunks = [node for node in path if facts(node).chunk is not None]
         for index, (copy, node) in enumerate(zip(self._nodes.of(chunks), chunks, strict=True)):
             if facts(node).chain is not None:
@@ -128,7 +128,7 @@ class LoadBack:
         """The forward is queued: what comes behind it finds all that was loaded."""
         self._counts.failed += self._pool.finish()
         self._pool.follow()
-        self._let_go()
+        self._held.close()
 
     def cancel(self, node: TreeNode) -> None:
         """The node leaves the device: its slots may be given to others before the next forward."""
@@ -140,7 +140,7 @@ class LoadBack:
 
     def reset(self) -> None:
         self._loads.clear()
-        self._let_go()
+        self._held.close()
 
     def _pays(self, start: int, end: int) -> bool:
         """Whether to load: it is estimated to take no longer than computing, or is tried."""
@@ -162,11 +162,6 @@ class LoadBack:
         load = self._pricing.agreed[Phase.LOAD].seconds(Work(1, num_tokens))
         compute = self._pricing.agreed[Phase.EXTEND].seconds(prefill_work(batch))
         return copied_ahead(self._pool.num_layers, load=load, compute=compute)
-
-    def _let_go(self) -> None:
-        loaded, self._being_loaded = self._being_loaded, []
-        for blob in loaded:
-            blob.let_go()
 
 
 def _num_slots(found: Sequence[Found]) -> int:
