@@ -9,8 +9,12 @@ from sglang_chunkcache.config import ChunkCacheConfig, flag_name
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_metrics import HostMetrics
-from sglang_chunkcache.scheduler.host_pool import create_host_pool, keeps_chains, store_bytes
-from sglang_chunkcache.scheduler.host_slots import NoSlots
+from sglang_chunkcache.scheduler.host_pool import (
+    NoSlots,
+    create_host_pool,
+    keeps_chains,
+    store_bytes,
+)
 from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.scheduler.stored_chains import create_stored_chains
 from sglang_chunkcache.scheduler.tiers import Tiers
@@ -45,13 +49,13 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
         num_ranks=compat.parallel(runner, "tp_group").world_size,
         metrics=HostMetrics() if is_shown else None,
     )
-    promiser = None
+    fuser = None
     if config.reuse == "fused":
         from sglang_chunkcache.fusion.build import create_fuser
 
-        promiser = create_fuser(tree, ctx, config, pricing, host, storage)
+        fuser = create_fuser(tree, ctx, config, pricing, host, storage)
     stored = None
     if storage is not None and keeps:
         # behind the fuser, which starts the storage
         stored = create_stored_chains(host, storage, ctx, config)
-    return Tiers(host, storage=storage, stored=stored, promiser=promiser)
+    return Tiers(host, storage=storage, stored=stored, fuser=fuser)

@@ -91,13 +91,6 @@ def add_segment(
     return tree._insert_helper(node, key, values, priority, counted)  # type: ignore[no-any-return]
 
 
-def inserted_len(params: InsertParams) -> int:
-    """How much of the key counts no hit."""
-    if COUNTS_BY_PIECE:
-        return len(params.key) if params.chunked else 0
-    return int(params.inserted_len)
-
-
 def num_matched(result: MatchResult) -> int:
     """Tokens that are in the tree."""
     return len(result.device_indices) if KNOWS_SLOTS else int(result.device_prefix_len)

@@ -72,7 +72,7 @@ def test_packages_know_no_others(package: str, forbidden: set[str]) -> None:
     ],
 )
 def test_folders_follow_the_requests_way(folder: str, forbidden: set[str]) -> None:
-    """Front and scheduler are two processes; of fusion the tree asks what a protocol says."""
+    """Front and scheduler are two processes; the tree is given fusion, and never imports it."""
     beyond = {f"sglang_chunkcache.{name}" for name in forbidden}
     assert offenders(f"sglang_chunkcache/{folder}", beyond) == []
 

@@ -15,7 +15,7 @@ import logging
 import time
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -31,17 +31,14 @@ from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.choosing import Chooser, ids_of, one_call
-from sglang_chunkcache.fusion.measure import (
-    ScoreProbe,
-    score_chunks,
-    scores_of,
-)
+from sglang_chunkcache.fusion.measure import ScoreProbe, score_chunks, scores_of
 from sglang_chunkcache.fusion.move import Move
-from sglang_chunkcache.fusion.moving import Host, Mover
+from sglang_chunkcache.fusion.moving import Mover
 from sglang_chunkcache.fusion.outward import OutwardWatch
 from sglang_chunkcache.fusion.recompute import PlanError, run_pass, run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, read_blob
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob, Offload
+from sglang_chunkcache.scheduler.host_nodes import HostNodes
 from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.storage.codec import CODECS, NONE, Codec, Sizes
@@ -58,9 +55,8 @@ class Capture:
     """A chunk in the pool, with all before it."""
 
     token_ids: array[int]
-    """Up to the chunk's end."""
     slots: Tensor
-    """Like `token_ids`."""
+    """Like `token_ids`, up to the chunk's end."""
     start: int
     prefix: tuple[tuple[int, int], ...]
     """`[start, end)` of the chunks before it."""
@@ -71,7 +67,6 @@ class Capture:
 
     @property
     def is_to_be_scored(self) -> bool:
-        """Whether less is known than is asked for."""
         return self.scored > (self.scores.scored if self.scores else Scored.NOTHING)
 
 
@@ -79,72 +74,38 @@ class Captured:
     """A chunk's KV and scores on their way to host memory.
 
     Args:
-        kv: keys and values on the device; what is copied is what the codec makes of them.
+        kv: keys and values on the device, of which the codec's parts are copied; or slots of the
+            host pool, which have the KV for what reads them on this stream. None: it had no room.
         scores: known before; None: not, or measured with this copy.
         measured: the probe, and `score_chunks`' sums on the device.
     """
 
     def __init__(
         self,
-        kv: tuple[Tensor, Tensor],
+        kv: tuple[Tensor, Tensor] | HostSlots | None,
         scores: ChunkScores | None,
         measured: tuple[ScoreProbe, Tensor] | None = None,
         codec: Codec = NONE,
     ) -> None:
-        self._scores, self._probe = scores, measured and measured[0]
-        self._codec, parts = codec, codec.encode(*kv)
+        self._scores, self._probe, self._codec = scores, measured and measured[0], codec
+        self.slots = kv if isinstance(kv, HostSlots) else None
+        parts = codec.encode(*kv) if isinstance(kv, tuple) else ()
         self._num_parts = len(parts)
         # Scores travel with the KV: one event tells that both have arrived.
-        self._offload = Offload(parts if measured is None else (*parts, measured[1]))
+        self._offload = Offload([*parts, *(measured[1:] if measured else ())])
+        self.is_done, self.wait = self._offload.is_done, self._offload.wait
 
-    def is_done(self) -> bool:
-        """Whether it can be read. Does not wait."""
-        return self._offload.is_done()
-
-    def wait(self) -> None:
-        """Until it can be read."""
-        self._offload.wait()
-
-    def read(self) -> tuple[HostBlob, ChunkScores | None]:
-        """What has arrived.
-
-        Raises:
-            ValueError: the codec cannot keep it.
-        """
+    def read(self) -> tuple[Any, ChunkScores | None]:
+        """What has arrived: a `HostBlob`, or slots. Raises ValueError: the codec cannot keep it."""
         arrived = self._offload.read()
         parts, sums = arrived[: self._num_parts], arrived[self._num_parts :]
         scores = self._scores if self._probe is None else scores_of(self._probe, *sums)
-        return HostBlob(*parts, codec=self._codec), scores
-
-
-class Saved(Captured):
-    """A chunk's KV in the host pool, and scores on their way.
-
-    Args:
-        blob: holds the KV for what reads it on this stream. None: there was no room.
-        scores, measured: as of `Captured`.
-    """
-
-    def __init__(
-        self,
-        blob: HostSlots | None,
-        scores: ChunkScores | None,
-        measured: tuple[ScoreProbe, Tensor] | None = None,
-    ) -> None:
-        self.blob, self._scores, self._probe = blob, scores, measured and measured[0]
-        self._num_parts = 0
-        self._offload = Offload([torch.empty(0)] if measured is None else [measured[1]])
-
-    def read(self) -> tuple[HostSlots | None, ChunkScores | None]:  # type: ignore[override]
-        """What has arrived."""
-        if self._probe is None:
-            return self.blob, self._scores
-        return self.blob, scores_of(self._probe, *self._offload.read())
+        return HostBlob(*parts, codec=self._codec) if parts else self.slots, scores
 
     def give_back(self) -> None:
         """It comes into no store."""
-        if self.blob is not None:
-            self.blob.give_back()
+        if self.slots is not None:
+            self.slots.give_back()
 
 
 class FusionPass:
@@ -163,12 +124,13 @@ class FusionPass:
         config: ChunkCacheConfig,
         attention: tuple[SparseAttention | None, dict[str, Any]] | None = None,
         pricing: Pricing | None = None,
-        host: Host | None = None,
+        host: HostNodes | None = None,
     ) -> None:
         self.runner, self.table, self.config, self._host = runner, table, config, host
         self.sparse, self.attention = attention or choice.create(runner, config.recompute_attention)
         self.pricing = pricing or Pricing(runner)
         self.calibration = Calibration()
+        """Selectors read what it names."""
         self.outward = OutwardWatch(self)
         self.num_unplanned = 0
         self.pool = runner.token_to_kv_pool
@@ -177,10 +139,6 @@ class FusionPass:
         self.num_tokens: Counter[str] = Counter()
         self.mover = Mover(self.pool, table, self.pricing, host, self.num_tokens)
         self._chooser = Chooser(runner, config, self.pricing)
-
-    def calibrated(self, calibration: Calibration) -> None:
-        """Selectors read what it names from now on."""
-        self.calibration = calibration
 
     @torch.no_grad()
     def run(self, moves: Sequence[Move]) -> None:
@@ -216,8 +174,7 @@ class FusionPass:
 
     @torch.no_grad()
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
-        """Copies for the store, with the scores that are asked for.
-        Queued only: the pool may be written afterwards."""
+        """Copies for the store, scored as is asked. Queued: the pool may be written afterwards."""
         probes = {i: _score_probe(each) for i, each in enumerate(captures) if each.is_to_be_scored}
         measured: dict[int, tuple[ScoreProbe, Tensor]] = {}
         if probes:
@@ -225,21 +182,24 @@ class FusionPass:
                 sums = score_chunks(self.runner, list(probes.values()))
             measured = {i: (probes[i], each) for i, each in zip(probes, sums, strict=True)}
             self.num_tokens["scored"] += sum(len(probe.token_ids) for probe in probes.values())
-        if self._host is not None:
-            return self._save(captures, measured, self._host)
         captured = list[Captured]()
-        with self._timed("capture"):
+        with self._timed("capture"), ExitStack() as taken:
             for index, capture in enumerate(captures):
+                kv: tuple[Tensor, Tensor] | HostSlots | None
                 slots = capture.slots[capture.start :]
-                positions = torch.arange(capture.start, len(capture.slots), device=slots.device)
-                # Keys stay as they are: turned where they are moved to, they are rounded once.
-                kv = read_blob(self.pool, self.table, slots, positions)
+                if self._host is None:
+                    positions = torch.arange(capture.start, len(capture.slots), device=slots.device)
+                    # Keys stay as they are: turned where they are moved to, they are rounded once.
+                    kv = read_blob(self.pool, self.table, slots, positions)
+                elif (kv := self._host.room(len(slots))) is not None:
+                    taken.callback(kv.give_back)
+                    self._host.pool.save(slots, kv.slots)
                 captured.append(Captured(kv, capture.scores, measured.get(index), self.codec))
+            taken.pop_all()  # nothing has failed
         return captured
 
     @property
     def stored_token_bytes(self) -> int:
-        """Bytes of one token in the store."""
         if self._host is not None:
             return self._host.pool.token_bytes
         keys, values = self.pool.k_buffer, self.pool.v_buffer
@@ -249,10 +209,8 @@ class FusionPass:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Seconds and tokens since the start, by phase; what the pass attends with, and how often
-        it had to do without; how the store keeps KV, and how far an element may be off by it
-        (`Codec.max_error`); layers of the last load from host memory that were copied before the
-        passes, and loads whose copies failed beside them and were made again."""
+        """Seconds and tokens since the start, by phase; what the pass attends with, how often it
+        had to do without (`fallbacks`); how far an element may be off in the store."""
         return {
             "codec": {"name": self.codec.name, "max_error": self.codec.max_error(self.pool.dtype)},
             "layers_ahead": self.mover.layers_ahead,
@@ -262,40 +220,16 @@ class FusionPass:
             "tokens": dict(self.num_tokens),
         }
 
-    # Private, in order of use
-
-    def _save(
-        self,
-        captures: Sequence[Capture],
-        measured: Mapping[int, tuple[ScoreProbe, Tensor]],
-        host: Host,
-    ) -> list[Captured]:
-        saved = list[Captured]()
-        with self._timed("capture"), ExitStack() as taken:
-            for index, capture in enumerate(captures):
-                slots = capture.slots[capture.start :]
-                each = Saved(host.room(len(slots)), capture.scores, measured.get(index))
-                taken.callback(each.give_back)
-                if each.blob is not None:
-                    host.pool.save(slots, each.blob.slots)
-                saved.append(each)
-            taken.pop_all()  # nothing has failed
-        return saved
-
     def _compute(self, moves: Sequence[Move], critical: Sequence[list[int]]) -> None:
-        work = [
-            (move, positions) for move, positions in zip(moves, critical, strict=True) if positions
-        ]
+        work = [each for each in zip(moves, critical, strict=True) if each[1]]
         self.num_tokens["recomputed"] += sum(move.recomputed_len for move in moves)
         self.num_tokens["gap"] += sum(move.plan.gap_len for move in moves)
         if not work:
             return
         sequences = [_sequence(move, positions) for move, positions in work]
+        all_work = one_call(through(1, len(found), move.plan.end) for move, found in work)
         with (
-            self.pricing.timed(
-                Phase.RECOMPUTE,
-                one_call(through(1, len(positions), move.plan.end) for move, positions in work),
-            ),
+            self.pricing.timed(Phase.RECOMPUTE, all_work),
             self.outward.watch_pass(work) as watch,
         ):
             try:
@@ -311,8 +245,7 @@ class FusionPass:
                 run_pass(self.runner, sequences, watch=watch)
 
     def _compute_all(self, moves: Sequence[Move]) -> None:
-        """An ordinary prefill of every promised region, in batch order and in pieces,
-        since memory may have been short."""
+        """An ordinary prefill of every promised region, in pieces: memory may have been short."""
         for move in moves:
             start, end = move.plan.start, move.plan.end
             # No slot keeps moved KV, whatever the selector had chosen.
@@ -339,11 +272,9 @@ def _sequence(move: Move, critical: Sequence[int]) -> PassSequence:
     positions = torch.tensor(critical, dtype=torch.int64)
     # No token that runs sees beyond the last one of them.
     end = critical[-1] + 1
-    return PassSequence(
-        token_ids=ids_of(move.token_ids)[positions],
-        request=SparseRequest(positions, move.slots[:end], end),
-        out_slots=move.slots[upload(positions, move.slots.device)],
-    )
+    request = SparseRequest(positions, move.slots[:end], end)
+    out_slots = move.slots[upload(positions, move.slots.device)]
+    return PassSequence(ids_of(move.token_ids)[positions], request, out_slots)
 
 
 def _score_probe(capture: Capture) -> ScoreProbe:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,35 +16,23 @@ from radix_ext.sources import DeviceCopy, HostCopy
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, copy_moved
 from sglang_chunkcache.fusion.store import HostBlob
-from sglang_chunkcache.scheduler.host_slots import HostSlots, Slots
+from sglang_chunkcache.scheduler.host_nodes import HostNodes
+from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.layer_loads import Copy, LayerLoads, copied_ahead
 from sglang_chunkcache.scheduler.node import joined
 from sglang_chunkcache.scheduler.pricing import Pricing
 
 
-class Host(Protocol):
-    """What `HostNodes` does for captures."""
-
-    @property
-    def pool(self) -> Slots: ...
-    def room(self, num_tokens: int) -> HostSlots | None: ...
-
-
 class Mover:
-    """Of one rank.
-
-    Args:
-        pool: SGLang's.
-        host: has the store's KV. None: each variant has tensors of its own.
-        num_tokens: by source, counted here.
-    """
+    """Of one rank. `host` has the store's KV; None: each variant has tensors of its own.
+    `num_tokens`, by source, is counted here."""
 
     def __init__(
         self,
         pool: Any,
         table: RotaryTable,
         pricing: Pricing,
-        host: Host | None,
+        host: HostNodes | None,
         num_tokens: Counter[str],
     ) -> None:
         self._pool, self._table, self._pricing, self._host = pool, table, pricing, host
@@ -77,17 +65,13 @@ class Mover:
                 else:
                     blobs.append((source.facts.blob, origin, target, positions))
                 self.num_tokens[f"moved_{source.where}"] += piece.end - piece.start
-        if copies:  # all layers at once: what is loaded beside this pass has to be there
+        if copies:
+            # All layers at once: what is loaded beside this pass has to be there.
             self._pool.get_kv_buffer(self._pool.layer_num - 1)
-        # Without a call `timed` learns nothing: the block is empty where all comes from the host.
-        with self._pricing.timed(
-            Phase.DEVICE, Work(bool(copies), sum(len(target) for _, _, target, _ in copies))
-        ):
-            if copies:
+            num_tokens = sum(len(target) for _, _, target, _ in copies)
+            with self._pricing.timed(Phase.DEVICE, Work(1, num_tokens)):
                 # All requests' pieces in one launch, and the turn once for all of them.
-                slots, origins, targets, positions = (
-                    joined(column) for column in zip(*copies, strict=True)
-                )
+                slots, origins, targets, positions = map(joined, zip(*copies, strict=True))
                 copy_moved(
                     self._pool,
                     self._table,
@@ -105,15 +89,12 @@ class Mover:
             self._is_overlapped = False
             self.num_copied_again += self._loads.settle()
 
-    # Private, in order of use
-
     def _load(
         self,
         moves: Sequence[Move],
         blobs: Sequence[tuple[HostBlob | HostSlots, Tensor, Tensor, Tensor]],
     ) -> None:
-        """From host memory to slots and positions, in layers, of which some come beside the passes
-        (Cache-Craft 3.4.2)."""
+        """From host memory, in layers, of which some come beside the passes (Cache-Craft 3.4.2)."""
         work = Work(len(blobs), sum(len(slots) for _, _, slots, _ in blobs))
         # `LayerLoads` calls it again after a failure: it only overwrites slots of these moves.
         copy = self._from_blobs(blobs) if self._host is None else self._from_pool(blobs, self._host)
@@ -135,12 +116,13 @@ class Mover:
 
         return copy
 
-    def _from_pool(self, blobs: Sequence[tuple[Any, Tensor, Tensor, Tensor]], host: Host) -> Copy:
+    def _from_pool(
+        self, blobs: Sequence[tuple[Any, Tensor, Tensor, Tensor]], host: HostNodes
+    ) -> Copy:
         """One launch for all chunks of a layer, and another one that turns their keys in place."""
         held = host.pool.prepare(torch.cat([blob.slots for blob, *_ in blobs]))
-        origins, slots, positions = (
-            joined(column) for column in zip(*(place for _, *place in blobs), strict=True)
-        )
+        _, *places = zip(*blobs, strict=True)
+        origins, slots, positions = map(joined, places)
         target = BlobTarget(self._pool, self._table, origins, slots, positions)
 
         def copy(layers: range) -> None:

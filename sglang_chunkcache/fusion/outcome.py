@@ -1,4 +1,4 @@
-"""What became of a request that asked for moved KV, and how its parts are told to the front."""
+"""What became of a request that asked for moved KV, and how that is told to the front."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
+NO_PLAN = ReusePlan(())
+
+
 @dataclass
 class Outcome:
     """What became of one request that asked for moved KV."""
 
     exact: int = 0
     fused_hit: int = 0
-    plan: ReusePlan = field(default_factory=lambda: ReusePlan(()))
+    plan: ReusePlan = NO_PLAN
     move: Move | None = None
     declined: list[Fallback] = field(default_factory=list)
     lookup_s: float = 0.0
@@ -40,21 +43,18 @@ def outcome_of(req: Req) -> Outcome:
 
 
 def in_ms(plan: ReusePlan) -> dict[str, float]:
-    return (
-        {}
-        if plan.estimate is None
-        else {name: 1000 * value for name, value in plan.estimate._asdict().items()}
-    )
+    seconds = plan.estimate._asdict() if plan.estimate is not None else {}
+    return {name: 1000 * value for name, value in seconds.items()}
 
 
-def selector_of(req: Req, plan: ReusePlan | None) -> str | None:
+def selector_of(req: Req, plan: ReusePlan) -> str | None:
     """What has chosen the recomputed tokens: of the plan, or of the fused KV that was found."""
     spans, fused = state(req).spans, state(req).fused
     if spans is None or spans.fusion is None:
         return None
     asked = spans.fusion
     # A plan that recomputes nothing has chosen nothing.
-    if plan is not None and plan.fusion is not None and plan.recomputed_len:
+    if plan.fusion is not None and plan.recomputed_len:
         chosen = plan.fusion
     elif fused is not None:
         cheaper = asked.cheaper

@@ -1,5 +1,4 @@
-"""What each chunk token attends to before its chunk, in the calibrated heads: read while the prompt
-is computed.
+"""What a chunk's tokens attend to before it, in the calibrated heads: read as they are computed.
 
     prefill   head | A | B | question    at a calibrated head's layer: attention of A's tokens to
                                          the head, of B's to A
@@ -15,10 +14,10 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,27 +33,14 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
-    from radix_ext.moved_plan import Piece
-    from sglang_chunkcache.fusion.calibration import Calibration
     from sglang_chunkcache.fusion.move import Move
 
 logger = logging.getLogger(__name__)
 
 
-class Watched(Protocol):
-    """The pass: its model, SGLang's ModelRunner, and what that is calibrated with."""
-
-    runner: Any
-    calibration: Calibration
-
-
-class Measure(Protocol):
-    """Called in each layer of a forward: SGLang's layer, the queries, [n, num_heads * head_dim] or
-    by heads, and keys that are not in the pool yet."""
-
-    def __call__(self, layer: Any, q: Tensor, k: Tensor | None = None) -> None: ...
-
-
+Measure = Callable[..., None]
+"""Called in each layer of a forward: SGLang's layer, the queries, [n, num_heads * head_dim] or by
+heads, and, if they are not in the pool yet, the keys."""
 BLOCK = 512
 """Tokens that attend at a time, each over the keys up to the last one's."""
 
@@ -68,8 +54,7 @@ class OutwardRows:
     """First position, and [n] float32 from there on."""
 
     def of(self, start: int, end: int) -> Tensor | None:
-        """[end - start] float32, CPU, own memory.
-        None: not all of it was computed, or has arrived."""
+        """[end - start] float32, CPU, own memory. None: not all is computed, or has arrived."""
         parts, at = [], start
         # A prefill in pieces computes a chunk in several forwards, in order of position.
         for first, offload in self.pieces:
@@ -80,8 +65,7 @@ class OutwardRows:
         return torch.cat(parts) if at >= end > start else None
 
 
-@dataclass(frozen=True, eq=False)
-class _Block:
+class _Block(NamedTuple):
     """Chunk tokens that attend at once. `n` of them, `m` keys: those at or before the last one."""
 
     at: Tensor
@@ -91,14 +75,12 @@ class _Block:
     before: Tensor
     """[n] int64: where each token's chunk starts."""
     counted: Tensor
-    """[m] float32: 1 for keys of chunks; of the first chunk's tokens for all keys,
-    as there is only the head before it."""
+    """[m] float32: 1 for keys of chunks; for all keys, if the tokens are the first chunk's."""
     first_before: int
     """Of `before`: keys up to there are before the chunks of all these tokens."""
 
 
-@dataclass(eq=False)
-class _Job:
+class _Job(NamedTuple):
     """Adjacent tokens of one request, all of which are computed now."""
 
     rows: OutwardRows
@@ -107,18 +89,17 @@ class _Job:
     part: slice
     """Of the queries."""
     cached: Tensor
-    """[m] int64: slots of the request's first m positions, whose keys are in the pool when the
-    layer attends."""
+    """[m] int64: slots of the first m positions, whose keys are in the pool by then."""
     blocks: Sequence[_Block]
     masses: Tensor
-    """[n] float32, on the device."""
+    """[n] float32, on the device; added to."""
 
 
 class OutwardWatch:
-    """Of one rank: of the model that the pass runs, in the heads that it is calibrated with. Waits
-    for nothing, harms no request."""
+    """Of one rank. Reads the model and the calibrated heads of a `FusionPass`. Waits for nothing,
+    harms no request."""
 
-    def __init__(self, fusion_pass: Watched) -> None:
+    def __init__(self, fusion_pass: Any) -> None:
         self._pass = fusion_pass
         self._has_failed = False
         self.num_measured = 0
@@ -148,16 +129,13 @@ class OutwardWatch:
             finally:
                 del backend.forward_extend
 
-    @contextmanager
-    def watch_pass(self, work: Iterable[tuple[Move, Sequence[int]]]) -> Iterator[Measure | None]:
+    def watch_pass(
+        self, work: Iterable[tuple[Move, Sequence[int]]]
+    ) -> AbstractContextManager[Measure | None]:
         """Around the pass over these moves at these positions, ascending: the `outward` of moves
-        with chunks among their gaps.
-
-        Yields what the pass calls in each layer once its keys are in the pool. None: there is
-        nothing to measure.
-        """
-        with self._measuring(self._gaps(work)) as measure:
-            yield measure
+        with chunks among their gaps. Yields what the pass calls in each layer, if anything, once
+        its keys are in the pool."""
+        return self._measuring(self._gaps(work))
 
     def tell(self, req: Req, nodes: Iterable[TreeNode]) -> None:
         """The request's chunk nodes are in the tree: they have what was measured of them."""
@@ -168,12 +146,9 @@ class OutwardWatch:
             if facts(node).outward is None:
                 facts(node).outward = rows.of(facts(node).start, facts(node).start + len(node.key))
 
-    # Private, in order of use
-
     @contextmanager
     def _measuring(self, found: Iterable[_Job]) -> Iterator[Measure | None]:
-        """What was measured is told if the forward came to its end,
-        and through each of the heads' layers."""
+        """What was measured is told if the forward ended, and through all the heads' layers."""
         jobs = list(found) if self._heads and not self._has_failed else []
         if not jobs:
             yield None
@@ -199,7 +174,8 @@ class OutwardWatch:
 
     @property
     def _heads(self) -> tuple[Head, ...]:
-        return self._pass.calibration.heads
+        heads: tuple[Head, ...] = self._pass.calibration.heads
+        return heads
 
     def _prefilled(self, batch: ScheduleBatch) -> Iterator[_Job]:
         row = 0
@@ -215,25 +191,24 @@ class OutwardWatch:
                     state(req).outward = OutwardRows(self._heads)
                 # Up to `start` the keys are in the pool; the forward's own come as `k`.
                 slots = self._pass.runner.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-                yield self._job(
-                    state(req).outward, chunks, start, row, length, slots[:start].long()
-                )
+                cached = slots[:start].long()
+                yield self._job(state(req).outward, chunks, start, row, length, cached)
             row += length
 
     def _gaps(self, work: Iterable[tuple[Move, Sequence[int]]]) -> Iterator[_Job]:
         row = 0
         for move, positions in work:
             gaps = _merged(
-                (piece.start, piece.end) for piece in move.plan.pieces if _is_computed_chunk(piece)
+                (piece.start, piece.end)
+                for piece in move.plan.pieces
+                if piece.source is None and piece.span is not None
             )
-            move.outward = OutwardRows(self._heads) if gaps else None
+            rows = OutwardRows(self._heads)
+            move.outward = rows if gaps else None
             for start, end in gaps:
-                assert move.outward is not None
                 # All tokens of a gap run, so they are adjacent rows of the pass.
                 first = row + bisect_left(positions, start)
-                yield self._job(
-                    move.outward, move.spans, start, first, end - start, move.slots[:end]
-                )
+                yield self._job(rows, move.spans, start, first, end - start, move.slots[:end])
             row += len(positions)
 
     def _job(
@@ -247,14 +222,8 @@ class OutwardWatch:
     ) -> _Job:
         device = self._pass.runner.device
         blocks = _blocks([(span.start, span.end) for span in spans], start, start + length, device)
-        return _Job(
-            rows,
-            start,
-            slice(first, first + length),
-            cached,
-            blocks,
-            torch.zeros(length, device=device),
-        )
+        masses = torch.zeros(length, device=device)
+        return _Job(rows, start, slice(first, first + length), cached, blocks, masses)
 
     def _measure(self, jobs: Iterable[_Job], layer: Any, q: Tensor, k: Tensor | None) -> None:
         heads = [head for at, head in self._heads if at == layer.layer_id]
@@ -271,13 +240,8 @@ class OutwardWatch:
                 if fresh is not None:
                     seen = torch.cat([seen, fresh[job.part, kv_head]])
                 # The mean over heads, as the calibration has ranked tokens by (`Place._chunks`).
-                job.masses += _masses(job, queries[job.part, head], seen, layer.scaling) / len(
-                    self._heads
-                )
-
-
-def _is_computed_chunk(piece: Piece) -> bool:
-    return piece.source is None and piece.span is not None
+                masses = _masses(job, queries[job.part, head], seen, layer.scaling)
+                job.masses.add_(masses / len(self._heads))
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -315,9 +279,8 @@ def _blocks(
     for rows in (*_pieces(0, num_first), *_pieces(num_first, len(places))):
         num_keys = start + int(places[rows.stop - 1]) + 1
         keys = torch.ones_like(seen[:num_keys]) if rows.start < num_first else seen[:num_keys]
-        blocks.append(
-            _Block(at[rows], at[rows] + start, before[rows], keys, int(starts[rows.start]))
-        )
+        first_before = int(starts[rows.start])
+        blocks.append(_Block(at[rows], at[rows] + start, before[rows], keys, first_before))
     return blocks
 
 
@@ -337,9 +300,8 @@ def _masses(job: _Job, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     for block in job.blocks:
         num_keys, common = len(block.counted), block.first_before
         seen = places[:num_keys]
-        attention = SequenceAttention(
-            queries[block.at, None], keys[:num_keys, None], block.positions, seen, scale
-        )
+        query, key = queries[block.at, None], keys[:num_keys, None]
+        attention = SequenceAttention(query, key, block.positions, seen, scale)
         for start, end, weights in attention.weights():
             # Keys before `common` precede the chunks of all these tokens: there is nothing to hide.
             weights[0, :, common:].masked_fill_(seen[common:] >= block.before[start:end, None], 0)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -15,11 +17,11 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 from radix_ext import ChunkId, FusionRequest, text_before
 from radix_ext.costs import explores
 from radix_ext.exact_growth import exact_gaps
-from radix_ext.moved_plan import Limits, ReusePlan, make_plan
+from radix_ext.moved_plan import Candidate, Limits, ReusePlan, make_plan
 from radix_ext.sources import ChunkSources
 from sglang_chunkcache import compat
 from sglang_chunkcache.fusion.fill import FusionPass
-from sglang_chunkcache.fusion.outcome import outcome_of
+from sglang_chunkcache.fusion.outcome import Outcome, outcome_of
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.node import ChunkIdentity, state
 from sglang_chunkcache.wire.report import Fallback
@@ -37,33 +39,8 @@ TRIED_UP_TO = 1.5
 """A plan that is estimated to take longer than this multiple of computing is never tried."""
 
 
-class _Growing:
-    """Chunks that an exact chain grows by with requests under way, after the node where it ends:
-    whoever follows, before those are inserted, would compute them once more."""
-
-    def __init__(self) -> None:
-        self._now, self._before = set[tuple[int, ChunkId]](), set[tuple[int, ChunkId]]()
-
-    def __contains__(self, growth: tuple[int, ChunkId]) -> bool:
-        return growth in self._now or growth in self._before
-
-    def add(self, node: TreeNode, plan: ReusePlan, spans: RequestSpans) -> None:
-        """By the first gap of this plan, if it is a chunk before all that is moved."""
-        leading = takewhile(lambda piece: piece.source is None, plan.pieces)
-        for index in [piece.span for piece in leading if piece.span is not None][:1]:
-            self._now.add((node.id, spans.spans[index].chunk))
-
-    def forward(self) -> None:
-        """One is over. SGLang inserts a batch's requests before the next but one."""
-        self._now, self._before = set(), self._now
-
-
 class Planner:
-    """Of one rank.
-
-    Args:
-        fusion_pass: has the calibration and the prices.
-    """
+    """Of one rank, by the pass's calibration and prices."""
 
     def __init__(
         self, tree: ChunkTree, sources: ChunkSources, fusion_pass: FusionPass, limits: Limits
@@ -71,13 +48,15 @@ class Planner:
         self._tree, self._sources = tree, sources
         self._fusion_pass, self._limits = fusion_pass, limits
         self._num_skipped = 0
-        self.growing = _Growing()
+        self.growing = deque([set[tuple[int, ChunkId]]()], maxlen=2)
+        """Chunks that exact chains grow by with requests under way, after the nodes where they end:
+        whoever follows, before those are inserted, would compute them once more. A set a forward,
+        since SGLang inserts a batch's requests before the next but one."""
 
     def match(
         self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult
     ) -> MatchResult:
-        """Extend an exact match by fused nodes of the request's recipe and by what can be moved.
-        Takes nothing."""
+        """Extend an exact match by fused nodes of the request's recipe, and by a plan."""
         assert spans.fusion is not None
         fusion = self._fusion_pass.calibration.resolve(spans.fusion)
         started = time.perf_counter()
@@ -107,46 +86,36 @@ class Planner:
         except Exception:  # nothing is taken yet, and the scheduler must not die of a plan
             logger.exception("chunk cache: no plan, the prompt is computed")
             plan = ReusePlan((), (Fallback.PLAN_FAILED,))
-        outcome = state(req).promise = outcome_of(req)
-        outcome.exact, outcome.fused_hit, outcome.plan, outcome.move = (
+        state(req).promise = Outcome(
             exact,
             start - exact,
             plan,
-            None,
+            lookup_s=outcome_of(req).lookup_s + time.perf_counter() - started,
+            is_uncalibrated=fusion.quality is not None and fusion.above is None,
         )
-        outcome.declined.clear()
-        outcome.extends.clear()
-        outcome.is_alone = True
-        outcome.is_uncalibrated = fusion.quality is not None and fusion.above is None
-        outcome.lookup_s += time.perf_counter() - started
         promised = plan.end - plan.start if plan.pieces else 0
         return compat.rematched(self._tree, result, node, start, host_hit_length=promised)
 
-    # Private, in order of use
+    def grows(self, node: TreeNode, plan: ReusePlan, spans: RequestSpans) -> None:
+        """By the first gap of this plan, if it is a chunk before all that is moved."""
+        leading = takewhile(lambda piece: piece.source is None, plan.pieces)
+        for index in [piece.span for piece in leading if piece.span is not None][:1]:
+            self.growing[-1].add((node.id, spans.spans[index].chunk))
 
     def _exact_gaps(
         self, key: ChunkKey, spans: RequestSpans, start: int, node: TreeNode
     ) -> frozenset[int]:
-        """What the prompt's exact chain grows by, from `start` on, which is the node's end:
-        nothing, if it does so already."""
-
-        def can_move(chunk: ChunkId) -> bool:
-            return bool(
-                self._sources.candidates(
-                    ChunkIdentity(chunk, key.extra_key, key.cache_salt), spans.namespace
-                )
-            )
-
+        """What the exact chain grows by from `start`, the node's end, if it does not already."""
         gaps = exact_gaps(
             spans.spans,
             start=start,
             limit=len(key),
             promoted_len=spans.promoted_len,
             num_chunks=spans.exact_gaps,
-            can_move=can_move,
+            can_move=lambda chunk: bool(self._candidates(key, chunk, spans.namespace)),
         )
-        is_grown = gaps and (node.id, spans.spans[min(gaps)].chunk) in self.growing
-        return frozenset() if is_grown else gaps
+        growth = (node.id, spans.spans[min(gaps)].chunk) if gaps else None
+        return frozenset() if any(growth in each for each in self.growing) else gaps
 
     def _plan(
         self, req: Req, key: ChunkKey, fusion: FusionRequest, start: int, exact: Collection[int]
@@ -158,9 +127,7 @@ class Planner:
             spans.spans,
             start=start,
             limit=len(key),
-            candidates=lambda chunk, head: self._sources.candidates(
-                ChunkIdentity(chunk, key.extra_key, key.cache_salt), head, alone=fusion.plain
-            ),
+            candidates=partial(self._candidates, key, alone=fusion.plain),
             fusion=fusion,
             limits=self._limits,
             heads=text_before(spans.namespace, spans.spans, req.origin_input_ids),
@@ -170,12 +137,18 @@ class Planner:
             may_be_cheaper=state(req).fused is None,
         )
 
+    def _candidates(
+        self, key: ChunkKey, chunk: ChunkId, head: str, *, alone: bool = False
+    ) -> list[Candidate]:
+        identity = ChunkIdentity(chunk, key.extra_key, key.cache_salt)
+        return self._sources.candidates(identity, head, alone=alone)
+
     def _is_tried(self, plan: ReusePlan, fusion: FusionRequest) -> bool:
-        """Whether this plan's first choice, which is estimated not to pay,
-        is carried out all the same."""
-        if plan.estimate is None or (plan.pieces and plan.fusion is fusion):
+        """Whether this plan's first choice, estimated not to pay, is carried out all the same."""
+        estimate = plan.estimate
+        if estimate is None or (plan.pieces and plan.fusion is fusion):
             return False
-        if plan.estimate.planned > TRIED_UP_TO * plan.estimate.computed:
+        if estimate.planned > TRIED_UP_TO * estimate.computed:
             return False
         self._num_skipped += 1
         return explores(self._num_skipped)

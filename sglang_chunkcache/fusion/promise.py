@@ -1,5 +1,4 @@
-"""Fused reuse on the scheduler's side: from an arriving request to its report. It computes nothing;
-fill.py does.
+"""Fused reuse on the scheduler's side: from an arriving request to its report. fill.py computes.
 
     arrived   the storage begins to load (tier.py)
     match     at admission: a plan for what follows the cached prefix (planning.py)
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext.moved_plan import Limits
@@ -28,11 +27,11 @@ from radix_ext.sources import ChunkSources
 from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache.config import MAX_COPIES
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
-from sglang_chunkcache.fusion.capture import Captures
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.keeping import StoreKeeper
 from sglang_chunkcache.fusion.metrics import StoreMetrics
 from sglang_chunkcache.fusion.outcome import (
+    NO_PLAN,
     in_ms,
     outcome_of,
     reasons_of,
@@ -44,10 +43,9 @@ from sglang_chunkcache.fusion.promises import Promises
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import state
-from sglang_chunkcache.scheduler.promiser import Promiser
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report
 from sglang_chunkcache.wire.spans import RequestSpans
-from sglang_chunkcache.wire.state import CalibrationPrompt, Cleared
+from sglang_chunkcache.wire.state import CalibrationPrompt
 
 if TYPE_CHECKING:
     import torch
@@ -58,15 +56,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Fuser(Promiser):
-    """Of one rank.
+class Fuser:
+    """Of one rank. `Tiers` and `ChunkRadixCache` call it, in this order for one request.
 
     Args:
-        fingerprint: of the model's weights, as they are when it is called. None: unknown, each
-            reset counts as a change.
+        fingerprint: of the weights, when called. None: unknown, each reset counts as a change.
         calibrator: None: nothing can be calibrated.
         tier, metrics, in_host_memory: as in `StoreKeeper`.
-        gate: what the start-up gate has measured, for `stats`.
+        gate: what the start-up gate has measured.
     """
 
     def __init__(
@@ -89,31 +86,20 @@ class Fuser(Promiser):
         self.planner = Planner(tree, self.sources, fusion_pass, limits)
         self.promises = Promises(tree, self.sources, fusion_pass, limits)
         self.keeper = StoreKeeper(
-            store,
-            Captures(tree.copies, fusion_pass, store),
-            self.sources,
-            self.outward,
-            tier=tier,
-            metrics=metrics,
-            in_host_memory=in_host_memory,
-            token_bytes=fusion_pass.stored_token_bytes,
+            tree.copies, store, self.sources, fusion_pass, tier, metrics, in_host_memory
         )
         self._fingerprint, self._weights = fingerprint, fingerprint()
         self.calibrator, self._gate = calibrator, gate or {}
         if calibrator is not None:
-            fusion_pass.calibrated(calibrator.kept(self._weights))
+            fusion_pass.calibration = calibrator.kept(self._weights)
         if tier is not None:
             tier.storage.start(self._weights, fusion_pass.calibration.heads)
         self.fallbacks: Counter[Fallback] = Counter()
 
-    # SGLang's calls, in a request's order
-
     def arrived(self, req: Req, spans: RequestSpans) -> None:
         """Ask the storage for what the request's chunks have there and nowhere else."""
         if self.tier is not None and spans.fusion is not None and state(req).loads is None:
-            state(req).loads = self.tier.ask(
-                req, spans, spans.fusion, self.sources, self.pricing.costs
-            )
+            state(req).loads = self.tier.ask(req, spans, self.sources, self.pricing.costs)
 
     def match(
         self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult
@@ -132,25 +118,16 @@ class Fuser(Promiser):
         assert spans is not None
         # the neighbours of a chunk to preprocess would outlive what they are moved for
         if slots is not None:
-            self.planner.growing.add(node, plan, spans)
+            self.planner.grows(node, plan, spans)
         if slots is not None and not spans.is_preprocessing:
             self.sources.count_uses(plan)
             if self.tier is not None:
                 self.tier.count_uses(plan, req.extra_key, req.cache_salt)
         return slots
 
-    def before(self, batch: ScheduleBatch) -> None:
-        self.promises.fill(batch)
-
-    def keep(self, req: Req, path: Sequence[TreeNode]) -> None:
-        self.keeper.keep(req, path)
-
     @contextmanager
     def watch(self, batch: ScheduleBatch) -> Iterator[None]:
         """Learn what the batch's extend takes."""
-        if not batch.forward_mode.is_extend():
-            yield
-            return
         with self.outward.watch(batch), self.pricing.time_extend(batch) as extend:
             yield
         for req in batch.reqs:
@@ -158,71 +135,67 @@ class Fuser(Promiser):
                 outcome_of(req).extends.append(extend)
                 outcome_of(req).is_alone &= len(batch.reqs) == 1
 
-    def after(self, *, first_tokens_wait: bool = False, is_ahead: bool = False) -> None:
-        self.planner.growing.forward()
+    def after(self, *, first_tokens_wait: bool, is_ahead: bool) -> None:
+        """A forward is queued: as `StoreKeeper.after`."""
+        self.planner.growing.append(set())
         if first_tokens_wait or is_ahead:
             self.pricing.refresh()
         self.keeper.after(first_tokens_wait=first_tokens_wait, is_ahead=is_ahead)
 
     def report(self, req: Req) -> Report:
-        """What the front may tell the client."""
-        outcome = outcome_of(req)
+        outcome, asked = outcome_of(req), state(req).loads
         move = outcome.move
+        plan = move.plan if move else NO_PLAN
         ms = {"lookup": 1000 * outcome.lookup_s, **(move.ms if move else {})}
         self.pricing.poll()
         seconds = [extend.seconds for extend in outcome.extends if extend.seconds is not None]
         if seconds and len(seconds) == len(outcome.extends):
             ms["extend"] = 1000 * sum(seconds)
             filling = move.filling.seconds if move and move.filling and outcome.is_alone else None
-            if move and move.plan.estimate and filling is not None:
-                self.pricing.compare(move.plan.estimate.planned, filling + sum(seconds))
-        fallbacks = (
+            if plan.estimate and filling is not None:
+                self.pricing.compare(plan.estimate.planned, filling + sum(seconds))
+        fallbacks = [
             *reasons_of(outcome.plan),
             *outcome.declined,
             *(move.fallbacks if move else ()),
-        )
-        if (asked := state(req).loads) is not None and asked.is_skipped:
-            fallbacks = (*fallbacks, Fallback.STORAGE_SLOW)
-        if move and outcome.is_uncalibrated:
-            fallbacks = (*fallbacks, Fallback.UNCALIBRATED)
+            *_if(asked is not None and asked.is_skipped, Fallback.STORAGE_SLOW),
+            *_if(move is not None and outcome.is_uncalibrated, Fallback.UNCALIBRATED),
+        ]
         self.fallbacks.update(fallbacks)
         recomputed = move.recomputed_len if move else 0
         return Report(
             exact=outcome.exact,
-            relocated=outcome.fused_hit + (move.plan.moved_len if move else 0) - recomputed,
+            relocated=outcome.fused_hit + plan.moved_len - recomputed,
             recomputed=recomputed,
             fused_hit=outcome.fused_hit,
-            gap=move.plan.gap_len if move else 0,
-            sources=sources_of(move.plan) if move else (),
+            gap=plan.gap_len if move else 0,
+            sources=sources_of(plan),
             focused=None if move is None or move.focused is None else tuple(move.focused),
-            fallbacks=fallbacks,
+            fallbacks=tuple(fallbacks),
             ms=ms,
             estimated_ms=in_ms(outcome.plan),
-            selector=selector_of(req, move.plan if move else None),
+            selector=selector_of(req, plan),
         )
 
     def explain(self, req: Req) -> Explanation | None:
-        """The plan of a request that was only matched.
-        For a chunk to preprocess the storage loads."""
+        """The plan of a request that was only matched, if any. To preprocess, the storage loads."""
         if state(req).promise is None:
             return None
         outcome, spans = outcome_of(req), state(req).spans
         plan, cached = outcome.plan, outcome.exact + outcome.fused_hit
         assert spans is not None
-        assert spans.fusion is not None
-        costs = self.pricing.costs
         is_skipped = self.tier is not None and self.tier.is_skipped(
-            req, spans, spans.fusion, self.sources, costs
+            req, spans, self.sources, self.pricing.costs
         )
-        is_kept, must_wait = (
-            self.keeper.look_ahead(req, spans) if spans.is_preprocessing else (False, False)
-        )
+        is_kept = must_wait = False
+        if spans.is_preprocessing:
+            is_kept, must_wait = self.keeper.look_ahead(req, spans)
         return Explanation(
             outcome.exact,
             outcome.fused_hit,
             plan.end if plan.pieces else cached,
             sources_of(plan),
-            (*reasons_of(plan), *([Fallback.STORAGE_SLOW] if is_skipped else [])),
+            (*reasons_of(plan), *_if(is_skipped, Fallback.STORAGE_SLOW)),
             in_ms(plan),
             selector_of(req, plan),
             is_kept=is_kept,
@@ -243,9 +216,8 @@ class Fuser(Promiser):
             raise ValueError("the weights have changed since the cache was emptied: flush it first")
         free = self.tree.token_to_kv_pool_allocator.available_size()
         needed = self.calibrator.num_slots(prompts, free + self.tree.evictable_size())
-        if needed > free:
-            self.tree.evict(EvictParams(num_tokens=needed - free))
-        self.fusion_pass.calibrated(self.calibrator.measure(prompts, self._weights))
+        self.tree.make_room(needed)
+        self.fusion_pass.calibration = self.calibrator.measure(prompts, self._weights)
         self.keeper.captures.put_arrived()
         self.store.held.forget_scores()
         self.tree.copies.forget_scores()
@@ -264,7 +236,7 @@ class Fuser(Promiser):
         keeps = self._weights == before and is_sure
         self.store.clear(keep=lambda variant: variant.preprocessed and keeps)
         if self._weights != before and self.calibrator is not None:
-            self.fusion_pass.calibrated(self.calibrator.kept(self._weights))
+            self.fusion_pass.calibration = self.calibrator.kept(self._weights)
             if not self.fusion_pass.calibration.figures:
                 logger.warning(
                     "chunk cache: no calibration is known for these weights, selection reads the"
@@ -273,12 +245,9 @@ class Fuser(Promiser):
         if self.tier is not None:
             self.tier.storage.start(self._weights, self.fusion_pass.calibration.heads)
 
-    def clear_store(self) -> Cleared:
-        return self.keeper.clear_store()
-
     def stats(self) -> dict[str, Any]:
         """For `/chunkcache/stats`."""
-        failed = {Fallback.CAPTURE_FAILED: self.keeper.num_failed} if self.keeper.num_failed else {}
+        num_failed = self.keeper.captures.num_failed
         return {
             "store": self.keeper.stats(),
             "sources": len(self.tree.copies),
@@ -287,5 +256,9 @@ class Fuser(Promiser):
             "gate": self._gate,
             "calibration": self.fusion_pass.calibration.as_dict(),
             "watched_tokens": self.outward.num_measured,
-            "fallbacks": {**self.fallbacks, **failed},
+            "fallbacks": self.fallbacks + Counter({Fallback.CAPTURE_FAILED: num_failed}),
         }
+
+
+def _if(is_so: bool, reason: Fallback) -> tuple[Fallback, ...]:
+    return (reason,) if is_so else ()

@@ -2,8 +2,7 @@
 until it inserts them, as what it computes itself.
 
 commit   per request: locks the sources, allocates slots
-fill     per batch, before its forward: `FusionPass` fills all slots, then the sources are
-         unlocked
+fill     per batch, before its forward: `FusionPass` fills all slots; sources are unlocked
 
 What cannot be filled, not even by computing it, is read by its own request alone: that one gets an
 error, and nothing of it is inserted.
@@ -13,12 +12,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext.moved_plan import Limits, ReusePlan
@@ -29,7 +27,8 @@ from sglang_chunkcache.fusion.move import Move, move_of
 from sglang_chunkcache.fusion.outcome import outcome_of
 from sglang_chunkcache.scheduler.chunk_key import Fused
 from sglang_chunkcache.scheduler.host_slots import HostSlots
-from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.scheduler.node import state, up_from
+from sglang_chunkcache.scheduler.waiting import Reason
 from sglang_chunkcache.wire.report import Fallback
 
 if TYPE_CHECKING:
@@ -52,8 +51,6 @@ class _Pending:
 
 
 class Promises:
-    """Of one rank."""
-
     def __init__(
         self, tree: ChunkTree, sources: ChunkSources, fusion_pass: FusionPass, limits: Limits
     ) -> None:
@@ -68,24 +65,26 @@ class Promises:
         assert spans is not None
         assert plan.fusion is not None
         if self._is_full(plan):
-            if not self._tree.line.for_pass(req):
+            if known.must_go:
                 outcome.declined.append(Fallback.PASS_FULL)
+            else:
+                self._tree.line.put_off(req, Reason.PASS_FULL)
             return None
         if not self._sources.are_there(plan):
             outcome.declined.append(Fallback.SOURCE_GONE)
             return None
-        moved = [piece for piece in plan.pieces if piece.source is not None]
-        sources = [each.source.node for each in moved if isinstance(each.source, DeviceCopy)]
+        moved = [(each.start, each.source) for each in plan.pieces if each.source is not None]
+        sources = [source.node for _, source in moved if isinstance(source, DeviceCopy)]
         num_after = len(req.origin_input_ids) + len(req.output_ids) - plan.end
         num_computed = self._tree.line.num_computed(num_after)
         num_tokens = plan.end - plan.start
-        with self._locked(node), ExitStack() as taken, ExitStack() as held:
+        with ExitStack() as locked, ExitStack() as taken, ExitStack() as held:
+            self._lock(node, locked)
             for blob in slots_of(plan):
                 blob.hold()
                 held.callback(blob.let_go)
             for source in sources:
-                self._tree.inc_lock_ref(source)
-                taken.callback(self._tree.dec_lock_ref, source)
+                self._lock(source, taken)
             missing = num_tokens + num_computed - self._tree.num_idle()
             slots = None if missing > 0 else self._allocate(num_tokens, taken)
             if slots is None:
@@ -97,11 +96,10 @@ class Promises:
             outcome.move = move_of(req, plan, spans, row)
             self._pending.append(_Pending(req, outcome.move, taken.pop_all(), held.pop_all()))
         known.fused = known.fused or Fused(plan.fused_from, plan.fusion.recipe)
-        known.moved = frozenset(piece.start for piece in moved)
+        known.moved = frozenset(start for start, _ in moved)
         return slots
 
     def fill(self, batch: ScheduleBatch) -> None:
-        """Fill what was promised to this batch's requests."""
         reqs = {id(req) for req in batch.reqs} if self._pending else set[int]()
         pending = [each for each in self._pending if id(each.req) in reqs]
         if not pending:
@@ -130,37 +128,26 @@ class Promises:
             each.held.close()
         self._pending.clear()  # `taken` is not closed: the locks went with the tree
 
-    # Private, in order of use
-
     def _is_full(self, plan: ReusePlan) -> bool:
         """Whether the batch's pass has no room for this plan; for the first it always has."""
-        promised = sum(each.move.plan.num_pass_tokens for each in self._pending)
-        num_tokens = promised + plan.num_pass_tokens
-        return bool(self._pending) and num_tokens > self._limits.max_pass_tokens
+        plans = [plan, *(each.move.plan for each in self._pending)]
+        num_tokens = sum(each.num_pass_tokens for each in plans)
+        return len(plans) > 1 and num_tokens > self._limits.max_pass_tokens
 
-    @contextmanager
-    def _locked(self, node: TreeNode) -> Iterator[None]:
+    def _lock(self, node: TreeNode, until: ExitStack) -> None:
         self._tree.inc_lock_ref(node)
-        try:
-            yield
-        finally:
-            self._tree.dec_lock_ref(node)
+        until.callback(self._tree.dec_lock_ref, node)
 
     def _fits_alone(self, locked: Iterable[TreeNode], num_tokens: int) -> bool:
         """Whether there is room once nothing else runs."""
-        path = {}
-        for node in locked:
-            while node is not self._tree.root_node and node.id not in path:
-                path[node.id] = len(node.key)
-                node = node.parent
+        path = {each.id: len(each.key) for node in locked for each in up_from(node)}
         capacity: int = self._tree.token_to_kv_pool_allocator.size
         return num_tokens + sum(path.values()) <= capacity
 
     def _allocate(self, num_tokens: int, taken: ExitStack) -> torch.Tensor | None:
         """Slots, evicting if need be; an exception on the way out of `taken` frees them."""
         allocator = self._tree.token_to_kv_pool_allocator
-        if (missing := num_tokens - allocator.available_size()) > 0:
-            self._tree.evict(EvictParams(num_tokens=missing))
+        self._tree.make_room(num_tokens)
         slots: torch.Tensor | None = allocator.alloc(num_tokens)
         if slots is not None:
             taken.push(lambda error, *_: allocator.free(slots) if error else None)

@@ -20,18 +20,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class ChunkScores(Attention):
-    """With what selectors choose tokens by.
-
-    Raises:
-        ValueError: lengths or shapes disagree.
-    """
+    """With what selectors choose tokens by. Raises ValueError: lengths or shapes disagree."""
 
     context: Tensor
-    """[num_tokens] float32, CPU: mass of each token on all chunks of the prefix (Cache-Craft eq.
-    14)."""
+    """[num_tokens] float32, CPU: each token's mass on the prefix's chunks (Cache-Craft eq. 14)."""
     received: Tensor | None = None
-    """[num_tokens] float32, CPU: mass each token receives from later tokens of this chunk.
-    None: not measured."""
+    """[num_tokens] float32, CPU: mass from later tokens of this chunk. None: not measured."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,17 +65,13 @@ class HostBlob:
         for name, each in zip(("keys", "values", *("scales",) * len(parts)), parts, strict=False):
             if each.device != CPU:
                 raise ValueError(f"{name} must be on the cpu but are on {each.device}")
-            if each.untyped_storage().nbytes() != each.nbytes:
-                held = each.untyped_storage().nbytes()
-                raise ValueError(
-                    f"{name} must own their memory but are {each.nbytes} of {held} bytes"
-                )
+            if (held := each.untyped_storage().nbytes()) != (mine := each.nbytes):
+                raise ValueError(f"{name} must own their memory but are {mine} of {held} bytes")
         codec.check(parts)
         self.parts, self.codec = parts, codec
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the chunk."""
         return self.parts[0].shape[1]
 
     @property
@@ -104,25 +94,22 @@ class HostBlob:
         return self.codec.decode([each[some].to(device, non_blocking=True) for each in self.parts])
 
     def _taken(self, sizes: Iterable[int]) -> int:
-        return sum(
-            1 << (size - 1).bit_length() if size and self.parts[0].is_pinned() else size
-            for size in sizes
-        )
+        is_pinned = self.parts[0].is_pinned()
+        return sum(1 << (n - 1).bit_length() if n and is_pinned else n for n in sizes)
 
 
 class Offload:
-    """Tensors on their way to pinned host memory, on a stream beside the current one. CPU tensors
-    are there at once.
+    """Tensors on their way to pinned host memory, on another stream; on the CPU, there at once.
 
     Args:
-        tensors: on one device, own memory, complete when the current stream gets here; not written
-            afterwards.
+        tensors: any number, on one device, own memory, complete when the current stream gets here;
+            not written afterwards.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors: tuple[Tensor, ...] = tuple(tensors)
         self._arrived: Any = None
-        if not self._tensors[0].is_cuda:
+        if not (self._tensors and self._tensors[0].is_cuda):
             return
         stream = _offload_stream(self._tensors[0].device)
         stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -135,16 +122,14 @@ class Offload:
             self._tensors, self._arrived = tuple(copies), stream.record_event()
 
     def is_done(self) -> bool:
-        """Whether all of it has arrived. Does not wait."""
         return self._arrived is None or bool(self._arrived.query())
 
     def wait(self) -> None:
-        """Until all of it has arrived."""
         if self._arrived is not None:
             self._arrived.synchronize()
 
     def read(self) -> tuple[Tensor, ...]:
-        """The tensors in host memory; to be read once they have arrived."""
+        """The tensors in host memory, once they have arrived."""
         return self._tensors
 
 

@@ -1,5 +1,4 @@
-"""Chunk KV of the store in host memory, kept in the rank's storage: what is written, what is loaded
-and for whom.
+"""The store's chunk KV in the rank's storage: what is written, what is loaded and for whom.
 
     store   ──► variant has come ──► write
     request ──► its chunks that neither device nor store has ──► load ──► store
@@ -17,20 +16,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from radix_ext import ChunkId, FusionRequest, text_before
+from radix_ext import ChunkId, text_before
 from radix_ext.cfo import Prefix, Scored
 from radix_ext.costs import Costs, Phase, Work, extend_work
 from radix_ext.loading import load_in_order, loading_pays, pay_together, worth_loading
 from radix_ext.moved_plan import ReusePlan
 from radix_ext.sources import ChunkSources
 from radix_ext.variant_index import VariantIndex
-from radix_ext.variants import Identity, Variant
+from radix_ext.variants import Variant
 from sglang_chunkcache.config import MAX_LOADED_VARIANTS
 from sglang_chunkcache.fusion.measure import Head
-from sglang_chunkcache.fusion.moving import Host
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
+from sglang_chunkcache.scheduler.host_nodes import HostNodes
 from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.node import ChunkIdentity, state
 from sglang_chunkcache.storage.codec import CODECS, NONE
@@ -53,14 +52,12 @@ class _Missing(NamedTuple):
     identity: ChunkIdentity
     head: str
     before: Sequence[ChunkId]
-    """The chunks before it."""
     num_tokens: int
     is_plain: bool
     is_elsewhere: bool
     """Behind another head it can be had without a load."""
     computed_s: float | None
-    """What computing it takes, less what is recomputed of it where it is moved. None: it is moved
-    whatever that takes."""
+    """What computing it takes more than recomputing its share. None: it is moved in any case."""
     saved_s: float
     """What moving and recomputing it takes less, if it is here."""
 
@@ -69,7 +66,7 @@ class StorageTier:
     """Of one rank.
 
     Args:
-        store: in host memory. `StoreKeeper` calls `store_changed` with its changes.
+        store: in host memory. `StoreKeeper` has what comes into it written.
         codec: a name of `CODECS`. Entries of another one are others, and are not found.
         host: has the store's KV. None: each variant has tensors of its own.
         max_gap_tokens: of a plan, as in `Limits`.
@@ -80,7 +77,7 @@ class StorageTier:
         store: VariantIndex,
         storage: Storage,
         codec: str = NONE.name,
-        host: Host | None = None,
+        host: HostNodes | None = None,
         *,
         max_gap_tokens: int = sys.maxsize,
     ) -> None:
@@ -91,22 +88,14 @@ class StorageTier:
         storage.naming.keeps(self._how, self._layout)
 
     def load_most_used(self, seconds: float = START_S, *, share: float = 1.0) -> int:
-        """Fill the store with the entries that are to leave last, before there are requests: the
-        one method that waits, so long at most. `share`: of the store, which they fill at most.
-
-        Entries of tenants are loaded when they ask: no file says who they are.
-
-        Returns:
-            How many have come.
-        """
-        before = self._store.stats()
+        """Fill at most this share of the store with the entries that are to leave last, before
+        there are requests: the one method that waits, so long at most. Returns how many have come.
+        Entries of tenants are loaded when they ask: no file says who they are."""
         mine = self._chunk(ChunkIdentity(ChunkId(""), None, None))[:2]
-        found = [
-            variant
-            for variant in self.storage.index.held
-            if variant.blob.row.place[:2] == mine and not variant.is_exact
-        ]
+        held = (each for each in self.storage.index.held if each.blob.row.place[:2] == mine)
+        found = [each for each in held if not each.is_exact]
         found.sort(key=lambda v: (v.is_reserved, v.priority, v.last_used), reverse=True)
+        before = self._store.stats()
         room = share * self._store.held.max_bytes - before.num_bytes
 
         def load(variant: Variant) -> bool:
@@ -120,42 +109,31 @@ class StorageTier:
         self.storage.fill((partial(load, variant) for variant in found), seconds)
         return self._store.stats().num_added - before.num_added
 
-    # A request's life
-
     def ask(
-        self,
-        req: Req,
-        spans: RequestSpans,
-        fusion: FusionRequest,
-        sources: ChunkSources,
-        costs: Costs | None,
+        self, req: Req, spans: RequestSpans, sources: ChunkSources, costs: Costs | None
     ) -> PendingLoads:
-        """Load what the storage has of the request's chunks, where neither device nor store has any
-        behind the same head."""
-        asked = PendingLoads(
-            is_prefetch=state(req).is_prefetch, tenant=(req.extra_key, req.cache_salt)
-        )
+        """Load what the storage has of chunks that are nowhere else behind the same head."""
+        tenant = req.extra_key, req.cache_salt
+        asked = PendingLoads(is_prefetch=state(req).is_prefetch, tenant=tenant)
         with self.storage.guard("nothing is loaded, the prompt is computed"):
             self.storage.poll()
-            if not (self.storage.is_off or self.storage.loader.is_paused):
-                missing_chunks = list(_missing_chunks(req, spans, fusion, sources, costs))
-                left = {
-                    self._chunk(missing.identity): missing
-                    for missing in missing_chunks
-                    if not self._has_behind_its_head(missing)
-                }
-                self._load_for(missing_chunks, asked)
-                numbers = {chunk: missing.num_tokens for chunk, missing in left.items()}
-                self.storage.others.look_up(
-                    numbers, partial(self._found_of_others, missing_chunks, asked), asked
-                )
-                if asked.lookup is not None:  # they may be there
-                    asked.saved_s += sum(missing.saved_s for missing in left.values())
+            if self._is_closed:
+                return asked
+            missing_chunks = list(_missing_chunks(req, spans, sources, costs))
+            left = {
+                self._chunk(each.identity): each
+                for each in missing_chunks
+                if not any(variant.head == each.head for variant in self._found(each))
+            }
+            self._load_for(missing_chunks, asked)
+            lens = {chunk: each.num_tokens for chunk, each in left.items()}
+            self.storage.others.look_up(lens, partial(self._load_for, missing_chunks, asked), asked)
+            if asked.lookup is not None:  # they may be there
+                asked.saved_s += sum(each.saved_s for each in left.values())
         return asked
 
     def has(self, identity: ChunkIdentity, head: str, prefix: Prefix, scored: Scored) -> bool:
-        """Whether it has the chunk as it is preprocessed after these, or is alone after none,
-        with so much of it measured."""
+        """Whether it has the chunk as it is preprocessed after these, so much of it measured."""
         stored = self.storage.index.get(self._chunk(identity), head, prefix)
         if stored is None or self.storage.is_off:
             return False
@@ -163,39 +141,27 @@ class StorageTier:
         is_kept = stored.is_exact or known.preprocessed == bool(prefix)
         return is_kept and known.scored >= scored
 
-    def fetch(
-        self, req: Req, spans: RequestSpans, fusion: FusionRequest, sources: ChunkSources
-    ) -> bool:
+    def fetch(self, req: Req, spans: RequestSpans, sources: ChunkSources) -> bool:
         """`ask` for what a chunk to preprocess is moved after. Whether to wait for some of it."""
-        self.ask(req, spans, fusion, sources, None)
-        if self.storage.is_off or self.storage.loader.is_paused:
-            return False
-        return any(
+        self.ask(req, spans, sources, None)
+        return not self._is_closed and any(
             self._is_wanted(missing.identity, variant, missing.num_tokens)
-            for missing in _missing_chunks(req, spans, fusion, sources, None)
+            for missing in _missing_chunks(req, spans, sources, None)
             for variant in self._found(missing)
         )
 
     def reserve(self, identity: ChunkIdentity, head: str, prefix: Prefix, num_tokens: int) -> bool:
         """As `Writes.reserve`, for what a request will preprocess."""
-        return self.storage.writes.reserve(
-            self._chunk(identity), head, prefix, num_tokens * self._layout.token_bytes
-        )
+        nbytes = num_tokens * self._layout.token_bytes
+        return self.storage.writes.reserve(self._chunk(identity), head, prefix, nbytes)
 
     def is_skipped(
-        self,
-        req: Req,
-        spans: RequestSpans,
-        fusion: FusionRequest,
-        sources: ChunkSources,
-        costs: Costs | None,
+        self, req: Req, spans: RequestSpans, sources: ChunkSources, costs: Costs | None
     ) -> bool:
         """Whether `ask` would leave something that it knows of. Asks nobody."""
-        missing_chunks = (
-            ()
-            if self.storage.is_off
-            else tuple(_missing_chunks(req, spans, fusion, sources, costs))
-        )
+        if self.storage.is_off:
+            return False
+        missing_chunks = list(_missing_chunks(req, spans, sources, costs))
         return not self._pay_together(missing_chunks) and any(
             not self._is_faster(missing, variant.blob.row)
             for missing in missing_chunks
@@ -212,31 +178,20 @@ class StorageTier:
         for piece in plan.pieces:
             if piece.source is None or piece.chunk is None:
                 continue
-            identity, place = (
-                ChunkIdentity(piece.chunk, extra_key, cache_salt),
-                (piece.source.facts.head, piece.source.facts.prefix),
-            )
+            identity = ChunkIdentity(piece.chunk, extra_key, cache_salt)
+            place = piece.source.facts.head, piece.source.facts.prefix
             twin = self.storage.index.get(self._chunk(identity), *place)
             if twin is not None:
                 self.storage.use(twin)
             elif (variant := self._store.get(identity, *place)) and not variant.is_exact:
                 self.write(identity, variant)
 
-    def store_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
-        """As `VariantIndex.watchers`."""
-        if is_here and not variant.is_below:
-            assert isinstance(identity, ChunkIdentity)
-            self.write(identity, variant)
-
     def write(self, identity: ChunkIdentity, variant: Variant) -> None:
         """Keep one of the store's, unless it is kept."""
         if self.storage.is_off:
             return
-        heads = (
-            self.storage.naming.heads
-            if variant.scores is not None or variant.outward is not None
-            else ()
-        )
+        is_measured = variant.scores is not None or variant.outward is not None
+        heads = self.storage.naming.heads if is_measured else ()
         place = Place(*self._chunk(identity), variant.head, variant.prefix, variant.preprocessed)
         measured = variant.scored, variant.outward is not None, heads
         name, num_tokens = self.storage.names.entry(place, *measured), variant.blob.num_tokens
@@ -247,8 +202,12 @@ class StorageTier:
         if not self.storage.writes.write(row, entry_of(variant, heads), told, self._layout):
             told()
 
+    @property
+    def _is_closed(self) -> bool:
+        return self.storage.is_off or self.storage.loader.is_paused
+
     def _found(self, missing: _Missing) -> list[Variant]:
-        """What the index has for it, best first."""
+        """Best first."""
         return worth_loading(
             self.storage.index.find(self._chunk(missing.identity)),
             missing.before,
@@ -257,10 +216,6 @@ class StorageTier:
             alone=missing.is_plain,
             is_elsewhere=missing.is_elsewhere,
         )
-
-    def _has_behind_its_head(self, missing: _Missing) -> bool:
-        found = self._found(missing)
-        return bool(found) and found[0].head == missing.head
 
     def _load_for(
         self,
@@ -284,9 +239,10 @@ class StorageTier:
         if num_left:
             rest = partial(self._load_for, missing_chunks, asked, begun)
             self.storage.goes_on(asked, rest, num_left)
+        if asked.is_planned:
+            self.storage.waits.planned(asked)
 
     def _pay_together(self, missing_chunks: Sequence[_Missing]) -> bool:
-        """Whether loading all that the index has of them takes no longer than computing that."""
         found = [(each, self._found(each)) for each in missing_chunks]
         times, variants = self.storage.waits.times, [each for _, part in found for each in part]
         return pay_together(
@@ -305,14 +261,7 @@ class StorageTier:
         return all(found) if found else None
 
     def _is_faster(self, missing: _Missing, row: Row) -> bool:
-        """Whether loading it is estimated to take no longer than computing it."""
         return loading_pays(self.storage.waits.times.seconds(row.num_bytes), missing.computed_s)
-
-    def _found_of_others(self, missing_chunks: Sequence[_Missing], asked: PendingLoads) -> None:
-        """Load what the index knows by now."""
-        self._load_for(missing_chunks, asked)
-        if asked.is_planned:
-            self.storage.waits.planned(asked)
 
     def _tell_store(self, place: Place, variant: Variant) -> None:
         """Its bytes are read. If it is kept, others may take its place."""
@@ -329,8 +278,7 @@ class StorageTier:
         num_tokens: int,
         asked: PendingLoads | None = None,
     ) -> bool:
-        """Unless it is under way, or the store would not have it. False: too much is, or there is
-        no room for it."""
+        """Unless it is under way, or not wanted. False: too much is, or there is no room for it."""
         if not self._is_wanted(identity, variant, num_tokens):
             return True
         if not self.storage.takes(variant, asked):
@@ -346,23 +294,22 @@ class StorageTier:
                     loaded = variant_of(entry, variant, self.storage.naming.heads, blob)
                     self._store.put(identity, loaded)
             finally:
-                # not by what `put` returned: a watcher may have raised once the variant was there
-                if blob is not None and not (loaded and loaded in self._store.held):
-                    blob.give_back()
                 if blob is not None:
+                    # not by what `put` returned: a watcher may have raised once it was there
+                    if not (loaded and loaded in self._store.held):
+                        blob.give_back()
                     blob.let_go()
 
-        into = None if blob is None else blob.writer()
+        into = None
         if blob is not None:
+            into = blob.writer()
             blob.hold()
         is_begun = self.storage.load(variant, num_tokens, done, into, asked, self._layout)
-        if blob is not None and not is_begun:
-            blob.give_back()
-            blob.let_go()
+        if not is_begun:
+            done(None)
         return is_begun
 
     def _is_wanted(self, identity: ChunkIdentity, variant: Variant, num_tokens: int) -> bool:
-        """Whether the store would have it."""
         nbytes = num_tokens * self._layout.token_bytes
         place = variant.head, variant.prefix
         return self._store.wants(identity, *place, preprocessed=variant.preprocessed, nbytes=nbytes)
@@ -374,13 +321,11 @@ class StorageTier:
 
 
 def _missing_chunks(
-    req: Req,
-    spans: RequestSpans,
-    fusion: FusionRequest,
-    sources: ChunkSources,
-    costs: Costs | None,
+    req: Req, spans: RequestSpans, sources: ChunkSources, costs: Costs | None
 ) -> Iterator[_Missing]:
     """The request's chunks that neither device nor store has behind the same head."""
+    fusion = spans.fusion
+    assert fusion is not None
     heads = text_before(spans.namespace, spans.spans, req.origin_input_ids)
     before = [span.chunk for span in spans.spans]
     compares = not (costs is None or fusion.always or fusion.plain)
@@ -398,9 +343,8 @@ def _missing_chunks(
         work, computed_s, moved_s = extend_work(span.start, span.end)._replace(calls=0), 0.0, 0.0
         if costs is not None:
             computed_s = costs[Phase.EXTEND].seconds(work)
-            moved_s = share * costs[Phase.RECOMPUTE].seconds(work) + costs[Phase.HOST].seconds(
-                Work(1, work.tokens)
-            )
+            moved_s = share * costs[Phase.RECOMPUTE].seconds(work)
+            moved_s += costs[Phase.HOST].seconds(Work(1, work.tokens))
         yield _Missing(
             identity,
             head,
@@ -419,9 +363,8 @@ def entry_of(variant: Variant, heads: tuple[Head, ...]) -> Callable[[], Entry]:
     scores: ChunkScores | None = variant.scores
     measured = {"outward": variant.outward, "heads": heads, "codec": blob.codec}
     if scores is not None:
-        masses = Masses(
-            scores.inter, scores.prefix_lens, scores.intra, scores.head, scores.head_len
-        )
+        shares = scores.inter, scores.prefix_lens, scores.intra
+        masses = Masses(*shares, scores.head, scores.head_len)
         measured |= {"masses": masses, "context": scores.context, "received": scores.received}
     if isinstance(blob, HostSlots):
         read = blob.reader()
@@ -439,15 +382,7 @@ def variant_of(
         of = entry.masses
         if of is not None and len(of.inter) == len(of.prefix_lens) == len(stored.prefix):
             assert entry.context is not None
-            scores = ChunkScores(
-                of.inter,
-                of.prefix_lens,
-                of.intra,
-                entry.context,
-                entry.received,
-                head=of.head,
-                head_len=of.head_len,
-            )
+            scores = ChunkScores(**asdict(of), context=entry.context, received=entry.received)
     return Variant(
         stored.prefix,
         blob or HostBlob(*entry.kv, codec=entry.codec),

@@ -27,8 +27,8 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +39,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
-from radix_ext import IntegrityError
 from sglang_chunkcache import compat
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
@@ -59,11 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChunkRadixCache(ChunkTree):
-    """Of one rank.
-
-    Args:
-        create_tiers: makes what is behind the tree, which it is given.
-    """
+    """Of one rank. `create_tiers` makes what is behind the tree, which it is given."""
 
     def __init__(
         self,
@@ -78,8 +73,6 @@ class ChunkRadixCache(ChunkTree):
         super().__init__(params, config)
         self.tiers = create_tiers(self)
 
-    # SGLang's calls, in a request's order
-
     def arrived(self, req: Req) -> None:
         """The request is in SGLang's queue. Called by our hook."""
         self.line.arrived(req)
@@ -93,8 +86,7 @@ class ChunkRadixCache(ChunkTree):
             self.tiers.arrived(req, self.key_of(req, ids, spans, len(ids)), spans)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """As SGLang's, with the front's requests matched chunk by chunk. Idempotent; may be called
-        again and again.
+        """As SGLang's, with the front's requests matched chunk by chunk. Idempotent.
 
         SGLang matches to order its queue, up to 128 waiting requests a round, and once more to
         admit a request. Only the latter limits the key, so that a token is left to compute: only
@@ -124,7 +116,7 @@ class ChunkRadixCache(ChunkTree):
         computed). None: it is put off, which our hook keeps from those that wait behind it.
         """
         node = params.best_match_node
-        slots = self.tiers.promiser.commit(params.req, node)
+        slots = self.tiers.fuser.commit(params.req, node)
         state(params.req).promised = slots
         if state(params.req).is_put_off:
             return None
@@ -145,16 +137,18 @@ class ChunkRadixCache(ChunkTree):
         slots = path if promised is None else torch.cat([path, promised])
         return slots[: req.prefix_len]
 
-    @contextmanager
-    def around_forward(self, batch: ScheduleBatch) -> Iterator[None]:
+    def around_forward(self, batch: ScheduleBatch) -> AbstractContextManager[None]:
         """Around a batch's forward, on its stream. Called by our hook."""
-        is_ahead = batch.forward_mode.is_extend() and all(map(self._is_preprocessing, batch.reqs))
-        with self.tiers.around_forward(batch, is_ahead=is_ahead):
-            yield
+        is_ahead = batch.forward_mode.is_extend() and all(
+            spans is not None and spans.is_preprocessing
+            for spans in map(self._spans_of, batch.reqs)
+        )
+        return self.tiers.around_forward(batch, is_ahead=is_ahead)
 
     def checkpoint(self, req: Req, *, up_to: int) -> None:
+        spans = self._spans_of(req)
         # of these the slots stay their own, as in SGLang's cache without a tree
-        if not self._is_audit(req) and not state(req).is_failed:
+        if not (spans is not None and spans.is_audit) and not state(req).is_failed:
             super().checkpoint(req, up_to=up_to)
         if up_to >= len(req.origin_input_ids):
             self._report(req)
@@ -172,11 +166,11 @@ class ChunkRadixCache(ChunkTree):
     def doubt_weights(self) -> None:
         """The weights change: as long as the tree is not emptied, KV of two weights may be mixed,
         and none of it outlives the process. Called by our hook."""
-        self.tiers.storage.stop()
+        if self.tiers.storage is not None:
+            self.tiers.storage.stop()
 
     def stats(self) -> dict[str, Any]:
-        """Counts for `/chunkcache/stats`, O(1): tokens unless they say chunks, nodes or seconds.
-        No chunk is named."""
+        """For `/chunkcache/stats`, O(1): tokens unless they say chunks, nodes or seconds."""
         allocator, tiers = self.token_to_kv_pool_allocator, self.tiers.stats()
         return {
             "border": self.page_size - 1,
@@ -202,25 +196,9 @@ class ChunkRadixCache(ChunkTree):
         up_to: int,
         fused: Fused | None = None,
     ) -> ChunkKey:
-        """The key of a request's first `up_to` tokens, cut at a whole chunk. `fused`: from where on
-        it is approximate."""
-        return ChunkKey.cut(
-            token_ids,
-            spans.spans,
-            up_to,
-            extra_key=req.extra_key,
-            cache_salt=req.cache_salt,
-            fused=fused,
-        )
-
-    def check_integrity(self) -> None:
-        """Raise IntegrityError with every violated invariant.
-        Walks all trees: for tests and idle moments."""
-        host = self.tiers.host
-        if violations := [*self.violations(host.chains_not_on_device), *host.violations()]:
-            raise IntegrityError(violations)
-
-    # Overridden internals of SGLang's cache (pinned by tests/contract)
+        """Of the first `up_to` tokens, cut at a whole chunk, approximate from `fused` on."""
+        tenant = {"extra_key": req.extra_key, "cache_salt": req.cache_salt}
+        return ChunkKey.cut(token_ids, spans.spans, up_to, fused=fused, **tenant)
 
     def _insert_cache(
         self,
@@ -231,13 +209,10 @@ class ChunkRadixCache(ChunkTree):
         split_prompt: bool = False,
         **stock: Any,
     ) -> tuple[Any, torch.Tensor, int]:
-        """SGLang builds a plain key of the request here;
-        ours is chunk-keyed, and ends at a whole chunk."""
+        """SGLang builds a plain key here; ours is chunk-keyed, and ends at a whole chunk."""
         spans, known = self._spans_of(req), state(req)
-        is_first, known.is_inserted = (
-            not known.is_inserted and not (spans and spans.is_preprocessing),
-            True,
-        )
+        is_first = not known.is_inserted and not (spans and spans.is_preprocessing)
+        known.is_inserted = True
         self.clock += is_first
         if spans is None:
             return super()._insert_cache(  # type: ignore[no-any-return]
@@ -248,15 +223,13 @@ class ChunkRadixCache(ChunkTree):
         owned = req.kv.cache_protected_len
         up_to = len(token_ids) if key_limit is None else min(len(token_ids), key_limit)
         key = self.key_of(req, token_ids, spans, max(up_to, owned), known.fused)
-        borders = (len(req.origin_input_ids),) if split_prompt else ()
-        values = row[: len(key)].to(dtype=torch.int64, copy=True)
         matched, path = self.insert_segments(
             key,
-            values,
+            row[: len(key)].to(dtype=torch.int64, copy=True),
             spans.namespace,
             req.priority or 0,
             known.inserted_len,
-            borders,
+            borders=(len(req.origin_input_ids),) if split_prompt else (),
             moved=known.moved,
         )
         known.inserted_len = max(known.inserted_len, key.num_tokens)
@@ -266,7 +239,8 @@ class ChunkRadixCache(ChunkTree):
         if len(token_ids) >= len(req.origin_input_ids) and not known.is_kept:
             # with the prompt; once more with the answer would store again what has just left
             known.is_kept = True
-            self.tiers.promiser.keep(req, path)
+            if self.tiers.fuser is not None:
+                self.tiers.fuser.keeper.keep(req, path)
         self.token_to_kv_pool_allocator.free_segment(row[owned:matched], start_pos=owned)
         self.insert_seconds += time.perf_counter() - start
         return key, row, matched
@@ -281,8 +255,6 @@ class ChunkRadixCache(ChunkTree):
         super()._delete_leaf(node)
         self.tiers.host.load_back.cancel(node)
 
-    # Private, in order of use
-
     def _spans_of(self, req: Req | None) -> RequestSpans | None:
         """The request's spans, read once; None for plain requests."""
         if req is None:
@@ -295,7 +267,14 @@ class ChunkRadixCache(ChunkTree):
                     req.sampling_params.custom_params, req.origin_input_ids, secret=self._secret
                 )
             except ValueError as error:
-                self._fall_back(Fallback.BAD_SPANS, error)
+                if not self.fallbacks:
+                    logger.warning(
+                        "chunk cache: %s, the request is computed as plain text (further ones are"
+                        " counted): %s",
+                        Fallback.BAD_SPANS,
+                        error,
+                    )
+                self.fallbacks[Fallback.BAD_SPANS] += 1
         return known.spans
 
     def _nothing(self) -> MatchResult:
@@ -303,24 +282,6 @@ class ChunkRadixCache(ChunkTree):
         if self._unmatched is None or self._unmatched.last_device_node is not self.root_node:
             self._unmatched = super().match_prefix(MatchPrefixParams(key=RadixKey(array("q"))))
         return self._unmatched
-
-    def _fall_back(self, reason: Fallback, error: Exception) -> None:
-        if not self.fallbacks[reason]:
-            logger.warning(
-                "chunk cache: %s, the request is computed as plain text (further ones are"
-                " counted): %s",
-                reason,
-                error,
-            )
-        self.fallbacks[reason] += 1
-
-    def _is_audit(self, req: Req) -> bool:
-        spans = self._spans_of(req)
-        return spans is not None and spans.is_audit
-
-    def _is_preprocessing(self, req: Req) -> bool:
-        spans = self._spans_of(req)
-        return spans is not None and spans.is_preprocessing
 
     def _mark(self, path: list[TreeNode], spans: RequestSpans, *, counts_hits: bool) -> None:
         area, host = area_of(path, spans.area_len), self.tiers.host
@@ -336,6 +297,7 @@ class ChunkRadixCache(ChunkTree):
         if spans is None or spans.is_audit or self.disable or known.is_reported:
             return
         known.is_reported = True
-        report = self.tiers.promiser.report(req) if spans.fusion is not None else None
+        fuser = self.tiers.fuser
+        report = fuser.report(req) if fuser is not None and spans.fusion is not None else None
         answer = encode(Answer(self.log.unread(), report, known.loaded, self.tiers.host.worth))
         req.customized_info = {**(req.customized_info or {}), ANSWER_KEY: [answer]}

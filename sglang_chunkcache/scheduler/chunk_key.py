@@ -1,5 +1,4 @@
-"""A `RadixKey` that knows its chunks, so that SGLang's unchanged `RadixCache` walks a chunk per
-step.
+"""A `RadixKey` that knows its chunks, so that SGLang's own `RadixCache` walks a chunk per step.
 
     token ids   h h h | a a a a | b b | q q q    one letter per segment
     segments    [0,3)   [3,7)     [7,9) [9,12)   chunk segments carry a ChunkId, token segments None
@@ -9,12 +8,10 @@ tokens as in SGLang. Invariant: spans are whole (no key begins or ends inside on
 disjoint; a node's key is one segment.
 
 From the first moved chunk on, KV is approximate: there and below, child keys also carry the recipe
-that made it ("fused"), which no exact key can form. So only requests that asked for approximate KV
-can match it.
+that made it ("fused"), which no exact key can form: only who asked for approximate KV matches it.
 
 Chunk-keyed and plain keys never share nodes: every child key of ours carries `TAG`, also in front
-of the chunks, since a plain node may run on into what is a chunk here and a match would end inside
-it.
+of the chunks. Else a plain node might run on into a chunk, and a match would end inside it.
 """
 
 from __future__ import annotations
@@ -33,8 +30,7 @@ TAG = "chunkcache"
 
 
 class Segment(NamedTuple):
-    """`[start, end)` of a key, in tokens: one chunk, or the tokens between chunks (`chunk` is
-    None)."""
+    """`[start, end)` of a key, in tokens: one chunk, or the tokens between (`chunk` is None)."""
 
     start: int
     end: int
@@ -42,8 +38,7 @@ class Segment(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """From where on a key's KV is approximate, in tokens of the key (always a segment's start),
-    and by which recipe."""
+    """From which token of a key on, a segment's start, its KV is approximate; by which recipe."""
 
     start: int
     recipe: str
@@ -55,8 +50,7 @@ class Fused(NamedTuple):
 
 
 class ChunkKey(RadixKey):  # type: ignore[misc]
-    """Token ids with the spans of their chunks, offsets relative to the key;
-    `fused` None means exact throughout."""
+    """Token ids with their chunks' spans, relative to the key; `fused` None: all exact."""
 
     __slots__ = ("_end", "_first", "_offset", "_spans", "fused")
     # A match slices its key once a chunk. So a slice that has several spans looks at those of the
@@ -78,7 +72,6 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The chunks' spans, relative to the key."""
         # Only when they are read: most slices of a match are compared by their first chunk alone.
         if self._end - self._first < len(self._spans) or self._offset:
             seen = self._spans[self._first : self._end]
@@ -93,18 +86,16 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         spans: Sequence[Span],
         up_to: int,
         *,
-        extra_key: str | None = None,
-        cache_salt: str | None = None,
         fused: Fused | None = None,
+        **tenant: str | None,
     ) -> ChunkKey:
-        """The first `up_to` tokens, or less: a key that would end inside a chunk ends where that
-        chunk starts."""
+        """The first `up_to` tokens, or less: a key ends before a chunk that it would end inside."""
         end = cut_at_chunk(spans, min(up_to, len(token_ids)))
         kept = tuple(span for span in spans if span.end <= end)
         # What is left is exact, and eviction takes a key with a recipe for approximate.
         if fused is not None and fused.start >= end:
             fused = None
-        return cls(token_ids[:end], kept, extra_key=extra_key, cache_salt=cache_salt, fused=fused)
+        return cls(token_ids[:end], kept, fused=fused, **tenant)
 
     def fused_by(self, recipe: str) -> ChunkKey:
         """The same tokens, approximate throughout."""
@@ -164,15 +155,12 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         head = self._leading_chunk()
         exact = (TAG, self.extra_key, self.cache_salt, self.token_ids[0] if head is None else head)
         # Where the recipe begins later, the first segment is exact, and shared with exact requests.
-        return (
-            exact
-            if self.fused is None or self.fused.start
-            else (*exact, "fused", self.fused.recipe)
-        )
+        if self.fused is None or self.fused.start:
+            return exact
+        return (*exact, "fused", self.fused.recipe)
 
     def match(self, other: RadixKey, page_size: int = 1) -> int:
-        """Tokens of this node's key that lead `other`:
-        all or none of a chunk, token by token elsewhere."""
+        """Tokens that lead `other`: all or none of a chunk, token by token elsewhere."""
         # Raises an error, as SGLang's match: child keys have the namespace, so it is a bug.
         self._check_compatible(other)
         if not isinstance(other, ChunkKey):
@@ -186,8 +174,7 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
         return min(limit, int(super().match(other)))
 
     def _look_at(self, first: int, end: int, offset: int) -> None:
-        """Of `_spans[first:end]` those that lie whole in this key,
-        which begins at `offset` among them."""
+        """Of `_spans[first:end]` those whole in this key, which begins at `offset` among them."""
         spans, stop = self._spans, offset + len(self.token_ids)
         # A tuple that is shorter sorts first: the first span that starts at `offset` or behind it.
         first = bisect_left(spans, (offset,), first, end)

@@ -16,18 +16,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from functools import reduce
-from operator import xor
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, InsertResult
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from radix_ext import ChainId, ChunkId, Tier, fused_chunk, text_before
+from radix_ext import ChunkId, Tier, fused_chunk, text_before
 from radix_ext.sources import ChunkCopies
 from sglang_chunkcache import compat
 from sglang_chunkcache.config import ChunkCacheConfig
@@ -35,7 +32,7 @@ from sglang_chunkcache.scheduler.chunk_events import ChunkEvents
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
-from sglang_chunkcache.scheduler.node import HostNode, facts, identity_of
+from sglang_chunkcache.scheduler.node import HostNode, facts, identity_of, up_from
 from sglang_chunkcache.scheduler.waiting import WaitingLine
 from sglang_chunkcache.wire.events import Evicted, Inserted, Moved
 from sglang_chunkcache.wire.spans import RequestSpans
@@ -44,19 +41,14 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 MAX_UNREAD_EVENTS = 65_536
-"""Events kept for the front; of a rank that is not asked for longer all nodes are told again.
-About 150 bytes each."""
+"""Kept for the front, 150 bytes each; a rank that is not asked for longer tells all nodes again."""
 
 
 class ChunkTree(compat.Tree):  # type: ignore[misc]
     """CRAFT 4.1's GPU-local chunk-prefix tree."""
 
     def __init__(self, params: CacheInitParams, config: ChunkCacheConfig) -> None:
-        """Build the tree of one rank.
-
-        Raises:
-            ValueError: speculative decoding.
-        """
+        """Raises ValueError for speculative decoding."""
         if params.is_eagle:
             raise ValueError(
                 "the chunk cache does not support speculative decoding (--speculative-algorithm)"
@@ -65,7 +57,7 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         self.copies: ChunkCopies = ChunkCopies(identity_of, facts, self._credit)
         """Chunks whose computed KV may be moved to another place."""
         self.clock = 0
-        """The number of requests so far."""
+        """Requests so far."""
         self.line = WaitingLine(self.num_idle)
         self.num_inserted_chunks = self.num_evicted_chunks = 0
         self.num_chunk_tokens = self.num_promoted = 0
@@ -81,24 +73,16 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         """Slots that are free or evictable."""
         return int(self.token_to_kv_pool_allocator.available_size() + self.evictable_size())
 
+    def make_room(self, num_tokens: int) -> None:
+        """Evict until so many slots are free, or nothing is left to evict."""
+        if (missing := num_tokens - self.token_to_kv_pool_allocator.available_size()) > 0:
+            self.evict(EvictParams(num_tokens=missing))
+
     def insert(self, params: InsertParams) -> InsertResult:
-        """As SGLang's; a `ChunkKey` is inserted segment by segment,
-        so that one node is one chunk."""
-        if self.disable or not isinstance(params.key, ChunkKey):
-            result = super().insert(params)
-            self.touch(result.last_device_node)
-            return result
-        value = (
-            params.value
-            if params.value is not None
-            else torch.tensor(params.key.token_ids, dtype=torch.int64)
-        )
-        matched, path = self.insert_segments(
-            params.key, value, "", params.priority, compat.inserted_len(params)
-        )
-        return InsertResult(
-            prefix_len=matched, last_device_node=path[-1] if path else self.root_node
-        )
+        """SGLang's, of plain keys."""
+        result = super().insert(params)
+        self.touch(result.last_device_node)
+        return result
 
     def insert_segments(
         self,
@@ -111,12 +95,9 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         *,
         moved: Collection[int] = (),
     ) -> tuple[int, list[TreeNode]]:
-        """Insert `key`, one node per segment; returns (slots already there, the last node of every
-        segment).
-
+        """Insert `key`, a node per segment. Returns (slots already there, last node of each).
         `head` names the tokens before the first chunk. What ends within `inserted_len` counts no
-        hit. `moved`: where chunks begin whose KV was computed at another place.
-        """
+        hit. `moved`: where chunks begin whose KV was computed at another place."""
         node, matched, path, page = self.root_node, 0, [], self.page_size
         before: list[ChunkId] = []
         spans = zip(key.spans, text_before(head, key.spans, key.token_ids), strict=True)
@@ -135,7 +116,7 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
             if (known := facts(node)).chunk is None:  # a new node
                 known.chunk, known.start, known.is_moved = chunk, span.start, span.start in moved
                 known.head, known.prefix = text, tuple(before)
-                if _is_copy(node):
+                if not known.is_moved:
                     self.copies.add(node)
             before.append(chunk)
         self.touch(node)
@@ -154,7 +135,7 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         return found
 
     def touch(self, node: TreeNode | None) -> None:
-        """This node and all above it were used by the request of this moment."""
+        """This node and all above it are used now."""
         while node is not None:
             facts(node).used = self.clock
             node = node.parent
@@ -165,8 +146,6 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         self.log.restart()
         self.num_chunk_tokens = self.num_promoted = 0
         self.copies.clear()
-
-    # What the front knows: its global tree
 
     def mark(
         self,
@@ -179,12 +158,11 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         """Give the chunk nodes of a prompt's first chunk area their place in the global tree and
         this request's promotion marks.
 
-        Fused chunks have theirs below the exact chain they hang on, named by their recipe. They are
-        not promoted and count no hits, or they would push exact chains out of the pool
-        (eval/LOG.md).
+        Fused chunks have theirs below the exact chain they hang on, named by their recipe. Promoted
+        or with hits they would push exact chains out of the pool (eval/LOG.md).
 
         Args:
-            copies: of the first of them, if they are in host memory.
+            copies: in host memory, of the first of them.
             counts_hits: every exact chunk that was there before counts one.
         """
         parent = None
@@ -197,11 +175,10 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
                 self.back_on_device(node, copy, spans.namespace, promoted=promoted)
             elif known.chain is None:
                 chunk = known.chunk if fused is None else fused_chunk(fused.recipe, known.chunk)
-                inserted = Inserted(chunk, chunk_len(node), parent, spans.namespace, promoted)
-                known.chain = inserted.chain
-                self.num_chunk_tokens += inserted.num_tokens
+                self._tell(
+                    node, Inserted(chunk, chunk_len(node), parent, spans.namespace, promoted)
+                )
                 self.num_inserted_chunks += 1
-                self.log.append(inserted)
             elif counts_hits and fused is None:
                 known.hits += 1
             self.num_promoted += promoted - known.promoted
@@ -213,28 +190,10 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         """The node has a place in the global tree, and is in host memory."""
         known, parent = facts(node), facts(node.parent).chain
         assert known.chunk is not None
-        inserted = Inserted(known.chunk, chunk_len(node), parent, namespace, promoted)
-        known.chain = host.chain = inserted.chain
-        known.host, known.hits, host.node = host, host.hits, node
+        self._tell(node, Inserted(known.chunk, chunk_len(node), parent, namespace, promoted))
+        known.host, known.hits, host.node, host.chain = host, host.hits, node, known.chain
         known.scores, known.outward, known.promoted = host.scores, host.outward, promoted
-        self.num_promoted += known.promoted
-        self.num_chunk_tokens += inserted.num_tokens
-        self.log.append(inserted)
-
-    def on_host(
-        self, chunk: ChunkId, num_tokens: int, parent: ChainId | None, namespace: str
-    ) -> ChainId:
-        """The chain has come to host memory, and is not on the device."""
-        inserted = Inserted(chunk, num_tokens, parent, namespace, promoted=False)
-        self.log.append(inserted)
-        self.log.append(Moved(inserted.chain, Tier.HOST))
-        return inserted.chain
-
-    def off_host(self, chain: ChainId) -> None:
-        """The chain has left host memory, and is not on the device."""
-        self.log.append(Evicted(chain))
-
-    # Overridden internals of SGLang's cache (pinned by tests/contract)
+        self.num_promoted += promoted
 
     def _split_node(self, key: Any, child: TreeNode, split_len: int) -> TreeNode:
         node = super()._split_node(key, child, split_len)
@@ -259,78 +218,20 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         else:
             self.log.append(Evicted(known.chain))
 
-    # For tests and idle moments
-
-    def violations(self, elsewhere: Sequence[ChainId] = ()) -> list[str]:
-        """Of the invariants. Walks all nodes. `elsewhere`: chains that the front knows and the
-        device has not."""
-        nodes = list(self._nodes())
-        found = self._slot_violations(nodes)
-        chains = list(elsewhere)
-        tokens = promoted = 0
-        for node in nodes:
-            if len(node.key) != len(node.value):
-                found.append(f"node {node.id} owns {len(node.key)}, has {len(node.value)} slots")
-            if isinstance(node.key, ChunkKey) and len(list(node.key.segments())) != 1:
-                found.append(f"node {node.id}: more than one segment: {list(node.key.segments())}")
-            known = facts(node)
-            if (chain := known.chain) is not None:
-                chains.append(chain)
-                tokens, promoted = tokens + chunk_len(node), promoted + known.promoted
-                if facts(node.parent).chunk is not None and facts(node.parent).chain is None:
-                    found.append(
-                        f"node {node.id} has a place in the global tree but the chunk above has"
-                        " none"
-                    )
-            if known.host is not None and known.host.node is not node:
-                found.append(f"node {node.id} and its copy in host memory do not know each other")
-            if self.copies.holds(node) != _is_copy(node):
-                found.append(f"node {node.id}: findable as a source is {self.copies.holds(node)}")
-        if len(self.copies) != sum(map(_is_copy, nodes)):
-            found.append(f"{len(self.copies)} sources are booked, the tree has another number")
-        counted = (len(chains), reduce(xor, {*chains}, 0), tokens, promoted)
-        booked = (self.log.num_alike, self.log.digest, self.num_chunk_tokens, self.num_promoted)
-        if counted != booked:
-            found.append(
-                f"chunk nodes, digest, tokens, promoted are {counted} but were booked as {booked}"
-            )
-        return found
-
-    # Private, in order of use
+    def _tell(self, node: TreeNode, inserted: Inserted) -> None:
+        facts(node).chain = inserted.chain
+        self.num_chunk_tokens += inserted.num_tokens
+        self.log.append(inserted)
 
     def _credit(self, node: TreeNode) -> None:
-        """The node was used as a source just now.
-        No hit: counted as such, sources push exact chains out (eval/LOG.md)."""
+        """As a source; no hit, or sources would push exact chains out (eval/LOG.md)."""
         self.touch(node)
-        above, now = node, time.monotonic()
-        while above is not None:
-            above.last_access_time, above = now, above.parent
-
-    def _slot_violations(self, nodes: Sequence[TreeNode]) -> list[str]:
-        owners, protected = Counter[int](), set[int]()
-        for node in nodes:
-            owners.update(slots := node.value.tolist())
-            if node.lock_ref > 0:
-                protected.update(slots)
-        found = []
-        if twice := [slot for slot, num_owners in owners.items() if num_owners > 1]:
-            found.append(f"slots with two owners: {twice[:8]}")
-        counted = len(owners) - len(protected), len(protected)
-        booked = self.evictable_size(), self.protected_size()
-        if counted != booked:
-            found.append(f"evictable, protected are booked as {booked}, the tree has {counted}")
-        return found
-
-    def _nodes(self) -> Iterator[TreeNode]:
-        stack = list(self.root_node.children.values())
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            yield node
+        now = time.monotonic()
+        for above in up_from(node):
+            above.last_access_time = now
 
 
 def chunk_len(node: TreeNode) -> int:
-    """Tokens of a chunk node's chunk."""
     ((start, end, _),) = node.key.spans
     return int(end - start)
 
@@ -342,9 +243,3 @@ def area_of(path: Sequence[TreeNode], area_len: int) -> list[TreeNode]:
         lambda node: node.key.fused is None or not node.key.fused.serves_one, path
     )
     return [node for node in shared if facts(node).chunk is not None][:area_len]
-
-
-def _is_copy(node: TreeNode) -> bool:
-    """Whether the node is a chunk whose KV was computed for its own place."""
-    known = facts(node)
-    return known.chunk is not None and not known.is_moved

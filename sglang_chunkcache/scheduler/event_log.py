@@ -1,10 +1,7 @@
-"""A rank's log of cache events, for the front's mirror to read, and the nodes that they leave
-(wire/events.py).
+"""A rank's log of cache events for the front's mirror, and the nodes they leave (wire/events.py).
 
-    events   + a   + b   ~ a   - b   + c   numbered; what a request acknowledges at its arrival is
-                                           forgotten
-    nodes    a (host)    c                 in the order of their birth, parents before what is below
-                                           them
+    events   + a   + b   ~ a   - b   + c   numbered; forgotten once an arriving request acknowledges
+    nodes    a (host)    c                 in the order of their birth: parents first
 
 Fused nodes of two questions may be one chain to the front, which is told of the first that comes
 and of the last that goes.
@@ -17,8 +14,8 @@ goes meanwhile, a node that was born before has been told, one that was born lat
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import deque
+from dataclasses import dataclass
 from itertools import islice
 
 from radix_ext import ChainId, Tier
@@ -28,21 +25,17 @@ MAX_EVENTS_PER_ANSWER = 2048
 """About 0.3 MB. What is left goes with the next answer, or when the front asks for it."""
 
 
+@dataclass(eq=False, slots=True)
 class _Node:
-    __slots__ = ("birth", "chain", "event", "num_alike", "tier")
-
-    def __init__(self, birth: int, chain: ChainId, event: Inserted) -> None:
-        self.birth, self.chain, self.event, self.tier = birth, chain, event, Tier.DEVICE
-        self.num_alike = 1
+    birth: int
+    event: Inserted
+    tier: Tier = Tier.DEVICE
+    num_alike: int = 1
 
 
 class EventLog:
-    """Events since the last acknowledged one, and what is held.
-
-    Args:
-        max_events: kept unread.
-        max_told: in one message.
-    """
+    """At most `max_events` events since the last acknowledged one, of which a message has at most
+    `max_told`, and what is held."""
 
     def __init__(self, max_events: int, *, max_told: int = MAX_EVENTS_PER_ANSWER) -> None:
         self.max_events, self.max_told = max_events, max_told
@@ -59,21 +52,14 @@ class EventLog:
         """XOR of the chain ids that are held."""
         self._events: deque[Event] = deque()
         self._held: dict[ChainId, _Node] = {}
-        self._by_birth: list[_Node] = []
+        """By birth, as a dict keeps the order in which it was filled."""
 
     def holds(self, chain: ChainId) -> bool:
-        """In whatever tier."""
         return chain in self._held
 
     @property
     def num_nodes(self) -> int:
-        """Chains that are held, in whatever tier."""
         return len(self._held)
-
-    @property
-    def num_alike(self) -> int:
-        """The same, those held more than once counted as often. Walks all of them."""
-        return sum(node.num_alike for node in self._held.values())
 
     def append(self, event: Event) -> None:
         """Number and keep an event, unless it is of one of several nodes of its chain."""
@@ -94,7 +80,6 @@ class EventLog:
             self._events.popleft()
 
     def acknowledge(self, ack: Acknowledgement) -> None:
-        """Forget what `ack` covers."""
         # Of another epoch: its numbers are of events that are gone.
         if ack.epoch == self.epoch:
             # At most what there is: an acknowledgement may be nonsense. Below 0, range is empty.
@@ -102,8 +87,7 @@ class EventLog:
                 self._events.popleft()
 
     def unread(self) -> Batch:
-        """The events that are not acknowledged, oldest first and no more than a message should
-        carry."""
+        """What is not acknowledged, oldest first, and no more than a message should carry."""
         events = tuple(islice(self._events, self.max_told))
         return Batch(
             self.epoch, self.seq - len(self._events), events, self.seq, self.num_nodes, self.digest
@@ -112,29 +96,23 @@ class EventLog:
     def part(self, first: int) -> Part:
         """What is held now, from birth `first` on and no more than a message should carry."""
         told: list[Event] = []
-        at = bisect_left(self._by_birth, first, key=lambda node: node.birth)
-        # One less: a node takes two events where it has moved.
-        while at < len(self._by_birth) and len(told) < self.max_told - 1:
-            node = self._by_birth[at]
-            # A chain that left and came back has a second entry, later than this one.
-            if self._held.get(node.chain) is node:
-                told.append(node.event)
-                if node.tier is not Tier.DEVICE:
-                    told.append(Moved(node.chain, node.tier))
-            at += 1
-        return Part(
-            first, tuple(told), self._by_birth[at].birth if at < len(self._by_birth) else None
-        )
-
-    # Private
+        for chain, node in self._held.items():
+            if node.birth < first:
+                continue
+            # One less: a node takes two events where it has moved.
+            if len(told) >= self.max_told - 1:
+                return Part(first, tuple(told), node.birth)
+            told.append(node.event)
+            if node.tier is not Tier.DEVICE:
+                told.append(Moved(chain, node.tier))
+        return Part(first, tuple(told), None)
 
     def _follow(self, event: Event) -> None:
         chain = event.chain
         node = self._held.get(chain)
         if isinstance(event, Inserted):
             if node is None:
-                self._held[chain] = node = _Node(self.seq, chain, event)
-                self._by_birth.append(node)
+                self._held[chain] = node = _Node(self.seq, event)
                 # XOR takes a chain out as it put it in, in any order.
                 self.digest ^= chain
             node.tier = Tier.DEVICE  # it may come back from host memory
@@ -145,8 +123,3 @@ class EventLog:
         else:
             del self._held[chain]
             self.digest ^= chain
-            # Not at every eviction: taking one out of a list moves all behind it.
-            if len(self._by_birth) > 2 * len(self._held) + self.max_told:
-                self._by_birth = [
-                    each for each in self._by_birth if self._held.get(each.chain) is each
-                ]

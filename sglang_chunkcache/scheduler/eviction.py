@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.radix_cache import TreeNode
 from radix_ext import Aging
 from radix_ext.eviction import NEW
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
-from sglang_chunkcache.scheduler.node import facts
+from sglang_chunkcache.scheduler.node import facts, up_from
 
 
 class ReusedLonger(EvictionStrategy):  # type: ignore[misc]
@@ -20,8 +20,7 @@ class ReusedLonger(EvictionStrategy):  # type: ignore[misc]
     was fused for one question leaves first.
 
     Token nodes have no hits of their own, so plain traffic sees recency alone, as in SGLang. Clock
-    and hits count requests, never seconds: all ranks of a tensor-parallel group must evict the same
-    nodes.
+    and hits count requests, never seconds: all ranks of a group must evict the same nodes.
     """
 
     def __init__(self, base: EvictionStrategy) -> None:
@@ -58,13 +57,9 @@ class PromotedFirst(EvictionStrategy):  # type: ignore[misc]
 
 
 def is_promoted(node: TreeNode | None) -> bool:
-    """The mark of a node, inherited from the nearest chunk node of the first chunk area;
-    fused nodes have none."""
+    """The mark of the nearest chunk node of the first chunk area; fused nodes have none."""
     # Asked first: else it would inherit the mark of the exact chunk above it.
     if node is not None and isinstance(node.key, ChunkKey) and node.key.fused is not None:
         return False
-    while node is not None:
-        if facts(node).chain is not None:
-            return facts(node).promoted
-        node = node.parent
-    return True
+    known = map(facts, up_from(node)) if node is not None else ()
+    return next((each.promoted for each in known if each.chain is not None), True)

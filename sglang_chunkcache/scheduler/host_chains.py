@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from radix_ext import ChainId
 from radix_ext.costs import Phase, Work
 from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
-from sglang_chunkcache.scheduler.host_slots import Slots
-from sglang_chunkcache.scheduler.load_back import LoadBack, Prices
+from sglang_chunkcache.scheduler.host_pool import HostPool
+from sglang_chunkcache.scheduler.load_back import LoadBack
 from sglang_chunkcache.scheduler.node import HostNode
+from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.scheduler.write_back import WriteBack
 
 if TYPE_CHECKING:
@@ -43,15 +43,14 @@ class HostChains:
         keeps: False: no chain is kept here, and the pool is for captured variants alone.
         num_ranks: of a tensor-parallel group. More than one: a copy that fails is raised, since the
             others' may not have.
-        metrics: shown what `stats` says, with it and when it is due while there are requests.
-            None: no Prometheus.
+        metrics: shown what `stats` says, with it and when due. None: no Prometheus.
     """
 
     def __init__(
         self,
         tree: ChunkTree,
-        pool: Slots,
-        pricing: Prices,
+        pool: HostPool,
+        pricing: Pricing,
         index: VariantIndex,
         *,
         keeps: bool = True,
@@ -70,10 +69,6 @@ class HostChains:
     @contextmanager
     def watch(self, batch: ScheduleBatch) -> Iterator[None]:
         """Learn what the batch's extend takes, where nobody else does."""
-        # a decoding batch still has the lengths of its prefill
-        if not batch.forward_mode.is_extend():
-            yield
-            return
         with self.pricing.time_extend(batch):
             yield
         self.pricing.refresh()
@@ -90,21 +85,13 @@ class HostChains:
         self.write_back.reset()
         self.nodes.reset()
 
-    def close(self) -> None:
-        """The process ends."""
-        self.pool.close()
-
-    # Operators
-
     @property
     def worth(self) -> float:
         """Of a token here, if one on the device is worth 1: what a load saves of computing it."""
         if not self.pool.num_slots:
             return 1.0
-        load, extend = (
-            self.pricing.agreed[phase].seconds(Work(0, 1000))
-            for phase in (Phase.LOAD, Phase.EXTEND)
-        )
+        costs, work = self.pricing.agreed, Work(0, 1000)
+        load, extend = costs[Phase.LOAD].seconds(work), costs[Phase.EXTEND].seconds(work)
         return max(0.0, 1 - load / extend) if extend > 0 else 1.0
 
     def stats(self) -> dict[str, Any]:
@@ -126,16 +113,6 @@ class HostChains:
         if self._metrics is not None:
             self._metrics.show(found)
         return found
-
-    def violations(self) -> list[str]:
-        """Of the parts' invariants, for tests and idle moments. Walks all nodes."""
-        return [*self.nodes.violations(), *self.load_back.violations()]
-
-    @property
-    def chains_not_on_device(self) -> list[ChainId]:
-        return self.nodes.chains_not_on_device
-
-    # Private
 
     def _copy_failed(self, error: Exception) -> None:
         if self._num_ranks > 1:

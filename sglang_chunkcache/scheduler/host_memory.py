@@ -39,20 +39,15 @@ def default_bytes(use: Use, *, device_bytes: int, available: int, num_ranks: int
 
 
 def machine_bytes(use: Use, ctx: Any, *, taken: int = 0) -> int:
-    """`default_bytes` of this machine, rank 0's for all ranks of a tensor-parallel group.
-
-    Args:
-        ctx: SGLang's TreeCacheBuildContext.
-        taken: bytes of each rank that are spoken for.
-    """
+    """`default_bytes` of this machine, where each rank has `taken` some; rank 0's for all ranks of
+    a tensor-parallel group. `ctx`: SGLang's TreeCacheBuildContext."""
     allocator = ctx.params.token_to_kv_pool_allocator
     group = compat.parallel(ctx.tp_worker.model_runner, "tp_group")
     num_ranks = ranks_per_host() * ctx.server_args.dp_size
+    counts = use.copies or has_own_memory(allocator)
     found = default_bytes(
         use,
-        device_bytes=sum(allocator.get_kvcache().get_kv_size_bytes())
-        if use.copies or has_own_memory(allocator)
-        else 0,
+        device_bytes=sum(allocator.get_kvcache().get_kv_size_bytes()) if counts else 0,
         available=available_host_memory_bytes() - num_ranks * taken,
         num_ranks=num_ranks,
     )
@@ -60,6 +55,5 @@ def machine_bytes(use: Use, ctx: Any, *, taken: int = 0) -> int:
 
 
 def has_own_memory(allocator: Any) -> bool:
-    """Whether the device's memory is not the host's:
-    else a larger KV pool does the same without copies."""
+    """False: it is the host's, and a larger KV pool does the same without copies."""
     return torch.device(allocator.device).type != "cpu"

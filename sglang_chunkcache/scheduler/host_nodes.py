@@ -19,11 +19,12 @@ from functools import reduce
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-from radix_ext import ChainId, ChunkId, extend_chain, root_chain
+from radix_ext import ChainId, ChunkId, Tier, extend_chain, root_chain
 from radix_ext.exact_chains import ChainCounts, ExactChains
 from radix_ext.variant_index import VariantIndex
-from sglang_chunkcache.scheduler.host_slots import HostSlots, Slots
-from sglang_chunkcache.scheduler.node import HostNode, facts
+from sglang_chunkcache.scheduler.host_slots import HostSlots
+from sglang_chunkcache.scheduler.node import HostNode, facts, up_from
+from sglang_chunkcache.wire.events import Evicted, Inserted, Moved
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from sglang_chunkcache.scheduler.chunk_key import ChunkKey
     from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
+    from sglang_chunkcache.scheduler.host_pool import HostPool
 
 KEY_BYTES = 16
 """Two chains never share a key by chance."""
@@ -41,8 +43,7 @@ class HostCounts(ChainCounts):
     """Since the start."""
 
     skipped: int = 0
-    """Loads that were estimated to take longer than computing. All were left out but for one in
-    `EXPLORATION_PERIOD`."""
+    """Loads estimated to take longer than computing: one in `EXPLORATION_PERIOD` is made."""
     failed: int = 0
     """Copies that raised, in either direction, and loads that could not be prepared."""
     layers_ahead: int = 0
@@ -60,35 +61,26 @@ class Found(NamedTuple):
 
 
 class HostNodes(ExactChains[HostNode, HostSlots]):
-    """Of one rank.
+    """Of one rank. The tree's log has the nodes that are here alone, too."""
 
-    Args:
-        tree: on the device. Its log has the nodes that are here alone.
-        index: as of `ExactChains`.
-    """
-
-    pool: Slots
+    pool: HostPool
 
     def __init__(
-        self, tree: ChunkTree, pool: Slots, index: VariantIndex, counts: HostCounts
+        self, tree: ChunkTree, pool: HostPool, index: VariantIndex, counts: HostCounts
     ) -> None:
         super().__init__(
             pool, index, counts, create_node=HostNode, create_slots=HostSlots, unlink=self._left
         )
         self._tree = tree
 
-    # Lookup
-
     def of(self, chunks: Sequence[TreeNode]) -> list[HostNode | None]:
         """The copies of a prompt's exact device nodes, from its first chunk on."""
         exact = [*itertools.takewhile(lambda node: node.key.fused is None, chunks)]
         if not self._nodes or not exact:
             return []
-        key, found = head_of(exact[0])[0], list[HostNode | None]()
-        for node in exact:
-            key = below(key, facts(node).chunk)
-            found.append(self._here(key))
-        return found
+        names = (facts(node).chunk for node in exact)
+        keys = itertools.accumulate(names, below, initial=head_of(exact[0])[0])
+        return [self._here(key) for key in itertools.islice(keys, 1, None)]
 
     def after(self, key: ChunkKey, area_len: int, start: int, stop: int = 0) -> Iterator[Found]:
         """What is here of the key's first `area_len` chunks and the tokens before them, behind its
@@ -115,16 +107,6 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
                 return
             yield Found(host, host.blob.slots, span.end)
 
-    @property
-    def chains_not_on_device(self) -> list[ChainId]:
-        return [
-            host.chain
-            for host in self._nodes.values()
-            if host.chain is not None and host.node is None
-        ]
-
-    # From the storage
-
     def came(self, host: HostNode, node: TreeNode | None = None) -> bool:
         """As `ExactChains.came`. `node` is the same on the device."""
         if not super().came(host):
@@ -138,8 +120,6 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
             self._show(host)
         return True
 
-    # What the front knows
-
     def came_to_device(self, node: TreeNode) -> None:
         """It has its place in the global tree: exact requests come to what follows it here."""
         if (chain := facts(node).chain) is not None and node.key.fused is None:
@@ -152,26 +132,12 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
         if known.chain is not None and known.host is None:
             self._hide(known.chain)
 
-    # For tests and idle moments
-
-    def violations(self) -> Iterator[str]:
-        yield from super().violations()
-        for key, host in self._nodes.items():
-            if host.node is not None and facts(host.node).host is not host:
-                yield f"host node {key!r} and its node on the device do not know each other"
-            if host.node is None and host.is_here and host.identity.chunk:
-                is_found = not host.prefix or self._tree.log.holds(host.above)
-                if is_found != (host.chain is not None):
-                    yield f"host node {key!r} is known to the front although no request comes to it"
-
-    # Private
-
     def _left(self, host: HostNode) -> None:
         if host.node is not None:
             facts(host.node).host = None
         elif host.chain is not None:
             self._hide(host.chain)
-            self._tree.off_host(host.chain)
+            self._tree.log.append(Evicted(host.chain))
 
     def _here(self, chain_key: bytes) -> HostNode | None:
         host = self._nodes.get(chain_key)
@@ -182,14 +148,18 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
         if host.prefix and not self._tree.log.holds(host.above):
             return
         above = host.above if host.prefix else None
-        host.chain = self._tree.on_host(host.identity.chunk, host.blob.num_tokens, above, host.head)
+        num_tokens = host.blob.num_tokens
+        inserted = Inserted(host.identity.chunk, num_tokens, above, host.head, promoted=False)
+        host.chain = inserted.chain
+        self._tree.log.append(inserted)
+        self._tree.log.append(Moved(host.chain, Tier.HOST))
         for each in self.hidden(host.chain):
             self._show(each)
 
     def _hide(self, chain: ChainId) -> None:
         for host in self.hide(chain):
             assert host.chain is not None
-            self._tree.off_host(host.chain)
+            self._tree.log.append(Evicted(host.chain))
 
 
 def chain_of(head: str, chunks: Sequence[ChunkId]) -> ChainId:
@@ -199,20 +169,14 @@ def chain_of(head: str, chunks: Sequence[ChunkId]) -> ChainId:
 
 def chunks_to(node: TreeNode) -> list[TreeNode]:
     """A prompt's chunks up to this one."""
-    path = [node]
-    while facts(path[0].parent).chunk is not None:
-        path.insert(0, path[0].parent)
-    return path
+    chunks = itertools.takewhile(lambda each: facts(each).chunk is not None, up_from(node))
+    return [*chunks][::-1]
 
 
 def head_of(node: TreeNode) -> tuple[bytes, list[TreeNode]]:
     """(chain key, nodes on the device) of the tokens before a first chunk, which is `node`.
     The nodes have whole pages of them."""
-    above: list[TreeNode] = []
-    known, key, node = facts(node), node.key, node.parent
-    while node.parent is not None:
-        above.insert(0, node)
-        node = node.parent
+    known, key, above = facts(node), node.key, [*up_from(node.parent)][::-1]
     if known.head_key is None:
         token_ids = array("q", itertools.chain.from_iterable(each.key.token_ids for each in above))
         token_ids += key.token_ids[: key.spans[0].start]  # in pages: a part of one

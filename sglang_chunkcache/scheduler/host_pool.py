@@ -1,5 +1,4 @@
-"""Exact KV in host memory: HiCache's host pool without HiCache. All copies keep the order of the
-forward stream.
+"""KV in host memory: HiCache's host pool without HiCache. Copies keep the forward stream's order.
 
 A slot that is copied from, or to, was given out before and may be given out again once the forward
 is queued: what reads or writes it later does so on the same stream, which has waited by then for
@@ -30,30 +29,27 @@ from sglang_chunkcache.scheduler.host_memory import (
     has_own_memory,
     machine_bytes,
 )
-from sglang_chunkcache.scheduler.layer_loads import Clock, LayerLoads
+from sglang_chunkcache.scheduler.layer_loads import LayerLoads
+from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.storage.codec import NONE
 
 logger = logging.getLogger(__name__)
 
 
 class HostPool:
-    """Slots of `token_bytes` each. On CUDA the memory is pinned and SGLang's kernels copy, else
-    torch does.
+    """Slots of `token_bytes` each. On CUDA memory is pinned and SGLang's kernels copy, else torch.
 
     Args:
         device_pool: SGLang's, one that `refusal` takes. Its getters wait for loads from now on.
-        is_layered: whether prefills ask the getters for each layer, so that loads may go on beside
-            them.
+        is_layered: prefills ask the getters for each layer, so loads may go on beside them.
 
     Raises:
         ValueError: so much host memory is not there.
     """
 
     def __init__(self, device_pool: Any, num_bytes: int, *, is_layered: bool = True) -> None:
-        self._device_pool, self._is_cuda = (
-            device_pool,
-            torch.device(device_pool.device).type == "cuda",
-        )
+        self._device_pool = device_pool
+        self._is_cuda = torch.device(device_pool.device).type == "cuda"
         self._pool = compat.create_host_pool(
             device_pool, num_bytes, pin_memory=self._is_cuda, label="chunk cache"
         )
@@ -70,16 +66,13 @@ class HostPool:
 
     @property
     def num_free(self) -> int:
-        """Slots that hold nothing."""
         return int(self._pool.available_size())
 
     def alloc(self, num_tokens: int) -> Tensor | None:
         """[num_tokens] int64, CPU. None: so many are not free."""
-        slots: Tensor | None = self._pool.alloc(num_tokens)
-        return slots
+        return self._pool.alloc(num_tokens)  # type: ignore[no-any-return]
 
     def free(self, slots: Tensor) -> None:
-        """They hold nothing any more."""
         self._pool.free(slots)
 
     def fence(self) -> Callable[[], None]:
@@ -108,8 +101,7 @@ class HostPool:
             each[:, slots.numpy()] = given.view(torch.uint8).numpy()
 
     def close(self) -> None:
-        """The process ends: memory that is still pinned then may hold that up for tens of
-        seconds."""
+        """Else memory that is still pinned may hold up the process's end for tens of seconds."""
         self._pool.destroy()
 
     def follow(self) -> None:
@@ -118,8 +110,7 @@ class HostPool:
             self._stream = torch.cuda.current_stream()
 
     def save(self, device_slots: Tensor, slots: Tensor) -> None:
-        """Copy KV from the device, [num_tokens] int64 each.
-        On the forward stream, with a forward just queued."""
+        """Copy KV from the device, [num_tokens] int64 each, behind a forward, on its stream."""
         pool = self._pool
         if self._is_cuda:
             device_slots.record_stream(self._stream)  # made on another one
@@ -134,17 +125,15 @@ class HostPool:
         """`slots` as `load` takes them. Waits for nothing."""
         return upload(slots, self._device_pool.device)
 
-    def load(self, slots: Tensor, device_slots: Tensor, *, num_ahead: int, clock: Clock) -> None:
+    def load(self, slots: Tensor, device_slots: Tensor, *, num_ahead: int, clock: Pricing) -> None:
         """Copy KV to the device, [num_tokens] int64 each, on the forward stream before a forward:
         `num_ahead` layers at once, the rest beside it until `finish`. Whoever reads a layer by the
         device pool's getters waits for it."""
-
         copy, work = partial(self.copy, slots, device_slots), Work(1, len(slots))
         self.loads.start(copy, Phase.LOAD, work, num_ahead=num_ahead, clock=clock)
 
     def copy(self, slots: Tensor, device_slots: Tensor, layers: range) -> None:
-        """Copy these layers of KV to the device, on the current stream. `slots` as `prepare` gives
-        them."""
+        """Copy these layers to the device, on the current stream. `slots` as of `prepare`."""
         for layer in layers:
             if self._is_cuda:
                 self._pool.load_to_device_per_layer(
@@ -153,49 +142,51 @@ class HostPool:
                 continue
             sides = (self._device_pool.k_buffer[layer], self._device_pool.v_buffer[layer])
             for held, side in zip(self._bytes, sides, strict=True):
-                side.view(torch.uint8).numpy()[device_slots.numpy()] = held[layer].take(
-                    slots.numpy(), axis=0
-                )
+                taken = held[layer].take(slots.numpy(), axis=0)
+                side.view(torch.uint8).numpy()[device_slots.numpy()] = taken
 
     def finish(self) -> bool:
-        """The forward is queued: what comes next, on its stream, finds all that was loaded. Whether
-        copies were made again.
-
-        Raises:
-            IntegrityError: it has read layers that it did not wait for.
-        """
+        """As `LayerLoads.finish`, once the forward is queued."""
         return self.loads.finish()
+
+
+class NoSlots(HostPool):
+    """No host memory: nothing fits, so nothing is ever copied."""
+
+    num_slots = num_layers = num_free = 0
+    token_bytes, is_layered = 1, False
+
+    def __init__(self) -> None: ...
+    def alloc(self, num_tokens: int) -> None: ...
+    def follow(self) -> None: ...
+    def close(self) -> None: ...
+    def finish(self) -> bool:
+        return False
 
 
 def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
     """The pool of one rank, of one size on all ranks of a tensor-parallel group, for exact chains
-    and chunks that are moved. `ctx` is SGLang's TreeCacheBuildContext.
-
-    None: not wanted, or by default not possible, which is logged.
-
-    Raises:
-        ValueError: as much as was asked for cannot be had; names the flag.
-    """
+    and chunks that are moved. `ctx` is SGLang's TreeCacheBuildContext. None: not wanted, or by
+    default not possible, which is logged. Raises ValueError, naming the flag: as much as was
+    asked for cannot be had."""
     has_moved = config.reuse == "fused" and config.store_codec == NONE.name
-    if not (keeps_chains(ctx, config) or has_moved):
+    has_chains = keeps_chains(ctx, config)
+    if not (has_chains or has_moved):
         return None
-    device_pool, group = (
-        ctx.params.token_to_kv_pool_allocator.get_kvcache(),
-        compat.parallel(ctx.tp_worker.model_runner, "tp_group"),
-    )
+    runner = ctx.tp_worker.model_runner
+    device_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    group = compat.parallel(runner, "tp_group")
     pool, problem = None, refusal(device_pool, ctx.server_args)
     try:
         if problem is None:
             size = 0
-            if keeps_chains(ctx, config):
+            if has_chains:
                 size = (config.host_mib or 0) << 20 or machine_bytes(EXACT_CHAINS, ctx)
             if has_moved:
                 size += store_bytes(ctx, config)
             # A graph of whole prefills replays attention without asking for layers.
             is_replayed = check_cuda_graph_backend(GraphPhase.PREFILL, Backend.FULL)
-            is_layered = not is_replayed and _attends_in_all(
-                ctx.tp_worker.model_runner.model, device_pool.layer_num
-            )
+            is_layered = not is_replayed and _attends_in_all(runner.model, device_pool.layer_num)
             pool = HostPool(device_pool, size, is_layered=is_layered)
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         problem = str(error)
@@ -240,9 +231,6 @@ def refusal(device_pool: Any, args: Any) -> str | None:
 
 
 def _attends_in_all(model: Any, num_layers: int) -> bool:
-    """Whether every layer of the pool is asked for.
-    Some models have layers without attention (DeciLM)."""
-    return (
-        len({module.layer_id for module in model.modules() if isinstance(module, RadixAttention)})
-        == num_layers
-    )
+    """Some models have layers without attention, which are not asked for (DeciLM)."""
+    attention = [each for each in model.modules() if isinstance(each, RadixAttention)]
+    return len({each.layer_id for each in attention}) == num_layers

@@ -1,5 +1,4 @@
-"""KV that comes into the pool layer by layer while a forward computes (Cache-Craft 3.4.2, algorithm
-2).
+"""KV that comes into the pool in layers while a forward computes (Cache-Craft 3.4.2, algorithm 2).
 
     before the forward   |0|1|                        in line: `num_ahead` layers, so that none has
                                                       to be waited for
@@ -25,43 +24,26 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import Event, Thread
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from radix_ext import IntegrityError
 from radix_ext.costs import Phase, Work
 from radix_ext.preloading import layers_ahead
-from sglang_chunkcache.scheduler.pricing import Interval, Timer
+from sglang_chunkcache.scheduler.pricing import Interval, Pricing, Timer
 
 logger = logging.getLogger(__name__)
 
 WORTH_HIDING_S = 0.002
-"""Of a load. A shorter one is over before a thread has begun,
-and what it takes beside a forward says little of it."""
+"""Of a load. A shorter one is over before a thread has begun, and its time says little."""
 Copy = Callable[[range], None]
 """Copies layers, on the current stream. Called again after it has failed, so twice is as once."""
 Stall = Callable[[], AbstractContextManager[None]]
 
 
-class Clock(Protocol):
-    """What `Pricing` does."""
-
-    def timed(self, phase: Phase | None, work: Work) -> AbstractContextManager[Timer]: ...
-    def overlapped(self, timer: Timer) -> Interval: ...
-    def stall(self, timer: Timer) -> AbstractContextManager[None]: ...
-
-
-class _Pass(Protocol):
-    """Layers that are copied beside a forward."""
-
-    def wait(self, layer: int, stall: Stall) -> bool:
-        """Until the layer is there. Whether that failed at first."""
-
-
 class LayerLoads:
-    """Of a pool of `num_layers`. All calls come from the thread, and on the stream,
-    that forwards run on."""
+    """Of one pool. All calls come from the thread, and on the stream, that forwards run on."""
 
     @classmethod
     def of(cls, pool: Any) -> LayerLoads:
@@ -77,17 +59,14 @@ class LayerLoads:
         self.num_layers, self.is_cuda = num_layers, is_cuda
         self._stall: Stall = nullcontext
         self._stream: Any = None
-        self._overlapped: _Pass | None = None
+        self._overlapped: _OnThread | _OnStream | None = None
         self._unread: set[int] = set()
         """Layers that were copied beside this forward and not waited for yet."""
         self._has_failed = False
 
-    def start(self, copy: Copy, phase: Phase, work: Work, *, num_ahead: int, clock: Clock) -> int:
+    def start(self, copy: Copy, phase: Phase, work: Work, *, num_ahead: int, clock: Pricing) -> int:
         """Copy `num_ahead` layers, and begin with the rest; all of them while another pass goes on.
-        How many are there now.
-
-        What raises here is raised, and nothing is copied afterwards.
-        """
+        How many are there now. What raises is raised, and nothing is copied afterwards."""
         num_ahead = num_ahead if self._overlapped is None else self.num_layers
         with clock.timed(phase, work) as timer:
             if num_ahead:
@@ -110,13 +89,8 @@ class LayerLoads:
             self._has_failed |= self._overlapped.wait(layer, self._stall)
 
     def finish(self) -> bool:
-        """The forward is over: what comes next finds all layers. Whether copies have failed, and
-        were made again.
-
-        Raises:
-            IntegrityError: nobody has waited for some of the layers, so the forward has read them
-                too early.
-        """
+        """The forward is over: what comes next finds all layers. Whether copies were made again.
+        Raises IntegrityError: it has read layers, too early, for which nobody has waited."""
         unread = sorted(self._unread)
         has_failed = self.settle()
         if unread:
@@ -126,8 +100,7 @@ class LayerLoads:
         return has_failed
 
     def settle(self) -> bool:
-        """Nothing is copied any more, read or not, whatever it raises.
-        Whether copies have failed, and were made again."""
+        """Nothing is copied any more, read or not. Whether copies were made again."""
         if self._overlapped is None:
             return False
         try:
@@ -141,18 +114,14 @@ class LayerLoads:
 
 
 def copied_ahead(num_layers: int, *, load: float, compute: float) -> int:
-    """Layers to copy before a forward (Cache-Craft, eq.
-    16), of seconds: all where hiding the load gains nothing."""
-    return (
-        layers_ahead(num_layers, load=load, compute=compute)
-        if load >= WORTH_HIDING_S
-        else num_layers
-    )
+    """Layers to copy before a forward (Cache-Craft, eq. 16): all where hiding gains nothing."""
+    if load < WORTH_HIDING_S:
+        return num_layers
+    return layers_ahead(num_layers, load=load, compute=compute)
 
 
 class _OnThread:
-    """Host memory to host memory. What fails is copied again by the reader:
-    what fails twice is raised there."""
+    """Host memory to host memory. The reader copies again what fails, or raises."""
 
     def __init__(self, copy: Copy, layers: range, timer: Timer, interval: Interval) -> None:
         self._copy, self._layers, self._timer, self._interval = copy, layers, timer, interval
@@ -161,6 +130,7 @@ class _OnThread:
         Thread(target=self._run, name="chunkcache-layers", daemon=True).start()
 
     def wait(self, layer: int, stall: Stall) -> bool:
+        """Until the layer is there. Whether that failed at first."""
         event = self._is_there.get(layer)
         if event is None:  # it was copied in line
             return False
@@ -199,8 +169,7 @@ class _OnThread:
 
 
 class _OnStream:
-    """All is queued at once: behind what the current stream has queued,
-    so that slots have their last reader behind them."""
+    """All is queued at once, behind the current stream and so the last reader of the slots."""
 
     def __init__(self, copy: Copy, layers: range, stream: Any, interval: Interval) -> None:
         # its tensors belong to the current stream, which waits before they are freed
@@ -222,11 +191,11 @@ class _OnStream:
             raise
 
     def wait(self, layer: int, stall: Stall) -> bool:
+        """What the current stream does next finds the layer. It cannot fail."""
         event = self._is_there.get(layer)
-        if event is not None and layer in self._stalls:
-            torch.cuda.current_stream().wait_event(event)  # it may be another stream than before
-        elif event is not None:
-            self._stalls.add(layer)
-            with stall():
+        if event is not None:
+            # Waits again if it has waited: it may be another stream than before.
+            with nullcontext() if layer in self._stalls else stall():
                 torch.cuda.current_stream().wait_event(event)
+            self._stalls.add(layer)
         return False

@@ -11,20 +11,20 @@ admission and the next forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
-from radix_ext.costs import Costs, Phase, Work, explores, extend_work
+from radix_ext.costs import Phase, Work, explores, extend_work
 from radix_ext.loading import loading_pays, num_fitting
 from sglang_chunkcache import compat
 from sglang_chunkcache.scheduler.host_nodes import Found, HostCounts, HostNodes
-from sglang_chunkcache.scheduler.layer_loads import Clock, copied_ahead
-from sglang_chunkcache.scheduler.node import facts, joined
-from sglang_chunkcache.scheduler.pricing import prefill_work
+from sglang_chunkcache.scheduler.layer_loads import copied_ahead
+from sglang_chunkcache.scheduler.node import facts, joined, up_from
+from sglang_chunkcache.scheduler.pricing import Pricing, prefill_work
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -33,31 +33,17 @@ if TYPE_CHECKING:
 
     from sglang_chunkcache.scheduler.chunk_key import ChunkKey
     from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
-    from sglang_chunkcache.scheduler.host_slots import HostSlots
     from sglang_chunkcache.wire.spans import RequestSpans
 
 
-class Prices(Clock, Protocol):
-    """What `Pricing` does."""
-
-    @property
-    def agreed(self) -> Costs: ...
-    def time_extend(self, batch: ScheduleBatch) -> AbstractContextManager[Any]: ...
-    def refresh(self) -> None: ...
-
-
 class LoadBack:
-    """Of one rank.
-
-    Args:
-        copy_failed: called with what a copy raised.
-    """
+    """Of one rank. `copy_failed` is called with what a copy raised."""
 
     def __init__(
         self,
         tree: ChunkTree,
         nodes: HostNodes,
-        pricing: Prices,
+        pricing: Pricing,
         counts: HostCounts,
         copy_failed: Callable[[Exception], None],
     ) -> None:
@@ -65,9 +51,9 @@ class LoadBack:
         self._pricing, self._counts, self._copy_failed = pricing, counts, copy_failed
         self._loads: dict[TreeNode, Tensor] = {}
         """Node of the device -> the slots that its KV is copied from with the next forward,
-        as `Slots.prepare` gives them."""
-        self._being_loaded: list[HostSlots] = []
-        """Held until that forward is queued."""
+        as `HostPool.prepare` gives them."""
+        self._held = ExitStack()
+        """Slots that are read, until that forward is queued."""
 
     def load(
         self, key: ChunkKey, spans: RequestSpans, result: MatchResult, priority: int
@@ -77,7 +63,8 @@ class LoadBack:
         by the pool's getters in the next forward."""
         tree, allocator = self._tree, self._tree.token_to_kv_pool_allocator
         start, last = compat.num_matched(result), result.last_device_node
-        found = list(self._nodes.after(key, spans.area_len, start, _num_tokens(last)))
+        stop = sum(each.key.num_tokens for each in up_from(last))  # in pages: more than its slots
+        found = list(self._nodes.after(key, spans.area_len, start, stop))
         if not (size := _num_slots(found)) or not self._pays(start, start + size):
             return result
         num_asked = len(found)
@@ -86,8 +73,7 @@ class LoadBack:
             del found[num_fitting((len(slots) for _, slots, _ in found), tree.num_idle()) :]
             self._counts.no_room += len(found) < num_asked
             size = _num_slots(found)
-            if (missing := size - allocator.available_size()) > 0:
-                tree.evict(EvictParams(num_tokens=missing))
+            tree.make_room(size)
             device_slots = allocator.alloc(size) if size else None
         finally:
             tree.dec_lock_ref(last)
@@ -108,7 +94,7 @@ class LoadBack:
             self._loads[node] = part
         for host, *_ in found:
             host.blob.hold()
-            self._being_loaded.append(host.blob)
+            self._held.callback(host.blob.let_go)
         chunks = [node for node in path if facts(node).chunk is not None]
         for index, (copy, node) in enumerate(zip(self._nodes.of(chunks), chunks, strict=True)):
             if facts(node).chain is not None:
@@ -128,8 +114,7 @@ class LoadBack:
         return _num_slots(list(self._nodes.after(key, spans.area_len, start)))
 
     def before(self, batch: ScheduleBatch) -> None:
-        """A forward comes next: copy what it may read, as much of it beside as costs no wait
-        (Cache-Craft, eq. 16)."""
+        """A forward comes next: copy what it may read, in part beside it (Cache-Craft, eq. 16)."""
         loads, self._loads = self._loads, {}
         if not loads:
             return
@@ -143,31 +128,19 @@ class LoadBack:
         """The forward is queued: what comes behind it finds all that was loaded."""
         self._counts.failed += self._pool.finish()
         self._pool.follow()
-        self._let_go()
+        self._held.close()
 
     def cancel(self, node: TreeNode) -> None:
         """The node leaves the device: its slots may be given to others before the next forward."""
         self._loads.pop(node, None)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """What was `lower` begins with `upper` now."""
         if (part := self._loads.get(lower)) is not None:
             self._loads[upper], self._loads[lower] = part[: len(upper.key)], part[len(upper.key) :]
 
     def reset(self) -> None:
-        """The tree is empty."""
         self._loads.clear()
-        self._let_go()
-
-    def violations(self) -> Iterator[str]:
-        for node, part in self._loads.items():
-            if (
-                len(part) != len(node.value)
-                or node.parent.children.get(node.key.child_key()) is not node
-            ):
-                yield f"node {node.id} is to be loaded into other slots than its own"
-
-    # Private, in order of use
+        self._held.close()
 
     def _pays(self, start: int, end: int) -> bool:
         """Whether to load: it is estimated to take no longer than computing, or is tried."""
@@ -181,8 +154,7 @@ class LoadBack:
         return explores(self._counts.skipped)
 
     def _num_ahead(self, num_tokens: int, batch: ScheduleBatch) -> int:
-        """Layers to copy before the forward: all of them where nothing would wait for the
-        others."""
+        """Layers to copy before the forward: all where nothing would wait for the others."""
         # else attention may leave the cache alone
         is_asked = batch.forward_mode.is_extend() and any(batch.prefix_lens)
         if not (is_asked and self._pool.is_layered):
@@ -191,19 +163,6 @@ class LoadBack:
         compute = self._pricing.agreed[Phase.EXTEND].seconds(prefill_work(batch))
         return copied_ahead(self._pool.num_layers, load=load, compute=compute)
 
-    def _let_go(self) -> None:
-        loaded, self._being_loaded = self._being_loaded, []
-        for blob in loaded:
-            blob.let_go()
-
 
 def _num_slots(found: Sequence[Found]) -> int:
     return sum(len(slots) for _, slots, _ in found)
-
-
-def _num_tokens(node: TreeNode) -> int:
-    """From the root to the node's end: with pages more than its slots."""
-    num_tokens = 0
-    while node.parent is not None:
-        num_tokens, node = num_tokens + node.key.num_tokens, node.parent
-    return num_tokens

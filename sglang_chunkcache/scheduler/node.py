@@ -1,13 +1,9 @@
-"""What we keep on SGLang's objects: one record on each `TreeNode`, one on each `Req`. Both are made
-when they are first read.
-
-`facts` and `state` are the only ways to them. Nothing else of ours is an attribute of an object of
-SGLang's.
-"""
+"""What we keep on SGLang's objects: one record on each `TreeNode`, one on each `Req`, made when
+first read by `facts` and `state`. Nothing else of ours is an attribute of theirs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,8 +34,6 @@ class ChunkIdentity(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class HostNode(ChainVariant):
-    """Whose KV is in slots of the host pool."""
-
     blob: HostSlots
     identity: ChunkIdentity
     chain_key: bytes
@@ -80,7 +74,7 @@ class RequestState:
     fused: Fused | None = None
     """From where on its KV is approximate."""
     moved: frozenset[int] = frozenset()
-    """Where chunks begin that are moved."""
+    """Where chunks begin that are moved, not computed."""
     promised: torch.Tensor | None = None
     """Slots behind its matched prefix: its own until it inserts them."""
     is_failed: bool = False
@@ -97,12 +91,11 @@ class RequestState:
     outward: Any = None
     """What its chunks' tokens attended to while they were prefilled (fusion/outward.py)."""
     promise: Any = None
-    """The promiser's own record."""
+    """An `Outcome` (fusion/outcome.py), once it was matched for moved KV."""
     is_prefetch: bool = False
     """It may come. False: it is here, or only explained."""
     loads: PendingLoads | None = None
-    """What was asked of the storage for its moved chunks (fusion/tier.py).
-    None: nothing was yet."""
+    """What was asked of the storage for its moved chunks, if it was (fusion/tier.py)."""
     chain: PendingLoads | None = None
     """And for its exact chain."""
     arrival: int = 0
@@ -114,7 +107,6 @@ class RequestState:
 
 
 def facts(node: TreeNode) -> ChunkFacts:
-    """The node's record."""
     # On the object, not in a subclass: SGLang makes nodes itself, as in `_split_node`.
     found: ChunkFacts | None = getattr(node, "chunkcache", None)
     if found is None:
@@ -123,7 +115,6 @@ def facts(node: TreeNode) -> ChunkFacts:
 
 
 def state(req: Req) -> RequestState:
-    """The request's record."""
     found: RequestState | None = getattr(req, "chunkcache", None)
     if found is None:
         found = req.chunkcache = RequestState()
@@ -137,10 +128,18 @@ def identity_of(node: TreeNode) -> ChunkIdentity | None:
     return None if chunk is None else ChunkIdentity(chunk, node.key.extra_key, node.key.cache_salt)
 
 
+def up_from(node: TreeNode) -> Iterator[TreeNode]:
+    """The node and all above it but the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
+
+
 def joined(values: Sequence[Tensor]) -> Tensor:
     """One tensor, of the current stream."""
     for value in values:
-        # made on another stream, and may be gone there before this one has read it
-        if value.is_cuda:
+        if (
+            value.is_cuda
+        ):  # made on another stream, where it may be gone before this one has read it
             value.record_stream(torch.cuda.current_stream())
     return torch.cat(tuple(values))

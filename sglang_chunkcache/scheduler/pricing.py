@@ -75,11 +75,7 @@ class Timer:
 
 
 class Pricing:
-    """The costs of one rank. Without `start` there are none, and plans move what can be moved.
-
-    Args:
-        runner: SGLang's ModelRunner: its device and ranks.
-    """
+    """The costs of one rank. Without `start` there are none, and plans move what can be moved."""
 
     def __init__(self, runner: Any) -> None:
         self.model = CostModel()
@@ -95,16 +91,14 @@ class Pricing:
 
     def start(self) -> None:
         """Plan by what was measured."""
-        self.costs = self._agree()
+        self._agree()
+        self.costs = self.agreed
 
     @contextmanager
     def timed(self, phase: Phase | None, work: Work) -> Iterator[Timer]:
-        """Observe what the block takes, unless it raises or does nothing. Queues two events on CUDA
-        and waits for none.
-
-        `poll` learns from the seconds, once they are known; without a phase nothing is.
-        """
-        interval = self._interval()
+        """Observe what the block takes, unless it raises or does nothing: `poll` learns from it,
+        unless it has no phase. Queues two events on CUDA and waits for none."""
+        interval = Interval(is_cuda=self._is_cuda)
         # A copy: what opens or closes later is none of its surroundings.
         timer = Timer(phase, work, [interval], around=tuple(self._open))
         interval.mark()
@@ -118,16 +112,15 @@ class Pricing:
             self._running.append(timer)
 
     def overlapped(self, timer: Timer) -> Interval:
-        """More of what is watched, on another stream or thread:
-        it marks where that begins and ends, which may be later."""
-        timer.intervals.append(self._interval())
+        """More of what is watched, on another stream or thread, which marks its begin and end."""
+        timer.intervals.append(Interval(is_cuda=self._is_cuda))
         return timer.intervals[-1]
 
     @contextmanager
     def stall(self, load: Timer) -> Iterator[None]:
         """In the block the current stream, or this thread, waits for a load: that is no part of
         what is watched around it, but of what the load is a part of."""
-        interval = self._interval()
+        interval = Interval(is_cuda=self._is_cuda)
         interval.mark()
         yield
         interval.mark()
@@ -136,7 +129,6 @@ class Pricing:
                 timer.stalls.append(interval)
 
     def time_extend(self, batch: ScheduleBatch) -> AbstractContextManager[Timer]:
-        """`timed` of a batch's prefill."""
         return self.timed(Phase.EXTEND, prefill_work(batch))
 
     def poll(self) -> None:
@@ -165,27 +157,18 @@ class Pricing:
         of whole plans. Empty without costs."""
         if self.costs is None:
             return {}
-        return {
-            **self.model.stats(),
-            "plan": {"observed": len(self._plan_errors), **spread(self._plan_errors)},
-        }
+        plan = {"observed": len(self._plan_errors), **spread(self._plan_errors)}
+        return {**self.model.stats(), "plan": plan}
 
-    def _interval(self) -> Interval:
-        return Interval(is_cuda=self._is_cuda)
-
-    def _agree(self) -> Costs:
+    def _agree(self) -> None:
         self.agreed = self.model.fit()
         if self._group.world_size > 1:
             told = {phase.value: tuple(line) for phase, line in self.agreed.items()}
             lines = self._group.broadcast_object(told, src=0)
             self.agreed = {Phase(name): Line(*line) for name, line in lines.items()}
-        return self.agreed
 
 
 def prefill_work(batch: ScheduleBatch) -> Work:
-    """Of SGLang's extend of the batch."""
-    works = [
-        extend_work(start, start + n)
-        for start, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)
-    ]
+    pieces = zip(batch.prefix_lens, batch.extend_lens, strict=True)
+    works = [extend_work(start, start + length) for start, length in pieces]
     return Work(1, sum(work.tokens for work in works), sum(work.pairs for work in works))

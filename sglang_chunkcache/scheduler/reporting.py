@@ -1,5 +1,4 @@
-"""What the front asks of a rank beside its requests: events, counts, explanations, hints
-(wire/state.py)."""
+"""What the front asks a rank beside requests: events, counts, plans, hints (wire/state.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.report import Explanation, Fallback
 from sglang_chunkcache.wire.spans import checked
-from sglang_chunkcache.wire.state import NOTHING, Asked, ExplainRequest, RankState
+from sglang_chunkcache.wire.state import NOTHING, Asked, Cleared, ExplainRequest, RankState
 
 logger = logging.getLogger(__name__)
 
@@ -27,18 +26,18 @@ def rank_state(
 ) -> RankState:
     """What the front asks of this rank. The counts are those after the store was cleared.
     `num_waiting`: requests whose prefill has not begun or not ended."""
-    tiers = cache.tiers
-    tiers.storage.poll(is_round=True)  # all ranks of a group are asked at once
-    cleared = None
+    storage, fuser, cleared = cache.tiers.storage, cache.tiers.fuser, None
+    if storage is not None:
+        storage.poll(is_round=True)  # all ranks of a group are asked at once
     if asked.clear_store:
-        of_storage = tiers.storage.clear()
-        cleared = tiers.promiser.clear_store() or of_storage
+        of_storage = storage.clear() if storage is not None else Cleared(0, 0, 0)
+        cleared = fuser.keeper.clear_store() if fuser is not None else of_storage
     if asked.prefetch is not None and asked.prefetch.dp_rank == dp_rank:
         prefetch(cache, asked.prefetch)
     refusal = None
-    if asked.calibrate is not None:
+    if asked.calibrate is not None and fuser is not None:
         try:
-            tiers.promiser.calibrate(asked.calibrate)
+            fuser.calibrate(asked.calibrate)
         except Exception as error:  # the server serves without
             unexpected = not isinstance(error, ValueError)
             logger.warning("chunk cache: not calibrated: %s", error, exc_info=unexpected)
@@ -47,11 +46,8 @@ def rank_state(
     if reading is not None:
         cache.log.acknowledge(reading.ack)
     events, part = cache.log.unread(), None
-    if (
-        reading is not None
-        and reading.part is not None
-        and events.start + len(events.events) == events.seq
-    ):
+    is_all = events.start + len(events.events) == events.seq
+    if is_all and reading is not None and reading.part is not None:
         part = cache.log.part(reading.part)
     return RankState(
         dp_rank=dp_rank,
@@ -81,12 +77,12 @@ def explain(cache: ChunkRadixCache, asked: ExplainRequest) -> Explanation:
     state(req).is_asked_only = True
     key = RadixKey(ids, req.extra_key, limit=max(0, len(ids) - 1), cache_salt=req.cache_salt)
     exact = compat.num_matched(cache.match_prefix(MatchPrefixParams(key=key, req=req)))
-    loaded, spans = state(req).loaded, state(req).spans
-    found = cache.tiers.promiser.explain(req) or Explanation(exact, 0, exact)
-    found = structs.replace(found, loaded=loaded)
-    if spans is None:
+    spans, tiers = state(req).spans, cache.tiers
+    found = tiers.fuser.explain(req) if tiers.fuser is not None else None
+    found = structs.replace(found or Explanation(exact, 0, exact), loaded=state(req).loaded)
+    if spans is None or tiers.stored is None:
         return found
-    stored, pays = cache.tiers.stored.stored(cache.key_of(req, ids, spans, len(ids)), spans)
+    stored, pays = tiers.stored.stored(cache.key_of(req, ids, spans, len(ids)), spans)
     slow = () if pays or Fallback.STORAGE_SLOW in found.fallbacks else (Fallback.STORAGE_SLOW,)
     return structs.replace(found, stored=stored, fallbacks=(*found.fallbacks, *slow))
 

@@ -27,6 +27,7 @@ import sglang
 import torch
 
 from radix_ext import ChunkId
+from radix_ext.cfo import Prefix
 from radix_ext.costs import Costs, Phase, Work, extend_work
 from radix_ext.exact_chains import ChainPlace
 from radix_ext.loading import loading_pays
@@ -38,7 +39,7 @@ from sglang_chunkcache.scheduler.host_nodes import below, chain_of, chunks_to, h
 from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode, facts, state
 from sglang_chunkcache.storage.entry import Entry
 from sglang_chunkcache.storage.fingerprint import fingerprint
-from sglang_chunkcache.storage.key import Place
+from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.manifest import Row
 from sglang_chunkcache.storage.naming import POSITIONED
 from sglang_chunkcache.storage.storage import START_S, Storage
@@ -56,7 +57,6 @@ class _Link(NamedTuple):
     """A chain up to one of its nodes."""
 
     chain_key: bytes
-    """The node's, in host memory."""
     parent: bytes | None
     """The chain key before it."""
     place: Place
@@ -65,12 +65,15 @@ class _Link(NamedTuple):
     """In host memory, where those tokens have no chunk."""
     is_empty: bool
     """The prompt begins with a chunk, and this is what precedes it."""
-    num_slots: int = 0
-    """Its own, in a request."""
+    start: int = 0
+    """In a request: slots before it, slots and tokens up to its end."""
     end: int = 0
-    """Slots up to its end."""
     stop: int = 0
-    """Tokens up to its end."""
+
+    @property
+    def where(self) -> tuple[StoredChunk, str, Prefix]:
+        """In an index: chunk, head and prefix."""
+        return self.place.stored_chunk, self.place.head, self.place.prefix
 
 
 class StoredChains:
@@ -78,8 +81,7 @@ class StoredChains:
 
     Args:
         how: what their bits depend on beside model, weights and tokens.
-        fingerprint: of the model's weights, as they are when it is called. None: somebody else
-            starts the storage.
+        fingerprint: of the weights, when called. None: somebody else starts the storage.
     """
 
     def __init__(
@@ -106,28 +108,21 @@ class StoredChains:
         """The request waits from now on: load what goes on from where host memory ends."""
         if state(req).chain is not None or spans.is_preprocessing or spans.is_audit:
             return
-        is_prefetch = state(req).is_prefetch
-        asked = state(req).chain = PendingLoads(
-            is_prefetch=is_prefetch, tenant=(req.extra_key, req.cache_salt)
-        )
+        tenant = req.extra_key, req.cache_salt
+        asked = PendingLoads(is_prefetch=state(req).is_prefetch, tenant=tenant)
+        state(req).chain = asked
         with self.storage.guard("nothing is loaded, the prompt is computed"):
             self.storage.poll(is_round=True)
             if self.storage.is_off or self.storage.loader.is_paused:
                 return
             links = self._links(key, spans)
             asked_for = [link for link in links if not link.is_empty]
-            if not is_prefetch:
-                is_request = self._fingerprint is not None  # else the promiser counts it
-                self.storage.ask(
-                    (
-                        (each.place.stored_chunk, each.place.head, each.place.prefix)
-                        for each in asked_for
-                    ),
-                    is_request=is_request,
-                )
+            if not asked.is_prefetch:
+                is_request = self._fingerprint is not None  # else the fuser counts it
+                self.storage.ask((each.where for each in asked_for), is_request=is_request)
                 self._use(links)
             unknown = {
-                each.place.pointed_from[0]: each.num_slots
+                each.place.pointed_from[0]: each.end - each.start
                 for each in asked_for
                 if self._nodes.get(each.chain_key) is None and self._find(each) is None
             }
@@ -136,7 +131,8 @@ class StoredChains:
             if asked.loads or asked.lookup is not None:
                 asked.end = end = links[-1].end
                 if asked.lookup is not None:  # all of it may be there
-                    cached = self._num_cached(key.part(0, links[-1].stop))
+                    path = self._tree.path(key.part(0, links[-1].stop))
+                    cached = sum(len(node.key) for node in path)
                     asked.saved_s = _saved_s(self._pricing.agreed, cached, end)
 
     def stored(self, key: ChunkKey, spans: RequestSpans) -> tuple[int, bool]:
@@ -163,20 +159,10 @@ class StoredChains:
                     break
 
     def load_most_used(self, seconds: float = START_S) -> int:
-        """Fill host memory with the chains that are to leave last, before there are requests:
-        waits, so long at most.
-
-        Chains of tenants are loaded when they ask: no file says who they are.
-
-        Returns:
-            How many nodes have come.
-        """
+        """As `StorageTier.load_most_used`, with chains and host memory."""
         mine = self.storage.naming.chunk(POSITIONED, None, None, ChunkId(""))[:2]
-        found = [
-            each
-            for each in self.storage.index.held
-            if each.blob.row.place[:2] == mine and each.blob.row.place.exact.endswith(self._how)
-        ]
+        held = (each for each in self.storage.index.held if each.blob.row.place[:2] == mine)
+        found = [each for each in held if each.blob.row.place.exact.endswith(self._how)]
         found.sort(key=lambda variant: (variant.priority, variant.last_used), reverse=True)
         before = self.storage.loader.worker.num_loaded
 
@@ -194,19 +180,17 @@ class StoredChains:
         self._is_starting = False
         return self.storage.loader.worker.num_loaded - before
 
-    # Private, in order of use
-
     def _links(self, key: ChunkKey, spans: RequestSpans) -> list[_Link]:
         area = key.spans[: spans.area_len]
         if not area:
             return []
-        first = root(key.token_ids[: area[0].start], key.extra_key, key.cache_salt)
         tenant = key.extra_key, key.cache_salt
+        first = root(key.token_ids[: area[0].start], *tenant)
         links = self._chain(first, spans.namespace, [span.chunk for span in area], tenant)
         stops = [area[0].start, *(span.end for span in area)]
         ends = [stop - stop % self._tree.page_size for stop in stops]
         return [
-            link._replace(num_slots=end - start, end=end, stop=stop)
+            link._replace(start=start, end=end, stop=stop)
             for link, start, end, stop in zip(links, [0, *ends[:-1]], ends, stops, strict=True)
         ]
 
@@ -219,10 +203,8 @@ class StoredChains:
     ) -> Iterator[_Link]:
         """From the tokens before the first chunk on."""
         key, parent, is_empty = first, None, first == root(array("q"), *tenant)
-        for number in range(len(chunks) + 1):
-            chunk = ChunkId("")
+        for number, chunk in enumerate((ChunkId(""), *chunks)):
             if number:
-                chunk = chunks[number - 1]
                 key, parent = below(key, chunk), key
             stored = self.storage.naming.chunk(POSITIONED, *tenant, chunk or ChunkId(key.hex()))
             prefix, exact = chunks[: max(0, number - 1)], f"{key.hex()} {first.hex()} {self._how}"
@@ -231,11 +213,8 @@ class StoredChains:
             yield _Link(key, parent, place, identity, is_empty and not number)
 
     def _use(self, links: Sequence[_Link]) -> None:
-        """Count a use of what the storage has without a gap, and write what goes on from there in
-        host memory.
-
-        The end first: of nodes that were used alike the index loses the one that was used least
-        recently."""
+        """Count a use of what the storage has without a gap, and write what goes on in host memory.
+        The end first: of nodes that were used alike the index loses the least recent one."""
         found = list(takewhile(lambda link: link.is_empty or self._find(link) is not None, links))
         for variant in map(self._find, reversed(found)):
             if variant is not None:
@@ -264,9 +243,9 @@ class StoredChains:
         return is_written
 
     def _find(self, link: _Link) -> Variant | None:
-        place = link.place
-        found = self.storage.index.get(place.stored_chunk, place.head, place.prefix)
-        return found if found is not None and found.blob.row.place.exact == place.exact else None
+        found = self.storage.index.get(*link.where)
+        is_same = found is not None and found.blob.row.place.exact == link.place.exact
+        return found if is_same else None
 
     def _load(self, links: Sequence[_Link], key: ChunkKey, asked: PendingLoads) -> None:
         """Load what is missing, where that pays. What was never tried is."""
@@ -295,7 +274,7 @@ class StoredChains:
             if not (link.is_empty or self._find(link)):
                 break
             missing.append(link)
-        return missing, max(cached, missing[0].end - missing[0].num_slots) if missing else 0
+        return missing, max(cached, missing[0].start) if missing else 0
 
     def _is_faster(self, links: Sequence[_Link], start: int) -> bool:
         """Whether loading them is estimated to take no longer than computing from `start` on."""
@@ -304,13 +283,8 @@ class StoredChains:
         computed, copied = _times(self._pricing.agreed, start, links[-1].end)
         return loading_pays(loaded and loaded + copied, computed)
 
-    def _num_cached(self, key: ChunkKey) -> int:
-        """Slots that the device has of it."""
-        return sum(len(node.key) for node in self._tree.path(key))
-
     def _claim(self, link: _Link, key: ChunkKey | None, asked: PendingLoads | None = None) -> bool:
-        """Begin to load a node, unless it is here.
-        False: no room, or too much is under way."""
+        """Begin to load a node, unless it is here. False: no room, or too much is under way."""
         variant = self._find(link)
         if link.is_empty:
             return True
@@ -333,27 +307,19 @@ class StoredChains:
         host = self._nodes.claim(place, row.num_tokens)
         if host is None:
             return False
-        came = partial(self._came, link, host, key, asked)
+        came = partial(self._came, link, host, key)
         if not self.storage.load(variant, row.num_tokens, came, host.blob.writer(), asked):
             self._nodes.drop(host)
             self._nodes.released(host)
             return False
         return True
 
-    def _came(
-        self,
-        link: _Link,
-        host: HostNode,
-        key: ChunkKey | None,
-        asked: PendingLoads | None,
-        entry: Entry | None,
-    ) -> None:
+    def _came(self, link: _Link, host: HostNode, key: ChunkKey | None, entry: Entry | None) -> None:
         """The node's KV is in host memory, or is not to be had."""
-        if not self._nodes.released(host):
+        if not self._nodes.released(host):  # it has left meanwhile
             return
-        if entry is None or (
-            key is None and not self._is_starting
-        ):  # the device may have it by now, and nobody knows where
+        # Of no request: the device may have it by now, and nobody knows where.
+        if entry is None or (key is None and not self._is_starting):
             self._nodes.drop(host)
             return
         path = self._tree.path(key.part(0, link.stop)) if key is not None else []
@@ -370,27 +336,18 @@ class StoredChains:
 
 
 def how_computed(ctx: Any) -> tuple[str, ...]:
-    """What the bits of a chain's KV depend on beside model, weights and tokens. `ctx` is SGLang's
-    TreeCacheBuildContext."""
+    """What a chain's bits depend on beside model, weights, tokens. `ctx`: TreeCacheBuildContext."""
     args, device = ctx.server_args, torch.device(ctx.tp_worker.model_runner.device)
-    chip = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else torch.backends.cpu.get_cpu_capability()
-    )
-    kernels = (
-        args.attention_backend,
-        args.prefill_attention_backend,
-        args.decode_attention_backend,
-    )
+    is_cuda = device.type == "cuda"
+    of_phases = args.prefill_attention_backend, args.decode_attention_backend
     return (
-        chip,
+        torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability(),
         f"tp{args.tp_size}",
         sglang.__version__,
         torch.__version__,
         # entries of pages begin and end with one
         *([f"page{args.page_size}"] if (args.page_size or 1) > 1 else []),
-        *map(str, kernels),
+        *map(str, (args.attention_backend, *of_phases)),
     )
 
 
@@ -399,7 +356,7 @@ def create_stored_chains(
 ) -> StoredChains:
     """Of one rank, with host memory filled. `ctx` is SGLang's TreeCacheBuildContext."""
     model = ctx.tp_worker.model_runner.model
-    # else the promiser starts the storage
+    # else the fuser starts the storage
     weights = partial(fingerprint, model) if config.reuse == "exact" else None
     started = time.perf_counter()
     stored = StoredChains(host, storage, how=how_computed(ctx), fingerprint=weights)

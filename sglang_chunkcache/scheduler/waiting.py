@@ -29,13 +29,10 @@ if TYPE_CHECKING:
 
 MAX_OVERTAKEN = 32
 POLL_S = 0.0002
-"""Between two rounds where there is nothing else to do:
-else the loader's thread would hardly come to Python."""
+"""Between two rounds with nothing else to do: else the loader's thread would hardly run."""
 
 
 class Reason(StrEnum):
-    """What a request waits for."""
-
     LOADS = "loads"
     NO_ROOM = "no_room"
     PASS_FULL = "pass_full"
@@ -60,11 +57,7 @@ class _Wait:
 
 
 class WaitingLine:
-    """Of one rank.
-
-    Args:
-        num_idle: slots that are free or evictable.
-    """
+    """Of one rank. `num_idle`: slots that are free or evictable."""
 
     def __init__(self, num_idle: Callable[[], int]) -> None:
         self._num_idle = num_idle
@@ -72,7 +65,6 @@ class WaitingLine:
         """A request's priority, the more the sooner."""
         self.num_forwards = 0
         self._adder: PrefillAdder | None = None
-        """The round."""
         self._num_arrived = self._num_admitted = 0
         self._waits: dict[str, _Wait] = {}
         self._overdue: tuple[float, int] | None = None
@@ -81,12 +73,7 @@ class WaitingLine:
         """Nothing runs, and nobody was admitted in this round."""
         self._has_put_off = False
         """Somebody, in this round."""
-        self._idle: tuple[tuple[int, int], int] = (-1, -1), 0
-        """Slots, and when they were counted: they get more with a forward's results, fewer by who
-        is admitted."""
         self._counts: Counter[str] = Counter()
-
-    # Calls in a request's order
 
     def arrived(self, req: Req) -> None:
         """It is in SGLang's queue; if it was retracted, once more."""
@@ -108,19 +95,12 @@ class WaitingLine:
     def put_off(
         self, req: Req, reason: Reason, is_over: Callable[[], bool] = lambda: True
     ) -> _Wait:
-        """It is not admitted in this round, and not looked at before what it waits for may have
-        come, as `is_over` says."""
+        """It is not admitted in this round, nor looked at before `is_over`."""
         wait = self._waits.setdefault(req.rid, _Wait(self._place(req)))
         self._counts[reason] += wait.reason is not reason
         wait.reason, wait.is_over = reason, is_over
         state(req).is_put_off = True
         return wait
-
-    def for_pass(self, req: Req) -> bool:
-        """Put it off for this round. False: it may not wait."""
-        if not state(req).must_go:
-            self.put_off(req, Reason.PASS_FULL)
-        return state(req).is_put_off
 
     def for_room(self, req: Req, missing: int) -> bool:
         """Put it off until there may be so many slots more, for twice as many forwards as the first
@@ -140,11 +120,8 @@ class WaitingLine:
     def add(
         self, adder: PrefillAdder, req: Req, add: Callable[[], Any], rematch: Callable[[], Any]
     ) -> Any:
-        """What `add` says; None: it is put off. Called by our hook, in place of SGLang's.
-
-        Args:
-            rematch: looks up what it finds, as SGLang has done before `add`.
-        """
+        """What `add` says; None: it is put off. Called by our hook, in place of SGLang's. `rematch`
+        looks up what it finds, as SGLang has done before."""
         if adder is not self._adder:
             self._begin(adder)
         known = state(req)
@@ -158,7 +135,7 @@ class WaitingLine:
             self._has_put_off = True
             if result is not None and (wait := self._waits[req.rid]).reason is Reason.NO_ROOM:
                 needed = self._num_idle() + wait.missing  # nothing is held for it any more
-                wait.is_over = lambda: self._idle_now() >= needed
+                wait.is_over = lambda: self._num_idle() >= needed
             return None
         if adder.can_run_list and adder.can_run_list[-1] is req:
             self.left(req.rid, self._place(req))
@@ -175,8 +152,6 @@ class WaitingLine:
         overdue = [w.place for w in self._waits.values() if w.num_overtaken >= MAX_OVERTAKEN]
         self._overdue = min(overdue, default=None)
 
-    # What runs
-
     def num_computed(self, num_left: int) -> int:
         """Slots that the batch takes for what it computes, with a request more, of which so many
         tokens are left. Of those that are asked later SGLang knows what is free."""
@@ -186,20 +161,11 @@ class WaitingLine:
         return int(self._adder.memory_budget.current_offset) + mine + 1
 
     def stats(self) -> dict[str, int]:
-        """Requests that were put off, by reason; how many wait now."""
         return {**self._counts, "now": len(self._waits)}
-
-    # Private, in order of use
 
     def _is_over(self, wait: _Wait) -> bool:
         is_late = wait.reason is Reason.NO_ROOM and self.num_forwards >= wait.until
         return is_late or wait.is_over()
-
-    def _idle_now(self) -> int:
-        now = self.num_forwards, self._num_admitted
-        if self._idle[0] != now:
-            self._idle = now, self._num_idle()
-        return self._idle[1]
 
     def _place(self, req: Req) -> tuple[float, int]:
         return -self.rank_of(req), state(req).arrival

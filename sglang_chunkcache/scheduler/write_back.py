@@ -4,6 +4,7 @@ radix_ext/write_back.py decides."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -34,23 +35,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
-    from sglang_chunkcache.scheduler.load_back import Prices
+    from sglang_chunkcache.scheduler.pricing import Pricing
 
 
 class WriteBack(WriteBackQueue[HostNode]):
-    """Of one rank.
-
-    Args:
-        keeps: as of `WriteBackQueue`.
-        copy_failed: called with what a copy raised.
-    """
+    """Of one rank. `copy_failed` is called with what a copy raised."""
 
     def __init__(
         self,
         tree: ChunkTree,
         nodes: HostNodes,
         counts: HostCounts,
-        pricing: Prices,
+        pricing: Pricing,
         copy_failed: Callable[[Exception], None],
         *,
         keeps: bool = True,
@@ -70,8 +66,7 @@ class WriteBack(WriteBackQueue[HostNode]):
         super().offer([*takewhile(lambda node: node.key.fused is None, chunks)])
 
     def after(self, *, first_tokens_wait: bool) -> Iterator[tuple[HostNode, TreeNode]]:
-        """`save_some`: after decoding, and after a prefill only if the forward before was one,
-        too."""
+        """`save_some`: after decoding, and after a prefill only if the one before was one, too."""
         self._was_put_off = first_tokens_wait and not self._was_put_off
         if not self._was_put_off:
             yield from self.save_some()
@@ -79,8 +74,6 @@ class WriteBack(WriteBackQueue[HostNode]):
     def _num_saved(self) -> int:
         num_tokens = copied_within(self._pricing.agreed, MAX_KEPT_S)
         return MAX_SAVED_TOKENS if num_tokens is None else num_tokens
-
-    # Of `WriteBackQueue`
 
     def _place(self, node: TreeNode) -> ChainPlace | None:
         if node.parent.children.get(node.key.child_key()) is not node:
@@ -94,8 +87,7 @@ class WriteBack(WriteBackQueue[HostNode]):
             slots = joined([nothing, *(each.value for each in above)])
             identity = ChunkIdentity(ChunkId(""), node.key.extra_key, node.key.cache_salt)
             self._copied(ChainPlace(before, None, first, 0, identity, before.hex(), ()), slots)
-        for each in path[:-1]:
-            before = below(before, facts(each).chunk)
+        before = reduce(below, (facts(each).chunk for each in path[:-1]), before)
         return ChainPlace(
             below(before, known.chunk),
             before,
@@ -107,8 +99,7 @@ class WriteBack(WriteBackQueue[HostNode]):
         )
 
     def _source(self, node: TreeNode) -> Tensor:
-        slots: Tensor = node.value
-        return slots
+        return node.value  # type: ignore[no-any-return]
 
     def _copy(self, source: Tensor, host: HostNode) -> bool:
         try:

@@ -26,7 +26,7 @@ from radix_ext.sources import DeviceCopy, HostCopy
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion import selectors
 from sglang_chunkcache.fusion.calibration import Calibration
-from sglang_chunkcache.fusion.fill import Capture, Captured, Saved
+from sglang_chunkcache.fusion.fill import Capture, Captured
 from sglang_chunkcache.fusion.keeping import KINDS, kind_of
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.outward import OutwardWatch
@@ -170,9 +170,6 @@ class FakePass:
             self._compute(move, sorted([*uncached, *critical]))
             move.filling = watch if len(moves) == 1 else None
 
-    def calibrated(self, calibration: Calibration) -> None:
-        self.calibration = calibration
-
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
         captured = list[Captured]()
         with ExitStack() as taken:
@@ -182,10 +179,10 @@ class FakePass:
                 codec = CODECS[self.config.store_codec]
                 ids = capture.token_ids[capture.start :]
                 if self.host is not None:
-                    saved = Saved(self.host.room(len(ids)), scores)
+                    saved = Captured(self.host.room(len(ids)), scores)
                     taken.callback(saved.give_back)
-                    if saved.blob is not None:
-                        self.host.pool.save(capture.slots[capture.start :], saved.blob.slots)
+                    if saved.slots is not None:
+                        self.host.pool.save(capture.slots[capture.start :], saved.slots.slots)
                     captured.append(saved)
                     continue
                 tokens = torch.tensor(ids, dtype=torch.float32).reshape(1, -1, 1, 1)
@@ -282,7 +279,7 @@ class FusedScheduler(Scheduler):
             stored = None
             if storage is not None and is_shared:
                 stored = StoredChains(host, storage, how=("exact",), fingerprint=None)
-            return Tiers(host, storage=storage, stored=stored, promiser=self.fuser)
+            return Tiers(host, storage=storage, stored=stored, fuser=self.fuser)
 
         how |= {"host_slots": host_slots, "create_tiers": create_tiers}
         super().__init__(capacity, config, prefill_budget=prefill_budget, **how)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from radix_ext.costs import NOMINAL, Costs, Phase, Work
+from sglang_chunkcache.scheduler.pricing import Pricing
 
 NUMBERS: dict[Any, int] = {}
 """Of all contents that were written to a storage."""
@@ -99,7 +100,7 @@ class MemoryHost:
             self._device()[target] = self.contents[slot]
 
 
-class FixedCosts:
+class FixedCosts(Pricing):
     """`Pricing` that learns nothing."""
 
     def __init__(self, costs: Mapping[Phase, Any] = NOMINAL) -> None:

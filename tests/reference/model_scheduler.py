@@ -59,7 +59,7 @@ class ModelScheduler(Scheduler):
                 Limits(prefill_budget, config.max_gap_tokens),
                 fingerprint=partial(fingerprint, runner.model),
             )
-            return Tiers(host, promiser=self.fuser)
+            return Tiers(host, fuser=self.fuser)
 
         super().__init__(
             capacity, config, prefill_budget=prefill_budget, rows=rows, create_tiers=create_tiers

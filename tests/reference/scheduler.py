@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
@@ -42,7 +42,7 @@ from sglang_chunkcache.cpu.allocator import PagedAllocator
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.host_chains import HostChains
-from sglang_chunkcache.scheduler.host_slots import NoSlots, Slots
+from sglang_chunkcache.scheduler.host_pool import HostPool, NoSlots
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.paged_cache import PagedRadixCache
 from sglang_chunkcache.scheduler.tiers import Tiers
@@ -52,6 +52,7 @@ from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer
 from sglang_chunkcache.wire.spans import RequestSpans, pack
 from tests.kit import releases
+from tests.kit.cache_integrity import check_integrity
 from tests.reference.memory_host import FixedCosts, MemoryHost
 
 SECRET = "s3cret"
@@ -261,7 +262,8 @@ class Scheduler:
         if config is None:
             self.cache = RadixCache(params)
             return
-        pool = MemoryHost(lambda: self.allocator.contents, host_slots) if host_slots else NoSlots()
+        held: Any = host_slots and MemoryHost(lambda: self.allocator.contents, host_slots)
+        pool = held or NoSlots()
         index = create_index(config, max(1, host_slots * pool.token_bytes))
         self.cache = (PagedRadixCache if page_size > 1 else ChunkRadixCache)(
             params,
@@ -269,7 +271,7 @@ class Scheduler:
             lambda tree: create_tiers(self._create_host(tree, pool, index)),
         )
 
-    def _create_host(self, tree: ChunkTree, pool: Slots, index: VariantIndex) -> HostChains:
+    def _create_host(self, tree: ChunkTree, pool: HostPool, index: VariantIndex) -> HostChains:
         return HostChains(tree, pool, FixedCosts(), index)
 
     def queue(self, req: FakeReq) -> None:
@@ -443,7 +445,7 @@ class Scheduler:
         booked = self.cache.evictable_size() + self.cache.protected_size()
         assert self.allocator.available_size() + booked + page * len(own) == self.capacity
         if isinstance(self.cache, ChunkRadixCache):
-            self.cache.check_integrity()
+            check_integrity(self.cache)
 
     def _own(self, req: FakeReq) -> list[int]:
         if req.kv.req_pool_idx is None:  # only added: it has no more than what was promised
@@ -515,7 +517,7 @@ class Scheduler:
         )
         if not isinstance(self.cache, ChunkRadixCache):
             return nullcontext()
-        return cast("AbstractContextManager[None]", self.cache.around_forward(told))
+        return self.cache.around_forward(told)
 
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
         """What the model does with (request, start, end); nothing here."""

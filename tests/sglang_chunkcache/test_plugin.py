@@ -22,9 +22,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_chunkcache import hooks
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.plugin import create_cache
-from sglang_chunkcache.scheduler.tiers import NoStorage, NoStoredChains
 from sglang_chunkcache.storage.storage import Storage
 from tests import models
+from tests.kit.cache_integrity import hosted_only
 from tests.polling import DEADLINE_S
 from tests.reference.scheduler import CountingAllocator, FakeReq, Scheduler, config, marked
 
@@ -87,7 +87,8 @@ def create(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Create]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     yield create
     for cache in made:
-        cache.tiers.storage.close()
+        if cache.tiers.storage is not None:
+            cache.tiers.storage.close()
     runner.token_to_kv_pool.register_layer_transfer_counter(None)
 
 
@@ -103,17 +104,17 @@ def test_without_a_storage(create: Create, reuse: str) -> None:
     cache = create(reuse=reuse)
     tiers = cache.tiers
     assert tiers.host.tree is cache
-    assert isinstance(tiers.storage, NoStorage)
-    assert isinstance(tiers.stored, NoStoredChains)
-    assert isinstance(tiers.promiser, Fuser) == (reuse == "fused")
+    assert tiers.storage is None
+    assert tiers.stored is None
+    assert isinstance(tiers.fuser, Fuser) == (reuse == "fused")
     if reuse == "fused":
         # cuDNN compiles a plan for each shape of a masked pass.
         assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-        assert tiers.promiser.tree is cache
-        assert tiers.promiser.store is tiers.host.index
-        assert 2 << 20 <= tiers.promiser.store.held.max_bytes < 2.01 * (1 << 20)
-        assert tiers.promiser.tier is None
-        assert tiers.promiser.pricing is tiers.host.pricing
+        assert tiers.fuser.tree is cache
+        assert tiers.fuser.store is tiers.host.index
+        assert 2 << 20 <= tiers.fuser.store.held.max_bytes < 2.01 * (1 << 20)
+        assert tiers.fuser.tier is None
+        assert tiers.fuser.pricing is tiers.host.pricing
 
 
 @pytest.mark.parametrize("reuse", ["exact", "fused"])
@@ -125,7 +126,7 @@ def test_restart_loads_chains_from_the_storage(create: Create, tmp_path: Path, r
     assert not cache.tiers.storage.is_off
     assert cache.tiers.stored.storage is cache.tiers.storage
     if reuse == "fused":
-        assert cache.tiers.promiser.tier.storage is cache.tiers.storage
+        assert cache.tiers.fuser.tier.storage is cache.tiers.storage
     scheduler, req = Served(cache), request()
     scheduler.serve(req)
     scheduler.forward()  # of others, after which the chain is saved
@@ -135,7 +136,7 @@ def test_restart_loads_chains_from_the_storage(create: Create, tmp_path: Path, r
 
     cache = create(**knobs)
     assert cache.tiers.host.stats()["tokens"] == len(HEAD + CHUNK)
-    assert len(cache.tiers.host.chains_not_on_device) == 1
+    assert len(hosted_only(cache.tiers.host)) == 1
     pool = cache.token_to_kv_pool_allocator.get_kvcache()
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer.zero_()
@@ -152,7 +153,7 @@ def test_restart_loads_chains_from_the_storage(create: Create, tmp_path: Path, r
 
 @pytest.mark.parametrize("reuse", ["exact", "fused"])
 def test_storage_counts_a_request_once(create: Create, tmp_path: Path, reuse: str) -> None:
-    """By the promiser, if there is one, else by the chains."""
+    """By the fuser, if there is one, else by the chains."""
     cache = create(reuse=reuse, **file_in(tmp_path / "kv"))
     with mock.patch.object(cache.tiers.storage.index, "ask") as ask:
         req = request()
@@ -167,9 +168,9 @@ def test_without_host_memory(create: Create, tmp_path: Path) -> None:
     assert cache.tiers.host.pool.num_slots == 0
     assert "host" not in cache.stats()
     cache = create(reuse="fused", host_mib=0, **file_in(tmp_path / "kv"))
-    assert isinstance(cache.tiers.stored, NoStoredChains)
-    assert cache.tiers.promiser.store is cache.tiers.host.index
-    assert cache.tiers.promiser.tier.storage is cache.tiers.storage
+    assert cache.tiers.stored is None
+    assert cache.tiers.fuser.store is cache.tiers.host.index
+    assert cache.tiers.fuser.tier.storage is cache.tiers.storage
     cache.tiers.storage.close()
     with pytest.raises(ValueError, match="--chunkcache-storage-backend: exact chains"):
         create(reuse="exact", host_mib=0, **file_in(tmp_path / "other"))

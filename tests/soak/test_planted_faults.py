@@ -37,7 +37,7 @@ TESTS_FAILED = 1
 
 TABLE = """\
 order before a forward        scheduler/tiers.py           fusion/test_promise.py
-    host.load_back.before(batch) => promiser.before(batch), self.host.load_back.before(batch)
+    host.load_back.before(batch) => fuser.promises.fill(batch), self.host.load_back.before(batch)
 queued() is not called        scheduler/tiers.py           scheduler/test_host_chains.py
     self.host.load_back.queued() => pass
 chains count requests, too    scheduler/stored_chains.py   scheduler/test_stored_chains.py
@@ -71,7 +71,7 @@ half a commit                 fusion/promises.py           fusion/test_promise.p
 KV that could not be filled   fusion/promises.py           fusion/test_promise.py
     state(each.req).is_failed = True => pass
 extend reserve                fusion/promises.py           fusion/test_promise.py
-    reserve=self._extend_reserve => reserve=0
+    self._tree.line.num_computed(num_after) => 0
 failed pass beside            fusion/fill.py               fusion/test_fill_layers.py
     with suppress(Exception): => if False:
 two passes beside             scheduler/layer_loads.py     fusion/test_fill_layers.py
@@ -93,7 +93,7 @@ source locks                  fusion/promises.py           fusion/test_promise.p
 moved marks                   scheduler/chunk_cache.py     fusion/test_promise.py
     moved=known.moved => moved=()
 waiting for what is here      scheduler/tiers.py           scheduler/test_stored_chains.py
-    None if is_here else known.chain => known.chain
+    None if _is_here(known.chain, start) else known.chain => known.chain
 """
 """Name, file and what catches it; then the text before and after, the former once in that file."""
 

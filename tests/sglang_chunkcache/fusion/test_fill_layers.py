@@ -193,7 +193,7 @@ def test_chunks_of_the_host_pool_are_moved_as_those_with_tensors_of_their_own(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, num_ahead: int
 ) -> None:
     """Bit by bit, at once or beside the passes; a chunk's own bytes in the pool stay."""
-    host = PoolHost(scene.runner)
+    host: Any = PoolHost(scene.runner)
     hosted = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host=host)
     expected = scene.run(asked("first", 0.3))
     wanted = scene.kv(expected.slots)
@@ -220,7 +220,7 @@ def test_chunks_of_the_host_pool_are_moved_as_those_with_tensors_of_their_own(
 def test_what_fails_to_be_saved_gives_all_slots_back(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = PoolHost(scene.runner)
+    host: Any = PoolHost(scene.runner)
     hosted = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host=host)
     save, calls = host.pool.save, []
 
@@ -238,7 +238,7 @@ def test_what_fails_to_be_saved_gives_all_slots_back(
 
 
 def test_chunk_without_room_in_the_pool_is_not_captured(scene: Scene) -> None:
-    host = PoolHost(scene.runner)
+    host: Any = PoolHost(scene.runner)
     hosted = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host=host)
     taken = host.room(host.pool.num_free)
     assert taken is not None

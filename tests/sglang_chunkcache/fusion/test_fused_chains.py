@@ -13,6 +13,7 @@ from sglang_chunkcache.front.request import Identity, Passage
 from sglang_chunkcache.scheduler.node import facts
 from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.wire.report import ANSWER_KEY
+from tests.kit.cache_integrity import nodes_of
 from tests.kit.front_bench import ME, Asked, Bench, make_output
 from tests.kit.integrity import check_tree
 from tests.reference.fused_scheduler import FusedScheduler
@@ -122,7 +123,7 @@ def test_hits_and_marks_are_those_of_exact_chunks() -> None:
     )
     assert [(node.hits, node.promoted) for node in nodes] == [(3, True), (0, False), (0, False)]
     chains = {node.chain for node in nodes}
-    known = [each for each in map(facts, served.ranks[0].cache._nodes()) if each.chain in chains]
+    known = [each for each in map(facts, nodes_of(served.ranks[0].cache)) if each.chain in chains]
     assert sorted((each.hits, each.promoted) for each in known) == [(0, False)] * 2 + [(3, True)]
 
 

@@ -131,7 +131,7 @@ def test_source_that_has_left_is_computed() -> None:
     req = fused(C, B)
     rank.match(req)
     rank.fuser.store.clear()
-    assert rank.cache.tiers.promiser.commit(req, req.best_match_node) is None
+    assert rank.cache.tiers.fuser.commit(req, req.best_match_node) is None
     assert state(req).promise.declined == ["source_gone"]
 
 
@@ -152,7 +152,7 @@ def test_clearing_the_store_leaves_exact_chains() -> None:
     rank.serve(rag(D, C, keep=[1]))
     rank.idle()
     rank.evict(80)
-    cleared = rank.fuser.clear_store()
+    cleared = rank.fuser.keeper.clear_store()
     assert (cleared.chunks, cleared.variants) == (1, 1)
     assert rank.stored(C) == []
     assert rank.serve(rag(A, B)) == len(HEAD + A + B)

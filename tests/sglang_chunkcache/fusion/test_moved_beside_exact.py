@@ -18,6 +18,7 @@ from sglang_chunkcache.scheduler.node import facts
 from sglang_chunkcache.wire.report import Fallback
 from tests import models
 from tests.kit import releases
+from tests.kit.cache_integrity import nodes_of
 from tests.kit.fused import report
 from tests.kit.requests import rag
 from tests.reference.model_scheduler import ModelScheduler
@@ -189,7 +190,7 @@ def cached_kv(scheduler: ModelScheduler, req: FakeReq, num_tokens: int) -> Tenso
 
 def outward_of(scheduler: ModelScheduler, chunk: list[int]) -> list[Tensor]:
     """What its computed nodes' tokens were seen to attend to before it, in order of position."""
-    found = [facts(node) for node in scheduler.cache._nodes() if list(node.key.token_ids) == chunk]
+    found = [facts(node) for node in nodes_of(scheduler.cache) if list(node.key.token_ids) == chunk]
     computed = sorted((each for each in found if not each.is_moved), key=lambda each: each.start)
     assert all(each.outward is not None for each in computed)
     return [torch.as_tensor(each.outward) for each in computed]

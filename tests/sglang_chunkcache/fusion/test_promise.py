@@ -19,6 +19,7 @@ from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.state import Asked, Cleared
 from tests.kit import releases
+from tests.kit.cache_integrity import check_integrity
 from tests.kit.fused import Rank, report, sources, wheres
 from tests.kit.requests import HEAD, OTHER_HEAD, QUESTION, A, B, C, D, E, ahead, asks, fused, rag
 from tests.reference.scheduler import FakeReq, answer_of
@@ -360,4 +361,4 @@ def test_check_integrity_names_a_source_that_is_none() -> None:
     rank = Rank(rag(A, B), fused(B))
     rank.cache.copies.add(rank.node(HEAD, B, recipe="r"))
     with pytest.raises(IntegrityError, match="findable as a source"):
-        rank.cache.check_integrity()
+        check_integrity(rank.cache)

@@ -271,7 +271,7 @@ class FuserMachine(RuleBasedStateMachine):
     @rule()
     def clear_store(self) -> None:
         """At any moment."""
-        self.scheduler.fuser.clear_store()
+        self.scheduler.fuser.keeper.clear_store()
 
     # After every step
 

@@ -40,6 +40,7 @@ class Late:
 
     def __init__(self, captured: Captured) -> None:
         self.captured, self.has_arrived = captured, False
+        self.slots, self.give_back = captured.slots, captured.give_back
 
     def is_done(self) -> bool:
         return self.has_arrived
@@ -300,7 +301,7 @@ def test_first_tokens_do_not_wait_for_captures() -> None:
     for chunks, forwards in (((A, B), ((True, 0), (False, 2))), ((D, C), ((True, 2), (True, 4)))):
         rank.serve(rag(*chunks, keep=[0, 1]), answer=[50])
         for waits, expected in forwards:
-            rank.fuser.after(first_tokens_wait=waits)
+            rank.fuser.after(first_tokens_wait=waits, is_ahead=False)
             assert rank.fusion_pass.num_captured == expected
 
 

@@ -13,13 +13,12 @@ pytest.importorskip("sglang")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from radix_ext import ChunkId, IntegrityError, Span, chunk_id
+from radix_ext import ChunkId, IntegrityError, chunk_id
 from sglang_chunkcache.compat import num_matched
-from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.wire.events import (
@@ -33,6 +32,7 @@ from sglang_chunkcache.wire.report import ANSWER_KEY
 from sglang_chunkcache.wire.spans import pack
 from sglang_chunkcache.wire.state import Asked
 from tests.examples import examples
+from tests.kit.cache_integrity import check_integrity
 from tests.reference.scheduler import SECRET, FakeReq, Scheduler, answer_of, config, marked, walk
 
 pytestmark = pytest.mark.matrix
@@ -85,17 +85,6 @@ def test_match_honours_the_key_limit(scheduler: Scheduler) -> None:
     keys = [RadixKey(req.origin_input_ids, limit=limit) for limit in (1, 5, 6, 8, 9, 10)]
     found = [num_matched(match(MatchPrefixParams(key=key, req=req))) for key in keys]
     assert found == [1, 2, 6, 6, 9, 10]
-
-
-def test_insert_of_chunk_key_without_slots_uses_token_ids() -> None:
-    """SGLang's own fallback for simulations works for chunk keys too."""
-    cache = Scheduler(40, config()).cache
-    ids = array("q", [*HEAD, *C1])
-    key = ChunkKey.cut(ids, (Span(2, 6, chunk_id(C1)),), len(ids))
-    assert cache.insert(InsertParams(key=key)).prefix_len == 0
-    assert cache.insert(InsertParams(key=key)).prefix_len == 6
-    node = cache.match_prefix(MatchPrefixParams(key=key)).last_device_node
-    assert cache.path_device_indices(node).tolist() == [*HEAD, *C1]
 
 
 # Slots
@@ -246,7 +235,7 @@ def test_check_integrity_names_every_violation(scheduler: Scheduler) -> None:
     by_ids[tuple(C2)].value = by_ids[tuple(C1)].value[:3]
     scheduler.cache.log.append(Inserted(ChunkId("0"), 4, None, "x", False))
     with pytest.raises(IntegrityError, match=r"two owners: \[3, 4, 5\]") as caught:
-        scheduler.cache.check_integrity()
+        check_integrity(scheduler.cache)
     assert len(caught.value.violations) == 3
     assert "evictable, protected are booked as (12, 0), the tree has (9, 0)" in str(caught.value)
 

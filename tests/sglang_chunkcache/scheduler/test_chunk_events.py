@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from radix_ext import Span, chunk_id
 from sglang_chunkcache.scheduler.chunk_events import salt_of
@@ -138,7 +138,7 @@ def test_what_is_approximate_is_not_told(rank: Scheduler) -> None:
     reader, ids = Reader(), array("q", [1, 2, 3, 4, 5])
     spans = [Span(start, start + 2, chunk_id(ids[start : start + 2])) for start in (0, 2)]
     key = ChunkKey.cut(ids, spans, 5, fused=Fused(2, "recipe"))
-    rank.cache.insert(InsertParams(key=key, value=rank.allocator.alloc(5)))
+    rank.cache.insert_segments(key, rank.allocator.alloc(5), "", 0, 0)
     reader.read(rank.cache)
     assert len(reader.blocks) == 2
     assert reader.paths() == told(rank.cache)

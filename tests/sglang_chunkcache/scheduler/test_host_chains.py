@@ -28,6 +28,7 @@ from sglang_chunkcache.scheduler.reporting import explain
 from sglang_chunkcache.wire.spans import checked
 from sglang_chunkcache.wire.state import ExplainRequest
 from tests.examples import examples
+from tests.kit.cache_integrity import check_integrity
 from tests.kit.chains import (
     CAPACITY,
     HEAD,
@@ -131,11 +132,11 @@ def test_load_that_does_not_pay_is_tried_now_and_then(monkeypatch: pytest.Monkey
 
 def test_decoding_says_nothing_of_prefill() -> None:
     """A decoding batch still has the lengths of its prefill, and takes a hundredth of its time."""
-    host = HostScheduler().cache.tiers.host
+    tiers = HostScheduler().cache.tiers
     for mode in (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED):
-        with host.watch(SimpleNamespace(forward_mode=mode, prefix_lens=[0], extend_lens=[100])):
+        with tiers.watch(SimpleNamespace(forward_mode=mode, prefix_lens=[0], extend_lens=[100])):
             pass
-    assert [phase for phase, _ in host.pricing.watched] == [Phase.EXTEND, Phase.EXTEND]
+    assert [phase for phase, _ in tiers.host.pricing.watched] == [Phase.EXTEND, Phase.EXTEND]
 
 
 def test_worth_is_what_a_load_saves(scheduler: HostScheduler) -> None:
@@ -225,7 +226,7 @@ def test_chain_that_is_dropped_while_it_is_loaded_is_given_back_afterwards(
     scheduler.forward()
     assert host.stats()["tokens"] == len(HEAD) + is_busy * len(A)
     if is_busy:
-        host.nodes.released(chunk)
+        chunk.blob.let_go()
     assert host.stats()["tokens"] == len(HEAD)
     scheduler.check([req])
 
@@ -473,7 +474,7 @@ def test_integrity_names_what_is_wrong(scheduler: HostScheduler) -> None:
     nodes._below[host.above].clear()
     host.node = None
     with pytest.raises(IntegrityError, match="were booked") as raised:
-        scheduler.cache.check_integrity()
+        check_integrity(scheduler.cache)
     assert "do not know each other" in str(raised.value)
 
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from sglang_chunkcache.storage.ranks import Ranks
 from tests.examples import examples
+from tests.kit.cache_integrity import check_integrity
 from tests.kit.chains import CAPACITY, HEAD, A, B, C, ChainDisk, Server, prefetch, rag
 from tests.polling import DEADLINE_S
 from tests.reference.memory_storage import MemoryStorage
@@ -242,7 +243,7 @@ def decisions(group: RankGroup, folder: Path, num_requests: int, seed: int) -> l
     try:
         for number in range(num_requests):
             if number % 50 == 49:
-                server.cache.check_integrity()
+                check_integrity(server.cache)
                 topic = chance.sample(chunks, 8)
             req = rag(*chance.sample(topic, chance.randint(1, 4)))
             server.cache.arrived(req)
