@@ -109,7 +109,7 @@ def _went(job: Load | Write, outcome: float) -> Load | Write:
     elif outcome > _FAILED:
         job.seconds = -outcome
     else:
-        job.entry = None
+        job.entry, job.seconds = None, 0.0  # only this rank has a time, and all must estimate alike
         if outcome > _GONE:
             job.problem = FAILED
         # It is gone on another rank, so the indices of all drop it.
