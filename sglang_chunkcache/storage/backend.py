@@ -101,10 +101,6 @@ class FileBackend(Backend):
 
     is_shared = False
 
-    def __init__(self, storage: Any) -> None:
-        super().__init__(storage)
-        self._folder = Path(storage.file_path)
-
     def get(self, name: str, num_bytes: int) -> Tensor | None:
         try:
             # `HiCacheFile.get` logs a warning for each miss, and reads the first bytes of a longer
@@ -126,7 +122,7 @@ class FileBackend(Backend):
 
     def sizes(self) -> dict[str, int] | None:
         suffix, found = self._path("").name, dict[str, int]()
-        with os.scandir(self._folder) as files:
+        with os.scandir(self._storage.file_path) as files:
             for file in files:
                 # Killed between write and rename; nobody writes now, as one process has the folder.
                 if file.name.endswith(".tmp") and _LEFT_OVER.fullmatch(file.name):
@@ -136,7 +132,7 @@ class FileBackend(Backend):
         return found
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{self._storage._get_suffixed_key(name)}.bin"
+        return Path(self._storage.file_path, f"{self._storage._get_suffixed_key(name)}.bin")
 
 
 def extra_config(config: ChunkCacheConfig) -> dict[str, Any]:

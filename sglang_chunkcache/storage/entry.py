@@ -90,13 +90,14 @@ class Masses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One variant. Tensors are contiguous and on the CPU."""
+    """One variant. Tensors are contiguous and on the CPU: keys, at their own positions, and values,
+    as the codec keeps them; what was measured, each [num_tokens] float32, None where it was not."""
 
-    kv: tuple[Tensor, ...]  # keys, at their own positions, and values, as the codec keeps them
-    masses: Masses | None = None  # None: not scored
-    context: Tensor | None = None  # [num_tokens] float32, with `masses`
-    received: Tensor | None = None  # [num_tokens] float32; None: not measured
-    outward: Tensor | None = None  # [num_tokens] float32; None: not known
+    kv: tuple[Tensor, ...]
+    masses: Masses | None = None
+    context: Tensor | None = None  # with `masses`
+    received: Tensor | None = None
+    outward: Tensor | None = None
     heads: tuple[tuple[int, int], ...] = ()
     """The calibrated heads that scores and `outward` were measured with."""
     codec: Codec = NONE

@@ -39,10 +39,10 @@ _Queue: TypeAlias = deque[Callable[[], object]]
 
 
 class Loader:
-    """The thread of one rank. All methods are the scheduler thread's.
+    """The thread of one rank, which has the worker and closes it. All methods are the scheduler
+    thread's.
 
     Args:
-        worker: the thread's, which closes it.
         ranks: of a tensor-parallel group. None: this is the only one.
         memory_bytes: of the pool that is loaded into and written from.
     """
@@ -52,15 +52,13 @@ class Loader:
     ) -> None:
         self.worker, self.ranks, self.is_shared = worker, ranks, worker.is_shared
         # No locks: `append` and `popleft` of a deque are atomic, and a queue has one reader.
-        self._loads: _Queue = deque()
-        """Lookups, too."""
-        self._others: _Queue = deque()
-        """Writes, and changes of what is kept, in their order."""
+        self._loads: _Queue = deque()  # lookups, too
+        self._others: _Queue = deque()  # writes, and changes of what is kept, in their order
         bounds = Bounds(
             MAX_WAITING, MAX_WAITING_S, MAX_WAITING_BYTES, int(MAX_SHARE * memory_bytes)
         )
+        # Asked for and not polled yet.
         self.waiting = {kind: Backlog(bounds) for kind in (Load, Write, Lookup)}
-        """Asked for and not polled yet."""
         self._num_full = Counter[type[Job]]()
         self._wake = SimpleQueue[bool]()
         self._is_open, self._is_at_work = True, False

@@ -34,13 +34,15 @@ _TABLE = """CREATE TABLE IF NOT EXISTS entries (
     priority REAL NOT NULL, num_uses INTEGER NOT NULL, last_used INTEGER NOT NULL
 ) WITHOUT ROWID"""
 
+_ALL_HAD = (
+    "name, model, tenant, chunk, head, prefix, preprocessed, '', num_tokens, num_bytes, scored,"
+    " outward, heads"
+)
 _COLUMNS = {
     # no entry says where it stood, and none has a priority
-    1: "name, model, tenant, chunk, head, prefix, preprocessed, '', num_tokens, num_bytes, scored,"
-    f" outward, heads, {UNKNOWN}, 0, num_uses, last_used",
+    1: f"{_ALL_HAD}, {UNKNOWN}, 0, num_uses, last_used",
     # chains had names of their own, which nobody asks for any more
-    3: "name, model, tenant, chunk, head, prefix, preprocessed, '', num_tokens, num_bytes, scored,"
-    " outward, heads, start, priority, num_uses, last_used",
+    3: f"{_ALL_HAD}, start, priority, num_uses, last_used",
 }
 """Of an earlier schema, as those of this one."""
 
@@ -66,11 +68,7 @@ class InUseError(ValueError):
 
 class Manifest:
     """Of one folder. Opened by one thread and used by another one afterwards, never by two at once.
-
-    Raises:
-        InUseError: another process has the folder; names it.
-        OSError: the folder cannot be made or written.
-    """
+    Raises InUseError: another process has the folder; OSError: it cannot be made or written."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,27 +16,20 @@ POSITIONED = ("positioned",)
 
 
 class Naming:
-    """Of one rank, by the weights that it serves now.
-
-    Args:
-        model_of: names model, weights (by their fingerprint) and what else KV depends on.
-        layout: of the pool's KV.
-    """
+    """Of one rank, by the weights that it serves now. `model_of` names model, weights (by their
+    fingerprint) and what else KV depends on. `layout` is the pool's."""
 
     def __init__(self, names: Names, model_of: Callable[..., str], layout: Layout) -> None:
         self.names, self._model_of, self.layout = names, model_of, layout
-        self.heads: tuple[tuple[int, int], ...] = ()
-        """Calibrated ones. What was measured in others is not used."""
+        self.heads: tuple[tuple[int, int], ...] = ()  # what was measured in others is not used
         self.is_off = True
         """Nobody knows the weights, so nothing can be named: nothing is written or loaded."""
-        self.era = 0
-        """What is under way for an earlier one is not used."""
+        self.era = 0  # what is under way for an earlier one is not used
         self._model = cache(partial(model_of, 0))
         self._tenant = lru_cache(1)(names.tenant)  # a request's chunks have one
-        self._saved: dict[tuple[str, ...], int] = {}
-        """By what KV depends on: bytes saved of each token."""
+        self._saved: dict[tuple[str, ...], int] = {}  # by what KV depends on: bytes of each token
+        # Of own entries, by model and whether they are exact.
         self._num_bytes, self._num_tokens = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()
-        """Of own entries, by model and whether they are exact."""
 
     def start(self, weights: int, heads: tuple[tuple[int, int], ...]) -> None:
         """From now on with these weights and calibrated heads."""

@@ -108,13 +108,9 @@ def open_storage(
     ranks: Ranks | None = None,
 ) -> Opened:
     """The storage of the rank of that name. `memory_bytes` and `ranks` as `Loader` takes them,
-    `empty` as `Worker`: all ranks open theirs at once, and have what all have.
-
-    Raises:
-        ValueError: a setting is wrong, the backend cannot be made, or another process has the
-            folder.
-        OSError: the folder cannot be written.
-    """
+    `empty` as `Worker`: all ranks open theirs at once, and have what all have. Raises ValueError: a
+    setting is wrong, the backend cannot be made, or another process has the folder; OSError: the
+    folder cannot be written."""
     folder, secret = folder_of(config, rank), secret_of()
     # First, as it locks the folder: `confirmed` deletes what another server may be writing.
     manifest = Manifest(folder)

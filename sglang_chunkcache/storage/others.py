@@ -28,8 +28,7 @@ class Others:
 
     def __init__(self, index: VariantIndex, loader: Loader, naming: Naming) -> None:
         self._index, self._loader, self._naming = index, loader, naming
-        self._looked_up: dict[StoredChunk, float] = {}
-        """When that is asked again. The oldest first."""
+        self._looked_up: dict[StoredChunk, float] = {}  # until when that is known, the oldest first
         self.num_found = 0
 
     def look_up(
@@ -45,8 +44,7 @@ class Others:
             for chunk, number in chunks.items()
             if now >= self._looked_up.get(chunk, now)
         }
-        found = partial(self._found, self._naming.era, unknown, then)
-        job = Lookup(list(unknown), done=found)
+        job = Lookup(list(unknown), done=partial(self._found, self._naming.era, unknown, then))
         if not unknown or not self._loader.look_up(job):
             return
         asked.lookup = job

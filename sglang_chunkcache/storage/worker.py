@@ -50,12 +50,9 @@ class Worker:
         self._secret, self._empty, self.clock = secret, empty, clock
         self.is_shared = pointers is not None
         self.breaker = Breaker(clock)
-        self.done = deque[Job]()
-        """Not polled yet."""
-        self.refused: dict[str, str] = {}
-        """Name of bytes that nobody can use or delete -> why."""
-        self.problems = Counter[str]()
-        """Loads and writes that came to nothing, by reason."""
+        self.done = deque[Job]()  # not polled yet
+        self.refused: dict[str, str] = {}  # name of bytes that nobody can use or delete -> why
+        self.problems = Counter[str]()  # what came to nothing, by reason
         self.num_loaded = self.num_written = self.num_unshared = 0
 
     def look_up(self, job: Lookup) -> None:

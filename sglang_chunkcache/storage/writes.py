@@ -21,12 +21,7 @@ RESERVED_S = 10.0
 
 
 class Writes:
-    """Of one rank.
-
-    Args:
-        under_way: names that are being loaded or, None, written.
-        kept: called with what the index has taken.
-    """
+    """Of one rank. `under_way` is the `Storage`'s; `kept` gets what the index has taken."""
 
     def __init__(
         self,
