@@ -6,8 +6,8 @@ what becomes of the answers?
                                                                             replays have stored
 
 dedup   keys or values of a token in a layer once where they are the first variant's, bit by bit
-intB    each number in B bits (sglang_chunkcache/storage/codec.py), each variant of a chunk by
-        itself
+intB    each number in B bits (sglang_chunkcache/storage/codec.py, eval/joint/any_bits.py), each
+        variant of a chunk by itself
 
 Tables: bytes over those of plain KV for `--variants` variants of a chunk, and the relative error of
 a token's keys and values in a head, mean and largest, by layer. Linked questions, answered from a
@@ -39,6 +39,7 @@ from torch import Tensor
 
 from eval.bench.relocate import SHAPES, Bench
 from eval.errors import CommandError
+from eval.joint.any_bits import quantized
 from eval.joint.kv import Cached, ModelKv
 from eval.joint.units import Sizes, variants
 from eval.outcome import Row, add_out_option, open_run, table, tell
@@ -49,7 +50,6 @@ from eval.world.kinds import KINDS
 from eval.world.tokenizer import turn_pieces
 from eval.world.world import World
 from sglang_chunkcache.bundled_model import model_dir
-from sglang_chunkcache.storage.codec import Quantized
 
 PLAIN_BITS = (8, 6, 5, 4, 3)
 MAX_ANSWER = 32
@@ -79,7 +79,7 @@ class Setting(NamedTuple):
         if self.name in ("none", "dedup"):
             again = sum(map(_bytes_again, (keys, values))) if self.name == "dedup" else 0
             return keys.nbytes + values.nbytes - again, lambda: (keys, values)
-        codec = Quantized(int(self.name.removeprefix("int")))
+        codec = quantized(int(self.name.removeprefix("int")))
         # A codec takes each token of a layer by itself, so variants can be further layers.
         parts = codec.encode(keys.flatten(0, 1), values.flatten(0, 1))
 

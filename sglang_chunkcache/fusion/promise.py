@@ -222,7 +222,7 @@ class Fuser:
         self.store.held.forget_scores()
         self.tree.copies.forget_scores()
         if self.tier is not None:
-            self.tier.storage.naming.measure_in(self.fusion_pass.calibration.heads)
+            self.tier.storage.naming.heads = self.fusion_pass.calibration.heads
 
     def reset(self) -> None:
         """The tree is gone: so are pending promises, waiting captures and the store, but for what

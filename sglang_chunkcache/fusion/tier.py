@@ -137,8 +137,8 @@ class StorageTier:
         stored = self.storage.index.get(self._chunk(identity), head, prefix)
         if stored is None or self.storage.is_off:
             return False
-        known = self.storage.writes.known(stored)
-        is_kept = stored.is_exact or known.preprocessed == bool(prefix)
+        known = self.storage.naming.in_these_heads(stored.blob.row)
+        is_kept = stored.is_exact or known.place.preprocessed == bool(prefix)
         return is_kept and known.scored >= scored
 
     def fetch(self, req: Req, spans: RequestSpans, sources: ChunkSources) -> bool:

@@ -231,7 +231,7 @@ class StoredChains:
             return False
         name = self.storage.names.entry(link.place, 0, False, ())
         row = Row(name, link.place, host.blob.num_tokens, 0, 0, False, start=host.start)
-        if self.storage.is_under_way(name):
+        if name in self.storage.under_way:
             return True
         if not self.storage.writes.gains(link.place, host.blob.num_tokens):
             return False

@@ -1,8 +1,8 @@
 """SGLang's `HiCacheStorage` as a store of bytes by name: HiCache's own backends and configuration,
 without HiCache.
 
-    file   one file an entry, in a folder of the rank's own   dynamic   any class, as HiCache loads
-                                                                        it
+    file      one file an entry, in a folder of the rank's own
+    dynamic   any class, as HiCache loads it
 
 Traps of HiCache's that are dealt with here: `get` reads into a tensor whose size must be known, a
 smaller one is filled without a word; `set` overwrites nothing; some `set` report success and keep
@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +52,8 @@ class Backend:
         self._storage = storage
 
     def get(self, name: str, num_bytes: int) -> Tensor | None:
-        """[num_bytes] uint8, CPU. None: not there.
-
-        Raises:
-            RefusedEntryError: of another size.
-            OSError: there, and not to be had now. Whatever else the backend raises.
-        """
+        """[num_bytes] uint8, CPU. None: not there. Raises RefusedEntryError: of another size;
+        OSError: there, and not to be had now; whatever else the backend raises."""
         target = torch.empty(num_bytes, dtype=torch.uint8)
         found: Tensor | None = self._storage.get(name, target)
         # None may also be a failed read: the index forgets what is gone, and this is not.
@@ -66,19 +61,13 @@ class Backend:
             if self._storage.exists(name):
                 raise OSError(f"{name} is there and cannot be read")
             return None
-        # A backend may give a tensor of its own, of another size.
-        if found.numel() * found.element_size() != num_bytes:
-            raise RefusedEntryError(
-                Refusal.TRUNCATED, f"{found.numel() * found.element_size()} of {num_bytes} bytes"
-            )
+        if found.nbytes != num_bytes:  # a backend may give a tensor of its own
+            raise RefusedEntryError(Refusal.TRUNCATED, f"{found.nbytes} of {num_bytes} bytes")
         return found.cpu().contiguous().view(-1).view(torch.uint8)
 
     def set(self, name: str, data: Tensor) -> None:
-        """Keep [num_bytes] uint8. What is there under the name stays as it is.
-
-        Raises:
-            OSError: not kept. Whatever else the backend raises.
-        """
+        """Keep [num_bytes] uint8. What is there under the name stays as it is. Raises OSError: not
+        kept; whatever else the backend raises."""
         # Some backends report success and keep nothing, and a row must have its bytes.
         if not self._storage.set(name, data) or not self._storage.exists(name):
             raise OSError(f"the backend did not keep {name}")
@@ -112,10 +101,6 @@ class FileBackend(Backend):
 
     is_shared = False
 
-    def __init__(self, storage: Any) -> None:
-        super().__init__(storage)
-        self._folder = Path(storage.file_path)
-
     def get(self, name: str, num_bytes: int) -> Tensor | None:
         try:
             # `HiCacheFile.get` logs a warning for each miss, and reads the first bytes of a longer
@@ -137,7 +122,7 @@ class FileBackend(Backend):
 
     def sizes(self) -> dict[str, int] | None:
         suffix, found = self._path("").name, dict[str, int]()
-        with os.scandir(self._folder) as files:
+        with os.scandir(self._storage.file_path) as files:
             for file in files:
                 # Killed between write and rename; nobody writes now, as one process has the folder.
                 if file.name.endswith(".tmp") and _LEFT_OVER.fullmatch(file.name):
@@ -147,31 +132,26 @@ class FileBackend(Backend):
         return found
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{self._storage._get_suffixed_key(name)}.bin"
+        return Path(self._storage.file_path, f"{self._storage._get_suffixed_key(name)}.bin")
 
 
 def extra_config(config: ChunkCacheConfig) -> dict[str, Any]:
-    """The backend's settings.
-
-    Raises:
-        ValueError: no JSON object; names the flag.
-    """
+    """The backend's settings. Raises ValueError: no JSON object, or a setting that is none; names
+    the flag."""
     text, flag = config.storage_backend_extra_config, flag_name("storage_backend_extra_config")
     if text is None:
         return {}
     try:
-        found = json.loads(
-            Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
-        )
+        if text.startswith("@"):
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        found = json.loads(text)
     except (OSError, ValueError) as error:
         raise ValueError(f"{flag}: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{flag} must be a JSON object, got {type(found).__name__}")
     if config.storage_backend == "file" and (unknown := found.keys() - _FILE_SETTINGS):
-        raise ValueError(
-            f"{flag}: file does not know {', '.join(sorted(unknown))}, only"
-            f" {', '.join(_FILE_SETTINGS)}"
-        )
+        names, known = (", ".join(each) for each in (sorted(unknown), _FILE_SETTINGS))
+        raise ValueError(f"{flag}: file does not know {names}, only {known}")
     if not isinstance(found.get("directory", ""), str):
         raise ValueError(f"{flag}: directory must be a path, got {found['directory']!r}")
     return found
@@ -185,18 +165,14 @@ def folder_of(config: ChunkCacheConfig, rank: str) -> Path:
 
 
 def create_backend(config: ChunkCacheConfig, folder: Path, *, model_name: str) -> Backend:
-    """The backend that the configuration names, made by HiCache's factory.
-
-    Raises:
-        ValueError: HiCache cannot make it; says why.
-    """
+    """The backend that the configuration names, made by HiCache's factory. Raises ValueError:
+    HiCache cannot make it; says why."""
     from sglang.srt.environ import envs
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-    name = config.storage_backend
+    name, extra, entries = config.storage_backend, extra_config(config), folder / "entries"
     assert name is not None
-    extra = {key: value for key, value in extra_config(config).items() if key != "directory"}
-    entries = folder / "entries"
+    extra.pop("directory", None)
     if name == "file":
         entries.mkdir(parents=True, exist_ok=True)
         model_name = ""  # the names of entries tell models apart
@@ -217,20 +193,13 @@ def room_in(folder: Path, num_bytes: int) -> int:
     return int(DEFAULT_SHARE * (shutil.disk_usage(folder).free + num_bytes))
 
 
-def _storage_config(extra: Mapping[str, Any], model_name: str) -> Any:
+def _storage_config(extra: dict[str, Any], model_name: str) -> Any:
     """HiCache's, by its own field names: releases have different ones."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
     # Rank 0 of 1: our names and folders tell ranks apart, so HiCache's suffix stays the same.
-    known = {
-        "tp_size": 1,
-        "pp_size": 1,
-        "attn_cp_size": 1,
-        "dcp_size": 1,
-        "logical_page_size": 1,
-        "model_name": model_name,
-        "extra_config": dict(extra),
-    }
+    sizes = ("tp_size", "pp_size", "attn_cp_size", "dcp_size", "logical_page_size")
+    known = dict.fromkeys(sizes, 1) | {"model_name": model_name, "extra_config": extra}
     made: dict[str, Any] = {}
     for field in dataclasses.fields(HiCacheStorageConfig):
         if field.name in known:

@@ -25,22 +25,17 @@ class UnmadeError(Exception):
 
 
 class Breaker:
-    """Before a storage's backend. Written by one thread, read by others.
-
-    Args:
-        clock: seconds.
-    """
+    """Before a storage's backend. Written by one thread, read by others."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._in_a_row = 0
-        self._paused_until: float | None = None
-        self.num_pauses = 0
+        self._in_a_row = self.num_pauses = 0
+        self.paused_until: float | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether attempts fail at once."""
-        until = self._paused_until
+        until = self.paused_until
         return until is not None and self._clock() < until
 
     @contextmanager
@@ -57,26 +52,25 @@ class Breaker:
         except UnmadeError:
             raise
         except Exception:
-            self._in_a_row += 1
-            if self._in_a_row >= PAUSE_AFTER:
-                if self._paused_until is None:
-                    logger.warning(
-                        "chunk cache: the storage pauses after %d failures, and is tried again"
-                        " every %g s",
-                        self._in_a_row,
-                        PAUSE_S,
-                    )
-                    self.num_pauses += 1
-                self._paused_until = self._clock() + PAUSE_S
+            self._failed()
             raise
         self._succeeded()
 
-    def close(self) -> None:
-        """The next attempt is made."""
-        self._paused_until = None
-
     def _succeeded(self) -> None:
         self._in_a_row = 0
-        if self._paused_until is not None:
-            self._paused_until = None
+        if self.paused_until is not None:
+            self.paused_until = None
             logger.warning("chunk cache: the storage answers again")
+
+    def _failed(self) -> None:
+        self._in_a_row += 1
+        if self._in_a_row < PAUSE_AFTER:
+            return
+        if self.paused_until is None:
+            logger.warning(
+                "chunk cache: the storage pauses after %d failures, and is tried again every %g s",
+                self._in_a_row,
+                PAUSE_S,
+            )
+            self.num_pauses += 1
+        self.paused_until = self._clock() + PAUSE_S

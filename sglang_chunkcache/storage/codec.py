@@ -10,8 +10,7 @@ sizes follow from the parts' shapes. It knows tensors alone: no chunk, no store,
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -30,13 +29,12 @@ class Sizes(NamedTuple):
     dtype: torch.dtype
 
 
-class Codec(ABC):
-    """One way to keep KV. Its methods read what they are given,
-    queue on the current stream and never synchronise."""
+class Codec:
+    """A way to keep KV: this one as it is, bit by bit, whatever it is; others override it. Methods
+    read what they are given, queue on the current stream and never synchronise."""
 
-    name: str
+    name = "none"
 
-    @abstractmethod
     def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """The parts, contiguous, on the same device; the tensors themselves where nothing is to be
         done.
@@ -45,22 +43,27 @@ class Codec(ABC):
             keys: [num_layers, num_tokens, num_kv_heads, key_dim], the pool's dtype; any device.
             values: [num_layers, num_tokens, num_kv_heads, value_dim], likewise.
         """
+        return keys, values
 
-    @abstractmethod
     def decode(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values as `encode` got them, but for `max_error`; on the parts' device."""
+        keys, values = parts
+        return keys, values
 
-    @abstractmethod
     def sizes(self, parts: Sequence[Tensor]) -> Sizes:
         """Of the KV, from the shapes and dtypes of its parts."""
+        keys, values = parts
+        layers, tokens, heads, key_dim = keys.shape
+        return Sizes(layers, tokens, heads, key_dim, values.shape[-1], keys.dtype)
 
-    @abstractmethod
     def shapes(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each part."""
+        dims = sizes.key_dim, sizes.value_dim
+        return [((*sizes[:3], dim), sizes.dtype) for dim in dims]
 
-    @abstractmethod
     def max_error(self, dtype: torch.dtype) -> float:
         """How far an element may be off, over the largest absolute one of its token and head."""
+        return 0.0
 
     def check_heads(self, keys: Tensor, values: Tensor) -> None:
         """Raise ValueError where heads do not fit a part;
@@ -72,46 +75,15 @@ class Codec(ABC):
         return sum(prod(shape) * dtype.itemsize for shape, dtype in self.shapes(sizes))
 
     def check(self, parts: Sequence[Tensor]) -> None:
-        """Whether `decode` can use them. Waits for the device that they are on.
-
-        Raises:
-            ValueError: they are not this codec's; names what was expected and got.
-        """
+        """Raise ValueError where they are not this codec's; names what was expected and got. Waits
+        for the device that they are on."""
         got = [(tuple(each.shape), each.dtype) for each in parts]
-        if (
-            len(parts) < 2
-            or any(each.dim() != 4 for each in parts[:2])
-            or self.shapes(self.sizes(parts)) != got
-        ):
+        has_kv = len(parts) >= 2 and all(each.dim() == 4 for each in parts[:2])
+        if not has_kv or self.shapes(self.sizes(parts)) != got:
             raise ValueError(
                 "keys and values must be [num_layers, num_tokens, num_kv_heads, head_dim], as"
                 f" {self.name} keeps them, but got {', '.join(str(shape) for shape, _ in got)}"
             )
-
-
-class Plain(Codec):
-    """As it is, bit by bit, whatever it is."""
-
-    name = "none"
-
-    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        return keys, values
-
-    def decode(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        keys, values = parts
-        return keys, values
-
-    def sizes(self, parts: Sequence[Tensor]) -> Sizes:
-        keys, values = parts
-        layers, tokens, heads, key_dim = keys.shape
-        return Sizes(layers, tokens, heads, key_dim, values.shape[-1], keys.dtype)
-
-    def shapes(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        rows = sizes[:3]
-        return [((*rows, sizes.key_dim), sizes.dtype), ((*rows, sizes.value_dim), sizes.dtype)]
-
-    def max_error(self, dtype: torch.dtype) -> float:
-        return 0.0
 
 
 class Quantized(Codec):
@@ -120,24 +92,24 @@ class Quantized(Codec):
 
         s = max |x| / m in x's dtype        q = x / s, rounded
 
-    Parts: keys and values as q + m, packed along a head, uint8; their scales [num_layers,
-    num_tokens, num_kv_heads]. Equals tests/reference/naive_codec.py bit by bit.
+    Parts: keys and values as q + m, uint8, where a byte has two numbers the first half of a head
+    lowest; their scales [num_layers, num_tokens, num_kv_heads]. Equals
+    tests/reference/naive_codec.py bit by bit.
 
     Args:
-        bits: of a number, 2 to 8. A head must fill whole bytes.
+        bits: of a number, one of `widths`. A head must fill whole bytes.
     """
 
+    widths: Collection[int] = (8, 4)
+
     def __init__(self, bits: int) -> None:
-        if not 2 <= bits <= 8:
-            raise ValueError(f"bits: expected 2 to 8, got {bits}")
+        if bits not in self.widths:
+            raise ValueError(f"bits: expected one of {list(self.widths)}, got {bits}")
         self.name, self.bits, self._most = f"int{bits}", bits, (1 << bits - 1) - 1
 
     def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """As `Codec` says. What is not finite gets a scale that is not, which `check` refuses.
-
-        Raises:
-            ValueError: a head fills no whole bytes.
-        """
+        Raises ValueError: a head fills no whole bytes."""
         for name, each in (("keys", keys), ("values", values)):
             if each.shape[-1] * self.bits % 8:
                 raise ValueError(
@@ -152,16 +124,13 @@ class Quantized(Codec):
         return self._decoded(keys, key_scales), self._decoded(values, value_scales)
 
     def sizes(self, parts: Sequence[Tensor]) -> Sizes:
-        keys, values = parts[:2]
-        layers, tokens, heads = keys.shape[:3]
-        key_dim, value_dim = (each.shape[-1] * 8 // self.bits for each in (keys, values))
+        key_dim, value_dim = (each.shape[-1] * 8 // self.bits for each in parts[:2])
+        layers, tokens, heads = parts[0].shape[:3]
         return Sizes(layers, tokens, heads, key_dim, value_dim, parts[-1].dtype)
 
     def shapes(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        rows = sizes[:3]
-        data = [
-            ((*rows, dim * self.bits // 8), torch.uint8) for dim in (sizes.key_dim, sizes.value_dim)
-        ]
+        rows, dims = sizes[:3], (sizes.key_dim, sizes.value_dim)
+        data = [((*rows, dim * self.bits // 8), torch.uint8) for dim in dims]
         return [*data, (rows, sizes.dtype), (rows, sizes.dtype)]
 
     def max_error(self, dtype: torch.dtype) -> float:
@@ -178,10 +147,9 @@ class Quantized(Codec):
     # Private, in order of use
 
     def _encoded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        data = rows.new_empty(
-            (*rows.shape[:-1], rows.shape[-1] * self.bits // 8), dtype=torch.uint8
-        )
-        scales = rows.new_empty(rows.shape[:-1])
+        *shape, dim = rows.shape
+        data = rows.new_empty((*shape, dim * self.bits // 8), dtype=torch.uint8)
+        scales = rows.new_empty(shape)
         for part in _parts(rows):
             data[part], scales[part] = self._quantized(rows[part])
         return data, scales
@@ -199,21 +167,29 @@ class Quantized(Codec):
         steps = scales.float().masked_fill(scales == 0, 1).unsqueeze(-1)
         # A subnormal scale can be far off after its rounding, and give levels beyond the last one.
         levels = (rows.float() / steps).round_().clamp_(-self._most, self._most).add_(self._most)
-        return _packed(levels.to(torch.uint8), self.bits), torch.where(
-            largest.isfinite(), scales, torch.nan
-        )
+        scales = scales.masked_fill(~largest.isfinite(), torch.nan)
+        return self._packed(levels.to(torch.uint8)), scales
 
     def _decoded(self, data: Tensor, scales: Tensor) -> Tensor:
         rows = scales.new_empty((*scales.shape, data.shape[-1] * 8 // self.bits))
         for part in _parts(data):
             levels = rows[part]  # in place: numbers up to 254 are exact in bfloat16, too
-            levels.copy_(_unpacked(data[part], self.bits)).sub_(self._most).mul_(
-                scales[part].unsqueeze(-1)
-            )
+            levels.copy_(self._unpacked(data[part])).sub_(self._most)
+            levels.mul_(scales[part].unsqueeze(-1))
         return rows
 
+    def _packed(self, levels: Tensor) -> Tensor:
+        """[..., dim] uint8 below 2^bits as [..., dim * bits / 8]."""
+        if self.bits == 8:
+            return levels
+        low, high = levels.chunk(2, -1)  # so whole stretches of a head are shifted at once
+        return low | high << 4
 
-NONE = Plain()
+    def _unpacked(self, data: Tensor) -> Tensor:
+        return data if self.bits == 8 else torch.cat([data & 15, data >> 4], -1)
+
+
+NONE = Codec()
 CODECS: Mapping[str, Codec] = {each.name: each for each in (NONE, Quantized(8), Quantized(4))}
 """By name, as `--chunkcache-store-codec` has them."""
 
@@ -236,42 +212,3 @@ def _largest_scale(dtype: torch.dtype, most: int) -> float:
     if float(scale) * most > info.max:  # rounded up: the next one below it
         scale = (scale.double() * (1 - info.eps)).to(dtype)
     return float(scale)
-
-
-def _packed(levels: Tensor, bits: int) -> Tensor:
-    """[..., dim] uint8 below 2^bits as [..., dim * bits / 8]: first 4 bits of each number, then 2,
-    then 1, as `bits` has them.
-
-    A byte has bits of numbers that are far apart, so whole stretches of a head are shifted at once.
-    """
-    if bits == 8:
-        return levels
-    planes, left = [], bits
-    for width in _widths(bits):
-        left -= width
-        intervals = ((levels >> left) & (2**width - 1)).chunk(8 // width, -1)
-        plane = intervals[0].clone()
-        for number, each in enumerate(intervals[1:], 1):
-            plane |= each << (number * width)
-        planes.append(plane)
-    return torch.cat(planes, -1)
-
-
-def _unpacked(data: Tensor, bits: int) -> Tensor:
-    if bits == 8:
-        return data
-    widths = _widths(bits)
-    levels: Tensor | None = None
-    for width, plane in zip(
-        widths,
-        torch.split(data, [data.shape[-1] * width // bits for width in widths], -1),
-        strict=True,
-    ):
-        part = torch.cat([(plane >> at) & (2**width - 1) for at in range(0, 8, width)], -1)
-        levels = part if levels is None else (levels << width) | part
-    assert levels is not None
-    return levels
-
-
-def _widths(bits: int) -> list[int]:
-    return [width for width in (4, 2, 1) if bits & width]

@@ -6,8 +6,7 @@
 `outward` follows `received`; there are no gaps.
 
 The checksum covers all other bytes, keyed by the secret if there is one: with a secret only who
-knows it can make an entry. It knows no chunk, no store and no backend. `pointer.py` frames its
-bytes likewise, with a magic of its own.
+knows it can make an entry. `pointer.py` frames its bytes likewise, with a magic of its own.
 """
 
 from __future__ import annotations
@@ -43,22 +42,16 @@ _HEADER_LEN = struct.Struct("<I")
 class Refusal(StrEnum):
     """Why stored bytes are not used."""
 
-    TRUNCATED = "truncated"
-    """Their number is not the one that they name."""
-    FORMAT = "format"
-    """No entry, one of another version, or one whose header makes no sense."""
-    SECRET = "secret"
-    """Written with another secret, or without one."""
-    DAMAGED = "damaged"
-    """The checksum is not that of the bytes."""
-    OTHER_ENTRY = "other_entry"
-    """It is another entry than the one asked for."""
-    LAYOUT = "layout"
-    """KV of other sizes, another dtype or codec, or of another number of tokens."""
+    TRUNCATED = "truncated"  # their number is not the one that they name
+    FORMAT = "format"  # no entry, one of another version, or one whose header makes no sense
+    SECRET = "secret"  # written with another secret, or without one
+    DAMAGED = "damaged"  # the checksum is not that of the bytes
+    OTHER_ENTRY = "other_entry"  # it is not the one asked for
+    LAYOUT = "layout"  # KV of other sizes, another dtype or codec, or another number of tokens
 
 
 class RefusedEntryError(Exception):
-    """These bytes are not the entry that was asked for."""
+    """Bytes are not the entry that was asked for."""
 
     def __init__(self, reason: Refusal, told: str) -> None:
         super().__init__(f"{reason}: {told}")
@@ -72,10 +65,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     num_kv_heads: int
     key_dim: int
     value_dim: int
-    dtype: str
-    """Of `DTYPES`."""
-    codec: str = NONE.name
-    """Of `CODECS`. The bytes of an entry without one name none."""
+    dtype: str  # of `DTYPES`
+    codec: str = NONE.name  # of `CODECS`. The bytes of an entry without one name none
 
     @property
     def token_bytes(self) -> int:
@@ -83,14 +74,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     def sizes(self, num_tokens: int) -> Sizes:
         """Of so many tokens, in the pool's dtype."""
-        return Sizes(
-            self.num_layers,
-            num_tokens,
-            self.num_kv_heads,
-            self.key_dim,
-            self.value_dim,
-            DTYPES[self.dtype],
-        )
+        dims = self.num_kv_heads, self.key_dim, self.value_dim
+        return Sizes(self.num_layers, num_tokens, *dims, DTYPES[self.dtype])
 
 
 class Masses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -105,18 +90,14 @@ class Masses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One variant. Tensors are contiguous and on the CPU."""
+    """One variant. Tensors are contiguous and on the CPU: keys, at their own positions, and values,
+    as the codec keeps them; what was measured, each [num_tokens] float32, None where it was not."""
 
     kv: tuple[Tensor, ...]
-    """Keys, at their own positions, and values, as the codec keeps them."""
     masses: Masses | None = None
-    """None: not scored."""
-    context: Tensor | None = None
-    """[num_tokens] float32, with `masses`."""
+    context: Tensor | None = None  # with `masses`
     received: Tensor | None = None
-    """[num_tokens] float32; None: not measured."""
     outward: Tensor | None = None
-    """[num_tokens] float32; None: not known."""
     heads: tuple[tuple[int, int], ...] = ()
     """The calibrated heads that scores and `outward` were measured with."""
     codec: Codec = NONE
@@ -124,9 +105,8 @@ class Entry:
     @property
     def layout(self) -> Layout:
         layers, _, heads, key_dim, value_dim, dtype = self.codec.sizes(self.kv)
-        return Layout(
-            layers, heads, key_dim, value_dim, str(dtype).removeprefix("torch."), self.codec.name
-        )
+        name = str(dtype).removeprefix("torch.")
+        return Layout(layers, heads, key_dim, value_dim, name, self.codec.name)
 
     @property
     def num_tokens(self) -> int:
@@ -150,20 +130,10 @@ class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def write(entry: Entry, name: str, *, secret: bytes) -> Tensor:
     """[num_bytes] uint8, CPU: what `read` gives back. `secret` b"": none."""
-    header = msgspec.json.encode(
-        _Header(
-            name,
-            entry.layout,
-            entry.num_tokens,
-            entry.masses,
-            entry.received is not None,
-            entry.outward is not None,
-            entry.heads,
-        )
-    )
-    return framed(
-        MAGIC, header, [_bytes_of(each).numpy() for each in entry.tensors()], secret=secret
-    )
+    has = entry.received is not None, entry.outward is not None
+    header = _Header(name, entry.layout, entry.num_tokens, entry.masses, *has, entry.heads)
+    parts = [_bytes_of(each).numpy() for each in entry.tensors()]
+    return framed(MAGIC, msgspec.json.encode(header), parts, secret=secret)
 
 
 def read(
@@ -191,39 +161,25 @@ def read(
             Refusal.LAYOUT,
             f"{header.num_tokens} tokens of {header.layout}, not {num_tokens} of {layout}",
         )
-    codec, tokens = CODECS[layout.codec], ((num_tokens,), torch.float32)
+    codec = CODECS[layout.codec]
     kv = codec.shapes(layout.sizes(num_tokens))
-    wanted: list[tuple[tuple[int, ...], torch.dtype] | None] = [
-        *kv,
-        tokens if header.masses is not None else None,
-        tokens if header.has_received else None,
-        tokens if header.has_outward else None,
-    ]
-    sizes = [prod(shape) * kind.itemsize for shape, kind in filter(None, wanted)]
+    has = header.masses is not None, header.has_received, header.has_outward
+    wanted = [*kv, *[((num_tokens,), torch.float32)] * sum(has)]
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted]
     # Else `torch.split` raises, which counts as FAILED: the row would stay, and be asked again.
     if start + sum(sizes) != len(data):
         raise RefusedEntryError(
             Refusal.FORMAT, f"the header tells of {start + sum(sizes)} bytes, there are {len(data)}"
         )
-    bytes_of = iter(torch.split(data[start:], sizes))
     # KV goes on to the device, so it may want pinned memory; measurements stay on the host.
-    made = [
-        None
-        if each is None
-        else _filled(
-            (empty if i < len(kv) else torch.empty)(each[0], dtype=each[1]), next(bytes_of)
-        )
-        for i, each in enumerate(wanted)
-    ]
-    *parts, context, received, outward = made
+    made = [empty(shape, dtype=dtype) for shape, dtype in kv]
+    made += [torch.empty(shape, dtype=dtype) for shape, dtype in wanted[len(kv) :]]
+    for each, part in zip(made, torch.split(data[start:], sizes), strict=True):
+        _bytes_of(each).numpy()[:] = part.numpy()
+    measured = iter(made[len(kv) :])
+    context, received, outward = (next(measured) if each else None for each in has)
     return Entry(
-        tuple(each for each in parts if each is not None),
-        header.masses,
-        context,
-        received,
-        outward,
-        header.heads,
-        codec,
+        tuple(made[: len(kv)]), header.masses, context, received, outward, header.heads, codec
     )
 
 
@@ -246,11 +202,8 @@ def framed(magic: bytes, header: bytes, parts: Sequence[Any], *, secret: bytes) 
 
 
 def header_of(data: Tensor, magic: bytes, kind: type[T], *, secret: bytes) -> tuple[T, int]:
-    """(the header, where the parts begin), of bytes that are whole.
-
-    Raises:
-        RefusedEntryError: they are not, or their header is none of this kind.
-    """
+    """(the header, where the parts begin), of bytes that are whole. Raises RefusedEntryError: they
+    are not, or their header is none of this kind."""
     view = _view(data)
     if len(view) < _FIXED.size + _HEADER_LEN.size:
         raise RefusedEntryError(Refusal.TRUNCATED, f"{len(view)} bytes are no entry")
@@ -283,11 +236,6 @@ def _view(data: Tensor) -> memoryview:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _filled(tensor: Tensor, data: Tensor) -> Tensor:
-    _bytes_of(tensor).numpy()[:] = data.numpy()
-    return tensor
 
 
 def _tag(secret: bytes) -> bytes:

@@ -29,9 +29,8 @@ def fingerprint(model: nn.Module) -> int:
     counts, names do not.
 
     Reads each weight once, in pieces, on its own device, and waits for the result. Takes
-    PIECE_WORDS * 24 bytes beside them, and a copy of a tensor that is not contiguous.
-
-    Equals tests/reference/naive_fingerprint.py.
+    PIECE_WORDS * 24 bytes beside them, and a copy of a tensor that is not contiguous. Equals
+    tests/reference/naive_fingerprint.py.
     """
     totals: dict[torch.device, Tensor] = {}
     multipliers: dict[torch.device, Tensor] = {}

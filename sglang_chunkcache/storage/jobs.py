@@ -16,66 +16,46 @@ GONE, FAILED, PAUSED = "gone", "failed", "paused"
 it was not asked."""
 
 
-def _nothing(job: object) -> None:
-    """Nobody is told."""
+@dataclass(eq=False, kw_only=True)
+class _Job:
+    done: Callable[[Any], None] = lambda job: None  # for whoever polls
+    is_done: bool = False  # polled
+    problem: str = ""  # why it came to nothing
+    seconds: float = 0.0  # what it took. 0: nobody knows
 
 
 @dataclass(eq=False)
-class Load:
+class Load(_Job):
     """An entry that is asked for."""
 
     name: str
-    num_bytes: int
+    size: int  # its bytes
     num_tokens: int
     layout: Layout
     into: Callable[[Entry], None] | None = None
     """The thread gives it the entry, which is no entry where that fails."""
-    done: Callable[[Any], None] = _nothing
-    """For whoever polls."""
-    is_done: bool = False
-    """Polled."""
-    is_late: bool = False
-    """Its request did not wait for it."""
+    is_late: bool = False  # its request did not wait for it
     entry: Entry | None = None
-    problem: str = ""
-    """Why there is none."""
-    seconds: float = 0.0
-    """What it took, where there is one."""
-
-    @property
-    def size(self) -> int:
-        return self.num_bytes
 
 
 @dataclass(eq=False)
-class Write:
+class Write(_Job):
     """An entry to be kept."""
 
-    row: Row
-    """Without the number of bytes, which it gets with them."""
-    entry: Callable[[], Entry]
-    """Called by the thread, once."""
-    size: int
-    """Its bytes, about."""
-    done: Callable[[Any], None] = _nothing
+    row: Row  # without the number of bytes, which it gets with them
+    entry: Callable[[], Entry]  # called by the thread, once
+    size: int  # its bytes, about
     is_confirmed: bool = False
-    is_own: bool = True
-    """False: another server has written it, and `row` is what that one tells."""
-    problem: str = ""
-    seconds: float = 0.0
-    """What it took, where it was written. Of ranks, whose clocks differ, 0."""
+    is_own: bool = True  # False: another server has written it, and `row` is what that one tells
 
 
 @dataclass(eq=False)
-class Lookup:
+class Lookup(_Job):
     """What other servers on the storage have of some chunks."""
 
     chunks: Sequence[StoredChunk]
-    done: Callable[[Any], None] = _nothing
     found: dict[StoredChunk, list[Row]] = field(default_factory=dict)
     """Of the chunks that were asked for."""
-    is_done: bool = False
-    """Polled."""
 
     @property
     def size(self) -> int:

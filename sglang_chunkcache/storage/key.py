@@ -21,13 +21,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import astuple
+
 from radix_ext import ChunkId
 from sglang_chunkcache.storage.entry import Layout
 
-SECRET_VAR, SECRET_FILE_VAR = (
-    "SGLANG_CHUNKCACHE_STORAGE_SECRET",
-    "SGLANG_CHUNKCACHE_STORAGE_SECRET_FILE",
-)
+SECRET_VAR = "SGLANG_CHUNKCACHE_STORAGE_SECRET"
+SECRET_FILE_VAR = f"{SECRET_VAR}_FILE"
 
 NOT_OF_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
 """Keys of a config that say where a model is from, not what it computes."""
@@ -46,12 +46,9 @@ class Place(NamedTuple):
 
     model: str
     tenant: str
-    chunk: ChunkId
-    """The hash of its tokens."""
-    head: str
-    """Names the text before it that is no chunk."""
-    prefix: tuple[ChunkId, ...]
-    """The chunks before it, in order."""
+    chunk: ChunkId  # the hash of its tokens
+    head: str  # names the text before it that is no chunk
+    prefix: tuple[ChunkId, ...]  # the chunks before it, in order
     preprocessed: bool
     exact: str = ""
     """If an ordinary prefill computed it: names the chain that it ends, and what has computed it.
@@ -60,6 +57,11 @@ class Place(NamedTuple):
     @property
     def stored_chunk(self) -> StoredChunk:
         return StoredChunk(*self[:3])
+
+    @property
+    def index_key(self) -> tuple[StoredChunk, str, tuple[ChunkId, ...]]:
+        """Chunk, head and prefix, as a `VariantIndex` takes them."""
+        return self.stored_chunk, self.head, self.prefix
 
     @property
     def pointed_from(self) -> tuple[StoredChunk, ...]:
@@ -73,7 +75,7 @@ class Names:
     tensor-parallel ranks have of one entry."""
 
     def __init__(self, secret: bytes, shard: str = "") -> None:
-        self._secret, self._shard = secret, shard
+        self.secret, self._shard = secret, shard
 
     def model(self, config: Mapping[str, object], layout: Layout, weights: int, *how: str) -> str:
         """`config` is the model's, with what was overridden. `weights`: their fingerprint.
@@ -81,26 +83,18 @@ class Names:
         told = {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL}
         text = json.dumps(told, sort_keys=True, default=str)
         # Not the codec: chains have none, and variants name theirs in `how`.
-        sizes = (
-            layout.num_layers,
-            layout.num_kv_heads,
-            layout.key_dim,
-            layout.value_dim,
-            layout.dtype,
-        )
+        *sizes, _ = astuple(layout)
         return self._hash("model", text, str(weights), *map(str, sizes), *how)
 
     def tenant(self, extra_key: str | None, cache_salt: str | None) -> str:
         """None is kept apart from an empty one."""
-        return self._hash(
-            "tenant", *("-" if each is None else f"+{each}" for each in (extra_key, cache_salt))
-        )
+        told = ("-" if each is None else f"+{each}" for each in (extra_key, cache_salt))
+        return self._hash("tenant", *told)
 
     def entry(
         self, place: Place, scored: int, has_outward: bool, heads: Sequence[tuple[int, int]]
     ) -> str:
-        """A file's name, too. Entries with more measured are other entries:
-        a backend overwrites none."""
+        """Entries with more measured are other entries: a backend overwrites none."""
         # Heads matter where something was measured in them: plain KV has one name under all.
         measured = f"{int(scored)} {has_outward} {sorted(heads) if scored or has_outward else ()}"
         kind = ("exact", place.exact) if place.exact else ("entry",)
@@ -108,7 +102,6 @@ class Names:
         return f"cc1-{told}{self._shard}"
 
     def pointer(self, chunk: StoredChunk, number: int) -> str:
-        """Whoever knows the chunk, and the secret if there is one, knows it."""
         return f"ccp1-{self._hash('pointer', *chunk)}-{number}"
 
     def _hash(self, *parts: str) -> str:
@@ -118,15 +111,12 @@ class Names:
             # A salt may have lone surrogates, which JSON allows and plain UTF-8 refuses.
             for each in (part.encode("utf-8", "surrogatepass") for part in parts)
         )
-        return blake2b(data, key=self._secret, digest_size=20).hexdigest()
+        return blake2b(data, key=self.secret, digest_size=20).hexdigest()
 
 
 def secret_of(environ: Mapping[str, str] = os.environ) -> bytes:
-    """The secret that the environment names, made short; b"" without one.
-
-    Raises:
-        ValueError: both variables are set, or the file cannot be read or is empty.
-    """
+    """The secret that the environment names, made short; b"" without one. Raises ValueError: both
+    variables are set, or the file cannot be read or is empty."""
     text, file = environ.get(SECRET_VAR, ""), environ.get(SECRET_FILE_VAR, "")
     if text and file:
         raise ValueError(f"{SECRET_VAR} and {SECRET_FILE_VAR} are both set")

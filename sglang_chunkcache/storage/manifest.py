@@ -12,9 +12,9 @@ import fcntl
 import logging
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from radix_ext import ChunkId
 from sglang_chunkcache.storage.key import Place
@@ -34,13 +34,15 @@ _TABLE = """CREATE TABLE IF NOT EXISTS entries (
     priority REAL NOT NULL, num_uses INTEGER NOT NULL, last_used INTEGER NOT NULL
 ) WITHOUT ROWID"""
 
+_ALL_HAD = (
+    "name, model, tenant, chunk, head, prefix, preprocessed, '', num_tokens, num_bytes, scored,"
+    " outward, heads"
+)
 _COLUMNS = {
     # no entry says where it stood, and none has a priority
-    1: "name, model, tenant, chunk, head, prefix, preprocessed, '', num_tokens, num_bytes, scored,"
-    f" outward, heads, {UNKNOWN}, 0, num_uses, last_used",
+    1: f"{_ALL_HAD}, {UNKNOWN}, 0, num_uses, last_used",
     # chains had names of their own, which nobody asks for any more
-    3: "name, model, tenant, chunk, head, prefix, preprocessed, '', num_tokens, num_bytes, scored,"
-    " outward, heads, start, priority, num_uses, last_used",
+    3: f"{_ALL_HAD}, start, priority, num_uses, last_used",
 }
 """Of an earlier schema, as those of this one."""
 
@@ -52,24 +54,12 @@ class Row(NamedTuple):
     place: Place
     num_tokens: int
     num_bytes: int
-    scored: int
-    """A `radix_ext.cfo.Scored`."""
+    scored: int  # a `radix_ext.cfo.Scored`
     has_outward: bool
-    heads: tuple[tuple[int, int], ...] = ()
-    """Those that scores and `outward` were measured with."""
-    start: int = UNKNOWN
-    """Position of the first token."""
-    priority: float = 0.0
-    """In the order of eviction, as of its last use."""
+    heads: tuple[tuple[int, int], ...] = ()  # those that scores and `outward` were measured with
+    start: int = UNKNOWN  # position of the first token
+    priority: float = 0.0  # in the order of eviction, as of its last use
     num_uses: int = 0
-
-
-class Use(NamedTuple):
-    """An entry was used: what it has now."""
-
-    name: str
-    priority: float
-    num_uses: int
 
 
 class InUseError(ValueError):
@@ -78,67 +68,55 @@ class InUseError(ValueError):
 
 class Manifest:
     """Of one folder. Opened by one thread and used by another one afterwards, never by two at once.
-
-    Raises:
-        InUseError: another process has the folder; names it.
-        OSError: the folder cannot be made or written.
-    """
+    Raises InUseError: another process has the folder; OSError: it cannot be made or written."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(folder / "lock")
-        self._file = folder / "manifest.sqlite"
+        file = folder / "manifest.sqlite"
         try:
-            self._database = _opened(self._file)
+            self._database = _opened(file)
+        except sqlite3.OperationalError as error:  # no room, no right: not the file's fault
+            os.close(self._lock)
+            raise OSError(f"{file}: {error}") from None
         except sqlite3.DatabaseError as error:
-            # no room, no right: not the file's fault
-            if isinstance(error, sqlite3.OperationalError):
-                os.close(self._lock)
-                raise OSError(f"{self._file}: {error}") from None
-            logger.warning(
-                "chunk cache: %s is damaged, the storage starts empty: %s", self._file, error
-            )
+            logger.warning("chunk cache: %s is damaged, the storage starts empty: %s", file, error)
             # With its -wal and -shm, which SQLite would replay into the new one.
-            for each in folder.glob(f"{self._file.name}*"):
+            for each in folder.glob(f"{file.name}*"):
                 each.replace(each.with_name(each.name.replace("manifest", "damaged")))
-            self._database = _opened(self._file)
+            self._database = _opened(file)
         # `last_used` counts calls, so that no clock that was set back changes the order.
         (self._clock,) = self._database.execute(
             "SELECT coalesce(max(last_used), 0) FROM entries"
         ).fetchone()
 
     def rows(self) -> list[Row]:
-        """All, the most used first; of those that were used together what precedes the others: the
-        tokens before a first chunk have their chain for a chunk."""
+        """All, the most used first; of those that were used together what precedes the others."""
+        # The tokens before a first chunk have their chain for a chunk.
         found = self._database.execute(
             "SELECT * FROM entries ORDER BY priority DESC, last_used DESC, length(prefix),"
             " instr(exact, chunk) = 0, name"
         )
-        return [_row(*each) for each in found]
+        return list(map(_row, found))
 
     def put(self, row: Row) -> None:
         """The row is there, for good, when this returns."""
         place = row.place
         self._clock += 1
-        prefix, heads = (
-            " ".join(place.prefix),
-            " ".join(f"{layer}.{head}" for layer, head in row.heads),
-        )
-        of_place = (*place[:4], prefix, place.preprocessed, place.exact)
+        heads = " ".join(f"{layer}.{head}" for layer, head in row.heads)
+        of_place = (*place[:4], " ".join(place.prefix), place.preprocessed, place.exact)
         of_entry = row.num_tokens, row.num_bytes, row.scored, row.has_outward, heads, row.start
-        self._execute(
-            f"INSERT OR REPLACE INTO entries VALUES ({', '.join('?' * 17)})",
-            [(row.name, *of_place, *of_entry, row.priority, row.num_uses, self._clock)],
-        )
+        values = row.name, *of_place, *of_entry, row.priority, row.num_uses, self._clock
+        marks = ", ".join("?" * len(values))
+        self._execute(f"INSERT OR REPLACE INTO entries VALUES ({marks})", [values])
 
     def drop(self, names: Iterable[str]) -> None:
-        """Rows that are not there are none."""
         self._execute("DELETE FROM entries WHERE name = ?", [(name,) for name in names])
 
-    def use(self, uses: Iterable[Use]) -> None:
-        """Entries that are not there are left out."""
+    def use(self, uses: Mapping[str, tuple[float, int]]) -> None:
+        """Priority and number of uses by name of what was used. What is not there stays away."""
         self._clock += 1
-        told = [(use.priority, use.num_uses, self._clock, use.name) for use in uses]
+        told = [(*use, self._clock, name) for name, use in uses.items()]
         self._execute(
             "UPDATE entries SET priority = ?, num_uses = ?, last_used = ? WHERE name = ?", told
         )
@@ -198,30 +176,11 @@ def _opened(file: Path) -> sqlite3.Connection:
     return database
 
 
-def _row(
-    name: str,
-    model: str,
-    tenant: str,
-    chunk: str,
-    head: str,
-    prefix: str,
-    preprocessed: int,
-    exact: str,
-    num_tokens: int,
-    num_bytes: int,
-    scored: int,
-    outward: int,
-    heads: str,
-    start: int,
-    priority: float,
-    num_uses: int,
-    last_used: int,
-) -> Row:
+def _row(told: Sequence[Any]) -> Row:
+    name, model, tenant, chunk, head, prefix, preprocessed, exact, *of_entry = told
+    num_tokens, num_bytes, scored, outward, heads, start, priority, num_uses, _ = of_entry
     before = tuple(map(ChunkId, prefix.split()))
     place = Place(model, tenant, ChunkId(chunk), head, before, bool(preprocessed), exact)
-    told = tuple(
-        (int(layer), int(number)) for layer, number in (each.split(".") for each in heads.split())
-    )
-    return Row(
-        name, place, num_tokens, num_bytes, scored, bool(outward), told, start, priority, num_uses
-    )
+    pairs = (each.split(".") for each in heads.split())
+    measured = scored, bool(outward), tuple((int(layer), int(number)) for layer, number in pairs)
+    return Row(name, place, num_tokens, num_bytes, *measured, start, priority, num_uses)

@@ -8,26 +8,15 @@ GAUGES = {
     "bytes": (
         "bytes",
         "livesum",
-        (
-            "bytes of the entries that this server has written, by kind: chains, variants, other"
-            " (weights or codec)"
-        ),
+        "bytes of own entries, by kind: chains, variants, other (weights or codec)",
     ),
     "saved_bytes": (
         "saved_bytes",
         "livesum",
         "how many fewer these are than with KV as in the pool, by kind",
     ),
-    "entries": (
-        "num_entries",
-        "livesum",
-        "entries that this server knows, those of others included",
-    ),
-    "load_ms_per_mib": (
-        "load_ms_per_mib",
-        "mostrecent",
-        "milliseconds that a load of 1 MiB is estimated to take",
-    ),
+    "entries": ("num_entries", "livesum", "entries that this server knows, others' included"),
+    "load_ms_per_mib": ("load_ms_per_mib", "mostrecent", "estimate of a load of 1 MiB, in ms"),
 }
 COUNTERS = {
     "loads": ("loaded", "entries loaded"),

@@ -17,7 +17,7 @@ from torch import Tensor
 from radix_ext.loading import WaitPolicy
 from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache import compat
-from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.config import ChunkCacheConfig, flag_name
 from sglang_chunkcache.storage.backend import Backend, create_backend, folder_of, room_in
 from sglang_chunkcache.storage.entry import DTYPES, Layout
 from sglang_chunkcache.storage.jobs import GONE
@@ -25,9 +25,11 @@ from sglang_chunkcache.storage.key import Names, secret_of
 from sglang_chunkcache.storage.loader import Loader
 from sglang_chunkcache.storage.manifest import Manifest, Row
 from sglang_chunkcache.storage.metrics import StorageMetrics
+from sglang_chunkcache.storage.naming import Naming
 from sglang_chunkcache.storage.pointer import Pointers
 from sglang_chunkcache.storage.ranks import Ranks
 from sglang_chunkcache.storage.storage import Storage
+from sglang_chunkcache.storage.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -37,39 +39,26 @@ class Opened(NamedTuple):
 
     loader: Loader
     names: Names
-    rows: list[Row]
-    """What it holds, the most used first."""
-    max_bytes: int
-    """What it may hold."""
+    rows: list[Row]  # what it holds, the most used first
+    max_bytes: int  # that it may hold
 
 
 def create_storage(ctx: Any, config: ChunkCacheConfig, memory_bytes: int) -> Storage | None:
     """The storage of one rank, off until its weights are known. `ctx` is SGLang's
-    TreeCacheBuildContext, `memory_bytes` as `Loader` takes it. None: not wanted.
-
-    Raises:
-        ValueError: a setting is wrong or not supported, or the folder is another server's.
-    """
+    TreeCacheBuildContext, `memory_bytes` as `Loader` takes it. None: not wanted. Raises ValueError:
+    a setting is wrong or not supported, or the folder is another server's."""
     if config.storage_backend is None:
         return None
     runner, args = ctx.tp_worker.model_runner, ctx.server_args
+    refused = f"{flag_name('storage_backend')} does not go with"
     if args.enable_memory_saver:
-        raise ValueError(
-            "--chunkcache-storage-backend does not go with --enable-memory-saver: weights that may"
-            " be away name nothing"
-        )
+        raise ValueError(f"{refused} --enable-memory-saver: weights that may be away name nothing")
     if args.enable_lora or args.lora_paths:
-        raise ValueError(
-            "--chunkcache-storage-backend does not go with --lora-paths: an adapter has no"
-            " fingerprint"
-        )
+        raise ValueError(f"{refused} --lora-paths: an adapter has no fingerprint")
     pool = runner.token_to_kv_pool
     dtype = str(pool.dtype).removeprefix("torch.")
     if not isinstance(pool, MHATokenToKVPool) or dtype not in DTYPES:
-        raise ValueError(
-            f"--chunkcache-storage-backend does not go with KV of {dtype} in a"
-            f" {type(pool).__name__}"
-        )
+        raise ValueError(f"{refused} KV of {dtype} in a {type(pool).__name__}")
     _, num_heads, key_dim = pool.k_buffer[0].shape
     layout = Layout(len(pool.k_buffer), num_heads, key_dim, pool.v_buffer[0].shape[-1], dtype)
     # Loaded KV goes on to the device: from pageable memory that makes the host wait.
@@ -86,18 +75,16 @@ def create_storage(ctx: Any, config: ChunkCacheConfig, memory_bytes: int) -> Sto
             ranks=ranks,
         )
     except OSError as error:
-        raise ValueError(f"--chunkcache-storage-backend: {error}") from None
+        raise ValueError(f"{flag_name('storage_backend')}: {error}") from None
     shows = args.enable_metrics and ctx.tp_rank == 0  # Prometheus would add them up
+    model_of = partial(opened.names.model, runner.model_config.hf_config.to_dict(), layout)
     return Storage(
         create_index(config, opened.max_bytes),
         opened.loader,
-        opened.names,
-        layout=layout,
-        model_of=partial(opened.names.model, runner.model_config.hf_config.to_dict(), layout),
-        wait_policy=WaitPolicy(config.storage_wait),
-        rows=opened.rows,
-        metrics=StorageMetrics("network" if opened.loader.is_shared else "disk") if shows else None,
-        ranks=ranks,
+        Naming(opened.names, model_of, layout),
+        opened.rows,
+        WaitPolicy(config.storage_wait),
+        StorageMetrics("network" if opened.loader.is_shared else "disk") if shows else None,
     )
 
 
@@ -120,14 +107,10 @@ def open_storage(
     empty: Callable[..., Tensor] = torch.empty,
     ranks: Ranks | None = None,
 ) -> Opened:
-    """The storage of the rank of that name. `memory_bytes`, `empty` and `ranks` as `Loader` takes
-    them: all ranks open theirs at once, and have what all have.
-
-    Raises:
-        ValueError: a setting is wrong, the backend cannot be made, or another process has the
-            folder.
-        OSError: the folder cannot be written.
-    """
+    """The storage of the rank of that name. `memory_bytes` and `ranks` as `Loader` takes them,
+    `empty` as `Worker`: all ranks open theirs at once, and have what all have. Raises ValueError: a
+    setting is wrong, the backend cannot be made, or another process has the folder; OSError: the
+    folder cannot be written."""
     folder, secret = folder_of(config, rank), secret_of()
     # First, as it locks the folder: `confirmed` deletes what another server may be writing.
     manifest = Manifest(folder)
@@ -146,22 +129,13 @@ def open_storage(
         manifest.close()
         raise
     names = Names(secret, ranks.shard if ranks else "")
-    pointers = (
-        Pointers(backend, names, secret=secret) if backend.is_shared and ranks is None else None
-    )
-    loader = Loader(
-        backend,
-        manifest,
-        secret=secret,
-        pointers=pointers,
-        ranks=ranks,
-        memory_bytes=memory_bytes,
-        empty=empty,
-    )
+    pointers = Pointers(backend, names) if backend.is_shared and ranks is None else None
+    worker = Worker(backend, manifest, secret=secret, pointers=pointers, empty=empty)
+    loader = Loader(worker, ranks=ranks, memory_bytes=memory_bytes)
     # What some ranks lack, as after a kill between their writes, no request can use.
     loader.delete(others)
     if num_gone:
-        loader.worker.problems[GONE] += num_gone
+        worker.problems[GONE] += num_gone
     logger.info(
         "chunk cache: storage %s in %s: %d entries, %.1f of %.1f MiB%s",
         config.storage_backend,
@@ -176,10 +150,7 @@ def open_storage(
 
 def confirmed(manifest: Manifest, backend: Backend) -> tuple[list[Row], int]:
     """(the rows whose entries are there, how many were not): the others leave the manifest, entries
-    without a row the backend.
-
-    A backend that cannot be listed is believed, until an entry is asked for.
-    """
+    without a row the backend. A backend that cannot be listed is believed until it is asked."""
     rows, sizes = manifest.rows(), backend.sizes()
     if sizes is None:
         return rows, 0

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from radix_ext.variant_index import VariantIndex
-from sglang_chunkcache.storage.entry import Layout
-from sglang_chunkcache.storage.held import known_of, variant_of_row
+from sglang_chunkcache.storage.held import replaces, variant_of_row
 from sglang_chunkcache.storage.jobs import Lookup
 from sglang_chunkcache.storage.key import StoredChunk
 from sglang_chunkcache.storage.loader import Loader
@@ -25,41 +24,27 @@ MAX_OVERHEAD_BYTES = 1 << 20
 
 
 class Others:
-    """Of one rank.
+    """Of one rank."""
 
-    Args:
-        layout: of the pool's KV.
-        clock: seconds.
-    """
-
-    def __init__(
-        self,
-        index: VariantIndex,
-        loader: Loader,
-        naming: Naming,
-        layout: Layout,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, index: VariantIndex, loader: Loader, naming: Naming) -> None:
         self._index, self._loader, self._naming = index, loader, naming
-        self._layout, self._clock = layout, clock
-        self._looked_up: dict[StoredChunk, float] = {}
-        """When that is asked again. The oldest first."""
+        self._looked_up: dict[StoredChunk, float] = {}  # until when that is known, the oldest first
         self.num_found = 0
 
     def look_up(
         self, chunks: Mapping[StoredChunk, int], then: Callable[[], None], asked: PendingLoads
     ) -> None:
-        """Ask what others have of these chunks of so many tokens, unless that is known or being
-        asked. `then` is called when the index knows it."""
+        """Ask what others have of these chunks of so many tokens, unless that is known. `then` is
+        called when the index knows it."""
         if not self._loader.is_shared:
             return
-        now = self._clock()
+        now = self._loader.worker.clock()
         unknown = {
             chunk: number
             for chunk, number in chunks.items()
             if now >= self._looked_up.get(chunk, now)
         }
-        job = Lookup(list(unknown), partial(self._found, self._naming.era, unknown, then))
+        job = Lookup(list(unknown), done=partial(self._found, self._naming.era, unknown, then))
         if not unknown or not self._loader.look_up(job):
             return
         asked.lookup = job
@@ -76,10 +61,11 @@ class Others:
     def _found(
         self, era: int, chunks: Mapping[StoredChunk, int], then: Callable[[], None], job: Lookup
     ) -> None:
+        is_stale = era != self._naming.era
         for chunk in job.chunks:
-            if era != self._naming.era or chunk not in job.found:  # the storage has failed
+            if is_stale or chunk not in job.found:  # the storage has failed
                 self._looked_up.pop(chunk, None)
-        if era != self._naming.era:
+        if is_stale:
             return
         for chunk, rows in job.found.items():
             for row in rows:
@@ -87,23 +73,19 @@ class Others:
         then()
 
     def _take_over(self, row: Row, num_tokens: int, *, is_asked: bool) -> None:
-        """Another server tells of this entry: the index has it, if it has nothing as good there.
-        Nothing leaves for it. `is_asked`: it was, and not only its chunk."""
-        room = 2 * num_tokens * self._layout.token_bytes + MAX_OVERHEAD_BYTES
-        if (
-            row.num_tokens != num_tokens
-            or row.num_bytes > room
-            or self._loader.is_refused(row.name)
-        ):
+        """Into the index, if it has nothing as good there. Nothing leaves for it. `is_asked`: the
+        entry was asked for, and not only its chunk."""
+        room = 2 * num_tokens * self._naming.layout.token_bytes + MAX_OVERHEAD_BYTES
+        is_refused = row.name in self._loader.worker.refused
+        if row.num_tokens != num_tokens or row.num_bytes > room or is_refused:
             return
-        old = self._index.get(row.place.stored_chunk, row.place.head, row.place.prefix)
+        old, in_these_heads = self._index.get(*row.place.index_key), self._naming.in_these_heads
         if old is not None:
-            here = known_of(self._naming.in_these_heads(old.blob.row))
-            if not known_of(self._naming.in_these_heads(row)).replaces(here) or (
+            if not replaces(in_these_heads(row), in_these_heads(old.blob.row)) or (
                 old.is_exact and not is_asked  # by other hardware it may be exact for nobody here
             ):
                 return
             self._index.drop(old)
         self.num_found += self._index.restore(
-            row.place.stored_chunk, variant_of_row(row, 0.0, 0, is_own=False)
+            row.place.stored_chunk, variant_of_row(row, is_own=False)
         )

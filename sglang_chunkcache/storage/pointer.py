@@ -9,8 +9,7 @@ that follow from the chunk.
 An entry's own name cannot be guessed: it holds what precedes the chunk. A pointer is framed and
 checked as an entry is, and says nothing that the entry's reader does not check again. Places are
 filled without locks: who finds its place taken takes the next one, who empties one moves the last
-pointer there, and two who do so at once may lose one. That costs speed, nothing else. The loader's
-thread uses it, and no other one.
+pointer there, and two who do so at once may lose one. That costs speed, nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-import torch
 from torch import Tensor
 
 from radix_ext import ChunkId
@@ -57,8 +55,8 @@ class _Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 class Pointers:
     """Of one backend. Its methods raise what the backend raises."""
 
-    def __init__(self, backend: Backend, names: Names, *, secret: bytes) -> None:
-        self._backend, self._names, self._secret = backend, names, secret
+    def __init__(self, backend: Backend, names: Names) -> None:
+        self._backend, self._names = backend, names
 
     def find(self, chunk: StoredChunk) -> list[Row]:
         """The entries that are pointed to, the oldest first.
@@ -85,14 +83,13 @@ class Pointers:
         for _ in range(MAX_POINTERS + 1):
             there = self._all(chunk)
             # Set by the last turn of this loop, or by another server.
-            if any(each is not None and each.name == row.name for each in there):
+            if row.name in (each.name for each in there if each is not None):
                 return True
             number = len(there)
             # What is no pointer of this chunk helps nobody: its place is free once it is deleted.
-            if None in there and self._backend.delete(
-                self._names.pointer(chunk, there.index(None))
-            ):
-                number = there.index(None)
+            damaged = there.index(None) if None in there else number
+            if damaged < number and self._backend.delete(self._names.pointer(chunk, damaged)):
+                number = damaged
             if number == MAX_POINTERS:
                 break
             # and look: another server may have been faster
@@ -120,7 +117,7 @@ class Pointers:
 
     def _all(self, chunk: StoredChunk) -> list[Row | None]:
         """By place, up to the first free one. None: what is there is no pointer of this chunk."""
-        found: list[Row | None] = []
+        found = list[Row | None]()
         for number in range(MAX_POINTERS):
             try:
                 data = self._backend.get(self._names.pointer(chunk, number), POINTER_BYTES)
@@ -132,49 +129,27 @@ class Pointers:
         return found
 
     def _row(self, data: Tensor, chunk: StoredChunk) -> Row:
-        told, _ = header_of(data, _MAGIC, _Pointer, secret=self._secret)
+        told, _ = header_of(data, _MAGIC, _Pointer, secret=self._names.secret)
         if told.of != self._names.pointer(chunk, 0):
             raise RefusedEntryError(Refusal.OTHER_ENTRY, f"these are the bytes of {told.of}")
-        before = tuple(map(ChunkId, told.prefix))
-        place = Place(
-            chunk.model,
-            chunk.tenant,
-            ChunkId(told.chunk) if told.exact else chunk.chunk,
-            told.head,
-            before,
-            told.preprocessed,
-            told.exact,
-        )
+        own = ChunkId(told.chunk) if told.exact else chunk.chunk
+        of_place = told.head, tuple(map(ChunkId, told.prefix)), told.preprocessed, told.exact
+        place = Place(chunk.model, chunk.tenant, own, *of_place)
         if chunk not in place.pointed_from:
             raise RefusedEntryError(Refusal.OTHER_ENTRY, "it points to another chunk's entry")
         # Computed, not told: no pointer leads to another chunk's or tenant's entry.
-        name = self._names.entry(place, told.scored, told.has_outward, told.heads)
         measured = told.scored, told.has_outward, told.heads
+        name = self._names.entry(place, *measured)
         return Row(name, place, told.num_tokens, told.num_bytes, *measured, start=told.start)
 
     def _bytes(self, chunk: StoredChunk, row: Row) -> Tensor | None:
         """None: it does not fit."""
-        place = row.place
-        header = msgspec.json.encode(
-            _Pointer(
-                self._names.pointer(chunk, 0),
-                place.head,
-                place.prefix,
-                place.preprocessed,
-                row.num_tokens,
-                row.num_bytes,
-                int(row.scored),
-                row.has_outward,
-                row.heads,
-                row.start,
-                place.exact,
-                place.chunk if place.exact else "",
-            )
-        )
+        place, secret = row.place, self._names.secret
+        of_place = place.head, place.prefix, place.preprocessed
+        of_entry = row.num_tokens, row.num_bytes, int(row.scored), row.has_outward, row.heads
+        exact = place.exact, place.chunk if place.exact else ""
+        told = (self._names.pointer(chunk, 0), *of_place, *of_entry, row.start, *exact)
+        header = msgspec.json.encode(_Pointer(*told))
         # Filled up: all pointers have one size, which `get` must know.
-        room = POINTER_BYTES - len(framed(_MAGIC, header, (), secret=self._secret))
-        if room < 0:
-            return None
-        return framed(
-            _MAGIC, header, [torch.zeros(room, dtype=torch.uint8).numpy()], secret=self._secret
-        )
+        room = POINTER_BYTES - len(framed(_MAGIC, header, (), secret=secret))
+        return None if room < 0 else framed(_MAGIC, header, [bytearray(room)], secret=secret)

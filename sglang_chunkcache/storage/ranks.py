@@ -31,17 +31,12 @@ _FAILED, _GONE = -1e6, -1e9
 
 
 class Ranks:
-    """Of one tensor-parallel group, as one of them sees it. All call the same methods in the same
-    order.
-
-    Args:
-        group: SGLang's GroupCoordinator.
-    """
+    """Of one tensor-parallel group, SGLang's GroupCoordinator, as one of them sees it. All call the
+    same methods in the same order."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._finished: dict[type, deque[Any]] = {Load: deque(), Write: deque()}
-        """By this rank."""
+        self._finished: dict[type, deque[Any]] = {Load: deque(), Write: deque()}  # by this rank
         self.shard = f"-{group.rank_in_group:03}of{group.world_size:03}"
         """Ends the names of this rank's entries, all of one length: an entry's size contains it."""
         self.is_paused = False
@@ -62,76 +57,59 @@ class Ranks:
     def common(self, rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
         """(the rows that every rank has, in the first rank's order and with its priority,
         the others)."""
-        facts = [
-            (self._shared_name(row), row.num_bytes, row.priority, row.num_uses) for row in rows
-        ]
-        first, *others = self.of_all(facts)
-        there = set.intersection(*({fact[:2] for fact in each} for each in (first, *others)))
-        mine = {self._shared_name(row): row for row in rows}
+        mine = {row.name.removesuffix(self.shard): row for row in rows}
+        facts = [(name, row.num_bytes, row.priority, row.num_uses) for name, row in mine.items()]
+        of_all = self.of_all(facts)
+        there = set.intersection(*({fact[:2] for fact in each} for each in of_all))
         kept = [
             mine.pop(name)._replace(priority=priority, num_uses=num_uses)
-            for name, size, priority, num_uses in first
+            for name, size, priority, num_uses in of_all[0]
             if (name, size) in there
         ]
         return kept, list(mine.values())
 
     # In each round
 
-    def done_by_all(
-        self, done: deque[Job], *, num_loads: int, num_writes: int, is_paused: bool
-    ) -> Iterator[Job]:
-        """What all ranks have done of so many that are asked for,
-        each as it went where it went worst. Empties `done`."""
+    def done_by_all(self, done: deque[Job], *, is_asked: bool, is_paused: bool) -> Iterator[Job]:
+        """What all ranks have done, each as it went where it went worst. Empties `done`.
+        `is_asked`: loads or writes are."""
         # Kept until all ranks have done it: threads go in order, so the first ones are the same.
         while done:
             job = done.popleft()
             self._finished[type(job)].append(job)
         # All ranks have asked for the same, and paused by one reduction: all return here, or none.
-        if not (num_loads or num_writes or self.is_paused):
+        if not (is_asked or self.is_paused):
             return
-        loads, writes = self._finished[Load], self._finished[Write]
         # One tensor of one size, whatever each rank has done: float64 holds counts and seconds.
-        told = torch.zeros(3 + 2 * MAX_WAITING, dtype=torch.float64)
-        told[:3] = torch.tensor([len(loads), len(writes), not is_paused])
-        told[3 : 3 + len(loads)] = torch.tensor(
-            [_outcome(job) for job in loads], dtype=torch.float64
-        )
-        told[3 + MAX_WAITING :][: len(writes)] = torch.tensor(
-            [job.is_confirmed for job in writes], dtype=torch.float64
-        )
+        told = torch.zeros(len(self._finished), 2 + MAX_WAITING, dtype=torch.float64)
+        for row, jobs in zip(told, self._finished.values(), strict=True):
+            mine = [not is_paused, len(jobs), *map(_outcome, jobs)]
+            row[: len(mine)] = torch.tensor(mine, dtype=torch.float64)
         # Between CPUs: a reduction on the device would wait for the forward that is queued.
         self._group.cpu_group.allreduce([told], torch.distributed.ReduceOp.MIN).wait()
-        num_loads, num_writes, runs = map(int, told[:3])
-        self.is_paused = not runs
-        for outcome in told[3 : 3 + num_loads].tolist():
-            yield _went(loads.popleft(), outcome)
-        for is_confirmed in told[3 + MAX_WAITING :][:num_writes].tolist():
-            job = writes.popleft()
-            job.is_confirmed, job.seconds = bool(is_confirmed), 0.0
-            yield job
-
-    def any(self, flag: bool) -> bool:
-        """Whether it is true on any rank."""
-        return any(self.of_all(flag))
-
-    # Private, in order of use
-
-    def _shared_name(self, row: Row) -> str:
-        return row.name.removesuffix(self.shard)
+        self.is_paused = not told[0, 0]
+        for jobs, (_, num, *outcomes) in zip(self._finished.values(), told.tolist(), strict=True):
+            for outcome in outcomes[: int(num)]:
+                yield _went(jobs.popleft(), outcome)
 
 
-def _outcome(job: Load) -> float:
+def _outcome(job: Load | Write) -> float:
     """The least is the worst."""
+    if isinstance(job, Write):
+        return job.is_confirmed
     if job.entry is not None:
         return -job.seconds
     return _FAILED if job.problem in (FAILED, PAUSED) else _GONE
 
 
-def _went(job: Load, outcome: float) -> Load:
-    if outcome > _FAILED:
+def _went(job: Load | Write, outcome: float) -> Load | Write:
+    """The job as it went on the rank where it went worst."""
+    if isinstance(job, Write):
+        job.is_confirmed, job.seconds = bool(outcome), 0.0
+    elif outcome > _FAILED:
         job.seconds = -outcome
     else:
-        job.entry = None
+        job.entry, job.seconds = None, 0.0  # only this rank has a time, and all must estimate alike
         if outcome > _GONE:
             job.problem = FAILED
         # It is gone on another rank, so the indices of all drop it.

@@ -4,9 +4,9 @@
     scheduler/stored_chains.py   exact chains ────────────┴──► index, one budget in bytes
                                                                ──► loader.py: the thread
 
-The index knows every entry of the manifest and what was found of others', and none of their KV. By
-priority others leave it for what comes. Who has written an entry deletes it for its budget, others
-only forget it. Nothing raises; a start and the end alone wait.
+The index knows every entry of the manifest and what was found of others', and none of their KV. Who
+has written an entry deletes it when it leaves, others only forget it. Nothing raises; a start and
+the end alone wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from radix_ext.cfo import Prefix
 from radix_ext.costs import explores
-from radix_ext.loading import WaitPolicy
+from radix_ext.loading import LoadTimes, WaitPolicy
 from radix_ext.prefetches import Prefetches
 from radix_ext.variant_index import VariantIndex
 from radix_ext.variants import Identity, Variant
@@ -29,12 +29,10 @@ from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.storage.entry import Entry, Layout
 from sglang_chunkcache.storage.held import variant_of_row
 from sglang_chunkcache.storage.jobs import FAILED, PAUSED, Load
-from sglang_chunkcache.storage.key import Names
 from sglang_chunkcache.storage.loader import Loader
-from sglang_chunkcache.storage.manifest import Row, Use
+from sglang_chunkcache.storage.manifest import Row
 from sglang_chunkcache.storage.naming import Naming
 from sglang_chunkcache.storage.others import Others
-from sglang_chunkcache.storage.ranks import Ranks
 from sglang_chunkcache.storage.waits import PendingLoads, Waits
 from sglang_chunkcache.storage.writes import Writes
 from sglang_chunkcache.wire.state import Cleared
@@ -51,63 +49,41 @@ START_S = 10.0
 
 
 class Storage:
-    """Of one rank.
-
-    Args:
-        index: empty.
-        wait_policy: how long a request waits. None: not at all.
-        model_of: as in `Naming`.
-        rows: what the manifest has, the most used first.
-        metrics: shown what `stats` says, with it and when it is due while there are requests.
-            None: no Prometheus.
-        ranks: as the loader has them.
-        clock: seconds.
-    """
+    """Of one rank. `index` is empty, `rows` is what the manifest has, the most used first, and
+    `metrics` is shown what `stats` says."""
 
     def __init__(
         self,
         index: VariantIndex,
         loader: Loader,
-        names: Names,
-        *,
-        layout: Layout,
-        model_of: Callable[..., str],
-        wait_policy: WaitPolicy | None = None,
-        rows: Iterable[Row] = (),
+        naming: Naming,
+        rows: Iterable[Row],
+        wait_policy: WaitPolicy,
         metrics: RankMetrics | None = None,
-        ranks: Ranks | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.ranks, self.prefetches = ranks, Prefetches(self._max_prefetched)
-        self.index, self.loader, self.names, self.layout = index, loader, names, layout
-        self.pays = True
-        """The last load that was thought of."""
+        self.index, self.loader, self.ranks, self.naming = index, loader, loader.ranks, naming
+        self.names, self.layout = naming.names, naming.layout
+        self.pays = True  # the last load that was thought of
         self.num_skipped = 0
-        self._under_way: dict[str, Load | None] = {}
+        self.under_way: dict[str, Load | None] = {}
         """Names that are being loaded or, None, written."""
-        self.naming = Naming(names, model_of, layout, ranks)
-        self.waits = Waits(wait_policy or WaitPolicy(0.0), loader.times, clock)
-        self.others = Others(index, loader, self.naming, layout, clock)
-        self.writes = Writes(index, loader, self.naming, self._under_way, layout, self._note, clock)
+        times = loader.waiting[Load].times
+        self.prefetches = Prefetches(partial(_max_prefetched, times))
+        self.waits = Waits(wait_policy, times, loader.worker.clock)
+        self.others = Others(index, loader, naming)
+        self.writes = Writes(index, loader, naming, self.under_way, self._note)
         self._metrics = metrics
-        self._used: dict[str, Use] = {}
-        """Not told to the thread yet."""
+        # Not told to the thread yet; not counted yet.
+        self._used: dict[str, tuple[float, int]] = {}
         self._asked: list[tuple[Identity, str, Prefix]] = []
-        """Not counted yet."""
-        self._going_on = deque[PendingLoads]()
-        """Who waits for room in the loader's queue, the first comes first."""
-        self._is_clearing = False
+        self._going_on = deque[PendingLoads]()  # who waits for room in the loader's queue
         index.watchers.append(self._index_changed)
-        left = index.restore_all(
-            (row.place.stored_chunk, variant_of_row(row, row.priority, row.num_uses))
-            for row in rows
-        )
+        left = index.restore_all((row.place.stored_chunk, variant_of_row(row)) for row in rows)
         if left:  # the limit is lower than it was
             loader.delete([variant.blob.row for variant in left])
 
     @property
     def is_off(self) -> bool:
-        """As `Naming.is_off`."""
         return self.naming.is_off
 
     # A rank's life
@@ -117,7 +93,8 @@ class Storage:
         calibrated heads. What is under way for others is not used."""
         self.stop()
         if weights is not None:
-            self.naming.start(weights, heads)
+            of_all = weights if self.ranks is None else self.ranks.fingerprint(weights)
+            self.naming.start(of_all, heads)
 
     def stop(self) -> None:
         """Until `start` nothing is written or loaded."""
@@ -125,16 +102,15 @@ class Storage:
         self._going_on.clear()  # for other weights
 
     def fill(self, loads: Iterable[Callable[[], bool]], seconds: float = START_S) -> None:
-        """Do these loads, before there are requests, until one says False:
-        the one method that waits, so long at most."""
+        """Do these loads, at a start, until one says False. Waits, so long at most."""
         deadline = time.monotonic() + seconds
 
         def is_over() -> bool:
             mine = time.monotonic() > deadline
-            return mine if self.ranks is None else self.ranks.any(mine)
+            return mine if self.ranks is None else any(self.ranks.of_all(mine))
 
         for load in loads:
-            while self.loader.is_full and not is_over():
+            while self._is_full and not is_over():
                 self.loader.drain(0.05)
                 self.poll(is_round=True)
             if is_over() or self.loader.is_paused or not load():
@@ -147,7 +123,7 @@ class Storage:
         self._tell_uses()
         self.loader.close()
 
-    # Entries
+    # Loads
 
     def load(
         self,
@@ -158,62 +134,55 @@ class Storage:
         asked: PendingLoads | None = None,
         layout: Layout | None = None,
     ) -> bool:
-        """Load one of the index's, for what was asked for. The thread calls `into` where there is
-        an entry. `done` is told: None, there is none, or it is of other weights by now. False: it
-        is under way, or too much is. `layout`: as in `Writes.write`."""
+        """Load one of the index's. The thread calls `into` where there is an entry. `done` is told:
+        None, there is none, or it is of other weights by now. False: it is under way, or too much
+        is. `layout`: as in `Writes.write`."""
         if not self.takes(variant, asked):
             self.join(variant, asked)
             return False
         row: Row = variant.blob.row
-        prefetched_by = asked.tenant if asked is not None and asked.is_prefetch else None
-        then = partial(self._loaded, self.naming.era, variant, done, prefetched_by)
-        job = Load(row.name, row.num_bytes, num_tokens, layout or self.layout, into, then)
+        then = partial(self._loaded, self.naming.era, variant, done, asked)
+        job = Load(row.name, row.num_bytes, num_tokens, layout or self.layout, into, done=then)
         if not self.loader.load(job):
             return False
-        self._under_way[row.name] = job
-        if prefetched_by is not None:
-            self.prefetches.begin(prefetched_by, row.num_bytes, row.place.stored_chunk)
+        self.under_way[row.name] = job
         if asked is not None:
             asked.loads.append(job)
+            if asked.is_prefetch:
+                self.prefetches.begin(asked.tenant, row.num_bytes, row.place.stored_chunk)
         return True
 
     def join(self, variant: Variant, asked: PendingLoads | None) -> bool:
-        """If it is on its way for another request, this one waits for it, too. Whether it is, or is
-        being written."""
-        job = self._under_way.get(variant.blob.row.name)
+        """Wait, too, for what is on its way for another request. Whether it is under way."""
+        name = variant.blob.row.name
+        job = self.under_way.get(name)
         if job is not None and asked is not None and job not in asked.loads:
             asked.loads.append(job)
-        return variant.blob.row.name in self._under_way
+        return name in self.under_way
 
     def takes(self, variant: Variant, asked: PendingLoads | None) -> bool:
-        """Whether it may be loaded: not if it is under way, or ahead if loads wait or the tenant
-        has too much under way."""
+        """Whether it may be loaded. Ahead of requests: if few loads wait, and few of the tenant."""
         row: Row = variant.blob.row
-        if row.name in self._under_way or self.loader.is_full:
+        if row.name in self.under_way or self._is_full:
             return False
         if asked is None or not asked.is_prefetch:
             return True
-        return self.loader.has_spare and self.prefetches.has_room(asked.tenant, row.num_bytes)
+        has_spare = self.loader.waiting[Load].has_spare
+        return has_spare and self.prefetches.has_room(asked.tenant, row.num_bytes)
 
     def goes_on(self, asked: PendingLoads, rest: Callable[[], None], num_left: int) -> None:
-        """Call `rest`, which would make so many loads more, when there is room for some, unless its
+        """Call `rest`, which would make so many loads more, when there is room for some, unless the
         request is planned before."""
         asked.num_left += num_left
-        if any(self._under_way.values()):  # else nothing would tell that there is room
+        if any(self.under_way.values()):  # else nothing would tell that there is room
             asked.goes_on.append(rest)
             self._going_on.append(asked)
 
-    def is_under_way(self, name: str) -> bool:
-        """Whether the entry is being written or loaded."""
-        return name in self._under_way
-
     def tries(self, *, pays: bool) -> bool:
-        """Whether to make a load that was thought of: it pays, or is tried all the same."""
+        """Whether to make a load that was thought of: it pays, or is tried now and then."""
         self.pays = pays
-        if pays:
-            return True
-        self.num_skipped += 1
-        return explores(self.num_skipped)
+        self.num_skipped += not pays
+        return pays or explores(self.num_skipped)
 
     def awaits(self, *asked: PendingLoads | None) -> bool:
         """As `Waits.awaits`. Those of a group of ranks do not wait, whose clocks differ."""
@@ -221,11 +190,19 @@ class Storage:
         if not parts or self.ranks is not None:
             return False
         self.poll()
-        return self.waits.awaits(parts, (job for job in self._under_way.values() if job))
+        return self.waits.awaits(parts, (job for job in self.under_way.values() if job))
 
     def watch(self, *asked: PendingLoads | None) -> Callable[[], bool]:
-        """As `Waits.watch`."""
-        return self.waits.watch(list(filter(None, asked)), self.loader, self.poll)
+        """Says whether a request that awaits these is to be looked at, as `Waits.is_over`."""
+        parts = [each for each in asked if each is not None]
+
+        def is_over() -> bool:
+            self.poll()
+            return self.waits.is_over(parts)
+
+        return is_over
+
+    # Requests
 
     def ask(
         self, chunks: Iterable[tuple[Identity, str, Prefix]], *, is_request: bool = True
@@ -246,8 +223,7 @@ class Storage:
         self._note(variant)
 
     def poll(self, *, is_round: bool = False) -> None:
-        """Take in what the thread has done.
-        Of several ranks, what all threads have: only with `is_round`, after each forward."""
+        """Take in what the thread has done, as `Loader.poll`."""
         self._take_in(is_round)
         if self._metrics is not None and self._metrics.is_due:
             self.stats()
@@ -256,23 +232,21 @@ class Storage:
 
     def clear(self) -> Cleared:
         """Delete every entry that this server knows, of whatever model, those under way and those
-        of others included. What others have written and this one never asked for stays."""
-        held = self.index.stats()
-        self.naming.clear()
-        self.writes.clear()
-        rows = [variant.blob.row for variant in self.index.held]
-        self._is_clearing = True
+        of others included."""
+        held, rows = self.index.stats(), [variant.blob.row for variant in self.index.held]
+        self.index.watchers.remove(self._index_changed)  # which deletes one by one
         self.index.clear()
-        self._is_clearing = False
+        self.index.watchers.append(self._index_changed)
         self._used.clear()
-        self.others.clear()
+        for part in (self.naming, self.writes, self.others):
+            part.clear()
         self.loader.delete(rows)
         return Cleared(held.num_chunks, held.num_variants, held.num_bytes)
 
     def stats(self) -> dict[str, Any]:
         """What it holds, counts since the start, and what waits."""
         self._take_in()
-        held = self.index.stats()
+        held, taken = self.index.stats(), self.waits.times.seconds(1 << 20)
         found = {
             "num_entries": held.num_variants,
             "num_bytes": held.num_bytes,
@@ -286,9 +260,7 @@ class Storage:
             "waits_in_vain": self.waits.policy.num_in_vain,
             "skipped": self.num_skipped,
             "pays": self.pays,
-            "load_ms_per_mib": None
-            if (taken := self.waits.times.seconds(1 << 20)) is None
-            else 1000 * taken,
+            "load_ms_per_mib": None if taken is None else 1000 * taken,
             "off": self.is_off,
             "prefetch": self.prefetches.stats(),
             "prefetch_bytes": self.prefetches.num_bytes,
@@ -301,8 +273,7 @@ class Storage:
 
     @contextmanager
     def guard(self, message: str) -> Iterator[None]:
-        """The scheduler must not die of what can be computed.
-        Ranks of a group would differ, and end."""
+        """The scheduler must not die of what can be computed. Ranks of a group would differ."""
         try:
             yield
         except Exception:
@@ -311,6 +282,10 @@ class Storage:
             logger.exception(f"chunk cache: {message}")
 
     # Private, in order of use
+
+    @property
+    def _is_full(self) -> bool:
+        return self.loader.waiting[Load].is_full
 
     def _take_in(self, is_round: bool = False) -> None:
         is_any = False
@@ -327,7 +302,7 @@ class Storage:
     def _go_on(self) -> None:
         going_on, self._going_on = self._going_on, deque()
         for asked in going_on:
-            if self.loader.is_full:
+            if self._is_full:
                 self._going_on.append(asked)
                 continue
             with self.guard("nothing more is loaded, the rest is computed"):
@@ -335,8 +310,6 @@ class Storage:
                     rest()
 
     def _index_changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:
-        if self._is_clearing:
-            return
         if variant.blob.is_own:
             self.naming.count(variant.blob.row, 1 if is_here else -1)
         if not is_here:
@@ -349,30 +322,29 @@ class Storage:
         era: int,
         variant: Variant,
         done: Callable[[Entry | None], None],
-        prefetched_by: tuple[str | None, ...] | None,
+        asked: PendingLoads | None,
         job: Load,
     ) -> None:
-        """Unless it is no entry: then the storage has none."""
-        self._under_way.pop(job.name, None)
-        if prefetched_by is not None:
-            chunk = variant.blob.row.place.stored_chunk
-            self.prefetches.end(prefetched_by, job.num_bytes, chunk, has_come=job.entry is not None)
-        if job.entry is None and job.problem not in (FAILED, PAUSED):
+        self.under_way.pop(job.name, None)
+        row: Row = variant.blob.row
+        if asked is not None and asked.is_prefetch:
+            chunk, has_come = row.place.stored_chunk, job.entry is not None
+            self.prefetches.end(asked.tenant, job.size, chunk, has_come=has_come)
+        if job.entry is None and job.problem not in (FAILED, PAUSED):  # there is none
             self.index.drop(variant)
             if not variant.blob.is_own:  # nobody can use it
-                self.loader.delete([variant.blob.row])
+                self.loader.delete([row])
         done(job.entry if era == self.naming.era else None)
-
-    def _max_prefetched(self) -> float:
-        num_bytes = self.waits.times.bytes_within(MAX_PREFETCH_S)
-        return MAX_PREFETCH_BYTES if num_bytes is None else num_bytes
 
     def _note(self, variant: Variant) -> None:
         if variant.blob.is_own:  # others have no row
-            self._used[variant.blob.row.name] = Use(
-                variant.blob.row.name, variant.priority, variant.num_uses
-            )
+            self._used[variant.blob.row.name] = variant.priority, variant.num_uses
 
     def _tell_uses(self) -> None:
-        self.loader.use(list(self._used.values()))
+        self.loader.use(self._used.copy())
         self._used.clear()
+
+
+def _max_prefetched(times: LoadTimes) -> float:
+    num_bytes = times.bytes_within(MAX_PREFETCH_S)
+    return MAX_PREFETCH_BYTES if num_bytes is None else num_bytes

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from radix_ext.loading import LoadTimes, WaitPolicy
 from sglang_chunkcache.storage.jobs import Load, Lookup
-from sglang_chunkcache.storage.loader import Loader
 
 
 @dataclass(eq=False)
@@ -16,24 +15,16 @@ class PendingLoads:
 
     loads: list[Load] = field(default_factory=list)
     lookup: Lookup | None = None
-    is_planned: bool = False
-    """What comes from now on is late."""
-    goes_on: list[Callable[[], None]] = field(default_factory=list)
-    """Load what found no room."""
-    num_left: int = 0
-    """Loads that these would make."""
-    is_skipped: bool = False
-    """Something was not loaded, since computing it is faster."""
-    is_prefetch: bool = False
-    """The request may come. False: it is here."""
-    tenant: tuple[str | None, ...] = ()
-    """Whose it is: extra_key and cache_salt."""
+    is_planned: bool = False  # what comes from now on is late
+    goes_on: list[Callable[[], None]] = field(default_factory=list)  # load what found no room
+    num_left: int = 0  # loads that these would make
+    is_skipped: bool = False  # something was not loaded, since computing it is faster
+    is_prefetch: bool = False  # the request may come. False: it is here
+    tenant: tuple[str | None, ...] = ()  # whose it is: extra_key and cache_salt
     saved_s: float = 0.0
     """What its coming is estimated to save of the time to the first token, loading aside."""
-    end: int | None = None
-    """Of what was asked for, in the prompt. None: it is not one stretch."""
-    until: float | None = None
-    """When its request waits no longer. None: it did not wait yet."""
+    end: int | None = None  # of what was asked for, in the prompt. None: it is not one stretch
+    until: float | None = None  # when its request waits no longer. None: it did not wait yet
 
     @property
     def is_coming(self) -> bool:
@@ -47,12 +38,7 @@ class PendingLoads:
 
 
 class Waits:
-    """Of one rank.
-
-    Args:
-        times: of its loads.
-        clock: seconds.
-    """
+    """Of one rank. `times`: of its loads."""
 
     def __init__(self, policy: WaitPolicy, times: LoadTimes, clock: Callable[[], float]) -> None:
         self.policy, self.times, self._clock = policy, times, clock
@@ -63,38 +49,27 @@ class Waits:
         is `planned` next. `under_way`: all loads that it would wait behind."""
         parts = [each for each in asked if not each.is_planned]
         coming, now = [each for each in parts if each.is_coming], self._clock()
-        until = max((each.until for each in parts if each.until is not None), default=None)
-        if until is not None:
-            is_waiting = bool(coming) and now < until
+        if any(each.until is not None for each in parts):
+            is_waiting = not self.is_over(parts)
             if not is_waiting:
                 self.policy.ended(in_vain=bool(coming))
             return is_waiting
         if not coming:
             return False
-        loads = [self.times.seconds(job.num_bytes) for job in under_way]
+        loads = [self.times.seconds(job.size) for job in under_way]
         load_s = None if None in loads else sum(filter(None, loads))
         wait_s = self.policy.seconds(load_s, max(each.saved_s for each in coming))
         for each in parts:
             each.until = now + wait_s
         return wait_s > 0
 
-    def watch(
-        self, asked: Sequence[PendingLoads], loader: Loader, poll: Callable[[], None]
-    ) -> Callable[[], bool]:
-        """Says whether a request that awaits these is to be looked at:
-        all has come, or its time is over."""
+    def is_over(self, asked: Sequence[PendingLoads]) -> bool:
+        """Whether all has come that a request awaits, or its time is over."""
         until = max((each.until or 0.0 for each in asked), default=0.0)
-
-        def is_over() -> bool:
-            if loader.has_done:
-                poll()
-            return self._clock() >= until or not any(each.is_coming for each in asked)
-
-        return is_over
+        return self._clock() >= until or not any(each.is_coming for each in asked)
 
     def planned(self, asked: PendingLoads | None) -> None:
-        """The request is planned with what has come:
-        what is under way for it serves the next one."""
+        """The request is planned with what has come: the rest serves the next one."""
         if asked is None:
             return
         asked.is_planned = True

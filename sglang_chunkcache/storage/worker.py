@@ -1,12 +1,15 @@
-"""What a storage's thread does with a job: ask the backend, check bytes, keep rows and pointers. It
-raises nothing but in `delete`: a job says what has become of it."""
+"""What a storage's thread does: ask the backend, check bytes, keep rows and pointers. A job says
+what has become of it, and problems are counted."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from sglang_chunkcache.storage.backend import Backend
@@ -27,86 +30,67 @@ class Worker:
     """Of one rank.
 
     Args:
-        done: takes the jobs that are done.
-        secret, pointers, empty, clock: as in `Loader`.
+        secret: as `key.secret_of` gives it.
+        pointers: None: nobody else has the storage.
+        empty: makes the tensors of loaded keys and values; torch.empty's arguments.
+        clock: seconds.
     """
 
     def __init__(
         self,
         backend: Backend,
         manifest: Manifest,
-        breaker: Breaker,
-        done: deque[Job],
         *,
         secret: bytes,
-        pointers: Pointers | None,
-        empty: Callable[..., Tensor],
-        clock: Callable[[], float],
+        pointers: Pointers | None = None,
+        empty: Callable[..., Tensor] = torch.empty,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._backend, self._manifest, self._breaker = backend, manifest, breaker
-        self._done, self._secret, self._pointers = done, secret, pointers
-        self._empty, self._clock = empty, clock
-        self.refused: dict[str, str] = {}
-        """Name of bytes that nobody can use or delete -> why."""
-        self.problems: Counter[str] = Counter()
-        """Loads and writes that came to nothing, by reason."""
+        self._backend, self.manifest, self._pointers = backend, manifest, pointers
+        self._secret, self._empty, self.clock = secret, empty, clock
+        self.is_shared = pointers is not None
+        self.breaker = Breaker(clock)
+        self.done = deque[Job]()  # not polled yet
+        self.refused: dict[str, str] = {}  # name of bytes that nobody can use or delete -> why
+        self.problems = Counter[str]()  # what came to nothing, by reason
         self.num_loaded = self.num_written = self.num_unshared = 0
 
     def look_up(self, job: Lookup) -> None:
         assert self._pointers is not None
-        try:
+        with self._attempted(job, "what others have written", "looked up"):
             for chunk in job.chunks:
-                with self._breaker.attempt():
+                with self.breaker.attempt():
                     job.found[chunk] = self._pointers.find(chunk)
-        except PausedError:
-            self._tell(PAUSED, "what others have written was not asked for, the storage pauses")
-        except Exception as error:
-            self._tell(FAILED, "what others have written is not known: %r", error)
-        self._done.append(job)
 
     def load(self, job: Load) -> None:
-        began = self._clock()
-        try:
-            with self._breaker.attempt():
-                data = self._backend.get(job.name, job.num_bytes)
+        with self._attempted(job, job.name, "read"):
+            began = self.clock()
+            with self.breaker.attempt():
+                data = self._backend.get(job.name, job.size)
             if data is None:
                 job.problem = self._tell(GONE, "%s is gone from the storage", job.name)
-            else:
-                job.entry = read(
-                    data,
-                    job.name,
-                    layout=job.layout,
-                    num_tokens=job.num_tokens,
-                    secret=self._secret,
-                    empty=self._empty,
-                )
-                if job.into is not None:
-                    job.into(job.entry)
-                self.num_loaded += 1
-                job.seconds = self._clock() - began
-        except RefusedEntryError as error:
-            # The scheduler reads it in between (`is_refused`): one operation on a dict is atomic.
-            self.refused[job.name] = error.reason.value
-            if len(self.refused) > MAX_REFUSED:
-                del self.refused[next(iter(self.refused))]
-            job.problem = self._tell(error.reason.value, "%s is not used: %s", job.name, error)
-        except PausedError:
-            job.problem = self._tell(PAUSED, "%s was not read, the storage pauses", job.name)
-        except Exception as error:
-            job.entry, job.problem = (
-                None,
-                self._tell(FAILED, "%s was not read: %r", job.name, error),
+                return
+            entry = read(
+                data,
+                job.name,
+                layout=job.layout,
+                num_tokens=job.num_tokens,
+                secret=self._secret,
+                empty=self._empty,
             )
-        self._done.append(job)
+            if job.into is not None:
+                job.into(entry)
+            job.entry = entry
+            self.num_loaded += 1
+            job.seconds = self.clock() - began
 
     def write(self, job: Write) -> None:
-        if job.row.name in self.refused:  # what is there stays
-            job.problem = self.refused[job.row.name]
-            self._done.append(job)
-            return
-        began = self._clock()
-        try:
-            with self._breaker.attempt():
+        with self._attempted(job, job.row.name, "written"):
+            if job.row.name in self.refused:  # what is there stays
+                job.problem = self.refused[job.row.name]
+                return
+            began = self.clock()
+            with self.breaker.attempt():
                 others = self._of_another(job.row)
                 # Written again it would count in two budgets: `set` keeps the bytes that are there.
                 if others is not None:
@@ -116,46 +100,58 @@ class Worker:
                     # Bytes, row, pointer: a kill in between leaves no name of what is not there.
                     self._backend.set(job.row.name, data)
                     job.row = job.row._replace(num_bytes=len(data))
-                    self._manifest.put(job.row)
+                    self.manifest.put(job.row)
                     self.num_written += 1
-                    job.seconds = self._clock() - began
+                    job.seconds = self.clock() - began
                 # Even if its pointer fails: others do not find the entry, this server does.
                 job.is_confirmed = True
                 if self._pointers is not None and job.is_own:
                     self.num_unshared += not self._pointers.add(job.row)
-        except PausedError:
-            job.problem = self._tell(PAUSED, "%s was not written, the storage pauses", job.row.name)
-        except Exception as error:
-            job.problem = self._tell(FAILED, "%s was not written: %r", job.row.name, error)
-        self._done.append(job)
 
     def delete(self, rows: Sequence[Row]) -> None:
         """The rows, then what points to the entries, then the bytes."""
         # Rows first: after a failure below there are bytes without a row, and never the reverse.
-        self._manifest.drop([row.name for row in rows])
+        self.manifest.drop([row.name for row in rows])
         for row in rows:
-            with self._breaker.attempt():
+            with self.breaker.attempt():
                 if self._pointers is not None:
                     self._pointers.remove(row)
                 if self._backend.delete(row.name):
                     self.refused.pop(row.name, None)
 
-    def do(self, change: Callable[[], None]) -> None:
-        """A change of what is kept."""
+    def do(self, work: Callable[[], object]) -> None:
+        """Any of the above. Raises nothing."""
         try:
-            change()
+            work()
         except Exception as error:
             self._tell(FAILED, "the storage failed: %r", error)
 
     def close(self) -> None:
         """The thread ends."""
-        for part in (self._backend, self._manifest):
+        for part in (self._backend, self.manifest):
             try:
                 part.close()
             except Exception:
                 logger.exception("chunk cache: the storage did not close")
 
     # Private, in order of use
+
+    @contextmanager
+    def _attempted(self, job: Job, name: str, verb: str) -> Iterator[None]:
+        """Around all of a job, which is done then: what is raised is its problem."""
+        try:
+            yield
+        except RefusedEntryError as error:
+            # The scheduler reads it in between: one operation on a dict is atomic.
+            self.refused[name] = error.reason.value
+            if len(self.refused) > MAX_REFUSED:
+                del self.refused[next(iter(self.refused))]
+            job.problem = self._tell(error.reason.value, "%s is not used: %s", name, error)
+        except PausedError:
+            job.problem = self._tell(PAUSED, "%s was not %s, the storage pauses", name, verb)
+        except Exception as error:
+            job.problem = self._tell(FAILED, "%s was not %s: %r", name, verb, error)
+        self.done.append(job)
 
     def _made(self, job: Write) -> Tensor:
         try:
@@ -167,10 +163,9 @@ class Worker:
         """The very entry, where another server has written it."""
         if self._pointers is None:
             return None
-        found = [
-            each for each in self._pointers.find(row.place.pointed_from[0]) if each.name == row.name
-        ]
-        return found[0] if found and self._backend.exists(row.name) else None
+        pointed = self._pointers.find(row.place.pointed_from[0])
+        found = next((each for each in pointed if each.name == row.name), None)
+        return found if found is not None and self._backend.exists(row.name) else None
 
     def _tell(self, problem: str, message: str, *args: object) -> str:
         """Counts all, logs the first of each."""

@@ -1,17 +1,15 @@
-"""Entries on their way to the storage: what is worth writing, what is under way, what has become of
-it."""
+"""Entries on their way to the storage."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 from radix_ext.cfo import Prefix
 from radix_ext.variant_index import VariantIndex
 from radix_ext.variants import Variant
 from sglang_chunkcache.storage.entry import OVERHEAD_BYTES, Entry, Layout
-from sglang_chunkcache.storage.held import Known, known_of, variant_of_row
+from sglang_chunkcache.storage.held import replaces, variant_of_row
 from sglang_chunkcache.storage.jobs import Load, Write
 from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.loader import Loader
@@ -22,22 +20,8 @@ RESERVED_S = 10.0
 """A place in the queue for what a request will write: as long as the front waits for one."""
 
 
-class _Reserved(NamedTuple):
-    """A place in the queue of writes."""
-
-    size: int
-    until: float
-
-
 class Writes:
-    """Of one rank.
-
-    Args:
-        under_way: names that are being loaded or, None, written.
-        layout: of the pool's KV.
-        kept: called with what the index has taken.
-        clock: seconds.
-    """
+    """Of one rank. `under_way` is the `Storage`'s; `kept` gets what the index has taken."""
 
     def __init__(
         self,
@@ -45,14 +29,13 @@ class Writes:
         loader: Loader,
         naming: Naming,
         under_way: dict[str, Load | None],
-        layout: Layout,
         kept: Callable[[Variant], None],
-        clock: Callable[[], float],
     ) -> None:
         self._index, self._loader, self._naming = index, loader, naming
-        self._under_way, self._layout, self._kept, self._clock = under_way, layout, kept, clock
+        self._under_way, self._kept = under_way, kept
         self._num_bytes = self._num_cleared = 0
-        self._reserved: dict[tuple[StoredChunk, str, Prefix], _Reserved] = {}
+        self._reserved: dict[tuple[StoredChunk, str, Prefix], tuple[int, float]] = {}
+        """Places in the queue of writes: of so many bytes, until when."""
 
     def write(
         self,
@@ -61,73 +44,45 @@ class Writes:
         done: Callable[[], object] = lambda: None,
         layout: Layout | None = None,
     ) -> bool:
-        """Keep it, unless `has`. The thread calls `entry`, the scheduler `done` when the index
-        knows what has become of it. False: nothing is written. `layout`: of the entry; None: the
-        pool's."""
-        self._reserved.pop((row.place.stored_chunk, row.place.head, row.place.prefix), None)
-        if (
-            self._naming.is_off
-            or self._loader.is_paused
-            or row.name in self._under_way
-            or self.has(row, layout)
-        ):
+        """Keep it, unless the storage has as good an entry or wants none. The thread calls `entry`,
+        the scheduler `done` when the index knows what has become of it. False: nothing is written.
+        `layout`: of the entry; None: the pool's."""
+        self._reserved.pop(row.place.index_key, None)
+        num_bytes = row.num_tokens * (layout or self._naming.layout).token_bytes
+        if self._cannot or row.name in self._under_way or not self._wants(row, num_bytes):
             return False
-        num_bytes = row.num_tokens * (layout or self._layout).token_bytes + OVERHEAD_BYTES
-        if not self._loader.write(
-            Write(row, entry, num_bytes, partial(self._written, self._num_cleared, done))
-        ):
+        then = partial(self._written, self._num_cleared, done)
+        job = Write(row, entry, num_bytes + OVERHEAD_BYTES, done=then)
+        if not self._loader.write(job):
             return False
         self._under_way[row.name] = None
-        self._num_bytes += num_bytes
+        self._num_bytes += job.size
         return True
-
-    def has(self, row: Row, layout: Layout | None = None) -> bool:
-        """Whether the storage has as much of it, or something better in its place,
-        or would not take it."""
-        old = self._index.get(row.place.stored_chunk, row.place.head, row.place.prefix)
-        if old is not None:
-            return not known_of(row).replaces(self.known(old))
-        if row.place.exact:  # `gains` was asked
-            return False
-        return not self._index.wants(
-            row.place.stored_chunk,
-            row.place.head,
-            row.place.prefix,
-            preprocessed=row.place.preprocessed,
-            nbytes=row.num_tokens * (layout or self._layout).token_bytes,
-        )
-
-    def known(self, stored: Variant) -> Known:
-        """What can be used of one of the index's."""
-        return known_of(self._naming.in_these_heads(stored.blob.row))
 
     def gains(self, place: Place, num_tokens: int) -> bool:
         """Whether there is room beside what is being written, or it is asked for more often than
         what would leave."""
-        num_bytes = num_tokens * self._layout.token_bytes + OVERHEAD_BYTES + self._num_bytes
-        return self._index.gains(place.stored_chunk, place.head, place.prefix, num_bytes)
+        num_bytes = num_tokens * self._naming.layout.token_bytes + OVERHEAD_BYTES + self._num_bytes
+        return self._index.gains(*place.index_key, num_bytes)
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is much to write: what would be written now may soon find no place in the
-        queue."""
-        return not (self._naming.is_off or self._loader.is_paused) and self._loader.is_behind
+        """Whether what would be written now may soon find no place in the queue."""
+        return not (self._cannot or self._loader.waiting[Write].has_spare)
 
     def reserve(self, chunk: StoredChunk, head: str, prefix: Prefix, num_bytes: int) -> bool:
         """Whether an entry of so many bytes, which a request will make, finds a place in the queue,
-        beside those of others that were told so in the last `RESERVED_S` and have not written
-        yet."""
-        if self._naming.is_off or self._loader.is_paused:
+        beside those that others were promised in the last `RESERVED_S` and have not used yet."""
+        if self._cannot:
             return True
-        now, key = self._clock(), (chunk, head, prefix)
-        others = {
-            each: held for each, held in self._reserved.items() if each != key and held.until > now
-        }
-        size = num_bytes + OVERHEAD_BYTES
-        has_room = not self._loader.is_behind and self._loader.has_room(
-            1 + len(others), size + sum(each.size for each in others.values())
-        )
-        self._reserved = {**others, key: _Reserved(size, now + RESERVED_S)} if has_room else others
+        key, now = (chunk, head, prefix), self._loader.worker.clock()
+        self._reserved.pop(key, None)
+        self._reserved = {each: held for each, held in self._reserved.items() if held[1] > now}
+        size, waiting = num_bytes + OVERHEAD_BYTES, self._loader.waiting[Write]
+        all_bytes = size + sum(held for held, _ in self._reserved.values())
+        has_room = waiting.has_spare and waiting.has_room(1 + len(self._reserved), all_bytes)
+        if has_room:
+            self._reserved[key] = size, now + RESERVED_S
         return has_room
 
     def clear(self) -> None:
@@ -136,8 +91,23 @@ class Writes:
 
     # Private, in order of use
 
+    @property
+    def _cannot(self) -> bool:
+        return self._naming.is_off or self._loader.is_paused
+
+    def _wants(self, row: Row, num_bytes: int) -> bool:
+        place = row.place
+        old = self._index.get(*place.index_key)
+        if old is not None:
+            return self._replaces(row, old)
+        return bool(place.exact) or self._index.wants(  # of an exact one `gains` was asked
+            *place.index_key, preprocessed=place.preprocessed, nbytes=num_bytes
+        )
+
+    def _replaces(self, row: Row, old: Variant) -> bool:
+        return replaces(row, self._naming.in_these_heads(old.blob.row))
+
     def _written(self, num_cleared: int, done: Callable[[], object], job: Write) -> None:
-        """The entry is there: the index has it, and another one leaves for it."""
         self._under_way.pop(job.row.name, None)
         self._num_bytes -= job.size
         try:
@@ -148,21 +118,19 @@ class Writes:
 
     def _is_taken(self, num_cleared: int, job: Write) -> bool:
         """Whether the entry stays: the index has it, or there is none."""
-        row = job.row
+        row, stored = job.row, variant_of_row(job.row, is_own=job.is_own)
         if not job.is_confirmed:
             return not row.num_bytes  # else another rank could not, or the manifest has it not
         if num_cleared != self._num_cleared:
             return False
-        old = self._index.get(row.place.stored_chunk, row.place.head, row.place.prefix)
-        if old is not None and old.blob.row.name == row.name:
-            if old.blob.is_own or not job.is_own:
-                return True
-        elif old is not None and not known_of(row).replaces(self.known(old)):
-            return False
-        stored = variant_of_row(
-            row, old.priority if old else 0.0, old.num_uses if old else 0, is_own=job.is_own
-        )
+        old = self._index.get(*row.place.index_key)
         if old is not None:
+            if old.blob.row.name == row.name:
+                if old.blob.is_own or not job.is_own:
+                    return True
+            elif not self._replaces(row, old):
+                return False
+            stored.priority, stored.num_uses = old.priority, old.num_uses
             self._index.drop(old)
         keep = self._index.insert if stored.is_exact else self._index.put
         if not keep(row.place.stored_chunk, stored):

@@ -21,9 +21,11 @@ from sglang_chunkcache.storage.entry import Layout
 from sglang_chunkcache.storage.key import Names
 from sglang_chunkcache.storage.loader import Loader
 from sglang_chunkcache.storage.manifest import Manifest
+from sglang_chunkcache.storage.naming import Naming
 from sglang_chunkcache.storage.pointer import Pointers
 from sglang_chunkcache.storage.ranks import Ranks
 from sglang_chunkcache.storage.storage import Storage
+from sglang_chunkcache.storage.worker import Worker
 from sglang_chunkcache.wire.report import Explanation, Report
 from sglang_chunkcache.wire.state import Asked, ExplainRequest
 from tests.kit.requests import rag
@@ -184,17 +186,14 @@ class Disk:
     ) -> Storage:
         manifest, backend = Manifest(self.folder / overlapped), Backend(self.storage)
         names = Names(b"", ranks.shard if ranks else "")
-        pointers = Pointers(backend, names, secret=b"") if overlapped else None
-        common: dict[str, Any] = {"ranks": ranks, "clock": lambda: self.now}
+        pointers = Pointers(backend, names) if overlapped else None
+        worker = Worker(backend, manifest, secret=b"", pointers=pointers, clock=lambda: self.now)
         return Storage(
             VariantIndex(max_bytes=storage_bytes, max_chunks=1000, max_variants=5, window=window),
-            Loader(backend, manifest, secret=b"", pointers=pointers, **common),
-            names,
-            layout=self.layout,
-            model_of=lambda *how: " ".join(map(str, how)),
-            rows=ranks.common(manifest.rows())[0] if ranks else manifest.rows(),
-            wait_policy=self.wait_policy,
-            **common,
+            Loader(worker, ranks=ranks),
+            Naming(names, lambda *how: " ".join(map(str, how)), self.layout),
+            ranks.common(manifest.rows())[0] if ranks else manifest.rows(),
+            self.wait_policy,
         )
 
     @property

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from radix_ext import FusionRequest, chunk_id
+from radix_ext import ChunkId, FusionRequest, chunk_id
 from radix_ext.cfo import Scored
 from radix_ext.eviction import NEW_ON_HOST
 from radix_ext.variants import Variant
@@ -18,8 +18,9 @@ from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.storage.entry import Layout
-from sglang_chunkcache.storage.held import Known
-from sglang_chunkcache.storage.manifest import Manifest
+from sglang_chunkcache.storage.held import replaces
+from sglang_chunkcache.storage.key import Place
+from sglang_chunkcache.storage.manifest import Manifest, Row
 from sglang_chunkcache.wire.state import Asked
 from tests.kit.fused import Disk, disk, identity, wheres
 from tests.kit.requests import HEAD, OTHER_HEAD, A, B, C, D, asks, fused, rag
@@ -158,7 +159,12 @@ def test_entry_is_replaced_by_what_loses_nothing() -> None:
         (("here", False, 0, False), ("", True, 2, True), False),
         (("elsewhere", False, 0, False), ("here", False, 0, False), True),
     ):
-        assert Known(*new).replaces(Known(*old)) is expected, (old, new)
+        assert replaces(measured(*new), measured(*old)) is expected, (old, new)
+
+
+def measured(exact: str, preprocessed: bool, scored: int, has_outward: bool) -> Row:
+    place = Place("m", "t", ChunkId("c"), "h", (), preprocessed, exact)
+    return Row("n", place, 4, 100, scored, has_outward)
 
 
 def test_scores_of_other_heads_are_left_out(disk: Disk) -> None:
@@ -403,7 +409,7 @@ def test_storage_that_fails_harms_no_request(disk: Disk) -> None:
     assert (counts["paused"], counts["num_entries"]) == (True, 0)
     assert counts["problems"] == {"failed": 4}, "while it pauses nothing is given to it"
     disk.storage.fails = False
-    disk.tier.storage.loader.breaker._paused_until = 0.0  # it is over
+    disk.tier.storage.loader.worker.breaker.paused_until = 0.0  # it is over
     rank.evict(100)
     assert wheres(rank.ask(fused(B))) == ["host"]
     assert disk.settle()["num_entries"] == 1

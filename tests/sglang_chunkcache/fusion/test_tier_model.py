@@ -67,9 +67,9 @@ class Life(RuleBasedStateMachine):
         storage = self.tiers[number].storage
         check_store(storage.index)
         own = {v.blob.row.name: v.blob.row.num_bytes for v in storage.index.held if v.blob.is_own}
-        assert {row.name: row.num_bytes for row in storage.loader._manifest.rows()} == own
+        assert {row.name: row.num_bytes for row in storage.loader.worker.manifest.rows()} == own
         assert sum(own.values()) <= self.storage_bytes
-        assert not storage._under_way
+        assert not storage.under_way
         return own
 
     def agree(self) -> None:
@@ -152,7 +152,7 @@ class StorageLife(Life):
     def fail(self, fails: bool) -> None:
         self._settle()
         self.disk.storage.fails = fails
-        self.tier.storage.loader.breaker.close()
+        self.tier.storage.loader.worker.breaker.paused_until = None
 
     @rule()
     def restart(self) -> None:
@@ -166,7 +166,7 @@ class StorageLife(Life):
         own, storage = self._own(0), self.tier.storage
         variants = list(storage.index.held)
         assert len(own) == len(variants)
-        here = f"{storage.naming._weights} positioned"
+        here = storage.naming._model("positioned")
         num_bytes = {
             kind: sum(
                 v.blob.nbytes

@@ -30,9 +30,9 @@ def stored(disk: Disk, monkeypatch: pytest.MonkeyPatch, *, gb_per_s: float) -> R
 
     def load(worker: Worker, job: Load) -> None:
         disk.storage.gate.wait()
-        job.entry, job.seconds = Entry(()), job.num_bytes / gb_per_s / 1e9
+        job.entry, job.seconds = Entry(()), job.size / gb_per_s / 1e9
         worker.num_loaded += 1
-        worker._done.append(job)
+        worker.done.append(job)
 
     monkeypatch.setattr(Worker, "load", load)
     rank = disk.server(storage_bytes=10**12, host_slots=60_000, capacity=100)
@@ -40,13 +40,13 @@ def stored(disk: Disk, monkeypatch: pytest.MonkeyPatch, *, gb_per_s: float) -> R
         chunk = disk.tier._chunk(identity(tokens))
         place = Place(*chunk, str(HEAD), (), False)
         row = Row(f"n{number}", place, len(tokens), TOKEN_BYTES * len(tokens), 0, False)
-        disk.tier.storage.index.put(chunk, variant_of_row(row, 0.0, 0))
+        disk.tier.storage.index.put(chunk, variant_of_row(row))
     disk.storage.gate.clear()
     return rank
 
 
 def begun(disk: Disk) -> int:
-    return disk.tier.storage.loader._waiting[Load].num
+    return disk.tier.storage.loader.waiting[Load].num
 
 
 def let_through(disk: Disk) -> None:
@@ -129,7 +129,7 @@ def test_other_weights_end_it(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> No
 def test_loads_hold_a_share_of_the_memory(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what is there would leave for what one request asks for."""
     rank = stored(disk, monkeypatch, gb_per_s=3.3)
-    waiting = disk.tier.storage.loader._waiting[Load]
+    waiting = disk.tier.storage.loader.waiting[Load]
     waiting.bounds = waiting.bounds._replace(memory_bytes=10 * TOKEN_BYTES * 500)
     rank.cache.arrived(fused(*CHUNKS))
     let_through(disk)

@@ -102,7 +102,7 @@ def test_what_could_not_be_written_is_with_the_next_request(disk: ChainDisk) -> 
     known(server, A)
     assert server.settle()["written"] == 0
     disk.storage.fails = False
-    server.storage.loader.breaker.close()
+    server.storage.loader.worker.breaker.paused_until = None
     server.ask(rag(A))
     assert server.settle()["written"] == 2
     server.check()
@@ -327,7 +327,7 @@ def test_what_found_no_room_is_loaded_when_there_is(disk: ChainDisk, is_admitted
     wait it computes the rest, which is loaded no further."""
     stored(disk, A, B, C)
     server = Server(disk)
-    waiting = server.storage.loader._waiting[Load]
+    waiting = server.storage.loader.waiting[Load]
     waiting.bounds = waiting.bounds._replace(unknown_bytes=2)
     disk.storage.gate.clear()
     req = rag(A, B, C)
@@ -588,7 +588,7 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int, page_size: int) 
                 disk.storage.become("healthy" if told[0] else "hanging")
             elif kind == "fail":
                 disk.storage.fails = told[0]
-                server.storage.loader.breaker.close()
+                server.storage.loader.worker.breaker.paused_until = None
             elif kind == "damage":
                 for held in list(disk.storage.held.values()):
                     held[-told[0]] ^= 64
@@ -602,7 +602,7 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int, page_size: int) 
         disk.storage.become("healthy")
         server.settle()
         server.check()
-        assert not server.storage._under_way
+        assert not server.storage.under_way
         check_store(server.storage.index)
         assert not any(blob.is_held for blob in server.cache.tiers.host.nodes._slots.out)
         server.storage.close()

@@ -72,7 +72,7 @@ class Life:
 
     def become(self, state: str) -> None:
         self.disk.storage.become(state)
-        self.server.storage.loader.breaker.close()
+        self.server.storage.loader.worker.breaker.paused_until = None
 
     def seen(self) -> dict[str, Any]:
         """What the other rank must have, too."""
@@ -86,7 +86,7 @@ class Life:
         )
         waiting = {
             kind.__name__: (each.num, each.num_bytes, each.max_bytes)
-            for kind, each in storage.loader._waiting.items()
+            for kind, each in storage.loader.waiting.items()
         }
         return {
             "prefetch": storage.prefetches.stats(),

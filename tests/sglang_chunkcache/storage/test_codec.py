@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from eval.joint.any_bits import AnyBits, quantized
 from sglang_chunkcache import config
 from sglang_chunkcache.storage.codec import CODECS, NONE, Codec, Quantized, Sizes
 from tests.reference.naive_codec import naive_decode, naive_encode
@@ -47,7 +48,7 @@ def test_the_config_offers_what_there_is() -> None:
 )
 def test_errors_stay_within_the_bound(seed: int, bits: int, dtype: torch.dtype, kind: str) -> None:
     """Of the largest element of each row. What is finite stays finite, zeros stay zeros."""
-    codec, rows = Quantized(bits), random_rows(seed, dtype, kind)
+    codec, rows = quantized(bits), random_rows(seed, dtype, kind)
     parts = codec.encode(rows, -rows)
     codec.check(parts)
     for before, after in zip((rows, -rows), codec.decode(parts), strict=True):
@@ -69,7 +70,7 @@ def test_what_is_representable_comes_back_bit_by_bit(
     rows = torch.randint(-most, most + 1, (2, 3, 1, 8), generator=seeded)
     rows[..., seed % 8] = most
     rows = (rows * 2.0**power).to(dtype)
-    found = Quantized(bits).decode(Quantized(bits).encode(rows, rows))
+    found = quantized(bits).decode(quantized(bits).encode(rows, rows))
     assert all(torch.equal(each, rows) for each in found)
 
 
@@ -79,15 +80,15 @@ def test_fast_equals_slow(seed: int, bits: int, dtype: torch.dtype) -> None:
     least = {2: 4, 4: 2, 6: 4, 8: 1}.get(bits, 8)
     keys = random_rows(seed, dtype, "plain")
     values = random_rows(seed + 1, dtype, "outlier")[..., :least]
-    parts = Quantized(bits).encode(keys, values)
+    parts = quantized(bits).encode(keys, values)
     for data, scales, rows, decoded in zip(
-        parts[:2], parts[2:], (keys, values), Quantized(bits).decode(parts), strict=True
+        parts[:2], parts[2:], (keys, values), quantized(bits).decode(parts), strict=True
     ):
         assert all(map(torch.equal, (data, scales), naive_encode(rows, bits)))
         assert torch.equal(decoded, naive_decode(data, scales, bits))
 
 
-@pytest.mark.parametrize("codec", [NONE, *map(Quantized, BITS)], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", [NONE, *map(quantized, BITS)], ids=lambda codec: codec.name)
 def test_sizes_follow_from_parts_and_parts_from_sizes(codec: Codec) -> None:
     """The store, files and their checks know only one of the two."""
     keys, values = torch.randn(2, 5, 3, 16).half(), torch.randn(2, 5, 3, 8).half()
@@ -109,10 +110,10 @@ def test_heads_of_no_whole_bytes_are_refused_before_there_is_kv() -> None:
     with pytest.raises(
         ValueError, match="values: expected heads of whole bytes in int5, got heads"
     ):
-        Quantized(5).encode(torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 12))
-    for bits in (1, 9):
+        quantized(5).encode(torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 12))
+    for kind, bits in ((AnyBits, 1), (AnyBits, 9), (Quantized, 5)):
         with pytest.raises(ValueError, match=f"got {bits}"):
-            Quantized(bits)
+            kind(bits)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
@@ -123,7 +124,7 @@ def test_what_is_not_finite_is_refused(bits: int, number: float) -> None:
     rows[1, 2, 0, 5] = number
     for kv in ((rows, torch.ones(2, 3, 1, 8)), (torch.ones(2, 3, 1, 8), rows)):
         with pytest.raises(ValueError, match="not finite"):
-            Quantized(bits).check(Quantized(bits).encode(*kv))
+            quantized(bits).check(quantized(bits).encode(*kv))
     NONE.check(NONE.encode(rows, rows))
 
 
@@ -148,13 +149,13 @@ def test_parts_of_another_kind_are_refused() -> None:
 def test_gpu_equals_cpu_without_synchronising(bits: int) -> None:
     """Bit by bit: what a server with a GPU has written one without reads."""
     rows = random_rows(0, torch.bfloat16, "outlier")
-    expected = Quantized(bits).encode(rows, rows)
+    expected = quantized(bits).encode(rows, rows)
     on_gpu = rows.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        parts = Quantized(bits).encode(on_gpu, on_gpu)
-        decoded = Quantized(bits).decode(parts)
+        parts = quantized(bits).encode(on_gpu, on_gpu)
+        decoded = quantized(bits).decode(parts)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(map(torch.equal, (part.cpu() for part in parts), expected))
-    assert torch.equal(decoded[0].cpu(), Quantized(bits).decode(expected)[0])
+    assert torch.equal(decoded[0].cpu(), quantized(bits).decode(expected)[0])

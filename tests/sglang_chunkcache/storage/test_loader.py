@@ -20,8 +20,9 @@ from sglang_chunkcache.storage.breaker import PAUSE_AFTER, PAUSE_S  # noqa: E402
 from sglang_chunkcache.storage.jobs import Load, Write  # noqa: E402
 from sglang_chunkcache.storage.key import Names  # noqa: E402
 from sglang_chunkcache.storage.loader import Loader  # noqa: E402
-from sglang_chunkcache.storage.manifest import Manifest, Use  # noqa: E402
+from sglang_chunkcache.storage.manifest import Manifest  # noqa: E402
 from sglang_chunkcache.storage.pointer import Pointers  # noqa: E402
+from sglang_chunkcache.storage.worker import Worker  # noqa: E402
 from tests.kit.storages import LAYOUT, NUM_TOKENS, keeping, make_entry, make_row, same_bits  # noqa: E402
 from tests.polling import DEADLINE_S, until  # noqa: E402
 from tests.reference.memory_storage import MemoryStorage  # noqa: E402
@@ -35,7 +36,7 @@ class Rig:
         self.storage = MemoryStorage()
         self.manifest = Manifest(folder)
         self.loader = Loader(
-            Backend(self.storage), self.manifest, secret=b"s", clock=lambda: self.now
+            Worker(Backend(self.storage), self.manifest, secret=b"s", clock=lambda: self.now)
         )
 
     def done(self) -> list[Any]:
@@ -60,7 +61,7 @@ class Rig:
 
     def bound(self, **bounds: Any) -> None:
         """Of writes, from now on."""
-        waiting = self.loader._waiting[Write]
+        waiting = self.loader.waiting[Write]
         waiting.bounds = waiting.bounds._replace(**bounds)
 
     def names(self) -> list[str]:
@@ -217,8 +218,8 @@ def test_entry_of_another_server_is_taken_over_unmade(tmp_path: Path) -> None:
     row = make_row("n", num_bytes=0, num_tokens=NUM_TOKENS)
     row = row._replace(name=names.entry(row.place, row.scored, row.has_outward, row.heads))
     for server, is_own in (("a", True), ("b", False)):
-        pointers = Pointers(backend, names, secret=b"s")
-        loader = Loader(backend, Manifest(tmp_path / server), secret=b"s", pointers=pointers)
+        manifest, pointers = Manifest(tmp_path / server), Pointers(backend, names)
+        loader = Loader(Worker(backend, manifest, secret=b"s", pointers=pointers))
         job = keeping(row, make_entry())
         job.entry = made = mock.Mock(return_value=make_entry())
         assert loader.write(job)
@@ -241,7 +242,7 @@ def test_deleted_entry_loses_its_row_first(rig: Rig) -> None:
 def test_uses_are_kept(rig: Rig) -> None:
     """The order of eviction outlives the process."""
     rig.written()
-    rig.loader.use([Use("n", 3.0, 2)])
+    rig.loader.use({"n": (3.0, 2)})
     rig.done()
     assert [(row.priority, row.num_uses) for row in rig.manifest.rows()] == [(3.0, 2)]
 
@@ -276,13 +277,13 @@ def test_bytes_that_are_refused_and_stay_are_not_written_over(rig: Rig) -> None:
     rig.storage.held["n"][-1] ^= 1
     rig.load()
     rig.done()
-    assert rig.loader.is_refused("n")
+    assert "n" in rig.loader.worker.refused
     job = rig.written()
     assert (job.is_confirmed, job.problem) == (False, "damaged")
     assert rig.loader.worker.problems == {"damaged": 1}
     rig.loader.delete([make_row("n")])
     rig.done()
-    assert not rig.loader.is_refused("n")
+    assert "n" not in rig.loader.worker.refused
     assert rig.written().is_confirmed
 
 
@@ -310,8 +311,9 @@ class NoPointers(MemoryStorage):
 def test_entry_without_a_pointer_is_its_writers_all_the_same(tmp_path: Path) -> None:
     """It has a row, so it is in the budget."""
     backend, manifest = Backend(NoPointers()), Manifest(tmp_path)
-    pointers = Pointers(backend, Names(b""), secret=b"")
-    loader, job = Loader(backend, manifest, secret=b"", pointers=pointers), writing()
+    pointers = Pointers(backend, Names(b""))
+    loader = Loader(Worker(backend, manifest, secret=b"", pointers=pointers))
+    job = writing()
     loader.write(job)
     assert loader.drain(DEADLINE_S)
     assert job.is_confirmed

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 pytest.importorskip("msgspec")
 
 
-from sglang_chunkcache.storage.manifest import UNKNOWN, InUseError, Manifest, Row, Use
+from sglang_chunkcache.storage.manifest import UNKNOWN, InUseError, Manifest, Row
 from tests.examples import examples
 from tests.kit.storages import make_row
 
@@ -126,7 +126,7 @@ class ManifestModel(RuleBasedStateMachine):
 
     @rule(name=names, priority=st.floats(0, 100), num_uses=st.integers(1, 9))
     def use(self, name: str, priority: float, num_uses: int) -> None:
-        self.manifest.use([Use(name, priority, num_uses)])
+        self.manifest.use({name: (priority, num_uses)})
         if name in self.rows:
             self.rows[name] = self.rows[name]._replace(priority=priority, num_uses=num_uses)
 

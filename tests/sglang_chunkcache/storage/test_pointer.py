@@ -25,7 +25,7 @@ CHUNK = StoredChunk("model", "tenant", ChunkId("c" * 32))
 
 def pointers(storage: Any, secret: bytes = b"s") -> Pointers:
     """Those of one server."""
-    return Pointers(Backend(storage), Names(secret), secret=secret)
+    return Pointers(Backend(storage), Names(secret))
 
 
 def heads_of(storage: Any) -> list[str]:

@@ -86,7 +86,7 @@ def test_redis_that_is_lost_and_back(redis: Redis, tmp_path: Path) -> None:
     assert storage.loader.is_paused
     assert storage.loader.worker.problems == {"failed": PAUSE_AFTER}
     redis.start()
-    storage.loader.breaker._paused_until = 0.0  # the pause is over
+    storage.loader.worker.breaker.paused_until = 0.0  # the pause is over
     again = keeping(make_row("again", num_tokens=NUM_TOKENS), make_entry())
     storage.loader.write(again)
     lost = Load("n", 463, NUM_TOKENS, LAYOUT)
