@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,6 @@ def choose(
     *,
     device: torch.device,
     scale: float,
-    page_size: int = 1,
     modules: Modules | None = None,
     timer: Timer | None = None,
 ) -> Choice:
@@ -106,15 +106,15 @@ def choose(
         timer: None: Triton's `do_bench`, which empties the L2 cache between its calls by writing
             256 MB of GPU memory.
     """
-    if modules is None and (reason := unsupported(shape, page_size=page_size, device=device)):
+    if modules is None and (reason := unsupported(shape, device=device)):
         return Choice(None, {}, dict.fromkeys(KERNELS, reason))
     timer = timer or _cuda_ms
     ms: dict[str, float] = {}
     failed: dict[str, str] = {}
     # On the CPU and seeded, so that every machine checks the same numbers.
     generator = torch.Generator().manual_seed(0)
-    small = _make_pass(shape, CHECKED_KEYS, CHECKED_RUN, page_size, generator, device)
-    large = _make_pass(shape, TIMED_KEYS, 0, page_size, generator, device)
+    small = _make_pass(shape, CHECKED_KEYS, CHECKED_RUN, generator, device)
+    large = _make_pass(shape, TIMED_KEYS, 0, generator, device)
     for kernel in KERNELS:
         if (
             device.type == "cuda"
@@ -130,18 +130,14 @@ def choose(
                 kernel,
             )
             attention = FlashInferSparse(
-                shape,
-                device=device,
-                scale=scale,
-                kernel=kernel,
-                page_size=page_size,
-                modules=modules,
+                shape, device=device, scale=scale, kernel=kernel, modules=modules
             )
             attention.warm_up()
-            if error := _error(attention, small, page_size, scale):
+            if error := _error(attention, small, scale):
                 failed[kernel] = error
                 continue
-            ms[kernel] = timer(_planned(attention, large))
+            attention.plan([large.request])  # its order is not needed: queries are random
+            ms[kernel] = timer(partial(attention.run, large.queries, large.keys, large.values))
         except Exception as error:  # nvcc, ninja, the linker, CUDA: another kernel may still work
             logger.warning("chunk cache: attention kernel %s is left out", kernel, exc_info=True)
             failed[kernel] = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -152,7 +148,7 @@ def _fastest(runner: Any) -> tuple[SparseAttention | None, dict[str, Any]]:
     """`create` for auto, errors included."""
     shape, scale, reason = _shape_of(runner)
     device = torch.device(runner.device)
-    if reason := reason or unsupported(shape, page_size=1, device=device):
+    if reason := reason or unsupported(shape, device=device):
         return None, described("masked", reason)
     choice = choose(shape, device=device, scale=scale)
     left_out = [f"{kernel} left out: {why}" for kernel, why in choice.failed.items()]
@@ -185,50 +181,36 @@ def _shape_of(runner: Any) -> tuple[HeadShape, float, str | None]:
 
 
 def _make_pass(
-    shape: HeadShape,
-    num_keys: int,
-    run: int,
-    page_size: int,
-    generator: torch.Generator,
-    device: torch.device,
+    shape: HeadShape, num_keys: int, run: int, generator: torch.Generator, device: torch.device
 ) -> _Pass:
-    """One request: `SHARE` of all positions and a run of `run` of them; pages in no order."""
+    """One request: `SHARE` of all positions and a run of `run` of them."""
     chosen = torch.rand(num_keys, generator=generator) < SHARE
     # A run among the scattered rows, so that the causal launch is checked as well.
     chosen[num_keys // 4 :][:run] = True
     # In no order, as a request's slots are once the pool has seen evictions.
-    pages = torch.randperm(-(-num_keys // page_size), generator=generator)
-    request = SparseRequest(chosen.nonzero().flatten(), pages.to(device), num_keys)
-    sizes = (len(pages), page_size, shape.num_kv_heads, shape.head_dim)
+    slots = torch.randperm(num_keys, generator=generator)
+    request = SparseRequest(chosen.nonzero().flatten(), slots.to(device))
+    cache = (num_keys, shape.num_kv_heads, shape.head_dim)
     queries, keys, values = (
         torch.randn(size, generator=generator).to(device, shape.dtype)
-        for size in ((len(request.positions), shape.num_qo_heads, shape.head_dim), sizes, sizes)
+        for size in ((len(request.positions), shape.num_qo_heads, shape.head_dim), cache, cache)
     )
     return _Pass(request, queries, keys, values)
 
 
-def _error(attention: FlashInferSparse, small: _Pass, page_size: int, scale: float) -> str | None:
+def _error(attention: FlashInferSparse, small: _Pass, scale: float) -> str | None:
     """How far the kernel is from the reference, where that is further than rounding explains."""
     order = attention.plan([small.request])
     order = torch.arange(len(small.queries)) if order is None else order
     rows = order.to(small.queries.device)
     got = attention.run(small.queries[rows], small.keys, small.values).float()
-    expected, _ = attend(
-        small.queries, small.keys, small.values, [small.request], page_size=page_size, scale=scale
-    )
+    expected, _ = attend(small.queries, small.keys, small.values, [small.request], scale=scale)
     # Absolute near 0, where terms have cancelled: the sum has their error.
     off = (got - expected[rows]).abs() / (1 + expected[rows].abs())
     allowed = 2 * torch.finfo(small.queries.dtype).eps
-    return (
-        None
-        if bool((off <= allowed).all())
-        else f"wrong: off by {float(off.max()):.2g}, {allowed:.2g} is rounding"
-    )
-
-
-def _planned(attention: FlashInferSparse, large: _Pass) -> Callable[[], object]:
-    attention.plan([large.request])  # its order is not needed: queries are random
-    return lambda: attention.run(large.queries, large.keys, large.values)
+    if bool((off <= allowed).all()):
+        return None
+    return f"wrong: off by {float(off.max()):.2g}, {allowed:.2g} is rounding"
 
 
 def _cuda_ms(run: Callable[[], object]) -> float:

@@ -108,10 +108,10 @@ def jit_args(shape: HeadShape, backend: Backend) -> tuple[Any, ...]:
     return (name, *dtypes, *heads, *extra, VARIANT_NAME, source)
 
 
-def unsupported(shape: HeadShape, *, page_size: int, device: torch.device) -> str | None:
+def unsupported(shape: HeadShape, *, device: torch.device) -> str | None:
     """Why FlashInfer's kernels cannot be used, in a phrase for a log;
     None: no reason is known before they are tried."""
-    if reason := unsupported_shape(shape, page_size=page_size):
+    if reason := unsupported_shape(shape):
         return reason
     if device.type != "cuda":
         return f"the kernels need CUDA, not {device.type}"
@@ -132,7 +132,7 @@ def unsupported(shape: HeadShape, *, page_size: int, device: torch.device) -> st
     )
 
 
-def unsupported_shape(shape: HeadShape, *, page_size: int) -> str | None:
+def unsupported_shape(shape: HeadShape) -> str | None:
     """The part of `unsupported` that depends on the model alone."""
     if shape.dtype not in DTYPES:
         return f"dtype {shape.dtype}: bfloat16 and float16 are supported"
@@ -143,4 +143,4 @@ def unsupported_shape(shape: HeadShape, *, page_size: int) -> str | None:
             f"{shape.num_qo_heads} query heads for {shape.num_kv_heads} KV heads: 1 to"
             f" {MAX_GROUP_SIZE} for each are supported"
         )
-    return f"page size {page_size}: 1 or more is supported" if page_size < 1 else None
+    return None

@@ -124,7 +124,7 @@ def _lay_out(
         rows=rows,
         positions=upload(positions, device),
         # Indexing the pool wants int64, a kernel's page table is int32.
-        kv_slots=upload(request.kv_pages, device).to(torch.int64),
+        kv_slots=upload(request.kv_slots, device).to(torch.int64),
         own=sequence.sees_fresh,
         key_order=None if order is None else upload(order, device),
         key_positions=upload(key_positions, device),

@@ -194,14 +194,10 @@ class Place:
         trial = self.trial
         self._restore()
         if positions:
-            at = torch.tensor(positions)
-            # `_positions` ascend: nothing that runs sees beyond the last one.
-            end = positions[-1] + 1
-            request = SparseRequest(at, trial.moved.slots[:end], end)
-            out = trial.moved.slots[at.to(trial.moved.slots.device)]
+            ids, at = torch.tensor(trial.ids), torch.tensor(positions)
             run_pass(
                 self._means.runner,
-                [PassSequence(torch.tensor(trial.ids)[at], request, out)],
+                [PassSequence.of_row(ids, trial.moved.slots, at)],
                 sparse=self._means.sparse,  # as in service, so its errors count, too
             )
         return trial.agreement()
@@ -228,7 +224,7 @@ class Place:
         sequences = []
         for index, start in starts.items():
             end = start + len(trial.prompt.chunks[index])
-            request = SparseRequest(torch.arange(start, end), trial.apart.slots[:end], end)
+            request = SparseRequest(torch.arange(start, end), trial.apart.slots[:end])
             sequences.append(PassSequence(torch.tensor(ids[start:end]), request, own=False))
             # Turned here, once: `_restore` then copies between equal positions, bit by bit.
             self._copy(

@@ -26,8 +26,7 @@ from torch import Tensor
 from radix_ext.cfo import Scored
 from radix_ext.costs import Phase, Work, through
 from sglang_chunkcache.attention import choice
-from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
-from sglang_chunkcache.attention.upload import upload
+from sglang_chunkcache.attention.base import PassSequence, SparseAttention
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.choosing import Chooser, ids_of, one_call
@@ -337,13 +336,7 @@ class FusionPass:
 
 def _sequence(move: Move, critical: Sequence[int]) -> PassSequence:
     positions = torch.tensor(critical, dtype=torch.int64)
-    # No token that runs sees beyond the last one of them.
-    end = critical[-1] + 1
-    return PassSequence(
-        token_ids=ids_of(move.token_ids)[positions],
-        request=SparseRequest(positions, move.slots[:end], end),
-        out_slots=move.slots[upload(positions, move.slots.device)],
-    )
+    return PassSequence.of_row(ids_of(move.token_ids), move.slots, positions)
 
 
 def _score_probe(capture: Capture) -> ScoreProbe:

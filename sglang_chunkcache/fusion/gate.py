@@ -343,7 +343,7 @@ class Trial:
         ids, slots = torch.tensor(self._prompt), self._full.slots
         # A sequence each: it sees all its keys at or before its position, so its own is not listed.
         one_less = [
-            PassSequence(ids[i : i + 1], SparseRequest(torch.tensor([i]), slots[:i], i), own=False)
+            PassSequence(ids[i : i + 1], SparseRequest(torch.tensor([i]), slots[:i]), own=False)
             for request in SCATTERED
             for i in request
         ]
@@ -469,16 +469,7 @@ def _again(
 ) -> Tensor:
     """Our pass over positions of the row, each request's ascending."""
     ids = torch.tensor(token_ids)
-    sequences = [
-        PassSequence(
-            token_ids=ids[positions],
-            request=SparseRequest(
-                positions, row.slots[: int(positions[-1]) + 1], int(positions[-1]) + 1
-            ),
-            out_slots=row.slots[positions.to(row.slots.device)],
-        )
-        for positions in map(torch.tensor, requests)
-    ]
+    sequences = [PassSequence.of_row(ids, row.slots, torch.tensor(at)) for at in requests]
     hidden = run_pass(runner, sequences, sparse=sparse)
     assert hidden is not None, "no observer ends it"
     return hidden

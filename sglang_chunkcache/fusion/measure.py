@@ -140,9 +140,7 @@ def question_evidence(
     run_pass(
         runner,
         [
-            PassSequence(
-                r.token_ids, SparseRequest(r.positions, r.kv_slots, len(r.kv_slots), r.kv_positions)
-            )
+            PassSequence(r.token_ids, SparseRequest(r.positions, r.kv_slots, r.kv_positions))
             for r in requests
         ],
         observer=observer,
@@ -199,7 +197,7 @@ def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[Tensor]:
     sequences = [
         PassSequence(
             c.token_ids,
-            SparseRequest(torch.arange(c.start, len(c.slots)), c.slots, len(c.slots)),
+            SparseRequest(torch.arange(c.start, len(c.slots)), c.slots),
             own=False,  # their KV is in the pool, as of this very context
         )
         for c in chunks
@@ -291,7 +289,7 @@ def _measure_piece(
     rows = upload(torch.searchsorted(run, moved), runner.device)
     observer = _DeviationObserver(runner, rows, moved_slots, request.depth)
     sequence = PassSequence(
-        request.token_ids[run - request.start], SparseRequest(run, seen_slots, len(seen), seen)
+        request.token_ids[run - request.start], SparseRequest(run, seen_slots, seen)
     )
     run_pass(runner, [sequence], observer=observer)
     deviation[upload(moved, runner.device)] = observer.deviation

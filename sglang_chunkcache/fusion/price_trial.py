@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from radix_ext.costs import CostModel, Phase, Work, extend_work, through
-from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
+from sglang_chunkcache.attention.base import PassSequence, SparseAttention
 from sglang_chunkcache.fusion.measure import (
     DeviationProbe,
     QuestionProbe,
@@ -170,13 +170,8 @@ class _Trial:
     def _recompute(self, num_tokens: int, end: int) -> None:
         """Tokens spread over `[0, end)`, written again."""
         positions = torch.linspace(0, end - 1, num_tokens).long()
-        slots = self._row.slots
-        request = SparseRequest(positions, slots[:end], end)
-        run_pass(
-            self._runner,
-            [PassSequence(self._ids[positions], request, slots[positions.to(slots.device)])],
-            sparse=self._sparse,
-        )
+        sequence = PassSequence.of_row(self._ids, self._row.slots, positions)
+        run_pass(self._runner, [sequence], sparse=self._sparse)
 
     def _ask(self, num_tokens: int, end: int) -> None:
         positions = torch.arange(end, end + num_tokens)

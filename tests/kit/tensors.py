@@ -21,6 +21,7 @@ from sglang.srt.layers import rotary_embedding
 from sglang.srt.layers.radix_attention import AttentionType
 from torch import Tensor
 
+from eval.bench.attention.reference import ReferenceAttention
 from radix_ext import ChunkId, FusionRequest
 from radix_ext.cfo import Scored
 from radix_ext.moved_plan import Piece, ReusePlan
@@ -28,7 +29,6 @@ from radix_ext.sources import DeviceCopy, HostCopy
 from radix_ext.variants import Variant
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.flashinfer import FlashInferSparse
-from sglang_chunkcache.attention.reference import ReferenceAttention
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import Capture, FusionPass
 from sglang_chunkcache.fusion.move import Move

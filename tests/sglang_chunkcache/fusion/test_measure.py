@@ -241,7 +241,7 @@ def test_candidates_alone_are_compared(runner: Any) -> None:
         [found] = deviation_evidence(runner, [probe])
     run = torch.tensor([11, 12, 20, *range(22, 27), 30, 39])
     held = kv_of(runner, SLOTS)
-    sequence = PassSequence(TOKENS[run], SparseRequest(run, SLOTS[:END], END), out_slots=SLOTS[run])
+    sequence = PassSequence(TOKENS[run], SparseRequest(run, SLOTS[:END]), out_slots=SLOTS[run])
     run_pass(runner, [sequence])
     expected = torch.zeros(END)
     for old, new in zip(held, kv_of(runner, SLOTS), strict=True):

@@ -16,10 +16,10 @@ import torch
 from sglang.srt.model_executor.forward_context import has_forward_context
 from torch import Tensor
 
+from eval.bench.attention.reference import ReferenceAttention
 from sglang_chunkcache.attention.base import HeadShape, PassSequence, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS
 from sglang_chunkcache.attention.masked import Observer
-from sglang_chunkcache.attention.reference import ReferenceAttention
 from sglang_chunkcache.fusion.recompute import PlanError, run_pass, run_virtual
 from tests import models
 from tests.kit.tensors import (
@@ -132,7 +132,7 @@ def is_decided(runner: Any, logits: Tensor) -> bool:
 
 def sequence_of(tokens: Tensor, positions: Tensor, slots: Tensor) -> PassSequence:
     """Tokens of a prompt at `positions`, over all of its row `slots`."""
-    request = SparseRequest(positions, slots, len(slots))
+    request = SparseRequest(positions, slots)
     return PassSequence(tokens[positions], request, slots[positions])
 
 
@@ -245,7 +245,7 @@ PRESENT = torch.tensor([p for p in range(100) if not 20 <= p < 50])
 def test_gaps_are_left_out_by_sparse_attention(runner: Any, prompt: Tensor) -> None:
     """Of tokens that are written, too: by number of keys, not by position."""
     chosen = torch.tensor([3, 50, 51, 70, 99])
-    request = SparseRequest(chosen, REFERENCE[PRESENT], len(PRESENT), PRESENT)
+    request = SparseRequest(chosen, REFERENCE[PRESENT], PRESENT)
     written = []
     for name in ("masked", "reference"):
         prefill(runner, make_tokens(1, NUM_TOKENS).tolist(), REFERENCE)
@@ -260,7 +260,7 @@ def test_gaps_are_left_out_by_sparse_attention(runner: Any, prompt: Tensor) -> N
 
 def reader(prompt: Tensor) -> PassSequence:
     """A question over a cached prompt."""
-    request = SparseRequest(torch.arange(150, NUM_TOKENS), REFERENCE[:150], 150)
+    request = SparseRequest(torch.arange(150, NUM_TOKENS), REFERENCE[:150])
     return PassSequence(prompt[150:], request)
 
 

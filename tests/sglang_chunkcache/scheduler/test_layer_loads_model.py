@@ -68,7 +68,7 @@ def prefill(runner: Any) -> Tensor:
 
 def our_pass(runner: Any) -> Tensor:
     positions = torch.arange(PREFIX, PROMPT)
-    request = SparseRequest(positions, SLOTS, PROMPT)
+    request = SparseRequest(positions, SLOTS)
     hidden = run_pass(
         runner, [PassSequence(torch.tensor(TOKENS[PREFIX:]), request, SLOTS[PREFIX:])]
     )
