@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -308,32 +307,6 @@ def test_masses_need_no_weights(runner: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert found == [end - start] * NUM_LAYERS
     assert scored.received is not None
     assert float(scored.received.sum()) == pytest.approx(mixed.intra, abs=ATOL)
-
-
-def test_ranks_add_up_their_heads(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks with the same heads: sums double, means stay, all take rank 0's numbers."""
-    move_in(runner)
-    chunk = ScoreProbe(TOKENS[27:40], SLOTS[:40], CHUNKS[:2])
-
-    def measured() -> tuple[Tensor, Tensor, Tensor, ChunkScores]:
-        [(last, by_layer)], [scores] = ask(runner, [question_of()]), score(runner, [chunk])
-        return last, by_layer, deviation_evidence(runner, [deviation_of()])[0], scores
-
-    *alone, mean = measured()
-    sources = []
-
-    def broadcast(tensor: Tensor, src: int) -> Tensor:
-        sources.append(src)
-        return tensor
-
-    group = SimpleNamespace(world_size=2, all_reduce=lambda tensor: 2 * tensor, broadcast=broadcast)
-    monkeypatch.setattr(runner, "tp_group", group, raising=False)  # a release's runner has none
-    *together, scored = measured()
-    for two, one in zip(together, alone, strict=True):
-        torch.testing.assert_close(two, 2 * one)
-    assert scored.inter == pytest.approx(mean.inter)
-    assert scored.intra == pytest.approx(mean.intra)
-    assert sources == [0, 0, 0]
 
 
 def test_a_model_of_one_layer_is_compared_in_it() -> None:
