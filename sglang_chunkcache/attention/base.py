@@ -23,8 +23,7 @@ from sglang_chunkcache.attention.upload import upload
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What attention depends on of a model, on one rank.
-    `dtype` is that of queries, keys and values alike."""
+    """What attention depends on of a model; `dtype` is that of queries, keys and values."""
 
     num_qo_heads: int
     num_kv_heads: int

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import HeadShape, SparseAttention, SparseRequest
-from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse, Modules
+from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
 from sglang_chunkcache.attention.flashinfer_cuda import unsupported
 from sglang_chunkcache.attention.reference import attend
 
@@ -36,8 +36,7 @@ SHARE = 0.15
 """Recomputed tokens among all (FusionRAG's and Cache-Craft's ratio)."""
 
 LAYERS = 8
-"""Calls timed together: as in a pass, the host starts the next layer while the GPU still runs the
-last one."""
+"""Calls timed together: as in a pass, the host is a layer ahead of the GPU."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def choose(
     *,
     device: torch.device,
     scale: float,
-    modules: Modules | None = None,
+    modules: Any = None,
     timer: Timer | None = None,
 ) -> Choice:
     """Try every kernel; the first call on a machine compiles them, which takes minutes.
@@ -108,19 +107,15 @@ def choose(
     """
     if modules is None and (reason := unsupported(shape, device=device)):
         return Choice(None, {}, dict.fromkeys(KERNELS, reason))
-    timer = timer or _cuda_ms
     ms: dict[str, float] = {}
     failed: dict[str, str] = {}
     # On the CPU and seeded, so that every machine checks the same numbers.
     generator = torch.Generator().manual_seed(0)
     small = _make_pass(shape, CHECKED_KEYS, CHECKED_RUN, generator, device)
     large = _make_pass(shape, TIMED_KEYS, 0, generator, device)
+    is_other_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9
     for kernel in KERNELS:
-        if (
-            device.type == "cuda"
-            and kernel != "fa2"
-            and torch.cuda.get_device_capability(device)[0] != 9
-        ):
+        if kernel != "fa2" and is_other_gpu:
             failed[kernel] = "FA3 needs a Hopper GPU"
             continue
         try:
@@ -137,7 +132,8 @@ def choose(
                 failed[kernel] = error
                 continue
             attention.plan([large.request])  # its order is not needed: queries are random
-            ms[kernel] = timer(partial(attention.run, large.queries, large.keys, large.values))
+            run = partial(attention.run, large.queries, large.keys, large.values)
+            ms[kernel] = (timer or _cuda_ms)(run)
         except Exception as error:  # nvcc, ninja, the linker, CUDA: another kernel may still work
             logger.warning("chunk cache: attention kernel %s is left out", kernel, exc_info=True)
             failed[kernel] = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -162,22 +158,21 @@ def _fastest(runner: Any) -> tuple[SparseAttention | None, dict[str, Any]]:
 
 
 def _shape_of(runner: Any) -> tuple[HeadShape, float, str | None]:
-    """Heads and scale of layer 0, and why one `SparseAttention` cannot serve all layers and their
-    pool."""
+    """Heads and scale of layer 0, and why one `SparseAttention` cannot serve all layers."""
     layers = [layer.self_attn.attn for layer in runner.model.model.layers]
     kinds = {
         (a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.v_head_dim, a.scaling) for a in layers
     }
-    first, dtype, pool = layers[0], runner.dtype, runner.token_to_kv_pool
+    first, dtype, kept = layers[0], runner.dtype, runner.token_to_kv_pool.dtype
     shape = HeadShape(first.tp_q_head_num, first.tp_k_head_num, first.qk_head_dim, dtype)
-    reason = None
-    if len(kinds) > 1:
-        reason = "layers differ in their heads"
-    elif first.v_head_dim != first.qk_head_dim:
-        reason = f"values of {first.v_head_dim} dimensions under keys of {first.qk_head_dim}"
-    elif pool.dtype != dtype:
-        reason = f"a KV cache of {pool.dtype} under a model of {dtype}"
-    return shape, first.scaling, reason
+    reasons = {
+        "layers differ in their heads": len(kinds) > 1,
+        f"values of {first.v_head_dim} dimensions under keys of {first.qk_head_dim}": (
+            first.v_head_dim != first.qk_head_dim
+        ),
+        f"a KV cache of {kept} under a model of {dtype}": kept != dtype,
+    }
+    return shape, first.scaling, next((why for why, holds in reasons.items() if holds), None)
 
 
 def _make_pass(

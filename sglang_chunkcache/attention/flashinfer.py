@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ from sglang_chunkcache.attention.upload import upload
 KERNELS = ("fa2", "fa3", "fa3_two_part")
 
 BLOCK_ROWS = 128
-"""Rows of a block, at most: FA2 packs the query heads of a KV head into them,
-FA3 takes a head by itself."""
+"""Rows of a block, at most: FA2 packs a KV head's query heads into them, FA3 one head."""
 
 FA3_BLOCK_ROWS = {64: 192, 128: 128}
 """FA3's rows by head size (FlashInfer's getCTATileSize)."""
@@ -45,16 +44,6 @@ FA3_BLOCK_ROWS = {64: 192, 128: 128}
 MIN_SCALE = 5e-3
 """FlashInfer 0.6 hides a key by the logit -5e4, whose weight has to vanish after scaling:
 at 5e-3 it is 2 ** -361. From 0.7 on hidden is minus infinity."""
-
-
-class Modules(Protocol):
-    """The names used of the module `flashinfer`; tests pass tests/reference/flashinfer.py."""
-
-    @property
-    def BatchPrefillWithPagedKVCacheWrapper(self) -> Callable[..., Any]: ...
-
-    @property
-    def merge_state_in_place(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]: ...
 
 
 class _Step(NamedTuple):
@@ -71,7 +60,8 @@ class FlashInferSparse:
     Args:
         scale: Of the logits, before the softmax.
         kernel: One of `KERNELS`; "fa3" and "fa3_two_part" need Hopper.
-        modules: None: FlashInfer.
+        modules: with `BatchPrefillWithPagedKVCacheWrapper` and `merge_state_in_place`; None:
+            FlashInfer, which tests/reference/flashinfer.py models.
     Raises:
         ValueError: shape, scale or kernel is not supported.
     """
@@ -83,7 +73,7 @@ class FlashInferSparse:
         device: torch.device,
         scale: float,
         kernel: str,
-        modules: Modules | None = None,
+        modules: Any = None,
     ) -> None:
         if reason := unsupported_shape(shape):
             raise ValueError(reason)
@@ -94,7 +84,7 @@ class FlashInferSparse:
             )
         self.tile_rows = tile_rows(shape, kernel)
         self._shape, self._scale, self._device, self._kernel = shape, scale, device, kernel
-        self._modules = modules or cast(Modules, importlib.import_module("flashinfer"))
+        self._modules = modules or importlib.import_module("flashinfer")
         # Shared by the launches, which run one after the other: it holds partial results within a
         # launch only.
         self._workspace = torch.empty(self._workspace_bytes(), dtype=torch.uint8, device=device)
@@ -110,8 +100,7 @@ class FlashInferSparse:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def warm_up(self) -> None:
-        """Compile and load every module that a pass may need, by running one launch of each kind.
-        Minutes, the first time."""
+        """Compile and load what a pass may need, in one launch of each kind; minutes at first."""
         # From the third key on, so that tiles have keys before them: "full" runs, too.
         positions = torch.arange(self.tile_rows + 2) + 2
         positions[-2:] += torch.tensor([1, 2])  # a run, then two scattered rows
@@ -149,8 +138,7 @@ class FlashInferSparse:
         return layout.order
 
     def run(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """One layer; see `SparseAttention.run`.
-        Raises ValueError where the queries are not as many as planned."""
+        """One layer; see `SparseAttention.run`."""
         if self._layout is None:
             raise RuntimeError("plan comes before run")
         if len(queries) != self._layout.num_rows:
@@ -217,15 +205,11 @@ class FlashInferSparse:
         return _Step(launch.kind, launch.rows, wrapper, extra)
 
     def _backend(self, kind: Kind) -> Backend:
-        return (
-            "fa2"
-            if self._kernel == "fa2" or (self._kernel == "fa3_two_part" and kind == "limited")
-            else "fa3"
-        )
+        is_mixed = self._kernel == "fa3_two_part" and kind == "limited"
+        return "fa2" if self._kernel == "fa2" or is_mixed else "fa3"
 
     def _masks(self, kind: Kind) -> bool:
-        """Whether the kernel variant is applied to every tile only in custom-mask mode;
-        that mode is then forced."""
+        """Whether only custom-mask mode applies the variant to every tile: it is then forced."""
         return kind == "limited" and self._backend(kind) == "fa2"
 
     def _create_wrapper(self, kind: Kind) -> Any:
@@ -240,24 +224,17 @@ class FlashInferSparse:
     def _workspace_bytes(self) -> int:
         """What FA2 needs where it splits the keys of an entry: output and log-sum-exp, float32, of
         as many blocks as it starts, each counted with all query heads. FA3 needs none."""
-        device, shape = self._device, self._shape
-        num_sms = (
-            torch.cuda.get_device_properties(device).multi_processor_count
-            if device.type == "cuda"
-            else 1
-        )
+        shape, num_sms = self._shape, 1
+        if self._device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         # FA2 starts two blocks a multiprocessor, spread over the KV heads.
         num_blocks = max(1, 2 * num_sms // shape.num_kv_heads)
-        needs_it = self._kernel != "fa3"
-        return (1 << 20) + needs_it * num_blocks * BLOCK_ROWS * shape.num_qo_heads * (
-            shape.head_dim + 1
-        ) * 4
+        num_rows = num_blocks * BLOCK_ROWS * shape.num_qo_heads if self._kernel != "fa3" else 0
+        return (1 << 20) + 4 * num_rows * (shape.head_dim + 1)
 
 
 def tile_rows(shape: HeadShape, kernel: str) -> int:
     """Rows of a block, of the kernel that does most of the work."""
-    return (
-        max(16, BLOCK_ROWS // shape.group_size)
-        if kernel == "fa2"
-        else FA3_BLOCK_ROWS[shape.head_dim]
-    )
+    if kernel == "fa2":
+        return max(16, BLOCK_ROWS // shape.group_size)
+    return FA3_BLOCK_ROWS[shape.head_dim]

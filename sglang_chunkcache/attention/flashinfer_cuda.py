@@ -95,8 +95,7 @@ SOURCES: dict[Backend, str] = {"fa2": _FA2, "fa3": _FA3}
 
 
 def jit_args(shape: HeadShape, backend: Backend) -> tuple[Any, ...]:
-    """`jit_args` of a FlashInfer wrapper.
-    Its `run` then takes, after the KV cache, `limits` and the scale."""
+    """`jit_args` of a FlashInfer wrapper, whose `run` then takes `limits` and the scale, too."""
     source = SOURCES[backend]
     # The name is the module's key in FlashInfer's cache on disk, so it includes a checksum of the
     # source.
@@ -109,8 +108,7 @@ def jit_args(shape: HeadShape, backend: Backend) -> tuple[Any, ...]:
 
 
 def unsupported(shape: HeadShape, *, device: torch.device) -> str | None:
-    """Why FlashInfer's kernels cannot be used, in a phrase for a log;
-    None: no reason is known before they are tried."""
+    """Why FlashInfer's kernels cannot be used, for a log; None: no reason is known yet."""
     if reason := unsupported_shape(shape):
         return reason
     if device.type != "cuda":
@@ -125,11 +123,9 @@ def unsupported(shape: HeadShape, *, device: torch.device) -> str | None:
         found = version("flashinfer-python")
     except PackageNotFoundError:
         return "flashinfer is installed without its version"
-    return (
-        None
-        if found in VERSIONS
-        else f"flashinfer is {found}, the kernels were written for {', '.join(VERSIONS)}"
-    )
+    if found not in VERSIONS:
+        return f"flashinfer is {found}, the kernels were written for {', '.join(VERSIONS)}"
+    return None
 
 
 def unsupported_shape(shape: HeadShape) -> str | None:

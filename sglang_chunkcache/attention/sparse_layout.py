@@ -34,8 +34,7 @@ MAX_INDICES = 1 << 24
 """Slot indices of a pass: 64 MiB of int32."""
 
 WASTE = 0.02
-"""Share of the needed pairs that tiles may add by growing;
-larger tiles are fewer and repeat fewer slot indices."""
+"""Share of the needed pairs that growing tiles may add: fewer tiles repeat fewer indices."""
 
 
 class Launch(NamedTuple):
@@ -68,8 +67,7 @@ class SparseLayout:
     be in "full" too, and both results are then to be merged."""
 
     order: Tensor | None
-    """[n] int64: row i is token `order[i]` of the requests' queries;
-    None: they stay in their order."""
+    """[n] int64: row i is the requests' token `order[i]`; None: they stay in order."""
     num_rows: int
     launches: tuple[Launch, ...]
 
@@ -204,8 +202,7 @@ def _cut_tiles(visible: Ints, counts: Ints, tile_rows: int, max_indices: int) ->
 
 
 def tiles_of(tile_rows: int, counts: Ints) -> Pieces:
-    """Each request's rows in tiles, the first of which takes the remainder:
-    its rows see the fewest keys."""
+    """Each request's rows in tiles; the remainder is the first, whose rows see fewest keys."""
     num_tiles, ends = _ceil_div(counts, tile_rows), np.cumsum(counts)
     request = np.repeat(np.arange(len(counts)), num_tiles)
     tiles_after = np.repeat(np.cumsum(num_tiles), num_tiles) - np.arange(len(request)) - 1

@@ -316,13 +316,14 @@ class FusionPass:
             start, end = move.plan.start, move.plan.end
             # No slot keeps moved KV, whatever the selector had chosen.
             move.recomputed_len = move.plan.moved_len
-            run_virtual(
-                self.runner,
-                req_pool_index=move.row_index(),
-                runs=[(at, min(at + RESCUE_PIECE, end)) for at in range(start, end, RESCUE_PIECE)],
-                token_ids=move.token_ids,
-                max_sequences=1,  # one piece at a time bounds the activations
-            )
+            # One piece at a time bounds the activations.
+            for at in range(start, end, RESCUE_PIECE):
+                run_virtual(
+                    self.runner,
+                    req_pool_index=move.row_index(),
+                    runs=[(at, min(at + RESCUE_PIECE, end))],
+                    token_ids=move.token_ids,
+                )
             move.fallbacks.append(Fallback.PASS_FAILED)
 
     @contextmanager
