@@ -34,8 +34,10 @@ from sglang_chunkcache.fusion.fill import Capture, FusionPass
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.recompute import run_virtual
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
+from sglang_chunkcache.fusion.trial_rows import Means
 from sglang_chunkcache.own_selectors import own_needs
 from sglang_chunkcache.scheduler.node import facts
+from sglang_chunkcache.scheduler.pricing import Pricing
 from tests import models
 from tests.models import kv_of, logits_of, make_row, prefill
 from tests.reference import flashinfer, rope
@@ -148,6 +150,12 @@ def params_of(runner: Any) -> Any:
         req_to_token_pool=runner.req_to_token_pool,
         token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
     )
+
+
+def means_of(runner: Any, table: RotaryTable | None = None) -> Means:
+    """What a server tries on itself with."""
+    table = table or table_of(runner)
+    return Means(runner, table, params_of(runner), None, 32, Pricing(runner))
 
 
 def heads_of(runner: Any) -> tuple[HeadShape, float]:
