@@ -38,7 +38,7 @@ from sglang_chunkcache.fusion.measure import (
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.moving import Host, Mover
 from sglang_chunkcache.fusion.outward import OutwardWatch
-from sglang_chunkcache.fusion.recompute import PlanError, run_pass, run_virtual
+from sglang_chunkcache.fusion.recompute import PlanError, run_extend, run_pass
 from sglang_chunkcache.fusion.relocate import RotaryTable, read_blob
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob, Offload
 from sglang_chunkcache.scheduler.host_slots import HostSlots
@@ -318,12 +318,8 @@ class FusionPass:
             move.recomputed_len = move.plan.moved_len
             # One piece at a time bounds the activations.
             for at in range(start, end, RESCUE_PIECE):
-                run_virtual(
-                    self.runner,
-                    req_pool_index=move.row_index(),
-                    runs=[(at, min(at + RESCUE_PIECE, end))],
-                    token_ids=move.token_ids,
-                )
+                last = min(at + RESCUE_PIECE, end)
+                run_extend(self.runner, move.row_index(), move.token_ids, at, last)
             move.fallbacks.append(Fallback.PASS_FAILED)
 
     @contextmanager

@@ -2,8 +2,8 @@
 extend.
 
 `run_pass` serves requests: all chosen tokens of all requests in one call of the inner model, under
-a private attention backend, masked or sparse. `run_virtual` is its slow reference and computes what
-a failed pass left undone: each run of tokens is an ordinary sequence for SGLang's own backend.
+a private attention backend, masked or sparse. `run_extend` is its slow reference and computes what
+a failed pass left undone: adjacent tokens, by SGLang's own backend.
 Neither chooses tokens. Attention is causal, so recomputing every token of a region, by either,
 equals an ordinary prefill of it.
 """
@@ -86,8 +86,8 @@ def run_pass(
     Raises:
         ValueError: no sequences; a layer that is not plain causal attention.
         PlanError: `sparse` could not plan the pass.
-    Equals `run_virtual`, and ordinary prefill where every token is run, within the model dtype's
-    rounding.
+    Equals `run_extend` run by run, thus ordinary prefill where all tokens are run, within the model
+    dtype's rounding.
     """
     # Kernels find all keys in the pool, a token's own included, and show no observer their weights:
     # what writes nothing, or is observed, is left to the mask.
@@ -107,51 +107,39 @@ def run_pass(
 
 
 @torch.no_grad()
-def run_virtual(
-    runner: Any, *, req_pool_index: int, runs: Sequence[tuple[int, int]], token_ids: Sequence[int]
+def run_extend(
+    runner: Any, row: int, token_ids: Sequence[int], start: int = 0, end: int | None = None
 ) -> Tensor:
-    """Run stretches of one request as sequences of their own through the runner's own attention
-    backend.
-
-    Stretch [a, b) is a sequence on the request's row: prefix a, extend b - a, K/V written over the
-    slots row[a:b]. The oracle for `run_pass`: `torch_native` pads every stretch to its whole
+    """Ordinary prefill of a request's positions `[start, end)` over what is before them, through
+    the runner's own attention backend. The oracle for `run_pass`: `torch_native` pads to the whole
     length, so keep prompts short.
 
     Args:
-        req_pool_index: the request's row in `req_to_token`, filled up to the last run's end.
-        runs: half-open position intervals, ascending, disjoint.
+        row: the request's in `req_to_token`, filled up to `end`.
         token_ids: the prompt's, from position 0.
+        end: None: behind the last token.
     Returns:
-        [total, hidden_size], one run after the other.
+        [end - start, hidden_size].
     Raises:
-        ValueError: runs empty, out of order or beyond `token_ids`.
+        ValueError: no positions, or beyond `token_ids`.
     """
-    _check_runs(runs, len(token_ids))
-    # Backends size their buffers by the request pool. Passes go in ascending position, so each
-    # finds what it depends on.
-    size = runner.req_to_token_pool.size
-    parts = [runs[i : i + size] for i in range(0, len(runs), size)]
-    return torch.cat([_run_virtual(runner, req_pool_index, part, token_ids) for part in parts])
-
-
-def _run_virtual(
-    runner: Any, req_pool_index: int, runs: Sequence[tuple[int, int]], token_ids: Sequence[int]
-) -> Tensor:
-    row = runner.req_to_token_pool.req_to_token[req_pool_index]
+    end = len(token_ids) if end is None else end
+    if not 0 <= start < end <= len(token_ids):
+        raise ValueError(f"run [{start}, {end}): expected a stretch of [0, {len(token_ids)})")
     batch = _forward_batch(
         runner,
-        token_ids=upload(torch.tensor([t for a, b in runs for t in token_ids[a:b]]), runner.device),
-        positions=torch.cat([torch.arange(a, b, device=runner.device) for a, b in runs]),
+        token_ids=upload(torch.tensor(list(token_ids[start:end])), runner.device),
+        positions=torch.arange(start, end, device=runner.device),
         # `req_to_token` is int32, and slots that are written are int64.
-        out_slots=torch.cat([row[a:b] for a, b in runs]).long(),
-        rows=[req_pool_index] * len(runs),
-        prefix_lens=[a for a, _ in runs],
-        extend_lens=[b - a for a, b in runs],
+        out_slots=runner.req_to_token_pool.req_to_token[row, start:end].long(),
+        rows=[row],
+        prefix_lens=[start],
+        extend_lens=[end - start],
     )
     backend = runner.attn_backend
-    # FlashInfer's ragged path writes K/V after attention, so a run would read another's old K/V
-    # (SGLang 0.5.21, `flashinfer_backend.py`). Other backends have no such switch: torch_native and
-    # Triton write K/V before they attend.
+    # FlashInfer's ragged path writes K/V after attention (SGLang 0.5.21, `flashinfer_backend.py`),
+    # where our passes read all keys from the pool. Other backends have no such switch: torch_native
+    # and Triton write K/V before they attend.
     before = vars(backend).get("use_paged")
     if before is not None:
         backend.use_paged = True
@@ -203,18 +191,6 @@ def _forward(
             prepare(batch)
         hidden: Tensor = runner.model.model(batch.input_ids, batch.positions, batch)
         return hidden
-
-
-def _check_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> None:
-    if not runs:
-        raise ValueError("runs: expected at least one, got none")
-    previous = 0
-    for start, end in runs:
-        if not 0 <= start < end <= num_tokens:
-            raise ValueError(f"run [{start}, {end}): expected a stretch of [0, {num_tokens})")
-        if start < previous:
-            raise ValueError(f"run at {start} starts before the previous one ends, at {previous}")
-        previous = end
 
 
 def _watch_in_order(watch: LayerWatch, rows: Tensor, layer: Any, queries: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention
-from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
+from sglang_chunkcache.fusion.recompute import run_extend, run_pass
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
 from sglang_chunkcache.scheduler.pricing import Pricing
 
@@ -92,8 +92,7 @@ class Means:
     ) -> Tensor:
         """SGLang's own attention over the row's positions `[start, end)`, None: to the last token;
         [end - start, hidden_size]. What is before them is in the row."""
-        run = start, len(token_ids) if end is None else end
-        return run_virtual(self.runner, req_pool_index=row.number, runs=[run], token_ids=token_ids)
+        return run_extend(self.runner, row.number, token_ids, start, end)
 
     def recompute(
         self, row: Row, token_ids: Sequence[int] | Tensor, requests: Sequence[Sequence[int]]

@@ -32,7 +32,7 @@ from sglang_chunkcache.attention.flashinfer import FlashInferSparse
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import Capture, FusionPass
 from sglang_chunkcache.fusion.move import Move
-from sglang_chunkcache.fusion.recompute import run_virtual
+from sglang_chunkcache.fusion.recompute import run_extend
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
 from sglang_chunkcache.fusion.trial_rows import Means
 from sglang_chunkcache.own_selectors import own_needs
@@ -414,8 +414,7 @@ class Scene:
     def answer(self, row: int = 1) -> Tensor:
         """The last token's logits after what was filled."""
         ids = tokens_of((*PROMPT, "question"))
-        runs = [(END, len(ids))]
-        hidden = run_virtual(self.runner, req_pool_index=row, runs=runs, token_ids=ids)
+        hidden = run_extend(self.runner, row, ids, END)
         return logits_of(self.runner, hidden)[-1]
 
     def kv(self, slots: Tensor) -> Tensor:

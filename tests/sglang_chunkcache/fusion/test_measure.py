@@ -25,7 +25,7 @@ from sglang_chunkcache.fusion.measure import (
     score_chunks,
     scores_of,
 )
-from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
+from sglang_chunkcache.fusion.recompute import run_extend, run_pass
 from sglang_chunkcache.fusion.store import ChunkScores
 from tests import models
 from tests.kit.tensors import (
@@ -121,7 +121,7 @@ def test_question_evidence_is_the_questions_attention(
         prompt = [*TOKENS[:END].tolist(), *question[END:].tolist()]
         with captured(runner) as queries:
             row = make_row(runner, SLOTS)
-            run_virtual(runner, req_pool_index=row, runs=[(END, NUM_TOKENS)], token_ids=prompt)
+            run_extend(runner, row, prompt, END, NUM_TOKENS)
         weights = weights_of(runner, queries, SLOTS, torch.arange(END, NUM_TOKENS))
         expected = torch.zeros(END, dtype=torch.float64)
         for start, end in chunks:
