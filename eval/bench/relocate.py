@@ -34,7 +34,7 @@ from torch import Tensor
 from eval.bench.rounds import by_cell, create_timer, take_rounds, told_ratio
 from eval.outcome import add_out_option, open_run, table, tell
 from eval.run import Sample
-from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved, read_blob, write_blob
+from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, copy_moved, read_blob
 
 SEED = 0
 ROPE_BASE = 500_000.0
@@ -98,14 +98,9 @@ class Bench:
         return read_blob(self.pool, self.table, *self._from.values(), use_kernel=use_kernel)
 
     def write(self, *, use_kernel: bool, blob: tuple[Tensor, Tensor] | None = None) -> None:
-        write_blob(
-            self.pool,
-            self.table,
-            *(blob or self.blob),
-            source_positions=self._from["source_positions"],
-            **self._to,
-            use_kernel=use_kernel,
-        )
+        places = self._from["source_positions"], *self._to.values()
+        target = BlobTarget(self.pool, self.table, *places, use_kernel=use_kernel)
+        target.write(*(blob or self.blob))
 
     def arms(self) -> dict[str, Arm]:
         """The arms by name; without CUDA those of torch only."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eval.bench.relocate import Pool
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
-from sglang_chunkcache.fusion.relocate import RotaryTable, read_blob, write_blob
+from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, read_blob
 
 define_torchvision_ops()  # must run before transformers is imported
 
@@ -84,14 +84,7 @@ class ModelKv:
     def restore(self, cached: Cached, span: tuple[int, int], kv: tuple[Tensor, Tensor]) -> None:
         """Write what `stored` gave, or what has become of it, into the pool at a piece's place."""
         at = torch.arange(*span)
-        write_blob(
-            cached.pool,
-            self._table,
-            *kv,
-            source_positions=torch.zeros_like(at),
-            target_slots=at,
-            target_positions=at,
-        )
+        BlobTarget(cached.pool, self._table, torch.zeros_like(at), at, at).write(*kv)
 
     @torch.inference_mode()
     def log_probs(self, cached: Cached, token_ids: Sequence[int]) -> Tensor:
@@ -148,14 +141,6 @@ class ModelKv:
         at = torch.arange(len(queries[0]))
         stacked = torch.stack(queries)
         pool = Pool(list(torch.empty_like(stacked)), list(torch.empty_like(stacked)))
-        # `write_blob` rotates keys, so queries pass as keys; what it writes as values is not read.
-        write_blob(
-            pool,
-            self._table,
-            stacked,
-            stacked,
-            source_positions=torch.zeros_like(at),
-            target_slots=at,
-            target_positions=at,
-        )
+        # Writing a blob rotates keys, so queries pass as keys; what comes as values is not read.
+        BlobTarget(pool, self._table, torch.zeros_like(at), at, at).write(stacked, stacked)
         return pool.k_buffer

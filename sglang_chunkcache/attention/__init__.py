@@ -1,2 +1,1 @@
-"""Attention of tokens at scattered positions over the KV pool:
-`base` is the contract, README.md the map."""
+"""Attention of tokens at scattered positions over the KV pool: see README.md."""

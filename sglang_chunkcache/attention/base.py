@@ -1,11 +1,10 @@
 """The contract of scattered attention: which queries see which keys, and what every implementation
 offers.
 
-    keys      0 1 2 3 | 4 5 6 7 | 8 9   one list a request, in order of position, in pages of the KV
-                                        pool
-    queries     1           6     8     scattered; each sees the keys at or before its own position
+    keys      0 1 2 3 4 5 6 7 8 9   one list a request, in order of position: slots of the KV pool
+    queries     1         6   8     scattered; each sees the keys at or before its own position
 
-Knows positions and pages, no layers and no SGLang. `reference` computes it; `masked` computes it as
+Knows positions and slots, no layers and no SGLang. `reference` computes it; `masked` computes it as
 laid out by `masked_layout`, `flashinfer` as laid out by `sparse_layout`.
 """
 
@@ -19,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sglang_chunkcache.attention.upload import upload
+
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What attention depends on of a model, on one rank.
-    `dtype` is that of queries, keys and values alike."""
+    """What attention depends on of a model; `dtype` is that of queries, keys and values."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -46,31 +46,26 @@ class SparseRequest:
 
     Args:
         positions: [n] int64, CPU, strictly ascending, from 0; n may be 0.
-        kv_pages: [ceil(num_keys / page_size)] int64 or int32, pages of the pool in order of
-            position (slots, at page size 1). Requests may share pages.
-        num_keys: m, keys in those pages.
+        kv_slots: [m] int64 or int32, slots of the pool in order of position. Requests may share
+            them.
         kv_positions: [m] int64, CPU, strictly ascending: gaps are left out. None: 0 to m - 1.
     Raises:
         ValueError: shape, dtype or order differs from the above.
     """
 
     positions: Tensor
-    kv_pages: Tensor
-    num_keys: int
+    kv_slots: Tensor
     kv_positions: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.kv_pages.ndim != 1 or self.kv_pages.dtype not in (torch.int64, torch.int32):
+        if self.kv_slots.ndim != 1 or self.kv_slots.dtype not in (torch.int64, torch.int32):
             raise ValueError(
-                f"kv_pages: expected [pages] integers, got {list(self.kv_pages.shape)}"
-                f" {self.kv_pages.dtype}"
+                f"kv_slots: expected [m] integers, got {list(self.kv_slots.shape)}"
+                f" {self.kv_slots.dtype}"
             )
-        if not isinstance(self.num_keys, int) or self.num_keys < 0:
-            raise ValueError(f"num_keys: expected a number of keys, got {self.num_keys}")
-        fields = [("positions", self.positions)]
-        if self.kv_positions is not None:
-            fields.append(("kv_positions", self.kv_positions))
-        for name, tensor in fields:
+        for name, tensor in (("positions", self.positions), ("kv_positions", self.kv_positions)):
+            if tensor is None:
+                continue
             if tensor.ndim != 1 or tensor.dtype != torch.int64 or tensor.device.type != "cpu":
                 raise ValueError(
                     f"{name}: expected [n] int64 on the CPU, got {list(tensor.shape)}"
@@ -87,14 +82,10 @@ class SparseRequest:
                 f"kv_positions: expected {self.num_keys}, got {len(self.kv_positions)}"
             )
 
-    def check_pages(self, page_size: int) -> None:
-        """Raises ValueError where `kv_pages` are not exactly what `num_keys` fill at this page
-        size."""
-        if self.kv_pages.shape != (-(-self.num_keys // page_size),):
-            raise ValueError(
-                f"kv_pages: expected {-(-self.num_keys // page_size)} pages of {page_size} for"
-                f" {self.num_keys} keys, got {list(self.kv_pages.shape)}"
-            )
+    @property
+    def num_keys(self) -> int:
+        """m."""
+        return len(self.kv_slots)
 
     def key_positions(self) -> Tensor:
         """[m] int64, CPU: `kv_positions` written out."""
@@ -130,7 +121,7 @@ class PassSequence:
 
     Args:
         token_ids: [n] int64, n >= 1.
-        request: where the n tokens are and what they see of the pool, at page size 1.
+        request: where the n tokens are and what they see of the pool.
         out_slots: [n] int64, where the tokens' K/V is written, in each layer before any token
             attends. They are among the request's slots, at the same positions. None: nothing is
             written.
@@ -149,12 +140,10 @@ class PassSequence:
     def __post_init__(self) -> None:
         if not self.token_ids.numel():
             raise ValueError("token_ids: expected at least one token, got none")
-        self.request.check_pages(1)
         positions = self.request.positions
-        fields = [("token_ids", self.token_ids)]
-        if self.out_slots is not None:
-            fields.append(("out_slots", self.out_slots))
-        for name, tensor in fields:
+        for name, tensor in (("token_ids", self.token_ids), ("out_slots", self.out_slots)):
+            if tensor is None:
+                continue
             if tensor.shape != positions.shape or tensor.dtype != torch.int64:
                 raise ValueError(
                     f"{name}: expected {list(positions.shape)} int64, got {list(tensor.shape)}"
@@ -173,6 +162,18 @@ class PassSequence:
         # For its error: a query without a key is NaN in every kernel.
         if not self.sees_fresh:
             self.request.visible()
+
+    @classmethod
+    def of_row(cls, token_ids: Tensor, slots: Tensor, positions: Tensor) -> PassSequence:
+        """Tokens of a prompt at `positions`, as of `SparseRequest`, one at least, whose K/V is
+        written again.
+
+        token_ids: int64, CPU, and slots: int64, of the prompt from position 0 to the last one of
+        `positions` or beyond.
+        """
+        # No token that runs sees beyond the last one of them.
+        request = SparseRequest(positions, slots[: int(positions[-1]) + 1])
+        return cls(token_ids[positions], request, slots[upload(positions, slots.device)])
 
     @property
     def sees_fresh(self) -> bool:
@@ -196,7 +197,7 @@ class SparseAttention(Protocol):
                 queries, concatenated.
             None: the rows keep the requests' order.
         Raises:
-            ValueError: a request does not fit the KV pool's pages; a query sees no key.
+            ValueError: a query sees no key.
         """
         ...
 
@@ -205,8 +206,7 @@ class SparseAttention(Protocol):
 
         Args:
             queries: [n, num_qo_heads, head_dim], in the plan's order, rotated.
-            keys: [num_pages, page_size, num_kv_heads, head_dim], or without the second at page size
-                1; only read.
+            keys: [num_slots, num_kv_heads, head_dim], the pool's; only read.
             values: Like `keys`.
         Returns:
             Like `queries`. Back in the requests' order: `result = torch.empty_like(out);

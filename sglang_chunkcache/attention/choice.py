@@ -12,13 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import HeadShape, SparseAttention, SparseRequest
-from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse, Modules
+from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
 from sglang_chunkcache.attention.flashinfer_cuda import unsupported
 from sglang_chunkcache.attention.reference import attend
 
@@ -35,8 +36,7 @@ SHARE = 0.15
 """Recomputed tokens among all (FusionRAG's and Cache-Craft's ratio)."""
 
 LAYERS = 8
-"""Calls timed together: as in a pass, the host starts the next layer while the GPU still runs the
-last one."""
+"""Calls timed together: as in a pass, the host is a layer ahead of the GPU."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,7 @@ def choose(
     *,
     device: torch.device,
     scale: float,
-    page_size: int = 1,
-    modules: Modules | None = None,
+    modules: Any = None,
     timer: Timer | None = None,
 ) -> Choice:
     """Try every kernel; the first call on a machine compiles them, which takes minutes.
@@ -106,21 +105,17 @@ def choose(
         timer: None: Triton's `do_bench`, which empties the L2 cache between its calls by writing
             256 MB of GPU memory.
     """
-    if modules is None and (reason := unsupported(shape, page_size=page_size, device=device)):
+    if modules is None and (reason := unsupported(shape, device=device)):
         return Choice(None, {}, dict.fromkeys(KERNELS, reason))
-    timer = timer or _cuda_ms
     ms: dict[str, float] = {}
     failed: dict[str, str] = {}
     # On the CPU and seeded, so that every machine checks the same numbers.
     generator = torch.Generator().manual_seed(0)
-    small = _make_pass(shape, CHECKED_KEYS, CHECKED_RUN, page_size, generator, device)
-    large = _make_pass(shape, TIMED_KEYS, 0, page_size, generator, device)
+    small = _make_pass(shape, CHECKED_KEYS, CHECKED_RUN, generator, device)
+    large = _make_pass(shape, TIMED_KEYS, 0, generator, device)
+    is_other_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9
     for kernel in KERNELS:
-        if (
-            device.type == "cuda"
-            and kernel != "fa2"
-            and torch.cuda.get_device_capability(device)[0] != 9
-        ):
+        if kernel != "fa2" and is_other_gpu:
             failed[kernel] = "FA3 needs a Hopper GPU"
             continue
         try:
@@ -130,18 +125,15 @@ def choose(
                 kernel,
             )
             attention = FlashInferSparse(
-                shape,
-                device=device,
-                scale=scale,
-                kernel=kernel,
-                page_size=page_size,
-                modules=modules,
+                shape, device=device, scale=scale, kernel=kernel, modules=modules
             )
             attention.warm_up()
-            if error := _error(attention, small, page_size, scale):
+            if error := _error(attention, small, scale):
                 failed[kernel] = error
                 continue
-            ms[kernel] = timer(_planned(attention, large))
+            attention.plan([large.request])  # its order is not needed: queries are random
+            run = partial(attention.run, large.queries, large.keys, large.values)
+            ms[kernel] = (timer or _cuda_ms)(run)
         except Exception as error:  # nvcc, ninja, the linker, CUDA: another kernel may still work
             logger.warning("chunk cache: attention kernel %s is left out", kernel, exc_info=True)
             failed[kernel] = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -152,7 +144,7 @@ def _fastest(runner: Any) -> tuple[SparseAttention | None, dict[str, Any]]:
     """`create` for auto, errors included."""
     shape, scale, reason = _shape_of(runner)
     device = torch.device(runner.device)
-    if reason := reason or unsupported(shape, page_size=1, device=device):
+    if reason := reason or unsupported(shape, device=device):
         return None, described("masked", reason)
     choice = choose(shape, device=device, scale=scale)
     left_out = [f"{kernel} left out: {why}" for kernel, why in choice.failed.items()]
@@ -166,69 +158,54 @@ def _fastest(runner: Any) -> tuple[SparseAttention | None, dict[str, Any]]:
 
 
 def _shape_of(runner: Any) -> tuple[HeadShape, float, str | None]:
-    """Heads and scale of layer 0, and why one `SparseAttention` cannot serve all layers and their
-    pool."""
+    """Heads and scale of layer 0, and why one `SparseAttention` cannot serve all layers."""
     layers = [layer.self_attn.attn for layer in runner.model.model.layers]
     kinds = {
         (a.tp_q_head_num, a.tp_k_head_num, a.qk_head_dim, a.v_head_dim, a.scaling) for a in layers
     }
-    first, dtype, pool = layers[0], runner.dtype, runner.token_to_kv_pool
+    first, dtype, kept = layers[0], runner.dtype, runner.token_to_kv_pool.dtype
     shape = HeadShape(first.tp_q_head_num, first.tp_k_head_num, first.qk_head_dim, dtype)
-    reason = None
-    if len(kinds) > 1:
-        reason = "layers differ in their heads"
-    elif first.v_head_dim != first.qk_head_dim:
-        reason = f"values of {first.v_head_dim} dimensions under keys of {first.qk_head_dim}"
-    elif pool.dtype != dtype:
-        reason = f"a KV cache of {pool.dtype} under a model of {dtype}"
-    return shape, first.scaling, reason
+    reasons = {
+        "layers differ in their heads": len(kinds) > 1,
+        f"values of {first.v_head_dim} dimensions under keys of {first.qk_head_dim}": (
+            first.v_head_dim != first.qk_head_dim
+        ),
+        f"a KV cache of {kept} under a model of {dtype}": kept != dtype,
+    }
+    return shape, first.scaling, next((why for why, holds in reasons.items() if holds), None)
 
 
 def _make_pass(
-    shape: HeadShape,
-    num_keys: int,
-    run: int,
-    page_size: int,
-    generator: torch.Generator,
-    device: torch.device,
+    shape: HeadShape, num_keys: int, run: int, generator: torch.Generator, device: torch.device
 ) -> _Pass:
-    """One request: `SHARE` of all positions and a run of `run` of them; pages in no order."""
+    """One request: `SHARE` of all positions and a run of `run` of them."""
     chosen = torch.rand(num_keys, generator=generator) < SHARE
     # A run among the scattered rows, so that the causal launch is checked as well.
     chosen[num_keys // 4 :][:run] = True
     # In no order, as a request's slots are once the pool has seen evictions.
-    pages = torch.randperm(-(-num_keys // page_size), generator=generator)
-    request = SparseRequest(chosen.nonzero().flatten(), pages.to(device), num_keys)
-    sizes = (len(pages), page_size, shape.num_kv_heads, shape.head_dim)
+    slots = torch.randperm(num_keys, generator=generator)
+    request = SparseRequest(chosen.nonzero().flatten(), slots.to(device))
+    cache = (num_keys, shape.num_kv_heads, shape.head_dim)
     queries, keys, values = (
         torch.randn(size, generator=generator).to(device, shape.dtype)
-        for size in ((len(request.positions), shape.num_qo_heads, shape.head_dim), sizes, sizes)
+        for size in ((len(request.positions), shape.num_qo_heads, shape.head_dim), cache, cache)
     )
     return _Pass(request, queries, keys, values)
 
 
-def _error(attention: FlashInferSparse, small: _Pass, page_size: int, scale: float) -> str | None:
+def _error(attention: FlashInferSparse, small: _Pass, scale: float) -> str | None:
     """How far the kernel is from the reference, where that is further than rounding explains."""
     order = attention.plan([small.request])
     order = torch.arange(len(small.queries)) if order is None else order
     rows = order.to(small.queries.device)
     got = attention.run(small.queries[rows], small.keys, small.values).float()
-    expected, _ = attend(
-        small.queries, small.keys, small.values, [small.request], page_size=page_size, scale=scale
-    )
+    expected, _ = attend(small.queries, small.keys, small.values, [small.request], scale=scale)
     # Absolute near 0, where terms have cancelled: the sum has their error.
     off = (got - expected[rows]).abs() / (1 + expected[rows].abs())
     allowed = 2 * torch.finfo(small.queries.dtype).eps
-    return (
-        None
-        if bool((off <= allowed).all())
-        else f"wrong: off by {float(off.max()):.2g}, {allowed:.2g} is rounding"
-    )
-
-
-def _planned(attention: FlashInferSparse, large: _Pass) -> Callable[[], object]:
-    attention.plan([large.request])  # its order is not needed: queries are random
-    return lambda: attention.run(large.queries, large.keys, large.values)
+    if bool((off <= allowed).all()):
+        return None
+    return f"wrong: off by {float(off.max()):.2g}, {allowed:.2g} is rounding"
 
 
 def _cuda_ms(run: Callable[[], object]) -> float:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,16 +28,15 @@ from sglang_chunkcache.attention.sparse_layout import (
     Kind,
     Launch,
     SparseLayout,
-    page_indices,
     plan_sparse,
+    slot_indices,
 )
 from sglang_chunkcache.attention.upload import upload
 
 KERNELS = ("fa2", "fa3", "fa3_two_part")
 
 BLOCK_ROWS = 128
-"""Rows of a block, at most: FA2 packs the query heads of a KV head into them,
-FA3 takes a head by itself."""
+"""Rows of a block, at most: FA2 packs a KV head's query heads into them, FA3 one head."""
 
 FA3_BLOCK_ROWS = {64: 192, 128: 128}
 """FA3's rows by head size (FlashInfer's getCTATileSize)."""
@@ -45,16 +44,6 @@ FA3_BLOCK_ROWS = {64: 192, 128: 128}
 MIN_SCALE = 5e-3
 """FlashInfer 0.6 hides a key by the logit -5e4, whose weight has to vanish after scaling:
 at 5e-3 it is 2 ** -361. From 0.7 on hidden is minus infinity."""
-
-
-class Modules(Protocol):
-    """The names used of the module `flashinfer`; tests pass tests/reference/flashinfer.py."""
-
-    @property
-    def BatchPrefillWithPagedKVCacheWrapper(self) -> Callable[..., Any]: ...
-
-    @property
-    def merge_state_in_place(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]: ...
 
 
 class _Step(NamedTuple):
@@ -71,7 +60,8 @@ class FlashInferSparse:
     Args:
         scale: Of the logits, before the softmax.
         kernel: One of `KERNELS`; "fa3" and "fa3_two_part" need Hopper.
-        modules: None: FlashInfer.
+        modules: with `BatchPrefillWithPagedKVCacheWrapper` and `merge_state_in_place`; None:
+            FlashInfer, which tests/reference/flashinfer.py models.
     Raises:
         ValueError: shape, scale or kernel is not supported.
     """
@@ -83,10 +73,9 @@ class FlashInferSparse:
         device: torch.device,
         scale: float,
         kernel: str,
-        page_size: int = 1,
-        modules: Modules | None = None,
+        modules: Any = None,
     ) -> None:
-        if reason := unsupported_shape(shape, page_size=page_size):
+        if reason := unsupported_shape(shape):
             raise ValueError(reason)
         if kernel not in KERNELS or scale < MIN_SCALE:
             raise ValueError(
@@ -94,9 +83,8 @@ class FlashInferSparse:
                 f" {scale}"
             )
         self.tile_rows = tile_rows(shape, kernel)
-        self._shape, self._scale, self._page_size = shape, scale, page_size
-        self._device, self._kernel = device, kernel
-        self._modules = modules or cast(Modules, importlib.import_module("flashinfer"))
+        self._shape, self._scale, self._device, self._kernel = shape, scale, device, kernel
+        self._modules = modules or importlib.import_module("flashinfer")
         # Shared by the launches, which run one after the other: it holds partial results within a
         # launch only.
         self._workspace = torch.empty(self._workspace_bytes(), dtype=torch.uint8, device=device)
@@ -112,20 +100,18 @@ class FlashInferSparse:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def warm_up(self) -> None:
-        """Compile and load every module that a pass may need, by running one launch of each kind.
-        Minutes, the first time."""
-        # From the third page on, so that tiles have whole pages before them: "full" runs, too.
-        positions = torch.arange(self.tile_rows + 2) + 2 * self._page_size
+        """Compile and load what a pass may need, in one launch of each kind; minutes at first."""
+        # From the third key on, so that tiles have keys before them: "full" runs, too.
+        positions = torch.arange(self.tile_rows + 2) + 2
         positions[-2:] += torch.tensor([1, 2])  # a run, then two scattered rows
-        num_keys = int(positions[-1]) + 1
-        # One page serves as all of them: what is computed does not matter here.
-        pages = torch.zeros(-(-num_keys // self._page_size), dtype=torch.int64, device=self._device)
-        self.plan([SparseRequest(positions, pages, num_keys)])
-        heads = (self._shape.num_kv_heads, self._shape.head_dim)
+        # One slot serves as all of them: what is computed does not matter here.
+        slots = torch.zeros(int(positions[-1]) + 1, dtype=torch.int64, device=self._device)
+        self.plan([SparseRequest(positions, slots)])
+        shape = self._shape
         cache = torch.zeros(
-            1, self._page_size, *heads, dtype=self._shape.dtype, device=self._device
+            1, shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=self._device
         )
-        queries = cache.new_zeros(len(positions), self._shape.num_qo_heads, self._shape.head_dim)
+        queries = cache.new_zeros(len(positions), shape.num_qo_heads, shape.head_dim)
         self.run(queries, cache, cache)
 
     def plan(self, requests: Sequence[SparseRequest]) -> Tensor | None:
@@ -135,48 +121,44 @@ class FlashInferSparse:
         if self._copied is not None:
             self._copied.synchronize()
         layout = plan_sparse(
-            requests,
-            page_size=self._page_size,
-            tile_rows=self.tile_rows,
-            two_part=self._kernel == "fa3_two_part",
+            requests, tile_rows=self.tile_rows, two_part=self._kernel == "fa3_two_part"
         )
-        num_pages = [request.kv_pages.numel() for request in requests]
-        # The kernels take page indices of int32.
-        pages = [upload(request.kv_pages, self._device).int() for request in requests]
-        starts = torch.tensor([0, *num_pages]).cumsum(0)
-        whole = (
-            torch.cat(pages) if pages else torch.empty(0, dtype=torch.int32, device=self._device)
+        starts = torch.tensor([0, *(request.num_keys for request in requests)]).cumsum(0)
+        # The kernels take slot indices of int32.
+        slots = torch.cat(
+            [
+                torch.empty(0, dtype=torch.int32, device=self._device),
+                *(upload(request.kv_slots, self._device).int() for request in requests),
+            ]
         )
-        self._steps = [self._plan_launch(launch, whole, starts) for launch in layout.launches]
+        self._steps = [self._plan_launch(launch, slots, starts) for launch in layout.launches]
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
         self._layout = layout
         return layout.order
 
     def run(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """One layer; see `SparseAttention.run`.
-        Raises ValueError where the queries are not as many as planned."""
+        """One layer; see `SparseAttention.run`."""
         if self._layout is None:
             raise RuntimeError("plan comes before run")
         if len(queries) != self._layout.num_rows:
             raise ValueError(
                 f"queries: expected {self._layout.num_rows} rows as planned, got {len(queries)}"
             )
-        if self._page_size == 1 and keys.ndim == 3:
-            # FlashInfer wants the page dimension, which SGLang's pool has not.
-            keys, values = keys[:, None], values[:, None]
+        # FlashInfer wants the page dimension, which SGLang's pool has not.
+        cache = keys[:, None], values[:, None]
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         parts: dict[Kind, tuple[Tensor, Tensor]] = {}
         two_parts = any(step.kind == "full" for step in self._steps)
         for step in self._steps:
             query, target = queries[step.rows], out[step.rows]
             if step.kind == "causal" or not two_parts:
-                step.wrapper.run(query, (keys, values), *step.extra, out=target)
+                step.wrapper.run(query, cache, *step.extra, out=target)
             else:
                 # "limited" writes the same rows of `out`, so "full" needs memory of its own.
                 target = torch.empty_like(target) if step.kind == "full" else target
                 parts[step.kind] = step.wrapper.run(
-                    query, (keys, values), *step.extra, out=target, return_lse=True
+                    query, cache, *step.extra, out=target, return_lse=True
                 )
         if two_parts:
             (part, lse), (other, other_lse) = parts["limited"], parts["full"]
@@ -186,15 +168,16 @@ class FlashInferSparse:
             )
         return out
 
-    def _plan_launch(self, launch: Launch, pages: Tensor, starts: Tensor) -> _Step:
+    def _plan_launch(self, launch: Launch, slots: Tensor, starts: Tensor) -> _Step:
         wrapper = self._wrappers.get(launch.kind)
         if wrapper is None:
             wrapper = self._wrappers[launch.kind] = self._create_wrapper(launch.kind)
         shape = self._shape
         # Views of one pinned block, so that copies of them are queued without a wait. Torch frees
         # it after the copies.
-        limits = launch.last_page_len[:0] if launch.limits is None else launch.limits
-        arrays = (launch.qo_indptr, launch.kv_indptr, launch.last_page_len, limits)
+        last_page_len = torch.ones_like(launch.kv_indptr[1:])  # a page is a slot
+        limits = last_page_len[:0] if launch.limits is None else launch.limits
+        arrays = (launch.qo_indptr, launch.kv_indptr, last_page_len, limits)
         block = torch.cat(arrays)
         block = block.pin_memory() if self._device.type == "cuda" else block
         qo_indptr, kv_indptr, last_page_len, limits = torch.split(
@@ -203,12 +186,12 @@ class FlashInferSparse:
         wrapper.plan(
             qo_indptr,
             kv_indptr,
-            page_indices(launch, pages, starts),
+            slot_indices(launch, slots, starts),
             last_page_len,
             shape.num_qo_heads,
             shape.num_kv_heads,
             shape.head_dim,
-            self._page_size,
+            1,
             packed_custom_mask=self._forced_mask if self._masks(launch.kind) else None,
             causal=launch.kind == "causal",
             sm_scale=self._scale,
@@ -216,25 +199,17 @@ class FlashInferSparse:
             # Else FlashInfer takes Python's `max` of a tensor, an operation for every entry.
             max_token_per_sequence=int(qo_indptr.diff().max()),
         )
-        if launch.kind != "limited":
-            return _Step(launch.kind, launch.rows, wrapper, ())
-        return _Step(
-            launch.kind,
-            launch.rows,
-            wrapper,
-            (limits.to(self._device, non_blocking=True), self._scale),
-        )
+        extra: tuple[Any, ...] = ()
+        if launch.kind == "limited":
+            extra = limits.to(self._device, non_blocking=True), self._scale
+        return _Step(launch.kind, launch.rows, wrapper, extra)
 
     def _backend(self, kind: Kind) -> Backend:
-        return (
-            "fa2"
-            if self._kernel == "fa2" or (self._kernel == "fa3_two_part" and kind == "limited")
-            else "fa3"
-        )
+        is_mixed = self._kernel == "fa3_two_part" and kind == "limited"
+        return "fa2" if self._kernel == "fa2" or is_mixed else "fa3"
 
     def _masks(self, kind: Kind) -> bool:
-        """Whether the kernel variant is applied to every tile only in custom-mask mode;
-        that mode is then forced."""
+        """Whether only custom-mask mode applies the variant to every tile: it is then forced."""
         return kind == "limited" and self._backend(kind) == "fa2"
 
     def _create_wrapper(self, kind: Kind) -> Any:
@@ -249,24 +224,17 @@ class FlashInferSparse:
     def _workspace_bytes(self) -> int:
         """What FA2 needs where it splits the keys of an entry: output and log-sum-exp, float32, of
         as many blocks as it starts, each counted with all query heads. FA3 needs none."""
-        device, shape = self._device, self._shape
-        num_sms = (
-            torch.cuda.get_device_properties(device).multi_processor_count
-            if device.type == "cuda"
-            else 1
-        )
+        shape, num_sms = self._shape, 1
+        if self._device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         # FA2 starts two blocks a multiprocessor, spread over the KV heads.
         num_blocks = max(1, 2 * num_sms // shape.num_kv_heads)
-        needs_it = self._kernel != "fa3"
-        return (1 << 20) + needs_it * num_blocks * BLOCK_ROWS * shape.num_qo_heads * (
-            shape.head_dim + 1
-        ) * 4
+        num_rows = num_blocks * BLOCK_ROWS * shape.num_qo_heads if self._kernel != "fa3" else 0
+        return (1 << 20) + 4 * num_rows * (shape.head_dim + 1)
 
 
 def tile_rows(shape: HeadShape, kernel: str) -> int:
     """Rows of a block, of the kernel that does most of the work."""
-    return (
-        max(16, BLOCK_ROWS // shape.group_size)
-        if kernel == "fa2"
-        else FA3_BLOCK_ROWS[shape.head_dim]
-    )
+    if kernel == "fa2":
+        return max(16, BLOCK_ROWS // shape.group_size)
+    return FA3_BLOCK_ROWS[shape.head_dim]

@@ -95,8 +95,7 @@ SOURCES: dict[Backend, str] = {"fa2": _FA2, "fa3": _FA3}
 
 
 def jit_args(shape: HeadShape, backend: Backend) -> tuple[Any, ...]:
-    """`jit_args` of a FlashInfer wrapper.
-    Its `run` then takes, after the KV cache, `limits` and the scale."""
+    """`jit_args` of a FlashInfer wrapper, whose `run` then takes `limits` and the scale, too."""
     source = SOURCES[backend]
     # The name is the module's key in FlashInfer's cache on disk, so it includes a checksum of the
     # source.
@@ -108,10 +107,9 @@ def jit_args(shape: HeadShape, backend: Backend) -> tuple[Any, ...]:
     return (name, *dtypes, *heads, *extra, VARIANT_NAME, source)
 
 
-def unsupported(shape: HeadShape, *, page_size: int, device: torch.device) -> str | None:
-    """Why FlashInfer's kernels cannot be used, in a phrase for a log;
-    None: no reason is known before they are tried."""
-    if reason := unsupported_shape(shape, page_size=page_size):
+def unsupported(shape: HeadShape, *, device: torch.device) -> str | None:
+    """Why FlashInfer's kernels cannot be used, for a log; None: no reason is known yet."""
+    if reason := unsupported_shape(shape):
         return reason
     if device.type != "cuda":
         return f"the kernels need CUDA, not {device.type}"
@@ -125,14 +123,12 @@ def unsupported(shape: HeadShape, *, page_size: int, device: torch.device) -> st
         found = version("flashinfer-python")
     except PackageNotFoundError:
         return "flashinfer is installed without its version"
-    return (
-        None
-        if found in VERSIONS
-        else f"flashinfer is {found}, the kernels were written for {', '.join(VERSIONS)}"
-    )
+    if found not in VERSIONS:
+        return f"flashinfer is {found}, the kernels were written for {', '.join(VERSIONS)}"
+    return None
 
 
-def unsupported_shape(shape: HeadShape, *, page_size: int) -> str | None:
+def unsupported_shape(shape: HeadShape) -> str | None:
     """The part of `unsupported` that depends on the model alone."""
     if shape.dtype not in DTYPES:
         return f"dtype {shape.dtype}: bfloat16 and float16 are supported"
@@ -143,4 +139,4 @@ def unsupported_shape(shape: HeadShape, *, page_size: int) -> str | None:
             f"{shape.num_qo_heads} query heads for {shape.num_kv_heads} KV heads: 1 to"
             f" {MAX_GROUP_SIZE} for each are supported"
         )
-    return f"page size {page_size}: 1 or more is supported" if page_size < 1 else None
+    return None

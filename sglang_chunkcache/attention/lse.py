@@ -73,8 +73,7 @@ def _check(queries: Tensor, keys: Tensor, is_causal: bool) -> None:
 
 
 def _by_kv_head(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Both [num_kv_heads, query heads of each, n or m, head_dim];
-    keys are expanded without a copy."""
+    """Both [num_kv_heads, query heads of each, n or m, head_dim]; keys are not copied."""
     num_kv_heads = keys.shape[1]
     query = queries.reshape(len(queries), num_kv_heads, -1, queries.shape[2]).permute(1, 2, 0, 3)
     return query, keys.transpose(0, 1)[:, None].expand(-1, query.shape[1], -1, -1)

@@ -47,8 +47,7 @@ class SequenceLayout:
     own: bool
     """Fresh keys join those from the pool."""
     key_order: Tensor | None
-    """[m + n] int64: brings (pool keys, own keys) into ascending order;
-    None where they are already."""
+    """[m + n] int64: sorts (pool keys, own keys) by position; None: they are in order."""
     key_positions: Tensor
     """[m] or [m + n] int64, ascending."""
     blocks: tuple[Block, ...]
@@ -80,22 +79,20 @@ def plan(
         end = start + sequence.token_ids.numel()
         layouts.append(_lay_out(sequence, slice(start, end), device, block_rows))
         start = end
-    written = [
-        (s.out_slots, layout.rows)
-        for s, layout in zip(sequences, layouts, strict=True)
-        if s.out_slots is not None
-    ]
-    # By sequence, not joined on the host: slots may be on the device already.
-    slots = [upload(out_slots, device) for out_slots, _ in written]
-    all_written = len(written) == len(sequences)
-    rows = [torch.arange(rows.start, rows.stop) for _, rows in written]
+    is_written = torch.cat(
+        [torch.full((len(s.token_ids),), s.out_slots is not None) for s in sequences]
+    )
     return PassLayout(
         token_ids=torch.cat([upload(s.token_ids, device) for s in sequences]),
         positions=torch.cat([layout.positions for layout in layouts]),
-        out_rows=None
-        if all_written
-        else upload(torch.cat(rows or [torch.empty(0, dtype=torch.int64)]), device),
-        out_slots=torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64, device=device),
+        out_rows=None if bool(is_written.all()) else upload(is_written.nonzero().flatten(), device),
+        # By sequence, not joined on the host: slots may be on the device already.
+        out_slots=torch.cat(
+            [
+                torch.empty(0, dtype=torch.int64, device=device),
+                *(upload(s.out_slots, device) for s in sequences if s.out_slots is not None),
+            ]
+        ),
         sequences=tuple(layouts),
     )
 
@@ -113,18 +110,16 @@ def _lay_out(
         visible = torch.searchsorted(key_positions, positions, right=True).tolist()
     else:
         visible = request.visible().tolist()
-    blocks = [
+    blocks = []
+    for start in range(0, len(visible), block_rows):
+        end = min(start + block_rows, len(visible))
         # Without a mask scaled_dot_product_attention may take its fast kernels.
-        Block(start, end, visible[end - 1], visible[start] < visible[end - 1])
-        for start, end in (
-            (i, min(i + block_rows, len(visible))) for i in range(0, len(visible), block_rows)
-        )
-    ]
+        blocks.append(Block(start, end, visible[end - 1], visible[start] < visible[end - 1]))
     return SequenceLayout(
         rows=rows,
         positions=upload(positions, device),
         # Indexing the pool wants int64, a kernel's page table is int32.
-        kv_slots=upload(request.kv_pages, device).to(torch.int64),
+        kv_slots=upload(request.kv_slots, device).to(torch.int64),
         own=sequence.sees_fresh,
         key_order=None if order is None else upload(order, device),
         key_positions=upload(key_positions, device),

@@ -8,7 +8,7 @@
     or, in two parts            causal          | full: the keys before the tile, and limited: the
                                                 | rest; to be merged
 
-An entry of a launch is some rows of one request over a stretch of its pages. Computed on the host,
+An entry of a launch is some rows of one request over a stretch of its keys. Computed on the host,
 over all requests at once, from what the queries see: reads no device tensor, knows no heads and no
 kernels.
 """
@@ -31,15 +31,14 @@ Ints = NDArray[np.int64]
 Kind = Literal["causal", "full", "limited"]
 
 MAX_INDICES = 1 << 24
-"""Page indices of a pass: 64 MiB of int32."""
+"""Slot indices of a pass: 64 MiB of int32."""
 
 WASTE = 0.02
-"""Share of the needed pairs that tiles may add by growing;
-larger tiles are fewer and repeat fewer page indices."""
+"""Share of the needed pairs that growing tiles may add: fewer tiles repeat fewer indices."""
 
 
 class Launch(NamedTuple):
-    """One kernel launch over e entries, whose rows and page indices are concatenated."""
+    """One kernel launch over e entries, whose rows and slot indices are concatenated."""
 
     kind: Kind
     """The keys of its entry that a row sees.
@@ -53,43 +52,24 @@ class Launch(NamedTuple):
     qo_indptr: Tensor
     """[e + 1] int32, from 0."""
     request: Tensor
-    """[e] int64: whose pages the entry reads."""
-    first_page: Tensor
-    """[e] int64: from which of the request's pages on."""
+    """[e] int64: whose keys the entry reads."""
+    first_key: Tensor
+    """[e] int64: from which of the request's keys on."""
     kv_indptr: Tensor
-    """[e + 1] int32, in pages."""
-    last_page_len: Tensor
-    """[e] int32, keys of the entry in its last page."""
+    """[e + 1] int32, from 0."""
     limits: Tensor | None
     """[rows] int32, limited only: at least 1, counted from the entry's first key."""
 
 
 @dataclass(frozen=True)
 class SparseLayout:
-    """A pass as launches. Each row is in "causal" or in "limited",
-    those of `merged` also in "full"."""
+    """A pass as launches. Each row is in "causal" or in "limited". The last rows of "limited" may
+    be in "full" too, and both results are then to be merged."""
 
     order: Tensor | None
-    """[n] int64: row i is token `order[i]` of the requests' queries;
-    None: they stay in their order."""
+    """[n] int64: row i is the requests' token `order[i]`; None: they stay in order."""
     num_rows: int
     launches: tuple[Launch, ...]
-    merged: slice | None
-    """Rows whose result of "full" is to be merged into that of "limited";
-    None: no launch is "full"."""
-    needed_pairs: int
-    """Query-key pairs that count: the sum of what the queries see."""
-    page_size: int
-
-    def executed_pairs(self, tile_rows: int) -> int:
-        """Pairs computed by kernels that take `tile_rows` rows of an entry at a time, padding rows
-        included. They stop at an entry's last key; causal ones at the key that the tile's last row
-        sees, or would see if it existed."""
-        return sum(_executed_pairs(launch, self.page_size, tile_rows) for launch in self.launches)
-
-    def num_indices(self) -> int:
-        """Page indices of all launches."""
-        return sum(int(launch.kv_indptr[-1]) for launch in self.launches)
 
 
 class Pieces(NamedTuple):
@@ -112,7 +92,6 @@ class Pieces(NamedTuple):
 def plan_sparse(
     requests: Sequence[SparseRequest],
     *,
-    page_size: int = 1,
     tile_rows: int = 128,
     two_part: bool = False,
     max_indices: int = MAX_INDICES,
@@ -124,14 +103,12 @@ def plan_sparse(
         tile_rows: Rows that the kernels take at a time, and the least that a run needs for an entry
             of its own.
         two_part: Keys that are visible to a whole tile go to a launch without limits.
-        max_indices: Tiles grow until the launches have no more page indices than that, at most to
+        max_indices: Tiles grow until the launches have no more slot indices than that, at most to
             all of a request's rows. Where runs take more than half of it, tiles still get half:
             grown tiles would walk keys without need.
     Raises:
-        ValueError: a request's pages are not what its keys fill; a query sees no key.
+        ValueError: a query sees no key.
     """
-    for request in requests:
-        request.check_pages(page_size)
     counts = np.array([request.positions.numel() for request in requests], dtype=np.int64)
     visible = np.concatenate(
         # np.concatenate refuses an empty list, which no requests would be.
@@ -141,50 +118,45 @@ def plan_sparse(
     run_rows = runs.rows()
     rows = np.delete(np.arange(len(visible)), run_rows)
     # A causal entry reads what its last row sees.
-    run_indices = int(_ceil_div(visible[runs.start + runs.size - 1], page_size).sum())
+    run_indices = int(visible[runs.start + runs.size - 1].sum())
     scattered = counts - _sum_by_request(runs.size, runs.request, len(counts))
     budget = max(max_indices - run_indices, max_indices // 2)
-    tiles = _cut_tiles(visible[rows], scattered, tile_rows, page_size, budget)
+    tiles = _cut_tiles(visible[rows], scattered, tile_rows, budget)
     cuts = np.zeros_like(tiles.start)
     if two_part:
-        # Pages before the one with the first row's last key: every row of the tile sees them whole.
-        cuts = (visible[rows[tiles.start]] - 1) // page_size
+        # The keys before the first row's last one: every row of the tile sees them.
+        cuts = visible[rows[tiles.start]] - 1
         # Stable: among themselves tiles keep their order, in which positions ascend.
         by_part = np.argsort(cuts > 0, kind="stable")
         tiles, cuts = tiles.take(by_part), cuts[by_part]
         rows = rows[tiles.rows()]
     order = np.concatenate([run_rows, rows])
-    launches = _launches(runs, tiles, cuts, visible[order], page_size)
     return SparseLayout(
         # None spares every layer a copy of queries and output.
         order=None if bool((np.diff(order) == 1).all()) else torch.from_numpy(order),
         num_rows=len(order),
-        launches=launches,
-        merged=next((launch.rows for launch in launches if launch.kind == "full"), None),
-        needed_pairs=int(visible.sum()),
-        page_size=page_size,
+        launches=_launches(runs, tiles, cuts, visible[order]),
     )
 
 
-def page_indices(launch: Launch, pages: Tensor, page_starts: Tensor) -> Tensor:
-    """Pages that the launch reads, entry by entry; queued on the current stream, no
+def slot_indices(launch: Launch, slots: Tensor, starts: Tensor) -> Tensor:
+    """Slots that the launch reads, entry by entry; queued on the current stream, no
     synchronisation.
 
     Args:
-        pages: [sum of the requests' pages] int64 or int32, any device: all `kv_pages`,
-            concatenated.
-        page_starts: [requests] int64, CPU: where each request's pages begin there.
+        slots: [sum of the requests' keys] int64 or int32, any device: all `kv_slots`, concatenated.
+        starts: [requests] int64, CPU: where each request's slots begin there.
     Returns:
-        [kv_indptr[-1]] int32, on the device of `pages`.
+        [kv_indptr[-1]] int32, on the device of `slots`.
     """
     total = int(launch.kv_indptr[-1])
-    shift = page_starts[launch.request] + launch.first_page - launch.kv_indptr[:-1]
+    shift = starts[launch.request] + launch.first_key - launch.kv_indptr[:-1]
     # One upload for both, each of which is a copy of its own.
-    entries = upload(torch.stack([shift.int(), launch.kv_indptr.diff()]), pages.device)
+    entries = upload(torch.stack([shift.int(), launch.kv_indptr.diff()]), slots.device)
     # Without the size, repeat_interleave waits for the device to know it.
     index = entries[0].repeat_interleave(entries[1], output_size=total)
-    index += torch.arange(total, dtype=torch.int32, device=pages.device)
-    return pages.int().index_select(0, index)
+    index += torch.arange(total, dtype=torch.int32, device=slots.device)
+    return slots.int().index_select(0, index)
 
 
 def _find_runs(visible: Ints, counts: Ints, tile_rows: int) -> Pieces:
@@ -213,16 +185,14 @@ def _find_runs(visible: Ints, counts: Ints, tile_rows: int) -> Pieces:
     return Pieces(request, start + beyond, size - beyond)
 
 
-def _cut_tiles(
-    visible: Ints, counts: Ints, tile_rows: int, page_size: int, max_indices: int
-) -> Pieces:
-    """Tiles of scattered rows, doubled while that costs little or the page indices are too many."""
-    tiles, needed = _tiles_of(tile_rows, counts), int(visible.sum())
+def _cut_tiles(visible: Ints, counts: Ints, tile_rows: int, max_indices: int) -> Pieces:
+    """Tiles of scattered rows, doubled while that costs little or the slot indices are too many."""
+    tiles, needed = tiles_of(tile_rows, counts), int(visible.sum())
     while tile_rows < counts.max(initial=0):
         # A tile reads what its last row sees, once for all its rows.
-        num_indices = int(_ceil_div(visible[tiles.start + tiles.size - 1], page_size).sum())
+        num_indices = int(visible[tiles.start + tiles.size - 1].sum())
         tile_rows *= 2
-        larger = _tiles_of(tile_rows, counts)
+        larger = tiles_of(tile_rows, counts)
         wasted = int((larger.size * visible[larger.start + larger.size - 1]).sum()) - needed
         # Too many indices outweigh waste: their memory is limited, time is not.
         if wasted > WASTE * needed and num_indices <= max_indices:
@@ -231,9 +201,8 @@ def _cut_tiles(
     return tiles
 
 
-def _tiles_of(tile_rows: int, counts: Ints) -> Pieces:
-    """Each request's rows in tiles, the first of which takes the remainder:
-    its rows see the fewest keys."""
+def tiles_of(tile_rows: int, counts: Ints) -> Pieces:
+    """Each request's rows in tiles; the remainder is the first, whose rows see fewest keys."""
     num_tiles, ends = _ceil_div(counts, tile_rows), np.cumsum(counts)
     request = np.repeat(np.arange(len(counts)), num_tiles)
     tiles_after = np.repeat(np.cumsum(num_tiles), num_tiles) - np.arange(len(request)) - 1
@@ -242,28 +211,24 @@ def _tiles_of(tile_rows: int, counts: Ints) -> Pieces:
     return Pieces(request, start, end - start)
 
 
-def _launches(
-    runs: Pieces, tiles: Pieces, cuts: Ints, visible: Ints, page_size: int
-) -> tuple[Launch, ...]:
+def _launches(runs: Pieces, tiles: Pieces, cuts: Ints, visible: Ints) -> tuple[Launch, ...]:
     """The launches that have entries.
 
     Args:
-        cuts: pages of each tile that are "full".
+        cuts: keys of each tile that are "full".
         visible: [n] in plan order.
     """
     whole = tiles.take(cuts > 0)
     last_seen = visible[np.cumsum(np.concatenate([runs.size, tiles.size])) - 1]
-    run_keys, tile_keys = last_seen[: len(runs.size)], last_seen[len(runs.size) :]
-    cut_keys, num_run_rows = cuts * page_size, int(runs.size.sum())
-    # Counted from the entry's first key, which is behind the pages that "full" has read.
-    limits = visible[num_run_rows:] - np.repeat(cut_keys, tiles.size)
+    run_keys, tile_keys = np.split(last_seen, [len(runs.size)])
+    num_run_rows = int(runs.size.sum())
     first_whole = len(visible) - int(whole.size.sum())
+    # Counted from the entry's first key, which is behind those that "full" has read.
+    limits = visible[num_run_rows:] - np.repeat(cuts, tiles.size)
     launches = (
-        _launch("causal", 0, runs, np.zeros_like(run_keys), run_keys, page_size),
-        _launch(
-            "full", first_whole, whole, np.zeros_like(whole.size), cut_keys[cuts > 0], page_size
-        ),
-        _launch("limited", num_run_rows, tiles, cuts, tile_keys - cut_keys, page_size, limits),
+        _launch("causal", 0, runs, np.zeros_like(run_keys), run_keys),
+        _launch("full", first_whole, whole, np.zeros_like(whole.size), cuts[cuts > 0]),
+        _launch("limited", num_run_rows, tiles, cuts, tile_keys - cuts, limits),
     )
     return tuple(launch for launch in launches if len(launch.request))
 
@@ -272,36 +237,19 @@ def _launch(
     kind: Kind,
     first_row: int,
     pieces: Pieces,
-    first_page: Ints,
+    first_key: Ints,
     num_keys: Ints,
-    page_size: int,
     limits: Ints | None = None,
 ) -> Launch:
-    num_pages = _ceil_div(num_keys, page_size)
     return Launch(
         kind=kind,
         rows=slice(first_row, first_row + int(pieces.size.sum())),
         qo_indptr=_indptr(pieces.size),
         request=torch.from_numpy(pieces.request),
-        first_page=torch.from_numpy(first_page),
-        kv_indptr=_indptr(num_pages),
-        last_page_len=torch.from_numpy(num_keys - (num_pages - 1) * page_size).int(),
+        first_key=torch.from_numpy(first_key),
+        kv_indptr=_indptr(num_keys),
         limits=None if limits is None else torch.from_numpy(limits).int(),
     )
-
-
-def _executed_pairs(launch: Launch, page_size: int, tile_rows: int) -> int:
-    num_rows = launch.qo_indptr.diff().numpy().astype(np.int64)
-    num_keys = (
-        launch.kv_indptr.diff().numpy().astype(np.int64) - 1
-    ) * page_size + launch.last_page_len.numpy()
-    tiles = _tiles_of(tile_rows, num_rows)
-    walked = num_keys[tiles.request]
-    # a kernel cuts from the entry's first row on: the remainder is in the last tile
-    if launch.kind == "causal":
-        number = np.arange(len(walked)) - np.searchsorted(tiles.request, tiles.request)
-        walked = np.minimum(walked, walked - num_rows[tiles.request] + (number + 1) * tile_rows)
-    return tile_rows * int(walked.sum())
 
 
 def _ceil_div(dividend: Ints, divisor: int) -> Ints:

@@ -1,2 +1,1 @@
-"""The engine on a machine without a GPU:
-platform, attention, and the operators that torchvision lacks there."""
+"""The engine without a GPU: platform, attention, and what torchvision lacks there."""

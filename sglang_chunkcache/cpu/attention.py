@@ -30,8 +30,7 @@ def create(runner: Any) -> UnpaddedAttention:
 
 
 class UnpaddedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-    """Equal to its base to the last bit where nothing is cached;
-    after a prefix equal within rounding, and faster."""
+    """Equal to its base where nothing is cached; after a prefix within rounding, and faster."""
 
     def _run_sdpa_forward_extend(
         self,
@@ -45,31 +44,15 @@ class UnpaddedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         extend_prefix_lens: Tensor,
         extend_seq_lens: Tensor,
         encoder_lens: Tensor | None = None,
-        scaling: float | None = None,
-        enable_gqa: bool = False,
-        causal: bool = False,
-        is_cross_attn: bool = False,
-        sliding_window_size: int | None = None,
+        **options: Any,
     ) -> Tensor:
         """Arguments as in SGLang; anything but plain causal self-attention goes to the base."""
-        is_windowed = sliding_window_size is not None and sliding_window_size > -1
-        if encoder_lens is not None or is_cross_attn or not causal or is_windowed:
+        window = options.get("sliding_window_size")
+        is_causal = options.get("causal", False) and not options.get("is_cross_attn", False)
+        if encoder_lens is not None or not is_causal or (window is not None and window > -1):
+            places = req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens
             return super()._run_sdpa_forward_extend(  # type: ignore[no-any-return]
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
-                extend_prefix_lens,
-                extend_seq_lens,
-                encoder_lens,
-                scaling=scaling,
-                enable_gqa=enable_gqa,
-                causal=causal,
-                is_cross_attn=is_cross_attn,
-                sliding_window_size=sliding_window_size,
+                query, output, k_cache, v_cache, *places, encoder_lens, **options
             )
         start = 0
         lens = (req_pool_indices.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist())
@@ -96,8 +79,8 @@ class UnpaddedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
                     else None,
                     # torch's causal mask begins at the top left: it would hide a prefix.
                     is_causal=not prefix_len,
-                    scale=scaling,
-                    enable_gqa=enable_gqa,
+                    scale=options.get("scaling"),
+                    enable_gqa=options.get("enable_gqa", False),
                 )
                 output[rows] = attended[0].transpose(0, 1)
             start += extend_len

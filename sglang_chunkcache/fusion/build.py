@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 
 from radix_ext.moved_plan import Limits
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.fusion.calibration_places import Means
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
@@ -21,6 +21,7 @@ from sglang_chunkcache.fusion.price_trial import measure_costs
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.relocate import RotaryTable, rotary_of
 from sglang_chunkcache.fusion.tier import StorageTier
+from sglang_chunkcache.fusion.trial_rows import Means
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_pool import keeps_chains, store_bytes
@@ -58,37 +59,25 @@ def create_fuser(
     # cuDNN compiles a plan for each shape it meets, in 40 ms, and keeps it. A masked pass has
     # another shape in nearly every request.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    sparse, attention, figures = gated_attention(
-        runner, table, ctx.params, config.recompute_attention
-    )
+    means = Means(runner, table, ctx.params, None, config.question_window, pricing)
+    sparse, attention, figures = gated_attention(means, config.recompute_attention)
+    means = replace(means, sparse=sparse)
     logger.info("chunk cache: attention of the recompute pass: %s", attention)
     _judge(figures, attention["kind"], config.gate)
     # Without chunked prefill (-1) a batch is bounded by `max_prefill_tokens` alone.
-    prefill_budget = (
-        args.chunked_prefill_size
-        if (args.chunked_prefill_size or 0) > 0
-        else args.max_prefill_tokens
-    )
+    chunked = args.chunked_prefill_size if (args.chunked_prefill_size or 0) > 0 else None
+    prefill_budget = chunked or args.max_prefill_tokens
     limits = Limits(
         # The memory that SGLang leaves free is for the activations of one budget.
         max_pass_tokens=config.max_pass_tokens or prefill_budget,
         max_gap_tokens=config.max_gap_tokens,
-        prefill_tokens=args.chunked_prefill_size if (args.chunked_prefill_size or 0) > 0 else None,
+        prefill_tokens=chunked,
         question_window=config.question_window,
-        num_layers=runner.token_to_kv_pool.layer_num,
+        num_layers=pool.layer_num,
     )
     if config.move == "pays":
         started = time.perf_counter()
-        longest = measure_costs(
-            runner,
-            table,
-            ctx.params,
-            pricing.model,
-            sparse=sparse,
-            window=limits.question_window,
-            max_tokens=prefill_budget,
-            codec=codec,
-        )
+        longest = measure_costs(means, max_tokens=prefill_budget, codec=codec)
         if longest:
             pricing.start()
         else:
@@ -121,10 +110,8 @@ def create_fuser(
         fingerprint=(lambda: None)
         if args.enable_memory_saver
         else partial(fingerprint, runner.model),
-        calibrator=Calibrator(
-            Means(runner, table, ctx.params, sparse, limits.question_window, pricing),
-            config.recompute_ratio or 0.15,  # at 0 there would be nothing to try choices with
-        ),
+        # at ratio 0 there would be nothing to try choices with
+        calibrator=Calibrator(means, config.recompute_ratio or 0.15),
         tier=None
         if storage is None
         else StorageTier(

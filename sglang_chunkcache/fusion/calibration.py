@@ -33,8 +33,7 @@ than all of them (eval/LOG.md)."""
 
 
 class Step(NamedTuple):
-    """Recomputing all tokens that deviate more than `above`:
-    what that gained, and their share of the tokens, on average."""
+    """Of recomputing tokens that deviate more than `above`: gain and their share, on average."""
 
     above: float
     gain: float
@@ -70,14 +69,10 @@ class Calibration:
             return fusion
         depth = self.depth if fusion.depth is None else fusion.depth
         layer = self.layer if fusion.layer is None else fusion.layer
-        heads = (
-            "+".join(f"{at}.{head}" for at, head in self.heads)
-            if fusion.selector == "critical"
-            else ""
-        )
-        fusion = replace(
-            fusion, depth=depth, layer=layer, recipe=f"{fusion.recipe}/at={depth}.{layer}.{heads}"
-        )
+        read = self.heads if fusion.selector == "critical" else ()
+        heads = "+".join(f"{at}.{head}" for at, head in read)
+        recipe = f"{fusion.recipe}/at={depth}.{layer}.{heads}"
+        fusion = replace(fusion, depth=depth, layer=layer, recipe=recipe)
         if fusion.quality is None or not self.steps:
             return fusion
         # Steps go from few tokens to many, so the first that gains enough takes the fewest.
@@ -92,20 +87,17 @@ class Calibration:
 
     def as_dict(self) -> dict[str, Any]:
         """For stats and file; layers and heads counted from 1."""
-        heads = [{"layer": layer + 1, "head": head + 1} for layer, head in self.heads]
-        steps = [step._asdict() for step in self.steps]
         return {
             "depth": self.depth,
             "layer": self.layer,
-            "heads": heads,
-            "steps": steps,
+            "heads": [{"layer": layer + 1, "head": head + 1} for layer, head in self.heads],
+            "steps": [step._asdict() for step in self.steps],
             "figures": dict(self.figures),
         }
 
 
 def file_of(hf_config: Any, weights: int) -> Path:
-    """Where the calibration of a model is kept, under `XDG_CACHE_HOME`.
-    `weights` is their fingerprint."""
+    """Where the calibration for weights of this fingerprint is kept, under `XDG_CACHE_HOME`."""
     text = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
     key = blake2b(f"{weights}\0{text}".encode(), digest_size=12).hexdigest()
     return cache_folder() / f"selection-{key}.json"

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from radix_ext import FusionRequest
 from radix_ext.chunk import ChunkId
-from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
+from sglang_chunkcache.attention.base import PassSequence, SparseRequest
 from sglang_chunkcache.attention.masked import Observer, SequenceAttention
+from sglang_chunkcache.fusion.choosing import positions_of
 from sglang_chunkcache.fusion.measure import (
     DeviationProbe,
     Head,
@@ -32,13 +33,11 @@ from sglang_chunkcache.fusion.measure import (
     deviation_evidence,
     question_evidence,
 )
-from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
-from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
+from sglang_chunkcache.fusion.recompute import run_pass
 from sglang_chunkcache.fusion.selectors import critical
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
 from sglang_chunkcache.fusion.selectors.top_k import highest, jointly_highest, num_critical
-from sglang_chunkcache.fusion.trial_rows import Row, logits_of
-from sglang_chunkcache.scheduler.pricing import Pricing
+from sglang_chunkcache.fusion.trial_rows import Means, Row
 from sglang_chunkcache.wire.state import CalibrationPrompt
 
 MAX_ANSWER = 12
@@ -46,19 +45,6 @@ MAX_ANSWER = 12
 NUM_ROWS, NUM_PLACES = 3, 2
 """Prompts whose KV is there at a time.
 Where a prompt's chunks are computed before they are moved: in turned order, and alone."""
-
-
-@dataclass(frozen=True)
-class Means:
-    """What the trial runs with: SGLang's ModelRunner, its pools,
-    and how the server moves and recomputes."""
-
-    runner: Any
-    table: RotaryTable
-    params: Any
-    sparse: SparseAttention | None
-    window: int
-    pricing: Pricing
 
 
 class Agreement(NamedTuple):
@@ -80,11 +66,7 @@ class Trial:
     def __init__(self, means: Means, prompt: CalibrationPrompt, rows: Sequence[Row]) -> None:
         self.means, self.prompt = means, prompt
         self.full, self.apart, self.moved = rows
-        self.ids = [
-            *prompt.head,
-            *(token for chunk in prompt.chunks for token in chunk),
-            *prompt.question,
-        ]
+        self.ids = [*prompt.head, *chain(*prompt.chunks), *prompt.question]
         self.start, self.num_tokens = len(prompt.head), len(self.ids)
         borders = list(accumulate(map(len, prompt.chunks), initial=self.start))
         self.spans, self.end = list(pairwise(borders)), borders[-1]
@@ -92,43 +74,36 @@ class Trial:
 
     def places(self, slots: Sequence[Tensor]) -> Iterator[Place]:
         """Its chunks computed in turned order, and alone; each keeps its KV in slots of its own."""
-        num_chunks = len(self.spans)
-        for groups, part in zip(
-            ([[*reversed(range(num_chunks))]], [[i] for i in range(num_chunks)]), slots, strict=True
-        ):
-            yield Place(self, part, groups)
+        chunks = range(len(self.spans))
+        turned, alone = slots
+        yield Place(self, turned, [chunks[::-1]])
+        yield Place(self, alone, [[i] for i in chunks])
 
     def agreement(self) -> Agreement:
         """Of the answer behind the moved row with that behind full prefill."""
         # The answer is given, not decoded anew: each token follows what full prefill has said.
-        hidden = self.prefill(self.moved, [*self.ids, *self.answer[:-1]], self.end)
-        got = logits_of(self.means.runner, hidden[-len(self.answer) :]).log_softmax(-1)
+        hidden = self.means.prefill(self.moved, [*self.ids, *self.answer[:-1]], self.end)
+        got = self.means.logits(hidden[-len(self.answer) :]).log_softmax(-1)
         kl = (self.expected.exp() * (self.expected - got)).sum(-1)
         return Agreement(float(kl.mean()), float(kl.max()))
 
     def _answer(self) -> tuple[list[int], Tensor]:
-        hidden = self.prefill(self.full, self.ids)
+        hidden = self.means.prefill(self.full, self.ids)
         ends = set(self.means.runner.model_config.hf_eos_token_id or ())
         answer: list[int] = []
         expected = []
         while True:
-            expected.append(logits_of(self.means.runner, hidden[-1:]).log_softmax(-1)[0])
+            expected.append(self.means.logits(hidden[-1:]).log_softmax(-1)[0])
             answer.append(int(expected[-1].argmax()))
             if len(answer) == MAX_ANSWER or answer[-1] in ends:
                 return answer, torch.stack(expected)
             ids = [*self.ids, *answer]
             # One token a pass, over the row's KV of all before it.
-            hidden = self.prefill(self.full, ids, len(ids) - 1)
-
-    def prefill(self, row: Row, ids: Sequence[int], start: int = 0) -> Tensor:
-        return run_virtual(
-            self.means.runner, req_pool_index=row.number, runs=[(start, len(ids))], token_ids=ids
-        )
+            hidden = self.means.prefill(self.full, ids, len(ids) - 1)
 
 
 class Place:
-    """A trial's chunks with KV from one other place:
-    `groups` are orders of chunks that are computed together."""
+    """A trial's chunks with KV from one other place: chunks of a group are computed together."""
 
     def __init__(self, trial: Trial, slots: Tensor, groups: Sequence[Sequence[int]]) -> None:
         self.trial, self._means, self._slots = trial, trial.means, slots
@@ -140,8 +115,7 @@ class Place:
 
     def question(self, layer: int) -> Tensor:
         """[end] from the question's last tokens, at that layer; 0: the last."""
-        trial, num_layers = self.trial, self._means.runner.token_to_kv_pool.layer_num
-        layer = layer or num_layers
+        trial, layer = self.trial, layer or self._means.pool.layer_num
         self._restore()
         start = trial.num_tokens - min(self._means.window, trial.num_tokens - trial.end)
         probe = QuestionProbe(
@@ -187,23 +161,15 @@ class Place:
     def highest(self, scores: Tensor, ratio: float) -> list[int]:
         """Positions of that share of the chunk tokens."""
         chunks = self._chunks(())
-        return _positions(chunks, jointly_highest(scores, chunks, ratio))
+        return positions_of(chunks, jointly_highest(scores, chunks, ratio))
 
     def agreement(self, positions: Sequence[int]) -> Agreement:
         """With these tokens recomputed."""
         trial = self.trial
         self._restore()
         if positions:
-            at = torch.tensor(positions)
-            # `_positions` ascend: nothing that runs sees beyond the last one.
-            end = positions[-1] + 1
-            request = SparseRequest(at, trial.moved.slots[:end], end)
-            out = trial.moved.slots[at.to(trial.moved.slots.device)]
-            run_pass(
-                self._means.runner,
-                [PassSequence(torch.tensor(trial.ids)[at], request, out)],
-                sparse=self._means.sparse,  # as in service, so its errors count, too
-            )
+            # As in service, so the pass's errors count, too.
+            self._means.recompute(trial.moved, trial.ids, [positions])
         return trial.agreement()
 
     # Private, in order of use
@@ -217,18 +183,17 @@ class Place:
             starts[index] = len(ids)
             ids += trial.prompt.chunks[index]
         # SGLang's attention shows no weights: `run_pass` runs the chunks over this KV once more.
-        trial.prefill(trial.apart, ids)
-        observer = _Outward(
-            [
-                (start, None if index == group[0] else trial.start)
-                for index, start in starts.items()
-            ],
-            trial.start,
-        )
+        self._means.prefill(trial.apart, ids)
+        # Where a chunk's attention counts: what is before it but the head, or the head alone.
+        before = [
+            slice(trial.start) if index == group[0] else slice(trial.start, start)
+            for index, start in starts.items()
+        ]
+        observer = _Outward(before)
         sequences = []
         for index, start in starts.items():
             end = start + len(trial.prompt.chunks[index])
-            request = SparseRequest(torch.arange(start, end), trial.apart.slots[:end], end)
+            request = SparseRequest(torch.arange(start, end), trial.apart.slots[:end])
             sequences.append(PassSequence(torch.tensor(ids[start:end]), request, own=False))
             # Turned here, once: `_restore` then copies between equal positions, bit by bit.
             self._copy(
@@ -239,15 +204,9 @@ class Place:
             self._outward[index] = torch.stack(observer.masses[number]).cpu()
 
     def _copy(self, source: Tensor, old: range, target: Tensor, new: range) -> None:
-        device = source.device
-        copy_moved(
-            self._means.runner.token_to_kv_pool,
-            self._means.table,
-            source_slots=source[old.start : old.stop],
-            source_positions=torch.arange(old.start, old.stop, device=device),
-            target_slots=target[new.start : new.stop],
-            target_positions=torch.arange(new.start, new.stop, device=device),
-        )
+        places = (torch.arange(at.start, at.stop, device=source.device) for at in (old, new))
+        old_at, new_at = places
+        self._means.move(source[old_at], old_at, target[new_at], new_at)
 
     def _restore(self) -> None:
         # What was tried before has recomputed some of the moved row.
@@ -255,18 +214,17 @@ class Place:
         self._copy(self._slots, region, self.trial.moved.slots, region)
 
     def _chunks(self, heads: Sequence[Head]) -> list[MovedChunk]:
-        chunks = []
-        for index, (start, end) in enumerate(self.trial.spans):
-            outward = (
-                torch.stack([self._outward[index][head] for head in heads]).mean(0)
-                if heads
-                else None
+        outward = [
+            torch.stack([masses[head] for head in heads]).mean(0) if heads else None
+            for masses in self._outward
+        ]
+        return [
+            # `critical` reads neither prefixes nor scores.
+            MovedChunk(ChunkId(str(index)), start, end - start, (), (), None, outward=looks)
+            for index, ((start, end), looks) in enumerate(
+                zip(self.trial.spans, outward, strict=True)
             )
-            chunks.append(
-                # `critical` reads neither prefixes nor scores.
-                MovedChunk(ChunkId(str(index)), start, end - start, (), (), None, outward=outward)
-            )
-        return chunks
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,31 +245,20 @@ class Measured:
     def choose(self, ratio: float, above: float | None = None) -> list[int]:
         """Positions that the selector chooses."""
         request = FusionRequest("critical", ratio, above=above)
-        return _positions(
+        return positions_of(
             self.chunks, critical.SELECTOR.select(self.chunks, request, self.seen).offsets
         )
 
 
 class _Outward(Observer):
-    """Per sequence and layer, [num_heads, n]: a chunk's attention to `[first, start)`, the chunks
-    before it; to the head where there are none (`first` is None)."""
+    """Per sequence and layer, [num_heads, n]: a chunk's attention to the positions `before`."""
 
-    def __init__(self, chunks: Sequence[tuple[int, int | None]], head_len: int) -> None:
-        self._before = [
-            (0, head_len) if first is None else (first, start) for start, first in chunks
-        ]
-        self.masses: list[list[Tensor]] = [[] for _ in chunks]
+    def __init__(self, before: Sequence[slice]) -> None:
+        self._before = before
+        self.masses: list[list[Tensor]] = [[] for _ in before]
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
-        seen = slice(*self._before[sequence])
+        seen = self._before[sequence]
         self.masses[sequence].append(
             torch.cat([part[:, :, seen].sum(-1) for _, _, part in attention.weights()], dim=1)
         )
-
-
-def _positions(chunks: Sequence[MovedChunk], offsets: Sequence[Tensor]) -> list[int]:
-    return [
-        chunk.start + int(at)
-        for chunk, chosen in zip(chunks, offsets, strict=True)
-        for at in chosen
-    ]

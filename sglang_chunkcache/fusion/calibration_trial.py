@@ -31,14 +31,13 @@ from sglang_chunkcache.fusion.calibration_places import (
     NUM_PLACES,
     NUM_ROWS,
     Agreement,
-    Means,
     Measured,
     Place,
     Trial,
 )
 from sglang_chunkcache.fusion.measure import Head
 from sglang_chunkcache.fusion.selectors.top_k import num_critical
-from sglang_chunkcache.fusion.trial_rows import rows_of, slots_of
+from sglang_chunkcache.fusion.trial_rows import Means
 from sglang_chunkcache.wire.state import CalibrationPrompt
 
 logger = logging.getLogger(__name__)
@@ -55,11 +54,9 @@ MAX_SECONDS = 30
 """About: fewer prompts are tried, one at least, where all of them would take longer. Fewer prompts
 find less, but SGLang's health check fails after 20 s in which nothing is answered."""
 MIN_KL, MIN_GAIN = 1e-4, 0.1
-"""Below, there is nothing to restore, or no depth, or no layer that restores it:
-the paper's stays."""
+"""Below, nothing is to be restored, or no depth or layer restores it: the paper's stays."""
 MIN_KEPT = 0.9
-"""Share of what comparing all tokens gains that comparing the proposed ones must;
-else all are compared."""
+"""Share of the gain of comparing all tokens that comparing the proposed ones must have."""
 
 
 class Calibrator:
@@ -93,17 +90,18 @@ class Calibrator:
     def kept(self, weights: int | None) -> Calibration:
         """What was found with these weights; the papers' layers if nothing was."""
         kept = None if weights is None else load(self._file(weights))
+        if kept is None:
+            return Calibration()
         config = self._means.runner.model_config
-        if kept is not None and not kept.fits(config.num_hidden_layers, config.num_attention_heads):
+        if not kept.fits(config.num_hidden_layers, config.num_attention_heads):
             logger.warning(
                 "chunk cache: the kept calibration is of no such model: %s", kept.as_dict()
             )
-            kept = None
-        if kept is not None:
-            logger.info(
-                "chunk cache: selection was calibrated on these weights before: %s", kept.as_dict()
-            )
-        return kept or Calibration()
+            return Calibration()
+        logger.info(
+            "chunk cache: selection was calibrated on these weights before: %s", kept.as_dict()
+        )
+        return kept
 
     def measure(self, prompts: Sequence[CalibrationPrompt], weights: int | None) -> Calibration:
         """See `calibrate`. What was found is kept, too."""
@@ -125,26 +123,23 @@ def calibrate(means: Means, prompts: Sequence[CalibrationPrompt], ratio: float) 
     started = time.perf_counter()
     lens = [prompt.num_tokens for prompt in prompts]
     longest = max(lens) + MAX_ANSWER
-    is_cuda = torch.device(means.runner.device).type == "cuda"
-    if is_cuda:  # the attention backend's buffers may serve a batch that still runs
-        torch.cuda.synchronize()
+    means.synchronize()  # the attention backend's buffers may serve a batch that still runs
     with (
         torch.no_grad(),
-        rows_of(means.params, [longest] * NUM_ROWS) as rows,
-        slots_of(means.params, NUM_PLACES * sum(lens)) as slots,
+        means.rows([longest] * NUM_ROWS) as rows,
+        means.slots(NUM_PLACES * sum(lens)) as slots,
     ):
-        parts = torch.split(slots, [n for n in lens for _ in range(NUM_PLACES)])
-        own = [parts[i : i + NUM_PLACES] for i in range(0, len(parts), NUM_PLACES)]
         places: list[Place] = []
-        for prompt, part in zip(prompts, own, strict=True):
+        for prompt, part in zip(
+            prompts, torch.split(slots, [NUM_PLACES * n for n in lens]), strict=True
+        ):
             # Prompts share rows: then a trial uses `moved` alone, which is filled each time.
-            places += Trial(means, prompt, rows).places(part)
+            places += Trial(means, prompt, rows).places(part.chunk(NUM_PLACES))
             # A third of the time is for prompts, the rest for choices (`_Search`).
             if time.perf_counter() - started > MAX_SECONDS / 3:
                 break
         found = _Search(means, places, ratio).run()
-        if is_cuda:
-            torch.cuda.synchronize()
+        means.synchronize()
     figures = {**found.figures, "ratio": ratio, "seconds": round(time.perf_counter() - started, 2)}
     return replace(found, figures=figures)
 
@@ -154,7 +149,7 @@ class _Search:
 
     def __init__(self, means: Means, places: Sequence[Place], ratio: float) -> None:
         self._means, self._ratio = means, ratio
-        self._num_layers = means.runner.token_to_kv_pool.layer_num
+        self._num_layers = means.pool.layer_num
         # Of one place: three lists of choices, and for each choice evidence, a pass, question and
         # answer.
         num_choices = 2 * min(self._num_layers, 2 * MAX_TRIED) + len(SHARES)
@@ -172,26 +167,20 @@ class _Search:
     def run(self) -> Calibration:
         if self._moved.kl < MIN_KL:
             return Calibration(figures=self._figures())
+        num_layers = self._num_layers
+        # Layer 1 cannot tell deviation: its KV depends on its token alone.
         depths = self._try(
-            # Layer 1 cannot tell: its KV depends on its token alone.
-            range(2, self._num_layers + 1),
-            lambda place, depth: place.deviation(depth),
-            self._deviating,
+            range(2, num_layers + 1), Place.deviation, lambda at: self._seconds(at / num_layers, 0)
         )
         layers = self._try(
-            range(1, self._num_layers + 1), lambda place, layer: place.question(layer), self._asking
+            range(1, num_layers + 1), Place.question, lambda at: self._seconds(0, at / num_layers)
         )
-        depth, layer = (
-            _best(depths, otherwise=Calibration.depth),
-            _best(layers, otherwise=Calibration.layer),
-        )
+        depth = _best(depths, otherwise=Calibration.depth)
+        layer = _best(layers, otherwise=Calibration.layer)
         heads, recall = self._heads(depth)
         # Without heads `critical` compares all tokens.
-        whole = some = self._measured(depth, layer, ())
-        gain_of_all = gain = self._gain(each.choose(self._ratio) for each in whole)
-        if heads:
-            some = self._measured(depth, layer, heads)
-            gain = self._gain(each.choose(self._ratio) for each in some)
+        whole, gain_of_all = self._critical(depth, layer, ())
+        some, gain = self._critical(depth, layer, heads) if heads else (whole, gain_of_all)
         if gain.kl < MIN_KEPT * gain_of_all.kl:
             heads, some = (), whole
         figures = self._figures(
@@ -203,15 +192,18 @@ class _Search:
         )
         return Calibration(depth, layer, heads, self._steps(some), figures)
 
-    def _measured(self, depth: int, layer: int, heads: tuple[Head, ...]) -> list[Measured]:
-        return [place.critical(depth, layer, heads, self._ratio) for place in self._places]
+    def _critical(
+        self, depth: int, layer: int, heads: tuple[Head, ...]
+    ) -> tuple[list[Measured], Agreement]:
+        """What the selector of this name knows of each place, and what its choice gains."""
+        found = [place.critical(depth, layer, heads, self._ratio) for place in self._places]
+        return found, self._gain(each.choose(self._ratio) for each in found)
 
     def _figures(self, **more: Any) -> dict[str, Any]:
         return {"places": len(self._places), "moved": self._moved._asdict(), **more}
 
     def _steps(self, measured: Collection[Measured]) -> tuple[Step, ...]:
-        """What recomputing everything above a limit gains, for limits that some share of all tokens
-        exceeds."""
+        """What recomputing everything above a limit gains, for limits that `SHARES` exceed."""
         compared = torch.cat([each.compared for each in measured]).sort(descending=True).values
         num_tokens = sum(chunk.num_tokens for each in measured for chunk in each.chunks)
         steps = []
@@ -248,7 +240,6 @@ class _Search:
             best = max(tried, key=lambda at: tried[at][1])
             attempt(best - step)
             attempt(best + step)
-            step = step if step > 1 else 0
         return tried
 
     def _gain(self, chosen: Iterable[Sequence[int]]) -> Agreement:
@@ -286,12 +277,6 @@ class _Search:
             recall = float(found.max())
         return tuple(chosen), recall
 
-    def _deviating(self, depth: int) -> float:
-        return self._seconds(depth / self._num_layers, 0.0)
-
-    def _asking(self, layer: int) -> float:
-        return self._seconds(0.0, layer / self._num_layers)
-
     def _seconds(self, compared: float, asked: float) -> float:
         """What the trials' prompts take on average once their chunks are moved."""
         # Nominal costs take measuring for free: every depth would seem equally fast.
@@ -302,10 +287,8 @@ class _Search:
         }
         total = 0.0
         for trial in (place.trial for place in self._places):
-            num_moved, num_recomputed = (
-                trial.end - trial.start,
-                num_critical(self._ratio, trial.end - trial.start),
-            )
+            num_moved = trial.end - trial.start
+            num_recomputed = num_critical(self._ratio, num_moved)
             window = min(self._means.window, trial.num_tokens - trial.end)
             works = {
                 Phase.QUESTION: through(asked, window if asked else 0, trial.end),

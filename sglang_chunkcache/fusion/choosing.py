@@ -36,7 +36,7 @@ class Chooser:
 
     def __init__(self, runner: Any, config: ChunkCacheConfig, pricing: Pricing) -> None:
         self._runner, self._config, self._pricing = runner, config, pricing
-        self._pool = runner.token_to_kv_pool
+        self._layers: int = runner.token_to_kv_pool.layer_num
 
     def choose(self, moves: Sequence[Move]) -> list[list[int]]:
         """Positions to compute, per move: the selector's critical tokens and all of the gaps."""
@@ -63,11 +63,7 @@ class Chooser:
                     for chunk, offsets in zip(chunks, selection.offsets, strict=True)
                     if len(offsets) == chunk.num_tokens
                 )
-            positions = [
-                chunk.start + int(i)
-                for chunk, o in zip(chunks, selection.offsets, strict=True)
-                for i in o
-            ]
+            positions = positions_of(chunks, selection.offsets)
             move.recomputed_len = len(positions)
             for piece in move.plan.pieces:
                 if piece.source is None:
@@ -90,8 +86,7 @@ class Chooser:
             i for i, need in enumerate(needs) if Need.QUESTION in need and moves[i].question_ids
         ]
         asked = [self._question_probe(moves[i]) for i in asking]
-        layers = self._pool.layer_num
-        shares = [asked_layers(moves[i].fusion, layers) / layers for i in asking]
+        shares = [asked_layers(moves[i].fusion, self._layers) / self._layers for i in asking]
         work = one_call(
             through(share, len(p.token_ids), p.end) for share, p in zip(shares, asked, strict=True)
         )
@@ -114,8 +109,7 @@ class Chooser:
         return evidence
 
     def _selector_of(self, fusion: FusionRequest) -> Selector:
-        """The selector asked for; `first` in its place where nothing or everything is taken,
-        which needs no measuring."""
+        """The selector asked for; `first`, which measures nothing, where it has no choice."""
         name = fusion.selector if fusion.is_choice or not fusion.recomputes else "first"
         return selectors.get(name, self._config.selectors)
 
@@ -125,9 +119,7 @@ class Chooser:
         num_tokens = (
             len(probe.token_ids) if probe.candidates is None else num_gaps + len(probe.candidates)
         )
-        return through(
-            min(probe.depth, self._pool.layer_num) / self._pool.layer_num, num_tokens, probe.end
-        )
+        return through(min(probe.depth, self._layers) / self._layers, num_tokens, probe.end)
 
     def _question_probe(self, move: Move) -> QuestionProbe:
         num_tokens = question_tokens(
@@ -135,8 +127,11 @@ class Chooser:
         )
         ids = torch.tensor(move.question_ids[-num_tokens:], dtype=torch.int64)
         start = move.question_start + len(move.question_ids) - num_tokens
-        # Slots of gaps still hold what their last owner left there.
-        visible = _filled(move).nonzero().flatten()
+        # All but the gaps, whose slots still hold what their last owner left there.
+        filled = torch.ones(move.plan.end, dtype=torch.bool)
+        for piece in move.plan.pieces:
+            filled[piece.start : piece.end] = piece.source is not None
+        visible = filled.nonzero().flatten()
         return QuestionProbe(
             token_ids=ids,
             positions=torch.arange(start, start + num_tokens),
@@ -144,7 +139,7 @@ class Chooser:
             kv_positions=visible,
             chunks=_spans(move),
             end=move.plan.end,
-            layers=_layers_read(move.fusion, self._pool.layer_num),
+            layers=_layers_read(move.fusion, self._layers),
             in_all_layers=move.fusion.focus != "off",
         )
 
@@ -153,6 +148,15 @@ def _layers_read(fusion: FusionRequest, num_layers: int) -> range:
     """Layers, from 0, whose attention from the question counts."""
     last = min(fusion.layer or num_layers, num_layers)
     return range(num_layers) if Need.ALL_LAYERS in fusion.needs else range(last - 1, last)
+
+
+def positions_of(chunks: Sequence[MovedChunk], offsets: Sequence[Tensor]) -> list[int]:
+    """Of the tokens chosen in each chunk, ascending where the offsets are."""
+    return [
+        chunk.start + int(at)
+        for chunk, chosen in zip(chunks, offsets, strict=True)
+        for at in chosen
+    ]
 
 
 def one_call(works: Iterable[Work]) -> Work:
@@ -164,15 +168,6 @@ def one_call(works: Iterable[Work]) -> Work:
 def ids_of(token_ids: array[int]) -> Tensor:
     """[n] int64, without a copy: of 32,000 numbers one takes milliseconds."""
     return torch.frombuffer(token_ids, dtype=torch.int64)
-
-
-def _filled(move: Move) -> Tensor:
-    """[plan.end] bool, CPU: positions that hold KV before the pass, that is, all but the gaps."""
-    filled = torch.ones(move.plan.end, dtype=torch.bool)
-    for piece in move.plan.pieces:
-        if piece.source is None:
-            filled[piece.start : piece.end] = False
-    return filled
 
 
 def _chunk_of(piece: Piece) -> MovedChunk:

@@ -26,8 +26,7 @@ from torch import Tensor
 from radix_ext.cfo import Scored
 from radix_ext.costs import Phase, Work, through
 from sglang_chunkcache.attention import choice
-from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
-from sglang_chunkcache.attention.upload import upload
+from sglang_chunkcache.attention.base import PassSequence, SparseAttention
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.choosing import Chooser, ids_of, one_call
@@ -35,7 +34,7 @@ from sglang_chunkcache.fusion.measure import ScoreProbe, score_chunks, scores_of
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.moving import Mover
 from sglang_chunkcache.fusion.outward import OutwardWatch
-from sglang_chunkcache.fusion.recompute import PlanError, run_pass, run_virtual
+from sglang_chunkcache.fusion.recompute import PlanError, run_extend, run_pass
 from sglang_chunkcache.fusion.relocate import RotaryTable, read_blob
 from sglang_chunkcache.fusion.store import ChunkScores, HostBlob, Offload
 from sglang_chunkcache.scheduler.host_nodes import HostNodes
@@ -250,13 +249,10 @@ class FusionPass:
             start, end = move.plan.start, move.plan.end
             # No slot keeps moved KV, whatever the selector had chosen.
             move.recomputed_len = move.plan.moved_len
-            run_virtual(
-                self.runner,
-                req_pool_index=move.row_index(),
-                runs=[(at, min(at + RESCUE_PIECE, end)) for at in range(start, end, RESCUE_PIECE)],
-                token_ids=move.token_ids,
-                max_sequences=1,  # one piece at a time bounds the activations
-            )
+            # One piece at a time bounds the activations.
+            for at in range(start, end, RESCUE_PIECE):
+                last = min(at + RESCUE_PIECE, end)
+                run_extend(self.runner, move.row_index(), move.token_ids, at, last)
             move.fallbacks.append(Fallback.PASS_FAILED)
 
     @contextmanager
@@ -270,11 +266,7 @@ class FusionPass:
 
 def _sequence(move: Move, critical: Sequence[int]) -> PassSequence:
     positions = torch.tensor(critical, dtype=torch.int64)
-    # No token that runs sees beyond the last one of them.
-    end = critical[-1] + 1
-    request = SparseRequest(positions, move.slots[:end], end)
-    out_slots = move.slots[upload(positions, move.slots.device)]
-    return PassSequence(ids_of(move.token_ids)[positions], request, out_slots)
+    return PassSequence.of_row(ids_of(move.token_ids), move.slots, positions)
 
 
 def _score_probe(capture: Capture) -> ScoreProbe:

@@ -27,8 +27,8 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import pairwise, permutations
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, pairwise, permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -37,31 +37,22 @@ from torch import Tensor
 from sglang_chunkcache.attention import choice
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.masked import Observer
-from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
-from sglang_chunkcache.fusion.relocate import (
-    RotaryTable,
-    copy_moved,
-    read_blob,
-    rotary_of,
-    write_blob,
-)
-from sglang_chunkcache.fusion.trial_rows import Row, logits_of, rows_of
+from sglang_chunkcache.fusion.recompute import run_pass
+from sglang_chunkcache.fusion.relocate import BlobTarget, read_blob, rotary_of
+from sglang_chunkcache.fusion.trial_rows import Means, Row
 
 logger = logging.getLogger(__name__)
 
 HEAD_LEN, CHUNK_LEN, QUESTION_LEN = 8, 48, 8
 """Tokens: short enough for any pool and for SGLang's slow attention on the CPU."""
 
-START, END, PROMPT_LEN = (
-    HEAD_LEN + CHUNK_LEN,
-    HEAD_LEN + 2 * CHUNK_LEN,
-    HEAD_LEN + 2 * CHUNK_LEN + QUESTION_LEN,
-)
+START = HEAD_LEN + CHUNK_LEN
+END = START + CHUNK_LEN
+PROMPT_LEN = END + QUESTION_LEN
 """B is [START, END) of the prompt."""
 
 SPLITS = ((START,), (END,), (START, END))
-"""Where ordinary prefill is cut to measure its noise:
-before B, after B, and both, as the pass has it."""
+"""Where ordinary prefill is cut to measure its noise; both at once is what the pass does."""
 
 MAX_ULPS = 4.0
 """Layer 0, moved or stored and moved. In a coarse dtype two roundings, each half a unit, of keys
@@ -78,8 +69,7 @@ MIN_NOISE = 1e-5
 """Least noise granted, relative: sums in another order, in float32."""
 
 QUANTILE = 0.75
-"""Of the tokens' differences: a few tokens may take another way through a mixture of experts,
-in one prefill or the other."""
+"""Of the tokens' differences: a few tokens may take other experts in one of the prefills."""
 
 # From 1: the token at 0 sees one key, and with one less it has nothing to attend to.
 SCATTERED = [
@@ -87,10 +77,11 @@ SCATTERED = [
 ]
 """Positions that are run once more, clusters and singles, as two requests of one pass."""
 
+ALL_SCATTERED = [*chain(*SCATTERED)]
+
 
 class _Noise(NamedTuple):
-    """What prefill in pieces differs by from one whole, the largest over `SPLITS`,
-    at least a rounding per layer."""
+    """What prefill in pieces differs by, the most over `SPLITS`, at least a rounding per layer."""
 
     ulps: float
     kv: Tensor
@@ -109,8 +100,7 @@ class GateFigures:
     stored_ulps: float
     """The same by way of the store."""
     far_ulps: float
-    """Random keys moved between the ends and the middle of the context, there and back, against
-    SGLang's own at the new positions."""
+    """Random keys moved over the whole context, against SGLang's own at the new positions."""
     noise_ulps: float
     """The same for prefill in pieces."""
     kv_error: float
@@ -121,14 +111,11 @@ class GateFigures:
     logit_noise: float
     """The same for prefill in pieces, at least a rounding per layer."""
     logit_error_unrecomputed: float
-    """The same with B moved and not recomputed:
-    what the gate would see if recomputation did nothing."""
+    """The same with B moved and not recomputed, as if recomputation did nothing."""
     scattered_error: float
-    """By how much the K/V of scattered tokens changes when they are run once more,
-    measured as `kv_error`."""
+    """Change of the K/V of scattered tokens that are run once more, measured as `kv_error`."""
     scattered_error_off_by_one: float
-    """The same, were each token to see one key less:
-    what the gate would see if limits were wrong."""
+    """The same, were each token to see one key less, as with wrong limits."""
     dtype: str
 
     @property
@@ -161,8 +148,7 @@ class GateFigures:
 
     @property
     def conclusive(self) -> bool:
-        """Whether mistakes would have shown: dummy weights, for one,
-        give the same logits whatever is cached."""
+        """Whether mistakes would have shown: with dummy weights logits are always the same."""
         return (
             self.logit_error_unrecomputed > self.max_logit_error
             and self.scattered_error_off_by_one > NOISE_FACTOR
@@ -195,7 +181,7 @@ class GateFigures:
 
 
 def gated_attention(
-    runner: Any, table: RotaryTable, params: Any, option: str
+    means: Means, option: str
 ) -> tuple[SparseAttention | None, dict[str, Any], GateFigures]:
     """The recompute pass's attention as `choice.create` chooses it, and the gate's figures with it.
 
@@ -204,56 +190,41 @@ def gated_attention(
 
     Raises:
         ValueError: `sparse` is asked for and not possible.
-        RuntimeError: as `run_gate` does.
+        RuntimeError: as `open_trial`.
     """
-    sparse, attention = choice.create(runner, option)
-    # Asked for by name, a kernel is not replaced: the start is refused with its figures.
-    if sparse is not None and option == "auto":
-        try:
-            figures = run_gate(runner, table, params, sparse=sparse)
-            if figures.passed:
-                return sparse, attention, figures
-            reason = str(figures)
-        except Exception as error:
-            logger.warning(
-                "chunk cache: the gate did not get through with sparse attention", exc_info=True
-            )
-            reason = f"{type(error).__name__}: {error}"
-        reason = f"{attention['kernel']} failed the gate: {reason}"
-        sparse, attention = None, {**attention, "kind": "masked", "kernel": None, "reason": reason}
-    return sparse, attention, run_gate(runner, table, params, sparse=sparse)
+    sparse, attention = choice.create(means.runner, option)
+    with open_trial(means) as trial:
+        # Asked for by name, a kernel is not replaced: the start is refused with its figures.
+        if sparse is not None and option == "auto":
+            try:
+                figures = trial.measure(sparse)
+                if figures.passed:
+                    return sparse, attention, figures
+                reason = str(figures)
+            except Exception as error:
+                logger.warning(
+                    "chunk cache: the gate did not get through with sparse attention", exc_info=True
+                )
+                reason = f"{type(error).__name__}: {error}"
+            reason = f"{attention['kernel']} failed the gate: {reason}"
+            given_up = {"kind": "masked", "kernel": None, "reason": reason}
+            sparse, attention = None, {**attention, **given_up}
+        return sparse, attention, trial.measure(sparse)
 
 
-def run_gate(
-    runner: Any,
-    table: RotaryTable,
-    params: Any,
-    *,
-    sparse: SparseAttention | None = None,
-    seed: int = 0,
-) -> GateFigures:
-    """Measure on the loaded model, in slots and rows that are given back.
+@contextmanager
+def open_trial(means: Means, *, seed: int = 0) -> Iterator[Trial]:
+    """A random prompt, prefilled in slots and rows that are given back.
 
-    Args:
-        runner: SGLang's ModelRunner.
-        params: SGLang's CacheInitParams, for the pools.
-        sparse: what the pass attends with; None: the mask.
     Raises:
         RuntimeError: the pool has not the slots and rows for four prompts of about a hundred
             tokens.
     """
-    with open_trial(runner, table, params, seed=seed) as trial:
-        return trial.measure(sparse)
-
-
-@contextmanager
-def open_trial(runner: Any, table: RotaryTable, params: Any, *, seed: int) -> Iterator[Trial]:
-    """A random prompt, prefilled; raises as `run_gate` does."""
-    lens = [PROMPT_LEN, PROMPT_LEN, HEAD_LEN + CHUNK_LEN, PROMPT_LEN]
     rng = random.Random(seed)
-    prompt = [rng.randrange(runner.model_config.vocab_size) for _ in range(PROMPT_LEN)]
-    with torch.no_grad(), rows_of(params, lens) as rows:
-        yield Trial(runner, table, prompt, rows)
+    prompt = [rng.randrange(means.runner.model_config.vocab_size) for _ in range(PROMPT_LEN)]
+    lens = [PROMPT_LEN, PROMPT_LEN, HEAD_LEN + CHUNK_LEN, PROMPT_LEN]
+    with torch.no_grad(), means.rows(lens) as rows:
+        yield Trial(means, prompt, rows)
 
 
 class Trial:
@@ -264,37 +235,26 @@ class Trial:
         rows: `full`, `full` in pieces, `elsewhere` and `moved`.
     """
 
-    def __init__(
-        self, runner: Any, table: RotaryTable, prompt: Sequence[int], rows: Sequence[Row]
-    ) -> None:
-        self._runner, self._table, self._pool, self._prompt = (
-            runner,
-            table,
-            runner.token_to_kv_pool,
-            prompt,
-        )
+    def __init__(self, means: Means, prompt: Sequence[int], rows: Sequence[Row]) -> None:
+        self._means, self._pool, self._prompt = means, means.pool, prompt
         self._full, self._pieces, self._elsewhere, self._moved = rows
         device = self._full.slots.device
-        self._before, self._b = (
-            torch.arange(START, device=device),
-            torch.arange(START, END, device=device),
-        )
-        self._b_elsewhere = torch.arange(HEAD_LEN, HEAD_LEN + CHUNK_LEN, device=device)
-        self._logits = logits_of(
-            runner, _prefill(runner, self._full, prompt, [0, PROMPT_LEN])[-QUESTION_LEN:]
-        )
+        self._before = torch.arange(START, device=device)
+        self._b = torch.arange(START, END, device=device)
+        self._b_elsewhere = self._b - START + HEAD_LEN
+        self._logits = means.logits(means.prefill(self._full, prompt)[-QUESTION_LEN:])
         self._kv = _kv(self._pool, self._full.slots)
-        alone = [*prompt[:HEAD_LEN], *prompt[START:END]]
-        _prefill(runner, self._elsewhere, alone, [0, len(alone)])
-        self._noise = self._measure_noise(self._pieces)
+        means.prefill(self._elsewhere, [*prompt[:HEAD_LEN], *prompt[START:END]])
+        self._noise = self._measure_noise()
         # After the noise, in multiples of which the second one is measured.
         self._mistakes = self._unrecomputed(), self._off_by_one()
 
     def measure(self, sparse: SparseAttention | None) -> GateFigures:
         """The figures of the pass with this attention; None: the mask."""
+        means = replace(self._means, sparse=sparse)
         # In this order: `_move` leaves head, A and B in the row, which `_recompute` attends to.
         far_ulps, stored_ulps, moved_ulps = self._far(), self._store(), self._move()
-        kv_error, logit_error = self._recompute(sparse)
+        kv_error, logit_error = self._recompute(means)
         return GateFigures(
             moved_ulps=moved_ulps,
             stored_ulps=stored_ulps,
@@ -305,76 +265,64 @@ class Trial:
             logit_noise=self._noise.logits,
             logit_error_unrecomputed=self._mistakes[0],
             # After `_recompute`: by now the row is right
-            scattered_error=self._run_scattered(sparse),
+            scattered_error=self._run_scattered(means),
             scattered_error_off_by_one=self._mistakes[1],
-            dtype=_name(self._pool.dtype),
+            dtype=str(self._pool.dtype).removeprefix("torch."),
         )
 
     # What prefill differs by, and what mistakes would
 
-    def _measure_noise(self, pieces: Row) -> _Noise:
+    def _measure_noise(self) -> _Noise:
         found = []
         for split in SPLITS:
-            hidden = _prefill(self._runner, pieces, self._prompt, [0, *split, PROMPT_LEN])
-            kv = _quartile(_errors(_kv(self._pool, pieces.slots), self._kv))
-            found.append((self._ulps(pieces), kv, self._logit_error(hidden)))
+            for start, end in pairwise([0, *split, PROMPT_LEN]):
+                hidden = self._means.prefill(self._pieces, self._prompt, start, end)
+            kv = _quartile(_errors(_kv(self._pool, self._pieces.slots), self._kv))
+            found.append((self._ulps(self._pieces), kv, self._logit_error(hidden)))
         ulps, kvs, logits = zip(*found, strict=True)
         num_layers, dtype = len(self._kv) // 2, self._pool.dtype
         # Kernels that add in one order for any piece show no noise: a rounding would fail the gate.
         least = torch.tensor(
             [_rounding(dtype, layer) for layer in range(num_layers) for _ in ("keys", "values")]
         )
-        least_logits = torch.tensor(_rounding(dtype, num_layers))
         return _Noise(
             ulps=float(torch.tensor(ulps).max()),  # NaN stays NaN
             kv=torch.stack([least.to(kvs[0].device), *kvs]).amax(0),
-            logits=float(torch.stack([least_logits, *map(torch.tensor, logits)]).max()),
+            logits=float(torch.tensor([_rounding(dtype, num_layers), *logits]).max()),
         )
 
     def _unrecomputed(self) -> float:
         """Ordinary prefill of the question over B that was only moved."""
         self._move()
-        return self._logit_error(
-            _prefill(self._runner, self._moved, self._prompt, [END, PROMPT_LEN])
-        )
+        return self._logit_error(self._means.prefill(self._moved, self._prompt, END))
 
     def _off_by_one(self) -> float:
         """Scattered tokens of the row that is right, by the mask, each without its own key."""
         ids, slots = torch.tensor(self._prompt), self._full.slots
         # A sequence each: it sees all its keys at or before its position, so its own is not listed.
         one_less = [
-            PassSequence(ids[i : i + 1], SparseRequest(torch.tensor([i]), slots[:i], i), own=False)
-            for request in SCATTERED
-            for i in request
+            PassSequence(ids[i : i + 1], SparseRequest(torch.tensor([i]), slots[:i]), own=False)
+            for i in ALL_SCATTERED
         ]
         fresh = _FreshKV()
-        run_pass(self._runner, one_less, observer=fresh)
-        positions = [i for request in SCATTERED for i in request]
-        return self._scattered_multiple(fresh.kv, [kv[positions] for kv in self._kv])
+        run_pass(self._means.runner, one_less, observer=fresh)
+        return self._scattered_multiple(fresh.kv, [kv[ALL_SCATTERED] for kv in self._kv])
 
     # The pass
 
     def _store(self) -> float:
         """B by way of the store; `stored_ulps`."""
-        keys, values = read_blob(
-            self._pool, self._table, self._elsewhere.slots[self._b_elsewhere], self._b_elsewhere
-        )
-        slots = self._moved.slots[self._b]
-        write_blob(
-            self._pool,
-            self._table,
-            keys,
-            values,
-            source_positions=self._b_elsewhere,
-            target_slots=slots,
-            target_positions=self._b,
-        )
+        table, slots = self._means.table, self._moved.slots[self._b]
+        at = self._b_elsewhere
+        blob = read_blob(self._pool, table, self._elsewhere.slots[at], at)
+        BlobTarget(self._pool, table, at, slots, self._b).write(*blob)
         return self._ulps(self._moved)
 
     def _far(self) -> float:
         """Random keys as SGLang rotates them at one position, moved to another; `far_ulps`."""
-        buffer, rotary = self._pool.k_buffer[0], rotary_of(self._runner)
-        last = min(self._runner.model_config.context_len, self._table.num_positions) - 1
+        buffer, rotary = self._pool.k_buffer[0], rotary_of(self._means.runner)
+        context_len = self._means.runner.model_config.context_len
+        last = min(context_len, self._means.table.num_positions) - 1
         pairs = list(permutations((0, last // 2, last), 2))
         old, new = torch.tensor(pairs, device=buffer.device).T
         generator = torch.Generator().manual_seed(0)
@@ -385,14 +333,7 @@ class Trial:
         )
         source, target = (row.slots[: len(pairs)] for row in (self._pieces, self._moved))
         buffer[source] = before
-        copy_moved(
-            self._pool,
-            self._table,
-            source_slots=source,
-            source_positions=old,
-            target_slots=target,
-            target_positions=new,
-        )
+        self._means.move(source, old, target, new)
         return _ulps_of(buffer[target], wanted)
 
     def _move(self) -> float:
@@ -401,32 +342,25 @@ class Trial:
             (self._full, self._before, self._before),
             (self._elsewhere, self._b_elsewhere, self._b),
         ):
-            copy_moved(
-                self._pool,
-                self._table,
-                source_slots=source.slots[old],
-                source_positions=old,
-                target_slots=self._moved.slots[new],
-                target_positions=new,
-            )
+            self._means.move(source.slots[old], old, self._moved.slots[new], new)
         return self._ulps(self._moved)
 
-    def _recompute(self, sparse: SparseAttention | None) -> tuple[float, float]:
+    def _recompute(self, means: Means) -> tuple[float, float]:
         """All of B, then the question; `kv_error` and `logit_error`."""
-        _again(self._runner, self._moved, self._prompt, [range(START, END)], sparse)
-        hidden = _again(self._runner, self._moved, self._prompt, [range(END, PROMPT_LEN)], sparse)
+        means.recompute(self._moved, self._prompt, [range(START, END)])
+        hidden = means.recompute(self._moved, self._prompt, [range(END, PROMPT_LEN)])
         errors = _errors(
             _kv(self._pool, self._moved.slots[self._b]), [kv[self._b] for kv in self._kv]
         )
         return float((_quartile(errors) / self._noise.kv).max()), self._logit_error(hidden)
 
-    def _run_scattered(self, sparse: SparseAttention | None) -> float:
+    def _run_scattered(self, means: Means) -> float:
         """Scattered tokens of the moved row, all of it recomputed; `scattered_error`."""
-        slots = self._moved.slots[[i for request in SCATTERED for i in request]]
+        slots = self._moved.slots[ALL_SCATTERED]
         right = _kv(self._pool, slots)
         for buffer in (*self._pool.k_buffer, *self._pool.v_buffer):
             buffer[slots] = float("nan")  # to be written in each layer before anything attends
-        _again(self._runner, self._moved, self._prompt, SCATTERED, sparse)
+        means.recompute(self._moved, self._prompt, SCATTERED)
         return self._scattered_multiple(_kv(self._pool, slots), right)
 
     # Differences
@@ -437,9 +371,8 @@ class Trial:
         return float(torch.stack([_quartile(part) / self._noise.kv for part in parts]).max())
 
     def _logit_error(self, hidden: Tensor) -> float:
-        return float(
-            _quartile(_errors([logits_of(self._runner, hidden[-QUESTION_LEN:])], [self._logits]))
-        )
+        logits = self._means.logits(hidden[-QUESTION_LEN:])
+        return float(_quartile(_errors([logits], [self._logits])))
 
     def _ulps(self, row: Row) -> float:
         """Of layer-0 keys of B, against those of `full`."""
@@ -451,37 +384,6 @@ def _ulps_of(have: Tensor, want: Tensor) -> float:
     """The largest difference, in units in the last place of the largest number that is wanted."""
     ulp = torch.finfo(want.dtype).eps * want.float().abs().max()
     return float((have.float() - want.float()).abs().max() / ulp)
-
-
-def _prefill(runner: Any, row: Row, token_ids: Sequence[int], borders: Sequence[int]) -> Tensor:
-    """SGLang's own attention, one pass a piece; hidden states of the last."""
-    for piece in pairwise(borders):
-        hidden = run_virtual(runner, req_pool_index=row.number, runs=[piece], token_ids=token_ids)
-    return hidden
-
-
-def _again(
-    runner: Any,
-    row: Row,
-    token_ids: Sequence[int],
-    requests: Sequence[Sequence[int]],
-    sparse: SparseAttention | None,
-) -> Tensor:
-    """Our pass over positions of the row, each request's ascending."""
-    ids = torch.tensor(token_ids)
-    sequences = [
-        PassSequence(
-            token_ids=ids[positions],
-            request=SparseRequest(
-                positions, row.slots[: int(positions[-1]) + 1], int(positions[-1]) + 1
-            ),
-            out_slots=row.slots[positions.to(row.slots.device)],
-        )
-        for positions in map(torch.tensor, requests)
-    ]
-    hidden = run_pass(runner, sequences, sparse=sparse)
-    assert hidden is not None, "no observer ends it"
-    return hidden
 
 
 class _FreshKV(Observer):
@@ -519,7 +421,3 @@ def _rounding(dtype: torch.dtype, num_layers: int) -> float:
     independent errors add as squares."""
     half_unit: float = torch.finfo(dtype).eps / 2
     return max(MIN_NOISE, half_unit * math.sqrt(max(1, num_layers)))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

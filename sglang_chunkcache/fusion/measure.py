@@ -10,8 +10,7 @@ before and after.
 
 Attention weights exist in float32 where they are read by token, piece by piece: those of the
 question in the layers that are read, and of a chunk over itself for `Need.RECEIVED`. Masses on
-whole chunks come from log-sum-exps. Under tensor parallelism a rank has some of the heads, so sums
-are added over the ranks: all ranks decide on the same numbers.
+whole chunks come from log-sum-exps. All heads are on this rank: fused mode refuses others.
 
 The evidence of a request (question, deviation) is read back to the CPU, for which the host waits:
 the selection needs it. Scores stay on the device, and travel with the chunk's KV.
@@ -26,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_chunkcache import compat
 from sglang_chunkcache.attention.base import PassSequence, SparseRequest
 from sglang_chunkcache.attention.lse import log_sum_exp
 from sglang_chunkcache.attention.masked import Observer, SequenceAttention, StopPass
@@ -140,16 +138,13 @@ def question_evidence(
     run_pass(
         runner,
         [
-            PassSequence(
-                r.token_ids, SparseRequest(r.positions, r.kv_slots, len(r.kv_slots), r.kv_positions)
-            )
+            PassSequence(r.token_ids, SparseRequest(r.positions, r.kv_slots, r.kv_positions))
             for r in requests
         ],
         observer=observer,
     )
     asked = [index for index, request in enumerate(requests) if request.in_all_layers]
-    # One reduction and one copy to the CPU, for which the host waits, whatever the batch.
-    sums = _sum_over_ranks(runner, observer.read + [observer.by_layer[i] for i in asked], "cpu")
+    sums = _on_host(observer.read + [observer.by_layer[i] for i in asked])
     by_layer = dict(zip(asked, sums[len(requests) :], strict=True))
     return [(sums[index], by_layer.get(index)) for index in range(len(requests))]
 
@@ -178,7 +173,7 @@ def deviation_evidence(runner: Any, requests: Sequence[DeviationProbe]) -> list[
             _measure_piece(
                 runner, request, start, min(start + PIECE_TOKENS, request.end), deviation
             )
-    return _sum_over_ranks(runner, deviations, "cpu")
+    return _on_host(deviations)
 
 
 def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[Tensor]:
@@ -199,19 +194,18 @@ def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[Tensor]:
     sequences = [
         PassSequence(
             c.token_ids,
-            SparseRequest(torch.arange(c.start, len(c.slots)), c.slots, len(c.slots)),
+            SparseRequest(torch.arange(c.start, len(c.slots)), c.slots),
             own=False,  # their KV is in the pool, as of this very context
         )
         for c in chunks
     ]
     observer = _ScoreObserver(runner, chunks)
     run_pass(runner, sequences, observer=observer)
-    return _sum_over_ranks(runner, observer.sums, runner.device)
+    return observer.sums
 
 
 def scores_of(chunk: ScoreProbe, sums: Tensor) -> ChunkScores:
-    """A chunk's scores (Cache-Craft eq.
-    3, 4, 14) from what `score_chunks` has measured of it, copied to the CPU."""
+    """A chunk's scores (Cache-Craft eq. 3, 4, 14) from its `score_chunks`, copied to the CPU."""
     on_prefix = sums[:, 1:-2]
     return ChunkScores(
         inter=tuple(on_prefix.sum(0).tolist()),
@@ -291,7 +285,7 @@ def _measure_piece(
     rows = upload(torch.searchsorted(run, moved), runner.device)
     observer = _DeviationObserver(runner, rows, moved_slots, request.depth)
     sequence = PassSequence(
-        request.token_ids[run - request.start], SparseRequest(run, seen_slots, len(seen), seen)
+        request.token_ids[run - request.start], SparseRequest(run, seen_slots, seen)
     )
     run_pass(runner, [sequence], observer=observer)
     deviation[upload(moved, runner.device)] = observer.deviation
@@ -322,7 +316,6 @@ class _DeviationObserver(Observer):
 class _ScoreObserver(Observer):
     def __init__(self, runner: Any, chunks: Sequence[ScoreProbe]) -> None:
         self._last_layer = runner.token_to_kv_pool.layer_num - 1
-        self._num_ranks = compat.parallel(runner, "tp_group").world_size
         self._chunks = chunks
         # The head, and text between chunks.
         rest = [_owners(c.prefix, c.start).sum(1) == 0 for c in chunks]
@@ -350,8 +343,7 @@ class _ScoreObserver(Observer):
         # A chunk's attention to itself is that to earlier tokens: a token's own key is taken out,
         # and rounding may leave less than 0.
         masses[-1] = (on_own - (_own_logits(queries, own, scale) - total).exp()).clamp_min(0)
-        # Over the heads of all ranks, since `_sum_over_ranks` adds theirs up.
-        num_weights = queries.shape[1] * self._num_ranks * (self._last_layer + 1)
+        num_weights = queries.shape[1] * (self._last_layer + 1)
         sums[:, :-1] += masses.sum(1).T / num_weights
         if chunk.received:
             inside = replace(
@@ -374,25 +366,17 @@ def _own_logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 def _owners(spans: Sequence[tuple[int, int]], length: int) -> Tensor:
-    """[length, num_spans] float32: 1 where a position is in a span.
-    Sums by span are products with it, in fixed order."""
+    """[length, num_spans] float32: 1 where a position is in a span. Products with it are sums."""
     owners = torch.zeros(length, len(spans))
     for index, (start, end) in enumerate(spans):
         owners[start:end, index] = 1
     return owners
 
 
-def _sum_over_ranks(runner: Any, sums: list[Tensor], device: torch.device | str) -> list[Tensor]:
-    """The tensors added over the tensor-parallel ranks, equal to the last bit on all of them;
-    views of one tensor on `device`."""
-    flat = torch.cat([part.flatten() for part in sums])
-    group = compat.parallel(runner, "tp_group")
-    if group.world_size > 1:
-        # An all-reduce may round differently on different ranks, and a tie broken differently stops
-        # the server.
-        flat = group.broadcast(group.all_reduce(flat), src=0)
-    # Moved as one tensor: each copy to the CPU would wait on its own.
-    parts = torch.split(flat.to(device), [part.numel() for part in sums])
+def _on_host(sums: Sequence[Tensor]) -> list[Tensor]:
+    """Views of one tensor on the CPU: each copy of its own would wait for the device."""
+    flat = torch.cat([part.flatten() for part in sums]).cpu()
+    parts = torch.split(flat, [part.numel() for part in sums])
     return [part.reshape(shaped.shape) for part, shaped in zip(parts, sums, strict=True)]
 
 

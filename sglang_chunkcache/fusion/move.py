@@ -1,5 +1,4 @@
-"""One request's promised region, on its way from the promise to the report:
-what promise.py asks for and fill.py fills."""
+"""One request's promised region: what promise.py asks for and fill.py fills."""
 
 from __future__ import annotations
 
@@ -45,14 +44,11 @@ class Move:
     """Span indices of the chunks the question looks at; None: not asked for."""
     fallbacks: list[Fallback] = field(default_factory=list)
     ms: dict[str, float] = field(default_factory=dict)
-    """Phase -> milliseconds of the whole batch, as the host sees them (queued work on a GPU is not
-    waited for)."""
+    """Phase -> milliseconds of the whole batch on the host, which waits for no queued work."""
     outward: Any = None
-    """What the chunks among its gaps attended to while they were computed (outward.py).
-    None: not measured."""
+    """What the chunks among its gaps attended to (outward.py). None: not measured."""
     filling: Timer | None = None
-    """What filling it took, on the device.
-    None: it was filled with others, or is not filled yet."""
+    """What filling it took, on the device. None: filled with others, or not yet."""
 
     @property
     def moved(self) -> list[Piece]:

@@ -8,24 +8,22 @@ the prefill budget and `MAX_SECONDS` allow.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from radix_ext.costs import CostModel, Phase, Work, extend_work, through
-from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
+from radix_ext.costs import Phase, Work, extend_work, through
 from sglang_chunkcache.fusion.measure import (
     DeviationProbe,
     QuestionProbe,
     deviation_evidence,
     question_evidence,
 )
-from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
-from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, copy_moved, read_blob
+from sglang_chunkcache.fusion.relocate import BlobTarget, read_blob
 from sglang_chunkcache.fusion.store import HostBlob, Offload
-from sglang_chunkcache.fusion.trial_rows import Row, rows_of
+from sglang_chunkcache.fusion.trial_rows import Means, Row
 from sglang_chunkcache.storage.codec import Codec
 
 MAX_SECONDS = 1.0
@@ -36,62 +34,39 @@ DEPTH = 2
 """Layers that KV is compared after."""
 
 
-def measure_costs(
-    runner: Any,
-    table: RotaryTable,
-    params: Any,
-    model: CostModel,
-    *,
-    sparse: SparseAttention | None,
-    window: int,
-    max_tokens: int,
-    codec: Codec,
-) -> int:
-    """Fill the model. Returns the tokens of the longest prompt; 0, and nothing measured, where the
-    pool holds not two of 128.
+def measure_costs(means: Means, *, max_tokens: int, codec: Codec) -> int:
+    """Fill the model of `means.pricing`. Returns the tokens of the longest prompt; 0, and nothing
+    measured, where the pool holds not two of 128.
 
     Args:
-        params: SGLang's CacheInitParams, for the pools; slots and row are given back.
-        sparse: what the recompute pass attends with.
-        window: the question's, in tokens.
+        means: slots and rows are given back.
         codec: the store's.
         max_tokens: SGLang's prefill budget: memory is free for no more at a time; 128 are run in
             any case.
     """
-    pool = params.token_to_kv_pool_allocator
     at_most = min(max(max_tokens, MIN_TOKENS), MAX_TOKENS)
     # Two rows. One position less than the context: `_copy` turns keys to the one after theirs,
     # which the rotary table must have.
-    room: int = min(pool.available_size() // 2, runner.model_config.context_len - 1, at_most)
+    room: int = min(
+        means.params.token_to_kv_pool_allocator.available_size() // 2,
+        means.runner.model_config.context_len - 1,
+        at_most,
+    )
     if room < MIN_TOKENS:
         return 0
-    with torch.no_grad(), rows_of(params, [room, room]) as (row, other):
-        trial = _Trial(runner, table, row, other, model, sparse, codec)
+    with torch.no_grad(), means.rows([room, room]) as rows:
+        trial = _Trial(means, rows, codec)
         longest = max(MIN_TOKENS, min(room, int(MAX_SECONDS / trial.seconds_per_token())))
-        trial.run(longest, min(window, longest // 4))
+        trial.run(longest, min(means.window, longest // 4))
     return longest
 
 
 class _Trial:
-    def __init__(
-        self,
-        runner: Any,
-        table: RotaryTable,
-        row: Row,
-        other: Row,
-        model: CostModel,
-        sparse: SparseAttention | None,
-        codec: Codec,
-    ) -> None:
-        self._runner, self._table, self._model, self._sparse, self._codec = (
-            runner,
-            table,
-            model,
-            sparse,
-            codec,
-        )
-        self._row, self._other = row, other
-        self._ids = torch.arange(len(row.slots)) % min(runner.model_config.vocab_size, 997)
+    def __init__(self, means: Means, rows: Sequence[Row], codec: Codec) -> None:
+        self._means, self._runner, self._pool = means, means.runner, means.pool
+        (self._row, self._other), self._codec = rows, codec
+        vocab_size = means.runner.model_config.vocab_size
+        self._ids = torch.arange(len(self._row.slots)) % min(vocab_size, 997)
 
     def seconds_per_token(self) -> float:
         """Of a short prefill."""
@@ -99,36 +74,23 @@ class _Trial:
 
     def run(self, longest: int, window: int) -> None:
         """All phases."""
+        over = partial(through, 1)
         quarter = longest // 4
         tail = longest - quarter
         # Tokens and keys vary apart: else a fit cannot tell `each` from `attended`.
-        extends = (
-            (longest - 8, longest),
-            (0, quarter),
-            (quarter, 2 * quarter),
-            (tail, longest),
-            (0, longest),
-        )
+        extends = [(longest - 8, longest), (0, quarter), (quarter, 2 * quarter)]
+        extends += [(tail, longest), (0, longest)]
         # First: it fills the slots that the other phases read.
         self._time(Phase.EXTEND, self._extend, extends, extend_work)
-        computed = (
-            (8, longest),
-            (quarter // 4, quarter),
-            (quarter // 4, longest),
-            (quarter, longest),
-        )
-        self._time(Phase.RECOMPUTE, self._recompute, computed, _over)
+        computed = [(8, longest), (quarter // 4, quarter), (quarter // 4, longest)]
+        computed += [(quarter, longest)]
+        self._time(Phase.RECOMPUTE, self._recompute, computed, over)
         asked = ((window // 2, quarter), (window, quarter), (window, longest - window))
-        self._time(Phase.QUESTION, self._ask, asked, _over)
-        num_layers = self._runner.token_to_kv_pool.layer_num
+        self._time(Phase.QUESTION, self._ask, asked, over)
         regions = ((end, end) for end in (quarter, 2 * quarter, longest))
-        self._time(
-            Phase.DEVIATION,
-            self._deviate,
-            regions,
-            # A model of one layer is compared in that one.
-            partial(through, DEPTH / max(DEPTH, num_layers)),
-        )
+        # A model of one layer is compared in that one.
+        share = DEPTH / max(DEPTH, self._pool.layer_num)
+        self._time(Phase.DEVIATION, self._deviate, regions, partial(through, share))
         lengths = [(1, n) for n in (quarter // 4, quarter, longest)]
         self._time(Phase.DEVICE, self._copy, lengths, Work)
         # Beforehand: the time is that of the way to the device alone.
@@ -148,35 +110,23 @@ class _Trial:
         counts for nothing."""
         for size in sizes:
             seconds = min(self._clock(partial(run, *size)) for _ in range(2))
-            self._model.measure(phase, work(*size), seconds)
+            self._means.pricing.model.measure(phase, work(*size), seconds)
 
     def _clock(self, run: Callable[[], Any]) -> float:
-        is_cuda = torch.device(self._runner.device).type == "cuda"
-        if is_cuda:
-            torch.cuda.synchronize()
+        self._means.synchronize()
         # Kernels are only queued: the clock waits for what came before, and for the run itself.
         started = time.perf_counter()
         run()
-        if is_cuda:
-            torch.cuda.synchronize()
+        self._means.synchronize()
         return time.perf_counter() - started
 
     def _extend(self, start: int, end: int) -> None:
-        ids = self._ids[:end].tolist()
-        run_virtual(
-            self._runner, req_pool_index=self._row.number, runs=[(start, end)], token_ids=ids
-        )
+        self._means.prefill(self._row, self._ids[:end].tolist(), start)
 
     def _recompute(self, num_tokens: int, end: int) -> None:
         """Tokens spread over `[0, end)`, written again."""
-        positions = torch.linspace(0, end - 1, num_tokens).long()
-        slots = self._row.slots
-        request = SparseRequest(positions, slots[:end], end)
-        run_pass(
-            self._runner,
-            [PassSequence(self._ids[positions], request, slots[positions.to(slots.device)])],
-            sparse=self._sparse,
-        )
+        positions = torch.linspace(0, end - 1, num_tokens).long().tolist()
+        self._means.recompute(self._row, self._ids, [positions])
 
     def _ask(self, num_tokens: int, end: int) -> None:
         positions = torch.arange(end, end + num_tokens)
@@ -187,26 +137,18 @@ class _Trial:
         question_evidence(self._runner, [question])
 
     def _deviate(self, _: int, end: int) -> None:
-        deviation_evidence(
-            self._runner,
-            [DeviationProbe(self._ids[:end], self._row.slots[:end], ((0, end),), DEPTH)],
-        )
+        probe = DeviationProbe(self._ids[:end], self._row.slots[:end], ((0, end),), DEPTH)
+        deviation_evidence(self._runner, [probe])
 
     def _copy(self, _: int, num_tokens: int) -> None:
         positions = torch.arange(num_tokens, device=self._row.slots.device)
-        copy_moved(
-            self._runner.token_to_kv_pool,
-            self._table,
-            source_slots=self._row.slots[:num_tokens],
-            source_positions=positions,
-            target_slots=self._other.slots[:num_tokens],
-            target_positions=positions + 1,
-        )
+        source, target = (row.slots[:num_tokens] for row in (self._row, self._other))
+        self._means.move(source, positions, target, positions + 1)
 
     def _read(self, num_tokens: int) -> HostBlob:
         slots = self._row.slots[:num_tokens]
         positions = torch.arange(num_tokens, device=slots.device)
-        kv = read_blob(self._runner.token_to_kv_pool, self._table, slots, positions)
+        kv = read_blob(self._pool, self._means.table, slots, positions)
         offload = Offload(self._codec.encode(*kv))  # into pinned memory, as captures are
         offload.wait()
         return HostBlob(*offload.read(), codec=self._codec)
@@ -215,13 +157,7 @@ class _Trial:
         """Layer by layer, as beside a pass."""
         slots = self._other.slots[:num_tokens]
         positions = torch.arange(num_tokens, device=slots.device)
-        target = BlobTarget(
-            self._runner.token_to_kv_pool, self._table, positions, slots, positions + 1
-        )
-        for layer in range(self._runner.token_to_kv_pool.layer_num):
+        target = BlobTarget(self._pool, self._means.table, positions, slots, positions + 1)
+        for layer in range(self._pool.layer_num):
             layers = range(layer, layer + 1)
             target.write(*self._blobs[num_tokens].read(slots.device, layers), layers)
-
-
-def _over(num_tokens: int, num_keys: int) -> Work:
-    return Work(1, num_tokens, num_tokens * num_keys)

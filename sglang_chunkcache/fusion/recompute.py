@@ -2,23 +2,21 @@
 extend.
 
 `run_pass` serves requests: all chosen tokens of all requests in one call of the inner model, under
-a private attention backend, masked or sparse. `run_virtual` is its slow reference and computes what
-a failed pass left undone: each run of tokens is an ordinary sequence for SGLang's own backend.
+a private attention backend, masked or sparse. `run_extend` is its slow reference and computes what
+a failed pass left undone: adjacent tokens, by SGLang's own backend.
 Neither chooses tokens. Attention is causal, so recomputing every token of a region, by either,
 equals an ordinary prefill of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from itertools import accumulate
+from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -32,8 +30,8 @@ from sglang_chunkcache.attention.masked import (
     LayerWatch,
     MaskedAttention,
     Observer,
+    PassBackend,
     StopPass,
-    checked_heads,
 )
 from sglang_chunkcache.attention.masked_layout import plan
 from sglang_chunkcache.attention.upload import upload
@@ -43,61 +41,21 @@ PADDING_SLOT = 0
 
 
 class PlanError(Exception):
-    """The sparse attention could not plan a pass.
-    Nothing is written yet, so the same pass can run with the mask."""
+    """No plan for sparse attention. Nothing is written yet: the pass can run with the mask."""
 
 
-class SparseBackend(AttentionBackend):  # type: ignore[misc]
-    """Runs one planned pass under SGLang's model: in each layer, K/V is written into the pool, then
-    `attention` attends.
-
-    Nothing here waits for the device.
-
-    Args:
-        runner: SGLang's ModelRunner, page size 1; its pool is written at `out_slots`.
-        attention: planned for this pass.
-        out_slots: [n] int64, on the device, in the plan's order.
-    """
+class _SparseBackend(PassBackend):
+    """Attends as planned for this pass, whose rows `out_slots` are in the plan's order."""
 
     def __init__(
-        self,
-        runner: Any,
-        attention: SparseAttention,
-        out_slots: Tensor,
-        watch: LayerWatch | None = None,
+        self, runner: Any, attention: SparseAttention, out_slots: Tensor, watch: LayerWatch | None
     ) -> None:
-        super().__init__()
-        # SGLang finds both pools through the backend
-        self.req_to_token_pool = runner.req_to_token_pool
-        self.token_to_kv_pool = runner.token_to_kv_pool
+        super().__init__(runner, out_slots, watch=watch)
         self._attention = attention
-        self._write_loc = KVWriteLoc(out_slots)
-        self._watch = watch
 
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Tensor:
-        """SGLang's call, once a layer; returns [n, num_heads * head_dim].
-        Raises ValueError as `checked_heads` does."""
-        queries, keys, values = checked_heads(layer, q, k, v, save_kv_cache, kwargs)
-        pool = self.token_to_kv_pool
-        # It waits for the layer's loads, which may be into slots that are written here.
-        pool.get_key_buffer(layer.layer_id)
-        pool.set_kv_buffer(layer, self._write_loc, keys, values)
-        # Only now: the watch reads the pass's own keys from the pool, gaps included.
-        if self._watch is not None:
-            self._watch(layer, queries)
-        out = self._attention.run(
-            queries, pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        )
-        return out.flatten(1)
+    def _attend(self, layer: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        pool, at = self.token_to_kv_pool, layer.layer_id
+        return self._attention.run(queries, pool.get_key_buffer(at), pool.get_value_buffer(at))
 
 
 @torch.no_grad()
@@ -128,8 +86,8 @@ def run_pass(
     Raises:
         ValueError: no sequences; a layer that is not plain causal attention.
         PlanError: `sparse` could not plan the pass.
-    Equals `run_virtual`, and ordinary prefill where every token is run, within the model dtype's
-    rounding.
+    Equals `run_extend` run by run, thus ordinary prefill where all tokens are run, within the model
+    dtype's rounding.
     """
     # Kernels find all keys in the pool, a token's own included, and show no observer their weights:
     # what writes nothing, or is observed, is left to the mask.
@@ -141,99 +99,55 @@ def run_pass(
     ):
         return _run_sparse(runner, sequences, sparse, watch)
     layout = plan(sequences, runner.device)
-    batch = _pass_batch(
-        runner,
-        layout.token_ids,
-        layout.positions,
-        num_keys=[len(s.key_positions) for s in layout.sequences],
-        num_tokens=[len(s.positions) for s in layout.sequences],
-    )
-    with forward_context(
-        ForwardContext(attn_backend=MaskedAttention(runner, layout, observer, watch))
-    ):
-        try:
-            return runner.model.model(batch.input_ids, batch.positions, batch)  # type: ignore[no-any-return]
-        except StopPass:
-            return None
+    batch = _pass_batch(runner, layout.token_ids, layout.positions, sequences=sequences)
+    try:
+        return _forward(runner, MaskedAttention(runner, layout, observer, watch), batch)
+    except StopPass:
+        return None
 
 
 @torch.no_grad()
-def run_virtual(
-    runner: Any,
-    *,
-    req_pool_index: int,
-    runs: Sequence[tuple[int, int]],
-    token_ids: Sequence[int],
-    max_sequences: int | None = None,
+def run_extend(
+    runner: Any, row: int, token_ids: Sequence[int], start: int = 0, end: int | None = None
 ) -> Tensor:
-    """Run stretches of one request as sequences of their own through the runner's own attention
-    backend.
-
-    Stretch [a, b) is a sequence on the request's row: prefix a, extend b - a, K/V written over the
-    slots row[a:b]. The oracle for `run_pass`: `torch_native` pads every stretch to its whole
+    """Ordinary prefill of a request's positions `[start, end)` over what is before them, through
+    the runner's own attention backend. The oracle for `run_pass`: `torch_native` pads to the whole
     length, so keep prompts short.
 
     Args:
-        req_pool_index: the request's row in `req_to_token`, filled up to the last run's end.
-        runs: half-open position intervals, ascending, disjoint.
+        row: the request's in `req_to_token`, filled up to `end`.
         token_ids: the prompt's, from position 0.
-        max_sequences: runs per pass, the request pool's size at most (and by default: backends size
-            their buffers by it). Passes go in ascending position, so each finds what it depends on.
+        end: None: behind the last token.
     Returns:
-        [total, hidden_size], one run after the other.
+        [end - start, hidden_size].
     Raises:
-        ValueError: runs empty, out of order or beyond `token_ids`.
+        ValueError: no positions, or beyond `token_ids`.
     """
-    _check_runs(runs, len(token_ids))
-    cap = min(max_sequences or runner.req_to_token_pool.size, runner.req_to_token_pool.size)
-    return torch.cat(
-        [
-            _run_virtual(runner, req_pool_index, runs[i : i + cap], token_ids)
-            for i in range(0, len(runs), cap)
-        ]
-    )
-
-
-def _run_virtual(
-    runner: Any, req_pool_index: int, runs: Sequence[tuple[int, int]], token_ids: Sequence[int]
-) -> Tensor:
-    row = runner.req_to_token_pool.req_to_token[req_pool_index]
+    end = len(token_ids) if end is None else end
+    if not 0 <= start < end <= len(token_ids):
+        raise ValueError(f"run [{start}, {end}): expected a stretch of [0, {len(token_ids)})")
     batch = _forward_batch(
         runner,
-        token_ids=upload(torch.tensor([t for a, b in runs for t in token_ids[a:b]]), runner.device),
-        positions=torch.cat([torch.arange(a, b, device=runner.device) for a, b in runs]),
+        token_ids=upload(torch.tensor(list(token_ids[start:end])), runner.device),
+        positions=torch.arange(start, end, device=runner.device),
         # `req_to_token` is int32, and slots that are written are int64.
-        out_slots=torch.cat([row[a:b] for a, b in runs]).long(),
-        rows=[req_pool_index] * len(runs),
-        prefix_lens=[a for a, _ in runs],
-        extend_lens=[b - a for a, b in runs],
+        out_slots=runner.req_to_token_pool.req_to_token[row, start:end].long(),
+        rows=[row],
+        prefix_lens=[start],
+        extend_lens=[end - start],
     )
     backend = runner.attn_backend
-    # FlashInfer's ragged path writes K/V after attention, so a run would read another's old K/V
-    # (SGLang 0.5.21, `flashinfer_backend.py`).
-    with _paged(backend), forward_context(ForwardContext(attn_backend=backend)):
-        backend.init_forward_metadata(batch)
-        return runner.model.model(batch.input_ids, batch.positions, batch)  # type: ignore[no-any-return]
-
-
-@runtime_checkable
-class _RaggedByDefault(Protocol):
-    """SGLang's FlashInfer backend."""
-
-    use_paged: bool
-
-
-@contextmanager
-def _paged(backend: Any) -> Iterator[None]:
-    # Other backends, as torch_native and Triton, write K/V before they attend.
-    if not isinstance(backend, _RaggedByDefault):
-        yield
-        return
-    before, backend.use_paged = backend.use_paged, True
+    # FlashInfer's ragged path writes K/V after attention (SGLang 0.5.21, `flashinfer_backend.py`),
+    # where our passes read all keys from the pool. Other backends have no such switch: torch_native
+    # and Triton write K/V before they attend.
+    before = vars(backend).get("use_paged")
+    if before is not None:
+        backend.use_paged = True
     try:
-        yield
+        return _forward(runner, backend, batch, prepare=backend.init_forward_metadata)
     finally:
-        backend.use_paged = before
+        if before is not None:
+            backend.use_paged = before
 
 
 def _run_sparse(
@@ -261,40 +175,33 @@ def _run_sparse(
         # The watch counts rows as the requests come, whatever order the plan has.
         watch = watch and partial(_watch_in_order, watch, order.argsort())
     batch = _pass_batch(
-        runner,
-        upload(token_ids, device),
-        upload(positions, device),
-        num_keys=[request.num_keys for request in requests],
-        num_tokens=[len(request.positions) for request in requests],
+        runner, upload(token_ids, device), upload(positions, device), sequences=sequences
     )
-    with forward_context(
-        ForwardContext(attn_backend=SparseBackend(runner, sparse, out_slots, watch))
-    ):
-        hidden: Tensor = runner.model.model(batch.input_ids, batch.positions, batch)
+    hidden = _forward(runner, _SparseBackend(runner, sparse, out_slots, watch), batch)
     # Callers read the rows by sequence.
     return hidden if order is None else torch.empty_like(hidden).index_copy_(0, order, hidden)
+
+
+def _forward(
+    runner: Any, backend: AttentionBackend, batch: Any, prepare: Callable[[Any], None] | None = None
+) -> Tensor:
+    """The inner model's hidden states, under this backend."""
+    with forward_context(ForwardContext(attn_backend=backend)):
+        if prepare is not None:
+            prepare(batch)
+        hidden: Tensor = runner.model.model(batch.input_ids, batch.positions, batch)
+        return hidden
 
 
 def _watch_in_order(watch: LayerWatch, rows: Tensor, layer: Any, queries: Tensor) -> None:
     watch(layer, queries[rows])
 
 
-def _check_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> None:
-    if not runs:
-        raise ValueError("runs: expected at least one, got none")
-    for start, end in runs:
-        if not 0 <= start < end <= num_tokens:
-            raise ValueError(f"run [{start}, {end}): expected a stretch of [0, {num_tokens})")
-    for (_, end), (start, _) in pairwise(runs):
-        if start < end:
-            raise ValueError(f"run at {start} starts before the previous one ends, at {end}")
-
-
 def _pass_batch(
-    runner: Any, token_ids: Tensor, positions: Tensor, *, num_keys: list[int], num_tokens: list[int]
+    runner: Any, token_ids: Tensor, positions: Tensor, *, sequences: Sequence[PassSequence]
 ) -> Any:
-    """A batch for our backends only: its slots are the padding slot and its row is 0,
-    since our backends lay out their own."""
+    """A batch for our backends, which lay out their own slots: it has the padding slot, row 0."""
+    num_tokens = [len(sequence.token_ids) for sequence in sequences]
     return _forward_batch(
         runner,
         token_ids=token_ids,
@@ -302,7 +209,8 @@ def _pass_batch(
         out_slots=torch.full_like(positions, PADDING_SLOT),
         rows=[0] * len(num_tokens),
         prefix_lens=[
-            max(0, keys - tokens) for keys, tokens in zip(num_keys, num_tokens, strict=True)
+            s.request.num_keys if s.sees_fresh else max(0, s.request.num_keys - n)
+            for s, n in zip(sequences, num_tokens, strict=True)
         ],
         extend_lens=num_tokens,
     )
@@ -323,8 +231,8 @@ def _forward_batch(
     def on_device(values: list[int], dtype: torch.dtype) -> Tensor:
         return upload(torch.tensor(values, dtype=dtype), runner.device)
 
-    seq_lens = [prefix + extend for prefix, extend in zip(prefix_lens, extend_lens, strict=True)]
-    starts = [sum(extend_lens[:i]) for i in range(len(extend_lens))]
+    seq_lens = list(map(sum, zip(prefix_lens, extend_lens, strict=True)))
+    starts = list(accumulate(extend_lens[:-1], initial=0))
     return ForwardBatch(
         forward_mode=ForwardMode.EXTEND,
         batch_size=len(rows),

@@ -19,8 +19,9 @@ positions, no chunks, trees or requests.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -66,8 +67,7 @@ def rotary_of(runner: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
-    """SGLang's cos and sin of one model, in float32.
-    All methods queue on the current stream and never synchronise."""
+    """SGLang's cos and sin of one model, in float32. No method synchronises."""
 
     cos: Tensor
     """[num_positions, rotary_dim / 2] float32, times `mscale`; only read."""
@@ -100,13 +100,14 @@ class RotaryTable:
 
     @property
     def num_positions(self) -> int:
-        """Positions must be below; on a GPU, where a check would synchronise,
-        the caller guarantees it."""
+        """Positions must be below. On a GPU, where checks would synchronise, callers see to it."""
         return self.cos.shape[0]
 
     def _turn(self, old: Tensor, new: Tensor) -> _Turn:
         """From `old` to `new`."""
-        old_cos, old_sin, new_cos, new_sin = *self._at(old), *self._at(new)
+        old_cos, old_sin, new_cos, new_sin = (
+            side[at] for at in (old, new) for side in (self.cos, self.sin)
+        )
         # NOTE: not as complex numbers: their product may be fused, and a turn from p to p would not
         # be exactly 1 + 0i.
         cos = new_cos * old_cos + new_sin * old_sin
@@ -115,9 +116,6 @@ class RotaryTable:
         cos, sin = (cos / norm).unsqueeze(1), (sin / norm).unsqueeze(1)
         stays = (cos == 1) & (sin == 0)
         return _Turn(cos, sin, None if cos.device.type == "cpu" and not stays.any() else stays)
-
-    def _at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cos[positions], self.sin[positions]
 
     def _apply_(self, keys: Tensor, turn: _Turn) -> Tensor:
         """Turn `keys` in place."""
@@ -137,15 +135,6 @@ class RotaryTable:
         if self.is_neox:
             return keys[..., :half], keys[..., half : self.rotary_dim]
         return keys[..., 0 : self.rotary_dim : 2], keys[..., 1 : self.rotary_dim : 2]
-
-    def _check_positions(self, name: str, positions: Tensor, num_tokens: int) -> None:
-        _check_index(name, positions, num_tokens, self.cos.device)
-        if positions.device.type == "cpu" and num_tokens:
-            low, high = int(positions.min()), int(positions.max())
-            if low < 0 or high >= self.num_positions:
-                raise ValueError(
-                    f"{name}: expected positions in [0, {self.num_positions}), got {low} to {high}"
-                )
 
 
 def copy_moved(
@@ -178,54 +167,28 @@ def copy_moved(
             costs no synchronisation, a position is not in the table or a target is another token's
             source; names argument, expected and got. Nothing is written then.
     """
-    num_tokens = _check_pool(
-        pool, table, "source_slots", source_slots, "source_positions", source_positions
-    )
-    _check_pool(
-        pool, table, "target_slots", target_slots, "target_positions", target_positions, num_tokens
+    _check_places(
+        pool,
+        table,
+        {"source_slots": source_slots, "target_slots": target_slots},
+        {"source_positions": source_positions, "target_positions": target_positions},
     )
     # On a GPU reading the comparison would synchronise: there the caller guarantees it.
     if source_slots.device.type == "cpu":
         _check_apart(source_slots, target_slots)
     turn = table._turn(source_positions, target_positions)
-    if _takes_kernel(pool, use_kernel):
-        _launch(pool.k_buffer, pool.v_buffer, table, turn, source_slots, target_slots)
-        return
-    for keys, values in zip(pool.k_buffer, pool.v_buffer, strict=True):
-        moved_keys, moved_values = table._apply_(keys[source_slots], turn), values[source_slots]
-        keys[target_slots] = moved_keys
-        values[target_slots] = moved_values
-
-
-def write_blob(
-    pool: MHATokenToKVPool,
-    table: RotaryTable,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    source_positions: Tensor,
-    target_slots: Tensor,
-    target_positions: Tensor,
-    use_kernel: bool | None = None,
-) -> None:
-    """Write stored KV into slots of the pool, keys turned to their new positions:
-    all layers of `BlobTarget.write`."""
-    BlobTarget(
-        pool, table, source_positions, target_slots, target_positions, use_kernel=use_kernel
-    ).write(keys, values, range(len(pool.k_buffer)))
+    _move(pool, table, turn, source_slots, target_slots, use_kernel=use_kernel)
 
 
 class BlobTarget:
     """Slots that stored KV is written into. Queued on the current stream.
 
     Args:
-        pool: Written at `slots`; as in `copy_moved`.
-        table: The model's, on the pool's device.
         source_positions: [num_tokens] int64, where the model stored these keys; on the pool's
             device.
         slots: [num_tokens] int64, on the pool's device, each slot once.
-        positions: [num_tokens] int64, on the pool's device.
-        use_kernel: As in `copy_moved`.
+        positions: Like `source_positions`, of the slots.
+        pool, table, use_kernel: as in `copy_moved`.
     Raises:
         ValueError: as `copy_moved`.
     """
@@ -240,16 +203,14 @@ class BlobTarget:
         *,
         use_kernel: bool | None = None,
     ) -> None:
-        self._num_tokens = _check_pool(
-            pool, table, "target_slots", slots, "target_positions", positions
+        _check_places(
+            pool,
+            table,
+            {"target_slots": slots},
+            {"target_positions": positions, "source_positions": source_positions},
         )
-        _check_index("source_positions", source_positions, self._num_tokens, slots.device)
-        table._check_positions("source_positions", source_positions, self._num_tokens)
         self._pool, self._table, self._slots = pool, table, slots
-        self._turn, self._takes_kernel = (
-            table._turn(source_positions, positions),
-            _takes_kernel(pool, use_kernel),
-        )
+        self._turn, self._use_kernel = table._turn(source_positions, positions), use_kernel
 
     @property
     def device(self) -> torch.device:
@@ -258,18 +219,14 @@ class BlobTarget:
 
     def turn(self, layers: range) -> None:
         """The slots hold KV of these layers as the model stored it: turn its keys in place."""
-        keys, values = (
-            buffers[layers.start : layers.stop]
-            for buffers in (self._pool.k_buffer, self._pool.v_buffer)
-        )
-        if self._takes_kernel:
-            _launch(keys, values, self._table, self._turn, self._slots, self._slots)
+        if _takes_kernel(self._pool, self._use_kernel):
+            self._move(self._slots, layers)
             return
-        for each in keys:
-            each[self._slots] = self._table._apply_(each[self._slots], self._turn)
+        for keys in self._pool.k_buffer[layers.start : layers.stop]:
+            keys[self._slots] = self._table._apply_(keys[self._slots], self._turn)
 
-    def write(self, keys: Tensor, values: Tensor, layers: range) -> None:
-        """KV of these layers, keys turned to their new positions.
+    def write(self, keys: Tensor, values: Tensor, layers: range | None = None) -> None:
+        """KV of these layers, keys turned to their new positions; None: all.
 
         KV on another device is first copied to the pool's, keys and values with one copy each. From
         pinned memory, as the store has it on CUDA, the copy is queued like the rest. From pageable
@@ -280,31 +237,24 @@ class BlobTarget:
             keys: [num_layers, num_tokens, num_kv_heads, head_dim], of these layers, the pool's
                 dtype, as `read_blob` gives them; on any device, only read.
             values: [num_layers, num_tokens, num_kv_heads, v_head_dim], otherwise like `keys`.
-            layers: of the pool.
         Raises:
             ValueError: as `copy_moved`.
         """
-        key_buffers, value_buffers = (
-            buffers[layers.start : layers.stop]
-            for buffers in (self._pool.k_buffer, self._pool.v_buffer)
-        )
-        for name, blob, buffers in (("keys", keys, key_buffers), ("values", values, value_buffers)):
-            _check_shape(name, blob, (len(buffers), self._num_tokens, *buffers[0].shape[1:]))
-            _check_dtype(name, blob, self._pool.dtype)
+        layers = range(len(self._pool.k_buffer)) if layers is None else layers
+        for name, blob, buffers in (
+            ("keys", keys, self._pool.k_buffer),
+            ("values", values, self._pool.v_buffer),
+        ):
+            shape = len(layers), len(self._slots), *buffers[0].shape[1:]
+            _check(name, blob, shape=shape, dtypes=(self._pool.dtype,))
         keys, values = (
             blob.to(self.device, non_blocking=True).contiguous() for blob in (keys, values)
         )
-        if self._takes_kernel:
-            _launch(
-                key_buffers, value_buffers, self._table, self._turn, (keys, values), self._slots
-            )
-            return
-        for layer, (key_buffer, value_buffer) in enumerate(
-            zip(key_buffers, value_buffers, strict=True)
-        ):
-            # A copy: the keys may be the store's, and `_apply_` writes in place.
-            key_buffer[self._slots] = self._table._apply_(keys[layer].clone(), self._turn)
-            value_buffer[self._slots] = values[layer]
+        self._move((keys, values), layers)
+
+    def _move(self, source: Tensor | Blob, layers: range) -> None:
+        move = partial(_move, layers=layers, use_kernel=self._use_kernel)
+        move(self._pool, self._table, self._turn, source, self._slots)
 
 
 def read_blob(
@@ -320,19 +270,17 @@ def read_blob(
     stream, no sync.
 
     Args:
-        pool: Only read; as in `copy_moved`.
-        table: The model's, on the pool's device.
         slots: [num_tokens] int64, on the pool's device.
         positions: [num_tokens] int64, where the model stored these keys; on the pool's device.
         target_positions: Like `positions`; all 0: un-rotated. None: keys stay as they are.
-        use_kernel: As in `copy_moved`.
+        pool, table, use_kernel: as in `copy_moved`; the pool is only read.
     Returns:
         Keys [num_layers, num_tokens, num_kv_heads, head_dim] and values [.., v_head_dim]: in the
         pool's dtype, own memory.
     Raises:
         ValueError: as `copy_moved`.
     """
-    _check_pool(pool, table, "slots", slots, "positions", positions)
+    _check_places(pool, table, {"slots": slots}, {"positions": positions})
     # A turn by 0 is exactly 1, so keys that stay keep every bit.
     turn = table._turn(positions, positions if target_positions is None else target_positions)
     keys, values = (
@@ -341,14 +289,7 @@ def read_blob(
         )
         for buffers in (pool.k_buffer, pool.v_buffer)
     )
-    if _takes_kernel(pool, use_kernel):
-        _launch(pool.k_buffer, pool.v_buffer, table, turn, slots, (keys, values))
-        return keys, values
-    for layer, (key_buffer, value_buffer) in enumerate(
-        zip(pool.k_buffer, pool.v_buffer, strict=True)
-    ):
-        keys[layer] = table._apply_(key_buffer[slots], turn)
-        values[layer] = value_buffer[slots]
+    _move(pool, table, turn, slots, (keys, values), use_kernel=use_kernel)
     return keys, values
 
 
@@ -356,18 +297,38 @@ def _takes_kernel(pool: MHATokenToKVPool, use_kernel: bool | None) -> bool:
     return pool.k_buffer[0].is_cuda if use_kernel is None else use_kernel
 
 
-def _launch(
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
+def _move(
+    pool: MHATokenToKVPool,
     table: RotaryTable,
     turn: _Turn,
     source: Tensor | Blob,
     target: Tensor | Blob,
+    *,
+    layers: range | None = None,
+    use_kernel: bool | None,
 ) -> None:
-    # only here: without CUDA nothing needs Triton
-    from sglang_chunkcache.fusion.relocate_kernel import relocate
+    """Between slots of the pool, or slots and a blob, of these layers (None: all)."""
+    part = slice(None) if layers is None else slice(layers.start, layers.stop)
+    keys, values = pool.k_buffer[part], pool.v_buffer[part]
+    if _takes_kernel(pool, use_kernel):
+        # only here: without CUDA nothing needs Triton
+        from sglang_chunkcache.fusion.relocate_kernel import relocate
 
-    relocate(keys, values, turn.cos, turn.sin, is_neox=table.is_neox, source=source, target=target)
+        turned = {"cos": turn.cos, "sin": turn.sin, "is_neox": table.is_neox}
+        relocate(keys, values, **turned, source=source, target=target)
+        return
+    for layer, buffers in enumerate(zip(keys, values, strict=True)):
+        if isinstance(source, tuple):
+            # A copy: the keys may be the store's, and `_apply_` writes in place.
+            moved_keys, moved_values = source[0][layer].clone(), source[1][layer]
+        else:
+            moved_keys, moved_values = (buffer[source] for buffer in buffers)
+        table._apply_(moved_keys, turn)
+        for side, moved in enumerate((moved_keys, moved_values)):
+            if isinstance(target, tuple):
+                target[side][layer] = moved
+            else:
+                buffers[side][target] = moved
 
 
 def _check_apart(source_slots: Tensor, target_slots: Tensor) -> None:
@@ -381,8 +342,7 @@ def _check_apart(source_slots: Tensor, target_slots: Tensor) -> None:
 
 
 def _float32_table(rotary_emb: Any) -> Tensor:
-    """[num_positions, rotary_dim] float32: the table that the model rotates by, or the same before
-    it was rounded."""
+    """[num_positions, rotary_dim] float32: the model's table, as before it was rounded."""
     own: Tensor = rotary_emb.cos_sin_cache
     # On CUDA SGLang's table is float32 and is used as it is: computed again, angles at far
     # positions could differ by a CPU's `pow`.
@@ -401,46 +361,45 @@ def _float32_table(rotary_emb: Any) -> Tensor:
     return result
 
 
-def _check_pool(
+def _check_places(
     pool: MHATokenToKVPool,
     table: RotaryTable,
-    slots_name: str,
-    slots: Tensor,
-    positions_name: str,
-    positions: Tensor,
-    num_tokens: int | None = None,
-) -> int:
-    """Check the arguments of a move; returns the number of tokens, by default that of the slots."""
+    slots: Mapping[str, Tensor],
+    positions: Mapping[str, Tensor],
+) -> None:
+    """Check the arguments of a move, by name; tokens are as many as the first slots."""
     buffer = pool.k_buffer[0]
-    _check_dtype("pool", buffer, *DTYPES)
+    _check("pool", buffer, dtypes=DTYPES)
     if buffer.ndim != 3 or buffer.shape[-1] < table.rotary_dim:
         raise ValueError(
             f"pool: expected keys [slots, num_kv_heads, head_dim >= {table.rotary_dim}], got"
             f" {list(buffer.shape)}"
         )
-    _check_device("table", table.cos, buffer.device)
-    num_tokens = slots.numel() if num_tokens is None else num_tokens
-    _check_index(slots_name, slots, num_tokens, buffer.device)
-    table._check_positions(positions_name, positions, num_tokens)
-    return num_tokens
+    _check("table", table.cos, device=buffer.device)
+    num_tokens = next(iter(slots.values())).numel()
+    for name, index in {**slots, **positions}.items():
+        _check(name, index, shape=(num_tokens,), dtypes=(torch.int64,), device=buffer.device)
+    if buffer.device.type != "cpu" or not num_tokens:
+        return
+    for name, index in positions.items():
+        low, high = int(index.min()), int(index.max())
+        if low < 0 or high >= table.num_positions:
+            raise ValueError(
+                f"{name}: expected positions in [0, {table.num_positions}), got {low} to {high}"
+            )
 
 
-def _check_index(name: str, index: Tensor, num_tokens: int, device: torch.device) -> None:
-    _check_shape(name, index, (num_tokens,))
-    _check_dtype(name, index, torch.int64)
-    _check_device(name, index, device)
-
-
-def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != expected:
-        raise ValueError(f"{name}: expected shape {list(expected)}, got {list(tensor.shape)}")
-
-
-def _check_dtype(name: str, tensor: Tensor, *expected: torch.dtype) -> None:
-    if tensor.dtype not in expected:
-        raise ValueError(f"{name}: expected {' or '.join(map(str, expected))}, got {tensor.dtype}")
-
-
-def _check_device(name: str, tensor: Tensor, expected: torch.device) -> None:
-    if tensor.device != expected:
-        raise ValueError(f"{name}: expected on {expected}, got {tensor.device}")
+def _check(
+    name: str,
+    tensor: Tensor,
+    *,
+    shape: tuple[int, ...] | None = None,
+    dtypes: Sequence[torch.dtype] = (),
+    device: torch.device | None = None,
+) -> None:
+    if shape is not None and tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+    if dtypes and tensor.dtype not in dtypes:
+        raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name}: expected on {device}, got {tensor.device}")

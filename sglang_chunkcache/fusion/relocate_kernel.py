@@ -39,7 +39,19 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def relocate(
+def relocate(*sides: Any, **how: Any) -> None:
+    """Copy tokens' KV from `source` to `target`, keys turned. Queued on the current stream.
+    Arguments and errors as in `launch_arguments`.
+
+    Synchronises once for each set of buffers, to copy their addresses to the device; never after
+    that.
+    """
+    arguments, num_programs = launch_arguments(*sides, **how)
+    if num_programs:
+        _relocate[(num_programs,)](**arguments, **OPTIONS)
+
+
+def launch_arguments(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     cos: Tensor,
@@ -48,11 +60,8 @@ def relocate(
     is_neox: bool,
     source: Tensor | Blob,
     target: Tensor | Blob,
-) -> None:
-    """Copy tokens' KV from `source` to `target`, keys turned. Queued on the current stream.
-
-    Synchronises once for each set of buffers, to copy their addresses to the device; never after
-    that.
+) -> tuple[dict[str, Any], int]:
+    """The kernel's arguments by name and how many programs it takes.
 
     Args:
         keys: the pool's, a layer each: [slots, num_kv_heads, head_dim], contiguous, bfloat16,
@@ -68,39 +77,9 @@ def relocate(
     Raises:
         ValueError: a tensor is not contiguous; names it.
     """
-    if not len(cos):
-        return
-    arguments, num_programs = launch_arguments(
-        keys, values, cos, sin, is_neox=is_neox, source=source, target=target
-    )
-    _relocate[(num_programs,)](**arguments, **OPTIONS)
-
-
-def launch_arguments(
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    is_neox: bool,
-    source: Tensor | Blob,
-    target: Tensor | Blob,
-) -> tuple[dict[str, Any], int]:
-    """The kernel's arguments by name and how many programs it takes.
-    Arguments and errors as in `relocate`."""
-    blob = (
-        source
-        if isinstance(source, tuple)
-        else target
-        if isinstance(target, tuple)
-        else (None, None)
-    )
-    for name, tensors in (
-        ("keys", keys),
-        ("values", values),
-        ("blob", blob),
-        ("cos, sin", (cos, sin)),
-    ):
+    blob = next((side for side in (source, target) if isinstance(side, tuple)), (None, None))
+    sides = {"keys": keys, "values": values, "blob": blob, "cos, sin": (cos, sin)}
+    for name, tensors in sides.items():
         if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
             raise ValueError(f"{name}: expected contiguous")
     addresses, alignment = _addresses(
@@ -148,8 +127,7 @@ def _addresses(pointers: tuple[int, ...], device: torch.device) -> tuple[Tensor,
 
 
 def _power_of_two(size: int) -> int:
-    """At least `size`. Not Triton's: SGLang replaces that by a function of its own,
-    which no kernel can call."""
+    """At least `size`. SGLang replaces Triton's by a function that no kernel can call."""
     return 1 << max(0, size - 1).bit_length()
 
 

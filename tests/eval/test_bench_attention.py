@@ -17,11 +17,11 @@ from eval.bench.attention.arms import Arm, FlashInferPrefill, arms_of, runs_of
 from eval.bench.attention.cells import Cell, make_requests, pairs_of, positions_of
 from eval.bench.attention.command import Prepared
 from eval.bench.attention.figures import NO_GPU, PAPER, summarize
+from eval.bench.attention.reference import ReferenceAttention
 from eval.errors import CommandError
 from eval.recorded import read_recorded
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
-from sglang_chunkcache.attention.reference import ReferenceAttention
 from tests.reference import flashinfer
 
 pytestmark = pytest.mark.nightly
@@ -93,7 +93,7 @@ def test_positions_have_the_ratio_and_are_the_same_again(pattern: str, ratio: fl
 def test_clustered_tokens_stand_in_runs_of_about_64() -> None:
     """Runs never touch, so each is as long as it was drawn, but for the last."""
     clustered, scattered = (
-        [run.num_rows for run in runs_of([SparseRequest(drawn, torch.arange(32_768), 32_768)])]
+        [run.num_rows for run in runs_of([SparseRequest(drawn, torch.arange(32_768))])]
         for drawn in (positions_of(p, 32_768, 0.15, seed=0) for p in ("clustered", "scattered"))
     )
     assert all(32 <= length <= 96 for length in clustered[:-1])

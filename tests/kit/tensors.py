@@ -21,6 +21,7 @@ from sglang.srt.layers import rotary_embedding
 from sglang.srt.layers.radix_attention import AttentionType
 from torch import Tensor
 
+from eval.bench.attention.reference import ReferenceAttention
 from radix_ext import ChunkId, FusionRequest
 from radix_ext.cfo import Scored
 from radix_ext.moved_plan import Piece, ReusePlan
@@ -28,14 +29,15 @@ from radix_ext.sources import DeviceCopy, HostCopy
 from radix_ext.variants import Variant
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.flashinfer import FlashInferSparse
-from sglang_chunkcache.attention.reference import ReferenceAttention
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import Capture, FusionPass
 from sglang_chunkcache.fusion.move import Move
-from sglang_chunkcache.fusion.recompute import run_virtual
+from sglang_chunkcache.fusion.recompute import run_extend
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
+from sglang_chunkcache.fusion.trial_rows import Means
 from sglang_chunkcache.own_selectors import own_needs
 from sglang_chunkcache.scheduler.node import facts
+from sglang_chunkcache.scheduler.pricing import Pricing
 from tests import models
 from tests.models import kv_of, logits_of, make_row, prefill
 from tests.reference import flashinfer, rope
@@ -148,6 +150,12 @@ def params_of(runner: Any) -> Any:
         req_to_token_pool=runner.req_to_token_pool,
         token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
     )
+
+
+def means_of(runner: Any, table: RotaryTable | None = None) -> Means:
+    """What a server tries on itself with."""
+    table = table or table_of(runner)
+    return Means(runner, table, params_of(runner), None, 32, Pricing(runner))
 
 
 def heads_of(runner: Any) -> tuple[HeadShape, float]:
@@ -407,8 +415,7 @@ class Scene:
     def answer(self, row: int = 1) -> Tensor:
         """The last token's logits after what was filled."""
         ids = tokens_of((*PROMPT, "question"))
-        runs = [(END, len(ids))]
-        hidden = run_virtual(self.runner, req_pool_index=row, runs=runs, token_ids=ids)
+        hidden = run_extend(self.runner, row, ids, END)
         return logits_of(self.runner, hidden)[-1]
 
     def kv(self, slots: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.promise import Fuser
-from sglang_chunkcache.fusion.recompute import run_virtual
+from sglang_chunkcache.fusion.recompute import run_extend
 from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.tiers import Tiers
@@ -69,9 +69,5 @@ class ModelScheduler(Scheduler):
         for req, start, end in batch:
             told: Any = SimpleNamespace(reqs=[req], prefix_lens=[start], extend_lens=[end - start])
             with self.fuser.outward.watch(told):
-                run_virtual(
-                    self._runner,
-                    req_pool_index=req.kv.req_pool_idx,
-                    runs=[(start, end)],
-                    token_ids=req.all_ids[:end],
-                )
+                row = req.kv.req_pool_idx
+                run_extend(self._runner, row, req.all_ids[:end], start)

@@ -14,7 +14,7 @@
     dense                      on the CPU: `sdpa` of all tokens
 
 SDPA gets its keys contiguous and its masks ready, FlashInfer its packed mask: none of that is timed
-in a run. Building and packing FlashInfer's is part of its plan's time. The pool's page size is 1.
+in a run. Building and packing FlashInfer's is part of its plan's time.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from eval.bench.attention.reference import ReferenceAttention
 from sglang_chunkcache.attention.base import HeadShape, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
 from sglang_chunkcache.attention.masked_layout import BLOCK_ROWS
-from sglang_chunkcache.attention.reference import ReferenceAttention
 
 MAX_INDEX_BYTES = 4 << 30
 """More slot indices than this are no way to run attention,
@@ -136,7 +136,7 @@ class FlashInferPrefill:
         if size > MAX_INDEX_BYTES:
             raise ValueError(f"slot indices of {len(entries)} entries take {size / 2**30:.1f} GiB")
         self.figures = {"index_mib": size / 2**20}
-        slots = [request.kv_pages.to(self.device, torch.int32) for request in requests]
+        slots = [request.kv_slots.to(self.device, torch.int32) for request in requests]
         self._wrapper.plan(
             # on the host, where FlashInfer plans: from the device it would wait for a copy
             _indptr(num_rows),
@@ -155,8 +155,9 @@ class FlashInferPrefill:
         )
 
     def run(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Like `SparseAttention.run`; keys and values with their page size."""
-        out: Tensor = self._wrapper.run(queries, (keys, values), out=torch.empty_like(queries))
+        """Like `SparseAttention.run`."""
+        cache = keys[:, None], values[:, None]  # in pages of one slot
+        out: Tensor = self._wrapper.run(queries, cache, out=torch.empty_like(queries))
         return out
 
     def _mask(self, requests: Sequence[SparseRequest], entries: Sequence[Entry]) -> Tensor:
@@ -186,7 +187,7 @@ class MaskedSDPA:
 
     def plan(self, requests: Sequence[SparseRequest]) -> None:
         """Masks are built by the first run."""
-        self._requests = [(int(request.kv_pages[0]), request.visible()) for request in requests]
+        self._requests = [(int(request.kv_slots[0]), request.visible()) for request in requests]
         self._masks: dict[int, Tensor] = {}
 
     def run(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -233,8 +234,7 @@ def _sdpa(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: fl
     keys are not copied."""
     query = queries.view(len(queries), keys.shape[-2], -1, queries.shape[2]).permute(1, 2, 0, 3)
     key, value = (
-        pool.squeeze(1).transpose(0, 1)[:, None].expand(-1, query.shape[1], -1, -1)
-        for pool in (keys, values)
+        pool.transpose(0, 1)[:, None].expand(-1, query.shape[1], -1, -1) for pool in (keys, values)
     )
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     return out.flatten(0, 1).transpose(0, 1)

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from itertools import product
 from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS, tile_rows
-from sglang_chunkcache.attention.sparse_layout import plan_sparse
+from sglang_chunkcache.attention.sparse_layout import Launch, SparseLayout, plan_sparse, tiles_of
 
 PATTERNS = ("scattered", "clustered")
 RUN_LEN = 64
@@ -84,7 +85,7 @@ def make_requests(
         slots = slots.sort().values
     pattern, ratio = ("all", 1.0) if whole else (cell.pattern, cell.ratio)
     return [
-        SparseRequest(positions_of(pattern, cell.context, ratio, seed=number), own, cell.context)
+        SparseRequest(positions_of(pattern, cell.context, ratio, seed=number), own)
         for number, own in enumerate(slots.view(cell.batch, cell.context))
     ]
 
@@ -103,18 +104,41 @@ def layouts_of(requests: Sequence[SparseRequest], shape: HeadShape) -> dict[str,
         for _ in range(LAYOUT_REPEATS):
             # the layout runs on this thread: other work of the machine does not count
             start = time.thread_time()
-            layout = plan_sparse(
-                requests, page_size=1, tile_rows=rows, two_part=kernel == "fa3_two_part"
-            )
+            layout = plan_sparse(requests, tile_rows=rows, two_part=kernel == "fa3_two_part")
             times.append(time.thread_time() - start)
-        executed = layout.executed_pairs(rows) / pairs_of(requests)
-        size = 4 * layout.num_indices() / 2**20
+        executed = executed_pairs(layout, rows) / pairs_of(requests)
+        size = 4 * num_indices(layout) / 2**20
         figures[kernel] = {
             "executed_over_needed": executed,
             "index_mib": size,
             "layout_s": median(times),
         }
     return figures
+
+
+def executed_pairs(layout: SparseLayout, tile_rows: int) -> int:
+    """Pairs computed by kernels that take `tile_rows` rows of an entry at a time, padding rows
+    included. They stop at an entry's last key; causal ones at the key that the tile's last row
+    sees, or would see if it existed."""
+    return sum(_pairs_of(launch, tile_rows) for launch in layout.launches)
+
+
+def num_indices(layout: SparseLayout) -> int:
+    """Slot indices of all launches."""
+    return sum(int(launch.kv_indptr[-1]) for launch in layout.launches)
+
+
+def _pairs_of(launch: Launch, tile_rows: int) -> int:
+    num_rows, num_keys = (
+        indptr.diff().numpy().astype(np.int64) for indptr in (launch.qo_indptr, launch.kv_indptr)
+    )
+    tiles = tiles_of(tile_rows, num_rows)
+    walked = num_keys[tiles.request]
+    # a kernel cuts from the entry's first row on: the remainder is in the last tile
+    if launch.kind == "causal":
+        number = np.arange(len(walked)) - np.searchsorted(tiles.request, tiles.request)
+        walked = np.minimum(walked, walked - num_rows[tiles.request] + (number + 1) * tile_rows)
+    return tile_rows * int(walked.sum())
 
 
 def _run_lengths(count: int, most: int, generator: torch.Generator) -> Iterator[int]:

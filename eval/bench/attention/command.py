@@ -80,7 +80,7 @@ class Prepared:
         generator = torch.Generator(device).manual_seed(0)
         num_queries = sum(request.positions.numel() for request in self._requests)
         kv_size, query_size = (
-            (cell.batch * cell.context, 1, shape.num_kv_heads),
+            (cell.batch * cell.context, shape.num_kv_heads),
             (num_queries, shape.num_qo_heads),
         )
         self._keys, self._values, self._queries = (
@@ -110,12 +110,10 @@ class Prepared:
             # counted from the end: the last query, which sees most keys, is among them
             step = torch.arange(count - 1, -1, -max(1, count // CHECKED_ROWS)).flip(0)
             chosen.append(start + step)
-            asked.append(SparseRequest(request.positions[step], request.kv_pages, request.num_keys))
+            asked.append(SparseRequest(request.positions[step], request.kv_slots))
             start += count
         rows, scale = torch.cat(chosen).to(out.device), self._shape.head_dim**-0.5
-        expected, _ = attend(
-            self._queries[rows], self._keys, self._values, asked, page_size=1, scale=scale
-        )
+        expected, _ = attend(self._queries[rows], self._keys, self._values, asked, scale=scale)
         difference = (out[rows].float() - expected).abs()
         allowed = TOLERANCES[self._shape.dtype] * (1 + expected.abs())
         if not bool((difference <= allowed).all()):  # NaN is no agreement either

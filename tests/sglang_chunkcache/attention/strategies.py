@@ -24,27 +24,24 @@ class Case:
     so reading one shows."""
 
     requests: list[SparseRequest]
-    page_size: int
     shape: HeadShape
     scale: float
     queries: Tensor = field(repr=False)
     """[n, num_qo_heads, head_dim] of `shape.dtype`, the requests concatenated."""
     keys: Tensor = field(repr=False)
-    """[num_pages, page_size, num_kv_heads, head_dim] of `shape.dtype`."""
+    """[num_slots, num_kv_heads, head_dim] of `shape.dtype`."""
     values: Tensor = field(repr=False)
     """Like `keys`."""
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """By the reference: output and log-sum-exp."""
-        inputs, page_size = (self.queries, self.keys, self.values), self.page_size
-        return attend(*inputs, self.requests, page_size=page_size, scale=self.scale)
+        return attend(self.queries, self.keys, self.values, self.requests, scale=self.scale)
 
 
 @st.composite
 def cases(
     draw: st.DrawFn,
     *,
-    page_sizes: Sequence[int] = (1, 16),
     head_dims: Sequence[int] = (1, 8, 16, 40, 64),
     group_sizes: Sequence[int] = tuple(range(1, 9)),
     dtypes: Sequence[torch.dtype] = (torch.float32,),
@@ -52,31 +49,29 @@ def cases(
     max_keys: int = 96,
     with_gaps: bool = True,
 ) -> Case:
-    """1 to `max_requests` requests of 1 to `max_keys` keys on shared pages, their queries of any of
+    """1 to `max_requests` requests of 1 to `max_keys` keys in shared slots, their queries of any of
     `KINDS`.
 
     `with_gaps`: some requests leave positions out of their keys, some of which have queries all the
     same.
     """
-    page_size, num_kv_heads = draw(st.sampled_from(page_sizes)), draw(st.integers(1, 2))
+    num_kv_heads = draw(st.integers(1, 2))
     group_size, head_dim = draw(st.sampled_from(group_sizes)), draw(st.sampled_from(head_dims))
     shape = HeadShape(
         num_kv_heads * group_size, num_kv_heads, head_dim, draw(st.sampled_from(dtypes))
     )
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    num_pages = 2 * -(-max_keys // page_size)  # shared by chance, yet some stay unread
+    num_slots = 2 * max_keys  # shared by chance, yet some stay unread
     requests = [
-        draw(_requests(generator, page_size, num_pages, max_keys, with_gaps))
+        draw(_requests(generator, num_slots, max_keys, with_gaps))
         for _ in range(draw(st.integers(1, max_requests)))
     ]
-    used = torch.zeros(num_pages, page_size, dtype=torch.bool)
+    used = torch.zeros(num_slots, dtype=torch.bool)
     for request in requests:
-        slots = request.kv_pages.long()[:, None] * page_size + torch.arange(page_size)
-        used.view(-1)[slots.flatten()[: request.num_keys]] = True
+        used[request.kv_slots] = True
     num_rows = sum(request.positions.numel() for request in requests)
     return Case(
         requests=requests,
-        page_size=page_size,
         shape=shape,
         scale=draw(st.sampled_from([head_dim**-0.5, 0.3])),
         queries=_normal(generator, num_rows, shape.num_qo_heads, head_dim).to(shape.dtype),
@@ -89,13 +84,12 @@ def cases(
 def _requests(
     draw: st.DrawFn,
     generator: np.random.Generator,
-    page_size: int,
-    num_pages: int,
+    num_slots: int,
     max_keys: int,
     with_gaps: bool,
 ) -> SparseRequest:
     num_keys = draw(st.integers(1, max_keys))
-    pages = generator.permutation(num_pages)[: -(-num_keys // page_size)]
+    slots = generator.permutation(num_slots)[:num_keys]
     kv_positions, first, end = None, 0, num_keys
     if with_gaps and draw(st.booleans()):
         first = draw(st.integers(0, 20))
@@ -105,8 +99,7 @@ def _requests(
     kind = draw(st.sampled_from(KINDS))
     return SparseRequest(
         positions=torch.from_numpy(_positions(kind, first, end, generator)),
-        kv_pages=torch.from_numpy(pages).to(draw(st.sampled_from([torch.int64, torch.int32]))),
-        num_keys=num_keys,
+        kv_slots=torch.from_numpy(slots).to(draw(st.sampled_from([torch.int64, torch.int32]))),
         kv_positions=kv_positions,
     )
 

@@ -4,23 +4,18 @@ and refuses what cannot be."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 
-from sglang_chunkcache.attention.base import HeadShape, SparseRequest
-from sglang_chunkcache.attention.reference import ReferenceAttention
-from sglang_chunkcache.attention.sparse_layout import plan_sparse
+from sglang_chunkcache.attention.base import SparseRequest
 
 
 def make_request(
     positions: list[int], kv_positions: list[int] | None, num_keys: int
 ) -> SparseRequest:
     keys = None if kv_positions is None else torch.tensor(kv_positions, dtype=torch.int64)
-    return SparseRequest(
-        torch.tensor(positions, dtype=torch.int64), torch.arange(num_keys), num_keys, keys
-    )
+    return SparseRequest(torch.tensor(positions, dtype=torch.int64), torch.arange(num_keys), keys)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +50,12 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: make_request([1, 3], [2, 3], 2).visible(), "position 1 has nothing to attend to"),
     (lambda: make_request([1], None, 0).visible(), "position 1 has nothing to attend to"),
     # planning reads positions; on a device each look would wait for it
-    (lambda: SparseRequest(ONE.int(), FOUR, 4), "positions: expected"),
-    (lambda: SparseRequest(ONE[None], FOUR, 4), "positions: expected"),
-    (lambda: SparseRequest(ONE.to("meta"), FOUR, 4), "positions: expected"),
+    (lambda: SparseRequest(ONE.int(), FOUR), "positions: expected"),
+    (lambda: SparseRequest(ONE[None], FOUR), "positions: expected"),
+    (lambda: SparseRequest(ONE.to("meta"), FOUR), "positions: expected"),
     # fractions would be cut off on the way to the kernel, and other slots read
-    (lambda: SparseRequest(ONE, FOUR.float(), 4), r"kv_pages: expected \[pages\] integers"),
-    (lambda: SparseRequest(ONE, FOUR[None], 4), "kv_pages: expected"),
-    (lambda: SparseRequest(ONE, FOUR, -5), "num_keys: expected a number of keys, got -5"),
+    (lambda: SparseRequest(ONE, FOUR.float()), r"kv_slots: expected \[m\] integers"),
+    (lambda: SparseRequest(ONE, FOUR[None]), "kv_slots: expected"),
 ]
 
 
@@ -69,14 +63,3 @@ def test_what_cannot_be_is_refused() -> None:
     for make, message in REFUSED:
         with pytest.raises(ValueError, match=message):
             make()
-
-
-@pytest.mark.parametrize(("num_pages", "page_size"), [(16, 16), (3, 16), (1, 16), (31, 1), (33, 1)])
-def test_plans_refuse_pages_that_the_keys_do_not_fill(num_pages: int, page_size: int) -> None:
-    """Slots instead of pages, or a page missing, would be read as other tokens' keys."""
-    request = SparseRequest(torch.tensor([3]), torch.arange(num_pages), 32)
-    shape = HeadShape(2, 1, 8, torch.float32)
-    attention = ReferenceAttention(shape, scale=1.0, page_size=page_size)
-    for plan in (attention.plan, partial(plan_sparse, page_size=page_size)):
-        with pytest.raises(ValueError, match=rf"kv_pages: expected \d+ pages of {page_size}"):
-            plan([request])

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 HALF = (torch.float16, torch.bfloat16)
 SHAPE = HeadShape(num_qo_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16)
 SCALE = 0.125
-NUM_PAGES = 600
+NUM_SLOTS = 600
 
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 any_pass = cases(dtypes=HALF, head_dims=(64, 128), max_keys=160, max_requests=3)
@@ -50,20 +50,20 @@ def run(attention: FlashInferSparse, case: Case) -> Tensor:
 
 
 def make_case(position_lists: Sequence[Sequence[int]], num_keys: int = 500, seed: int = 0) -> Case:
-    """Requests of `SHAPE` over pages of a pool of one slot each, all their own."""
+    """Requests of `SHAPE` over the same slots of a pool."""
     generator = torch.Generator().manual_seed(seed)
-    pages = torch.randperm(NUM_PAGES, generator=generator)[:num_keys]
+    slots = torch.randperm(NUM_SLOTS, generator=generator)[:num_keys]
     requests = [
-        SparseRequest(torch.tensor(positions, dtype=torch.int64), pages, num_keys)
+        SparseRequest(torch.tensor(positions, dtype=torch.int64), slots)
         for positions in position_lists
     ]
     num_rows = sum(map(len, position_lists))
     queries = torch.randn(num_rows, SHAPE.num_qo_heads, SHAPE.head_dim, generator=generator)
     keys, values = torch.randn(
-        2, NUM_PAGES, 1, SHAPE.num_kv_heads, SHAPE.head_dim, generator=generator
+        2, NUM_SLOTS, SHAPE.num_kv_heads, SHAPE.head_dim, generator=generator
     )
     return Case(
-        requests, 1, SHAPE, SCALE, *(tensor.to(SHAPE.dtype) for tensor in (queries, keys, values))
+        requests, SHAPE, SCALE, *(tensor.to(SHAPE.dtype) for tensor in (queries, keys, values))
     )
 
 
@@ -77,9 +77,8 @@ MIXED = make_case(POSITIONS)
 @settings(max_examples=examples(60))
 @given(case=any_pass)
 def test_every_pass_equals_the_reference(modules: Any, kernel: str, case: Case) -> None:
-    """Positions empty to all, groups of 1 to 8, shared pages of 1 and 16, keys with gaps."""
-    sizes = {"scale": case.scale, "page_size": case.page_size}
-    attention = make(kernel, case.shape, modules=modules, **sizes)
+    """Positions empty to all, groups of 1 to 8, shared slots, keys with gaps."""
+    attention = make(kernel, case.shape, modules=modules, scale=case.scale)
     assert_near(run(attention, case), case.attend()[0], case.shape.dtype)
 
 

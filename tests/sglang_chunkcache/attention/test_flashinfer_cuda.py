@@ -185,16 +185,15 @@ def test_modules_of_different_shapes_have_different_names(backend: Backend) -> N
 
 
 def test_unsupported_names_the_reason() -> None:
-    for shape, page_size, what in (
-        (replace(SHAPE, dtype=torch.float32), 1, "dtype torch.float32"),
-        (replace(SHAPE, head_dim=96), 1, "head_dim 96"),
-        (replace(SHAPE, num_qo_heads=32), 1, "32 query heads for 2 KV heads"),
-        (replace(SHAPE, num_qo_heads=7), 1, "7 query heads for 2 KV heads"),
-        (SHAPE, 0, "page size 0"),
+    for shape, what in (
+        (replace(SHAPE, dtype=torch.float32), "dtype torch.float32"),
+        (replace(SHAPE, head_dim=96), "head_dim 96"),
+        (replace(SHAPE, num_qo_heads=32), "32 query heads for 2 KV heads"),
+        (replace(SHAPE, num_qo_heads=7), "7 query heads for 2 KV heads"),
     ):
-        found = str(unsupported_shape(shape, page_size=page_size))
+        found = str(unsupported_shape(shape))
         assert what in found
-        assert unsupported(shape, page_size=page_size, device=CUDA) == found
+        assert unsupported(shape, device=CUDA) == found
 
 
 def test_unsupported_looks_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,10 +201,10 @@ def test_unsupported_looks_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> No
     module, capability = "sglang_chunkcache.attention.flashinfer_cuda", (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
 
-    def reason(device: str = "cuda", page_size: int = 1) -> str | None:
-        return unsupported(SHAPE, page_size=page_size, device=torch.device(device))
+    def reason(device: str = "cuda") -> str | None:
+        return unsupported(SHAPE, device=torch.device(device))
 
-    assert reason(page_size=16) is None
+    assert reason() is None
     assert reason("cpu") == "the kernels need CUDA, not cpu"
     capability = (7, 5)
     assert "not 7.5" in str(reason())

@@ -28,7 +28,7 @@ SCALE = 0.09
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or unsupported(SHAPE, page_size=1, device=CUDA) is not None,
+        not torch.cuda.is_available() or unsupported(SHAPE, device=CUDA) is not None,
         reason="needs CUDA and the FlashInfer that was read",
     ),
 ]
@@ -47,30 +47,27 @@ def skip_without_hopper(kernel: str) -> None:
         pytest.skip("FA3 needs a Hopper GPU")
 
 
-def make_case(
-    shape: HeadShape, page_size: int, lengths: Sequence[int], seed: int = 0, share: float = 0.15
-) -> Case:
+def make_case(shape: HeadShape, lengths: Sequence[int], seed: int = 0, share: float = 0.15) -> Case:
     """A request per length: the first positions, a run, a few single ones, the last;
     slots of no request are NaN."""
     generator = torch.Generator().manual_seed(seed)
-    num_pages = 2 * -(-max(lengths) // page_size) + 1
-    used = torch.zeros(num_pages * page_size, dtype=torch.bool)
+    num_slots = 2 * max(lengths) + 1
+    used = torch.zeros(num_slots, dtype=torch.bool)
     requests = []
     for num_keys in lengths:
         chosen = torch.rand(num_keys, generator=generator) < share
         chosen[:3] = chosen[num_keys // 2 : num_keys // 2 + 300] = chosen[-1] = True
-        pages = torch.randperm(num_pages, generator=generator)[: -(-num_keys // page_size)]
-        slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()[:num_keys]
+        slots = torch.randperm(num_slots, generator=generator)[:num_keys]
         used[slots] = True
-        requests.append(SparseRequest(chosen.nonzero().flatten(), pages, num_keys))
+        requests.append(SparseRequest(chosen.nonzero().flatten(), slots))
     num_rows = sum(request.positions.numel() for request in requests)
     keys, values = torch.randn(
-        2, num_pages, page_size, shape.num_kv_heads, shape.head_dim, generator=generator
+        2, num_slots, shape.num_kv_heads, shape.head_dim, generator=generator
     )
-    keys[~used.view(num_pages, page_size)] = values[~used.view(num_pages, page_size)] = torch.nan
+    keys[~used] = values[~used] = torch.nan
     queries = torch.randn(num_rows, shape.num_qo_heads, shape.head_dim, generator=generator)
     tensors = (tensor.to(CUDA, shape.dtype) for tensor in (queries, keys, values))
-    return Case(requests, page_size, shape, SCALE, *tensors)
+    return Case(requests, shape, SCALE, *tensors)
 
 
 def in_order(case: Case, order: Tensor | None) -> Tensor:
@@ -82,24 +79,21 @@ def expected(case: Case, order: Tensor | None) -> Tensor:
 
 
 def make(kernel: str, case: Case) -> FlashInferSparse:
-    return FlashInferSparse(
-        case.shape, device=CUDA, scale=case.scale, kernel=kernel, page_size=case.page_size
-    )
+    return FlashInferSparse(case.shape, device=CUDA, scale=case.scale, kernel=kernel)
 
 
 @every_shape
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("group_size", [1, 4, 7, 8])
-@pytest.mark.parametrize("page_size", [1, 16])
 def test_kernels_equal_the_reference(
-    kernel: str, dtype: torch.dtype, head_dim: int, group_size: int, page_size: int
+    kernel: str, dtype: torch.dtype, head_dim: int, group_size: int
 ) -> None:
-    """On shared pages; planned anew for a smaller and a larger pass, each run twice."""
+    """On shared slots; planned anew for a smaller and a larger pass, each run twice."""
     skip_without_hopper(kernel)
     shape = HeadShape(2 * group_size, 2, head_dim, dtype)
-    attention = make(kernel, make_case(shape, page_size, [9]))
+    attention = make(kernel, make_case(shape, [9]))
     for seed, lengths in enumerate([[3000, 700, 1], [40], [6000, 2049, 128]]):
-        case = make_case(shape, page_size, lengths, seed)
+        case = make_case(shape, lengths, seed)
         order = attention.plan(case.requests)
         queries = in_order(case, order)
         for _ in range(2):
@@ -111,7 +105,7 @@ def test_kernels_equal_the_reference(
 def test_plan_and_run_do_not_wait_for_the_device(kernel: str) -> None:
     """The host plans a pass while the GPU is busy with the one before."""
     skip_without_hopper(kernel)
-    case = make_case(SHAPE, 1, [3000, 700])
+    case = make_case(SHAPE, [3000, 700])
     attention = make(kernel, case)
     attention.warm_up()
     queries = in_order(case, attention.plan(case.requests))

@@ -51,7 +51,7 @@ def make_sequence(
     """Tokens at `positions` over `kv`: position -> slot."""
     tokens, slots = torch.tensor(positions, dtype=torch.int64), torch.tensor([*kv.values()])
     keys = torch.tensor([*kv], dtype=torch.int64)
-    request = SparseRequest(tokens, slots.long(), len(kv), keys)
+    request = SparseRequest(tokens, slots.long(), keys)
     out_slots = torch.tensor([kv[p] for p in positions]).long() if writes else None
     return PassSequence(torch.zeros_like(tokens), request, out_slots, own=own)
 
@@ -83,7 +83,7 @@ def expect(
     sequence: PassSequence, pool: Pool, rows: Any, queries: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The reference's output and weights for one sequence; the pool as it is after the pass."""
-    positions, slots = sequence.request.positions, sequence.request.kv_pages
+    positions, slots = sequence.request.positions, sequence.request.kv_slots
     seen_keys, seen_values = pool.keys[slots], pool.values[slots]
     key_positions = sequence.request.key_positions()
     if sequence.out_slots is None and sequence.own:
@@ -221,16 +221,13 @@ def test_what_is_more_is_refused() -> None:
 
 
 TWO = torch.tensor([7, 8])
-REQUEST = SparseRequest(torch.tensor([1, 2]), torch.tensor([4, 5, 6]), 3)
-FIVE = SparseRequest(torch.tensor([5]), TWO[:1], 1)
-THIRTY_TWO = SparseRequest(torch.tensor([3]), TWO, 32)
+REQUEST = SparseRequest(torch.tensor([1, 2]), torch.tensor([4, 5, 6]))
+FIVE = SparseRequest(torch.tensor([5]), TWO[:1])
 IMPOSSIBLE: list[tuple[Callable[[], object], str]] = [
     (lambda: PassSequence(TWO.int(), REQUEST), "token_ids: expected .* int64, got .*int32"),
     (lambda: PassSequence(TWO, REQUEST, TWO.int()), "out_slots: .* int64, got .*int32"),
     (lambda: PassSequence(TWO[:1], REQUEST), "token_ids: expected"),
     (lambda: PassSequence(TWO, REQUEST, TWO[:1]), "out_slots: expected"),
-    # SGLang's pool is read by slot
-    (lambda: PassSequence(TWO[:1], THIRTY_TWO), "kv_pages: expected 32 pages of 1"),
     (lambda: make_sequence([], row_of(3)), "at least one token"),
     (lambda: plan([], "cpu"), "sequences: expected at least one"),
     # softmax over nothing, or over a token twice, would be a wrong answer without an error

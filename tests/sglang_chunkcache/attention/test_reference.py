@@ -11,8 +11,8 @@ from hypothesis import given
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from eval.bench.attention.reference import ReferenceAttention
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
-from sglang_chunkcache.attention.reference import ReferenceAttention
 from tests.reference import attention as loops
 from tests.sglang_chunkcache.attention.strategies import Case, cases
 from tests.sglang_chunkcache.attention.tolerances import assert_near
@@ -20,12 +20,9 @@ from tests.sglang_chunkcache.attention.tolerances import assert_near
 HALF = (torch.float16, torch.bfloat16)
 
 
-def gather(cache: Tensor, request: SparseRequest, page_size: int) -> Tensor:
+def gather(cache: Tensor, request: SparseRequest) -> Tensor:
     """The request's keys or values, slot by slot."""
-    keys = range(request.num_keys)
-    return torch.stack(
-        [cache[int(request.kv_pages[key // page_size]), key % page_size] for key in keys]
-    )
+    return torch.stack([cache[slot] for slot in request.kv_slots.tolist()])
 
 
 def parts(
@@ -35,15 +32,13 @@ def parts(
     lens = [request.positions.numel() for request in case.requests]
     rows = zip(torch.split(case.queries, lens), torch.split(got, lens), strict=True)
     for request, (queries, out) in zip(case.requests, rows, strict=True):
-        keys, values = (
-            gather(cache, request, case.page_size) for cache in (case.keys, case.values)
-        )
+        keys, values = (gather(cache, request) for cache in (case.keys, case.values))
         yield request, queries, keys, values, out
 
 
 @given(cases(max_keys=20, max_requests=2, head_dims=(1, 8, 40), group_sizes=(1, 2, 3)))
 def test_attend_equals_loops_in_float64(case: Case) -> None:
-    """Scattered queries, gaps and shared pages."""
+    """Scattered queries, gaps and shared slots."""
     for request, queries, keys, values, got in parts(case, case.attend()[0]):
         places = request.positions, request.key_positions()
         expected, _ = loops.attend(queries, keys, values, *places, case.scale)
@@ -63,18 +58,17 @@ def test_attend_equals_masked_sdpa(case: Case) -> None:
             assert_near(expected[0].movedim(0, 1), got, case.shape.dtype)
 
 
-@given(cases(page_sizes=(1,), with_gaps=False))
+@given(cases(with_gaps=False))
 def test_halves_merged_by_lse_are_the_whole(case: Case) -> None:
     """lse is the natural logarithm of the softmax's denominator."""
     halves: list[list[SparseRequest]] = [[], [], []]
     for request in case.requests:
-        pages, num_keys, cut = request.kv_pages, request.num_keys, request.num_keys // 2
+        slots, num_keys, cut = request.kv_slots, request.num_keys, request.num_keys // 2
         late = request.positions[request.positions >= cut]
         if cut:
-            halves[0].append(SparseRequest(late, pages, num_keys))
-            halves[1].append(SparseRequest(late, pages[:cut], cut))
-            after = torch.arange(cut, num_keys)
-            halves[2].append(SparseRequest(late, pages[cut:], num_keys - cut, after))
+            halves[0].append(SparseRequest(late, slots))
+            halves[1].append(SparseRequest(late, slots[:cut]))
+            halves[2].append(SparseRequest(late, slots[cut:], torch.arange(cut, num_keys)))
     queries = case.queries[: sum(len(request.positions) for request in halves[0])]
     (whole, whole_lse), (first, first_lse), (second, second_lse) = (
         replace(case, requests=half, queries=queries).attend() for half in halves
@@ -86,7 +80,7 @@ def test_halves_merged_by_lse_are_the_whole(case: Case) -> None:
 
 @given(cases(dtypes=HALF))
 def test_reference_attention_is_attend_in_the_model_dtype(case: Case) -> None:
-    attention = ReferenceAttention(case.shape, scale=case.scale, page_size=case.page_size)
+    attention = ReferenceAttention(case.shape, scale=case.scale)
     attention.plan(case.requests)
     got = attention.run(case.queries, case.keys, case.values)
     assert got.dtype == case.shape.dtype
@@ -99,7 +93,7 @@ def test_the_oracle_refuses_what_it_was_not_planned_for() -> None:
     queries, cache = torch.randn(2, 4, 8), torch.randn(5, 2, 8)
     with pytest.raises(RuntimeError, match="plan comes before run"):
         oracle.run(queries, cache, cache)
-    oracle.plan([SparseRequest(torch.tensor([1, 3]), torch.arange(5), 5)])
+    oracle.plan([SparseRequest(torch.tensor([1, 3]), torch.arange(5))])
     for wrong in (torch.randn(3, 4, 8), queries.half(), torch.randn(2, 2, 8)):
         with pytest.raises(ValueError, match="queries: expected"):
             oracle.run(wrong, cache, cache)

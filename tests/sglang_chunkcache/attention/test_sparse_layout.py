@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from eval.bench.attention.cells import executed_pairs, num_indices, pairs_of
 from sglang_chunkcache.attention.base import SparseRequest
 from sglang_chunkcache.attention.sparse_layout import (
     Launch,
     SparseLayout,
-    page_indices,
     plan_sparse,
+    slot_indices,
 )
 from tests.examples import examples
 from tests.sglang_chunkcache.attention.strategies import Case, cases
@@ -44,33 +45,37 @@ class Entry(NamedTuple):
     rows: range
     num_keys: int
     seen: list[int]
-    pages: list[int]
+    slots: list[int]
     request: int
 
 
-def all_pages(requests: Sequence[SparseRequest]) -> tuple[Tensor, Tensor]:
-    pages = [request.kv_pages.long() for request in requests]
-    starts = [sum(map(len, pages[:i])) for i in range(len(pages))]
-    return torch.cat([torch.empty(0, dtype=torch.int64), *pages]), torch.tensor(
+def all_slots(requests: Sequence[SparseRequest]) -> tuple[Tensor, Tensor]:
+    slots = [request.kv_slots.long() for request in requests]
+    starts = [sum(map(len, slots[:i])) for i in range(len(slots))]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *slots]), torch.tensor(
         starts, dtype=torch.int64
     )
 
 
-def entries(launch: Launch, requests: Sequence[SparseRequest], page_size: int) -> Iterator[Entry]:
+def merged_rows(layout: SparseLayout) -> slice | None:
+    """Whose result of "full" is to be merged into that of "limited"."""
+    return next((launch.rows for launch in layout.launches if launch.kind == "full"), None)
+
+
+def entries(launch: Launch, requests: Sequence[SparseRequest]) -> Iterator[Entry]:
     """What a kernel makes of a launch's fields, and nothing else."""
-    indices = page_indices(launch, *all_pages(requests)).tolist()
+    indices = slot_indices(launch, *all_slots(requests)).tolist()
     qo, kv = launch.qo_indptr.tolist(), launch.kv_indptr.tolist()
     for e, request in enumerate(launch.request.tolist()):
         rows = range(launch.rows.start + qo[e], launch.rows.start + qo[e + 1])
-        pages = indices[kv[e] : kv[e + 1]]
-        num_keys = (len(pages) - 1) * page_size + int(launch.last_page_len[e])
+        slots = indices[kv[e] : kv[e + 1]]
         if launch.limits is not None:
             seen = launch.limits[qo[e] : qo[e + 1]].tolist()
         else:
             seen = [
-                num_keys - (rows.stop - 1 - row if launch.kind == "causal" else 0) for row in rows
+                len(slots) - (rows.stop - 1 - row if launch.kind == "causal" else 0) for row in rows
             ]
-        yield Entry(rows, num_keys, seen, pages, request)
+        yield Entry(rows, len(slots), seen, slots, request)
 
 
 def execute(layout: SparseLayout, case: Case) -> Tensor:
@@ -84,12 +89,9 @@ def execute(layout: SparseLayout, case: Case) -> Tensor:
     }
     for launch in layout.launches:
         out, lse = results[launch.kind]
-        for entry in entries(launch, case.requests, case.page_size):
+        for entry in entries(launch, case.requests):
             keys, values = (
-                cache[entry.pages]
-                .flatten(0, 1)[: entry.num_keys]
-                .double()
-                .repeat_interleave(case.shape.group_size, 1)
+                cache[entry.slots].double().repeat_interleave(case.shape.group_size, 1)
                 for cache in (case.keys, case.values)
             )
             rows = slice(entry.rows.start, entry.rows.stop)
@@ -102,23 +104,23 @@ def execute(layout: SparseLayout, case: Case) -> Tensor:
     for launch in layout.launches:
         if launch.kind == "causal":
             got[launch.rows] = results["causal"][0][launch.rows]
-    if layout.merged is not None:
+    merged = merged_rows(layout)
+    if merged is not None:
         (full, full_lse), (_, limited_lse) = results["full"], results["limited"]
-        share = torch.sigmoid(full_lse - limited_lse)[layout.merged, :, None]
-        got[layout.merged] = share * full[layout.merged] + (1 - share) * got[layout.merged]
+        share = torch.sigmoid(full_lse - limited_lse)[merged, :, None]
+        got[merged] = share * full[merged] + (1 - share) * got[merged]
     back = torch.empty_like(got)
     back[order] = got
     return back
 
 
-def make_request(positions: Sequence[int], num_keys: int, page_size: int = 1) -> SparseRequest:
-    pages = torch.arange(-(-num_keys // page_size))
-    return SparseRequest(torch.tensor(positions, dtype=torch.int64), pages, num_keys)
+def make_request(positions: Sequence[int], num_keys: int) -> SparseRequest:
+    return SparseRequest(torch.tensor(positions, dtype=torch.int64), torch.arange(num_keys))
 
 
 def gapped(positions: list[int], kv_positions: list[int]) -> SparseRequest:
     keys = torch.tensor(kv_positions)
-    return SparseRequest(torch.tensor(positions), torch.arange(len(keys)), len(keys), keys)
+    return SparseRequest(torch.tensor(positions), torch.arange(len(keys)), keys)
 
 
 def make_large(
@@ -149,22 +151,21 @@ def sizes(launch: Launch) -> list[int]:
 @given(cases(head_dims=(8,), group_sizes=(1, 3)), PLANS)
 def test_layout_carried_out_equals_the_reference(case: Case, plan: dict[str, Any]) -> None:
     """Whatever is tiled, cut in two and reordered: each query sees exactly its keys, none twice."""
-    layout = plan_sparse(case.requests, page_size=case.page_size, **plan)
+    layout = plan_sparse(case.requests, **plan)
     assert_near(execute(layout, case), case.attend()[0], torch.float32)
 
 
 @settings(max_examples=examples(200))
-@given(cases(head_dims=(1,), group_sizes=(1,), page_sizes=(1, 4, 16)), PLANS)
+@given(cases(head_dims=(1,), group_sizes=(1,)), PLANS)
 def test_layout_is_well_formed(case: Case, plan: dict[str, Any]) -> None:
     """What kernels rely on and the result alone does not show."""
-    layout = plan_sparse(case.requests, page_size=case.page_size, **plan)
+    layout = plan_sparse(case.requests, **plan)
     visible = torch.cat([request.visible() for request in case.requests])
     owner = torch.cat(
         [torch.full_like(request.positions, i) for i, request in enumerate(case.requests)]
     )
     order = torch.arange(len(visible)) if layout.order is None else layout.order
     assert layout.num_rows == len(visible)
-    assert layout.needed_pairs == int(visible.sum())
     assert sorted(order.tolist()) == list(range(len(visible)))
     assert (layout.order is None) == (order.tolist() == list(range(len(visible))))
     once = [
@@ -174,27 +175,19 @@ def test_layout_is_well_formed(case: Case, plan: dict[str, Any]) -> None:
         for row in range(len(visible))[launch.rows]
     ]
     assert once == list(range(len(visible)))
-    full = [launch.rows for launch in layout.launches if launch.kind == "full"]
-    assert full == ([] if layout.merged is None else [layout.merged])
-    assert layout.merged is None or (plan["two_part"] and layout.merged.stop == len(visible))
+    merged = merged_rows(layout)
+    assert merged is None or (plan["two_part"] and merged.stop == len(visible))
     for launch in layout.launches:
         assert launch.qo_indptr[0] == launch.kv_indptr[0] == 0
-        assert (
-            launch.qo_indptr.dtype
-            == launch.kv_indptr.dtype
-            == launch.last_page_len.dtype
-            == torch.int32
-        )
-        assert launch.request.dtype == launch.first_page.dtype == torch.int64
+        assert launch.qo_indptr.dtype == launch.kv_indptr.dtype == torch.int32
+        assert launch.request.dtype == launch.first_key.dtype == torch.int64
         assert (launch.limits is not None) == (launch.kind == "limited")
         assert launch.limits is None or launch.limits.dtype == torch.int32
-        assert bool(((launch.last_page_len >= 1) & (launch.last_page_len <= case.page_size)).all())
         covered = []
-        for entry, first_page in zip(
-            entries(launch, case.requests, case.page_size), launch.first_page.tolist(), strict=True
+        for entry, first_key in zip(
+            entries(launch, case.requests), launch.first_key.tolist(), strict=True
         ):
             rows = order[entry.rows.start : entry.rows.stop]
-            first_key = first_page * case.page_size
             covered += list(entry.rows)
             assert len(rows) >= 1
             assert owner[rows].tolist() == [entry.request] * len(rows)
@@ -206,14 +199,14 @@ def test_layout_is_well_formed(case: Case, plan: dict[str, Any]) -> None:
             assert launch.kind == "full" or entry.seen[-1] == entry.num_keys
             assert launch.kind == "limited" or first_key == 0
             # the most that leaves each row a key
-            cut = (int(visible[rows[0]]) - 1) // case.page_size * case.page_size
+            cut = int(visible[rows[0]]) - 1
             assert first_key == (cut if launch.kind == "limited" and plan["two_part"] else 0)
             assert launch.kind != "full" or entry.num_keys == cut >= 1
         assert covered == list(range(len(visible)))[launch.rows]
 
 
 @given(
-    cases(head_dims=(1,), group_sizes=(1,), page_sizes=(1, 4, 16)),
+    cases(head_dims=(1,), group_sizes=(1,)),
     PLANS,
     st.sampled_from([1, 3, 8, 64]),
 )
@@ -221,15 +214,15 @@ def test_executed_pairs_equal_a_slow_count(
     case: Case, plan: dict[str, Any], tile_rows: int
 ) -> None:
     """A causal tile stops at what its last row would see."""
-    layout = plan_sparse(case.requests, page_size=case.page_size, **plan)
+    layout = plan_sparse(case.requests, **plan)
     pairs = 0
     for launch in layout.launches:
-        for entry in entries(launch, case.requests, case.page_size):
+        for entry in entries(launch, case.requests):
             for start in range(0, len(entry.rows), tile_rows):
                 for key in range(entry.num_keys):
                     before = entry.num_keys - len(entry.rows) + start + tile_rows
                     pairs += tile_rows if launch.kind != "causal" or key < before else 0
-    assert layout.executed_pairs(tile_rows) == pairs
+    assert executed_pairs(layout, tile_rows) == pairs
 
 
 @settings(max_examples=examples(60))
@@ -252,15 +245,16 @@ def test_work_is_bounded(
     layout = plan_sparse(requests, tile_rows=tile_rows, two_part=two_part)
     last = sum(int(request.visible()[-1]) for request in requests)
     spare = 2 * tile_rows * last + 5 * tile_rows**2 * len(requests)
-    executed, needed = layout.executed_pairs(tile_rows), layout.needed_pairs
+    executed, needed = executed_pairs(layout, tile_rows), pairs_of(requests)
     assert needed <= executed <= 1.05 * needed + spare
 
 
 @pytest.mark.parametrize("kind", ["scattered", "clustered"])
 @pytest.mark.parametrize("two_part", [False, True])
 def test_work_at_15_percent_of_32k_is_within_5_percent(kind: str, two_part: bool) -> None:
-    layout = plan_sparse(make_large(kind, 2, 4915, 32768), two_part=two_part)
-    assert layout.executed_pairs(128) <= 1.05 * layout.needed_pairs
+    requests = make_large(kind, 2, 4915, 32768)
+    layout = plan_sparse(requests, two_part=two_part)
+    assert executed_pairs(layout, 128) <= 1.05 * pairs_of(requests)
 
 
 TWO_RUNS = [*range(2, 7), 10, *range(20, 25)]
@@ -298,7 +292,7 @@ def test_runs(
 
 
 def test_tiles_grow_while_that_wastes_at_most_2_percent() -> None:
-    """Page indices are repeated by every tile."""
+    """Slot indices are repeated by every tile."""
     for positions, tile_rows, expected in (
         (range(10_000, 10_064, 2), 4, [32]),  # neighbours at the end of long keys
         (range(0, 10_000, 200), 4, [2, *[4] * 12]),
@@ -312,43 +306,41 @@ def test_tiles_grow_while_that_wastes_at_most_2_percent() -> None:
     ("max_indices", "size"), [(528, 2), (527, 4), (280, 4), (279, 8), (63, 32), (0, 32)]
 )
 @pytest.mark.parametrize("run", [0, 4])
-def test_tiles_grow_until_page_indices_fit(max_indices: int, size: int, run: int) -> None:
+def test_tiles_grow_until_slot_indices_fit(max_indices: int, size: int, run: int) -> None:
     """More pairs are the lesser evil, but no more than it takes. Runs have some too."""
     requests = [make_request(range(0, 64, 2), 64), make_request(range(run), 64)]
     layout = plan_sparse(requests, tile_rows=2, max_indices=max_indices + run)
     assert sizes(layout.launches[-1])[-1] == size
 
 
-@given(
-    cases(head_dims=(1,), group_sizes=(1,), page_sizes=(1, 4)), st.booleans(), st.integers(0, 400)
-)
-def test_page_indices_stay_within_their_maximum(
+@given(cases(head_dims=(1,), group_sizes=(1,)), st.booleans(), st.integers(0, 400))
+def test_slot_indices_stay_within_their_maximum(
     case: Case, two_part: bool, max_indices: int
 ) -> None:
     """Unless one tile a request is still too much, or the runs take more than half."""
-    options: dict[str, Any] = {"page_size": case.page_size, "tile_rows": 2, "two_part": two_part}
+    options: dict[str, Any] = {"tile_rows": 2, "two_part": two_part}
     layout = plan_sparse(case.requests, **options, max_indices=max_indices)
-    found, launches = layout.num_indices(), layout.launches
+    found, launches = num_indices(layout), layout.launches
     runs = sum(int(each.kv_indptr[-1]) for each in launches if each.kind == "causal")
-    least = plan_sparse(case.requests, **options, max_indices=0).num_indices()
+    least = num_indices(plan_sparse(case.requests, **options, max_indices=0))
     assert found <= max(max_indices, runs + max_indices // 2, least)
     assert found <= max(max_indices, least) or runs > max_indices // 2
 
 
 @given(
-    cases(head_dims=(1,), group_sizes=(1,), page_sizes=(1, 4, 16)),
+    cases(head_dims=(1,), group_sizes=(1,)),
     PLANS,
     st.sampled_from([torch.int32, torch.int64]),
 )
-def test_page_indices_equal_a_slow_loop(
+def test_slot_indices_equal_a_slow_loop(
     case: Case, plan: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    pages, starts = all_pages(case.requests)
-    for launch in plan_sparse(case.requests, page_size=case.page_size, **plan).launches:
+    slots, starts = all_slots(case.requests)
+    for launch in plan_sparse(case.requests, **plan).launches:
         expected, counts = [], launch.kv_indptr.diff()
-        for request, first, count in zip(launch.request, launch.first_page, counts, strict=True):
-            expected += case.requests[request].kv_pages[first : first + count].tolist()
-        got = page_indices(launch, pages.to(dtype), starts)
+        for request, first, count in zip(launch.request, launch.first_key, counts, strict=True):
+            expected += case.requests[request].kv_slots[first : first + count].tolist()
+        got = slot_indices(launch, slots.to(dtype), starts)
         assert got.dtype == torch.int32
         assert got.tolist() == expected
 
@@ -356,14 +348,14 @@ def test_page_indices_equal_a_slow_loop(
 def test_planning_and_indices_look_at_no_device_tensor() -> None:
     """Each look would wait for the device. Tensors on `meta` have nothing to look at."""
     requests = [
-        SparseRequest(torch.tensor([1, 2, 3, 30, 50]), torch.arange(4, device="meta"), 60)
+        SparseRequest(torch.tensor([1, 2, 3, 30, 50]), torch.arange(60, device="meta"))
         for _ in range(3)
     ]
-    layout = plan_sparse(requests, page_size=16, tile_rows=2, two_part=True)
-    pages = torch.cat([request.kv_pages for request in requests])
+    layout = plan_sparse(requests, tile_rows=2, two_part=True)
+    slots = torch.cat([request.kv_slots for request in requests])
     assert [launch.kind for launch in layout.launches] == ["causal", "full", "limited"]
     for launch in layout.launches:
-        indices = page_indices(launch, pages, torch.tensor([0, 4, 8]))
+        indices = slot_indices(launch, slots, torch.tensor([0, 60, 120]))
         assert indices.is_meta
         assert indices.shape == (int(launch.kv_indptr[-1]),)
 
@@ -376,7 +368,7 @@ def test_planning_has_no_loop_over_queries_or_keys(with_gaps: bool) -> None:
         requests = make_large("scattered", 8, num_queries, num_keys)
         if with_gaps:
             keys = torch.arange(num_keys) + torch.arange(num_keys) // 100
-            requests = [SparseRequest(each.positions, keys, num_keys, keys) for each in requests]
+            requests = [SparseRequest(each.positions, keys, keys) for each in requests]
         return lines_run(lambda: plan_sparse(requests))
 
     assert num_lines(5000, 32768) == num_lines(500, 4096) < 1000

@@ -23,12 +23,11 @@ from sglang_chunkcache.front.calibration import CANNED
 from sglang_chunkcache.front.prompt import PromptAssembler
 from sglang_chunkcache.fusion import calibration
 from sglang_chunkcache.fusion.calibration import Calibration, Step
-from sglang_chunkcache.fusion.calibration_places import Means
 from sglang_chunkcache.fusion.calibration_trial import Calibrator, calibrate
-from sglang_chunkcache.scheduler.pricing import Pricing
+from sglang_chunkcache.fusion.trial_rows import Means
 from sglang_chunkcache.wire.state import CalibrationPrompt
 from tests import models
-from tests.kit.tensors import params_of, table_of
+from tests.kit.tensors import means_of
 
 NUM_ADDED = 4
 Trial = Callable[[Path], Means]
@@ -70,7 +69,7 @@ def trial_of() -> Iterator[Trial]:
     def trial_of(path: Path) -> Means:
         runner = models.make_runner(path)
         runners.append(runner)
-        return Means(runner, table_of(runner), params_of(runner), None, 32, Pricing(runner))
+        return means_of(runner)
 
     yield trial_of
     for runner in runners:

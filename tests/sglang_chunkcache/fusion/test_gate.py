@@ -12,17 +12,18 @@ import torch
 
 from sglang_chunkcache.attention import choice as attention_choice
 from sglang_chunkcache.attention import flashinfer as flashinfer_sparse
+from sglang_chunkcache.attention.base import SparseAttention
 from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
 from sglang_chunkcache.attention.sparse_layout import (
     Launch,
     SparseLayout,
     plan_sparse,
 )
-from sglang_chunkcache.fusion import gate
-from sglang_chunkcache.fusion.gate import GateFigures, gated_attention, run_gate
+from sglang_chunkcache.fusion import gate, trial_rows
+from sglang_chunkcache.fusion.gate import GateFigures, gated_attention, open_trial
 from sglang_chunkcache.fusion.relocate import RotaryTable
 from tests import models
-from tests.kit.tensors import flashinfer_of, params_of, reference_of, spoil, table_of
+from tests.kit.tensors import flashinfer_of, means_of, reference_of, spoil, table_of
 
 pytestmark = pytest.mark.engine
 
@@ -77,8 +78,11 @@ def half() -> Any:
     return models.runner("llama", "bfloat16", head_dim=64)
 
 
-def gate_of(runner: Any, table: RotaryTable | None = None, **options: Any) -> GateFigures:
-    return run_gate(runner, table or table_of(runner), params_of(runner), **options)
+def gate_of(
+    runner: Any, table: RotaryTable | None = None, sparse: SparseAttention | None = None
+) -> GateFigures:
+    with open_trial(means_of(runner, table)) as trial:
+        return trial.measure(sparse)
 
 
 def free(runner: Any) -> tuple[int, list[int]]:
@@ -143,7 +147,7 @@ def fail(*args: Any, **kwargs: Any) -> None:
 
 def test_an_error_gives_all_back(yarn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = free(yarn)
-    monkeypatch.setattr(gate, "copy_moved", fail)
+    monkeypatch.setattr(trial_rows, "copy_moved", fail)
     with pytest.raises(RuntimeError, match="no kernel image"):
         gate_of(yarn)
     assert free(yarn) == before
@@ -232,7 +236,7 @@ def test_auto_gives_up_what_fails(half: Any, monkeypatch: pytest.MonkeyPatch, re
     """The masked pass is measured in its place; the stats say which kernel failed, and how."""
     HARM[reason](monkeypatch)
     before = free(half)
-    sparse, attention, figures = gated_attention(half, table_of(half), params_of(half), "auto")
+    sparse, attention, figures = gated_attention(means_of(half), "auto")
     assert figures.passed
     assert free(half) == before
     assert attention["ms"] == {"fa2": 1.0}
@@ -245,5 +249,5 @@ def test_auto_gives_up_what_fails(half: Any, monkeypatch: pytest.MonkeyPatch, re
 @pytest.mark.usefixtures("offered")
 def test_sparse_that_fails_is_not_given_up(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shift_limits(monkeypatch, -1)
-    sparse, _, figures = gated_attention(half, table_of(half), params_of(half), "sparse")
+    sparse, _, figures = gated_attention(means_of(half), "sparse")
     assert (sparse is None, figures.passed) == (False, False)

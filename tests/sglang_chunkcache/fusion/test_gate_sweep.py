@@ -21,10 +21,11 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_chunkcache.fusion import gate, recompute
+from sglang_chunkcache.fusion import gate, recompute, trial_rows
 from sglang_chunkcache.fusion.gate import GateFigures, open_trial
 from sglang_chunkcache.fusion.relocate import copy_moved
-from tests.kit.tensors import params_of, reference_of, see_more, table_of
+from sglang_chunkcache.fusion.trial_rows import Means
+from tests.kit.tensors import means_of, reference_of, see_more
 from tests.models import FAMILIES, runner
 
 pytestmark = pytest.mark.engine
@@ -42,7 +43,7 @@ def moved_off_by_one(patch: pytest.MonkeyPatch) -> None:
     def copy(*args: Any, target_positions: Any, **rest: Any) -> None:
         copy_moved(*args, target_positions=target_positions + 1, **rest)
 
-    patch.setattr(gate, "copy_moved", copy)
+    patch.setattr(trial_rows, "copy_moved", copy)
 
 
 def recomputed_off_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -57,19 +58,19 @@ def recomputed_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 def stale(layer: int) -> Mistake:
     """Recomputing B leaves this layer's KV as it was moved."""
-    again = gate._again
+    again = Means.recompute
 
     def mistake(patch: pytest.MonkeyPatch) -> None:
-        def run(model: Any, row: Any, ids: Any, requests: Any, sparse: Any) -> Any:
+        def run(means: Means, row: Any, ids: Any, requests: Any) -> Any:
             if list(requests[0]) != list(range(gate.START, gate.END)):
-                return again(model, row, ids, requests, sparse)
-            pool, slots = model.token_to_kv_pool, row.slots[gate.START : gate.END]
+                return again(means, row, ids, requests)
+            pool, slots = means.pool, row.slots[gate.START : gate.END]
             keys, values = pool.k_buffer[layer][slots], pool.v_buffer[layer][slots]
-            hidden = again(model, row, ids, requests, sparse)
+            hidden = again(means, row, ids, requests)
             pool.k_buffer[layer][slots], pool.v_buffer[layer][slots] = keys, values
             return hidden
 
-        patch.setattr(gate, "_again", run)
+        patch.setattr(Means, "recompute", run)
 
     return mistake
 
@@ -94,7 +95,7 @@ def sweep(model: Any, seeds: range, found: dict[str, list[float]]) -> None:
     of right runs and of each mistake, one or two a seed."""
     sparse = reference_of(model)
     for seed in seeds:
-        with open_trial(model, table_of(model), params_of(model), seed=seed) as trial:
+        with open_trial(means_of(model), seed=seed) as trial:
             for attention in (None, sparse):
                 figures = trial.measure(attention)
                 assert figures.passed, f"seed {seed}: {figures}"

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from sglang_chunkcache.fusion.measure import (
     score_chunks,
     scores_of,
 )
-from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
+from sglang_chunkcache.fusion.recompute import run_extend, run_pass
 from sglang_chunkcache.fusion.store import ChunkScores
 from tests import models
 from tests.kit.tensors import (
@@ -122,7 +121,7 @@ def test_question_evidence_is_the_questions_attention(
         prompt = [*TOKENS[:END].tolist(), *question[END:].tolist()]
         with captured(runner) as queries:
             row = make_row(runner, SLOTS)
-            run_virtual(runner, req_pool_index=row, runs=[(END, NUM_TOKENS)], token_ids=prompt)
+            run_extend(runner, row, prompt, END, NUM_TOKENS)
         weights = weights_of(runner, queries, SLOTS, torch.arange(END, NUM_TOKENS))
         expected = torch.zeros(END, dtype=torch.float64)
         for start, end in chunks:
@@ -241,7 +240,7 @@ def test_candidates_alone_are_compared(runner: Any) -> None:
         [found] = deviation_evidence(runner, [probe])
     run = torch.tensor([11, 12, 20, *range(22, 27), 30, 39])
     held = kv_of(runner, SLOTS)
-    sequence = PassSequence(TOKENS[run], SparseRequest(run, SLOTS[:END], END), out_slots=SLOTS[run])
+    sequence = PassSequence(TOKENS[run], SparseRequest(run, SLOTS[:END]), out_slots=SLOTS[run])
     run_pass(runner, [sequence])
     expected = torch.zeros(END)
     for old, new in zip(held, kv_of(runner, SLOTS), strict=True):
@@ -308,32 +307,6 @@ def test_masses_need_no_weights(runner: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert found == [end - start] * NUM_LAYERS
     assert scored.received is not None
     assert float(scored.received.sum()) == pytest.approx(mixed.intra, abs=ATOL)
-
-
-def test_ranks_add_up_their_heads(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks with the same heads: sums double, means stay, all take rank 0's numbers."""
-    move_in(runner)
-    chunk = ScoreProbe(TOKENS[27:40], SLOTS[:40], CHUNKS[:2])
-
-    def measured() -> tuple[Tensor, Tensor, Tensor, ChunkScores]:
-        [(last, by_layer)], [scores] = ask(runner, [question_of()]), score(runner, [chunk])
-        return last, by_layer, deviation_evidence(runner, [deviation_of()])[0], scores
-
-    *alone, mean = measured()
-    sources = []
-
-    def broadcast(tensor: Tensor, src: int) -> Tensor:
-        sources.append(src)
-        return tensor
-
-    group = SimpleNamespace(world_size=2, all_reduce=lambda tensor: 2 * tensor, broadcast=broadcast)
-    monkeypatch.setattr(runner, "tp_group", group, raising=False)  # a release's runner has none
-    *together, scored = measured()
-    for two, one in zip(together, alone, strict=True):
-        torch.testing.assert_close(two, 2 * one)
-    assert scored.inter == pytest.approx(mean.inter)
-    assert scored.intra == pytest.approx(mean.intra)
-    assert sources == [0, 0, 0]
 
 
 def test_a_model_of_one_layer_is_compared_in_it() -> None:

@@ -16,9 +16,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eval.bench.attention.reference import ReferenceAttention
 from radix_ext import ChunkId, Span
 from radix_ext.moved_plan import Piece
-from sglang_chunkcache.attention.reference import ReferenceAttention
 from sglang_chunkcache.fusion import outward
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.fill import _sequence

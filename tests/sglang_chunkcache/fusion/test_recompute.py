@@ -16,11 +16,11 @@ import torch
 from sglang.srt.model_executor.forward_context import has_forward_context
 from torch import Tensor
 
+from eval.bench.attention.reference import ReferenceAttention
 from sglang_chunkcache.attention.base import HeadShape, PassSequence, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS
 from sglang_chunkcache.attention.masked import Observer
-from sglang_chunkcache.attention.reference import ReferenceAttention
-from sglang_chunkcache.fusion.recompute import PlanError, run_pass, run_virtual
+from sglang_chunkcache.fusion.recompute import PlanError, run_extend, run_pass
 from tests import models
 from tests.kit.tensors import (
     all_kv,
@@ -31,7 +31,7 @@ from tests.kit.tensors import (
     spoil,
     untouched,
 )
-from tests.models import FAMILIES, MAX_REQUESTS, kv_of, logits_of, make_row, prefill
+from tests.models import FAMILIES, kv_of, logits_of, make_row, prefill
 
 TOLERANCES = {torch.float32: 3e-5, torch.float16: 24 * 2**-10, torch.bfloat16: 24 * 2**-7}
 """Largest difference of K, V (up to 5 in size) and logits, by dtype: sums in another order, three
@@ -132,7 +132,7 @@ def is_decided(runner: Any, logits: Tensor) -> bool:
 
 def sequence_of(tokens: Tensor, positions: Tensor, slots: Tensor) -> PassSequence:
     """Tokens of a prompt at `positions`, over all of its row `slots`."""
-    request = SparseRequest(positions, slots, len(slots))
+    request = SparseRequest(positions, slots)
     return PassSequence(tokens[positions], request, slots[positions])
 
 
@@ -157,14 +157,19 @@ def test_recomputing_everything_equals_prefill(
     assert_same_answer(runner, hidden[-1], logits)
 
 
+def extend_all(runner: Any, row: int, prompt: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+    """Runs of tokens, one after the other."""
+    ids = prompt.tolist()
+    return torch.cat([run_extend(runner, row, ids, *run) for run in runs])
+
+
 @pytest.mark.parametrize("run_len", [NUM_TOKENS, 3, 1])
-def test_virtual_sequences_equal_prefill(runner: Any, prompt: Tensor, run_len: int) -> None:
+def test_extends_equal_prefill(runner: Any, prompt: Tensor, run_len: int) -> None:
     logits = prefill(runner, prompt.tolist(), REFERENCE)
     spoil(runner, TARGET)
     runs = [(at, min(at + run_len, NUM_TOKENS)) for at in range(0, NUM_TOKENS, run_len)]
-    assert run_len == NUM_TOKENS or len(runs) > MAX_REQUESTS
     row = make_row(runner, TARGET)
-    hidden = run_virtual(runner, req_pool_index=row, runs=runs, token_ids=prompt.tolist())
+    hidden = extend_all(runner, row, prompt, runs)
     assert_same_kv(runner, TARGET, REFERENCE)
     assert_same_answer(runner, hidden[-1], logits)
 
@@ -188,7 +193,7 @@ CHOSEN = (
 
 
 @every_attention
-def test_some_tokens_equal_virtual_sequences(
+def test_some_tokens_equal_extends(
     runner: Any, sparse: SparseAttention | None, prompt: Tensor
 ) -> None:
     """Over foreign K/V, three requests share their first slots; nothing else is touched."""
@@ -212,8 +217,7 @@ def test_some_tokens_equal_virtual_sequences(
         written[row[positions]] = True
         put_kv(runner, REFERENCE, foreign)
         index, runs = make_row(runner, REFERENCE), runs_of(positions)
-        ids = prompt.tolist()
-        expected = run_virtual(runner, req_pool_index=index, runs=runs, token_ids=ids)
+        expected = extend_all(runner, index, prompt, runs)
         torch.testing.assert_close(part, expected, rtol=0, atol=TOLERANCES[runner.dtype])
         assert_same_kv(runner, row, REFERENCE)
     for old, new in zip(before, after, strict=True):
@@ -245,7 +249,7 @@ PRESENT = torch.tensor([p for p in range(100) if not 20 <= p < 50])
 def test_gaps_are_left_out_by_sparse_attention(runner: Any, prompt: Tensor) -> None:
     """Of tokens that are written, too: by number of keys, not by position."""
     chosen = torch.tensor([3, 50, 51, 70, 99])
-    request = SparseRequest(chosen, REFERENCE[PRESENT], len(PRESENT), PRESENT)
+    request = SparseRequest(chosen, REFERENCE[PRESENT], PRESENT)
     written = []
     for name in ("masked", "reference"):
         prefill(runner, make_tokens(1, NUM_TOKENS).tolist(), REFERENCE)
@@ -260,7 +264,7 @@ def test_gaps_are_left_out_by_sparse_attention(runner: Any, prompt: Tensor) -> N
 
 def reader(prompt: Tensor) -> PassSequence:
     """A question over a cached prompt."""
-    request = SparseRequest(torch.arange(150, NUM_TOKENS), REFERENCE[:150], 150)
+    request = SparseRequest(torch.arange(150, NUM_TOKENS), REFERENCE[:150])
     return PassSequence(prompt[150:], request)
 
 
@@ -298,20 +302,14 @@ def test_sparse_attention_is_for_passes_that_only_write(runner: Any, prompt: Ten
     assert_same_kv(runner, TARGET, REFERENCE)
 
 
-RUNS: list[tuple[list[tuple[int, int]], str]] = [
-    ([], "at least one"),
-    ([(3, 3)], r"run \[3, 3\)"),
-    ([(-1, 3)], r"run \[-1, 3\)"),
-    ([(0, 201)], r"run \[0, 201\)"),
-    ([(2, 5), (4, 9)], "run at 4 starts before"),
-]
+RUNS = [(3, 3), (-1, 3), (0, 201)]
 
 
 def test_impossible_runs_are_refused(prompt: Tensor) -> None:
     no_model, ids = SimpleNamespace(device="cpu"), prompt.tolist()
-    for runs, message in RUNS:
-        with pytest.raises(ValueError, match=message):
-            run_virtual(no_model, req_pool_index=1, runs=runs, token_ids=ids)
+    for start, end in RUNS:
+        with pytest.raises(ValueError, match=rf"run \[{start}, {end}\)"):
+            run_extend(no_model, 1, ids, start, end)
     for sparse in (None, ReferenceAttention(HeadShape(4, 2, 16, torch.float32), scale=1.0)):
         with pytest.raises(ValueError, match="sequences: expected at least one"):
             run_pass(no_model, [], sparse=sparse)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from sglang_chunkcache.fusion.relocate import (
     ROTARY_CLASSES,
+    BlobTarget,
     RotaryTable,
     copy_moved,
     read_blob,
-    write_blob,
 )
 from tests.kit.tensors import CASES, DTYPES, MAX_POSITIONS, Case, move, random_positions
 
@@ -55,10 +55,10 @@ def to_origin(table: RotaryTable, keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def from_origin(table: RotaryTable, keys: Tensor, positions: Tensor) -> Tensor:
-    """Un-rotated keys as `write_blob` stores them at `positions`."""
+    """Un-rotated keys as `BlobTarget` stores them at `positions`."""
     pool, slots = pool_of(keys), torch.arange(len(keys)) + len(keys)
-    at: Any = {"source_positions": torch.zeros_like(positions), "target_positions": positions}
-    write_blob(pool, table, keys[None], keys[None], target_slots=slots, **at)
+    target = BlobTarget(pool, table, torch.zeros_like(positions), slots, positions)
+    target.write(keys[None], keys[None])
     return pool.k_buffer[0][slots]  # type: ignore[no-any-return]
 
 
@@ -255,8 +255,7 @@ def test_blob_round_trip(name: str, dtype: torch.dtype) -> None:
     p, q = torch.tensor([900, 901, 902]), torch.tensor([11, 1900, 902])
     blob = read_blob(pool, table, source, p)
     assert all(map(torch.equal, blob, (side[:, source] for side in before)))
-    to: Any = {"target_slots": target, "target_positions": q}
-    write_blob(pool, table, *blob, source_positions=p, **to)
+    BlobTarget(pool, table, p, target, q).write(*blob)
     written = contents(pool)
     assert_only_changed(pool, before, target.tolist())
     move(pool, table, (source, p), (target, q))
@@ -279,8 +278,7 @@ def test_gpu_equals_cpu_without_synchronising(case: Case) -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             move(pool, table, (slots, p), (slots + 5, q))
-            to: Any = {"target_slots": slots + 10, "target_positions": q}
-            write_blob(pool, table, keys, values, source_positions=p, **to)
+            BlobTarget(pool, table, p, slots + 10, q).write(keys, values)
             read_blob(pool, table, slots, p)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -339,9 +337,9 @@ def call(kind: str, **given: Any) -> None:
     elif kind == "move":
         copy_moved(pool, table, **{name: given.get(name, FOUR) for name in NAMES})
     else:
-        at = {"target_slots": slots, "target_positions": positions}
-        at["source_positions"] = given.get("source_positions", FOUR)
-        write_blob(pool, table, given["keys"], given["values"], **at)
+        origins = given.get("source_positions", FOUR)
+        target = BlobTarget(pool, table, origins, slots, positions)
+        target.write(given["keys"], given["values"])
 
 
 @pytest.mark.parametrize("kind", WRONG)

@@ -33,7 +33,7 @@ from triton.compiler import compile as compile_kernel
 from triton.runtime import interpreter
 
 from sglang_chunkcache.fusion import relocate_kernel
-from sglang_chunkcache.fusion.relocate import RotaryTable, read_blob, write_blob
+from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, read_blob
 from tests.examples import examples
 from tests.kit.tensors import CASES, DTYPES, move, random_positions
 
@@ -146,9 +146,11 @@ def do(kind: str, shape: Shape, device: str, num_tokens: int, *, use_kernel: boo
     elif kind == "read":
         blob = read_blob(pool, table, source, old, target_positions=new, use_kernel=use_kernel)
     else:
-        other, at = make_pool(shape, device), {"target_slots": target, "target_positions": new}
-        sides = (torch.stack([b[source] for b in s]) for s in (other.k_buffer, other.v_buffer))
-        write_blob(pool, table, *sides, source_positions=old, **at, use_kernel=use_kernel)
+        other = make_pool(shape, device)
+        keys, values = (
+            torch.stack([b[source] for b in side]) for side in (other.k_buffer, other.v_buffer)
+        )
+        BlobTarget(pool, table, old, target, new, use_kernel=use_kernel).write(keys, values)
     return [*pool.k_buffer, *pool.v_buffer, *blob]
 
 

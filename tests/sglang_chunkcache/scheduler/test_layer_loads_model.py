@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import PassSequence, SparseRequest
-from sglang_chunkcache.fusion.recompute import run_pass, run_virtual
+from sglang_chunkcache.fusion.recompute import run_extend, run_pass
 from sglang_chunkcache.scheduler.host_pool import HostPool
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 from tests import models
@@ -34,7 +34,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     runner = models.runner("llama")
     device = runner.token_to_kv_pool
     row = models.make_row(runner, SLOTS)
-    run_virtual(runner, req_pool_index=row, runs=[(0, PREFIX)], token_ids=TOKENS)
+    run_extend(runner, row, TOKENS, 0, PREFIX)
     pool = HostPool(device, 1 << 20)
     slots = pool.alloc(PREFIX)
     assert slots is not None
@@ -63,12 +63,12 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def prefill(runner: Any) -> Tensor:
-    return run_virtual(runner, req_pool_index=1, runs=[(PREFIX, PROMPT)], token_ids=TOKENS)
+    return run_extend(runner, 1, TOKENS, PREFIX, PROMPT)
 
 
 def our_pass(runner: Any) -> Tensor:
     positions = torch.arange(PREFIX, PROMPT)
-    request = SparseRequest(positions, SLOTS, PROMPT)
+    request = SparseRequest(positions, SLOTS)
     hidden = run_pass(
         runner, [PassSequence(torch.tensor(TOKENS[PREFIX:]), request, SLOTS[PREFIX:])]
     )

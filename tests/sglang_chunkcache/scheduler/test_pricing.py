@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,12 +11,13 @@ import torch
 from radix_ext.costs import Line, Phase, Work
 from sglang_chunkcache.fusion import price_trial
 from sglang_chunkcache.fusion.price_trial import MIN_TOKENS, measure_costs
-from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.fusion.store import Offload
+from sglang_chunkcache.fusion.trial_rows import Means
 from sglang_chunkcache.scheduler.pricing import REFRESH
 from sglang_chunkcache.storage.codec import CODECS, Codec
 from tests import models
 from tests.kit.pricing import Group, make_pricing
+from tests.kit.tensors import params_of, table_of
 
 
 class Event:
@@ -142,17 +142,10 @@ def test_all_ranks_plan_by_the_figures_of_rank_0(is_measured: bool) -> None:
 def test_every_phase_is_measured_and_all_is_given_back(codec: Codec) -> None:
     """On a real model: longer work takes longer by the fitted lines."""
     runner = models.runner("llama")
-    params = SimpleNamespace(
-        req_to_token_pool=runner.req_to_token_pool,
-        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-    )
-    table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
     pricing = make_pricing()
+    means = Means(runner, table_of(runner), params_of(runner), None, 16, pricing)
     with mock.patch.object(price_trial, "Offload", wraps=Offload) as offload:
-        sizes = {"window": 16, "max_tokens": 600}
-        longest = measure_costs(
-            runner, table, params, pricing.model, sparse=None, codec=codec, **sizes
-        )
+        longest = measure_costs(means, max_tokens=600, codec=codec)
     pricing.start()
     # loads are priced from the memory that captures arrive in, which is pinned
     assert offload.call_count == 3
