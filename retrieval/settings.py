@@ -1,6 +1,4 @@
-"""How an index is made: the content of `settings.json`, and the command line's defaults. The
-server's are in `sglang_chunkcache/config.py`.
-"""
+"""How an index is made: the content of `settings.json`, and its defaults."""
 
 from __future__ import annotations
 
@@ -13,14 +11,8 @@ from typing import Any
 from retrieval.errors import CorruptIndexError
 
 SETTINGS = "settings.json"
-K = 5
-"""Passages per question, as in CRAFT section 5."""
 NPROBE = 128
 """IVF lists visited per search, as in CRAFT section 5."""
-TOP_N = 10
-"""Neighbours per passage: FusionRAG's figure 7a is above 80% from ten on."""
-DEVICE_BATCH = 64
-"""Passages that a model encodes at once."""
 DIM = 512
 """Dimensions of the embedded encoder's vectors."""
 
