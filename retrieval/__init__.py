@@ -1,9 +1,7 @@
 """The retriever: cuts documents into passages, indexes them with FAISS and BM25, and ranks them for
 a query. See README.md.
 
-Modules that need FAISS are not imported here. Import from them directly:
-`retrieval.retriever.Retriever`, `retrieval.build.build_index`, `retrieval.index.Index`,
-`retrieval.neighbors`.
+Modules that need FAISS are not imported here: `retriever`, `build`, `index`, `neighbors`.
 """
 
 from retrieval.errors import CorruptIndexError, RetrievalError

@@ -1,5 +1,4 @@
-"""`python -m retrieval COMMAND`: build, search and inspect an index. Every default is in
-settings.py.
+"""`python -m retrieval COMMAND`: build, search and inspect an index.
 
 Progress goes to stderr, results to stdout. A mistake gives exit code 2 and one line on stderr.
 """
@@ -11,32 +10,29 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval.errors import RetrievalError
-from retrieval.passage import Passage
+from retrieval.passage import Passage, utf8
 from retrieval.progress import progress_bars
-from retrieval.settings import (
-    DEVICE_BATCH,
-    NPROBE,
-    SETTINGS,
-    TOP_N,
-    BuildOptions,
-    EncoderFlags,
-    IndexSettings,
-    K,
-    add_flags,
-    given,
-    read_settings,
-)
+from retrieval.settings import DIM, NPROBE, SETTINGS, IndexSettings, read_settings
 
 if TYPE_CHECKING:
     from retrieval.build import Pruning
     from retrieval.corpus import Corpus
     from retrieval.encoder import Encoder
 
+K = 5
+"""Passages per question, as in CRAFT section 5."""
+TOP_N = 10
+"""Neighbours per passage: FusionRAG's figure 7a is above 80% from ten on."""
+DEVICE_BATCH = 64
+"""Passages that a model encodes at once."""
+EMBEDDED = "default"
+"""What --encoder calls the embedded encoder."""
+ENCODER_FLAGS = ("dim", "query_prefix", "passage_prefix", "normalize")
 EPILOG = """from a folder of documents to an answered question in three commands:
   python -m retrieval build docs --out index
   python -m sglang_chunkcache.launch_server --model-path M --index index
@@ -48,93 +44,140 @@ EPILOG = """from a folder of documents to an answered question in three commands
 
 def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m retrieval",
-        description=(
-            "A retriever for RAG: cut documents into passages, index them with FAISS and BM25,"
-            " search."
-        ),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (summary, add_options, run) in COMMANDS.items():
-        command = commands.add_parser(
-            name, help=summary, description=run.__doc__, allow_abbrev=False
-        )
-        add_options(command)
-        command.set_defaults(run=run)
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
+
+    def failed(reason: object, code: int = 2) -> int:
+        print(f"retrieval {args.command}: {reason}", file=sys.stderr)
+        return code
+
     try:
         args.run(args)
     # Before OSError, of which it is one. Else Python's flush at exit would fail once more.
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (RetrievalError, OSError) as error:
-        print(f"retrieval {args.command}: {error}", file=sys.stderr)
-        return 2
+        return failed(error)
     except ModuleNotFoundError as error:
-        print(
-            f"retrieval {args.command}: {error.name} is not installed; install the extra"
-            " 'retrieval'",
-            file=sys.stderr,
-        )
-        return 2
+        return failed(f"{error.name} is not installed; install the extra 'retrieval'")
     except KeyboardInterrupt:
-        print(f"retrieval {args.command}: stopped; run it again to continue", file=sys.stderr)
-        return 130  # 128 + SIGINT, as a shell tells it
+        return failed("stopped; run it again to continue", 130)  # 128 + SIGINT, as a shell tells it
     return 0
 
 
-def _add_index(
-    parser: argparse.ArgumentParser, *, searched: bool = False, loads: bool = False
-) -> None:
-    add = parser.add_argument
-    add("index", type=Path, metavar="DIR", help="the index's directory")
-    if searched:
-        text = f"lists visited in an IVF index; candidates in HNSW (default: {NPROBE})"
-        add("--nprobe", type=int, metavar="N", default=NPROBE, help=text)
-    if loads:
-        add("--encoder", metavar="PATH", help="path of the index's encoder, if it has moved")
-        add("--device", metavar="NAME", help="device of the encoder")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m retrieval",
+        description="A retriever for RAG: cut documents into passages, index them with FAISS and"
+        " BM25, search.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(run: Callable[[argparse.Namespace], None], summary: str) -> argparse.ArgumentParser:
+        name, text = run.__name__.removeprefix("_"), run.__doc__
+        added = commands.add_parser(name, help=summary, description=text, allow_abbrev=False)
+        added.set_defaults(run=run)
+        return added
+
+    def add_index(add: Callable[..., Any], *, searched: bool = False, loads: bool = False) -> None:
+        add("index", type=Path, metavar="DIR", help="the index's directory")
+        if searched:
+            text = f"lists visited in an IVF index; candidates in HNSW (default: {NPROBE})"
+            add("--nprobe", type=int, metavar="N", default=NPROBE, help=text)
+        if loads:
+            add("--encoder", metavar="PATH", help="path of the index's encoder, if it has moved")
+            add("--device", metavar="NAME", help="device of the encoder")
+
+    summary = "make an index of documents, continue a build, or add documents to an index"
+    _add_build(command(_build, summary))
+
+    add = command(_search, "find the best passages for a question").add_argument
+    add_index(add, searched=True, loads=True)
+    add("query", nargs="+", help="the question")
+    add("--k", type=int, metavar="N", default=K, help=f"number of passages (default: {K})")
+    text = "default: filled (bm25's, then dense's), or fusion if the index was built with --encoder"
+    add("--mode", choices=("filled", "fusion", "dense", "bm25"), help=text)
+    add("--json", action="store_true", help="print one JSON object")
+
+    add = command(_neighbors, "write every passage's nearest passages to a file").add_argument
+    add_index(add, searched=True)
+    add("--out", type=Path, required=True, metavar="FILE", help="file for the neighbours")
+    text = "also write the passages' texts, for the same program"
+    add("--corpus", type=Path, metavar="FILE", help=text)
+    text = f"neighbours of each passage (default: {TOP_N})"
+    add("--top-n", type=int, metavar="N", default=TOP_N, help=text)
+
+    add = command(_inspect, "show the contents of an index and check its files").add_argument
+    add_index(add)
+    add("--verify", action="store_true", help="read every file and compare its checksum")
+    add("--passage", metavar="ID", help="show this passage, or a document's passages")
+    add("--json", action="store_true", help="print one JSON object")
+
+    add = command(_remove, "hide passages or documents of an index").add_argument
+    add_index(add, loads=True)
+    text = "id of a passage, or of a document with all its passages"
+    add("ids", nargs="+", metavar="ID", help=text)
+    return parser
 
 
 def _add_build(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "sources",
-        nargs="+",
-        metavar="SOURCE",
-        help=".txt, .md, .jsonl or .jsonl.gz files, or folders of them",
-    )
+    text = ".txt, .md, .jsonl or .jsonl.gz files, or folders of them"
+    add("sources", nargs="+", metavar="SOURCE", help=text)
     add("--out", type=Path, required=True, metavar="DIR", help="the index's directory")
-    kept = (
-        "settings that the index keeps (given at the first build; later builds may leave them out)"
-    )
-    add_flags(parser.add_argument_group(kept).add_argument, IndexSettings, EncoderFlags)
+    _add_kept(parser)
     add = parser.add_argument_group("options of this run").add_argument
     add("--device", metavar="NAME", help="cpu or cuda; default: the GPU if there is one")
-    add(
-        "--skip-unreadable",
-        action="store_true",
-        help="leave out what cannot be read, and name it at the end",
+    for flag, text in {
+        "--skip-unreadable": "leave out what cannot be read, and name it at the end",
+        "--prune": "remove documents that the sources, all of the index's, do not hold any more",
+        "--prune-all": "the same, though it be more than half, or a source empty or missing",
+        "--dry-run": "print what --prune would remove, and change nothing",
+        "--json": "print the report as one JSON object",
+    }.items():
+        add(flag, action="store_true", help=text)
+
+
+def _add_kept(parser: argparse.ArgumentParser) -> None:
+    """The namespace gets, by field, only the settings that are given: a default would look like a
+    wish, and contradict an index that was built with another value."""
+    title = (
+        "settings that the index keeps (given at the first build; later builds may leave them out)"
     )
-    add(
-        "--prune",
-        action="store_true",
-        help="remove documents that the sources, all of the index's, do not hold any more",
-    )
-    add(
-        "--prune-all",
-        action="store_true",
-        help="the same, though it be more than half, or a source empty or missing",
-    )
-    add(
-        "--dry-run", action="store_true", help="print what --prune would remove, and change nothing"
-    )
-    add("--json", action="store_true", help="print the report as one JSON object")
+    group = parser.add_argument_group(title, argument_default=argparse.SUPPRESS)
+
+    def add(flag: str, dest: str, text: str, default: object = None, **rest: Any) -> None:
+        text += "" if default is None else f" (default: {default})"
+        group.add_argument(flag, dest=dest, help=text, **rest)
+
+    def language(word: str) -> str | None:
+        return None if word == "off" else word
+
+    usual = IndexSettings()
+    text = "the served model, as its --model-path: a path, a hub name or `bundled`; `words` counts"
+    add("--tokenizer", "tokens", f"{text} words", usual.tokens, metavar="NAME")
+    text = "every document is a passage already and keeps its id"
+    add("--no-split", "is_split", text, action="store_false")
+    text = "most tokens of a passage's text, at least 8"
+    add("--chunk-tokens", "max_tokens", text, usual.max_tokens, type=int, metavar="N")
+    text = "most tokens that a passage repeats from the previous one, less than half of"
+    text += " --chunk-tokens"
+    add("--overlap-tokens", "overlap_tokens", text, usual.overlap_tokens, type=int, metavar="N")
+    text = "FAISS factory string, e.g. Flat, IVF4096,Flat, IVF4096,PQ64 or HNSW32"
+    add("--factory", "factory", text, usual.factory, metavar="NAME")
+    text = "stemmer of the BM25 index; `none`: no stemmer, `off`: no BM25 index"
+    add("--bm25", "bm25_language", text, usual.bm25_language, type=language, metavar="LANGUAGE")
+    text = f"a sentence-transformers model, path or hub name; `{EMBEDDED}` needs no model"
+    add("--encoder", "model", text, EMBEDDED, metavar="PATH")
+    add("--dim", "dim", "dimensions of the default encoder's vectors", DIM, type=int, metavar="N")
+    text = "text put before each question; default: the model's own"
+    add("--query-prefix", "query_prefix", text)
+    text = "text put before each passage; default: the model's own"
+    add("--passage-prefix", "passage_prefix", text)
+    text = "rank by the inner product of unnormalized vectors instead of the cosine (Contriever)"
+    add("--no-normalize", "normalize", text, action="store_false")
 
 
 def _build(args: argparse.Namespace) -> None:
@@ -150,12 +193,13 @@ def _build(args: argparse.Namespace) -> None:
         args.sources, skip_unreadable=args.skip_unreadable, may_be_missing=args.prune_all
     )
     prunes = args.prune or args.prune_all
-    pruning = Pruning(corpus.reading.unread, even_most=args.prune_all) if prunes else None
+    pruning = Pruning(corpus.unread, even_most=args.prune_all) if prunes else None
     if args.dry_run:
         _show_gone(args, corpus, pruning)
         return
     there = read_settings(args.out) if (args.out / SETTINGS).exists() else None
-    settings = replace(there or IndexSettings(), **given(args, IndexSettings))
+    names = [one.name for one in fields(IndexSettings)]
+    settings = replace(there or IndexSettings(), **_given(args, names))
     if settings.tokens not in (WORDS, BUNDLED) and Path(settings.tokens).exists():
         # later builds may run elsewhere
         settings = replace(settings, tokens=str(Path(settings.tokens).resolve()))
@@ -169,41 +213,40 @@ def _build(args: argparse.Namespace) -> None:
             settings,
             tokens=tokens,
             encoder=encoder,
-            options=BuildOptions(),
             progress=progress,
             pruning=pruning,
         )
-    reading = corpus.reading
-    left_out = {
-        "unreadable": reading.unreadable,
-        "without_text": reading.num_empty,
-        "other_files": reading.num_other,
+    facts = {
+        **asdict(report),
+        "files": corpus.num_files,
+        "unreadable": corpus.unreadable,
+        "without_text": corpus.num_empty,
+        "other_files": corpus.num_other,
     }
     if args.json:
-        print(json.dumps({**asdict(report), "files": reading.files, **left_out}))
+        print(json.dumps(facts))
         return
-    print(
-        f"documents: {report.documents} read, {report.unchanged} unchanged, {report.changed}"
-        " changed"
-    )
-    print(
-        f"files: {reading.files} read, {reading.num_empty} of them without text;"
-        f" {reading.num_other} of other kinds skipped"
-    )
-    for fault in reading.unreadable:
+
+    def tell(line: str) -> None:
+        print(line.format_map(facts))
+
+    tell("documents: {documents} read, {unchanged} unchanged, {changed} changed")
+    files = "files: {files} read, {without_text} of them without text"
+    tell(f"{files}; {{other_files}} of other kinds skipped")
+    for fault in corpus.unreadable:
         print(f"skipped: {fault}")
     if report.unspaced:
-        words = (
-            "BM25 finds pairs of characters" if settings.bm25_language else "there is no BM25 index"
-        )
-        print(f"scripts without spaces: {report.unspaced} documents ({words})")
+        pairs = "BM25 finds pairs of characters"
+        words = pairs if settings.bm25_language else "there is no BM25 index"
+        tell(f"scripts without spaces: {{unspaced}} documents ({words})")
     if pruning:
-        print(f"pruned: {report.pruned} documents that are not there any more")
-    print(
-        f"passages: {report.added} added, {report.removed} removed, {report.duplicates} left out as"
-        " duplicates"
-    )
+        tell("pruned: {pruned} documents that are not there any more")
+    tell("passages: {added} added, {removed} removed, {duplicates} left out as duplicates")
     print(f"{args.out}: {report.passages} passages, generation {report.generation}")
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def _show_gone(args: argparse.Namespace, corpus: Corpus, pruning: Pruning | None) -> None:
@@ -212,15 +255,14 @@ def _show_gone(args: argparse.Namespace, corpus: Corpus, pruning: Pruning | None
     if pruning is None:
         raise RetrievalError("--dry-run shows what --prune would remove: give both")
     gone = find_gone(corpus.documents(), args.out, pruning)
+    unreadable = corpus.unreadable
     if args.json:
         rows = [{"document": name, "passages": number} for name, number in gone.documents]
-        print(
-            json.dumps({"gone": rows, "unreadable": corpus.reading.unreadable}, ensure_ascii=False)
-        )
+        print(json.dumps({"gone": rows, "unreadable": unreadable}, ensure_ascii=False))
     else:
         for name, number in gone.documents:
             print(f"would go: {name} ({number} passages)")
-        for fault in corpus.reading.unreadable:
+        for fault in unreadable:
             print(f"skipped, and its documents stay: {fault}")
         print(f"{args.out}: {len(gone.documents)} documents would go")
     # Last: what would go is shown where a build would refuse, too.
@@ -234,46 +276,26 @@ def _encoder(
     """The encoder's spec, and the encoder; None for the embedded one.
     `there`: settings of the index in `args.out`."""
     from retrieval.encoder import load_encoder
-
-    named = given(args, EncoderFlags)
-    wanted = EncoderFlags(**named)
-    is_embedded = wanted.encoder == EncoderFlags.encoder
-    if there:
-        named |= {"kind": "hashed"} if named.pop("encoder", None) == EncoderFlags.encoder else {}
-        spec = {**there.encoder, **named}  # what differs is refused by the build
-        if is_embedded and there.encoder["kind"] == "hashed":
-            return spec, None
-        moved, place = (
-            None if is_embedded else wanted.encoder,
-            {"folder": args.out, "device": args.device},
-        )
-        return spec, load_encoder(there.encoder, **place, override=moved, batch_size=DEVICE_BATCH)
-    if is_embedded:
-        # `fit_default` would refuse it too, but only when all documents have been read.
-        if wanted.dim < 2:
-            raise RetrievalError("--dim must be at least 2")
-        return {"kind": "hashed", "dim": wanted.dim}, None
     from retrieval.sentence_encoder import SentenceEncoder
 
-    encoder = SentenceEncoder(
-        wanted.encoder,
-        device=args.device,
-        batch_size=DEVICE_BATCH,
-        query_prefix=wanted.query_prefix,
-        passage_prefix=wanted.passage_prefix,
-        normalize=wanted.normalize,
-    )
+    given, model = _given(args, ENCODER_FLAGS), getattr(args, "model", None)
+    moved = None if model == EMBEDDED else model
+    if there:
+        # what differs is refused by the build
+        spec = {**there.encoder, **given, **({"kind": "hashed"} if model == EMBEDDED else {})}
+        if not moved and there.encoder["kind"] == "hashed":
+            return spec, None
+        place = {"folder": args.out, "device": args.device}
+        return spec, load_encoder(there.encoder, **place, override=moved, batch_size=DEVICE_BATCH)
+    dim = given.pop("dim", DIM)
+    if not moved:
+        # `fit_default` would refuse it too, but only when all documents have been read.
+        if dim < 2:
+            raise RetrievalError("--dim must be at least 2")
+        return {"kind": "hashed", "dim": dim}, None
+    own = {"query_prefix": None, "passage_prefix": None, "normalize": True, **given}
+    encoder = SentenceEncoder(moved, device=args.device, batch_size=DEVICE_BATCH, **own)
     return encoder.spec(), encoder
-
-
-def _add_search(parser: argparse.ArgumentParser) -> None:
-    _add_index(parser, searched=True, loads=True)
-    add = parser.add_argument
-    add("query", nargs="+", help="the question")
-    add("--k", type=int, metavar="N", default=K, help=f"number of passages (default: {K})")
-    text = "default: filled (bm25's, then dense's), or fusion if the index was built with --encoder"
-    add("--mode", choices=("filled", "fusion", "dense", "bm25"), help=text)
-    add("--json", action="store_true", help="print one JSON object")
 
 
 def _search(args: argparse.Namespace) -> None:
@@ -284,10 +306,8 @@ def _search(args: argparse.Namespace) -> None:
     retriever = Retriever.open(
         args.index, encoder=args.encoder, device=args.device, verify=False, threads=None
     )
-    query = _text(" ".join(args.query))
-    result = retriever.search(
-        [query], k=args.k, mode=args.mode or retriever.modes[0], nprobe=args.nprobe
-    )
+    query, mode = utf8(" ".join(args.query)), args.mode or retriever.modes[0]
+    result = retriever.search([query], k=args.k, mode=mode, nprobe=args.nprobe)
     hits = result.hits[0]
     if retriever.notice:
         print(retriever.notice, file=sys.stderr)
@@ -300,25 +320,6 @@ def _search(args: argparse.Namespace) -> None:
         print("   " + " ".join(hit.passage.text.split())[:300])
     if not hits:
         print("nothing found")
-
-
-def _add_neighbors(parser: argparse.ArgumentParser) -> None:
-    _add_index(parser, searched=True)
-    add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="FILE", help="file for the neighbours")
-    add(
-        "--corpus",
-        type=Path,
-        metavar="FILE",
-        help="also write the passages' texts, for the same program",
-    )
-    add(
-        "--top-n",
-        type=int,
-        metavar="N",
-        default=TOP_N,
-        help=f"neighbours of each passage (default: {TOP_N})",
-    )
 
 
 def _neighbors(args: argparse.Namespace) -> None:
@@ -337,17 +338,6 @@ def _neighbors(args: argparse.Namespace) -> None:
     print(f"{args.out}: {lines} passages")
 
 
-def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    _add_index(parser)
-    parser.add_argument(
-        "--verify", action="store_true", help="read every file and compare its checksum"
-    )
-    parser.add_argument(
-        "--passage", metavar="ID", help="show this passage, or a document's passages"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
 def _inspect(args: argparse.Namespace) -> None:
     """Show the contents of an index and check its files."""
     from retrieval.index import Index
@@ -355,7 +345,7 @@ def _inspect(args: argparse.Namespace) -> None:
     index = Index.open(args.index, verify=args.verify)
     if args.passage is not None:
         # The store may also have rows of a build that has not published them.
-        rows = [row for row in index.store.rows_of(_text(args.passage)) if row < index.num_rows]
+        rows = [row for row in index.store.rows_of(utf8(args.passage)) if row < index.num_rows]
         if not rows:
             raise RetrievalError(
                 f"{args.index}: no passage and no document has the id {args.passage!r}"
@@ -364,31 +354,18 @@ def _inspect(args: argparse.Namespace) -> None:
             print(json.dumps(_row(passage), ensure_ascii=False))
         return
     facts = {
-        "generation": index.generation,
+        "generation": index.manifest.generation,
         "passages": index.num_live,
         "removed": len(index.removed),
         "segments": [f"{part.factory}: {part.num_rows}" for part in index.manifest.segments],
-        "dim": index.dim,
+        "dim": index.settings.dim,
         "analyzer": index.manifest.analyzer,
         **asdict(index.settings),
         "bytes": sum(path.stat().st_size for path in args.index.rglob("*") if path.is_file()),
         "verified": args.verify,
     }
-    print(
-        json.dumps(facts)
-        if args.json
-        else "\n".join(f"{name:15} {value}" for name, value in facts.items())
-    )
-
-
-def _add_remove(parser: argparse.ArgumentParser) -> None:
-    _add_index(parser, loads=True)
-    parser.add_argument(
-        "ids",
-        nargs="+",
-        metavar="ID",
-        help="id of a passage, or of a document with all its passages",
-    )
+    lines = [f"{name:15} {value}" for name, value in facts.items()]
+    print(json.dumps(facts) if args.json else "\n".join(lines))
 
 
 def _remove(args: argparse.Namespace) -> None:
@@ -397,17 +374,12 @@ def _remove(args: argparse.Namespace) -> None:
     from retrieval.encoder import load_encoder
 
     def load() -> Encoder:
-        spec, place = (
-            read_settings(args.index).encoder,
-            {"folder": args.index, "override": args.encoder},
-        )
-        return load_encoder(spec, **place, device=args.device, batch_size=DEVICE_BATCH)
+        place = {"folder": args.index, "override": args.encoder, "device": args.device}
+        return load_encoder(read_settings(args.index).encoder, **place, batch_size=DEVICE_BATCH)
 
     with progress_bars() as progress:
-        ids = [_text(name) for name in args.ids]
-        removed = remove_passages(
-            args.index, ids, load=load, options=BuildOptions(), progress=progress
-        )
+        ids = [utf8(name) for name in args.ids]
+        removed = remove_passages(args.index, ids, load=load, progress=progress)
     print(f"{args.index}: {removed} passages removed")
 
 
@@ -417,28 +389,6 @@ def _row(passage: Passage) -> dict[str, Any]:
     place = {"start": passage.start, "end": passage.end, "tokens": passage.num_tokens}
     names = {"id": passage.id, "document": passage.document_id, "title": passage.title}
     return {**names, "text": passage.content, **place}
-
-
-def _text(word: str) -> str:
-    """A command-line argument; bytes that are not UTF-8 become question marks."""
-    return word.encode("utf-8", "replace").decode()
-
-
-Command = tuple[
-    str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]
-]
-COMMANDS: dict[str, Command] = {
-    "build": (
-        "make an index of documents, continue a build, or add documents to an index",
-        _add_build,
-        _build,
-    ),
-    "search": ("find the best passages for a question", _add_search, _search),
-    "neighbors": ("write every passage's nearest passages to a file", _add_neighbors, _neighbors),
-    "inspect": ("show the contents of an index and check its files", _add_inspect, _inspect),
-    "remove": ("hide passages or documents of an index", _add_remove, _remove),
-}
-"""Name -> (summary, adds its options, runs it); `run`'s docstring is the description."""
 
 
 if __name__ == "__main__":

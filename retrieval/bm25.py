@@ -1,11 +1,10 @@
-"""BM25 over the words of passages, on tantivy. An index is one folder; passages are identified by
-rows.
+"""BM25 over the words of passages, on tantivy. An index is one folder of rows, without texts.
 
 Words are runs of letters and digits, in scripts without spaces pairs of characters (scripts.py).
 How text is cut has a version: an index is searched and updated with the analyzer that it was made
 with.
 
-Stores no texts, passage ids or generations; the caller keeps those. The constants are tantivy's:
+The constants are tantivy's:
 k1 = 1.2, b = 0.75, idf = ln(1 + (N - n + 0.5) / (n + 0.5)), with a passage's length rounded down to
 one of 256 steps (exact up to 40 words, within an eighth above). tests/reference/naive_bm25.py is
 the slow twin.
@@ -22,6 +21,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,56 +29,54 @@ import numpy as np
 import tantivy
 from numpy.typing import NDArray
 
-from retrieval.errors import CorruptIndexError, RetrievalError
+from retrieval.errors import CorruptIndexError, RetrievalError, first_line
+from retrieval.passage import utf8
 from retrieval.scripts import paired
 
 MAX_WORD_BYTES = 100
 """Longer "words" are dropped: they are encoded data, and each would be a term of its own."""
-
 MAX_QUERY_TERMS = 1024
 """Lucene's limit for the clauses of one query.
 A question has about a dozen words, so the limit affects pasted documents only."""
-
 PAIRS = 2
 """The first version of the analyzer that cuts scripts without spaces into pairs of characters;
 1 took a sentence for a word."""
-
-LOCK_SUFFIX = ".lock"
+WRITER_BYTES = 256 << 20
+"""The writer's buffer; a full one becomes a segment on disk."""
 
 
 class Bm25Index:
     """A snapshot of a folder. Many threads may call `search` at once, one at a time `update`."""
 
-    def __init__(
-        self,
-        index: tantivy.Index,
-        analyzer: tantivy.TextAnalyzer,
-        schema: tantivy.Schema,
-        version: int,
-    ) -> None:
-        self._index = index
-        self._analyzer = analyzer
-        self._schema = schema
-        self._version = version
-        self._searcher = index.searcher()
+    def __init__(self, folder: Path, language: str, version: int) -> None:
+        """Of the last commit; without one, empty. See `create` and `open`."""
+        self._analyzer, self._version = create_analyzer(language), version
+        # In the schema: tantivy refuses an index that another analyzer has made.
+        name = f"words-{language}" if version == 1 else f"words{version}-{language}"
+        builder = tantivy.SchemaBuilder().add_integer_field("row", indexed=True, fast=True)
+        # Frequencies without positions: no phrase is searched.
+        builder.add_text_field("content", tokenizer_name=name, index_option="freq")
+        self._schema = builder.build()
+        self._index = tantivy.Index(self._schema, str(folder))
+        self._index.register_tokenizer(name, self._analyzer)
+        # A reader that reloads by itself would change the snapshot under its searches.
+        self._index.config_reader("manual")
+        self._searcher = self._index.searcher()
 
-    @staticmethod
-    def create(folder: Path, *, language: str, version: int) -> Bm25Index:
-        """Create an empty index in a folder that is new or empty.
+    @classmethod
+    def create(cls, folder: Path, *, language: str, version: int) -> Bm25Index:
+        """Create an empty index in a folder that is new or empty. `version`: of the analyzer, from
+        1 to `manifest.ANALYZER`.
 
-        Args:
-            version: of the analyzer, from 1 to `manifest.ANALYZER`.
         Raises:
             RetrievalError: there is no stemmer for `language`.
         """
-        analyzer = create_analyzer(language)
         folder.mkdir(parents=True, exist_ok=True)
-        return _load(folder, language, analyzer, version)
+        return cls(folder, language, version)
 
-    @staticmethod
-    def open(folder: Path, *, language: str, version: int) -> Bm25Index:
-        """Open the folder's last commit; `language` and `version` must be those that it was created
-        with.
+    @classmethod
+    def open(cls, folder: Path, *, language: str, version: int) -> Bm25Index:
+        """Open the folder's last commit, with the `language` and `version` of its creation.
 
         Raises:
             CorruptIndexError: the folder is missing, incomplete, truncated, or was created with
@@ -86,45 +84,39 @@ class Bm25Index:
                 manifest's checksums.
             RetrievalError: there is no stemmer for `language`.
         """
-        analyzer = create_analyzer(language)
         _check_exists(folder)
-        with _damage_named(
-            f"{folder} is damaged or no BM25 index in {language!r} by analyzer {version}"
-        ):
+        what = f"{folder} is damaged or no BM25 index in {language!r} by analyzer {version}"
+        with _damage_named(what):
             if os.access(folder, os.W_OK):
-                return _load(folder, language, analyzer, version)
+                return cls(folder, language, version)
             # tantivy needs a folder in which it can create a lock file; open files outlive these
             # links.
             with TemporaryDirectory() as links:
                 for file in _files(folder):
                     Path(links, file.name).symlink_to(file.resolve())
-                return _load(Path(links), language, analyzer, version)
+                return cls(Path(links), language, version)
 
     @property
     def num_docs(self) -> int:
         """Number of searchable passages: added and not removed."""
         return int(self._searcher.num_docs)
 
-    def update(
-        self, add: Iterable[tuple[int, str]], remove: Iterable[int], *, memory_bytes: int
-    ) -> None:
+    def update(self, add: Iterable[tuple[int, str]], remove: Iterable[int]) -> None:
         """Remove rows, then add (row, content) pairs, in one commit: all of it or, if anything
         raises, nothing.
 
         Args:
             add: consumed lazily; rows ascending, none of them live unless it is in `remove` too.
             remove: rows; unknown ones are ignored.
-            memory_bytes: the writer's buffer; a full buffer becomes a segment on disk.
         Raises:
-            RetrievalError: `memory_bytes` is too small, the folder is read-only, or another writer
-                holds its lock. A killed process releases the lock, and the next commit deletes its
-                files.
+            RetrievalError: the folder is read-only, or another writer holds its lock. A killed
+                process releases the lock, and the next commit deletes its files.
             ValueError: tantivy could not write, for example because the disk is full.
         """
         try:
             # One thread: rows stay in order inside a segment, and the thread that reads the corpus
             # keeps its core.
-            writer = self._index.writer(memory_bytes, 1)
+            writer = self._index.writer(WRITER_BYTES, 1)
         except ValueError as error:
             reason = "another writer holds its lock" if "LockBusy" in str(error) else error
             raise RetrievalError(f"the BM25 index cannot be written: {reason}") from error
@@ -143,14 +135,11 @@ class Bm25Index:
         self._searcher = self._index.searcher()
 
     def search(self, query: str, *, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """The best passages that share a word with the query: scores [n] and rows [n], n <= k, best
-        first.
+        """The best passages with a word of the query: scores [n] and rows [n], n <= k, best first.
 
-        The query is text, never syntax; a repeated word counts once. Equal scores are ordered by
-        row, ascending. If several passages tie for the last place, their segments decide which are
-        returned.
-
-        Of a query with more than MAX_QUERY_TERMS distinct words the rarest are looked up.
+        The query is text, never syntax; a repeated word counts once, and of more than
+        MAX_QUERY_TERMS the rarest are looked up. Equal scores are ordered by row, ascending. If
+        several passages tie for the last place, their segments decide which are returned.
 
         Raises:
             CorruptIndexError: tantivy failed on a damaged file.
@@ -161,19 +150,13 @@ class Bm25Index:
             if len(words) > MAX_QUERY_TERMS:
                 frequency = {word: searcher.doc_freq("content", word) for word in words}
                 # A word that no passage has would take a clause and find nothing.
-                words = sorted(
-                    (word for word in words if frequency[word]), key=frequency.__getitem__
-                )[:MAX_QUERY_TERMS]
+                known = [word for word in words if frequency[word]]
+                words = sorted(known, key=frequency.__getitem__)[:MAX_QUERY_TERMS]
             limit = min(k, searcher.num_docs)  # tantivy panics at a limit of 0
             if not words or not limit:
                 return np.empty(0, np.float32), np.empty(0, np.int64)
-            terms = [
-                (
-                    tantivy.Occur.Should,
-                    tantivy.Query.term_query(self._schema, "content", word, index_option="freq"),
-                )
-                for word in words
-            ]
+            term = partial(tantivy.Query.term_query, self._schema, "content", index_option="freq")
+            terms = [(tantivy.Occur.Should, term(word)) for word in words]
             hits = searcher.search(tantivy.Query.boolean_query(terms), limit, count=False).hits
             found = searcher.fast_field_values("row", [address for _, address in hits])
         scores, rows = np.array([score for score, _ in hits], np.float32), np.array(found, np.int64)
@@ -182,17 +165,16 @@ class Bm25Index:
 
     def _cut(self, text: str) -> str:
         """What the analyzer is given of a text, a passage's or a query's."""
-        return paired(_utf8(text)) if self._version >= PAIRS else _utf8(text)
+        return paired(utf8(text)) if self._version >= PAIRS else utf8(text)
 
 
 def link_copy(source: Path, target: Path) -> None:
-    """Copy an index folder by hard links: the copy takes no space, and an update of one folder does
-    not change the other.
+    """Copy an index folder, in which no writer may be active, by hard links; where the file system
+    has none, by its bytes.
 
-    The folders stay independent because tantivy writes every file once: segments are new files,
-    `meta.json` and `.managed.json` are replaced by renaming. Lock files are left out: two folders
-    with a shared one would block each other's writers. On file systems without hard links files are
-    copied. No writer may be active in `source`.
+    An update of one folder does not change the other, because tantivy writes every file once:
+    segments are new files, `meta.json` and `.managed.json` are replaced by renaming. Lock files are
+    left out: two folders with a shared one would block each other's writers.
 
     Raises:
         CorruptIndexError: `source` is not an index.
@@ -207,7 +189,7 @@ def link_copy(source: Path, target: Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    return [file for file in folder.iterdir() if file.suffix != LOCK_SUFFIX]
+    return [file for file in folder.iterdir() if file.suffix != ".lock"]
 
 
 def _check_exists(folder: Path) -> None:
@@ -217,30 +199,16 @@ def _check_exists(folder: Path) -> None:
 
 @contextmanager
 def _damage_named(what: str) -> Iterator[None]:
-    """Raise tantivy's errors as CorruptIndexError.
-    A damaged file may cause a Rust panic, which is not an `Exception`."""
+    """Raise tantivy's errors, and Rust's panics, which are no `Exception`, as CorruptIndexError."""
     try:
         yield
+    except RetrievalError:
+        raise
     except BaseException as error:
-        if (
-            not isinstance(error, (ValueError, OSError))
-            and type(error).__name__ != "PanicException"
-        ):
+        is_panic = type(error).__name__ == "PanicException"
+        if not is_panic and not isinstance(error, (ValueError, OSError)):
             raise
-        raise CorruptIndexError(f"{what}: {str(error).partition(chr(10))[0]}") from error
-
-
-def _load(folder: Path, language: str, analyzer: tantivy.TextAnalyzer, version: int) -> Bm25Index:
-    # The schema contains the analyzer's name, and tantivy refuses an index whose schema differs.
-    name = f"words-{language}" if version == 1 else f"words{version}-{language}"
-    builder = tantivy.SchemaBuilder().add_integer_field("row", indexed=True, fast=True)
-    # Frequencies without positions: no phrase is searched.
-    schema = builder.add_text_field("content", tokenizer_name=name, index_option="freq").build()
-    index = tantivy.Index(schema, str(folder))
-    index.register_tokenizer(name, analyzer)
-    # A reader that reloads by itself would change the snapshot under its searches.
-    index.config_reader("manual")
-    return Bm25Index(index, analyzer, schema, version)
+        raise CorruptIndexError(f"{what}: {first_line(error)}") from error
 
 
 def create_analyzer(language: str) -> tantivy.TextAnalyzer:
@@ -250,19 +218,18 @@ def create_analyzer(language: str) -> tantivy.TextAnalyzer:
     Raises:
         RetrievalError: tantivy has no stemmer for this language.
     """
-    builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple()).filter(
-        tantivy.Filter.remove_long(MAX_WORD_BYTES)
-    )
     # Stemmers expect lower case.
-    builder = builder.filter(tantivy.Filter.lowercase()).filter(tantivy.Filter.ascii_fold())
+    filters = [
+        tantivy.Filter.remove_long(MAX_WORD_BYTES),
+        tantivy.Filter.lowercase(),
+        tantivy.Filter.ascii_fold(),
+    ]
     try:
-        return (
-            builder if language == "none" else builder.filter(tantivy.Filter.stemmer(language))
-        ).build()
+        if language != "none":
+            filters.append(tantivy.Filter.stemmer(language))
+        builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple())
+        for each in filters:
+            builder = builder.filter(each)
+        return builder.build()
     except ValueError as error:
         raise RetrievalError(f"BM25: {error}; give a language's English name, or none") from None
-
-
-def _utf8(text: str) -> str:
-    """Replace lone surrogates, which JSON can hold and UTF-8 cannot, by question marks."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -1,10 +1,8 @@
 """Reads documents: files and folders of text, Markdown and JSON Lines.
 
-One document is in memory at a time. Ids are stable: the path relative to the source folder, or the
-row's own id. `clean` replaces characters that a tokenizer, a database or a terminal cannot handle.
-Ids that occur twice are not detected here.
-
-What cannot be read does not end the reading: `Corpus` goes on, so that all of it is named at once.
+One document is in memory at a time. `clean` replaces characters that a tokenizer, a database or a
+terminal cannot handle. What cannot be read does not end the reading, so that all of it is named at
+once.
 """
 
 from __future__ import annotations
@@ -16,18 +14,18 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from stat import S_ISREG
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from retrieval.errors import RetrievalError
 from retrieval.passage import Document
 
 TEXT_SUFFIXES = (".txt", ".md")
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz")
+SUFFIXES = TEXT_SUFFIXES + ROW_SUFFIXES
 
 MAX_DOCUMENT_BYTES = 1 << 28
 """A text file or row of more than 256 MiB is refused as a mistake:
@@ -48,38 +46,6 @@ _FENCE_OR_HEADING = re.compile(r"^(?: {0,3}(```|~~~)|#[ \t]+(.*))", re.MULTILINE
 _CLOSING_HASHES = re.compile(r"(?:^|[ \t])#+$")
 
 
-@dataclass
-class Reading:
-    """What a corpus held, complete once its documents have been read.
-
-    Attributes:
-        files: number of files that were read, in whole or in part.
-        unreadable: what was wrong, a line for each file or folder that could not be read, or not in
-            whole.
-        num_empty: files without text.
-        num_other: files of other kinds, hidden ones apart.
-        unread: names of files and folders that are there and may hold documents that were not read:
-            unreadable or empty ones, and links that lead nowhere (to a disk that is not mounted).
-    """
-
-    files: int = 0
-    unreadable: list[str] = field(default_factory=list)
-    num_empty: int = 0
-    num_other: int = 0
-    unread: set[str] = field(default_factory=set)
-
-
-@dataclass
-class _Faults:
-    """Of one file: the first, and how many. A file may have millions."""
-
-    first: str = ""
-    num: int = 0
-
-    def note(self, fault: str) -> None:
-        self.first, self.num = self.first or fault, self.num + 1
-
-
 class Corpus:
     """The documents of files and folders, those without text left out.
 
@@ -87,13 +53,19 @@ class Corpus:
     followed, but no folder is read twice. A .txt or .md file is a document; its id is its path in
     the folder (a single file's is its name). A Markdown file's title is its first heading of level
     1. A line of JSON Lines is `{"text", "title"?, "id"?}`, other fields ignored; without `id` its
-       id is `FILE:LINE`, lines counted from 1. Text is UTF-8, or what a byte-order mark says:
-       UTF-8, UTF-16, UTF-32.
+    id is `FILE:LINE`, lines counted from 1. Text is UTF-8, or what a byte-order mark says: UTF-8,
+    UTF-16, UTF-32.
 
     Args:
         skip_unreadable: leave out files, and rows of JSON Lines, that cannot be read.
-        may_be_missing: take a source that does not exist, or has no documents, for one that is
-            empty.
+        may_be_missing: a source may be missing or empty.
+    Attributes: complete once the documents have been read.
+        num_files, num_empty, num_other: files that were read, in whole or in part; of them, those
+            without text; files of other kinds, hidden ones apart.
+        unreadable: what was wrong, a line for each file or folder that could not be read, or not in
+            whole.
+        unread: names of files and folders that are there and may hold documents that were not read:
+            unreadable or empty ones, and links that lead nowhere (to a disk that is not mounted).
     Raises:
         RetrievalError: a source does not exist, or is a file of another kind.
     """
@@ -101,16 +73,16 @@ class Corpus:
     def __init__(
         self, sources: Sequence[str | Path], *, skip_unreadable: bool, may_be_missing: bool = False
     ) -> None:
-        self.reading = Reading()
+        self.num_files = self.num_empty = self.num_other = 0
+        self.unreadable: list[str] = []
+        self.unread: set[str] = set()
         self._skips, self._may_be_missing = skip_unreadable, may_be_missing
         self._sources = [Path(source) for source in sources]
         for path in self._sources:
             if not path.exists() and not may_be_missing:
                 raise RetrievalError(f"no such file or folder: {path}")
-            if path.is_file() and not _is_corpus_file(path.name):
-                raise RetrievalError(
-                    f"{path}: not one of {', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)}"
-                )
+            if path.is_file() and not path.name.lower().endswith(SUFFIXES):
+                raise RetrievalError(f"{path}: not one of {', '.join(SUFFIXES)}")
 
     def documents(self) -> Iterator[Document]:
         """Read all sources, once.
@@ -119,28 +91,30 @@ class Corpus:
             RetrievalError: at the end: all that cannot be read, unless it is skipped, each file
                 with its first bad line; or a source without documents.
         """
-        reading, empty = self.reading, list[Path]()
+        empty: list[Path] = []
         for source in self._sources:
             is_empty = True
             for path, name in self._files(source):
-                reading.files += 1
+                self.num_files += 1
                 has_text = False
                 for document in self._read(path, name):
                     has_text = True
                     yield document
                 is_empty = is_empty and not has_text
-                if not has_text and name not in reading.unread:
-                    reading.num_empty += 1
-                    reading.unread.add(name)
+                if not has_text and name not in self.unread:
+                    self.num_empty += 1
+                    self.unread.add(name)
             if is_empty:
                 empty.append(source)
-        if reading.unreadable and not self._skips:
-            raise RetrievalError(_named(reading.unreadable))
+        bad = "".join(f"\n  {each}" for each in self.unreadable)
+        if self.unreadable and not self._skips:
+            how = "(--skip-unreadable goes on without)"
+            if len(self.unreadable) == 1:
+                raise RetrievalError(f"{self.unreadable[0]} {how}")
+            raise RetrievalError(f"{len(self.unreadable)} files cannot be read {how}:{bad}")
         if empty and not self._may_be_missing:
-            suffixes, bad = ", ".join(TEXT_SUFFIXES + ROW_SUFFIXES), _lines_of(reading.unreadable)
-            raise RetrievalError(
-                f"no documents in {empty[0]}: looked for {suffixes} that contain text{bad}"
-            )
+            what = f"looked for {', '.join(SUFFIXES)} that contain text"
+            raise RetrievalError(f"no documents in {empty[0]}: {what}{bad}")
 
     # Private, in order of use
 
@@ -178,77 +152,60 @@ class Corpus:
                 except OSError:
                     # A link that leads nowhere, perhaps to a disk that is away: pruning must spare
                     # its documents.
-                    self.reading.unread.add(name_of(path))
+                    self.unread.add(name_of(path))
                 else:
                     # To open a named pipe would be to wait for its writer.
-                    if _is_corpus_file(name) and S_ISREG(mode):
+                    if name.lower().endswith(SUFFIXES) and S_ISREG(mode):
                         yield path, name_of(path)
                     else:
-                        self.reading.num_other += 1
+                        self.num_other += 1
 
     def _read(self, path: Path, name: str) -> Iterator[Document]:
         """The file's documents that have text; what is wrong with it is noted."""
-        faults = _Faults()
+        fault, num_faults = "", 0  # a file may have millions
+        kind = path.name.lower()
+        open_file = cast(Callable[..., IO[bytes]], gzip.open if kind.endswith(".gz") else open)
         try:
-            with cast(
-                IO[bytes], gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb")
-            ) as file:
-                is_rows = path.name.lower().endswith(ROW_SUFFIXES)
-                read = (
-                    _read_rows(file, path, name, faults)
-                    if is_rows
-                    else _read_text(file, path, name)
-                )
-                yield from (document for document in read if document.text.strip())
-        except OSError as error:
-            faults.note(f"{path}: {error.strerror or error}")
-        except RetrievalError as error:
-            faults.note(str(error))
-        if faults.num:
-            more = f" (and in {faults.num - 1} more rows)" if faults.num > 1 else ""
-            self._refuse(name, faults.first + more)
+            with open_file(path, "rb") as file:
+                read = _read_rows if kind.endswith(ROW_SUFFIXES) else _read_text
+                for each in read(file, path, name):
+                    if isinstance(each, RetrievalError):
+                        fault, num_faults = fault or str(each), num_faults + 1
+                    elif each.text.strip():
+                        yield each
+        except (OSError, RetrievalError) as error:
+            reason = str(error)
+            if isinstance(error, OSError):
+                reason = f"{path}: {error.strerror or error}"
+            fault, num_faults = fault or reason, num_faults + 1
+        if num_faults:
+            more = f" (and in {num_faults - 1} more rows)" if num_faults > 1 else ""
+            self._refuse(name, fault + more)
 
     def _refuse(self, name: str, reason: str) -> None:
-        self.reading.unread.add(name)
-        self.reading.unreadable.append(reason)
+        self.unread.add(name)
+        self.unreadable.append(reason)
 
 
 def clean(text: str) -> str:
-    """The text with one kind of line break, no control characters and no halves of surrogate
-    pairs."""
+    """With one kind of line break, no control characters and no halves of surrogate pairs."""
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     text = _CONTROLS.sub(" ", text)
     return text if text.isascii() else _SURROGATES.sub("\ufffd", text)
 
 
-def _is_corpus_file(name: str) -> bool:
-    return name.lower().endswith(TEXT_SUFFIXES + ROW_SUFFIXES)
-
-
-def _named(unreadable: Sequence[str]) -> str:
-    """One line, or one for each; how to go on without them."""
-    if len(unreadable) == 1:
-        return f"{unreadable[0]} (--skip-unreadable goes on without)"
-    return (
-        f"{len(unreadable)} files cannot be read (--skip-unreadable goes on"
-        f" without):{_lines_of(unreadable)}"
-    )
-
-
-def _lines_of(unreadable: Sequence[str]) -> str:
-    return "".join(f"\n  {each}" for each in unreadable)
-
-
-def _read_text(file: IO[bytes], path: Path, name: str) -> Iterator[Document]:
+def _read_text(file: IO[bytes], path: Path, name: str) -> Iterator[Document | RetrievalError]:
     data = file.read(MAX_DOCUMENT_BYTES + 1)
     if len(data) > MAX_DOCUMENT_BYTES:
-        raise RetrievalError(
-            f"{path}: larger than {MAX_DOCUMENT_BYTES >> 20} MiB; give its parts as rows of JSON"
-            " Lines"
-        )
+        what = f"larger than {MAX_DOCUMENT_BYTES >> 20} MiB"
+        raise RetrievalError(f"{path}: {what}; give its parts as rows of JSON Lines")
     bom, encoding = _encoding(data)
-    text = clean(_decode(data.removeprefix(bom), encoding, path, 1))
+    try:
+        text = clean(data.removeprefix(bom).decode(encoding))
+    except UnicodeDecodeError as error:
+        line = 1 + error.object[: error.start].decode(encoding, "replace").count("\n")
+        raise RetrievalError(f"{path}:{line}: {_undecoded(error)}") from error
     title = _markdown_title(text) if path.suffix.lower() == ".md" else ""
     yield Document(id=name, title=title, text=text, file=name)
 
@@ -263,36 +220,29 @@ def _markdown_title(text: str) -> str:
     return ""
 
 
-def _read_rows(file: IO[bytes], path: Path, name: str, faults: _Faults) -> Iterator[Document]:
-    """The documents of the rows that can be read; what is wrong with the others is noted."""
+def _read_rows(file: IO[bytes], path: Path, name: str) -> Iterator[Document | RetrievalError]:
+    """The rows' documents, or what is wrong with them."""
     for number, line in _lines(file, path):
-        place = f"{path}:{number}"
         try:
             if len(line) > MAX_DOCUMENT_BYTES:
-                raise RetrievalError(f"{place}: a line of more than {MAX_DOCUMENT_BYTES >> 20} MiB")
-            text = (
-                line
-                if isinstance(line, str)
-                else _decode(line.removeprefix(codecs.BOM_UTF8), "utf-8", path, number)
-            )
-            if text.strip():
-                yield _document(_parse(text, place), place, f"{name}:{number}", name)
-        except RetrievalError as error:
-            faults.note(str(error))
+                raise RetrievalError(f"a line of more than {MAX_DOCUMENT_BYTES >> 20} MiB")
+            if isinstance(line, bytes):
+                line = line.removeprefix(codecs.BOM_UTF8).decode()
+            if line.strip():
+                yield _document(line, f"{name}:{number}", name)
+        except (RetrievalError, UnicodeDecodeError) as error:
+            what = _undecoded(error) if isinstance(error, UnicodeDecodeError) else error
+            yield RetrievalError(f"{path}:{number}: {what}")
 
 
 def _lines(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | str]]:
-    """Each line with its number, up to just above MAX_DOCUMENT_BYTES of it:
-    bytes, or text of what is not UTF-8."""
+    """Each line with its number, cut above MAX_DOCUMENT_BYTES: bytes, or text if not UTF-8."""
     number = 1
     try:
         bom, encoding = _encoding(file.read(_LONGEST_BOM))
         file.seek(len(bom))
-        with (
-            file
-            if encoding == "utf-8"
-            else io.TextIOWrapper(file, encoding=encoding, newline="\n") as lines
-        ):
+        is_utf8 = encoding == "utf-8"
+        with file if is_utf8 else io.TextIOWrapper(file, encoding, newline="\n") as lines:
             # Only "\n" ends a row, in every encoding: a text may hold "\r" or U+2028.
             for number in count(1):
                 if not (line := lines.readline(MAX_DOCUMENT_BYTES + 1)):
@@ -303,55 +253,41 @@ def _lines(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes | str]]:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise RetrievalError(f"{path}:{number}: not gzip, or damaged: {error}") from error
     except UnicodeDecodeError as error:
-        raise RetrievalError(f"{path}:{number}: not {encoding.upper()}: {error.reason}") from error
+        raise RetrievalError(f"{path}:{number}: {_undecoded(error)}") from error
 
 
 def _encoding(data: bytes) -> tuple[bytes, str]:
     """The byte-order mark with which the data begins, if any, and the encoding."""
-    return next(
-        ((bom, encoding) for bom, encoding in _BOMS if data.startswith(bom)), (b"", "utf-8")
-    )
+    return next((each for each in _BOMS if data.startswith(each[0])), (b"", "utf-8"))
 
 
-def _decode(data: bytes, encoding: str, path: Path, first_line: int) -> str:
-    try:
-        return data.decode(encoding)
-    except UnicodeDecodeError as error:
-        line = first_line + data[: error.start].decode(encoding, "replace").count("\n")
-        why = f"byte 0x{data[error.start]:02x}" if encoding == "utf-8" else error.reason
-        raise RetrievalError(f"{path}:{line}: not {encoding.upper()}: {why}") from error
+def _undecoded(error: UnicodeDecodeError) -> str:
+    is_utf8 = error.encoding == "utf-8"
+    why = f"byte 0x{error.object[error.start]:02x}" if is_utf8 else error.reason
+    return f"not {error.encoding.upper()}: {why}"
 
 
-def _parse(line: str, place: str) -> dict[str, Any]:
+def _document(line: str, default_id: str, file: str) -> Document:
+    """Of a row with `text`, and perhaps `id` and `title`."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise RetrievalError(f"{place}: not JSON: {error}") from error
+        raise RetrievalError(f"not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise RetrievalError(f"{place}: a row must be an object, got {type(row).__name__}")
+        raise RetrievalError(f"a row must be an object, got {type(row).__name__}")
     if row.get("text") is None:
-        raise RetrievalError(
-            f'{place}: a row must have a "text"; got the fields {", ".join(row) or "none"}'
-        )
-    return row
-
-
-def _document(row: dict[str, Any], place: str, default_id: str, file: str) -> Document:
-    """A document from the fields `id`, `title` and `text`, each of which may be missing or None."""
+        named = ", ".join(row) or "none"
+        raise RetrievalError(f'a row must have a "text"; got the fields {named}')
     for name in ("title", "text"):
         if not isinstance(row.get(name), str | None):
-            raise RetrievalError(
-                f"{place}: the {name} must be a string, got {type(row[name]).__name__}"
-            )
+            raise RetrievalError(f"the {name} must be a string, got {type(row[name]).__name__}")
     row_id = row.get("id")
     # A bool is an int in Python.
     if row_id == "" or isinstance(row_id, bool) or not isinstance(row_id, str | int | None):
-        raise RetrievalError(
-            f"{place}: the id must be an integer or a non-empty string, got {row_id!r}"
-        )
+        raise RetrievalError(f"the id must be an integer or a non-empty string, got {row_id!r}")
     return Document(
         id=default_id if row_id is None else clean(str(row_id)),
         title=" ".join(clean(row.get("title") or "").split()),
-        text=clean(row.get("text") or ""),
+        text=clean(row["text"]),
         file=file,
     )

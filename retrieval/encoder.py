@@ -1,8 +1,7 @@
-"""The protocol of encoders, which turn texts into vectors, and `load_encoder`, which restores an
-index's encoder.
+"""What turns texts into vectors, and how an index's encoder is restored.
 
-Knows neither FAISS nor the passage store. Similarity is always the inner product of the vectors
-that the two methods return; each encoder decides whether its vectors have length 1.
+Similarity is always the inner product of the vectors that the two methods return; each encoder
+decides whether its vectors have length 1.
 """
 
 from __future__ import annotations
@@ -45,11 +44,9 @@ def load_encoder(
     device: str | None,
     batch_size: int,
 ) -> Encoder:
-    """Load the encoder that an index was built with. Compares the spec only; `index.check_encoder`
-    compares a vector.
+    """Load the encoder that an index was built with; `index.check_encoder` compares a vector.
 
     Args:
-        spec: the result of `Encoder.spec` at build time.
         folder: holds the default encoder's state file, `STATE_FILE`.
         override: path of the same model now, if it has moved since the build.
         device, batch_size: for a model. `device` None selects CUDA if available.
@@ -60,16 +57,13 @@ def load_encoder(
     try:
         if spec["kind"] == "hashed":
             if override is not None:
-                raise RetrievalError(
-                    f"this index was built with the embedded encoder: --encoder {override} does"
-                    " not fit"
-                )
+                what = "this index was built with the embedded encoder"
+                raise RetrievalError(f"{what}: --encoder {override} does not fit")
             encoder: Encoder = HashedEncoder.load(folder / STATE_FILE)
         elif spec["kind"] == "sentence":
             kept = {name: spec[name] for name in ("query_prefix", "passage_prefix", "normalize")}
-            encoder = SentenceEncoder(
-                override or spec["model"], device=device, batch_size=batch_size, **kept
-            )
+            model = override or spec["model"]
+            encoder = SentenceEncoder(model, device=device, batch_size=batch_size, **kept)
         else:
             raise CorruptIndexError(f"unknown kind of encoder {spec['kind']!r}")
         # By now another model may lie at the path.

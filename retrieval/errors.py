@@ -12,3 +12,8 @@ class RetrievalError(ValueError):
 
 class CorruptIndexError(RetrievalError):
     """The index directory differs from its manifest."""
+
+
+def first_line(error: BaseException) -> str:
+    """Of a library's message, for one of ours."""
+    return str(error).strip().partition("\n")[0]

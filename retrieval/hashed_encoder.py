@@ -1,5 +1,4 @@
-"""The embedded default encoder: hashed, weighted word counts times one matrix. Nothing is
-downloaded.
+"""The embedded default encoder: hashed, weighted word counts times one matrix.
 
     text ── stems ── hash ── counts ── saturated, * rarity^1 ──┐
                                                                ├── @ projection ── length 1
@@ -19,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,47 +30,36 @@ from retrieval.scripts import UNSPACED
 
 STATE_FILE = "encoder.npz"
 """File name of this encoder's saved state in an index."""
-
 STATE_VERSION = 2
 """Incremented when the same text would get another vector (stems, hash, weights,
 random part) or the file changes."""
-
 NUM_BUCKETS = 2**16
 """Twice as many double the state and gain 0.3 points of recall@5 (mean of three sets);
 four times as many gain 0.5."""
-
 STEM_CHARS = 6
 """Letters of a word that count: `retrieve`, `retrieval` and `retrieves` are one stem."""
-
 STEM_PATTERN = (
     rf"(?=([{UNSPACED}]{{1,2}}|[^\W{UNSPACED}]{{1,{STEM_CHARS}}}))(?:[{UNSPACED}]|[^\W{UNSPACED}]+)"
 )
 """Consumes one unspaced character or a whole word;
 captures a pair of characters or the word's first letters."""
-
 BM25_K1 = 1.2
 BM25_B = 0.75
 """Saturation and length normalisation of a passage's counts:
 BM25's usual values (Robertson and Zaragoza 2009, 3.2)."""
-
 PASSAGE_RARITY = 1.0
 QUERY_RARITY = 2.0
 """Powers of the inverse document frequency."""
-
 SINGULAR_SHARE = 0.25
 """Share of singular vectors in the dimensions.
 A larger one finds more among a few thousand passages, far less among many."""
-
 RANDOM_SCALE = 0.35
 """Weight of the random part relative to the singular vectors."""
-
 SVD_ITERATIONS = 2
 """Power iterations of the randomised decomposition; recall with 4 differs by 0.1 points."""
-
 RANK_TOLERANCE = 1e-4
 """Singular values below this share of the largest are rounding errors,
 from a small or repetitive sample."""
-
 BATCH = 4096
 """Passages counted and projected at a time, which bounds the memory."""
 
@@ -80,13 +69,12 @@ class HashedEncoder:
     """See the module. Not changed after it was made, so threads may share it.
 
     Attributes:
-        num_passages: passages of the sample that have a word.
-        mean_len: mean number of stems of a passage in the sample.
-        used: [u] int64, ascending: the buckets that the sample fills.
-        num_with: [u] int64, the sample's passages in each of them.
+        num_passages, mean_len: passages of the sample that have a word, and their mean number of
+            stems.
+        used, num_with: [u] int64: the buckets that the sample fills, ascending, and its passages in
+            each of them.
         leading: [u, rank] float16, singular vectors; 0 in all other buckets. rank is less than dim.
-        dim: columns of every vector.
-        seed: of the random columns.
+        dim: columns of every vector; `seed` is the random ones'.
         rarity, projection: see the module; made from the others.
     """
 
@@ -102,22 +90,22 @@ class HashedEncoder:
 
     def __post_init__(self) -> None:
         self.rarity = _rarity(self.used, self.num_with, self.num_passages)
-        self.projection = _projection(
-            self.used, self.leading.astype(np.float32), dim=self.dim, seed=self.seed
-        )
+        leading = self.leading.astype(np.float32)
+        self.projection = _projection(self.used, leading, dim=self.dim, seed=self.seed)
 
     def encode_passages(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """[n, dim] float32 of length 1, or 0 for a text without a word."""
-        return self._project(
-            texts, lambda counts: _weigh_passages(counts, self.rarity, self.mean_len)
-        )
+        weigh = partial(_weigh_passages, rarity=self.rarity, mean_len=self.mean_len)
+        return self._project(texts, weigh)
 
     def encode_queries(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """[n, dim] float32 of length 1, or 0 for a text without a word.
         How often a query repeats a word does not matter."""
-        return self._project(
-            texts, lambda counts: _with_data(counts, self.rarity[counts.indices] ** QUERY_RARITY)
-        )
+
+        def weigh(counts: Any) -> Any:
+            return _with_data(counts, self.rarity[counts.indices] ** QUERY_RARITY)
+
+        return self._project(texts, weigh)
 
     def spec(self) -> dict[str, Any]:
         """The settings that the index records; the state itself is in `STATE_FILE`."""
@@ -131,11 +119,8 @@ class HashedEncoder:
 
     @classmethod
     def load(cls, path: Path) -> HashedEncoder:
-        """Read the file of `save`.
-
-        Raises:
-            CorruptIndexError: the file is missing, damaged, or of another version.
-        """
+        """Read the file of `save`. Raises CorruptIndexError: missing, damaged, or of another
+        version."""
         try:
             with np.load(path, allow_pickle=False) as file:  # a pickle may run code
                 state = {name: file[name] for name in file.files}
@@ -144,25 +129,19 @@ class HashedEncoder:
                 used, num_with, leading = state["used"], state["num_with"], state["leading"]
                 if leading.ndim != 2 or not used.shape == num_with.shape == leading.shape[:1]:
                     raise ValueError(f"of shapes {used.shape}, {num_with.shape}, {leading.shape}")
-                return cls(
-                    **{name: value if value.ndim else value.item() for name, value in state.items()}
-                )
+                return cls(**{key: one if one.ndim else one.item() for key, one in state.items()})
         except Exception as err:  # numpy raises a different class for each kind of damage
             raise CorruptIndexError(f"{path}: not an encoder's state: {err!r}") from err
-        raise CorruptIndexError(
-            f"{path}: encoder state of version {version}, this release reads {STATE_VERSION}; build"
-            " the index anew"
-        )
+        what = f"encoder state of version {version}, this release reads {STATE_VERSION}"
+        raise CorruptIndexError(f"{path}: {what}; build the index anew")
 
     def _project(self, texts: Sequence[str], weigh: Callable[[Any], Any]) -> NDArray[np.float32]:
         vectors = np.zeros((len(texts), self.dim), dtype=np.float32)
         for first in range(0, len(texts), BATCH):
-            vectors[first : first + BATCH] = (
-                weigh(_count(texts[first : first + BATCH])) @ self.projection
-            )
+            some = slice(first, first + BATCH)
+            vectors[some] = weigh(_count(texts[some])) @ self.projection
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-        # A text without a word stays 0, not NaN.
-        np.divide(vectors, lengths, out=vectors, where=lengths > 0)
+        vectors /= np.where(lengths > 0, lengths, 1)  # a text without a word stays 0, not NaN
         return vectors
 
 
@@ -170,11 +149,9 @@ def fit_default(sample: Sequence[str], *, dim: int, seed: int) -> HashedEncoder:
     """Fit the default encoder.
 
     Args:
-        sample: contents of one or more passages of the corpus; 100,000 take 12 s of one core and
-            0.9 GB.
+        sample: contents of passages of the corpus; 100,000 take 12 s of one core and 0.9 GB.
         dim: columns of every vector, at least 2.
-        seed: of the random part and of the randomised singular vectors; the same sample and seed
-            give the same encoder.
+        seed: of all that is random; the same sample and seed give the same encoder.
     Raises:
         RetrievalError: `sample` has no word, or `dim` is too small.
     """
@@ -183,25 +160,20 @@ def fit_default(sample: Sequence[str], *, dim: int, seed: int) -> HashedEncoder:
 
     if dim < 2:
         raise RetrievalError(f"an encoder needs at least 2 dimensions but got {dim}")
-    counts = _count(sample) if sample else None
-    counts = None if counts is None else counts[np.diff(counts.indptr) > 0]
-    if counts is None or not counts.shape[0]:
+    counts = _count(sample or [""])
+    counts = counts[np.diff(counts.indptr) > 0]
+    if not counts.shape[0]:
         raise RetrievalError("cannot fit the default encoder: no passage of the sample has a word")
     num_passages = counts.shape[0]
     used, num_with = np.unique(counts.indices, return_counts=True)
     mean_len = float(counts.sum() / num_passages)
     passages = _weigh_passages(counts, _rarity(used, num_with, num_passages), mean_len)
-    passages = (
-        diags_array(1 / np.sqrt(passages.multiply(passages).sum(axis=1)).astype(np.float32))
-        @ passages
-    )
+    lengths = np.sqrt(passages.multiply(passages).sum(axis=1)).astype(np.float32)
     # Buckets that the sample does not fill have no part in its singular vectors.
-    passages, wanted = passages[:, used], max(1, int(dim * SINGULAR_SHARE))
+    passages = (diags_array(1 / lengths) @ passages)[:, used]
+    size = min(max(1, int(dim * SINGULAR_SHARE)), *passages.shape)
     _, values, leading = randomized_svd(
-        passages,
-        n_components=min(wanted, *passages.shape),
-        n_iter=SVD_ITERATIONS,
-        random_state=seed,
+        passages, n_components=size, n_iter=SVD_ITERATIONS, random_state=seed
     )
     # a repetitive sample has fewer directions
     rank = int((values > RANK_TOLERANCE * values[0]).sum())
@@ -237,8 +209,7 @@ def _count(texts: Sequence[str]) -> Any:
 def _rarity(
     used: NDArray[np.int64], num_with: NDArray[np.int64], num_passages: int
 ) -> NDArray[np.float32]:
-    """[NUM_BUCKETS] float32, BM25's formula:
-    positive, and largest for a bucket that is in no passage."""
+    """[NUM_BUCKETS] float32, BM25's: positive, and largest for a bucket that is in no passage."""
     counts = np.zeros(NUM_BUCKETS, dtype=np.int64)
     counts[used] = num_with
     rarity: NDArray[np.float64] = np.log1p((num_passages - counts + 0.5) / (counts + 0.5))
@@ -249,9 +220,8 @@ def _weigh_passages(counts: Any, rarity: NDArray[np.float32], mean_len: float) -
     """BM25's saturated counts, times rarity ** PASSAGE_RARITY."""
     relative_len = counts.sum(axis=1) / mean_len
     offsets = np.repeat(BM25_K1 * (1 - BM25_B + BM25_B * relative_len), np.diff(counts.indptr))
-    return _with_data(
-        counts, counts.data / (counts.data + offsets) * rarity[counts.indices] ** PASSAGE_RARITY
-    )
+    saturated = counts.data / (counts.data + offsets)
+    return _with_data(counts, saturated * rarity[counts.indices] ** PASSAGE_RARITY)
 
 
 def _with_data(counts: Any, data: NDArray[np.float32]) -> Any:
@@ -263,8 +233,8 @@ def _with_data(counts: Any, data: NDArray[np.float32]) -> Any:
 def _projection(
     used: NDArray[np.int64], leading: NDArray[np.float32], *, dim: int, seed: int
 ) -> NDArray[np.float32]:
-    """[NUM_BUCKETS, dim] float32: `leading` in the rows `used`,
-    then random columns without what the first ones hold."""
+    """[NUM_BUCKETS, dim] float32: `leading` in the rows `used`, then random columns without what
+    the first ones hold."""
     rank = leading.shape[1]
     num_bits = NUM_BUCKETS * (dim - rank)
     # A bit generator's stream is the same in every version of numpy; that of

@@ -1,25 +1,25 @@
-"""One generation of an index directory, open for searching, and the checks of what it holds.
-Files: see manifest.py."""
+"""An index directory, open for searching, and the checks of what it holds. Files: see
+manifest.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.dense import Segment, best_of, create_segment, is_exact, read_faiss, search_segments
+from retrieval.dense import EXACT, Found, Segment, best_of, read_faiss, search_segments
 from retrieval.errors import CorruptIndexError
 from retrieval.manifest import (
+    NOTHING,
     PASSAGES,
     VECTORS,
-    FileEntry,
-    FileState,
     Manifest,
-    check_files,
+    State,
+    entry_of,
     read_manifest,
     removed_rows,
     state_of,
@@ -44,26 +44,76 @@ _OPEN_TRIES = 5
 """A build may replace a generation and delete its files between reading the manifest and opening
 them."""
 
-Found = tuple[NDArray[np.float32], NDArray[np.int64]]
-"""Scores [n, k] and rows [n, k], best first; -inf and -1 where there are fewer."""
-
 
 @dataclass(frozen=True, eq=False)
-class Index:
-    """One generation of an index directory, open for searching.
-    Immutable, so any thread may search."""
+class Directory:
+    """An open index directory. `manifest`: of the generation that is served, or NOTHING."""
 
     folder: Path
     settings: IndexSettings
     manifest: Manifest
     store: PassageStore
-    vector_file: VectorFile
-    faiss_indexes: Mapping[str, Any]
-    segments: tuple[Segment, ...]
+    vectors: VectorFile
+
+    def check(self, *, verify: bool, known: Manifest = NOTHING) -> None:
+        """Refuse files, vectors and passages that are not the generation's, by sizes and, with
+        `verify`, checksums. What `known` has was checked before. Raises CorruptIndexError."""
+        manifest, store, vectors = self.manifest, self.store, self.vectors
+        for name, entry in manifest.files.items():
+            if known.files.get(name) == entry:
+                continue
+            path = self.folder / name
+            try:
+                size, wanted = path.stat().st_size, entry.num_bytes
+                if size != wanted:
+                    raise CorruptIndexError(f"{path}: {size} bytes, but {wanted} were written")
+                if verify and entry_of(path) != entry:
+                    raise CorruptIndexError(f"{path}: damaged, its checksum differs")
+            except OSError as error:
+                raise CorruptIndexError(f"{path}: {error.strerror}") from None
+        if vectors.num_rows < manifest.num_rows:
+            raise CorruptIndexError(f"{vectors.path}: holds fewer than {manifest.num_rows} vectors")
+        if store.num_rows < manifest.num_rows:
+            numbers = f"{store.num_rows} of {manifest.num_rows}"
+            raise CorruptIndexError(f"{store.path}: holds {numbers} passages")
+        if manifest.num_rows and not store.get([0])[0].content.startswith(manifest.probe):
+            raise CorruptIndexError(f"{store.path} belongs to another index")
+        first = 0
+        for last, checksum in manifest.vectors if verify else ():
+            if (last, checksum) not in known.vectors and vectors.checksum(first, last) != checksum:
+                what = f"the checksum of rows [{first}, {last}) differs"
+                raise CorruptIndexError(f"{vectors.path}: damaged, {what}")
+            first = last
+
+    def check_encoder(self, encoder: Encoder) -> None:
+        """Refuse another encoder than the one that built the index: its results would be
+        meaningless. Encodes the first text again whose vector is not zero.
+        Raises CorruptIndexError."""
+        vectors = self.vectors
+        if encoder.dim != vectors.dim:
+            what = f"the vectors have {vectors.dim} dimensions, but the encoder gives {encoder.dim}"
+            raise CorruptIndexError(f"{vectors.path}: {what}")
+        probes = vectors.read(0, min(PROBE_ROWS, vectors.num_rows))
+        # A text without a word has the zero vector by any embedded encoder.
+        row = int(probes.any(axis=1).argmax())
+        then, now = probes[row], encoder.encode_passages([self.store.get([row])[0].content])[0]
+        lengths = float(np.linalg.norm(then) * np.linalg.norm(now))
+        both_zero = float(not then.any() and not now.any())
+        cosine = float(then @ now) / lengths if lengths else both_zero
+        if cosine < MIN_PROBE_COSINE:
+            what = f"the vector of row {row} has cosine {cosine:.3f} to this one's"
+            raise CorruptIndexError(f"{vectors.path}: written by another encoder ({what})")
+
+
+@dataclass(frozen=True, eq=False)
+class Index(Directory):
+    """One generation, open for searching. Immutable, so any thread may search.
+    `segments` by the names of their files; `state` of the files before they were opened."""
+
+    segments: Mapping[str, Segment]
     bm25: Bm25Index | None
     removed: NDArray[np.int64]
-    state: Mapping[str, FileState]
-    """See `state_of`, of the files before they were opened."""
+    state: State
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool, earlier: Index | None = None) -> Index:
@@ -71,11 +121,9 @@ class Index:
 
         Args:
             verify: compare every file with its checksum. Sizes are always compared.
-            earlier: an open generation of the same directory; files that both have are not opened
-                again.
+            earlier: an open generation of the same directory; what both have is not opened again.
         Raises:
-            CorruptIndexError: the folder is not an index directory, is damaged, or has another
-                format.
+            CorruptIndexError: no index directory, damaged, or of another format.
         """
         for num_left in reversed(range(_OPEN_TRIES)):
             # The state first: what changes between the two looks new at the next refresh.
@@ -89,11 +137,6 @@ class Index:
         raise AssertionError  # the last try returns or raises
 
     @property
-    def generation(self) -> int:
-        """Number of this generation; each published change increments it."""
-        return self.manifest.generation
-
-    @property
     def num_rows(self) -> int:
         """Number of rows, removed ones included."""
         return self.manifest.num_rows
@@ -103,84 +146,47 @@ class Index:
         """Number of passages that can be found."""
         return self.num_rows - len(self.removed)
 
-    @property
-    def dim(self) -> int:
-        """Dimensions of the vectors."""
-        return self.settings.dim
-
     def search_dense(self, queries: NDArray[np.float32], *, k: int, nprobe: int) -> Found:
         """See `dense.search_segments`. A segment of compressed vectors only proposes candidates;
         they are scored with the stored vectors, so that scores of all segments are comparable."""
-        if all(is_exact(entry.factory) for entry in self.manifest.segments):
-            return search_segments(self.segments, queries, k=k, nprobe=nprobe)
-        starts = range(0, max(1, len(queries)), RESCORED)
-        parts = [
-            self._rescored(queries[start : start + RESCORED], k=k, nprobe=nprobe)
-            for start in starts
-        ]
-        return np.concatenate([scores for scores, _ in parts]), np.concatenate(
-            [rows for _, rows in parts]
-        )
-
-    def vectors(self, first: int, last: int) -> NDArray[np.float32]:
-        """[last - first, dim] float32: the vectors of rows `[first, last)`,
-        removed ones included."""
-        return self.vector_file.read(first, last)
-
-    def is_live(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of `rows` can be found."""
-        return (rows >= 0) & (rows < self.num_rows) & ~np.isin(rows, self.removed)
-
-    def check_encoder(self, encoder: Encoder) -> None:
-        """See the function of this name."""
-        check_encoder(self.store, self.vector_file, encoder)
-
-    # Private, in order of use
-
-    def _rescored(self, queries: NDArray[np.float32], *, k: int, nprobe: int) -> Found:
-        _, rows = search_segments(self.segments, queries, k=PROPOSALS * k, nprobe=nprobe)
-        # Where nothing was found, -1, row 0 stands in until scores are masked. Each vector is read
-        # once.
-        distinct, places = np.unique(np.maximum(rows, 0), return_inverse=True)
-        stored = self.vector_file.read_rows(distinct)
-        scores = np.einsum("nd,nkd->nk", queries, stored[places.reshape(rows.shape)])
-        return best_of(np.where(rows < 0, np.float32(-np.inf), scores), rows, k=k)
+        segments = self.segments.values()
+        if all(EXACT.fullmatch(entry.factory) for entry in self.manifest.segments):
+            return search_segments(segments, queries, k=k, nprobe=nprobe)
+        parts: list[Found] = []
+        for start in range(0, max(1, len(queries)), RESCORED):
+            some = queries[start : start + RESCORED]
+            _, rows = search_segments(segments, some, k=PROPOSALS * k, nprobe=nprobe)
+            # Where nothing was found, -1, row 0 stands in until scores are masked. Each vector is
+            # read once.
+            distinct, places = np.unique(np.maximum(rows, 0), return_inverse=True)
+            stored = self.vectors.read_rows(distinct)[places.reshape(rows.shape)]
+            scores = np.einsum("nd,nkd->nk", some, stored)
+            parts.append(best_of(np.where(rows < 0, np.float32(-np.inf), scores), rows, k=k))
+        scores, rows = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return scores, rows
 
     @classmethod
     def _open(
-        cls,
-        folder: Path,
-        manifest: Manifest,
-        state: Mapping[str, FileState],
-        *,
-        verify: bool,
-        earlier: Index | None,
+        cls, folder: Path, manifest: Manifest, state: State, *, verify: bool, earlier: Index | None
     ) -> Index:
-        known: Mapping[str, FileEntry] = earlier.manifest.files if earlier else {}
-        check_files(folder, manifest, known, verify=verify)
+        known = earlier.manifest if earlier else NOTHING
         settings = read_settings(folder)
-        indexes: dict[str, Any] = {}
-        for segment in manifest.segments:
-            is_same = known.get(segment.file) == manifest.files[segment.file]
-            indexes[segment.file] = (
-                earlier.faiss_indexes[segment.file]
-                if earlier and is_same
-                else read_faiss(folder / segment.file)
-            )
-            if indexes[segment.file].ntotal != segment.num_rows:
-                raise CorruptIndexError(
-                    f"{folder / segment.file}: does not hold {segment.num_rows} vectors"
-                )
         vectors = VectorFile(folder / VECTORS, dim=settings.dim)
         # Rows never change, so it serves all generations.
         store = earlier.store if earlier else PassageStore(folder / PASSAGES, writable=False)
         # Once: it reads the whole file, of which later generations have most.
-        if verify and not known:
+        if verify and not earlier:
             store.check()
-        check_rows(store, vectors, manifest)
-        if verify:
-            _check_sums(vectors, manifest, earlier.manifest.vectors if earlier else ())
+        Directory(folder, settings, manifest, store, vectors).check(verify=verify, known=known)
         removed = removed_rows(folder, manifest)
+        segments: dict[str, Segment] = {}
+        for part in manifest.segments:
+            path = folder / part.file
+            is_same = known.files.get(part.file) == manifest.files[part.file]
+            opened = earlier.segments[part.file].index if earlier and is_same else read_faiss(path)
+            if opened.ntotal != part.num_rows:
+                raise CorruptIndexError(f"{path}: does not hold {part.num_rows} vectors")
+            segments[part.file] = Segment(opened, part.first_row, removed)
         bm25 = None
         if manifest.bm25 and settings.bm25_language:
             # only here: an index without BM25 does not need tantivy
@@ -190,67 +196,7 @@ class Index:
             bm25 = Bm25Index.open(place, language=settings.bm25_language, version=version)
             # a folder that is being deleted opens as empty
             if bm25.num_docs != manifest.num_rows - len(removed):
-                raise CorruptIndexError(f"{folder / manifest.bm25}: holds {bm25.num_docs} passages")
+                raise CorruptIndexError(f"{place}: holds {bm25.num_docs} passages")
         # Now, while the file is this index's: a map outlives a file that is replaced later.
         vectors.map()
-        segments = tuple(
-            create_segment(indexes[part.file], part.first_row, removed)
-            for part in manifest.segments
-        )
-        return cls(
-            folder, settings, manifest, store, vectors, indexes, segments, bm25, removed, state
-        )
-
-
-def check_rows(store: PassageStore, vectors: VectorFile, manifest: Manifest) -> None:
-    """Raise CorruptIndexError if the passages and vectors are not those of the generation."""
-    if vectors.num_rows < manifest.num_rows:
-        raise CorruptIndexError(f"{vectors.path}: holds fewer than {manifest.num_rows} vectors")
-    if store.num_rows < manifest.num_rows:
-        raise CorruptIndexError(
-            f"{store.path}: holds {store.num_rows} of {manifest.num_rows} passages"
-        )
-    if not store.get([0])[0].content.startswith(manifest.probe):
-        raise CorruptIndexError(f"{store.path} belongs to another index")
-
-
-def check_encoder(store: PassageStore, vectors: VectorFile, encoder: Encoder) -> None:
-    """Refuse another encoder than the one that built the index: its results would be meaningless.
-
-    Encodes one text again, the first whose vector is not zero, and compares the vectors.
-
-    Raises:
-        CorruptIndexError: the vectors differ.
-    """
-    if encoder.dim != vectors.dim:
-        raise CorruptIndexError(
-            f"{vectors.path}: the vectors have {vectors.dim} dimensions, but the encoder gives"
-            f" {encoder.dim}"
-        )
-    then = vectors.read(0, min(PROBE_ROWS, vectors.num_rows))
-    # A text without a word has the zero vector by any embedded encoder.
-    row = int(then.any(axis=1).argmax())
-    now = encoder.encode_passages([store.get([row])[0].content])[0]
-    lengths = float(np.linalg.norm(then[row]) * np.linalg.norm(now))
-    cosine = (
-        float(then[row] @ now) / lengths
-        if lengths
-        else float(not then[row].any() and not now.any())
-    )
-    if cosine < MIN_PROBE_COSINE:
-        raise CorruptIndexError(
-            f"{vectors.path}: written by another encoder (the vector of row {row} has cosine"
-            f" {cosine:.3f} to this one's)"
-        )
-
-
-def _check_sums(
-    vectors: VectorFile, manifest: Manifest, checked: tuple[tuple[int, str], ...]
-) -> None:
-    first = 0
-    for last, checksum in manifest.vectors:
-        if (last, checksum) not in checked and vectors.checksum(first, last) != checksum:
-            raise CorruptIndexError(
-                f"{vectors.path}: damaged, the checksum of rows [{first}, {last}) differs"
-            )
-        first = last
+        return cls(folder, settings, manifest, store, vectors, segments, bm25, removed, state)

@@ -1,8 +1,7 @@
 """An index directory's files, and the manifest that says which of them are served.
 
     settings.json     how passages are cut, encoded and indexed; written first, never changed
-    manifest.json     the served generation: its files with sizes and checksums; replaced in one
-                      rename
+    manifest.json     the served generation: files, sizes, checksums; replaced in one rename
     passages.sqlite   PassageStore: texts by row
     vectors.f16       VectorFile: vectors by row
     encoder.npz       state of the embedded encoder, if it is used
@@ -35,8 +34,7 @@ from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.settings import SETTINGS
 
 FORMAT = 2
-"""Incremented when older versions cannot read the directory.
-Format 1 has no `analyzer`, and is read."""
+"""Incremented when older versions cannot read the directory. 1, without `analyzer`, is read."""
 ANALYZER = 2
 """Version of how BM25 cuts text into words; incremented when it changes. An index that an older one
 has made is searched with that one, until the next build indexes its texts anew."""
@@ -66,6 +64,7 @@ class Manifest:
     """One generation.
 
     Attributes:
+        generation: its number; each published change increments it.
         probe: the beginning of the first row's text, to detect the store of another index.
         vectors: (last row + 1, XXH3) of the range of the vector file that each generation added.
         analyzer: version of BM25's analyzer.
@@ -89,12 +88,8 @@ class Manifest:
     def to_json(self) -> str:
         """The content of the manifest file."""
         fields = asdict(self)
-        return (
-            json.dumps(
-                {"format": FORMAT, "xxh3": _digest(fields), **fields}, indent=1, ensure_ascii=False
-            )
-            + "\n"
-        )
+        whole = {"format": FORMAT, "xxh3": _digest(fields), **fields}
+        return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -107,41 +102,43 @@ class Manifest:
             raise ValueError("damaged, its checksum differs")
         if written == 1:
             fields["analyzer"] = 1
-        if not 1 <= fields["analyzer"] <= ANALYZER:
-            raise ValueError(
-                f"its analyzer is of version {fields['analyzer']}, this release has {ANALYZER}"
-            )
+        if not 1 <= (version := fields["analyzer"]) <= ANALYZER:
+            raise ValueError(f"its analyzer is of version {version}, this release has {ANALYZER}")
         fields["segments"] = tuple(SegmentEntry(**entry) for entry in fields["segments"])
         fields["vectors"] = tuple((row, checksum) for row, checksum in fields["vectors"])
         fields["files"] = {name: FileEntry(**entry) for name, entry in fields["files"].items()}
         return cls(**fields)
 
 
+NOTHING = Manifest(0, 0, (), None, None, "", (), ANALYZER, {})
+"""Of a directory whose first generation is being built."""
+
+
 class FileState(NamedTuple):
-    """What tells a file that was replaced or written over without reading it.
-    A replaced file has another inode."""
+    """Tells, unread, a file that was replaced, by its inode, or written over."""
 
     inode: int
     mtime_ns: int
     num_bytes: int
 
 
+State = Mapping[str, FileState]
+"""By the names of an index directory's files."""
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the directory's current generation. Raises CorruptIndexError."""
     path = folder / MANIFEST
     if not path.is_file():
-        started = (folder / SETTINGS).is_file()
-        raise CorruptIndexError(
-            f"{folder}: the build has not finished; run it again to continue"
-            if started
-            else f"{folder}: no index there; `python -m retrieval build` makes one"
-        )
+        what = "no index there; `python -m retrieval build` makes one"
+        if (folder / SETTINGS).is_file():
+            what = "the build has not finished; run it again to continue"
+        raise CorruptIndexError(f"{folder}: {what}")
     try:
         return Manifest.from_json(path.read_text(encoding="utf-8"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptIndexError(
-            f"{path}: not a manifest that this version reads: {error}"
-        ) from None
+        reason = f"not a manifest that this version reads: {error}"
+        raise CorruptIndexError(f"{path}: {reason}") from None
 
 
 def removed_rows(folder: Path, manifest: Manifest) -> NDArray[np.int64]:
@@ -154,25 +151,19 @@ def removed_rows(folder: Path, manifest: Manifest) -> NDArray[np.int64]:
         raise CorruptIndexError(f"{folder / manifest.removed}: {error}") from None
 
 
-def state_of(folder: Path) -> dict[str, FileState]:
-    """The state of the directory's files now, by name: of the manifest, of what it names, of texts
-    and vectors.
-
-    Texts and vectors grow while they are served, so only their inodes count. Missing files are left
-    out.
-    """
-    try:
+def state_of(folder: Path) -> State:
+    """The state now, by name, of the manifest, what it names, texts and vectors, without missing
+    files. Texts and vectors grow while they are served, so only their inodes count."""
+    named: Mapping[str, FileEntry] = {}
+    with suppress(CorruptIndexError, OSError):
         named = read_manifest(folder).files
-    except (CorruptIndexError, OSError):
-        named = {}
     found: dict[str, FileState] = {}
     for name in (MANIFEST, PASSAGES, VECTORS, *named):
         with suppress(OSError):
             stat = (folder / name).stat()
             grows = name in (PASSAGES, VECTORS)
-            found[name] = FileState(
-                stat.st_ino, *((0, 0) if grows else (stat.st_mtime_ns, stat.st_size))
-            )
+            size = (0, 0) if grows else (stat.st_mtime_ns, stat.st_size)
+            found[name] = FileState(stat.st_ino, *size)
     return found
 
 
@@ -183,36 +174,21 @@ def entry_of(path: Path) -> FileEntry:
     return FileEntry(path.stat().st_size, digest.hexdigest())
 
 
-def check_files(
-    folder: Path, manifest: Manifest, known: Mapping[str, FileEntry], *, verify: bool
-) -> None:
-    """Raise CorruptIndexError if a file of the generation has changed. Files in `known` were
-    checked before.
-
-    Args:
-        verify: compare checksums too; sizes are always compared.
-    """
-    for name, entry in manifest.files.items():
-        if known.get(name) == entry:
-            continue
-        path = folder / name
-        try:
-            size = path.stat().st_size
-            if size != entry.num_bytes:
-                raise CorruptIndexError(f"{path}: {size} bytes, but {entry.num_bytes} were written")
-            if verify and entry_of(path) != entry:
-                raise CorruptIndexError(f"{path}: damaged, its checksum differs")
-        except OSError as error:
-            raise CorruptIndexError(f"{path}: {error.strerror}") from None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by one rename; the new content is on disk when this returns."""
-    draft = path.with_name(path.name + ".draft")
-    draft.write_text(text, encoding="utf-8")
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A hidden file beside `path` to write to, which replaces it in one rename when the block ends;
+    the new content is on disk then."""
+    draft = path.with_name(f".{path.name}.draft")
+    yield draft
     sync(draft)
     draft.replace(path)
     sync(path.parent)  # the rename itself is an entry of the folder
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """See `replaced`."""
+    with replaced(path) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 def sync(path: Path) -> None:

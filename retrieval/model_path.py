@@ -1,8 +1,7 @@
 """From the name of a model to what its libraries load: the bundled one, a path, a name on the
-Hugging Face hub.
+Hugging Face hub. Imports nothing heavy.
 
-A misspelt name is refused within seconds; the libraries would try the hub again and again. Imports
-nothing heavy.
+A misspelt name is refused within seconds; the libraries would try the hub again and again.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import re
 from pathlib import Path
 
-from retrieval.errors import RetrievalError
+from retrieval.errors import RetrievalError, first_line
 
 BUNDLED = "bundled"
 """The model in the package `sglang_chunkcache.bundled_model`, wherever that is installed."""
@@ -36,36 +35,24 @@ def find_model(name: str, *, file: str) -> str:
         if spec is None or spec.origin is None:
             raise RetrievalError("the bundled model is not installed")
         return str(Path(spec.origin).parent)
-    if (
-        Path(name).exists()
-        or ":" in name
-        or name.endswith(".gguf")
-        or os.environ.get("SGLANG_USE_MODELSCOPE")
-    ):
+    is_elsewhere = ":" in name or os.environ.get("SGLANG_USE_MODELSCOPE")
+    if is_elsewhere or name.endswith(".gguf") or Path(name).exists():
         return name  # other places, and files within a model, are the library's business
     if not _HUB_NAME.fullmatch(name) or name.endswith(".json"):
         raise RetrievalError(f"{name!r}: no such file or folder")
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        RemoteEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(name, file), str):
         return name
     here = f"{name!r}: no such file or folder here"
     try:
         get_hf_file_metadata(hf_hub_url(name, file), timeout=HUB_TIMEOUT_S)
-    except (GatedRepoError, RemoteEntryNotFoundError):
+    except (errors.GatedRepoError, errors.RemoteEntryNotFoundError):
         return name  # it is there; the library that loads it says what is missing
-    except RepositoryNotFoundError:
-        raise RetrievalError(
-            f"{here}, and no model of this name on the hub that you may read"
-        ) from None
+    except errors.RepositoryNotFoundError:
+        what = "no model of this name on the hub that you may read"
+        raise RetrievalError(f"{here}, and {what}") from None
     except Exception as error:  # of two libraries, none common
-        reason = str(error).strip().split("\n")[0]
-        raise RetrievalError(
-            f"{here} nor in the hub's cache, and the hub does not answer: {reason}"
-        ) from None
+        what = f"the hub does not answer: {first_line(error)}"
+        raise RetrievalError(f"{here} nor in the hub's cache, and {what}") from None
     return name

@@ -1,27 +1,22 @@
 """Documents, and the passages that they are cut into.
 
-Knows no tokenizer, no index and no model. The encoder, BM25 and the served model all read the same
-text of a passage, its `content`. So the same passage is the same chunk, token for token, wherever
-it is retrieved.
+The encoder, BM25 and the served model all read the same text of a passage, its `content`. So the
+same passage is the same chunk, token for token, wherever it is retrieved.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 HASH_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text as it was read. `id` is stable: the path relative to the source folder, or the row's
-    own id.
-
-    Attributes:
-        file: the path, relative to the source folder, of the file that it was read from; None: not
-            from a file.
-    """
+    """A text as it was read. `id` is stable: the path of its `file` (None: not from a file) in the
+    source folder, or the row's own id."""
 
     id: str
     title: str
@@ -29,8 +24,7 @@ class Document:
     file: str | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Passage:
+class Passage(NamedTuple):
     """A unit of retrieval.
 
     Attributes:
@@ -56,13 +50,13 @@ class Passage:
         first_line = self.text.partition("\n")[0].lstrip("#").strip()
         return self.text if self.title in ("", first_line) else f"{self.title}\n{self.text}"
 
-    def content_hash(self) -> bytes:
-        """16 bytes that identify equal contents."""
-        return hash_of(self.content)
+
+def utf8(text: str) -> str:
+    """The text with question marks for lone surrogates, which JSON and argv can hold."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def hash_of(content: str) -> bytes:
-    """`Passage.content_hash` of a content alone."""
-    return hashlib.blake2b(
-        content.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES
-    ).digest()
+    """HASH_BYTES that identify equal contents."""
+    data = content.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(data, digest_size=HASH_BYTES).digest()

@@ -1,10 +1,10 @@
-"""Progress of long commands: the callback that the library calls, and progress bars on stderr."""
+"""Progress of long commands: a callback, and bars on stderr."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 Progress = Callable[[str, int, int | None], None]
@@ -16,19 +16,14 @@ def progress_bars() -> Iterator[Progress]:
     """A callback that draws one bar a stage on stderr."""
     from tqdm import tqdm  # imported here so that the library does not depend on it
 
-    bars: dict[str, tqdm[Any]] = {}
+    shown, bars = ExitStack(), dict[str, Any]()
+    options: dict[str, Any] = {"unit": "", "file": sys.stderr, "mininterval": 0.5, "delay": 5}
 
     def report(stage: str, done: int, total: int | None) -> None:
         if stage not in bars:
-            for bar in bars.values():
-                bar.close()
-            bars[stage] = tqdm(
-                desc=f"{stage:9}", total=total, unit="", file=sys.stderr, mininterval=0.5, delay=5
-            )
+            shown.close()
+            bars[stage] = shown.enter_context(tqdm(desc=f"{stage:9}", total=total, **options))
         bars[stage].update(done - bars[stage].n)
 
-    try:
+    with shown:
         yield report
-    finally:
-        for bar in bars.values():
-            bar.close()

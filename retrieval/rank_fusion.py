@@ -1,7 +1,5 @@
-"""Reciprocal rank fusion: merges several rankings into one, by ranks alone.
-
-Scores are not used, because BM25 scores and inner products share no scale. Cormack, Clarke and
-Buettcher, SIGIR 2009.
+"""Reciprocal rank fusion (Cormack, Clarke and Büttcher, SIGIR 2009): merges rankings by ranks
+alone, because BM25 scores and inner products share no scale.
 """
 
 from __future__ import annotations
@@ -13,9 +11,8 @@ from math import fsum
 def reciprocal_rank_fusion(
     rankings: Sequence[Sequence[int]], *, k: int, constant: int
 ) -> list[tuple[int, float]]:
-    """The best `k` ids of all rankings with score = sum of 1 / (constant + rank), best first.
-
-    Equal scores are ordered by best rank, then by the first ranking that holds that rank.
+    """The best `k` ids of all rankings with score = sum of 1 / (constant + rank), best first; equal
+    scores by best rank, then by the first ranking that holds that rank.
 
     Args:
         rankings: ids, best first; rank counts from 1. An id that a ranking repeats counts once, at
@@ -32,9 +29,7 @@ def reciprocal_rank_fusion(
         for rank, item in enumerate(dict.fromkeys(ranking), start=1):
             ranks.setdefault(item, []).append((rank, number))
     # fsum rounds once, so the order of the rankings cannot change a score.
-    fused = [
-        (item, fsum(1.0 / (constant + rank) for rank, _ in places))
-        for item, places in ranks.items()
-    ]
-    fused.sort(key=lambda entry: (-entry[1], min(ranks[entry[0]])))
-    return fused[:k]
+    scores = {
+        item: fsum(1.0 / (constant + rank) for rank, _ in places) for item, places in ranks.items()
+    }
+    return sorted(scores.items(), key=lambda pair: (-pair[1], min(ranks[pair[0]])))[:k]

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import faiss
 
@@ -26,7 +26,7 @@ from retrieval.encoder import Encoder, load_encoder
 from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.hashed_encoder import STATE_FILE
 from retrieval.index import Index
-from retrieval.manifest import MANIFEST, FileState, state_of
+from retrieval.manifest import MANIFEST, State, state_of
 from retrieval.passage import Passage
 from retrieval.rank_fusion import reciprocal_rank_fusion
 
@@ -35,7 +35,6 @@ Mode = Literal["filled", "fusion", "dense", "bm25"]
 with scores above 0."""
 
 RRF_CONSTANT = 60
-"""Cormack, Clarke and Büttcher, SIGIR 2009."""
 RANK_FUSION_DEPTH = 100
 """Ranks of each list that take part in rank fusion, or k if that is more. It does not depend on k
 up to this value, so the result for a smaller k is the beginning of the result for a larger one."""
@@ -44,21 +43,17 @@ ZERO = 2.0**-11
 QUERY_BATCH = 32
 """Queries that a model encodes at once."""
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """A passage and its score: inner product, BM25's, or the sum of reciprocal ranks, which of them
-    `mode` says. Do not compare scores of two modes."""
+class Hit(NamedTuple):
+    """A passage and its score: inner product, BM25's, or the sum of reciprocal ranks, as `mode`
+    says. Scores of two modes do not compare."""
 
     passage: Passage
     score: float
     mode: Literal["fusion", "dense", "bm25"]
 
 
-@dataclass(frozen=True, slots=True)
-class SearchResult:
+class SearchResult(NamedTuple):
     """Hits of each query, best first, and milliseconds of the whole batch by phase:
     encode, dense, bm25, read."""
 
@@ -66,16 +61,8 @@ class SearchResult:
     ms: dict[str, float]
 
 
-_Found = tuple[int, float, Literal["fusion", "dense", "bm25"]]
-"""Row, score, whose score it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Serving:
-    """Replaced as a whole, so that no search mixes two."""
-
-    index: Index
-    encoder: Encoder
+_Ranked = list[tuple[int, float, Literal["fusion", "dense", "bm25"]]]
+"""Row, score, whose score it is; best first."""
 
 
 class Retriever:
@@ -84,6 +71,9 @@ class Retriever:
     Args:
         load: loads the encoder of an index that is put in this one's place, from its spec; None:
             `encoder` stays.
+    Attributes:
+        damage: why nothing is searched: the served generation's own files were written over, and
+            are not whole.
     """
 
     def __init__(
@@ -95,12 +85,13 @@ class Retriever:
         threads: int | None,
         load: Callable[[Mapping[str, Any]], Encoder] | None = None,
     ) -> None:
-        self._serving = _Serving(index, encoder)
+        # Replaced as a whole, so that no search mixes two.
+        self._serving = index, encoder
         self._verify, self._threads, self._load = verify, threads, load
         self._refreshing = threading.Lock()
         self._seen = index.state
         self._refused: Exception | None = None
-        self._damage: str | None = None
+        self.damage: str | None = None
 
     @classmethod
     def open(
@@ -134,27 +125,18 @@ class Retriever:
     @property
     def index(self) -> Index:
         """The generation that is served now."""
-        return self._serving.index
-
-    @property
-    def damage(self) -> str | None:
-        """Why nothing is searched: the served generation's own files were written over,
-        and are not whole."""
-        return self._damage
+        return self._serving[0]
 
     @property
     def modes(self) -> tuple[Mode, ...]:
         """The modes of this index, the default one first. On real questions BM25 finds more than
-        the embedded encoder and more than rank fusion of the two, but not where no word is shared;
-        with a model as encoder rank fusion finds most (eval/LOG.md)."""
+        the embedded encoder and than both fused, but not where no word is shared; with a model as
+        encoder rank fusion finds most (eval/LOG.md)."""
         if not self.index.bm25:
             return ("dense",)
-        is_embedded = self.index.settings.encoder["kind"] == "hashed"
-        return (
-            ("filled", "bm25", "fusion", "dense")
-            if is_embedded
-            else ("fusion", "dense", "bm25", "filled")
-        )
+        if self.index.settings.encoder["kind"] == "hashed":
+            return ("filled", "bm25", "fusion", "dense")
+        return ("fusion", "dense", "bm25", "filled")
 
     @property
     def notice(self) -> str | None:
@@ -167,8 +149,7 @@ class Retriever:
         )
 
     def search(self, queries: Sequence[str], *, k: int, mode: Mode, nprobe: int) -> SearchResult:
-        """The k best passages of each query. Fewer if the index holds fewer, or if fewer share a
-        word or are near.
+        """The k best passages of each query; fewer if fewer are there, share a word or are near.
 
         Args:
             nprobe: lists visited in an IVF index, or candidates kept (at least k) in HNSW.
@@ -181,49 +162,34 @@ class Retriever:
                 raise RetrievalError(f"{name} must be at least 1, got {number}")
         if mode not in self.modes:
             raise RetrievalError(f"mode {mode!r}: this index has {', '.join(self.modes)}")
-        if self._damage:
-            raise CorruptIndexError(self._damage)
+        if self.damage:
+            raise CorruptIndexError(self.damage)
         # Read once: `refresh` may replace it during the search.
-        serving, ms = self._serving, dict[str, float]()
-        index, encoder = serving.index, serving.encoder
+        (index, encoder), ms = self._serving, dict[str, float]()
+        depth = max(k, RANK_FUSION_DEPTH) if mode == "fusion" else k
         if not queries:
             return SearchResult([], ms)
-        depth = k if mode != "fusion" else max(k, RANK_FUSION_DEPTH)
-        lists: list[list[list[_Found]]] = []
-        if mode != "dense":
-            lists.append(
-                _timed(
-                    ms, "bm25", lambda: [_search_words(index, query, k=depth) for query in queries]
-                )
-            )
-        if mode == "filled":
-            short = [place for place, found in enumerate(lists[0]) if len(found) < k]
-            if short:
-                vectors = _timed(
-                    ms,
-                    "encode",
-                    lambda: encoder.encode_queries([queries[place] for place in short]),
-                )
-                near_them = _timed(
-                    ms, "dense", lambda: self._search_dense(index, vectors, k=k, nprobe=nprobe)
-                )
-                for place, found in zip(short, near_them, strict=True):
-                    lists[0][place] = _filled(lists[0][place], found, k)
-        elif mode != "bm25":
-            vectors = _timed(ms, "encode", lambda: encoder.encode_queries(queries))
-
-            def near() -> list[list[_Found]]:
-                return self._search_dense(index, vectors, k=depth, nprobe=nprobe)
-
-            lists.insert(0, _timed(ms, "dense", near))
-        return SearchResult(_timed(ms, "read", lambda: _read(index, _merged(lists, k))), ms)
+        found: list[_Ranked] = [[] for _ in queries]
+        if mode != "dense" and (bm25 := index.bm25):
+            with _timed(ms, "bm25"):
+                found = [_ranked(*bm25.search(query, k=depth), "bm25") for query in queries]
+        # Of `filled` what BM25 leaves short.
+        asked = [at for at, best in enumerate(found) if mode != "filled" or len(best) < k]
+        if mode != "bm25" and asked:
+            with _timed(ms, "encode"):
+                vectors = encoder.encode_queries([queries[at] for at in asked])
+            with _timed(ms, "dense"):
+                near = self._search_dense(index, vectors, k=depth, nprobe=nprobe)
+            merge = _fused if mode == "fusion" else _filled
+            for at, nearest in zip(asked, near, strict=True):
+                found[at] = nearest if mode == "dense" else merge(found[at], nearest, k)
+        with _timed(ms, "read"):
+            hits = _read(index, found)
+        return SearchResult(hits, ms)
 
     def refresh(self) -> bool:
-        """Serve what the directory holds now, if a file of it has changed. Returns whether
-        something else is served now.
-
-        Generation numbers do not matter: an index may be replaced by an older copy, or mended in
-        place.
+        """Serve what the directory holds now, if a file of it has changed, whatever its generation:
+        an older copy may replace an index. Returns whether something else is served now.
 
         Raises:
             RetrievalError: what is there is damaged, missing, or needs an encoder that cannot be
@@ -239,42 +205,39 @@ class Retriever:
                 return False
             # Before opening: what is refused is not opened again until a file changes.
             self._seen, self._refused = state, None
-            if state == self.index.state and not self._damage:
+            if state == self.index.state and not self.damage:
                 return False  # put back as it was
             try:
                 self._serving = self._open_again(state)
             except (RetrievalError, OSError) as error:
                 self._refused = error
                 if _is_written_over(self.index.state, state):
-                    self._damage = str(error)
+                    self.damage = str(error)
                 raise
             # Of the files that were opened, which may be newer than `state`.
-            self._seen, self._damage = self.index.state, None
+            self._seen, self.damage = self.index.state, None
             return True
 
     def info(self) -> dict[str, Any]:
         """A description of the served generation, for people."""
-        index = self.index
+        index, spec = self.index, self.index.settings.encoder
         return {
             "passages": index.num_live,
-            "generation": index.generation,
+            "generation": index.manifest.generation,
             "modes": list(self.modes),
             "factory": [segment.factory for segment in index.manifest.segments],
-            "dim": index.dim,
-            "encoder": {
-                key: value for key, value in index.settings.encoder.items() if key != "dim"
-            },
+            "dim": index.settings.dim,
+            "encoder": {key: spec[key] for key in spec if key != "dim"},
             "tokenizer": index.settings.tokens_name,
         }
 
     # Private, in order of use
 
-    def _open_again(self, state: Mapping[str, FileState]) -> _Serving:
-        was, encoder = self.index, self._serving.encoder
+    def _open_again(self, state: State) -> tuple[Index, Encoder]:
+        was, encoder = self._serving
         # All files that both have are the same ones: the same index, with rows added or removed.
-        extends = all(
-            state[name] == was.state[name] for name in state.keys() & was.state.keys() - {MANIFEST}
-        )
+        both = state.keys() & was.state.keys() - {MANIFEST}
+        extends = all(state[name] == was.state[name] for name in both)
         index = Index.open(was.folder, verify=self._verify, earlier=was if extends else None)
         if not extends:
             is_same = index.settings.encoder == was.settings.encoder
@@ -282,11 +245,9 @@ class Retriever:
             if self._load and not is_same:
                 encoder = self._load(index.settings.encoder)
             index.check_encoder(encoder)
-        return _Serving(index, encoder)
+        return index, encoder
 
-    def _search_dense(
-        self, index: Index, vectors: Any, *, k: int, nprobe: int
-    ) -> list[list[_Found]]:
+    def _search_dense(self, index: Index, vectors: Any, *, k: int, nprobe: int) -> list[_Ranked]:
         if self._threads is not None:
             # applies to the calling thread only, so set each time
             faiss.omp_set_num_threads(self._threads)
@@ -295,52 +256,42 @@ class Retriever:
         # The embedded encoder maps a query without words to the zero vector, to which all rows are
         # equally similar.
         rows[~vectors.any(axis=1)] = -1
-        return [
-            [(row, score, "dense") for row, score in zip(*pair, strict=True) if row >= 0]
-            for pair in zip(rows.tolist(), scores.tolist(), strict=True)
-        ]
+        return [_ranked(*both, "dense") for both in zip(scores, rows, strict=True)]
 
 
-def _is_written_over(served: Mapping[str, FileState], now: Mapping[str, FileState]) -> bool:
+def _is_written_over(served: State, now: State) -> bool:
     """Whether a served file, which is mapped into memory, has other content now.
     Files that were replaced are still whole."""
     both = served.keys() & now.keys() - {MANIFEST}
     return any(served[name].inode == now[name].inode and served[name] != now[name] for name in both)
 
 
-def _timed(ms: dict[str, float], phase: str, work: Callable[[], T]) -> T:
+@contextmanager
+def _timed(ms: dict[str, float], phase: str) -> Iterator[None]:
     start = time.perf_counter()
-    result = work()
+    yield
     ms[phase] = round(1000 * (time.perf_counter() - start), 3)
-    return result
 
 
-def _search_words(index: Index, query: str, *, k: int) -> list[_Found]:
-    assert index.bm25 is not None
-    scores, rows = index.bm25.search(query, k=k)
-    return [(int(row), float(score), "bm25") for row, score in zip(rows, scores, strict=True)]
+def _ranked(scores: Any, rows: Any, whose: Literal["dense", "bm25"]) -> _Ranked:
+    pairs = zip(rows.tolist(), scores.tolist(), strict=True)
+    return [(row, score, whose) for row, score in pairs if row >= 0]
 
 
-def _filled(words: list[_Found], near: list[_Found], k: int) -> list[_Found]:
+def _filled(words: _Ranked, near: _Ranked, k: int) -> _Ranked:
     """What BM25 has found, then what the vectors have found besides, with scores above 0."""
     known = {row for row, _, _ in words}
-    return [*words, *(found for found in near if found[1] > ZERO and found[0] not in known)][:k]
+    return [*words, *(one for one in near if one[1] > ZERO and one[0] not in known)][:k]
 
 
-def _merged(lists: Sequence[list[list[_Found]]], k: int) -> list[list[_Found]]:
-    """One list, or both by their ranks."""
-    if len(lists) == 1:
-        return lists[0]
-    merged: list[list[_Found]] = []
-    for both in zip(*lists, strict=True):
-        ranked = reciprocal_rank_fusion(
-            [[row for row, *_ in found] for found in both], k=k, constant=RRF_CONSTANT
-        )
-        merged.append([(row, score, "fusion") for row, score in ranked])
-    return merged
+def _fused(words: _Ranked, near: _Ranked, k: int) -> _Ranked:
+    """Both by their ranks."""
+    rankings = [[row for row, *_ in found] for found in (near, words)]
+    ranked = reciprocal_rank_fusion(rankings, k=k, constant=RRF_CONSTANT)
+    return [(row, score, "fusion") for row, score in ranked]
 
 
-def _read(index: Index, ranked: Sequence[Sequence[_Found]]) -> list[list[Hit]]:
+def _read(index: Index, ranked: Sequence[_Ranked]) -> list[list[Hit]]:
     # Queries of a batch share passages, each of which is read once.
     rows = sorted({row for found in ranked for row, *_ in found})
     passages = dict(zip(rows, index.store.get(rows), strict=True))

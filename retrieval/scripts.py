@@ -14,10 +14,8 @@ from __future__ import annotations
 import re
 import unicodedata
 
-UNSPACED = (
-    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-    "\U00020000-\U0003ffff"
-)
+CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+UNSPACED = f"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff{CJK}"
 """Thai, Lao, Burmese, Khmer, kana and Chinese characters: their words are not separated by spaces.
 The embedded encoder's state depends on it."""
 
@@ -36,14 +34,12 @@ _PUNCTUATION = (
 )
 
 
-def _members(ranges: str) -> list[str]:
-    every = map(chr, range(0x0E00, 0x3100))  # all marks and punctuation above lie there
-    return [char for char in every if re.match(f"[{ranges}]", char)]
-
-
-_FOLDED = str.maketrans(
-    {**dict.fromkeys(_members(_MARKS), ""), **dict.fromkeys(_members(_PUNCTUATION), " ")}
-)
+_FOLDED = {
+    number: folded
+    for ranges, folded in ((_MARKS, ""), (_PUNCTUATION, " "))
+    for number in range(0x0E00, 0x3100)  # all of them lie there
+    if re.match(f"[{ranges}]", chr(number))
+}
 
 
 def paired(text: str) -> str:

@@ -1,6 +1,6 @@
 """A sentence-transformers model as an encoder: any local path or hub name, on CPU or GPU.
 
-Knows no index. A folder with a plain transformers model (Contriever) has no pooling of its own:
+A folder with a plain transformers model (Contriever) has no pooling of its own:
 sentence-transformers then averages over tokens. Texts are truncated to `max_tokens`, the model's
 own limit: build passages that fit.
 
@@ -21,28 +21,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrieval.errors import RetrievalError
+from retrieval.errors import RetrievalError, first_line
+from retrieval.passage import utf8
 
-PUBLISHED_PREFIXES = (
+BGE_PREFIX = "Represent this sentence for searching relevant passages: "
+PUBLISHED_PREFIXES = {
     # Model cards of intfloat/e5-*, e5-*-v2 and multilingual-e5-*; the instruct variants bring
     # prompts of their own.
-    (re.compile(r"^(multilingual-)?e5-(small|base|large)(-v2)?$"), "query: ", "passage: "),
+    r"(multilingual-)?e5-(small|base|large)(-v2)?": ("query: ", "passage: "),
     # Model cards of BAAI/bge-*-en and -en-v1.5: an instruction for queries only.
-    (
-        re.compile(r"^bge-(small|base|large)-en(-v1\.5)?$"),
-        "Represent this sentence for searching relevant passages: ",
-        "",
-    ),
-)
-"""(name without its organisation, query prefix, passage prefix)."""
+    r"bge-(small|base|large)-en(-v1\.5)?": (BGE_PREFIX, ""),
+}
+"""Name without its organisation -> query prefix, passage prefix."""
 
 
 class SentenceEncoder:
     """See the module. One call at a time: a tokenizer's truncation settings are not thread-safe.
 
     Args:
-        path_or_name: a folder, or a name on the hub; the model is downloaded unless it is in the
-            cache.
+        path_or_name: a folder, or a name on the hub, downloaded unless it is in the cache.
         device: torch's name; None selects CUDA if available.
         batch_size: texts per forward pass; sentence-transformers sorts by length first.
         query_prefix, passage_prefix: None selects the model's own, see the module.
@@ -62,8 +59,7 @@ class SentenceEncoder:
         normalize: bool,
     ) -> None:
         self._path_or_name = path_or_name
-        self._batch_size = batch_size
-        self._normalize = normalize
+        self._options = {"batch_size": batch_size, "normalize_embeddings": normalize}
         self._model = _load_model(path_or_name, device)
         self._lock = threading.Lock()
         own_query, own_passage = own_prefixes(path_or_name, self._model.prompts)
@@ -72,7 +68,6 @@ class SentenceEncoder:
 
     @property
     def dim(self) -> int:
-        """Columns of every vector."""
         return int(self._model.get_embedding_dimension())
 
     @property
@@ -90,31 +85,23 @@ class SentenceEncoder:
         return self._encode(self._model.encode_query, texts, self.query_prefix)
 
     def spec(self) -> dict[str, Any]:
-        """The settings that the index records.
-        Batch size and device are left out: they may differ from run to run."""
+        """What the index records; without batch size and device, which may differ by run."""
         return {
             "kind": "sentence",
             "model": self._path_or_name,
             "dim": self.dim,
             "query_prefix": self.query_prefix,
             "passage_prefix": self.passage_prefix,
-            "normalize": self._normalize,
+            "normalize": self._options["normalize_embeddings"],
             "max_tokens": self.max_tokens,
         }
 
     def _encode(self, encode: Any, texts: Sequence[str], prefix: str) -> NDArray[np.float32]:
         if not texts:
             return np.zeros((0, self.dim), dtype=np.float32)
-        # A str from JSON may contain a lone surrogate, which a tokenizer refuses.
-        clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+        clean = [*map(utf8, texts)]  # a tokenizer refuses lone surrogates
         with self._lock:
-            vectors = encode(
-                clean,
-                prompt=prefix,
-                batch_size=self._batch_size,
-                normalize_embeddings=self._normalize,
-                show_progress_bar=False,
-            )
+            vectors = encode(clean, prompt=prefix, show_progress_bar=False, **self._options)
         return np.ascontiguousarray(vectors, dtype=np.float32)
 
 
@@ -122,16 +109,14 @@ def own_prefixes(path_or_name: str, prompts: Mapping[str, str | None]) -> tuple[
     """(query, passage) prefix of a model: its configured prompts,
     else those published for its name, else "" for both."""
     query = prompts.get("query") or ""
-    passage = next(
-        filter(None, (prompts.get(name) for name in ("document", "passage", "corpus"))), ""
-    )
+    passage = prompts.get("document") or prompts.get("passage") or prompts.get("corpus") or ""
     if query or passage:
         return query, passage
     name = path_or_name.rstrip("/").rsplit("/", 1)[-1].lower()
-    for pattern, published_query, published_passage in PUBLISHED_PREFIXES:
-        if pattern.match(name):
-            return published_query, published_passage
-    return "", ""
+    published = (
+        both for pattern, both in PUBLISHED_PREFIXES.items() if re.fullmatch(pattern, name)
+    )
+    return next(published, ("", ""))
 
 
 def _load_model(path_or_name: str, device: str | None) -> Any:
@@ -141,18 +126,15 @@ def _load_model(path_or_name: str, device: str | None) -> Any:
 
         return SentenceTransformer(path_or_name, device=device)
     except ModuleNotFoundError as err:
+        what = f"sentence-transformers does not start: {err}"
         if err.name in ("sentence_transformers", "transformers", "torch"):
-            raise RetrievalError(
-                f"the encoder {path_or_name} needs sentence-transformers: install the encoders"
-                " extra"
-            ) from err
-        raise RetrievalError(f"sentence-transformers does not start: {err}") from err
+            needs = f"the encoder {path_or_name} needs sentence-transformers"
+            what = f"{needs}: install the encoders extra"
+        raise RetrievalError(what) from err
     # loaders of weights, tokenizers and configurations share no class of error
     except Exception as err:
-        reason = str(err).strip().split("\n")[0]
-        raise RetrievalError(
-            f"cannot load {path_or_name} as an encoder: {reason or type(err).__name__}"
-        ) from err
+        reason = first_line(err) or type(err).__name__
+        raise RetrievalError(f"cannot load {path_or_name} as an encoder: {reason}") from err
 
 
 def _hide_broken_torchvision() -> None:

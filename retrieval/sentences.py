@@ -5,19 +5,17 @@ stops, blank lines, Markdown headings and list items. Rows of a table are senten
 them ends one. The rules sometimes err ("Vitamin C. It helps" is not split, since C looks like an
 initial). A missed border only makes a sentence longer; the splitter enforces its limit in any case.
 
-    One. Two! Dr. Who?⏎⏎# Head⏎⏎Three.⏎- four
-        |    |         ║                |       | sentence   ║ paragraph   a heading stays with what
-                                                                           follows
+    One. Two! Dr. Who?⏎⏎# Head⏎⏎Three.⏎- four      | sentence  ║ paragraph
+        |    |         ║                |            a heading stays with what follows
 """
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from retrieval.tables import HEADING, Table
+from retrieval.tables import HEADING, Table, table_at
 
 # ruff: noqa: RUF001 (the marks of several scripts look alike)
 _CLOSERS = r"[\"'”’»›)\]}*_]"  # Markdown's emphasis may close after the full stop
@@ -41,8 +39,7 @@ _LONGEST_WORD = 12  # characters to look back for an abbreviation
 
 
 class Border(NamedTuple):
-    """The text before it ends at `end`, the text after it begins at `start`;
-    between them only whitespace. In characters."""
+    """Text ends at `end` and goes on at `start`; between them is only whitespace. In characters."""
 
     end: int
     start: int
@@ -51,31 +48,29 @@ class Border(NamedTuple):
 
 def find_borders(text: str, tables: Sequence[Table]) -> list[Border]:
     """All places where `text` may be split, ascending. The last one is its end, where `start` is
-    the text's length.
-
-    Args:
-        tables: `find_tables` of the text.
-    """
+    the text's length. `tables`: `find_tables` of the text."""
     length = len(text.rstrip())
-    stops = [stop for stop in _sentence_stops(text, length) if not _is_in_table(stop, tables)]
+    stops: list[Border] = []
+    for stop in _sentence_stops(text, length):
+        table = table_at(tables, stop.start)
+        if table is None or table.start == stop.start:  # else it is in a row, or between two
+            stops.append(stop)
     borders: list[Border] = []
     taken = 0
     line = len(text) - len(text.lstrip())
     for breaks in _LINE_BREAKS.finditer(text, line, length):
         following = breaks.end()
         is_heading = HEADING.match(text, line) is not None
-        after = bisect_right(tables, line, key=lambda table: table.end)
-        table = tables[after] if after < len(tables) else None
-        is_row = table is not None and table.start <= line
-        is_header = table is not None and is_row and following <= table.body
-        begins_table = table is not None and table.start == following
+        table, next_table = table_at(tables, line), table_at(tables, following)
+        is_header = table is not None and following <= table.body
+        begins_table = next_table is not None and next_table.start == following
         while taken < len(stops) and stops[taken].start <= following:
             if not is_heading:
                 borders.append(stops[taken])
             taken += 1
         if not (is_heading or is_header):
             paragraph = breaks[0].count("\n") > 1 or HEADING.match(text, following) is not None
-            if paragraph or is_row or begins_table or _LIST_ITEM.match(text, following):
+            if paragraph or table or begins_table or _LIST_ITEM.match(text, following):
                 if borders and borders[-1].start == following:
                     borders.pop()
                 borders.append(Border(end_before(text, breaks.start()), following, paragraph))
@@ -86,20 +81,12 @@ def find_borders(text: str, tables: Sequence[Table]) -> list[Border]:
     return borders
 
 
-def _is_in_table(stop: Border, tables: Sequence[Table]) -> bool:
-    """Whether it lies within a row, or between two."""
-    index = bisect_right(tables, stop.start, key=lambda table: table.end)
-    return index < len(tables) and tables[index].start < stop.start
-
-
-def _sentence_stops(text: str, length: int) -> list[Border]:
+def _sentence_stops(text: str, length: int) -> Iterator[Border]:
     """Borders after closing punctuation, except at the text's end."""
     cased = text != text.lower()
-    return [
-        Border(match.end(match.lastindex or 0), match.end(), False)
-        for match in _STOP.finditer(text, 0, length)
-        if match.end() < length and (match[2] or _ends_sentence(text, match, cased))
-    ]
+    for match in _STOP.finditer(text, 0, length):
+        if match.end() < length and (match[2] or _ends_sentence(text, match, cased)):
+            yield Border(match.end(match.lastindex or 0), match.end(), False)
 
 
 def _ends_sentence(text: str, stop: re.Match[str], cased: bool) -> bool:
@@ -115,11 +102,9 @@ def _ends_sentence(text: str, stop: re.Match[str], cased: bool) -> bool:
     if stop[1] != "." or not words or text[before - 1].isspace():
         return True
     word = words[-1].lstrip(_OPENERS)
-    if (
-        _is_initial(word)
-        or _ABBREVIATION.fullmatch(word)
-        or (following.isdigit() and _BEFORE_A_NUMBER.fullmatch(word))
-    ):
+    if _is_initial(word) or _ABBREVIATION.fullmatch(word):
+        return False
+    if following.isdigit() and _BEFORE_A_NUMBER.fullmatch(word):
         return False
     return not (word.isdigit() and _LIST_ITEM.match(text, _line_start(text, before)))
 
@@ -127,9 +112,8 @@ def _ends_sentence(text: str, stop: re.Match[str], cased: bool) -> bool:
 def _is_initial(word: str) -> bool:
     """J, U.S, e.g, p.m"""
     parts = word.split(".")
-    return all(len(part) == 1 and part.isalpha() for part in parts) and (
-        len(parts) > 1 or word.isupper()
-    )
+    are_letters = all(len(part) == 1 and part.isalpha() for part in parts)
+    return are_letters and (len(parts) > 1 or word.isupper())
 
 
 def _line_start(text: str, position: int) -> int:

@@ -19,12 +19,6 @@ A row of a Markdown table counts as a sentence, its header and first row as one 
 passage that begins in a later row has the header in front, which counts towards its tokens, and no
 overlap begins within a row.
 
-    | name | limit |         passages    [ | name | limit |, |---|---|, | a | 1 |, | b | 2 | ]
-    |---|---|                            [ | name | limit |, |---|---|, | c | 3 | ]
-    | a | 1 |
-    | b | 2 |
-    | c | 3 |
-
 Not a library's: `semantic-text-splitter` 0.33 cuts after "Dr.", leaves a heading at a passage's
 end, and takes 40 to 50 times as long for eight times the text without spaces (eval/LOG.md).
 
@@ -42,16 +36,14 @@ from collections.abc import Iterator
 from retrieval.errors import RetrievalError
 from retrieval.passage import Document, Passage
 from retrieval.sentences import end_before, find_borders
-from retrieval.tables import Table, find_tables
+from retrieval.tables import find_tables, table_at
 from retrieval.tokens import Tokens
 
 BLOCK_CHARS = 1 << 18
 """Bounds the memory for tokens and borders to tens of MB.
 About one in 250 passages of 256 tokens ends early because of it."""
-
 MIN_TOKENS = 8
 """A smaller passage might not hold even one character: some take several tokens."""
-
 _NOT_SPACE = re.compile(r"\S")
 _WORD_START = re.compile(r"(?<=\s)\S")
 
@@ -62,10 +54,8 @@ class Splitter:
     def __init__(self, tokens: Tokens, *, max_tokens: int, overlap_tokens: int) -> None:
         """
         Args:
-            tokens: counts the tokens of a text.
-            max_tokens: maximum for a passage tokenised alone; at least MIN_TOKENS.
-            overlap_tokens: maximum that is repeated from the previous passage; less than half of
-                `max_tokens`.
+            max_tokens: of a passage tokenised alone; at least MIN_TOKENS.
+            overlap_tokens: the most repeated from the previous passage; less than half of that.
         Raises:
             RetrievalError: a value is out of its range.
         """
@@ -74,11 +64,13 @@ class Splitter:
                 f"the limit for a passage must be at least {MIN_TOKENS} tokens, got {max_tokens}"
             )
         if not 0 <= overlap_tokens < max_tokens / 2:
-            raise RetrievalError(
-                f"the overlap must be 0 or more and less than half of {max_tokens} tokens, got"
-                f" {overlap_tokens}"
-            )
+            limit = f"0 or more and less than half of {max_tokens} tokens"
+            raise RetrievalError(f"the overlap must be {limit}, got {overlap_tokens}")
         self.tokens, self.max_tokens, self.overlap_tokens = tokens, max_tokens, overlap_tokens
+
+    def count(self, text: str) -> int:
+        """Number of tokens of a text alone."""
+        return len(self.tokens.offsets(text))
 
     def split(self, document: Document) -> Iterator[Passage]:
         """The document's passages in order; none for a text of whitespace.
@@ -96,32 +88,26 @@ class Splitter:
             block = _Block(document.text[first:last], self, header)
             for start, end, size, above in block.pack(document.id):
                 name, text = f"{document.id}#{first + start}", above + block.text[start:end]
-                place = (
-                    num_tokens + block.tokens_before(start),
-                    num_tokens + block.tokens_until(end),
-                )
-                yield Passage(name, document.id, document.title, text, *place, size)
+                begin = num_tokens + block.tokens_before(start)
+                stop = num_tokens + block.tokens_until(end)
+                yield Passage(name, document.id, document.title, text, begin, stop, size)
             num_tokens += len(block.token_starts)
             header = block.open_header
 
 
 class _Block:
-    """A part of a document with the positions of its tokens, sentences and paragraphs,
-    all in characters of the part."""
+    """A part of a document with the positions, in its characters, of tokens and borders."""
 
     def __init__(self, text: str, splitter: Splitter, header: str) -> None:
         """`header`: of the table in whose rows the block begins, empty if it does not."""
-        self.text = text
-        self._tokens = splitter.tokens
-        self._max_tokens = splitter.max_tokens
-        self._overlap_tokens = splitter.overlap_tokens
-        offsets = self._tokens.offsets(text)
+        self.text, self._count = text, splitter.count
+        self._max_tokens, self._overlap_tokens = splitter.max_tokens, splitter.overlap_tokens
+        offsets = splitter.tokens.offsets(text)
         self.token_starts = [start for start, _ in offsets]
         self._token_ends = [end for _, end in offsets]
         self._tables = find_tables(text, header)
-        self.open_header = (
-            self._tables[-1].header if self._tables and self._tables[-1].is_open else ""
-        )
+        is_open = bool(self._tables) and self._tables[-1].is_open
+        self.open_header = self._tables[-1].header if is_open else ""
         borders = find_borders(text, self._tables)
         self._sentence_ends = [border.end for border in borders]
         self._sentence_starts = [border.start for border in borders]
@@ -139,10 +125,8 @@ class _Block:
                 passage = self._take(start, fresh, header)
             if passage is None:
                 if start == fresh:
-                    much = (
-                        f"the character {self.text[start]!r} has more than {self._max_tokens}"
-                        " tokens"
-                    )
+                    what = f"the character {self.text[start]!r} has more than"
+                    much = f"{what} {self._max_tokens} tokens"
                     raise RetrievalError(f"document {document_id!r}: {much}")
                 start = fresh  # without the overlap
                 continue
@@ -162,33 +146,20 @@ class _Block:
     def _header(self, start: int) -> str:
         """What is put in front of a passage from `start`:
         the header of the table in whose rows it begins, as lines."""
-        table = self._table_of(start)
-        if (
-            table is None
-            or start < table.body
-            or 2 * len(self._tokens.offsets(table.header)) > self._max_tokens
-        ):
+        table = table_at(self._tables, start)
+        if table is None or start < table.body:
             return ""
-        return table.header
-
-    def _table_of(self, position: int) -> Table | None:
-        """The table in which a position lies."""
-        index = bisect_right(self._tables, position, key=lambda table: table.end)
-        return (
-            self._tables[index]
-            if index < len(self._tables) and self._tables[index].start <= position
-            else None
-        )
+        return table.header if 2 * self._count(table.header) <= self._max_tokens else ""
 
     def _take(self, start: int, fresh: int, header: str) -> tuple[int, int] | None:
         """End and size of the passage from `start`;
         None if it cannot both extend past `fresh` and respect the limit."""
-        room = budget = self._max_tokens - len(self._tokens.offsets(header))
+        room = budget = self._max_tokens - self._count(header)
         while True:
             end = self._choose_end(start, fresh, budget, room)
             if end is None:
                 return None
-            size = len(self._tokens.offsets(header + self.text[start:end]))
+            size = self._count(header + self.text[start:end])
             if size <= self._max_tokens:
                 return end, size
             # Not even one more character fits.
@@ -201,9 +172,8 @@ class _Block:
         """The best end, after `fresh`, of a passage of at most `budget` tokens from `start`;
         with `room` tokens it is full."""
         after = self.tokens_before(start) + budget
-        limit = (
-            self.token_starts[max(after, 0)] if after < len(self.token_starts) else len(self.text)
-        )
+        starts = self.token_starts
+        limit = starts[max(after, 0)] if after < len(starts) else len(self.text)
         end = _last_in(self._sentence_ends, fresh, limit)
         # The last border is the end of the text.
         if end == self._sentence_ends[-1]:
@@ -239,7 +209,7 @@ class _Block:
         # Always found: the last border starts at the text's length.
         sentence = self._sentence_starts[bisect_left(self._sentence_starts, earliest)]
         if sentence >= fresh and not self._begins_sentence(fresh):
-            if self._table_of(fresh):
+            if table_at(self._tables, fresh):
                 return fresh
             word = _WORD_START.search(self.text, earliest, fresh)
             return word.start() if word else fresh

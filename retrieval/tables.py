@@ -11,6 +11,8 @@ have a bar.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import NamedTuple
 
 HEADING = re.compile(r"#{1,6}[ \t]+\S")
@@ -29,8 +31,7 @@ class Table(NamedTuple):
         header: its header and delimiter rows, each with a line break.
         start: where the header begins; of a table that goes on from an earlier part of the text,
             where its rows begin.
-        body: where the first row begins, after blanks.
-        end: where the last row ends.
+        body, end: where the first row begins, after blanks, and where the last one ends.
         is_open: whether it reaches the text's end, so that the rest may follow in a later part.
     """
 
@@ -61,6 +62,12 @@ def find_tables(text: str, header: str = "") -> list[Table]:
             start = first + len(above) - len(above.lstrip())
             tables.append(Table(f"{text[start : delimiter.end()]}\n", start, *rows))
     return tables
+
+
+def table_at(tables: Sequence[Table], position: int) -> Table | None:
+    """The table in which a position lies."""
+    index = bisect_right(tables, position, key=lambda table: table.end)
+    return tables[index] if index < len(tables) and tables[index].start <= position else None
 
 
 def _cells(line: str, *, delimits: bool = False) -> int | None:

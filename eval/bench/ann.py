@@ -22,7 +22,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -40,8 +40,8 @@ from eval.run import Run, Sample
 from eval.stats import quantile, summary
 from retrieval.dense import (
     ADD_ROWS,
+    Segment,
     create_faiss,
-    create_segment,
     read_faiss,
     search_segments,
     write_faiss,
@@ -86,20 +86,12 @@ def build(factory: str, vectors: VectorFile, path: Path) -> dict[str, Any]:
     Returns seconds to the first added rows and in all, and the file's bytes."""
     start, marks = time.perf_counter(), list[float]()
 
-    def batches() -> Iterator[Vectors]:
-        marks.append(time.perf_counter() - start)  # called when the index is trained
-        for first in range(0, vectors.num_rows, ADD_ROWS):
-            yield vectors.read(first, min(first + ADD_ROWS, vectors.num_rows))
-
-    def sample(size: int) -> Vectors:
-        rng = np.random.default_rng(SEED)
-        # sorted: rows of the file are read in the order in which they lie there
-        return vectors.read_rows(np.sort(rng.choice(vectors.num_rows, size, replace=False)))
+    def mark(stage: str, done: int, total: int | None) -> None:
+        if stage == "add":  # for the first time when the index is trained
+            marks.append(time.perf_counter() - start)
 
     try:
-        index = create_faiss(
-            factory, vectors.dim, vectors.num_rows, sample, batches(), lambda rows: None
-        )
+        index = create_faiss(factory, vectors, 0, vectors.num_rows, seed=SEED, progress=mark)
     except RetrievalError as error:
         raise CommandError(str(error)) from None
     write_faiss(index, path)
@@ -142,7 +134,7 @@ class Searches:
         return self._queries[number * BATCH :][:BATCH]
 
     def _found(self, factory: str, nprobe: int, queries: Vectors) -> list[list[int]]:
-        segment = create_segment(self._indexes[factory], first_row=0, removed=np.zeros(0, np.int64))
+        segment = Segment(self._indexes[factory], first_row=0, removed=np.zeros(0, np.int64))
         # through the function that the retriever calls, so that its overhead counts as well
         rows: list[list[int]] = search_segments((segment,), queries, k=K, nprobe=nprobe)[1].tolist()
         return rows

@@ -67,12 +67,11 @@ def open_index(
     from retrieval.index import Index
     from retrieval.progress import progress_bars
     from retrieval.retriever import Retriever
-    from retrieval.settings import BuildOptions
     from retrieval.tokens import load_tokens
 
     # A chunk's text already begins with its title.
     documents = (Document(name, "", clean(text)) for name, text in passages.items())
-    tokens, options = load_tokens(settings.tokens), BuildOptions(seed=seed)
+    tokens = load_tokens(settings.tokens)
     with progress_bars() as report:
         build_index(
             documents,
@@ -80,8 +79,8 @@ def open_index(
             settings,
             tokens=tokens,
             encoder=encoder,
-            options=options,
             progress=report,
+            seed=seed,
         )
     # The embedded encoder is fitted by `build_index`; its state is in the folder.
     if encoder is None:

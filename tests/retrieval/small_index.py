@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,12 @@ from retrieval.build import BuildReport, Pruning, build_index, remove_passages
 from retrieval.index import Index
 from retrieval.passage import Document
 from retrieval.retriever import Mode, Retriever
-from retrieval.settings import BuildOptions, IndexSettings
+from retrieval.settings import IndexSettings
 from retrieval.tokens import load_tokens
 from tests.polling import until
 
 DIM = 8
 TOKENS = load_tokens("words")
-OPTIONS = BuildOptions(fit_passages=1000, encode_batch=3, bm25_memory_bytes=15_000_000, seed=0)
 
 
 class WordEncoder:
@@ -87,21 +87,21 @@ def build(
 ) -> BuildReport:
     """`build_index` with what tests do not care about; None is the embedded encoder."""
     spec = encoder.spec() if encoder else {"kind": "hashed", "dim": DIM}
-    return build_index(
-        documents,
-        folder,
-        make_settings(encoder=spec, **changes),
-        tokens=TOKENS,
-        encoder=encoder,
-        options=OPTIONS,
-        progress=quiet,
-        pruning=pruning,
-    )
+    with patch("retrieval.build.ENCODE_BATCH", 3):  # a tiny index has several batches
+        return build_index(
+            documents,
+            folder,
+            make_settings(encoder=spec, **changes),
+            tokens=TOKENS,
+            encoder=encoder,
+            progress=quiet,
+            pruning=pruning,
+        )
 
 
 def remove(folder: Path, *ids: str) -> int:
     """`remove_passages` likewise."""
-    return remove_passages(folder, ids, load=WordEncoder, options=OPTIONS, progress=quiet)
+    return remove_passages(folder, ids, load=WordEncoder, progress=quiet)
 
 
 def make_retriever(folder: Path, *, verify: bool = True) -> Retriever:

@@ -41,7 +41,7 @@ open_english = partial(Bm25Index.open, language="english", version=ANALYZER)
 
 
 def update(index: Bm25Index, rows: Iterable[tuple[int, str]], removed: Iterable[int] = ()) -> None:
-    index.update(rows, list(removed), memory_bytes=15_000_000)
+    index.update(rows, list(removed))
 
 
 def create(
@@ -207,7 +207,7 @@ def test_killed_writer_leaves_the_last_commit_writable(folder: Path) -> None:
                 yield row, "whales"
             os.kill(os.getpid(), 9)
         index = Bm25Index.open(Path(sys.argv[1]), language="english", version=ANALYZER)
-        index.update(rows(), [0], memory_bytes=15_000_000)
+        index.update(rows(), [0])
     """
     child = subprocess.run([sys.executable, "-c", code, str(folder)], check=False)
     assert child.returncode == -9
@@ -325,5 +325,3 @@ def test_numbers_at_their_limits(folder: Path) -> None:
     """The engine sets memory aside for k hits; a huge k must not ask for it."""
     assert rows_of(folder, "fox", k=10**12) == [0]
     assert rows_of(create(folder.with_name("empty")), "fox") == []
-    with pytest.raises(RetrievalError, match="at least 15000000"):
-        open_english(folder).update([], [], memory_bytes=1000)

@@ -39,7 +39,6 @@ from retrieval.retriever import Retriever
 from retrieval.settings import SETTINGS
 from tests.retrieval.small_index import (
     DIM,
-    OPTIONS,
     WordEncoder,
     build,
     flip,
@@ -177,9 +176,7 @@ def make_older(folder: Path) -> None:
     rows = [(row, passage.content) for row, passage in passages if row not in index.removed]
     index.store.close()
     shutil.rmtree(place)
-    Bm25Index.create(place, language="none", version=1).update(
-        rows, [], memory_bytes=OPTIONS.bm25_memory_bytes
-    )
+    Bm25Index.create(place, language="none", version=1).update(rows, [])
     others = {name: entry for name, entry in manifest.files.items() if manifest.bm25 not in name}
     paths = [path for path in place.iterdir() if path.suffix != ".lock"]
     words = {f"{place.name}/{path.name}": entry_of(path) for path in paths}
@@ -375,7 +372,7 @@ def test_a_reader_sees_whole_generations(tmp_path: Path) -> None:
                 assert ids in (list(range(len(ids))), list(range(1, len(ids) + 1)))
                 num_found = len(found_ids(retriever, "text", k=10_000, mode="bm25"))
                 assert num_found in (index.num_live, retriever.index.num_live)
-                seen.add(index.generation)
+                seen.add(index.manifest.generation)
         finally:
             process.kill()
             process.wait()

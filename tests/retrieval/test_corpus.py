@@ -186,10 +186,10 @@ def test_what_cannot_be_read_is_skipped_and_named(tmp_path: Path, unreadable: li
     found = Corpus([docs], skip_unreadable=True)
     names = "b.txt c.jsonl:1 c.jsonl:3 c.jsonl:5 g.jsonl:1 sub/i.txt"
     assert " ".join(document.id for document in found.documents()) == names
-    check_lines(found.reading.unreadable, unreadable)
-    assert (found.reading.files, found.reading.num_empty, found.reading.num_other) == (10, 1, 1)
+    check_lines(found.unreadable, unreadable)
+    assert (found.num_files, found.num_empty, found.num_other) == (10, 1, 1)
     unread = "a.txt away c.jsonl d.jsonl.gz e.jsonl.gz empty.txt f.md g.jsonl sub/h.txt"
-    assert " ".join(sorted(found.reading.unread)) == unread
+    assert " ".join(sorted(found.unread)) == unread
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_folder_that_cannot_be_listed_or_entered_is_named(
         read(tmp_path)
     found = Corpus([tmp_path], skip_unreadable=True)
     assert [document.id for document in found.documents()] == ["a.txt"]
-    assert found.reading.unread == {unread}
+    assert found.unread == {unread}
 
 
 def test_source_that_holds_nothing_is_refused(tmp_path: Path) -> None:

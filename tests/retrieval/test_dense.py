@@ -6,6 +6,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import faiss
 import numpy as np
@@ -13,14 +14,15 @@ import pytest
 from numpy.typing import NDArray
 
 from retrieval.dense import (
+    Segment,
     auto_factory,
     create_faiss,
-    create_segment,
     read_faiss,
     search_segments,
     write_faiss,
 )
 from retrieval.errors import CorruptIndexError, RetrievalError
+from tests.retrieval.small_index import quiet
 
 DIM, NUM_ROWS, NUM_LISTS = 16, 600, 8
 GENERATOR = np.random.default_rng(0)
@@ -33,18 +35,30 @@ NONE = np.zeros(0, np.int64)
 Found = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 
+class Rows:
+    """Those of a vector file, not rounded."""
+
+    def __init__(self, vectors: NDArray[np.float32]) -> None:
+        self.vectors, self.dim = vectors, vectors.shape[1]
+
+    def read(self, first: int, last: int) -> NDArray[np.float32]:
+        return self.vectors[first:last]
+
+    def read_rows(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        return self.vectors[rows]
+
+
 def make_faiss(factory: str, vectors: NDArray[np.float32] = VECTORS) -> Any:
     """All `vectors` in batches of 100."""
-    batches = (vectors[first : first + 100] for first in range(0, len(vectors), 100))
-    return create_faiss(
-        factory, vectors.shape[1], len(vectors), lambda n: vectors[:n], batches, lambda done: None
-    )
+    rows: Any = Rows(vectors)
+    with patch("retrieval.dense.ADD_ROWS", 100):
+        return create_faiss(factory, rows, 0, len(vectors), seed=0, progress=quiet)
 
 
 def search(
     index: Any, *, k: int, nprobe: int = NUM_LISTS, hidden: NDArray[np.int64] = NONE
 ) -> Found:
-    return search_segments((create_segment(index, 0, hidden),), QUERIES, k=k, nprobe=nprobe)
+    return search_segments((Segment(index, 0, hidden),), QUERIES, k=k, nprobe=nprobe)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +94,7 @@ def test_a_later_segment_is_merged(factory: str, num_base: int) -> None:
     hidden = np.arange(0, NUM_ROWS, 3)
     base = make_faiss(factory if num_base >= NUM_LISTS else "Flat", VECTORS[:num_base])
     later = make_faiss("Flat", VECTORS[num_base:])
-    segments = (create_segment(base, 0, hidden), create_segment(later, num_base, hidden))
+    segments = (Segment(base, 0, hidden), Segment(later, num_base, hidden))
     for k in (5, NUM_ROWS):
         check_exact(search_segments(segments, QUERIES, k=k, nprobe=NUM_LISTS), k, hidden)
 
@@ -120,7 +134,7 @@ def test_equal_scores_stand_by_row() -> None:
     """In one segment and over two: the same question has the same answer every time."""
     same = np.ones((10, DIM), np.float32)
     first, second, whole = (
-        create_segment(make_faiss("Flat", same[start:end]), start, NONE)
+        Segment(make_faiss("Flat", same[start:end]), start, NONE)
         for start, end in [(0, 4), (4, 10), (0, 10)]
     )
     for segments in ((first, second), (second, first), (whole,)):
@@ -129,16 +143,13 @@ def test_equal_scores_stand_by_row() -> None:
 
 
 def test_nothing_to_search() -> None:
-    scores, rows = search_segments((), QUERIES, k=2, nprobe=1)
-    assert (rows == -1).all()
-    assert np.isneginf(scores).all()
-    segment = create_segment(make_faiss("Flat"), 0, NONE)
+    segment = Segment(make_faiss("Flat"), 0, NONE)
     assert search_segments((segment,), QUERIES[:0], k=2, nprobe=1)[1].shape == (0, 2)
 
 
 def test_searches_with_other_parameters_run_at_once(indexes: dict[str, Any]) -> None:
     """nprobe belongs to a search, not to the index."""
-    segment = create_segment(indexes["IVF8,Flat"], 0, NONE)
+    segment = Segment(indexes["IVF8,Flat"], 0, NONE)
 
     def rows_of(nprobe: int) -> Any:
         return search_segments((segment,), QUERIES, k=20, nprobe=nprobe)[1].tolist()
@@ -193,7 +204,7 @@ def test_opening_reads_nothing(tmp_path: Path) -> None:
     del index
     before = _anonymous_mib()
     mapped = read_faiss(tmp_path / "dense")
-    segment = create_segment(mapped, 0, np.arange(10))
+    segment = Segment(mapped, 0, np.arange(10))
     search_segments((segment,), np.ones((1, 1000), np.float32), k=1, nprobe=1)
     assert _anonymous_mib() - before < 50
 

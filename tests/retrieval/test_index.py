@@ -60,7 +60,7 @@ def use(folder: Path, *, verify: bool) -> list[Any]:
         for text in ("late", *TEXTS)
     ]
     rows = index.store.iterate(0, index.num_rows)
-    return [*answers, index.vectors(0, index.num_rows).tolist(), list(rows)]
+    return [*answers, index.vectors.read(0, index.num_rows).tolist(), list(rows)]
 
 
 def files_of(folder: Path) -> list[str]:
@@ -71,11 +71,11 @@ def files_of(folder: Path) -> list[str]:
 
 def test_what_is_in_it(whole_index: Path) -> None:
     index = Index.open(whole_index, verify=True)
-    assert (index.generation, index.num_rows, index.num_live, index.dim) == (3, 42, 41, DIM)
+    assert (index.manifest.generation, index.num_rows, index.num_live) == (3, 42, 41)
+    assert index.vectors.dim == index.settings.dim == DIM
     segments = [(part.first_row, part.num_rows, part.factory) for part in index.manifest.segments]
     assert segments == [(0, 40, "Flat"), (40, 2, "Flat")]
     assert index.removed.tolist() == [3]
-    assert index.is_live(np.array([-1, 2, 3, 41, 42])).tolist() == [False, True, False, True, False]
     assert Manifest.from_json(index.manifest.to_json()) == index.manifest
     assert set(index.manifest.files) | {MANIFEST, PASSAGES, VECTORS} == set(files_of(whole_index))
     assert read_settings(whole_index) == make_settings()
@@ -179,7 +179,7 @@ def test_a_generation_that_goes_while_it_is_opened(
 
     monkeypatch.setattr(np, "load", build_meanwhile)
     index = Index.open(folder, verify=False)
-    assert (index.generation, index.removed.tolist()) == (4, [3, 4])
+    assert (index.manifest.generation, index.removed.tolist()) == (4, [3, 4])
 
 
 def test_state_is_older_than_the_manifest_at_every_try(
@@ -221,7 +221,7 @@ def test_compressed_vectors_only_propose(tmp_path: Path) -> None:
     queries = WordEncoder().encode_queries(["word1 tail2", "word50 tail7 end3"] * 40)
     scores, rows = index.search_dense(queries, k=5, nprobe=1)
     assert rows[0][0] == 1200
-    exact = queries @ index.vectors(0, index.num_rows).T
+    exact = queries @ index.vectors.read(0, index.num_rows).T
     np.testing.assert_allclose(scores, np.take_along_axis(exact, rows, axis=1), atol=1e-5)
     assert (np.diff(scores, axis=1) <= 0).all()
     best = np.sort(exact, axis=1)[:, ::-1][:, :5]

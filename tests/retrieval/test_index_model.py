@@ -224,7 +224,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule()
     def refresh(self) -> None:
         """A server follows."""
-        is_newer = self.retriever.index.generation < self._generation()
+        is_newer = self.retriever.index.manifest.generation < self._generation()
         assert self.retriever.refresh() == is_newer
         served = self.naive.served
         check(Opened(self.retriever.index, served))
@@ -272,7 +272,7 @@ def check(opened: Opened) -> None:
     assert (index.num_rows, index.num_live) == (len(served.passages), len(served.live))
     stored = index.store.iterate(0, index.num_rows)
     assert tuple(passage for _, passage in stored) == served.passages
-    assert set(np.flatnonzero(index.is_live(np.arange(index.num_rows))).tolist()) == served.live
+    assert set(range(index.num_rows)).difference(index.removed.tolist()) == served.live
     k = index.num_rows + 1
     for query in WORDS:
         scores, rows = index.search_dense(ENCODER.encode_queries([query]), k=k, nprobe=1)

@@ -122,7 +122,7 @@ def test_refresh_switches_to_what_was_built(folder: Path) -> None:
     assert ids(retriever, "newcomer", mode="bm25") == []
     assert (retriever.refresh(), retriever.refresh()) == (True, False)
     assert ids(retriever, "newcomer", mode="bm25") == ["n0"]
-    assert retriever.index.faiss_indexes[name] is early.faiss_indexes[name], "not read twice"
+    assert retriever.index.segments[name].index is early.segments[name].index, "not read twice"
     assert early.num_rows == 42
 
 
@@ -137,7 +137,7 @@ def test_refresh_keeps_serving_when_the_newer_one_is_damaged(folder: Path) -> No
     for _ in range(2):
         with pytest.raises(CorruptIndexError, match="dense-4"):
             retriever.refresh()
-    assert (retriever.damage, retriever.index.generation) == (None, 3)
+    assert (retriever.damage, retriever.index.manifest.generation) == (None, 3)
     check_all_modes(retriever, "word0 shared tail0", "d0")
     path.write_bytes(whole)
     assert retriever.refresh()
@@ -159,7 +159,7 @@ def test_index_that_was_made_anew_is_served(folder: Path, num_builds: int) -> No
     found = ids(retriever, "word5", k=1, mode="bm25")
     assert found == ["d5"], "open files are served until there is something better"
     assert (retriever.refresh(), retriever.refresh()) == (True, False)
-    assert retriever.index.generation == num_builds
+    assert retriever.index.manifest.generation == num_builds
     check_all_modes(retriever, "word0 shared tail0", "x0")
     check_all_modes(retriever, "other7", "x8")
     assert early.store.get([5])[0].id == "d5", "what a search began with is there to its end"

@@ -16,7 +16,7 @@ from retrieval.errors import RetrievalError
 from retrieval.passage import Document, Passage
 from retrieval.splitter import MIN_TOKENS, Splitter
 from retrieval.tables import find_tables
-from retrieval.tokens import Tokens, WordTokens, load_tokens
+from retrieval.tokens import Tokens, load_tokens
 from tests.examples import examples
 from tests.reference.naive_splitter import NaiveSplitter
 from tests.retrieval.small_index import train_bpe
@@ -74,7 +74,9 @@ def split(tokens: Tokens, text: str, max_tokens: int, overlap_tokens: int) -> li
 
 def words(text: str, max_tokens: int, overlap_tokens: int = 0) -> list[str]:
     """The passages' texts, counted in words."""
-    return [passage.text for passage in split(WordTokens(), text, max_tokens, overlap_tokens)]
+    return [
+        passage.text for passage in split(load_tokens("words"), text, max_tokens, overlap_tokens)
+    ]
 
 
 def offset(passage: Passage) -> int:
@@ -202,18 +204,17 @@ def test_split_carries_a_header_over_blocks(monkeypatch: pytest.MonkeyPatch) -> 
 def test_splitter_refuses_limits_out_of_range(max_tokens: int, overlap_tokens: int) -> None:
     """An overlap of half a passage would not get ahead."""
     with pytest.raises(RetrievalError, match="tokens, got"):
-        Splitter(WordTokens(), max_tokens=max_tokens, overlap_tokens=overlap_tokens)
+        Splitter(load_tokens("words"), max_tokens=max_tokens, overlap_tokens=overlap_tokens)
 
 
 def test_split_refuses_a_character_that_no_passage_holds() -> None:
     """Rather than breaking the limit, or looping."""
 
-    class Bits(WordTokens):
-        def offsets(self, text: str) -> Sequence[tuple[int, int]]:
-            return [(i, i + 1) for i in range(len(text)) for _ in range(21)]
+    def bits(text: str) -> list[tuple[int, int]]:
+        return [(i, i + 1) for i in range(len(text)) for _ in range(21)]
 
     with pytest.raises(RetrievalError, match="'d': the character 'a' has more than 20 tokens"):
-        split(Bits(), "ab", 20, 5)
+        split(Tokens("bits", bits), "ab", 20, 5)
 
 
 UNITS = ["word ", "Short one. ", ".", "\n", "x", "a\n\n", "# h\n", "- i\n", "é", '."', ". ", "中。"]
@@ -226,7 +227,7 @@ def test_split_takes_linear_time(unit: str) -> None:
     def seconds(num_chars: int) -> float:
         text = "Start " + unit * (num_chars // len(unit))
         began = time.process_time()
-        assert split(WordTokens(), text, 128, 16)
+        assert split(load_tokens("words"), text, 128, 16)
         return time.process_time() - began
 
     long, short = splitter_module.BLOCK_CHARS, splitter_module.BLOCK_CHARS // 8

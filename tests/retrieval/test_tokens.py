@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, processors
 
 from retrieval.errors import RetrievalError
-from retrieval.tokens import WordTokens, load_tokens
+from retrieval.tokens import load_tokens, word_offsets
 from sglang_chunkcache import bundled_model
 from tests.retrieval.small_index import train_bpe
 
@@ -39,7 +39,7 @@ def test_words_are_words_marks_and_cjk_characters() -> None:
         "漢字かな한국어": ["漢", "字", "か", "な", "한국어"],
         "x" * 70: ["x" * 32, "x" * 32, "x" * 6],
     }.items():
-        assert [text[start:end] for start, end in WordTokens().offsets(text)] == words
+        assert [text[start:end] for start, end in word_offsets(text)] == words
 
 
 def test_file_tokens_are_neither_special_nor_cut_nor_padded(model_dir: Path) -> None:

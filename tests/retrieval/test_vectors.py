@@ -25,7 +25,6 @@ def test_read_what_was_appended(path: Path) -> None:
     assert file.num_rows == 0
     for first, last in [(0, 2), (2, 2), (2, 7)]:
         file.append(ROWS[first:last])
-    file.sync()
     again = VectorFile(path, dim=3)
     assert (again.num_rows, again.read(0, 7).dtype.name) == (7, "float32")
     for first in range(8):

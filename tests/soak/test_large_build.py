@@ -48,7 +48,7 @@ def check(
     near = {row for cut in cuts for row in range(cut - 2, cut + 2) if 0 <= row < count}
     rows = sorted(near | set(rng.sample(range(count), min(SAMPLE, count))))
     texts = corpus.sample(set(rows))
-    stored = np.concatenate([index.vectors(row, row + 1) for row in rows])
+    stored = np.concatenate([index.vectors.read(row, row + 1) for row in rows])
     encoded = encoder.encode_passages([texts[row] for row in rows])
     kept = index.store.iterate(0, index.num_rows)
     in_order = all(passage.id == f"p{row}" for row, passage in kept)
