@@ -235,9 +235,9 @@ class Bookkeeper:
         if draft.is_preprocessing:
             return
         self.reasons.count(draft.identity)
-        self.tables.observe(draft.identity.tenant, draft.retrieved)
+        self.tables.observe(draft.identity.tenant, list(draft.labels))
         for kind, amount in (
-            ("retrieved", len(draft.retrieved)),
+            ("retrieved", len(draft.labels)),
             ("repeated", len(draft.repeated)),
             ("empty", len(draft.empty)),
             ("dropped", len(draft.dropped)),

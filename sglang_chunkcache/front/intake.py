@@ -24,7 +24,6 @@ from sglang_chunkcache.front.bodies import (
     RetrieveBody,
 )
 from sglang_chunkcache.front.conversation import claimed_history
-from sglang_chunkcache.front.drafter import conversation_key
 from sglang_chunkcache.front.parse import json_object, parse, refuse_misspelt
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.prompt import (
@@ -153,11 +152,11 @@ class Intake:
         # read here, on the event loop: a thread may make the draft, and the bookkeeper has no lock
         conversation = None
         if fields.conversation_id:
-            key, claimed = (
-                conversation_key(identity, fields.conversation_id),
+            conversation = self._parts.bookkeeper.conversations.of(
+                identity.conversation(fields.conversation_id),
                 claimed_history(messages, settings),
+                start=start,
             )
-            conversation = self._parts.bookkeeper.conversations.of(key, claimed, start=start)
         num_earlier = sum(map(len, earlier.values()))
 
         async def plan(passages: list[Passage] | None, found: Retrieval | None = None) -> Planned:

@@ -169,9 +169,8 @@ class Planner:
         recipe = recipe_of(fusion, (), draft.earlier_recipe) if fusion is not None else ""
         # a tool loop's last step stands behind the turns and has a home of its own
         step = draft.turn.step
-        return held_history(
-            (*draft.turn.fitted.turns, *([step] if step else ())), epochs, recipe=recipe
-        )
+        turns = (*draft.turn.fitted.turns, *([step] if step else ()))
+        return held_history(turns, epochs, recipe=recipe)
 
     def _fused_from(
         self,

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from radix_ext import Chunk, ChunkId, Span, chunk_id
 from sglang_chunkcache.errors import RequestError
-from sglang_chunkcache.front.tokenizer import Encode, ServedTokenizer
+from sglang_chunkcache.front.tokenizer import ServedTokenizer
 
 CHUNK_CACHE_SIZE = 4096
 """Chunk texts whose token ids are remembered:
@@ -64,16 +64,6 @@ class TokenizedChunk:
 
     chunk: Chunk
     token_ids: array[int]
-
-
-@dataclass(frozen=True, slots=True)
-class TurnPieces:
-    """Token ids of one turn around its chunks.
-    `lead` joins it to what comes before: nothing, or an answer."""
-
-    lead: tuple[int, ...]
-    intro: tuple[int, ...]
-    outro: tuple[int, ...]
 
 
 class Area(NamedTuple):
@@ -174,27 +164,6 @@ class PromptAssembler:
             self._remembered_chunk if len(text) <= CHUNK_CACHE_CHARS else self._tokenize_chunk
         )
         return tokenize(text, tenant)
-
-    def turn(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        num_agreed: int,
-        has_chunks: bool,
-        settings: TemplateSettings = NO_SETTINGS,
-        encode: Encode | None = None,
-    ) -> TurnPieces:
-        """The one exchange that `exchanges` makes without `is_split`, as token ids. Raises as it
-        does. `encode` is the request's own, if it has one."""
-        (exchange,) = self.exchanges(
-            messages,
-            num_agreed=num_agreed,
-            with_chunks={turn_start(messages)} if has_chunks else (),
-            settings=settings,
-        )
-        encode = encode or self.tokenizer.encode
-        (area,) = exchange.areas
-        return TurnPieces(encode(exchange.lead), encode(area.intro), encode(area.ending))
 
     def exchanges(
         self,
