@@ -121,12 +121,10 @@ class OpenTurn:
         tag: str,
     ) -> Turn:
         """The turn with its answer, under the hash of all messages, the answer included."""
+        fitted, claimed = self.fitted, self.conversation.claimed
         # the client sends the whole answer back, with the beginning that came from it
-        fitted, content = self.fitted, self.fitted.prompt.prefill + content
-        answer, claimed = (
-            _counted({"role": "assistant", "content": content}),
-            self.conversation.claimed,
-        )
+        content = fitted.prompt.prefill + content
+        answer = _counted({"role": "assistant", "content": content})
         (whole_hash,) = running_hashes([answer], after=claimed.hashes[-1])
         # Without the outro, which comes with the answer: later turns may show both otherwise.
         shown = self.kept(input_ids[: len(input_ids) - len(fitted.outro)], spans)
@@ -470,16 +468,10 @@ def claimed_history(
     asked = said = ""
     try:
         counted = [
-            _counted({**message, "content": text_of(message, i)})
-            for i, message in enumerate(messages)
+            _counted({**each, "content": text_of(each, i)}) for i, each in enumerate(messages)
         ]
-        head = {
-            # no message has this role, so none hashes like a head
-            "role": "\0head",
-            "tools": settings.tools,
-            "kwargs": settings.kwargs,
-            "messages": counted[:start],
-        }
+        # no message has this role, so none hashes like a head
+        head = {"role": "\0head", **settings._asdict(), "messages": counted[:start]}
         hashes = running_hashes([head, *counted[start:]])
         for i, message in enumerate(counted[start:], start):
             (said,) = running_hashes([message], after=said)

@@ -43,14 +43,8 @@ UNKNOWN = {"role": "user", "content": "?"}
 """The question of a request that may come, where it is not known."""
 
 MESSAGE_NAMES = (
-    "role",
-    "content",
-    "name",
-    "tool_calls",
-    "tool_call_id",
-    "reasoning_content",
-    "refusal",
-    "function_call",
+    *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"),
+    *("refusal", "function_call"),
 )
 """Of OpenAI's and SGLang's messages, those that could be taken for ours misspelt among them."""
 
@@ -214,13 +208,16 @@ class Intake:
         parts = [
             part if isinstance(part, str) else self._passages(part.chunks) for part in body.parts
         ]
-        self._check_num_chunks(
-            sum(len(part) for part in parts if not isinstance(part, str)), "parts.chunks"
-        )
+        num_chunks = sum(len(part) for part in parts if not isinstance(part, str))
+        self._check_num_chunks(num_chunks, "parts.chunks")
         if body.sampling_params.get("n", 1) != 1:
             raise RequestError("sampling_params.n: must be 1")
         self._parts.sampling(
-            body.sampling_params, top_logprobs_num=body.top_logprobs_num, called=_in_generate
+            body.sampling_params,
+            top_logprobs_num=body.top_logprobs_num,
+            called=lambda name: (
+                name if name in GenerateIn.model_fields else f"sampling_params.{name}"
+            ),
         )
         options = Options(
             max_new_tokens=body.sampling_params.get("max_new_tokens"),
@@ -315,15 +312,14 @@ class Intake:
         request = parse(ChatCompletionRequest, body)
         params = self._parts.chat.sampling_params(request)
 
-        def called(name: str) -> str:
-            known = CHAT_NAMES.get(name, name)
-            return (
-                "max_completion_tokens"
-                if known == "max_tokens" and request.max_completion_tokens
-                else known
-            )
-
-        self._parts.sampling(params, top_logprobs_num=request.top_logprobs or 0, called=called)
+        names = dict(CHAT_NAMES)
+        if request.max_completion_tokens:
+            names["max_new_tokens"] = "max_completion_tokens"
+        self._parts.sampling(
+            params,
+            top_logprobs_num=request.top_logprobs or 0,
+            called=lambda name: names.get(name, name),
+        )
         self._parts.chat.check(request)
         return request
 
@@ -376,9 +372,8 @@ def _taken_chunks(body: dict[str, Any]) -> dict[int, list[ChunkIn]]:
             raise RequestError(f"messages.{i}.chunks: only a user's message has chunks")
         # parsed under the client's own path, so that errors say messages.3.chunks.0.text
         brought[i] = {"chunks": chunks}
-    return {
-        i: fields.chunks for i, fields in parse(Messages, {"messages": brought}).messages.items()
-    }
+    parsed = parse(Messages, {"messages": brought}).messages
+    return {i: fields.chunks for i, fields in parsed.items()}
 
 
 def _check_content(message: Mapping[str, Any], field: str) -> None:
@@ -401,18 +396,18 @@ def _check_content(message: Mapping[str, Any], field: str) -> None:
 
 
 def _check_ids(brought: Mapping[int, Sequence[ChunkIn]]) -> None:
-    """Raise RequestError for an id that means one text in one message and another in another
-    one."""
+    """Raise RequestError for an id that means different texts in two messages."""
     texts = dict[str, tuple[int, str]]()
     for i, chunks in sorted(brought.items()):
         for chunk in chunks:
-            if chunk.id is not None:
-                first, text = texts.setdefault(str(chunk.id), (i, chunk.text))
-                if first != i and text != chunk.text:
-                    raise RequestError(
-                        f"messages.{i}.chunks: the text of {chunk.id!r} is another one in"
-                        f" messages.{first}"
-                    )
+            if chunk.id is None:
+                continue
+            first, text = texts.setdefault(str(chunk.id), (i, chunk.text))
+            if first != i and text != chunk.text:
+                raise RequestError(
+                    f"messages.{i}.chunks: the text of {chunk.id!r} is another one in"
+                    f" messages.{first}"
+                )
 
 
 def _lacks_question(body: Mapping[str, Any], messages: Sequence[Any]) -> bool:
@@ -433,10 +428,6 @@ def _num_chars(texts: Any) -> int:
     if isinstance(texts, list | tuple):
         return sum(map(_num_chars, texts))
     return len(texts) if isinstance(texts, str) else 0
-
-
-def _in_generate(name: str) -> str:
-    return name if name in GenerateIn.model_fields else f"sampling_params.{name}"
 
 
 def _identity(raw_request: Request, body: Any, adapter: str | None = None) -> Identity:
@@ -461,8 +452,7 @@ def _messages(request: ChatCompletionRequest) -> list[dict[str, Any]]:
 
 
 def _tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-    """Those that the template shows: with a `tool_choice` that names one, that one,
-    as in SGLang."""
+    """Those that the template shows, as in SGLang: the one that `tool_choice` names, or all."""
     if not request.tools or request.tool_choice == "none":
         return None
     named = None if isinstance(request.tool_choice, str) else request.tool_choice.function.name

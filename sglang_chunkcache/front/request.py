@@ -205,7 +205,6 @@ class Planned:
     """Of the audit. None: it asks for no moved KV, or nothing is audited."""
     expected: Expected | None = None
     """None: it asks for moved KV, which has reasons of its own."""
-
     is_away: bool = False
     """Another rank has more of its conversation's history."""
     border: int = 0
@@ -291,11 +290,6 @@ class RagRequest:
     """The rank's last message as it came: a stream repeats it with every output."""
     decoded: Answer | None = None
     """That message, decoded. None if that failed."""
-
-    @property
-    def has_begun(self) -> bool:
-        """The bookkeeper has counted it."""
-        return self.plan is not None
 
     @property
     def is_complete(self) -> bool:
