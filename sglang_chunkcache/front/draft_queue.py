@@ -64,9 +64,11 @@ class DraftQueue:
             raise BusyError(f"{MAX_WAITING} long requests wait already; try again later") from None
         try:
             return await unless_gone(made, is_gone)
-        finally:
-            # a draft that is being made ends before its next text
+        except BaseException:
+            # a draft that is being made ends before its next text; one that was made encodes its
+            # turn's answer later
             is_over.set()
+            raise
 
     async def _work(self) -> None:
         while True:
